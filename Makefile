@@ -1,0 +1,59 @@
+# Everything goes through one virtual environment, made on first use with plain pip.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-newest lint format lock bench clean
+
+help:
+	@echo "make demo         the layout demo, in the terminal and as demo.html"
+	@echo "make test         lint, types and the tests that take seconds"
+	@echo "make test-all     the slow tests too"
+	@echo "make test-newest  the tests on the newest jax (needs python3.12)"
+	@echo "make bench        the benchmarks behind benchmarks/RESULTS.md"
+	@echo "make lint format lock clean"
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/layout_demo.py --html demo.html
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	$(BIN)/pytest -n auto -m "not slow"
+
+test-all: lint
+	$(BIN)/pytest -n auto
+
+# a second environment: newest of everything that pyproject.toml allows, on a newer Python
+test-newest:
+	python3.12 -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade -e '.[dev]'
+	.venv-newest/bin/pytest -n auto -m "not slow"
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/placement.py
+
+# write constraints.txt anew from the newest versions that pyproject.toml allows
+lock:
+	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet '.[dev,serve]'
+	( echo "# Exact versions everything is tested with; made by 'make lock'."; \
+	  .venv-lock/bin/python -m pip freeze --exclude meshwright ) > constraints.txt
+	rm -rf .venv-lock
+
+clean:
+	rm -rf $(VENV) .venv-newest .venv-lock build dist demo.html .pytest_cache .mypy_cache .ruff_cache .hypothesis

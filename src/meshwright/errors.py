@@ -1,0 +1,57 @@
+"""The one error a user's mistake raises, and the phrases error messages are made of.
+
+Every message says what was given, which rule it broke and what would fit:
+
+    mesh 'dp=2,tp=3' needs 6 devices, 8 are here; 'dp=2,tp=4' or 'dp=4,tp=2' would fit
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class MeshwrightError(ValueError):
+    """A mistake a person can mend; the message says how."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Ends a sentence: `"; did you mean 'fsdp'?"` if one is close, else all that are known."""
+    known = list(dict.fromkeys(known))
+    likeness = {other: _likeness(name.lower(), other.lower()) for other in known}
+    best = max(likeness.values(), default=0.0)
+    if best >= 0.6:
+        close = [other for other in known if likeness[other] >= best - 0.01][:2]
+        return f"; did you mean {one_of(close)}?"
+    if not known:
+        return "."
+    return f"; known: {', '.join(known[:16])}{', …' if len(known) > 16 else ''}."
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def nearest_multiples(size: int, factor: int) -> str:
+    """The multiples of `factor` on both sides of `size`: `"24 or 32"`."""
+    below = size // factor * factor
+    return f"{below} or {below + factor}" if below else f"{factor}"
+
+
+def largest_divisor(size: int, limit: int) -> int:
+    """The largest divisor of `size` that is at most `limit`."""
+    return next((d for d in range(min(size, limit), 0, -1) if size % d == 0), 1)
+
+
+def one_of(options: Iterable[str]) -> str:
+    """`"'a', 'b' or 'c'"`."""
+    quoted = [f"'{option}'" for option in options]
+    if len(quoted) < 2:
+        return "".join(quoted)
+    return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+def count(number: int, noun: str) -> str:
+    """`"1 device"`, `"8 devices"`, `"2 axes"`."""
+    if number == 1:
+        return f"1 {noun}"
+    plural = {"axis": "axes"}.get(noun, noun + "s")
+    return f"{number:,} {plural}"

@@ -1,0 +1,59 @@
+"""An array described before it exists."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshwright.errors import MeshwrightError, count
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """Shape, dtype and the names of the dims, from which placement follows.
+
+    >>> ArraySpec((4096, 14336), dims="embed mlp")
+    ArraySpec(shape=(4096, 14336), dims=('embed', 'mlp'), dtype=dtype('float32'))
+    """
+
+    shape: tuple[int, ...]
+    dims: Sequence[str | None]  # or one text: "embed mlp"
+    dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dims", dim_names(self.dims))
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        if len(self.shape) != len(self.dims):
+            raise MeshwrightError(
+                f"shape {self.shape} has {count(len(self.shape), 'dim')}, dims "
+                f"{self.dims} name {len(self.dims)}; name each dim once"
+            )
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+def dim_names(dims: Sequence[str | None]) -> tuple[str | None, ...]:
+    """Dim names given as a tuple or as text: `"embed mlp"`; None for a dim without a name."""
+    names = tuple(dims.split()) if isinstance(dims, str) else tuple(dims)
+    for name in names:
+        if name is not None and not isinstance(name, str):
+            raise MeshwrightError(f"dims {dims!r}: {name!r} is not a dim name; use text or None")
+    return names
+
+
+def is_described(leaf: Any) -> bool:
+    """Whether a leaf is something with a shape and a dtype."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")

@@ -1,0 +1,253 @@
+"""The table of a placement: every array, where it goes, what it costs, who decided, what lost.
+
+    >>> print(explain(params, rules, "fsdp=8,tp=4"))
+
+As text it is a table for people; `.data()` is plain data, `.markdown()` goes into a document.
+"""
+
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from meshwright.errors import count
+from meshwright.layout.decide import TreeDecisions, decide
+from meshwright.layout.layout import Layout
+from meshwright.layout.path_rules import PathRules
+from meshwright.layout.resolve import find_mesh
+from meshwright.mesh import AnyMesh, MeshSpec
+
+LARGE = 16 * 2**20  # bytes on every device from which an array that is not split is worth a warning
+_COLUMNS = (
+    "array", "shape", "dtype", "layout", "bytes/device", "copies", "decided by", "lost"
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One array's placement."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+    bytes_total: int
+    bytes_per_device: int
+    copies: int
+    rule: str
+    lost: tuple[str, ...]
+    count: int = 1  # arrays alike, where rows are collapsed
+
+    def cells(self) -> tuple[str, ...]:
+        name = f"{self.path} ×{self.count}" if self.count > 1 else self.path
+        return (
+            name or "(array)",
+            "×".join(map(str, self.shape)) or "scalar",
+            self.dtype,
+            " ".join(str(self.layout).partition("->")[2].split()),
+            bytes_text(self.bytes_per_device),
+            str(self.copies),
+            self.rule,
+            "; ".join(self.lost),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    rows: tuple[Row, ...]
+    mesh_shape: Mapping[str, int]
+    problems: tuple[str, ...]  # mistakes (only with strict=False; otherwise they were raised)
+    notes: tuple[str, ...]  # worth knowing: large arrays with copies
+
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(row.shape) * row.count for row in self.rows)
+
+    @property
+    def bytes_total(self) -> int:
+        return sum(row.bytes_total * row.count for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(row.bytes_per_device * row.count for row in self.rows)
+
+    def collapsed(self) -> "Explanation":
+        """Rows that differ only in the numbers of their paths (the layers) made one."""
+        groups: dict[Any, list[Row]] = {}
+        for row in self.rows:
+            alike = dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path))
+            groups.setdefault(alike, []).append(row)
+        rows = [
+            rows[0] if len(rows) == 1 else dataclasses.replace(alike, count=len(rows))
+            for alike, rows in groups.items()
+        ]
+        return dataclasses.replace(self, rows=tuple(rows))
+
+    def path_rules(self) -> PathRules:
+        """The same placement as path rules, one an array."""
+        return PathRules([(f"^{re.escape(row.path)}$", row.layout) for row in self.rows])
+
+    def summary(self) -> str:
+        devices = math.prod(self.mesh_shape.values())
+        mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh_shape.items())
+        arrays = sum(row.count for row in self.rows)
+        even = self.bytes_total / devices
+        return (
+            f"{count(arrays, 'array')}, {count(self.num_elements, 'element')}, "
+            f"{bytes_text(self.bytes_total)} on {count(devices, 'device')} ({mesh}): "
+            f"{bytes_text(self.bytes_per_device)} per device"
+            + (f", {self.bytes_per_device / even:.2f}× an even split" if even else "")
+        )
+
+    def data(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "mesh": dict(self.mesh_shape),
+            "bytes_total": self.bytes_total,
+            "bytes_per_device": self.bytes_per_device,
+            "elements": self.num_elements,
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+            "arrays": [
+                {
+                    "path": row.path,
+                    "shape": list(row.shape),
+                    "dtype": row.dtype,
+                    "dims": list(row.layout.dims),
+                    "axes": [list(axes) for axes in row.layout.axes],
+                    "layout": str(row.layout),
+                    "bytes_per_device": row.bytes_per_device,
+                    "copies": row.copies,
+                    "rule": row.rule,
+                    "lost": list(row.lost),
+                    "count": row.count,
+                }
+                for row in self.rows
+            ],
+        }
+
+    def markdown(self, collapse: bool = True) -> str:
+        table = self.collapsed() if collapse else self
+        lines = [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
+        for row in table.rows:
+            lines.append("| " + " | ".join(c.replace("|", "\\|") for c in row.cells()) + " |")
+        lines += ["", self.summary()]
+        lines += [f"- {line}" for line in self._remarks()]
+        return "\n".join(lines) + "\n"
+
+    def text(self, collapse: bool = True, width: int | None = None) -> str:
+        """The table as plain text; `print(explanation)` is the same."""
+        from rich.console import Console
+
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=width or 160, color_system=None)
+        console.print(self.__rich__(collapse))
+        return buffer.getvalue()
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __rich__(self, collapse: bool = True) -> Any:
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        shown = self.collapsed() if collapse else self
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        losers = any(row.lost for row in shown.rows)
+        for name in _COLUMNS if losers else _COLUMNS[:-1]:
+            table.add_column(
+                name,
+                justify="right" if name in ("bytes/device", "copies", "shape") else "left",
+                overflow="fold",
+            )
+        for row in shown.rows:
+            cells = row.cells() if losers else row.cells()[:-1]
+            table.add_row(*(Text(cell) for cell in cells))
+        remarks = [Text(f"! {line}", style="yellow") for line in self._remarks()]
+        return Group(table, Text(self.summary()), *remarks)
+
+    def _remarks(self) -> tuple[str, ...]:
+        return (*self.problems, *self.notes)
+
+
+def explain(
+    tree: Any,
+    rules: Any,
+    mesh: AnyMesh | MeshSpec | str | None = None,
+    *,
+    dims: Any = None,
+    strict: bool = True,
+) -> Explanation:
+    """What `rules` make of every array of `tree` on `mesh`.
+
+    Takes what `shard` takes; the arrays and the devices need not exist. `mesh` may be text with
+    all sizes given. Mistakes (an unknown name, a rule that matches nothing, dims that do not
+    divide) raise, or with `strict=False` are listed with the table.
+    """
+    concrete = _mesh(mesh)
+    decided = decide(tree, rules, concrete, dims)
+    if strict:
+        decided.raise_problems()
+    return _explanation(decided, concrete)
+
+
+def _mesh(mesh: AnyMesh | MeshSpec | str | None) -> AnyMesh:
+    if isinstance(mesh, str | MeshSpec):
+        spec = MeshSpec.parse(mesh)
+        if spec.is_resolved:
+            return AbstractMesh(spec.sizes, spec.names)
+    return find_mesh(mesh, None)
+
+
+def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
+    rows = []
+    for path, leaf, decision in zip(decided.paths, decided.leaves, decided.decisions, strict=True):
+        shape = tuple(getattr(leaf, "shape", ()))
+        dtype = jnp.dtype(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
+        layout, mesh_shape = decision.layout, decision.mesh.shape
+        total = math.prod(shape) * dtype.itemsize
+        rows.append(
+            Row(
+                path=path,
+                shape=shape,
+                dtype=dtype.name,
+                layout=layout,
+                bytes_total=total,
+                bytes_per_device=math.prod(layout.shard_shape(shape, mesh_shape)) * dtype.itemsize,
+                copies=layout.copies(mesh_shape),
+                rule=decision.rule,
+                lost=decision.lost,
+            )
+        )
+    return Explanation(
+        tuple(rows), dict(mesh.shape), tuple(decided.problems), tuple(_replicated(rows, mesh))
+    )
+
+
+def _replicated(rows: list[Row], mesh: AnyMesh) -> list[str]:
+    whole = [row for row in rows if row.copies == mesh.size > 1 and row.bytes_total >= LARGE]
+    total = sum(row.bytes_total for row in whole)
+    if not whole:
+        return []
+    names = ", ".join(row.path or "the array" for row in whole[:3])
+    more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+    return [
+        f"whole on every device: {names}{more}, {bytes_text(total)} each time; split a dim of it, "
+        "or leave it so if that is meant"
+    ]
+
+
+def bytes_text(number: float) -> str:
+    """`"1.5 GiB"`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"

@@ -1,0 +1,139 @@
+"""Place arrays: `sharding` says where, `shard` does it, for one array or a tree of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from meshwright.errors import MeshwrightError
+from meshwright.layout.arrays import ArraySpec
+from meshwright.layout.decide import TreeDecisions, decide
+from meshwright.layout.resolve import LayoutLike, find_mesh, named_sharding, resolve
+from meshwright.mesh import AnyMesh, MeshSpec
+
+MeshLike = AnyMesh | MeshSpec | str
+
+
+def sharding(
+    layout: LayoutLike,
+    ndim: int | None = None,
+    *,
+    mesh: MeshLike | None = None,
+    devices: Sequence[Any] | None = None,
+    shape: Sequence[int] | None = None,
+) -> NamedSharding:
+    """The sharding an expression describes, for device_put, in_shardings and out_shardings.
+
+    >>> sharding("x y -> x y*")                                        # columns over all devices
+    >>> sharding("... -> * ...", ndim=3)                               # a copy on each
+    >>> sharding("embed mlp -> embed@fsdp mlp@tp", mesh="fsdp=2,tp=4")
+
+    `ndim` is needed with an ellipsis. `mesh` (a mesh, or its text) is needed where axes are named;
+    without it, the mesh in force (jax.set_mesh) or all devices in jax's order. `shape` checks that
+    the dims divide.
+    """
+    if ndim is not None and (not isinstance(ndim, int) or ndim < 0):
+        raise MeshwrightError(f"ndim={ndim!r} is not a rank; give a whole number from 0")
+    if shape is not None:
+        if ndim is not None and ndim != len(shape):
+            raise MeshwrightError(f"ndim={ndim} and shape={tuple(shape)} disagree; give one")
+        ndim = len(shape)
+    base = find_mesh(mesh, devices)
+    resolved, own = resolve(layout, ndim, base)
+    if ndim is not None and shape is None:
+        resolved.check(None, (1,) * ndim, given=layout)
+    resolved.check(own.shape, shape, given=layout)
+    return named_sharding(resolved, own)
+
+
+def shard(
+    tree: Any,
+    layout: Any,
+    *,
+    mesh: MeshLike | None = None,
+    devices: Sequence[Any] | None = None,
+    dims: Any = None,
+) -> Any:
+    """Place an array, or every array of a tree.
+
+    >>> shard(w1, "x y -> x y*")
+    >>> shard(params, PathRules([...]), mesh="fsdp=2,tp=4")
+    >>> shard(params, Rules([...]), mesh=mesh, dims={"w1": "embed mlp", "w2": "mlp embed"})
+
+    `layout`: one expression (PartitionSpec, Layout) for all, a tree of them, PathRules, or Rules.
+    jax and NumPy arrays are put on devices, jax.ShapeDtypeStruct and ArraySpec get a sharding,
+    and inside jit it is a constraint.
+    """
+    base = find_mesh(mesh, devices)
+    decided = decide(tree, layout, base, dims)
+    decided.raise_problems()
+    targets = _shardings(decided)
+    leaves = decided.leaves
+    placed = list(leaves)
+    concrete = []
+    for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+        if isinstance(leaf, jax.core.Tracer):
+            placed[i] = _constrain(leaf, target)
+        elif isinstance(leaf, jax.ShapeDtypeStruct | ArraySpec):
+            placed[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+        else:
+            concrete.append(i)
+    if concrete:
+        _need_devices(base)
+        put = jax.device_put([leaves[i] for i in concrete], [targets[i] for i in concrete])
+        for i, array in zip(concrete, put, strict=True):
+            placed[i] = array
+    return decided.treedef.unflatten(placed)
+
+
+def shardings(
+    tree: Any,
+    layout: Any,
+    *,
+    mesh: MeshLike | None = None,
+    devices: Sequence[Any] | None = None,
+    dims: Any = None,
+) -> Any:
+    """A tree of shardings like `tree`, for in_shardings and out_shardings.
+
+    >>> jax.jit(init, out_shardings=shardings(abstract_params, rules, mesh=mesh))
+    """
+    decided = decide(tree, layout, find_mesh(mesh, devices), dims)
+    decided.raise_problems()
+    return decided.treedef.unflatten(_shardings(decided))
+
+
+def layouts(tree: Any, rules: Any, *, mesh: MeshLike | None = None, dims: Any = None) -> Any:
+    """A tree of Layouts like `tree`: what the rules say, as values."""
+    decided = decide(tree, rules, find_mesh(mesh, None), dims)
+    decided.raise_problems()
+    return decided.treedef.unflatten([decision.layout for decision in decided.decisions])
+
+
+def _shardings(decided: TreeDecisions) -> list[NamedSharding]:
+    """A sharding for each leaf; decisions are shared, so few are made."""
+    distinct = {id(decision): decision for decision in decided.decisions}
+    known = {key: named_sharding(d.layout, d.mesh) for key, d in distinct.items()}
+    return [known[id(decision)] for decision in decided.decisions]
+
+
+def _constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
+    explicit = [
+        axis
+        for axis, kind in zip(target.mesh.axis_names, target.mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    ]
+    if not explicit:
+        return jax.lax.with_sharding_constraint(value, target)
+    # explicit axes carry the sharding in the type: a constraint would only assert it
+    return jax.sharding.reshard(value, target)
+
+
+def _need_devices(mesh: AnyMesh) -> None:
+    if not isinstance(mesh, Mesh):
+        what = "abstract" if isinstance(mesh, AbstractMesh) else f"described ({mesh!r})"
+        raise MeshwrightError(
+            f"arrays cannot be put on a mesh without devices: this one is {what}; use "
+            "mw.mesh(text, machine=…, devices=jax.devices()), or shard jax.ShapeDtypeStruct"
+        )

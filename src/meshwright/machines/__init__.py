@@ -1,0 +1,6 @@
+"""What hardware is: chips and their figures, slices, hosts; named, or found from jax.devices()."""
+
+from meshwright.machines.chips import CHIPS, Chip
+from meshwright.machines.machine import DescribedDevice, Machine
+
+__all__ = ["CHIPS", "Chip", "DescribedDevice", "Machine"]

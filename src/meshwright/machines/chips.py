@@ -1,0 +1,403 @@
+"""The catalogue of chips: every figure once, each with where it comes from.
+
+    >>> CHIPS["v5p"].bf16_flops
+    459000000000000.0
+    >>> CHIPS["v5p"].source("memory_bytes")
+    'Google Cloud, TPU v5p, docs.cloud.google.com/tpu/docs/v5p'
+
+Figures are per chip and dense (no sparsity). Bandwidths are bytes per second in one direction.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+GIB = 2**30
+GB = 10**9
+TERA = 1e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    name: str
+    platform: Literal["tpu", "gpu", "cpu"]
+    bf16_flops: float
+    fp8_flops: float | None  # None: no fp8 units
+    memory_bytes: int
+    memory_bandwidth: float
+    link_bandwidth: float  # of one link, one direction
+    links: int
+    host_network_bandwidth: float | None  # of one host, one direction; None: not published
+    cores_per_chip: int  # cores that jax shows as devices of their own; a megacore pair is one
+    chips_per_host: int
+    device_kinds: tuple[str, ...]  # what jax calls it
+    sources: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
+    torus_dims: int = 0  # 2 or 3 on TPUs
+    host_box: tuple[int, int, int] = (1, 1, 1)  # chips of one host, along x, y, z
+    single_host_shapes: tuple[tuple[int, ...], ...] = ()  # slices that are one larger host
+    aliases: tuple[str, ...] = ()
+
+    def source(self, figure: str) -> str:
+        """Where one figure comes from."""
+        return self.sources.get(figure, self.sources["*"])
+
+    def wraps(self, shape: tuple[int, int, int]) -> tuple[bool, bool, bool]:
+        """Along which of x, y, z the links of a slice of this shape close into a ring.
+
+        3-D tori close on every dim once the slice is built of whole 4x4x4 cubes; v5e and v6e close
+        along a dim of 16; v2 and v3 along a dim that spans the pod (16, 32).
+        """
+        if self.torus_dims == 3:
+            whole = all(size % 4 == 0 for size in shape)
+            return (whole, whole, whole)
+        ring = {"v2": 16, "v3": 32}.get(self.name, 16)
+        return (shape[0] == ring, shape[1] == ring, False)
+
+
+_SCALING_BOOK = "How to Scale Your Model, TPU tables, jax-ml.github.io/scaling-book/tpus"
+_SCALING_BOOK_GPU = "How to Scale Your Model, GPU tables, jax-ml.github.io/scaling-book/gpus"
+_CACM_2020 = (
+    "Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, CACM 2020, "
+    "doi.org/10.1145/3360307"
+)
+_ISCA_2023 = "Jouppi et al., TPU v4, ISCA 2023, Table 4, arxiv.org/abs/2304.01433"
+_TPU_INFO = "jax, jax/_src/pallas/mosaic/tpu_info.py"
+_MACHINE_TYPES = "Google Cloud, TPU machine types, docs.cloud.google.com/compute/docs/tpus"
+_G2 = "Google Cloud, g2-standard-96, docs.cloud.google.com/compute/docs/gpus"
+_MAXTEXT = "MaxText, accelerator_to_spec_map.py"
+_NOT_PUBLISHED = "not published"
+
+
+def _google(page: str) -> str:
+    return f"Google Cloud, TPU {page}, docs.cloud.google.com/tpu/docs/{page}"
+
+
+def _nvidia(page: str) -> str:
+    return f"NVIDIA datasheet, nvidia.com/en-us/data-center/{page}"
+
+
+def _sources(default: str, **figures: str) -> Mapping[str, str]:
+    return MappingProxyType({"*": default, **figures})
+
+
+_CATALOGUE = (
+    Chip(
+        name="v2",
+        platform="tpu",
+        bf16_flops=46 * TERA,
+        fp8_flops=None,
+        memory_bytes=16 * GIB,
+        memory_bandwidth=700e9,
+        link_bandwidth=62e9,
+        links=4,
+        host_network_bandwidth=None,
+        cores_per_chip=2,
+        chips_per_host=4,
+        device_kinds=("TPU v2",),
+        torus_dims=2,
+        host_box=(2, 2, 1),
+        sources=_sources(
+            _CACM_2020,
+            bf16_flops=_TPU_INFO,
+            fp8_flops=_TPU_INFO,
+            memory_bytes=_google("v2"),
+            chips_per_host=_google("v2"),
+            cores_per_chip=_google("v2"),
+            host_network_bandwidth=_NOT_PUBLISHED,
+        ),
+    ),
+    Chip(
+        name="v3",
+        platform="tpu",
+        bf16_flops=123 * TERA,
+        fp8_flops=None,
+        memory_bytes=32 * GIB,
+        memory_bandwidth=900e9,
+        link_bandwidth=70e9,
+        links=4,
+        host_network_bandwidth=None,
+        cores_per_chip=2,
+        chips_per_host=4,
+        device_kinds=("TPU v3",),
+        torus_dims=2,
+        host_box=(2, 2, 1),
+        sources=_sources(
+            _google("v3"),
+            link_bandwidth=_ISCA_2023,
+            links=_ISCA_2023,
+            fp8_flops=_TPU_INFO,
+            host_network_bandwidth=_NOT_PUBLISHED,
+        ),
+    ),
+    Chip(
+        name="v4",
+        platform="tpu",
+        bf16_flops=275 * TERA,
+        fp8_flops=None,
+        memory_bytes=32 * GIB,
+        memory_bandwidth=1.2e12,
+        link_bandwidth=45e9,
+        links=6,
+        host_network_bandwidth=25e9,
+        cores_per_chip=1,
+        chips_per_host=4,
+        device_kinds=("TPU v4",),
+        torus_dims=3,
+        host_box=(2, 2, 1),
+        sources=_sources(
+            _google("v4"),
+            fp8_flops=_TPU_INFO,
+            link_bandwidth=_SCALING_BOOK,
+            links=_ISCA_2023,
+            host_network_bandwidth=f"{_SCALING_BOOK} (6.25e9 per chip, not named for v4)",
+            cores_per_chip=_SCALING_BOOK,
+            chips_per_host=_SCALING_BOOK,
+        ),
+    ),
+    Chip(
+        name="v5e",
+        platform="tpu",
+        bf16_flops=197 * TERA,
+        fp8_flops=None,
+        memory_bytes=16 * GIB,
+        memory_bandwidth=819e9,
+        link_bandwidth=45e9,
+        links=4,
+        host_network_bandwidth=12.5e9,
+        cores_per_chip=1,
+        chips_per_host=4,
+        device_kinds=("TPU v5 lite", "TPU v5e"),
+        torus_dims=2,
+        host_box=(2, 2, 1),
+        single_host_shapes=((2, 4),),
+        aliases=("v5litepod",),
+        sources=_sources(
+            _google("v5e"),
+            fp8_flops=_TPU_INFO,
+            link_bandwidth=_SCALING_BOOK,
+            host_network_bandwidth=f"{_google('v5e')} (2 x 100 Gb/s per 8 chips, halved)",
+        ),
+    ),
+    Chip(
+        name="v5p",
+        platform="tpu",
+        bf16_flops=459 * TERA,
+        fp8_flops=459 * TERA,
+        memory_bytes=95 * GIB,
+        memory_bandwidth=2.765e12,
+        link_bandwidth=90e9,
+        links=6,
+        host_network_bandwidth=25e9,
+        cores_per_chip=1,
+        chips_per_host=4,
+        device_kinds=("TPU v5", "TPU v5p"),
+        torus_dims=3,
+        host_box=(2, 2, 1),
+        sources=_sources(
+            _google("v5p"),
+            link_bandwidth=_SCALING_BOOK,
+            cores_per_chip=_SCALING_BOOK,
+            host_network_bandwidth=_MACHINE_TYPES,
+        ),
+    ),
+    Chip(
+        name="v6e",
+        platform="tpu",
+        bf16_flops=918 * TERA,
+        fp8_flops=918 * TERA,
+        memory_bytes=32 * GIB,
+        memory_bandwidth=1.638e12,
+        link_bandwidth=90e9,
+        links=4,
+        host_network_bandwidth=50e9,
+        cores_per_chip=1,
+        chips_per_host=4,
+        device_kinds=("TPU v6 lite", "TPU v6e"),
+        torus_dims=2,
+        host_box=(2, 2, 1),
+        single_host_shapes=((2, 4),),
+        aliases=("trillium",),
+        sources=_sources(
+            _google("v6e"),
+            fp8_flops=_google("tpu7x"),
+            memory_bytes=_google("tpu7x"),
+            memory_bandwidth=_google("tpu7x"),
+            link_bandwidth=_SCALING_BOOK,
+            host_network_bandwidth=_MACHINE_TYPES,
+        ),
+    ),
+    Chip(
+        name="7x",
+        platform="tpu",
+        bf16_flops=2307 * TERA,
+        fp8_flops=4614 * TERA,
+        memory_bytes=192 * GIB,
+        memory_bandwidth=7.38e12,
+        link_bandwidth=90e9,
+        links=6,
+        host_network_bandwidth=50e9,
+        cores_per_chip=2,
+        chips_per_host=4,
+        device_kinds=("TPU7x",),
+        torus_dims=3,
+        host_box=(2, 2, 1),
+        aliases=("tpu7x", "v7x", "ironwood"),
+        sources=_sources(
+            _google("tpu7x"),
+            link_bandwidth=_SCALING_BOOK,
+            links=f"{_MAXTEXT} (3-D topologies)",
+            host_network_bandwidth=_MACHINE_TYPES,
+            chips_per_host=_MACHINE_TYPES,
+        ),
+    ),
+    Chip(
+        name="a100-40",
+        platform="gpu",
+        bf16_flops=312 * TERA,
+        fp8_flops=None,
+        memory_bytes=40 * GB,
+        memory_bandwidth=1.555e12,
+        link_bandwidth=25e9,
+        links=12,
+        host_network_bandwidth=200e9,
+        cores_per_chip=1,
+        chips_per_host=8,
+        device_kinds=("NVIDIA A100-SXM4-40GB",),
+        aliases=("a100-40gb",),
+        sources=_sources(
+            _nvidia("a100"),
+            link_bandwidth=_SCALING_BOOK_GPU,
+            links=_SCALING_BOOK_GPU,
+            host_network_bandwidth=_nvidia("dgx-a100"),
+            chips_per_host=_SCALING_BOOK_GPU,
+        ),
+    ),
+    Chip(
+        name="a100-80",
+        platform="gpu",
+        bf16_flops=312 * TERA,
+        fp8_flops=None,
+        memory_bytes=80 * GB,
+        memory_bandwidth=2.039e12,
+        link_bandwidth=25e9,
+        links=12,
+        host_network_bandwidth=200e9,
+        cores_per_chip=1,
+        chips_per_host=8,
+        device_kinds=("NVIDIA A100-SXM4-80GB",),
+        aliases=("a100-80gb",),
+        sources=_sources(
+            _nvidia("a100"),
+            link_bandwidth=_SCALING_BOOK_GPU,
+            links=_SCALING_BOOK_GPU,
+            host_network_bandwidth=_nvidia("dgx-a100"),
+            chips_per_host=_SCALING_BOOK_GPU,
+        ),
+    ),
+    Chip(
+        name="h100",
+        platform="gpu",
+        bf16_flops=989.5 * TERA,
+        fp8_flops=1979 * TERA,
+        memory_bytes=80 * GB,
+        memory_bandwidth=3.35e12,
+        link_bandwidth=25e9,
+        links=18,
+        host_network_bandwidth=400e9,
+        cores_per_chip=1,
+        chips_per_host=8,
+        device_kinds=("NVIDIA H100 80GB HBM3",),
+        sources=_sources(
+            f"{_nvidia('h100')} (SXM; sparse figures halved)",
+            link_bandwidth=_SCALING_BOOK_GPU,
+            links=_SCALING_BOOK_GPU,
+            host_network_bandwidth=_SCALING_BOOK_GPU,
+            chips_per_host=_SCALING_BOOK_GPU,
+        ),
+    ),
+    Chip(
+        name="h200",
+        platform="gpu",
+        bf16_flops=989.5 * TERA,
+        fp8_flops=1979 * TERA,
+        memory_bytes=141 * GB,
+        memory_bandwidth=4.8e12,
+        link_bandwidth=25e9,
+        links=18,
+        host_network_bandwidth=400e9,
+        cores_per_chip=1,
+        chips_per_host=8,
+        device_kinds=("NVIDIA H200",),
+        sources=_sources(
+            f"{_nvidia('h200')} (SXM; sparse figures halved)",
+            link_bandwidth=_SCALING_BOOK_GPU,
+            links=_SCALING_BOOK_GPU,
+            host_network_bandwidth=_SCALING_BOOK_GPU,
+            chips_per_host="MLPerf inference v4.1, system H200-SXM-141GBx8",
+        ),
+    ),
+    Chip(
+        name="b200",
+        platform="gpu",
+        bf16_flops=2250 * TERA,
+        fp8_flops=4500 * TERA,
+        memory_bytes=180 * GB,
+        memory_bandwidth=8e12,
+        link_bandwidth=50e9,
+        links=18,
+        host_network_bandwidth=400e9,
+        cores_per_chip=1,
+        chips_per_host=8,
+        device_kinds=("NVIDIA B200",),
+        sources=_sources(
+            f"{_nvidia('dgx-b200')} (eighth of a system; sparse figures halved)",
+            link_bandwidth=_SCALING_BOOK_GPU,
+            links=_SCALING_BOOK_GPU,
+            host_network_bandwidth=_SCALING_BOOK_GPU,
+            chips_per_host=_SCALING_BOOK_GPU,
+        ),
+    ),
+    Chip(
+        name="l4",
+        platform="gpu",
+        bf16_flops=121 * TERA,
+        fp8_flops=242.5 * TERA,
+        memory_bytes=24 * GB,
+        memory_bandwidth=300e9,
+        link_bandwidth=32e9,  # PCIe 4 x16: there is no NVLink
+        links=1,
+        host_network_bandwidth=12.5e9,
+        cores_per_chip=1,
+        chips_per_host=8,
+        device_kinds=("NVIDIA L4",),
+        sources=_sources(
+            f"{_nvidia('l4')} (sparse figures halved)",
+            host_network_bandwidth=_G2,
+            chips_per_host=_G2,
+        ),
+    ),
+    Chip(
+        name="cpu",
+        platform="cpu",
+        bf16_flops=0.1 * TERA,
+        fp8_flops=None,
+        memory_bytes=4 * GIB,
+        memory_bandwidth=20e9,
+        link_bandwidth=10e9,
+        links=1,
+        host_network_bandwidth=1.25e9,
+        cores_per_chip=1,
+        chips_per_host=1,
+        device_kinds=("cpu",),
+        sources=_sources("nominal: gives simulated devices numbers, measures nothing"),
+    ),
+)
+
+CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CATALOGUE})
+_BY_NAME = {name: chip for chip in _CATALOGUE for name in (chip.name, *chip.aliases)}
+
+
+def find_chip(name: str) -> Chip | None:
+    """The chip of that name or alias, whatever its case."""
+    return _BY_NAME.get(name.strip().lower())

@@ -1,0 +1,66 @@
+"""Which machine a list of jax devices makes up."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.machines.chips import CHIPS, Chip
+from meshwright.machines.machine import Machine
+
+
+def machine_of(devices: Sequence[Any] | None = None) -> Machine:
+    """The machine of `devices` (default: all that jax sees)."""
+    devices = list(jax.devices() if devices is None else devices)
+    if not devices:
+        raise MeshwrightError("no devices were given; a machine has at least one")
+    kinds = sorted({device.device_kind for device in devices})
+    if len(kinds) > 1:
+        raise MeshwrightError(
+            f"the devices are of several kinds ({', '.join(kinds)}); a machine has one: pass "
+            "devices= of one kind"
+        )
+    chip = chip_of_kind(kinds[0], devices[0].platform)
+    slices = Counter(getattr(device, "slice_index", None) or 0 for device in devices)
+    first = [d for d in devices if (getattr(d, "slice_index", None) or 0) == min(slices)]
+    if len(set(slices.values())) > 1:
+        raise MeshwrightError(
+            f"the slices have different numbers of devices ({dict(slices)}); a machine's slices "
+            "are alike: pass devices= of equal slices"
+        )
+    if chip.platform == "cpu":
+        return Machine(chip, (len(devices),))
+    if chip.platform == "gpu":
+        hosts = Counter(device.process_index for device in first)
+        if len(set(hosts.values())) > 1:
+            raise MeshwrightError(
+                f"the hosts hold different numbers of GPUs ({dict(hosts)}); pass devices= with "
+                "the same number from each"
+            )
+        return Machine(chip, (len(hosts), len(first) // len(hosts)), len(slices))
+    coords = [tuple(device.coords) for device in first]
+    box = tuple(max(c[i] for c in coords) - min(c[i] for c in coords) + 1 for i in range(3))
+    machine = Machine(chip, box[: chip.torus_dims], len(slices))
+    if machine.num_devices != len(devices):
+        raise MeshwrightError(
+            f"{len(devices)} {chip.name} devices do not fill the box of their coordinates, "
+            f"{'x'.join(map(str, box))} with {chip.cores_per_chip} devices a chip; pass devices= "
+            "that do, or prefix the mesh with '!' to ignore the topology"
+        )
+    return machine
+
+
+def chip_of_kind(kind: str, platform: str) -> Chip:
+    """The catalogue's chip for a jax `device_kind`."""
+    if platform == "cpu":
+        return CHIPS["cpu"]
+    exact = [chip for chip in CHIPS.values() if kind in chip.device_kinds]
+    if exact:
+        return exact[0]
+    raise MeshwrightError(
+        f"device kind {kind!r} is not in the catalogue"
+        f"{did_you_mean(kind, [k for chip in CHIPS.values() for k in chip.device_kinds])} "
+        "Describe it yourself: mw.Machine(mw.Chip(...), shape)"
+    )

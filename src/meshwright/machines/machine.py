@@ -1,0 +1,286 @@
+"""What a machine is: chips of one kind, how they are wired, which share a host.
+
+    >>> Machine.parse("v3:4x4").slice_shape
+    (4, 4, 1, 2)
+
+A machine is a description. No such device needs to exist where it is used.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from typing import Any
+
+from meshwright.errors import MeshwrightError, count, did_you_mean, one_of
+from meshwright.machines.chips import CHIPS, Chip, find_chip
+from meshwright.machines.cloud_names import cloud_topology, is_cloud_name
+
+GRAMMAR = (
+    "a machine is CHIP:SHAPE (v5p:4x4x8, v5e:16x16, h100:8, h100:16x8 for hosts x GPUs, cpu:8), "
+    "a cloud name (v5p-256), N*MACHINE for N slices (2*v5e:16x16), or 'here'"
+)
+MAX_DEVICES = 10_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedDevice:
+    """A device of a described machine, with the attributes jax gives a real one."""
+
+    id: int
+    process_index: int
+    slice_index: int
+    coords: tuple[int, ...]
+    core_on_chip: int
+    device_kind: str
+    platform: str
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        """Where it sits: (x, y, z, core) on a TPU, (host, gpu) on GPUs, (index,) on CPUs."""
+        return (*self.coords, self.core_on_chip) if self.platform == "tpu" else self.coords
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """`shape`: chips along each torus dim (TPU), (hosts, GPUs per host), or (devices,) for CPUs."""
+
+    chip: Chip
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    def __post_init__(self) -> None:
+        wanted = {"tpu": self.chip.torus_dims, "gpu": 2, "cpu": 1}[self.chip.platform]
+        if len(self.shape) != wanted or min(self.shape, default=0) < 1 or self.slices < 1:
+            raise MeshwrightError(
+                f"a {self.chip.name} machine takes {count(wanted, 'size')} of at least 1 and at "
+                f"least one slice; got shape {self.shape}, slices {self.slices}"
+            )
+        if self.num_devices > MAX_DEVICES:
+            raise MeshwrightError(
+                f"{self.chip.name} of shape {self.shape} x {count(self.slices, 'slice')} has "
+                f"{self.num_devices:,} devices; at most {MAX_DEVICES:,} are described"
+            )
+
+    @classmethod
+    def parse(cls, text: "str | Machine") -> "Machine":
+        """Read a machine: `v5p:4x4x8`, `v5p-256`, `h100:16x8`, `2*v5e:16x16`, `cpu:8`, `here`."""
+        if isinstance(text, Machine):
+            return text
+        if not isinstance(text, str):
+            raise MeshwrightError(f"machine {text!r} is not text; {GRAMMAR}")
+        return _parse(text.strip())
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """The machine this process runs on, from `jax.devices()`."""
+        from meshwright.machines.here import machine_of
+
+        return machine_of()
+
+    @classmethod
+    def of_devices(cls, devices: Any) -> "Machine":
+        """The machine that a list of jax devices makes up."""
+        from meshwright.machines.here import machine_of
+
+        return machine_of(devices)
+
+    def __str__(self) -> str:
+        shape = self.shape
+        if self.chip.platform == "gpu" and shape[0] == 1:
+            shape = shape[1:]
+        one = f"{self.chip.name}:{'x'.join(map(str, shape))}"
+        return f"{self.slices}*{one}" if self.slices > 1 else one
+
+    @property
+    def is_tpu(self) -> bool:
+        return self.chip.platform == "tpu"
+
+    @property
+    def slice_shape(self) -> tuple[int, int, int, int]:
+        """One slice as (x, y, z, cores); only a TPU has one."""
+        self._needs_tpu("slice_shape")
+        x, y, z = (*self.shape, 1)[:3]
+        return x, y, z, self.chip.cores_per_chip
+
+    @property
+    def host_shape(self) -> tuple[int, int, int, int]:
+        """The box of devices one host holds, as (x, y, z, cores)."""
+        self._needs_tpu("host_shape")
+        x, y, z = self.chip.host_box
+        if self.shape in self.chip.single_host_shapes:
+            x, y, z = (*self.shape, 1)[:3]
+        gx, gy, gz, cores = self.slice_shape
+        return math.gcd(x, gx), math.gcd(y, gy), math.gcd(z, gz), cores
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The devices of one slice as a box: (x, y, z, cores), (hosts, GPUs) or (1, CPUs)."""
+        if self.is_tpu:
+            return self.slice_shape
+        return self.shape if self.chip.platform == "gpu" else (1, *self.shape)
+
+    @property
+    def host_grid(self) -> tuple[int, ...]:
+        """The part of `grid` that one host holds."""
+        return self.host_shape if self.is_tpu else (1, self.grid[1])
+
+    @property
+    def wraps(self) -> tuple[bool, bool, bool]:
+        """Whether the links along x, y and z close into a ring."""
+        self._needs_tpu("wraps")
+        return self.chip.wraps(self.slice_shape[:3])
+
+    @property
+    def devices_per_slice(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def num_devices(self) -> int:
+        return self.devices_per_slice * self.slices
+
+    @property
+    def num_chips(self) -> int:
+        return math.prod(self.shape) * self.slices
+
+    @property
+    def num_hosts(self) -> int:
+        return self.num_devices // math.prod(self.host_grid)
+
+    @property
+    def memory_per_device(self) -> int:
+        """Bytes of memory each jax device can use."""
+        return self.chip.memory_bytes // self.chip.cores_per_chip
+
+    @functools.cached_property
+    def devices(self) -> tuple[DescribedDevice, ...]:
+        """Every device in the order `jax.devices()` would list it: host by host, x fastest."""
+        return tuple(itertools.chain.from_iterable(map(self._slice_devices, range(self.slices))))
+
+    def _slice_devices(self, index: int) -> list[DescribedDevice]:
+        first = index * self.devices_per_slice
+        first_host = index * (self.num_hosts // self.slices)
+        kind, platform = self.chip.device_kinds[0], self.chip.platform
+        if not self.is_tpu:
+            hosts, per_host = self.grid
+            return [
+                DescribedDevice(
+                    id=first + host * per_host + i,
+                    process_index=first_host + host,
+                    slice_index=index,
+                    coords=(host, i) if platform == "gpu" else (i,),
+                    core_on_chip=0,
+                    device_kind=kind,
+                    platform=platform,
+                )
+                for host in range(hosts)
+                for i in range(per_host)
+            ]
+        gx, gy, gz, cores = self.slice_shape
+        lx, ly, lz, _ = self.host_shape
+        hosts_box = itertools.product(range(0, gz, lz), range(0, gy, ly), range(0, gx, lx))
+        return [
+            DescribedDevice(
+                id=first + ((z * gy + y) * gx + x) * cores + core,
+                process_index=first_host + host,
+                slice_index=index,
+                coords=(x, y, z),
+                core_on_chip=core,
+                device_kind=kind,
+                platform=platform,
+            )
+            for host, (hz, hy, hx) in enumerate(hosts_box)
+            for z in range(hz, hz + lz)
+            for y in range(hy, hy + ly)
+            for x in range(hx, hx + lx)
+            for core in range(cores)
+        ]
+
+    def _needs_tpu(self, what: str) -> None:
+        if not self.is_tpu:
+            raise MeshwrightError(
+                f"machine '{self}' has no {what}: only TPU slices are tori; use .shape, here "
+                f"{self.shape}"
+            )
+
+
+def _parse(text: str) -> Machine:
+    if text == "here":
+        return Machine.here()
+    slices = 1
+    rest = text
+    if "*" in text:
+        head, rest = (part.strip() for part in text.split("*", 1))
+        if not re.fullmatch(r"[0-9]{1,5}", head) or int(head) < 1:
+            raise MeshwrightError(
+                f"machine {text!r}: {head!r} is not a number of slices; write 2*v5e:16x16"
+            )
+        slices = int(head)
+    name, colon, sizes_text = rest.partition(":")
+    if not colon:
+        if is_cloud_name(name):
+            chip_name, shape = cloud_topology(name, text)
+            return Machine(CHIPS[chip_name], shape, slices)
+        chip = find_chip(name)
+        if chip is not None:
+            raise MeshwrightError(
+                f"machine {text!r} names a chip but not how many; write {one_of(_examples(chip))}"
+            )
+        raise MeshwrightError(
+            f"machine {text!r} is not known{_near(name)} {GRAMMAR[0].upper()}{GRAMMAR[1:]}"
+        )
+    chip = find_chip(name)
+    if chip is None:
+        raise MeshwrightError(
+            f"machine {text!r}: no chip is called {name!r}{_near(name)} For hardware that is not "
+            "in the catalogue give your own: mw.Machine(mw.Chip(...), shape)"
+        )
+    if not re.fullmatch(r"[0-9]{1,7}(x[0-9]{1,7})*", sizes_text):
+        raise MeshwrightError(
+            f"machine {text!r}: {sizes_text!r} is not a shape; sizes are numbers joined by x, "
+            f"as in {one_of(_examples(chip))}"
+        )
+    sizes = tuple(map(int, sizes_text.split("x")))
+    if 0 in sizes:
+        raise MeshwrightError(f"machine {text!r}: every size must be at least 1")
+    return Machine(chip, _shape_for(chip, sizes, text), slices)
+
+
+def _shape_for(chip: Chip, sizes: tuple[int, ...], text: str) -> tuple[int, ...]:
+    examples = one_of(_examples(chip))
+    if chip.platform == "cpu":
+        if len(sizes) != 1:
+            raise MeshwrightError(f"machine {text!r}: CPUs take one number, as in {examples}")
+        return sizes
+    if chip.platform == "gpu":
+        if len(sizes) > 2:
+            raise MeshwrightError(
+                f"machine {text!r}: GPUs take one number, or hosts x GPUs, as in {examples}"
+            )
+        hosts, per_host = sizes if len(sizes) == 2 else (1, sizes[0])
+        if per_host > chip.chips_per_host:
+            fix = math.ceil(hosts * per_host / chip.chips_per_host)
+            raise MeshwrightError(
+                f"machine {text!r} puts {per_host} GPUs in one host; a {chip.name} host holds "
+                f"{chip.chips_per_host}: write '{chip.name}:{fix}x{chip.chips_per_host}'"
+            )
+        return hosts, per_host
+    if chip.torus_dims == 2 and len(sizes) == 3 and sizes[2] == 1:
+        sizes = sizes[:2]
+    if len(sizes) != chip.torus_dims:
+        raise MeshwrightError(
+            f"machine {text!r}: a {chip.name} slice is a {chip.torus_dims}-D torus, "
+            f"{count(len(sizes), 'size')} given; write {examples}"
+        )
+    return sizes
+
+
+def _examples(chip: Chip) -> list[str]:
+    shapes = {"tpu": {2: ["4x4", "16x16"], 3: ["2x2x1", "4x4x8"]}.get(chip.torus_dims, [])}
+    by_platform = shapes | {"gpu": ["8", "16x8"], "cpu": ["8"]}
+    return [f"{chip.name}:{shape}" for shape in by_platform[chip.platform]]
+
+
+def _near(name: str) -> str:
+    return did_you_mean(name.lower(), [*CHIPS, "here"])

@@ -1,0 +1,76 @@
+"""From text to a mesh: `mesh("fsdp=-1,tp=4")`."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from meshwright.errors import MeshwrightError
+from meshwright.machines import Machine
+from meshwright.mesh.arrange import arrange
+from meshwright.mesh.machine_mesh import MachineMesh
+from meshwright.mesh.spec import MeshSpec
+
+AxisTypes = Literal["auto", "explicit"]
+AnyMesh = Mesh | AbstractMesh | MachineMesh
+
+
+@overload
+def mesh(
+    text: str | MeshSpec,
+    machine: None = None,
+    devices: Sequence[Any] | None = None,
+    axes: Sequence[str] | None = None,
+    axis_types: AxisTypes = "auto",
+) -> Mesh: ...
+@overload
+def mesh(
+    text: str | MeshSpec,
+    machine: Machine | str,
+    devices: None = None,
+    axes: Sequence[str] | None = None,
+    axis_types: AxisTypes = "auto",
+) -> MachineMesh: ...
+@overload
+def mesh(
+    text: str | MeshSpec,
+    machine: Machine | str,
+    devices: Sequence[Any],
+    axes: Sequence[str] | None = None,
+    axis_types: AxisTypes = "auto",
+) -> Mesh: ...
+def mesh(
+    text: str | MeshSpec,
+    machine: Machine | str | None = None,
+    devices: Sequence[Any] | None = None,
+    axes: Sequence[str] | None = None,
+    axis_types: AxisTypes = "auto",
+) -> Mesh | MachineMesh:
+    """A mesh over the devices here, or over a described machine.
+
+    >>> mesh("dp=1,fsdp=-1,tp=4,sp=1").shape                    # 8 devices here
+    OrderedDict({'dp': 1, 'fsdp': 2, 'tp': 4, 'sp': 1})
+    >>> mesh("fsdp=-1,tp=8", machine="v5p:4x4x8")               # devices need not exist
+    MachineMesh('fsdp=16,tp=8' on 'v5p:4x4x8')
+
+    With `devices` (default: all here) it is a jax Mesh. With `machine` alone, the same mesh as a
+    description. With both, the devices are laid out as that machine's would be. `axis_types`
+    chooses jax's automatic or explicit sharding.
+    """
+    kinds = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    if axis_types not in kinds:
+        raise MeshwrightError(f"axis_types={axis_types!r} is not one of 'auto', 'explicit'")
+    spec = MeshSpec.parse(text, axes)
+    if machine is None:
+        devices = list(jax.devices() if devices is None else devices)
+        spec = spec.resolve(len(devices))
+        return Mesh(
+            arrange(spec.sizes, devices, spec.plain),
+            spec.names,
+            axis_types=(kinds[axis_types],) * len(spec.names),
+        )
+    machine = Machine.parse(machine)
+    spec = spec.resolve(machine.num_devices, where=f"are in '{machine}'")
+    described = MachineMesh(machine, spec.names, arrange(spec.sizes, machine.devices, spec.plain))
+    return described if devices is None else described.to_jax(devices, kinds[axis_types])

@@ -1,0 +1,117 @@
+"""A mesh on a described machine: which physical chip sits at which logical position."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from meshwright.errors import MeshwrightError
+from meshwright.machines import Machine
+
+DIM_NAMES = {"tpu": ("x", "y", "z", "core"), "gpu": ("host", "gpu"), "cpu": ("cpu",)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MachineMesh:
+    """Like a jax Mesh, but over devices that need not exist.
+
+    >>> mesh = mw.tile_mesh("v3:4x4", submesh=(2, 1, 1, 2))
+    >>> mesh.shape, mesh.coords[0][1]
+    ({'data': 8, 'model': 4}, (0, 0, 0, 1))
+    """
+
+    machine: Machine
+    axis_names: tuple[str, ...]
+    devices: np.ndarray  # of DescribedDevice, one array dim per axis
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return dict(zip(self.axis_names, self.devices.shape, strict=True))
+
+    @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        return self.devices.shape
+
+    @property
+    def size(self) -> int:
+        return self.devices.size
+
+    @functools.cached_property
+    def coords(self) -> np.ndarray:
+        """The physical position at each logical one; `coords[i][j]` is (x, y, z, core) on a TPU."""
+        positions = np.empty(self.devices.shape, dtype=object)
+        for index, device in np.ndenumerate(self.devices):
+            positions[index] = device.position
+        return positions
+
+    @property
+    def abstract_mesh(self) -> AbstractMesh:
+        """For jax: axis names and sizes without devices."""
+        return AbstractMesh(self.axis_sizes, self.axis_names)
+
+    def axis_extent(self, axis: str) -> dict[str, int]:
+        """How far one axis reaches along each physical dim: `{"x": 4, "y": 2}`.
+
+        `slice` counts slices: an axis with it crosses the slower network.
+        """
+        if axis not in self.axis_names:
+            raise MeshwrightError(f"mesh axis {axis!r} is not one of {', '.join(self.axis_names)}")
+        index = self.axis_names.index(axis)
+        line = np.moveaxis(self.devices, index, 0).reshape(self.devices.shape[index], -1)[:, 0]
+        names = ("slice", *DIM_NAMES[self.machine.chip.platform])
+        places = np.array([(device.slice_index, *device.position) for device in line])
+        extents = {name: len(set(places[:, i])) for i, name in enumerate(names)}
+        return {name: extent for name, extent in extents.items() if extent > 1}
+
+    def to_jax(
+        self, devices: Sequence[Any] | None = None, axis_types: AxisType = AxisType.Auto
+    ) -> Mesh:
+        """A jax Mesh of `devices` (default: all), each where its described twin sits.
+
+        TPU devices are matched by slice and coordinates, others by their order.
+        """
+        devices = list(jax.devices() if devices is None else devices)
+        if len(devices) != self.size:
+            raise MeshwrightError(
+                f"machine '{self.machine}' has {self.size} devices, {len(devices)} were given; "
+                f"pass as many, or describe the machine you have (it is {len(devices)} devices)"
+            )
+        if self.machine.is_tpu and devices[0].platform == "tpu":
+            real = _by_place(devices)
+            twins = _by_place(self.machine.devices)
+            if real.keys() != twins.keys():
+                raise MeshwrightError(
+                    f"the TPU devices given do not sit where machine '{self.machine}' has them; "
+                    f"they are {Machine.of_devices(devices)}"
+                )
+            found = {id(twin): real[place] for place, twin in twins.items()}
+        else:
+            ordered = zip(self.machine.devices, devices, strict=True)
+            found = {id(twin): device for twin, device in ordered}
+        array = np.empty(self.devices.shape, dtype=object)
+        for index, twin in np.ndenumerate(self.devices):
+            array[index] = found[id(twin)]
+        return Mesh(array, self.axis_names, axis_types=(axis_types,) * array.ndim)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.shape.items())
+
+    def __repr__(self) -> str:
+        return f"MachineMesh({str(self)!r} on {str(self.machine)!r})"
+
+
+def _by_place(devices: Sequence[Any]) -> dict[tuple[int, ...], Any]:
+    """Devices by (slice, x, y, z, core), counted from the corner of their own box."""
+    corner = np.min([tuple(device.coords) for device in devices], axis=0)
+    return {
+        (
+            getattr(device, "slice_index", None) or 0,
+            *(int(c) for c in np.asarray(tuple(device.coords)) - corner),
+            device.core_on_chip,
+        ): device
+        for device in devices
+    }

@@ -1,0 +1,14 @@
+"""All tests run on 16 simulated CPU devices, with jax in its strictest mode."""
+
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 16)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def eight() -> list[jax.Device]:
+    return jax.devices()[:8]

@@ -1,0 +1,84 @@
+"""Run every snippet of one Markdown page: `python tests/docs/run_page.py docs/page.md`.
+
+```python blocks run top to bottom in one namespace. With `>>>` prompts they are doctests (what they
+print must be what the page shows; `...` skips), without they are plain code that must not fail.
+```console blocks hold `$ command` lines, which must succeed and print what follows them, if
+anything does. Blocks after `<!-- not run: why -->` are left out.
+"""
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def run_page(page: Path) -> int:
+    """Run the page; gives back how many snippets ran."""
+    text = page.read_text()
+    namespace: dict[str, object] = {"__name__": "__page__"}
+    ran = 0
+    for match in FENCE.finditer(text):
+        language, body = match[1], match[2]
+        line = text[: match.start()].count("\n") + 2
+        if re.search(r"<!-- not run: .+ -->\s*$", text[: match.start()]):
+            continue
+        if language == "python":
+            run_python(body, namespace, page, line)
+        elif language == "console":
+            run_console(body, page, line)
+        else:
+            continue
+        ran += 1
+    return ran
+
+
+def run_python(body: str, namespace: dict[str, object], page: Path, line: int) -> None:
+    if ">>>" not in body:
+        code = compile("\n" * (line - 1) + body, str(page), "exec")
+        exec(code, namespace)
+        return
+    test = doctest.DocTestParser().get_doctest(body, namespace, page.name, str(page), line - 1)
+    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    runner.run(test, clear_globs=False)
+    namespace.update(test.globs)
+    if runner.summarize(verbose=False).failed:
+        raise SystemExit(1)
+
+
+def run_console(body: str, page: Path, line: int) -> None:
+    commands: list[tuple[str, list[str]]] = []
+    for text in body.splitlines():
+        if text.startswith("$ "):
+            commands.append((text[2:], []))
+        elif commands:
+            commands[-1][1].append(text.rstrip())
+    bin_folder = str(Path(sys.executable).parent)
+    env = os.environ | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100"}
+    for command, expected in commands:
+        done = subprocess.run(
+            command,
+            shell=True,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        printed = [text.rstrip() for text in done.stdout.rstrip().splitlines()]
+        shown = [text for text in expected if text]
+        fails = "error" in "".join(shown[:1]).lower()
+        if (done.returncode != 0) != fails:
+            raise SystemExit(f"{page}:{line}: '{command}' gave {done.returncode}\n{done.stdout}")
+        if shown and [text for text in printed if text] != shown:
+            raise SystemExit(
+                f"{page}:{line}: '{command}' printed\n{done.stdout}\nbut the page shows\n"
+                + "\n".join(shown)
+            )
+
+
+if __name__ == "__main__":
+    print(f"{run_page(Path(sys.argv[1]))} snippets ran")
