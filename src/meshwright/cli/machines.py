@@ -1,0 +1,63 @@
+"""`meshwright machines`: the catalogue of chips."""
+
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.machines import CHIPS, Chip
+
+
+def machines(chip: Annotated[str | None, tyro.conf.Positional] = None) -> None:
+    """List the chips that machines can be made of.
+
+    Args:
+        chip: Show one chip, each figure with its source.
+    """
+    console = Console()
+    if chip is not None:
+        if chip not in CHIPS:
+            raise MeshwrightError(f"chip {chip!r} is not known{did_you_mean(chip, CHIPS)}")
+        console.print(_figures(CHIPS[chip]))
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("chip", "bf16", "fp8", "memory", "bandwidth", "links", "chips/host"):
+        table.add_column(name, justify="left" if name == "chip" else "right")
+    for each in CHIPS.values():
+        table.add_row(
+            each.name,
+            _tera(each.bf16_flops, "FLOP/s"),
+            _tera(each.fp8_flops, "FLOP/s"),
+            f"{each.memory_bytes / 1e9:.0f} GB",
+            f"{each.memory_bandwidth / 1e12:.2f} TB/s",
+            f"{each.links} × {each.link_bandwidth / 1e9:.0f} GB/s",
+            str(each.chips_per_host),
+        )
+    console.print(table)
+    console.print("Figures are per chip, links per direction. Sources: meshwright machines CHIP")
+
+
+def _figures(chip: Chip) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("figure", "value", "source"):
+        table.add_column(name, justify="right" if name == "value" else "left", overflow="fold")
+    for figure in (
+        "bf16_flops",
+        "fp8_flops",
+        "memory_bytes",
+        "memory_bandwidth",
+        "link_bandwidth",
+        "links",
+        "host_network_bandwidth",
+        "cores_per_chip",
+        "chips_per_host",
+    ):
+        value = getattr(chip, figure)
+        table.add_row(figure, "none" if value is None else f"{value:,.0f}", chip.source(figure))
+    return table
+
+
+def _tera(value: float | None, unit: str) -> str:
+    return "none" if value is None else f"{value / 1e12:,.5g} T{unit}"

@@ -1,0 +1,37 @@
+"""`meshwright COMMAND`: one file a command, each thin."""
+
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from meshwright.cli.machines import machines
+from meshwright.cli.show import show
+from meshwright.errors import MeshwrightError
+
+COMMANDS = {"show": show, "machines": machines}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; a user's mistake is one readable line and exit status 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments == ["--version"]:
+        from meshwright import __version__
+
+        print(f"meshwright {__version__}")
+        return
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="meshwright",
+            description="Say where every axis goes, and see it.",
+            args=arguments,
+            config=(tyro.conf.UseAppendAction,),
+        )
+    except MeshwrightError as mistake:
+        print(f"error: {mistake}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

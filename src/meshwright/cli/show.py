@@ -1,0 +1,113 @@
+"""`meshwright show`: a mesh on its machine, arrays under layouts, a model's table."""
+
+import json as jsonlib
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from meshwright.errors import MeshwrightError
+from meshwright.layout import Explanation, PathRules, Rules, explain
+from meshwright.machines import Machine
+from meshwright.mesh import MachineMesh, MeshSpec
+from meshwright.mesh import mesh as build_mesh
+from meshwright.models import abstract_arrays, decoder_rules, preset
+from meshwright.show import array_grid, axis_table, machine_grid, page, scene
+
+
+def show(
+    mesh: str,
+    on: str = "here",
+    array: tuple[str, ...] = (),
+    model: str | None = None,
+    rules: Path | None = None,
+    html: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Show a mesh on its machine; with it arrays cut into shards, and a whole model's table.
+
+    meshwright show --mesh fsdp=4,tp=4 --on v5e:4x4 --array "4096x1024 embed mlp -> embed@fsdp mlp@tp"
+
+    Args:
+        mesh: The mesh: fsdp=-1,tp=4 or 1,-1,4,1.
+        on: The machine: v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8, here.
+        array: An array's shape and layout: "4096x1024 embed mlp -> embed@fsdp mlp@tp". Repeatable.
+        model: A model preset whose arrays to place, such as llama-3.1-8b.
+        rules: A file of rules for the model: "dim -> axis" or "regex => layout", one a line.
+        html: Write one self-contained page here instead of drawing in the terminal.
+        json: Print plain data instead of drawing.
+    """
+    placed = _mesh(mesh, on)
+    arrays = [_array(text) for text in array]
+    if rules is not None and model is None:
+        raise MeshwrightError("--rules needs --model: rules place a model's arrays")
+    table = None if model is None else _explained(model, rules, placed)
+    drawn = scene(placed, arrays, table)
+    if html is not None:
+        _write(html, page(drawn))
+        print(f"wrote {html}")
+    if json:
+        data = drawn.data() | ({} if table is None else {"model": table.data()})
+        print(jsonlib.dumps(data))
+    if json or html is not None:
+        return
+    console = Console()
+    console.print(f"mesh {placed} on {placed.machine}: {placed.size} devices")
+    console.print(axis_table(placed))
+    console.print(machine_grid(placed))
+    for shown in drawn.arrays[: len(arrays)]:
+        console.print(array_grid(shown, placed))
+    if table is not None:
+        console.print(table)
+
+
+def _mesh(text: str, on: str) -> MachineMesh:
+    spec = MeshSpec.parse(text)
+    machine = Machine.parse(on)
+    try:
+        return build_mesh(spec, machine=machine)
+    except MeshwrightError as mistake:
+        if on != "here":
+            raise
+        raise MeshwrightError(
+            f"{mistake}. To see it on a machine that is not here, name one: --on v5e:4x4"
+        ) from None
+
+
+def _array(text: str) -> tuple[tuple[int, ...], str]:
+    shape, _, layout = text.strip().partition(" ")
+    if not re.fullmatch(r"[0-9]{1,12}(x[0-9]{1,12})*", shape) or "->" not in layout:
+        raise MeshwrightError(
+            f"--array {text!r} is not a shape and a layout; write "
+            "'4096x1024 embed mlp -> embed@fsdp mlp@tp'"
+        )
+    return tuple(map(int, shape.split("x"))), layout.strip()
+
+
+def _explained(model: str, rules_file: Path | None, placed: MachineMesh) -> Explanation:
+    arrays = abstract_arrays(preset(model))
+    if rules_file is None:
+        return explain(arrays, decoder_rules(), _standard(placed))
+    try:
+        text = rules_file.read_text()
+    except (OSError, UnicodeDecodeError) as reason:
+        raise MeshwrightError(f"--rules {str(rules_file)!r} cannot be read: {reason}") from None
+    return explain(arrays, PathRules.parse(text) if "=>" in text else Rules.parse(text), placed)
+
+
+def _standard(placed: MachineMesh) -> MachineMesh:
+    missing = [axis for axis in ("fsdp", "tp") if axis not in placed.axis_names]
+    if missing:
+        raise MeshwrightError(
+            f"the model's own rules place arrays on fsdp and tp; mesh '{placed}' has no "
+            f"{' and no '.join(missing)}: add {','.join(f'{axis}=1' for axis in missing)}, or give "
+            "--rules"
+        )
+    return placed
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as reason:
+        raise MeshwrightError(f"--html {str(path)!r} cannot be written: {reason}") from None

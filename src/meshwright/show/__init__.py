@@ -1,0 +1,7 @@
+"""Pictures of a placement: a mesh on its machine, arrays in shards; in the terminal or as a page."""
+
+from meshwright.show.page import page
+from meshwright.show.scene import Scene, ShownArray, scene
+from meshwright.show.terminal import array_grid, axis_table, machine_grid
+
+__all__ = ["Scene", "ShownArray", "array_grid", "axis_table", "machine_grid", "page", "scene"]

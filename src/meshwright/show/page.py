@@ -1,0 +1,17 @@
+"""One self-contained HTML page of a scene: the machine, the mesh axes in colour, arrays on hover."""
+
+import json
+from pathlib import Path
+
+from meshwright.show.scene import Scene
+
+TEMPLATE = Path(__file__).with_name("page.html")
+
+
+def page(scene: Scene) -> str:
+    """The page's HTML; it needs nothing from outside."""
+    from jinja2 import Environment
+
+    data = json.dumps(scene.data(), separators=(",", ":"))
+    environment = Environment(autoescape=True)
+    return environment.from_string(TEMPLATE.read_text()).render(title=scene.title, data=data)

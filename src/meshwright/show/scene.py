@@ -1,0 +1,117 @@
+"""What there is to draw: a mesh on a machine, and arrays laid out on it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import MeshwrightError
+from meshwright.layout.explanation import Explanation
+from meshwright.layout.layout import Layout
+from meshwright.layout.resolve import LayoutLike, resolve
+from meshwright.machines import Machine
+from meshwright.mesh import MachineMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownArray:
+    """An array under a layout; `count` arrays like it."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout
+    dtype: str = "float32"
+    count: int = 1
+
+    def parts(self, mesh: MachineMesh) -> tuple[int, ...]:
+        """Into how many parts each dim is split."""
+        return tuple(math.prod(mesh.shape[a] for a in axes) for axes in self.layout.axes)
+
+    def shard_of_device(self, mesh: MachineMesh) -> np.ndarray:
+        """For every mesh position, which part of each dim it holds: shape (*mesh, ndim)."""
+        index = np.indices(mesh.axis_sizes)
+        out = np.zeros((*mesh.axis_sizes, len(self.shape)), dtype=int)
+        for dim, axes in enumerate(self.layout.axes):
+            for axis in axes:
+                position = mesh.axis_names.index(axis)
+                out[..., dim] = out[..., dim] * mesh.axis_sizes[position] + index[position]
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    mesh: MachineMesh
+    arrays: tuple[ShownArray, ...] = ()
+    title: str = ""
+
+    def data(self) -> dict[str, Any]:
+        """Everything the page needs, as plain data."""
+        machine = self.mesh.machine
+        return {
+            "title": self.title,
+            "mesh": str(self.mesh),
+            "machine": str(machine),
+            "platform": machine.chip.platform,
+            "chip": machine.chip.name,
+            "axes": [
+                {"name": name, "size": size, "extent": self.mesh.axis_extent(name)}
+                for name, size in self.mesh.shape.items()
+            ],
+            "grid": list(machine.grid),
+            "host": list(machine.host_grid),
+            "wraps": list(machine.wraps) if machine.is_tpu else [],
+            "slices": machine.slices,
+            # in mesh order, so a device's place in the list is its logical position
+            "devices": [
+                [d.id, d.slice_index, d.process_index, *_drawn_at(machine, d.position)]
+                for d in self.mesh.devices.flat
+            ],
+            "arrays": [
+                {
+                    "name": array.name,
+                    "shape": list(array.shape),
+                    "dtype": array.dtype,
+                    "dims": list(array.layout.dims),
+                    "axes": [list(axes) for axes in array.layout.axes],
+                    "layout": str(array.layout),
+                    "parts": list(array.parts(self.mesh)),
+                    "count": array.count,
+                }
+                for array in self.arrays
+            ],
+        }
+
+
+def scene(
+    mesh: MachineMesh,
+    arrays: Sequence[tuple[Sequence[int], LayoutLike]] = (),
+    model: Explanation | None = None,
+    title: str = "",
+) -> Scene:
+    """A scene of `mesh`, arrays given as (shape, layout), and the arrays of an explained model."""
+    shown = []
+    for shape, given in arrays:
+        layout, own = resolve(given, len(shape), mesh)
+        if own is not mesh:
+            raise MeshwrightError(f"layout {given!r} does not line up with the mesh '{mesh}'")
+        layout.check(mesh.shape, shape, given=given)
+        shown.append(ShownArray(str(given), tuple(shape), layout))
+    if model is not None:
+        shown += [
+            ShownArray(row.path, row.shape, row.layout, row.dtype, row.count)
+            for row in model.collapsed().rows
+        ]
+    return Scene(mesh, tuple(shown), title or f"{mesh} on {mesh.machine}")
+
+
+def _drawn_at(machine: Machine, position: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """A device's place as (x, y, z, core); GPUs stand in rows by host."""
+    if machine.is_tpu:
+        x, y, z, core = position
+        return x, y, z, core
+    if machine.chip.platform == "gpu":
+        host, gpu = position
+        return gpu, host, 0, 0
+    return position[0], 0, 0, 0
