@@ -8,9 +8,6 @@ import argparse
 from pathlib import Path
 
 import jax
-
-jax.config.update("jax_num_cpu_devices", 8)
-
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
@@ -78,5 +75,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--html", type=Path, help="also write a page here")
     arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
     three_notations()
     machine_and_model(arguments.html)

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from hypothesis import settings
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
@@ -12,3 +13,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture
 def eight() -> list[jax.Device]:
     return jax.devices()[:8]
+
+
+settings.register_profile("meshwright", deadline=None, derandomize=True, max_examples=200)
+settings.load_profile("meshwright")

@@ -27,6 +27,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _likeness(one: str, other: str) -> float:
+    if len(one) > 2 and other.startswith(one):
+        return 0.99  # 'a100' for 'a100-80'
+    if sorted(one) == sorted(other):
+        return 0.98  # 'pt' for 'tp'
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 

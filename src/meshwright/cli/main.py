@@ -1,7 +1,8 @@
 """`meshwright COMMAND`: one file a command, each thin."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tyro
 
@@ -9,7 +10,7 @@ from meshwright.cli.machines import machines
 from meshwright.cli.show import show
 from meshwright.errors import MeshwrightError
 
-COMMANDS = {"show": show, "machines": machines}
+COMMANDS: dict[str, Callable[..., Any]] = {"show": show, "machines": machines}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -26,7 +26,7 @@ def show(
 ) -> None:
     """Show a mesh on its machine; with it arrays cut into shards, and a whole model's table.
 
-    meshwright show --mesh fsdp=4,tp=4 --on v5e:4x4 --array "4096x1024 embed mlp -> embed@fsdp mlp@tp"
+    meshwright show --mesh fsdp=4,tp=4 --on v5e:4x4 --array "64x32 embed mlp -> embed@fsdp mlp@tp"
 
     Args:
         mesh: The mesh: fsdp=-1,tp=4 or 1,-1,4,1.

@@ -1,8 +1,10 @@
 """From what a user wrote to a placement: a layout on a concrete mesh.
 
-Named layouts stay on the mesh given. Expressions in numbers use the mesh's own axes where its sizes
-line up with the numbers, else a mesh of their own over the same devices in the same order: so
-arrays placed by different expressions always meet in one jit.
+Named layouts stay on the mesh given; expressions in numbers use the mesh axes that line up with them.
+Without a mesh they are placed on the devices in jax's order, cut into prime factors: one mesh for
+every expression, so that arrays placed by different ones meet in one jit. (jax must be able to name
+the sharding of a result on the mesh of an argument; with a mesh made to measure for each expression
+it often cannot.)
 """
 
 import functools
@@ -11,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import MeshwrightError
 from meshwright.layout.expression import Expression, Factor
@@ -48,24 +50,36 @@ def _with_devices(in_force: AbstractMesh) -> Mesh | AbstractMesh:
         return in_force
 
 
-# an axis name no text can say: the mesh of "all devices, no axes named"
-_ALL_DEVICES = "(all devices)"
-
-
 @functools.lru_cache(maxsize=256)
 def device_line(devices: tuple[Any, ...]) -> Mesh:
-    """The devices in the order given: where expressions in numbers start without a mesh."""
+    """The devices in the order given, one axis for each prime factor of their number."""
     if not devices:
         raise MeshwrightError("devices= is empty; give at least one device")
-    return Mesh(np.asarray(devices, dtype=object), (_ALL_DEVICES,))
+    primes = prime_factors(len(devices)) or [1]
+    return Mesh(
+        np.asarray(devices, dtype=object).reshape(primes),
+        tuple(f"devices_{i}" for i in range(len(primes))),
+    )
 
 
 def is_device_line(mesh: AnyMesh) -> bool:
-    return mesh.axis_names == (_ALL_DEVICES,)
+    return mesh.axis_names[0] == "devices_0"
+
+
+def prime_factors(number: int) -> list[int]:
+    """Ascending: `12` is `[2, 2, 3]`."""
+    factors = []
+    prime = 2
+    while number > 1:
+        while number % prime == 0:
+            factors.append(prime)
+            number //= prime
+        prime += 1
+    return factors
 
 
 def resolve(layout: LayoutLike, ndim: int | None, mesh: AnyMesh) -> tuple[Layout, AnyMesh]:
-    """The layout and the mesh it speaks of: `mesh`, or one of its own over the same devices."""
+    """The layout, and the mesh it speaks of: `mesh`, but for numbers that no cut of it fits."""
     if isinstance(layout, str):
         layout = Expression.parse(layout)
     if isinstance(layout, Layout):
@@ -96,7 +110,7 @@ def _named(expression: Expression, ndim: int | None, mesh: AnyMesh) -> Layout:
 def _counted(expression: Expression, ndim: int | None, mesh: AnyMesh) -> tuple[Layout, AnyMesh]:
     dims = expression.dims(ndim)
     factors = [factor for factor in expression.factors(mesh.size) if factor.size > 1]
-    aligned = None if is_device_line(mesh) else _align(factors, mesh.shape)
+    aligned = _align(factors, mesh.shape)
     if aligned is None:
         mesh = _own_mesh(factors, mesh, expression)
         aligned = [(name,) for name in mesh.axis_names]
@@ -130,25 +144,19 @@ def _align(
 
 
 def _own_mesh(factors: Sequence[Factor], base: AnyMesh, expression: Expression) -> Mesh:
-    """A mesh over the devices of `base`, same order, one axis a factor, named after its dim."""
-    if not isinstance(base, Mesh):
+    """A mesh cut to these factors, for numbers of devices that mix primes (3 x 2 of 6)."""
+    if not (isinstance(base, Mesh) and is_device_line(base)):
+        sizes = ", ".join(f"{axis}={size}" for axis, size in base.shape.items())
         raise MeshwrightError(
-            f"layout '{expression}' does not line up with the mesh axes "
-            f"({', '.join(f'{a}={s}' for a, s in base.shape.items())}), and this mesh has no "
-            "devices to arrange anew; name the axes instead (x@fsdp)"
-        )
-    if AxisType.Explicit in base.axis_types:
-        raise MeshwrightError(
-            f"layout '{expression}' does not line up with the explicit mesh axes "
-            f"({', '.join(f'{a}={s}' for a, s in base.shape.items())}); name the axes (x@fsdp), or "
-            "use numbers that are products of neighbouring axes"
+            f"layout '{expression}' does not line up with the mesh ({sizes}): each number must be "
+            "the product of neighbouring axes, in mesh order; name the axes instead (x@axis), or "
+            "place by numbers alone: devices=mesh.devices.flat"
         )
     names: list[str] = []
     for factor in factors:
         name = factor.dim or "copies"
         names.append(name if name not in names else f"{name}{len(names)}")
-    shape = [factor.size for factor in factors]
-    return Mesh(base.devices.reshape(shape), tuple(names))
+    return Mesh(base.devices.reshape([factor.size for factor in factors]), tuple(names))
 
 
 def named_sharding(layout: Layout, mesh: AnyMesh) -> NamedSharding:

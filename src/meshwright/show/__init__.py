@@ -1,4 +1,4 @@
-"""Pictures of a placement: a mesh on its machine, arrays in shards; in the terminal or as a page."""
+"""A placement drawn, in the terminal or as a page: a mesh on its machine, arrays in shards."""
 
 from meshwright.show.page import page
 from meshwright.show.scene import Scene, ShownArray, scene

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a scene: the machine, the mesh axes in colour, arrays on hover."""
+"""One self-contained HTML page: the machine, the mesh axes in colour, shards on hover."""
 
 import json
 from pathlib import Path

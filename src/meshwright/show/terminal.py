@@ -62,12 +62,12 @@ def machine_grid(mesh: MachineMesh) -> RenderableType:
     planes = sorted({key[3] for key in cells})
     names = ", ".join(mesh.axis_names[i] for i in shown)
     parts: list[RenderableType] = [Text(f"each {_unit(mesh)} with its position ({names}):")]
-    for index, plane in itertools.islice(itertools.product(slices, planes), MAX_PLANES):
+    for slice_index, plane in itertools.islice(itertools.product(slices, planes), MAX_PLANES):
         title = " ".join(
-            ([f"slice {index}"] if len(slices) > 1 else [])
+            ([f"slice {slice_index}"] if len(slices) > 1 else [])
             + ([f"z={plane}"] if len(planes) > 1 else [])
         )
-        parts.append(_plane(mesh, cells, index, plane, title))
+        parts.append(_plane(mesh, cells, slice_index, plane, title))
     hidden = len(slices) * len(planes) - MAX_PLANES
     if hidden > 0:
         parts.append(Text(f"… and {hidden} more planes like these (all of them: --html)"))
