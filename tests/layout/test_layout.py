@@ -73,7 +73,12 @@ def test_dims_without_a_name_are_letters() -> None:
         (lambda: Layout.of_spec(P(P.UNCONSTRAINED)), ["mesh axis, a tuple of them, or None"]),
         (
             lambda: Layout.parse("a b -> a@fsdp b").check({"fsdp": 8}, (12, 4)),
-            ["(12, 4)", "'a' of size 12", "in 8 (fsdp=8)", "split it in 6, or make it 8 or 16"],
+            [
+                "(12, 4)",
+                "'a' of size 12",
+                "in 8 (fsdp=8)",
+                "make it 8 or 16, or split it in at most 6",
+            ],
         ),
         (lambda: Layout.parse("a -> a@tpp").check({"tp": 8}), ["'tpp'", "did you mean 'tp'?"]),
         (lambda: Layout.parse("a -> a@tp").check({"tp": 8}, (8, 8)), ["(8, 8)", "1 dim"]),

@@ -43,9 +43,10 @@ def test_the_four_standard_sets_place_weights_and_activations_as_t5x_does(
     assert rules.rules[0].dim == "batch"
     assert rules.spec("embed mlp") == embed_mlp
     assert rules.spec("batch length embed") == batch_length_embed
-    assert rules.spec(("joined_kv", "embed")) == mw.Layout.of_spec(
-        P("model", "data" if parameter_dims == 2 else None)
-    ).spec
+    assert (
+        rules.spec(("joined_kv", "embed"))
+        == mw.Layout.of_spec(P("model", "data" if parameter_dims == 2 else None)).spec
+    )
     assert rules.spec("vocab heads") == P("model")
     for whole in ("kv", "relpos_buckets", "layers", "stack", "mlp_activations", "length"):
         assert rules.spec((whole,)) == P()

@@ -70,7 +70,7 @@ def test_moments_of_a_parameters_shape_take_its_layout(name: str, mesh: jax.shar
             if f"'{parameter}'" in path and shape == whole.shape:
                 assert spec == wanted, path
                 checked += 1
-    assert checked > 0 or name == "adafactor"
+    assert checked > 0 or name in ("adafactor", "two kinds")  # factored: see below
 
 
 def test_factored_moments_keep_the_axes_of_the_dims_they_keep(mesh: jax.sharding.Mesh) -> None:
@@ -88,9 +88,7 @@ def test_factored_moments_keep_the_axes_of_the_dims_they_keep(mesh: jax.sharding
 def test_factored_moments_lie_where_the_optimizer_computes_them(mesh: jax.sharding.Mesh) -> None:
     """The layout of v_row and v_col is checked against the values optax puts there."""
     optimizer = OPTIMIZERS["adafactor"]
-    gradients = jax.tree.map(
-        lambda leaf: jax.random.normal(jax.random.key(1), leaf.shape), PARAMS
-    )
+    gradients = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(1), leaf.shape), PARAMS)
     state = optimizer.init(gradients)
     _, state = optimizer.update(gradients, state, gradients)
     squared = np.asarray(gradients["layers"][0]["wq"], np.float64) ** 2
@@ -126,7 +124,9 @@ def test_state_of_no_parameter_is_small_or_must_be_placed() -> None:
     layouts = {"w": mw.Layout.parse("a b -> a@fsdp b@tp")}
     state = {"history": jax.ShapeDtypeStruct((4096, 2), jnp.float32), "mu": params,
              "coefficients": jax.ShapeDtypeStruct((3,), jnp.float32)}  # fmt: skip
-    with pytest.raises(MeshwrightError, match=r"'history' of shape \(4096, 2\) follows no parameter"):
+    with pytest.raises(
+        MeshwrightError, match=r"'history' of shape \(4096, 2\) follows no parameter"
+    ):
         mw.optimizer_layouts(state, params, layouts)
     extra = PathRules([("history", ("fsdp",))])
     found = mw.optimizer_layouts(state, params, layouts, extra=extra)

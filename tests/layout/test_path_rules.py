@@ -79,7 +79,11 @@ def test_scalars_and_one_element_arrays_stay_whole(eight: list[jax.Device]) -> N
 
 
 def test_layouts_can_be_written_in_every_notation() -> None:
-    same = ["x y -> x@fsdp y@tp", Layout.parse("x y -> x@fsdp y@tp"), Expression.parse("x y -> x@fsdp y@tp")]
+    same = [
+        "x y -> x@fsdp y@tp",
+        Layout.parse("x y -> x@fsdp y@tp"),
+        Expression.parse("x y -> x@fsdp y@tp"),
+    ]
     for layout in same:
         assert str(PathRules([("w", layout)]).match("w").layout) == "x y -> x@fsdp y@tp"
     for short in [P("fsdp"), ("fsdp",), ["fsdp"]]:

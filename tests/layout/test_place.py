@@ -16,7 +16,9 @@ import meshwright as mw
 from meshwright import ArraySpec, MeshwrightError
 
 
-def held(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:
+def held(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
+) -> dict[int, list[tuple[int, int]]]:
     """What each device holds, as (start, stop) of every dim."""
     return {
         device.id: [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
@@ -58,7 +60,9 @@ def test_numbers_put_on_each_device_what_the_formula_says(data: st.DataObject) -
         digit = dict(
             zip(
                 [dim for dim, _ in factors],
-                zip(digits(position, [n for _, n in factors]), [n for _, n in factors], strict=True),
+                zip(
+                    digits(position, [n for _, n in factors]), [n for _, n in factors], strict=True
+                ),
                 strict=True,
             )
         )
@@ -178,7 +182,9 @@ class TestKindsOfArrays:
     def test_scalars(self, eight: list[jax.Device]) -> None:
         assert mw.shard(3.0, "-> *", devices=eight).sharding.is_fully_replicated
 
-    def test_a_tree_takes_one_layout_or_a_prefix_tree_of_them(self, eight: list[jax.Device]) -> None:
+    def test_a_tree_takes_one_layout_or_a_prefix_tree_of_them(
+        self, eight: list[jax.Device]
+    ) -> None:
         tree = {"w": [np.ones((8, 16)), np.ones((8, 8))], "b": np.ones((8, 8))}
         one = mw.shard(tree, "x y -> x* y", devices=eight)
         assert {a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(one)} == {(1, 16), (1, 8)}

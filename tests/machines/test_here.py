@@ -17,7 +17,9 @@ def test_the_devices_of_a_machine_are_found_to_be_that_machine(text: str) -> Non
 
 def test_an_unknown_kind_is_named() -> None:
     device = dataclasses.replace(Machine.parse("h100:1").devices[0], device_kind="NVIDIA H101")
-    with pytest.raises(MeshwrightError, match=r"'NVIDIA H101' is not in the catalogue.*did you mean"):
+    with pytest.raises(
+        MeshwrightError, match=r"'NVIDIA H101' is not in the catalogue.*did you mean"
+    ):
         Machine.of_devices([device])
 
 

@@ -1,5 +1,6 @@
 """Meshes over devices that are here and over machines that are not."""
 
+import dataclasses
 import itertools
 import math
 
@@ -146,6 +147,22 @@ def test_tpu_devices_are_matched_by_their_coordinates() -> None:
     assert [d.coords for d in mesh.devices.flat] == [d.coords for d in described.devices.flat]
     with pytest.raises(MeshwrightError, match="they are v5e:2x8"):
         described.to_jax(Machine.parse("v5e:2x8").devices)
+
+
+@pytest.mark.parametrize("text", ["v5p:2x2x2", "v5e:2x4", "v6e:2x4", "v3:4x4", "2*v5e:4x4"])
+def test_the_mesh_planned_is_the_mesh_built_whatever_the_chip_is_called(text: str) -> None:
+    machine = Machine.parse(text)
+    planned = mw.mesh("fsdp=-1,tp=4", machine=machine)
+    for kind in machine.chip.device_kinds:
+        real = [dataclasses.replace(d, device_kind=kind) for d in machine.devices]
+        built = mw.mesh("fsdp=-1,tp=4", devices=real)
+        assert [d.id for d in built.devices.flat] == [d.id for d in planned.devices.flat]
+
+
+def test_a_described_mesh_keeps_its_axis_types(eight: list[jax.Device]) -> None:
+    described = mw.mesh("fsdp=2,tp=4", machine="v5e:2x4", axis_types="explicit")
+    assert described.to_jax(eight).axis_types == (AxisType.Explicit,) * 2
+    assert described.abstract_mesh.axis_types == (AxisType.Explicit,) * 2
 
 
 def test_devices_that_leave_a_hole_still_make_a_mesh(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from meshwright.errors import MeshwrightError
 from meshwright.layout.arrays import ArraySpec, dim_names, is_described
 from meshwright.layout.expression import Expression
-from meshwright.layout.layout import Layout
+from meshwright.layout.layout import Layout, name_dims
 from meshwright.layout.logical_rules import Rules
 from meshwright.layout.path_rules import PathRules
 from meshwright.layout.resolve import resolve
@@ -85,7 +85,9 @@ def decide(tree: Any, rules: Any, mesh: AnyMesh, dims: Any = None) -> TreeDecisi
                 decision = decide_one(path, _shape(leaf, path), key)
             except MeshwrightError as mistake:
                 mistakes[key, shape] = [_about(path, mistake)]
-                decision = Decision(Layout(((),) * len(shape or ())), mesh, "undecided")
+                names = leaf.dims if isinstance(leaf, ArraySpec) else ()
+                whole = Layout(((),) * len(shape or ()), name_dims(names))
+                decision = Decision(whole, mesh, "undecided")
             known[key, shape] = decision
         elif (key, shape) in mistakes:
             mistakes[key, shape].append(paths()[i])
@@ -94,10 +96,7 @@ def decide(tree: Any, rules: Any, mesh: AnyMesh, dims: Any = None) -> TreeDecisi
     if not problems and isinstance(rules, Rules):
         problems = _dims_never_seen(rules, keys)
     if not problems and isinstance(rules, PathRules):
-        problems = [
-            f"{reason}; drop it, or list it in optional="
-            for reason in rules.never_decided(paths(), set(keys))
-        ]
+        problems = rules.never_decided(paths(), set(keys))
     return TreeDecisions(tree, leaves, treedef, decisions, problems)
 
 
@@ -137,7 +136,7 @@ def _by_path(
         return Decision(Layout(((),) * len(shape)), mesh, "one element")
     rule = rules.match(path)
     layout, own = resolve(rule.layout, len(shape), mesh)
-    layout.check(own.shape, shape, f"array {path!r}", rule.layout)
+    layout.check(own.shape, shape, f"array {path!r}", rule.given or rule.layout)
     return Decision(layout, own, repr(rule.pattern))
 
 
@@ -161,33 +160,40 @@ def _broadcast(layouts: Any, tree: Any, treedef: Any) -> list[Any]:
     """One layout for each leaf, from one for all or from a tree that is a prefix of `tree`."""
     if is_layout(layouts):
         return [layouts] * treedef.num_leaves
-    for leaf in jax.tree.leaves(layouts, is_leaf=is_layout):
-        if not is_layout(leaf):
+    given: list[Any]
+    structure: Any
+    given, structure = jax.tree.flatten(layouts, is_leaf=is_layout)
+    for layout in given:
+        if not is_layout(layout):
             raise MeshwrightError(
-                f"{leaf!r} is not a layout; give an expression ('x y -> x y*'), a PartitionSpec, a "
-                "tuple of axes, a Layout, PathRules, Rules, or a tree of layouts"
+                f"{layout!r} is not a layout; give an expression ('x y -> x y*'), a PartitionSpec, "
+                "a tuple of axes, a Layout, PathRules, Rules, or a tree of layouts"
             )
     try:
-        boxes = jax.tree.map(
-            lambda layout, part: jax.tree.map(lambda _: _Box(layout), part),
-            layouts,
-            tree,
-            is_leaf=is_layout,
-        )
-    except (ValueError, TypeError, KeyError) as reason:
-        lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
+        parts = structure.flatten_up_to(tree)
+    except (ValueError, TypeError, KeyError):
         raise MeshwrightError(
-            f"the tree of layouts does not match the tree of arrays: {' '.join(lines)[:300]}. Give "
-            "one layout for all, a layout for each array, PathRules or Rules"
+            f"the tree of layouts does not match the tree of arrays: {_difference(layouts, tree)}; "
+            "give one layout for all, a layout for each array, PathRules or Rules"
         ) from None
-    return [box.layout for box in jax.tree.leaves(boxes)]
+    spread = []
+    for layout, part in zip(given, parts, strict=True):
+        spread += [layout] * (1 if is_described(part) else len(jax.tree.leaves(part)))
+    return spread
 
 
-@dataclasses.dataclass(frozen=True)
-class _Box:
-    """Keeps a layout a leaf: PartitionSpecs and tuples are trees to jax."""
-
-    layout: Any
+def _difference(layouts: Any, tree: Any) -> str:
+    """In words, how a tree of layouts is no prefix of a tree of arrays."""
+    arrays = tree_paths(tree)
+    laid_out = tree_paths(jax.tree.map(lambda _: 0, layouts, is_leaf=is_layout))
+    extra = [p for p in laid_out if not any(a == p or a.startswith(f"{p}/") for a in arrays)]
+    missing = [a for a in arrays if not any(a == p or a.startswith(f"{p}/") for p in laid_out)]
+    words = []
+    if extra:
+        words.append(f"there is no array {', '.join(map(repr, extra[:3]))}")
+    if missing:
+        words.append(f"there is no layout for {', '.join(map(repr, missing[:3]))}")
+    return " and ".join(words) or "their containers differ in kind (a list is not a tuple)"
 
 
 def is_layout(value: Any) -> bool:
@@ -224,6 +230,8 @@ def _shape(leaf: Any, path: str) -> tuple[int, ...]:
     raise MeshwrightError(
         f"{path!r} is a {type(leaf).__name__}, not an array; give arrays, jax.ShapeDtypeStruct or "
         "mw.ArraySpec"
+        if path
+        else f"{leaf!r} is not an array; give arrays, jax.ShapeDtypeStruct or mw.ArraySpec"
     )
 
 

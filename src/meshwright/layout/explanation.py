@@ -9,23 +9,26 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from meshwright.errors import count
 from meshwright.layout.decide import TreeDecisions, decide
+from meshwright.layout.expression import Expression
 from meshwright.layout.layout import Layout
 from meshwright.layout.path_rules import PathRules
-from meshwright.layout.resolve import find_mesh
+from meshwright.layout.resolve import find_mesh, is_device_line
 from meshwright.mesh import AnyMesh, MeshSpec
 
 LARGE = 16 * 2**20  # bytes on every device from which an array that is not split is worth a warning
 _COLUMNS = (
     "array", "shape", "dtype", "layout", "bytes/device", "copies", "decided by", "lost"
 )  # fmt: skip
+_DTYPE, _RULE, _LOST = (_COLUMNS.index(name) for name in ("dtype", "decided by", "lost"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Row:
     copies: int
     rule: str
     lost: tuple[str, ...]
+    expression: Expression  # the layout as text: by axes, or by numbers where no mesh was given
     count: int = 1  # arrays alike, where rows are collapsed
 
     def cells(self) -> tuple[str, ...]:
@@ -49,11 +53,11 @@ class Row:
             name or "(array)",
             "×".join(map(str, self.shape)) or "scalar",
             self.dtype,
-            " ".join(str(self.layout).partition("->")[2].split()),
+            str(self.expression).partition("->")[2].strip(),
             bytes_text(self.bytes_per_device),
             str(self.copies),
-            self.rule,
-            "; ".join(self.lost),
+            self.rule.replace(" -> ", "→"),
+            "; ".join(self.lost).replace(" -> ", "→"),
         )
 
 
@@ -90,7 +94,7 @@ class Explanation:
 
     def path_rules(self) -> PathRules:
         """The same placement as path rules, one an array."""
-        return PathRules([(f"^{re.escape(row.path)}$", row.layout) for row in self.rows])
+        return PathRules([(f"^{re.escape(row.path)}$", row.expression) for row in self.rows])
 
     def summary(self) -> str:
         devices = math.prod(self.mesh_shape.values())
@@ -120,7 +124,7 @@ class Explanation:
                     "dtype": row.dtype,
                     "dims": list(row.layout.dims),
                     "axes": [list(axes) for axes in row.layout.axes],
-                    "layout": str(row.layout),
+                    "layout": str(row.expression),
                     "bytes_per_device": row.bytes_per_device,
                     "copies": row.copies,
                     "rule": row.rule,
@@ -140,38 +144,48 @@ class Explanation:
         lines += [f"- {line}" for line in self._remarks()]
         return "\n".join(lines) + "\n"
 
-    def text(self, collapse: bool = True, width: int | None = None) -> str:
+    def text(self, collapse: bool = True, width: int = 160) -> str:
         """The table as plain text; `print(explanation)` is the same."""
         from rich.console import Console
 
         buffer = io.StringIO()
-        console = Console(file=buffer, width=width or 160, color_system=None)
-        console.print(self.__rich__(collapse))
-        return buffer.getvalue()
+        table = self.collapsed() if collapse else self
+        console = Console(file=buffer, width=width, color_system=None)
+        for part in table.renderables(width):
+            console.print(part)
+        lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
+        return "\n".join(filter(None, lines))
 
     def __str__(self) -> str:
         return self.text()
 
-    def __rich__(self, collapse: bool = True) -> Any:
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield from self.collapsed().renderables(options.max_width)
+
+    def renderables(self, width: int) -> list[Any]:
+        """The table, the sum and the remarks for rich; what is too wide to fit is left out."""
         from rich import box
-        from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
-        shown = self.collapsed() if collapse else self
+        cells = [row.cells() for row in self.rows]
+        columns, left_out = _columns_that_fit(cells, width)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        losers = any(row.lost for row in shown.rows)
-        for name in _COLUMNS if losers else _COLUMNS[:-1]:
+        for i in columns:
+            numeric = _COLUMNS[i] in ("bytes/device", "copies", "shape")
             table.add_column(
-                name,
-                justify="right" if name in ("bytes/device", "copies", "shape") else "left",
+                _COLUMNS[i],
+                justify="right" if numeric else "left",
                 overflow="fold",
+                no_wrap=_COLUMNS[i] in ("array", "bytes/device"),
             )
-        for row in shown.rows:
-            cells = row.cells() if losers else row.cells()[:-1]
-            table.add_row(*(Text(cell) for cell in cells))
+        for row in cells:
+            table.add_row(*(Text(row[i]) for i in columns))
         remarks = [Text(f"! {line}", style="yellow") for line in self._remarks()]
-        return Group(table, Text(self.summary()), *remarks)
+        if left_out:
+            names = ", ".join(_COLUMNS[i] for i in left_out)
+            remarks.append(Text(f"left out for lack of width: {names}", style="dim"))
+        return [table, Text(self.summary()), *remarks]
 
     def _remarks(self) -> tuple[str, ...]:
         return (*self.problems, *self.notes)
@@ -210,7 +224,10 @@ def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
     rows = []
     for path, leaf, decision in zip(decided.paths, decided.leaves, decided.decisions, strict=True):
         shape = tuple(getattr(leaf, "shape", ()))
-        dtype = jnp.dtype(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
+        # as jax will hold it: float64 becomes float32 unless x64 is enabled
+        dtype = jax.dtypes.canonicalize_dtype(
+            leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        )
         layout, mesh_shape = decision.layout, decision.mesh.shape
         total = math.prod(shape) * dtype.itemsize
         rows.append(
@@ -224,11 +241,30 @@ def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
                 copies=layout.copies(mesh_shape),
                 rule=decision.rule,
                 lost=decision.lost,
+                expression=_as_text(layout, decision.mesh),
             )
         )
     return Explanation(
         tuple(rows), dict(mesh.shape), tuple(decided.problems), tuple(_replicated(rows, mesh))
     )
+
+
+def _columns_that_fit(cells: list[tuple[str, ...]], width: int) -> tuple[list[int], list[int]]:
+    """Which columns to show in `width` characters, and which had to go; empty ones just go."""
+    widths = [
+        max([len(name), *(len(row[i]) for row in cells)]) + 3 for i, name in enumerate(_COLUMNS)
+    ]
+    columns = [i for i in range(len(_COLUMNS)) if i != _LOST or any(row[i] for row in cells)]
+    left_out = []
+    for i in (_LOST, _DTYPE, _RULE):
+        if i in columns and sum(widths[j] for j in columns) > width:
+            columns.remove(i)
+            left_out.append(i)
+    return columns, sorted(left_out)
+
+
+def _as_text(layout: Layout, mesh: AnyMesh) -> Expression:
+    return layout.numbers(mesh.shape) if is_device_line(mesh) else layout.expression
 
 
 def _replicated(rows: list[Row], mesh: AnyMesh) -> list[str]:
@@ -239,8 +275,8 @@ def _replicated(rows: list[Row], mesh: AnyMesh) -> list[str]:
     names = ", ".join(row.path or "the array" for row in whole[:3])
     more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
     return [
-        f"whole on every device: {names}{more}, {bytes_text(total)} each time; split a dim of it, "
-        "or leave it so if that is meant"
+        f"whole on every device: {names}{more}, {bytes_text(total)} on each; split a dim, or leave "
+        "it so if that is meant"
     ]
 
 

@@ -86,9 +86,10 @@ class Expression:
         """The dim names for an array of rank `ndim`; None where the ellipsis stands."""
         if ELLIPSIS not in self.left:
             if ndim is not None and ndim != len(self.left):
+                more = f", or write ... for the rest: '{self._with_ellipsis()}'"
                 raise MeshwrightError(
                     f"layout '{self}' names {count(len(self.left), 'dim')}, the array has {ndim}; "
-                    f"name each dim, or write ... for the rest: '{self._with_ellipsis()}'"
+                    f"name each dim once{more if ndim > len(self.left) else ''}"
                 )
             return self.left
         if ndim is None:
@@ -104,13 +105,13 @@ class Expression:
         at = self.left.index(ELLIPSIS)
         return (*self.left[:at], *[None] * hidden, *self.left[at + 1 :])
 
-    def factors(self, num_devices: int) -> tuple[Factor, ...]:
+    def factors(self, num_devices: int, where: str = "are here") -> tuple[Factor, ...]:
         """How the devices divide, major first; the product is `num_devices`.
 
         >>> [f.size for f in Expression.parse("a b -> 2 a2* b*").factors(16)]
         [2, 4, 2]
         """
-        return _factors(self, num_devices)
+        return _factors(self, num_devices, where)
 
     def _with_ellipsis(self) -> str:
         return str(Expression((*self.left, ELLIPSIS), (*self.right, Entry(ELLIPSIS))))
@@ -206,7 +207,7 @@ def _check_sides(left: tuple[str, ...], right: tuple[Entry, ...], given: str) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def _factors(expression: Expression, num_devices: int) -> tuple[Factor, ...]:
+def _factors(expression: Expression, num_devices: int, where: str) -> tuple[Factor, ...]:
     given = f"layout '{expression}'"
     entries = [entry for entry in expression.right if entry.dim != ELLIPSIS]
     numbers = math.prod(entry.number for entry in entries)
@@ -219,7 +220,7 @@ def _factors(expression: Expression, num_devices: int) -> tuple[Factor, ...]:
             else f"numbers that multiply to {num_devices} would fit"
         )
         raise MeshwrightError(
-            f"{given} uses {count(numbers, 'device')}, {num_devices} are here; {fix}"
+            f"{given} uses {count(numbers, 'device')}, {num_devices} {where}; {fix}"
         )
     rest, remainder = divmod(num_devices, numbers)
     if remainder or not rest:

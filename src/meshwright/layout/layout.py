@@ -22,6 +22,9 @@ from meshwright.errors import (
     nearest_multiples,
 )
 from meshwright.layout.expression import Entry, Expression
+from meshwright.mesh import STANDARD_AXES
+
+UNNAMED_AXIS = "devices_"  # axes of the devices themselves, where no mesh is given; never shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +166,14 @@ class Layout:
             return self
         for axis in (axis for axes in self.axes for axis in axes):
             if axis not in mesh_shape:
+                hint = (
+                    f"; add {axis}=1 to the mesh"
+                    if axis in STANDARD_AXES
+                    else did_you_mean(axis, mesh_shape)
+                )
                 raise MeshwrightError(
                     f"{what}: layout '{given}' uses mesh axis {axis!r}, which the mesh "
-                    f"({_mesh_text(mesh_shape)}) does not have{did_you_mean(axis, mesh_shape)}"
+                    f"({_mesh_text(mesh_shape)}) does not have{hint}"
                 )
         if shape is None:
             return self
@@ -173,10 +181,12 @@ class Layout:
             parts = math.prod(mesh_shape[axis] for axis in axes)
             if size % parts:
                 over = "+".join(f"{axis}={mesh_shape[axis]}" for axis in axes)
+                over = "" if axes[0].startswith(UNNAMED_AXIS) else f" ({over})"
                 raise MeshwrightError(
                     f"{what} of shape {tuple(shape)}: dim {name!r} of size {size} cannot be split "
-                    f"in {parts} ({over}) by layout '{given}'; split it in "
-                    f"{largest_divisor(size, parts)}, or make it {nearest_multiples(size, parts)}"
+                    f"in {parts}{over} by layout '{given}'; make it "
+                    f"{nearest_multiples(size, parts)}, or split it in at most "
+                    f"{largest_divisor(size, parts)}"
                 )
         return self
 

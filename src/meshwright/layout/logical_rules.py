@@ -248,6 +248,10 @@ def _rule(item: Any) -> LogicalRule:
 def _axes(axes: Any, given: str) -> tuple[str, ...]:
     if axes is None:
         return ()
+    if not isinstance(axes, str | tuple | list):
+        raise MeshwrightError(
+            f"{given}: {axes!r} is not a mesh axis; give a name, a tuple of names, or None"
+        )
     names = tuple(axes.split("+")) if isinstance(axes, str) else tuple(axes)
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or name == _NONE:

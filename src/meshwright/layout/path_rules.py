@@ -27,6 +27,7 @@ _CATCH_ALL = (".*", "")
 class PathRule:
     pattern: str
     layout: Expression
+    given: str = dataclasses.field(default="", compare=False)  # the layout as it was written
 
     def __str__(self) -> str:
         return f"{self.pattern}{_ARROW}{self.layout}"
@@ -110,12 +111,14 @@ class PathRules:
                 continue
             shadowed = next((p for p in paths if self._compiled[i].search(p)), None)
             if shadowed is None:
-                reasons.append(f"path rule {rule.pattern!r} matches no array")
+                reasons.append(
+                    f"path rule {rule.pattern!r} matches no array; drop it, or list it in optional="
+                )
             else:
                 winner = self.match(shadowed).pattern
                 reasons.append(
                     f"path rule {rule.pattern!r} never decides: {winner!r}, which comes first, "
-                    f"takes {shadowed!r}"
+                    f"takes {shadowed!r}; move it up, drop it, or list it in optional="
                 )
         return reasons
 
@@ -134,7 +137,8 @@ def _rule(item: Any) -> PathRule:
             r"write \s or \n"
         )
     _compiled(pattern)
-    return PathRule(pattern, _expression(layout, item))
+    written = layout if isinstance(layout, str) else str(layout)
+    return PathRule(pattern, _expression(layout, item), written)
 
 
 @functools.lru_cache(maxsize=4096)

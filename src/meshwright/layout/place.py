@@ -9,7 +9,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from meshwright.errors import MeshwrightError
 from meshwright.layout.arrays import ArraySpec
 from meshwright.layout.decide import TreeDecisions, decide
-from meshwright.layout.resolve import LayoutLike, find_mesh, named_sharding, resolve
+from meshwright.layout.resolve import (
+    LayoutLike,
+    find_mesh,
+    is_device_line,
+    named_sharding,
+    resolve,
+)
 from meshwright.mesh import AnyMesh, MeshSpec
 
 MeshLike = AnyMesh | MeshSpec | str
@@ -106,8 +112,13 @@ def shardings(
 
 def layouts(tree: Any, rules: Any, *, mesh: MeshLike | None = None, dims: Any = None) -> Any:
     """A tree of Layouts like `tree`: what the rules say, as values."""
-    decided = decide(tree, rules, find_mesh(mesh, None), dims)
+    base = find_mesh(mesh, None)
+    decided = decide(tree, rules, base, dims)
     decided.raise_problems()
+    if is_device_line(base):
+        raise MeshwrightError(
+            "layouts say which mesh axes split each dim, and no mesh is given; pass mesh="
+        )
     return decided.treedef.unflatten([decision.layout for decision in decided.decisions])
 
 

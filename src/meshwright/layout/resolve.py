@@ -1,6 +1,6 @@
 """From what a user wrote to a placement: a layout on a concrete mesh.
 
-Named layouts stay on the mesh given; expressions in numbers use the mesh axes that line up with them.
+Named layouts stay on the mesh given; expressions in numbers use the mesh axes they line up with.
 Without a mesh they are placed on the devices in jax's order, cut into prime factors: one mesh for
 every expression, so that arrays placed by different ones meet in one jit. (jax must be able to name
 the sharding of a result on the mesh of an argument; with a mesh made to measure for each expression
@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import MeshwrightError
 from meshwright.layout.expression import Expression, Factor
-from meshwright.layout.layout import Layout, name_dims
+from meshwright.layout.layout import UNNAMED_AXIS, Layout, name_dims
 from meshwright.mesh import AnyMesh, MachineMesh, MeshSpec, mesh
 
 LayoutLike = str | Layout | PartitionSpec | tuple[Any, ...] | Expression
@@ -56,14 +56,15 @@ def device_line(devices: tuple[Any, ...]) -> Mesh:
     if not devices:
         raise MeshwrightError("devices= is empty; give at least one device")
     primes = prime_factors(len(devices)) or [1]
-    return Mesh(
-        np.asarray(devices, dtype=object).reshape(primes),
-        tuple(f"devices_{i}" for i in range(len(primes))),
-    )
+    return Mesh(np.asarray(devices, dtype=object).reshape(primes), _line_axes(len(primes)))
 
 
 def is_device_line(mesh: AnyMesh) -> bool:
-    return mesh.axis_names[0] == "devices_0"
+    return mesh.axis_names == _line_axes(len(mesh.axis_names))
+
+
+def _line_axes(number: int) -> tuple[str, ...]:
+    return tuple(f"{UNNAMED_AXIS}{i}" for i in range(number))
 
 
 def prime_factors(number: int) -> list[int]:
@@ -109,7 +110,8 @@ def _named(expression: Expression, ndim: int | None, mesh: AnyMesh) -> Layout:
 @functools.lru_cache(maxsize=4096)
 def _counted(expression: Expression, ndim: int | None, mesh: AnyMesh) -> tuple[Layout, AnyMesh]:
     dims = expression.dims(ndim)
-    factors = [factor for factor in expression.factors(mesh.size) if factor.size > 1]
+    where = "are here" if is_device_line(mesh) else "are in the mesh"
+    factors = [factor for factor in expression.factors(mesh.size, where) if factor.size > 1]
     aligned = _align(factors, mesh.shape)
     if aligned is None:
         mesh = _own_mesh(factors, mesh, expression)

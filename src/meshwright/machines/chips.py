@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
+from meshwright.errors import MeshwrightError, did_you_mean
+
 GIB = 2**30
 GB = 10**9
 TERA = 1e12
@@ -40,6 +42,11 @@ class Chip:
 
     def source(self, figure: str) -> str:
         """Where one figure comes from."""
+        if figure not in {field.name for field in dataclasses.fields(self)}:
+            names = [field.name for field in dataclasses.fields(self)]
+            raise MeshwrightError(
+                f"{figure!r} is not a figure of a chip{did_you_mean(figure, names)}"
+            )
         return self.sources.get(figure, self.sources["*"])
 
     def wraps(self, shape: tuple[int, int, int]) -> tuple[bool, bool, bool]:

@@ -10,17 +10,17 @@ import re
 from meshwright.errors import MeshwrightError
 from meshwright.machines.chips import CHIPS
 
-# cloud prefix -> (chip, what one unit of the number is, in chips)
+# cloud prefix -> (chip, units a chip, units of the largest slice)
 PREFIXES = {
-    "v2": ("v2", 2),
-    "v3": ("v3", 2),
-    "v4": ("v4", 2),
-    "v5p": ("v5p", 2),
-    "v5e": ("v5e", 1),
-    "v5litepod": ("v5e", 1),
-    "v6e": ("v6e", 1),
-    "tpu7x": ("7x", 2),
-    "7x": ("7x", 2),
+    "v2": ("v2", 2, 512),
+    "v3": ("v3", 2, 2048),
+    "v4": ("v4", 2, 8192),
+    "v5p": ("v5p", 2, 17920),
+    "v5e": ("v5e", 1, 256),
+    "v5litepod": ("v5e", 1, 256),
+    "v6e": ("v6e", 1, 256),
+    "tpu7x": ("7x", 2, 18432),
+    "7x": ("7x", 2, 18432),
 }
 _NAME = re.compile(rf"({'|'.join(PREFIXES)})-([0-9]{{1,7}})")
 
@@ -34,12 +34,15 @@ def cloud_topology(name: str, given: str) -> tuple[str, tuple[int, ...]]:
     match = _NAME.fullmatch(name.lower())
     assert match is not None
     prefix, number = match[1], int(match[2])
-    chip_name, units_per_chip = PREFIXES[prefix]
+    chip_name, units_per_chip, largest = PREFIXES[prefix]
     chips, odd = divmod(number, units_per_chip)
-    shape = None if odd or not chips else squarest(chips, CHIPS[chip_name].torus_dims)
+    sold = chips and not odd and number <= largest
+    shape = squarest(chips, CHIPS[chip_name].torus_dims) if sold else None
     if shape is None:
         unit = "cores, two a chip" if units_per_chip == 2 else "chips"
-        near = sorted(_numbers(chip_name, units_per_chip), key=lambda n: abs(n - number))[:2]
+        near = sorted(_numbers(chip_name, units_per_chip, largest), key=lambda n: abs(n - number))[
+            :2
+        ]
         raise MeshwrightError(
             f"machine {given!r}: no {chip_name} slice has {number} ({prefix}-N counts {unit}); "
             f"nearest: {', '.join(f'{prefix}-{n}' for n in sorted(near))}. For any other shape "
@@ -69,6 +72,7 @@ def squarest(chips: int, torus_dims: int) -> tuple[int, ...] | None:
     return tuple(4 * side for side in best)
 
 
-def _numbers(chip_name: str, units_per_chip: int) -> list[int]:
+def _numbers(chip_name: str, units_per_chip: int, largest: int) -> list[int]:
     dims = CHIPS[chip_name].torus_dims
-    return [n * units_per_chip for n in range(1, 4097) if squarest(n, dims)]
+    chips = range(1, largest // units_per_chip + 1)
+    return [n * units_per_chip for n in chips if squarest(n, dims)]

@@ -217,7 +217,11 @@ def _parse(text: str) -> Machine:
                 f"machine {text!r}: {head!r} is not a number of slices; write 2*v5e:16x16"
             )
         slices = int(head)
-    name, colon, sizes_text = rest.partition(":")
+    name, colon, sizes_text = (part.strip() for part in rest.partition(":"))
+    if name == "here":
+        raise MeshwrightError(
+            f"machine {text!r}: 'here' stands alone, it is the machine this process runs on"
+        )
     if not colon:
         if is_cloud_name(name):
             chip_name, shape = cloud_topology(name, text)
@@ -262,7 +266,7 @@ def _shape_for(chip: Chip, sizes: tuple[int, ...], text: str) -> tuple[int, ...]
         if per_host > chip.chips_per_host:
             fix = math.ceil(hosts * per_host / chip.chips_per_host)
             raise MeshwrightError(
-                f"machine {text!r} puts {per_host} GPUs in one host; a {chip.name} host holds "
+                f"machine {text!r} puts {per_host} GPUs in one host; {chip.name} hosts hold "
                 f"{chip.chips_per_host}: write '{chip.name}:{fix}x{chip.chips_per_host}'"
             )
         return hosts, per_host

@@ -65,12 +65,30 @@ def mesh(
     if machine is None:
         devices = list(jax.devices() if devices is None else devices)
         spec = spec.resolve(len(devices))
-        return Mesh(
-            arrange(spec.sizes, devices, spec.plain),
-            spec.names,
-            axis_types=(kinds[axis_types],) * len(spec.names),
-        )
+        torus = None if spec.plain else _torus_of(devices)
+        if torus is None:
+            return Mesh(
+                arrange(spec.sizes, devices, spec.plain),
+                spec.names,
+                axis_types=(kinds[axis_types],) * len(spec.names),
+            )
+        machine = torus
     machine = Machine.parse(machine)
     spec = spec.resolve(machine.num_devices, where=f"are in '{machine}'")
-    described = MachineMesh(machine, spec.names, arrange(spec.sizes, machine.devices, spec.plain))
-    return described if devices is None else described.to_jax(devices, kinds[axis_types])
+    placed = arrange(spec.sizes, machine.devices, spec.plain)
+    described = MachineMesh(machine, spec.names, placed, kinds[axis_types])
+    return described if devices is None else described.to_jax(devices)
+
+
+def _torus_of(devices: Sequence[Any]) -> Machine | None:
+    """The TPU machine these devices are, if it can be told.
+
+    The mesh is then laid out on its description, so that a mesh planned for an absent machine is
+    the mesh the real one builds, whatever name its runtime gives the chip.
+    """
+    if not devices or devices[0].platform != "tpu":
+        return None
+    try:
+        return Machine.of_devices(devices)
+    except MeshwrightError:  # a chip not in the catalogue, or devices that leave a hole
+        return None

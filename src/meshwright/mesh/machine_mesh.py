@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import Machine
 
 DIM_NAMES = {"tpu": ("x", "y", "z", "core"), "gpu": ("host", "gpu"), "cpu": ("cpu",)}
@@ -27,6 +27,7 @@ class MachineMesh:
     machine: Machine
     axis_names: tuple[str, ...]
     devices: np.ndarray  # of DescribedDevice, one array dim per axis
+    axis_type: AxisType = AxisType.Auto
 
     @property
     def shape(self) -> dict[str, int]:
@@ -51,7 +52,8 @@ class MachineMesh:
     @property
     def abstract_mesh(self) -> AbstractMesh:
         """For jax: axis names and sizes without devices."""
-        return AbstractMesh(self.axis_sizes, self.axis_names)
+        kinds = (self.axis_type,) * len(self.axis_names)
+        return AbstractMesh(self.axis_sizes, self.axis_names, axis_types=kinds)
 
     def axis_extent(self, axis: str) -> dict[str, int]:
         """How far one axis reaches along each physical dim: `{"x": 4, "y": 2}`.
@@ -59,7 +61,10 @@ class MachineMesh:
         `slice` counts slices: an axis with it crosses the slower network.
         """
         if axis not in self.axis_names:
-            raise MeshwrightError(f"mesh axis {axis!r} is not one of {', '.join(self.axis_names)}")
+            raise MeshwrightError(
+                f"mesh axis {axis!r} is not one of {', '.join(self.axis_names)}"
+                f"{did_you_mean(axis, self.axis_names)}"
+            )
         index = self.axis_names.index(axis)
         line = np.moveaxis(self.devices, index, 0).reshape(self.devices.shape[index], -1)[:, 0]
         names = ("slice", *DIM_NAMES[self.machine.chip.platform])
@@ -67,9 +72,7 @@ class MachineMesh:
         extents = {name: len(set(places[:, i])) for i, name in enumerate(names)}
         return {name: extent for name, extent in extents.items() if extent > 1}
 
-    def to_jax(
-        self, devices: Sequence[Any] | None = None, axis_types: AxisType = AxisType.Auto
-    ) -> Mesh:
+    def to_jax(self, devices: Sequence[Any] | None = None) -> Mesh:
         """A jax Mesh of `devices` (default: all), each where its described twin sits.
 
         TPU devices are matched by slice and coordinates, others by their order.
@@ -95,7 +98,7 @@ class MachineMesh:
         array = np.empty(self.devices.shape, dtype=object)
         for index, twin in np.ndenumerate(self.devices):
             array[index] = found[id(twin)]
-        return Mesh(array, self.axis_names, axis_types=(axis_types,) * array.ndim)
+        return Mesh(array, self.axis_names, axis_types=(self.axis_type,) * array.ndim)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.shape.items())

@@ -87,7 +87,7 @@ class MeshSpec:
         """EasyLM's older `--mp_mesh_dim='8,1'`: the model-parallel axes mp1, mp2; the rest is data.
 
         With `fsdp` the data axis is called fsdp, since weights are then split over it too.
-        -1 gives that axis every device.
+        -1 gives that axis every device that is left.
         """
         given = f"mp_mesh_dim {text!r}"
         items = [item.strip() for item in text.split(",")] if isinstance(text, str) else []
@@ -123,6 +123,8 @@ class MeshSpec:
 
     def resolve(self, num_devices: int, where: str = "are here") -> Self:
         """Fill in -1 and check that the mesh takes exactly `num_devices`."""
+        if num_devices < 1:
+            raise MeshwrightError(f"mesh {self.quoted} cannot be laid on {num_devices} devices")
         known = math.prod(size for size in self.sizes if size != -1)
         if self.is_resolved:
             if known != num_devices:
@@ -222,7 +224,8 @@ def _positional_pairs(
 def _size(text: str, given: str) -> int:
     if not _SIZE.fullmatch(text):
         raise MeshwrightError(
-            f"{given}: {text!r} is not a size; sizes are whole numbers, or -1 for what is left"
+            f"{given}: {text!r} is not a size; sizes are whole numbers, or -1 for what is left, "
+            "with commas between"
         )
     return int(text)
 
@@ -274,7 +277,7 @@ def _check_vocabulary(names: Sequence[str], given: str) -> None:
     for name in names:
         if name in known:
             continue
-        slip = difflib.get_close_matches(name.lower(), STANDARD_AXES, n=1, cutoff=0.75)
+        slip = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75)
         if mixed or slip:
             raise MeshwrightError(
                 f"{given}: axis {name!r} is not known{did_you_mean(name, known)} To use names of "

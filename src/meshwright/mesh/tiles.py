@@ -10,6 +10,7 @@ slice, every TPU generation, GPUs and several slices.
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -154,7 +155,7 @@ def _checked_tile(machine: Machine, submesh: Sequence[int]) -> tuple[int, ...]:
     names = DIM_NAMES[machine.chip.platform] if machine.chip.platform != "cpu" else ("host", "cpu")
     form = f"({', '.join(names)})"
     try:
-        tile = tuple(int(size) for size in submesh)
+        tile = tuple(operator.index(size) for size in submesh)
     except (TypeError, ValueError):
         raise MeshwrightError(f"submesh {submesh!r} is not a tile; write {form}") from None
     grid = machine.grid
