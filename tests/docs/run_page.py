@@ -58,7 +58,7 @@ def run_console(body: str, page: Path, line: int) -> None:
         elif commands:
             commands[-1][1].append(text.rstrip())
     bin_folder = str(Path(sys.executable).parent)
-    env = os.environ | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100"}
+    env = os.environ | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120"}
     for command, expected in commands:
         done = subprocess.run(
             command,

@@ -1,6 +1,9 @@
 """The table of a placement: every array, where it goes, what it costs, who decided, what lost.
 
-    >>> print(explain(params, rules, "fsdp=8,tp=4"))
+    >>> arrays = {"w": ArraySpec((64, 256), "embed mlp")}
+    >>> table = explain(arrays, Rules([("embed", "fsdp"), ("mlp", "tp")]), "fsdp=8,tp=4")
+    >>> table.summary()
+    '1 array, 16,384 elements, 64.0 KiB on 32 devices (fsdp=8,tp=4): 2.0 KiB per device, ...'
 
 As text it is a table for people; `.data()` is plain data, `.markdown()` goes into a document.
 """

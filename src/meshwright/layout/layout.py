@@ -2,7 +2,7 @@
 
 >>> layout = Layout.parse("embed mlp -> embed@fsdp mlp@tp")
 >>> layout.spec
-PartitionSpec('fsdp', 'tp')
+P('fsdp', 'tp')
 >>> Layout.of_spec(layout.spec, ("embed", "mlp")) == layout
 True
 """

@@ -2,7 +2,7 @@
 
     >>> rules = Rules([("batch", "data"), ("mlp", "model"), ("embed", "model"), ("embed", "data")])
     >>> rules.spec(("embed", "mlp"))
-    PartitionSpec('data', 'model')
+    P('data', 'model')
 
 Rules are walked in order. A rule fires if its dim is in the array and not yet assigned and none of
 its mesh axes is used in the array yet; a losing rule is skipped and a later one for the same dim is

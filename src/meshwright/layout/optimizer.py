@@ -1,7 +1,10 @@
 """Where optimizer state goes: each array of it follows the parameter it belongs to.
 
-    >>> state = jax.eval_shape(optimizer.init, params)
-    >>> state_layouts = optimizer_layouts(state, params, layouts(params, rules, mesh=mesh))
+    >>> params = {"w": jax.ShapeDtypeStruct((1024, 256), jnp.float32)}
+    >>> state = jax.eval_shape(optax.adafactor(1e-3).init, params)
+    >>> found = optimizer_layouts(state, params, {"w": Layout.parse("a b -> a@tp b@fsdp")})
+    >>> found[0].v_row["w"].spec, found[0].v_col["w"].spec
+    (P('fsdp',), P('tp',))
 
 A state array belongs to the parameter whose path is inside its own. Moments of the same shape take
 the parameter's layout; factored moments, which lack some of its dims, take what is left of it.

@@ -31,9 +31,10 @@ def sharding(
 ) -> NamedSharding:
     """The sharding an expression describes, for device_put, in_shardings and out_shardings.
 
-    >>> sharding("x y -> x y*")                                        # columns over all devices
-    >>> sharding("... -> * ...", ndim=3)                               # a copy on each
-    >>> sharding("embed mlp -> embed@fsdp mlp@tp", mesh="fsdp=2,tp=4")
+    >>> columns = sharding("x y -> x y*")                     # over all devices
+    >>> everywhere = sharding("... -> * ...", ndim=3)         # a copy on each
+    >>> sharding("embed mlp -> embed@fsdp mlp@tp", mesh="fsdp=-1,tp=4").spec
+    P('fsdp', 'tp')
 
     `ndim` is needed with an ellipsis. `mesh` (a mesh, or its text) is needed where axes are named;
     without it, the mesh in force (jax.set_mesh) or all devices in jax's order. `shape` checks that
@@ -63,9 +64,15 @@ def shard(
 ) -> Any:
     """Place an array, or every array of a tree.
 
-    >>> shard(w1, "x y -> x y*")
-    >>> shard(params, PathRules([...]), mesh="fsdp=2,tp=4")
-    >>> shard(params, Rules([...]), mesh=mesh, dims={"w1": "embed mlp", "w2": "mlp embed"})
+    >>> x = shard(np.ones((8, 32)), "x y -> x y*")
+    >>> params = {"w1": np.ones((8, 16)), "w2": np.ones((16, 8))}
+    >>> by_path = PathRules([("w1", ("fsdp", "tp")), ("w2", ("tp", "fsdp"))])
+    >>> placed = shard(params, by_path, mesh="fsdp=-1,tp=4")
+    >>> by_dim = Rules([("mlp", "tp"), ("embed", "fsdp")])
+    >>> dims = {"w1": "embed mlp", "w2": "mlp embed"}
+    >>> again = shard(params, by_dim, mesh="fsdp=-1,tp=4", dims=dims)
+    >>> placed["w2"].sharding == again["w2"].sharding
+    True
 
     `layout`: one expression (PartitionSpec, Layout) for all, a tree of them, PathRules, or Rules.
     jax and NumPy arrays are put on devices, jax.ShapeDtypeStruct and ArraySpec get a sharding,
@@ -103,7 +110,10 @@ def shardings(
 ) -> Any:
     """A tree of shardings like `tree`, for in_shardings and out_shardings.
 
-    >>> jax.jit(init, out_shardings=shardings(abstract_params, rules, mesh=mesh))
+    >>> init = lambda: {"w": jnp.ones((8, 16))}
+    >>> wanted = shardings(jax.eval_shape(init), "x y -> x y@dp", mesh="dp=-1")
+    >>> jax.jit(init, out_shardings=wanted)()["w"].sharding.spec
+    P(None, 'dp')
     """
     decided = decide(tree, layout, find_mesh(mesh, devices), dims)
     decided.raise_problems()

@@ -49,8 +49,8 @@ def mesh(
 ) -> Mesh | MachineMesh:
     """A mesh over the devices here, or over a described machine.
 
-    >>> mesh("dp=1,fsdp=-1,tp=4,sp=1").shape                    # 8 devices here
-    OrderedDict({'dp': 1, 'fsdp': 2, 'tp': 4, 'sp': 1})
+    >>> mesh("dp=1,fsdp=-1,tp=4,sp=1").axis_names               # over the devices here
+    ('dp', 'fsdp', 'tp', 'sp')
     >>> mesh("fsdp=-1,tp=8", machine="v5p:4x4x8")               # devices need not exist
     MachineMesh('fsdp=16,tp=8' on 'v5p:4x4x8')
 

@@ -19,9 +19,9 @@ DIM_NAMES = {"tpu": ("x", "y", "z", "core"), "gpu": ("host", "gpu"), "cpu": ("cp
 class MachineMesh:
     """Like a jax Mesh, but over devices that need not exist.
 
-    >>> mesh = mw.tile_mesh("v3:4x4", submesh=(2, 1, 1, 2))
+    >>> mesh = mw.mesh("fsdp=4,tp=4", machine="v5e:4x4")
     >>> mesh.shape, mesh.coords[0][1]
-    ({'data': 8, 'model': 4}, (0, 0, 0, 1))
+    ({'fsdp': 4, 'tp': 4}, (1, 0, 0, 0))
     """
 
     machine: Machine
