@@ -1,6 +1,7 @@
 # Everything goes through one virtual environment, made on first use with plain pip.
 PYTHON ?= python3
 VENV ?= .venv
+NEWEST_PYTHON ?= python3.12
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
@@ -40,7 +41,7 @@ test-all: lint
 
 # a second environment: newest of everything that pyproject.toml allows, on a newer Python
 test-newest:
-	python3.12 -m venv .venv-newest
+	$(NEWEST_PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --upgrade -e '.[dev]'
 	.venv-newest/bin/pytest -n auto -m "not slow"
 
