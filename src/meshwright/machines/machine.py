@@ -10,17 +10,16 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
+from collections.abc import Sequence
 from typing import Any
 
-from meshwright.errors import MeshwrightError, count, did_you_mean, one_of
-from meshwright.machines.chips import CHIPS, Chip, find_chip
-from meshwright.machines.cloud_names import cloud_topology, is_cloud_name
+import jax
 
-GRAMMAR = (
-    "a machine is CHIP:SHAPE (v5p:4x4x8, v5e:16x16, h100:8, h100:16x8 for hosts x GPUs, cpu:8), "
-    "a cloud name (v5p-256), N*MACHINE for N slices (2*v5e:16x16), or 'here'"
-)
+from meshwright.errors import MeshwrightError, count
+from meshwright.machines.chips import Chip
+from meshwright.machines.recognize import recognize
+from meshwright.machines.text import read_machine
+
 MAX_DEVICES = 10_000_000
 
 
@@ -68,23 +67,19 @@ class Machine:
         """Read a machine: `v5p:4x4x8`, `v5p-256`, `h100:16x8`, `2*v5e:16x16`, `cpu:8`, `here`."""
         if isinstance(text, Machine):
             return text
-        if not isinstance(text, str):
-            raise MeshwrightError(f"machine {text!r} is not text; {GRAMMAR}")
-        return _parse(text.strip())
+        if isinstance(text, str) and text.strip() == "here":
+            return cls.here()
+        return cls(*read_machine(text))
 
     @classmethod
     def here(cls) -> "Machine":
         """The machine this process runs on, from `jax.devices()`."""
-        from meshwright.machines.here import machine_of
-
-        return machine_of()
+        return cls.of_devices(jax.devices())
 
     @classmethod
-    def of_devices(cls, devices: Any) -> "Machine":
+    def of_devices(cls, devices: Sequence[Any]) -> "Machine":
         """The machine that a list of jax devices makes up."""
-        from meshwright.machines.here import machine_of
-
-        return machine_of(devices)
+        return cls(*recognize(devices))
 
     def __str__(self) -> str:
         shape = self.shape
@@ -203,88 +198,3 @@ class Machine:
                 f"machine '{self}' has no {what}: only TPU slices are tori; use .shape, here "
                 f"{self.shape}"
             )
-
-
-def _parse(text: str) -> Machine:
-    if text == "here":
-        return Machine.here()
-    slices = 1
-    rest = text
-    if "*" in text:
-        head, rest = (part.strip() for part in text.split("*", 1))
-        if not re.fullmatch(r"[0-9]{1,5}", head) or int(head) < 1:
-            raise MeshwrightError(
-                f"machine {text!r}: {head!r} is not a number of slices; write 2*v5e:16x16"
-            )
-        slices = int(head)
-    name, colon, sizes_text = (part.strip() for part in rest.partition(":"))
-    if name == "here":
-        raise MeshwrightError(
-            f"machine {text!r}: 'here' stands alone, it is the machine this process runs on"
-        )
-    if not colon:
-        if is_cloud_name(name):
-            chip_name, shape = cloud_topology(name, text)
-            return Machine(CHIPS[chip_name], shape, slices)
-        chip = find_chip(name)
-        if chip is not None:
-            raise MeshwrightError(
-                f"machine {text!r} names a chip but not how many; write {one_of(_examples(chip))}"
-            )
-        raise MeshwrightError(
-            f"machine {text!r} is not known{_near(name)} {GRAMMAR[0].upper()}{GRAMMAR[1:]}"
-        )
-    chip = find_chip(name)
-    if chip is None:
-        raise MeshwrightError(
-            f"machine {text!r}: no chip is called {name!r}{_near(name)} For hardware that is not "
-            "in the catalogue give your own: mw.Machine(mw.Chip(...), shape)"
-        )
-    if not re.fullmatch(r"[0-9]{1,7}(x[0-9]{1,7})*", sizes_text):
-        raise MeshwrightError(
-            f"machine {text!r}: {sizes_text!r} is not a shape; sizes are numbers joined by x, "
-            f"as in {one_of(_examples(chip))}"
-        )
-    sizes = tuple(map(int, sizes_text.split("x")))
-    if 0 in sizes:
-        raise MeshwrightError(f"machine {text!r}: every size must be at least 1")
-    return Machine(chip, _shape_for(chip, sizes, text), slices)
-
-
-def _shape_for(chip: Chip, sizes: tuple[int, ...], text: str) -> tuple[int, ...]:
-    examples = one_of(_examples(chip))
-    if chip.platform == "cpu":
-        if len(sizes) != 1:
-            raise MeshwrightError(f"machine {text!r}: CPUs take one number, as in {examples}")
-        return sizes
-    if chip.platform == "gpu":
-        if len(sizes) > 2:
-            raise MeshwrightError(
-                f"machine {text!r}: GPUs take one number, or hosts x GPUs, as in {examples}"
-            )
-        hosts, per_host = sizes if len(sizes) == 2 else (1, sizes[0])
-        if per_host > chip.chips_per_host:
-            fix = math.ceil(hosts * per_host / chip.chips_per_host)
-            raise MeshwrightError(
-                f"machine {text!r} puts {per_host} GPUs in one host; {chip.name} hosts hold "
-                f"{chip.chips_per_host}: write '{chip.name}:{fix}x{chip.chips_per_host}'"
-            )
-        return hosts, per_host
-    if chip.torus_dims == 2 and len(sizes) == 3 and sizes[2] == 1:
-        sizes = sizes[:2]
-    if len(sizes) != chip.torus_dims:
-        raise MeshwrightError(
-            f"machine {text!r}: a {chip.name} slice is a {chip.torus_dims}-D torus, "
-            f"{count(len(sizes), 'size')} given; write {examples}"
-        )
-    return sizes
-
-
-def _examples(chip: Chip) -> list[str]:
-    shapes = {"tpu": {2: ["4x4", "16x16"], 3: ["2x2x1", "4x4x8"]}.get(chip.torus_dims, [])}
-    by_platform = shapes | {"gpu": ["8", "16x8"], "cpu": ["8"]}
-    return [f"{chip.name}:{shape}" for shape in by_platform[chip.platform]]
-
-
-def _near(name: str) -> str:
-    return did_you_mean(name.lower(), [*CHIPS, "here"])

@@ -1,19 +1,17 @@
 """Which machine a list of jax devices makes up."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines.chips import CHIPS, Chip
-from meshwright.machines.machine import Machine
 
 
-def machine_of(devices: Sequence[Any] | None = None) -> Machine:
-    """The machine of `devices` (default: all that jax sees)."""
-    devices = list(jax.devices() if devices is None else devices)
+def recognize(devices: Sequence[Any]) -> tuple[Chip, tuple[int, ...], int]:
+    """The chip, the shape of a slice and the number of slices that `devices` make up."""
+    devices = list(devices)
     if not devices:
         raise MeshwrightError("no devices were given; a machine has at least one")
     kinds = sorted({device.device_kind for device in devices})
@@ -31,7 +29,7 @@ def machine_of(devices: Sequence[Any] | None = None) -> Machine:
             "are alike: pass devices= of equal slices"
         )
     if chip.platform == "cpu":
-        return Machine(chip, (len(devices),))
+        return chip, (len(devices),), 1
     if chip.platform == "gpu":
         hosts = Counter(device.process_index for device in first)
         if len(set(hosts.values())) > 1:
@@ -39,17 +37,16 @@ def machine_of(devices: Sequence[Any] | None = None) -> Machine:
                 f"the hosts hold different numbers of GPUs ({dict(hosts)}); pass devices= with "
                 "the same number from each"
             )
-        return Machine(chip, (len(hosts), len(first) // len(hosts)), len(slices))
+        return chip, (len(hosts), len(first) // len(hosts)), len(slices)
     coords = [tuple(device.coords) for device in first]
     box = tuple(max(c[i] for c in coords) - min(c[i] for c in coords) + 1 for i in range(3))
-    machine = Machine(chip, box[: chip.torus_dims], len(slices))
-    if machine.num_devices != len(devices):
+    if math.prod(box) * chip.cores_per_chip != len(first):
         raise MeshwrightError(
             f"{len(devices)} {chip.name} devices do not fill the box of their coordinates, "
             f"{'x'.join(map(str, box))} with {chip.cores_per_chip} devices a chip; pass devices= "
             "that do, or prefix the mesh with '!' to ignore the topology"
         )
-    return machine
+    return chip, box[: chip.torus_dims], len(slices)
 
 
 def chip_of_kind(kind: str, platform: str) -> Chip:
