@@ -153,8 +153,8 @@ def test_declared_axes_are_held_to(text: str, axes: tuple[str, ...], words: list
                          "'dp=2,tp=4', 'dp=4,tp=2' or 'dp=1,tp=8' would fit"),
         ("2,2,1", 8, "mesh '2,2,1' (dp=2,fsdp=2,tp=1) needs 4 devices, 8 are here; "
                      "'dp=2,fsdp=2,tp=2', 'dp=2,fsdp=4,tp=1' or 'dp=4,fsdp=2,tp=1' would fit"),
-        ("dp=3,tp=-1", 8, "mesh 'dp=3,tp=-1': 8 devices are here, the sizes given multiply to 3, "
-                          "which does not divide 8; "
+        ("dp=3,tp=-1", 8, "mesh 'dp=3,tp=-1': the sizes given multiply to 3, which does not divide "
+                          "the 8 devices here; "
                           "'dp=4,tp=-1', 'dp=2,tp=-1' or 'dp=8,tp=-1' would fit"),
         ("dp=7", 8, "mesh 'dp=7' needs 7 devices, 8 are here; 'dp=8' would fit"),
     ],

@@ -105,7 +105,7 @@ class Expression:
         at = self.left.index(ELLIPSIS)
         return (*self.left[:at], *[None] * hidden, *self.left[at + 1 :])
 
-    def factors(self, num_devices: int, where: str = "are here") -> tuple[Factor, ...]:
+    def factors(self, num_devices: int, where: str = "here") -> tuple[Factor, ...]:
         """How the devices divide, major first; the product is `num_devices`.
 
         >>> [f.size for f in Expression.parse("a b -> 2 a2* b*").factors(16)]
@@ -220,7 +220,8 @@ def _factors(expression: Expression, num_devices: int, where: str) -> tuple[Fact
             else f"numbers that multiply to {num_devices} would fit"
         )
         raise MeshwrightError(
-            f"{given} uses {count(numbers, 'device')}, {num_devices} {where}; {fix}"
+            f"{given} uses {count(numbers, 'device')}, {num_devices} "
+            f"{'is' if num_devices == 1 else 'are'} {where}; {fix}"
         )
     rest, remainder = divmod(num_devices, numbers)
     if remainder or not rest:

@@ -110,7 +110,7 @@ def _named(expression: Expression, ndim: int | None, mesh: AnyMesh) -> Layout:
 @functools.lru_cache(maxsize=4096)
 def _counted(expression: Expression, ndim: int | None, mesh: AnyMesh) -> tuple[Layout, AnyMesh]:
     dims = expression.dims(ndim)
-    where = "are here" if is_device_line(mesh) else "are in the mesh"
+    where = "here" if is_device_line(mesh) else "in the mesh"
     factors = [factor for factor in expression.factors(mesh.size, where) if factor.size > 1]
     aligned = _align(factors, mesh.shape)
     if aligned is None:

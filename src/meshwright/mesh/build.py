@@ -74,7 +74,7 @@ def mesh(
             )
         machine = torus
     machine = Machine.parse(machine)
-    spec = spec.resolve(machine.num_devices, where=f"are in '{machine}'")
+    spec = spec.resolve(machine.num_devices, where=f"in '{machine}'")
     placed = arrange(spec.sizes, machine.devices, spec.plain)
     described = MachineMesh(machine, spec.names, placed, kinds[axis_types])
     return described if devices is None else described.to_jax(devices)

@@ -121,23 +121,24 @@ class MeshSpec:
         given = self.given.strip()
         return f"'{self}'" if given in ("", str(self)) else f"'{given}' ({self})"
 
-    def resolve(self, num_devices: int, where: str = "are here") -> Self:
+    def resolve(self, num_devices: int, where: str = "here") -> Self:
         """Fill in -1 and check that the mesh takes exactly `num_devices`."""
         if num_devices < 1:
             raise MeshwrightError(f"mesh {self.quoted} cannot be laid on {num_devices} devices")
         known = math.prod(size for size in self.sizes if size != -1)
+        there = f"{num_devices} {'is' if num_devices == 1 else 'are'} {where}"
         if self.is_resolved:
             if known != num_devices:
                 raise MeshwrightError(
-                    f"mesh {self.quoted} needs {count(known, 'device')}, {num_devices} {where}; "
+                    f"mesh {self.quoted} needs {count(known, 'device')}, {there}; "
                     f"{one_of(self._fits(num_devices))} would fit"
                 )
             return self
         rest, remainder = divmod(num_devices, known)
         if remainder or not rest:
             raise MeshwrightError(
-                f"mesh {self.quoted}: {num_devices} devices {where}, the sizes given multiply to "
-                f"{known}, which does not divide {num_devices}; "
+                f"mesh {self.quoted}: the sizes given multiply to {known}, which does not divide "
+                f"the {num_devices} devices {where}; "
                 f"{one_of(self._fits(num_devices))} would fit"
             )
         return dataclasses.replace(
