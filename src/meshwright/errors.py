@@ -6,7 +6,9 @@ Every message says what was given, which rule it broke and what would fit:
 """
 
 import difflib
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class MeshwrightError(ValueError):
@@ -16,7 +18,7 @@ class MeshwrightError(ValueError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Ends a sentence: `"; did you mean 'fsdp'?"` if one is close, else all that are known."""
     known = list(dict.fromkeys(known))
-    likeness = {other: _likeness(name.lower(), other.lower()) for other in known}
+    likeness = {other: _likeness(str(name).lower(), other.lower()) for other in known}
     best = max(likeness.values(), default=0.0)
     if best >= 0.6:
         close = [other for other in known if likeness[other] >= best - 0.01][:2]
@@ -40,11 +42,6 @@ def nearest_multiples(size: int, factor: int) -> str:
     return f"{below} or {below + factor}" if below else f"{factor}"
 
 
-def largest_divisor(size: int, limit: int) -> int:
-    """The largest divisor of `size` that is at most `limit`."""
-    return next((d for d in range(min(size, limit), 0, -1) if size % d == 0), 1)
-
-
 def one_of(options: Iterable[str]) -> str:
     """`"'a', 'b' or 'c'"`."""
     quoted = [f"'{option}'" for option in options]
@@ -59,3 +56,40 @@ def count(number: int, noun: str) -> str:
         return f"1 {noun}"
     plural = {"axis": "axes", "copy": "copies"}.get(noun, noun + "s")
     return f"{number:,} {plural}"
+
+
+def mesh_text(mesh_shape: Mapping[str, int]) -> str:
+    """`"fsdp=2,tp=4"`."""
+    return ",".join(f"{axis}={size}" for axis, size in mesh_shape.items())
+
+
+def first_repeated(items: Sequence[Any]) -> Any | None:
+    """The first item that stands a second time, None if none does."""
+    seen: set[Any] = set()
+    for item in items:
+        if item in seen:
+            return item
+        seen.add(item)
+    return None
+
+
+def whole_number(value: Any, what: str) -> int:
+    """`value` as an int of at least 0, NumPy's included."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise MeshwrightError(f"{what}={value!r} is not a whole number") from None
+    if number < 0:
+        raise MeshwrightError(f"{what}={value!r} is not a whole number from 0")
+    return number
+
+
+def whole_numbers(values: Any, what: str, at_least: int = 0) -> tuple[int, ...]:
+    """`values` as a tuple of ints, NumPy's included; anything else is a mistake about `what`."""
+    try:
+        numbers = tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise MeshwrightError(f"{what} {values!r} is not a tuple of whole numbers") from None
+    if any(number < at_least for number in numbers):
+        raise MeshwrightError(f"{what} {values!r}: every size must be at least {at_least}")
+    return numbers

@@ -95,3 +95,17 @@ def test_an_unknown_flag_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         main([*MESH, "--aray", "x"])
     assert stopped.value.code == 2
     assert "--array" in capsys.readouterr().err
+
+
+def test_data_and_page_can_be_asked_for_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*MESH, "--json", "--html", str(tmp_path / "page.html")])
+    printed = capsys.readouterr()
+    json.loads(printed.out)
+    assert "wrote" in printed.err
+
+
+def test_axes_can_have_names_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", "--mesh", "4,4", "--axes", "rows,dp", "--on", "v5e:4x4"])
+    assert "rows" in capsys.readouterr().out

@@ -109,7 +109,7 @@ def test_a_large_array_left_whole_is_pointed_out() -> None:
     tree = {"big": ArraySpec((4096, 4096), "a b"), "small": ArraySpec((64,), "a")}
     table = mw.explain(tree, Rules([("a", None), ("b", None)]), "dp=8")
     assert table.notes == (
-        "whole on every device: big, 64.0 MiB on each; split a dim, or leave it so if that is meant",
+        "the same on every device: big, 64.0 MiB on each; split a dim, or leave it so if that is meant",
     )
     assert mw.explain(tree, Rules([("a", "dp"), ("b", None)]), "dp=8").notes == ()
 
@@ -157,3 +157,48 @@ def test_weights_go_over_fsdp_and_sp_jointly_when_asked() -> None:
     table = mw.explain(arrays, decoder_rules(sp=True), "dp=1,fsdp=2,tp=2,sp=2")
     row = next(row for row in table.rows if row.path == "layers/0/mlp/gate")
     assert row.layout.spec == P(("fsdp", "sp"), "tp")
+
+
+def test_keys_and_other_leaves_have_rows() -> None:
+    tree = {
+        "key": jax.random.key(0),
+        "w": jnp.ones((8, 8)),
+        "n": 3,
+        "np": ArraySpec((np.int64(8),), "a"),
+    }
+    table = mw.explain(tree, "... -> ...", "dp=8")
+    found = {row.path: row.bytes_total for row in table.rows}
+    assert found == {"key": 8, "w": 256, "n": 4, "np": 32}
+    json.dumps(table.data())
+    with_text = mw.explain({"w": jnp.ones(8), "s": "text"}, "... -> ...", "dp=8", strict=False)
+    assert "'s' is a str" in with_text.problems[0]
+
+
+def test_only_layer_numbers_are_collapsed() -> None:
+    array = ArraySpec((8,), "a")
+    tree = {"h": [{"w1": array, "w3": array}] * 2, "block_0": array, "block_1": array}
+    table = mw.explain(tree, Rules([("a", None)]), "dp=8").collapsed()
+    assert [(row.path, row.count) for row in table.rows] == [
+        ("block_*", 2), ("h/*/w1", 2), ("h/*/w3", 2)
+    ]  # fmt: skip
+
+
+def test_path_rules_that_come_later_are_told_as_losers() -> None:
+    rules = PathRules([("w1", ("dp",)), ("w", ()), (".*", ())])
+    table = mw.explain({"w1": jnp.ones(8), "w2": jnp.ones(8)}, rules, "dp=8")
+    assert table.rows[0].lost == ("'w' (comes later)", "'.*' (comes later)")
+
+
+def test_a_large_array_whole_along_an_axis_that_splits_others_is_pointed_out() -> None:
+    tree = {"big": ArraySpec((4096, 4096), "a b"), "other": ArraySpec((4096, 4096), "c d")}
+    rules = Rules([("a", "fsdp"), ("b", None), ("c", "fsdp"), ("d", "tp")])
+    (note,) = mw.explain(tree, rules, "dp=2,fsdp=2,tp=4").notes
+    assert note.startswith("the same on every device along tp: big, 32.0 MiB on each")
+
+
+def test_dim_names_the_notation_cannot_hold_still_print_and_read_back() -> None:
+    tree = {"w": ArraySpec((8, 8), ("conv1", "kv-heads"))}
+    table = mw.explain(tree, Rules([("conv1", "tp"), ("kv-heads", None)]), "tp=4")
+    assert "conv1@tp kv-heads" in str(table)
+    again = PathRules.parse(str(table.path_rules()))
+    assert mw.explain(tree, again, "tp=4").rows[0].layout.spec == P("tp")

@@ -80,8 +80,11 @@ def test_dims_without_a_name_are_letters() -> None:
                 "make it 8 or 16, or split it in at most 6",
             ],
         ),
-        (lambda: Layout.parse("a -> a@tpp").check({"tp": 8}), ["'tpp'", "did you mean 'tp'?"]),
-        (lambda: Layout.parse("a -> a@tp").check({"tp": 8}, (8, 8)), ["(8, 8)", "1 dim"]),
+        (
+            lambda: Layout.parse("a -> a@tpp").check({"tp": 8}, None),
+            ["'tpp'", "did you mean 'tp'?"],
+        ),
+        (lambda: Layout.parse("a -> a@tp").check({"tp": 8}, (8, 8)), ["has 2 dims", "1 dim"]),
     ],
 )
 def test_mistakes_say_what_would_fit(make: object, words: list[str]) -> None:

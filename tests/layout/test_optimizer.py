@@ -138,3 +138,27 @@ def test_layouts_of_another_tree_are_refused() -> None:
     params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     with pytest.raises(MeshwrightError, match="structure of params"):
         mw.optimizer_layouts(params, params, {"v": mw.Layout(((), ()))})
+
+
+def test_a_factored_moment_that_could_be_either_dim_must_be_placed() -> None:
+    params = {"w": jax.ShapeDtypeStruct((2048, 2048), jnp.float32)}
+    layouts = {"w": mw.Layout.parse("a b -> a@fsdp b@tp")}
+    state = {"left": {"w": jax.ShapeDtypeStruct((2048,), jnp.float32)}}
+    with pytest.raises(MeshwrightError, match="'left/w' of shape"):
+        mw.optimizer_layouts(state, params, layouts)
+    found = mw.optimizer_layouts(state, params, layouts, extra=PathRules([("left", ("fsdp",))]))
+    assert found["left"]["w"].spec == P("fsdp")
+    both_whole = mw.optimizer_layouts(state, params, {"w": mw.Layout(((), ()))})
+    assert both_whole["left"]["w"].spec == P()
+
+
+def test_extra_rules_that_place_nothing_are_refused() -> None:
+    params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    with pytest.raises(MeshwrightError, match="extra=: path rule 'nothing' matches no array"):
+        mw.optimizer_layouts(params, params, {"w": P("fsdp")}, extra=PathRules([("nothing", ())]))
+
+
+def test_shardings_serve_as_layouts(mesh: jax.sharding.Mesh) -> None:
+    state = jax.eval_shape(optax.adam(1e-3).init, PARAMS)
+    by_sharding = mw.optimizer_layouts(state, PARAMS, mw.shardings(PARAMS, RULES, mesh=mesh))
+    assert by_sharding[0].mu["embed"].spec == P("tp", "fsdp")

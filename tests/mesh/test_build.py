@@ -184,3 +184,33 @@ def test_a_machine_that_does_not_fit_is_named() -> None:
 def test_asking_for_an_axis_that_is_not_there_says_which_are() -> None:
     with pytest.raises(MeshwrightError, match="'pp' is not one of fsdp, tp"):
         mw.mesh("fsdp=4,tp=4", machine="v5e:4x4").axis_extent("pp")
+
+
+def test_several_slices_are_joined_as_jax_joins_them() -> None:
+    machine = Machine.parse("4*v5e:4x4")
+    for sizes, across in [((4, 16), (4, 1)), ((2, 32), (2, 2)), ((8, 2, 4), (4, 1, 1))]:
+        within = [size // factor for size, factor in zip(sizes, across, strict=True)]
+        expected = mesh_utils.create_hybrid_device_mesh(
+            within, across, machine.devices, allow_split_physical_axes=True
+        )
+        assert (arrange(sizes, machine.devices) == expected).all()
+        plain = np.asarray(machine.devices, dtype=object).reshape(sizes)
+        assert (arrange(sizes, machine.devices) != plain).any()
+
+
+def test_gpus_of_several_hosts_are_one_machine_whatever_their_slice_index() -> None:
+    machine = Machine.parse("h100:4x6")
+    real = [dataclasses.replace(d, slice_index=d.process_index) for d in machine.devices]
+    assert Machine.of_devices(real) == machine
+    built = mw.mesh("dp=6,tp=4", devices=real)
+    planned = mw.mesh("dp=6,tp=4", machine=machine)
+    assert [d.id for d in built.devices.flat] == [d.id for d in planned.devices.flat]
+
+
+def test_a_box_away_from_the_origin_is_a_machine_too() -> None:
+    whole = Machine.parse("v5p:4x4x4").devices
+    corner = [d for d in whole if all(c >= 2 for c in d.coords)]
+    mesh = mw.mesh("fsdp=2,tp=4", devices=corner)
+    twin = mw.mesh("fsdp=2,tp=4", machine="v5p:2x2x2")
+    moved = [tuple(c - 2 for c in d.coords) for d in mesh.devices.flat]
+    assert moved == [d.coords for d in twin.devices.flat]

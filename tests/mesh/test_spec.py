@@ -108,7 +108,7 @@ def test_any_legacy_text_is_a_mesh_or_a_readable_error(text: str, fsdp: bool) ->
         ("1,2,3,4,5", ["5 sizes"]),
         ("dp=2,fdsp=4", ["'fdsp'", "did you mean 'fsdp'?", "axes="]),
         ("fdsp=8", ["did you mean 'fsdp'?"]),
-        ("dp=2,lanes=4", ["'lanes' is not known", "axes=('dp', 'lanes')"]),
+        ("dp=2,lanes=4", ["'lanes' is not known", "axes='dp,lanes'"]),
         ("dp=2,dp=4", ["'dp' twice"]),
         ("dp=-1,tp=-1", ["dp and tp", "only one"]),
         ("dp=0", ["dp=0", "1 or more"]),
@@ -163,3 +163,8 @@ def test_a_mesh_that_does_not_fit_says_which_would(text: str, devices: int, mess
     with pytest.raises(MeshwrightError) as caught:
         MeshSpec.parse(text).resolve(devices)
     assert str(caught.value) == message
+
+
+def test_a_printed_spec_with_axes_of_its_own_reads_back_with_them() -> None:
+    spec = MeshSpec.parse("2,4", axes=("dp", "lanes"))
+    assert MeshSpec.parse(str(spec), axes=spec.names) == spec

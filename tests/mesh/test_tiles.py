@@ -139,7 +139,7 @@ def test_a_tile_mesh_becomes_a_jax_mesh() -> None:
         ({"submesh": (3, 1, 1, 2)}, ["(3, 1, 1, 2)", "(4, 4, 1, 2)", "x can be 1, 2, 4"]),
         ({"submesh": (1, 1, 2)}, ["3 sizes", "(x, y, z, core)"]),
         ({"submesh": (0, 1, 1, 2)}, ["x=0"]),
-        ({"submesh": "tile"}, ["is not a tile"]),
+        ({"submesh": "tile"}, ["'tile' is not a tuple of whole numbers"]),
         ({"num_partitions": 5}, ["num_partitions=5", "32 devices", "4, 8 would fit"]),
         ({"num_partitions": 0}, ["num_partitions=0"]),
         ({"num_partitions": 2.0}, ["num_partitions=2.0"]),

@@ -116,3 +116,16 @@ def test_the_page_is_self_contained_and_holds_the_data() -> None:
     assert "</script><b>" not in html
     assert html.count("</script>") == 1
     assert "a b -\\u003e a@fsdp b@tp" in html or "a b -> a@fsdp b@tp" in html
+
+
+@pytest.mark.parametrize("machine", ["v3:4x4", "v5p:4x4x2", "h100:4x8", "2*v5e:4x4"])
+def test_the_page_draws_each_device_where_it_sits_with_its_shard(machine: str) -> None:
+    mesh = mw.mesh("fsdp=4,tp=8", machine=machine)
+    data = scene(mesh, [((16, 64, 3), "a b c -> a@fsdp b@tp c")]).data()
+    shards = data["arrays"][0]["shards"]
+    for k, (index, device) in enumerate(np.ndenumerate(mesh.devices)):
+        number, slice_index, _, *place = data["devices"][k]
+        assert (number, slice_index) == (device.id, device.slice_index)
+        tpu = mesh.machine.is_tpu
+        assert tuple(place) == (device.position if tpu else (*reversed(device.position), 0, 0))
+        assert shards[k] == index[0] * 8 + index[1]

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import CHIPS, Chip
+from meshwright.machines.chips import find_chip
 
 
 def machines(chip: Annotated[str | None, tyro.conf.Positional] = None) -> None:
@@ -18,9 +19,10 @@ def machines(chip: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     """
     console = Console()
     if chip is not None:
-        if chip not in CHIPS:
+        found = find_chip(chip)
+        if found is None:
             raise MeshwrightError(f"chip {chip!r} is not known{did_you_mean(chip, CHIPS)}")
-        console.print(_figures(CHIPS[chip]))
+        console.print(_figures(found))
         return
     table = Table(box=None, pad_edge=False)
     for name in ("chip", "bf16", "fp8", "memory", "bandwidth", "links", "chips/host"):

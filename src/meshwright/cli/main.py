@@ -1,5 +1,6 @@
 """`meshwright COMMAND`: one file a command, each thin."""
 
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print(f"meshwright {__version__}")
         return
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show × gets a ?
     try:
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS,

@@ -2,6 +2,7 @@
 
 import json as jsonlib
 import re
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from meshwright.show import array_grid, axis_table, machine_grid, page, scene
 def show(
     mesh: str,
     on: str = "here",
+    axes: str | None = None,
     array: tuple[str, ...] = (),
     model: str | None = None,
     rules: Path | None = None,
@@ -31,13 +33,14 @@ def show(
     Args:
         mesh: The mesh: fsdp=-1,tp=4 or 1,-1,4,1.
         on: The machine: v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8, here.
+        axes: Names of your own for the mesh axes, as in "rows,cols"; sizes may then be positional.
         array: An array's shape and layout: "4096x1024 embed mlp -> embed@fsdp mlp@tp". Repeatable.
         model: A model preset whose arrays to place, such as llama-3.1-8b.
         rules: A file of rules for the model: "dim -> axis" or "regex => layout", one a line.
         html: Write one self-contained page here instead of drawing in the terminal.
         json: Print plain data instead of drawing.
     """
-    placed = _mesh(mesh, on)
+    placed = _mesh(mesh, on, axes)
     arrays = [_array(text) for text in array]
     if rules is not None and model is None:
         raise MeshwrightError("--rules needs --model: rules place a model's arrays")
@@ -45,7 +48,7 @@ def show(
     drawn = scene(placed, arrays, table)
     if html is not None:
         _write(html, page(drawn))
-        print(f"wrote {html}")
+        print(f"wrote {html}", file=sys.stderr if json else sys.stdout)
     if json:
         data = drawn.data() | ({} if table is None else {"model": table.data()})
         print(jsonlib.dumps(data))
@@ -61,8 +64,8 @@ def show(
         console.print(table)
 
 
-def _mesh(text: str, on: str) -> MachineMesh:
-    spec = MeshSpec.parse(text)
+def _mesh(text: str, on: str, axes: str | None) -> MachineMesh:
+    spec = MeshSpec.parse(text, axes=None if axes is None else axes.split(","))
     machine = Machine.parse(on)
     try:
         return build_mesh(spec, machine=machine)
@@ -89,7 +92,7 @@ def _explained(model: str, rules_file: Path | None, placed: MachineMesh) -> Expl
     if rules_file is None:
         return explain(arrays, decoder_rules(), _standard(placed))
     try:
-        text = rules_file.read_text()
+        text = rules_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:
         raise MeshwrightError(f"--rules {str(rules_file)!r} cannot be read: {reason}") from None
     return explain(arrays, PathRules.parse(text) if "=>" in text else Rules.parse(text), placed)
@@ -108,6 +111,6 @@ def _standard(placed: MachineMesh) -> MachineMesh:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as reason:
         raise MeshwrightError(f"--html {str(path)!r} cannot be written: {reason}") from None

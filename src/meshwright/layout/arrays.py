@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from meshwright.errors import MeshwrightError, count
+from meshwright.errors import MeshwrightError, count, whole_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,16 @@ class ArraySpec:
     dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", whole_numbers(self.shape, "shape"))
         object.__setattr__(self, "dims", dim_names(self.dims))
-        object.__setattr__(self, "shape", tuple(self.shape))
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        try:
+            if is_described(self.dtype):
+                raise TypeError
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        except TypeError:
+            raise MeshwrightError(
+                f"{self.dtype!r} is not a dtype; give jnp.bfloat16, 'float32' or the like"
+            ) from None
         if len(self.shape) != len(self.dims):
             raise MeshwrightError(
                 f"shape {self.shape} has {count(len(self.shape), 'dim')}, dims "
@@ -47,6 +54,8 @@ class ArraySpec:
 
 def dim_names(dims: Sequence[str | None]) -> tuple[str | None, ...]:
     """Dim names given as a tuple or as text: `"embed mlp"`; None for a dim without a name."""
+    if not isinstance(dims, str | tuple | list):
+        raise MeshwrightError(f"dims {dims!r} are not names; give 'embed mlp' or a tuple of names")
     names = tuple(dims.split()) if isinstance(dims, str) else tuple(dims)
     for name in names:
         if name is not None and not isinstance(name, str):

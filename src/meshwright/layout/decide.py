@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshwright.errors import MeshwrightError
 from meshwright.layout.arrays import ArraySpec, dim_names, is_described
 from meshwright.layout.expression import Expression
-from meshwright.layout.layout import Layout, name_dims
+from meshwright.layout.layout import Layout
 from meshwright.layout.logical_rules import Rules
 from meshwright.layout.path_rules import PathRules
-from meshwright.layout.resolve import resolve
+from meshwright.layout.resolve import NOT_A_LAYOUT, resolve
 from meshwright.mesh import AnyMesh
 
 
@@ -63,40 +64,45 @@ def decide(tree: Any, rules: Any, mesh: AnyMesh, dims: Any = None) -> TreeDecisi
     """
     leaves, treedef = jax.tree.flatten(tree)
     paths = functools.cache(lambda: tree_paths(tree))  # slow for large trees, and rarely needed
+    if dims is not None and not isinstance(rules, Rules):
+        raise MeshwrightError(
+            "dims= names the dims of arrays for logical rules; with "
+            f"{'path rules' if isinstance(rules, PathRules) else 'a layout'} leave it out"
+        )
     if isinstance(rules, Rules):
         keys: list[Any] = _dims_of_leaves(treedef, leaves, dims)
         decide_one = functools.partial(_by_dims, rules, mesh)
     elif isinstance(rules, PathRules):
-        keys = [rules.find(path) for path in paths()]
+        matcher = rules.matcher
+        keys = [matcher.found_in(path) for path in paths()]
         decide_one = functools.partial(_by_path, rules, mesh)
     else:
-        keys = _broadcast(rules, tree, treedef)
+        keys = _one_layout_each(rules, tree)
         decide_one = functools.partial(_as_given, mesh)
-    # arrays that share a key (their dims, their rule, their layout) and a shape share the answer
+    # arrays that share a key (their dims, their rules, their layout) and a shape share the answer
     known: dict[Any, Decision] = {}
     mistakes: dict[Any, list[str]] = {}  # the message, then the paths it also holds for
     decisions = []
     for i, (leaf, key) in enumerate(zip(leaves, keys, strict=True)):
         shape = leaf.shape if hasattr(leaf, "shape") else None
-        decision = known.get((key, shape))
+        same = (key, shape, leaf.dims) if isinstance(leaf, ArraySpec) else (key, shape)
+        decision = known.get(same)
         if decision is None:
             path = paths()[i]
             try:
-                decision = decide_one(path, _shape(leaf, path), key)
+                decision = decide_one(path, _shape(leaf, path), key, leaf)
             except MeshwrightError as mistake:
-                mistakes[key, shape] = [_about(path, mistake)]
-                names = leaf.dims if isinstance(leaf, ArraySpec) else ()
-                whole = Layout(((),) * len(shape or ()), name_dims(names))
-                decision = Decision(whole, mesh, "undecided")
-            known[key, shape] = decision
-        elif (key, shape) in mistakes:
-            mistakes[key, shape].append(paths()[i])
+                mistakes[same] = [_about(path, mistake)]
+                decision = Decision(_whole(leaf), mesh, "undecided")
+            known[same] = decision
+        elif same in mistakes:
+            mistakes[same].append(paths()[i])
         decisions.append(decision)
     problems = [_with_others(*mistake) for mistake in mistakes.values()]
     if not problems and isinstance(rules, Rules):
         problems = _dims_never_seen(rules, keys)
     if not problems and isinstance(rules, PathRules):
-        problems = rules.never_decided(paths(), set(keys))
+        problems = rules.never_decided(dict.fromkeys(keys), paths)
     return TreeDecisions(tree, leaves, treedef, decisions, problems)
 
 
@@ -111,38 +117,59 @@ def path_text(path: Sequence[Any]) -> str:
 
 
 def _by_dims(
-    rules: Rules, mesh: AnyMesh, path: str, shape: tuple[int, ...], dims: tuple[str, ...] | None
+    rules: Rules,
+    mesh: AnyMesh,
+    path: str,
+    shape: tuple[int, ...],
+    dims: tuple[str, ...] | None,
+    leaf: Any,
 ) -> Decision:
     if dims is None and shape:
         raise MeshwrightError(
-            f"array {path!r} has no dim names, which logical rules need: describe it with "
+            f"{_named(path)} has no dim names, which logical rules need: describe it with "
             "mw.ArraySpec(shape, dims), or pass dims= (a tree like this one, of texts such as "
             "'embed mlp')"
         )
+    if isinstance(leaf, ArraySpec) and dims is not None and dims != leaf.dims:
+        raise MeshwrightError(
+            f"{_named(path)} is described with dims {leaf.dims}, dims= says {dims}; give one"
+        )
     outcome = rules.outcome(dims or ())
-    outcome.layout.check(mesh.shape, shape, f"array {path!r}")
+    outcome.layout.check(mesh.shape, shape, _named(path))
     return Decision(
         outcome.layout,
         mesh,
-        ", ".join(str(rules.rules[i]) for i in outcome.fired) or "no dims",
-        tuple(f"{rules.rules[i]} ({why})" for i, why in outcome.lost),
+        ", ".join(map(str, outcome.fired)) or "no dims",
+        tuple(f"{rule} ({why})" for rule, why in outcome.lost),
     )
 
 
 def _by_path(
-    rules: PathRules, mesh: AnyMesh, path: str, shape: tuple[int, ...], position: int | None
+    rules: PathRules,
+    mesh: AnyMesh,
+    path: str,
+    shape: tuple[int, ...],
+    found: tuple[int, ...],
+    leaf: Any,
 ) -> Decision:
     if all(size == 1 for size in shape):
-        return Decision(Layout(((),) * len(shape)), mesh, "one element")
+        return Decision(_whole(leaf), mesh, "one element")
     rule = rules.match(path)
     layout, own = resolve(rule.layout, len(shape), mesh)
-    layout.check(own.shape, shape, f"array {path!r}", rule.given or rule.layout)
-    return Decision(layout, own, repr(rule.pattern))
+    layout.check(own.shape, shape, _named(path), rule.given or rule.layout)
+    lost = tuple(f"{rules.rules[i].pattern!r} (comes later)" for i in found[1:])
+    return Decision(layout, own, repr(rule.pattern), lost)
 
 
-def _as_given(mesh: AnyMesh, path: str, shape: tuple[int, ...], given: Any) -> Decision:
+def _as_given(mesh: AnyMesh, path: str, shape: tuple[int, ...], given: Any, leaf: Any) -> Decision:
     layout, own = resolve(given, len(shape), mesh)
-    layout.check(own.shape, shape, f"array {path!r}" if path else "array", given)
+    layout.check(own.shape, shape, _named(path), given)
+    described = leaf.dims if isinstance(leaf, ArraySpec) else layout.dims
+    if layout.dims != described and sorted(layout.dims) == sorted(map(str, described)):
+        raise MeshwrightError(
+            f"{_named(path)} has dims {' '.join(map(str, described))}, layout '{given}' names them "
+            "in another order; a layout reads dims in the order of the array"
+        )
     return Decision(layout, own, "given")
 
 
@@ -156,55 +183,69 @@ def _dims_never_seen(rules: Rules, keys: Sequence[Any]) -> list[str]:
     ]
 
 
-def _broadcast(layouts: Any, tree: Any, treedef: Any) -> list[Any]:
-    """One layout for each leaf, from one for all or from a tree that is a prefix of `tree`."""
-    if is_layout(layouts):
-        return [layouts] * treedef.num_leaves
-    given: list[Any]
-    structure: Any
-    given, structure = jax.tree.flatten(layouts, is_leaf=is_layout)
-    for layout in given:
-        if not is_layout(layout):
-            raise MeshwrightError(
-                f"{layout!r} is not a layout; give an expression ('x y -> x y*'), a PartitionSpec, "
-                "a tuple of axes, a Layout, PathRules, Rules, or a tree of layouts"
-            )
-    try:
-        parts = structure.flatten_up_to(tree)
-    except (ValueError, TypeError, KeyError):
-        raise MeshwrightError(
-            f"the tree of layouts does not match the tree of arrays: {_difference(layouts, tree)}; "
-            "give one layout for all, a layout for each array, PathRules or Rules"
-        ) from None
+def _one_layout_each(layouts: Any, tree: Any) -> list[Any]:
+    """One layout for each leaf of `tree`, from one for all or from a tree that is a prefix of it.
+
+    The tree of arrays decides what a tuple is: beside a tuple of arrays it holds a layout for each,
+    beside anything else it is one layout, as a PartitionSpec would be.
+    """
+    if is_layout(layouts) or (type(layouts) is tuple and type(tree) is not tuple):
+        leaves = 1 if is_described(tree) else len(jax.tree.leaves(tree))
+        if type(layouts) is tuple:
+            Layout.of_spec(layouts)
+        return [layouts] * leaves
+    parts, shape = _one_level(layouts)
+    arrays, array_shape = _one_level(tree)
+    if _is_leaf(layouts) or shape != array_shape:
+        raise MeshwrightError(_mismatch(layouts, tree))
     spread = []
-    for layout, part in zip(given, parts, strict=True):
-        spread += [layout] * (1 if is_described(part) else len(jax.tree.leaves(part)))
+    for part, below in zip(parts, arrays, strict=True):
+        spread += _one_layout_each(part, below)
     return spread
 
 
-def _difference(layouts: Any, tree: Any) -> str:
-    """In words, how a tree of layouts is no prefix of a tree of arrays."""
-    arrays = tree_paths(tree)
-    laid_out = tree_paths(jax.tree.map(lambda _: 0, layouts, is_leaf=is_layout))
-    extra = [p for p in laid_out if not any(a == p or a.startswith(f"{p}/") for a in arrays)]
-    missing = [a for a in arrays if not any(a == p or a.startswith(f"{p}/") for p in laid_out)]
+def _one_level(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree, is_leaf=lambda node: node is not tree)
+
+
+def _is_leaf(tree: Any) -> bool:
+    """Whether jax sees no container in it; an empty one is a container."""
+    parts, _ = _one_level(tree)
+    return len(parts) == 1 and parts[0] is tree
+
+
+def _mismatch(layouts: Any, tree: Any) -> str:
+    """In words, how `layouts` is no layout and no tree of layouts for `tree`."""
+    if isinstance(layouts, list) and all(isinstance(part, str | None) for part in layouts):
+        return f"{layouts!r} is a list; write a tuple or a PartitionSpec for one layout"
+    if is_described(tree) or _is_leaf(layouts):
+        return f"{layouts!r} {NOT_A_LAYOUT}"
+    arrays, _ = _one_level(tree)
+    have = [path.split("/")[0] for path in tree_paths(tree)]
+    one_each = jax.tree.map(lambda _: 0, layouts, is_leaf=is_layout)
+    given = [path.split("/")[0] for path in tree_paths(one_each)]
+    extra = [name for name in dict.fromkeys(given) if name not in have]
+    missing = [name for name in dict.fromkeys(have) if name not in given]
     words = []
     if extra:
         words.append(f"there is no array {', '.join(map(repr, extra[:3]))}")
     if missing:
         words.append(f"there is no layout for {', '.join(map(repr, missing[:3]))}")
-    return " and ".join(words) or "their containers differ in kind (a list is not a tuple)"
+    difference = " and ".join(words) or (
+        f"a {type(layouts).__name__} of {len(given)} stands beside a {type(tree).__name__} of "
+        f"{len(arrays)}"
+    )
+    return (
+        f"the tree of layouts does not match the tree of arrays: {difference}; give one layout for "
+        "all, a layout for each array, PathRules or Rules"
+    )
 
 
 def is_layout(value: Any) -> bool:
-    """Whether a value stands for one layout (a tuple does if it holds axes)."""
-    if isinstance(value, str | Layout | PartitionSpec | Expression):
-        return True
-    return type(value) is tuple and all(
-        entry is None
-        or (isinstance(entry, str) and "->" not in entry)
-        or (type(entry) is tuple and entry and all(isinstance(axis, str) for axis in entry))
-        for entry in value
+    """Whether a value is one layout wherever it stands; None keeps an array whole."""
+    return value is None or (
+        isinstance(value, Layout | PartitionSpec | Expression)
+        or (isinstance(value, str) and "->" in value)
     )
 
 
@@ -223,24 +264,32 @@ def _dims_of_leaves(treedef: Any, leaves: list[Any], dims: Any) -> list[Any]:
 
 
 def _shape(leaf: Any, path: str) -> tuple[int, ...]:
-    if is_described(leaf):
+    if is_described(leaf) and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm"):
         return tuple(leaf.shape)
     if isinstance(leaf, bool | int | float | complex):
         return ()
+    kind = leaf.dtype if is_described(leaf) else type(leaf).__name__
     raise MeshwrightError(
-        f"{path!r} is a {type(leaf).__name__}, not an array; give arrays, jax.ShapeDtypeStruct or "
-        "mw.ArraySpec"
+        f"{path!r} is a {kind}, not an array; give arrays, jax.ShapeDtypeStruct or mw.ArraySpec"
         if path
         else f"{leaf!r} is not an array; give arrays, jax.ShapeDtypeStruct or mw.ArraySpec"
     )
 
 
+def _whole(leaf: Any) -> Layout:
+    shape = getattr(leaf, "shape", ())
+    return Layout.whole(leaf.dims if isinstance(leaf, ArraySpec) else (None,) * len(shape))
+
+
+def _named(path: str) -> str:
+    return f"array {path!r}" if path else "the array"
+
+
 def _with_others(mistake: str, *also: str) -> str:
     if not also:
         return mistake
-    return (
-        f"{mistake} (and {len(also)} more alike: {', '.join(also[:2])}{', …' if also[2:] else ''})"
-    )
+    more = f"{', '.join(also[:2])}{', …' if also[2:] else ''}"
+    return f"{mistake} (and {len(also)} more alike: {more})"
 
 
 def _about(path: str, problem: MeshwrightError) -> str:

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from meshwright.errors import count
+from meshwright.errors import count, mesh_text
 from meshwright.layout.decide import TreeDecisions, decide
 from meshwright.layout.expression import Expression
 from meshwright.layout.layout import Layout
 from meshwright.layout.path_rules import PathRules
-from meshwright.layout.resolve import find_mesh, is_device_line
+from meshwright.layout.resolve import MeshLike, find_mesh, is_device_line
 from meshwright.mesh import AnyMesh, MeshSpec
 
 LARGE = 16 * 2**20  # bytes on every device from which an array that is not split is worth a warning
@@ -32,6 +32,10 @@ _COLUMNS = (
     "array", "shape", "dtype", "layout", "bytes/device", "copies", "decided by", "lost"
 )  # fmt: skip
 _DTYPE, _RULE, _LOST = (_COLUMNS.index(name) for name in ("dtype", "decided by", "lost"))
+
+
+# a path segment that is a number, or ends in _number: layers/3, layers_3; not w1
+_LAYER_NUMBER = re.compile(r"(?:(?<=/)|(?<=_)|^)\d+(?=/|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Row:
     copies: int
     rule: str
     lost: tuple[str, ...]
-    expression: Expression  # the layout as text: by axes, or by numbers where no mesh was given
+    expression: Expression  # the layout in the notation: by axes, or by numbers without a mesh
     count: int = 1  # arrays alike, where rows are collapsed
 
     def cells(self) -> tuple[str, ...]:
@@ -56,16 +60,24 @@ class Row:
             name or "(array)",
             "×".join(map(str, self.shape)) or "scalar",
             self.dtype,
-            str(self.expression).partition("->")[2].strip(),
+            self._where(),
             bytes_text(self.bytes_per_device),
             str(self.copies),
             self.rule.replace(" -> ", "→"),
             "; ".join(self.lost).replace(" -> ", "→"),
         )
 
+    def _where(self) -> str:
+        if self.expression.counts_devices:
+            return str(self.expression).partition("->")[2].strip()
+        dims = zip(self.layout.dims, self.layout.axes, strict=True)
+        return " ".join(f"{dim}@{'+'.join(axes)}" if axes else dim for dim, axes in dims)
+
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
+    """Every array's placement, what is wrong with it, and what is worth knowing."""
+
     rows: tuple[Row, ...]
     mesh_shape: Mapping[str, int]
     problems: tuple[str, ...]  # mistakes (only with strict=False; otherwise they were raised)
@@ -87,7 +99,7 @@ class Explanation:
         """Rows that differ only in the numbers of their paths (the layers) made one."""
         groups: dict[Any, list[Row]] = {}
         for row in self.rows:
-            alike = dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path))
+            alike = dataclasses.replace(row, path=_LAYER_NUMBER.sub("*", row.path))
             groups.setdefault(alike, []).append(row)
         rows = [
             rows[0] if len(rows) == 1 else dataclasses.replace(alike, count=len(rows))
@@ -101,7 +113,7 @@ class Explanation:
 
     def summary(self) -> str:
         devices = math.prod(self.mesh_shape.values())
-        mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh_shape.items())
+        mesh = mesh_text(self.mesh_shape)
         arrays = sum(row.count for row in self.rows)
         even = self.bytes_total / devices
         return (
@@ -197,7 +209,7 @@ class Explanation:
 def explain(
     tree: Any,
     rules: Any,
-    mesh: AnyMesh | MeshSpec | str | None = None,
+    mesh: MeshLike | None = None,
     *,
     dims: Any = None,
     strict: bool = True,
@@ -215,32 +227,28 @@ def explain(
     return _explanation(decided, concrete)
 
 
-def _mesh(mesh: AnyMesh | MeshSpec | str | None) -> AnyMesh:
-    if isinstance(mesh, str | MeshSpec):
+def _mesh(mesh: MeshLike | None) -> AnyMesh:
+    if isinstance(mesh, str | MeshSpec) and MeshSpec.parse(mesh).is_resolved:
         spec = MeshSpec.parse(mesh)
-        if spec.is_resolved:
-            return AbstractMesh(spec.sizes, spec.names)
-    return find_mesh(mesh, None)
+        return AbstractMesh(spec.sizes, spec.names)
+    return find_mesh(mesh)
 
 
 def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
     rows = []
     for path, leaf, decision in zip(decided.paths, decided.leaves, decided.decisions, strict=True):
-        shape = tuple(getattr(leaf, "shape", ()))
-        # as jax will hold it: float64 becomes float32 unless x64 is enabled
-        dtype = jax.dtypes.canonicalize_dtype(
-            leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-        )
+        shape = tuple(int(size) for size in getattr(leaf, "shape", ()))
+        dtype, itemsize = _dtype(leaf)
         layout, mesh_shape = decision.layout, decision.mesh.shape
-        total = math.prod(shape) * dtype.itemsize
+        total = math.prod(shape) * itemsize
         rows.append(
             Row(
                 path=path,
                 shape=shape,
-                dtype=dtype.name,
+                dtype=dtype,
                 layout=layout,
                 bytes_total=total,
-                bytes_per_device=math.prod(layout.shard_shape(shape, mesh_shape)) * dtype.itemsize,
+                bytes_per_device=math.prod(layout.shard_shape(shape, mesh_shape)) * itemsize,
                 copies=layout.copies(mesh_shape),
                 rule=decision.rule,
                 lost=decision.lost,
@@ -248,7 +256,7 @@ def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
             )
         )
     return Explanation(
-        tuple(rows), dict(mesh.shape), tuple(decided.problems), tuple(_replicated(rows, mesh))
+        tuple(rows), dict(mesh.shape), tuple(decided.problems), tuple(_replicated(rows, mesh.shape))
     )
 
 
@@ -270,17 +278,39 @@ def _as_text(layout: Layout, mesh: AnyMesh) -> Expression:
     return layout.numbers(mesh.shape) if is_device_line(mesh) else layout.expression
 
 
-def _replicated(rows: list[Row], mesh: AnyMesh) -> list[str]:
-    whole = [row for row in rows if row.copies == mesh.size > 1 and row.bytes_total >= LARGE]
-    total = sum(row.bytes_total for row in whole)
-    if not whole:
-        return []
-    names = ", ".join(row.path or "the array" for row in whole[:3])
-    more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
-    return [
-        f"whole on every device: {names}{more}, {bytes_text(total)} on each; split a dim, or leave "
-        "it so if that is meant"
-    ]
+def _dtype(leaf: Any) -> tuple[str, int]:
+    """Name and bytes of the dtype as jax will hold it: float64 is float32 unless x64 is enabled."""
+    if not hasattr(leaf, "dtype"):
+        if not isinstance(leaf, bool | int | float | complex):
+            return type(leaf).__name__, 0  # no array at all: listed among the problems
+        leaf = jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # PRNG keys
+        return str(leaf.dtype), leaf.dtype.itemsize
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return dtype.name, dtype.itemsize
+
+
+def _replicated(rows: list[Row], mesh_shape: Mapping[str, int]) -> list[str]:
+    """Large arrays held whole along axes that split others (or that split nothing at all)."""
+    wide = {axis for axis, size in mesh_shape.items() if size > 1}
+    used = wide & {axis for row in rows for axis in row.layout.used_axes}
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        along = wide - set(row.layout.used_axes)
+        idle = along & used if row.layout.used_axes else along
+        if idle and row.bytes_per_device >= LARGE:
+            found.setdefault(tuple(axis for axis in mesh_shape if axis in idle), []).append(row)
+    notes = []
+    for axes, large in found.items():
+        names = ", ".join(row.path or "the array" for row in large[:3])
+        more = f" and {len(large) - 3} more" if len(large) > 3 else ""
+        where = "every device" if set(axes) == wide else f"every device along {'+'.join(axes)}"
+        total = bytes_text(sum(row.bytes_per_device for row in large))
+        notes.append(
+            f"the same on {where}: {names}{more}, {total} on each; split a dim, or leave it so if "
+            "that is meant"
+        )
+    return notes
 
 
 def bytes_text(number: float) -> str:

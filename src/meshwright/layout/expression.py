@@ -15,7 +15,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from meshwright.errors import MeshwrightError, count, did_you_mean, one_of
+from meshwright.arithmetic import divisors, integer_root
+from meshwright.errors import MeshwrightError, count, did_you_mean, first_repeated, one_of
 
 ELLIPSIS = "..."
 _NUMBER = re.compile(r"[0-9]+")
@@ -127,7 +128,7 @@ def _parse(text: str) -> Expression:
         )
     left = tuple(sides[0].split())
     for token in left:
-        if token != ELLIPSIS and not _is_name(token):
+        if token != ELLIPSIS and not is_dim_name(token):
             hint = "; numbers, stars and @ stand right of the arrow" if _has_name(token) else ""
             raise MeshwrightError(
                 f"{given}: {token!r} left of the arrow is not a dim name (letters and _){hint}"
@@ -144,10 +145,10 @@ def _parse(text: str) -> Expression:
             "axis not named holds copies already: use one form"
         )
     axes = [axis for entry in right for axis in entry.axes]
-    twice = [axis for i, axis in enumerate(axes) if axis in axes[:i]]
-    if twice:
+    twice = first_repeated(axes)
+    if twice is not None:
         raise MeshwrightError(
-            f"{given} uses mesh axis {twice[0]!r} twice; an axis can split one dim of an array"
+            f"{given} uses mesh axis {twice!r} twice; an axis can split one dim of an array"
         )
     return expression
 
@@ -158,7 +159,7 @@ def _entry(token: str, given: str) -> Entry:
     dim, at, axes_text = token.partition("@")
     if at:
         axes = tuple(axes_text.split("+"))
-        if not _is_name(dim) or not all(_AXIS.fullmatch(axis) for axis in axes):
+        if not is_dim_name(dim) or not all(_AXIS.fullmatch(axis) for axis in axes):
             raise MeshwrightError(
                 f"{given}: {token!r} is not 'dim@axis' or 'dim@axis+axis' (dims are letters and _)"
             )
@@ -183,9 +184,9 @@ def _entry(token: str, given: str) -> Entry:
 def _check_sides(left: tuple[str, ...], right: tuple[Entry, ...], given: str) -> None:
     right_names = [entry.dim for entry in right if entry.dim is not None]
     for side, names in (("left", left), ("right", right_names)):
-        twice = [name for i, name in enumerate(names) if name in names[:i]]
-        if twice:
-            what = "two ellipses" if twice[0] == ELLIPSIS else f"dim {twice[0]!r} twice"
+        twice = first_repeated(names)
+        if twice is not None:
+            what = "two ellipses" if twice == ELLIPSIS else f"dim {twice!r} twice"
             raise MeshwrightError(f"{given} has {what} on the {side}; each stands once a side")
     if (ELLIPSIS in left) != (ELLIPSIS in right_names):
         side, other = ("left", "right") if ELLIPSIS in left else ("right", "left")
@@ -242,22 +243,6 @@ def _factors(expression: Expression, num_devices: int, where: str) -> tuple[Fact
     )
 
 
-def integer_root(number: int, degree: int) -> int | None:
-    """The exact integer root, None if there is none.
-
-    >>> integer_root(125, 3), integer_root(8, 2)
-    (5, None)
-    """
-    low, high = 1, 1 << (number.bit_length() // degree + 1)
-    while low <= high:
-        middle = (low + high) // 2
-        power = middle**degree
-        if power == number:
-            return middle
-        low, high = (middle + 1, high) if power < number else (low, middle - 1)
-    return None
-
-
 def _around(number: int, degree: int) -> Iterator[int]:
     root = 1
     while (root + 1) ** degree <= number:
@@ -268,8 +253,8 @@ def _around(number: int, degree: int) -> Iterator[int]:
 
 def _uneven(expression: Expression, rest: int, stars: int) -> str:
     """A way to write it that does fit: give one starred entry the larger share."""
-    for share in range(2, rest + 1):
-        if rest % share == 0 and integer_root(rest // share, stars) is not None:
+    for share in divisors(rest)[1:]:
+        if integer_root(rest // share, stars) is not None:
             first = next(i for i, entry in enumerate(expression.right) if entry.star)
             entry = expression.right[first]
             larger = dataclasses.replace(entry, number=entry.number * share)
@@ -286,8 +271,7 @@ def _fitting_numbers(expression: Expression, num_devices: int) -> str:
         others = math.prod(numbers[:i] + numbers[i + 1 :])
         if entry.number == 1 or num_devices % others:
             continue
-        fits = [d for d in range(1, num_devices // others + 1) if (num_devices // others) % d == 0]
-        near = min(fits, key=lambda d: abs(d - entry.number))
+        near = min(divisors(num_devices // others), key=lambda d: abs(d - entry.number))
         right = (
             *expression.right[:i],
             dataclasses.replace(entry, number=near),
@@ -303,7 +287,8 @@ def _is_letter(character: str) -> bool:
     return character.isalpha() or character == "_"
 
 
-def _is_name(token: str) -> bool:
+def is_dim_name(token: str) -> bool:
+    """Letters of any script and `_`: digits would read as a split."""
     return bool(token) and all(map(_is_letter, token))
 
 

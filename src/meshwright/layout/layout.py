@@ -10,21 +10,21 @@ True
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
+from meshwright.arithmetic import divisors
 from meshwright.errors import (
     MeshwrightError,
     count,
     did_you_mean,
-    largest_divisor,
+    first_repeated,
+    mesh_text,
     nearest_multiples,
 )
-from meshwright.layout.expression import Entry, Expression
-from meshwright.mesh import STANDARD_AXES
-
-UNNAMED_AXIS = "devices_"  # axes of the devices themselves, where no mesh is given; never shown
+from meshwright.layout.expression import Entry, Expression, is_dim_name
+from meshwright.mesh import RESERVED_AXIS, STANDARD_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,31 +35,45 @@ class Layout:
     dims: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        dims = name_dims(self.dims or (None,) * len(self.axes))
-        object.__setattr__(self, "dims", dims)
-        if len(self.dims) != len(self.axes):
+        if not isinstance(self.axes, tuple | list) or not isinstance(self.dims, tuple | list):
             raise MeshwrightError(
-                f"a layout of {count(len(self.axes), 'dim')} cannot have the names {self.dims}; "
-                "one name each"
+                f"Layout({self.axes!r}, {self.dims!r}): give a tuple with the mesh axes of each "
+                "dim, as in (('fsdp',), ()), and a tuple of names; for text use Layout.parse"
             )
-        used = [axis for axes in self.axes for axis in axes]
-        twice = [axis for i, axis in enumerate(used) if axis in used[:i]]
-        if twice:
+        axes = tuple(axes_of(entry, self.axes) for entry in self.axes)
+        object.__setattr__(self, "axes", axes)
+        if not all(dim is None or isinstance(dim, str) for dim in self.dims):
+            raise MeshwrightError(f"a layout's dims {self.dims!r} are not all names")
+        object.__setattr__(self, "dims", name_dims(self.dims or (None,) * len(axes)))
+        if len(self.dims) != len(axes):
             raise MeshwrightError(
-                f"layout {tuple(self.axes)!r} uses mesh axis {twice[0]!r} twice; an axis can split "
-                "one dim of an array"
+                f"a layout of {count(len(axes), 'dim')} cannot have the names {self.dims}; one "
+                "name each"
             )
+        twice = first_repeated([axis for entry in axes for axis in entry])
+        if twice is not None:
+            raise MeshwrightError(
+                f"layout {axes!r} uses mesh axis {twice!r} twice; an axis can split one dim of an "
+                "array"
+            )
+        twice = first_repeated(self.dims)
+        if twice is not None:
+            raise MeshwrightError(f"a layout's dims {self.dims} name {twice!r} twice; each once")
 
     @classmethod
     def parse(cls, text: str, ndim: int | None = None) -> "Layout":
         """Read the named form: `batch seq -> batch@dp+fsdp seq`; with `...`, give `ndim`."""
-        expression = Expression.parse(text)
+        return cls.of_expression(Expression.parse(text), ndim)
+
+    @classmethod
+    def of_expression(cls, expression: Expression, ndim: int | None = None) -> "Layout":
+        """From an expression that names axes, for an array of rank `ndim`."""
         if expression.counts_devices:
             raise MeshwrightError(
-                f"layout {text!r} counts devices, so it is a layout only on a mesh: use "
+                f"layout '{expression}' counts devices, so it is a layout only on a mesh: use "
                 "mw.sharding(…, mesh=…), or name the axes (x@fsdp)"
             )
-        return _from_named(expression, ndim)
+        return _of_expression(expression, ndim)
 
     @classmethod
     def of_spec(
@@ -69,7 +83,9 @@ class Layout:
         ndim: int | None = None,
     ) -> "Layout":
         """From a PartitionSpec; with `ndim`, dims it leaves out are whole."""
-        axes = tuple(_axes_of(entry, spec) for entry in spec)
+        if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+            raise MeshwrightError(f"{spec} holds partial sums; a layout says where dims go only")
+        axes = tuple(axes_of(entry, spec) for entry in spec)
         rank = ndim if ndim is not None else (len(dims) or len(axes))
         if len(axes) > rank:
             raise MeshwrightError(
@@ -78,9 +94,18 @@ class Layout:
             )
         return cls(axes + ((),) * (rank - len(axes)), name_dims(dims))
 
+    @classmethod
+    def whole(cls, dims: Sequence[str | None]) -> "Layout":
+        """Nothing is split: `Layout.whole(("embed", None))`."""
+        return cls(((),) * len(dims), name_dims(dims))
+
     @property
     def ndim(self) -> int:
         return len(self.axes)
+
+    @property
+    def used_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axes in self.axes for axis in axes)
 
     @functools.cached_property
     def spec(self) -> PartitionSpec:
@@ -92,9 +117,10 @@ class Layout:
 
     @property
     def expression(self) -> Expression:
-        """In the named form."""
-        entries = (Entry(dim, axes=axes) for dim, axes in zip(self.dims, self.axes, strict=True))
-        return Expression(self.dims, tuple(entries))
+        """In the named form; dims whose name the notation cannot hold ('conv1') are letters."""
+        names = name_dims([dim if is_dim_name(dim) else None for dim in self.dims])
+        entries = (Entry(name, axes=axes) for name, axes in zip(names, self.axes, strict=True))
+        return Expression(names, tuple(entries))
 
     def __str__(self) -> str:
         return str(self.expression)
@@ -104,6 +130,7 @@ class Layout:
 
         Not every layout can be: a dim's axes must be neighbours in the mesh, in mesh order.
         """
+        names = self.expression.left
         owner = {axis: i for i, axes in enumerate(self.axes) for axis in axes}
         runs: list[tuple[int | None, list[str]]] = []
         for axis, size in mesh_shape.items():
@@ -124,14 +151,14 @@ class Layout:
                 )
         entries = [
             Entry(
-                None if dim is None else self.dims[dim],
+                None if dim is None else names[dim],
                 math.prod(mesh_shape[axis] for axis in axes),
             )
             for dim, axes in runs
         ]
         split = {dim for dim, _ in runs}
-        whole = [Entry(dim) for i, dim in enumerate(self.dims) if i not in split]
-        return Expression(self.dims, (*entries, *whole))
+        rest = [Entry(name) for i, name in enumerate(names) if i not in split]
+        return Expression(names, (*entries, *rest))
 
     def shard_shape(self, shape: Sequence[int], mesh_shape: Mapping[str, int]) -> tuple[int, ...]:
         """What one device holds of an array of `shape`."""
@@ -142,63 +169,74 @@ class Layout:
 
     def copies(self, mesh_shape: Mapping[str, int]) -> int:
         """How many devices hold the same part."""
-        used = {axis for axes in self.axes for axis in axes}
-        return math.prod(size for axis, size in mesh_shape.items() if axis not in used)
+        return math.prod(size for axis, size in mesh_shape.items() if axis not in self.used_axes)
+
+    # Checks: each raises or gives the layout back. `what` and `given` are for the message: which
+    # array, and the layout as the user wrote it.
 
     def check(
         self,
         mesh_shape: Mapping[str, int] | None,
-        shape: Sequence[int] | None = None,
+        shape: Sequence[int] | None,
         what: str = "array",
         given: object = None,
     ) -> "Layout":
-        """Raise unless it fits this mesh and this shape; gives itself back.
-
-        `what` and `given` are for the message: which array, and how the user wrote the layout.
-        """
+        """Raise unless it fits this mesh and this shape, where they are known."""
         given = self if given is None else given
-        if shape is not None and len(shape) != self.ndim:
+        if shape is not None:
+            self.check_rank(len(shape), what, given)
+        if mesh_shape is not None:
+            self._check_axes(mesh_shape, what, given)
+        if mesh_shape is not None and shape is not None:
+            self._check_divides(mesh_shape, shape, what, given)
+        return self
+
+    def check_rank(self, ndim: int, what: str = "array", given: object = None) -> "Layout":
+        if ndim != self.ndim:
             raise MeshwrightError(
-                f"{what} has shape {tuple(shape)}, layout '{given}' is for "
-                f"{count(self.ndim, 'dim')}; name one dim for each"
+                f"{what} has {count(ndim, 'dim')}, layout '{self if given is None else given}' is "
+                f"for {count(self.ndim, 'dim')}; name one dim for each"
             )
-        if mesh_shape is None:
-            return self
-        for axis in (axis for axes in self.axes for axis in axes):
-            if axis not in mesh_shape:
-                hint = (
-                    f"; add {axis}=1 to the mesh"
-                    if axis in STANDARD_AXES
-                    else did_you_mean(axis, mesh_shape)
-                )
+        return self
+
+    def _check_axes(self, mesh_shape: Mapping[str, int], what: str, given: object) -> None:
+        for axis in self.used_axes:
+            if axis in mesh_shape:
+                continue
+            if any(name.startswith(RESERVED_AXIS) for name in mesh_shape):
                 raise MeshwrightError(
-                    f"{what}: layout '{given}' uses mesh axis {axis!r}, which the mesh "
-                    f"({_mesh_text(mesh_shape)}) does not have{hint}"
+                    f"{what}: layout '{given}' names mesh axis {axis!r} but no mesh is given; pass "
+                    "mesh=, or set one: with jax.set_mesh(mw.mesh('…'))"
                 )
-        if shape is None:
-            return self
+            hint = did_you_mean(axis, mesh_shape)
+            if axis in STANDARD_AXES:
+                hint = (
+                    f"; name one of its axes, or add {axis}=1 to the mesh (which then splits "
+                    f"nothing over {axis})"
+                )
+            raise MeshwrightError(
+                f"{what}: layout '{given}' uses mesh axis {axis!r}, which the mesh "
+                f"({mesh_text(mesh_shape)}) does not have{hint}"
+            )
+
+    def _check_divides(
+        self, mesh_shape: Mapping[str, int], shape: Sequence[int], what: str, given: object
+    ) -> None:
         for name, size, axes in zip(self.dims, shape, self.axes, strict=True):
             parts = math.prod(mesh_shape[axis] for axis in axes)
             if size % parts:
                 over = "+".join(f"{axis}={mesh_shape[axis]}" for axis in axes)
-                over = "" if axes[0].startswith(UNNAMED_AXIS) else f" ({over})"
+                over = "" if axes[0].startswith(RESERVED_AXIS) else f" ({over})"
+                most = max(d for d in divisors(size) if d <= parts)
                 raise MeshwrightError(
                     f"{what} of shape {tuple(shape)}: dim {name!r} of size {size} cannot be split "
                     f"in {parts}{over} by layout '{given}'; make it "
-                    f"{nearest_multiples(size, parts)}, or split it in at most "
-                    f"{largest_divisor(size, parts)}"
+                    f"{nearest_multiples(size, parts)}, or split it in at most {most}"
                 )
-        return self
 
 
-@functools.lru_cache(maxsize=4096)
-def _from_named(expression: Expression, ndim: int | None) -> Layout:
-    dims = expression.dims(ndim)
-    axes = {entry.dim: entry.axes for entry in expression.right}
-    return Layout(tuple(axes[dim] if dim is not None else () for dim in dims), name_dims(dims))
-
-
-def _axes_of(entry: object, spec: object) -> tuple[str, ...]:
+def axes_of(entry: object, given: object) -> tuple[str, ...]:
+    """One dim's mesh axes, as a PartitionSpec writes them: None, a name, or several."""
     if entry is None:
         return ()
     if isinstance(entry, str):
@@ -206,7 +244,7 @@ def _axes_of(entry: object, spec: object) -> tuple[str, ...]:
     if isinstance(entry, tuple | list) and all(isinstance(axis, str) for axis in entry):
         return tuple(entry)
     raise MeshwrightError(
-        f"{spec!r} has the entry {entry!r}; each dim takes a mesh axis, a tuple of them, or None"
+        f"{given!r} has the entry {entry!r}; each dim takes a mesh axis, a tuple of them, or None"
     )
 
 
@@ -217,13 +255,16 @@ def name_dims(dims: Iterable[str | None]) -> tuple[str, ...]:
     return tuple(next(free) if dim is None else dim for dim in dims)
 
 
-def _letters() -> Iterable[str]:
+@functools.lru_cache(maxsize=4096)
+def _of_expression(expression: Expression, ndim: int | None) -> Layout:
+    dims = expression.dims(ndim)
+    axes = {entry.dim: entry.axes for entry in expression.right}
+    return Layout(tuple(axes[dim] if dim is not None else () for dim in dims), name_dims(dims))
+
+
+def _letters() -> Iterator[str]:
     width = 1
     while True:
         for letter in "abcdefghijklmnopqrstuvwxyz":
             yield letter * width
         width += 1
-
-
-def _mesh_text(mesh_shape: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in mesh_shape.items())

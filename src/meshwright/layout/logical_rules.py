@@ -11,14 +11,15 @@ the fallback. None keeps the dim whole and is final. Several axes are all or not
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.errors import MeshwrightError, did_you_mean, first_repeated, whole_numbers
 from meshwright.layout.arrays import dim_names
 from meshwright.layout.layout import Layout, name_dims
+from meshwright.layout.resolve import MeshLike, mesh_shape_of
 
 _NONE = "none"
 
@@ -37,10 +38,11 @@ class RuleOutcome:
     """What the rules made of one array: the layout, who decided each dim, and who lost to what."""
 
     layout: Layout
-    fired: tuple[int, ...]  # positions in the rule list
-    lost: tuple[tuple[int, str], ...]  # position, why
+    fired: tuple[LogicalRule, ...]
+    lost: tuple[tuple[LogicalRule, str], ...]  # the rule, why
 
 
+@dataclasses.dataclass(frozen=True)
 class Rules:
     """Ordered (dim, mesh axis | axes | None) rules.
 
@@ -48,16 +50,26 @@ class Rules:
     reported when a whole tree is placed.
     """
 
-    def __init__(self, rules: Sequence[Any], optional: Sequence[str] = ()) -> None:
-        self.rules = tuple(_rule(item) for item in rules)
-        self.optional = frozenset(optional)
+    rules: tuple[LogicalRule, ...]
+    optional: frozenset[str] = frozenset()
+
+    def __init__(self, rules: Iterable[Any], optional: Iterable[str] = ()) -> None:
+        if not isinstance(rules, tuple | list):
+            raise MeshwrightError(
+                f"rules {rules!r} are not a list of pairs (dim, axis); for text use Rules.parse"
+            )
+        optional = (optional,) if isinstance(optional, str) else optional
+        if not isinstance(optional, tuple | list | set | frozenset):
+            raise MeshwrightError(f"optional={optional!r} is not a list of dims")
+        optional = tuple(map(str, optional))
+        object.__setattr__(self, "rules", tuple(_rule(item) for item in rules))
+        object.__setattr__(self, "optional", frozenset(optional))
         unknown = sorted(self.optional - {rule.dim for rule in self.rules})
         if unknown:
             raise MeshwrightError(
                 f"optional={unknown[0]!r} is not a dim of any rule"
                 f"{did_you_mean(unknown[0], [rule.dim for rule in self.rules])}"
             )
-        self._outcome = functools.lru_cache(maxsize=4096)(self._decide)
 
     @classmethod
     def parse(cls, text: str) -> "Rules":
@@ -83,7 +95,7 @@ class Rules:
                 optional.add(dim)
             axes = () if axes_text == _NONE else tuple(a.strip() for a in axes_text.split("+"))
             rules.append((dim, axes))
-        return cls(rules, optional=tuple(optional))
+        return cls(rules, optional=optional)
 
     def __str__(self) -> str:
         marks = dict.fromkeys(self.optional, "?")
@@ -95,20 +107,11 @@ class Rules:
     def __repr__(self) -> str:
         return f"Rules.parse({'; '.join(str(self).splitlines())!r})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rules) and (self.rules, self.optional) == (
-            other.rules,
-            other.optional,
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.rules, self.optional))
-
     def spec(
         self,
         dims: str | Sequence[str | None],
         shape: Sequence[int] | None = None,
-        mesh: Any = None,
+        mesh: MeshLike | None = None,
     ) -> PartitionSpec:
         """Where an array with these dims goes; with `shape` and `mesh`, checked against them."""
         return self.layout(dims, shape, mesh).spec
@@ -117,51 +120,18 @@ class Rules:
         self,
         dims: str | Sequence[str | None],
         shape: Sequence[int] | None = None,
-        mesh: Any = None,
+        mesh: MeshLike | None = None,
     ) -> Layout:
-        outcome = self.outcome(dims)
-        mesh_shape = None if mesh is None else mesh_shape_of(mesh)
-        return outcome.layout.check(
-            mesh_shape, shape, f"array ({' '.join(map(str, dim_names(dims)))})"
+        layout = self.outcome(dims).layout
+        return layout.check(
+            None if mesh is None else mesh_shape_of(mesh),
+            None if shape is None else whole_numbers(shape, "shape"),
+            f"array ({' '.join(layout.dims)})",
         )
 
     def outcome(self, dims: str | Sequence[str | None]) -> RuleOutcome:
         """The layout, and which rules decided and lost."""
-        return self._outcome(dim_names(dims))
-
-    def _decide(self, dims: tuple[str | None, ...]) -> RuleOutcome:
-        named = [dim for dim in dims if dim is not None]
-        twice = [dim for i, dim in enumerate(named) if dim in named[:i]]
-        if twice:
-            raise MeshwrightError(
-                f"dims {' '.join(map(str, dims))!r} name {twice[0]!r} twice, so a rule could not "
-                "tell them apart; give them two names"
-            )
-        known = {rule.dim for rule in self.rules}
-        for dim in named:
-            if dim not in known:
-                raise MeshwrightError(
-                    f"no rule says where dim {dim!r} goes{did_you_mean(dim, known)} To keep it "
-                    f"whole say so: ({dim!r}, None)"
-                )
-        assigned: dict[str, tuple[str, ...]] = {}
-        owner: dict[str, str] = {}
-        fired, lost = [], []
-        for position, rule in enumerate(self.rules):
-            if rule.dim not in named:
-                continue
-            if rule.dim in assigned:
-                lost.append((position, f"{rule.dim} is placed already"))
-                continue
-            taken = [axis for axis in rule.axes if axis in owner]
-            if taken:
-                lost.append((position, f"{taken[0]} already splits {owner[taken[0]]}"))
-                continue
-            assigned[rule.dim] = rule.axes
-            owner |= dict.fromkeys(rule.axes, rule.dim)
-            fired.append(position)
-        axes = tuple(assigned.get(dim, ()) if dim is not None else () for dim in dims)
-        return RuleOutcome(Layout(axes, name_dims(dims)), tuple(fired), tuple(lost))
+        return _decide(self, dim_names(dims))
 
     def rename_axes(self, **new: str | Sequence[str]) -> "Rules":
         """The same rules for a mesh with other names: `rename_axes(data=("dp", "fsdp"))`."""
@@ -178,12 +148,48 @@ class Rules:
                 (rule.dim, tuple(name for axis in rule.axes for name in names[axis]))
                 for rule in self.rules
             ],
-            optional=tuple(self.optional),
+            optional=self.optional,
         )
 
 
+@functools.lru_cache(maxsize=4096)
+def _decide(rules: Rules, dims: tuple[str | None, ...]) -> RuleOutcome:
+    named = [dim for dim in dims if dim is not None]
+    twice = first_repeated(named)
+    if twice is not None:
+        raise MeshwrightError(
+            f"dims {' '.join(map(str, dims))!r} name {twice!r} twice, so a rule could not tell "
+            "them apart; give them two names"
+        )
+    known = {rule.dim for rule in rules.rules}
+    for dim in named:
+        if dim not in known:
+            raise MeshwrightError(
+                f"no rule says where dim {dim!r} goes{did_you_mean(dim, known)} To keep it whole "
+                f"say so: ({dim!r}, None)"
+            )
+    assigned: dict[str, tuple[str, ...]] = {}
+    owner: dict[str, str] = {}
+    fired, lost = [], []
+    for rule in rules.rules:
+        if rule.dim not in named:
+            continue
+        if rule.dim in assigned:
+            lost.append((rule, f"{rule.dim} is placed already"))
+            continue
+        taken = [axis for axis in rule.axes if axis in owner]
+        if taken:
+            lost.append((rule, f"{taken[0]} already splits {owner[taken[0]]}"))
+            continue
+        assigned[rule.dim] = rule.axes
+        owner |= dict.fromkeys(rule.axes, rule.dim)
+        fired.append(rule)
+    axes = tuple(assigned.get(dim, ()) if dim is not None else () for dim in dims)
+    return RuleOutcome(Layout(axes, name_dims(dims)), tuple(fired), tuple(lost))
+
+
 def standard_rules(
-    activation_dims: int = 1, parameter_dims: int = 1, additional: Sequence[Any] = ()
+    activation_dims: int = 1, parameter_dims: int = 1, additional: Iterable[Any] = ()
 ) -> Rules:
     """T5X's four standard sets over mesh axes data and model; `additional` rules come last.
 
@@ -206,26 +212,8 @@ def standard_rules(
             rules += [("embed", "data")]
     whole = ("relpos_buckets", "abspos_buckets", "length", "layers", "stack", "mlp_activations")
     rules += [(dim, None) for dim in whole]
-    return Rules([*rules, *additional], optional=tuple({dim for dim, _ in rules}))
-
-
-def mesh_shape_of(mesh: Any) -> Mapping[str, int]:
-    """Axis sizes of a mesh, or of mesh text whose sizes are all given."""
-    from meshwright.mesh import MeshSpec
-
-    if isinstance(mesh, str | MeshSpec):
-        spec = MeshSpec.parse(mesh)
-        if not spec.is_resolved:
-            raise MeshwrightError(
-                f"mesh {spec.quoted} leaves a size open (-1); give it, or pass mw.mesh('{spec}')"
-            )
-        return dict(spec.axes)
-    shape = getattr(mesh, "shape", mesh)
-    if not isinstance(shape, Mapping):
-        raise MeshwrightError(
-            f"mesh={mesh!r} is not a mesh; give text ('fsdp=2,tp=4'), mw.mesh(…) or a jax Mesh"
-        )
-    return shape
+    standard = {dim for dim, _ in rules}
+    return Rules([*rules, *Rules(additional).rules], optional=standard)
 
 
 def _rule(item: Any) -> LogicalRule:
@@ -234,13 +222,7 @@ def _rule(item: Any) -> LogicalRule:
     if isinstance(item, str) or not isinstance(item, Sequence) or len(item) != 2:
         raise MeshwrightError(f"rule {item!r} is not a pair (dim, mesh axis | axes | None)")
     dim, axes = item
-    if (
-        not isinstance(dim, str)
-        or not dim
-        or dim != dim.strip()
-        or set(dim) & set("?;\n@+")
-        or ("->" in dim)
-    ):
+    if not isinstance(dim, str) or not dim or any(c.isspace() or c in "?;@+>" for c in dim):
         raise MeshwrightError(f"rule {item!r}: {dim!r} is not a dim name")
     return LogicalRule(dim, _axes(axes, f"rule {item!r}"))
 
@@ -249,15 +231,13 @@ def _axes(axes: Any, given: str) -> tuple[str, ...]:
     if axes is None:
         return ()
     if not isinstance(axes, str | tuple | list):
-        raise MeshwrightError(
-            f"{given}: {axes!r} is not a mesh axis; give a name, a tuple of names, or None"
-        )
+        axes = (axes,)
     names = tuple(axes.split("+")) if isinstance(axes, str) else tuple(axes)
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or name == _NONE:
             raise MeshwrightError(
                 f"{given}: {name!r} is not a mesh axis; give a name, a tuple of names, or None"
             )
-    if len(set(names)) < len(names):
+    if first_repeated(names) is not None:
         raise MeshwrightError(f"{given} names a mesh axis twice; each can split a dim once")
     return names

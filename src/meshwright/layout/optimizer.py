@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import MeshwrightError
+from meshwright.layout.arrays import is_described
 from meshwright.layout.decide import is_layout, path_text
 from meshwright.layout.layout import Layout
 from meshwright.layout.path_rules import PathRules
@@ -51,11 +52,13 @@ def optimizer_layouts(
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     found = []
     problems = []
+    placed_by_extra: list[str] = []
     for path, leaf in leaves:
         shape = tuple(getattr(leaf, "shape", ()))
         layout = _follow(tuple(path), shape, by_path, longest)
-        if layout is None and extra is not None and extra.find(path_text(path)) is not None:
-            layout = Layout.parse(str(extra.match(path_text(path)).layout), len(shape))
+        if layout is None and extra is not None and extra.matcher.found_in(path_text(path)):
+            placed_by_extra.append(path_text(path))
+            layout = Layout.of_expression(extra.match(path_text(path)).layout, len(shape))
         if layout is None:
             problems.append(f"{path_text(path)!r} of shape {shape}")
             layout = _whole(shape)
@@ -66,7 +69,13 @@ def optimizer_layouts(
             "or its shape is not what is left of one; say where it goes: "
             "extra=mw.PathRules([(regex, layout), …])"
         )
+    if extra is not None and (unused := _never_placed(extra, placed_by_extra)):
+        raise MeshwrightError(f"extra=: {'; '.join(unused)}")
     return jax.tree.unflatten(jax.tree.structure(state), found)
+
+
+def _never_placed(extra: PathRules, paths: list[str]) -> list[str]:
+    return extra.never_decided(map(extra.matcher.found_in, paths), lambda: paths)
 
 
 def _follow(
@@ -80,7 +89,9 @@ def _follow(
         owner = params.get(path[start:stop])
         if owner is not None:
             param_shape, layout = owner
-            return reduce_layout(layout, param_shape, shape, path[:start], path[stop:])
+            reduced = reduce_layout(layout, param_shape, shape, path[:start], path[stop:])
+            if reduced is not None:
+                return reduced
     return _whole(shape) if math.prod(shape) <= _SMALL else None
 
 
@@ -103,7 +114,8 @@ def reduce_layout(
     """What is left of a parameter's layout for an array that lacks some of its dims.
 
     Dims of size 1 stay whole. Which dims are left can be ambiguous (a square matrix): then optax's
-    names decide (`v_row` lacks the largest dim, `v_col` the second largest; SM3 keeps one each).
+    names decide (`v_row` lacks the largest dim, `v_col` the second largest; SM3 keeps one each),
+    and without a name that tells there is no answer (None) unless all readings agree.
     """
     if shape == param_shape:
         return layout
@@ -128,8 +140,13 @@ def reduce_layout(
     if not candidates:
         return None
     hinted = _hinted_dims(param_shape, before, after)
-    chosen = hinted if hinted in candidates else candidates[0]
-    return Layout(tuple(layout.axes[d] for d in chosen), tuple(layout.dims[d] for d in chosen))
+    chosen = [hinted] if hinted in candidates else candidates
+    readings = {
+        Layout(tuple(layout.axes[d] for d in dims), tuple(layout.dims[d] for d in dims))
+        for dims in chosen
+    }
+    agree = len({reading.axes for reading in readings}) == 1
+    return min(readings, key=lambda reading: reading.dims) if agree else None
 
 
 def _hinted_dims(param_shape: tuple[int, ...], before: Path, after: Path) -> tuple[int, ...] | None:
@@ -147,10 +164,13 @@ def _whole(shape: tuple[int, ...]) -> Layout:
 
 
 def _layout_leaves(layouts: Any, params: Any) -> list[Any]:
-    if is_layout(layouts):
-        return [layouts] * len(jax.tree.leaves(params))
-    leaves = jax.tree.leaves(layouts, is_leaf=is_layout)
-    structure: Any = jax.tree.structure(layouts, is_leaf=is_layout)
+    def is_one(value: Any) -> bool:
+        return is_layout(value) or hasattr(value, "spec") or type(value) is tuple
+
+    if is_one(layouts) and is_described(params):
+        return [layouts]
+    leaves = jax.tree.leaves(layouts, is_leaf=is_one)
+    structure: Any = jax.tree.structure(layouts, is_leaf=is_one)
     if structure != jax.tree.structure(params):
         raise MeshwrightError(
             "param_layouts does not have the structure of params; make it with "
@@ -164,4 +184,4 @@ def _as_layout(layout: Any, leaf: Any) -> Layout:
         return layout
     if isinstance(layout, str):
         return Layout.parse(layout, leaf.ndim)
-    return Layout.of_spec(layout, ndim=leaf.ndim)
+    return Layout.of_spec(getattr(layout, "spec", layout) or (), ndim=leaf.ndim)

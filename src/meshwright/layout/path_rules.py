@@ -10,7 +10,7 @@ Paths are joined with '/'. Scalars and one-element arrays stay whole on every de
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -33,6 +33,7 @@ class PathRule:
         return f"{self.pattern}{_ARROW}{self.layout}"
 
 
+@dataclasses.dataclass(frozen=True)
 class PathRules:
     """Ordered (regex, layout) rules; a layout is an expression, a PartitionSpec, a tuple, a Layout.
 
@@ -40,18 +41,28 @@ class PathRules:
     not match; any other that decides nothing is reported when a whole tree is placed.
     """
 
-    def __init__(self, rules: Sequence[Any], optional: Sequence[str] = ()) -> None:
-        self.rules = tuple(_rule(item) for item in rules)
-        self.optional = frozenset(optional)
-        self._compiled = [_compiled(rule.pattern) for rule in self.rules]
+    rules: tuple[PathRule, ...]
+    optional: frozenset[str] = frozenset()
+
+    def __init__(self, rules: Iterable[Any], optional: Iterable[str] = ()) -> None:
+        if not isinstance(rules, tuple | list):
+            raise MeshwrightError(
+                f"path rules {rules!r} are not a list of pairs (regex, layout); for text use "
+                "PathRules.parse"
+            )
+        optional = (optional,) if isinstance(optional, str) else optional
+        if not isinstance(optional, tuple | list | set | frozenset):
+            raise MeshwrightError(f"optional={optional!r} is not a list of patterns")
+        optional = tuple(map(str, optional))
+        object.__setattr__(self, "rules", tuple(_rule(item) for item in rules))
+        object.__setattr__(self, "optional", frozenset(optional))
         unknown = self.optional - {rule.pattern for rule in self.rules}
         if unknown:
             raise MeshwrightError(f"optional={min(unknown)!r} is not a pattern of these rules")
-        self._position = functools.lru_cache(maxsize=65536)(self._find)
 
     @classmethod
     def parse(cls, text: str) -> "PathRules":
-        """Read rules, one a line: `w[qkv]/kernel => x y -> x@fsdp y@tp`."""
+        """Read rules, one a line: `w[qkv]/kernel => x y -> x@fsdp y@tp`; `? ` marks optional."""
         if not isinstance(text, str):
             raise MeshwrightError(f"path rules {text!r} are not text; one 'regex => layout' a line")
         rules = []
@@ -77,39 +88,36 @@ class PathRules:
     def __repr__(self) -> str:
         return f"PathRules.parse({str(self)!r})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PathRules) and (self.rules, self.optional) == (
-            other.rules,
-            other.optional,
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.rules, self.optional))
-
     def match(self, path: str) -> PathRule:
         """The rule that decides for `path`."""
-        position = self.find(path)
-        if position is None:
+        if not isinstance(path, str):
+            raise MeshwrightError(f"path {path!r} is not text, as in 'layers/0/wq'")
+        found = self.matcher.found_in(path)
+        if not found:
             raise MeshwrightError(
                 f"no path rule matches {path!r}; add one for it, or a last rule ('.*', ()) that "
                 "keeps the rest whole on every device"
             )
-        return self.rules[position]
+        return self.rules[found[0]]
 
-    def find(self, path: str) -> int | None:
-        """The position of the first rule found in `path`, None if there is none."""
-        return self._position(path)
+    @property
+    def matcher(self) -> "PathMatcher":
+        """Finds rules for many paths; remembers what it found."""
+        return _matcher(self)
 
-    def _find(self, path: str) -> int | None:
-        return next((i for i, regex in enumerate(self._compiled) if regex.search(path)), None)
+    def never_decided(
+        self, found: Iterable[tuple[int, ...]], paths: Callable[[], Sequence[str]]
+    ) -> list[str]:
+        """Why each rule that decides for no path does not; a last `.*` may stand unused.
 
-    def never_decided(self, paths: Sequence[str], decided: set[int | None]) -> list[str]:
-        """Why each rule that decided for none of `paths` did not; a last `.*` may stand unused."""
+        `found`: what the matcher found in the paths, each once.
+        """
+        decided = {positions[0] for positions in found if positions}
         reasons = []
         for i, rule in enumerate(self.rules):
             if i in decided or rule.pattern in self.optional or rule.pattern in _CATCH_ALL:
                 continue
-            shadowed = next((p for p in paths if self._compiled[i].search(p)), None)
+            shadowed = next((path for path in paths() if i in self.matcher.found_in(path)), None)
             if shadowed is None:
                 reasons.append(
                     f"path rule {rule.pattern!r} matches no array; drop it, or list it in optional="
@@ -121,6 +129,27 @@ class PathRules:
                     f"takes {shadowed!r}; move it up, drop it, or list it in optional="
                 )
         return reasons
+
+
+class PathMatcher:
+    """The compiled patterns of some rules, and the paths they were held against."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._compiled = [_compiled(pattern) for pattern in patterns]
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    def found_in(self, path: str) -> tuple[int, ...]:
+        """The positions of all rules found in `path`; the first decides."""
+        found = self._known.get(path)
+        if found is None:
+            found = tuple(i for i, regex in enumerate(self._compiled) if regex.search(path))
+            self._known[path] = found
+        return found
+
+
+@functools.lru_cache(maxsize=256)
+def _matcher(rules: PathRules) -> PathMatcher:
+    return PathMatcher([rule.pattern for rule in rules.rules])
 
 
 def _rule(item: Any) -> PathRule:

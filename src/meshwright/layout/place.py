@@ -4,21 +4,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, mesh_text, whole_number, whole_numbers
 from meshwright.layout.arrays import ArraySpec
-from meshwright.layout.decide import TreeDecisions, decide
+from meshwright.layout.decide import TreeDecisions, decide, is_layout
 from meshwright.layout.resolve import (
+    NOT_A_LAYOUT,
     LayoutLike,
+    MeshLike,
     find_mesh,
     is_device_line,
     named_sharding,
     resolve,
 )
-from meshwright.mesh import AnyMesh, MeshSpec
-
-MeshLike = AnyMesh | MeshSpec | str
+from meshwright.mesh import AnyMesh
 
 
 def sharding(
@@ -40,16 +41,19 @@ def sharding(
     without it, the mesh in force (jax.set_mesh) or all devices in jax's order. `shape` checks that
     the dims divide.
     """
-    if ndim is not None and (not isinstance(ndim, int) or ndim < 0):
-        raise MeshwrightError(f"ndim={ndim!r} is not a rank; give a whole number from 0")
+    if ndim is not None:
+        ndim = whole_number(ndim, "ndim")
     if shape is not None:
+        shape = whole_numbers(shape, "shape")
         if ndim is not None and ndim != len(shape):
-            raise MeshwrightError(f"ndim={ndim} and shape={tuple(shape)} disagree; give one")
+            raise MeshwrightError(f"ndim={ndim} and shape={shape} disagree; give one")
         ndim = len(shape)
     base = find_mesh(mesh, devices)
+    if isinstance(layout, list) or not (is_layout(layout) or isinstance(layout, tuple)):
+        raise MeshwrightError(f"{layout!r} {NOT_A_LAYOUT}")
     resolved, own = resolve(layout, ndim, base)
-    if ndim is not None and shape is None:
-        resolved.check(None, (1,) * ndim, given=layout)
+    if ndim is not None:
+        resolved.check_rank(ndim, given=layout)
     resolved.check(own.shape, shape, given=layout)
     return named_sharding(resolved, own)
 
@@ -85,11 +89,14 @@ def shard(
     leaves = decided.leaves
     placed = list(leaves)
     concrete = []
+    tracing = _is_tracing()
     for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         if isinstance(leaf, jax.core.Tracer):
             placed[i] = _constrain(leaf, target)
         elif isinstance(leaf, jax.ShapeDtypeStruct | ArraySpec):
             placed[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+        elif tracing:
+            placed[i] = _constrain(jnp.asarray(leaf), target)
         else:
             concrete.append(i)
     if concrete:
@@ -139,14 +146,25 @@ def _shardings(decided: TreeDecisions) -> list[NamedSharding]:
     return [known[id(decision)] for decision in decided.decisions]
 
 
+def _is_tracing() -> bool:
+    """Inside jit, grad, scan …, where even a new constant is traced."""
+    return isinstance(jnp.zeros((), bool), jax.core.Tracer)
+
+
 def _constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
-    explicit = [
-        axis
-        for axis, kind in zip(target.mesh.axis_names, target.mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    ]
-    if not explicit:
+    in_force = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual in in_force.axis_types:
+        raise MeshwrightError(
+            "inside shard_map the axes are manual: each device has its own part already, and "
+            "mw.shard cannot move it; use jax.lax collectives there"
+        )
+    if AxisType.Explicit not in target.mesh.axis_types:
         return jax.lax.with_sharding_constraint(value, target)
+    if in_force != target.mesh.abstract_mesh:
+        raise MeshwrightError(
+            f"the mesh ({mesh_text(target.mesh.shape)}) has explicit axes, which inside jit must "
+            "be the mesh in force: with jax.set_mesh(mesh)"
+        )
     # explicit axes carry the sharding in the type: a constraint would only assert it
     return jax.sharding.reshard(value, target)
 

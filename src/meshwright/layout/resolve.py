@@ -15,32 +15,55 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright.errors import MeshwrightError
+from meshwright.arithmetic import prime_factors
+from meshwright.errors import MeshwrightError, mesh_text
 from meshwright.layout.expression import Expression, Factor
-from meshwright.layout.layout import UNNAMED_AXIS, Layout, name_dims
-from meshwright.mesh import AnyMesh, MachineMesh, MeshSpec, mesh
+from meshwright.layout.layout import Layout, name_dims
+from meshwright.mesh import RESERVED_AXIS, AnyMesh, MachineMesh, MeshSpec, device_list, mesh
 
-LayoutLike = str | Layout | PartitionSpec | tuple[Any, ...] | Expression
+LayoutLike = str | Layout | PartitionSpec | tuple[Any, ...] | Expression | None
 """What may stand for a layout: an expression, a Layout, a PartitionSpec or a tuple like one."""
 
+MeshLike = AnyMesh | MeshSpec | str
+"""What may stand for a mesh: one of jax's, a described one, or text."""
 
-def find_mesh(given: AnyMesh | str | MeshSpec | None, devices: Sequence[Any] | None) -> AnyMesh:
+NOT_A_LAYOUT = (
+    "is not a layout; give an expression ('x y -> x y*'), a PartitionSpec, a tuple of axes, or a "
+    "mw.Layout"
+)
+NOT_A_MESH = "is not a mesh; give text ('fsdp=2,tp=4'), mw.mesh(…) or a jax Mesh"
+
+
+def find_mesh(given: MeshLike | None, devices: Sequence[Any] | None = None) -> AnyMesh:
     """The mesh to place on: the one given, the one in force (jax.set_mesh), or all devices."""
     if given is not None and devices is not None and not isinstance(given, str | MeshSpec):
         raise MeshwrightError("give mesh= or devices=, not both: a mesh has its devices")
     if isinstance(given, str | MeshSpec):
+        in_force = jax.sharding.get_abstract_mesh()
+        if devices is None and _is_mesh_of(in_force, given):
+            return _with_devices(in_force)
         return mesh(given, devices=devices)
     if isinstance(given, Mesh | AbstractMesh | MachineMesh):
         return given
     if given is not None:
-        raise MeshwrightError(
-            f"mesh={given!r} is not a mesh; give text ('fsdp=-1,tp=4'), mw.mesh(…) or a jax Mesh"
-        )
+        raise MeshwrightError(f"mesh={given!r} {NOT_A_MESH}")
     if devices is None:
         in_force = jax.sharding.get_abstract_mesh()
         if not in_force.empty:
             return _with_devices(in_force)
-    return device_line(tuple(jax.devices() if devices is None else devices))
+    return device_line(tuple(jax.devices() if devices is None else device_list(devices)))
+
+
+def _is_mesh_of(in_force: AbstractMesh, text: str | MeshSpec) -> bool:
+    """Whether the mesh in force is what the text says: it may have explicit axes."""
+    if in_force.empty:
+        return False
+    try:
+        spec = MeshSpec.parse(text)
+    except MeshwrightError:  # told where the mesh is made
+        return False
+    sizes = zip(spec.sizes, in_force.axis_sizes, strict=False)
+    return spec.names == in_force.axis_names and all(s in (-1, size) for s, size in sizes)
 
 
 def _with_devices(in_force: AbstractMesh) -> Mesh | AbstractMesh:
@@ -53,8 +76,6 @@ def _with_devices(in_force: AbstractMesh) -> Mesh | AbstractMesh:
 @functools.lru_cache(maxsize=256)
 def device_line(devices: tuple[Any, ...]) -> Mesh:
     """The devices in the order given, one axis for each prime factor of their number."""
-    if not devices:
-        raise MeshwrightError("devices= is empty; give at least one device")
     primes = prime_factors(len(devices)) or [1]
     return Mesh(np.asarray(devices, dtype=object).reshape(primes), _line_axes(len(primes)))
 
@@ -64,19 +85,7 @@ def is_device_line(mesh: AnyMesh) -> bool:
 
 
 def _line_axes(number: int) -> tuple[str, ...]:
-    return tuple(f"{UNNAMED_AXIS}{i}" for i in range(number))
-
-
-def prime_factors(number: int) -> list[int]:
-    """Ascending: `12` is `[2, 2, 3]`."""
-    factors = []
-    prime = 2
-    while number > 1:
-        while number % prime == 0:
-            factors.append(prime)
-            number //= prime
-        prime += 1
-    return factors
+    return tuple(f"{RESERVED_AXIS}{i}" for i in range(number))
 
 
 def resolve(layout: LayoutLike, ndim: int | None, mesh: AnyMesh) -> tuple[Layout, AnyMesh]:
@@ -85,26 +94,13 @@ def resolve(layout: LayoutLike, ndim: int | None, mesh: AnyMesh) -> tuple[Layout
         layout = Expression.parse(layout)
     if isinstance(layout, Layout):
         return layout, mesh
-    if isinstance(layout, PartitionSpec | tuple):
-        return Layout.of_spec(layout, ndim=ndim), mesh
+    if layout is None or isinstance(layout, PartitionSpec | tuple):
+        return Layout.of_spec(() if layout is None else layout, ndim=ndim), mesh
     if not isinstance(layout, Expression):
-        raise MeshwrightError(
-            f"{layout!r} is not a layout; give an expression ('x y -> x y*'), a PartitionSpec, a "
-            "tuple of axes, or a Layout"
-        )
+        raise MeshwrightError(f"{layout!r} {NOT_A_LAYOUT}")
     if layout.names_axes or not (layout.counts_devices or is_device_line(mesh)):
-        return _named(layout, ndim, mesh), mesh
+        return Layout.of_expression(layout, ndim), mesh
     return _counted(layout, ndim, mesh)
-
-
-def _named(expression: Expression, ndim: int | None, mesh: AnyMesh) -> Layout:
-    if is_device_line(mesh):
-        axis = next(axis for entry in expression.right for axis in entry.axes)
-        raise MeshwrightError(
-            f"layout '{expression}' names mesh axis {axis!r} but no mesh is given; pass mesh=, or "
-            "set one: with jax.set_mesh(mw.mesh('…'))"
-        )
-    return Layout.parse(str(expression), ndim)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -148,11 +144,11 @@ def _align(
 def _own_mesh(factors: Sequence[Factor], base: AnyMesh, expression: Expression) -> Mesh:
     """A mesh cut to these factors, for numbers of devices that mix primes (3 x 2 of 6)."""
     if not (isinstance(base, Mesh) and is_device_line(base)):
-        sizes = ", ".join(f"{axis}={size}" for axis, size in base.shape.items())
+        alone = isinstance(base, Mesh) and ", or place by numbers alone: devices=mesh.devices"
         raise MeshwrightError(
-            f"layout '{expression}' does not line up with the mesh ({sizes}): each number must be "
-            "the product of neighbouring axes, in mesh order; name the axes instead (x@axis), or "
-            "place by numbers alone: devices=mesh.devices.flat"
+            f"layout '{expression}' does not line up with the mesh ({mesh_text(base.shape)}): each "
+            "number must be the product of neighbouring axes, in mesh order; name the axes instead "
+            f"(x@axis){alone or ''}"
         )
     names: list[str] = []
     for factor in factors:
@@ -164,3 +160,18 @@ def _own_mesh(factors: Sequence[Factor], base: AnyMesh, expression: Expression) 
 def named_sharding(layout: Layout, mesh: AnyMesh) -> NamedSharding:
     """A layout on its mesh, for jax; a described mesh becomes an abstract one."""
     return NamedSharding(mesh.abstract_mesh if isinstance(mesh, MachineMesh) else mesh, layout.spec)
+
+
+def mesh_shape_of(mesh: MeshLike) -> Mapping[str, int]:
+    """Axis sizes of a mesh, or of mesh text whose sizes are all given."""
+    if isinstance(mesh, str | MeshSpec):
+        spec = MeshSpec.parse(mesh)
+        if not spec.is_resolved:
+            raise MeshwrightError(
+                f"mesh {spec.quoted} leaves a size open (-1); give it, or pass mw.mesh('{spec}')"
+            )
+        return dict(spec.axes)
+    shape = getattr(mesh, "shape", None)
+    if not isinstance(shape, Mapping):
+        raise MeshwrightError(f"mesh={mesh!r} {NOT_A_MESH}")
+    return shape

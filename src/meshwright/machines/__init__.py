@@ -2,5 +2,6 @@
 
 from meshwright.machines.chips import CHIPS, Chip
 from meshwright.machines.machine import DescribedDevice, Machine
+from meshwright.machines.recognize import slice_of
 
-__all__ = ["CHIPS", "Chip", "DescribedDevice", "Machine"]
+__all__ = ["CHIPS", "Chip", "DescribedDevice", "Machine", "slice_of"]

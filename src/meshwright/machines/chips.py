@@ -16,12 +16,14 @@ from typing import Literal
 from meshwright.errors import MeshwrightError, did_you_mean
 
 GIB = 2**30
-GB = 10**9
+MIB = 2**20
 TERA = 1e12
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
+    """One kind of chip; `sources` says where each figure comes from ("*": the others)."""
+
     name: str
     platform: Literal["tpu", "gpu", "cpu"]
     bf16_flops: float
@@ -36,6 +38,7 @@ class Chip:
     device_kinds: tuple[str, ...]  # what jax calls it
     sources: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
     torus_dims: int = 0  # 2 or 3 on TPUs
+    ring: int = 0  # on 2-D tori: the size at which the links along a dim close into a ring
     host_box: tuple[int, int, int] = (1, 1, 1)  # chips of one host, along x, y, z
     single_host_shapes: tuple[tuple[int, ...], ...] = ()  # slices that are one larger host
     aliases: tuple[str, ...] = ()
@@ -52,14 +55,13 @@ class Chip:
     def wraps(self, shape: tuple[int, int, int]) -> tuple[bool, bool, bool]:
         """Along which of x, y, z the links of a slice of this shape close into a ring.
 
-        3-D tori close on every dim once the slice is built of whole 4x4x4 cubes; v5e and v6e close
-        along a dim of 16; v2 and v3 along a dim that spans the pod (16, 32).
+        3-D tori close on every dim once the slice is built of whole 4x4x4 cubes, 2-D tori along a
+        dim as long as the pod.
         """
         if self.torus_dims == 3:
             whole = all(size % 4 == 0 for size in shape)
             return (whole, whole, whole)
-        ring = {"v2": 16, "v3": 32}.get(self.name, 16)
-        return (shape[0] == ring, shape[1] == ring, False)
+        return (shape[0] == self.ring, shape[1] == self.ring, False)
 
 
 _SCALING_BOOK = "How to Scale Your Model, TPU tables, jax-ml.github.io/scaling-book/tpus"
@@ -85,7 +87,10 @@ def _nvidia(page: str) -> str:
 
 
 def _sources(default: str, **figures: str) -> Mapping[str, str]:
-    return MappingProxyType({"*": default, **figures})
+    return {"*": default, **figures}
+
+
+_SMI = "memory.total of nvidia-smi"
 
 
 _CATALOGUE = (
@@ -103,6 +108,7 @@ _CATALOGUE = (
         chips_per_host=4,
         device_kinds=("TPU v2",),
         torus_dims=2,
+        ring=16,
         host_box=(2, 2, 1),
         sources=_sources(
             _CACM_2020,
@@ -128,6 +134,7 @@ _CATALOGUE = (
         chips_per_host=4,
         device_kinds=("TPU v3",),
         torus_dims=2,
+        ring=32,
         host_box=(2, 2, 1),
         sources=_sources(
             _google("v3"),
@@ -176,6 +183,7 @@ _CATALOGUE = (
         chips_per_host=4,
         device_kinds=("TPU v5 lite", "TPU v5e"),
         torus_dims=2,
+        ring=16,
         host_box=(2, 2, 1),
         single_host_shapes=((2, 4),),
         aliases=("v5litepod",),
@@ -222,6 +230,7 @@ _CATALOGUE = (
         chips_per_host=4,
         device_kinds=("TPU v6 lite", "TPU v6e"),
         torus_dims=2,
+        ring=16,
         host_box=(2, 2, 1),
         single_host_shapes=((2, 4),),
         aliases=("trillium",),
@@ -263,7 +272,7 @@ _CATALOGUE = (
         platform="gpu",
         bf16_flops=312 * TERA,
         fp8_flops=None,
-        memory_bytes=40 * GB,
+        memory_bytes=40_960 * MIB,
         memory_bandwidth=1.555e12,
         link_bandwidth=25e9,
         links=12,
@@ -274,6 +283,7 @@ _CATALOGUE = (
         aliases=("a100-40gb",),
         sources=_sources(
             _nvidia("a100"),
+            memory_bytes=_SMI,
             link_bandwidth=_SCALING_BOOK_GPU,
             links=_SCALING_BOOK_GPU,
             host_network_bandwidth=_nvidia("dgx-a100"),
@@ -285,7 +295,7 @@ _CATALOGUE = (
         platform="gpu",
         bf16_flops=312 * TERA,
         fp8_flops=None,
-        memory_bytes=80 * GB,
+        memory_bytes=81_920 * MIB,
         memory_bandwidth=2.039e12,
         link_bandwidth=25e9,
         links=12,
@@ -296,6 +306,7 @@ _CATALOGUE = (
         aliases=("a100-80gb",),
         sources=_sources(
             _nvidia("a100"),
+            memory_bytes=_SMI,
             link_bandwidth=_SCALING_BOOK_GPU,
             links=_SCALING_BOOK_GPU,
             host_network_bandwidth=_nvidia("dgx-a100"),
@@ -307,7 +318,7 @@ _CATALOGUE = (
         platform="gpu",
         bf16_flops=989.5 * TERA,
         fp8_flops=1979 * TERA,
-        memory_bytes=80 * GB,
+        memory_bytes=81_559 * MIB,
         memory_bandwidth=3.35e12,
         link_bandwidth=25e9,
         links=18,
@@ -317,6 +328,7 @@ _CATALOGUE = (
         device_kinds=("NVIDIA H100 80GB HBM3",),
         sources=_sources(
             f"{_nvidia('h100')} (SXM; sparse figures halved)",
+            memory_bytes=_SMI,
             link_bandwidth=_SCALING_BOOK_GPU,
             links=_SCALING_BOOK_GPU,
             host_network_bandwidth=_SCALING_BOOK_GPU,
@@ -328,7 +340,7 @@ _CATALOGUE = (
         platform="gpu",
         bf16_flops=989.5 * TERA,
         fp8_flops=1979 * TERA,
-        memory_bytes=141 * GB,
+        memory_bytes=143_771 * MIB,
         memory_bandwidth=4.8e12,
         link_bandwidth=25e9,
         links=18,
@@ -338,6 +350,7 @@ _CATALOGUE = (
         device_kinds=("NVIDIA H200",),
         sources=_sources(
             f"{_nvidia('h200')} (SXM; sparse figures halved)",
+            memory_bytes=f"{_SMI}, measured",
             link_bandwidth=_SCALING_BOOK_GPU,
             links=_SCALING_BOOK_GPU,
             host_network_bandwidth=_SCALING_BOOK_GPU,
@@ -349,7 +362,7 @@ _CATALOGUE = (
         platform="gpu",
         bf16_flops=2250 * TERA,
         fp8_flops=4500 * TERA,
-        memory_bytes=180 * GB,
+        memory_bytes=183_359 * MIB,
         memory_bandwidth=8e12,
         link_bandwidth=50e9,
         links=18,
@@ -359,6 +372,7 @@ _CATALOGUE = (
         device_kinds=("NVIDIA B200",),
         sources=_sources(
             f"{_nvidia('dgx-b200')} (eighth of a system; sparse figures halved)",
+            memory_bytes=_SMI,
             link_bandwidth=_SCALING_BOOK_GPU,
             links=_SCALING_BOOK_GPU,
             host_network_bandwidth=_SCALING_BOOK_GPU,
@@ -370,7 +384,7 @@ _CATALOGUE = (
         platform="gpu",
         bf16_flops=121 * TERA,
         fp8_flops=242.5 * TERA,
-        memory_bytes=24 * GB,
+        memory_bytes=23_034 * MIB,
         memory_bandwidth=300e9,
         link_bandwidth=32e9,  # PCIe 4 x16: there is no NVLink
         links=1,
@@ -380,6 +394,7 @@ _CATALOGUE = (
         device_kinds=("NVIDIA L4",),
         sources=_sources(
             f"{_nvidia('l4')} (sparse figures halved)",
+            memory_bytes=_SMI,
             host_network_bandwidth=_G2,
             chips_per_host=_G2,
         ),

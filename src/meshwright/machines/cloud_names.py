@@ -20,6 +20,7 @@ PREFIXES = {
     "v5litepod": ("v5e", 1, 256),
     "v6e": ("v6e", 1, 256),
     "tpu7x": ("7x", 2, 18432),
+    "v7x": ("7x", 2, 18432),
     "7x": ("7x", 2, 18432),
 }
 _NAME = re.compile(rf"({'|'.join(PREFIXES)})-([0-9]{{1,7}})")

@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 
-from meshwright.errors import MeshwrightError, count
+from meshwright.errors import MeshwrightError, count, whole_numbers
 from meshwright.machines.chips import Chip
 from meshwright.machines.recognize import recognize
 from meshwright.machines.text import read_machine
 
-MAX_DEVICES = 10_000_000
+MAX_DEVICES = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DescribedDevice:
 
     @property
     def position(self) -> tuple[int, ...]:
-        """Where it sits: (x, y, z, core) on a TPU, (host, gpu) on GPUs, (index,) on CPUs."""
+        """Where it sits on the machine's grid: (x, y, z, core), (host, gpu) or (host, cpu)."""
         return (*self.coords, self.core_on_chip) if self.platform == "tpu" else self.coords
 
 
@@ -50,6 +50,11 @@ class Machine:
     slices: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.chip, Chip):
+            raise MeshwrightError(
+                f"chip {self.chip!r} is not a mw.Chip; take one of mw.CHIPS, or Machine.parse"
+            )
+        object.__setattr__(self, "shape", whole_numbers(self.shape, "machine shape"))
         wanted = {"tpu": self.chip.torus_dims, "gpu": 2, "cpu": 1}[self.chip.platform]
         if len(self.shape) != wanted or min(self.shape, default=0) < 1 or self.slices < 1:
             raise MeshwrightError(
@@ -117,6 +122,13 @@ class Machine:
         return self.shape if self.chip.platform == "gpu" else (1, *self.shape)
 
     @property
+    def grid_names(self) -> tuple[str, ...]:
+        """What the sides of `grid` are called."""
+        return {"tpu": ("x", "y", "z", "core"), "gpu": ("host", "gpu"), "cpu": ("host", "cpu")}[
+            self.chip.platform
+        ]
+
+    @property
     def host_grid(self) -> tuple[int, ...]:
         """The part of `grid` that one host holds."""
         return self.host_shape if self.is_tpu else (1, self.grid[1])
@@ -164,7 +176,7 @@ class Machine:
                     id=first + host * per_host + i,
                     process_index=first_host + host,
                     slice_index=index,
-                    coords=(host, i) if platform == "gpu" else (i,),
+                    coords=(host, i),
                     core_on_chip=0,
                     device_kind=kind,
                     platform=platform,

@@ -11,33 +11,37 @@ from meshwright.machines.chips import CHIPS, Chip
 
 def recognize(devices: Sequence[Any]) -> tuple[Chip, tuple[int, ...], int]:
     """The chip, the shape of a slice and the number of slices that `devices` make up."""
-    devices = list(devices)
+    try:
+        devices = list(devices)
+        kinds = sorted({device.device_kind for device in devices})
+    except (TypeError, AttributeError):
+        raise MeshwrightError(f"{devices!r} is not a list of jax devices") from None
     if not devices:
         raise MeshwrightError("no devices were given; a machine has at least one")
-    kinds = sorted({device.device_kind for device in devices})
     if len(kinds) > 1:
         raise MeshwrightError(
             f"the devices are of several kinds ({', '.join(kinds)}); a machine has one: pass "
             "devices= of one kind"
         )
     chip = chip_of_kind(kinds[0], devices[0].platform)
-    slices = Counter(getattr(device, "slice_index", None) or 0 for device in devices)
-    first = [d for d in devices if (getattr(d, "slice_index", None) or 0) == min(slices)]
-    if len(set(slices.values())) > 1:
-        raise MeshwrightError(
-            f"the slices have different numbers of devices ({dict(slices)}); a machine's slices "
-            "are alike: pass devices= of equal slices"
-        )
     if chip.platform == "cpu":
         return chip, (len(devices),), 1
     if chip.platform == "gpu":
-        hosts = Counter(device.process_index for device in first)
+        # jax gives each group of linked GPUs a slice_index of its own: hosts tell more
+        hosts = Counter(device.process_index for device in devices)
         if len(set(hosts.values())) > 1:
             raise MeshwrightError(
                 f"the hosts hold different numbers of GPUs ({dict(hosts)}); pass devices= with "
                 "the same number from each"
             )
-        return chip, (len(hosts), len(first) // len(hosts)), len(slices)
+        return chip, (len(hosts), len(devices) // len(hosts)), 1
+    slices = Counter(slice_of(device) for device in devices)
+    if len(set(slices.values())) > 1:
+        raise MeshwrightError(
+            f"the slices have different numbers of devices ({dict(slices)}); a machine's slices "
+            "are alike: pass devices= of equal slices"
+        )
+    first = [device for device in devices if slice_of(device) == min(slices)]
     coords = [tuple(device.coords) for device in first]
     box = tuple(max(c[i] for c in coords) - min(c[i] for c in coords) + 1 for i in range(3))
     if math.prod(box) * chip.cores_per_chip != len(first):
@@ -47,6 +51,11 @@ def recognize(devices: Sequence[Any]) -> tuple[Chip, tuple[int, ...], int]:
             "that do, or prefix the mesh with '!' to ignore the topology"
         )
     return chip, box[: chip.torus_dims], len(slices)
+
+
+def slice_of(device: Any) -> int:
+    """Which slice a device is in; 0 where the runtime knows no slices."""
+    return getattr(device, "slice_index", None) or 0
 
 
 def chip_of_kind(kind: str, platform: str) -> Chip:

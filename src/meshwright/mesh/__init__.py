@@ -1,8 +1,17 @@
 """From what the user said (MeshSpec) to devices in order: meshes, tiles on a torus, slices."""
 
-from meshwright.mesh.build import AnyMesh, mesh
+from meshwright.mesh.build import AnyMesh, device_list, mesh
 from meshwright.mesh.machine_mesh import MachineMesh
-from meshwright.mesh.spec import STANDARD_AXES, MeshSpec
+from meshwright.mesh.spec import RESERVED_AXIS, STANDARD_AXES, MeshSpec
 from meshwright.mesh.tiles import tile_mesh
 
-__all__ = ["STANDARD_AXES", "AnyMesh", "MachineMesh", "MeshSpec", "mesh", "tile_mesh"]
+__all__ = [
+    "RESERVED_AXIS",
+    "STANDARD_AXES",
+    "AnyMesh",
+    "MachineMesh",
+    "MeshSpec",
+    "device_list",
+    "mesh",
+    "tile_mesh",
+]

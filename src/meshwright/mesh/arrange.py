@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from jax.experimental import mesh_utils
 
+from meshwright.machines import slice_of
+
 logger = logging.getLogger("meshwright")
 
 
@@ -25,7 +27,8 @@ def arrange(sizes: Sequence[int], devices: Sequence[Any], plain: bool = False) -
     assert math.prod(sizes) == len(devices), (sizes, len(devices))
     if plain:
         return np.asarray(devices, dtype=object).reshape(sizes)
-    slices = {getattr(device, "slice_index", None) or 0 for device in devices}
+    on_tpu = devices[0].platform == "tpu"
+    slices = {slice_of(device) for device in devices} if on_tpu else {0}
     try:
         if len(slices) > 1:
             across = axes_across_slices(sizes, len(slices))

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, first_repeated
 from meshwright.machines import Machine
 from meshwright.mesh.arrange import arrange
 from meshwright.mesh.machine_mesh import MachineMesh
@@ -40,6 +41,14 @@ def mesh(
     axes: Sequence[str] | None = None,
     axis_types: AxisTypes = "auto",
 ) -> Mesh: ...
+@overload
+def mesh(
+    text: str | MeshSpec,
+    machine: Machine | str | None = None,
+    devices: Sequence[Any] | None = None,
+    axes: Sequence[str] | None = None,
+    axis_types: AxisTypes = "auto",
+) -> Mesh | MachineMesh: ...
 def mesh(
     text: str | MeshSpec,
     machine: Machine | str | None = None,
@@ -59,11 +68,12 @@ def mesh(
     chooses jax's automatic or explicit sharding.
     """
     kinds = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-    if axis_types not in kinds:
+    if not isinstance(axis_types, str) or axis_types not in kinds:
         raise MeshwrightError(f"axis_types={axis_types!r} is not one of 'auto', 'explicit'")
     spec = MeshSpec.parse(text, axes)
+    devices = None if devices is None else device_list(devices)
     if machine is None:
-        devices = list(jax.devices() if devices is None else devices)
+        devices = jax.devices() if devices is None else devices
         spec = spec.resolve(len(devices))
         torus = None if spec.plain else _torus_of(devices)
         if torus is None:
@@ -78,6 +88,23 @@ def mesh(
     placed = arrange(spec.sizes, machine.devices, spec.plain)
     described = MachineMesh(machine, spec.names, placed, kinds[axis_types])
     return described if devices is None else described.to_jax(devices)
+
+
+def device_list(devices: Any) -> list[Any]:
+    """The devices of a list or an array of them; each once."""
+    flat = list(devices.flat) if isinstance(devices, np.ndarray) else devices
+    try:
+        flat = list(flat)
+    except TypeError:
+        flat = []
+    if not flat or not all(hasattr(device, "platform") for device in flat):
+        raise MeshwrightError(
+            f"devices={devices!r} is not a list of devices; give some of jax.devices()"
+        )
+    twice = first_repeated(flat)
+    if twice is not None:
+        raise MeshwrightError(f"devices= holds {twice} twice; each device stands once")
+    return flat
 
 
 def _torus_of(devices: Sequence[Any]) -> Machine | None:

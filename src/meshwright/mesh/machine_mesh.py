@@ -9,10 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.machines import Machine
-
-DIM_NAMES = {"tpu": ("x", "y", "z", "core"), "gpu": ("host", "gpu"), "cpu": ("cpu",)}
+from meshwright.errors import MeshwrightError, did_you_mean, mesh_text
+from meshwright.machines import Machine, slice_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +65,7 @@ class MachineMesh:
             )
         index = self.axis_names.index(axis)
         line = np.moveaxis(self.devices, index, 0).reshape(self.devices.shape[index], -1)[:, 0]
-        names = ("slice", *DIM_NAMES[self.machine.chip.platform])
+        names = ("slice", *self.machine.grid_names)
         places = np.array([(device.slice_index, *device.position) for device in line])
         extents = {name: len(set(places[:, i])) for i, name in enumerate(names)}
         return {name: extent for name, extent in extents.items() if extent > 1}
@@ -101,7 +99,7 @@ class MachineMesh:
         return Mesh(array, self.axis_names, axis_types=(self.axis_type,) * array.ndim)
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in self.shape.items())
+        return mesh_text(self.shape)
 
     def __repr__(self) -> str:
         return f"MachineMesh({str(self)!r} on {str(self.machine)!r})"
@@ -112,7 +110,7 @@ def _by_place(devices: Sequence[Any]) -> dict[tuple[int, ...], Any]:
     corner = np.min([tuple(device.coords) for device in devices], axis=0)
     return {
         (
-            getattr(device, "slice_index", None) or 0,
+            slice_of(device),
             *(int(c) for c in np.asarray(tuple(device.coords)) - corner),
             device.core_on_chip,
         ): device

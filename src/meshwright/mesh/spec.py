@@ -13,16 +13,19 @@ import dataclasses
 import difflib
 import itertools
 import math
+import operator
 import re
 from collections.abc import Sequence
 from typing import Self
 
-from meshwright.errors import MeshwrightError, count, did_you_mean, one_of
+from meshwright.arithmetic import divisors
+from meshwright.errors import MeshwrightError, count, did_you_mean, first_repeated, one_of
 
 STANDARD_AXES = ("dp", "fsdp", "tp", "sp")
 # names the field uses beside the standard ones; they may stand with them in one mesh
 FIELD_AXES = ("mp", "mp1", "mp2", "pp", "ep", "cp", "data", "model", "expert", "stage", "replica")
 
+RESERVED_AXIS = "devices_"  # axes of bare devices, where an expression is placed without a mesh
 _AXIS_NAME = re.compile(r"[^\W\d]\w*")
 _SIZE = re.compile(r"[+-]?[0-9]{1,9}")
 
@@ -36,6 +39,14 @@ class MeshSpec:
     given: str = dataclasses.field(default="", compare=False, repr=False)  # as the user wrote it
 
     def __post_init__(self) -> None:
+        try:
+            pairs = tuple((name, operator.index(size)) for name, size in self.axes)
+        except (TypeError, ValueError):
+            raise MeshwrightError(
+                f"MeshSpec axes {self.axes!r} are not pairs (name, size); or read a text: "
+                "MeshSpec.parse('dp=2,tp=4')"
+            ) from None
+        object.__setattr__(self, "axes", pairs)
         given = f"mesh '{self}'"
         if not self.axes:
             raise MeshwrightError("a mesh needs at least one axis, as in 'dp=8'")
@@ -178,15 +189,16 @@ class MeshSpec:
 
 def _factorings(number: int, parts: int, exact: bool) -> list[tuple[int, ...]]:
     """Ways to write `number` (or, if not exact, a divisor of it) as a product of `parts`."""
-    divisors = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
-    if number > 4096:
-        divisors.append(number)
     if parts == 1:
-        return [(d,) for d in divisors if not exact or d == number]
-    return [(d, *rest) for d in divisors for rest in _factorings(number // d, parts - 1, exact)]
+        return [(number,)] if exact else [(d,) for d in divisors(number)]
+    return [
+        (d, *rest) for d in divisors(number) for rest in _factorings(number // d, parts - 1, exact)
+    ]
 
 
 def _declared(axes: Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(axes, str | tuple | list):
+        raise MeshwrightError(f"axes={axes!r} are not names; give a tuple, or 'dp,tp'")
     names = tuple(axes.split(",")) if isinstance(axes, str) else tuple(axes)
     names = tuple(name.strip() if isinstance(name, str) else name for name in names)
     if not names:
@@ -238,9 +250,11 @@ def _check_names(names: Sequence[str], given: str) -> None:
                 f"{given}: {name!r} is not an axis name; a name is a letter or _, then letters, "
                 "digits and _"
             )
-    twice = [name for i, name in enumerate(names) if name in names[:i]]
-    if twice:
-        raise MeshwrightError(f"{given} names axis {twice[0]!r} twice; each axis stands once")
+        if name.startswith(RESERVED_AXIS):
+            raise MeshwrightError(f"{given}: names that start with {RESERVED_AXIS!r} are taken")
+    twice = first_repeated(names)
+    if twice is not None:
+        raise MeshwrightError(f"{given} names axis {twice!r} twice; each axis stands once")
 
 
 def _check_sizes(pairs: Sequence[tuple[str, int]], given: str) -> None:
@@ -282,5 +296,5 @@ def _check_vocabulary(names: Sequence[str], given: str) -> None:
         if mixed or slip:
             raise MeshwrightError(
                 f"{given}: axis {name!r} is not known{did_you_mean(name, known)} To use names of "
-                f"your own declare them: axes={tuple(names)!r}"
+                f"your own declare them: axes='{','.join(names)}'"
             )

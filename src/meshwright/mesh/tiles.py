@@ -10,14 +10,15 @@ slice, every TPU generation, GPUs and several slices.
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from meshwright.errors import MeshwrightError, count
+from meshwright.arithmetic import divisors
+from meshwright.errors import MeshwrightError, count, whole_number, whole_numbers
 from meshwright.machines import Machine
-from meshwright.mesh.machine_mesh import DIM_NAMES, MachineMesh
+from meshwright.mesh.machine_mesh import MachineMesh
 
 
 def tile_mesh(
@@ -32,11 +33,11 @@ def tile_mesh(
             f"tile_mesh takes either submesh= or num_partitions=, got submesh={submesh!r}, "
             f"num_partitions={num_partitions!r}; give exactly one"
         )
-    if submesh is not None:
-        tile = _checked_tile(machine, submesh)
-    else:
+    if num_partitions is not None:
         tile = choose_tile(machine, num_partitions)
-    by_position = {(d.slice_index, *_on_grid(machine, d.position)): d for d in machine.devices}
+    else:
+        tile = _checked_tile(machine, submesh)
+    by_position = {(d.slice_index, *d.position): d for d in machine.devices}
     per_slice = positions(machine.grid, tile, machine.host_grid)
     devices = np.empty((machine.slices, *per_slice.shape), dtype=object)
     for index in range(machine.slices):
@@ -78,19 +79,18 @@ def swapped_dims(grid: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, int
     return None
 
 
-def choose_tile(machine: Machine, num_partitions: int | None) -> tuple[int, ...]:
+def choose_tile(machine: Machine, num_partitions: int) -> tuple[int, ...]:
     """The tile of `num_partitions` devices: T5X's table where it fits, else the most compact.
 
     Compact: inside one host if it can be, aligned with hosts, then with the smallest sum of sides.
     """
     grid, host = machine.grid, machine.host_grid
     per_slice = math.prod(grid)
-    if not isinstance(num_partitions, int) or num_partitions < 1 or per_slice % num_partitions:
-        divisors = [d for d in range(1, per_slice + 1) if per_slice % d == 0]
-        number = num_partitions if isinstance(num_partitions, int) else 1
-        near = sorted(sorted(divisors, key=lambda d: abs(d - number))[:4])
+    num_partitions = whole_number(num_partitions, "num_partitions")
+    if num_partitions < 1 or per_slice % num_partitions:
+        near = sorted(sorted(divisors(per_slice), key=lambda d: abs(d - num_partitions))[:4])
         raise MeshwrightError(
-            f"num_partitions={num_partitions!r} does not divide the {per_slice} devices of a slice "
+            f"num_partitions={num_partitions} does not divide the {per_slice} devices of a slice "
             f"of '{machine}'; {', '.join(map(str, near))} would fit"
         )
     known = _table(machine, num_partitions)
@@ -98,7 +98,7 @@ def choose_tile(machine: Machine, num_partitions: int | None) -> tuple[int, ...]
         return known
     tiles = [
         tile
-        for tile in itertools.product(*([d for d in range(1, g + 1) if g % d == 0] for g in grid))
+        for tile in itertools.product(*map(divisors, grid))
         if math.prod(tile) == num_partitions
     ]
 
@@ -151,13 +151,10 @@ def _split(size: int, tile: int, host: int) -> tuple[int, int, int, int]:
     return data // in_host, in_host, 1, tile
 
 
-def _checked_tile(machine: Machine, submesh: Sequence[int]) -> tuple[int, ...]:
-    names = DIM_NAMES[machine.chip.platform] if machine.chip.platform != "cpu" else ("host", "cpu")
+def _checked_tile(machine: Machine, submesh: Any) -> tuple[int, ...]:
+    names = machine.grid_names
     form = f"({', '.join(names)})"
-    try:
-        tile = tuple(operator.index(size) for size in submesh)
-    except (TypeError, ValueError):
-        raise MeshwrightError(f"submesh {submesh!r} is not a tile; write {form}") from None
+    tile = whole_numbers(submesh, f"submesh (a tile is {form})")
     grid = machine.grid
     if len(tile) != len(grid):
         raise MeshwrightError(
@@ -166,7 +163,7 @@ def _checked_tile(machine: Machine, submesh: Sequence[int]) -> tuple[int, ...]:
         )
     for name, size, whole in zip(names, tile, grid, strict=True):
         if size < 1 or whole % size:
-            fits = [d for d in range(1, whole + 1) if whole % d == 0]
+            fits = divisors(whole)
             raise MeshwrightError(
                 f"submesh {tuple(submesh)!r} does not divide slice {grid} of '{machine}': "
                 f"{name}={size} into {whole}; {name} can be {', '.join(map(str, fits))}"
@@ -176,7 +173,3 @@ def _checked_tile(machine: Machine, submesh: Sequence[int]) -> tuple[int, ...]:
 
 def _divides(tile: tuple[int, ...], grid: tuple[int, ...]) -> bool:
     return all(g % t == 0 for t, g in zip(tile, grid, strict=True))
-
-
-def _on_grid(machine: Machine, position: tuple[int, ...]) -> tuple[int, ...]:
-    return (0, *position) if machine.chip.platform == "cpu" else position

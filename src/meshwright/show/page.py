@@ -14,4 +14,6 @@ def page(scene: Scene) -> str:
 
     data = json.dumps(scene.data(), separators=(",", ":"))
     environment = Environment(autoescape=True)
-    return environment.from_string(TEMPLATE.read_text()).render(title=scene.title, data=data)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=scene.title, data=data
+    )

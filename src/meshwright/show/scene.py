@@ -39,9 +39,19 @@ class ShownArray:
                 out[..., dim] = out[..., dim] * mesh.axis_sizes[position] + index[position]
         return out
 
+    def shard_numbers(self, mesh: MachineMesh) -> list[int]:
+        """For every device in mesh order, the number of its shard, counted row-major."""
+        numbers = np.zeros(mesh.axis_sizes, dtype=int)
+        of_device = self.shard_of_device(mesh)
+        for dim, parts in enumerate(self.parts(mesh)):
+            numbers = numbers * parts + of_device[..., dim]
+        return numbers.ravel().tolist()
+
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
+    """A mesh and the arrays to draw on it."""
+
     mesh: MachineMesh
     arrays: tuple[ShownArray, ...] = ()
     title: str = ""
@@ -77,6 +87,8 @@ class Scene:
                     "axes": [list(axes) for axes in array.layout.axes],
                     "layout": str(array.layout),
                     "parts": list(array.parts(self.mesh)),
+                    # which shard each device holds, in mesh order, numbered row-major
+                    "shards": array.shard_numbers(self.mesh),
                     "count": array.count,
                 }
                 for array in self.arrays
@@ -111,7 +123,5 @@ def _drawn_at(machine: Machine, position: tuple[int, ...]) -> tuple[int, int, in
     if machine.is_tpu:
         x, y, z, core = position
         return x, y, z, core
-    if machine.chip.platform == "gpu":
-        host, gpu = position
-        return gpu, host, 0, 0
-    return position[0], 0, 0, 0
+    host, index = position
+    return index, host, 0, 0

@@ -4,6 +4,7 @@ import itertools
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from rich import box
 from rich.console import Group, RenderableType
@@ -46,7 +47,7 @@ def lies_on(mesh: MachineMesh, axis: str) -> str:
 
 
 def machine_grid(mesh: MachineMesh) -> RenderableType:
-    """The machine, chip by chip, each with its logical position, as `id:0,3` in axis order.
+    """The machine, chip by chip, each with its logical position in axis order: `0,3`.
 
     Axes of size 1 are left out. Colour follows the last axis that is split.
     """
@@ -111,7 +112,7 @@ def array_grid(array: ShownArray, mesh: MachineMesh) -> RenderableType:
     rows_dim, columns_dim = (*([None] * 2), *split[-2:])[-2:]
     outer = [range(parts[dim]) for dim in split[:-2]]
     shard_shape = array.layout.shard_shape(array.shape, mesh.shape)
-    itemsize = np.dtype(array.dtype).itemsize if array.dtype != "bfloat16" else 2
+    itemsize = jnp.dtype(array.dtype).itemsize
     heading = (
         f"{array.layout}   {'×'.join(map(str, array.shape))} {array.dtype}: "
         f"{count(math.prod(parts), 'shard')} of {'×'.join(map(str, shard_shape)) or 'one element'} "
@@ -181,10 +182,8 @@ def _row_column_plane(device: Any) -> tuple[int, int, int]:
     if device.platform == "tpu":
         x, y, z = device.coords
         return y, x, z
-    if device.platform == "gpu":
-        host, gpu = device.coords
-        return host, gpu, 0
-    return 0, device.coords[0], 0
+    host, index = device.coords
+    return host, index, 0
 
 
 def _unit(mesh: MachineMesh) -> str:
