@@ -49,13 +49,13 @@ test-newest:
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/placement.py
 
-# write constraints.txt anew from the newest versions that pyproject.toml allows
-lock:
-	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
-	.venv-lock/bin/python -m pip install --quiet '.[dev,serve]'
-	( echo "# Exact versions everything is tested with; made by 'make lock'."; \
-	  .venv-lock/bin/python -m pip freeze --exclude meshwright ) > constraints.txt
-	rm -rf .venv-lock
+# write constraints.txt anew from the newest versions that pyproject.toml allows, every extra but torch
+# (pinned in pyproject.toml: its CPU build); nothing is installed
+lock: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --report lock.json \
+	  '.[dev,serve,track,tpu,cuda]'
+	$(BIN)/python tools/write_constraints.py lock.json constraints.txt
+	rm lock.json
 
 clean:
 	rm -rf $(VENV) .venv-newest .venv-lock build dist demo.html .pytest_cache .mypy_cache .ruff_cache .hypothesis

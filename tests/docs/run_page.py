@@ -1,7 +1,8 @@
 """Run every snippet of one Markdown page: `python tests/docs/run_page.py docs/page.md`.
 
-```python blocks run top to bottom in one namespace. With `>>>` prompts they are doctests (what they
-print must be what the page shows; `...` skips), without they are plain code that must not fail.
+```python blocks run top to bottom in one namespace. With `>>>` prompts they are doctests: what they
+print must be what the page shows, line by line (blank lines and trailing spaces aside; `...` skips).
+Without prompts they are plain code that must not fail.
 ```console blocks hold `$ command` lines, which must succeed and print what follows them, if
 anything does. Blocks after `<!-- not run: why -->` are left out.
 """
@@ -14,7 +15,17 @@ import sys
 from pathlib import Path
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+class ByLine(doctest.OutputChecker):
+    """Compares line by line; blank lines and trailing spaces do not count."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        lines = [
+            "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
+            for text in (want, got)
+        ]
+        return super().check_output(*lines, optionflags)
 
 
 def run_page(page: Path) -> int:
@@ -43,7 +54,7 @@ def run_python(body: str, namespace: dict[str, object], page: Path, line: int) -
         exec(code, namespace)
         return
     test = doctest.DocTestParser().get_doctest(body, namespace, page.name, str(page), line - 1)
-    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    runner = doctest.DocTestRunner(checker=ByLine(), optionflags=doctest.ELLIPSIS)
     runner.run(test, clear_globs=False)
     namespace.update(test.globs)
     if runner.summarize(verbose=False).failed:

@@ -4,7 +4,8 @@ Named layouts stay on the mesh given; expressions in numbers use the mesh axes t
 Without a mesh they are placed on the devices in jax's order, cut into prime factors: one mesh for
 every expression, so that arrays placed by different ones meet in one jit. (jax must be able to name
 the sharding of a result on the mesh of an argument; with a mesh made to measure for each expression
-it often cannot.)
+it often cannot.) Only a cut that the prime factors, largest first, cannot make (2 x 3 of 6) gets a
+mesh of its own.
 """
 
 import functools
@@ -75,8 +76,11 @@ def _with_devices(in_force: AbstractMesh) -> Mesh | AbstractMesh:
 
 @functools.lru_cache(maxsize=256)
 def device_line(devices: tuple[Any, ...]) -> Mesh:
-    """The devices in the order given, one axis for each prime factor of their number."""
-    primes = prime_factors(len(devices)) or [1]
+    """The devices in the order given, one axis for each prime factor of their number.
+
+    Large primes first: an odd factor is most often the number of hosts.
+    """
+    primes = prime_factors(len(devices))[::-1] or [1]
     return Mesh(np.asarray(devices, dtype=object).reshape(primes), _line_axes(len(primes)))
 
 
