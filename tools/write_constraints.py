@@ -1,4 +1,4 @@
-"""Exact versions from pip's resolution: `write_constraints.py REPORT CONSTRAINTS` (see `make lock`)."""
+"""Exact versions from pip's report: `write_constraints.py REPORT CONSTRAINTS` (`make lock`)."""
 
 import json
 import sys
