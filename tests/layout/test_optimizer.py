@@ -136,7 +136,7 @@ def test_state_of_no_parameter_is_small_or_must_be_placed() -> None:
 
 def test_layouts_of_another_tree_are_refused() -> None:
     params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
-    with pytest.raises(MeshwrightError, match="structure of params"):
+    with pytest.raises(MeshwrightError, match="there is no layout for 'w'"):
         mw.optimizer_layouts(params, params, {"v": mw.Layout(((), ()))})
 
 
@@ -162,3 +162,44 @@ def test_shardings_serve_as_layouts(mesh: jax.sharding.Mesh) -> None:
     state = jax.eval_shape(optax.adam(1e-3).init, PARAMS)
     by_sharding = mw.optimizer_layouts(state, PARAMS, mw.shardings(PARAMS, RULES, mesh=mesh))
     assert by_sharding[0].mu["embed"].spec == P("tp", "fsdp")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        (jnp.ones((8, 16)), jnp.ones((8, 16))),
+        {"l": ({"w": jnp.ones((8, 16))}, {"w": jnp.ones((8, 16))})},
+        {"w": jnp.ones((8, 16)), "b": None},
+        {"w": jnp.ones((8, 16)), "s": ()},
+        [jnp.ones((8, 16))],
+    ],
+)
+def test_layouts_of_any_tree_of_parameters_are_followed(
+    params: Any, mesh: jax.sharding.Mesh
+) -> None:
+    state = jax.eval_shape(optax.adam(1e-3).init, params)
+    layouts = mw.layouts(params, PathRules([(".*", ("fsdp", "tp"))]), mesh=mesh)
+    for given in (layouts, "a b -> a@fsdp b@tp", P("fsdp", "tp")):
+        found = mw.optimizer_layouts(state, params, given)
+        leaves = jax.tree.leaves(found[0].mu, is_leaf=lambda x: isinstance(x, mw.Layout))
+        assert {leaf.spec for leaf in leaves} == {P("fsdp", "tp")}
+
+
+def test_the_place_in_a_chain_is_not_taken_for_a_parameter() -> None:
+    array = jax.ShapeDtypeStruct((4096,), jnp.float32)
+    with pytest.raises(MeshwrightError, match="'0/sketch' of shape"):
+        mw.optimizer_layouts(({"sketch": array},), [array], [P("fsdp")])
+
+
+@pytest.mark.parametrize(
+    ("params", "layouts", "extra", "words"),
+    [
+        ({"w": jnp.ones((8, 8))}, {"w": mw.Layout((("fsdp",),))}, None, "w has 2 dims"),
+        ({"w": "text"}, {"w": P()}, None, "'w' is a str"),
+        ({"w": jnp.ones(8)}, {"w": 3}, None, "3 at 'w' is not a layout"),
+        ({"w": jnp.ones(8)}, {"w": P()}, [("a", ())], "is not mw.PathRules"),
+    ],
+)
+def test_mistakes_are_readable(params: Any, layouts: Any, extra: Any, words: str) -> None:
+    with pytest.raises(MeshwrightError, match=words):
+        mw.optimizer_layouts({"mu": params}, params, layouts, extra=extra)

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, first_repeated
 from meshwright.layout.arrays import ArraySpec, dim_names, is_described
 from meshwright.layout.expression import Expression
 from meshwright.layout.layout import Layout
@@ -62,7 +62,10 @@ def decide(tree: Any, rules: Any, mesh: AnyMesh, dims: Any = None) -> TreeDecisi
     `rules`: one layout for all, Rules (dims from ArraySpec leaves or from `dims`), PathRules, or a
     tree of layouts (a prefix of `tree`).
     """
-    leaves, treedef = jax.tree.flatten(tree)
+    try:
+        leaves, treedef = jax.tree.flatten(tree)
+    except ValueError as reason:  # keys that cannot be sorted
+        raise MeshwrightError(f"this is no tree that jax can walk: {reason}") from None
     paths = functools.cache(lambda: tree_paths(tree))  # slow for large trees, and rarely needed
     if dims is not None and not isinstance(rules, Rules):
         raise MeshwrightError(
@@ -77,7 +80,7 @@ def decide(tree: Any, rules: Any, mesh: AnyMesh, dims: Any = None) -> TreeDecisi
         keys = [matcher.found_in(path) for path in paths()]
         decide_one = functools.partial(_by_path, rules, mesh)
     else:
-        keys = _one_layout_each(rules, tree)
+        keys = one_layout_each(rules, tree)
         decide_one = functools.partial(_as_given, mesh)
     # arrays that share a key (their dims, their rules, their layout) and a shape share the answer
     known: dict[Any, Decision] = {}
@@ -85,12 +88,13 @@ def decide(tree: Any, rules: Any, mesh: AnyMesh, dims: Any = None) -> TreeDecisi
     decisions = []
     for i, (leaf, key) in enumerate(zip(leaves, keys, strict=True)):
         shape = leaf.shape if hasattr(leaf, "shape") else None
-        same = (key, shape, leaf.dims) if isinstance(leaf, ArraySpec) else (key, shape)
+        described = leaf.dims if isinstance(leaf, ArraySpec) else _is_array(leaf)
+        same = (key, shape, described)
         decision = known.get(same)
         if decision is None:
             path = paths()[i]
             try:
-                decision = decide_one(path, _shape(leaf, path), key, leaf)
+                decision = decide_one(path, array_shape(leaf, path), key, leaf)
             except MeshwrightError as mistake:
                 mistakes[same] = [_about(path, mistake)]
                 decision = Decision(_whole(leaf), mesh, "undecided")
@@ -155,7 +159,10 @@ def _by_path(
     if all(size == 1 for size in shape):
         return Decision(_whole(leaf), mesh, "one element")
     rule = rules.match(path)
-    layout, own = resolve(rule.layout, len(shape), mesh)
+    if rule.layout.counts_devices:
+        layout, own = resolve(rule.layout, len(shape), mesh)
+    else:  # a rule may keep arrays whole without counting copies
+        layout, own = Layout.of_expression(rule.layout, len(shape)), mesh
     layout.check(own.shape, shape, _named(path), rule.given or rule.layout)
     lost = tuple(f"{rules.rules[i].pattern!r} (comes later)" for i in found[1:])
     return Decision(layout, own, repr(rule.pattern), lost)
@@ -183,29 +190,43 @@ def _dims_never_seen(rules: Rules, keys: Sequence[Any]) -> list[str]:
     ]
 
 
-def _one_layout_each(layouts: Any, tree: Any) -> list[Any]:
+def one_layout_each(layouts: Any, tree: Any) -> list[Any]:
     """One layout for each leaf of `tree`, from one for all or from a tree that is a prefix of it.
 
     The tree of arrays decides what a tuple is: beside a tuple of arrays it holds a layout for each,
     beside anything else it is one layout, as a PartitionSpec would be.
     """
-    if is_layout(layouts) or (type(layouts) is tuple and type(tree) is not tuple):
-        leaves = 1 if is_described(tree) else len(jax.tree.leaves(tree))
-        if type(layouts) is tuple:
-            Layout.of_spec(layouts)
-        return [layouts] * leaves
+    spread: list[Any] = []
+    if not _spread(layouts, tree, spread):
+        raise MeshwrightError(_mismatch(layouts, tree, ""))
+    return spread
+
+
+def _spread(layouts: Any, tree: Any, spread: list[Any]) -> bool:
+    """Append a layout for each leaf; False where the two trees do not match."""
+    if type(layouts) is tuple and type(tree) is not tuple:
+        layouts = Layout.of_spec(layouts).spec
+    if is_layout(layouts):
+        spread += [layouts] * (1 if is_described(tree) else len(jax.tree.leaves(tree)))
+        return True
+    if type(layouts) is dict and type(tree) is dict:  # by far the most common, and in jax's order
+        return layouts.keys() == tree.keys() and all(
+            _spread(layouts[key], tree[key], spread) for key in sorted(tree)
+        )
     parts, shape = _one_level(layouts)
     arrays, array_shape = _one_level(tree)
     if _is_leaf(layouts) or shape != array_shape:
-        raise MeshwrightError(_mismatch(layouts, tree))
-    spread = []
-    for part, below in zip(parts, arrays, strict=True):
-        spread += _one_layout_each(part, below)
-    return spread
+        return False
+    return all(_spread(part, below, spread) for part, below in zip(parts, arrays, strict=True))
 
 
 def _one_level(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree, is_leaf=lambda node: node is not tree)
+
+
+def _one_level_names(tree: Any) -> list[str]:
+    with_paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda n: n is not tree)
+    return [path_text(path) for path, _ in with_paths]
 
 
 def _is_leaf(tree: Any) -> bool:
@@ -214,26 +235,36 @@ def _is_leaf(tree: Any) -> bool:
     return len(parts) == 1 and parts[0] is tree
 
 
-def _mismatch(layouts: Any, tree: Any) -> str:
-    """In words, how `layouts` is no layout and no tree of layouts for `tree`."""
-    if isinstance(layouts, list) and all(isinstance(part, str | None) for part in layouts):
-        return f"{layouts!r} is a list; write a tuple or a PartitionSpec for one layout"
-    if is_described(tree) or _is_leaf(layouts):
-        return f"{layouts!r} {NOT_A_LAYOUT}"
-    arrays, _ = _one_level(tree)
-    have = [path.split("/")[0] for path in tree_paths(tree)]
-    one_each = jax.tree.map(lambda _: 0, layouts, is_leaf=is_layout)
-    given = [path.split("/")[0] for path in tree_paths(one_each)]
-    extra = [name for name in dict.fromkeys(given) if name not in have]
-    missing = [name for name in dict.fromkeys(have) if name not in given]
+def _mismatch(layouts: Any, tree: Any, path: str) -> str:
+    """In words, where `layouts` is no layout and no tree of layouts for `tree`."""
+    parts, shape = _one_level(layouts)
+    arrays, array_shape = _one_level(tree)
+    if shape == array_shape and not _is_leaf(layouts):
+        for name, part, below in zip(_one_level_names(tree), parts, arrays, strict=True):
+            if not _spread(part, below, []):
+                return _mismatch(part, below, f"{path}/{name}" if path else name)
+    where = f" at {path!r}" if path else ""
+    axes_only = isinstance(layouts, list) and not any("->" in str(part) for part in layouts)
+    if is_described(tree) and axes_only:
+        return f"{layouts!r}{where} is a list; write a tuple or a PartitionSpec for one layout"
+    if _is_leaf(layouts):
+        alone = isinstance(layouts, str) and layouts.isidentifier()
+        hint = "; a tuple beside a tuple of arrays holds one layout each: use P(…) for all"
+        return f"{layouts!r}{where} {NOT_A_LAYOUT}{hint if alone else ''}"
+    if is_described(tree):
+        return f"{layouts!r}{where} {NOT_A_LAYOUT}"
+    have, given = _one_level_names(tree), _one_level_names(layouts)
+    prefix = f"{path}/" if path else ""
+    extra = [prefix + name for name in given if name not in have]
+    missing = [prefix + name for name in have if name not in given]
     words = []
     if extra:
         words.append(f"there is no array {', '.join(map(repr, extra[:3]))}")
     if missing:
         words.append(f"there is no layout for {', '.join(map(repr, missing[:3]))}")
     difference = " and ".join(words) or (
-        f"a {type(layouts).__name__} of {len(given)} stands beside a {type(tree).__name__} of "
-        f"{len(arrays)}"
+        f"a {type(layouts).__name__} of layouts stands beside a {type(tree).__name__} of arrays"
+        f"{where}"
     )
     return (
         f"the tree of layouts does not match the tree of arrays: {difference}; give one layout for "
@@ -244,7 +275,7 @@ def _mismatch(layouts: Any, tree: Any) -> str:
 def is_layout(value: Any) -> bool:
     """Whether a value is one layout wherever it stands; None keeps an array whole."""
     return value is None or (
-        isinstance(value, Layout | PartitionSpec | Expression)
+        isinstance(value, Layout | PartitionSpec | NamedSharding | Expression)
         or (isinstance(value, str) and "->" in value)
     )
 
@@ -263,11 +294,16 @@ def _dims_of_leaves(treedef: Any, leaves: list[Any], dims: Any) -> list[Any]:
     return [None if names is None else dim_names(names) for names in given]
 
 
-def _shape(leaf: Any, path: str) -> tuple[int, ...]:
-    if is_described(leaf) and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm"):
-        return tuple(leaf.shape)
-    if isinstance(leaf, bool | int | float | complex):
-        return ()
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OSUMm"
+    return is_described(leaf) or isinstance(leaf, bool | int | float | complex)
+
+
+def array_shape(leaf: Any, path: str) -> tuple[int, ...]:
+    """The shape of an array, described or real, or of a number."""
+    if _is_array(leaf):
+        return tuple(getattr(leaf, "shape", ()))
     kind = leaf.dtype if is_described(leaf) else type(leaf).__name__
     raise MeshwrightError(
         f"{path!r} is a {kind}, not an array; give arrays, jax.ShapeDtypeStruct or mw.ArraySpec"
@@ -277,8 +313,11 @@ def _shape(leaf: Any, path: str) -> tuple[int, ...]:
 
 
 def _whole(leaf: Any) -> Layout:
-    shape = getattr(leaf, "shape", ())
-    return Layout.whole(leaf.dims if isinstance(leaf, ArraySpec) else (None,) * len(shape))
+    """Nothing split; names only where each is told once, since this also stands in for mistakes."""
+    names = leaf.dims if isinstance(leaf, ArraySpec) else ()
+    if not names or first_repeated(names) is not None:
+        names = (None,) * len(getattr(leaf, "shape", ()))
+    return Layout.whole(names)
 
 
 def _named(path: str) -> str:

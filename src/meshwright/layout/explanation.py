@@ -12,7 +12,7 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,6 +67,11 @@ class Row:
             "; ".join(self.lost).replace(" -> ", "→"),
         )
 
+    def pattern(self) -> str:
+        """A regex for the path; collapsed rows stand for any layer number."""
+        literal = re.escape(self.path)
+        return f"^{literal.replace(re.escape('*'), '[0-9]+') if self.count > 1 else literal}$"
+
     def _where(self) -> str:
         if self.expression.counts_devices:
             return str(self.expression).partition("->")[2].strip()
@@ -108,8 +113,8 @@ class Explanation:
         return dataclasses.replace(self, rows=tuple(rows))
 
     def path_rules(self) -> PathRules:
-        """The same placement as path rules, one an array."""
-        return PathRules([(f"^{re.escape(row.path)}$", row.expression) for row in self.rows])
+        """The same placement as path rules, one an array (or one for all alike, if collapsed)."""
+        return PathRules([(row.pattern(), row.expression) for row in self.rows])
 
     def summary(self) -> str:
         devices = math.prod(self.mesh_shape.values())
@@ -211,6 +216,7 @@ def explain(
     rules: Any,
     mesh: MeshLike | None = None,
     *,
+    devices: Sequence[Any] | None = None,
     dims: Any = None,
     strict: bool = True,
 ) -> Explanation:
@@ -220,22 +226,22 @@ def explain(
     all sizes given. Mistakes (an unknown name, a rule that matches nothing, dims that do not
     divide) raise, or with `strict=False` are listed with the table.
     """
-    concrete = _mesh(mesh)
+    concrete = _mesh(mesh, devices)
     decided = decide(tree, rules, concrete, dims)
     if strict:
         decided.raise_problems()
     return _explanation(decided, concrete)
 
 
-def _mesh(mesh: MeshLike | None) -> AnyMesh:
-    if isinstance(mesh, str | MeshSpec) and MeshSpec.parse(mesh).is_resolved:
+def _mesh(mesh: MeshLike | None, devices: Sequence[Any] | None) -> AnyMesh:
+    if devices is None and isinstance(mesh, str | MeshSpec) and MeshSpec.parse(mesh).is_resolved:
         spec = MeshSpec.parse(mesh)
         return AbstractMesh(spec.sizes, spec.names)
-    return find_mesh(mesh)
+    return find_mesh(mesh, devices)
 
 
 def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
-    rows = []
+    rows, shared = [], []
     for path, leaf, decision in zip(decided.paths, decided.leaves, decided.decisions, strict=True):
         shape = tuple(int(size) for size in getattr(leaf, "shape", ()))
         dtype, itemsize = _dtype(leaf)
@@ -252,12 +258,13 @@ def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
                 copies=layout.copies(mesh_shape),
                 rule=decision.rule,
                 lost=decision.lost,
-                expression=_as_text(layout, decision.mesh),
+                expression=_as_text(layout, decision.mesh, mesh),
             )
         )
-    return Explanation(
-        tuple(rows), dict(mesh.shape), tuple(decided.problems), tuple(_replicated(rows, mesh.shape))
-    )
+        if decision.mesh is mesh:
+            shared.append(rows[-1])
+    notes = _replicated(shared, mesh.shape)
+    return Explanation(tuple(rows), dict(mesh.shape), tuple(decided.problems), tuple(notes))
 
 
 def _columns_that_fit(cells: list[tuple[str, ...]], width: int) -> tuple[list[int], list[int]]:
@@ -274,8 +281,9 @@ def _columns_that_fit(cells: list[tuple[str, ...]], width: int) -> tuple[list[in
     return columns, sorted(left_out)
 
 
-def _as_text(layout: Layout, mesh: AnyMesh) -> Expression:
-    return layout.numbers(mesh.shape) if is_device_line(mesh) else layout.expression
+def _as_text(layout: Layout, own: AnyMesh, mesh: AnyMesh) -> Expression:
+    by_numbers = is_device_line(own) or (is_device_line(mesh) and own is not mesh)
+    return layout.numbers(own.shape) if by_numbers else layout.expression
 
 
 def _dtype(leaf: Any) -> tuple[str, int]:

@@ -16,10 +16,11 @@ import math
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout.arrays import is_described
-from meshwright.layout.decide import is_layout, path_text
+from meshwright.layout.decide import array_shape, one_layout_each, path_text
+from meshwright.layout.expression import Expression
 from meshwright.layout.layout import Layout
 from meshwright.layout.path_rules import PathRules
 
@@ -36,25 +37,25 @@ def optimizer_layouts(
 ) -> Any:
     """A tree of Layouts like `state`.
 
-    `state` and `params` may be abstract; `param_layouts` is a tree of Layouts or PartitionSpecs
-    like `params` (from `layouts`). State that belongs to no parameter stays whole up to
+    `state` and `params` may be abstract; `param_layouts` is a tree of layouts or shardings like
+    `params` (from `layouts`), or one for all. State that belongs to no parameter stays whole up to
     1,024 elements (counts, coefficients); `extra` places what is larger, by its path.
     """
-    by_path = {
-        tuple(path): (tuple(leaf.shape), _as_layout(layout, leaf))
-        for (path, leaf), layout in zip(
-            jax.tree_util.tree_flatten_with_path(params)[0],
-            _layout_leaves(param_layouts, params),
-            strict=True,
-        )
-    }
+    if extra is not None and not isinstance(extra, PathRules):
+        raise MeshwrightError(f"extra={extra!r} is not mw.PathRules")
+    by_path = {}
+    arrays = jax.tree_util.tree_flatten_with_path(params)[0]
+    for (path, leaf), given in zip(arrays, one_layout_each(param_layouts, params), strict=True):
+        shape = array_shape(leaf, path_text(path))
+        of_param = _as_layout(given, len(shape))
+        by_path[tuple(path)] = shape, of_param.check_rank(len(shape), path_text(path), given)
     longest = max(map(len, by_path), default=0)
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     found = []
     problems = []
     placed_by_extra: list[str] = []
     for path, leaf in leaves:
-        shape = tuple(getattr(leaf, "shape", ()))
+        shape = array_shape(leaf, path_text(path))
         layout = _follow(tuple(path), shape, by_path, longest)
         if layout is None and extra is not None and extra.matcher.found_in(path_text(path)):
             placed_by_extra.append(path_text(path))
@@ -86,6 +87,8 @@ def _follow(
 ) -> Layout | None:
     """The layout of the state array at `path`; None if it follows no parameter."""
     for start, stop in _spans(len(path), longest):
+        if start == 0 and stop < len(path) and isinstance(path[0], jax.tree_util.SequenceKey):
+            continue  # the place in an optax chain, not in a list of parameters
         owner = params.get(path[start:stop])
         if owner is not None:
             param_shape, layout = owner
@@ -163,25 +166,11 @@ def _whole(shape: tuple[int, ...]) -> Layout:
     return Layout(((),) * len(shape))
 
 
-def _layout_leaves(layouts: Any, params: Any) -> list[Any]:
-    def is_one(value: Any) -> bool:
-        return is_layout(value) or hasattr(value, "spec") or type(value) is tuple
-
-    if is_one(layouts) and is_described(params):
-        return [layouts]
-    leaves = jax.tree.leaves(layouts, is_leaf=is_one)
-    structure: Any = jax.tree.structure(layouts, is_leaf=is_one)
-    if structure != jax.tree.structure(params):
-        raise MeshwrightError(
-            "param_layouts does not have the structure of params; make it with "
-            "mw.layouts(params, rules, mesh=mesh)"
-        )
-    return leaves
-
-
-def _as_layout(layout: Any, leaf: Any) -> Layout:
+def _as_layout(layout: Any, ndim: int) -> Layout:
     if isinstance(layout, Layout):
         return layout
-    if isinstance(layout, str):
-        return Layout.parse(layout, leaf.ndim)
-    return Layout.of_spec(getattr(layout, "spec", layout) or (), ndim=leaf.ndim)
+    if isinstance(layout, str | Expression):
+        expression = Expression.parse(layout) if isinstance(layout, str) else layout
+        return Layout.of_expression(expression, ndim)
+    spec = layout.spec if isinstance(layout, NamedSharding) else layout
+    return Layout.of_spec(() if spec is None else spec, ndim=ndim)

@@ -188,7 +188,7 @@ def _expression(layout: Any, item: Any) -> Expression:
     if layout is None:
         layout = ()
     if isinstance(layout, PartitionSpec | tuple | list):
-        exact = Layout.of_spec(tuple(layout)).expression
+        exact = Layout.of_spec(layout).expression
         # as in jax, a spec may be shorter than the array: the dims it leaves out are whole
         return Expression((*exact.left, ELLIPSIS), (*exact.right, Entry(ELLIPSIS)))
     raise MeshwrightError(

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from meshwright.errors import MeshwrightError, mesh_text, whole_number, whole_numbers
 from meshwright.layout.arrays import ArraySpec
 from meshwright.layout.decide import TreeDecisions, decide, is_layout
+from meshwright.layout.layout import Layout
 from meshwright.layout.resolve import (
     NOT_A_LAYOUT,
     LayoutLike,
@@ -93,7 +94,9 @@ def shard(
     for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         if isinstance(leaf, jax.core.Tracer):
             placed[i] = _constrain(leaf, target)
-        elif isinstance(leaf, jax.ShapeDtypeStruct | ArraySpec):
+        elif isinstance(leaf, jax.ShapeDtypeStruct):
+            placed[i] = leaf.update(sharding=target)
+        elif isinstance(leaf, ArraySpec):
             placed[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
         elif tracing:
             placed[i] = _constrain(jnp.asarray(leaf), target)
@@ -127,9 +130,16 @@ def shardings(
     return decided.treedef.unflatten(_shardings(decided))
 
 
-def layouts(tree: Any, rules: Any, *, mesh: MeshLike | None = None, dims: Any = None) -> Any:
+def layouts(
+    tree: Any,
+    rules: Any,
+    *,
+    mesh: MeshLike | None = None,
+    devices: Sequence[Any] | None = None,
+    dims: Any = None,
+) -> Any:
     """A tree of Layouts like `tree`: what the rules say, as values."""
-    base = find_mesh(mesh, None)
+    base = find_mesh(mesh, devices)
     decided = decide(tree, rules, base, dims)
     decided.raise_problems()
     if is_device_line(base):
@@ -152,21 +162,42 @@ def _is_tracing() -> bool:
 
 
 def _constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
+    """Constrain a traced value, on the mesh in force where that says the same."""
     in_force = jax.sharding.get_abstract_mesh()
-    if AxisType.Manual in in_force.axis_types:
+    wanted = target.mesh if isinstance(target.mesh, AbstractMesh) else target.mesh.abstract_mesh
+    alike = in_force.axis_names == wanted.axis_names and in_force.axis_sizes == wanted.axis_sizes
+    kinds = dict(zip(in_force.axis_names, in_force.axis_types, strict=True))
+    used = Layout.of_spec(target.spec).used_axes
+    if AxisType.Manual in kinds.values():
+        manual = [axis for axis, kind in kinds.items() if kind == AxisType.Manual]
+        if len(manual) == len(kinds) or not alike or any(axis in manual for axis in used):
+            raise MeshwrightError(
+                f"inside shard_map {', '.join(manual)} are manual: each device has its own part "
+                "already, and mw.shard cannot move it over them; use jax.lax collectives there"
+            )
+        return jax.lax.with_sharding_constraint(value, NamedSharding(in_force, target.spec))
+    if isinstance(target.mesh, AbstractMesh) and not alike:
         raise MeshwrightError(
-            "inside shard_map the axes are manual: each device has its own part already, and "
-            "mw.shard cannot move it; use jax.lax collectives there"
+            f"the mesh ({mesh_text(wanted.shape)}) has no devices, so a constraint on it would do "
+            "nothing; give a mesh with devices, or put it in force: with jax.set_mesh(mesh)"
         )
-    if AxisType.Explicit not in target.mesh.axis_types:
+    explicit = AxisType.Explicit in (*kinds.values(), *wanted.axis_types)
+    if not explicit:
         return jax.lax.with_sharding_constraint(value, target)
-    if in_force != target.mesh.abstract_mesh:
+    if not alike:
         raise MeshwrightError(
-            f"the mesh ({mesh_text(target.mesh.shape)}) has explicit axes, which inside jit must "
-            "be the mesh in force: with jax.set_mesh(mesh)"
+            "with explicit axes a value inside jit is placed on the mesh in force, which is "
+            f"({mesh_text(in_force.shape)}), not ({mesh_text(wanted.shape)}): put that in force, "
+            "with jax.set_mesh(mesh)"
+        )
+    automatic = [axis for axis in used if kinds[axis] != AxisType.Explicit]
+    if automatic:
+        raise MeshwrightError(
+            f"the mesh in force has explicit and automatic axes, and the layout uses "
+            f"{', '.join(automatic)}, which is automatic: constrain over one kind at a time"
         )
     # explicit axes carry the sharding in the type: a constraint would only assert it
-    return jax.sharding.reshard(value, target)
+    return jax.sharding.reshard(value, NamedSharding(in_force, target.spec))
 
 
 def _need_devices(mesh: AnyMesh) -> None:

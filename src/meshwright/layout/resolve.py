@@ -22,7 +22,7 @@ from meshwright.layout.expression import Expression, Factor
 from meshwright.layout.layout import Layout, name_dims
 from meshwright.mesh import RESERVED_AXIS, AnyMesh, MachineMesh, MeshSpec, device_list, mesh
 
-LayoutLike = str | Layout | PartitionSpec | tuple[Any, ...] | Expression | None
+LayoutLike = str | Layout | PartitionSpec | NamedSharding | tuple[Any, ...] | Expression | None
 """What may stand for a layout: an expression, a Layout, a PartitionSpec or a tuple like one."""
 
 MeshLike = AnyMesh | MeshSpec | str
@@ -69,9 +69,10 @@ def _is_mesh_of(in_force: AbstractMesh, text: str | MeshSpec) -> bool:
 
 def _with_devices(in_force: AbstractMesh) -> Mesh | AbstractMesh:
     try:
-        return jax.sharding.get_mesh()
+        concrete = jax.sharding.get_mesh()
     except ValueError:  # inside jit jax gives out the axes only
         return in_force
+    return concrete if concrete.abstract_mesh == in_force else in_force
 
 
 @functools.lru_cache(maxsize=256)
@@ -98,6 +99,8 @@ def resolve(layout: LayoutLike, ndim: int | None, mesh: AnyMesh) -> tuple[Layout
         layout = Expression.parse(layout)
     if isinstance(layout, Layout):
         return layout, mesh
+    if isinstance(layout, NamedSharding):
+        return Layout.of_spec(layout.spec, ndim=ndim), layout.mesh
     if layout is None or isinstance(layout, PartitionSpec | tuple):
         return Layout.of_spec(() if layout is None else layout, ndim=ndim), mesh
     if not isinstance(layout, Expression):

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from meshwright.errors import MeshwrightError, count, whole_numbers
+from meshwright.errors import MeshwrightError, count, whole_number, whole_numbers
 from meshwright.machines.chips import Chip
 from meshwright.machines.recognize import recognize
 from meshwright.machines.text import read_machine
@@ -55,6 +55,7 @@ class Machine:
                 f"chip {self.chip!r} is not a mw.Chip; take one of mw.CHIPS, or Machine.parse"
             )
         object.__setattr__(self, "shape", whole_numbers(self.shape, "machine shape"))
+        object.__setattr__(self, "slices", whole_number(self.slices, "slices"))
         wanted = {"tpu": self.chip.torus_dims, "gpu": 2, "cpu": 1}[self.chip.platform]
         if len(self.shape) != wanted or min(self.shape, default=0) < 1 or self.slices < 1:
             raise MeshwrightError(

@@ -1,6 +1,7 @@
 """From what the user said (MeshSpec) to devices in order: meshes, tiles on a torus, slices."""
 
-from meshwright.mesh.build import AnyMesh, device_list, mesh
+from meshwright.mesh.arrange import device_list
+from meshwright.mesh.build import AnyMesh, mesh
 from meshwright.mesh.machine_mesh import MachineMesh
 from meshwright.mesh.spec import RESERVED_AXIS, STANDARD_AXES, MeshSpec
 from meshwright.mesh.tiles import tile_mesh

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jax.experimental import mesh_utils
 
+from meshwright.errors import MeshwrightError, first_repeated
 from meshwright.machines import slice_of
 
 logger = logging.getLogger("meshwright")
@@ -60,3 +61,20 @@ def axes_across_slices(sizes: Sequence[int], slices: int) -> list[int]:
         slices //= factor
     assert slices == 1, "slices divide the product of the sizes, so the factors use them up"
     return across
+
+
+def device_list(devices: Any) -> list[Any]:
+    """The devices of a list or an array of them; each once."""
+    flat = list(devices.flat) if isinstance(devices, np.ndarray) else devices
+    try:
+        flat = list(flat)
+    except TypeError:
+        flat = []
+    if not flat or not all(hasattr(device, "device_kind") for device in flat):
+        raise MeshwrightError(
+            f"devices={devices!r} is not a list of devices; give some of jax.devices()"
+        )
+    twice = first_repeated(flat)
+    if twice is not None:
+        raise MeshwrightError(f"devices= holds {twice} twice; each device stands once")
+    return flat

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshwright.errors import MeshwrightError, first_repeated
+from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.mesh.arrange import arrange
+from meshwright.mesh.arrange import arrange, device_list
 from meshwright.mesh.machine_mesh import MachineMesh
 from meshwright.mesh.spec import MeshSpec
 
@@ -88,23 +87,6 @@ def mesh(
     placed = arrange(spec.sizes, machine.devices, spec.plain)
     described = MachineMesh(machine, spec.names, placed, kinds[axis_types])
     return described if devices is None else described.to_jax(devices)
-
-
-def device_list(devices: Any) -> list[Any]:
-    """The devices of a list or an array of them; each once."""
-    flat = list(devices.flat) if isinstance(devices, np.ndarray) else devices
-    try:
-        flat = list(flat)
-    except TypeError:
-        flat = []
-    if not flat or not all(hasattr(device, "platform") for device in flat):
-        raise MeshwrightError(
-            f"devices={devices!r} is not a list of devices; give some of jax.devices()"
-        )
-    twice = first_repeated(flat)
-    if twice is not None:
-        raise MeshwrightError(f"devices= holds {twice} twice; each device stands once")
-    return flat
 
 
 def _torus_of(devices: Sequence[Any]) -> Machine | None:

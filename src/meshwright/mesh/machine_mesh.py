@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshwright.errors import MeshwrightError, did_you_mean, mesh_text
 from meshwright.machines import Machine, slice_of
+from meshwright.mesh.arrange import device_list
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,7 +76,7 @@ class MachineMesh:
 
         TPU devices are matched by slice and coordinates, others by their order.
         """
-        devices = list(jax.devices() if devices is None else devices)
+        devices = jax.devices() if devices is None else device_list(devices)
         if len(devices) != self.size:
             raise MeshwrightError(
                 f"machine '{self.machine}' has {self.size} devices, {len(devices)} were given; "
