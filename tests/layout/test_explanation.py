@@ -204,18 +204,6 @@ def test_dim_names_the_notation_cannot_hold_still_print_and_read_back() -> None:
     assert mw.explain(tree, again, "tp=4").rows[0].layout.spec == P("tp")
 
 
-def test_cuts_that_need_a_mesh_of_their_own_are_told_in_numbers() -> None:
-    devices = jax.devices()[:12]
-    big = jax.ShapeDtypeStruct((12000, 12000), jnp.float32)
-    tree = {"w": big, "v": big}
-    given = {"w": "a b -> a4 b3", "v": "a b -> a3 b4"}
-    table = mw.explain(tree, given, devices=devices)
-    assert {row.path: row.cells()[3] for row in table.rows} == {"v": "a3 b4", "w": "a4 b3"}
-    assert table.notes == ()
-    again = mw.shardings(tree, table.path_rules(), devices=devices)
-    assert again == mw.shardings(tree, given, devices=devices)
-
-
 def test_collapsed_rows_give_rules_for_all_layers(eight: list[jax.Device]) -> None:
     mesh = mw.mesh("fsdp=2,tp=4", devices=eight)
     rules = mw.explain(TREE, RULES, mesh).collapsed().path_rules()

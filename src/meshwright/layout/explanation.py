@@ -258,7 +258,7 @@ def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
                 copies=layout.copies(mesh_shape),
                 rule=decision.rule,
                 lost=decision.lost,
-                expression=_as_text(layout, decision.mesh, mesh),
+                expression=_as_text(layout, decision.mesh),
             )
         )
         if decision.mesh is mesh:
@@ -281,9 +281,8 @@ def _columns_that_fit(cells: list[tuple[str, ...]], width: int) -> tuple[list[in
     return columns, sorted(left_out)
 
 
-def _as_text(layout: Layout, own: AnyMesh, mesh: AnyMesh) -> Expression:
-    by_numbers = is_device_line(own) or (is_device_line(mesh) and own is not mesh)
-    return layout.numbers(own.shape) if by_numbers else layout.expression
+def _as_text(layout: Layout, mesh: AnyMesh) -> Expression:
+    return layout.numbers(mesh.shape) if is_device_line(mesh) else layout.expression
 
 
 def _dtype(leaf: Any) -> tuple[str, int]:

@@ -90,7 +90,6 @@ def shard(
     leaves = decided.leaves
     placed = list(leaves)
     concrete = []
-    tracing = _is_tracing()
     for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         if isinstance(leaf, jax.core.Tracer):
             placed[i] = _constrain(leaf, target)
@@ -98,7 +97,7 @@ def shard(
             placed[i] = leaf.update(sharding=target)
         elif isinstance(leaf, ArraySpec):
             placed[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
-        elif tracing:
+        elif _is_tracing():
             placed[i] = _constrain(jnp.asarray(leaf), target)
         else:
             concrete.append(i)
@@ -158,7 +157,10 @@ def _shardings(decided: TreeDecisions) -> list[NamedSharding]:
 
 def _is_tracing() -> bool:
     """Inside jit, grad, scan …, where even a new constant is traced."""
-    return isinstance(jnp.zeros((), bool), jax.core.Tracer)
+    try:
+        return isinstance(jnp.zeros((), bool), jax.core.Tracer)
+    except ValueError:  # a mesh without devices is in force, so nothing can be made at all
+        return False
 
 
 def _constrain(value: jax.Array, target: NamedSharding) -> jax.Array:

@@ -2,10 +2,9 @@
 
 Named layouts stay on the mesh given; expressions in numbers use the mesh axes they line up with.
 Without a mesh they are placed on the devices in jax's order, cut into prime factors: one mesh for
-every expression, so that arrays placed by different ones meet in one jit. (jax must be able to name
-the sharding of a result on the mesh of an argument; with a mesh made to measure for each expression
-it often cannot.) Only a cut that the prime factors, largest first, cannot make (2 x 3 of 6) gets a
-mesh of its own.
+every expression, so that arrays placed by different ones meet in one jit. (With a mesh made to
+measure for each expression jax often cannot name the sharding of a result, and on numbers of
+devices that mix primes the compiler can abort the process.)
 """
 
 import functools
@@ -94,7 +93,7 @@ def _line_axes(number: int) -> tuple[str, ...]:
 
 
 def resolve(layout: LayoutLike, ndim: int | None, mesh: AnyMesh) -> tuple[Layout, AnyMesh]:
-    """The layout, and the mesh it speaks of: `mesh`, but for numbers that no cut of it fits."""
+    """The layout, and the mesh it speaks of: `mesh`, unless a sharding brings its own."""
     if isinstance(layout, str):
         layout = Expression.parse(layout)
     if isinstance(layout, Layout):
@@ -117,8 +116,7 @@ def _counted(expression: Expression, ndim: int | None, mesh: AnyMesh) -> tuple[L
     factors = [factor for factor in expression.factors(mesh.size, where) if factor.size > 1]
     aligned = _align(factors, mesh.shape)
     if aligned is None:
-        mesh = _own_mesh(factors, mesh, expression)
-        aligned = [(name,) for name in mesh.axis_names]
+        raise MeshwrightError(_does_not_line_up(expression, factors, mesh))
     axes = {
         factor.dim: names
         for factor, names in zip(factors, aligned, strict=False)
@@ -148,20 +146,24 @@ def _align(
     return runs
 
 
-def _own_mesh(factors: Sequence[Factor], base: AnyMesh, expression: Expression) -> Mesh:
-    """A mesh cut to these factors, for numbers of devices that mix primes (3 x 2 of 6)."""
-    if not (isinstance(base, Mesh) and is_device_line(base)):
-        alone = isinstance(base, Mesh) and ", or place by numbers alone: devices=mesh.devices"
-        raise MeshwrightError(
-            f"layout '{expression}' does not line up with the mesh ({mesh_text(base.shape)}): each "
-            "number must be the product of neighbouring axes, in mesh order; name the axes instead "
-            f"(x@axis){alone or ''}"
+def _does_not_line_up(expression: Expression, factors: Sequence[Factor], mesh: AnyMesh) -> str:
+    """Why the numbers cannot be placed on this mesh, and what can."""
+    if is_device_line(mesh):
+        primes = " x ".join(map(str, mesh.axis_sizes))
+        axes = ",".join(
+            f"{letter}={f.size}" for letter, f in zip("ijklmnop", factors, strict=False)
         )
-    names: list[str] = []
-    for factor in factors:
-        name = factor.dim or "copies"
-        names.append(name if name not in names else f"{name}{len(names)}")
-    return Mesh(base.devices.reshape([factor.size for factor in factors]), tuple(names))
+        return (
+            f"layout '{expression}' cuts {mesh.size} devices another way than their prime factors "
+            f"go, largest first ({primes}), so arrays placed by other expressions could not meet "
+            f"it in one jit; give all of them one mesh that is cut so: mesh=mw.mesh('{axes}')"
+        )
+    alone = isinstance(mesh, Mesh) and ", or place by numbers alone: devices=mesh.devices"
+    return (
+        f"layout '{expression}' does not line up with the mesh ({mesh_text(mesh.shape)}): each "
+        "number must be the product of neighbouring axes, in mesh order; name the axes instead "
+        f"(x@axis){alone or ''}"
+    )
 
 
 def named_sharding(layout: Layout, mesh: AnyMesh) -> NamedSharding:
