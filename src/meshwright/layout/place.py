@@ -97,11 +97,12 @@ def shard(
             placed[i] = leaf.update(sharding=target)
         elif isinstance(leaf, ArraySpec):
             placed[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
-        elif _is_tracing():
-            placed[i] = _constrain(jnp.asarray(leaf), target)
         else:
             concrete.append(i)
-    if concrete:
+    if concrete and _is_tracing():
+        for i in concrete:
+            placed[i] = _constrain(jnp.asarray(leaves[i]), targets[i])
+    elif concrete:
         _need_devices(base)
         put = jax.device_put([leaves[i] for i in concrete], [targets[i] for i in concrete])
         for i, array in zip(concrete, put, strict=True):

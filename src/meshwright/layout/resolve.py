@@ -106,25 +106,21 @@ def resolve(layout: LayoutLike, ndim: int | None, mesh: AnyMesh) -> tuple[Layout
         raise MeshwrightError(f"{layout!r} {NOT_A_LAYOUT}")
     if layout.names_axes or not (layout.counts_devices or is_device_line(mesh)):
         return Layout.of_expression(layout, ndim), mesh
-    return _counted(layout, ndim, mesh)
+    return _counted(layout, ndim, mesh), mesh
 
 
 @functools.lru_cache(maxsize=4096)
-def _counted(expression: Expression, ndim: int | None, mesh: AnyMesh) -> tuple[Layout, AnyMesh]:
+def _counted(expression: Expression, ndim: int | None, mesh: AnyMesh) -> Layout:
+    """Numbers as the mesh axes they line up with."""
     dims = expression.dims(ndim)
     where = "here" if is_device_line(mesh) else "in the mesh"
     factors = [factor for factor in expression.factors(mesh.size, where) if factor.size > 1]
     aligned = _align(factors, mesh.shape)
     if aligned is None:
         raise MeshwrightError(_does_not_line_up(expression, factors, mesh))
-    axes = {
-        factor.dim: names
-        for factor, names in zip(factors, aligned, strict=False)
-        if factor.dim is not None
-    }
-    return Layout(
-        tuple(axes.get(dim, ()) if dim is not None else () for dim in dims), name_dims(dims)
-    ), mesh
+    axes = {factor.dim: names for factor, names in zip(factors, aligned, strict=True)}
+    axes[None] = ()  # copies, and dims under the ellipsis
+    return Layout(tuple(axes.get(dim, ()) for dim in dims), name_dims(dims))
 
 
 def _align(
