@@ -185,6 +185,12 @@ def test_what_is_no_array_is_found_beside_arrays(mesh: Mesh) -> None:
         mw.shard({"a": np.ones(8), "b": np.array(["x"] * 8)}, P("fsdp"), mesh=mesh)
 
 
+def test_a_tuple_with_more_entries_than_dims_is_refused(mesh: Mesh) -> None:
+    with pytest.raises(MeshwrightError, match="names 3 dims, the array has 2"):
+        mw.shard(np.ones((8, 16)), ("fsdp", None, None), mesh=mesh)
+    assert specs(mw.shard(np.ones((8, 16)), ("fsdp",), mesh=mesh)) == P("fsdp")
+
+
 def test_lists_of_axes_inside_a_tuple_are_taken(mesh: Mesh) -> None:
     x = np.ones((8, 16), np.float32)
     assert specs(mw.shard(x, (["fsdp", "tp"], None), mesh=mesh)) == P(("fsdp", "tp"))

@@ -205,7 +205,8 @@ def one_layout_each(layouts: Any, tree: Any) -> list[Any]:
 def _spread(layouts: Any, tree: Any, spread: list[Any]) -> bool:
     """Append a layout for each leaf; False where the two trees do not match."""
     if type(layouts) is tuple and type(tree) is not tuple:
-        layouts = Layout.of_spec(layouts).spec
+        # with every entry it has, so that one too many for the array is noticed
+        layouts = PartitionSpec(*(axes or None for axes in Layout.of_spec(layouts).axes))
     if is_layout(layouts):
         spread += [layouts] * (1 if is_described(tree) else len(jax.tree.leaves(tree)))
         return True
@@ -214,8 +215,8 @@ def _spread(layouts: Any, tree: Any, spread: list[Any]) -> bool:
             _spread(layouts[key], tree[key], spread) for key in sorted(tree)
         )
     parts, shape = _one_level(layouts)
-    arrays, array_shape = _one_level(tree)
-    if _is_leaf(layouts) or shape != array_shape:
+    arrays, tree_shape = _one_level(tree)
+    if _is_leaf(layouts) or shape != tree_shape:
         return False
     return all(_spread(part, below, spread) for part, below in zip(parts, arrays, strict=True))
 
@@ -238,8 +239,8 @@ def _is_leaf(tree: Any) -> bool:
 def _mismatch(layouts: Any, tree: Any, path: str) -> str:
     """In words, where `layouts` is no layout and no tree of layouts for `tree`."""
     parts, shape = _one_level(layouts)
-    arrays, array_shape = _one_level(tree)
-    if shape == array_shape and not _is_leaf(layouts):
+    arrays, tree_shape = _one_level(tree)
+    if shape == tree_shape and not _is_leaf(layouts):
         for name, part, below in zip(_one_level_names(tree), parts, arrays, strict=True):
             if not _spread(part, below, []):
                 return _mismatch(part, below, f"{path}/{name}" if path else name)

@@ -33,7 +33,6 @@ _COLUMNS = (
 )  # fmt: skip
 _DTYPE, _RULE, _LOST = (_COLUMNS.index(name) for name in ("dtype", "decided by", "lost"))
 
-
 # a path segment that is a number, or ends in _number: layers/3, layers_3; not w1
 _LAYER_NUMBER = re.compile(r"(?:(?<=/)|(?<=_)|^)\d+(?=/|$)")
 
@@ -234,9 +233,10 @@ def explain(
 
 
 def _mesh(mesh: MeshLike | None, devices: Sequence[Any] | None) -> AnyMesh:
-    if devices is None and isinstance(mesh, str | MeshSpec) and MeshSpec.parse(mesh).is_resolved:
+    if devices is None and isinstance(mesh, str | MeshSpec):
         spec = MeshSpec.parse(mesh)
-        return AbstractMesh(spec.sizes, spec.names)
+        if spec.is_resolved:
+            return AbstractMesh(spec.sizes, spec.names)
     return find_mesh(mesh, devices)
 
 

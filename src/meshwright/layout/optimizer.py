@@ -16,13 +16,12 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from meshwright.errors import MeshwrightError
 from meshwright.layout.decide import array_shape, one_layout_each, path_text
-from meshwright.layout.expression import Expression
 from meshwright.layout.layout import Layout
 from meshwright.layout.path_rules import PathRules
+from meshwright.layout.resolve import as_layout
 
 Path = tuple[Any, ...]
 _SMALL = 1024  # elements
@@ -47,7 +46,7 @@ def optimizer_layouts(
     arrays = jax.tree_util.tree_flatten_with_path(params)[0]
     for (path, leaf), given in zip(arrays, one_layout_each(param_layouts, params), strict=True):
         shape = array_shape(leaf, path_text(path))
-        of_param = _as_layout(given, len(shape))
+        of_param = as_layout(given, len(shape))
         by_path[tuple(path)] = shape, of_param.check_rank(len(shape), path_text(path), given)
     longest = max(map(len, by_path), default=0)
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
@@ -163,14 +162,4 @@ def _hinted_dims(param_shape: tuple[int, ...], before: Path, after: Path) -> tup
 
 
 def _whole(shape: tuple[int, ...]) -> Layout:
-    return Layout(((),) * len(shape))
-
-
-def _as_layout(layout: Any, ndim: int) -> Layout:
-    if isinstance(layout, Layout):
-        return layout
-    if isinstance(layout, str | Expression):
-        expression = Expression.parse(layout) if isinstance(layout, str) else layout
-        return Layout.of_expression(expression, ndim)
-    spec = layout.spec if isinstance(layout, NamedSharding) else layout
-    return Layout.of_spec(() if spec is None else spec, ndim=ndim)
+    return Layout.whole((None,) * len(shape))

@@ -96,17 +96,26 @@ def resolve(layout: LayoutLike, ndim: int | None, mesh: AnyMesh) -> tuple[Layout
     """The layout, and the mesh it speaks of: `mesh`, unless a sharding brings its own."""
     if isinstance(layout, str):
         layout = Expression.parse(layout)
+    if isinstance(layout, Expression) and (
+        layout.counts_devices or (is_device_line(mesh) and not layout.names_axes)
+    ):
+        return _counted(layout, ndim, mesh), mesh
+    return as_layout(layout, ndim), layout.mesh if isinstance(layout, NamedSharding) else mesh
+
+
+def as_layout(layout: LayoutLike, ndim: int | None) -> Layout:
+    """Whatever may stand for a layout, as one; numbers cannot, since they need a mesh."""
     if isinstance(layout, Layout):
-        return layout, mesh
+        return layout
+    if isinstance(layout, str):
+        return Layout.parse(layout, ndim)
+    if isinstance(layout, Expression):
+        return Layout.of_expression(layout, ndim)
     if isinstance(layout, NamedSharding):
-        return Layout.of_spec(layout.spec, ndim=ndim), layout.mesh
+        return Layout.of_spec(layout.spec, ndim=ndim)
     if layout is None or isinstance(layout, PartitionSpec | tuple):
-        return Layout.of_spec(() if layout is None else layout, ndim=ndim), mesh
-    if not isinstance(layout, Expression):
-        raise MeshwrightError(f"{layout!r} {NOT_A_LAYOUT}")
-    if layout.names_axes or not (layout.counts_devices or is_device_line(mesh)):
-        return Layout.of_expression(layout, ndim), mesh
-    return _counted(layout, ndim, mesh), mesh
+        return Layout.of_spec(() if layout is None else layout, ndim=ndim)
+    raise MeshwrightError(f"{layout!r} {NOT_A_LAYOUT}")
 
 
 @functools.lru_cache(maxsize=4096)
