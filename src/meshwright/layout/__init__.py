@@ -2,6 +2,7 @@
 
 from meshwright.layout.arrays import ArraySpec
 from meshwright.layout.explanation import Explanation, explain
+from meshwright.layout.initial import Constant, Normal, create
 from meshwright.layout.layout import Layout
 from meshwright.layout.logical_rules import Rules, standard_rules
 from meshwright.layout.optimizer import optimizer_layouts
@@ -10,10 +11,13 @@ from meshwright.layout.place import layouts, shard, sharding, shardings
 
 __all__ = [
     "ArraySpec",
+    "Constant",
     "Explanation",
     "Layout",
+    "Normal",
     "PathRules",
     "Rules",
+    "create",
     "explain",
     "layouts",
     "optimizer_layouts",

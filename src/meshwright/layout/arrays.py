@@ -16,11 +16,15 @@ class ArraySpec:
 
     >>> ArraySpec((4096, 14336), dims="embed mlp")
     ArraySpec(shape=(4096, 14336), dims=('embed', 'mlp'), dtype=dtype('float32'))
+
+    `init` says its first values: `mw.Normal(0.02)`, `mw.Constant(1.0)`, or any function of
+    (key, shape, dtype).
     """
 
     shape: tuple[int, ...]
     dims: Sequence[str | None]  # or one text: "embed mlp"
     dtype: Any = jnp.float32
+    init: Any = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", whole_numbers(self.shape, "shape"))
@@ -37,6 +41,10 @@ class ArraySpec:
             raise MeshwrightError(
                 f"shape {self.shape} has {count(len(self.shape), 'dim')}, dims "
                 f"{self.dims} name {len(self.dims)}; name each dim once"
+            )
+        if self.init is not None and not callable(self.init):
+            raise MeshwrightError(
+                f"init={self.init!r} is not a function of (key, shape, dtype); use mw.Normal(0.02)"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Model families, described: configuration, arrays, and the rules that place them."""
+"""Model families: configuration, arrays, the rules that place them, and the forward pass."""
 
 from meshwright.models.decoder import PRESETS, DecoderConfig, abstract_arrays, decoder_rules, preset
 

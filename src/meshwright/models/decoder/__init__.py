@@ -1,7 +1,23 @@
 """Dense decoder language models (Llama and its kin)."""
 
 from meshwright.models.decoder.arrays import abstract_arrays
-from meshwright.models.decoder.config import PRESETS, DecoderConfig, preset
-from meshwright.models.decoder.rules import decoder_rules
+from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.forward import REMAT, Compute, hidden_states, logits, output_head
+from meshwright.models.decoder.layouts import activation_layouts
+from meshwright.models.decoder.presets import PRESETS, preset
+from meshwright.models.decoder.rules import decoder_rules, t5x_rules
 
-__all__ = ["PRESETS", "DecoderConfig", "abstract_arrays", "decoder_rules", "preset"]
+__all__ = [
+    "PRESETS",
+    "REMAT",
+    "Compute",
+    "DecoderConfig",
+    "abstract_arrays",
+    "activation_layouts",
+    "decoder_rules",
+    "hidden_states",
+    "logits",
+    "output_head",
+    "preset",
+    "t5x_rules",
+]

@@ -1,16 +1,24 @@
-"""Every parameter of a dense decoder, described: shape, dtype, dims."""
+"""Every parameter of a dense decoder, described: shape, dtype, dims, first values.
 
+The layers' arrays are stacked: one array holds a weight of all layers, dim `layers` first. So a
+tree is short, a scan walks it without copying, and names do not depend on how the forward is run.
+"""
+
+import math
 from typing import Any
 
 import jax.numpy as jnp
 
-from meshwright.layout import ArraySpec
+from meshwright.layout import ArraySpec, Constant, Normal
 from meshwright.models.decoder.config import DecoderConfig
+
+_STD = 0.02
 
 
 def abstract_arrays(config: DecoderConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
     """The parameter tree of ArraySpecs; matrices read input dims first, then output dims."""
     sizes = {
+        "layers": config.layers,
         "vocab": config.vocab,
         "embed": config.embed,
         "norm": config.embed,
@@ -20,31 +28,39 @@ def abstract_arrays(config: DecoderConfig, dtype: Any = jnp.float32) -> dict[str
         "mlp": config.mlp,
     }
 
-    def array(dims: str) -> ArraySpec:
-        return ArraySpec(tuple(sizes[dim] for dim in dims.split()), dims, dtype)
+    def array(dims: str, init: Any) -> ArraySpec:
+        return ArraySpec(tuple(sizes[dim] for dim in dims.split()), dims, dtype, init)
 
-    def layer() -> dict[str, Any]:
-        return {
-            "attention": {
-                "norm": array("norm"),
-                "wq": array("embed heads head_dim"),
-                "wk": array("embed kv_heads head_dim"),
-                "wv": array("embed kv_heads head_dim"),
-                "wo": array("heads head_dim embed"),
-            },
-            "mlp": {
-                "norm": array("norm"),
-                "gate": array("embed mlp"),
-                "up": array("embed mlp"),
-                "down": array("mlp embed"),
-            },
-        }
-
+    matrix, ones, zeros = Normal(_STD), Constant(1.0), Constant(0.0)
+    # what is added to the residual stream starts smaller, so that depth does not make it grow
+    added = Normal(_STD / math.sqrt(2 * config.layers))
+    attention = {
+        "norm": array("layers norm", ones),
+        "wq": array("layers embed heads head_dim", matrix),
+        "wk": array("layers embed kv_heads head_dim", matrix),
+        "wv": array("layers embed kv_heads head_dim", matrix),
+        "wo": array("layers heads head_dim embed", added),
+    }
+    if config.qkv_bias:
+        attention["bq"] = array("layers heads head_dim", zeros)
+        attention["bk"] = array("layers kv_heads head_dim", zeros)
+        attention["bv"] = array("layers kv_heads head_dim", zeros)
+    if config.output_bias:
+        attention["bo"] = array("layers norm", zeros)
+    if config.qk_norm:
+        attention["q_norm"] = array("layers head_dim", ones)
+        attention["k_norm"] = array("layers head_dim", ones)
+    mlp = {
+        "norm": array("layers norm", ones),
+        "gate": array("layers embed mlp", matrix),
+        "up": array("layers embed mlp", matrix),
+        "down": array("layers mlp embed", added),
+    }
     arrays: dict[str, Any] = {
-        "embedding": array("vocab embed"),
-        "layers": [layer() for _ in range(config.layers)],
-        "norm": array("norm"),
+        "embedding": array("vocab embed", matrix),
+        "layers": {"attention": attention, "mlp": mlp},
+        "norm": array("norm", ones),
     }
     if not config.tied_embeddings:
-        arrays["output"] = array("embed vocab")
+        arrays["output"] = array("embed vocab", matrix)
     return arrays

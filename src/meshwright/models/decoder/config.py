@@ -1,10 +1,9 @@
-"""Sizes of a dense decoder, and presets with the published ones."""
+"""What a dense decoder is: its sizes and the choices in which Llama, Mistral and Qwen differ."""
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
 
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.errors import MeshwrightError
+from meshwright.ops.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,43 +15,40 @@ class DecoderConfig:
     kv_heads: int
     head_dim: int
     mlp: int
-    tied_embeddings: bool = False
+    tied_embeddings: bool = False  # the output head is the embedding, transposed
+    max_seq: int = 4096
+    rope: Rope = dataclasses.field(default_factory=Rope)
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False  # Qwen 2 and 2.5
+    output_bias: bool = False  # with qkv_bias: Llama's attention_bias
+    qk_norm: bool = False  # Qwen 3: each head's query and key through an RMS norm
+    sliding_window: int | None = None  # Mistral: a token sees itself and window - 1 before it
 
+    def __post_init__(self) -> None:
+        sizes = ("vocab", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "max_seq")
+        for name in sizes:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise MeshwrightError(f"{name}={value!r} of a model must be a whole number from 1")
+        if self.heads % self.kv_heads:
+            raise MeshwrightError(
+                f"heads={self.heads} cannot share kv_heads={self.kv_heads} evenly; heads must be a "
+                "multiple of kv_heads"
+            )
+        if self.head_dim % 2:
+            raise MeshwrightError(
+                f"head_dim={self.head_dim} is odd; rotary embedding turns pairs, so it must be even"
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise MeshwrightError(f"sliding_window={self.sliding_window} must be at least 1")
 
-# sizes as in each model's published config.json
-PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
-    {
-        "tiny": DecoderConfig(
-            vocab=256, layers=4, embed=128, heads=8, kv_heads=4, head_dim=16, mlp=512
-        ),
-        "llama-2-7b": DecoderConfig(
-            vocab=32000, layers=32, embed=4096, heads=32, kv_heads=32, head_dim=128, mlp=11008
-        ),
-        "llama-3.2-1b": DecoderConfig(
-            vocab=128256,
-            layers=16,
-            embed=2048,
-            heads=32,
-            kv_heads=8,
-            head_dim=64,
-            mlp=8192,
-            tied_embeddings=True,
-        ),
-        "llama-3.1-8b": DecoderConfig(
-            vocab=128256, layers=32, embed=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336
-        ),
-        "llama-3.1-70b": DecoderConfig(
-            vocab=128256, layers=80, embed=8192, heads=64, kv_heads=8, head_dim=128, mlp=28672
-        ),
-        "llama-3.1-405b": DecoderConfig(
-            vocab=128256, layers=126, embed=16384, heads=128, kv_heads=8, head_dim=128, mlp=53248
-        ),
-    }
-)
+    @property
+    def matmul_params(self) -> int:
+        """Weights each token is multiplied with: all matrices, the output head, no lookup."""
+        attention = 2 * self.embed * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.embed * self.mlp) + self.embed * self.vocab
 
-
-def preset(name: str) -> DecoderConfig:
-    """The config of that name."""
-    if name not in PRESETS:
-        raise MeshwrightError(f"model {name!r} is not a preset{did_you_mean(name, PRESETS)}")
-    return PRESETS[name]
+    def flops_per_token(self, seq: int) -> int:
+        """Of a training step, forward and backward: 6 a weight, and causal attention."""
+        attention = 6 * self.layers * self.heads * self.head_dim * seq
+        return 6 * self.matmul_params + attention

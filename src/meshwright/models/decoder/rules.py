@@ -1,25 +1,47 @@
 """Where a dense decoder's arrays go on a mesh of (dp, fsdp, tp, sp)."""
 
-from meshwright.layout import Rules
+from meshwright.layout import Rules, standard_rules
 
 
-def decoder_rules(sp: bool = False) -> Rules:
+def decoder_rules(sp: bool = False, sequence_parallel: bool = False) -> Rules:
     """Weights: input dims over fsdp, heads, mlp and vocabulary over tp; batch over dp and fsdp.
 
-    With `sp` the sequence is split over sp, and weights over fsdp and sp jointly.
+    With `sp` the sequence is split over sp, and weights over fsdp and sp jointly. With
+    `sequence_parallel` activations between blocks are split over tp too, along the sequence: each
+    all-reduce of tensor parallelism becomes a gather and a scatter, and norms and residuals are
+    kept once instead of tp times.
     """
     embed = ("fsdp", "sp") if sp else ("fsdp",)
+    between = ("sp", "tp") if sp else ("tp",)
     return Rules(
         [
             ("batch", ("dp", "fsdp")),
-            ("length", "sp" if sp else None),
             ("vocab", "tp"),
             ("heads", "tp"),
             ("kv_heads", "tp"),
             ("mlp", "tp"),
+            # inside a block tp splits heads or mlp, so this loses there and the next one holds
+            *([("length", between)] if sequence_parallel else []),
+            ("length", "sp" if sp else None),
             ("embed", embed),
             ("head_dim", None),
+            ("layers", None),
             ("norm", None),
         ],
         optional=("batch", "length"),
     )
+
+
+def t5x_rules(activation_dims: int = 1, parameter_dims: int = 1) -> Rules:
+    """T5X's standard sets for this model: data is (dp, fsdp), model is tp.
+
+    Its set names `kv` what is `head_dim` here; key heads go with the heads, norms stay whole.
+    """
+    own = [("kv_heads", "model"), ("head_dim", None), ("norm", None)]
+    standard = standard_rules(activation_dims, parameter_dims)
+    heads = next(i for i, rule in enumerate(standard.rules) if rule.dim == "heads")
+    rules = Rules(
+        [*standard.rules[: heads + 1], *own, *standard.rules[heads + 1 :]],
+        optional=standard.optional,
+    )
+    return rules.rename_axes(data=("dp", "fsdp"), model="tp")

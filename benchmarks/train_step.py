@@ -1,0 +1,251 @@
+"""Speed of one training step on one GPU, the peer beside it on the same machine.
+
+    python benchmarks/train_step.py                  # both shapes, prints a table
+    python benchmarks/train_step.py --write          # and puts it into RESULTS.md
+
+The model has 16 layers, embed 2048, 32 heads and 8 key heads of 64, mlp 8192, vocabulary 128256, untied;
+AdamW, float32 master weights, bfloat16 compute. The peer is transformers' LlamaForCausalLM with SDPA,
+torch.compile, fused AdamW and bfloat16 autocast. FLOPs are counted as 6 · (matmul parameters, output
+head included, embedding lookup not) · tokens + 6 · layers · heads · head_dim · seq · tokens, for both. The
+ceiling is the best of a few large bfloat16 matmuls. Each side runs in its own process.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+SHAPES = {"8x2048": (8, 2048), "4x8192": (4, 8192)}
+LIMITS = {"8x2048": (0.70, 1.25), "4x8192": (0.68, 1.65)}  # of the ceiling, of the peer
+SIZES = {
+    "vocab": 128256, "layers": 16, "embed": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64,
+    "mlp": 8192,
+}  # fmt: skip
+
+
+def flops(batch: int, seq: int) -> float:
+    """Of one step; the formula above, from the sizes alone."""
+    s = SIZES
+    attention = 2 * s["embed"] * s["head_dim"] * (s["heads"] + s["kv_heads"])
+    matmul = s["layers"] * (attention + 3 * s["embed"] * s["mlp"]) + s["embed"] * s["vocab"]
+    per_token = 6 * matmul + 6 * s["layers"] * s["heads"] * s["head_dim"] * seq
+    return float(per_token) * batch * seq
+
+
+def timed(step: Callable[[], Any], wait: Callable[[Any], Any], steps: int) -> list[float]:
+    """Seconds from the end of one step to the end of the next, after three to warm up.
+
+    A step is started before the one before it is waited for, as a training loop does.
+    """
+    ahead = step()
+    for _ in range(3):
+        ahead, done = step(), ahead
+        wait(done)
+    seconds = []
+    end = time.perf_counter()
+    for _ in range(steps):
+        ahead, done = step(), ahead
+        wait(done)
+        start, end = end, time.perf_counter()
+        seconds.append(end - start)
+    wait(ahead)
+    return seconds
+
+
+def ours(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import meshwright as mw
+    from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays, decoder_rules
+    from meshwright.train.optimizer import OptimizerConfig, make_optimizer
+    from meshwright.train.state import abstract_state, new_state
+    from meshwright.train.step import LossConfig, step_functions
+
+    config = DecoderConfig(**SIZES, max_seq=seq)
+    mesh = mw.mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1], axis_types="explicit")
+    arrays, rules = abstract_arrays(config), decoder_rules(sp=True)
+    optimizer, rate = make_optimizer(OptimizerConfig(), 1000, arrays)
+    compute = Compute(rules, jnp.bfloat16, remat=options.remat, scan=options.scan)
+    functions = step_functions(
+        config, compute, optimizer, rate, mesh, loss=LossConfig(chunk=options.chunk)
+    )
+    state = new_state(arrays, abstract_state(arrays, rules, optimizer, mesh), optimizer, mesh)
+    tokens = np.random.default_rng(0).integers(0, SIZES["vocab"], (1, batch, seq), dtype=np.int32)
+    data = {
+        "tokens": jax.device_put(tokens, functions.batch_sharding),
+        "targets": jax.device_put(np.roll(tokens, -1, -1), functions.batch_sharding),
+    }
+    start = time.perf_counter()
+    losses: list[float] = []
+    holder = [state]
+    del state
+
+    def step() -> Any:
+        holder[0], report = functions.train(holder[0], data)
+        return report["loss"]
+
+    losses.append(float(step()))
+    compile_seconds = time.perf_counter() - start
+    seconds = timed(step, lambda loss: losses.append(float(loss)), steps)
+    if options.profile:
+        profile(options.profile, step)
+    peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+    return {
+        "seconds": seconds, "compile": compile_seconds, "peak_bytes": peak,
+        "losses": [losses[0], losses[-1]], "versions": f"jax {jax.__version__}",
+    }  # fmt: skip
+
+
+def profile(folder: str, step: Callable[[], Any]) -> None:
+    """Kernel times of three steps, summed by name."""
+    import glob
+    from collections import Counter
+
+    import jax
+
+    with jax.profiler.trace(folder):
+        for _ in range(3):
+            float(step())
+    (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+    total: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for plane in jax.profiler.ProfileData.from_file(file).planes:
+        if "GPU" not in plane.name:
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                total[event.name] += event.duration_ns / 3e6
+                calls[event.name] += 1
+    print(f"kernels, ms a step: {sum(total.values()):.2f}", file=sys.stderr)
+    for name, milliseconds in total.most_common(60):
+        print(f"{milliseconds:9.3f} {calls[name] / 3:7.1f} {name[:150]}", file=sys.stderr)
+
+
+def peer(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    config = transformers.LlamaConfig(
+        vocab_size=SIZES["vocab"], hidden_size=SIZES["embed"], intermediate_size=SIZES["mlp"],
+        num_hidden_layers=SIZES["layers"], num_attention_heads=SIZES["heads"],
+        num_key_value_heads=SIZES["kv_heads"], max_position_embeddings=seq,
+        tie_word_embeddings=False, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+    compiled = torch.compile(model)
+    tokens = torch.randint(0, SIZES["vocab"], (batch, seq), device="cuda")
+    start = time.perf_counter()
+
+    def step() -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = compiled(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    first = float(step())
+    compile_seconds = time.perf_counter() - start
+    seconds = timed(step, lambda loss: loss.item(), steps)
+    return {
+        "seconds": seconds, "compile": compile_seconds,
+        "peak_bytes": torch.cuda.max_memory_allocated(), "losses": [first, float(step())],
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+    }  # fmt: skip
+
+
+def ceiling(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    best = 0.0
+    for m, k, n in ((8192, 8192, 8192), (16384, 8192, 8192), (16384, 16384, 16384)):
+        a, b = jnp.ones((m, k), jnp.bfloat16), jnp.ones((k, n), jnp.bfloat16)
+        a = jax.random.normal(jax.random.key(0), a.shape, jnp.bfloat16)
+        b = jax.random.normal(jax.random.key(1), b.shape, jnp.bfloat16)
+        multiply = jax.jit(jnp.matmul)
+        jax.block_until_ready(multiply(a, b))
+        rounds = []
+        for _ in range(10):
+            start = time.perf_counter()
+            for _ in range(10):
+                c = multiply(a, b)
+            jax.block_until_ready(c)
+            rounds.append((time.perf_counter() - start) / 10)
+        best = max(best, 2 * m * k * n / statistics.median(rounds))
+    return {"flops": best, "device": jax.devices()[0].device_kind}
+
+
+SIDES = {"ours": ours, "peer": peer, "ceiling": ceiling}
+
+
+def run(side: str, shape: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """One side in its own process; None if it failed, with its message shown."""
+    command = [sys.executable, __file__, "--side", side, "--shapes", shape, *options.passed]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if options.profile or done.returncode:
+        print(done.stderr[-9000:], file=sys.stderr)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--side", choices=SIDES)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--sides", default="ceiling,peer,ours")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--remat", default="none")
+    parser.add_argument("--scan", action="store_true")
+    parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--profile", help="folder for a kernel profile of ours")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    if options.side:
+        batch, seq = SHAPES[options.shapes]
+        print(json.dumps(SIDES[options.side](batch, seq, options.steps, options)))
+        return
+    given = {"--steps": options.steps, "--remat": options.remat, "--chunk": options.chunk}
+    options.passed = [str(word) for pair in given.items() for word in pair]
+    options.passed += ["--scan"] * options.scan
+    options.passed += ["--profile", options.profile] if options.profile else []
+    sides = options.sides.split(",")
+    top = run("ceiling", "8x2048", options) if "ceiling" in sides else None
+    print(json.dumps({"ceiling": top}), flush=True)
+    for shape in options.shapes.split(","):
+        for side in ("peer", "ours"):
+            if side not in sides:
+                continue
+            result = run(side, shape, options)
+            if result is None:
+                print(f"{shape} {side}: failed", flush=True)
+                continue
+            median = statistics.median(result["seconds"])
+            speed = flops(*SHAPES[shape]) / median / 1e12
+            share = f" {speed * 1e12 / top['flops']:.3f} of ceiling" if top else ""
+            print(
+                f"{shape} {side}: {median * 1e3:.2f} ms, {speed:.1f} TFLOP/s{share}, "
+                f"{result['peak_bytes'] / 2**30:.1f} GiB, compile {result['compile']:.0f} s, "
+                f"losses {result['losses']}, spread {min(result['seconds']) * 1e3:.1f}-"
+                f"{max(result['seconds']) * 1e3:.1f} ms, {result['versions']}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The forward pass of every dense decoder here: Llama, Mistral, Qwen.
+
+One code for every mesh: sharding is in the types (explicit mesh axes), and each step that sends
+something says so (gather, add_up, out_sharding).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.layout import Rules
+from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.layouts import ActivationLayouts, activation_layouts
+from meshwright.ops.attention import FUSED_FORWARD, attention
+from meshwright.ops.embedding import embed
+from meshwright.ops.exchange import add_up, gather, partial_sums, split_axes, wide_axes
+from meshwright.ops.norms import add_bias, rms_norm
+from meshwright.ops.rope import rotate
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How the forward is computed, whatever the model: nothing here changes what it computes."""
+
+    rules: Rules
+    dtype: Any = jnp.float32
+    remat: str = "none"  # what is kept for the backward pass: see REMAT
+    scan: bool = True  # a loop over layers: compiles once; False unrolls: faster to run
+    kernel: str = "auto"  # of attention
+
+    @property
+    def layouts(self) -> ActivationLayouts:
+        return activation_layouts(self.rules, wide_axes())
+
+
+def hidden_states(
+    params: Params,
+    tokens: jax.Array,
+    config: DecoderConfig,
+    compute: Compute,
+    *,
+    segments: jax.Array | None = None,
+    positions: jax.Array | None = None,
+) -> jax.Array:
+    """Tokens [batch, length] to [batch, length, embed] after the last norm.
+
+    `segments` numbers the documents of a row; `positions` count within them. Without: one document.
+    """
+    layouts = compute.layouts
+    whole_rows = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    positions = reshard(whole_rows if positions is None else positions, layouts.tokens)
+    table = gather(params["embedding"].astype(compute.dtype), layouts.token_axes)
+    x = embed(table, reshard(tokens, layouts.tokens), layouts.residual)
+    layer = functools.partial(
+        _layer,
+        config=config,
+        compute=compute,
+        rope=config.rope.tables(positions, config.head_dim),
+        segments=None if segments is None else reshard(segments, layouts.tokens),
+    )
+    weights = _prepare(params["layers"], layouts, compute)
+    kept = jax.checkpoint(layer, policy=remat_policy(compute.remat), prevent_cse=not compute.scan)
+    if compute.scan:
+        x, _ = lax.scan(lambda x, w: (kept(x, w), None), x, weights)
+    else:
+        for layer_weights in _unstack(weights, config.layers):
+            x = kept(x, layer_weights)
+    return rms_norm(x, _along_residual(params["norm"], layouts), config.norm_eps)
+
+
+def logits(
+    params: Params,
+    tokens: jax.Array,
+    config: DecoderConfig,
+    compute: Compute,
+    *,
+    segments: jax.Array | None = None,
+    positions: jax.Array | None = None,
+) -> jax.Array:
+    """Tokens [batch, length] to logits [batch, length, vocab], in float32."""
+    layouts = compute.layouts
+    x = hidden_states(params, tokens, config, compute, segments=segments, positions=positions)
+    x = gather(x, layouts.axes(layouts.logits))
+    head = output_head(params, config, compute)
+    return jnp.einsum(
+        "ble,ve->blv" if config.tied_embeddings else "ble,ev->blv",
+        x, head, preferred_element_type=jnp.float32, out_sharding=layouts.logits,
+    )  # fmt: skip
+
+
+def output_head(params: Params, config: DecoderConfig, compute: Compute) -> jax.Array:
+    """The output projection as it is used: [embed, vocab], or [vocab, embed] if tied."""
+    head = params["embedding" if config.tied_embeddings else "output"]
+    return gather(head.astype(compute.dtype), compute.layouts.token_axes)
+
+
+def _prepare(layers: Params, layouts: ActivationLayouts, compute: Compute) -> Params:
+    """The stacked weights, ready for the loop.
+
+    Matrices are cast while they are split. Vectors (norms, biases) are small and whole: marked
+    here, their gradients are added up once for all layers, after the loop.
+    """
+
+    def ready(name: str, w: jax.Array) -> jax.Array:
+        match name:
+            case "norm" | "bo":
+                return _along_residual(w, layouts)
+            case "bq" | "bk" | "bv":
+                return gather(w, layouts.token_axes)
+            case "q_norm" | "k_norm":
+                return gather(w, split_axes(layouts.heads.partitions))
+            case _:
+                return w.astype(compute.dtype)
+
+    return {
+        block: {name: ready(name, w) for name, w in arrays.items()}
+        for block, arrays in layers.items()
+    }
+
+
+def _unstack(weights: Params, layers: int) -> list[Params]:
+    """The weights of each layer; by split, whose gradient is one concatenation."""
+    leaves, treedef = jax.tree.flatten(weights)
+    parts = [lax.split(leaf, (1,) * layers, axis=0) for leaf in leaves]
+    return [
+        jax.tree.unflatten(treedef, [lax.squeeze(part[i], (0,)) for part in parts])
+        for i in range(layers)
+    ]
+
+
+def _along_residual(vector: jax.Array, layouts: ActivationLayouts) -> jax.Array:
+    """A vector over embed, split as the residual stream is."""
+    *tokens, embed_axes = layouts.residual.partitions
+    vector = reshard(vector, P(*(None,) * (vector.ndim - 1), embed_axes))
+    return gather(vector, split_axes(tokens))
+
+
+def _layer(
+    x: jax.Array,
+    w: Params,
+    *,
+    config: DecoderConfig,
+    compute: Compute,
+    rope: tuple[jax.Array, jax.Array],
+    segments: jax.Array | None,
+) -> jax.Array:
+    with jax.named_scope("attention"):
+        x = x + _attention(x, w["attention"], config, compute, rope, segments)
+    with jax.named_scope("mlp"):
+        return x + _mlp(x, w["mlp"], config, compute)
+
+
+def _attention(
+    x: jax.Array,
+    w: Params,
+    config: DecoderConfig,
+    compute: Compute,
+    rope: tuple[jax.Array, jax.Array],
+    segments: jax.Array | None,
+) -> jax.Array:
+    layouts = compute.layouts
+    over, eps = layouts.axes(layouts.heads), config.norm_eps
+    h = gather(
+        checkpoint_name(rms_norm(x, w["norm"], eps), "normed"), over
+    )  # [batch, length, embed]
+
+    def project(name: str, layout: Any) -> jax.Array:
+        weight = gather(w[f"w{name}"], layouts.token_axes)
+        y = jnp.einsum("ble,ehd->blhd", h, weight, out_sharding=layout)
+        if config.qkv_bias:
+            y = add_bias(y, w[f"b{name}"].astype(y.dtype))
+        if name == "v":
+            return checkpoint_name(y, "v")
+        if config.qk_norm:  # whose gradient needs what went in
+            return rotate(rms_norm(checkpoint_name(y, name), w[f"{name}_norm"], eps), *rope)
+        return checkpoint_name(rotate(y, *rope), name)
+
+    q = project("q", layouts.heads)
+    k, v = project("k", layouts.kv_heads), project("v", layouts.kv_heads)
+    mixed = attention(q, k, v, segments, window=config.sliding_window, kernel=compute.kernel)
+    out = jnp.einsum(
+        "blhd,hde->ble", mixed, gather(w["wo"], layouts.token_axes),
+        out_sharding=partial_sums(layouts.block, over),
+    )  # fmt: skip
+    out = checkpoint_name(add_up(out, over, layouts.residual), "attention_out")
+    return add_bias(out, w["bo"].astype(out.dtype)) if config.output_bias else out
+
+
+def _mlp(x: jax.Array, w: Params, config: DecoderConfig, compute: Compute) -> jax.Array:
+    layouts = compute.layouts
+    over = layouts.axes(layouts.mlp)
+    h = checkpoint_name(rms_norm(x, w["norm"], config.norm_eps), "normed")
+    h = gather(h, over)  # [batch, length, embed]
+    gate, up = (
+        checkpoint_name(jnp.einsum("ble,em->blm", h, weight, out_sharding=layouts.mlp), name)
+        for name in ("gate", "up")
+        for weight in (gather(w[name], layouts.token_axes),)
+    )
+    activated = checkpoint_name(jax.nn.silu(gate) * up, "activated")
+    out = jnp.einsum(
+        "blm,me->ble", activated, gather(w["down"], layouts.token_axes),
+        out_sharding=partial_sums(layouts.block, over),
+    )  # fmt: skip
+    return add_up(out, over, layouts.residual)
+
+
+Policy = Callable[..., bool]
+
+# what a layer keeps for its backward pass, by the names given above; the rest is made again, and
+# gathered weights are gathered again
+_MATMULS = frozenset({"q", "k", "v", "attention", "attention_out", "gate", "up"})
+REMAT: dict[str, frozenset[str]] = {
+    "none": _MATMULS | {"normed", "activated"},  # everything that costs time to make
+    "elementwise": _MATMULS,  # norms and activations twice
+    "mlp": _MATMULS - {"gate", "up"},  # and the first half of the mlp: a third of the memory
+    "full": frozenset(),  # a layer's input only: every layer's forward twice
+}
+
+
+def remat_policy(name: str) -> Policy:
+    """The jax.checkpoint policy of that name."""
+    if name not in REMAT:
+        raise MeshwrightError(f"remat={name!r} is not a policy{did_you_mean(name, REMAT)}")
+    names = REMAT[name]
+
+    def keeps(prim: Any, *_: Any, **params: Any) -> bool:
+        # a fused kernel's own residuals have no name of ours
+        fused = "attention" in names and prim.name in FUSED_FORWARD
+        return fused or (prim.name == "name" and params["name"] in names)
+
+    return keeps

@@ -1,0 +1,235 @@
+"""Read a Hugging Face folder straight onto a mesh.
+
+Each array is made shard by shard, each shard from the bytes of the files that are in it: no host
+holds the model, and none reads what its devices do not need.
+
+    config = from_hf_config(folder)
+    shardings = mw.shardings(abstract_arrays(config), decoder_rules(), mesh=mesh)
+    params = load_hf(folder, config, shardings, jnp.bfloat16)
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from meshwright.errors import MeshwrightError
+from meshwright.layout import ArraySpec
+from meshwright.layout.decide import tree_paths
+from meshwright.models.decoder.arrays import abstract_arrays
+from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.hf_config import from_hf_config
+from meshwright.models.decoder.hf_names import HfArray, hf_arrays
+from meshwright.models.safetensors_read import (
+    MappedFiles,
+    StoredTensor,
+    read_folder,
+    tensor_dtype,
+)
+
+Slices = tuple[slice, ...]
+OnRead = Callable[[str, int], None]
+_ROWS = 64  # at once, of a matrix that is turned: so many stay in the processor's cache
+
+
+def load_hf(
+    folder: str | os.PathLike[str],
+    config: DecoderConfig | None = None,
+    shardings: Any = None,
+    dtype: Any = jnp.float32,
+    on_read: OnRead | None = None,
+) -> dict[str, Any]:
+    """The parameter tree of a Hugging Face folder, every array placed as `shardings` says.
+
+    `config` is what config.json says if not given. `shardings` is a tree like
+    `abstract_arrays(config)`, or one sharding for all; without it, the first device. `on_read`, if
+    given, is called with (path of the array, bytes) after each read.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise MeshwrightError(f"{folder!r} is not the path of a folder")
+    folder = Path(folder)
+    config = from_hf_config(folder) if config is None else config
+    specs = abstract_arrays(config, dtype)
+    if not jnp.issubdtype(specs["embedding"].dtype, jnp.floating):
+        raise MeshwrightError(f"weights cannot be read as {dtype!r}; give jnp.bfloat16 or the like")
+    paths, leaves = tree_paths(specs), jax.tree.leaves(specs)
+    targets = _targets(specs, leaves, paths, shardings)
+    tensors = read_folder(folder)
+    arrays = hf_arrays(config)
+    check_tensors(tensors, arrays, folder)
+    files = MappedFiles(tensors)
+    _check_tied(files, tensors, config)
+    loaded = []
+    for path, spec, target in zip(paths, leaves, targets, strict=True):
+        note = (lambda read: None) if on_read is None else _noting(on_read, path)
+        loaded.append(_load_array(arrays[path], spec, target, files, note))
+        files.release()
+    return jax.tree.unflatten(jax.tree.structure(specs), loaded)
+
+
+def check_tensors(
+    tensors: Mapping[str, StoredTensor], arrays: Mapping[str, HfArray], folder: Path
+) -> None:
+    """Every tensor is there, in its shape and a dtype that is read, and no other is."""
+    expected = {name: array.shape for array in arrays.values() for name in array.names}
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        hint = ""
+        if missing == ["lm_head.weight"]:
+            hint = "; if the model uses its embedding there, set tie_word_embeddings to true"
+        raise MeshwrightError(f"{folder} lacks {_first(missing)}, which the config asks for{hint}")
+    for name, shape in expected.items():
+        tensor = tensors[name]
+        tensor_dtype(tensor)
+        if tensor.shape != shape:
+            raise MeshwrightError(
+                f"tensor {name!r} in {tensor.file} has shape {list(tensor.shape)}; the config "
+                f"makes it {list(shape)}"
+            )
+    # older files hold the rotary frequencies, which follow from the config
+    extra = [
+        name
+        for name in tensors
+        if name not in expected
+        and name != "lm_head.weight"
+        and not name.endswith("rotary_emb.inv_freq")
+    ]
+    if extra:
+        raise MeshwrightError(
+            f"{tensors[extra[0]].file} has {_first(extra)}, which the config does not ask for; "
+            "reading the rest would give another model"
+        )
+
+
+def _targets(specs: Any, leaves: list[ArraySpec], paths: list[str], shardings: Any) -> list[Any]:
+    """A sharding for each array, each checked to fit."""
+    if shardings is None:
+        shardings = SingleDeviceSharding(jax.local_devices()[0])
+    if isinstance(shardings, Sharding):
+        shardings = jax.tree.map(lambda _: shardings, specs)
+    given = tree_paths(shardings)
+    if given != paths:
+        differ = sorted(set(given) ^ set(paths))
+        raise MeshwrightError(
+            f"shardings and the model's arrays differ in {', '.join(differ)}; make them with "
+            "mw.shardings(abstract_arrays(config), rules, mesh=mesh)"
+        )
+    targets = jax.tree.leaves(shardings)
+    for path, spec, target in zip(paths, leaves, targets, strict=True):
+        try:
+            target.shard_shape(spec.shape)
+        except (ValueError, AttributeError) as error:
+            raise MeshwrightError(
+                f"array {path!r} {spec.shape} cannot be placed as {target}: {error}"
+            ) from None
+    return targets
+
+
+def _check_tied(
+    files: MappedFiles, tensors: Mapping[str, StoredTensor], config: DecoderConfig
+) -> None:
+    """A head beside a tied embedding must be the embedding: else one of the two would be lost."""
+    if not config.tied_embeddings or "lm_head.weight" not in tensors:
+        return
+    head, table = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
+    alike = (head.shape, head.dtype) == (table.shape, table.dtype)
+    if alike:
+        one, other = files.array(head.name), files.array(table.name)
+        rows = max(1, 2**24 // max(1, one[:1].nbytes))
+        alike = all(
+            one[i : i + rows].tobytes() == other[i : i + rows].tobytes()
+            for i in range(0, one.shape[0], rows)
+        )
+        files.release()
+    if not alike:
+        raise MeshwrightError(
+            f"tie_word_embeddings is true, but 'lm_head.weight' in {head.file} is not the same as "
+            "'model.embed_tokens.weight'; set tie_word_embeddings to false to use it"
+        )
+
+
+def _load_array(
+    array: HfArray,
+    spec: ArraySpec,
+    target: Sharding,
+    files: MappedFiles,
+    note: Callable[[int], None],
+) -> jax.Array:
+    """One array, one shard in host memory at a time; devices with the same shard share the read."""
+    same: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, parts in target.addressable_devices_indices_map(spec.shape).items():
+        parts = parts or (slice(None),) * len(spec.shape)
+        key = tuple(part.indices(size)[:2] for part, size in zip(parts, spec.shape, strict=True))
+        same.setdefault(key, []).append(device)
+    shards = {}
+    for bounds, devices in same.items():
+        index = tuple(slice(*bound) for bound in bounds)
+        block = read_block(array, index, spec.dtype, files, note)
+        for device in devices:
+            place = SingleDeviceSharding(device, memory_kind=target.memory_kind)
+            shards[device] = jax.device_put(block, place)
+        jax.block_until_ready([shards[device] for device in devices])
+        del block  # before the next one is made (jax may hold it a little longer)
+    return jax.make_array_from_single_device_arrays(
+        spec.shape, target, list(shards.values()), dtype=spec.dtype
+    )
+
+
+def read_block(
+    array: HfArray,
+    index: Slices,
+    dtype: Any,
+    files: MappedFiles,
+    note: Callable[[int], None] = lambda read: None,
+) -> np.ndarray:
+    """A block of one of our arrays, `index` in its dims, from the bytes of their tensors."""
+    block = np.empty([part.stop - part.start for part in index], dtype)
+    if array.layers is None:
+        note(_read_into(block, array, index, files.array(array.name)))
+        return block
+    stored = [files.array(name) for name in array.names[index[0]]]
+    # NumPy copies without Python's lock, so layers are read side by side
+    with ThreadPoolExecutor() as threads:
+        for read in threads.map(
+            lambda out, tensor: _read_into(out, array, index[1:], tensor), block, stored
+        ):
+            note(read)
+    return block
+
+
+def _read_into(out: np.ndarray, array: HfArray, index: Slices, stored: np.ndarray) -> int:
+    """Copy a block of one tensor of theirs, turned into our dims; gives back the bytes read."""
+    order = array.order
+    inverse = [order.index(dim) for dim in range(len(order))]
+    wanted = stored.reshape(array.unfolded)[tuple(index[dim] for dim in inverse)]
+    turned = out.transpose(inverse)
+    if wanted.dtype == out.dtype:  # bits are faster to copy than bfloat16
+        bits = np.dtype(f"u{out.dtype.itemsize}")
+        wanted, turned = wanted.view(bits), turned.view(bits)
+    step = max(1, _ROWS * array.unfolded[0] // array.shape[0])
+    for i in range(0, len(wanted), step):
+        # in two steps: cast along their rows, then turn a piece that is in the cache
+        turned[i : i + step] = _cast(wanted[i : i + step], turned.dtype)
+    return wanted.nbytes
+
+
+def _cast(piece: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    if piece.dtype == ml_dtypes.bfloat16 and dtype == np.float32:
+        return (piece.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return piece.astype(dtype)
+
+
+def _noting(on_read: OnRead, path: str) -> Callable[[int], None]:
+    return lambda read: on_read(path, read)
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+    return f"tensor {names[0]!r}{more}"

@@ -1,0 +1,181 @@
+"""Rotary embedding as Hugging Face writes it, in and out.
+
+Two styles are read: `rope_theta` beside `rope_scaling`, and `rope_parameters` (transformers 5),
+which holds both. The first is written, since every version of transformers reads it.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.models.decoder.hf_fields import number, short, whole
+from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
+
+_DEFAULT_THETA = 10000.0
+_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_OF_TYPE = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+
+
+def rope_from_hf(fields: Mapping[str, Any], max_seq: int, where: str) -> Rope:
+    """The Rope that the fields of a config.json describe."""
+    settings = _settings(fields, where)
+    kind = _one_value(settings, "rope_type", settings, "type", where) or "default"
+    if not isinstance(kind, str) or kind not in _OF_TYPE:
+        raise MeshwrightError(
+            f"{where}: rope_type {short(kind)} is not supported; only {', '.join(_OF_TYPE)} are"
+        )
+    for key, value in settings.items():
+        if key not in _COMMON + _OF_TYPE[kind] and value is not None:
+            raise MeshwrightError(
+                f"{where}: {key}={short(value)} is not a setting of rope_type {kind!r}"
+                f"{did_you_mean(key, _OF_TYPE[kind] or ('rope_theta',))}"
+            )
+    if settings.get("partial_rotary_factor") not in (None, 1):
+        raise MeshwrightError(
+            f"{where}: partial_rotary_factor={short(settings['partial_rotary_factor'])} is not "
+            "honoured: whole heads are rotated, so it must be 1"
+        )
+    theta = number(
+        {"rope_theta": _one_value(settings, "rope_theta", fields, "rope_theta", where)},
+        "rope_theta",
+        where,
+        _DEFAULT_THETA,
+    )
+    if theta <= 1:
+        raise MeshwrightError(f"{where}: rope_theta={theta:g} must be above 1")
+    original = _one_value(
+        settings,
+        "original_max_position_embeddings",
+        fields,
+        "original_max_position_embeddings",
+        where,
+    )
+    if original is not None and kind not in ("llama3", "yarn"):
+        raise MeshwrightError(
+            f"{where}: original_max_position_embeddings={short(original)} means nothing with "
+            f"rope_type {kind!r}; remove it"
+        )
+    original = whole({"original_max_position_embeddings": original},
+                     "original_max_position_embeddings", where, max_seq)  # fmt: skip
+    return Rope(theta, _scaling(kind, settings, original, max_seq, where))
+
+
+def rope_to_hf(rope: Rope) -> dict[str, Any]:
+    """The fields of a config.json that say this Rope."""
+    scaling: dict[str, Any] | None
+    match rope.scaling:
+        case None:
+            scaling = None
+        case LinearScaling(factor):
+            scaling = {"rope_type": "linear", "factor": factor}
+        case Llama3Scaling(factor, low, high, original):
+            scaling = {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+        case YarnScaling(factor, original, fast, slow, attention_factor):
+            scaling = {
+                "rope_type": "yarn",
+                "factor": factor,
+                "original_max_position_embeddings": original,
+                "beta_fast": fast,
+                "beta_slow": slow,
+            }
+            if attention_factor is not None:
+                scaling["attention_factor"] = attention_factor
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+def _settings(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """`rope_scaling` or `rope_parameters`, whichever is there."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = fields.get(name)
+        if value is None or value == {}:
+            continue
+        if not isinstance(value, Mapping):
+            raise MeshwrightError(f"{where}: {name}={short(value)} must be an object or null")
+        found[name] = value
+    if len(found) == 2 and found["rope_parameters"] != found["rope_scaling"]:
+        raise MeshwrightError(
+            f"{where}: rope_parameters and rope_scaling disagree; remove one of them"
+        )
+    return next(iter(found.values()), {})
+
+
+def _one_value(
+    first: Mapping[str, Any], name: str, second: Mapping[str, Any], other: str, where: str
+) -> Any:
+    """A value said in one of two places; said in both, it must be the same."""
+    values = [value for value in (first.get(name), second.get(other)) if value is not None]
+    if len(values) == 2 and values[0] != values[1]:
+        names = name if name == other else f"{name} and {other}"
+        raise MeshwrightError(
+            f"{where}: {names} of the rotary embedding is said twice, as {short(values[0])} and as "
+            f"{short(values[1])}; remove one of them"
+        )
+    return values[0] if values else None
+
+
+def _scaling(
+    kind: str, settings: Mapping[str, Any], original: int, max_seq: int, where: str
+) -> Scaling | None:
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(number(settings, "factor", where))
+    if kind == "llama3":
+        low = number(settings, "low_freq_factor", where)
+        high = number(settings, "high_freq_factor", where)
+        if high <= low:
+            raise MeshwrightError(
+                f"{where}: high_freq_factor={high:g} must be above low_freq_factor={low:g}"
+            )
+        return Llama3Scaling(number(settings, "factor", where), low, high, original)
+    if settings.get("truncate") not in (None, True):
+        raise MeshwrightError(
+            f"{where}: truncate={short(settings['truncate'])} of rope_type 'yarn' is not honoured, "
+            "only true"
+        )
+    factor = number(settings, "factor", where, max_seq / original)
+    fast = number(settings, "beta_fast", where, 32.0)
+    slow = number(settings, "beta_slow", where, 1.0)
+    if fast <= slow:
+        raise MeshwrightError(f"{where}: beta_fast={fast:g} must be above beta_slow={slow:g}")
+    return YarnScaling(factor, original, fast, slow, _yarn_attention(settings, factor, where))
+
+
+def _yarn_attention(settings: Mapping[str, Any], factor: float, where: str) -> float | None:
+    """`attention_factor`, or what `mscale` and `mscale_all_dim` make of it, or None: by rule."""
+    if settings.get("attention_factor") is not None:
+        return number(settings, "attention_factor", where)
+    if not (settings.get("mscale") and settings.get("mscale_all_dim")):
+        return None  # transformers uses both or neither
+    top, bottom = (
+        0.1 * number(settings, name, where) * math.log(factor) + 1.0 if factor > 1 else 1.0
+        for name in ("mscale", "mscale_all_dim")
+    )
+    return top / bottom

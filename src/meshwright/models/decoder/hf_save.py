@@ -1,0 +1,239 @@
+"""Write a model as a Hugging Face folder that transformers reads.
+
+One tensor at a time comes to the host, so a model larger than its memory can be written. The folder
+appears when it is whole.
+"""
+
+import contextlib
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from meshwright.errors import MeshwrightError
+from meshwright.layout.decide import tree_paths
+from meshwright.models.decoder.arrays import abstract_arrays
+from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.hf_config import read_hf_config, to_hf_config
+from meshwright.models.decoder.hf_fields import SPECIAL_TOKENS
+from meshwright.models.decoder.hf_names import HfArray, hf_arrays
+from meshwright.models.safetensors_write import (
+    PlannedTensor,
+    plan_files,
+    write_index,
+    write_json,
+    write_safetensors,
+)
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+
+
+def save_hf(
+    folder: str | os.PathLike[str],
+    params: Any,
+    config: DecoderConfig,
+    *,
+    dtype: Any = jnp.bfloat16,
+    max_file_bytes: int = 5 * 10**9,
+    tokenizer: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write config.json and the weights, in files of at most `max_file_bytes`, into a new folder.
+
+    `tokenizer` is a folder whose tokenizer files, and special tokens of its config.json, are taken
+    along. With several processes all of them call this; the first writes.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise MeshwrightError(f"{folder!r} is not the path of a folder")
+    folder = Path(folder)
+    kind = _checked_dtype(dtype)
+    if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
+        raise MeshwrightError(f"max_file_bytes={max_file_bytes!r} must be a whole number from 1")
+    leaves = _checked_leaves(params, config)
+    fields = to_hf_config(config, dtype=kind.name)
+    arrays = hf_arrays(config)
+    source = {name: (array, i) for array in arrays.values() for i, name in enumerate(array.names)}
+    planned = [PlannedTensor(name, kind, source[name][0].shape) for name in _in_order(arrays)]
+    files = plan_files(planned, max_file_bytes)
+
+    writes = jax.process_index() == 0
+    whole = folder.absolute()
+    partial = whole.with_name(f".{whole.name}.part-{os.getpid()}")
+    problem = None
+    try:
+        if writes:
+            problem = _try(folder, lambda: _start(folder, partial, fields, tokenizer))
+        _raise_everywhere(problem)
+        for file, part in files.items():
+            values = _values(part, source, leaves, kind)
+            if writes and problem is None:
+                write = functools.partial(write_safetensors, partial / file, part, values)
+                problem = _try(folder, write)
+            for _ in values:  # every process takes part in every gather, also after a failure
+                pass
+        if writes and problem is None:
+            problem = _try(folder, lambda: _finish(folder, partial, files))
+        _raise_everywhere(problem)
+    finally:
+        if writes:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _in_order(arrays: dict[str, HfArray]) -> list[str]:
+    """Names as a reader would expect them in the files: the embedding, layer by layer, the rest."""
+    stacked = [array for array in arrays.values() if array.layers is not None]
+    single = [array.name for array in arrays.values() if array.layers is None]
+    by_layer = zip(*(array.names for array in stacked), strict=True)
+    return [*single[:1], *(name for names in by_layer for name in names), *single[1:]]
+
+
+def _values(
+    part: list[PlannedTensor],
+    source: dict[str, tuple[HfArray, int]],
+    leaves: dict[str, Any],
+    dtype: np.dtype[Any],
+) -> Iterator[np.ndarray]:
+    for tensor in part:
+        array, layer = source[tensor.name]
+        yield _fetch(leaves[array.path], array, layer, dtype)
+
+
+def _fetch(value: Any, array: HfArray, layer: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """A tensor of theirs on this host, from an array of ours wherever it lies."""
+    theirs = tuple(array.order.index(dim) for dim in range(len(array.order)))
+    stacked = array.layers is not None
+    if not isinstance(value, jax.Array):
+        one = np.asarray(value)[layer] if stacked else np.asarray(value)
+        return one.transpose(theirs).astype(dtype).reshape(array.shape)
+    mesh, value = _on_automatic_axes(value)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        tensor = _turn(value, layer, theirs, stacked, dtype)
+        if mesh is not None and not tensor.is_fully_addressable:
+            # parts of it lie with other processes: gathered, every device has it whole
+            tensor = jax.device_put(tensor, NamedSharding(mesh, PartitionSpec()))
+            tensor = tensor.addressable_data(0)
+    return np.asarray(tensor).reshape(array.shape)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _turn(
+    value: jax.Array, layer: jax.Array, order: tuple[int, ...], stacked: bool, dtype: Any
+) -> jax.Array:
+    """One layer in their dims and dtype, still split as it was."""
+    if stacked:
+        value = jax.lax.dynamic_index_in_dim(value, layer, axis=0, keepdims=False)
+    return value.astype(dtype).transpose(order)
+
+
+def _on_automatic_axes(value: jax.Array) -> tuple[Mesh | None, jax.Array]:
+    """The same array on the same devices, its mesh with automatic axes: jit may gather at will."""
+    sharding = value.sharding
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None, value
+    names = sharding.mesh.axis_names
+    mesh = Mesh(sharding.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+    shards = [shard.data for shard in value.addressable_shards]
+    return mesh, jax.make_array_from_single_device_arrays(
+        value.shape, NamedSharding(mesh, sharding.spec), shards, dtype=value.dtype
+    )
+
+
+def _checked_dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        kind = np.dtype(jnp.dtype(dtype))
+    except TypeError:
+        kind = np.dtype(object)
+    if kind.name not in ("bfloat16", "float32"):
+        raise MeshwrightError(f"dtype {dtype!r} is not written; jnp.bfloat16 and jnp.float32 are")
+    return kind
+
+
+def _checked_leaves(params: Any, config: DecoderConfig) -> dict[str, Any]:
+    """The arrays by path, each of the shape the config gives it."""
+    specs = abstract_arrays(config)
+    wanted = dict(zip(tree_paths(specs), jax.tree.leaves(specs), strict=True))
+    given = dict(zip(tree_paths(params), jax.tree.leaves(params), strict=True))
+    differ = sorted(wanted.keys() ^ given.keys())
+    if differ:
+        raise MeshwrightError(
+            f"these parameters are not of this config: they differ in {', '.join(differ)}"
+        )
+    for path, spec in wanted.items():
+        shape = getattr(given[path], "shape", None)
+        if shape != spec.shape:
+            raise MeshwrightError(f"array {path!r} has shape {shape}, the config says {spec.shape}")
+    return given
+
+
+def _start(
+    folder: Path,
+    partial: Path,
+    fields: dict[str, Any],
+    tokenizer: str | os.PathLike[str] | None,
+) -> None:
+    """The folder to write into, with config.json and the tokenizer in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise MeshwrightError(f"{folder} is there already; give a folder that is new or empty")
+    copied = [] if tokenizer is None else _tokenizer_files(Path(tokenizer))
+    special = {} if tokenizer is None else _special_tokens(Path(tokenizer))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial.mkdir()
+    write_json(partial / "config.json", fields | special)
+    for file in copied:
+        shutil.copyfile(file, partial / file.name)
+
+
+def _finish(folder: Path, partial: Path, files: dict[str, list[PlannedTensor]]) -> None:
+    write_index(partial, files)
+    os.replace(partial, folder)
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not files:
+        raise MeshwrightError(
+            f"{folder} has no tokenizer file; looked for {', '.join(TOKENIZER_FILES)}"
+        )
+    return files
+
+
+def _special_tokens(folder: Path) -> dict[str, Any]:
+    """The special tokens that the config.json beside a tokenizer names."""
+    if not (folder / "config.json").is_file():
+        return {}
+    fields, _ = read_hf_config(folder)
+    return {name: fields[name] for name in sorted(SPECIAL_TOKENS) if name in fields}
+
+
+def _try(folder: Path, act: Callable[[], None]) -> str | None:
+    """Do it; what went wrong, as text, for every process to hear."""
+    try:
+        act()
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror or error}; nothing was kept"
+    except MeshwrightError as error:
+        return str(error)
+    return None
+
+
+def _raise_everywhere(problem: str | None) -> None:
+    """Raise in every process what went wrong in the first, so that none waits for it forever."""
+    text = (problem or "").encode()[:1000]
+    if jax.process_count() > 1:
+        sent = np.zeros(1000, np.uint8)
+        sent[: len(text)] = np.frombuffer(text, np.uint8)
+        text = multihost_utils.broadcast_one_to_all(sent).tobytes().rstrip(b"\0")
+    if text:
+        raise MeshwrightError(text.decode(errors="replace"))

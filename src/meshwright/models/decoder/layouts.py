@@ -1,0 +1,82 @@
+"""How a decoder's activations are laid out, from the same rules that place its weights.
+
+Storage and compute: a weight is kept as the rules say and used whole over the axes that split the
+tokens (fsdp, and sp beside it): FSDP is that difference. Between blocks activations follow
+`batch length embed`; inside a block, where tp splits heads or mlp, what the rules give there.
+"""
+
+import dataclasses
+import functools
+
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import MeshwrightError
+from meshwright.layout import Rules
+from meshwright.layout.layout import axes_of
+from meshwright.ops.exchange import narrow
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationLayouts:
+    tokens: P  # [batch, length]
+    residual: P  # [batch, length, embed], between blocks
+    block: P  # the same inside a block: embed whole
+    heads: P  # [batch, length, heads, head_dim]
+    kv_heads: P
+    mlp: P  # [batch, length, mlp]
+    logits: P  # [batch, length, vocab]
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that split the tokens; weights are gathered over them before use."""
+        return tuple(axis for entry in self.tokens.partitions for axis in axes_of(entry, "tokens"))
+
+    def axes(self, layout: P) -> tuple[str, ...]:
+        """The axes that split the third dim: heads, mlp or vocab."""
+        return axes_of(layout.partitions[2], layout)
+
+
+@functools.lru_cache(maxsize=64)
+def activation_layouts(rules: Rules, wide: frozenset[str]) -> ActivationLayouts:
+    """What the rules make of each kind of activation on a mesh with these `wide` axes."""
+
+    def spec(dims: str) -> P:
+        return narrow(P(*rules.layout(dims).axes), wide)
+
+    heads, kv_heads, mlp = (
+        spec("batch length heads head_dim"),
+        spec("batch length kv_heads head_dim"),
+        spec("batch length mlp"),
+    )
+    logits, residual = spec("batch length vocab"), spec("batch length embed")
+    batch, length = heads.partitions[:2]
+    for name, other in (("kv_heads", kv_heads), ("mlp", mlp), ("vocab", logits)):
+        if other.partitions[:2] != (batch, length):
+            raise MeshwrightError(
+                f"the rules split 'batch length {name}' as {other} but 'batch length heads "
+                f"head_dim' as {heads}; inside a block batch and length must go the same way"
+            )
+    if heads.partitions[2] != kv_heads.partitions[2]:
+        raise MeshwrightError(
+            f"the rules split heads over {heads.partitions[2]} and kv_heads over "
+            f"{kv_heads.partitions[2]}; query heads must lie with their key heads: split both alike"
+        )
+    if heads.partitions[3] is not None or kv_heads.partitions[3] is not None:
+        raise MeshwrightError(
+            f"the rules split head_dim over {heads.partitions[3]}; attention needs heads whole: "
+            "('head_dim', None)"
+        )
+    if residual.partitions[0] != batch:
+        raise MeshwrightError(
+            f"the rules split batch over {batch} in a block and over {residual.partitions[0]} "
+            "between blocks; put the rule for batch first"
+        )
+    return ActivationLayouts(
+        tokens=P(batch, length),
+        residual=residual,
+        block=P(batch, length, None),
+        heads=heads,
+        kv_heads=kv_heads,
+        mlp=mlp,
+        logits=logits,
+    )

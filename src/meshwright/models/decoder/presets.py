@@ -1,0 +1,114 @@
+"""Published models by name; sizes as in each model's config.json."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.models.decoder.config import DecoderConfig
+from meshwright.ops.rope import Llama3Scaling, Rope
+
+
+def _llama3(
+    layers: int,
+    embed: int,
+    heads: int,
+    mlp: int,
+    head_dim: int = 128,
+    factor: float | None = 8.0,
+    tied: bool = False,
+) -> DecoderConfig:
+    scaling = None if factor is None else Llama3Scaling(factor, 1.0, 4.0, 8192)
+    return DecoderConfig(
+        vocab=128256,
+        layers=layers,
+        embed=embed,
+        heads=heads,
+        kv_heads=8,
+        head_dim=head_dim,
+        mlp=mlp,
+        tied_embeddings=tied,
+        max_seq=8192 if factor is None else 131072,
+        rope=Rope(theta=500000.0, scaling=scaling),
+    )
+
+
+def _qwen(
+    layers: int,
+    embed: int,
+    heads: int,
+    kv_heads: int,
+    mlp: int,
+    *,
+    version: int,
+    head_dim: int = 128,
+    tied: bool = False,
+    vocab: int = 151936,
+    max_seq: int = 40960,
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab=vocab,
+        layers=layers,
+        embed=embed,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp=mlp,
+        tied_embeddings=tied,
+        max_seq=max_seq,
+        rope=Rope(theta=1000000.0),
+        norm_eps=1e-6,
+        qkv_bias=version == 2,
+        qk_norm=version == 3,
+    )
+
+
+def _llama2(layers: int, embed: int, heads: int, kv_heads: int, mlp: int) -> DecoderConfig:
+    return DecoderConfig(32000, layers, embed, heads, kv_heads, 128, mlp, max_seq=4096)
+
+
+def _mistral(vocab: int, theta: float, window: int | None) -> DecoderConfig:
+    return DecoderConfig(
+        vocab, 32, 4096, 32, 8, 128, 14336,
+        max_seq=32768, rope=Rope(theta), sliding_window=window,
+    )  # fmt: skip
+
+
+PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
+    {
+        # ours, for tests and demos: bytes and an end-of-document token
+        "tiny": DecoderConfig(
+            vocab=320, layers=4, embed=128, heads=8, kv_heads=4, head_dim=16, mlp=512, max_seq=2048
+        ),
+        "llama-2-7b": _llama2(32, 4096, 32, 32, 11008),
+        "llama-2-13b": _llama2(40, 5120, 40, 40, 13824),
+        "llama-2-70b": _llama2(80, 8192, 64, 8, 28672),
+        "llama-3-8b": _llama3(32, 4096, 32, 14336, factor=None),
+        "llama-3-70b": _llama3(80, 8192, 64, 28672, factor=None),
+        "llama-3.1-8b": _llama3(32, 4096, 32, 14336),
+        "llama-3.1-70b": _llama3(80, 8192, 64, 28672),
+        "llama-3.1-405b": _llama3(126, 16384, 128, 53248),
+        "llama-3.2-1b": _llama3(16, 2048, 32, 8192, head_dim=64, factor=32.0, tied=True),
+        "llama-3.2-3b": _llama3(28, 3072, 24, 8192, factor=32.0, tied=True),
+        "mistral-7b": _mistral(32000, 10000.0, 4096),
+        "mistral-7b-v0.3": _mistral(32768, 1000000.0, None),
+        "qwen2.5-0.5b": _qwen(
+            24, 896, 14, 2, 4864, version=2, head_dim=64, tied=True, max_seq=32768
+        ),
+        "qwen2.5-1.5b": _qwen(28, 1536, 12, 2, 8960, version=2, tied=True, max_seq=131072),
+        "qwen2.5-7b": _qwen(28, 3584, 28, 4, 18944, version=2, vocab=152064, max_seq=131072),
+        "qwen2.5-72b": _qwen(80, 8192, 64, 8, 29568, version=2, vocab=152064, max_seq=131072),
+        "qwen3-0.6b": _qwen(28, 1024, 16, 8, 3072, version=3, tied=True),
+        "qwen3-1.7b": _qwen(28, 2048, 16, 8, 6144, version=3, tied=True),
+        "qwen3-4b": _qwen(36, 2560, 32, 8, 9728, version=3, tied=True),
+        "qwen3-8b": _qwen(36, 4096, 32, 8, 12288, version=3),
+        "qwen3-14b": _qwen(40, 5120, 40, 8, 17408, version=3),
+        "qwen3-32b": _qwen(64, 5120, 64, 8, 25600, version=3),
+    }
+)
+
+
+def preset(name: str) -> DecoderConfig:
+    """The config of that name."""
+    if name not in PRESETS:
+        raise MeshwrightError(f"model {name!r} is not a preset{did_you_mean(name, PRESETS)}")
+    return PRESETS[name]

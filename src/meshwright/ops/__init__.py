@@ -1,0 +1,1 @@
+"""What models are made of: attention, rotary embedding, norms, the fused cross-entropy."""

@@ -1,0 +1,155 @@
+"""Cross-entropy fused with the output projection.
+
+    loss, entropy = cross_entropy(hidden, head, targets, scale)
+
+Logits never exist in full: they are made for a chunk of tokens at a time, and while they are there
+so is their gradient, which is folded at once into the gradients of `hidden` and `head`. The
+backward pass only hands these out. The vocabulary may be split: maxima and sums are then taken over
+its axes, and the result is exact.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.layout.layout import axes_of
+from meshwright.ops.exchange import narrow, spec_of, split_axes, wide_axes
+
+IGNORED = -1  # a target that does not count
+
+
+def cross_entropy(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    scale: jax.Array,
+    *,
+    z_loss: float = 0.0,
+    chunk: int = 2048,
+    tied: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Sums over counted tokens: `scale` times (entropy + z_loss · logsumexp²), and the entropy.
+
+    `hidden` [batch, length, embed], `head` [embed, vocab] (`tied`: [vocab, embed]), `targets`
+    [batch, length], IGNORED where they do not count. Only the first has a gradient. `chunk` is how
+    many tokens' logits a device holds at a time.
+    """
+    hidden_type, head_type = (jax.typeof(x).sharding.spec for x in (hidden, head))
+    targets_spec = narrow(spec_of(targets), wide_axes())
+    targets = jax.sharding.reshard(targets, targets_spec)
+    tokens_over = split_axes(targets_spec.partitions)
+    vocab_over = axes_of(spec_of(head)[0 if tied else 1], "head")
+
+    def local(
+        hidden: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        fused = _fused(vocab_over, tokens_over, z_loss, chunk, tied)
+        sums = fused(hidden, head, targets, scale)
+        return tuple(lax.psum(part, tokens_over) for part in sums) if tokens_over else sums
+
+    specs = (hidden_type, head_type, targets_spec, jax.P())
+    out = (jax.P(), jax.P())
+    return jax.shard_map(local, in_specs=specs, out_specs=out)(hidden, head, targets, scale)
+
+
+@functools.lru_cache(maxsize=64)
+def _fused(
+    vocab_over: tuple[str, ...],
+    tokens_over: tuple[str, ...],
+    z_loss: float,
+    chunk: int,
+    tied: bool,
+) -> Any:
+    """The function of one device's part, with its own backward pass."""
+    to_logits = "te,ve->tv" if tied else "te,ev->tv"
+    to_hidden = "tv,ve->te" if tied else "tv,ev->te"
+    to_head = "tv,te->ve" if tied else "te,tv->ev"
+
+    def over_vocab(reduce: Any, x: jax.Array) -> jax.Array:
+        return reduce(x, vocab_over) if vocab_over else x
+
+    def one_chunk(h: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array) -> Any:
+        """Sums of a chunk [tokens], and the gradient of its logits.
+
+        Logits are kept in the dtype of the matmul; everything made of them is float32.
+        """
+        vocab = head.shape[0 if tied else 1]
+        logits = jnp.einsum(to_logits, h, head)
+        first = lax.axis_index(vocab_over) * vocab if vocab_over else 0
+        most = over_vocab(lax.pmax, lax.stop_gradient(jnp.max(logits, axis=-1)))
+        most = most.astype(jnp.float32)
+        total = jnp.sum(jnp.exp(logits.astype(jnp.float32) - most[:, None]), axis=-1)
+        normalizer = jnp.log(over_vocab(lax.psum, total)) + most  # logsumexp
+        place = targets - first
+        here = (place >= 0) & (place < vocab)
+        place = jnp.where(here, place, 0)
+        found = jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0].astype(jnp.float32)
+        at_target = over_vocab(lax.psum, jnp.where(here, found, 0.0))
+        counts = (targets != IGNORED).astype(jnp.float32)
+        entropy = jnp.sum((normalizer - at_target) * counts)
+        weighted = scale * (entropy + z_loss * jnp.sum(normalizer**2 * counts))
+        steepness = counts * scale * (1 + 2 * z_loss * normalizer)
+        slope = jnp.exp(logits.astype(jnp.float32) - normalizer[:, None]) * steepness[:, None]
+        # at the target it is less by one: set there, which costs less than asking everywhere
+        below = jnp.exp(found - normalizer) * steepness - counts * scale
+        slope = slope.astype(h.dtype)
+        rows = jnp.arange(targets.size)
+        place = jnp.where(here, place, vocab)  # out of range: dropped
+        slope = slope.at[rows, place].set(below.astype(h.dtype), mode="drop", unique_indices=True)
+        return (weighted, entropy), slope
+
+    def chunks(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[chunks, tokens, embed] and [chunks, tokens], the last filled with ignored tokens."""
+        tokens = targets.size
+        size = min(chunk, tokens)
+        missing = -tokens % size
+        h = jnp.pad(hidden.reshape(tokens, -1), ((0, missing), (0, 0)))
+        t = jnp.pad(targets.reshape(tokens), (0, missing), constant_values=IGNORED)
+        return h.reshape(-1, size, h.shape[-1]), t.reshape(-1, size)
+
+    def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        missing = tuple(a for a in axes if a not in jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    @jax.custom_vjp
+    def fused(hidden: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array) -> Any:
+        def step(sums: Any, part: Any) -> Any:
+            more, _ = one_chunk(part[0], head, part[1], scale)
+            return jax.tree.map(jnp.add, sums, more), None
+
+        zero = varying(jnp.zeros(()), tokens_over)
+        return lax.scan(step, (zero, zero), chunks(hidden, targets))[0]
+
+    def forward(hidden: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array) -> Any:
+        def step(carry: Any, part: Any) -> Any:
+            sums, head_slope = carry
+            more, slope = one_chunk(part[0], head, part[1], scale)
+            hidden_slope = jnp.einsum(to_hidden, slope, head)
+            operands = (slope, part[0]) if tied else (part[0], slope)
+            head_slope += jnp.einsum(to_head, *operands, preferred_element_type=jnp.float32)
+            return (jax.tree.map(jnp.add, sums, more), head_slope), hidden_slope
+
+        zero = varying(jnp.zeros(()), tokens_over)
+        none = varying(jnp.zeros(head.shape, jnp.float32), (*tokens_over, *vocab_over))
+        (sums, head_slope), hidden_slope = lax.scan(
+            step, ((zero, zero), none), chunks(hidden, targets)
+        )
+        tokens = hidden_slope.reshape(-1, hidden.shape[-1])[: targets.size]
+        return sums, (tokens.reshape(hidden.shape), head_slope.astype(head.dtype))
+
+    def backward(slopes: Any, given: Any) -> Any:
+        hidden_slope, head_slope = slopes
+        weight = given[0]  # of the first sum; the entropy is a report
+        hidden_slope = hidden_slope * weight.astype(hidden_slope.dtype)
+        head_slope = head_slope * weight.astype(head_slope.dtype)
+        if vocab_over:
+            hidden_slope = lax.pcast(hidden_slope, vocab_over, to="unreduced")
+        if tokens_over:
+            head_slope = lax.pcast(head_slope, tokens_over, to="unreduced")
+        return hidden_slope, head_slope, None, None
+
+    fused.defvjp(forward, backward)
+    return fused

@@ -1,0 +1,95 @@
+"""Collectives in the types: what is gathered going forward is scattered coming back.
+
+On explicit mesh axes jax tracks, beside where an array is split, over which axes it is *reduced*
+(equal everywhere, and its gradient will arrive as partial sums) and *unreduced* (partial sums
+itself). A weight gathered over fsdp and marked reduced there gets its gradient summed and split
+again in one reduce-scatter, whatever the compiler; plain automatic partitioning often makes an
+all-reduce of it, which sends twice the bytes.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshwright.layout.layout import axes_of
+
+
+def split_axes(spec: Iterable[Any]) -> tuple[str, ...]:
+    """The mesh axes that split any dim of a spec."""
+    return tuple(axis for entry in spec for axis in axes_of(entry, spec))
+
+
+def spec_of(x: jax.Array) -> P:
+    """Where an array is split, one entry for each dim, from its type."""
+    spec = jax.typeof(x).sharding.spec.partitions
+    return P(*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def wide_axes() -> frozenset[str]:
+    """The axes of the mesh in force that have more than one device; the others split nothing."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return frozenset(axis for axis, size in shape.items() if size > 1)
+
+
+def narrow(spec: P, wide: frozenset[str]) -> P:
+    """A spec without the axes that split nothing: in types, every axis named must be dealt with."""
+    entries = (axes_of(entry, spec) for entry in spec.partitions)
+    return P(*(tuple(a for a in axes if a in wide) or None for axes in entries))
+
+
+def gather(x: jax.Array, onto: Sequence[str]) -> jax.Array:
+    """`x` whole over the axes `onto`, its gradient summed over them and split as `x` is.
+
+    Where `x` is split over one of them it is gathered; where it is not, each device has it already
+    and only the gradient is summed.
+    """
+    wide = wide_axes()
+    onto = tuple(axis for axis in onto if axis in wide)
+    source = narrow(spec_of(x), wide)
+    x = jax.sharding.reshard(x, source)
+    held = tuple(axes_of(entry, source) for entry in source)
+    kept = tuple(tuple(axis for axis in axes if axis not in onto) for axes in held)
+    rest = tuple(axis for axis in onto if axis not in split_axes(source))
+    if not onto:
+        return x
+
+    def local(part: jax.Array) -> jax.Array:
+        if rest:
+            part = lax.pcast(part, rest, to="reduced")
+        for dim, axes in enumerate(held):
+            gone = tuple(axis for axis in axes if axis in onto)
+            if gone:
+                part = lax.all_gather(part, gone, axis=dim, tiled=True, to="reduced")
+        return part
+
+    target = P(*(axes or None for axes in kept), reduced=frozenset(onto))
+    return jax.shard_map(local, in_specs=source, out_specs=target)(x)
+
+
+def partial_sums(spec: P, over: Sequence[str]) -> P:
+    """The type of partial sums that are still to be added over these axes."""
+    return P(*spec, unreduced=frozenset(over)) if over else spec
+
+
+def add_up(x: jax.Array, over: Sequence[str], target: P) -> jax.Array:
+    """Partial sums over `over`, added; where `target` splits a dim over them, only that part."""
+    if not over:
+        return x
+    source = jax.typeof(x).sharding.spec
+    scattered = [
+        (dim, tuple(axis for axis in axes_of(entry, target) if axis in over))
+        for dim, entry in enumerate(target)
+    ]
+
+    def local(part: jax.Array) -> jax.Array:
+        left = list(over)
+        for dim, axes in scattered:
+            if axes:
+                part = lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True)
+                left = [axis for axis in left if axis not in axes]
+        return lax.psum(part, tuple(left)) if left else part
+
+    return jax.shard_map(local, in_specs=source, out_specs=target)(x)

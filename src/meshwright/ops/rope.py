@@ -1,0 +1,110 @@
+"""Rotary position embedding, with the scalings published models use for long contexts.
+
+>>> rope = Rope(theta=500000.0, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
+>>> cos, sin = rope.tables(positions, head_dim=128)
+>>> q = rotate(q, cos, sin)
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by a factor."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1: slow frequencies divided by a factor, fast ones kept, smooth in between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_seq: int
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): a ramp over frequencies, and attention scaled by its length."""
+
+    factor: float
+    original_max_seq: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    theta: float = 10000.0
+    scaling: Scaling | None = None
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Radians a position, of each pair of a head: [head_dim / 2]."""
+        pair = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+        plain = 1.0 / self.theta**pair
+        match self.scaling:
+            case None:
+                scaled = plain
+            case LinearScaling(factor):
+                scaled = plain / factor
+            case Llama3Scaling():
+                scaled = _llama3(plain, self.scaling)
+            case YarnScaling():
+                scaled = _yarn(plain, self.scaling, self.theta, head_dim)
+        return scaled.astype(np.float32)
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied with; 1 but for YaRN."""
+        if not isinstance(self.scaling, YarnScaling):
+            return 1.0
+        if self.scaling.attention_factor is not None:
+            return self.scaling.attention_factor
+        return 1.0 if self.scaling.factor <= 1 else 0.1 * math.log(self.scaling.factor) + 1.0
+
+    def tables(self, positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
+        """Cosines and sines for positions [batch, length]: [batch, length, 1, head_dim / 2]."""
+        frequencies = jnp.asarray(self.frequencies(head_dim))
+        angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
+        return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turn pair i of each head, (x[i], x[i + head_dim / 2]), by its angle; x is [.., head_dim]."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    wavelength = 2 * np.pi / plain
+    turns = scaling.original_max_seq / wavelength  # over the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return kept * plain + (1 - kept) * plain / scaling.factor
+
+
+def _yarn(plain: np.ndarray, scaling: YarnScaling, theta: float, head_dim: int) -> np.ndarray:
+    def pair_with(turns: float) -> float:
+        """Which pair makes this many turns over the original context."""
+        return (
+            head_dim
+            * math.log(scaling.original_max_seq / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
+
+    first = max(math.floor(pair_with(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_with(scaling.beta_slow)), head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - first) / max(last - first, 0.001), 0.0, 1.0)
+    return ramp * plain / scaling.factor + (1 - ramp) * plain

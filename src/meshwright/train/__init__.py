@@ -1,0 +1,1 @@
+"""Training: the step, optimizers, data, checkpoints, and the loop that joins them."""

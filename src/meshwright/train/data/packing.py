@@ -1,0 +1,222 @@
+"""Text files into a token store, in one pass and bounded memory."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import MeshwrightError, count
+from meshwright.train.data.readers import PLAIN, Bad, Reading, find_files, read_documents
+from meshwright.train.data.store import (
+    META,
+    OFFSET_DTYPE,
+    OFFSETS,
+    TOKENIZER,
+    TOKENS,
+    TokenStore,
+    describe,
+    read_meta,
+    token_dtype,
+)
+from meshwright.train.data.tokenizer import Tokenizer
+
+BATCH_CHARACTERS = 2_000_000  # tokenized at once: what bounds the memory
+BATCH_DOCUMENTS = 4096
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What packing did."""
+
+    store: TokenStore
+    files: int
+    empty: int  # documents without any token, left out
+    bad: int  # documents that could not be read, left out when asked to
+    first_bad: tuple[str, ...]  # what was wrong with the first of them
+    other_files: tuple[str, ...]  # files in the folders that are of no kind that is read
+
+
+def pack(
+    sources: Sequence[str | Path],
+    out: str | Path,
+    tokenizer: Tokenizer,
+    reading: Reading = PLAIN,
+    *,
+    special_tokens: bool = False,
+    skip_bad: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda documents, tokens: None,
+) -> Packed:
+    """Pack files and folders into the token store `out`, whole or not at all.
+
+    Each document ends with the tokenizer's end-of-document id. `special_tokens` also adds what
+    the tokenizer itself puts around a text, such as Llama's begin-of-text.
+    """
+    target = Path(out)
+    _check_target(target, overwrite)
+    found = [(str(source), *find_files(source)) for source in sources]
+    if not found:
+        raise MeshwrightError("there is nothing to pack: give files or folders")
+    problems: list[str] = []
+
+    def bad(problem: str) -> None:
+        if not skip_bad:
+            raise MeshwrightError(f"{problem}. To leave such documents out: --skip-bad")
+        problems.append(problem if len(problems) < 8 else "")
+
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        with closing(_Writer(partial, tokenizer, special_tokens)) as writer:
+            facts = []
+            for source, files, _ in found:
+                before = writer.documents
+                for texts in _batches(_documents(files, reading, bad)):
+                    writer.add(texts)
+                    progress(writer.documents, writer.tokens)
+                facts.append({"path": source, "documents": writer.documents - before})
+            writer.finish({"sources": facts, "empty": writer.empty, "bad": len(problems)})
+        _move_into_place(partial, target)
+    except OSError as reason:
+        raise MeshwrightError(
+            f"token store '{target}' cannot be written: {reason.strerror or reason}"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
+    return Packed(
+        store=TokenStore.open(target),
+        files=sum(len(files) for _, files, _ in found),
+        empty=writer.empty,
+        bad=len(problems),
+        first_bad=tuple(problems[:8]),
+        other_files=tuple(str(other) for _, _, others in found for other in others),
+    )
+
+
+def _documents(files: list[Path], reading: Reading, bad: Bad) -> Iterator[str]:
+    for file in files:
+        yield from read_documents(file, reading, bad)
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class _Writer:
+    """Appends documents to the files of a store, and hashes them on the way."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, special_tokens: bool):
+        self.folder, self.tokenizer, self.special_tokens = folder, tokenizer, special_tokens
+        self.tokens = self.documents = self.empty = 0
+        self._files = {name: (folder / name).open("wb") for name in (TOKENS, OFFSETS)}
+        self._hashes = {name: hashlib.sha256() for name in self._files}
+        self._append(OFFSETS, np.zeros(1, OFFSET_DTYPE))
+
+    def add(self, texts: list[str]) -> None:
+        encoded = self.tokenizer.encode_batch(texts, self.special_tokens)
+        # some tokenizers add the end themselves: it stands there once
+        last = self.tokenizer.end_of_document
+        bare = [ids[:-1] if len(ids) and ids[-1] == last else ids for ids in encoded]
+        kept = [
+            ids
+            for text, ids in zip(texts, bare, strict=True)
+            if text and not text.isspace() and len(ids)
+        ]
+        self.empty += len(texts) - len(kept)
+        if not kept:
+            return
+        end = np.array([last], np.int32)
+        pieces = [piece for ids in kept for piece in (ids, end)]
+        self._append(TOKENS, np.concatenate(pieces).astype(token_dtype(self.tokenizer.vocab)))
+        ends = self.tokens + np.cumsum([len(ids) + 1 for ids in kept])
+        self._append(OFFSETS, ends.astype(OFFSET_DTYPE))
+        self.tokens = int(ends[-1])
+        self.documents += len(kept)
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        if not self.documents:
+            raise MeshwrightError(
+                "there is nothing to pack: no document holds any text "
+                f"({count(self.empty, 'empty document')})"
+            )
+        for file in self._files.values():
+            _to_disk(file)
+        self.close()
+        hashes = {name: running.hexdigest() for name, running in self._hashes.items()}
+        hashes[TOKENIZER] = self._write_json(TOKENIZER, self.tokenizer.to_json())
+        meta = describe(
+            self.tokenizer, self.tokens, self.documents, hashes[TOKENS], hashes[OFFSETS]
+        )
+        meta["files"] = {
+            name: {"bytes": (self.folder / name).stat().st_size, "sha256": sha256}
+            for name, sha256 in hashes.items()
+        }
+        self._write_json(META, meta | facts | {"special_tokens": self.special_tokens})
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _append(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        data = array.tobytes()
+        self._files[name].write(data)
+        self._hashes[name].update(data)
+
+    def _write_json(self, name: str, value: dict[str, Any]) -> str:
+        data = json.dumps(value, ensure_ascii=False, indent=1).encode()
+        with (self.folder / name).open("wb") as file:
+            file.write(data)
+            _to_disk(file)
+        return hashlib.sha256(data).hexdigest()
+
+
+def _to_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise MeshwrightError(f"'{target}' exists; choose another --out, or add --overwrite")
+    # only what packing made is ever removed
+    try:
+        read_meta(target)
+    except MeshwrightError:
+        if not _looks_packed(target):
+            raise MeshwrightError(
+                f"'{target}' is not a token store and is not overwritten; choose another --out"
+            ) from None
+
+
+def _looks_packed(target: Path) -> bool:
+    """A damaged store, or one of another version, may be packed again over itself."""
+    ours = {TOKENS, OFFSETS, TOKENIZER, META}
+    return target.is_dir() and TOKENS in (names := set(os.listdir(target))) and names <= ours
+
+
+def _move_into_place(partial: Path, target: Path) -> None:
+    if not target.exists():
+        partial.rename(target)
+        return
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
+    target.rename(old)
+    partial.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,253 @@
+"""Text to token ids and back: bytes, or any Hugging Face tokenizer.json.
+
+>>> tokenizer = load_tokenizer("bytes")
+>>> tokenizer.encode("Hi!").tolist(), tokenizer.decode([72, 105, 33, 256])
+([72, 105, 33], 'Hi!')
+>>> tokenizer.vocab, tokenizer.end_of_document
+(257, 256)
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.errors import MeshwrightError, did_you_mean
+
+Ids = npt.NDArray[np.int32]
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# what published models call the end of a document, for a tokenizer.json that comes alone
+USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>")
+
+
+class Tokenizer(Protocol):
+    """What packing, training and sampling need of a tokenizer."""
+
+    kind: ClassVar[str]
+
+    @property
+    def vocab(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that ends each document."""
+
+    @property
+    def identity(self) -> str:
+        """A hash of everything that decides ids: equal for tokenizers that do the same."""
+
+    def encode(self, text: str) -> Ids:
+        """The ids of one text, no special ones added."""
+
+    def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[Ids]:
+        """The ids of several texts, in parallel where the tokenizer can."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of any ids. Cut characters and unknown ids become `�`, special ids nothing."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything `tokenizer_from_json` needs to make this tokenizer again."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are the ids 0 to 255; 256 ends a document."""
+
+    kind: ClassVar[str] = "bytes"
+    vocab = 257
+    end_of_document = 256
+    identity = "bytes-1"
+
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[Ids]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        # 0xff is in no UTF-8 text, so an id outside the vocabulary shows as one that is broken
+        known = (i if 0 <= i < 256 else 255 for i in map(int, ids) if i != 256)
+        return bytes(known).decode("utf-8", errors="replace")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, run by the `tokenizers` library."""
+
+    kind: ClassVar[str] = "huggingface"
+
+    def __init__(self, definition: dict[str, Any], end_token: str):
+        # a tokenizer.json may ask to cut or pad every text: meant for inference, wrong for packing
+        self._definition = definition | {"truncation": None, "padding": None}
+        self._end_token = end_token
+        text = json.dumps(self._definition, ensure_ascii=False, sort_keys=True)
+        self._inner = _from_definition(text)
+        vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        if end_token not in vocabulary:
+            raise MeshwrightError(
+                f"end-of-document token {end_token!r} is not in the tokenizer's vocabulary"
+                f"{did_you_mean(end_token, _special_tokens(definition))}"
+            )
+        self.vocab = max(vocabulary.values()) + 1
+        self.end_of_document = vocabulary[end_token]
+        digest = hashlib.sha256(f"{self.end_of_document}\n{text}".encode())
+        self.identity = f"huggingface-{digest.hexdigest()[:32]}"
+
+    def encode(self, text: str) -> Ids:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[Ids]:
+        try:
+            encodings = self._inner.encode_batch_fast(
+                list(texts), add_special_tokens=special_tokens
+            )
+        except (UnicodeEncodeError, TypeError):
+            for text in texts:
+                _utf8(text)
+            raise
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text = ""
+        for known, run in _runs(ids, self.vocab):
+            text += self._inner.decode(run) if known else REPLACEMENT * len(run)
+        return text
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "end_token": self._end_token,
+            "definition": self._definition,
+        }
+
+
+def load_tokenizer(name: str | Path, end_token: str | None = None) -> Tokenizer:
+    """`"bytes"`, or the path of a tokenizer.json or of a folder that holds one.
+
+    The end-of-document token is `end_token`, else the `eos_token` of the files beside
+    tokenizer.json, else the only usual name among its special tokens.
+    """
+    if str(name) == "bytes":
+        if end_token is not None:
+            raise MeshwrightError(
+                f"end token {end_token!r}: the byte tokenizer has its own, the id 256; leave it out"
+            )
+        return ByteTokenizer()
+    path = Path(name)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise MeshwrightError(
+            f"tokenizer {str(name)!r}: there is no file '{file}'; give 'bytes', a tokenizer.json "
+            "or a folder that holds one"
+        )
+    definition = _read_json(file)
+    return HuggingFaceTokenizer(definition, end_token or _find_end_token(file, definition))
+
+
+def tokenizer_from_json(saved: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that `to_json` described."""
+    if saved.get("kind") == ByteTokenizer.kind:
+        return ByteTokenizer()
+    if saved.get("kind") == HuggingFaceTokenizer.kind:
+        return HuggingFaceTokenizer(saved["definition"], saved["end_token"])
+    raise MeshwrightError(
+        f"tokenizer of kind {saved.get('kind')!r} is not known"
+        f"{did_you_mean(str(saved.get('kind')), [ByteTokenizer.kind, HuggingFaceTokenizer.kind])}"
+    )
+
+
+def decode_stream(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+    """Text as ids arrive, a character only once all its ids are there.
+
+    >>> list(decode_stream(ByteTokenizer(), "né".encode()))
+    ['n', 'é']
+    """
+    # what an id reads as depends on its neighbours (spaces, cut characters): always decode from the
+    # last piece that was shown, and show what is new
+    held: list[int] = []
+    shown = 0  # how many of `held` are already shown
+    for each in ids:
+        held.append(int(each))
+        before, after = tokenizer.decode(held[:shown]), tokenizer.decode(held)
+        cut = after.endswith(REPLACEMENT) and len(held) - shown < 8  # UTF-8 needs 4 at most
+        if len(after) > len(before) and not cut:
+            yield after[len(before) :]
+            held, shown = held[shown:], len(held) - shown
+    rest = tokenizer.decode(held)[len(tokenizer.decode(held[:shown])) :]
+    if rest:
+        yield rest
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as reason:
+        # JSON can spell half of a surrogate pair, which is no character
+        raise MeshwrightError(f"text holds half a character ({reason.reason})") from None
+
+
+def _runs(ids: Iterable[int], vocab: int) -> Iterator[tuple[bool, list[int]]]:
+    run: list[int] = []
+    run_known = True
+    for each in map(int, ids):
+        known = 0 <= each < vocab
+        if known != run_known and run:
+            yield run_known, run
+            run = []
+        run_known = known
+        run.append(each)
+    if run:
+        yield run_known, run
+
+
+def _from_definition(text: str) -> Any:
+    try:
+        from tokenizers import Tokenizer as Inner
+    except ImportError:
+        raise MeshwrightError(
+            "a Hugging Face tokenizer needs the 'tokenizers' library: pip install tokenizers"
+        ) from None
+    try:
+        return Inner.from_str(text)
+    except Exception as reason:  # the library raises plain Exception
+        raise MeshwrightError(f"tokenizer.json is not one this library reads: {reason}") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as reason:
+        raise MeshwrightError(f"tokenizer file '{file}' cannot be read: {reason}") from None
+    if not isinstance(value, dict):
+        raise MeshwrightError(f"tokenizer file '{file}' is not a JSON object")
+    return value
+
+
+def _find_end_token(file: Path, definition: dict[str, Any]) -> str:
+    for beside in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (file.parent / beside).is_file():
+            token = _read_json(file.parent / beside).get("eos_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                return token
+    special = _special_tokens(definition)
+    usual = [token for token in special if token in USUAL_ENDS]
+    if len(usual) == 1:
+        return usual[0]
+    raise MeshwrightError(
+        f"tokenizer '{file}' does not say which token ends a document (no eos_token in "
+        f"tokenizer_config.json beside it); name it with --end-token, one of: "
+        f"{', '.join(special[:8]) or 'its tokens'}"
+    )
+
+
+def _special_tokens(definition: dict[str, Any]) -> list[str]:
+    added = definition.get("added_tokens") or []
+    return [str(token["content"]) for token in added if token.get("special")]

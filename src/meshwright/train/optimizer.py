@@ -1,0 +1,187 @@
+"""Optimizers by name, from optax, and the learning rate over a run.
+
+>>> tx, rate = make_optimizer(OptimizerConfig("adamw"), steps=1000, arrays=specs)
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import optax
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.layout import ArraySpec
+
+ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    name: str = "adamw"
+    """adamw, lion, adafactor or muon."""
+    learning_rate: float = 3e-4
+    """The highest, reached after the warm-up."""
+    schedule: ScheduleName = "cosine"
+    """How it goes down: along a cosine, a line, or only at the end (warm-up, stable, decay)."""
+    warmup_steps: int = 100
+    """Optimizer steps over which the learning rate rises from 0."""
+    final_fraction: float = 0.1
+    """Of the highest learning rate, what is left at the end."""
+    decay_fraction: float = 0.2
+    """Of the steps, how many wsd takes to go down."""
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases are not decayed."""
+    clip_norm: float | None = 1.0
+    """Gradients are scaled down to this global norm."""
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise MeshwrightError(
+                f"optimizer {self.name!r} is not known{did_you_mean(self.name, OPTIMIZERS)}"
+            )
+        schedules = get_args(ScheduleName)
+        if self.schedule not in schedules:
+            raise MeshwrightError(
+                f"schedule {self.schedule!r} is not known{did_you_mean(self.schedule, schedules)}"
+            )
+        if not self.learning_rate > 0:
+            raise MeshwrightError(f"learning_rate={self.learning_rate} must be above 0")
+        if self.warmup_steps < 0:
+            raise MeshwrightError(f"warmup_steps={self.warmup_steps} must be at least 0")
+        for name in ("final_fraction", "decay_fraction", "b1", "b2"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise MeshwrightError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise MeshwrightError(f"clip_norm={self.clip_norm} must be above 0, or None")
+
+
+Schedule = Callable[[Any], Any]
+
+
+def make_optimizer(
+    config: OptimizerConfig, steps: int, arrays: Any
+) -> tuple[optax.GradientTransformation, Schedule]:
+    """The optax transformation and the learning rate by optimizer step, for arrays so described."""
+    rate = learning_rate(config, steps)
+    return OPTIMIZERS[config.name](config, rate, arrays), rate
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> Schedule:
+    """Up over the warm-up, then down as the schedule says, by optimizer step."""
+    peak, last = config.learning_rate, config.learning_rate * config.final_fraction
+    warmup = min(config.warmup_steps, steps)
+    rest = max(steps - warmup, 1)
+    match config.schedule:
+        case "cosine":
+            fall = optax.cosine_decay_schedule(peak, rest, config.final_fraction)
+        case "linear":
+            fall = optax.linear_schedule(peak, last, rest)
+        case "wsd":
+            decay = max(round(steps * config.decay_fraction), 1)
+            fall = optax.linear_schedule(peak, last, decay, max(rest - decay, 0))
+        case "constant":
+            fall = optax.constant_schedule(peak)
+    if warmup == 0:
+        return fall
+    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, fall], [warmup])
+
+
+def decays(spec: ArraySpec) -> bool:
+    """Whether weight decay applies: to matrices, which map embed or map to it."""
+    return "embed" in spec.dims
+
+
+def _mask(arrays: Any) -> Any:
+    return jax.tree.map(decays, arrays)
+
+
+def _adamw(config: OptimizerConfig, rate: Schedule, arrays: Any) -> optax.GradientTransformation:
+    return optax.adamw(
+        rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=_mask(arrays)
+    )
+
+
+def _lion(config: OptimizerConfig, rate: Schedule, arrays: Any) -> optax.GradientTransformation:
+    return optax.lion(
+        rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=_mask(arrays)
+    )
+
+
+def _adafactor(
+    config: OptimizerConfig, rate: Schedule, arrays: Any
+) -> optax.GradientTransformation:
+    # decay follows the learning rate, as in the others: optax multiplies it by nothing
+    factored = optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=128, epsilon=1e-30),
+        optax.clip_by_block_rms(1.0),
+        optax.scale_by_param_block_rms(),
+    )
+    return optax.chain(
+        each_layer(factored, arrays),
+        optax.add_decayed_weights(config.weight_decay, _mask(arrays)),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _muon(config: OptimizerConfig, rate: Schedule, arrays: Any) -> optax.GradientTransformation:
+    def numbers(spec: ArraySpec) -> optax.contrib.MuonDimensionNumbers | None:
+        """Which dims a layer's matrix reads and which it writes; None for Adam."""
+        if not decays(spec) or spec.dims[0] != "layers":
+            return None
+        dims = tuple(range(1, spec.ndim))
+        if spec.dims[1] == "embed":
+            return optax.contrib.MuonDimensionNumbers(dims[:1], dims[1:])
+        return optax.contrib.MuonDimensionNumbers(dims[:-1], dims[-1:])
+
+    return optax.contrib.muon(
+        rate,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        weight_decay_mask=_mask(arrays),
+        adam_b1=config.b1,
+        adam_b2=config.b2,
+        muon_weight_dimension_numbers=jax.tree.map(numbers, arrays),
+        consistent_rms=0.2,  # updates as large as Adam's, so that one learning rate serves both
+    )
+
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adamw": _adamw,
+    "lion": _lion,
+    "adafactor": _adafactor,
+    "muon": _muon,
+}
+
+
+def each_layer(inner: optax.GradientTransformation, arrays: Any) -> optax.GradientTransformation:
+    """`inner` on each layer of stacked arrays by itself, as if they were not stacked.
+
+    What an optimizer takes over a whole array (a root mean square, factored moments) must not mix
+    layers.
+    """
+    stacked = jax.tree.map(lambda spec: spec.dims[:1] == ("layers",), arrays)
+    lifted = optax.GradientTransformation(
+        lambda params: jax.vmap(inner.init)(params),
+        lambda updates, state, params=None: jax.vmap(inner.update)(updates, state, params),
+    )
+
+    def per_array(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Each array by itself, so that its own leading dim is the one mapped over."""
+
+        def init(params: Any) -> Any:
+            return jax.tree.map(transformation.init, params)
+
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            outer: Any = jax.tree.structure(updates)
+            given = (outer.flatten_up_to(tree) for tree in (updates, state, params))
+            done = [transformation.update(*one) for one in zip(*given, strict=True)]
+            return tuple(outer.unflatten(part) for part in zip(*done, strict=True))
+
+        return optax.GradientTransformation(init, update)
+
+    return optax.partition({True: per_array(lifted), False: per_array(inner)}, param_labels=stacked)

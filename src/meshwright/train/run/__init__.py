@@ -1,0 +1,43 @@
+"""What stands around the training loop: processes, signals, the watchdog, metrics, the run page."""
+
+from meshwright.train.run.coordinator import CoordinatorLostError, Store, coordinator_store
+from meshwright.train.run.ending import EXIT_CODE, ends_together
+from meshwright.train.run.live import LiveLine
+from meshwright.train.run.metrics import Metrics, MetricsLog, read_metrics
+from meshwright.train.run.page import write_run_page
+from meshwright.train.run.processes import Joined, join
+from meshwright.train.run.signals import Stop, agree, stop_on_signals
+from meshwright.train.run.throughput import (
+    Memory,
+    StepClock,
+    Throughput,
+    memory,
+    peak_flops,
+    throughput,
+)
+from meshwright.train.run.watchdog import Watchdog
+
+__all__ = [
+    "EXIT_CODE",
+    "CoordinatorLostError",
+    "Joined",
+    "LiveLine",
+    "Memory",
+    "Metrics",
+    "MetricsLog",
+    "StepClock",
+    "Stop",
+    "Store",
+    "Throughput",
+    "Watchdog",
+    "agree",
+    "coordinator_store",
+    "ends_together",
+    "join",
+    "memory",
+    "peak_flops",
+    "read_metrics",
+    "stop_on_signals",
+    "throughput",
+    "write_run_page",
+]

@@ -1,0 +1,178 @@
+"""The line that moves while a run trains; plain lines, now and then, where there is no terminal.
+
+step 120/1,000  loss 2.314  12.3K tok/s  393 TFLOP/s 39.8% MFU  71.2/139.8 GiB  ETA 1h 02m
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+GIB = 2**30
+PLAIN_EVERY_S = 10.0
+
+
+def count_text(number: float) -> str:
+    """Three digits and a letter.
+
+    >>> [count_text(n) for n in (7, 999, 12_345, 1_250_000, 3.2e9)]
+    ['7', '999', '12.3K', '1.25M', '3.20B']
+    """
+    if not math.isfinite(number):
+        return str(number)
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        # what would round to 1000 belongs to the next letter
+        if abs(number) >= size * 0.9995:
+            return f"{_three_digits(number / size)}{letter}"
+    return f"{number:.0f}" if abs(number) >= 99.95 or number == int(number) else f"{number:.3g}"
+
+
+def _three_digits(number: float) -> str:
+    size = abs(number)
+    return f"{number:.2f}" if size < 9.995 else f"{number:.1f}" if size < 99.95 else f"{number:.0f}"
+
+
+def duration_text(seconds: float) -> str:
+    """The two largest units.
+
+    >>> [duration_text(s) for s in (8, 72, 3725, 187_200)]
+    ['8s', '1m 12s', '1h 02m', '2d 04h']
+    """
+    if not math.isfinite(seconds):
+        return "?"
+    whole = max(0, round(seconds))
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}h"
+    if hours:
+        return f"{hours}h {minute:02}m"
+    return f"{minutes}m {second:02}s" if minutes else f"{second}s"
+
+
+def eta_seconds(step: int, total_steps: int, step_seconds: float | None) -> float | None:
+    """What is left; None while the step time is not known."""
+    return None if not step_seconds else max(0, total_steps - step) * step_seconds
+
+
+def row_text(row: Mapping[str, Any], total_steps: int) -> str:
+    """One line from a row of metrics; what the row does not have is left out.
+
+    >>> row_text({"step": 40, "loss": 2.5, "step_seconds": 0.5}, 100)
+    'step 40/100  loss 2.500  ETA 30s'
+    """
+    step = int(row["step"])
+    width = len(f"{total_steps:,}")
+    parts = [f"step {step:>{width},}/{total_steps:,}" if total_steps else f"step {step:,}"]
+    for name, label, form in (("loss", "loss", ".3f"), ("eval_loss", "eval", ".3f")):
+        if name in row:
+            parts.append(f"{label} {row[name]:{form}}")
+    if "tokens_per_second" in row:
+        parts.append(f"{count_text(row['tokens_per_second'])} tok/s")
+    speed = []
+    if "tflops_per_device" in row:
+        tflops = row["tflops_per_device"]
+        speed.append(f"{tflops:.0f} TFLOP/s" if tflops >= 10 else f"{tflops:.3g} TFLOP/s")
+    if row.get("mfu") is not None:
+        speed.append(f"{row['mfu']:.1%} MFU")
+    if speed:
+        parts.append(" ".join(speed))
+    if "memory_bytes" in row:
+        limit = row.get("memory_limit_bytes")
+        of = f"/{limit / GIB:.1f}" if limit else ""
+        parts.append(f"{row['memory_bytes'] / GIB:.1f}{of} GiB")
+    if row.get("skipped_steps"):
+        parts.append(f"{row['skipped_steps']:.0f} skipped")
+    left = eta_seconds(step, total_steps, row.get("step_seconds"))
+    if left is not None and total_steps:
+        parts.append(f"ETA {duration_text(left)}")
+    return "  ".join(parts)
+
+
+class LiveLine:
+    """`update(row)` after each step, in process 0; `close()`, or use it in `with`.
+
+    On a terminal with rich: one line that is rewritten in place, and `print` writes above it.
+    Elsewhere: a plain line at the first and the last step and every `every_s` seconds.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        every_s: float = PLAIN_EVERY_S,
+        file: TextIO | None = None,
+        shown: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total_steps
+        self._every_s, self._clock = every_s, clock
+        self._file = file or sys.stdout
+        self._shown = shown
+        self._next = -math.inf
+        self._last = ""
+        self._printed = ""
+        self._live = _rich_live(self._file) if shown else None
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        if not self._shown:
+            return
+        self._last = row_text(row, self._total)
+        if self._live is not None:
+            self._live.update(_styled(self._last))
+        elif self._clock() >= self._next:
+            self._print_last()
+
+    def print(self, text: str) -> None:
+        """A line that stays, above the one that moves."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._shown:
+            print(text, file=self._file, flush=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            self._printed = self._last
+        elif self._shown and self._last != self._printed:
+            self._print_last()
+        self._shown = False
+
+    def __enter__(self) -> "LiveLine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _print_last(self) -> None:
+        print(self._last, file=self._file, flush=True)
+        self._printed = self._last
+        self._next = self._clock() + self._every_s
+
+
+def _rich_live(file: TextIO) -> Any | None:
+    if not file.isatty():
+        return None
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError:
+        return None
+    console = Console(file=file)
+    if console.is_dumb_terminal:
+        return None
+    live = Live(console=console, refresh_per_second=4)
+    live.start()
+    return live
+
+
+def _styled(text: str) -> Any:
+    from rich.text import Text
+
+    styled = Text(text, no_wrap=True, overflow="ellipsis")
+    styled.highlight_regex(r"loss [^ ]+|eval [^ ]+", "bold")
+    styled.highlight_regex(r"ETA .*|/[0-9.,]+( GiB)?", "dim")
+    return styled

@@ -1,0 +1,198 @@
+"""One optimizer step, as one compiled program: micro-batches, gradients, the update.
+
+functions = step_functions(config, compute, optimizer, rate, mesh)
+state, report = functions.train(state, batch)
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshwright.models.decoder import Compute, DecoderConfig, hidden_states, output_head
+from meshwright.ops.cross_entropy import IGNORED, cross_entropy
+from meshwright.ops.exchange import gather
+from meshwright.train.state import TrainState
+
+Batch = dict[str, jax.Array]  # tokens, targets, segments, positions: [micro-batches, rows, length]
+Report = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    z_loss: float = 0.0
+    """Weight of the squared log-normalizer, which keeps logits from drifting."""
+    chunk: int = 2048
+    """Tokens whose logits a device holds at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFunctions:
+    train: Callable[[TrainState, Batch], tuple[TrainState, Report]]
+    evaluate: Callable[[Any, Batch], Report]
+    batch_sharding: NamedSharding  # of every array of a batch
+
+
+def step_functions(
+    config: DecoderConfig,
+    compute: Compute,
+    optimizer: optax.GradientTransformation,
+    rate: Callable[[Any], Any],
+    mesh: Mesh,
+    *,
+    loss: LossConfig | None = None,
+    clip_norm: float | None = 1.0,
+) -> StepFunctions:
+    """The functions of a run on one mesh; they compile on first use."""
+    loss = LossConfig() if loss is None else loss
+    with jax.set_mesh(mesh):
+        tokens = compute.layouts.tokens
+
+    def sums(params: Any, part: Batch, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return loss_sums(params, part, scale, config, compute, loss)
+
+    def train(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
+        counted = jnp.sum((batch["targets"] != IGNORED).astype(jnp.int32))
+        scale = 1.0 / jnp.maximum(counted, 1).astype(jnp.float32)
+        params = cast_matrices(state.params, compute.dtype)
+        (total, entropy), gradient = _over_micro_batches(sums, params, batch, scale)
+        gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, state.params)
+        norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
+        ok = jnp.isfinite(total) & jnp.isfinite(norm)
+        if clip_norm is not None:
+            factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
+            gradient = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradient)
+        new_params, new_moments = _update(optimizer, gradient, state)
+
+        def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(ok, new, old)
+
+        new = TrainState(
+            step=state.step + 1,
+            params=jax.tree.map(keep, new_params, state.params),
+            optimizer=jax.tree.map(keep, new_moments, state.optimizer),
+            skipped=state.skipped + (1 - ok.astype(jnp.int32)),
+            skipped_in_a_row=jnp.where(ok, 0, state.skipped_in_a_row + 1),
+        )
+        report = {
+            "loss": entropy * scale,
+            "total_loss": total,
+            "gradient_norm": norm,
+            "learning_rate": _rate_at(rate, state.step - state.skipped),
+            "tokens": counted,
+            "skipped": new.skipped,
+            "skipped_in_a_row": new.skipped_in_a_row,
+        }
+        return new, report
+
+    def evaluate(params: Any, batch: Batch) -> Report:
+        params = cast_matrices(params, compute.dtype)
+
+        def one(carry: Any, part: Batch) -> Any:
+            _, entropy = sums(params, part, jnp.float32(1))
+            counted = jnp.sum((part["targets"] != IGNORED).astype(jnp.int32))
+            return (carry[0] + entropy, carry[1] + counted), None
+
+        (entropy, counted), _ = lax.scan(one, (jnp.float32(0), jnp.int32(0)), batch)
+        return {"entropy": entropy, "tokens": counted}
+
+    def on_mesh(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        jitted = jax.jit(function, **options)
+
+        def call(*arguments: Any) -> Any:
+            with jax.set_mesh(mesh):
+                return jitted(*arguments)
+
+        call.lower = lambda *arguments: _lower(jitted, mesh, arguments)  # type: ignore[attr-defined]
+        return call
+
+    return StepFunctions(
+        train=on_mesh(train, donate_argnums=0),
+        evaluate=on_mesh(evaluate),
+        batch_sharding=NamedSharding(mesh, P(None, *tokens.partitions)),
+    )
+
+
+def loss_sums(
+    params: Any,
+    part: Batch,
+    scale: jax.Array,
+    config: DecoderConfig,
+    compute: Compute,
+    loss: LossConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Of a micro-batch [rows, length]: `scale` times its summed loss, and the summed entropy."""
+    layouts = compute.layouts
+    x = hidden_states(
+        params, part["tokens"], config, compute,
+        segments=part.get("segments"), positions=part.get("positions"),
+    )  # fmt: skip
+    with jax.named_scope("loss"):
+        return cross_entropy(
+            gather(x, layouts.axes(layouts.logits)),
+            output_head(params, config, compute),
+            jax.sharding.reshard(part["targets"], layouts.tokens),
+            scale,
+            z_loss=loss.z_loss,
+            chunk=loss.chunk,
+            tied=config.tied_embeddings,
+        )
+
+
+def cast_matrices(params: Any, dtype: Any) -> Any:
+    """Matrices in the dtype they are multiplied in; norms and biases stay as they are kept."""
+    vectors = {"norm", "bq", "bk", "bv", "bo", "q_norm", "k_norm"}
+
+    def cast(path: Any, array: jax.Array) -> jax.Array:
+        return array if path[-1].key in vectors else array.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+
+def _over_micro_batches(sums: Any, params: Any, batch: Batch, scale: jax.Array) -> Any:
+    """Loss sums and the gradient over all micro-batches; one is not worth a loop."""
+    slope = jax.value_and_grad(sums, has_aux=True)
+    if batch["tokens"].shape[0] == 1:
+        return slope(params, {name: array[0] for name, array in batch.items()}, scale)
+
+    def one(carry: Any, part: Batch) -> Any:
+        (total, entropy), gradient = carry
+        (more, more_entropy), more_gradient = slope(params, part, scale)
+        gradient = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradient, more_gradient)
+        return ((total + more, entropy + more_entropy), gradient), None
+
+    # summed in float32, laid out as the parameters are kept
+    nothing = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    zero = jnp.float32(0)
+    return lax.scan(one, ((zero, zero), nothing), batch)[0]
+
+
+def _update(optimizer: optax.GradientTransformation, gradient: Any, state: TrainState) -> Any:
+    """New parameters and moments. optax is written for automatic sharding, so it runs there."""
+    kept = jax.tree.map(lambda x: jax.typeof(x).sharding, (state.params, state.optimizer))
+
+    def update(gradient: Any, moments: Any, params: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, moments = optimizer.update(gradient, moments, params)
+            return optax.apply_updates(params, updates), moments
+
+    with jax.named_scope("optimizer"):
+        return jax.sharding.auto_axes(update, out_sharding=kept)(
+            gradient, state.optimizer, state.params
+        )
+
+
+def _rate_at(rate: Callable[[Any], Any], step: jax.Array) -> jax.Array:
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.asarray(rate(step), jnp.float32)
+
+
+def _lower(jitted: Any, mesh: Mesh, arguments: tuple[Any, ...]) -> Any:
+    with jax.set_mesh(mesh):
+        return jitted.lower(*arguments)
