@@ -54,7 +54,9 @@ def count(number: int, noun: str) -> str:
     """`"1 device"`, `"8 devices"`, `"2 axes"`."""
     if number == 1:
         return f"1 {noun}"
-    plural = {"axis": "axes", "copy": "copies"}.get(noun, noun + "s")
+    plural = {"axis": "axes", "copy": "copies", "micro-batch": "micro-batches"}.get(
+        noun, noun + "s"
+    )
     return f"{number:,} {plural}"
 
 

@@ -146,7 +146,8 @@ def test_arrays_without_dim_names_are_told_how_to_get_them() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_splits_evenly_under_its_own_rules(name: str) -> None:
-    table = mw.explain(abstract_arrays(preset(name)), decoder_rules(), "dp=1,fsdp=4,tp=4,sp=1")
+    # the smallest have two key heads
+    table = mw.explain(abstract_arrays(preset(name)), decoder_rules(), "dp=1,fsdp=8,tp=2,sp=1")
     assert table.notes == ()
     assert table.bytes_per_device < 1.1 * table.bytes_total / 16
     assert sum(math.prod(r.shape) for r in table.rows) == table.num_elements
@@ -155,8 +156,8 @@ def test_every_preset_splits_evenly_under_its_own_rules(name: str) -> None:
 def test_weights_go_over_fsdp_and_sp_jointly_when_asked() -> None:
     arrays = abstract_arrays(preset("tiny"))
     table = mw.explain(arrays, decoder_rules(sp=True), "dp=1,fsdp=2,tp=2,sp=2")
-    row = next(row for row in table.rows if row.path == "layers/0/mlp/gate")
-    assert row.layout.spec == P(("fsdp", "sp"), "tp")
+    row = next(row for row in table.rows if row.path == "layers/mlp/gate")
+    assert row.layout.spec == P(None, ("fsdp", "sp"), "tp")
 
 
 def test_keys_and_other_leaves_have_rows() -> None:

@@ -7,11 +7,18 @@ from typing import Any
 
 import tyro
 
+from meshwright.cli.data import data
 from meshwright.cli.machines import machines
 from meshwright.cli.show import show
+from meshwright.cli.train import train, train_command
 from meshwright.errors import MeshwrightError
 
-COMMANDS: dict[str, Callable[..., Any]] = {"show": show, "machines": machines}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "show": show,
+    "machines": machines,
+    "data": data,
+    "train": train,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,10 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show × gets a ?
     try:
+        if arguments[:1] == ["train"]:  # its defaults may come from a file
+            train_command(arguments[1:])
+            return
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="meshwright",
-            description="Say where every axis goes, and see it.",
+            description="Say where every axis goes, see what it costs, run it.",
             args=arguments,
             config=(tyro.conf.UseAppendAction,),
         )

@@ -160,7 +160,7 @@ class Explanation:
         for row in table.rows:
             lines.append("| " + " | ".join(c.replace("|", "\\|") for c in row.cells()) + " |")
         lines += ["", self.summary()]
-        lines += [f"- {line}" for line in self._remarks()]
+        lines += [f"- {line}" for line in self.remarks]
         return "\n".join(lines) + "\n"
 
     def text(self, collapse: bool = True, width: int = 160) -> str:
@@ -200,13 +200,15 @@ class Explanation:
             )
         for row in cells:
             table.add_row(*(Text(row[i]) for i in columns))
-        remarks = [Text(f"! {line}", style="yellow") for line in self._remarks()]
+        remarks = [Text(f"! {line}", style="yellow") for line in self.remarks]
         if left_out:
             names = ", ".join(_COLUMNS[i] for i in left_out)
             remarks.append(Text(f"left out for lack of width: {names}", style="dim"))
         return [table, Text(self.summary()), *remarks]
 
-    def _remarks(self) -> tuple[str, ...]:
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is worth reading: problems first, then notes."""
         return (*self.problems, *self.notes)
 
 

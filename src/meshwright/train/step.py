@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.models.decoder import Compute, DecoderConfig, hidden_states, output_head
 from meshwright.ops.cross_entropy import IGNORED, cross_entropy
 from meshwright.ops.exchange import gather
+from meshwright.train.compiler import compiler_options
 from meshwright.train.state import TrainState
 
 Batch = dict[str, jax.Array]  # tokens, targets, segments, positions: [micro-batches, rows, length]
@@ -103,7 +104,8 @@ def step_functions(
         return {"entropy": entropy, "tokens": counted}
 
     def on_mesh(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        jitted = jax.jit(function, **options)
+        platform = mesh.devices.flat[0].platform
+        jitted = jax.jit(function, compiler_options=compiler_options(platform), **options)
 
         def call(*arguments: Any) -> Any:
             with jax.set_mesh(mesh):

@@ -22,6 +22,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
             "layers": {"wq": jnp.ones((2, 8))},
         },
         "key": jax.random.key(0),
+        "count": jnp.int32(3),
     }
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(100, state, {})
@@ -47,7 +48,7 @@ def test_differences_are_listed_with_both_shapes(checkpoints: Checkpoints) -> No
         "  params/embed: (256, 64) float32 saved, (512, 64) float32 asked for",
         "  params/layers/wk: not saved, (2, 4) float32 asked for",
         "  params/head: (64, 256) float32 saved, not asked for",
-        "build the model from the config saved with it, or choose the checkpoint of this model",
+        "build the model from the config saved with it, or choose this model's checkpoint",
     ]
 
 
@@ -67,6 +68,7 @@ def test_many_differences_are_counted_and_the_first_shown(checkpoints: Checkpoin
         ({"params": {"embed": 3}}, "'params/embed' is a int"),
         ({"params": {"embed": jax.ShapeDtypeStruct((2,), jnp.float32)}}, "'params/embed' has no sharding"),
         ({"key": target(2, dtype=jnp.uint32)}, r"key: \(\) key<fry> saved, \(2,\) uint32 asked for"),
+        ({"count": target(dtype=jnp.float32)}, r"count: \(\) int32 saved, \(\) float32 asked for"),
         ({"key": target(dtype=jnp.uint32)}, r"key: \(\) key<fry> saved, \(\) uint32 asked for"),
         (
             {"params": {"embed": jax.ShapeDtypeStruct((3, 4), jnp.float32, sharding=mw.sharding("a b -> a@tp b", mesh="tp=16"))}},

@@ -78,13 +78,13 @@ class Checkpoints:
             check_leaf(name, leaf)
         self._ahead.check(self._begin(step), about=f"saving step {step}")
         saving = folders.saving_folder(self.folder, step)
-        self._ahead.check(
-            ""
-            if saving.is_dir()
-            else f"{saving}, which process 0 made, is not seen by this process; "
+        unseen = (
+            f"{saving}, which process 0 made, is not seen by this process; "
             "the checkpoint folder must be on a disk that all processes share"
         )
+        self._ahead.check("" if saving.is_dir() else unseen)
         arrays = {name: as_stored(leaf) for name, leaf in leaves.items()}
+        size = sum(array.nbytes for array in arrays.values())
         sums = {name: fingerprint(array) for name, array in arrays.items()}
         self._met = False
         try:
@@ -95,13 +95,11 @@ class Checkpoints:
         except Exception as error:
             if jax.process_index() == 0:
                 folders.give_up(self.folder, step)
-            size = sum(array.nbytes for array in arrays.values())
             raise MeshwrightError(self._why_not_saved(step, size, error)) from error
         described = {
             name: (tuple(leaf.shape), str(leaf.dtype), key_kind(leaf))
             for name, leaf in leaves.items()
         }
-        size = sum(array.nbytes for array in arrays.values())
         self._thread = threading.Thread(
             target=self._finish, args=(step, described, sums, meta, size), name="meshwright-save"
         )

@@ -8,6 +8,7 @@ checkpoint step-00000100 holds another model than asked for; 2 arrays differ:
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from meshwright.errors import MeshwrightError, count, did_you_mean
 from meshwright.layout.arrays import is_described
@@ -47,19 +48,18 @@ def check_same_arrays(
     known = {_part(name) for name in saved}
     for part in sorted(parts - known):
         raise MeshwrightError(f"{where} has no part {part!r}{did_you_mean(part, sorted(known))}")
-    names = [*targets, *(n for n in saved if _part(n) in parts and n not in targets)]
     lines = []
-    only_dtypes = True
-    for name in names:
+    same_shapes = True
+    for name in [*targets, *(n for n in saved if _part(n) in parts and n not in targets)]:
         here, there = saved.get(name), targets.get(name)
-        same_dtype = here and there is not None and (here.dtype == str(there.dtype))
-        if here and there is not None and here.shape == tuple(there.shape):
-            if same_dtype or (cast and not _is_key(here.dtype) and not _is_key(str(there.dtype))):
+        if here is not None and there is not None and here.shape == tuple(there.shape):
+            asked = str(there.dtype)
+            if here.dtype == asked or (cast and _is_float(here.dtype) and _is_float(asked)):
                 continue
         else:
-            only_dtypes = False
+            same_shapes = False
         lines.append(
-            f"  {name}: {f'{here} saved' if here else 'not saved'}, "
+            f"  {name}: {'not' if here is None else here} saved, "
             + ("not" if there is None else f"{tuple(there.shape)} {there.dtype}")
             + " asked for"
         )
@@ -67,14 +67,12 @@ def check_same_arrays(
         return
     more = [f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     differ = f"{count(len(lines), 'array')} differ{'s' if len(lines) == 1 else ''}"
-    if only_dtypes:
+    if same_shapes:
         head = f"{where} is in another dtype than asked for; {differ}:"
-        tail = "restore(…, cast=True) converts after reading"
+        tail = "restore(…, cast=True) converts floating-point arrays after reading them"
     else:
         head = f"{where} holds another model than asked for; {differ}:"
-        tail = (
-            "build the model from the config saved with it, or choose the checkpoint of this model"
-        )
+        tail = "build the model from the config saved with it, or choose this model's checkpoint"
     raise MeshwrightError("\n".join([head, *lines[:_SHOWN], *more, tail]))
 
 
@@ -82,5 +80,5 @@ def _part(name: str) -> str:
     return name.split("/")[0]
 
 
-def _is_key(dtype: str) -> bool:
-    return dtype.startswith("key<")
+def _is_float(dtype: str) -> bool:
+    return not dtype.startswith("key<") and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))

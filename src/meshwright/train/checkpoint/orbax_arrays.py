@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -91,9 +92,11 @@ def _at(tree: Any, name: str) -> Any:
 
 
 def _blamed(text: str, names: dict[str, Any]) -> str:
-    """The array an error of TensorStore is about; the longest name found is the fullest."""
-    found = [name for name in names if name.replace("/", ".") in text]
-    return f"array {max(found, key=len)!r}" if found else "an array"
+    """The array an error of TensorStore is about: it quotes the array's path, 'params.embed/'."""
+    for name in names:
+        if re.search(rf"['\"/]{re.escape(name.replace('/', '.'))}/", text):
+            return f"array {name!r}"
+    return "an array"
 
 
 @functools.cache
@@ -110,8 +113,8 @@ def _orbax() -> Any:
 def _drop_stragglers() -> None:
     """After one read or write failed, do not print how the others fared.
 
-    Orbax closes its event loop at the first failure. Reads still under way then end in Python's hook
-    for errors that have no caller: as coroutines of Orbax thrown away half done, and as calls
+    Orbax closes its event loop at the first failure. Reads still under way then end in Python's
+    hook for errors that have no caller: as coroutines of Orbax thrown away half done, and as calls
     from TensorStore's native threads (which have no object) into the closed loop.
     """
     others = sys.unraisablehook

@@ -56,6 +56,9 @@ def write_record(folder: Path, record: Record) -> None:
         "arrays": {name: dataclasses.asdict(array) for name, array in record.arrays.items()},
         "files": record.files,
     }
+    for name, (_, checksum) in record.files.items():
+        if checksum is not None:
+            flush(folder / name)  # TensorStore flushes the data files, Orbax not its small ones
     text = json.dumps({"checksum": _checksum(content), **content}, indent=1, allow_nan=False)
     (folder / FILE).write_text(text + "\n", encoding="utf-8")
     flush(folder / FILE)

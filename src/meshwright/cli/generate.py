@@ -1,0 +1,196 @@
+"""`meshwright generate`: continue prompts with a trained model, as the tokens come."""
+
+import collections
+import dataclasses
+import itertools
+import json as jsonlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+from meshwright.errors import MeshwrightError, count, mesh_text
+from meshwright.serve.generate import stream
+from meshwright.serve.load import Model, generation_mesh, load_for_generation
+from meshwright.serve.sampling import Sampling
+from meshwright.train.data.tokenizer import decode_stream
+
+
+def generate(
+    run: Annotated[str, tyro.conf.Positional],
+    prompt: tuple[str, ...] = (),
+    max_new: int = 100,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = 0.95,
+    min_p: float | None = None,
+    seed: int = 0,
+    mesh: str = "dp=1,fsdp=1,tp=1,sp=1",
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+    step: int | None = None,
+    tokenizer: str | None = None,
+    end_token: str | None = None,
+    json: bool = False,
+    cpu_devices: int | None = None,
+) -> None:
+    """Continue prompts with a model: a training run's, or a Hugging Face folder's.
+
+    meshwright generate runs/first --prompt "Once upon a time" --max-new 200 --mesh fsdp=-1
+
+    Args:
+        run: The folder of a run, or of a Hugging Face model.
+        prompt: What to continue; - reads it from standard input. Repeatable.
+        max_new: Tokens to add to each prompt at most; an end-of-document token ends it earlier.
+        temperature: 0 takes the likeliest token always; 1 samples as the model predicts.
+        top_k: Sample from the k likeliest tokens only.
+        top_p: Of these, from the likeliest that together have this probability; 1 is all.
+        min_p: Of these, from those at least this times as likely as the likeliest.
+        seed: The same seed gives the same text, on every mesh.
+        mesh: Where the model lies: fsdp=-1 takes all devices. The default is one device.
+        dtype: Of weights and cache. auto: bfloat16 on accelerators, float32 on CPUs.
+        step: The checkpoint to take; by default the last.
+        tokenizer: "bytes", a tokenizer.json or its folder, in place of the run's own.
+        end_token: The token that ends a document, where the tokenizer does not say.
+        json: Print plain data at the end instead of text as it comes.
+        cpu_devices: Simulate this many devices on the CPU.
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+    texts = _texts(prompt)
+    _simulate(cpu_devices)
+    placed = generation_mesh(mesh)
+    platform = placed.devices.flat[0].platform
+    kind = ("float32" if platform == "cpu" else "bfloat16") if dtype == "auto" else dtype
+    model = load_for_generation(
+        run, placed, jnp.dtype(kind), step=step, tokenizer=tokenizer, end_token=end_token
+    )
+    prompts = [model.encode(text) for text in texts]
+    coming = _Coming(stream(model, prompts, max_new, sampling), len(prompts), model)
+    used = (
+        f"{model.source}, mesh {mesh_text(placed.shape)} on {count(placed.size, 'device')} of "
+        f"{len(jax.devices())}, {kind}"
+    )
+    print(used, file=sys.stderr)
+    try:
+        if json:
+            rows = [list(coming.row(row)) for row in range(len(prompts))]
+            found = [_result(*each, model) for each in zip(texts, prompts, rows, strict=True)]
+            print(jsonlib.dumps({"model": used, "results": found, **coming.speed()}))
+        else:
+            _print(coming, prompts, model)
+    except KeyboardInterrupt:
+        print(f"\nstopped; {coming.summary()}", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # whoever read the text has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
+    print(coming.summary(), file=sys.stderr)
+
+
+@dataclasses.dataclass
+class _Coming:
+    """Tokens as they come, asked for row by row: those of other rows are kept for later."""
+
+    steps: Iterator[tuple[int, int]]
+    rows: int
+    model: Model
+
+    def __post_init__(self) -> None:
+        self.kept: list[collections.deque[int]] = [collections.deque() for _ in range(self.rows)]
+        self.started = time.perf_counter()
+        self.first: float | None = None
+        self.first_tokens = self.tokens = 0
+        self.last = self.started
+
+    def row(self, row: int) -> Iterator[int]:
+        while True:
+            while not self.kept[row]:
+                if not self._next():
+                    return
+            token = self.kept[row].popleft()
+            yield token
+            if token in self.model.ends:
+                return
+
+    def _next(self) -> bool:
+        came = next(self.steps, None)
+        if came is None:
+            return False
+        self.last = time.perf_counter()
+        self.tokens += 1
+        if self.tokens <= self.rows:  # the first of each row come together
+            self.first, self.first_tokens = self.last, self.tokens
+        self.kept[came[0]].append(came[1])
+        return True
+
+    def speed(self) -> dict[str, Any]:
+        """Both programs are compiled when the first tokens come, so speed is counted from there."""
+        after = self.tokens - self.first_tokens
+        first = self.last if self.first is None else self.first
+        return {
+            "tokens": self.tokens,
+            "seconds_to_first": round(first - self.started, 3),
+            "tokens_per_second": round(after / (self.last - first), 1) if after else None,
+        }
+
+    def summary(self) -> str:
+        speed = self.speed()
+        rate = speed["tokens_per_second"]
+        fast = "" if rate is None else f", then {rate:,} tokens/s"
+        first = f"the first after {speed['seconds_to_first']:.1f} s (with compiling)"
+        return f"{count(self.tokens, 'token')}, {first}{fast}"
+
+
+def _print(coming: _Coming, prompts: list[list[int]], model: Model) -> None:
+    """Each prompt with its continuation, text as it comes; the first prompt's first."""
+    for row, prompt in enumerate(prompts):
+        if row:
+            print("\n---")
+        # together, since how a token reads may depend on the one before it
+        for text in decode_stream(model.tokenizer, itertools.chain(prompt, coming.row(row))):
+            print(text, end="", flush=True)
+    print(flush=True)
+
+
+def _result(text: str, prompt: list[int], tokens: list[int], model: Model) -> dict[str, Any]:
+    ended = bool(tokens) and tokens[-1] in model.ends
+    tokens = tokens[:-1] if ended else tokens
+    before = model.tokenizer.decode(prompt)
+    return {
+        "prompt": text,
+        "text": model.tokenizer.decode(prompt + tokens)[len(before) :],
+        "prompt_tokens": len(prompt),
+        "tokens": tokens,
+        "ended": "end" if ended else "length",
+    }
+
+
+def _texts(prompts: tuple[str, ...]) -> list[str]:
+    if not prompts:
+        raise MeshwrightError('there is nothing to continue; give --prompt "Once upon a time"')
+    if prompts.count("-") > 1:
+        raise MeshwrightError("--prompt - reads all of standard input; give it once")
+    return [_standard_input() if text == "-" else text for text in prompts]
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read().removesuffix("\n")  # which an editor or echo adds
+    except UnicodeDecodeError as reason:
+        raise MeshwrightError(f"--prompt -: standard input is not text: {reason}") from None
+
+
+def _simulate(devices: int | None) -> None:
+    if devices is None:
+        return
+    if devices < 1:
+        raise MeshwrightError(f"--cpu-devices {devices} must be at least 1")
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", devices)
+    except RuntimeError as reason:
+        raise MeshwrightError(f"--cpu-devices {devices} comes too late: {reason}") from None

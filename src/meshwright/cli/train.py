@@ -1,0 +1,58 @@
+"""`meshwright train`: settings from the command line and from a file, then the loop."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from meshwright.errors import MeshwrightError
+from meshwright.train.config import TrainConfig, config_from_file
+from meshwright.train.loop import train as run_training
+
+
+def train(config: tyro.conf.OmitArgPrefixes[TrainConfig]) -> None:
+    """Train a language model on any mesh.
+
+    meshwright train tiny --mesh fsdp=4,tp=2 --data embedded --steps 200 --run runs/first
+
+    The same command goes on where the run stopped, on this mesh or another. `--config FILE` takes
+    settings from a file (a run's own config.json, say); flags after it win.
+    """
+    run_training(config)
+
+
+def train_command(arguments: Sequence[str]) -> None:
+    """The command with `--config FILE` honoured: its settings are the defaults of the flags."""
+    rest, file = _without_config(list(arguments))
+    from_file: dict[str, Any] = {} if file is None else {"default": config_from_file(file)}
+    config = tyro.cli(
+        TrainConfig,
+        prog="meshwright train",
+        description=train.__doc__,
+        args=rest,
+        config=(tyro.conf.PositionalRequiredArgs,),
+        **from_file,
+    )
+    run_training(config)
+
+
+def _without_config(arguments: list[str]) -> tuple[list[str], Path | None]:
+    file = None
+    rest = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--config":
+            file = next(words, None)
+            if file is None:
+                raise MeshwrightError("--config needs a file of settings")
+        elif word.startswith("--config="):
+            file = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return rest, None if file is None else Path(file)
+
+
+if __name__ == "__main__":
+    train_command(sys.argv[1:])

@@ -1,0 +1,56 @@
+"""Keys and values of the tokens so far, on the mesh.
+
+Kept at the size of the key heads, never repeated for the query heads. Rows may differ in length;
+what stands behind a row's length is nobody's.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
+
+from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.decode import decode_layouts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    keys: jax.Array  # [layers, batch, length, kv_heads, head_dim]
+    values: jax.Array
+    lengths: jax.Array  # [batch] tokens of each row that are in it
+
+
+def filled(keys: jax.Array, values: jax.Array, lengths: jax.Array, room: int) -> Cache:
+    """A cache of `room` tokens a row that begins with these, as prefill gives them."""
+    layouts = decode_layouts()
+    free = ((0, 0), (0, 0), (0, room - keys.shape[2]), (0, 0), (0, 0))
+    keys, values = (reshard(jnp.pad(x, free), layouts.cache) for x in (keys, values))
+    return Cache(keys, values, reshard(lengths, layouts.batch))
+
+
+def appended(cache: Cache, keys: jax.Array, values: jax.Array) -> Cache:
+    """The cache with one token more in each row; keys and values are [layers, batch, ...]."""
+    layouts = decode_layouts()
+    layers, batch, _, *rest = layouts.cache.partitions
+
+    def write(held: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
+        return held.at[:, jnp.arange(at.shape[0]), at].set(new, unique_indices=True)
+
+    write = jax.shard_map(
+        write,
+        in_specs=(layouts.cache, P(layers, batch, *rest), layouts.batch),
+        out_specs=layouts.cache,
+    )
+    return Cache(
+        write(cache.keys, keys, cache.lengths),
+        write(cache.values, values, cache.lengths),
+        cache.lengths + 1,
+    )
+
+
+def bytes_of_cache(config: DecoderConfig, rows: int, length: int, itemsize: int) -> int:
+    """What a cache of so many rows takes, over all devices."""
+    return 2 * config.layers * rows * length * config.kv_heads * config.head_dim * itemsize

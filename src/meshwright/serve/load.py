@@ -1,0 +1,247 @@
+"""A model to generate with: from a run's checkpoint or a Hugging Face folder, onto any mesh.
+
+model = load_for_generation("runs/first", generation_mesh("fsdp=4,tp=2"))
+"""
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import MeshwrightError, mesh_text
+from meshwright.layout import layouts
+from meshwright.layout.layout import Layout
+from meshwright.mesh import STANDARD_AXES, MeshSpec
+from meshwright.mesh import mesh as build_mesh
+from meshwright.models.decoder.arrays import abstract_arrays
+from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.decode import generation_rules
+from meshwright.ops.exchange import narrow
+from meshwright.train.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
+
+_VECTORS = frozenset({"norm", "bq", "bk", "bv", "bo", "q_norm", "k_norm"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model on a mesh, with its tokenizer."""
+
+    config: DecoderConfig
+    params: Any
+    mesh: Mesh
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    """The tokens that end a document."""
+    special_tokens: bool
+    """Whether the tokenizer adds its own to a prompt, such as begin-of-text."""
+    source: str
+    """Where it is from, in words."""
+
+    def encode(self, prompt: str) -> list[int]:
+        return [int(i) for i in self.tokenizer.encode_batch([prompt], self.special_tokens)[0]]
+
+
+def generation_mesh(text: str = "dp=1,fsdp=1,tp=1,sp=1") -> Mesh:
+    """The mesh of that text: standard axes not named have size 1, devices left over are not used.
+
+    >>> dict(generation_mesh("tp=1").shape)
+    {'tp': 1, 'dp': 1, 'fsdp': 1, 'sp': 1}
+    """
+    spec = MeshSpec.parse(text)
+    others = [axis for axis in spec.names if axis not in STANDARD_AXES]
+    if others:
+        raise MeshwrightError(
+            f"mesh {spec.quoted}: axis {others[0]!r} splits nothing of a model here; the axes are "
+            f"{', '.join(STANDARD_AXES)}"
+        )
+    missing = tuple((axis, 1) for axis in STANDARD_AXES if axis not in spec.names)
+    spec = dataclasses.replace(spec, axes=spec.axes + missing)
+    devices = jax.devices()
+    if spec.is_resolved:
+        devices = devices[: math.prod(spec.sizes)]
+    return build_mesh(spec, devices=devices, axis_types="explicit")
+
+
+def load_for_generation(
+    path: str | os.PathLike[str],
+    mesh: Mesh,
+    dtype: Any = jnp.float32,
+    *,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    end_token: str | None = None,
+) -> Model:
+    """The model in a run's folder (its last checkpoint, or `step`) or in a Hugging Face folder.
+
+    `tokenizer` and `end_token` stand in for the folder's own (see load_tokenizer). Every mistake
+    in the folder is found before weights are read, as far as that can be.
+    """
+    folder = Path(path)
+    fields = _config_file(folder)
+    own = None if tokenizer is None else load_tokenizer(tokenizer, end_token)
+    if "model_config" in fields:
+        model = _from_run(folder, fields, mesh, jnp.dtype(dtype), step, own)
+    elif "architectures" in fields:
+        if step is not None:
+            raise MeshwrightError(f"{folder} is a Hugging Face folder; it has no step {step}")
+        model = _from_hf(folder, fields, mesh, dtype, own, end_token)
+    else:
+        raise MeshwrightError(
+            f"{folder / 'config.json'} is neither a run's (it has no 'model_config') nor Hugging "
+            "Face's (no 'architectures'); give the folder of a run or of a Hugging Face model"
+        )
+    return model
+
+
+def _config_file(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise MeshwrightError(
+            f"{folder} is not a folder; give that of a run (meshwright train … --run {folder}) or "
+            "of a Hugging Face model"
+        )
+    file = folder / "config.json"
+    if not file.is_file():
+        above = next((up for up in folder.resolve().parents if (up / "checkpoints").is_dir()), None)
+        hint = "" if above is None else f"; the run it is part of is {above}"
+        raise MeshwrightError(
+            f"{folder} holds no config.json, so it is neither a run nor a Hugging Face model{hint}"
+        )
+    fields = _json(file)
+    if not isinstance(fields, dict):
+        raise MeshwrightError(f"{file} is not a JSON object")
+    return fields
+
+
+def _from_run(
+    folder: Path,
+    fields: dict[str, Any],
+    mesh: Mesh,
+    dtype: Any,
+    step: int | None,
+    tokenizer: Tokenizer | None,
+) -> Model:
+    from meshwright.train.checkpoint import Checkpoints
+    from meshwright.train.config import decoder_from_dict
+
+    try:
+        config = decoder_from_dict(fields["model_config"])
+    except (KeyError, TypeError, ValueError) as reason:
+        raise MeshwrightError(
+            f"{folder / 'config.json'}: 'model_config' is not one of this version: {reason}"
+        ) from None
+    if tokenizer is None:
+        tokenizer = _run_tokenizer(folder / "tokenizer_state.json")
+    _check_vocabulary(tokenizer, config, folder)
+    targets = _targets(config, mesh, dtype)
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        step = checkpoints.latest() if step is None else step
+        if step is None:
+            raise MeshwrightError(
+                f"{folder / 'checkpoints'} holds no complete checkpoint; the run saves one when it "
+                "ends and every --checkpoint.every steps"
+            )
+        params = checkpoints.restore(step, {"params": targets}, cast=True)["params"]
+    return Model(
+        config=config,
+        params=params,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        ends=frozenset({tokenizer.end_of_document}),
+        special_tokens=False,  # as `meshwright data pack` leaves them out
+        source=f"step {step} of {folder}",
+    )
+
+
+def _from_hf(
+    folder: Path,
+    fields: dict[str, Any],
+    mesh: Mesh,
+    dtype: Any,
+    tokenizer: Tokenizer | None,
+    end_token: str | None,
+) -> Model:
+    from meshwright.models.decoder.hf_config import from_hf_config
+    from meshwright.models.decoder.hf_load import load_hf
+
+    config = from_hf_config(folder)
+    if tokenizer is None:
+        if not (folder / "tokenizer.json").is_file():
+            raise MeshwrightError(
+                f"{folder} holds no tokenizer.json; name one with --tokenizer: 'bytes', a "
+                "tokenizer.json or a folder that holds one"
+            )
+        tokenizer = load_tokenizer(folder, end_token)
+    _check_vocabulary(tokenizer, config, folder)
+    shardings = jax.tree.map(lambda target: target.sharding, _targets(config, mesh, dtype))
+    return Model(
+        config=config,
+        params=load_hf(folder, config, shardings, dtype),
+        mesh=mesh,
+        tokenizer=tokenizer,
+        ends=frozenset({tokenizer.end_of_document}) | _hf_ends(folder, fields),
+        special_tokens=True,
+        source=str(folder),
+    )
+
+
+def _targets(config: DecoderConfig, mesh: Mesh, dtype: Any) -> Any:
+    """Every parameter described, with its place on the mesh; norms and biases in float32."""
+    arrays = abstract_arrays(config)
+    wide = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
+    try:
+        places = layouts(arrays, generation_rules(), mesh=mesh)
+    except MeshwrightError as mistake:
+        raise MeshwrightError(
+            f"this model does not fit mesh '{mesh_text(mesh.shape)}': {mistake}"
+        ) from None
+
+    def target(path: Any, spec: Any, layout: Layout) -> jax.ShapeDtypeStruct:
+        kept = jnp.float32 if path[-1].key in _VECTORS else dtype
+        place = NamedSharding(mesh, narrow(P(*layout.axes), wide))
+        return jax.ShapeDtypeStruct(spec.shape, kept, sharding=place)
+
+    return jax.tree_util.tree_map_with_path(target, arrays, places)
+
+
+def _run_tokenizer(file: Path) -> Tokenizer:
+    if not file.is_file():
+        raise MeshwrightError(f"{file} is not there; name the run's tokenizer with --tokenizer")
+    try:
+        return tokenizer_from_json(_json(file))
+    except (KeyError, TypeError, AttributeError):
+        raise MeshwrightError(f"{file} does not describe a tokenizer") from None
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: DecoderConfig, folder: Path) -> None:
+    if tokenizer.vocab > config.vocab:
+        raise MeshwrightError(
+            f"the tokenizer has {tokenizer.vocab} tokens, the model in {folder} {config.vocab}: "
+            "they do not belong together"
+        )
+
+
+def _hf_ends(folder: Path, fields: dict[str, Any]) -> frozenset[int]:
+    """What the model's files say ends its text: an id or several, in either file."""
+    beside = folder / "generation_config.json"
+    said = [fields, _json(beside)] if beside.is_file() else [fields]
+    ends: set[int] = set()
+    for data in said:
+        value = data.get("eos_token_id") if isinstance(data, dict) else None
+        ends |= {i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)}
+    return frozenset(ends)
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as reason:
+        raise MeshwrightError(f"{file} cannot be read: {reason.strerror or reason}") from None
+    except (ValueError, RecursionError) as reason:
+        raise MeshwrightError(f"{file} is not readable JSON: {reason}") from None

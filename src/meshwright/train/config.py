@@ -1,0 +1,195 @@
+"""All settings of a run, as one value that can be written down and read again."""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.models.decoder import DecoderConfig
+from meshwright.ops import rope
+from meshwright.train.optimizer import OptimizerConfig
+from meshwright.train.step import LossConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeConfig:
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """What matrices are multiplied in; auto: bfloat16 on accelerators, float32 on CPUs."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What weights and moments are kept in."""
+    remat: Literal["none", "elementwise", "mlp", "full"] = "none"
+    """What is computed again in the backward pass instead of kept, from nothing to everything."""
+    scan: bool = True
+    """A loop over layers, which compiles fast; --no-compute.scan unrolls it, which runs faster."""
+    attention: Literal["auto", "cudnn", "dense", "blockwise"] = "auto"
+    """The kernel; auto takes the fastest that can serve."""
+    sequence_parallel: bool = False
+    """Split activations between blocks over tp, along the sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 500
+    """Steps from one to the next; one is also saved at the end."""
+    keep_last: int = 3
+    """How many of the latest are kept."""
+    keep_every: int | None = None
+    """Also keep those whose step is a multiple of this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    every: int = 500
+    """Steps from one evaluation to the next; there is one at the end too."""
+    rows: int = 0
+    """Rows at the end of each store that are not trained on but evaluated; 0: no evaluation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    every: int = 1
+    """Steps from one line of metrics.jsonl to the next."""
+    tensorboard: bool = False
+    wandb: str | None = None
+    """A project's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    model: str
+    """A preset (tiny, llama-3.1-8b …), a Hugging Face config.json, or a folder that holds one."""
+    run: Path = Path("runs/latest")
+    """The run's folder. If it holds checkpoints, the run goes on from the last."""
+    mesh: str = "dp=1,fsdp=-1,tp=1,sp=1"
+    """Where every axis goes; one size may be -1: what is left."""
+    data: str = "embedded"
+    """A token store, several with weights (a.store:0.7,b.store:0.3), or the embedded stories."""
+    steps: int = 1000
+    """Optimizer steps, in all."""
+    batch: int = 32
+    """Rows of an optimizer step, over all devices and micro-batches."""
+    seq: int = 512
+    """Tokens of a row."""
+    accumulation: int = 1
+    """Micro-batches of an optimizer step; each is batch / accumulation rows."""
+    seed: int = 0
+    """Of the first weights and of the order of the data."""
+    init_from: Path | None = None
+    """Start from the weights of a Hugging Face folder."""
+    rules: str = "standard"
+    """Where dims go: standard, T5X's sets (t5x:1,1 t5x:2,1 t5x:1,2 t5x:2,2), or a file of rules."""
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    max_skipped: int = 10
+    """Steps in a row with a loss or gradient that is not finite, after which training stops."""
+    hang_timeout: float = 600.0
+    """Seconds without progress after which the run is ended, naming the silent process."""
+    coordinator: str | None = None
+    """Several processes: HOST:PORT of process 0, or auto (Slurm, Kubernetes, TPU pods)."""
+    processes: int | None = None
+    """How many there are."""
+    process_id: int | None = None
+    """Which this is, from 0."""
+    cpu_devices: int | None = None
+    """Simulate this many devices on the CPU."""
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "batch", "seq", "accumulation", "max_skipped")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise MeshwrightError(f"{name}={getattr(self, name)} must be at least 1")
+        for part in ("checkpoint", "eval", "log"):
+            if getattr(self, part).every < 1:
+                raise MeshwrightError(f"{part}.every={getattr(self, part).every} must be 1 or more")
+
+
+# settings that say how and where a run is computed: a resumed run may change them
+FREE = frozenset({"run", "mesh", "steps", "compute", "checkpoint", "log", "eval", "max_skipped"})
+FREE |= {"hang_timeout", "coordinator", "processes", "process_id", "cpu_devices", "rules"}
+
+
+def config_to_dict(config: TrainConfig) -> dict[str, Any]:
+    """As plain JSON data."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def config_from_file(file: Path) -> TrainConfig:
+    """Settings written as JSON: a run's own config.json, or one by hand."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as reason:
+        raise MeshwrightError(f"--config {str(file)!r} cannot be read: {reason.strerror}") from None
+    except ValueError as reason:
+        raise MeshwrightError(f"--config {str(file)!r} is not JSON: {reason}") from None
+    if not isinstance(data, dict):
+        raise MeshwrightError(f"--config {str(file)!r} must hold an object of settings")
+    data.pop("model_config", None)  # a run's record of what `model` was
+    return _from_dict(TrainConfig, data, str(file))
+
+
+def _from_dict(kind: Any, data: Mapping[str, Any], where: str) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    types = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if name not in fields:
+            raise MeshwrightError(
+                f"{where}: setting {name!r} is unknown{did_you_mean(name, fields)}"
+            )
+        if dataclasses.is_dataclass(types[name]):
+            if not isinstance(value, Mapping):
+                raise MeshwrightError(f"{where}: setting {name!r} must be an object, got {value!r}")
+            value = _from_dict(types[name], value, f"{where}: {name}")
+        elif value is not None and Path in (types[name], *typing.get_args(types[name])):
+            value = Path(value)
+        else:
+            _check_type(value, types[name], f"{where}: setting {name!r}")
+        values[name] = value
+    if "model" in fields and "model" not in values:
+        raise MeshwrightError(f"{where}: setting 'model' is missing")
+    return kind(**values)
+
+
+def _check_type(value: Any, kind: Any, what: str) -> None:
+    options = typing.get_args(kind) or (kind,)
+    if typing.get_origin(kind) is Literal:
+        if value not in options:
+            raise MeshwrightError(f"{what} is {value!r}; one of {', '.join(map(str, options))}")
+        return
+    allowed = tuple(option for option in options if isinstance(option, type))
+    number = isinstance(value, int) and not isinstance(value, bool)
+    if type(value) in allowed or (float in allowed and number):
+        return
+    names = " or ".join("none" if option is type(None) else option.__name__ for option in allowed)
+    raise MeshwrightError(f"{what} is {value!r}; it must be {names}")
+
+
+_SCALINGS = {
+    kind.__name__: kind for kind in (rope.LinearScaling, rope.Llama3Scaling, rope.YarnScaling)
+}
+
+
+def decoder_to_dict(config: DecoderConfig) -> dict[str, Any]:
+    """A model's config as plain JSON data."""
+    data = dataclasses.asdict(config)
+    if config.rope.scaling is not None:
+        data["rope"]["scaling"]["kind"] = type(config.rope.scaling).__name__
+    return data
+
+
+def decoder_from_dict(data: Mapping[str, Any]) -> DecoderConfig:
+    """The reverse of decoder_to_dict."""
+    values = dict(data)
+    turning = dict(values.pop("rope"))
+    scaling = turning.pop("scaling")
+    if scaling is not None:
+        scaling = dict(scaling)
+        scaling = _SCALINGS[scaling.pop("kind")](**scaling)
+    return DecoderConfig(**values, rope=rope.Rope(**turning, scaling=scaling))

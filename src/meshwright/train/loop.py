@@ -1,0 +1,339 @@
+"""The training loop: resume, step, log, evaluate, save, stop.
+
+    train(TrainConfig("tiny", steps=200, run=Path("runs/first")))
+
+The same call in every process of a run; process 0 speaks.
+"""
+
+import collections
+import contextlib
+import sys
+from typing import Any
+
+import jax
+
+from meshwright.errors import MeshwrightError, count, mesh_text
+from meshwright.layout.explanation import bytes_text
+from meshwright.train.checkpoint import Checkpoints
+from meshwright.train.compiler import keep_cpu_collectives_in_order
+from meshwright.train.config import FREE, TrainConfig, config_to_dict, decoder_to_dict
+from meshwright.train.run import (
+    LiveLine,
+    MetricsLog,
+    StepClock,
+    Stop,
+    Watchdog,
+    agree,
+    coordinator_store,
+    ends_together,
+    join,
+    memory,
+    peak_flops,
+    stop_on_signals,
+    throughput,
+    write_run_page,
+)
+from meshwright.train.setup import bytes_per_device, prepare, write_json
+from meshwright.train.state import TrainState, new_state
+
+LAG = 1  # a step is started before the result of the one before it is looked at
+
+
+def train(config: TrainConfig) -> None:
+    """Run to the end, to a signal, or to a mistake (MeshwrightError)."""
+    keep_cpu_collectives_in_order()
+    if config.cpu_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    joined = join(config.coordinator, config.processes, config.process_id)
+    store = coordinator_store()
+    with ends_together(store, joined.process_id, joined.processes), stop_on_signals() as stop:
+        watchdog = Watchdog(
+            config.run,
+            timeout_s=config.hang_timeout,
+            pause_timeout_s=max(3600.0, 4 * config.hang_timeout),
+            store=store,
+            process_id=joined.process_id,
+            processes=joined.processes,
+        )
+        with watchdog:
+            _Run(config, stop, store, watchdog).go()
+
+
+class _Run:
+    """One run in this process: what the steps of `go` share."""
+
+    def __init__(self, config: TrainConfig, stop: Stop, store: Any, watchdog: Watchdog) -> None:
+        self.config, self.stop, self.store, self.watchdog = config, stop, store, watchdog
+        self.speaks = jax.process_index() == 0
+        with watchdog.paused("preparing"):
+            self.setup = prepare(config)
+        keep = config.checkpoint
+        self.checkpoints = Checkpoints(config.run / "checkpoints", keep.keep_last, keep.keep_every)
+        self.saved: int | None = self.checkpoints.latest()
+        self.tokens = 0
+        self.clock = StepClock()
+
+    def go(self) -> None:
+        config = self.config
+        first = self.saved or 0
+        if self.saved is not None:
+            self.tokens = self._check_resume(self.checkpoints.meta(self.saved))
+        self._announce(first)
+        if first >= config.steps:
+            self._say(f"nothing to do: {config.run} is at step {first} of {config.steps}")
+            return
+        self._write_description()
+        with self.watchdog.paused("loading"):
+            state = self._first_state()
+        with self.watchdog.paused("compiling"):
+            step_function = self._compile(state)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.closing(self.checkpoints))
+            log = stack.enter_context(
+                MetricsLog(
+                    config.run,
+                    tensorboard=config.log.tensorboard,
+                    wandb=config.log.wandb,
+                    resume_step=first,
+                )
+            )
+            if self.saved is not None:
+                log.note(first, "resumed", mesh=mesh_text(self.setup.mesh.shape))
+            live = stack.enter_context(LiveLine(config.steps, shown=self.speaks))
+            state, last = self._steps(state, first, step_function, log, live)
+            if config.eval.rows and last > first:
+                self._evaluate(state, last, log, live)
+            if last != self.saved:
+                self._save(state, last)
+                self.checkpoints.wait()
+            why = f" ({self.stop.reason})" if self.stop.requested else ""
+            live.print(f"saved step {last}{why} in {self.checkpoints.folder}")
+        if self.speaks:
+            page = write_run_page(config.run)
+            self._say(f"curves: {page}")
+
+    def _steps(
+        self, state: TrainState, first: int, step_function: Any, log: MetricsLog, live: LiveLine
+    ) -> tuple[TrainState, int]:
+        """All steps from `first`; gives back the state and how many are done."""
+        config = self.config
+        # reports of steps begun but not looked at, oldest first
+        waiting: collections.deque[tuple[int, Any]] = collections.deque()
+        sharding = self.setup.functions.batch_sharding
+        batches: Any = self.setup.loader.iterate(first, sharding)
+        done = first
+        with contextlib.closing(batches):
+            for step in range(first, config.steps):
+                if agree(self.stop, step, self.store, LAG):
+                    break
+                _, batch = next(batches)
+                self.watchdog.beat(step + 1)
+                state, report = step_function(state, batch)
+                done = step + 1
+                waiting.append((done, report))
+                if len(waiting) > LAG:
+                    self._look(waiting.popleft(), log, live, state)
+                if done % config.eval.every == 0 and config.eval.rows and done < config.steps:
+                    self._look_at_all(waiting, log, live, state)
+                    self._evaluate(state, done, log, live)
+                if done % config.checkpoint.every == 0 and done < config.steps:
+                    self._look_at_all(waiting, log, live, state)
+                    self._save_if_possible(state, done, live)
+        self._look_at_all(waiting, log, live, state)
+        return state, done
+
+    def _look_at_all(self, waiting: Any, log: MetricsLog, live: LiveLine, state: Any) -> None:
+        while waiting:
+            self._look(waiting.popleft(), log, live, state)
+
+    def _look(
+        self, waiting: tuple[int, Any], log: MetricsLog, live: LiveLine, state: TrainState
+    ) -> None:
+        """Wait for a step's report, write it down, and stop if steps keep failing."""
+        step, report = waiting
+        setup, config = self.setup, self.config
+        values = {name: value.item() for name, value in jax.device_get(report).items()}
+        self.tokens += values["tokens"]
+        took = self.clock.tick()
+        row: dict[str, Any] = {
+            "loss": values["loss"],
+            "grad_norm": values["gradient_norm"],
+            "learning_rate": values["learning_rate"],
+            "tokens": self.tokens,
+            "skipped_steps": values["skipped"],
+        }
+        if took is not None and self.clock.seconds:
+            per_step = config.batch * config.seq
+            flops = setup.model.flops_per_token(config.seq)
+            peak = peak_flops(list(setup.mesh.devices.flat))
+            speed = throughput(flops, per_step, self.clock.seconds, setup.mesh.size, peak)
+            row |= {"step_seconds": self.clock.seconds} | speed.metrics()
+        held = memory()
+        row |= {} if held is None else held.metrics()
+        if step % config.log.every == 0 or step == config.steps:
+            log.write(step, row)
+        live.update({"step": step} | row)
+        in_a_row = int(values["skipped_in_a_row"])
+        if in_a_row:
+            live.print(f"step {step}: loss or gradient is not finite; the step is skipped")
+        if in_a_row >= config.max_skipped:
+            self._give_up(state, step, in_a_row)
+
+    def _give_up(self, state: TrainState, step: int, in_a_row: int) -> None:
+        # skipped steps change nothing, so the state is the last good one
+        now = int(jax.device_get(state.step))
+        if self.saved != now:
+            self._save(state, now)
+            self.checkpoints.wait()
+        raise MeshwrightError(
+            f"{in_a_row} steps in a row up to step {step} had a loss or gradient that is not "
+            f"finite, so training stopped; the weights of the last good step are saved as step "
+            f"{now} in {self.checkpoints.folder}. Lower optimizer.learning_rate, lengthen the "
+            "warm-up, or look at the data near this step"
+        )
+
+    def _evaluate(self, state: TrainState, step: int, log: MetricsLog, live: LiveLine) -> None:
+        loader, functions = self.setup.eval_loader, self.setup.functions
+        assert loader is not None
+        with self.watchdog.paused("evaluating"), self.clock.paused():
+            entropy, tokens = 0.0, 0
+            for _, batch in loader.iterate(0, functions.batch_sharding):
+                report = jax.device_get(functions.evaluate(state.params, batch))
+                entropy += report["entropy"].item()
+                tokens += report["tokens"].item()
+        loss = entropy / max(tokens, 1)
+        log.write(step, {"eval_loss": loss})
+        live.print(f"step {step}: eval loss {loss:.4f} over {tokens:,} tokens")
+
+    # checkpoints
+
+    def _save(self, state: TrainState, step: int) -> None:
+        meta = {
+            "step": step,
+            "tokens": self.tokens,
+            "data": self.setup.loader.describe(),
+            "mesh": mesh_text(self.setup.mesh.shape),
+            "model_config": decoder_to_dict(self.setup.model),
+            "config": config_to_dict(self.config),
+        }
+        with self.watchdog.paused("saving"), self.clock.paused():
+            self.checkpoints.save(step, state, meta)
+        self.saved = step
+
+    def _save_if_possible(self, state: TrainState, step: int, live: LiveLine) -> None:
+        """A save that fails loses nothing that was saved before: training goes on."""
+        try:
+            self._save(state, step)
+        except MeshwrightError as problem:
+            live.print(f"warning: {problem}; training goes on")
+
+    def _check_resume(self, meta: dict[str, Any]) -> int:
+        """Whether this run may go on from that checkpoint; gives back the tokens seen."""
+        folder = self.checkpoints.folder
+        if meta["model_config"] != decoder_to_dict(self.setup.model):
+            new, old = decoder_to_dict(self.setup.model), meta["model_config"]
+            fields = [name for name in new if new[name] != old.get(name)]
+            said = ", ".join(f"{name} {old.get(name)} there, {new[name]} now" for name in fields)
+            raise MeshwrightError(
+                f"{folder} holds checkpoints of another model ({said}); give --run another folder"
+            )
+        data = self.setup.loader.describe()
+        differ = [name for name in data if data[name] != meta["data"].get(name)]
+        if differ:
+            name = differ[0]
+            raise MeshwrightError(
+                f"{folder} was trained on other data: {name} was {meta['data'].get(name)!r}, is "
+                f"{data[name]!r}; the position in the data would not be the same. Use the same "
+                "settings, or give --run another folder"
+            )
+        now, before = config_to_dict(self.config), meta["config"]
+        changed = [name for name in now if name not in FREE and now[name] != before.get(name)]
+        for name in changed:
+            self._say(f"note: {name} is {now[name]}, was {before.get(name)} before this resume")
+        return int(meta["tokens"])
+
+    def _first_state(self) -> TrainState:
+        setup = self.setup
+        if self.saved is not None:
+            with jax.set_mesh(setup.mesh):
+                restored: TrainState = self.checkpoints.restore(self.saved, setup.target)
+            return restored
+        params = None
+        if self.config.init_from is not None:
+            from meshwright.models.decoder.hf_load import load_hf
+
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.target.params)
+            dtype = self.config.compute.param_dtype
+            params = load_hf(self.config.init_from, setup.model, shardings, dtype)
+        return new_state(
+            setup.arrays, setup.target, setup.optimizer, setup.mesh, self.config.seed, params
+        )
+
+    # what is told
+
+    def _compile(self, state: TrainState) -> Any:
+        loader, functions = self.setup.loader, self.setup.functions
+        described = {
+            name: jax.ShapeDtypeStruct(loader.shape, "int32", sharding=functions.batch_sharding)
+            for name in ("tokens", "targets", "segments", "positions")
+        }
+        compiled = functions.train.lower(state, described).compile()  # type: ignore[attr-defined]
+        held = compiled.memory_analysis()
+        if held is not None:
+            total = (
+                held.argument_size_in_bytes
+                + held.temp_size_in_bytes
+                + held.output_size_in_bytes
+                - held.alias_size_in_bytes
+            )
+            self._say(f"compiled: {bytes_text(total)} per device by the compiler's account")
+        return compiled
+
+    def _announce(self, first: int) -> None:
+        setup, config = self.setup, self.config
+        devices = list(setup.mesh.devices.flat)
+        self._say(
+            f"{config.model} on mesh {mesh_text(setup.mesh.shape)}: "
+            f"{count(len(devices), devices[0].device_kind + ' device')}"
+            + (f", {jax.process_count()} processes" if jax.process_count() > 1 else "")
+        )
+        self._say(setup.explanation.summary())
+        kinds = {
+            "parameters": bytes_per_device(setup.target.params),
+            "gradients": bytes_per_device(setup.target.params),
+            "optimizer": bytes_per_device(setup.target.optimizer),
+        }
+        parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in kinds.items())
+        self._say(f"per device: {parts}")
+        rows = config.batch // config.accumulation
+        self._say(
+            f"batch {config.batch} × {config.seq} tokens as "
+            f"{count(config.accumulation, 'micro-batch')} of {rows} rows; data {config.data}; "
+            f"steps {first} to {config.steps}"
+        )
+        for remark in setup.explanation.remarks:
+            self._say(f"note: {remark}")
+        if self.saved is not None:
+            self._say(f"going on from step {self.saved} in {self.checkpoints.folder}")
+
+    def _write_description(self) -> None:
+        if not self.speaks:
+            return
+        setup, folder = self.setup, self.config.run
+        settings = config_to_dict(self.config) | {"model_config": decoder_to_dict(setup.model)}
+        write_json(folder / "config.json", settings)
+        write_json(folder / "tokenizer_state.json", setup.loader.mixture.tokenizer.to_json())
+        about = {
+            "name": folder.name,
+            "model": self.config.model,
+            "parameters": f"{setup.explanation.num_elements:,}",
+            "mesh": mesh_text(setup.mesh.shape),
+            "machine": f"{setup.mesh.size} × {setup.mesh.devices.flat[0].device_kind}",
+            "data": self.config.data,
+        }
+        write_json(folder / "run.json", about)
+
+    def _say(self, text: str) -> None:
+        if self.speaks:
+            print(text, file=sys.stdout, flush=True)

@@ -1,0 +1,209 @@
+"""From settings to everything a run needs, with every mistake found before anything is compiled."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from meshwright.errors import MeshwrightError, nearest_multiples
+from meshwright.layout import Explanation, Rules, explain
+from meshwright.layout.layout import axes_of
+from meshwright.mesh import STANDARD_AXES, MeshSpec, mesh
+from meshwright.models.decoder import (
+    PRESETS,
+    Compute,
+    DecoderConfig,
+    abstract_arrays,
+    activation_layouts,
+    decoder_rules,
+    preset,
+    t5x_rules,
+)
+from meshwright.models.decoder.hf_config import from_hf_config
+from meshwright.train.config import ComputeConfig, TrainConfig
+from meshwright.train.data import (
+    Loader,
+    Mixture,
+    check_data,
+    held_out_loader,
+    load_tokenizer,
+    training_loader,
+)
+from meshwright.train.optimizer import make_optimizer
+from meshwright.train.state import TrainState, abstract_state
+from meshwright.train.step import StepFunctions, step_functions
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A run, made ready: nothing is on a device yet."""
+
+    config: TrainConfig
+    model: DecoderConfig
+    mesh: Mesh
+    rules: Rules
+    arrays: Any  # ArraySpecs of the parameters
+    optimizer: Any
+    functions: StepFunctions
+    target: TrainState  # described
+    loader: Loader
+    eval_loader: Loader | None
+    explanation: Explanation
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Read model, mesh, rules and data, and check them against each other."""
+    model = model_config(config.model)
+    rules = choose_rules(config)
+    placed = training_mesh(config.mesh)
+    mixture = Mixture.parse(config.data)
+    tokenizer = None
+    if config.init_from is not None and (config.init_from / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(str(config.init_from))
+    check_data(
+        mixture,
+        vocab=model.vocab,
+        seq=config.seq,
+        batch=config.batch,
+        held_out=config.eval.rows,
+        longest=model.max_seq,
+        tokenizer=tokenizer,
+    )
+    _check_batch(config, rules, placed)
+    loader = training_loader(
+        mixture,
+        batch=config.batch,
+        seq=config.seq,
+        accumulation=config.accumulation,
+        seed=config.seed,
+        held_out=config.eval.rows,
+    )
+    eval_loader = None
+    if config.eval.rows:
+        rows = config.batch // config.accumulation
+        eval_loader = held_out_loader(
+            mixture, batch=rows, seq=config.seq, held_out=config.eval.rows
+        )
+    arrays = abstract_arrays(model, jnp.dtype(config.compute.param_dtype))
+    explanation = explain(arrays, rules, placed)
+    optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
+    functions = step_functions(
+        model,
+        compute_of(config.compute, rules, placed),
+        optimizer,
+        rate,
+        placed,
+        loss=config.loss,
+        clip_norm=config.optimizer.clip_norm,
+    )
+    target = abstract_state(arrays, rules, optimizer, placed)
+    return Setup(
+        config, model, placed, rules, arrays, optimizer, functions, target, loader, eval_loader,
+        explanation,
+    )  # fmt: skip
+
+
+def model_config(model: str) -> DecoderConfig:
+    """A preset's, or that of a Hugging Face config.json or of a folder that holds one."""
+    if model in PRESETS:
+        return preset(model)
+    path = Path(model)
+    if path.is_dir() or path.suffix == ".json":
+        return from_hf_config(path)
+    return preset(model)  # raises, with the nearest names
+
+
+def training_mesh(text: str) -> Mesh:
+    """The mesh over all devices; standard axes that are not named have size 1."""
+    spec = MeshSpec.parse(text)
+    missing = [axis for axis in STANDARD_AXES if axis not in spec.names]
+    if missing and set(spec.names) <= set(STANDARD_AXES):
+        plain = "!" if spec.plain else ""
+        axes = [f"{axis}={size}" for axis, size in spec.axes] + [f"{axis}=1" for axis in missing]
+        spec = MeshSpec.parse(plain + ",".join(axes))
+    return mesh(spec, axis_types="explicit")
+
+
+def choose_rules(config: TrainConfig) -> Rules:
+    """The standard rules, one of T5X's sets, or those in a file."""
+    parallel = config.compute.sequence_parallel
+    if config.rules == "standard":
+        return decoder_rules(sp=True, sequence_parallel=parallel)
+    if parallel:
+        raise MeshwrightError(
+            "compute.sequence_parallel is part of the standard rules; with own rules say it there: "
+            "length -> sp+tp after the rules of heads, mlp and vocab"
+        )
+    sets = {f"t5x:{a},{p}": (a, p) for a in (1, 2) for p in (1, 2)}
+    if config.rules in sets:
+        return t5x_rules(*sets[config.rules])
+    try:
+        return Rules.parse(Path(config.rules).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as reason:
+        raise MeshwrightError(
+            f"rules {config.rules!r} are neither 'standard', nor one of {', '.join(sets)}, nor a "
+            f"file that can be read ({reason})"
+        ) from None
+
+
+def compute_of(config: ComputeConfig, rules: Rules, placed: Mesh) -> Compute:
+    platform = placed.devices.flat[0].platform
+    automatic = "float32" if platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(automatic if config.dtype == "auto" else config.dtype)
+    return Compute(rules, dtype, config.remat, config.scan, config.attention)
+
+
+def _check_batch(config: TrainConfig, rules: Rules, placed: Mesh) -> None:
+    """Batch and sequence against the mesh, in the user's own words."""
+    wide = frozenset(axis for axis, size in placed.shape.items() if size > 1)
+    layouts = activation_layouts(rules, wide)
+    rows, length = (axes_of(entry, "tokens") for entry in layouts.tokens.partitions)
+    parts = config.accumulation
+    for axis in rows:
+        parts *= placed.shape[axis]
+    if config.batch % parts:
+        said = " · ".join(
+            [f"{axis}={placed.shape[axis]}" for axis in rows]
+            + [f"accumulation={config.accumulation}"]
+        )
+        raise MeshwrightError(
+            f"batch={config.batch} is not divisible by {said} = {parts}: every device takes the "
+            f"same number of rows of every micro-batch; batch="
+            f"{nearest_multiples(config.batch, parts)} would fit"
+        )
+    between = axes_of(layouts.residual.partitions[1], "residual") or length
+    parts = 1
+    for axis in between:
+        parts *= placed.shape[axis]
+    if config.seq % parts:
+        said = " · ".join(f"{axis}={placed.shape[axis]}" for axis in between)
+        raise MeshwrightError(
+            f"seq={config.seq} is not divisible by {said}, which split the sequence; seq="
+            f"{nearest_multiples(config.seq, parts)} would fit"
+        )
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Of described arrays with shardings, what one device holds."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        elements = 1
+        for size in leaf.sharding.shard_shape(leaf.shape):
+            elements *= size
+        total += elements * leaf.dtype.itemsize
+    return total
+
+
+def write_json(file: Path, data: Any) -> None:
+    """Whole or not at all."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f".{file.name}.new")
+        new.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        new.replace(file)
+    except OSError as reason:
+        raise MeshwrightError(f"{str(file)!r} cannot be written: {reason.strerror}") from None

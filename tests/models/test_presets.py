@@ -1,0 +1,91 @@
+"""Presets are what their publishers say: parameter counts, and what the config files hold."""
+
+import math
+
+import jax
+import pytest
+
+from meshwright import MeshwrightError
+from meshwright.models.decoder import PRESETS, abstract_arrays, preset
+from meshwright.ops.rope import Llama3Scaling
+
+# of the published weights, tied arrays once
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_parameter_counts_are_the_published_ones(name: str, parameters: int) -> None:
+    arrays = jax.tree.leaves(abstract_arrays(preset(name)))
+    assert sum(math.prod(array.shape) for array in arrays) == parameters
+
+
+def test_every_preset_but_tiny_is_checked() -> None:
+    assert set(PRESETS) == {*PUBLISHED, "tiny"}
+
+
+@pytest.mark.parametrize(
+    ("name", "theta", "factor"),
+    [
+        ("llama-2-7b", 1e4, None),
+        ("llama-3-8b", 5e5, None),
+        ("llama-3.1-405b", 5e5, 8.0),
+        ("llama-3.2-1b", 5e5, 32.0),
+        ("mistral-7b", 1e4, None),
+        ("mistral-7b-v0.3", 1e6, None),
+        ("qwen2.5-7b", 1e6, None),
+        ("qwen3-0.6b", 1e6, None),
+    ],
+)
+def test_rotary_embedding_is_the_published_one(
+    name: str, theta: float, factor: float | None
+) -> None:
+    rope = preset(name).rope
+    scaling = None if factor is None else Llama3Scaling(factor, 1.0, 4.0, 8192)
+    assert (rope.theta, rope.scaling) == (theta, scaling)
+
+
+def test_families_differ_where_they_should() -> None:
+    for name, config in PRESETS.items():
+        assert config.qkv_bias == name.startswith("qwen2"), name
+        assert config.qk_norm == name.startswith("qwen3"), name
+        assert (config.sliding_window is not None) == (name == "mistral-7b"), name
+        assert not config.output_bias, name
+        assert config.norm_eps == (1e-6 if name.startswith("qwen") else 1e-5), name
+
+
+def test_the_flops_of_a_token_are_six_a_weight_and_attention() -> None:
+    config = preset("llama-3.2-1b")
+    head = config.embed * config.vocab
+    per_layer = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192
+    assert config.matmul_params == 16 * per_layer + head
+    # 2 matmuls of scores and values, forward once and backward twice, half of them masked
+    attention = 16 * 32 * 64 * 4096 * 2 * 2 * 3 // 2
+    assert config.flops_per_token(4096) == 6 * config.matmul_params + attention
+
+
+def test_a_model_that_is_not_there_is_guessed_at() -> None:
+    with pytest.raises(MeshwrightError, match=r"did you mean 'llama-3.1-8b'\?"):
+        preset("llama3.1-8b")

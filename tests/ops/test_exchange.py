@@ -1,0 +1,138 @@
+"""Gathering and adding up: exact, and each the other's gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.ops.exchange import add_up, gather, narrow, partial_sums, spec_of, wide_axes
+
+from tests.train.hlo import collectives  # isort: skip
+
+
+def mesh_of(text: str) -> jax.sharding.Mesh:
+    return mw.mesh(text, devices=jax.devices()[:8], axis_types="explicit")
+
+
+@pytest.mark.parametrize(
+    ("layout", "onto", "left"),
+    [
+        (P("fsdp", "tp"), ("fsdp",), P(None, "tp")),
+        (P("fsdp", "tp"), ("fsdp", "tp"), P(None, None)),
+        (P(("fsdp", "sp"), "tp"), ("fsdp", "sp"), P(None, "tp")),
+        (P("tp", ("fsdp", "sp")), ("sp",), P("tp", "fsdp")),
+        (P("tp", None), ("fsdp", "sp"), P("tp", None)),  # held by each already
+        (P(None, None), (), P(None, None)),
+    ],
+)
+def test_gathering_gives_the_same_array_with_fewer_splits(
+    layout: P, onto: tuple[str, ...], left: P
+) -> None:
+    mesh = mesh_of("fsdp=2,tp=2,sp=2")
+    x = np.arange(64, dtype="f").reshape(8, 8)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, layout)
+        gathered = gather(placed, onto)
+        assert spec_of(gathered) == left
+        np.testing.assert_array_equal(gathered, x)
+
+
+def test_what_was_gathered_gets_its_gradient_summed_and_split_again() -> None:
+    """y = (each device's tokens) @ w: the gradient of w is the sum over all tokens."""
+    mesh = mesh_of("dp=2,fsdp=4")
+    rng = np.random.default_rng(0)
+    tokens = rng.normal(size=(16, 8)).astype("f")
+    w, given = rng.normal(size=(8, 12)).astype("f"), rng.normal(size=(16, 12)).astype("f")
+    over = ("dp", "fsdp")
+
+    def apply(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.einsum("te,em->tm", x, gather(w, over), out_sharding=P(over, None))
+
+    with jax.set_mesh(mesh):
+        args = jax.device_put(w, P("fsdp", None)), jax.device_put(tokens, P(over, None))
+        out_slope = jax.device_put(given, P(over, None))
+
+        def slope(w: jax.Array, x: jax.Array, given: jax.Array) -> jax.Array:
+            return jax.vjp(lambda w: apply(w, x), w)[1](given)[0]
+
+        compiled = jax.jit(slope).lower(*args, out_slope).compile()
+        found = compiled(*args, out_slope)
+        assert spec_of(found) == P("fsdp", None)
+    np.testing.assert_allclose(found, tokens.T.astype("f8") @ given, rtol=1e-5, atol=1e-5)
+    sent = {(c.operation, c.axes, c.shape) for c in collectives(compiled.as_text(), mesh)}
+    # scattered over fsdp first, so that dp adds a fourth of it
+    assert sent == {("reduce-scatter", ("fsdp",), (2, 12)), ("all-reduce", ("dp",), (2, 12))}
+
+
+@pytest.mark.parametrize(
+    ("over", "target"),
+    [
+        (("tp",), P(None, None)),
+        (("tp",), P("tp", None)),
+        (("fsdp", "tp"), P("tp", None)),
+        (("fsdp", "tp"), P("tp", "fsdp")),
+        (("fsdp", "tp"), P(("fsdp", "tp"), None)),
+        ((), P(None, None)),
+    ],
+)
+def test_partial_sums_are_added_up(over: tuple[str, ...], target: P) -> None:
+    """A product over a split dim: each device's part is a partial sum."""
+    mesh = mesh_of("fsdp=2,tp=4")
+    rng = np.random.default_rng(1)
+    a, b = rng.normal(size=(8, 16)).astype("f"), rng.normal(size=(16, 8)).astype("f")
+    with jax.set_mesh(mesh):
+        axes = over or None
+        left, right = jax.device_put(a, P(None, axes)), jax.device_put(b, P(axes, None))
+
+        def product(left: jax.Array, right: jax.Array) -> jax.Array:
+            parts = partial_sums(P(None, None), over)
+            return add_up(jnp.einsum("ik,kj->ij", left, right, out_sharding=parts), over, target)
+
+        found = jax.jit(product)(left, right)
+        assert found.sharding.is_equivalent_to(jax.NamedSharding(mesh, target), 2)
+    np.testing.assert_allclose(found, a.astype("f8") @ b, rtol=1e-5, atol=1e-5)
+
+
+def test_adding_up_to_a_split_is_one_scatter_and_its_gradient_one_gather() -> None:
+    mesh = mesh_of("fsdp=2,tp=4")
+
+    def product(left: jax.Array, right: jax.Array) -> jax.Array:
+        # as a block does: gather what is split between blocks, multiply, scatter again
+        whole = gather(left, ("tp",))
+        parts = jnp.einsum("ie,ek->ik", whole, right, out_sharding=P(None, "tp"))
+        parts = jnp.einsum("ik,kj->ij", parts, right.T, out_sharding=partial_sums(P(), ("tp",)))
+        return add_up(parts, ("tp",), P("tp", None))
+
+    with jax.set_mesh(mesh):
+        left = jax.device_put(np.ones((8, 16), "f"), P("tp", None))
+        right = jax.device_put(np.ones((16, 8), "f"), P(None, "tp"))
+        forward = jax.jit(product).lower(left, right).compile().as_text()
+        both = jax.jit(lambda a, b: jax.vjp(lambda a: product(a, b), a)[1](a))
+        backward = both.lower(left, right).compile().as_text()
+    sent = [(c.operation, c.axes) for c in collectives(forward, mesh)]
+    assert sorted(sent) == [("all-gather", ("tp",)), ("reduce-scatter", ("tp",))]
+    sent = [(c.operation, c.axes) for c in collectives(backward, mesh)]
+    assert sorted(sent) == [("all-gather", ("tp",)), ("reduce-scatter", ("tp",))]
+
+
+def test_axes_of_one_device_are_left_out() -> None:
+    with jax.set_mesh(mesh_of("dp=1,fsdp=8,tp=1")):
+        assert wide_axes() == {"fsdp"}
+        assert narrow(P(("dp", "fsdp"), "tp"), wide_axes()) == P("fsdp", None)
+        x = jax.device_put(np.ones((8, 8), "f"), P("dp", "tp"))
+        np.testing.assert_array_equal(gather(x, ("dp", "tp")), 1)
+
+
+def test_bfloat16_sums_stay_within_rounding() -> None:
+    mesh = mesh_of("tp=8")
+    rng = np.random.default_rng(2)
+    a, b = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((4, 64), (64, 4)))
+    with jax.set_mesh(mesh):
+        left, right = jax.device_put(a, P(None, "tp")), jax.device_put(b, P("tp", None))
+        parts = jnp.einsum("ik,kj->ij", left, right, out_sharding=partial_sums(P(), ("tp",)))
+        found = add_up(parts, ("tp",), P(None, None))
+    exact = np.asarray(a, "f8") @ np.asarray(b, "f8")
+    size = np.abs(np.asarray(a, "f8")) @ np.abs(np.asarray(b, "f8"))
+    assert np.all(np.abs(np.asarray(found, "f8") - exact) <= 8 * 2**-8 * size)
