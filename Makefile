@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest lint format lock bench clean
+.PHONY: help demo demo-layout test test-all test-newest lint format lock bench clean
 
 help:
-	@echo "make demo         the layout demo, in the terminal and as demo.html"
+	@echo "make demo         train a small model on 8 simulated devices, resume on another mesh, write"
+	@echo "make demo-layout  the layout demo, in the terminal and as demo.html"
 	@echo "make test         lint, types and the tests that take seconds"
 	@echo "make test-all     the slow tests too"
 	@echo "make test-newest  the tests on the newest jax (needs python3.12)"
@@ -22,6 +23,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED)
+	rm -rf demo-run
+	$(BIN)/python examples/train_demo.py --run demo-run
+
+demo-layout: $(INSTALLED)
 	$(BIN)/python examples/layout_demo.py --html demo.html
 
 lint: $(INSTALLED)
@@ -58,4 +63,4 @@ lock: $(INSTALLED)
 	rm lock.json
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-lock build dist demo.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .venv-lock build dist demo.html demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis

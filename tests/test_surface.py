@@ -48,10 +48,10 @@ table.data(), table.markdown()
 
 
 def test_nothing_below_imports_what_is_above_it() -> None:
-    """machines <- mesh <- layout <- models; show and cli read all of them."""
+    """machines <- mesh <- layout <- ops <- models <- train <- serve; show, cli read all."""
     from pathlib import Path
 
-    order = ["machines", "mesh", "layout", "models", "show", "cli"]
+    order = ["machines", "mesh", "layout", "ops", "models", "train", "serve", "show", "cli"]
     source = Path(mw.__file__).parent
     for i, part in enumerate(order):
         for file in (source / part).rglob("*.py"):

@@ -7,21 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.train.hlo import collectives, instructions
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.layout.initial import create
 from meshwright.models.decoder import abstract_arrays, decoder_rules, preset, t5x_rules
-from tests.train.hlo import collectives, instructions
 
 CONFIG = dataclasses.replace(
     preset("tiny"), layers=2, kv_heads=8, qkv_bias=True, qk_norm=True, max_seq=64
 )
+slow = pytest.mark.slow
 MESHES = [
-    "dp=8,fsdp=1,tp=1,sp=1",
-    "dp=1,fsdp=8,tp=1,sp=1",
-    "dp=1,fsdp=1,tp=8,sp=1",
-    "dp=2,fsdp=2,tp=2,sp=1",
+    pytest.param("dp=8,fsdp=1,tp=1,sp=1", marks=slow),
+    pytest.param("dp=1,fsdp=8,tp=1,sp=1", marks=slow),
+    pytest.param("dp=1,fsdp=1,tp=8,sp=1", marks=slow),
+    pytest.param("dp=2,fsdp=2,tp=2,sp=1", marks=slow),
     "dp=1,fsdp=2,tp=2,sp=2",
 ]
 
@@ -49,6 +50,7 @@ def test_values_are_the_same_bits_on_every_mesh(text: str, on_one_device: dict) 
     jax.tree.map(np.testing.assert_array_equal, found, on_one_device)
 
 
+@slow
 def test_values_are_the_same_bits_under_other_rules(on_one_device: dict) -> None:
     found = made("dp=2,fsdp=2,tp=2,sp=1", t5x_rules(2, 2))
     jax.tree.map(np.testing.assert_array_equal, found, on_one_device)
@@ -89,7 +91,7 @@ def test_no_device_ever_holds_a_whole_array(monkeypatch: pytest.MonkeyPatch) -> 
         "b": mw.ArraySpec((4096, 1024), "mlp embed", jnp.bfloat16, init=mw.Normal(0.02)),
     }
     mesh = mw.mesh("fsdp=4,tp=2", devices=jax.devices()[:8], axis_types="explicit")
-    shardings = mw.shardings(specs, "embed -> fsdp; mlp -> tp", mesh=mesh)
+    shardings = mw.shardings(specs, mw.Rules([("embed", "fsdp"), ("mlp", "tp")]), mesh=mesh)
     compiled = []
     real = jax.jit
 
@@ -107,7 +109,7 @@ def test_no_device_ever_holds_a_whole_array(monkeypatch: pytest.MonkeyPatch) -> 
     memory = program.memory_analysis()
     whole = sum(spec.nbytes for spec in specs.values())
     assert memory.output_size_in_bytes == pytest.approx(whole / 8, rel=0.01)
-    assert memory.temp_size_in_bytes < whole / 8
+    assert memory.temp_size_in_bytes < specs["a"].nbytes / 2  # random bits beside values
     largest = max(
         int(np.prod(shape)) for i in instructions(program.as_text()) for _, shape in i.arrays
     )
@@ -116,6 +118,6 @@ def test_no_device_ever_holds_a_whole_array(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_array_without_first_values_is_an_error() -> None:
-    specs = {"w": mw.ArraySpec((8,), "a")}
+    specs = {"w": mw.ArraySpec((16,), "a")}
     with pytest.raises(MeshwrightError, match=r"array 'w' has no init; give ArraySpec"):
-        create(specs, mw.shardings(specs, "a -> tp", mesh="tp=8"))
+        create(specs, mw.shardings(specs, "a -> a@tp", mesh="tp=16"))

@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests.train.hlo import collectives
 
 import meshwright as mw
 from meshwright.ops.exchange import add_up, gather, narrow, partial_sums, spec_of, wide_axes
-
-from tests.train.hlo import collectives  # isort: skip
 
 
 def mesh_of(text: str) -> jax.sharding.Mesh:

@@ -58,7 +58,7 @@ class Collective:
     @property
     def in_layers(self) -> bool:
         """Whether it belongs to a layer, in a loop or unrolled."""
-        return bool(re.search(r"/(attention|mlp)/", self.scope))
+        return bool(re.search(r"[/(](attention|mlp)[/)]", self.scope))
 
 
 def instructions(text: str) -> list[Instruction]:

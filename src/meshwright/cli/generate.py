@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import tyro
 
 from meshwright.errors import MeshwrightError, count, mesh_text
-from meshwright.serve.generate import stream
-from meshwright.serve.load import Model, generation_mesh, load_for_generation
+from meshwright.serve.generate import check_prompts, stream
+from meshwright.serve.load import Source, check_fits, generation_mesh, load, look_into
 from meshwright.serve.sampling import Sampling
 from meshwright.train.data.tokenizer import decode_stream
 
@@ -35,6 +35,7 @@ def generate(
     step: int | None = None,
     tokenizer: str | None = None,
     end_token: str | None = None,
+    special_tokens: bool | None = None,
     json: bool = False,
     cpu_devices: int | None = None,
 ) -> None:
@@ -56,32 +57,37 @@ def generate(
         step: The checkpoint to take; by default the last.
         tokenizer: "bytes", a tokenizer.json or its folder, in place of the run's own.
         end_token: The token that ends a document, where the tokenizer does not say.
+        special_tokens: Whether prompts get what the tokenizer puts around a text, such as
+            begin-of-text; by default with a Hugging Face model only.
         json: Print plain data at the end instead of text as it comes.
         cpu_devices: Simulate this many devices on the CPU.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     texts = _texts(prompt)
     _simulate(cpu_devices)
+    source = look_into(run, step=step, tokenizer=tokenizer, end_token=end_token)
+    if special_tokens is not None:
+        source = dataclasses.replace(source, special_tokens=special_tokens)
+    prompts = [source.encode(text) for text in texts]
+    check_prompts(prompts, max_new, source.config)
     placed = generation_mesh(mesh)
+    check_fits(source.config, placed)
     platform = placed.devices.flat[0].platform
     kind = ("float32" if platform == "cpu" else "bfloat16") if dtype == "auto" else dtype
-    model = load_for_generation(
-        run, placed, jnp.dtype(kind), step=step, tokenizer=tokenizer, end_token=end_token
-    )
-    prompts = [model.encode(text) for text in texts]
-    coming = _Coming(stream(model, prompts, max_new, sampling), len(prompts), model)
     used = (
-        f"{model.source}, mesh {mesh_text(placed.shape)} on {count(placed.size, 'device')} of "
+        f"{source.name}, mesh {mesh_text(placed.shape)} on {count(placed.size, 'device')} of "
         f"{len(jax.devices())}, {kind}"
     )
     print(used, file=sys.stderr)
+    model = load(source, placed, jnp.dtype(kind))
+    coming = _Coming(stream(model, prompts, max_new, sampling), len(prompts), source.ends)
     try:
         if json:
             rows = [list(coming.row(row)) for row in range(len(prompts))]
-            found = [_result(*each, model) for each in zip(texts, prompts, rows, strict=True)]
+            found = [_result(*each, source) for each in zip(texts, prompts, rows, strict=True)]
             print(jsonlib.dumps({"model": used, "results": found, **coming.speed()}))
         else:
-            _print(coming, prompts, model)
+            _print(coming, prompts, source)
     except KeyboardInterrupt:
         print(f"\nstopped; {coming.summary()}", file=sys.stderr)
         raise SystemExit(130) from None
@@ -97,7 +103,7 @@ class _Coming:
 
     steps: Iterator[tuple[int, int]]
     rows: int
-    model: Model
+    ends: frozenset[int]
 
     def __post_init__(self) -> None:
         self.kept: list[collections.deque[int]] = [collections.deque() for _ in range(self.rows)]
@@ -113,7 +119,7 @@ class _Coming:
                     return
             token = self.kept[row].popleft()
             yield token
-            if token in self.model.ends:
+            if token in self.ends:
                 return
 
     def _next(self) -> bool:
@@ -145,24 +151,24 @@ class _Coming:
         return f"{count(self.tokens, 'token')}, {first}{fast}"
 
 
-def _print(coming: _Coming, prompts: list[list[int]], model: Model) -> None:
+def _print(coming: _Coming, prompts: list[list[int]], source: Source) -> None:
     """Each prompt with its continuation, text as it comes; the first prompt's first."""
     for row, prompt in enumerate(prompts):
         if row:
             print("\n---")
         # together, since how a token reads may depend on the one before it
-        for text in decode_stream(model.tokenizer, itertools.chain(prompt, coming.row(row))):
+        for text in decode_stream(source.tokenizer, itertools.chain(prompt, coming.row(row))):
             print(text, end="", flush=True)
     print(flush=True)
 
 
-def _result(text: str, prompt: list[int], tokens: list[int], model: Model) -> dict[str, Any]:
-    ended = bool(tokens) and tokens[-1] in model.ends
+def _result(text: str, prompt: list[int], tokens: list[int], source: Source) -> dict[str, Any]:
+    ended = bool(tokens) and tokens[-1] in source.ends
     tokens = tokens[:-1] if ended else tokens
-    before = model.tokenizer.decode(prompt)
+    before = source.tokenizer.decode(prompt)
     return {
         "prompt": text,
-        "text": model.tokenizer.decode(prompt + tokens)[len(before) :],
+        "text": source.tokenizer.decode(prompt + tokens)[len(before) :],
         "prompt_tokens": len(prompt),
         "tokens": tokens,
         "ended": "end" if ended else "length",

@@ -8,6 +8,7 @@ from typing import Any
 import tyro
 
 from meshwright.cli.data import data
+from meshwright.cli.generate import generate
 from meshwright.cli.machines import machines
 from meshwright.cli.show import show
 from meshwright.cli.train import train, train_command
@@ -18,6 +19,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "machines": machines,
     "data": data,
     "train": train,
+    "generate": generate,
 }
 
 

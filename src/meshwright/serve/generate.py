@@ -1,7 +1,7 @@
 """Prompts in, tokens out as they come, on any mesh.
 
 model = load_for_generation("runs/first", generation_mesh("tp=2"))
-for row, token in stream(model, [model.encode("Once"), model.encode("The end of")]):
+for row, token in stream(model, [source.encode("Once"), source.encode("The end of")]):
     …
 """
 
@@ -13,11 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
-from jax.sharding import reshard
 
-from meshwright.errors import MeshwrightError, whole_number
+from meshwright.errors import MeshwrightError, count, whole_number
 from meshwright.models.decoder import decode
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.serve.cache import Cache, appended, filled
@@ -45,7 +44,7 @@ def generate(
     tokens: list[list[int]] = [[] for _ in prompts]
     for row, token in stream(model, prompts, max_new, sampling):
         tokens[row].append(token)
-    return [_continuation(row, model.ends) for row in tokens]
+    return [_continuation(row, model.source.ends) for row in tokens]
 
 
 def _continuation(tokens: list[int], ends: Collection[int]) -> Continuation:
@@ -64,31 +63,39 @@ def stream(
     Prompts are token ids, of any lengths. All mistakes are raised by the call itself.
     """
     check_prompts(prompts, max_new, model.config)
-    start, next_token = functions(
-        model.config,
-        model.mesh,
-        sampling or Sampling(),
-        room=_in_blocks(max(map(len, prompts)) + max_new),
-        vocab=min(model.tokenizer.vocab, model.config.vocab),
+    start, advance = model_functions(
+        model.config, model.mesh, room=_in_blocks(max(map(len, prompts)) + max_new)
     )
+    vocab = min(model.source.tokenizer.vocab, model.config.vocab)
+    choose = chooser(model.mesh, sampling or Sampling(), vocab)
 
     def steps() -> Iterator[tuple[int, int]]:
         live = set(range(len(prompts)))
-        tokens, cache = start(model.params, *padded(prompts, model.mesh))
-        for i in range(max_new):
+        logits, cache = start(model.params, *padded(prompts, model.mesh))
+        tokens = choose(logits, cache.lengths)
+        for _ in range(max_new - 1):
             # the next step is on its way before this one's tokens are looked at
-            following = next_token(model.params, cache, tokens) if i + 1 < max_new else None
-            came = np.asarray(tokens)
-            for row in sorted(live):
-                token = int(came[row])
-                yield row, token
-                if token in model.ends:
-                    live.remove(row)
-            if not live or following is None:
+            logits, cache = advance(model.params, cache, tokens)
+            following = choose(logits, cache.lengths)
+            yield from _live_ones(tokens, live, model.source.ends)
+            if not live:
                 return
-            tokens, cache = following
+            tokens = following
+        yield from _live_ones(tokens, live, model.source.ends)
 
     return steps()
+
+
+def _live_ones(
+    tokens: jax.Array, live: set[int], ends: Collection[int]
+) -> Iterator[tuple[int, int]]:
+    """The tokens of rows that have not ended; those that end now leave `live`."""
+    came = np.asarray(tokens)
+    for row in sorted(live):
+        token = int(came[row])
+        if token in ends:
+            live.remove(row)
+        yield row, token
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new: int, config: DecoderConfig) -> None:
@@ -109,8 +116,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new: int, config: Decode
         if max_new > left:
             fits = f"max_new={left} would fit" if left > 0 else "give a shorter prompt"
             raise MeshwrightError(
-                f"prompt {number} has {len(prompt)} tokens; with max_new={max_new} that is more "
-                f"than the model's {config.max_seq}; {fits}"
+                f"prompt {number} has {count(len(prompt), 'token')}; with max_new={max_new} that "
+                f"is more than the model's {config.max_seq}; {fits}"
             )
 
 
@@ -131,44 +138,54 @@ def padded(prompts: Sequence[Sequence[int]], mesh: Mesh) -> tuple[jax.Array, jax
 
 
 Start = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Cache]]
-Next = Callable[[Any, Cache, jax.Array], tuple[jax.Array, Cache]]
+Advance = Callable[[Any, Cache, jax.Array], tuple[jax.Array, Cache]]
+Choose = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @functools.lru_cache(maxsize=16)
-def functions(
-    config: DecoderConfig, mesh: Mesh, sampling: Sampling, room: int, vocab: int
-) -> tuple[Start, Next]:
-    """Two compiled programs: prompts to first tokens and a cache, and one token more of each row.
+def model_functions(config: DecoderConfig, mesh: Mesh, room: int) -> tuple[Start, Advance]:
+    """Two programs that give logits [batch, vocab] and a cache; they compile on first use.
 
-    Tokens [batch] are given back whole on every device. The second takes the cache it is given.
+    The first takes prompts and their lengths, the second the cache (which it uses up) and the next
+    tokens [batch].
     """
-
-    def choose(params: Any, hidden: jax.Array, cache: Cache) -> jax.Array:
-        logits = decode.next_logits(params, hidden, config)
-        rows = jnp.arange(logits.shape[0])
-        return reshard(sample(logits, rows, cache.lengths, sampling, vocab), P(None))
 
     def start(params: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
         hidden, keys, values = decode.prefill(params, tokens, lengths, config)
         cache = filled(keys, values, lengths, max(room, tokens.shape[1]))
-        return choose(params, hidden, cache), cache
+        return decode.next_logits(params, hidden, config), cache
 
-    def next_token(params: Any, cache: Cache, tokens: jax.Array) -> tuple[jax.Array, Cache]:
+    def advance(params: Any, cache: Cache, tokens: jax.Array) -> tuple[jax.Array, Cache]:
         hidden, keys, values = decode.step(
             params, tokens, cache.lengths, cache.keys, cache.values, config
         )
-        cache = appended(cache, keys, values)
-        return choose(params, hidden, cache), cache
+        return decode.next_logits(params, hidden, config), appended(cache, keys, values)
 
-    def on_mesh(jitted: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(jitted)
-        def call(*arguments: Any) -> Any:
-            with jax.set_mesh(mesh):
-                return jitted(*arguments)
+    return _on(mesh, jax.jit(start)), _on(mesh, jax.jit(advance, donate_argnums=1))
 
-        return call
 
-    return on_mesh(jax.jit(start)), on_mesh(jax.jit(next_token, donate_argnums=1))
+@functools.lru_cache(maxsize=64)
+def chooser(mesh: Mesh, sampling: Sampling, vocab: int) -> Choose:
+    """The program that takes a token [batch] for each row of logits, at its position [batch].
+
+    A program of its own, so that another temperature does not compile the model again. Tokens are
+    given back whole on every device.
+    """
+
+    def choose(logits: jax.Array, positions: jax.Array) -> jax.Array:
+        rows = jnp.arange(logits.shape[0])
+        return reshard(sample(logits, rows, positions, sampling, vocab), P(None))
+
+    return _on(mesh, jax.jit(choose))
+
+
+def _on(mesh: Mesh, jitted: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(jitted)
+    def call(*arguments: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return jitted(*arguments)
+
+    return call
 
 
 def _in_blocks(length: int) -> int:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,36 @@ _VECTORS = frozenset({"norm", "bq", "bk", "bv", "bo", "q_norm", "k_norm"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
-    """A model on a mesh, with its tokenizer."""
+class Source:
+    """A folder with a model in it, looked into; its weights are still to be read."""
 
     config: DecoderConfig
-    params: Any
-    mesh: Mesh
     tokenizer: Tokenizer
     ends: frozenset[int]
     """The tokens that end a document."""
     special_tokens: bool
     """Whether the tokenizer adds its own to a prompt, such as begin-of-text."""
-    source: str
+    name: str
     """Where it is from, in words."""
+    read: Callable[[Any], Any]
+    """The weights, from a tree of described arrays with shardings."""
 
     def encode(self, prompt: str) -> list[int]:
+        """The tokens of a prompt."""
         return [int(i) for i in self.tokenizer.encode_batch([prompt], self.special_tokens)[0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model on a mesh."""
+
+    source: Source
+    params: Any
+    mesh: Mesh
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.source.config
 
 
 def generation_mesh(text: str = "dp=1,fsdp=1,tp=1,sp=1") -> Mesh:
@@ -78,26 +93,70 @@ def load_for_generation(
     tokenizer: str | None = None,
     end_token: str | None = None,
 ) -> Model:
-    """The model in a run's folder (its last checkpoint, or `step`) or in a Hugging Face folder.
+    """The model in a run's folder (its last checkpoint, or `step`) or in a Hugging Face folder."""
+    source = look_into(path, step=step, tokenizer=tokenizer, end_token=end_token)
+    return load(source, mesh, dtype)
 
-    `tokenizer` and `end_token` stand in for the folder's own (see load_tokenizer). Every mistake
-    in the folder is found before weights are read, as far as that can be.
+
+def look_into(
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    end_token: str | None = None,
+) -> Source:
+    """What is in a run's folder or a Hugging Face folder, without reading weights.
+
+    `tokenizer` and `end_token` stand in for the folder's own (see load_tokenizer).
     """
     folder = Path(path)
     fields = _config_file(folder)
     own = None if tokenizer is None else load_tokenizer(tokenizer, end_token)
     if "model_config" in fields:
-        model = _from_run(folder, fields, mesh, jnp.dtype(dtype), step, own)
-    elif "architectures" in fields:
-        if step is not None:
-            raise MeshwrightError(f"{folder} is a Hugging Face folder; it has no step {step}")
-        model = _from_hf(folder, fields, mesh, dtype, own, end_token)
-    else:
+        return _run(folder, fields, step, own)
+    if "architectures" not in fields:
         raise MeshwrightError(
             f"{folder / 'config.json'} is neither a run's (it has no 'model_config') nor Hugging "
             "Face's (no 'architectures'); give the folder of a run or of a Hugging Face model"
         )
-    return model
+    if step is not None:
+        raise MeshwrightError(f"{folder} is a Hugging Face folder; it has no step {step}")
+    return _hugging_face(folder, fields, own, end_token)
+
+
+def load(source: Source, mesh: Mesh, dtype: Any = jnp.float32) -> Model:
+    """Its weights onto the mesh, matrices in `dtype`; each device reads its part."""
+    check_fits(source.config, mesh)
+    return Model(source, source.read(targets(source.config, mesh, dtype)), mesh)
+
+
+def check_fits(config: DecoderConfig, mesh: Mesh) -> None:
+    """The mesh splits this model's dims evenly."""
+    for axes, dims in ((("tp",), ("kv_heads", "mlp", "vocab")), (("fsdp", "sp"), ("embed",))):
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        for dim in dims:
+            size = getattr(config, dim)
+            if size % parts:
+                said = " · ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+                fits = [str(n) for n in range(1, mesh.size + 1) if size % n == 0][-3:]
+                raise MeshwrightError(
+                    f"mesh '{mesh_text(mesh.shape)}': {said} does not divide the model's "
+                    f"{dim}={size}; {' or '.join(fits)} would"
+                )
+
+
+def targets(config: DecoderConfig, mesh: Mesh, dtype: Any) -> Any:
+    """Every parameter described, with its place on the mesh; norms and biases in float32."""
+    arrays = abstract_arrays(config)
+    wide = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
+
+    def target(path: Any, spec: Any, layout: Layout) -> jax.ShapeDtypeStruct:
+        kept = jnp.float32 if path[-1].key in _VECTORS else dtype
+        place = NamedSharding(mesh, narrow(P(*layout.axes), wide))
+        return jax.ShapeDtypeStruct(spec.shape, kept, sharding=place)
+
+    places = layouts(arrays, generation_rules(), mesh=mesh)
+    return jax.tree_util.tree_map_with_path(target, arrays, places)
 
 
 def _config_file(folder: Path) -> dict[str, Any]:
@@ -119,14 +178,9 @@ def _config_file(folder: Path) -> dict[str, Any]:
     return fields
 
 
-def _from_run(
-    folder: Path,
-    fields: dict[str, Any],
-    mesh: Mesh,
-    dtype: Any,
-    step: int | None,
-    tokenizer: Tokenizer | None,
-) -> Model:
+def _run(
+    folder: Path, fields: dict[str, Any], step: int | None, tokenizer: Tokenizer | None
+) -> Source:
     from meshwright.train.checkpoint import Checkpoints
     from meshwright.train.config import decoder_from_dict
 
@@ -139,34 +193,27 @@ def _from_run(
     if tokenizer is None:
         tokenizer = _run_tokenizer(folder / "tokenizer_state.json")
     _check_vocabulary(tokenizer, config, folder)
-    targets = _targets(config, mesh, dtype)
-    with Checkpoints(folder / "checkpoints") as checkpoints:
-        step = checkpoints.latest() if step is None else step
-        if step is None:
-            raise MeshwrightError(
-                f"{folder / 'checkpoints'} holds no complete checkpoint; the run saves one when it "
-                "ends and every --checkpoint.every steps"
-            )
-        params = checkpoints.restore(step, {"params": targets}, cast=True)["params"]
-    return Model(
+    checkpoints = Checkpoints(folder / "checkpoints")
+    chosen = checkpoints.latest() if step is None else step
+    if chosen is None:
+        raise MeshwrightError(
+            f"{folder / 'checkpoints'} holds no complete checkpoint; the run saves one when it "
+            "ends and every --checkpoint.every steps"
+        )
+    checkpoints.arrays(chosen)  # or a message which there are
+    return Source(
         config=config,
-        params=params,
-        mesh=mesh,
         tokenizer=tokenizer,
         ends=frozenset({tokenizer.end_of_document}),
         special_tokens=False,  # as `meshwright data pack` leaves them out
-        source=f"step {step} of {folder}",
+        name=f"step {chosen} of {folder}",
+        read=lambda targets: checkpoints.restore(chosen, {"params": targets}, cast=True)["params"],
     )
 
 
-def _from_hf(
-    folder: Path,
-    fields: dict[str, Any],
-    mesh: Mesh,
-    dtype: Any,
-    tokenizer: Tokenizer | None,
-    end_token: str | None,
-) -> Model:
+def _hugging_face(
+    folder: Path, fields: dict[str, Any], tokenizer: Tokenizer | None, end_token: str | None
+) -> Source:
     from meshwright.models.decoder.hf_config import from_hf_config
     from meshwright.models.decoder.hf_load import load_hf
 
@@ -179,35 +226,19 @@ def _from_hf(
             )
         tokenizer = load_tokenizer(folder, end_token)
     _check_vocabulary(tokenizer, config, folder)
-    shardings = jax.tree.map(lambda target: target.sharding, _targets(config, mesh, dtype))
-    return Model(
+
+    def read(targets: Any) -> Any:
+        shardings = jax.tree.map(lambda target: target.sharding, targets)
+        return load_hf(folder, config, shardings, targets["embedding"].dtype)
+
+    return Source(
         config=config,
-        params=load_hf(folder, config, shardings, dtype),
-        mesh=mesh,
         tokenizer=tokenizer,
         ends=frozenset({tokenizer.end_of_document}) | _hf_ends(folder, fields),
         special_tokens=True,
-        source=str(folder),
+        name=str(folder),
+        read=read,
     )
-
-
-def _targets(config: DecoderConfig, mesh: Mesh, dtype: Any) -> Any:
-    """Every parameter described, with its place on the mesh; norms and biases in float32."""
-    arrays = abstract_arrays(config)
-    wide = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
-    try:
-        places = layouts(arrays, generation_rules(), mesh=mesh)
-    except MeshwrightError as mistake:
-        raise MeshwrightError(
-            f"this model does not fit mesh '{mesh_text(mesh.shape)}': {mistake}"
-        ) from None
-
-    def target(path: Any, spec: Any, layout: Layout) -> jax.ShapeDtypeStruct:
-        kept = jnp.float32 if path[-1].key in _VECTORS else dtype
-        place = NamedSharding(mesh, narrow(P(*layout.axes), wide))
-        return jax.ShapeDtypeStruct(spec.shape, kept, sharding=place)
-
-    return jax.tree_util.tree_map_with_path(target, arrays, places)
 
 
 def _run_tokenizer(file: Path) -> Tokenizer:

@@ -21,7 +21,7 @@ class Sampling:
     """How the next token is chosen; filters apply in the order they stand here."""
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the likeliest token always."""
+    """Logits are divided by it; 0 (or as good as 0, below 1e-6) takes the likeliest always."""
     top_k: int | None = None
     """Only the k likeliest."""
     top_p: float | None = None
@@ -63,7 +63,7 @@ def sample(
 
     def local(logits: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
         logits = logits.astype(jnp.float32)[:, :vocab]
-        if sampling.temperature == 0:
+        if sampling.temperature < 1e-6:  # float32 could not divide by much less
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         root = jax.random.key(sampling.seed)
 

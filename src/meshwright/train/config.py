@@ -69,6 +69,8 @@ class TrainConfig:
     """A token store, several with weights (a.store:0.7,b.store:0.3), or the embedded stories."""
     steps: int = 1000
     """Optimizer steps, in all."""
+    stop_at: int | None = None
+    """Save and stop before the end, at this step; the learning rate still goes by `steps`."""
     batch: int = 32
     """Rows of an optimizer step, over all devices and micro-batches."""
     seq: int = 512
@@ -111,7 +113,9 @@ class TrainConfig:
 
 
 # settings that say how and where a run is computed: a resumed run may change them
-FREE = frozenset({"run", "mesh", "steps", "compute", "checkpoint", "log", "eval", "max_skipped"})
+FREE = frozenset(
+    {"run", "mesh", "steps", "stop_at", "compute", "checkpoint", "log", "eval", "max_skipped"}
+)
 FREE |= {"hang_timeout", "coordinator", "processes", "process_id", "cpu_devices", "rules"}
 
 

@@ -125,6 +125,9 @@ class _Run:
         done = first
         with contextlib.closing(batches):
             for step in range(first, config.steps):
+                if step == config.stop_at:
+                    self.stop.request(f"stop_at {step}")
+                    break
                 if agree(self.stop, step, self.store, LAG):
                     break
                 _, batch = next(batches)

@@ -1,0 +1,170 @@
+"""A model is read from a run or a Hugging Face folder onto any mesh, or a message says why not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.models.decoder import DecoderConfig
+from meshwright.models.decoder.hf_save import save_hf
+from meshwright.ops.rope import Llama3Scaling, Rope
+from meshwright.serve.generate import generate, model_functions, padded
+from meshwright.serve.load import Model, generation_mesh, load_for_generation, look_into
+from meshwright.serve.sampling import Sampling
+from meshwright.train.checkpoint import Checkpoints
+from meshwright.train.config import decoder_to_dict
+
+RandomModel = Callable[..., Model]
+CONFIG = DecoderConfig(
+    320, 2, 32, 8, 4, 8, 64, max_seq=256, rope=Rope(5e5, Llama3Scaling(8.0, 1.0, 4.0, 64))
+)
+
+
+@pytest.fixture
+def model(random_model: RandomModel) -> Model:
+    return random_model(CONFIG, generation_mesh("fsdp=4,tp=2"))
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Model) -> Path:
+    """A run's folder, as training leaves it, with two checkpoints that differ."""
+    folder = tmp_path / "run"
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        for step, params in ((10, jax.tree.map(jnp.zeros_like, model.params)), (20, model.params)):
+            state = {"step": jnp.int32(step), "params": params, "optimizer": (jnp.ones(3),)}
+            checkpoints.save(step, state, {}, wait=True)
+    settings = {"model": "mine", "model_config": decoder_to_dict(CONFIG)}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer_state.json").write_text(json.dumps({"kind": "bytes"}))
+    return folder
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,fsdp=2,tp=4", "sp=8"])
+def test_the_last_checkpoint_of_a_run_is_read_onto_any_mesh(
+    run: Path, model: Model, mesh: str
+) -> None:
+    read = load_for_generation(run, generation_mesh(mesh))
+    assert read.config == CONFIG
+    jax.tree.map(np.testing.assert_array_equal, read.params, model.params)
+    assert read.source.name == f"step 20 of {run}"
+    assert read.source.ends == {256}
+    prompt = [read.source.encode("Hi!")]
+    assert prompt == [[72, 105, 33]]
+    assert generate(read, prompt, 4, Sampling(0)) == generate(model, prompt, 4, Sampling(0))
+
+
+def test_a_step_can_be_chosen_and_weights_cast(run: Path) -> None:
+    mesh = generation_mesh()
+    assert not load_for_generation(run, mesh, step=10).params["embedding"].any()
+    read = load_for_generation(run, mesh, jnp.bfloat16).params
+    assert read["output"].dtype == jnp.bfloat16
+    assert read["norm"].dtype == jnp.float32
+
+
+def test_bfloat16_continues_about_as_float32(run: Path) -> None:
+    """Its logits, next to those of float32: rounding alone is between them."""
+    mesh = generation_mesh("fsdp=2,tp=2")
+    found = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        model = load_for_generation(run, mesh, dtype)
+        start, advance = model_functions(CONFIG, mesh, 64)
+        logits, cache = start(model.params, *padded([[1, 2], [3]], mesh))
+        assert cache.keys.dtype == dtype
+        logits, _ = advance(model.params, cache, jnp.asarray([5, 6], jnp.int32))
+        found.append(np.asarray(logits))
+    assert found[1].dtype == np.float32
+    size = np.abs(found[0]).max()
+    assert 0 < np.abs(found[1] - found[0]).max() < 0.05 * size
+
+
+def test_a_hugging_face_folder_is_read_with_its_tokenizer(
+    tmp_path: Path, model: Model, letters: Path
+) -> None:
+    folder = save_hf(tmp_path / "hf", model.params, CONFIG, dtype=jnp.float32)
+    letters.rename(folder / "tokenizer.json")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 17]}')
+    read = load_for_generation(folder, generation_mesh("fsdp=2,tp=2"))
+    jax.tree.map(np.testing.assert_array_equal, read.params, model.params)
+    assert read.source.ends == {1, 17}
+    assert read.source.encode("ab") == [0, 4, 5]  # begin-of-text first
+
+
+def rewrite(file: Path, **fields: Any) -> None:
+    content = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def test_what_is_missing_or_wrong_in_a_run_is_said(run: Path, tmp_path: Path) -> None:
+    def refused(*words: str, path: Path = run, **options: Any) -> None:
+        with pytest.raises(mw.MeshwrightError) as error:
+            look_into(path, **options)
+        for word in words:
+            assert word in str(error.value)
+
+    refused("nowhere is not a folder", path=tmp_path / "nowhere")
+    refused("holds no config.json", path=tmp_path)
+    refused("holds no config.json", f"the run it is part of is {run}", path=run / "checkpoints")
+    refused("no checkpoint of step 15", "10, 20", step=15)
+    refused("tokenizer 'gpt'", tokenizer="gpt")
+    (run / "tokenizer_state.json").write_text('{"kind": "words"}')
+    refused("tokenizer of kind 'words' is not known")
+    (run / "tokenizer_state.json").write_text("[1]")
+    refused("does not describe a tokenizer")
+    (run / "tokenizer_state.json").unlink()
+    refused("tokenizer_state.json is not there", "--tokenizer")
+    assert look_into(run, tokenizer="bytes").config == CONFIG
+    rewrite(run / "config.json", model_config=decoder_to_dict(CONFIG) | {"vocab": 200})
+    refused("the tokenizer has 257 tokens", "200", tokenizer="bytes")
+    rewrite(run / "config.json", model_config={"vocab": 200})
+    refused("'model_config' is not one of this version")
+    rewrite(run / "config.json", model_config=None)
+    refused("neither a run's", "nor Hugging Face's")
+    (run / "config.json").write_text("{")
+    refused("is not readable JSON")
+    (run / "config.json").write_text("[]")
+    refused("is not a JSON object")
+
+
+def test_a_run_without_a_checkpoint_says_so(run: Path) -> None:
+    (run / "checkpoints").rename(run / "elsewhere")
+    with pytest.raises(mw.MeshwrightError, match="holds no complete checkpoint"):
+        look_into(run)
+
+
+def test_a_hugging_face_folder_without_a_tokenizer_says_so(tmp_path: Path, model: Model) -> None:
+    folder = save_hf(tmp_path / "hf", model.params, CONFIG, dtype=jnp.float32)
+    with pytest.raises(mw.MeshwrightError, match=r"no tokenizer\.json; name one with --tokenizer"):
+        look_into(folder)
+    with pytest.raises(mw.MeshwrightError, match="it has no step 3"):
+        look_into(folder, step=3)
+    assert look_into(folder, tokenizer="bytes").ends == {256}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("tp=8", "tp=8 does not divide the model's kv_heads=4; 1 or 2 or 4 would"),
+        ("fsdp=3,sp=2", "fsdp=3 · sp=2 does not divide the model's embed=32; 1 or 2 or 4 would"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_model_is_refused(run: Path, mesh: str, words: str) -> None:
+    with pytest.raises(mw.MeshwrightError, match=words):
+        load_for_generation(run, generation_mesh(mesh))
+
+
+def test_a_mesh_takes_the_first_devices_and_axes_of_one() -> None:
+    mesh = generation_mesh("tp=2,fsdp=2")
+    assert dict(mesh.shape) == {"tp": 2, "fsdp": 2, "dp": 1, "sp": 1}
+    assert mesh.devices.flatten().tolist() == jax.devices()[:4]
+    assert generation_mesh("fsdp=-1").size == 16
+    assert generation_mesh().size == 1
+    with pytest.raises(mw.MeshwrightError, match="needs 32 devices, 16 are here"):
+        generation_mesh("fsdp=32")
+    with pytest.raises(mw.MeshwrightError, match="axis 'pp' splits nothing"):
+        generation_mesh("pp=2")

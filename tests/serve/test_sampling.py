@@ -1,0 +1,142 @@
+"""Sampling: filters against plain NumPy, draws against the probabilities they should have."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.serve.load import generation_mesh
+from meshwright.serve.sampling import Sampling, filtered, sample
+
+VOCAB = 12
+
+
+def reference(logits: np.ndarray, sampling: Sampling) -> set[int]:
+    """The tokens that stay, one filter after the other, in float64."""
+    scaled = logits.astype(np.float64) / sampling.temperature
+    kept = sorted(range(len(logits)), key=lambda token: (-scaled[token], token))
+
+    def probabilities() -> np.ndarray:
+        weights = np.exp(scaled[kept] - scaled[kept].max())
+        return weights / weights.sum()
+
+    if sampling.top_k is not None:
+        kept = kept[: sampling.top_k]
+    if sampling.top_p is not None:
+        reached = np.cumsum(probabilities())
+        kept = kept[: int(np.searchsorted(reached, sampling.top_p)) + 1]
+    if sampling.min_p is not None:
+        now = probabilities()
+        kept = [token for token, p in zip(kept, now, strict=True) if p >= sampling.min_p * now[0]]
+    return set(kept)
+
+
+def near_a_limit(logits: np.ndarray, sampling: Sampling) -> bool:
+    """Whether float32 may decide otherwise than float64."""
+    scaled = np.sort(logits.astype(np.float64) / sampling.temperature)[::-1]
+    scaled = scaled[: sampling.top_k]
+    weights = np.exp(scaled - scaled[0])
+    reached = np.cumsum(weights / weights.sum())
+    close = [np.abs(reached - sampling.top_p)] if sampling.top_p is not None else []
+    close += [np.abs(weights - sampling.min_p)] if sampling.min_p is not None else []
+    return any((distance < 1e-5).any() for distance in close)
+
+
+# few values, so that equal logits come up
+rows = st.lists(st.integers(-8, 8).map(lambda i: i / 2), min_size=VOCAB, max_size=VOCAB)
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.25, 0.7, 1.0, 2.0]),
+    top_k=st.none() | st.integers(1, VOCAB + 3),
+    top_p=st.none() | st.floats(0.01, 1.0),
+    min_p=st.none() | st.floats(0.0, 1.0),
+)
+
+
+@settings(max_examples=60)
+@given(rows, samplings)
+def test_filters_leave_the_tokens_that_numpy_leaves(row: list[float], sampling: Sampling) -> None:
+    logits = np.asarray(row, np.float32)
+    left = np.asarray(filtered(jnp.asarray(logits), sampling))
+    assert np.isfinite(left).any()
+    if not near_a_limit(logits, sampling):
+        assert set(np.flatnonzero(np.isfinite(left)).tolist()) == reference(logits, sampling)
+    kept = np.isfinite(left)
+    expected = logits[kept] / sampling.temperature  # up to a constant
+    np.testing.assert_allclose(left[kept] - left.max(), expected - expected.max(), atol=1e-5)
+
+
+def draw(logits: Any, sampling: Sampling, mesh: Mesh | None = None, **options: Any) -> np.ndarray:
+    mesh = generation_mesh() if mesh is None else mesh
+    rows = options.pop("rows", np.arange(len(logits)))
+    with jax.set_mesh(mesh):
+        axes = tuple(axis for axis, size in mesh.shape.items() if size > 1) or None
+        placed = jax.device_put(jnp.asarray(logits, jnp.float32), NamedSharding(mesh, P(axes)))
+        function = jax.jit(lambda logits, rows: sample(logits, rows, rows * 7, sampling, **options))
+        return np.asarray(function(placed, rows))
+
+
+def test_draws_have_the_probabilities_that_the_filters_leave() -> None:
+    sampling = Sampling(0.8, top_k=5, min_p=0.05, seed=3)
+    logits = np.random.default_rng(0).normal(size=VOCAB, scale=2).astype(np.float32)
+    kept = sorted(reference(logits, sampling))
+    weights = np.exp(logits[kept].astype(np.float64) / 0.8)
+    count = 8192
+    tokens = draw(np.tile(logits, (count, 1)), sampling)
+    assert set(tokens.tolist()) <= set(kept)
+    share = np.array([(tokens == token).mean() for token in kept])
+    np.testing.assert_allclose(share, weights / weights.sum(), atol=4 * 0.5 / np.sqrt(count))
+
+
+def test_temperature_0_takes_the_likeliest_and_the_first_of_equals() -> None:
+    logits = np.random.default_rng(0).normal(size=(16, VOCAB))
+    assert draw(logits, Sampling(0)).tolist() == logits.argmax(-1).tolist()
+    assert draw([[0.0, 2.0, 2.0, 1.0]], Sampling(0)).tolist() == [1]
+
+
+def test_a_temperature_near_0_is_as_good_as_0() -> None:
+    logits = np.random.default_rng(0).normal(size=(16, VOCAB), scale=100)
+    assert draw(logits, Sampling(1e-38, top_p=0.9)).tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_draw_depends_on_seed_and_row_and_not_on_the_others_or_the_mesh() -> None:
+    logits = np.zeros((8, 64))
+    all_of_them = draw(logits, Sampling(seed=1)).tolist()
+    assert len(set(all_of_them)) > 4
+    assert draw(logits, Sampling(seed=2)).tolist() != all_of_them
+    assert draw(logits[:3], Sampling(seed=1), rows=np.array([5, 0, 7])).tolist() == [
+        all_of_them[i] for i in (5, 0, 7)
+    ]
+    assert draw(logits, Sampling(seed=1), generation_mesh("fsdp=4,dp=2")).tolist() == all_of_them
+
+
+def test_tokens_that_the_tokenizer_lacks_are_never_taken() -> None:
+    logits = np.tile(np.arange(64.0), (64, 1))
+    assert draw(logits, Sampling(0), vocab=10).max() == 9
+    assert draw(logits, Sampling(100.0), vocab=10).max() == 9
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1 must be a number from 0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0 would leave no token"),
+        ({"top_k": 1.5}, "top_k=1.5 is not a whole number"),
+        ({"top_p": 0.0}, "top_p=0 would leave no token"),
+        ({"top_p": 1.1}, "top_p=1.1 is a probability"),
+        ({"min_p": -1}, "min_p=-1 is a probability"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**32}, "must be below 2^32"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(mw.MeshwrightError, match=words.replace("^", r"\^")):
+        Sampling(**wrong)

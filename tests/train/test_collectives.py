@@ -1,0 +1,326 @@
+"""What the compiled step sends, by mesh axis, from its HLO: nothing twice, nothing whole."""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from tests.train.hlo import Collective, axes_between, collectives, instructions, replica_groups
+from tests.train.toy import Parts, Setting, parts
+
+import meshwright as mw
+from meshwright.models.decoder import DecoderConfig, decoder_rules
+
+# a layer's smallest matrix is larger than all else on a device: activations, the ends, any share
+CONFIG = DecoderConfig(vocab=96, layers=3, embed=64, heads=8, kv_heads=8, head_dim=16, mlp=192)
+ROWS, LENGTH = 8, 8
+WEIGHTS = {  # of a layer: in, then out
+    "wq": (64, 8, 16), "wk": (64, 8, 16), "wv": (64, 8, 16), "wo": (8, 16, 64),
+    "gate": (64, 192), "up": (64, 192), "down": (192, 64),
+}  # fmt: skip
+ENDS = {"embedding": (96, 64), "output": (64, 96)}
+FSDP, DP_FSDP_TP = "dp=1,fsdp=8,tp=1,sp=1", "dp=2,fsdp=2,tp=2,sp=1"
+
+
+@functools.cache
+def compiled(setting: Setting, micro_batches: int = 1) -> tuple[Parts, Any]:
+    run = parts(setting)
+    shape = (micro_batches, ROWS, LENGTH)
+    one = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.functions.batch_sharding)
+    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), one)
+    return run, run.functions.train.lower(run.target, batch).compile()
+
+
+def sent(text: str, micro_batches: int = 1, **options: Any) -> list[Collective]:
+    run, program = compiled(Setting(text, config=CONFIG, **options), micro_batches)
+    return collectives(program.as_text(), run.mesh)
+
+
+def counted(found: Iterable[Collective]) -> Counter[tuple[int, ...]]:
+    total: Counter[tuple[int, ...]] = Counter()
+    for c in found:
+        total[c.shape] += c.times
+    return total
+
+
+def split(shapes: dict[str, tuple[int, ...]], tp: int = 1, fsdp: int = 1) -> list[tuple[int, ...]]:
+    """The shapes on a device: heads, mlp and vocab (not embed) over tp, embed over fsdp."""
+
+    def one(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        embed = len(shape) - 1 if name in ("wo", "down", "embedding") else 0
+        over_tp = 1 if embed == 0 else 0
+        sizes = list(shape)
+        sizes[embed] //= fsdp
+        sizes[over_tp] //= tp
+        return tuple(sizes)
+
+    return [one(name, shape) for name, shape in shapes.items()]
+
+
+def each(shapes: Iterable[tuple[int, ...]], times: int = 1) -> Counter[tuple[int, ...]]:
+    total: Counter[tuple[int, ...]] = Counter()
+    for shape in shapes:
+        total[shape] += times
+    return total
+
+
+def matrices(found: Iterable[Collective]) -> list[Collective]:
+    """Without scalars and what is as small as a norm."""
+    return [c for c in found if math.prod(c.shape) > CONFIG.layers * CONFIG.embed]
+
+
+# ---- fsdp
+
+
+@pytest.mark.parametrize(
+    "scan", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["scan", "unrolled"]
+)
+def test_fsdp_gathers_each_weight_once_forward_and_once_backward(scan: bool) -> None:
+    found = [c for c in sent(FSDP, scan=scan) if c.operation == "all-gather"]
+    assert {c.axes for c in found} == {("fsdp",)}
+    layers = each(WEIGHTS.values(), CONFIG.layers)
+    assert counted(c for c in found if c.in_layers and not c.backward) == layers
+    assert counted(c for c in found if c.in_layers and c.backward) == layers
+    # the head's gradient is made while its logits are: neither end is gathered again
+    assert counted(c for c in found if not c.in_layers) == each(ENDS.values())
+
+
+@pytest.mark.parametrize(
+    "scan", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["scan", "unrolled"]
+)
+def test_fsdp_scatters_each_gradient_once_and_reduces_no_matrix(scan: bool) -> None:
+    found = sent(FSDP, scan=scan)
+    scattered = [c for c in found if c.operation == "reduce-scatter"]
+    assert {(c.axes, c.backward) for c in scattered} == {(("fsdp",), True)}
+    layers = each(split(WEIGHTS, fsdp=8), CONFIG.layers)
+    assert counted(scattered) == layers + each(split(ENDS, fsdp=8))
+    assert {c.operation for c in found} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert matrices(c for c in found if c.operation == "all-reduce") == []
+
+
+@pytest.mark.parametrize("text", [FSDP, DP_FSDP_TP])
+def test_gradients_of_norms_are_added_once_after_all_layers(text: str) -> None:
+    reduced = [c for c in sent(text) if c.operation == "all-reduce" and c.backward]
+    norms = [c for c in reduced if c.shape in ((3, 64), (64,))]
+    assert counted(norms) == {(3, 64): 2, (64,): 1}
+    tokens_over = ("fsdp",) if text == FSDP else ("dp", "fsdp")
+    assert {(c.axes, c.loops) for c in norms} == {(tokens_over, ())}
+
+
+def test_the_bytes_of_fsdp_are_those_of_the_formula() -> None:
+    found = sent(FSDP)
+    layers = 4 * CONFIG.layers * sum(map(math.prod, WEIGHTS.values()))
+    ends = 4 * sum(map(math.prod, ENDS.values()))
+    norms = 4 * (2 * CONFIG.layers + 1) * CONFIG.embed
+    gathered = [c for c in found if c.operation == "all-gather"]
+    assert sum(c.bytes for c in gathered if not c.backward) == layers + ends
+    assert sum(c.bytes for c in gathered if c.backward) == layers
+    scattered = sum(c.bytes for c in found if c.operation == "reduce-scatter")
+    assert scattered == (layers + ends) // 8
+    # besides: norms, and scalars for the loss, the count and the gradient's norm
+    rest = sum(c.bytes for c in found if c.operation == "all-reduce")
+    assert norms <= rest <= norms + 200
+
+
+def test_full_remat_keeps_to_one_gather_each_way() -> None:
+    """The forward again in the backward pass needs the weights that pass has anyway."""
+    found = [c for c in sent(FSDP, remat="full") if c.operation == "all-gather" and c.in_layers]
+    layers = each(WEIGHTS.values(), CONFIG.layers)
+    assert counted(c for c in found if not c.backward) == layers
+    assert counted(c for c in found if c.backward) == layers
+
+
+@pytest.mark.slow
+def test_weights_over_fsdp_and_sp_are_gathered_over_both_at_once() -> None:
+    found = sent("dp=1,fsdp=4,tp=1,sp=2")
+    gathered = [c for c in found if c.operation == "all-gather" and c.axes == ("fsdp", "sp")]
+    forward = [c for c in gathered if not c.backward]
+    assert counted(forward) == each(WEIGHTS.values(), CONFIG.layers) + each(ENDS.values())
+    scattered = [c for c in found if c.operation == "reduce-scatter" and c.axes == ("fsdp", "sp")]
+    layers = each(split(WEIGHTS, fsdp=8), CONFIG.layers)
+    assert counted(scattered) == layers + each(split(ENDS, fsdp=8))
+    assert matrices(c for c in found if c.operation == "all-reduce") == []
+    # sp sends keys and values, of all positions, and scatters their gradients
+    keys = (2, 8, 8, 16)
+    over_sp = [c for c in found if c.axes == ("sp",) and c.dtype == "f32" and c.in_layers]
+    assert counted(c for c in over_sp if c.operation == "all-gather" and not c.backward) == {
+        keys: 6
+    }
+    assert counted(c for c in over_sp if c.operation == "reduce-scatter") == {(2, 4, 8, 16): 6}
+
+
+# ---- dp beside it
+
+
+def test_dp_adds_the_gradients_that_fsdp_has_already_scattered() -> None:
+    found = sent(DP_FSDP_TP)
+    over_dp = [c for c in found if "dp" in c.axes and c in matrices(found)]
+    assert {(c.operation, c.axes, c.backward) for c in over_dp} == {("all-reduce", ("dp",), True)}
+    layers = each(split(WEIGHTS, tp=2, fsdp=2), CONFIG.layers)
+    assert counted(over_dp) == layers + each(split(ENDS, tp=2, fsdp=2))
+    over_fsdp = [c for c in found if c.axes == ("fsdp",)]
+    forward = [c for c in over_fsdp if c.operation == "all-gather" and not c.backward]
+    whole = each(split(WEIGHTS, tp=2), CONFIG.layers) + each(split(ENDS, tp=2))
+    assert counted(forward) == whole
+    scattered = [c for c in over_fsdp if c.operation == "reduce-scatter"]
+    assert counted(scattered) == layers + each(split(ENDS, tp=2, fsdp=2))
+
+
+@pytest.mark.slow
+def test_plain_data_parallel_reduces_each_gradient_once_and_gathers_nothing() -> None:
+    found = sent("dp=8,fsdp=1,tp=1,sp=1")
+    assert {c.operation for c in found} == {"all-reduce"}
+    whole = each(WEIGHTS.values(), CONFIG.layers) + each(ENDS.values())
+    assert counted(matrices(found)) == whole
+
+
+@pytest.mark.slow
+def test_micro_batches_repeat_what_a_batch_sends_and_nothing_else() -> None:
+    one, two = (matrices(sent(DP_FSDP_TP, micro_batches=n)) for n in (1, 2))
+    ends = {(c.shape, c.operation) for c in one if not c.in_layers and c.operation == "all-gather"}
+    assert {shape for shape, _ in ends} == set(split(ENDS, tp=2))
+    # the ends are the same for every micro-batch: gathered once
+    repeated = [[c for c in found if (c.shape, c.operation) not in ends] for found in (one, two)]
+    assert counted(repeated[1]) == counted([*repeated[0], *repeated[0]])
+    assert {c.loops[0] for c in repeated[1]} == {2}
+
+
+# ---- tp
+
+
+def test_tp_has_two_all_reduces_of_a_layer_forward_and_two_backward() -> None:
+    over_tp = [c for c in sent(DP_FSDP_TP) if "tp" in c.axes]
+    assert {(c.operation, c.axes) for c in over_tp} == {("all-reduce", ("tp",))}
+    tokens = (2, 8, 64)  # rows over dp and fsdp
+    for backward in (False, True):
+        here = [c for c in over_tp if c.backward == backward]
+        in_layers = [c for c in here if c.in_layers]
+        assert counted(in_layers) == {tokens: 2 * CONFIG.layers}
+        assert sorted(_block(c) for c in in_layers) == ["attention", "mlp"]
+        # the embedding forward, the head backward
+        assert counted(c for c in here if c.shape == tokens and not c.in_layers) == {tokens: 1}
+    # all else is as long as a chunk of tokens (the softmax over a split vocabulary) or a scalar
+    assert all(math.prod(c.shape) <= 16 for c in over_tp if c.shape != tokens)
+
+
+def _block(c: Collective) -> str:
+    return "attention" if "/attention/" in c.scope else "mlp"
+
+
+def test_sequence_parallel_has_gather_and_scatter_pairs_instead() -> None:
+    rules = decoder_rules(sequence_parallel=True)
+    over_tp = [c for c in sent("dp=1,fsdp=4,tp=2,sp=1", rules=rules) if "tp" in c.axes]
+    layer = [c for c in over_tp if c.in_layers]
+    assert {(c.operation, c.axes) for c in layer} == {
+        ("all-gather", ("tp",)),
+        ("reduce-scatter", ("tp",)),
+    }
+    whole, part, times = (2, 8, 64), (2, 4, 64), 2 * CONFIG.layers
+
+    def found(operation: str, backward: bool) -> Counter[tuple[int, ...]]:
+        return counted(c for c in layer if (c.operation, c.backward) == (operation, backward))
+
+    assert found("all-gather", False) == {whole: times}
+    assert found("reduce-scatter", False) == {part: times}
+    assert found("reduce-scatter", True) == {part: times}
+    # gathering the gradient, and the input of each block again: kept in parts, as is the point
+    assert found("all-gather", True) == {whole: 2 * times}
+    assert matrices(c for c in over_tp if c.operation == "all-reduce") == []
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
+def test_no_whole_gradient_or_optimizer_array_exists_on_a_device(optimizer: str) -> None:
+    _, program = compiled(Setting(FSDP, config=CONFIG, optimizer=optimizer))
+    layer = min(math.prod(shape) for shape in WEIGHTS.values())
+    assert layer > max(map(math.prod, ENDS.values()))
+    sizes = [
+        (math.prod(shape), shape, len(one.loops), one.name)
+        for one in instructions(program.as_text())
+        for _, shape in one.arrays
+    ]
+    # one weight of all layers: nowhere
+    assert [x for x in sizes if x[0] >= CONFIG.layers * layer] == []
+    # one weight of one layer: in the loops over layers, where it is gathered, and only there
+    assert [x for x in sizes if x[0] >= layer and x[2] == 0] == []
+    assert [x for x in sizes if x[0] >= layer and x[2] == 1]
+
+
+@pytest.mark.parametrize("text", [FSDP, DP_FSDP_TP])
+def test_arguments_on_a_device_are_its_share_of_the_state(text: str) -> None:
+    _, program = compiled(Setting(text, config=CONFIG))
+    ways = 8 if text == FSDP else 4  # dp keeps copies
+    matrices = CONFIG.layers * sum(map(math.prod, WEIGHTS.values()))
+    matrices += sum(map(math.prod, ENDS.values()))
+    norms = (2 * CONFIG.layers + 1) * CONFIG.embed
+    state = 3 * 4 * (matrices // ways + norms)  # float32 weights and two moments
+    counters = 5 * 4  # steps, skipped twice, and optax's two
+    batch = 4 * 4 * ROWS * LENGTH // ways
+    assert program.memory_analysis().argument_size_in_bytes == state + counters + batch
+
+
+# ---- the reader
+
+
+MESH = mw.mesh("a=2,b=2,c=2", devices=jax.devices("cpu")[:8])
+
+
+@pytest.mark.parametrize(
+    ("spelling", "axes"),
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}, x", ("c",)),
+        ("replica_groups={{0,2},{1,3},{4,6},{5,7}}, x", ("b",)),
+        ("replica_groups={{0,4,2,6},{1,5,3,7}}, x", ("a", "b")),
+        ("replica_groups={}, x", ("a", "b", "c")),
+        ("replica_groups=[4,2]<=[8], x", ("c",)),
+        ("replica_groups=[2,4]<=[8], x", ("b", "c")),
+        ("replica_groups=[2,4]<=[4,2]T(1,0), x", ("a", "b")),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), x", ("a",)),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1), x", ("b",)),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_1'}, x", ("c",)),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}, x", ("a", "b")),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}, x", ("a", "c")),
+        ("replica_groups=mesh['axis_0'=8] {'axis_0':(2)2}, x", ("b",)),
+        ("replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}, x", ("a",)),
+        ("replica_groups=mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}, x", ("c",)),
+        ("replica_groups=mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}, x", ("a", "b")),
+        ("source_target_pairs={{0,1},{1,0},{2,3},{3,2}}, x", ("c",)),
+    ],
+)
+def test_every_spelling_of_groups_is_read(spelling: str, axes: tuple[str, ...]) -> None:
+    assert axes_between(replica_groups(spelling, 8), MESH) == axes
+
+
+def automatic_step(mesh: jax.sharding.Mesh, layers: int) -> str:
+    """FSDP as automatic partitioning makes it of a plain program."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            out, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
+            return jnp.mean(out**2)
+
+        return w - jax.grad(loss)(w)
+
+    w_sharding, x_sharding = (
+        jax.NamedSharding(mesh, spec) for spec in (P(None, "fsdp", None), P("fsdp", None))
+    )
+    w = jax.ShapeDtypeStruct((layers, 64, 64), jnp.float32, sharding=w_sharding)
+    x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=x_sharding)
+    return jax.jit(step, out_shardings=w_sharding).lower(w, x).compile().as_text()
+
+
+def test_what_is_asserted_above_fails_for_automatic_partitioning() -> None:
+    mesh = mw.mesh("fsdp=8", devices=jax.devices()[:8])
+    found = collectives(automatic_step(mesh, 3), mesh)
+    reduced = [c for c in found if c.operation == "all-reduce" and math.prod(c.shape) >= 64 * 64]
+    assert reduced  # whole gradients, twice the bytes of a scatter
+    assert {c.axes for c in reduced} == {("fsdp",)}
+    assert all(c.backward for c in reduced)
+    assert not [c for c in found if c.operation == "reduce-scatter"]

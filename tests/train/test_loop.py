@@ -1,0 +1,210 @@
+"""Runs through the command line's own entry, in their own processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwright.train.run import read_metrics
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+SETTINGS = ["--batch", "8", "--seq", "32", "--steps", "12", "--optimizer.warmup-steps", "2"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return str(tmp_path / "config.json")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "meshwright.cli.main", "train", *arguments]
+
+
+def train(*arguments: str, expect: int = 0) -> str:
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300)
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def losses(run: Path) -> list[float]:
+    steps, values = read_metrics(run).column("loss")
+    assert steps == list(range(1, len(steps) + 1))
+    return values
+
+
+def parameters(run: Path, step: int) -> dict[str, Any]:
+    """Every array of a checkpoint's parameters and moments, read by Orbax itself."""
+    code = f"""
+import jax, numpy as np, json, sys
+from meshwright.train.checkpoint import Checkpoints
+c = Checkpoints({str(run / "checkpoints")!r})
+one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+targets = {{}}
+for name, a in c.arrays({step}).items():
+    node = targets
+    *path, last = name.split("/")
+    for part in path:
+        node = node.setdefault(part, {{}})
+    node[last] = jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one)
+leaves = jax.tree_util.tree_flatten_with_path(c.restore({step}, targets))[0]
+np.savez(sys.argv[1], **{{jax.tree_util.keystr(p, simple=True, separator="/"): v for p, v in leaves}})
+"""
+    file = run / f"arrays-{step}.npz"
+    subprocess.run([sys.executable, "-c", code, file], check=True, timeout=120)
+    with np.load(file) as arrays:
+        return dict(arrays)
+
+
+def test_a_stopped_run_goes_on_bit_for_bit_and_on_another_mesh_within_rounding(
+    model: str, tmp_path: Path
+) -> None:
+    mesh = ["--cpu-devices", "4", "--mesh", "fsdp=2,tp=2"]
+    through, stopped, moved = tmp_path / "through", tmp_path / "stopped", tmp_path / "moved"
+    train(model, *SETTINGS, *mesh, "--run", str(through))
+    train(model, *SETTINGS, *mesh, "--run", str(stopped), "--stop-at", "5")
+    train(model, *SETTINGS, *mesh, "--run", str(moved), "--stop-at", "5")
+    assert "going on from step 5" in train(model, *SETTINGS, *mesh, "--run", str(stopped))
+    other = ["--cpu-devices", "2", "--mesh", "dp=2"]
+    train(model, *SETTINGS, *other, "--run", str(moved))
+    assert losses(stopped) == losses(through)
+    np.testing.assert_allclose(losses(moved), losses(through), rtol=1e-5)
+    expected, same, near = (parameters(run, 12) for run in (through, stopped, moved))
+    assert expected.keys() == same.keys() == near.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(same[name], array, err_msg=name)
+        distance = np.linalg.norm((near[name] - array).astype(np.float64).ravel())
+        size = np.linalg.norm(array.astype(np.float64).ravel())
+        # moments of a few steps are sums of gradients near zero: judged less strictly
+        assert distance <= (1e-5 if name.startswith("params") else 1e-3) * size, name
+
+
+def test_sigterm_saves_and_ends_with_zero(model: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ["--batch", "4", "--seq", "32", "--steps", "100000", "--run", str(run)]
+    process = subprocess.Popen(
+        command(model, *settings, "--cpu-devices", "1"), stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    steps, _ = read_metrics(run).column("loss")
+    assert f"saved step {steps[-1]} (SIGTERM)" in out
+    assert (run / "checkpoints" / f"step-{steps[-1]}").is_dir() or list(
+        (run / "checkpoints").glob(f"*{steps[-1]}")
+    )
+    assert (run / "run.html").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_of_four_devices_train_as_one_of_eight(model: str, tmp_path: Path) -> None:
+    mesh = ["--mesh", "dp=2,fsdp=2,tp=2"]
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    train(model, *SETTINGS, *mesh, "--cpu-devices", "8", "--run", str(alone))
+    arguments = [model, *SETTINGS, *mesh, "--cpu-devices", "4", "--run", str(together)]
+    port = 20000 + os.getpid() % 20000
+    joined = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process-id"]
+    both = [
+        subprocess.Popen(
+            command(*arguments, *joined, str(i)), stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], "\n".join(outputs)
+    spoken = [line for line in outputs[1].splitlines() if not line.startswith("[Gloo]")]
+    assert spoken == [], "only process 0 speaks"
+    np.testing.assert_allclose(losses(together), losses(alone), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tinyy"], "did you mean 'tiny'"),
+        (["tiny", "--data", "nowhere.store"], "nowhere.store"),
+        (["tiny", "--batch", "6", "--mesh", "fsdp=4", "--cpu-devices", "4"], "batch=4 or 8"),
+        (["tiny", "--mesh", "tp=8", "--cpu-devices", "8"], "kv_heads"),
+        (["tiny", "--seq", "4096"], "longer than the model allows; 2048"),
+        (["tiny", "--mesh", "fsdp=3", "--cpu-devices", "4"], "needs 3 devices, 4 are here"),
+        (["tiny", "--optimizer.name", "adamx"], "did you mean 'adamw'"),
+        (["tiny", "--rules", "nofile"], "nofile"),
+        (["tiny", "--steps", "0"], "steps=0"),
+        (["tiny", "--stepz", "5"], "--steps"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_compiled(
+    arguments: list[str], words: str, tmp_path: Path
+) -> None:
+    start = time.monotonic()
+    said = train(*arguments, "--run", str(tmp_path / "run"), expect=2)
+    assert words in " ".join(said.replace("│", " ").split()), said  # tyro draws boxes
+    assert "Traceback" not in said
+    assert not (tmp_path / "run" / "config.json").exists()
+    assert time.monotonic() - start < 60
+
+
+def test_an_unsupported_architecture_and_another_model_are_named(
+    model: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "gpt2.json"
+    other.write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
+    assert "GPT2LMHeadModel" in train(str(other), "--run", str(tmp_path / "r"), expect=2)
+    run = ["--run", str(tmp_path / "run"), "--cpu-devices", "1"]
+    train(model, *SETTINGS, *run, "--stop-at", "1")
+    said = train("tiny", *SETTINGS, *run, expect=2)
+    assert "another model" in said
+    assert "embed 32 there, 128 now" in said
+    said = train(model, *SETTINGS, *run, "--seed", "3", expect=2)
+    assert "seed was 0, is 3" in said
+
+
+def test_settings_come_from_a_file_and_flags_win(model: str, tmp_path: Path) -> None:
+    run, again = tmp_path / "run", tmp_path / "again"
+    train(model, *SETTINGS, "--run", str(run), "--stop-at", "1", "--cpu-devices", "1")
+    train("--config", str(run / "config.json"), "--run", str(again), "--stop-at", "2")
+    saved = json.loads((again / "config.json").read_text())
+    assert (saved["stop_at"], saved["batch"], saved["model"]) == (2, 8, model)
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps({"model": "tiny", "stepps": 3}))
+    assert "did you mean 'steps'" in train("--config", str(broken), expect=2)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_end_the_run(model: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    said = train(
+        model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--max-skipped", "3",
+        "--optimizer.learning-rate", "1e30", "--optimizer.warmup-steps", "0",
+        "--checkpoint.every", "1", "--optimizer.clip-norm", "None",
+        expect=2,
+    )  # fmt: skip
+    assert "3 steps in a row" in said
+    assert "saved" in said
+    rows = read_metrics(run).rows
+    assert rows[-1]["skipped_steps"] >= 3

@@ -1,0 +1,107 @@
+"""A small model, packed batches and one way to run them, for the tests of training."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import meshwright as mw
+from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays, decoder_rules
+from meshwright.train.optimizer import OptimizerConfig, make_optimizer
+from meshwright.train.state import TrainState, abstract_state, new_state
+from meshwright.train.step import LossConfig, StepFunctions, step_functions
+
+ONE = "dp=1,fsdp=1,tp=1,sp=1"
+# no biases: the gradient of a key bias is zero but for rounding, which Adam would blow up
+CONFIG = DecoderConfig(vocab=64, layers=2, embed=64, heads=16, kv_heads=8, head_dim=8, mlp=128)
+MICRO_BATCHES, ROWS, LENGTH = 2, 8, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """All that says how a run is computed; everything but `mesh` has a default."""
+
+    mesh: str = ONE
+    optimizer: str = "adamw"
+    rules: mw.Rules = dataclasses.field(default_factory=lambda: decoder_rules(sp=True), repr=False)
+    remat: str = "none"
+    scan: bool = True
+    dtype: Any = jnp.float32
+    params_dtype: Any = jnp.float32
+    config: DecoderConfig = dataclasses.field(default=CONFIG, repr=False)
+    steps: int = 20
+    z_loss: float = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    mesh: jax.sharding.Mesh
+    functions: StepFunctions
+    target: TrainState
+    arrays: Any
+    optimizer: Any
+
+    def new_state(self, **options: Any) -> TrainState:
+        return new_state(self.arrays, self.target, self.optimizer, self.mesh, **options)
+
+    def put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return jax.device_put(batch, self.functions.batch_sharding)
+
+
+def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0) -> Parts:
+    count = math.prod(mw.MeshSpec.parse(setting.mesh).sizes)
+    mesh = mw.mesh(setting.mesh, devices=jax.devices()[:count], axis_types="explicit")
+    arrays = abstract_arrays(setting.config, setting.params_dtype)
+    # Adam's first steps are as large as the learning rate whatever the gradient: at 1e-3 twenty of
+    # them move weights of 0.02 by their own size, so errors show, and do not yet feed on themselves
+    config = OptimizerConfig(setting.optimizer, learning_rate=1e-3, warmup_steps=5)
+    made, rate = make_optimizer(config, setting.steps, arrays)
+    optimizer = made if optimizer is None else optimizer
+    compute = Compute(setting.rules, setting.dtype, setting.remat, setting.scan)
+    loss = LossConfig(setting.z_loss, chunk=24)  # does not divide the tokens
+    functions = step_functions(
+        setting.config, compute, optimizer, rate, mesh, loss=loss, clip_norm=clip_norm
+    )
+    target = abstract_state(arrays, setting.rules, optimizer, mesh)
+    return Parts(mesh, functions, target, arrays, optimizer)
+
+
+def packed_batch(seed: int, vocab: int = CONFIG.vocab) -> dict[str, np.ndarray]:
+    """Rows of several documents and padding, each an arithmetic sequence: something to learn.
+
+    Rows have from 1 to 15 tokens that count, so no two devices weigh the same.
+    """
+    rng = np.random.default_rng(seed)
+    shape = (MICRO_BATCHES, ROWS, LENGTH)
+    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    targets = np.full(shape, -1, np.int32)
+    for row in np.ndindex(shape[:2]):
+        place, number = 0, 0
+        until = LENGTH if row[1] % 3 else int(rng.integers(2, LENGTH))
+        while place < until:
+            number += 1
+            length = min(int(rng.integers(2, 12)), until - place)
+            start, stride = rng.integers(0, vocab), rng.integers(1, 4)
+            document = (start + stride * np.arange(length)) % vocab
+            here = (*row, slice(place, place + length))
+            tokens[here], segments[here], positions[here] = document, number, np.arange(length)
+            targets[(*row, slice(place, place + length - 1))] = document[1:]
+            place += length
+    return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions}
+
+
+def train(setting: Setting) -> tuple[np.ndarray, Any]:
+    """Loss and gradient norm of each step, and the parameters at the end."""
+    run = parts(setting)
+    state = run.new_state()
+    reports = []
+    for step in range(setting.steps):
+        state, report = run.functions.train(state, run.put(packed_batch(step)))
+        reports.append((report["loss"], report["gradient_norm"]))
+    for found, described in zip(jax.tree.leaves(state), jax.tree.leaves(run.target), strict=True):
+        assert found.sharding == described.sharding
+        assert found.dtype == described.dtype
+    return np.array(reports, "f8"), jax.tree.map(np.asarray, state.params)
