@@ -53,6 +53,8 @@ test-newest:
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/placement.py
+	$(BIN)/python benchmarks/compile_time.py
+	$(BIN)/python benchmarks/kill_during_save.py
 
 # write constraints.txt anew from the newest versions that pyproject.toml allows, every extra but torch
 # (pinned in pyproject.toml: its CPU build); nothing is installed

@@ -9,15 +9,11 @@
 """
 
 import argparse
-import datetime
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,9 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.models import DecoderConfig, abstract_arrays, decoder_rules, preset
+from results import here, write_section
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
-SECTION = "## Placement"
 BY_HAND = "device_put by hand"
 ARRAYS, ROUNDS = 1000, 41
 RATIO_LIMIT, EXPLAIN_LIMIT, IMPORT_LIMIT = 1.10, 1.0, 0.15  # times, seconds, seconds
@@ -150,29 +145,20 @@ def main() -> None:
         ("`import meshwright` after `import jax`", import_seconds(), IMPORT_LIMIT, " s")
     )
     conditions = (
-        f"`python benchmarks/placement.py --write`, {datetime.date.today()}, {os.cpu_count()} CPU "
-        f"cores ({platform.machine()}), Python {platform.python_version()}, jax {jax.__version__}; "
-        f"medians of {ROUNDS} paired rounds, 5 runs and 7 processes."
+        f"`python benchmarks/placement.py --write`, {here()}; medians of {ROUNDS} paired rounds, "
+        "5 runs and 7 processes."
     )
     rows = [
         f"| {what} | {value:.3f}{unit} | {limit:.2f}{unit} |"
         for what, value, limit, unit in measured
     ]
     table = ["| what | measured | limit |", "|---|---|---|", *rows]
-    lines = [SECTION, "", conditions, "", *table, ""]
-    print("\n".join(lines))
+    print("\n".join([conditions, "", *table]))
     if arguments.write:
-        write_section("\n".join(lines))
+        write_section("Placement", conditions, table)
     broken = [what for what, value, limit, _ in measured if value > limit]
     if arguments.check and broken:
         raise SystemExit(f"over the limit: {', '.join(broken)}")
-
-
-def write_section(text: str) -> None:
-    """Put the section into RESULTS.md in place of the one of that name."""
-    before, _, after = RESULTS.read_text().partition(SECTION)
-    _, mark, rest = after.partition("\n## ")
-    RESULTS.write_text(before + text + ("\n## " + rest if mark else ""))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,16 @@
     python benchmarks/train_step.py                  # both shapes, prints a table
     python benchmarks/train_step.py --write          # and puts it into RESULTS.md
 
-The model has 16 layers, embed 2048, 32 heads and 8 key heads of 64, mlp 8192, vocabulary 128256, untied;
-AdamW, float32 master weights, bfloat16 compute. The peer is transformers' LlamaForCausalLM with SDPA,
-torch.compile, fused AdamW and bfloat16 autocast. FLOPs are counted as 6 · (matmul parameters, output
-head included, embedding lookup not) · tokens + 6 · layers · heads · head_dim · seq · tokens, for both. The
-ceiling is the best of a few large bfloat16 matmuls. Each side runs in its own process.
+The model has 16 layers, embed 2048, 32 heads and 8 key heads of 64, mlp 8192, vocabulary 128256,
+untied; AdamW, float32 master weights, bfloat16 compute. The peer is transformers' LlamaForCausalLM
+with SDPA, torch.compile, fused AdamW and bfloat16 autocast. FLOPs are counted as 6 · (matmul
+parameters, output head included, embedding lookup not) · tokens + 6 · layers · heads · head_dim ·
+seq · tokens, for both. The ceiling is the best of a few large bfloat16 matmuls of random numbers.
+Each side runs in its own process.
 """
 
 import argparse
+import datetime
 import json
 import os
 import statistics
@@ -19,6 +21,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from results import write_section
 
 SHAPES = {"8x2048": (8, 2048), "4x8192": (4, 8192)}
 LIMITS = {"8x2048": (0.70, 1.25), "4x8192": (0.68, 1.65)}  # of the ceiling, of the peer
@@ -226,25 +230,64 @@ def main() -> None:
     options.passed += ["--profile", options.profile] if options.profile else []
     sides = options.sides.split(",")
     top = run("ceiling", "8x2048", options) if "ceiling" in sides else None
-    print(json.dumps({"ceiling": top}), flush=True)
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for shape in options.shapes.split(","):
         for side in ("peer", "ours"):
-            if side not in sides:
-                continue
-            result = run(side, shape, options)
-            if result is None:
+            result = run(side, shape, options) if side in sides else None
+            if result is not None:
+                found[shape, side] = result
+                print(line(shape, side, result, top), flush=True)
+            elif side in sides:
                 print(f"{shape} {side}: failed", flush=True)
-                continue
-            median = statistics.median(result["seconds"])
-            speed = flops(*SHAPES[shape]) / median / 1e12
-            share = f" {speed * 1e12 / top['flops']:.3f} of ceiling" if top else ""
-            print(
-                f"{shape} {side}: {median * 1e3:.2f} ms, {speed:.1f} TFLOP/s{share}, "
-                f"{result['peak_bytes'] / 2**30:.1f} GiB, compile {result['compile']:.0f} s, "
-                f"losses {result['losses']}, spread {min(result['seconds']) * 1e3:.1f}-"
-                f"{max(result['seconds']) * 1e3:.1f} ms, {result['versions']}",
-                flush=True,
-            )
+    if top is not None:
+        report(found, top, options)
+
+
+def speed(shape: str, result: dict[str, Any]) -> float:
+    """FLOP/s of the median step."""
+    return flops(*SHAPES[shape]) / statistics.median(result["seconds"])
+
+
+def line(shape: str, side: str, result: dict[str, Any], top: dict[str, Any] | None) -> str:
+    share = f" {speed(shape, result) / top['flops']:.3f} of ceiling" if top else ""
+    times = [seconds * 1e3 for seconds in result["seconds"]]
+    return (
+        f"{shape} {side}: {statistics.median(times):.2f} ms ({min(times):.1f}-{max(times):.1f}), "
+        f"{speed(shape, result) / 1e12:.1f} TFLOP/s{share}, "
+        f"{result['peak_bytes'] / 2**30:.1f} GiB, compile {result['compile']:.0f} s, losses {result['losses']}, {result['versions']}"
+    )
+
+
+def report(
+    found: dict[tuple[str, str], dict[str, Any]], top: dict[str, Any], options: argparse.Namespace
+) -> None:
+    """A table of both sides; with --write into RESULTS.md."""
+    lines = [
+        "| batch × seq | side | ms a step | TFLOP/s | of ceiling | of peer | peak memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (shape, side), result in found.items():
+        peer_speed = speed(shape, found[shape, "peer"]) if (shape, "peer") in found else None
+        least_share, least_ratio = LIMITS[shape]
+        share = f"{speed(shape, result) / top['flops']:.3f}"
+        ratio = "" if peer_speed is None else f"{speed(shape, result) / peer_speed:.2f}×"
+        if side == "ours":
+            share += f" (wanted {least_share})"
+            ratio += f" (wanted {least_ratio}×)"
+        lines.append(
+            f"| {shape} | {side} | {statistics.median(result['seconds']) * 1e3:.1f} | "
+            f"{speed(shape, result) / 1e12:.0f} | {share} | {ratio} | "
+            f"{result['peak_bytes'] / 2**30:.1f} GiB |"
+        )
+    versions = "; ".join(dict.fromkeys(result["versions"] for result in found.values()))
+    conditions = (
+        f"`python benchmarks/train_step.py --write`, {datetime.date.today()}, one {top['device']}, "
+        f"{versions}; median of {options.steps} steps, one step in flight; ceiling "
+        f"{top['flops'] / 1e12:.0f} TFLOP/s."
+    )
+    print("\n".join([conditions, "", *lines]))
+    if options.write:
+        write_section("Training step on one GPU", conditions, lines)
 
 
 if __name__ == "__main__":

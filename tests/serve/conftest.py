@@ -17,7 +17,7 @@ from meshwright.train.data.tokenizer import ByteTokenizer
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def random_model() -> Callable[..., Model]:
     return make_model
 

@@ -1,6 +1,7 @@
 """A model is read from a run or a Hugging Face folder onto any mesh, or a message says why not."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ import meshwright as mw
 from meshwright.models.decoder import DecoderConfig
 from meshwright.models.decoder.hf_save import save_hf
 from meshwright.ops.rope import Llama3Scaling, Rope
-from meshwright.serve.generate import generate, model_functions, padded
+from meshwright.serve.generate import model_functions, padded
 from meshwright.serve.load import Model, generation_mesh, load_for_generation, look_into
-from meshwright.serve.sampling import Sampling
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.config import decoder_to_dict
 
@@ -26,15 +26,15 @@ CONFIG = DecoderConfig(
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(random_model: RandomModel) -> Model:
     return random_model(CONFIG, generation_mesh("fsdp=4,tp=2"))
 
 
-@pytest.fixture
-def run(tmp_path: Path, model: Model) -> Path:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model: Model) -> Path:
     """A run's folder, as training leaves it, with two checkpoints that differ."""
-    folder = tmp_path / "run"
+    folder = tmp_path_factory.mktemp("run")
     with Checkpoints(folder / "checkpoints") as checkpoints:
         for step, params in ((10, jax.tree.map(jnp.zeros_like, model.params)), (20, model.params)):
             state = {"step": jnp.int32(step), "params": params, "optimizer": (jnp.ones(3),)}
@@ -45,7 +45,7 @@ def run(tmp_path: Path, model: Model) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,fsdp=2,tp=4", "sp=8"])
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,fsdp=2,tp=4"])
 def test_the_last_checkpoint_of_a_run_is_read_onto_any_mesh(
     run: Path, model: Model, mesh: str
 ) -> None:
@@ -54,9 +54,7 @@ def test_the_last_checkpoint_of_a_run_is_read_onto_any_mesh(
     jax.tree.map(np.testing.assert_array_equal, read.params, model.params)
     assert read.source.name == f"step 20 of {run}"
     assert read.source.ends == {256}
-    prompt = [read.source.encode("Hi!")]
-    assert prompt == [[72, 105, 33]]
-    assert generate(read, prompt, 4, Sampling(0)) == generate(model, prompt, 4, Sampling(0))
+    assert read.source.encode("Hi!") == [72, 105, 33]
 
 
 def test_a_step_can_be_chosen_and_weights_cast(run: Path) -> None:
@@ -69,7 +67,7 @@ def test_a_step_can_be_chosen_and_weights_cast(run: Path) -> None:
 
 def test_bfloat16_continues_about_as_float32(run: Path) -> None:
     """Its logits, next to those of float32: rounding alone is between them."""
-    mesh = generation_mesh("fsdp=2,tp=2")
+    mesh = generation_mesh()
     found = []
     for dtype in (jnp.float32, jnp.bfloat16):
         model = load_for_generation(run, mesh, dtype)
@@ -101,6 +99,8 @@ def rewrite(file: Path, **fields: Any) -> None:
 
 
 def test_what_is_missing_or_wrong_in_a_run_is_said(run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(run, tmp_path / "run"))
+
     def refused(*words: str, path: Path = run, **options: Any) -> None:
         with pytest.raises(mw.MeshwrightError) as error:
             look_into(path, **options)
@@ -131,10 +131,11 @@ def test_what_is_missing_or_wrong_in_a_run_is_said(run: Path, tmp_path: Path) ->
     refused("is not a JSON object")
 
 
-def test_a_run_without_a_checkpoint_says_so(run: Path) -> None:
-    (run / "checkpoints").rename(run / "elsewhere")
+def test_a_run_without_a_checkpoint_says_so(run: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer_state.json"):
+        shutil.copy(run / name, tmp_path)
     with pytest.raises(mw.MeshwrightError, match="holds no complete checkpoint"):
-        look_into(run)
+        look_into(tmp_path)
 
 
 def test_a_hugging_face_folder_without_a_tokenizer_says_so(tmp_path: Path, model: Model) -> None:

@@ -54,7 +54,7 @@ rows = st.lists(st.integers(-8, 8).map(lambda i: i / 2), min_size=VOCAB, max_siz
 samplings = st.builds(
     Sampling,
     temperature=st.sampled_from([0.25, 0.7, 1.0, 2.0]),
-    top_k=st.none() | st.integers(1, VOCAB + 3),
+    top_k=st.sampled_from([None, 1, 4, VOCAB + 3]),
     top_p=st.none() | st.floats(0.01, 1.0),
     min_p=st.none() | st.floats(0.0, 1.0),
 )
@@ -88,7 +88,7 @@ def test_draws_have_the_probabilities_that_the_filters_leave() -> None:
     logits = np.random.default_rng(0).normal(size=VOCAB, scale=2).astype(np.float32)
     kept = sorted(reference(logits, sampling))
     weights = np.exp(logits[kept].astype(np.float64) / 0.8)
-    count = 8192
+    count = 4096
     tokens = draw(np.tile(logits, (count, 1)), sampling)
     assert set(tokens.tolist()) <= set(kept)
     share = np.array([(tokens == token).mean() for token in kept])

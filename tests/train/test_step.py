@@ -12,7 +12,9 @@ import pytest
 from tests.train.toy import CONFIG, ONE, Parts, Setting, packed_batch, parts
 
 from meshwright.models.decoder import REMAT, Compute, decoder_rules, logits
+from meshwright.train.state import new_state
 
+slow = pytest.mark.slow
 MESH = "dp=2,fsdp=2,tp=2,sp=1"
 DESCENT = optax.sgd(1.0)  # the parameters then move by the gradient
 
@@ -65,7 +67,7 @@ def descend(
     return report, before, jax.tree.map(np.asarray, state.params)
 
 
-@pytest.mark.parametrize("mesh", [ONE, MESH])
+@pytest.mark.parametrize("mesh", [MESH, pytest.param(ONE, marks=slow)])
 def test_a_step_moves_along_the_gradient_of_the_mean_loss(mesh: str) -> None:
     total, entropy, _, gradient = by_hand()
     report, before, after = descend(Setting(mesh), clip_norm=None)
@@ -84,17 +86,22 @@ def test_gradients_are_clipped_to_the_global_norm_and_the_report_is_not() -> Non
     assert float(report["gradient_norm"]) == pytest.approx(norm, rel=1e-5)
     moved = jax.tree.map(lambda a, b: a - b, before, after)
     assert global_norm(moved) == pytest.approx(norm / 7, rel=1e-4)
-    close(jax.tree.map(lambda x: 7 * x, moved), gradient, 1e-3)
-    _, before, after = descend(Setting(), clip_norm=norm * 2)
-    assert global_norm(jax.tree.map(lambda a, b: a - b, before, after)) == pytest.approx(norm, rel=1e-4)  # fmt: skip
+    close(jax.tree.map(lambda x: 7 * x, moved), gradient, 5e-3)
+
+
+@slow
+def test_gradients_below_the_limit_are_left_alone() -> None:
+    _, _, _, gradient = by_hand()
+    _, before, after = descend(Setting(), clip_norm=2 * global_norm(gradient))
+    close(jax.tree.map(lambda a, b: a - b, before, after), gradient, 2e-4)
 
 
 @pytest.mark.parametrize(
     "setting",
     [
-        *(pytest.param(Setting(remat=name), marks=pytest.mark.slow, id=name) for name in REMAT),
-        pytest.param(Setting(scan=False), marks=pytest.mark.slow, id="unrolled"),
-        pytest.param(Setting(remat="full", scan=False), id="full, unrolled"),
+        *(pytest.param(Setting(remat=name), marks=slow, id=name) for name in REMAT),
+        pytest.param(Setting(scan=False), marks=slow, id="unrolled"),
+        pytest.param(Setting(remat="full", scan=False), marks=slow, id="full, unrolled"),
     ],
 )
 def test_how_it_is_computed_does_not_change_the_gradient(setting: Setting) -> None:
@@ -105,7 +112,7 @@ def test_how_it_is_computed_does_not_change_the_gradient(setting: Setting) -> No
     close(jax.tree.map(lambda a, b: a - b, before, after), gradient, 2e-4)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(4, marks=slow)])
 def test_micro_batches_weigh_by_their_tokens_not_alike(micro_batches: int) -> None:
     """Cut in another way, the same rows give the same step; their counts differ."""
     total, _, _, gradient = by_hand()
@@ -130,7 +137,7 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("mesh", [MESH, pytest.param(ONE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", [MESH, pytest.param(ONE, marks=slow)])
 def test_a_step_that_is_not_finite_is_left_out_and_counted(mesh: str) -> None:
     """Token 63 has a row of NaN: batches with it are bad, others good."""
     run = parts(Setting(mesh))
@@ -167,6 +174,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_counted(mesh: str) -> None:
     assert float(report["learning_rate"]) == pytest.approx(2 * first_rate)
 
 
+@slow
 def test_the_reported_learning_rate_is_the_one_applied() -> None:
     """Lion moves every weight by exactly the learning rate: its sign, and the decay."""
     run = parts(Setting(optimizer="lion"))
@@ -217,7 +225,7 @@ def test_weights_in_bfloat16_too_follow_float32_roughly() -> None:
 
 def test_state_lies_where_its_description_says() -> None:
     run = parts(Setting("dp=1,fsdp=4,tp=2,sp=1"))
-    state = run.new_state()
+    state = new_state(run.arrays, run.target, run.optimizer, run.mesh)
     for made, described in zip(jax.tree.leaves(state), jax.tree.leaves(run.target), strict=True):
         assert (made.shape, made.dtype) == (described.shape, described.dtype)
         assert made.sharding == described.sharding

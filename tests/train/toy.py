@@ -1,6 +1,7 @@
 """A small model, packed batches and one way to run them, for the tests of training."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -43,9 +44,15 @@ class Parts:
     target: TrainState
     arrays: Any
     optimizer: Any
+    config: DecoderConfig
+    params_dtype: Any
 
-    def new_state(self, **options: Any) -> TrainState:
-        return new_state(self.arrays, self.target, self.optimizer, self.mesh, **options)
+    def new_state(self) -> TrainState:
+        """With first values made once for all tests: tests/layout/test_initial.py shows they are
+        the same bits on every mesh, and they take longer to compile than twenty steps to run."""
+        kept = jax.tree.map(lambda leaf: leaf.sharding, self.target.params)
+        params = jax.device_put(first_params(self.config, self.params_dtype), kept)
+        return new_state(self.arrays, self.target, self.optimizer, self.mesh, params=params)
 
     def put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return jax.device_put(batch, self.functions.batch_sharding)
@@ -66,7 +73,16 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
         setting.config, compute, optimizer, rate, mesh, loss=loss, clip_norm=clip_norm
     )
     target = abstract_state(arrays, setting.rules, optimizer, mesh)
-    return Parts(mesh, functions, target, arrays, optimizer)
+    kinds = setting.config, setting.params_dtype
+    return Parts(mesh, functions, target, arrays, optimizer, *kinds)
+
+
+@functools.cache
+def first_params(config: DecoderConfig, dtype: Any) -> Any:
+    arrays = abstract_arrays(config, dtype)
+    mesh = mw.mesh(ONE, devices=jax.devices()[:1])
+    made = mw.create(arrays, mw.shardings(arrays, decoder_rules(), mesh=mesh))
+    return jax.tree.map(np.asarray, made)
 
 
 def packed_batch(seed: int, vocab: int = CONFIG.vocab) -> dict[str, np.ndarray]:
