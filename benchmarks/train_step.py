@@ -86,6 +86,10 @@ def ours(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[
         "tokens": jax.device_put(tokens, functions.batch_sharding),
         "targets": jax.device_put(np.roll(tokens, -1, -1), functions.batch_sharding),
     }
+    if options.documents > 1:  # packed rows: that many documents in each
+        places = np.arange(seq, dtype=np.int32) * options.documents // seq
+        whole = np.broadcast_to(places + 1, tokens.shape)
+        data["segments"] = jax.device_put(np.ascontiguousarray(whole), functions.batch_sharding)
     start = time.perf_counter()
     losses: list[float] = []
     holder = [state]
@@ -217,6 +221,7 @@ def main() -> None:
     parser.add_argument("--remat", default="none")
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--documents", type=int, default=1, help="in each row of ours")
     parser.add_argument("--profile", help="folder for a kernel profile of ours")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
@@ -224,7 +229,12 @@ def main() -> None:
         batch, seq = SHAPES[options.shapes]
         print(json.dumps(SIDES[options.side](batch, seq, options.steps, options)))
         return
-    given = {"--steps": options.steps, "--remat": options.remat, "--chunk": options.chunk}
+    given = {
+        "--steps": options.steps,
+        "--remat": options.remat,
+        "--chunk": options.chunk,
+        "--documents": options.documents,
+    }
     options.passed = [str(word) for pair in given.items() for word in pair]
     options.passed += ["--scan"] * options.scan
     options.passed += ["--profile", options.profile] if options.profile else []
@@ -254,7 +264,8 @@ def line(shape: str, side: str, result: dict[str, Any], top: dict[str, Any] | No
     return (
         f"{shape} {side}: {statistics.median(times):.2f} ms ({min(times):.1f}-{max(times):.1f}), "
         f"{speed(shape, result) / 1e12:.1f} TFLOP/s{share}, "
-        f"{result['peak_bytes'] / 2**30:.1f} GiB, compile {result['compile']:.0f} s, losses {result['losses']}, {result['versions']}"
+        f"{result['peak_bytes'] / 2**30:.1f} GiB, compile {result['compile']:.0f} s, "
+        f"losses {result['losses']}, {result['versions']}"
     )
 
 

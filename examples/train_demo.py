@@ -1,7 +1,7 @@
 """Train, stop, go on on another mesh, and write text: `python examples/train_demo.py`.
 
-A model of a million parameters learns from the stories in the package, on 8 simulated devices. After
-two thirds of the steps the run is stopped; the same command with another mesh goes on where it was.
+A model of a million parameters learns from the stories in the package, on 8 simulated devices.
+After two thirds of the steps the run is stopped; the same command with another mesh goes on.
 """
 
 import argparse

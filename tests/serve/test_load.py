@@ -65,6 +65,7 @@ def test_a_step_can_be_chosen_and_weights_cast(run: Path) -> None:
     assert read["norm"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_bfloat16_continues_about_as_float32(run: Path) -> None:
     """Its logits, next to those of float32: rounding alone is between them."""
     mesh = generation_mesh()

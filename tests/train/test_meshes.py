@@ -16,6 +16,7 @@ from tests.train.toy import CONFIG, ONE, Setting, train
 from meshwright.models.decoder import decoder_rules, t5x_rules
 
 slow = pytest.mark.slow
+WIDE = dataclasses.replace(CONFIG, vocab=128, embed=128, mlp=256)
 SEQUENCE_PARALLEL = decoder_rules(sp=True, sequence_parallel=True)
 
 
@@ -27,7 +28,7 @@ def on_one_device(optimizer: str, config: Any) -> tuple[np.ndarray, Any]:
 def agrees(setting: Setting, within: float = 1e-5) -> None:
     expected, expected_params = on_one_device(setting.optimizer, setting.config)
     found, params = train(setting)
-    assert expected[-1, 0] < 0.95 * expected[0, 0]  # it does learn
+    assert expected[-1, 0] < 0.97 * expected[0, 0]  # it does learn
     np.testing.assert_allclose(found, expected, rtol=within)
 
     def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -57,7 +58,9 @@ MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "setting", MESHES, ids=lambda s: f"{s.mesh} {s.remat} {'scan' if s.scan else 'unrolled'}"
+)
 def test_training_on_a_mesh_is_training_on_one_device(setting: Setting) -> None:
     agrees(setting)
 
@@ -84,7 +87,9 @@ def test_t5xs_standard_rules_train_the_same(activation_dims: int, parameter_dims
     ],
 )
 def test_every_optimizer_trains_the_same_on_a_mesh(optimizer: str, mesh: str) -> None:
-    agrees(Setting(mesh, optimizer))
+    # adafactor factors the moments of matrices from 128 on
+    config = WIDE if optimizer == "adafactor" else CONFIG
+    agrees(Setting(mesh, optimizer, config=config))
 
 
 @slow

@@ -63,8 +63,11 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
     mesh = mw.mesh(setting.mesh, devices=jax.devices()[:count], axis_types="explicit")
     arrays = abstract_arrays(setting.config, setting.params_dtype)
     # Adam's first steps are as large as the learning rate whatever the gradient: at 1e-3 twenty of
-    # them move weights of 0.02 by their own size, so errors show, and do not yet feed on themselves
-    config = OptimizerConfig(setting.optimizer, learning_rate=1e-3, warmup_steps=5)
+    # them move weights of 0.02 by their own size, so errors show, and do not yet feed on themselves.
+    # Lion takes signs: one that rounding turns moves its weight by twice the rate, so, as is usual,
+    # it gets a tenth, at which none turns here. Adafactor's is relative to the weights.
+    learning_rate = {"lion": 1e-4, "adafactor": 2e-2}.get(setting.optimizer, 1e-3)
+    config = OptimizerConfig(setting.optimizer, learning_rate=learning_rate, warmup_steps=5)
     made, rate = make_optimizer(config, setting.steps, arrays)
     optimizer = made if optimizer is None else optimizer
     compute = Compute(setting.rules, setting.dtype, setting.remat, setting.scan)

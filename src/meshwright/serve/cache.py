@@ -11,37 +11,43 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.decode import decode_layouts
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    keys: jax.Array  # [layers, batch, length, kv_heads, head_dim]
+    keys: jax.Array  # [layers, batch, kv_heads, length, head_dim]
     values: jax.Array
     lengths: jax.Array  # [batch] tokens of each row that are in it
 
 
 def filled(keys: jax.Array, values: jax.Array, lengths: jax.Array, room: int) -> Cache:
-    """A cache of `room` tokens a row that begins with these, as prefill gives them."""
+    """A cache of `room` tokens a row that begins with what prefill gave.
+
+    That is [layers, batch, length, kv_heads, head_dim].
+    """
     layouts = decode_layouts()
-    free = ((0, 0), (0, 0), (0, room - keys.shape[2]), (0, 0), (0, 0))
-    keys, values = (reshard(jnp.pad(x, free), layouts.cache) for x in (keys, values))
+    free = ((0, 0), (0, 0), (0, 0), (0, room - keys.shape[2]), (0, 0))
+    keys, values = (
+        reshard(jnp.pad(jnp.swapaxes(x, 2, 3), free), layouts.cache) for x in (keys, values)
+    )
     return Cache(keys, values, reshard(lengths, layouts.batch))
 
 
 def appended(cache: Cache, keys: jax.Array, values: jax.Array) -> Cache:
     """The cache with one token more in each row; keys and values are [layers, batch, ...]."""
     layouts = decode_layouts()
-    layers, batch, _, *rest = layouts.cache.partitions
+    layers, batch, kv_heads, _, head_dim = layouts.cache.partitions
 
     def write(held: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
-        return held.at[:, jnp.arange(at.shape[0]), at].set(new, unique_indices=True)
+        rows = jnp.arange(at.shape[0])
+        # jax puts the dims of index arrays first: [batch, layers, kv_heads, head_dim]
+        return held.at[:, rows, :, at].set(jnp.swapaxes(new, 0, 1), unique_indices=True)
 
     write = jax.shard_map(
         write,
-        in_specs=(layouts.cache, P(layers, batch, *rest), layouts.batch),
+        in_specs=(layouts.cache, P(layers, batch, kv_heads, head_dim), layouts.batch),
         out_specs=layouts.cache,
     )
     return Cache(
@@ -49,8 +55,3 @@ def appended(cache: Cache, keys: jax.Array, values: jax.Array) -> Cache:
         write(cache.values, values, cache.lengths),
         cache.lengths + 1,
     )
-
-
-def bytes_of_cache(config: DecoderConfig, rows: int, length: int, itemsize: int) -> int:
-    """What a cache of so many rows takes, over all devices."""
-    return 2 * config.layers * rows * length * config.kv_heads * config.head_dim * itemsize

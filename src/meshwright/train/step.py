@@ -64,7 +64,7 @@ def step_functions(
         params = cast_matrices(state.params, compute.dtype)
         (total, entropy), gradient = _over_micro_batches(sums, params, batch, scale)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, state.params)
-        norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
+        norm = _global_norm(gradient)
         ok = jnp.isfinite(total) & jnp.isfinite(norm)
         if clip_norm is not None:
             factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
@@ -188,6 +188,11 @@ def _update(optimizer: optax.GradientTransformation, gradient: Any, state: Train
         return jax.sharding.auto_axes(update, out_sharding=kept)(
             gradient, state.optimizer, state.params
         )
+
+
+def _global_norm(tree: Any) -> jax.Array:
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
 def _rate_at(rate: Callable[[Any], Any], step: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from meshwright.train.data import (
     ByteTokenizer,
     Mixture,
     TokenStore,
+    ahead,
     embedded_corpus,
     held_out_loader,
     row_count,
@@ -123,6 +124,7 @@ def test_reading_ahead_gives_the_same_batches_from_any_step(
 ) -> None:
     if not grain:
         monkeypatch.setitem(sys.modules, "grain", None)
+        ahead._say_once.cache_clear()
     loader = training_loader(mixture(), batch=8, seq=32, accumulation=2)
     sharding = NamedSharding(mesh, LAYOUTS["batch and seq"])
     found = list(islice(loader.iterate(1000, sharding), 6))

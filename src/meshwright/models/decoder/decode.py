@@ -57,7 +57,7 @@ class DecodeLayouts:
     mlp: P  # [rows, length, mlp]
     used_heads: P  # [rows, length, heads, head_dim], beside a weight
     heads: P  # [batch, length, heads, head_dim], in attention
-    cache: P  # [layers, batch, length, kv_heads, head_dim]
+    cache: P  # [layers, batch, kv_heads, length, head_dim]
     logits: P  # [batch, vocab]
 
     @property
@@ -96,7 +96,7 @@ def _layouts(wide: frozenset[str]) -> DecodeLayouts:
         mlp=spec("rows length mlp"),
         used_heads=spec("rows length heads head_dim"),
         heads=spec("batch length heads head_dim"),
-        cache=spec("layers batch length kv_heads head_dim"),
+        cache=spec("layers batch kv_heads length head_dim"),
         logits=spec("batch vocab"),
     )
 
@@ -135,8 +135,10 @@ def step(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The next token of each row [batch], at its position [batch], over what is in the cache.
 
-    A row's cache holds its positions below this one. Gives the hidden state [batch, embed] and the
-    tokens' own keys and values [layers, batch, kv_heads, head_dim], to be put into the cache.
+    Keys and values are [layers, batch, kv_heads, length, head_dim], each head's tokens together, as
+    a matrix product reads them; a row's hold its positions below this one. Gives the hidden state
+    [batch, embed] and the tokens' own keys and values [layers, batch, kv_heads, head_dim], to be
+    put into the cache.
     """
     batch = reshard(positions, decode_layouts().batch)
 
@@ -298,9 +300,9 @@ def _attend_to_cache(
         q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array, values: jax.Array, at: jax.Array
     ) -> jax.Array:
         rows, _, heads, head_dim = q.shape
-        length, kv_heads = keys.shape[1:3]
+        kv_heads, length = keys.shape[1:3]
         grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-        scores = jnp.einsum("bkgd,bskd->bkgs", grouped, keys, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("bkgd,bksd->bkgs", grouped, keys, preferred_element_type=jnp.float32)
         own = jnp.einsum("bkgd,bkd->bkg", grouped, k[:, 0], preferred_element_type=jnp.float32)
         behind = at[:, None] - jnp.arange(length)[None]  # [rows, length]
         seen = behind > 0
@@ -309,7 +311,7 @@ def _attend_to_cache(
         scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
         scores = jnp.concatenate([scores, own[..., None]], axis=-1) * head_dim**-0.5
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        mixed = jnp.einsum("bkgs,bskd->bkgd", weights[..., :length], values)
+        mixed = jnp.einsum("bkgs,bksd->bkgd", weights[..., :length], values)
         mixed = mixed + weights[..., length:] * v[:, 0, :, None]
         return mixed.reshape(q.shape)
 

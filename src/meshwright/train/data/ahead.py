@@ -1,5 +1,6 @@
 """Read the next batches in the background while the device works: Grain's threads."""
 
+import functools
 import importlib
 import logging
 import sys
@@ -26,10 +27,7 @@ def read_ahead(
     try:
         grain: Any = importlib.import_module("grain")
     except ImportError:
-        logger.warning(
-            "grain is not installed: batches are read ahead by a plain thread "
-            "(pip install grain for the usual path)"
-        )
+        _say_once()
         yield from _plain(read, start, stop, ahead)
         return
     steps = grain.MapDataset.range(start, stop).map(lambda step: (int(step), read(int(step))))
@@ -53,3 +51,11 @@ def _plain(
             yield number, future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+@functools.cache
+def _say_once() -> None:
+    logger.warning(
+        "grain is not installed: batches are read ahead by a plain thread "
+        "(pip install grain for the usual path)"
+    )
