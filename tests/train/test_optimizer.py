@@ -55,7 +55,6 @@ def test_wsd_stays_and_falls_over_the_last_part() -> None:
     np.testing.assert_allclose(found[80:], PEAK * (1 - np.arange(21) / 20), rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.xfail(strict=True, reason="decay is not cut to what the warm-up leaves")
 def test_wsd_reaches_its_end_after_a_long_warm_up() -> None:
     found = rates("wsd", warmup_steps=90, decay_fraction=0.2, final_fraction=0.1)
     assert found[-1] == pytest.approx(0.1 * PEAK)

@@ -18,6 +18,7 @@ from meshwright.errors import MeshwrightError, count, mesh_text
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Source, check_fits, generation_mesh, load, look_into
 from meshwright.serve.sampling import Sampling
+from meshwright.train.compiler import simulate_devices
 from meshwright.train.data.tokenizer import decode_stream
 
 
@@ -64,7 +65,8 @@ def generate(
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     texts = _texts(prompt)
-    _simulate(cpu_devices)
+    if cpu_devices is not None:
+        simulate_devices(cpu_devices)
     source = look_into(run, step=step, tokenizer=tokenizer, end_token=end_token)
     if special_tokens is not None:
         source = dataclasses.replace(source, special_tokens=special_tokens)
@@ -188,15 +190,3 @@ def _standard_input() -> str:
         return sys.stdin.read().removesuffix("\n")  # which an editor or echo adds
     except UnicodeDecodeError as reason:
         raise MeshwrightError(f"--prompt -: standard input is not text: {reason}") from None
-
-
-def _simulate(devices: int | None) -> None:
-    if devices is None:
-        return
-    if devices < 1:
-        raise MeshwrightError(f"--cpu-devices {devices} must be at least 1")
-    try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", devices)
-    except RuntimeError as reason:
-        raise MeshwrightError(f"--cpu-devices {devices} comes too late: {reason}") from None

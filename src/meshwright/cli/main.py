@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MeshwrightError as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("stopped at once", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

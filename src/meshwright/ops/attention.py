@@ -65,8 +65,10 @@ def attention(
     """Causal attention within each document, laid out as `q`."""
     q_spec, k_spec = spec_of(q), spec_of(k)
     over = axes_of(q_spec[1], q_spec)
+    if window is not None and window >= k.shape[1]:
+        window = None  # it reaches over the whole row
     call = Call(
-        jax.default_backend() if (target := _platform.get()) is None else target,
+        jax.default_backend(),
         str(q.dtype), q.shape[1], k.shape[1], q.shape[-1], window, segments is not None,
     )  # fmt: skip
     run = KERNELS[choose(call, kernel, split=bool(over))].run
@@ -87,17 +89,6 @@ def attention(
     return jax.shard_map(local, in_specs=specs, out_specs=q_spec)(q, k, v, *given)
 
 
-# the platform compiled for, where it is not the one here (compiling ahead of time)
-class _Platform:
-    value: str | None = None
-
-    def get(self) -> str | None:
-        return self.value
-
-
-_platform = _Platform()
-
-
 def dense(part: Local) -> jax.Array:
     """The reference: every score at once, softmax in float32."""
     return checkpoint_name(_attend(part.q, part, part.q_segments, part.first), "attention")
@@ -106,11 +97,12 @@ def dense(part: Local) -> jax.Array:
 def blockwise(part: Local) -> jax.Array:
     """Queries a block at a time; scores are made again in the backward pass, never kept."""
     batch, length, *heads = part.q.shape
-    block = max(size for size in range(1, _BLOCK + 1) if length % size == 0)
-    blocks = length // block
+    block = min(_BLOCK, length)
+    blocks = -(-length // block)
 
     def cut(x: jax.Array) -> jax.Array:  # [batch, length, ..] -> [blocks, batch, block, ..]
-        return jnp.moveaxis(x.reshape(batch, blocks, block, *x.shape[2:]), 1, 0)
+        filled = ((0, 0), (0, blocks * block - length)) + ((0, 0),) * (x.ndim - 2)
+        return jnp.moveaxis(jnp.pad(x, filled).reshape(batch, blocks, block, *x.shape[2:]), 1, 0)
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def one(q: jax.Array, segments: jax.Array | None, index: jax.Array) -> jax.Array:
@@ -118,7 +110,7 @@ def blockwise(part: Local) -> jax.Array:
 
     segments = None if part.q_segments is None else cut(part.q_segments)
     out = lax.map(lambda xs: one(*xs), (cut(part.q), segments, jnp.arange(blocks)))
-    out = jnp.moveaxis(out, 0, 1).reshape(batch, length, *heads)
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, blocks * block, *heads)[:, :length]
     return checkpoint_name(out, "attention")
 
 

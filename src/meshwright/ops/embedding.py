@@ -1,12 +1,14 @@
 """Rows of the embedding table for tokens, with the table split over the vocabulary."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.layout.layout import axes_of
-from meshwright.ops.exchange import add_up, partial_sums, spec_of
+from meshwright.ops.exchange import add_up, partial_sums, spec_of, split_axes
 
 
 def embed(table: jax.Array, tokens: jax.Array, target: P) -> jax.Array:
@@ -21,12 +23,13 @@ def embed(table: jax.Array, tokens: jax.Array, target: P) -> jax.Array:
     out = partial_sums(P(*tokens_spec, None), over)
 
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        lookup = _lookup(table.shape, table.dtype, split_axes(tokens_spec.partitions), over)
         if not over:
-            return table[tokens]
+            return lookup(table, tokens)
         rows = table.shape[0]
         tokens = tokens - lax.axis_index(over) * rows
         here = (tokens >= 0) & (tokens < rows)
-        found = table[jnp.where(here, tokens, 0)]
+        found = lookup(table, jnp.where(here, tokens, 0))
         found = jnp.where(here[..., None], found, jnp.zeros((), table.dtype))
         return lax.pcast(found, over, to="unreduced")
 
@@ -35,3 +38,29 @@ def embed(table: jax.Array, tokens: jax.Array, target: P) -> jax.Array:
         table, tokens
     )
     return add_up(looked_up, over, target) if over else jax.sharding.reshard(looked_up, target)
+
+
+def _lookup(
+    shape: tuple[int, ...], dtype: Any, tokens_over: tuple[str, ...], vocab_over: tuple[str, ...]
+) -> Any:
+    """table[tokens], whose gradient is summed in float32.
+
+    In bfloat16 the many small parts of a common token's row would be lost one by one.
+    """
+
+    @jax.custom_vjp
+    def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        return table[tokens]
+
+    def forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return table[tokens], tokens
+
+    def backward(tokens: jax.Array, slope: jax.Array) -> tuple[jax.Array, None]:
+        zero = jnp.zeros(shape, jnp.float32)
+        if tokens_over or vocab_over:
+            zero = lax.pcast(zero, (*tokens_over, *vocab_over), to="varying")
+        sums = zero.at[tokens].add(slope.astype(jnp.float32)).astype(dtype)
+        return (lax.pcast(sums, tokens_over, to="unreduced") if tokens_over else sums), None
+
+    lookup.defvjp(forward, backward)
+    return lookup

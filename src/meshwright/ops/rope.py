@@ -1,8 +1,9 @@
 """Rotary position embedding, with the scalings published models use for long contexts.
 
 >>> rope = Rope(theta=500000.0, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
->>> cos, sin = rope.tables(positions, head_dim=128)
->>> q = rotate(q, cos, sin)
+>>> cos, sin = rope.tables(jnp.arange(6).reshape(1, 6), head_dim=128)
+>>> rotate(jnp.ones((1, 6, 2, 128)), cos, sin).shape     # [batch, length, heads, head_dim]
+(1, 6, 2, 128)
 """
 
 import dataclasses

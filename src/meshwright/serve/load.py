@@ -21,13 +21,11 @@ from meshwright.layout import layouts
 from meshwright.layout.layout import Layout
 from meshwright.mesh import STANDARD_AXES, MeshSpec
 from meshwright.mesh import mesh as build_mesh
-from meshwright.models.decoder.arrays import abstract_arrays
+from meshwright.models.decoder.arrays import VECTORS, abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.decode import generation_rules
 from meshwright.ops.exchange import narrow
 from meshwright.train.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
-
-_VECTORS = frozenset({"norm", "bq", "bk", "bv", "bo", "q_norm", "k_norm"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +149,7 @@ def targets(config: DecoderConfig, mesh: Mesh, dtype: Any) -> Any:
     wide = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
 
     def target(path: Any, spec: Any, layout: Layout) -> jax.ShapeDtypeStruct:
-        kept = jnp.float32 if path[-1].key in _VECTORS else dtype
+        kept = jnp.float32 if path[-1].key in VECTORS else dtype
         place = NamedSharding(mesh, narrow(P(*layout.axes), wide))
         return jax.ShapeDtypeStruct(spec.shape, kept, sharding=place)
 

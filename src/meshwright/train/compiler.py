@@ -3,6 +3,10 @@
 import os
 from typing import Any
 
+import jax
+
+from meshwright.errors import MeshwrightError
+
 # XLA's CPU runtime starts collectives that do not depend on one another in any order, which can
 # differ from device to device: two of them that share devices then wait for each other for ever
 # (jax 0.10 to 0.12). With this scheduler it keeps the program's order.
@@ -20,3 +24,14 @@ def keep_cpu_collectives_in_order() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if name not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
+
+
+def simulate_devices(number: int) -> None:
+    """This many devices on the CPU; call it before jax is used."""
+    if number < 1:
+        raise MeshwrightError(f"--cpu-devices {number} must be at least 1")
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError as reason:
+        raise MeshwrightError(f"--cpu-devices {number} comes too late: {reason}") from None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,13 +104,31 @@ class TrainConfig:
     """Simulate this many devices on the CPU."""
 
     def __post_init__(self) -> None:
-        positive = ("steps", "batch", "seq", "accumulation", "max_skipped")
-        for name in positive:
-            if getattr(self, name) < 1:
+        positive = ("steps", "stop_at", "batch", "seq", "accumulation", "max_skipped")
+        for name in (*positive, "cpu_devices"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise MeshwrightError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.hang_timeout <= 0:
+            raise MeshwrightError(f"hang_timeout={self.hang_timeout} must be above 0")
+        if self.eval.rows < 0:
+            raise MeshwrightError(f"eval.rows={self.eval.rows} must be at least 0")
+        _check_finite(self, "")
         for part in ("checkpoint", "eval", "log"):
             if getattr(self, part).every < 1:
                 raise MeshwrightError(f"{part}.every={getattr(self, part).every} must be 1 or more")
+
+
+def _check_finite(config: Any, prefix: str) -> None:
+    """JSON, and so the record of a run, has no word for inf and nan."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            _check_finite(value, f"{prefix}{field.name}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise MeshwrightError(
+                f"{prefix}{field.name}={value} is not a finite number; to leave a limit out, where "
+                "it may be, say None"
+            )
 
 
 # settings that say how and where a run is computed: a resumed run may change them
@@ -151,7 +170,7 @@ def _from_dict(kind: Any, data: Mapping[str, Any], where: str) -> Any:
             if not isinstance(value, Mapping):
                 raise MeshwrightError(f"{where}: setting {name!r} must be an object, got {value!r}")
             value = _from_dict(types[name], value, f"{where}: {name}")
-        elif value is not None and Path in (types[name], *typing.get_args(types[name])):
+        elif isinstance(value, str) and Path in (types[name], *typing.get_args(types[name])):
             value = Path(value)
         else:
             _check_type(value, types[name], f"{where}: setting {name!r}")

@@ -7,15 +7,19 @@ The same call in every process of a run; process 0 speaks.
 
 import collections
 import contextlib
+import dataclasses
+import logging
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshwright.errors import MeshwrightError, count, mesh_text
 from meshwright.layout.explanation import bytes_text
 from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.compiler import keep_cpu_collectives_in_order
+from meshwright.train.compiler import keep_cpu_collectives_in_order, simulate_devices
 from meshwright.train.config import FREE, TrainConfig, config_to_dict, decoder_to_dict
 from meshwright.train.run import (
     LiveLine,
@@ -28,6 +32,7 @@ from meshwright.train.run import (
     ends_together,
     join,
     memory,
+    only_run_in,
     peak_flops,
     stop_on_signals,
     throughput,
@@ -43,8 +48,7 @@ def train(config: TrainConfig) -> None:
     """Run to the end, to a signal, or to a mistake (MeshwrightError)."""
     keep_cpu_collectives_in_order()
     if config.cpu_devices is not None:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+        simulate_devices(config.cpu_devices)
     joined = join(config.coordinator, config.processes, config.process_id)
     store = coordinator_store()
     with ends_together(store, joined.process_id, joined.processes), stop_on_signals() as stop:
@@ -71,6 +75,8 @@ class _Run:
         keep = config.checkpoint
         self.checkpoints = Checkpoints(config.run / "checkpoints", keep.keep_last, keep.keep_every)
         self.saved: int | None = self.checkpoints.latest()
+        self.evaluated: int | None = None
+        self.signalled = False
         self.tokens = 0
         self.clock = StepClock()
 
@@ -80,16 +86,19 @@ class _Run:
         if self.saved is not None:
             self.tokens = self._check_resume(self.checkpoints.meta(self.saved))
         self._announce(first)
-        if first >= config.steps:
-            self._say(f"nothing to do: {config.run} is at step {first} of {config.steps}")
+        last = config.steps if config.stop_at is None else min(config.steps, config.stop_at)
+        if first >= last:
+            self._say(f"nothing to do: {config.run} is at step {first}, and {last} are wanted")
             return
-        self._write_description()
-        with self.watchdog.paused("loading"):
-            state = self._first_state()
-        with self.watchdog.paused("compiling"):
-            step_function = self._compile(state)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.closing(self.checkpoints))
+            if self.speaks:
+                stack.enter_context(only_run_in(config.run))
+            with self.watchdog.paused("loading"):
+                state = self._first_state()
+            with self.watchdog.paused("compiling"):
+                step_function = self._compile(state)
+            self._write_description()
+            stack.callback(self._close)
             log = stack.enter_context(
                 MetricsLog(
                     config.run,
@@ -102,13 +111,12 @@ class _Run:
                 log.note(first, "resumed", mesh=mesh_text(self.setup.mesh.shape))
             live = stack.enter_context(LiveLine(config.steps, shown=self.speaks))
             state, last = self._steps(state, first, step_function, log, live)
-            if config.eval.rows and last > first:
-                self._evaluate(state, last, log, live)
-            if last != self.saved:
-                self._save(state, last)
-                self.checkpoints.wait()
+            self._save_for_good(state, last, live)
             why = f" ({self.stop.reason})" if self.stop.requested else ""
             live.print(f"saved step {last}{why} in {self.checkpoints.folder}")
+            # who sends a signal does not wait for long
+            if config.eval.rows and last not in (first, self.evaluated) and not self.signalled:
+                self._evaluate(state, last, log, live)
         if self.speaks:
             page = write_run_page(config.run)
             self._say(f"curves: {page}")
@@ -129,6 +137,7 @@ class _Run:
                     self.stop.request(f"stop_at {step}")
                     break
                 if agree(self.stop, step, self.store, LAG):
+                    self.signalled = True
                     break
                 _, batch = next(batches)
                 self.watchdog.beat(step + 1)
@@ -181,14 +190,12 @@ class _Run:
         if in_a_row:
             live.print(f"step {step}: loss or gradient is not finite; the step is skipped")
         if in_a_row >= config.max_skipped:
-            self._give_up(state, step, in_a_row)
+            self._give_up(state, step, in_a_row, live)
 
-    def _give_up(self, state: TrainState, step: int, in_a_row: int) -> None:
+    def _give_up(self, state: TrainState, step: int, in_a_row: int, live: LiveLine) -> None:
         # skipped steps change nothing, so the state is the last good one
         now = int(jax.device_get(state.step))
-        if self.saved != now:
-            self._save(state, now)
-            self.checkpoints.wait()
+        self._save_for_good(state, now, live)
         raise MeshwrightError(
             f"{in_a_row} steps in a row up to step {step} had a loss or gradient that is not "
             f"finite, so training stopped; the weights of the last good step are saved as step "
@@ -205,14 +212,15 @@ class _Run:
                 report = jax.device_get(functions.evaluate(state.params, batch))
                 entropy += report["entropy"].item()
                 tokens += report["tokens"].item()
+        self.evaluated = step
         loss = entropy / max(tokens, 1)
         log.write(step, {"eval_loss": loss})
         live.print(f"step {step}: eval loss {loss:.4f} over {tokens:,} tokens")
 
     # checkpoints
 
-    def _save(self, state: TrainState, step: int) -> None:
-        meta = {
+    def _meta(self, step: int) -> dict[str, Any]:
+        return {
             "step": step,
             "tokens": self.tokens,
             "data": self.setup.loader.describe(),
@@ -220,16 +228,33 @@ class _Run:
             "model_config": decoder_to_dict(self.setup.model),
             "config": config_to_dict(self.config),
         }
-        with self.watchdog.paused("saving"), self.clock.paused():
-            self.checkpoints.save(step, state, meta)
-        self.saved = step
+
+    def _finish_last_save(self, live: LiveLine) -> None:
+        """Wait for the save before; that it failed is told once, and nothing saved is lost."""
+        try:
+            self.checkpoints.wait()
+        except MeshwrightError as problem:
+            live.print(f"warning: {problem}")
 
     def _save_if_possible(self, state: TrainState, step: int, live: LiveLine) -> None:
         """A save that fails loses nothing that was saved before: training goes on."""
-        try:
-            self._save(state, step)
-        except MeshwrightError as problem:
-            live.print(f"warning: {problem}; training goes on")
+        with self.watchdog.paused("saving"), self.clock.paused():
+            self._finish_last_save(live)
+            try:
+                self.checkpoints.save(step, state, self._meta(step))
+            except MeshwrightError as problem:
+                live.print(f"warning: {problem}; training goes on")
+
+    def _save_for_good(self, state: TrainState, step: int, live: LiveLine) -> None:
+        """The last save of a run: waited for, and tried again if the one of this step failed."""
+        with self.watchdog.paused("saving"):
+            self._finish_last_save(live)
+            if step not in self.checkpoints.steps():
+                self.checkpoints.save(step, state, self._meta(step), wait=True)
+
+    def _close(self) -> None:
+        with self.watchdog.paused("saving"):
+            self.checkpoints.close()
 
     def _check_resume(self, meta: dict[str, Any]) -> int:
         """Whether this run may go on from that checkpoint; gives back the tokens seen."""
@@ -241,16 +266,28 @@ class _Run:
             raise MeshwrightError(
                 f"{folder} holds checkpoints of another model ({said}); give --run another folder"
             )
-        data = self.setup.loader.describe()
-        differ = [name for name in data if data[name] != meta["data"].get(name)]
-        if differ:
-            name = differ[0]
-            raise MeshwrightError(
-                f"{folder} was trained on other data: {name} was {meta['data'].get(name)!r}, is "
-                f"{data[name]!r}; the position in the data would not be the same. Use the same "
-                "settings, or give --run another folder"
-            )
+        data, before_data = self.setup.loader.describe(), meta["data"]
+        for name in data:
+            now_is, was = (_without_names(part.get(name)) for part in (data, before_data))
+            if now_is != was:
+                said = "" if isinstance(now_is, list) else f" was {was}, is {now_is}:"
+                raise MeshwrightError(
+                    f"{folder} was trained on other data: {name}{said} the position in it would "
+                    "not be the same. Use the same settings, or give --run another folder"
+                )
         now, before = config_to_dict(self.config), meta["config"]
+        for part, name in (("optimizer", "name"), ("compute", "param_dtype")):
+            if now[part][name] != before[part][name]:
+                raise MeshwrightError(
+                    f"{folder} was trained with {part}.{name} {before[part][name]}, now it is "
+                    f"{now[part][name]}: what is saved does not fit. Use the same, or give --run "
+                    "another folder"
+                )
+        if now["steps"] != before["steps"]:
+            self._say(
+                f"note: steps is {now['steps']}, was {before['steps']}: the learning rate goes by "
+                "it, and changes here"
+            )
         changed = [name for name in now if name not in FREE and now[name] != before.get(name)]
         for name in changed:
             self._say(f"note: {name} is {now[name]}, was {before.get(name)} before this resume")
@@ -261,7 +298,8 @@ class _Run:
         if self.saved is not None:
             with jax.set_mesh(setup.mesh):
                 restored: TrainState = self.checkpoints.restore(self.saved, setup.target)
-            return restored
+                none = jax.device_put(np.int32(0), setup.target.step.sharding)
+            return dataclasses.replace(restored, skipped_in_a_row=none)
         params = None
         if self.config.init_from is not None:
             from meshwright.models.decoder.hf_load import load_hf
@@ -281,7 +319,9 @@ class _Run:
             name: jax.ShapeDtypeStruct(loader.shape, "int32", sharding=functions.batch_sharding)
             for name in ("tokens", "targets", "segments", "positions")
         }
-        compiled = functions.train.lower(state, described).compile()  # type: ignore[attr-defined]
+        with _heard(self._say):
+            lowered = functions.train.lower(state, described)  # type: ignore[attr-defined]
+        compiled = lowered.compile()
         held = compiled.memory_analysis()
         if held is not None:
             total = (
@@ -340,3 +380,26 @@ class _Run:
     def _say(self, text: str) -> None:
         if self.speaks:
             print(text, file=sys.stdout, flush=True)
+
+
+def _without_names(described: Any) -> Any:
+    """A mixture's sources by what is in them: a store may be moved or renamed."""
+    if not isinstance(described, list):
+        return described
+    return [{key: value for key, value in source.items() if key != "name"} for source in described]
+
+
+@contextlib.contextmanager
+def _heard(say: Any) -> Iterator[None]:
+    """What the library logs inside (which attention kernel, and why) is said."""
+    logger = logging.getLogger("meshwright")
+    handler = logging.Handler()
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)

@@ -1,6 +1,8 @@
 """Optimizers by name, from optax, and the learning rate over a run.
 
->>> tx, rate = make_optimizer(OptimizerConfig("adamw"), steps=1000, arrays=specs)
+>>> rate = learning_rate(OptimizerConfig(learning_rate=0.1, warmup_steps=10), steps=100)
+>>> round(float(rate(9)), 3), round(float(rate(100)), 3)
+(0.1, 0.01)
 """
 
 import dataclasses
@@ -52,9 +54,12 @@ class OptimizerConfig:
             raise MeshwrightError(f"learning_rate={self.learning_rate} must be above 0")
         if self.warmup_steps < 0:
             raise MeshwrightError(f"warmup_steps={self.warmup_steps} must be at least 0")
-        for name in ("final_fraction", "decay_fraction", "b1", "b2"):
+        for name in ("final_fraction", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise MeshwrightError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise MeshwrightError(f"{name}={getattr(self, name)} must be from 0 to below 1")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise MeshwrightError(f"clip_norm={self.clip_norm} must be above 0, or None")
 
@@ -81,8 +86,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Schedule:
         case "linear":
             fall = optax.linear_schedule(peak, last, rest)
         case "wsd":
-            decay = max(round(steps * config.decay_fraction), 1)
-            fall = optax.linear_schedule(peak, last, decay, max(rest - decay, 0))
+            decay = min(max(round(steps * config.decay_fraction), 1), rest)
+            fall = optax.linear_schedule(peak, last, decay, rest - decay)
         case "constant":
             fall = optax.constant_schedule(peak)
     if warmup == 0:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError, nearest_multiples
 from meshwright.layout import Explanation, Rules, explain
 from meshwright.layout.layout import axes_of
@@ -59,7 +61,11 @@ def prepare(config: TrainConfig) -> Setup:
     """Read model, mesh, rules and data, and check them against each other."""
     model = model_config(config.model)
     rules = choose_rules(config)
-    placed = training_mesh(config.mesh)
+    own_rules = config.rules != "standard" and not config.rules.startswith("t5x:")
+    placed = training_mesh(config.mesh, standard=not own_rules)
+    _check_model(model, rules, placed)
+    if config.init_from is not None:
+        _check_weights(config.init_from, model)
     mixture = Mixture.parse(config.data)
     tokenizer = None
     if config.init_from is not None and (config.init_from / "tokenizer.json").exists():
@@ -112,16 +118,26 @@ def model_config(model: str) -> DecoderConfig:
     if model in PRESETS:
         return preset(model)
     path = Path(model)
+    if (path / "checkpoints").is_dir():
+        raise MeshwrightError(
+            f"{model!r} is a run, not a model; to go on with it: --config {path / 'config.json'}"
+        )
     if path.is_dir() or path.suffix == ".json":
         return from_hf_config(path)
     return preset(model)  # raises, with the nearest names
 
 
-def training_mesh(text: str) -> Mesh:
+def training_mesh(text: str, standard: bool = True) -> Mesh:
     """The mesh over all devices; standard axes that are not named have size 1."""
     spec = MeshSpec.parse(text)
     missing = [axis for axis in STANDARD_AXES if axis not in spec.names]
-    if missing and set(spec.names) <= set(STANDARD_AXES):
+    others = [axis for axis in spec.names if axis not in STANDARD_AXES]
+    if others and standard:
+        raise MeshwrightError(
+            f"mesh {spec.quoted}: axis {others[0]!r} splits nothing under these rules; the axes "
+            f"are {', '.join(STANDARD_AXES)}. For other axes give --rules a file that uses them"
+        )
+    if missing and not others:
         plain = "!" if spec.plain else ""
         axes = [f"{axis}={size}" for axis, size in spec.axes] + [f"{axis}=1" for axis in missing]
         spec = MeshSpec.parse(plain + ",".join(axes))
@@ -155,6 +171,39 @@ def compute_of(config: ComputeConfig, rules: Rules, placed: Mesh) -> Compute:
     automatic = "float32" if platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(automatic if config.dtype == "auto" else config.dtype)
     return Compute(rules, dtype, config.remat, config.scan, config.attention)
+
+
+def _check_model(model: DecoderConfig, rules: Rules, placed: Mesh) -> None:
+    """The model's sizes against the mesh, before each array says the same."""
+    for dim in ("heads", "kv_heads", "mlp", "vocab", "embed"):
+        size = getattr(model, dim)
+        axes = [axis for axis in rules.layout(dim).axes[0] if axis in placed.shape]
+        parts = math.prod(placed.shape[axis] for axis in axes)
+        if size % parts:
+            over = " · ".join(f"{axis}={placed.shape[axis]}" for axis in axes)
+            fit = [str(d) for d in divisors(size) if d <= placed.size and placed.size % d == 0]
+            raise MeshwrightError(
+                f"the model's {dim}={size} cannot be split in {parts} ({over}); on "
+                f"{placed.size} devices {', '.join(fit)} would fit"
+            )
+
+
+def _check_weights(folder: Path, model: DecoderConfig) -> None:
+    """Weights made for other settings (a rope, a norm) would fit and be wrong."""
+    theirs = from_hf_config(folder)
+    differ = [
+        field.name
+        for field in dataclasses.fields(model)
+        if field.name != "max_seq" and getattr(model, field.name) != getattr(theirs, field.name)
+    ]
+    if differ:
+        said = ", ".join(
+            f"{name} {getattr(theirs, name)} there, {getattr(model, name)} here" for name in differ
+        )
+        raise MeshwrightError(
+            f"init_from {str(folder)!r} holds the weights of another model: {said}; give that "
+            f"folder as the model too: meshwright train {folder} --init-from {folder}"
+        )
 
 
 def _check_batch(config: TrainConfig, rules: Rules, placed: Mesh) -> None:

@@ -15,7 +15,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.models.decoder import Compute, DecoderConfig, hidden_states, output_head
+from meshwright.errors import MeshwrightError
+from meshwright.models.decoder import VECTORS, Compute, DecoderConfig, hidden_states, output_head
 from meshwright.ops.cross_entropy import IGNORED, cross_entropy
 from meshwright.ops.exchange import gather
 from meshwright.train.compiler import compiler_options
@@ -31,6 +32,10 @@ class LossConfig:
     """Weight of the squared log-normalizer, which keeps logits from drifting."""
     chunk: int = 2048
     """Tokens whose logits a device holds at a time."""
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise MeshwrightError(f"loss.chunk={self.chunk} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +154,9 @@ def loss_sums(
 
 def cast_matrices(params: Any, dtype: Any) -> Any:
     """Matrices in the dtype they are multiplied in; norms and biases stay as they are kept."""
-    vectors = {"norm", "bq", "bk", "bv", "bo", "q_norm", "k_norm"}
 
     def cast(path: Any, array: jax.Array) -> jax.Array:
-        return array if path[-1].key in vectors else array.astype(dtype)
+        return array if path[-1].key in VECTORS else array.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, params)
 

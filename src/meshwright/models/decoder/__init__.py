@@ -1,6 +1,6 @@
 """Dense decoder language models (Llama and its kin)."""
 
-from meshwright.models.decoder.arrays import abstract_arrays
+from meshwright.models.decoder.arrays import VECTORS, abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.forward import REMAT, Compute, hidden_states, logits, output_head
 from meshwright.models.decoder.layouts import activation_layouts
@@ -10,6 +10,7 @@ from meshwright.models.decoder.rules import decoder_rules, t5x_rules
 __all__ = [
     "PRESETS",
     "REMAT",
+    "VECTORS",
     "Compute",
     "DecoderConfig",
     "abstract_arrays",

@@ -14,6 +14,9 @@ from meshwright.models.decoder.config import DecoderConfig
 
 _STD = 0.02
 
+# norms and biases: small, kept whole over embed, never cast and never decayed
+VECTORS = frozenset({"norm", "bq", "bk", "bv", "bo", "q_norm", "k_norm"})
+
 
 def abstract_arrays(config: DecoderConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
     """The parameter tree of ArraySpecs; matrices read input dims first, then output dims."""

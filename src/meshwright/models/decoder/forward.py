@@ -31,7 +31,7 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How the forward is computed, whatever the model: nothing here changes what it computes."""
+    """How the forward is computed, whatever the model."""
 
     rules: Rules
     dtype: Any = jnp.float32

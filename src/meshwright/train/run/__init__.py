@@ -3,6 +3,7 @@
 from meshwright.train.run.coordinator import CoordinatorLostError, Store, coordinator_store
 from meshwright.train.run.ending import EXIT_CODE, ends_together
 from meshwright.train.run.live import LiveLine
+from meshwright.train.run.lock import only_run_in
 from meshwright.train.run.metrics import Metrics, MetricsLog, read_metrics
 from meshwright.train.run.page import write_run_page
 from meshwright.train.run.processes import Joined, join
@@ -35,6 +36,7 @@ __all__ = [
     "ends_together",
     "join",
     "memory",
+    "only_run_in",
     "peak_flops",
     "read_metrics",
     "stop_on_signals",

@@ -66,8 +66,10 @@ def stop_on_signals() -> Iterator[Stop]:
     """
     stop = Stop()
 
+    interrupts = itertools.count()
+
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and stop.requested:
+        if number == signal.SIGINT and next(interrupts):
             raise KeyboardInterrupt
         if not stop.requested:
             again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
