@@ -4,7 +4,7 @@
 print must be what the page shows, line by line (blank lines and trailing spaces aside; `...` skips).
 Without prompts they are plain code that must not fail.
 ```console blocks hold `$ command` lines, which must succeed and print what follows them, if
-anything does. Blocks after `<!-- not run: why -->` are left out.
+anything does (`...` skips). Blocks after `<!-- not run: why -->` are left out.
 """
 
 import doctest
@@ -79,12 +79,12 @@ def run_console(body: str, page: Path, line: int) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        printed = [text.rstrip() for text in done.stdout.rstrip().splitlines()]
         shown = [text for text in expected if text]
         fails = "error" in "".join(shown[:1]).lower()
         if (done.returncode != 0) != fails:
             raise SystemExit(f"{page}:{line}: '{command}' gave {done.returncode}\n{done.stdout}")
-        if shown and [text for text in printed if text] != shown:
+        alike = ByLine().check_output("\n".join(shown), done.stdout, doctest.ELLIPSIS)
+        if shown and not alike:
             raise SystemExit(
                 f"{page}:{line}: '{command}' printed\n{done.stdout}\nbut the page shows\n"
                 + "\n".join(shown)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -58,3 +59,17 @@ def test_rows_and_their_gradients_are_those_of_a_plain_lookup(
     expected = np.zeros((VOCAB, EMBED))
     np.add.at(expected, tokens, given.astype("f8"))
     np.testing.assert_allclose(slope, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_a_common_token_is_summed_in_float32() -> None:
+    """4096 parts of one row: in bfloat16 a sum of ones stops at 256."""
+    mesh = mw.mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1], axis_types="explicit")
+    with jax.set_mesh(mesh):
+        table = jnp.zeros((4, 8), jnp.bfloat16)
+        tokens = jnp.ones((4, 1024), jnp.int32)
+        slope = jax.grad(
+            lambda t: jnp.sum(embed(t, tokens, P(None, None, None)).astype(jnp.float32))
+        )
+        np.testing.assert_array_equal(
+            np.asarray(slope(table)[1].astype(jnp.float32)), np.full(8, 4096.0)
+        )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.train.run import read_metrics
+from meshwright.train.run import only_run_in, read_metrics
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -157,6 +157,11 @@ def test_two_processes_of_four_devices_train_as_one_of_eight(model: str, tmp_pat
         (["tiny", "--rules", "nofile"], "nofile"),
         (["tiny", "--steps", "0"], "steps=0"),
         (["tiny", "--stepz", "5"], "--steps"),
+        (["tiny", "--cpu-devices", "0"], "cpu_devices=0 must be at least 1"),
+        (["tiny", "--mesh", "foo=4", "--cpu-devices", "4"], "the axes are dp, fsdp, tp, sp"),
+        (["tiny", "--optimizer.clip-norm", "inf"], "optimizer.clip_norm=inf is not a finite"),
+        (["tiny", "--loss.chunk", "0"], "loss.chunk=0"),
+        (["tiny", "--optimizer.b1", "1.0"], "b1=1.0 must be from 0 to below 1"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_compiled(
@@ -208,3 +213,44 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(model: str, tmp_p
     assert "saved" in said
     rows = read_metrics(run).rows
     assert rows[-1]["skipped_steps"] >= 3
+
+
+def test_a_save_that_fails_is_told_and_the_next_one_is_made(model: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000004").write_text("in the way")
+    said = train(
+        model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--checkpoint.every", "4"
+    )
+    assert "warning: step 4 was not saved" in said
+    assert "saved step 12" in said
+    said = train(model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--stop-at", "6")
+    assert "nothing to do: " in said
+
+
+def test_one_run_at_a_time_writes_to_a_folder(model: str, tmp_path: Path) -> None:
+    with only_run_in(tmp_path / "run"):
+        said = train(
+            model, *SETTINGS, "--run", str(tmp_path / "run"), "--cpu-devices", "1", expect=2
+        )
+    assert f"another run is writing to '{tmp_path / 'run'}' (process {os.getpid()}" in said
+
+
+def test_a_refused_resume_leaves_the_settings_as_they_were(model: str, tmp_path: Path) -> None:
+    run = ["--run", str(tmp_path / "run"), "--cpu-devices", "1"]
+    train(model, *SETTINGS, *run, "--stop-at", "1")
+    before = (tmp_path / "run" / "config.json").read_text()
+    said = train(model, *SETTINGS, *run, "--optimizer.name", "lion", expect=2)
+    assert "was trained with optimizer.name adamw, now it is lion" in said
+    assert (tmp_path / "run" / "config.json").read_text() == before
+
+
+def test_each_step_is_evaluated_once_and_after_a_signal_not_at_all(
+    model: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    train(
+        model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--eval.rows", "4",
+        "--eval.every", "3", "--stop-at", "6",
+    )  # fmt: skip
+    assert read_metrics(run).column("eval_loss")[0] == [3, 6]

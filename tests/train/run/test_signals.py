@@ -50,11 +50,12 @@ def test_the_second_ctrl_c_interrupts_at_once(capfd: pytest.CaptureFixture[str])
         send(signal.SIGINT, signal.SIGINT)
 
 
-def test_ctrl_c_after_sigterm_interrupts_and_sigterm_after_ctrl_c_does_not() -> None:
+def test_only_a_second_ctrl_c_stops_at_once() -> None:
     assert send(signal.SIGINT, signal.SIGTERM).reason == "Ctrl-C"
     assert send(signal.SIGTERM, signal.SIGTERM).reason == "SIGTERM"
+    assert send(signal.SIGTERM, signal.SIGINT).reason == "SIGTERM"
     with pytest.raises(KeyboardInterrupt):
-        send(signal.SIGTERM, signal.SIGINT)
+        send(signal.SIGTERM, signal.SIGINT, signal.SIGINT)
 
 
 def test_outside_the_main_thread_a_stop_is_asked_for_by_hand() -> None:
