@@ -84,7 +84,7 @@ def test_a_warm_up_of_one_step_or_longer_than_the_run_is_a_warm_up() -> None:
         ({"learning_rate": 0.0}, "learning_rate=0.0 must be above 0"),
         ({"learning_rate": math.nan}, "learning_rate=nan must be above 0"),
         ({"warmup_steps": -1}, "warmup_steps=-1 must be at least 0"),
-        ({"b2": 1.5}, "b2=1.5 must lie between 0 and 1"),
+        ({"b2": 1.5}, "b2=1.5 must be from 0 to below 1"),
         ({"final_fraction": -0.1}, "final_fraction=-0.1 must lie between 0 and 1"),
         ({"clip_norm": 0.0}, "clip_norm=0.0 must be above 0, or None"),
     ],
