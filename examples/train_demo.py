@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 SETTINGS = [
-    "tiny", "--data", "embedded", "--batch", "16", "--seq", "128", "--cpu-devices", "8",
+    "tiny", "--data", "embedded", "--batch", "8", "--seq", "128", "--cpu-devices", "8",
     "--optimizer.name", "muon", "--optimizer.learning-rate", "1e-2",
     "--optimizer.warmup-steps", "10",
     "--eval.rows", "32", "--eval.every", "1000",
@@ -26,7 +26,7 @@ def meshwright(*arguments: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", default="demo-run", help="the run's folder")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=240)
     options = parser.parse_args()
     if (Path(options.run) / "checkpoints").exists():
         raise SystemExit(f"{options.run} holds a run already; remove it, or give --run another")

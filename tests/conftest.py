@@ -4,9 +4,9 @@ import jax
 import pytest
 from hypothesis import settings
 
-from meshwright.train.compiler import keep_cpu_collectives_in_order
+from meshwright.train.compiler import make_room_for_cpu_collectives
 
-keep_cpu_collectives_in_order()
+make_room_for_cpu_collectives()
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -18,7 +18,7 @@ from meshwright.errors import MeshwrightError, count, mesh_text
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Source, check_fits, generation_mesh, load, look_into
 from meshwright.serve.sampling import Sampling
-from meshwright.train.compiler import simulate_devices
+from meshwright.train.compiler import make_room_for_cpu_collectives, simulate_devices
 from meshwright.train.data.tokenizer import decode_stream
 
 
@@ -65,6 +65,7 @@ def generate(
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     texts = _texts(prompt)
+    make_room_for_cpu_collectives()
     if cpu_devices is not None:
         simulate_devices(cpu_devices)
     source = look_into(run, step=step, tokenizer=tokenizer, end_token=end_token)

@@ -1,29 +1,21 @@
-"""What the compilers are asked for."""
+"""What jax is told before it is first used."""
 
 import os
-from typing import Any
 
 import jax
 
 from meshwright.errors import MeshwrightError
 
 # XLA's CPU runtime starts collectives that do not depend on one another in any order, which can
-# differ from device to device: two of them that share devices then wait for each other for ever
-# (jax 0.10 to 0.12). With this scheduler it keeps the program's order.
-_IN_ORDER = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
+# differ from device to device, and each holds a thread while it waits for the others. With a thread
+# a core, devices that began with different collectives wait for each other for ever (jax 0.10 to
+# 0.12). With room for all that can be under way at once they cannot.
+_THREADS = 128
 
 
-def compiler_options(platform: str) -> dict[str, Any]:
-    """For jax.jit(…, compiler_options=…) of a program with collectives."""
-    return dict([_IN_ORDER]) if platform == "cpu" else {}
-
-
-def keep_cpu_collectives_in_order() -> None:
-    """The same for every program of this process; call it before jax compiles anything."""
-    name, value = _IN_ORDER
-    flags = os.environ.get("XLA_FLAGS", "")
-    if name not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
+def make_room_for_cpu_collectives() -> None:
+    """Let XLA's CPU runtime have many threads; it reads NPROC when jax is first used."""
+    os.environ.setdefault("NPROC", str(_THREADS))
 
 
 def simulate_devices(number: int) -> None:

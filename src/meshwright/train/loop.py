@@ -19,7 +19,7 @@ import numpy as np
 from meshwright.errors import MeshwrightError, count, mesh_text
 from meshwright.layout.explanation import bytes_text
 from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.compiler import keep_cpu_collectives_in_order, simulate_devices
+from meshwright.train.compiler import make_room_for_cpu_collectives, simulate_devices
 from meshwright.train.config import FREE, TrainConfig, config_to_dict, decoder_to_dict
 from meshwright.train.run import (
     LiveLine,
@@ -46,7 +46,7 @@ LAG = 1  # a step is started before the result of the one before it is looked at
 
 def train(config: TrainConfig) -> None:
     """Run to the end, to a signal, or to a mistake (MeshwrightError)."""
-    keep_cpu_collectives_in_order()
+    make_room_for_cpu_collectives()
     if config.cpu_devices is not None:
         simulate_devices(config.cpu_devices)
     joined = join(config.coordinator, config.processes, config.process_id)
@@ -395,11 +395,12 @@ def _heard(say: Any) -> Iterator[None]:
     logger = logging.getLogger("meshwright")
     handler = logging.Handler()
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
+    before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # some libraries give the root logger a handler of its own
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.level, logger.propagate = before
         logger.removeHandler(handler)

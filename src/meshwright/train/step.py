@@ -19,7 +19,6 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.decoder import VECTORS, Compute, DecoderConfig, hidden_states, output_head
 from meshwright.ops.cross_entropy import IGNORED, cross_entropy
 from meshwright.ops.exchange import gather
-from meshwright.train.compiler import compiler_options
 from meshwright.train.state import TrainState
 
 Batch = dict[str, jax.Array]  # tokens, targets, segments, positions: [micro-batches, rows, length]
@@ -109,8 +108,7 @@ def step_functions(
         return {"entropy": entropy, "tokens": counted}
 
     def on_mesh(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        platform = mesh.devices.flat[0].platform
-        jitted = jax.jit(function, compiler_options=compiler_options(platform), **options)
+        jitted = jax.jit(function, **options)
 
         def call(*arguments: Any) -> Any:
             with jax.set_mesh(mesh):
