@@ -4,7 +4,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from meshwright.train.compiler import make_room_for_cpu_collectives
+from meshwright.train.cpu import make_room_for_cpu_collectives
 
 make_room_for_cpu_collectives()
 jax.config.update("jax_platforms", "cpu")

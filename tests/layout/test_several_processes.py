@@ -1,9 +1,10 @@
 """Placement is the same when the devices belong to several processes."""
 
 import json
-import socket
 import subprocess
 import sys
+
+from tests.processes import free_port
 
 PROGRAM = """
 import json, sys
@@ -29,9 +30,7 @@ print(json.dumps({
 
 
 def test_two_processes_of_four_devices_hold_their_own_shards() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(i), port],

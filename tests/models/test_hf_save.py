@@ -2,7 +2,6 @@
 
 import json
 import resource
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tests.processes import free_port
 
 import meshwright as mw
 from meshwright import MeshwrightError
@@ -162,9 +162,7 @@ print("read", sizes["layers/mlp/gate"], "of", params["layers"]["mlp"]["gate"].nb
 
 
 def test_two_processes_read_half_each_and_write_one_folder(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(i), port, LLAMA, tmp_path / "model"],

@@ -18,7 +18,7 @@ from meshwright.errors import MeshwrightError, count, mesh_text
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Source, check_fits, generation_mesh, load, look_into
 from meshwright.serve.sampling import Sampling
-from meshwright.train.compiler import make_room_for_cpu_collectives, simulate_devices
+from meshwright.train.cpu import make_room_for_cpu_collectives, simulate_devices
 from meshwright.train.data.tokenizer import decode_stream
 
 

@@ -132,6 +132,21 @@ class MeshSpec:
         given = self.given.strip()
         return f"'{self}'" if given in ("", str(self)) else f"'{given}' ({self})"
 
+    def with_standard_axes(self) -> Self:
+        """The same mesh with every standard axis in it, those not named with size 1.
+
+        >>> str(MeshSpec.parse("fsdp=-1,tp=4").with_standard_axes())
+        'fsdp=-1,tp=4,dp=1,sp=1'
+        """
+        others = [axis for axis in self.names if axis not in STANDARD_AXES]
+        if others:
+            raise MeshwrightError(
+                f"mesh {self.quoted}: axis {others[0]!r} splits nothing of a model here; the axes "
+                f"are {', '.join(STANDARD_AXES)}"
+            )
+        missing = tuple((axis, 1) for axis in STANDARD_AXES if axis not in self.names)
+        return dataclasses.replace(self, axes=self.axes + missing)
+
     def resolve(self, num_devices: int, where: str = "here") -> Self:
         """Fill in -1 and check that the mesh takes exactly `num_devices`."""
         if num_devices < 1:

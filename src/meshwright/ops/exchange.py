@@ -7,7 +7,7 @@ again in one reduce-scatter, whatever the compiler; plain automatic partitioning
 all-reduce of it, which sends twice the bytes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,9 +28,12 @@ def spec_of(x: jax.Array) -> P:
     return P(*spec, *(None,) * (x.ndim - len(spec)))
 
 
-def wide_axes() -> frozenset[str]:
-    """The axes of the mesh in force that have more than one device; the others split nothing."""
-    shape = jax.sharding.get_abstract_mesh().shape
+def wide_axes(mesh_shape: Mapping[str, int] | None = None) -> frozenset[str]:
+    """The axes with more than one device, of the mesh in force unless one is given.
+
+    The others split nothing.
+    """
+    shape = jax.sharding.get_abstract_mesh().shape if mesh_shape is None else mesh_shape
     return frozenset(axis for axis, size in shape.items() if size > 1)
 
 

@@ -19,12 +19,12 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import MeshwrightError, mesh_text
 from meshwright.layout import layouts
 from meshwright.layout.layout import Layout
-from meshwright.mesh import STANDARD_AXES, MeshSpec
+from meshwright.mesh import MeshSpec
 from meshwright.mesh import mesh as build_mesh
 from meshwright.models.decoder.arrays import VECTORS, abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.decode import generation_rules
-from meshwright.ops.exchange import narrow
+from meshwright.ops.exchange import narrow, wide_axes
 from meshwright.train.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 
 
@@ -67,15 +67,7 @@ def generation_mesh(text: str = "dp=1,fsdp=1,tp=1,sp=1") -> Mesh:
     >>> dict(generation_mesh("tp=1").shape)
     {'tp': 1, 'dp': 1, 'fsdp': 1, 'sp': 1}
     """
-    spec = MeshSpec.parse(text)
-    others = [axis for axis in spec.names if axis not in STANDARD_AXES]
-    if others:
-        raise MeshwrightError(
-            f"mesh {spec.quoted}: axis {others[0]!r} splits nothing of a model here; the axes are "
-            f"{', '.join(STANDARD_AXES)}"
-        )
-    missing = tuple((axis, 1) for axis in STANDARD_AXES if axis not in spec.names)
-    spec = dataclasses.replace(spec, axes=spec.axes + missing)
+    spec = MeshSpec.parse(text).with_standard_axes()
     devices = jax.devices()
     if spec.is_resolved:
         devices = devices[: math.prod(spec.sizes)]
@@ -146,7 +138,7 @@ def check_fits(config: DecoderConfig, mesh: Mesh) -> None:
 def targets(config: DecoderConfig, mesh: Mesh, dtype: Any) -> Any:
     """Every parameter described, with its place on the mesh; norms and biases in float32."""
     arrays = abstract_arrays(config)
-    wide = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
+    wide = wide_axes(mesh.shape)
 
     def target(path: Any, spec: Any, layout: Layout) -> jax.ShapeDtypeStruct:
         kept = jnp.float32 if path[-1].key in VECTORS else dtype

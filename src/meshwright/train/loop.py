@@ -19,8 +19,9 @@ import numpy as np
 from meshwright.errors import MeshwrightError, count, mesh_text
 from meshwright.layout.explanation import bytes_text
 from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.compiler import make_room_for_cpu_collectives, simulate_devices
 from meshwright.train.config import FREE, TrainConfig, config_to_dict, decoder_to_dict
+from meshwright.train.cpu import make_room_for_cpu_collectives, simulate_devices
+from meshwright.train.data import FIELDS
 from meshwright.train.run import (
     LiveLine,
     MetricsLog,
@@ -36,9 +37,10 @@ from meshwright.train.run import (
     peak_flops,
     stop_on_signals,
     throughput,
+    write_description,
     write_run_page,
 )
-from meshwright.train.setup import bytes_per_device, prepare, write_json
+from meshwright.train.setup import bytes_per_device, prepare
 from meshwright.train.state import TrainState, new_state
 
 LAG = 1  # a step is started before the result of the one before it is looked at
@@ -317,10 +319,10 @@ class _Run:
         loader, functions = self.setup.loader, self.setup.functions
         described = {
             name: jax.ShapeDtypeStruct(loader.shape, "int32", sharding=functions.batch_sharding)
-            for name in ("tokens", "targets", "segments", "positions")
+            for name in FIELDS
         }
         with _heard(self._say):
-            lowered = functions.train.lower(state, described)  # type: ignore[attr-defined]
+            lowered = functions.train.lower(state, described)
         compiled = lowered.compile()
         held = compiled.memory_analysis()
         if held is not None:
@@ -365,8 +367,6 @@ class _Run:
             return
         setup, folder = self.setup, self.config.run
         settings = config_to_dict(self.config) | {"model_config": decoder_to_dict(setup.model)}
-        write_json(folder / "config.json", settings)
-        write_json(folder / "tokenizer_state.json", setup.loader.mixture.tokenizer.to_json())
         about = {
             "name": folder.name,
             "model": self.config.model,
@@ -375,7 +375,7 @@ class _Run:
             "machine": f"{setup.mesh.size} × {setup.mesh.devices.flat[0].device_kind}",
             "data": self.config.data,
         }
-        write_json(folder / "run.json", about)
+        write_description(folder, settings, about, setup.loader.mixture.tokenizer.to_json())
 
     def _say(self, text: str) -> None:
         if self.speaks:

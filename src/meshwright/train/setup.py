@@ -1,7 +1,6 @@
 """From settings to everything a run needs, with every mistake found before anything is compiled."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from meshwright.models.decoder import (
     t5x_rules,
 )
 from meshwright.models.decoder.hf_config import from_hf_config
+from meshwright.ops.exchange import wide_axes
 from meshwright.train.config import ComputeConfig, TrainConfig
 from meshwright.train.data import (
     Loader,
@@ -36,6 +36,7 @@ from meshwright.train.data import (
     training_loader,
 )
 from meshwright.train.optimizer import make_optimizer
+from meshwright.train.run.trackers import check_trackers
 from meshwright.train.state import TrainState, abstract_state
 from meshwright.train.step import StepFunctions, step_functions
 
@@ -59,10 +60,11 @@ class Setup:
 
 def prepare(config: TrainConfig) -> Setup:
     """Read model, mesh, rules and data, and check them against each other."""
+    check_trackers(config.log.tensorboard, config.log.wandb is not None)
     model = model_config(config.model)
     rules = choose_rules(config)
     own_rules = config.rules != "standard" and not config.rules.startswith("t5x:")
-    placed = training_mesh(config.mesh, standard=not own_rules)
+    placed = training_mesh(config.mesh, own_rules)
     _check_model(model, rules, placed)
     if config.init_from is not None:
         _check_weights(config.init_from, model)
@@ -127,20 +129,14 @@ def model_config(model: str) -> DecoderConfig:
     return preset(model)  # raises, with the nearest names
 
 
-def training_mesh(text: str, standard: bool = True) -> Mesh:
-    """The mesh over all devices; standard axes that are not named have size 1."""
+def training_mesh(text: str, own_rules: bool = False) -> Mesh:
+    """The mesh over all devices; standard axes that are not named have size 1.
+
+    With own rules the axes may be others.
+    """
     spec = MeshSpec.parse(text)
-    missing = [axis for axis in STANDARD_AXES if axis not in spec.names]
-    others = [axis for axis in spec.names if axis not in STANDARD_AXES]
-    if others and standard:
-        raise MeshwrightError(
-            f"mesh {spec.quoted}: axis {others[0]!r} splits nothing under these rules; the axes "
-            f"are {', '.join(STANDARD_AXES)}. For other axes give --rules a file that uses them"
-        )
-    if missing and not others:
-        plain = "!" if spec.plain else ""
-        axes = [f"{axis}={size}" for axis, size in spec.axes] + [f"{axis}=1" for axis in missing]
-        spec = MeshSpec.parse(plain + ",".join(axes))
+    if not own_rules or set(spec.names) <= set(STANDARD_AXES):
+        spec = spec.with_standard_axes()
     return mesh(spec, axis_types="explicit")
 
 
@@ -208,8 +204,7 @@ def _check_weights(folder: Path, model: DecoderConfig) -> None:
 
 def _check_batch(config: TrainConfig, rules: Rules, placed: Mesh) -> None:
     """Batch and sequence against the mesh, in the user's own words."""
-    wide = frozenset(axis for axis, size in placed.shape.items() if size > 1)
-    layouts = activation_layouts(rules, wide)
+    layouts = activation_layouts(rules, wide_axes(placed.shape))
     rows, length = (axes_of(entry, "tokens") for entry in layouts.tokens.partitions)
     parts = config.accumulation
     for axis in rows:
@@ -245,14 +240,3 @@ def bytes_per_device(tree: Any) -> int:
             elements *= size
         total += elements * leaf.dtype.itemsize
     return total
-
-
-def write_json(file: Path, data: Any) -> None:
-    """Whole or not at all."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_name(f".{file.name}.new")
-        new.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        new.replace(file)
-    except OSError as reason:
-        raise MeshwrightError(f"{str(file)!r} cannot be written: {reason.strerror}") from None

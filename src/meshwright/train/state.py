@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.layout import Rules, create, layouts, optimizer_layouts
 from meshwright.layout.layout import Layout
-from meshwright.ops.exchange import narrow
+from meshwright.ops.exchange import narrow, wide_axes
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +32,7 @@ def abstract_state(
     Optimizer state lies with its parameter. Axes of one device are left out, as in the forward's
     types.
     """
-    wide = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
+    wide = wide_axes(mesh.shape)
     described = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), arrays)
     param_layouts = layouts(arrays, rules, mesh=mesh)
     moments = jax.eval_shape(optimizer.init, described)

@@ -38,9 +38,26 @@ class LossConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """A jitted function that runs and lowers with its mesh in force."""
+
+    jitted: Any
+    mesh: Mesh
+
+    def __call__(self, *arguments: Any) -> Any:
+        with jax.set_mesh(self.mesh):
+            return self.jitted(*arguments)
+
+    def lower(self, *arguments: Any) -> Any:
+        """As jax.jit's: arguments may be described."""
+        with jax.set_mesh(self.mesh):
+            return self.jitted.lower(*arguments)
+
+
+@dataclasses.dataclass(frozen=True)
 class StepFunctions:
-    train: Callable[[TrainState, Batch], tuple[TrainState, Report]]
-    evaluate: Callable[[Any, Batch], Report]
+    train: OnMesh  # (TrainState, Batch) to (TrainState, Report); the state is donated
+    evaluate: OnMesh  # (params, Batch) to Report
     batch_sharding: NamedSharding  # of every array of a batch
 
 
@@ -107,19 +124,9 @@ def step_functions(
         (entropy, counted), _ = lax.scan(one, (jnp.float32(0), jnp.int32(0)), batch)
         return {"entropy": entropy, "tokens": counted}
 
-    def on_mesh(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        jitted = jax.jit(function, **options)
-
-        def call(*arguments: Any) -> Any:
-            with jax.set_mesh(mesh):
-                return jitted(*arguments)
-
-        call.lower = lambda *arguments: _lower(jitted, mesh, arguments)  # type: ignore[attr-defined]
-        return call
-
     return StepFunctions(
-        train=on_mesh(train, donate_argnums=0),
-        evaluate=on_mesh(evaluate),
+        train=OnMesh(jax.jit(train, donate_argnums=0), mesh),
+        evaluate=OnMesh(jax.jit(evaluate), mesh),
         batch_sharding=NamedSharding(mesh, P(None, *tokens.partitions)),
     )
 
@@ -200,8 +207,3 @@ def _global_norm(tree: Any) -> jax.Array:
 def _rate_at(rate: Callable[[Any], Any], step: jax.Array) -> jax.Array:
     with jax.numpy_dtype_promotion("standard"):
         return jnp.asarray(rate(step), jnp.float32)
-
-
-def _lower(jitted: Any, mesh: Mesh, arguments: tuple[Any, ...]) -> Any:
-    with jax.set_mesh(mesh):
-        return jitted.lower(*arguments)

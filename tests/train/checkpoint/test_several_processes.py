@@ -1,13 +1,13 @@
 """Two processes save what one restores, and the other way round; a failure of one is known to both."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.processes import free_port
 
 pytestmark = pytest.mark.slow  # starting jax in several processes takes 10 to 30 s
 
@@ -112,9 +112,7 @@ print(json.dumps(found))
 
 
 def run(program: str, processes: int, folder: Path, job: str) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     started = [
         subprocess.Popen(
             [

@@ -1,7 +1,6 @@
 """The loader: batch = f(step), on any sharding and any number of processes."""
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.processes import free_port
 
 from meshwright.errors import MeshwrightError
 from meshwright.train.data import (
@@ -272,9 +272,7 @@ print(json.dumps({"sums": sums, "right": bool(right), "read": watched.read}))
 
 
 def test_two_processes_each_read_their_half_of_the_batch() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(i), port],

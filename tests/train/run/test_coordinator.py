@@ -1,8 +1,9 @@
 """jax's private store does what ours promises, in the jax that is installed."""
 
-import socket
 import subprocess
 import sys
+
+from tests.processes import free_port
 
 PROGRAM = """
 import sys
@@ -21,9 +22,7 @@ print(sorted(store.get_all("a/").items()))
 
 
 def test_text_is_kept_the_first_time_or_every_time() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, port], capture_output=True, text=True, timeout=60
     )

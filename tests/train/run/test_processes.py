@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.processes import free_port
 
 from meshwright import MeshwrightError
 from meshwright.train.run import Joined, join
@@ -15,12 +16,6 @@ from meshwright.train.run.processes import VARIABLES
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES.values():
         monkeypatch.delenv(variable, raising=False)
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 @pytest.mark.parametrize(

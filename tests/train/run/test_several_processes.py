@@ -2,13 +2,13 @@
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from tests.processes import free_port
 
 PROGRAM = """
 import os, signal, sys, time
@@ -53,9 +53,7 @@ with ends_together(store, joined.process_id, 2, poll_s=0.25), stop_on_signals() 
 
 
 def start(mode: str, folder: Path) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     return [
         subprocess.Popen(
             [sys.executable, "-u", "-c", PROGRAM, str(i), port, mode, str(folder)],

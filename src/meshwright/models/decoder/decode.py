@@ -186,12 +186,7 @@ def _layers(
         with jax.named_scope("mlp"):
             return x + _mlp(x, w["mlp"], config, layouts), new
 
-    x, (keys, values) = lax.scan(
-        layer,
-        x,
-        (_prepared(params["layers"], layouts), cached),
-        unroll=__import__("os").environ.get("UNROLL") == "1",
-    )
+    x, (keys, values) = lax.scan(layer, x, (_prepared(params["layers"], layouts), cached))
     return x, keys, values
 
 

@@ -1,6 +1,7 @@
 """What stands around the training loop: processes, signals, the watchdog, metrics, the run page."""
 
 from meshwright.train.run.coordinator import CoordinatorLostError, Store, coordinator_store
+from meshwright.train.run.description import write_description
 from meshwright.train.run.ending import EXIT_CODE, ends_together
 from meshwright.train.run.live import LiveLine
 from meshwright.train.run.lock import only_run_in
@@ -41,5 +42,6 @@ __all__ = [
     "read_metrics",
     "stop_on_signals",
     "throughput",
+    "write_description",
     "write_run_page",
 ]

@@ -1,12 +1,21 @@
 """Where numbers go besides metrics.jsonl: TensorBoard and W&B, imported when asked for."""
 
 import importlib
+import importlib.util
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+
+
+def check_trackers(tensorboard: bool, wandb: bool) -> None:
+    """Raise if what is asked for is not installed; before anything slow."""
+    asked = {"TensorBoard": ("tensorboard", tensorboard), "W&B": ("wandb", wandb)}
+    for name, (package, wanted) in asked.items():
+        if wanted and importlib.util.find_spec(package) is None:
+            raise _missing(name)
 
 
 class TensorBoard:

@@ -1,4 +1,4 @@
-"""What jax is told before it is first used."""
+"""Devices simulated on the CPU, and room for what they wait on; asked for before jax is used."""
 
 import os
 
