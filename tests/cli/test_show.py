@@ -25,6 +25,15 @@ def test_show_prints_the_mesh_the_arrays_and_the_model(capsys: pytest.CaptureFix
     assert text.count(" shards of ") == 2
 
 
+def test_show_says_how_far_the_hops_of_a_ring_go(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", "--mesh", "1,1,4,128", "--on", "v4:8x8x8"])
+    assert "\nsp: ring of 128, every hop one link\n" in capsys.readouterr().out
+    main(["show", "--mesh", "1,1,4,128", "--on", "v4:8x8x8", "--json"])
+    axes = {axis["name"]: axis for axis in json.loads(capsys.readouterr().out)["axes"]}
+    assert axes["sp"]["hops_by_links"] == {"1": 128}
+    assert "ring" not in axes["tp"]
+
+
 def test_show_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([*MESH, "--html", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")

@@ -10,7 +10,7 @@ from rich.console import Console
 import meshwright as mw
 from meshwright import MeshwrightError
 from meshwright.models import abstract_arrays, decoder_rules, preset
-from meshwright.show import array_grid, axis_table, machine_grid, page, scene
+from meshwright.show import array_grid, axis_table, machine_grid, page, ring_lines, scene
 from meshwright.show.terminal import id_ranges, lies_on
 
 
@@ -84,6 +84,27 @@ def test_any_machine_can_be_drawn(mesh: str, machine: str, words: dict[str, str]
         assert lies_on(described, axis) == text
     assert all(len(line) <= 200 for line in drawn(machine_grid(described), width=200).splitlines())
     assert all(name in drawn(axis_table(described)) for name in described.axis_names)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "machine", "lines", "counts"),
+    [
+        ("fsdp=4,sp=16", "v5p:4x4x4", ["sp: ring of 16, every hop one link"], {"1": 16}),
+        ("fsdp=4,sp=4", "v5e:4x4", ["sp: ring of 4, 1 of 4 hops takes 3 links"], {"1": 3, "3": 1}),
+        ("fsdp=8,sp=2", "v5e:4x4", [], None),
+        ("sp=8", "h100:8", [], None),
+    ],
+)
+def test_the_hops_of_a_ring_are_told(
+    mesh: str, machine: str, lines: list[str], counts: dict[str, int] | None
+) -> None:
+    described = mw.mesh(mesh, machine=machine)
+    assert ring_lines(described) == lines
+    shown = scene(described)
+    axis = shown.data()["axes"][-1]
+    assert axis.get("hops_by_links") == counts
+    assert ([f"sp: {axis['ring']}"] if "ring" in axis else []) == lines
+    assert all(line.removeprefix("sp: ") in page(shown) for line in lines)
 
 
 @pytest.mark.parametrize(

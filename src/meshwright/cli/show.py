@@ -13,7 +13,7 @@ from meshwright.machines import Machine
 from meshwright.mesh import MachineMesh, MeshSpec
 from meshwright.mesh import mesh as build_mesh
 from meshwright.models import abstract_arrays, decoder_rules, preset
-from meshwright.show import array_grid, axis_table, machine_grid, page, scene
+from meshwright.show import array_grid, axis_table, machine_grid, page, ring_lines, scene
 
 
 def show(
@@ -57,6 +57,8 @@ def show(
     console = Console()
     console.print(f"mesh {placed} on {placed.machine}: {placed.size} devices")
     console.print(axis_table(placed))
+    for line in ring_lines(placed):
+        console.print(line, highlight=False)
     console.print(machine_grid(placed))
     for shown in drawn.arrays[: len(arrays)]:
         console.print(array_grid(shown, placed))

@@ -10,6 +10,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.mesh.arrange import arrange, device_list
 from meshwright.mesh.machine_mesh import MachineMesh
+from meshwright.mesh.rings import lay_rings
 from meshwright.mesh.spec import MeshSpec
 
 AxisTypes = Literal["auto", "explicit"]
@@ -85,6 +86,8 @@ def mesh(
     machine = Machine.parse(machine)
     spec = spec.resolve(machine.num_devices, where=f"in '{machine}'")
     placed = arrange(spec.sizes, machine.devices, spec.plain)
+    if not spec.plain:
+        placed = lay_rings(placed, spec.names, machine)
     described = MachineMesh(machine, spec.names, placed, kinds[axis_types])
     return described if devices is None else described.to_jax(devices)
 

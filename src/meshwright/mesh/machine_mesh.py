@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from meshwright.errors import MeshwrightError, did_you_mean, mesh_text
 from meshwright.machines import Machine, slice_of
 from meshwright.mesh.arrange import device_list
+from meshwright.mesh.rings import crosses, groups_along, hop_lengths, is_ring
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,17 +60,31 @@ class MachineMesh:
 
         `slice` counts slices: an axis with it crosses the slower network.
         """
-        if axis not in self.axis_names:
-            raise MeshwrightError(
-                f"mesh axis {axis!r} is not one of {', '.join(self.axis_names)}"
-                f"{did_you_mean(axis, self.axis_names)}"
-            )
-        index = self.axis_names.index(axis)
+        index = self._axis_index(axis)
         line = np.moveaxis(self.devices, index, 0).reshape(self.devices.shape[index], -1)[:, 0]
         names = ("slice", *self.machine.grid_names)
         places = np.array([(device.slice_index, *device.position) for device in line])
         extents = {name: len(set(places[:, i])) for i, name in enumerate(names)}
         return {name: extent for name, extent in extents.items() if extent > 1}
+
+    def ring_hops(self, axis: str) -> tuple[int, ...]:
+        """How many links each hop round a ring axis (sp) takes, the last hop being to the first.
+
+        >>> mw.mesh("sp=8", machine="v5e:2x4").ring_hops("sp")
+        (1, 1, 1, 1, 1, 1, 1, 1)
+
+        Of all groups the longest, since they hop together. Empty where no links can be counted: an
+        axis that is no ring or has two devices, one across slices, GPUs.
+        """
+        index = self._axis_index(axis)
+        if (
+            not self.machine.is_tpu
+            or not is_ring(axis, self.devices.shape[index])
+            or crosses(self.devices, self.axis_names, axis)
+        ):
+            return ()
+        hops = hop_lengths(groups_along(self.devices, index), self.machine)
+        return tuple(hops.max(axis=1).tolist())
 
     def to_jax(self, devices: Sequence[Any] | None = None) -> Mesh:
         """A jax Mesh of `devices` (default: all), each where its described twin sits.
@@ -98,6 +113,14 @@ class MachineMesh:
         for index, twin in np.ndenumerate(self.devices):
             array[index] = found[id(twin)]
         return Mesh(array, self.axis_names, axis_types=(self.axis_type,) * array.ndim)
+
+    def _axis_index(self, axis: str) -> int:
+        if axis not in self.axis_names:
+            raise MeshwrightError(
+                f"mesh axis {axis!r} is not one of {', '.join(self.axis_names)}"
+                f"{did_you_mean(axis, self.axis_names)}"
+            )
+        return self.axis_names.index(axis)
 
     def __str__(self) -> str:
         return mesh_text(self.shape)

@@ -2,6 +2,15 @@
 
 from meshwright.show.page import page
 from meshwright.show.scene import Scene, ShownArray, scene
-from meshwright.show.terminal import array_grid, axis_table, machine_grid
+from meshwright.show.terminal import array_grid, axis_table, machine_grid, ring_lines
 
-__all__ = ["Scene", "ShownArray", "array_grid", "axis_table", "machine_grid", "page", "scene"]
+__all__ = [
+    "Scene",
+    "ShownArray",
+    "array_grid",
+    "axis_table",
+    "machine_grid",
+    "page",
+    "ring_lines",
+    "scene",
+]

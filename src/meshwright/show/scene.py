@@ -13,6 +13,7 @@ from meshwright.layout.layout import Layout
 from meshwright.layout.resolve import LayoutLike, resolve
 from meshwright.machines import Machine
 from meshwright.mesh import MachineMesh
+from meshwright.mesh.rings import ring_in_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Scene:
             "chip": machine.chip.name,
             "axes": [
                 {"name": name, "size": size, "extent": self.mesh.axis_extent(name)}
+                | _ring(self.mesh.ring_hops(name))
                 for name, size in self.mesh.shape.items()
             ],
             "grid": list(machine.grid),
@@ -116,6 +118,14 @@ def scene(
             for row in model.collapsed().rows
         ]
     return Scene(mesh, tuple(shown), title or f"{mesh} on {mesh.machine}")
+
+
+def _ring(hops: tuple[int, ...]) -> dict[str, Any]:
+    """Of a ring axis: its hops in words, and how many hops take how many links."""
+    if not hops:
+        return {}
+    counts = {str(links): hops.count(links) for links in sorted(set(hops))}
+    return {"ring": ring_in_words(hops), "hops_by_links": counts}
 
 
 def _drawn_at(machine: Machine, position: tuple[int, ...]) -> tuple[int, int, int, int]:

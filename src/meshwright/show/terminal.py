@@ -14,6 +14,7 @@ from rich.text import Text
 from meshwright.errors import count
 from meshwright.layout.explanation import bytes_text
 from meshwright.mesh import MachineMesh
+from meshwright.mesh.rings import ring_in_words
 from meshwright.show.scene import ShownArray
 
 # readable on dark and light terminals
@@ -30,6 +31,12 @@ def axis_table(mesh: MachineMesh) -> Table:
     for i, (axis, size) in enumerate(mesh.shape.items()):
         table.add_row(Text(axis, style=COLOURS[i % len(COLOURS)]), str(size), lies_on(mesh, axis))
     return table
+
+
+def ring_lines(mesh: MachineMesh) -> list[str]:
+    """How far the hops of each ring axis go: `"sp: ring of 128, every hop one link"`."""
+    rings = {axis: mesh.ring_hops(axis) for axis in mesh.axis_names}
+    return [f"{axis}: {ring_in_words(hops)}" for axis, hops in rings.items() if hops]
 
 
 def lies_on(mesh: MachineMesh, axis: str) -> str:
