@@ -14,6 +14,7 @@ import optax
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layout import ArraySpec
+from meshwright.train.muon import muon
 
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 
@@ -134,24 +135,19 @@ def _adafactor(
 
 
 def _muon(config: OptimizerConfig, rate: Schedule, arrays: Any) -> optax.GradientTransformation:
-    def numbers(spec: ArraySpec) -> optax.contrib.MuonDimensionNumbers | None:
-        """Which dims a layer's matrix reads and which it writes; None for Adam."""
+    def input_dims(spec: ArraySpec) -> int:
+        """How many dims of a layer its matrix reads; 0 for Adam."""
         if not decays(spec) or spec.dims[0] != "layers":
-            return None
-        dims = tuple(range(1, spec.ndim))
-        if spec.dims[1] == "embed":
-            return optax.contrib.MuonDimensionNumbers(dims[:1], dims[1:])
-        return optax.contrib.MuonDimensionNumbers(dims[:-1], dims[-1:])
+            return 0
+        return 1 if spec.dims[1] == "embed" else spec.ndim - 2
 
-    return optax.contrib.muon(
+    return muon(
         rate,
+        jax.tree.map(input_dims, arrays),
+        b1=config.b1,
+        b2=config.b2,
         eps=config.eps,
         weight_decay=config.weight_decay,
-        weight_decay_mask=_mask(arrays),
-        adam_b1=config.b1,
-        adam_b2=config.b2,
-        muon_weight_dimension_numbers=jax.tree.map(numbers, arrays),
-        consistent_rms=0.2,  # updates as large as Adam's, so that one learning rate serves both
     )
 
 
