@@ -1,5 +1,6 @@
 """What the compiled step sends, by mesh axis, from its HLO: nothing twice, nothing whole."""
 
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -17,7 +18,7 @@ import meshwright as mw
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 
 # a layer's smallest matrix is larger than all else on a device: activations, the ends, any share
-CONFIG = DecoderConfig(vocab=96, layers=3, embed=64, heads=8, kv_heads=8, head_dim=16, mlp=192)
+CONFIG = DecoderConfig(vocab=96, layers=4, embed=64, heads=8, kv_heads=8, head_dim=16, mlp=192)
 ROWS, LENGTH = 8, 8
 WEIGHTS = {  # of a layer: in, then out
     "wq": (64, 8, 16), "wk": (64, 8, 16), "wv": (64, 8, 16), "wo": (8, 16, 64),
@@ -110,8 +111,8 @@ def test_fsdp_scatters_each_gradient_once_and_reduces_no_matrix(scan: bool) -> N
 @pytest.mark.parametrize("text", [FSDP, DP_FSDP_TP])
 def test_gradients_of_norms_are_added_once_after_all_layers(text: str) -> None:
     reduced = [c for c in sent(text) if c.operation == "all-reduce" and c.backward]
-    norms = [c for c in reduced if c.shape in ((3, 64), (64,))]
-    assert counted(norms) == {(3, 64): 2, (64,): 1}
+    norms = [c for c in reduced if c.shape in ((4, 64), (64,))]
+    assert counted(norms) == {(4, 64): 2, (64,): 1}
     tokens_over = ("fsdp",) if text == FSDP else ("dp", "fsdp")
     assert {(c.axes, c.loops) for c in norms} == {(tokens_over, ())}
 
@@ -150,12 +151,12 @@ def test_weights_over_fsdp_and_sp_are_gathered_over_both_at_once() -> None:
     assert counted(scattered) == layers + each(split(ENDS, fsdp=8))
     assert matrices(c for c in found if c.operation == "all-reduce") == []
     # sp sends keys and values, of all positions, and scatters their gradients
-    keys = (2, 8, 8, 16)
     over_sp = [c for c in found if c.axes == ("sp",) and c.dtype == "f32" and c.in_layers]
-    assert counted(c for c in over_sp if c.operation == "all-gather" and not c.backward) == {
-        keys: 6
-    }
-    assert counted(c for c in over_sp if c.operation == "reduce-scatter") == {(2, 4, 8, 16): 6}
+    keys = (2, 2, 2, 4, 8, 16)  # devices, keys and values, rows, a device's length, heads
+    gathered = [c for c in over_sp if c.operation == "all-gather"]
+    assert counted(c for c in gathered if not c.backward) == {keys: CONFIG.layers}
+    scattered = counted(c for c in over_sp if c.operation == "reduce-scatter")
+    assert scattered == {(1, *keys[1:]): CONFIG.layers}
 
 
 # ---- dp beside it
@@ -216,8 +217,8 @@ def _block(c: Collective) -> str:
     return "attention" if "/attention/" in c.scope else "mlp"
 
 
-def test_sequence_parallel_has_gather_and_scatter_pairs_instead() -> None:
-    rules = decoder_rules(sequence_parallel=True)
+def test_tp_along_the_sequence_has_gather_and_scatter_pairs_instead() -> None:
+    rules = decoder_rules(tp_sequence=True)
     over_tp = [c for c in sent("dp=1,fsdp=4,tp=2,sp=1", rules=rules) if "tp" in c.axes]
     layer = [c for c in over_tp if c.in_layers]
     assert {(c.operation, c.axes) for c in layer} == {
@@ -246,13 +247,7 @@ def test_sequence_parallel_has_gather_and_scatter_pairs_instead() -> None:
         "adamw",
         pytest.param("lion", marks=pytest.mark.slow),
         pytest.param("adafactor", marks=pytest.mark.slow),
-        pytest.param(
-            "muon",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.xfail(strict=True, reason="gathers the matrices of all layers at once"),
-            ],
-        ),
+        "muon",
     ],
 )
 def test_no_whole_gradient_or_optimizer_array_exists_on_a_device(optimizer: str) -> None:
@@ -260,15 +255,72 @@ def test_no_whole_gradient_or_optimizer_array_exists_on_a_device(optimizer: str)
     layer = min(math.prod(shape) for shape in WEIGHTS.values())
     assert layer > max(map(math.prod, ENDS.values()))
     sizes = [
-        (math.prod(shape), shape, len(one.loops), one.name)
+        (math.prod(shape), shape, len(one.loops), one.name, one.scope)
         for one in instructions(program.as_text())
         for _, shape in one.arrays
     ]
     # one weight of all layers: nowhere
     assert [x for x in sizes if x[0] >= CONFIG.layers * layer] == []
     # one weight of one layer: in the loops over layers, where it is gathered, and only there
-    assert [x for x in sizes if x[0] >= layer and x[2] == 0] == []
+    outside = [x for x in sizes if x[0] >= layer and x[2] == 0]
+    if optimizer == "muon":  # and where it is made orthogonal, of which more below
+        outside = [x for x in outside if "/newton_schulz/" not in x[4]]
+    assert outside == []
     assert [x for x in sizes if x[0] >= layer and x[2] == 1]
+
+
+# ---- muon: its matrices are whole while they are made orthogonal
+
+
+MUON = [
+    (FSDP, 4),  # one round, in which four devices have no layer
+    pytest.param(FSDP, 9, marks=pytest.mark.slow),
+    pytest.param(DP_FSDP_TP, 9, marks=pytest.mark.slow),
+]
+
+
+def muon(text: str, layers: int) -> tuple[Parts, str, int]:
+    """Also the most layers a device takes."""
+    config = dataclasses.replace(CONFIG, layers=layers)
+    run, program = compiled(Setting(text, config=config, optimizer="muon"), 1)
+    return run, program.as_text(), math.ceil(layers / (8 if text == FSDP else 4))
+
+
+@pytest.mark.parametrize(("text", "layers"), MUON)
+def test_muon_has_no_more_than_a_devices_own_layers_of_a_weight(text: str, layers: int) -> None:
+    _, program, rounds = muon(text, layers)
+    smallest, largest = (pick(map(math.prod, WEIGHTS.values())) for pick in (min, max))
+    found = [
+        (math.prod(shape), one)
+        for one in instructions(program)
+        if "/newton_schulz/" in one.scope or one.loops == (rounds,)
+        for _, shape in one.arrays
+    ]
+    # a part of all layers, filled up to whole rounds, is as large as the layers it stands for
+    assert rounds < layers
+    assert max(size for size, _ in found) == rounds * largest
+    # and the products are of one layer at a time
+    steps = [one for size, one in found if size >= smallest and "dot_general" in one.scope]
+    assert {shape for one in steps for _, shape in one.arrays} == {(64, 128), (64, 192)}
+    assert {one.loops for one in steps} == {(rounds,) if rounds > 1 else ()}
+
+
+@pytest.mark.parametrize(("text", "layers"), MUON)
+def test_muon_exchanges_layers_once_each_way_and_sends_nothing_else(text: str, layers: int) -> None:
+    run, program, rounds = muon(text, layers)
+    found = [c for c in collectives(program, run.mesh) if "/optimizer/" in c.scope]
+    axes = ("fsdp",) if text == FSDP else ("fsdp", "tp")
+    assert {(c.operation, c.axes) for c in found} == {("all-to-all", axes)}
+    assert sum(c.bytes for c in found) == 2 * rounds * 4 * sum(map(math.prod, WEIGHTS.values()))
+
+
+def test_muon_changes_nothing_that_is_sent_before_it() -> None:
+    run, program, _ = muon(FSDP, 4)
+    others = [c for c in collectives(program, run.mesh) if "/optimizer/" not in c.scope]
+    assert counted(others) == counted(sent(FSDP))
+
+
+# ---- memory of the state
 
 
 @pytest.mark.parametrize("text", [FSDP, DP_FSDP_TP])

@@ -17,7 +17,7 @@ from meshwright.models.decoder import decoder_rules, t5x_rules
 
 slow = pytest.mark.slow
 WIDE = dataclasses.replace(CONFIG, vocab=128, embed=128, mlp=256)
-SEQUENCE_PARALLEL = decoder_rules(sp=True, sequence_parallel=True)
+TP_SEQUENCE = decoder_rules(sp=True, tp_sequence=True)
 
 
 @functools.cache
@@ -45,15 +45,15 @@ MESHES = [
     pytest.param(Setting("dp=1,fsdp=1,tp=1,sp=8", remat="elementwise"), marks=slow),
     pytest.param(Setting("dp=2,fsdp=4,tp=1,sp=1", remat="full"), marks=slow),
     pytest.param(Setting("dp=4,fsdp=2,tp=1,sp=1", remat="full", scan=False), marks=slow),
-    pytest.param(Setting("dp=2,fsdp=1,tp=4,sp=1", rules=SEQUENCE_PARALLEL), marks=slow),
+    pytest.param(Setting("dp=2,fsdp=1,tp=4,sp=1", rules=TP_SEQUENCE), marks=slow),
     Setting("dp=1,fsdp=4,tp=2,sp=1"),
     pytest.param(Setting("dp=1,fsdp=2,tp=4,sp=1", remat="mlp", scan=False), marks=slow),
     pytest.param(Setting("dp=1,fsdp=2,tp=1,sp=4", remat="mlp"), marks=slow),
     pytest.param(Setting("dp=2,fsdp=1,tp=2,sp=2", remat="elementwise"), marks=slow),
     Setting("dp=2,fsdp=2,tp=1,sp=2", remat="full"),
     pytest.param(Setting("dp=2,fsdp=2,tp=2,sp=1", remat="elementwise", scan=False), marks=slow),
-    pytest.param(Setting("dp=1,fsdp=1,tp=4,sp=2", rules=SEQUENCE_PARALLEL, remat="full"), marks=slow),
-    Setting("dp=1,fsdp=2,tp=2,sp=2", rules=SEQUENCE_PARALLEL, remat="mlp"),
+    pytest.param(Setting("dp=1,fsdp=1,tp=4,sp=2", rules=TP_SEQUENCE, remat="full"), marks=slow),
+    Setting("dp=1,fsdp=2,tp=2,sp=2", rules=TP_SEQUENCE, remat="mlp"),
     pytest.param(Setting("dp=1,fsdp=2,tp=2,sp=2", scan=False), marks=slow),
 ]  # fmt: skip
 
@@ -63,6 +63,30 @@ MESHES = [
 )
 def test_training_on_a_mesh_is_training_on_one_device(setting: Setting) -> None:
     agrees(setting)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "mesh", "more"),
+    [
+        pytest.param("ring", "dp=1,fsdp=1,tp=1,sp=2", {"scan": False}, marks=slow),
+        pytest.param("ring", "dp=2,fsdp=1,tp=1,sp=4", {}, marks=slow),
+        pytest.param("ring", "dp=1,fsdp=2,tp=2,sp=2", {"remat": "mlp"}, marks=slow),
+        pytest.param("ring", "dp=1,fsdp=2,tp=2,sp=2", {"rules": TP_SEQUENCE}, marks=slow),
+        pytest.param(
+            "ring", "dp=1,fsdp=2,tp=2,sp=2", {"rules": TP_SEQUENCE, "mlp_chunk": 2}, marks=slow
+        ),
+        ("ring", "dp=1,fsdp=1,tp=1,sp=8", {"remat": "full", "mlp_chunk": 1}),
+        pytest.param("allgather", "dp=1,fsdp=2,tp=1,sp=4", {"mlp_chunk": 2}, marks=slow),
+        pytest.param("allgather", "dp=1,fsdp=1,tp=1,sp=8", {}, marks=slow),
+        pytest.param("ulysses", "dp=1,fsdp=2,tp=2,sp=2", {"mlp_chunk": 4}, marks=slow),
+        ("ulysses", "dp=1,fsdp=2,tp=1,sp=4", {"remat": "elementwise"}),
+        pytest.param("ulysses", "dp=1,fsdp=1,tp=1,sp=8", {}, marks=slow),
+    ],
+)
+def test_every_strategy_over_split_rows_trains_the_same(
+    sequence: str, mesh: str, more: dict[str, Any]
+) -> None:
+    agrees(Setting(mesh, sequence=sequence, **more))
 
 
 @slow
@@ -83,6 +107,7 @@ def test_t5xs_standard_rules_train_the_same(activation_dims: int, parameter_dims
         pytest.param("adafactor", "dp=1,fsdp=2,tp=4,sp=1", marks=slow),
         pytest.param("muon", "dp=2,fsdp=2,tp=2,sp=1", marks=slow),
         pytest.param("muon", "dp=1,fsdp=8,tp=1,sp=1", marks=slow),
+        pytest.param("muon", "dp=1,fsdp=4,tp=2,sp=1", marks=slow),
         pytest.param("muon", "dp=1,fsdp=2,tp=2,sp=2", marks=slow),
     ],
 )
@@ -90,6 +115,12 @@ def test_every_optimizer_trains_the_same_on_a_mesh(optimizer: str, mesh: str) ->
     # adafactor factors the moments of matrices from 128 on
     config = WIDE if optimizer == "adafactor" else CONFIG
     agrees(Setting(mesh, optimizer, config=config))
+
+
+@slow
+@pytest.mark.parametrize("mesh", ["dp=1,fsdp=8,tp=1,sp=1", "dp=2,fsdp=2,tp=2,sp=1"])
+def test_muon_trains_the_same_where_its_layers_do_not_divide(mesh: str) -> None:
+    agrees(Setting(mesh, "muon", config=dataclasses.replace(CONFIG, layers=9)))
 
 
 @slow

@@ -35,6 +35,8 @@ class Setting:
     config: DecoderConfig = dataclasses.field(default=CONFIG, repr=False)
     steps: int = 20
     z_loss: float = 1e-3
+    sequence: str = "auto"
+    mlp_chunk: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,10 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
     config = OptimizerConfig(setting.optimizer, learning_rate=learning_rate, warmup_steps=5)
     made, rate = make_optimizer(config, setting.steps, arrays)
     optimizer = made if optimizer is None else optimizer
-    compute = Compute(setting.rules, setting.dtype, setting.remat, setting.scan)
+    compute = Compute(
+        setting.rules, setting.dtype, setting.remat, setting.scan, sequence=setting.sequence,
+        mlp_chunk=setting.mlp_chunk,
+    )  # fmt: skip
     loss = LossConfig(setting.z_loss, chunk=24)  # does not divide the tokens
     functions = step_functions(
         setting.config, compute, optimizer, rate, mesh, loss=loss, clip_norm=clip_norm

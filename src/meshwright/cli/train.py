@@ -24,10 +24,14 @@ def train(config: tyro.conf.OmitArgPrefixes[TrainConfig]) -> None:
 
 
 def train_command(arguments: Sequence[str]) -> None:
-    """The command with `--config FILE` honoured: its settings are the defaults of the flags."""
+    run_training(settings(arguments))
+
+
+def settings(arguments: Sequence[str]) -> TrainConfig:
+    """The command line as settings; those of `--config FILE` are the defaults of the flags."""
     rest, file = _without_config(list(arguments))
     from_file: dict[str, Any] = {} if file is None else {"default": config_from_file(file)}
-    config = tyro.cli(
+    return tyro.cli(
         TrainConfig,
         prog="meshwright train",
         description=train.__doc__,
@@ -35,7 +39,6 @@ def train_command(arguments: Sequence[str]) -> None:
         config=(tyro.conf.PositionalRequiredArgs,),
         **from_file,
     )
-    run_training(config)
 
 
 def _without_config(arguments: list[str]) -> tuple[list[str], Path | None]:

@@ -96,3 +96,10 @@ def add_up(x: jax.Array, over: Sequence[str], target: P) -> jax.Array:
         return lax.psum(part, tuple(left)) if left else part
 
     return jax.shard_map(local, in_specs=source, out_specs=target)(x)
+
+
+def varying_like(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """Inside shard_map: `x` with the type of something that differs wherever one of these does."""
+    axes = {axis for other in others for axis in jax.typeof(other).manual_axis_type.varying}
+    missing = tuple(sorted(axes - set(jax.typeof(x).manual_axis_type.varying)))
+    return lax.pcast(x, missing, to="varying") if missing else x

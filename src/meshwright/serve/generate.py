@@ -7,6 +7,7 @@ for row, token in stream(model, [source.encode("Once"), source.encode("The end o
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -128,7 +129,9 @@ def padded(prompts: Sequence[Sequence[int]], mesh: Mesh) -> tuple[jax.Array, jax
     """
     multiple = decode.row_multiple(mesh.shape)
     rows = -(-len(prompts) // multiple) * multiple
-    tokens = np.zeros((rows, _in_blocks(max(map(len, prompts)))), np.int32)
+    places = math.lcm(_BLOCK, 2 * mesh.shape.get("sp", 1))  # two chunks for each part of a row
+    longest = max(map(len, prompts))
+    tokens = np.zeros((rows, -(-longest // places) * places), np.int32)
     lengths = np.ones(rows, np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt

@@ -27,8 +27,52 @@ class ComputeConfig:
     """A loop over layers, which compiles fast; --no-compute.scan unrolls it, which runs faster."""
     attention: Literal["auto", "cudnn", "dense", "blockwise"] = "auto"
     """The kernel; auto takes the fastest that can serve."""
-    sequence_parallel: bool = False
+    tp_sequence: bool = False
     """Split activations between blocks over tp, along the sequence."""
+    mlp_chunk: int = 0
+    """Tokens of a row on a device whose feed-forward is computed at a time; 0: all of them."""
+
+    def __post_init__(self) -> None:
+        if self.mlp_chunk < 0:
+            raise MeshwrightError(f"compute.mlp_chunk={self.mlp_chunk} must be at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions other than the model's own, for longer contexts."""
+
+    theta: float | None = None
+    """The base; the longer the context, the larger (LWM: 1e6 at 32K, 5e7 at 1M)."""
+    scaling: Literal["linear", "yarn", "llama3"] | None = None
+    """How positions beyond the model's length are brought back into it."""
+    factor: float = 1.0
+    """Of the scaling: how many times the model's length."""
+
+    def __post_init__(self) -> None:
+        if self.theta is not None and self.theta <= 1:
+            raise MeshwrightError(f"rope.theta={self.theta} must be above 1")
+        if self.factor < 1:
+            raise MeshwrightError(f"rope.factor={self.factor} must be at least 1")
+        if self.factor > 1 and self.scaling is None:
+            raise MeshwrightError(
+                f"rope.factor={self.factor} belongs to a scaling; give rope.scaling too: linear, "
+                "yarn or llama3"
+            )
+
+    def apply(self, model: DecoderConfig, seq: int) -> DecoderConfig:
+        """The model with these positions; what is changed for longer rows allows them."""
+        if self.theta is None and self.scaling is None:
+            return model
+        own, scaling = model.rope, model.rope.scaling
+        match self.scaling:
+            case "linear":
+                scaling = rope.LinearScaling(self.factor)
+            case "yarn":
+                scaling = rope.YarnScaling(self.factor, model.max_seq)
+            case "llama3":
+                scaling = rope.Llama3Scaling(self.factor, 1.0, 4.0, model.max_seq)
+        turning = rope.Rope(self.theta or own.theta, scaling)
+        return dataclasses.replace(model, rope=turning, max_seq=max(model.max_seq, seq))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +120,8 @@ class TrainConfig:
     """Rows of an optimizer step, over all devices and micro-batches."""
     seq: int = 512
     """Tokens of a row."""
+    sequence_parallel: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
+    """How attention is done where sp splits the rows; auto says what it takes and why."""
     accumulation: int = 1
     """Micro-batches of an optimizer step; each is batch / accumulation rows."""
     seed: int = 0
@@ -84,6 +130,7 @@ class TrainConfig:
     """Start from the weights of a Hugging Face folder."""
     rules: str = "standard"
     """Where dims go: standard, T5X's sets (t5x:1,1 t5x:2,1 t5x:1,2 t5x:2,2), or a file of rules."""
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
@@ -136,6 +183,7 @@ FREE = frozenset(
     {"run", "mesh", "steps", "stop_at", "compute", "checkpoint", "log", "eval", "max_skipped"}
 )
 FREE |= {"hang_timeout", "coordinator", "processes", "process_id", "cpu_devices", "rules"}
+FREE |= {"sequence_parallel"}
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:

@@ -357,6 +357,8 @@ class _Run:
             f"{count(config.accumulation, 'micro-batch')} of {rows} rows; data {config.data}; "
             f"steps {first} to {config.steps}"
         )
+        if setup.attention is not None:
+            self._say(f"attention: {setup.attention}")
         for remark in setup.explanation.remarks:
             self._say(f"note: {remark}")
         if self.saved is not None:

@@ -13,6 +13,7 @@ from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError, nearest_multiples
 from meshwright.layout import Explanation, Rules, explain
 from meshwright.layout.layout import axes_of
+from meshwright.machines.recognize import chip_of_kind
 from meshwright.mesh import STANDARD_AXES, MeshSpec, mesh
 from meshwright.models.decoder import (
     PRESETS,
@@ -25,8 +26,11 @@ from meshwright.models.decoder import (
     t5x_rules,
 )
 from meshwright.models.decoder.hf_config import from_hf_config
+from meshwright.models.decoder.sequence import split_of_rows
+from meshwright.ops.attention import choose_strategy, explain_strategy, row_order
+from meshwright.ops.attention.strategy import FLOPS_PER_BYTE
 from meshwright.ops.exchange import wide_axes
-from meshwright.train.config import ComputeConfig, TrainConfig
+from meshwright.train.config import RopeConfig, TrainConfig
 from meshwright.train.data import (
     Loader,
     Mixture,
@@ -56,18 +60,19 @@ class Setup:
     loader: Loader
     eval_loader: Loader | None
     explanation: Explanation
+    attention: str | None  # how it is done over split rows, in words
 
 
 def prepare(config: TrainConfig) -> Setup:
     """Read model, mesh, rules and data, and check them against each other."""
     check_trackers(config.log.tensorboard, config.log.wandb is not None)
-    model = model_config(config.model)
+    model = config.rope.apply(model_config(config.model), config.seq)
     rules = choose_rules(config)
     own_rules = config.rules != "standard" and not config.rules.startswith("t5x:")
     placed = training_mesh(config.mesh, own_rules)
     _check_model(model, rules, placed)
     if config.init_from is not None:
-        _check_weights(config.init_from, model)
+        _check_weights(config.init_from, model, config.rope)
     mixture = Mixture.parse(config.data)
     tokenizer = None
     if config.init_from is not None and (config.init_from / "tokenizer.json").exists():
@@ -82,6 +87,7 @@ def prepare(config: TrainConfig) -> Setup:
         tokenizer=tokenizer,
     )
     _check_batch(config, rules, placed)
+    compute, attention = compute_of(config, model, rules, placed)
     loader = training_loader(
         mixture,
         batch=config.batch,
@@ -101,7 +107,7 @@ def prepare(config: TrainConfig) -> Setup:
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
     functions = step_functions(
         model,
-        compute_of(config.compute, rules, placed),
+        compute,
         optimizer,
         rate,
         placed,
@@ -111,7 +117,7 @@ def prepare(config: TrainConfig) -> Setup:
     target = abstract_state(arrays, rules, optimizer, placed)
     return Setup(
         config, model, placed, rules, arrays, optimizer, functions, target, loader, eval_loader,
-        explanation,
+        explanation, attention,
     )  # fmt: skip
 
 
@@ -142,12 +148,12 @@ def training_mesh(text: str, own_rules: bool = False) -> Mesh:
 
 def choose_rules(config: TrainConfig) -> Rules:
     """The standard rules, one of T5X's sets, or those in a file."""
-    parallel = config.compute.sequence_parallel
+    tp_sequence = config.compute.tp_sequence
     if config.rules == "standard":
-        return decoder_rules(sp=True, sequence_parallel=parallel)
-    if parallel:
+        return decoder_rules(sp=True, tp_sequence=tp_sequence)
+    if tp_sequence:
         raise MeshwrightError(
-            "compute.sequence_parallel is part of the standard rules; with own rules say it there: "
+            "compute.tp_sequence is part of the standard rules; with own rules say it there: "
             "length -> sp+tp after the rules of heads, mlp and vocab"
         )
     sets = {f"t5x:{a},{p}": (a, p) for a in (1, 2) for p in (1, 2)}
@@ -162,11 +168,39 @@ def choose_rules(config: TrainConfig) -> Rules:
         ) from None
 
 
-def compute_of(config: ComputeConfig, rules: Rules, placed: Mesh) -> Compute:
-    platform = placed.devices.flat[0].platform
-    automatic = "float32" if platform == "cpu" else "bfloat16"
-    dtype = jnp.dtype(automatic if config.dtype == "auto" else config.dtype)
-    return Compute(rules, dtype, config.remat, config.scan, config.attention)
+def compute_of(
+    config: TrainConfig, model: DecoderConfig, rules: Rules, placed: Mesh
+) -> tuple[Compute, str | None]:
+    """How the forward is computed, and how attention goes over split rows, in words."""
+    said = config.compute
+    device = placed.devices.flat[0]
+    automatic = "float32" if device.platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(automatic if said.dtype == "auto" else said.dtype)
+    layouts = activation_layouts(rules, wide_axes(placed.shape))
+    split = split_of_rows(model, layouts, placed.shape, config.seq)
+    strategy: str = config.sequence_parallel
+    words = None
+    if split.ways > 1:
+        split = dataclasses.replace(split, flops_per_byte=flops_per_byte(device))
+        why = "as asked"
+        if strategy == "auto":
+            strategy, why = explain_strategy(split)
+        order = row_order(split, choose_strategy(split, strategy))
+        words = f"{strategy} over {split.ways} parts of a row, in {order} order ({why})"
+    compute = Compute(rules, dtype, said.remat, said.scan, said.attention, strategy, said.mlp_chunk)
+    return compute, words
+
+
+def flops_per_byte(device: Any) -> float:
+    """FLOP/s of a chip for each byte/s to its neighbour; a usual figure where it is not known."""
+    try:
+        chip = chip_of_kind(device.device_kind, device.platform)
+    except MeshwrightError:
+        return FLOPS_PER_BYTE
+    if chip.platform == "cpu":
+        return FLOPS_PER_BYTE
+    links = chip.links if chip.platform == "gpu" else 1  # a GPU's all lead to the one switch
+    return chip.bf16_flops / (chip.link_bandwidth * links)
 
 
 def _check_model(model: DecoderConfig, rules: Rules, placed: Mesh) -> None:
@@ -184,9 +218,9 @@ def _check_model(model: DecoderConfig, rules: Rules, placed: Mesh) -> None:
             )
 
 
-def _check_weights(folder: Path, model: DecoderConfig) -> None:
+def _check_weights(folder: Path, model: DecoderConfig, changed: RopeConfig) -> None:
     """Weights made for other settings (a rope, a norm) would fit and be wrong."""
-    theirs = from_hf_config(folder)
+    theirs = changed.apply(from_hf_config(folder), model.max_seq)
     differ = [
         field.name
         for field in dataclasses.fields(model)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.models.decoder import VECTORS, Compute, DecoderConfig, hidden_states, output_head
+from meshwright.models.decoder.sequence import row_plan
 from meshwright.ops.cross_entropy import IGNORED, cross_entropy
 from meshwright.ops.exchange import gather
 from meshwright.train.state import TrainState
@@ -143,13 +144,15 @@ def loss_sums(
     layouts = compute.layouts
     x = hidden_states(
         params, part["tokens"], config, compute,
-        segments=part.get("segments"), positions=part.get("positions"),
+        segments=part.get("segments"), positions=part.get("positions"), as_arranged=True,
     )  # fmt: skip
+    targets = jax.sharding.reshard(part["targets"], layouts.tokens)
+    targets = row_plan(config, compute, targets.shape[1]).arranged(targets)
     with jax.named_scope("loss"):
         return cross_entropy(
             gather(x, layouts.axes(layouts.logits)),
             output_head(params, config, compute),
-            jax.sharding.reshard(part["targets"], layouts.tokens),
+            targets,
             scale,
             z_loss=loss.z_loss,
             chunk=loss.chunk,
@@ -187,10 +190,12 @@ def _over_micro_batches(sums: Any, params: Any, batch: Batch, scale: jax.Array) 
 def _update(optimizer: optax.GradientTransformation, gradient: Any, state: TrainState) -> Any:
     """New parameters and moments. optax is written for automatic sharding, so it runs there."""
     kept = jax.tree.map(lambda x: jax.typeof(x).sharding, (state.params, state.optimizer))
+    # muon moves whole layers between devices itself, and types say nothing in there
+    informed = optax.with_extra_args_support(optimizer)
 
     def update(gradient: Any, moments: Any, params: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, moments = optimizer.update(gradient, moments, params)
+            updates, moments = informed.update(gradient, moments, params, shardings=kept[0])
             return optax.apply_updates(params, updates), moments
 
     with jax.named_scope("optimizer"):

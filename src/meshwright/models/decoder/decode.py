@@ -7,7 +7,8 @@
 Training gathers weights over fsdp, since its activations are larger. Here a step has one token a
 row, so weights stay where they are stored and activations travel: each device multiplies with its
 own part of a matrix and the partial sums are added. A model that fits only when split still works,
-and no device reads more than its part. sp splits no length here: it works as more fsdp.
+and no device reads more than its part. With sp a prompt's length is split over it and goes through
+the forward of training, where activations are the larger part; steps use sp as more fsdp.
 """
 
 import dataclasses
@@ -24,8 +25,9 @@ from jax.sharding import reshard
 from meshwright.layout import Rules
 from meshwright.layout.layout import axes_of
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.forward import Params
-from meshwright.ops.attention import attention
+from meshwright.models.decoder.forward import Compute, Params, hidden_states_and_keys
+from meshwright.models.decoder.rules import decoder_rules
+from meshwright.ops.attention import Mask, attention
 from meshwright.ops.exchange import add_up, narrow, partial_sums, split_axes, wide_axes
 from meshwright.ops.norms import add_bias, rms_norm
 from meshwright.ops.rope import rotate
@@ -115,10 +117,17 @@ def prefill(
     token of it; its keys are to be written over, or never looked at.
     """
     layouts = decode_layouts()
+    if "sp" in wide_axes():
+        dtype = params["layers"]["attention"]["wq"].dtype
+        compute = Compute(decoder_rules(sp=True), dtype, kernel=kernel)
+        x, keys, values = hidden_states_and_keys(params, tokens, config, compute)
+        x = _at(reshard(x, layouts.residual), reshard(lengths - 1, layouts.rows))
+        of_all = P(None, *layouts.heads.partitions)
+        return x, reshard(keys, of_all), reshard(values, of_all)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, _: Any) -> jax.Array:
-        return attention(q, k, v, window=config.sliding_window, kernel=kernel)
+        return attention(q, k, v, mask=Mask(window=config.sliding_window), kernel=kernel)
 
     x, keys, values = _layers(params, tokens, positions, attend, None, config)
     x = _at(x, reshard(lengths - 1, layouts.rows))

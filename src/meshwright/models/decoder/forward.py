@@ -20,7 +20,9 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layout import Rules
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.layouts import ActivationLayouts, activation_layouts
-from meshwright.ops.attention import FUSED_FORWARD, attention
+from meshwright.models.decoder.sequence import RowPlan, row_plan
+from meshwright.ops.attention import attention
+from meshwright.ops.chunks import over_chunks
 from meshwright.ops.embedding import embed
 from meshwright.ops.exchange import add_up, gather, partial_sums, split_axes, wide_axes
 from meshwright.ops.norms import add_bias, rms_norm
@@ -38,6 +40,8 @@ class Compute:
     remat: str = "none"  # what is kept for the backward pass: see REMAT
     scan: bool = True  # a loop over layers: compiles once; False unrolls: faster to run
     kernel: str = "auto"  # of attention
+    sequence: str = "auto"  # the strategy of attention where rows are split: see ops.attention
+    mlp_chunk: int = 0  # tokens of a row on a device in the mlp at a time; 0: all
 
     @property
     def layouts(self) -> ActivationLayouts:
@@ -52,31 +56,81 @@ def hidden_states(
     *,
     segments: jax.Array | None = None,
     positions: jax.Array | None = None,
+    as_arranged: bool = False,
 ) -> jax.Array:
     """Tokens [batch, length] to [batch, length, embed] after the last norm.
 
     `segments` numbers the documents of a row; `positions` count within them. Without: one document.
+    Where rows are split, devices may hold them in another order (row_plan): the result is in the
+    order of the tokens, unless it is wanted `as_arranged`.
     """
+    x, _, rows = _through_layers(params, tokens, config, compute, segments, positions)
+    return x if as_arranged else _restored(x, rows, compute.layouts)
+
+
+def hidden_states_and_keys(
+    params: Params, tokens: jax.Array, config: DecoderConfig, compute: Compute
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """hidden_states, and every layer's keys and values [layers, batch, length, kv_heads, head_dim].
+
+    For a cache: rows are one document each, and everything is in the order of the tokens.
+    """
+    x, keys, rows = _through_layers(params, tokens, config, compute, keep_keys=True)
+    return _restored(x, rows, compute.layouts), *keys
+
+
+def _restored(x: jax.Array, rows: RowPlan, layouts: ActivationLayouts) -> jax.Array:
+    if rows.order == "contiguous":
+        return x
+    return reshard(rows.restored(reshard(x, layouts.block)), layouts.residual)
+
+
+def _through_layers(
+    params: Params,
+    tokens: jax.Array,
+    config: DecoderConfig,
+    compute: Compute,
+    segments: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    keep_keys: bool = False,
+) -> tuple[jax.Array, Any, RowPlan]:
+    """The hidden states after the last norm as the devices hold them; keys in the tokens' order."""
     layouts = compute.layouts
+    rows = row_plan(config, compute, tokens.shape[1])
     whole_rows = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    positions = reshard(whole_rows if positions is None else positions, layouts.tokens)
+    positions = whole_rows if positions is None else positions
+
+    def placed(x: jax.Array) -> jax.Array:
+        return rows.arranged(reshard(x, layouts.tokens))
+
     table = gather(params["embedding"].astype(compute.dtype), layouts.token_axes)
-    x = embed(table, reshard(tokens, layouts.tokens), layouts.residual)
+    x = embed(table, placed(tokens), layouts.residual)
     layer = functools.partial(
         _layer,
         config=config,
         compute=compute,
-        rope=config.rope.tables(positions, config.head_dim),
-        segments=None if segments is None else reshard(segments, layouts.tokens),
+        rope=config.rope.tables(placed(positions), config.head_dim),
+        segments=None if segments is None else placed(segments),
+        rows=rows,
     )
     weights = _prepare(params["layers"], layouts, compute)
-    kept = jax.checkpoint(layer, policy=remat_policy(compute.remat), prevent_cse=not compute.scan)
-    if compute.scan:
-        x, _ = lax.scan(lambda x, w: (kept(x, w), None), x, weights)
+    if keep_keys:
+
+        def with_keys(x: jax.Array, w: Params) -> Any:
+            x, keys = layer(x, w)
+            return x, jax.tree.map(rows.restored, keys)
+
+        x, keys = lax.scan(with_keys, x, weights)
     else:
-        for layer_weights in _unstack(weights, config.layers):
-            x = kept(x, layer_weights)
-    return rms_norm(x, _along_residual(params["norm"], layouts), config.norm_eps)
+        keys = None
+        once = functools.partial(jax.checkpoint, policy=remat_policy(compute.remat))
+        kept = once(lambda x, w: layer(x, w)[0], prevent_cse=not compute.scan)
+        if compute.scan:
+            x, _ = lax.scan(lambda x, w: (kept(x, w), None), x, weights)
+        else:
+            for layer_weights in _unstack(weights, config.layers):
+                x = kept(x, layer_weights)
+    return rms_norm(x, _along_residual(params["norm"], layouts), config.norm_eps), keys, rows
 
 
 def logits(
@@ -154,11 +208,14 @@ def _layer(
     compute: Compute,
     rope: tuple[jax.Array, jax.Array],
     segments: jax.Array | None,
-) -> jax.Array:
+    rows: RowPlan,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The residual stream after one layer, and the layer's keys and values."""
     with jax.named_scope("attention"):
-        x = x + _attention(x, w["attention"], config, compute, rope, segments)
+        out, keys = _attention(x, w["attention"], config, compute, rope, segments, rows)
+        x = x + out
     with jax.named_scope("mlp"):
-        return x + _mlp(x, w["mlp"], config, compute)
+        return x + _mlp(x, w["mlp"], config, compute), keys
 
 
 def _attention(
@@ -168,7 +225,8 @@ def _attention(
     compute: Compute,
     rope: tuple[jax.Array, jax.Array],
     segments: jax.Array | None,
-) -> jax.Array:
+    rows: RowPlan,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     layouts = compute.layouts
     over, eps = layouts.axes(layouts.heads), config.norm_eps
     h = gather(
@@ -188,31 +246,43 @@ def _attention(
 
     q = project("q", layouts.heads)
     k, v = project("k", layouts.kv_heads), project("v", layouts.kv_heads)
-    mixed = attention(q, k, v, segments, window=config.sliding_window, kernel=compute.kernel)
+    mixed = attention(
+        q, k, v, segments, rows.mask, strategy=rows.strategy, order=rows.order,
+        kernel=compute.kernel,
+    )  # fmt: skip
     out = jnp.einsum(
         "blhd,hde->ble", mixed, gather(w["wo"], layouts.token_axes),
         out_sharding=partial_sums(layouts.block, over),
     )  # fmt: skip
     out = checkpoint_name(add_up(out, over, layouts.residual), "attention_out")
-    return add_bias(out, w["bo"].astype(out.dtype)) if config.output_bias else out
+    return (add_bias(out, w["bo"].astype(out.dtype)) if config.output_bias else out), (k, v)
 
 
 def _mlp(x: jax.Array, w: Params, config: DecoderConfig, compute: Compute) -> jax.Array:
     layouts = compute.layouts
     over = layouts.axes(layouts.mlp)
     h = checkpoint_name(rms_norm(x, w["norm"], config.norm_eps), "normed")
-    h = gather(h, over)  # [batch, length, embed]
-    gate, up = (
-        checkpoint_name(jnp.einsum("ble,em->blm", h, weight, out_sharding=layouts.mlp), name)
-        for name in ("gate", "up")
-        for weight in (gather(w[name], layouts.token_axes),)
-    )
-    activated = checkpoint_name(jax.nn.silu(gate) * up, "activated")
-    out = jnp.einsum(
-        "blm,me->ble", activated, gather(w["down"], layouts.token_axes),
-        out_sharding=partial_sums(layouts.block, over),
-    )  # fmt: skip
-    return add_up(out, over, layouts.residual)
+    weights = [gather(w[name], layouts.token_axes) for name in ("gate", "up", "down")]
+
+    def forward(target: P, h: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> Any:
+        h = gather(h, over)  # [batch, length, embed]
+        gated, lifted = (
+            checkpoint_name(jnp.einsum("ble,em->blm", h, weight, out_sharding=layouts.mlp), name)
+            for name, weight in (("gate", gate), ("up", up))
+        )
+        activated = checkpoint_name(jax.nn.silu(gated) * lifted, "activated")
+        out = jnp.einsum(
+            "blm,me->ble", activated, down, out_sharding=partial_sums(layouts.block, over)
+        )
+        return add_up(out, over, target)
+
+    if not compute.mlp_chunk:
+        out: jax.Array = forward(layouts.residual, h, *weights)
+        return out
+    # a chunk's sums are added whole, since its tokens are not those that tp splits between blocks
+    chunk = functools.partial(forward, layouts.block)
+    out = over_chunks(chunk, reshard(h, layouts.block), weights, compute.mlp_chunk)
+    return reshard(out, layouts.residual)
 
 
 Policy = Callable[..., bool]
@@ -235,8 +305,6 @@ def remat_policy(name: str) -> Policy:
     names = REMAT[name]
 
     def keeps(prim: Any, *_: Any, **params: Any) -> bool:
-        # a fused kernel's own residuals have no name of ours
-        fused = "attention" in names and prim.name in FUSED_FORWARD
-        return fused or (prim.name == "name" and params["name"] in names)
+        return bool(prim.name == "name" and params["name"] in names)
 
     return keeps

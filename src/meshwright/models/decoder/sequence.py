@@ -1,0 +1,75 @@
+"""How a decoder's rows lie over the devices that split them, and by which strategy they attend.
+
+rows = row_plan(config, compute, length)
+tokens = rows.arranged(tokens)       # in the order the devices hold them
+"""
+
+import dataclasses
+import math
+from typing import Protocol
+
+import jax
+
+from meshwright.layout.layout import axes_of
+from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.layouts import ActivationLayouts
+from meshwright.ops.attention import (
+    Mask,
+    Split,
+    choose_strategy,
+    from_zigzag,
+    row_order,
+    to_zigzag,
+)
+
+
+class _Compute(Protocol):
+    @property
+    def layouts(self) -> ActivationLayouts: ...
+
+    @property
+    def sequence(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlan:
+    mask: Mask
+    strategy: str  # none where rows are whole
+    order: str
+
+    def arranged(self, x: jax.Array) -> jax.Array:
+        """[batch, length, ..] from the order of the text to that of the devices."""
+        with jax.named_scope("order"):
+            return to_zigzag(x) if self.order == "zigzag" else x
+
+    def restored(self, x: jax.Array) -> jax.Array:
+        """The reverse."""
+        with jax.named_scope("order"):
+            return from_zigzag(x) if self.order == "zigzag" else x
+
+
+def row_plan(config: DecoderConfig, compute: _Compute, length: int) -> RowPlan:
+    """The plan for rows of this length on the mesh in force."""
+    split = split_of_rows(config, compute.layouts, jax.sharding.get_abstract_mesh().shape, length)
+    if split.ways == 1:
+        return RowPlan(split.mask, "none", "contiguous")
+    strategy = choose_strategy(split, compute.sequence)
+    return RowPlan(split.mask, strategy, row_order(split, strategy))
+
+
+def split_of_rows(
+    config: DecoderConfig, layouts: ActivationLayouts, sizes: dict[str, int], length: int
+) -> Split:
+    """How attention is split, from the layouts alone."""
+    _, along, heads, _ = layouts.heads.partitions
+    ways, tensor = (
+        math.prod(sizes[axis] for axis in axes_of(entry, "heads")) for entry in (along, heads)
+    )
+    return Split(
+        ways=ways,
+        length=length,
+        heads=config.heads // tensor,
+        kv_heads=config.kv_heads // tensor,
+        head_dim=config.head_dim,
+        mask=Mask(window=config.sliding_window).within(length, length),
+    )

@@ -1,0 +1,125 @@
+"""The attention function, on any mesh: a strategy where the length is split, one call elsewhere."""
+
+import math
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.layout.layout import axes_of
+from meshwright.ops.attention import around, ulysses
+from meshwright.ops.attention.block import Block
+from meshwright.ops.attention.kernels import one_call
+from meshwright.ops.attention.mask import Mask
+from meshwright.ops.attention.strategy import ORDERS, Split, choose_strategy, row_order
+from meshwright.ops.exchange import narrow, spec_of, wide_axes
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    mask: Mask | None = None,
+    *,
+    strategy: str = "auto",
+    order: str = "contiguous",
+    kernel: str = "auto",
+) -> jax.Array:
+    """Attention as the mask says, within each document, laid out as `q`.
+
+    `order` is how rows lie over the devices that split them: see row_order and to_zigzag.
+    """
+    _check(q, k, v, segments)
+    mask = (Mask() if mask is None else mask).within(q.shape[1], k.shape[1])
+    specs = spec_of(q), spec_of(k)
+    over = axes_of(specs[0][1], specs[0])
+    split = split_of(q, k, mask)
+    strategy = choose_strategy(split, strategy) if split.ways > 1 else "none"
+    _check_order(order, split, strategy)
+    if split.ways > 1 and mask.causal and q.shape[1] != k.shape[1]:
+        raise MeshwrightError(
+            f"a causal mask over rows that are split takes as many keys as queries, not "
+            f"{k.shape[1]} and {q.shape[1]}"
+        )
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, *given: jax.Array) -> jax.Array:
+        documents = given[0] if given else None
+        here = Block(q, k, v, documents, documents)
+        match strategy:
+            case "none":
+                return one_call(here, mask, kernel)
+            case "ulysses":
+                return ulysses.attend(here, mask, over, split.ways, kernel)
+            case _:
+                return around.attend(here, mask, over, split.ways, strategy, order, kernel)
+
+    given = () if segments is None else (segments,)
+    if jax.sharding.get_abstract_mesh().empty:
+        return local(q, k, v, *given)
+    in_specs = (*specs, specs[1], *(spec_of(x) for x in given))
+    return jax.shard_map(local, in_specs=in_specs, out_specs=specs[0])(q, k, v, *given)
+
+
+def split_of(q: jax.Array, k: jax.Array, mask: Mask) -> Split:
+    """How an attention's rows are split, from the types of its queries and keys."""
+    sizes, spec = jax.sharding.get_abstract_mesh().shape, spec_of(q)
+    length, heads = (math.prod(sizes[axis] for axis in axes_of(spec[d], spec)) for d in (1, 2))
+    return Split(
+        ways=length, length=q.shape[1], heads=q.shape[2] // heads, kv_heads=k.shape[2] // heads,
+        head_dim=q.shape[3], mask=mask,
+    )  # fmt: skip
+
+
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> None:
+    """Shapes, dtypes and layouts that fit together: on a device, heads lie with their keys."""
+    wide = wide_axes()
+    spec, *others = (narrow(spec_of(x), wide) for x in (q, k, v))
+    batch, length, heads, head_dim = q.shape if q.ndim == 4 else (0,) * 4
+    if q.ndim != 4 or k.shape != v.shape or k.shape[::3] != (batch, head_dim):
+        raise MeshwrightError(
+            f"attention takes q as [batch, length, heads, head_dim], k and v as [batch, length, "
+            f"kv_heads, head_dim], not {q.shape}, {k.shape} and {v.shape}"
+        )
+    if heads % k.shape[2]:
+        raise MeshwrightError(
+            f"{heads} heads cannot share {k.shape[2]} kv_heads evenly; heads must be a multiple of "
+            "kv_heads"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise MeshwrightError(
+            f"attention takes q, k and v of one dtype, not {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    if others != [spec, spec] or spec[3] is not None:
+        raise MeshwrightError(
+            f"attention takes q, k and v laid out alike, and head_dim whole: not as {spec}, "
+            f"{others[0]} and {others[1]}"
+        )
+    if segments is None:
+        return
+    if segments.shape != (batch, length) or k.shape[1] != length:
+        raise MeshwrightError(
+            f"segments of shape {segments.shape} do not number the documents of {length} queries "
+            f"and {k.shape[1]} keys in {batch} rows; they are [batch, length], queries and keys "
+            "alike"
+        )
+    if narrow(spec_of(segments), wide) != P(*spec[:2]):
+        raise MeshwrightError(
+            f"segments are laid out as {spec_of(segments)}, queries as {spec}; batch and length "
+            "must go the same way"
+        )
+
+
+def _check_order(order: str, split: Split, strategy: str) -> None:
+    if order not in ORDERS:
+        raise MeshwrightError(
+            f"order={order!r} is not an order of rows{did_you_mean(order, ORDERS)}"
+        )
+    if order == "contiguous" or split.ways == 1:
+        return
+    # without a mask any order is as good; a mask counts places, and zig-zag is known for some
+    if strategy == "ulysses" or (split.mask.causal and row_order(split, strategy) != order):
+        raise MeshwrightError(
+            f"attention by {strategy} with {split.mask} takes rows in contiguous order, not in "
+            f"{order}"
+        )

@@ -1,0 +1,107 @@
+"""Attention of one run of queries to one run of keys, forward and backward: what kernels compute.
+
+A kernel gives each query's output and the log of its sum of weights, so that outputs over several
+runs of keys can be put together; its backward pass takes the output and the sum over *all* keys,
+and gives this run's part of the gradients.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from meshwright.ops.attention.mask import Mask
+
+
+class Block(NamedTuple):
+    """Queries and keys that lie on one device; query heads share key heads in order."""
+
+    q: jax.Array  # [batch, queries, heads, head_dim]
+    k: jax.Array  # [batch, keys, kv_heads, head_dim]
+    v: jax.Array
+    q_segments: jax.Array | None = None  # [batch, queries]: documents; only equals see each other
+    k_segments: jax.Array | None = None
+
+
+class Partial(NamedTuple):
+    """The output over some of the keys, and the log of the sum of their weights."""
+
+    out: jax.Array  # [batch, queries, heads, head_dim]
+    log_sum: jax.Array  # [batch, queries, heads], float32; -inf where nothing was seen
+
+
+class Slopes(NamedTuple):
+    """Gradients of a block's queries, keys and values."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a kernel is asked to do; each says whether it can, from this alone."""
+
+    platform: str
+    dtype: str
+    queries: int
+    keys: int
+    head_dim: int
+    mask: Mask
+    segmented: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Forward and backward, each in two steps where what a fused call gives needs finishing."""
+
+    forward: Callable[[Block, Mask], Any]
+    backward: Callable[[Block, Mask, Partial, jax.Array], Any]
+    refuses: Callable[[Call], str | None]  # why not, None if it can
+    partial: Callable[[Any], Partial] = lambda found: found  # from what forward gives
+    slopes: Callable[[Any], Slopes] = lambda found: found  # from what backward gives
+
+
+def together(a: Partial, b: Partial) -> Partial:
+    """Outputs over two sets of keys as one over both, in float32."""
+    most = jnp.maximum(a.log_sum, b.log_sum)
+    most = jnp.where(jnp.isneginf(most), 0.0, most)
+    of_a, of_b = jnp.exp(a.log_sum - most), jnp.exp(b.log_sum - most)
+    total = of_a + of_b
+    some = jnp.where(total == 0, 1.0, total)  # a query that has seen nothing yet
+    out = a.out.astype(jnp.float32) * (of_a / some)[..., None]
+    out += b.out.astype(jnp.float32) * (of_b / some)[..., None]
+    return Partial(out, jnp.log(total) + most)
+
+
+def where(condition: jax.Array, a: Any, b: Any) -> Any:
+    """One tree or the other, by a condition that holds for all of it."""
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+
+def with_gradient(
+    forward: Callable[[Block], Partial], backward: Callable[[Block, Partial, jax.Array], Slopes]
+) -> Callable[[Block], jax.Array]:
+    """The output alone, as a function that jax can differentiate by the backward given."""
+
+    @jax.custom_vjp
+    def run(*arrays: Any) -> jax.Array:
+        return forward(Block(*arrays)).out
+
+    def keep(*arrays: Any) -> Any:
+        # as a checkpoint: in a loop over layers jax would compute what is the same in all of them
+        # (masks, constants) before the loop, of all turns of a ring, and keep it
+        found = jax.checkpoint(forward, prevent_cse=False)(Block(*arrays))
+        # by name, so that what is kept for the backward pass need not be made again
+        whole = jax.tree.map(lambda x: checkpoint_name(x, "attention"), found)
+        return whole.out, (arrays, whole)
+
+    def slopes(kept: Any, given: jax.Array) -> Any:
+        arrays, whole = kept
+        return *backward(Block(*arrays), whole, given), None, None
+
+    run.defvjp(keep, slopes)
+    return lambda block: run(*block)

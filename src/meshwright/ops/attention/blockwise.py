@@ -1,0 +1,124 @@
+"""Attention in plain JAX, a block of queries at a time: the reference, and the last resort.
+
+Softmax in float32. Scores of a block are made again in the backward pass, never kept, so memory
+grows with the number of keys, not with its square. `dense` is the same with all queries at once.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
+from meshwright.ops.attention.mask import Mask
+from meshwright.ops.exchange import varying_like
+
+ROWS = 512  # queries at a time
+
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def _forward(block: Block, mask: Mask, rows: int | None) -> Partial:
+    def some(part: Any) -> Partial:
+        q, segments, first = part
+        grouped = _grouped(q, block.k)
+        scores = _scores(grouped, segments, first, block, mask)
+        most = jnp.max(scores, axis=-1, keepdims=True)
+        most = jnp.where(jnp.isneginf(most), 0.0, most)  # a query that sees nothing
+        weights = jnp.exp(scores - most)
+        total = jnp.sum(weights, axis=-1, keepdims=True)  # [batch, queries, kv_heads, group, 1]
+        out = _product("bqkgs,bskd->bqkgd", weights.astype(block.v.dtype), block.v)
+        out = out / jnp.where(total == 0, 1.0, total)
+        log_sum = jnp.log(total) + most
+        return Partial(out.reshape(q.shape).astype(q.dtype), log_sum.reshape(q.shape[:3]))
+
+    length = block.q.shape[1]
+    found = lax.map(some, _queries(block, rows))
+    return jax.tree.map(lambda x: _joined(x, length), found)
+
+
+def _backward(
+    block: Block, mask: Mask, whole: Partial, given: jax.Array, rows: int | None
+) -> Slopes:
+    delta = jnp.sum(whole.out.astype(jnp.float32) * given.astype(jnp.float32), axis=-1)
+
+    def some(carry: Any, part: Any) -> Any:
+        of_k, of_v = carry
+        (q, segments, first), log_sum, given, delta = part
+        grouped, given = _grouped(q, block.k), _grouped(given, block.k)
+        log_sum, delta = (x.reshape(*grouped.shape[:4], 1) for x in (log_sum, delta))
+        scores = _scores(grouped, segments, first, block, mask)
+        weights = jnp.where(jnp.isneginf(scores), 0.0, jnp.exp(scores - log_sum))
+        of_weights = _product("bqkgd,bskd->bqkgs", given, block.v)
+        of_scores = weights * (of_weights - delta) * q.shape[-1] ** -0.5
+        of_scores = of_scores.astype(q.dtype)
+        of_q = _product("bqkgs,bskd->bqkgd", of_scores, block.k).reshape(q.shape)
+        of_k += _product("bqkgs,bqkgd->bskd", of_scores, grouped)
+        of_v += _product("bqkgs,bqkgd->bskd", weights.astype(q.dtype), given)
+        return (of_k, of_v), of_q.astype(q.dtype)
+
+    length = block.q.shape[1]
+    zero = varying_like(jnp.zeros(block.k.shape, jnp.float32), block.q, block.k, given)
+    parts = tuple(_cut(x, rows) for x in (whole.log_sum, given, delta))
+    (of_k, of_v), of_q = lax.scan(some, (zero, zero), (_queries(block, rows), *parts))
+    of_k, of_v = of_k.astype(block.k.dtype), of_v.astype(block.v.dtype)
+    return Slopes(_joined(of_q, length), of_k, of_v)
+
+
+def _scores(
+    grouped: jax.Array, segments: jax.Array | None, first: jax.Array, block: Block, mask: Mask
+) -> jax.Array:
+    """[batch, queries, kv_heads, group, keys], -inf where a key is not seen."""
+    queries, head_dim = grouped.shape[1], grouped.shape[-1]
+    scores = _product("bqkgd,bskd->bqkgs", grouped, block.k) * head_dim**-0.5
+    seen = mask.seen(first + jnp.arange(queries), jnp.arange(block.k.shape[1]))
+    seen = None if seen is None else seen[None]
+    if segments is not None and block.k_segments is not None:
+        same = segments[:, :, None] == block.k_segments[:, None, :]
+        seen = same if seen is None else seen & same
+    return scores if seen is None else jnp.where(seen[:, :, None, None], scores, -jnp.inf)
+
+
+def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:
+    """[batch, queries, heads, head_dim] as [batch, queries, kv_heads, group, head_dim]."""
+    batch, queries, heads, head_dim = x.shape
+    return x.reshape(batch, queries, k.shape[2], heads // k.shape[2], head_dim)
+
+
+def _queries(block: Block, rows: int | None) -> Any:
+    """Queries, their documents and the place of the first of them, cut into blocks."""
+    q = _cut(block.q, rows)
+    segments = None if block.q_segments is None else _cut(block.q_segments, rows)
+    return q, segments, jnp.arange(q.shape[0]) * q.shape[2]
+
+
+def _cut(x: jax.Array, rows: int | None) -> jax.Array:
+    """[batch, length, ..] to [blocks, batch, rows, ..], the last filled up with zeros."""
+    batch, length, *rest = x.shape
+    rows = length if rows is None else min(rows, length)
+    missing = ((0, 0), (0, -length % rows), *((0, 0),) * len(rest))
+    return jnp.moveaxis(jnp.pad(x, missing).reshape(batch, -1, rows, *rest), 1, 0)
+
+
+def _joined(x: jax.Array, length: int) -> jax.Array:
+    """The reverse of _cut."""
+    blocks, batch, rows, *rest = x.shape
+    return jnp.moveaxis(x, 0, 1).reshape(batch, blocks * rows, *rest)[:, :length]
+
+
+def _dense_refuses(call: Call) -> str | None:
+    if call.queries > 2 * ROWS:
+        return f"its scores grow with the square of the length ({call.queries})"
+    return None
+
+
+dense = Kernel(
+    functools.partial(_forward, rows=None), functools.partial(_backward, rows=None), _dense_refuses
+)
+blockwise = Kernel(
+    functools.partial(_forward, rows=ROWS),
+    functools.partial(_backward, rows=ROWS),
+    lambda call: None,
+)

@@ -1,0 +1,256 @@
+"""Packed documents, for a fused kernel that has no mask of them.
+
+Few tokens: the mask is a bias of [queries, keys], added to the scores. More than that would be too
+much memory, and slow. But where queries and keys are different parts of a row, only a document that
+lies across the edge is in both, and most often none is. So of full attention one document at a time
+is done, those of all rows at once: its queries and keys are brought to the front, and the kernel is
+told how many there are. Nothing is computed for tokens that see none of these keys. A causal part
+is cut into shorter ones, which take a bias, and full attention between them, in pairs: 1 to 0, 3 to
+2, ..; then 2-3 to 0-1, ..; and so on. Any numbering of documents is right, the usual is fast.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.ops.attention.block import Block, Partial, Slopes, together
+from meshwright.ops.attention.fused import Rows
+from meshwright.ops.exchange import varying_like
+
+BIAS_UP_TO = 2**26  # numbers: 128 MiB of bfloat16
+_TOO_MUCH = 2**30
+_NONE = jnp.iinfo(jnp.int32).max  # no document has this number
+
+Forward = Callable[[Rows], Partial]
+Backward = Callable[[Rows, Partial, jax.Array], Slopes]
+
+
+def forward(call: Forward, block: Block, causal: bool, bias_up_to: int = BIAS_UP_TO) -> Partial:
+    """Output and log-sum of a block with documents, causal or full, by calls without them."""
+    if not causal:
+        return _full_forward(call, block, bias_up_to)
+    length = block.q.shape[1]
+    size = length // parts_of(block.q.shape[0], length, bias_up_to)
+    done = call(_with_bias(_cut(block, size), causal=True))
+    while size < length:
+        size *= 2
+        found = _full_forward(call, _later_to_earlier(block, size), bias_up_to)
+        first, second = _halves(done, size)
+        first = first._replace(out=first.out.astype(jnp.float32))
+        done = _from_halves(first, together(second, found))
+    done = _cut(done, length)
+    return done._replace(out=done.out.astype(block.q.dtype))
+
+
+def backward(
+    call: Backward,
+    block: Block,
+    causal: bool,
+    whole: Partial,
+    given: jax.Array,
+    bias_up_to: int = BIAS_UP_TO,
+) -> Slopes:
+    """This block's part of the gradients; `whole` may be over more keys than its."""
+    if not causal:
+        return _full_backward(call, block, whole, given, bias_up_to)
+    length = block.q.shape[1]
+    size = length // parts_of(block.q.shape[0], length, bias_up_to)
+    sums = _in_float32(
+        call(_with_bias(_cut(block, size), causal=True), *_cut((whole, given), size))
+    )
+    while size < length:
+        size *= 2
+        later = _later_to_earlier(block, size)
+        _, (some, slope) = _halves((whole, given), size)
+        found = _in_float32(_full_backward(call, later, some, slope, bias_up_to))
+        first, second = _halves(sums, size)
+        first = first._replace(k=first.k + found.k, v=first.v + found.v)
+        sums = _from_halves(first, second._replace(q=second.q + found.q))
+    return jax.tree.map(lambda x, of: x.astype(of.dtype), _cut(sums, length), Slopes(*block[:3]))
+
+
+def parts_of(rows: int, length: int, bias_up_to: int = BIAS_UP_TO) -> int:
+    """Into how many a causal part is cut, a power of two: the fewest with a bias that small."""
+    parts = 1
+    while rows * length * (length // parts) > bias_up_to and length % (4 * parts) == 0:
+        parts *= 2
+    return parts
+
+
+def refuses_causal(length: int) -> str | None:
+    if length % 2:
+        return f"of packed documents it takes rows of even length, not {length}"
+    short = length // parts_of(1, length)
+    if short * length > _TOO_MUCH:
+        return (
+            f"rows of {length} packed tokens cannot be halved until a bias of the mask is small: "
+            f"a multiple of a higher power of two can"
+        )
+    return None
+
+
+def _full_forward(call: Forward, block: Block, bias_up_to: int) -> Partial:
+    if _small(block, bias_up_to):
+        return call(_with_bias(block, causal=False))
+    out = varying_like(jnp.zeros_like(block.q), *_arrays(block))
+    nothing = jnp.full(out.shape[:3], -jnp.inf, jnp.float32)
+
+    def visit(done: Partial, of: "_Document") -> Partial:
+        found = call(_rows(block, of))
+        return jax.tree.map(lambda old, new: of.queries.put(old, new), done, found)
+
+    return _one_at_a_time(block, visit, Partial(out, varying_like(nothing, out)))
+
+
+def _full_backward(
+    call: Backward, block: Block, whole: Partial, given: jax.Array, bias_up_to: int
+) -> Slopes:
+    if _small(block, bias_up_to):
+        return call(_with_bias(block, causal=False), whole, given)
+    varies = (*_arrays(block), *whole, given)
+    nothing = Slopes(*(varying_like(jnp.zeros_like(x), *varies) for x in block[:3]))
+
+    def visit(done: Slopes, of: "_Document") -> Slopes:
+        some = jax.tree.map(of.queries.take, (whole, given))
+        # whatever the kernel does past the count, it adds nothing
+        found = call(_rows(block, of), some[0], of.queries.only(some[1]))
+        return Slopes(
+            of.queries.put(done.q, found.q),
+            of.keys.put(done.k, found.k),
+            of.keys.put(done.v, found.v),
+        )
+
+    return _one_at_a_time(block, visit, nothing)
+
+
+class _Front(NamedTuple):
+    """Some tokens of each row, and the order that brings them to the front."""
+
+    chosen: jax.Array  # [rows, length]
+    order: jax.Array  # which token comes to each place
+    places: jax.Array  # where each token goes
+    many: jax.Array  # [rows], of the chosen
+
+    def take(self, x: jax.Array) -> jax.Array:
+        return _along(x, self.order)
+
+    def only(self, x: jax.Array) -> jax.Array:
+        """`x` at the front, zero behind."""
+        is_one = jnp.arange(x.shape[1])[None] < self.many[:, None]
+        return jnp.where(_like(is_one, x), x, jnp.zeros((), x.dtype))
+
+    def put(self, old: jax.Array, new: jax.Array) -> jax.Array:
+        """`old` with what was computed at the front in the places of the chosen."""
+        return jnp.where(_like(self.chosen, old), _along(new, self.places).astype(old.dtype), old)
+
+
+class _Document(NamedTuple):
+    queries: _Front
+    keys: _Front
+
+
+def _one_at_a_time(block: Block, visit: Callable[[Any, _Document], Any], start: Any) -> Any:
+    """`start` after a visit to every document that has both queries and keys here."""
+    assert block.q_segments is not None
+    assert block.k_segments is not None
+    both = block.q_segments.astype(jnp.int32), block.k_segments.astype(jnp.int32)
+
+    def one(carry: Any) -> Any:
+        done, now = carry
+        fronts = (_front((of == now[:, None]) & (now < _NONE)[:, None]) for of in both)
+        following = jnp.minimum(now, _NONE - 1) + 1  # after none there is none again
+        return visit(done, _Document(*fronts)), _first_shared(*both, following)
+
+    least = jnp.full(both[0].shape[:1], jnp.iinfo(jnp.int32).min, jnp.int32)
+    first = _first_shared(*both, varying_like(least, *jax.tree.leaves(start)))
+    return lax.while_loop(lambda carry: jnp.any(carry[1] < _NONE), one, (start, first))[0]
+
+
+def _first_shared(queries: jax.Array, keys: jax.Array, least: jax.Array) -> jax.Array:
+    """Of each row, the first number from `least` on that both sides have; _NONE if there is none.
+
+    The greater of both sides' first numbers is the least that can be in both: from there again.
+    """
+
+    def firsts(least: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ours, theirs = (jnp.where(of >= least[:, None], of, _NONE) for of in (queries, keys))
+        return jnp.min(ours, axis=1), jnp.min(theirs, axis=1)
+
+    def differ(found: Any) -> jax.Array:
+        return jnp.any(found[0] != found[1])
+
+    return lax.while_loop(differ, lambda found: firsts(jnp.maximum(*found)), firsts(least))[0]
+
+
+def _front(chosen: jax.Array) -> _Front:
+    many = jnp.sum(chosen, axis=1, dtype=jnp.int32)
+    before = jnp.cumsum(chosen, axis=1, dtype=jnp.int32) - chosen.astype(jnp.int32)
+    numbers = jnp.broadcast_to(jnp.arange(chosen.shape[1], dtype=jnp.int32)[None], chosen.shape)
+    places = jnp.where(chosen, before, many[:, None] + numbers - before)
+    order = jax.vmap(lambda at, of: jnp.zeros_like(at).at[at].set(of, unique_indices=True))
+    return _Front(chosen, order(places, numbers), places, many)
+
+
+def _rows(block: Block, of: _Document) -> Rows:
+    # a row with none counts one, whose results are not looked at: kernels may mind none
+    counts = jnp.maximum(of.queries.many, 1), jnp.maximum(of.keys.many, 1)
+    k, v = of.keys.take(block.k), of.keys.take(block.v)
+    return Rows(of.queries.take(block.q), k, v, counts=counts)
+
+
+def _with_bias(block: Block, causal: bool) -> Rows:
+    assert block.q_segments is not None
+    assert block.k_segments is not None
+    dtype = block.q.dtype
+    same = block.q_segments[:, None, :, None] == block.k_segments[:, None, None, :]
+    # finite: cuDNN subtracts such scores from each other
+    never = jnp.asarray(-(2.0**15) if dtype == jnp.float16 else -(2.0**41), dtype)
+    bias = jnp.where(same, jnp.zeros((), dtype), never)
+    return Rows(block.q, block.k, block.v, causal=causal, bias=bias)
+
+
+def _small(block: Block, bias_up_to: int) -> bool:
+    (rows, queries), keys = block.q.shape[:2], block.k.shape[1]
+    return rows * queries * keys <= bias_up_to and queries % 2 == keys % 2 == 0
+
+
+def _in_float32(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def _cut(tree: Any, size: int) -> Any:
+    """[rows, length, ..] with rows of another size: cut, or put together again."""
+    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), tree)
+
+
+def _halves(tree: Any, size: int) -> tuple[Any, Any]:
+    """Both halves of every part of that size."""
+    tree, half = _cut(tree, size), size // 2
+    return jax.tree.map(lambda x: x[:, :half], tree), jax.tree.map(lambda x: x[:, half:], tree)
+
+
+def _from_halves(first: Any, second: Any) -> Any:
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y.astype(x.dtype)], axis=1), first, second)
+
+
+def _later_to_earlier(block: Block, size: int) -> Block:
+    """Of every part of that size, the queries of its second half and the keys of its first."""
+    first, second = _halves(block, size)
+    return first._replace(q=second.q, q_segments=second.q_segments)
+
+
+def _along(x: jax.Array, places: jax.Array) -> jax.Array:
+    """Tokens of each row, [rows, length, ..], by their places."""
+    return jax.vmap(lambda row, at: row[at])(x, places)
+
+
+def _like(condition: jax.Array, x: jax.Array) -> jax.Array:
+    """[rows, length] as one for all of each token of `x`."""
+    return condition.reshape(*condition.shape, *(1,) * (x.ndim - 2))
+
+
+def _arrays(block: Block) -> list[jax.Array]:
+    return jax.tree.leaves(block)

@@ -1,0 +1,67 @@
+"""Which keys a query may see, by their places in the row.
+
+>>> Mask()                                  # causal: itself and those before
+Mask(causal=True, window=None, block=None, offset=0)
+>>> Mask(window=4096)                       # causal, the nearest 4096
+Mask(causal=True, window=4096, block=None, offset=0)
+>>> Mask(window=8).within(4, 4)             # of 4 queries and 4 keys it leaves nothing out
+Mask(causal=True, window=None, block=None, offset=0)
+>>> Mask(offset=4).within(4, 4)             # queries behind all keys see them all
+Mask(causal=False, window=None, block=None, offset=0)
+"""
+
+import dataclasses
+
+import jax
+
+from meshwright.errors import MeshwrightError, whole_number
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    causal: bool = True
+    window: int | None = None  # the nearest so many, itself counted
+    block: int | None = None  # block-causal: a token sees its own block of so many whole
+    offset: int = 0  # how many places the first query stands behind the first key
+
+    def __post_init__(self) -> None:
+        for name in ("window", "block"):
+            size = getattr(self, name)
+            if size is None:
+                continue
+            if whole_number(size, f"an attention mask's {name}") < 1:
+                raise MeshwrightError(f"an attention mask's {name}={size} must be at least 1")
+            if not self.causal:
+                raise MeshwrightError(
+                    f"an attention mask with {name}={size} looks back only; leave causal=True"
+                )
+        if self.window is not None and self.block is not None:
+            raise MeshwrightError(
+                f"an attention mask takes a window ({self.window}) or a block ({self.block}), "
+                "not both"
+            )
+
+    def seen(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
+        """[queries, keys], from their places in their own arrays; None if all are seen."""
+        if not self.causal:
+            return None
+        queries = queries[:, None] + self.offset
+        keys = keys[None, :]
+        if self.block is not None:
+            return queries // self.block >= keys // self.block
+        seen = queries >= keys
+        return seen if self.window is None else seen & (queries - keys < self.window)
+
+    def within(self, queries: int, keys: int) -> "Mask":
+        """The simplest mask that says the same of so many queries and keys."""
+        if not self.causal:
+            return EVERYTHING
+        window = self.window
+        if window is not None and window >= self.offset + queries:
+            window = None
+        if window is None and self.offset >= keys - 1:
+            return EVERYTHING
+        return dataclasses.replace(self, window=window)
+
+
+EVERYTHING = Mask(causal=False)

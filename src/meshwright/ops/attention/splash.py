@@ -1,0 +1,281 @@
+"""TPU's fused attention: the splash kernels that come with jax, forward and backward.
+
+They are made for one row of one key head and its query heads, and mapped over the others: mapped
+dims are the ones a chip with two cores divides between them. They do not scale, so queries are
+scaled before and their gradients after. Blocks of queries and keys that do not see each other are
+skipped: a table says which keys each block of queries sees. Here it is written down at once, since
+the seen keys of all our masks lie in one run; jax's own way looks at every element of the mask.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
+from meshwright.ops.attention.mask import Mask
+from meshwright.ops.exchange import varying_like
+
+LANES = 128  # blocks are multiples of this
+LARGEST = 1024  # tokens in a block
+COMPUTED = 512  # keys of a block whose scores are held at once
+# A table lies in the chip's memory for scalars (1 MiB), 3 bytes an entry; one of them has twice as
+# many, since its blocks of keys are those whose scores are held at once
+LARGEST_TABLE = 2**17
+# The backward pass in one kernel, which multiplies less, writes the gradients of queries once for
+# each block of keys: done for so many of them. In a ring, half the queries to all keys and all
+# queries to half the keys come out the same, as they must: devices do one while others do the other
+ONE_KERNEL = 2**16
+
+
+def splash_kernel(interpret: bool = False) -> Kernel:
+    """The kernel; `interpret` runs it in plain JAX on any platform, to test it."""
+    return Kernel(
+        functools.partial(_forward, interpret=interpret),
+        functools.partial(_backward, interpret=interpret),
+        _refuses,
+        _partial,
+        _slopes,
+    )
+
+
+def _forward(block: Block, mask: Mask, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    kernels = _kernels()
+    queries, keys = block.q.shape[1], block.k.shape[1]
+    sizes = _sizes(queries, keys)
+    kernel = kernels.SplashAttentionKernel(
+        _mask_info(mask, queries, keys, sizes.block_q, sizes.block_kv, by_keys=False),
+        None,
+        None,
+        is_mqa=True,
+        block_sizes=sizes,
+        save_residuals=True,
+        mask_value=kernels.DEFAULT_MASK_VALUE,
+        mask_function=_seen(mask),
+        attn_logits_soft_cap=None,
+        residual_checkpoint_name=None,
+        interpret=interpret,
+    )
+
+    def one(q: Any, k: Any, v: Any, documents: Any) -> Any:
+        out, (log_sum,) = kernel(q, k, v, documents and kernels.SegmentIds(*documents))
+        return out, log_sum
+
+    kv_heads = block.k.shape[2]
+    return _untyped(
+        _over_rows_and_heads(one),
+        _by_head(_scaled(block.q), kv_heads), *_keys(block), _documents(block),
+    )  # fmt: skip
+
+
+def _partial(found: tuple[jax.Array, jax.Array]) -> Partial:
+    out, log_sum = found
+    # a query that sees nothing: its sum is log 0, or its scores are all the value that masks
+    nothing = log_sum < float(np.finfo(np.float32).min) / 4
+    out = jnp.where(nothing[..., None], jnp.zeros((), out.dtype), out)
+    log_sum = jnp.where(nothing, -jnp.inf, log_sum)
+    return Partial(_by_token(out), _by_token(log_sum))
+
+
+def _backward(
+    block: Block, mask: Mask, whole: Partial, given: jax.Array, interpret: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    kernels = _kernels()
+    queries, keys = block.q.shape[1], block.k.shape[1]
+    sizes = _sizes(queries, keys)
+    info = functools.partial(_mask_info, mask, queries, keys)
+    of_keys = info(
+        sizes.block_q_dkv, sizes.block_kv_dkv, by_keys=True, whole=sizes.use_fused_bwd_kernel
+    )
+    of_queries = None
+    if not sizes.use_fused_bwd_kernel:
+        of_queries = info(sizes.block_q_dq, sizes.block_kv_dq, by_keys=False)
+    said = (
+        False, kernels.DEFAULT_MASK_VALUE, True, sizes, None, _seen(mask), None, interpret,
+    )  # fmt: skip
+
+    def one(q: Any, k: Any, v: Any, documents: Any, out: Any, log_sum: Any, given: Any) -> Any:
+        documents = documents and kernels.SegmentIds(*documents)
+        kept = (q, k, v, documents, None, out, log_sum, of_queries, of_keys)
+        slopes = kernels._splash_attention_bwd(*said, kept, given)
+        return slopes[3:6]
+
+    kv_heads = block.k.shape[2]
+    # a query that sees nothing anywhere: any sum will do, its weights are all 0
+    log_sum = jnp.where(jnp.isneginf(whole.log_sum), 0.0, whole.log_sum)
+    return _untyped(
+        _over_rows_and_heads(one),
+        _by_head(_scaled(block.q), kv_heads), *_keys(block), _documents(block),
+        *(_by_head(x, kv_heads) for x in (whole.out, log_sum, given)),
+    )  # fmt: skip
+
+
+def _slopes(found: tuple[jax.Array, jax.Array, jax.Array]) -> Slopes:
+    of_q, of_k, of_v = found
+    return Slopes(_scaled(_by_token(of_q)), jnp.swapaxes(of_k, 1, 2), jnp.swapaxes(of_v, 1, 2))
+
+
+def _kernels() -> Any:
+    """jax's; imported when they are needed, since that takes its time."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    return splash_attention_kernel
+
+
+def _over_rows_and_heads(one: Callable[..., Any]) -> Callable[..., Any]:
+    """`one` over rows and key heads; documents, the fourth argument, are the same for all heads."""
+
+    def rows(q: Any, k: Any, v: Any, documents: Any, *more: Any) -> Any:
+        heads = jax.vmap(lambda q, k, v, *more: one(q, k, v, documents, *more))
+        return heads(q, k, v, *more)
+
+    return jax.vmap(rows)
+
+
+def _untyped(run: Callable[..., Any], *arrays: Any) -> Any:
+    """Inside shard_map: run what does not say in its types over which axes its results differ."""
+    from jax._src import config
+
+    with config._check_vma(False):
+        found = run(*arrays)
+    return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves(arrays)), found)
+
+
+def _scaled(x: jax.Array) -> jax.Array:
+    return (x.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)
+
+
+def _by_head(x: jax.Array, kv_heads: int) -> jax.Array:
+    """[batch, queries, heads, ..] as [batch, kv_heads, group, queries, ..]."""
+    batch, queries, heads, *rest = x.shape
+    grouped = x.reshape(batch, queries, kv_heads, heads // kv_heads, *rest)
+    return jnp.moveaxis(grouped, 1, 3)
+
+
+def _by_token(x: jax.Array) -> jax.Array:
+    """The reverse of _by_head."""
+    batch, kv_heads, group, queries, *rest = x.shape
+    return jnp.moveaxis(x, 3, 1).reshape(batch, queries, kv_heads * group, *rest)
+
+
+def _keys(block: Block) -> tuple[jax.Array, jax.Array]:
+    """Keys and values, [batch, kv_heads, keys, head_dim]."""
+    return jnp.swapaxes(block.k, 1, 2), jnp.swapaxes(block.v, 1, 2)
+
+
+def _documents(block: Block) -> tuple[jax.Array, jax.Array] | None:
+    if block.q_segments is None or block.k_segments is None:
+        return None
+    return block.q_segments, block.k_segments
+
+
+def _sizes(queries: int, keys: int) -> Any:
+    of_q, of_k = _largest_block(queries, LARGEST), _largest_block(keys, LARGEST)
+    computed = _largest_block(of_k, COMPUTED)
+    one_kernel = keys // of_k * queries <= ONE_KERNEL
+    return _kernels().BlockSizes(
+        block_q=of_q, block_kv=of_k, block_kv_compute=computed,
+        block_q_dkv=of_q, block_kv_dkv=of_k, block_kv_dkv_compute=computed,
+        block_q_dq=None if one_kernel else of_q, block_kv_dq=None if one_kernel else computed,
+        use_fused_bwd_kernel=one_kernel,
+    )  # fmt: skip
+
+
+def _largest_block(length: int, most: int) -> int:
+    """The largest block of 128, 256, 512 .. tokens up to `most` that divides a length."""
+    size = most
+    while length % size:
+        size //= 2
+    return size
+
+
+@functools.lru_cache(maxsize=64)
+def _seen(mask: Mask) -> Callable[..., Any] | None:
+    """Whether queries see keys, elementwise, from their places; None if all are seen."""
+    if not mask.causal:
+        return None
+
+    def seen(queries: Any, keys: Any) -> Any:
+        if mask.block is not None:
+            of_queries = lax.div(queries + mask.offset, jnp.int32(mask.block))
+            return of_queries >= lax.div(keys, jnp.int32(mask.block))
+        ahead = queries - keys + mask.offset
+        return ahead >= 0 if mask.window is None else (ahead >= 0) & (ahead < mask.window)
+
+    return seen
+
+
+def _mask_info(
+    mask: Mask, queries: int, keys: int, of_q: int, of_k: int, *, by_keys: bool, whole: bool = False
+) -> Any:
+    """The kernels' table: for each block of queries (or of keys) the blocks of the others to visit.
+
+    `whole`: with a place for every block, seen or not.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import (
+        MaskInfo,
+    )
+
+    if not mask.causal:
+        return MaskInfo(None, None, None, None, None)
+    visit, seen = table(mask, queries, keys, of_q, of_k, by_keys=by_keys, whole=whole)
+    return MaskInfo(
+        data_next=jnp.asarray(visit[None].astype(np.int16)),
+        mask_next=None,
+        block_mask=jnp.asarray(seen[None].astype(np.int8)),
+        partial_mask_blocks=None,
+        q_sequence=np.arange(queries, dtype=np.int32),
+    )
+
+
+def table(
+    mask: Mask, queries: int, keys: int, of_q: int, of_k: int, *, by_keys: bool, whole: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which blocks of keys each block of queries visits in turn, and whether it sees them.
+
+    Both [blocks of queries, visits]. `by_keys`: which queries each block of keys visits, both
+    [visits, blocks of keys].
+    """
+    window, block = mask.window or queries + keys + mask.offset, mask.block or 1
+    if by_keys:  # the first and the last query that see any of a block's keys
+        own, other, size = np.arange(keys // of_k) * of_k, queries, of_q
+        low = own // block * block - mask.offset
+        high = own + of_k - 1 + window - 1 - mask.offset
+    else:  # the first and the last key that any of a block's queries see
+        own, other, size = np.arange(queries // of_q) * of_q + mask.offset, keys, of_k
+        low = own - window + 1
+        high = (own + of_q - 1) // block * block + block - 1
+    first, last = np.maximum(low, 0) // size, np.minimum(high, other - 1) // size
+    places = other // size if whole else max(1, int(np.max(last - first)) + 1)
+    place = np.arange(places)[None]
+    # visits end with the last block seen; what is fetched before the first is the first, early
+    at = np.broadcast_to(place, (len(own), places)) if whole else place + last[:, None] - places + 1
+    seen = (at >= first[:, None]) & (at <= last[:, None])
+    visit = np.clip(np.clip(at, first[:, None], last[:, None]), 0, other // size - 1)
+    return (visit.T, seen.T) if by_keys else (visit, seen)
+
+
+def _refuses(call: Call) -> str | None:
+    if call.platform != "tpu":
+        return "it runs on TPUs"
+    if call.dtype not in ("bfloat16", "float32"):
+        return f"it computes in bfloat16 and float32, not {call.dtype}"
+    for name, length in (("queries", call.queries), ("keys", call.keys)):
+        if length % LANES:
+            return f"{length} {name} are not a multiple of {LANES}"
+    if call.mask.causal:
+        sizes = _sizes(call.queries, call.keys)
+        entries = call.queries // sizes.block_q * (call.keys // sizes.block_kv)
+        if entries > LARGEST_TABLE:
+            return (
+                f"its table of which blocks see each other would have {entries:,} entries, more "
+                f"than {LARGEST_TABLE:,}"
+            )
+    return None
+
+
+splash = splash_kernel()

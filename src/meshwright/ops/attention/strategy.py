@@ -1,0 +1,135 @@
+"""How attention is done over a split length: which strategy, and in which order the row lies.
+
+>>> over = Split(ways=8, length=65536, heads=32, kv_heads=8, head_dim=128, mask=Mask())
+>>> choose_strategy(over, "ring")
+'ring'
+>>> row_order(over, "ring"), row_order(over, "ulysses")
+('zigzag', 'contiguous')
+"""
+
+import dataclasses
+import functools
+import logging
+
+from meshwright.errors import MeshwrightError, count, did_you_mean, nearest_multiples
+from meshwright.ops.attention.mask import Mask
+
+_log = logging.getLogger("meshwright")
+
+STRATEGIES = ("ring", "allgather", "ulysses")
+ORDERS = ("contiguous", "zigzag")
+# FLOP/s of a chip for each byte/s of a link to its neighbour, where the chip is not known: TPU v5p
+# has 5,100, H200 over NVLink 2,200
+FLOPS_PER_BYTE = 5000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """An attention whose rows are split over `ways` devices."""
+
+    ways: int
+    length: int  # of a whole row
+    heads: int  # on a device
+    kv_heads: int
+    head_dim: int
+    mask: Mask
+    flops_per_byte: float = FLOPS_PER_BYTE  # of the machine, between neighbours along the axis
+
+    @property
+    def part(self) -> int:
+        """Tokens of a row on a device."""
+        return self.length // self.ways
+
+
+def choose_strategy(split: Split, strategy: str = "auto") -> str:
+    """The strategy, with every reason it cannot be checked; auto's choice is logged once."""
+    if strategy == "auto":
+        return explain_strategy(split)[0]
+    if strategy not in STRATEGIES:
+        raise MeshwrightError(
+            f"sequence_parallel={strategy!r} is not a strategy"
+            f"{did_you_mean(strategy, ['auto', *STRATEGIES])}"
+        )
+    why = refusal(split, strategy)
+    if why is not None:
+        able = [name for name in STRATEGIES if refusal(split, name) is None]
+        can = f"; {' and '.join(able)} can" if able else ""
+        raise MeshwrightError(f"sequence_parallel={strategy!r} cannot serve this: {why}{can}")
+    return strategy
+
+
+def refusal(split: Split, strategy: str) -> str | None:
+    """Why a strategy cannot serve, None if it can."""
+    if split.ways == 1:
+        return None
+    if strategy == "ulysses":
+        for name, heads in (("heads", split.heads), ("kv_heads", split.kv_heads)):
+            if heads % split.ways:
+                return (
+                    f"it gives each of sp={split.ways} devices its own heads, and {heads} {name} "
+                    f"on a device are not divisible by {split.ways}"
+                )
+        parts = split.ways
+    else:
+        block, offset = split.mask.block, split.mask.offset
+        if offset:
+            return f"its masks begin at the first key, not {offset} places behind it"
+        if block is not None and split.length % (split.ways * block):
+            return (
+                f"blocks of {block} tokens would lie across the edges of {split.ways} parts of "
+                f"seq={split.length}; seq={nearest_multiples(split.length, split.ways * block)} "
+                "would fit"
+            )
+        parts = split.ways * (2 if row_order(split, strategy) == "zigzag" else 1)
+    if split.length % parts:
+        chunks = " (two chunks a device, to balance a causal mask)" if parts > split.ways else ""
+        return (
+            f"seq={split.length} is not divisible by {parts}{chunks}; seq="
+            f"{nearest_multiples(split.length, parts)} would fit"
+        )
+    return None
+
+
+def row_order(split: Split, strategy: str) -> str:
+    """How a row lies over the devices: zigzag where that balances a causal mask."""
+    mask = split.mask
+    if split.ways == 1 or strategy == "ulysses" or not mask.causal or mask.window is not None:
+        return "contiguous"
+    if mask.block is not None and split.length % (2 * split.ways * mask.block):
+        return "contiguous"
+    return "zigzag"
+
+
+@functools.lru_cache(maxsize=256)
+def explain_strategy(split: Split) -> tuple[str, str]:
+    """The strategy auto takes, and why in a sentence."""
+    able = [name for name in STRATEGIES if refusal(split, name) is None]
+    if not able:
+        raise MeshwrightError(
+            f"no strategy can split this attention over sp={split.ways}: "
+            + "; ".join(f"{name}: {refusal(split, name)}" for name in STRATEGIES)
+        )
+    work = split.heads / split.kv_heads * split.part / 2  # FLOPs of a turn for each byte of its hop
+    if able == ["ulysses"]:
+        chosen = "ulysses"
+        why = f"ring and allgather cannot: {refusal(split, 'ring')}"
+    elif work >= split.flops_per_byte:
+        chosen = "ring"
+        why = (
+            f"a turn has {work:,.0f} FLOPs for each byte that hops, the machine needs "
+            f"{split.flops_per_byte:,.0f} to hide it"
+        )
+    elif "ulysses" in able and split.ways > 1 + split.heads / split.kv_heads:
+        chosen = "ulysses"
+        why = (
+            f"parts of {split.part} tokens are too short to hide a hop, and moving heads sends "
+            f"less than moving keys to {split.ways} devices"
+        )
+    else:
+        chosen = "allgather"
+        why = (
+            f"parts of {split.part} tokens are too short to hide a hop, and keys of "
+            f"{count(split.kv_heads, 'head')} are few"
+        )
+    _log.info("sequence parallel: %s (%s)", chosen, why)
+    return chosen, why

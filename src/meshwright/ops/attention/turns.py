@@ -1,0 +1,148 @@
+"""What a device does with the keys of each other one, turn by turn.
+
+n devices along the ring each hold a part of every row. At turn t device i has the keys of device
+i - t (mod n). In *contiguous* order device i holds the i-th part. In *zig-zag* order a row is cut
+into 2n chunks and device i holds chunks i and 2n-1-i: of a causal mask every device then has the
+same work at every turn. At turn 0 its own two chunks, causal. After that, keys of an earlier device
+are seen in their first chunk only, by all queries; keys of a later one are seen whole, by the
+queries of the second chunk only: two chunks' worth of full attention either way. So no turn but the
+first needs a mask, and none computes what is thrown away.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.ops.attention import kernels
+from meshwright.ops.attention.block import Block, Partial, Slopes, together, where
+from meshwright.ops.attention.mask import EVERYTHING, Mask
+
+
+class Keys(NamedTuple):
+    """What travels: keys and values in one array, and their documents."""
+
+    both: jax.Array  # [2, batch, length, kv_heads, head_dim]
+    segments: jax.Array | None  # [batch, length]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """The turns of a mask over n devices: one at home, some all alike, some with their own mask."""
+
+    first: Mask
+    alike: int  # turns 1 .. alike: full attention, by the order
+    last: tuple[Mask, ...]  # turns after those
+    order: str
+    earlier_only: bool  # whether keys of later devices are not seen at all
+
+    @property
+    def hops(self) -> int:
+        """How often keys move on; after the last turn they need not."""
+        return self.alike + len(self.last)
+
+
+def turns_of(mask: Mask, order: str, ways: int, length: int) -> Turns:
+    """The turns for rows split `ways` ways, `length` tokens of each on a device."""
+    others = ways - 1
+    if not mask.causal:
+        return Turns(EVERYTHING, others, (), "contiguous", earlier_only=False)
+    if order == "zigzag":
+        return Turns(mask, others, (), order, earlier_only=False)
+    if mask.window is None:
+        return Turns(mask, others, (), order, earlier_only=True)
+    # a window: the last device whose keys the first query reaches, and those seen whole
+    reach = min(others, (mask.window + length - 2) // length)
+    whole = min(reach, mask.window // length - 1) if mask.window >= length else 0
+    rest = range(whole + 1, reach + 1)
+    masks = tuple(dataclasses.replace(mask, offset=turn * length) for turn in rest)
+    return Turns(mask, whole, masks, order, earlier_only=True)
+
+
+def add_turn(
+    done: Partial | None, here: Block, keys: Keys, turns: Turns, before: jax.Array,
+    mask: Mask | None, kernel: str, under_way: Any = (),
+) -> tuple[Partial, Any]:  # fmt: skip
+    """The outputs so far and those of this turn, together; and what was under way meanwhile.
+
+    `before`: whether the keys are an earlier device's. `mask` is None in the turns that are alike.
+    """
+    if mask is None and turns.order == "zigzag":
+        assert done is not None
+
+        def earlier(done: Partial) -> Partial:
+            return together(done, kernels.forward(_earlier(here, keys), EVERYTHING, kernel)[0])
+
+        def later(done: Partial) -> Partial:
+            found = kernels.forward(_later(here, keys), EVERYTHING, kernel)[0]
+            half = found.out.shape[1]
+            new = together(jax.tree.map(lambda x: x[:, half:], done), found)
+            return jax.tree.map(lambda x, y: x.at[:, half:].set(y), done, new)
+
+        done = lax.cond(before, earlier, later, done)
+        return lax.optimization_barrier((done, under_way))
+    found, under_way = kernels.forward(_with(here, keys), mask or EVERYTHING, kernel, under_way)
+    if done is None:
+        return Partial(found.out.astype(jnp.float32), found.log_sum), under_way
+    if turns.earlier_only:
+        found = found._replace(log_sum=jnp.where(before, found.log_sum, -jnp.inf))
+    return together(done, found), under_way
+
+
+def slopes_of_turn(
+    whole: Partial, given: jax.Array, here: Block, keys: Keys, turns: Turns, before: jax.Array,
+    mask: Mask | None, kernel: str, under_way: Any = (),
+) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
+    """This turn's part of the gradients, of the queries here and of keys and values, in float32;
+    and what was under way meanwhile."""
+    if mask is None and turns.order == "zigzag":
+
+        def earlier() -> tuple[jax.Array, jax.Array]:
+            found = kernels.backward(_earlier(here, keys), EVERYTHING, whole, given, kernel)[0]
+            of_keys = jnp.stack([found.k, found.v])
+            return found.q, jnp.concatenate([of_keys, jnp.zeros_like(of_keys)], axis=2)
+
+        def later() -> tuple[jax.Array, jax.Array]:
+            _, (some, slope) = _chunks((whole, given))
+            found = kernels.backward(_later(here, keys), EVERYTHING, some, slope, kernel)[0]
+            of_q = jnp.concatenate([jnp.zeros_like(found.q), found.q], axis=1)
+            return of_q, jnp.stack([found.k, found.v])
+
+        found, under_way = lax.optimization_barrier((lax.cond(before, earlier, later), under_way))
+        of_q, of_keys = jax.tree.map(lambda x: x.astype(jnp.float32), found)
+        return of_q, of_keys, under_way
+    found, under_way = kernels.backward(
+        _with(here, keys), mask or EVERYTHING, whole, given, kernel, under_way
+    )
+    if turns.earlier_only and mask is not turns.first:
+        found = where(before, found, Slopes(*(jnp.zeros((), x.dtype) for x in found)))
+    of_keys = jnp.stack([found.k, found.v]).astype(jnp.float32)
+    return found.q.astype(jnp.float32), of_keys, under_way
+
+
+def _with(here: Block, keys: Keys) -> Block:
+    return here._replace(k=keys.both[0], v=keys.both[1], k_segments=keys.segments)
+
+
+def _earlier(here: Block, keys: Keys) -> Block:
+    """An earlier device's keys: all queries see the first chunk of them."""
+    first, _ = _chunks(_with(here, keys))
+    return here._replace(k=first.k, v=first.v, k_segments=first.k_segments)
+
+
+def _later(here: Block, keys: Keys) -> Block:
+    """A later device's keys: the queries of the second chunk see them all."""
+    block = _with(here, keys)
+    _, second = _chunks(block)
+    return block._replace(q=second.q, q_segments=second.q_segments)
+
+
+def _chunks(tree: Any) -> tuple[Any, Any]:
+    """Both chunks of the length, dim 1."""
+    half = jax.tree.leaves(tree)[0].shape[1] // 2
+    return (
+        jax.tree.map(lambda x: x[:, :half], tree),
+        jax.tree.map(lambda x: x[:, half:], tree),
+    )

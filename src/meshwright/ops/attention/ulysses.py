@@ -1,0 +1,26 @@
+"""Ulysses: each device exchanges its part of the length for its own heads, and back."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.ops.attention.block import Block
+from meshwright.ops.attention.kernels import one_call
+from meshwright.ops.attention.mask import Mask
+
+
+def attend(here: Block, mask: Mask, over: tuple[str, ...], ways: int, kernel: str) -> jax.Array:
+    """Inside shard_map: attention of this device's part of the rows, split over `over`."""
+
+    def whole_rows(x: jax.Array) -> jax.Array:
+        return lax.all_to_all(x, over, split_axis=2, concat_axis=1, tiled=True)
+
+    segments = here.q_segments
+    if segments is not None:  # every device needs them all: a copy for each is sent
+        batch, part = segments.shape
+        copies = jnp.broadcast_to(segments[:, None], (batch, ways, part))
+        segments = lax.all_to_all(copies, over, split_axis=1, concat_axis=1, tiled=True)
+        segments = segments.reshape(batch, ways * part)
+    q, k, v = (whole_rows(x) for x in (here.q, here.k, here.v))
+    out = one_call(Block(q, k, v, segments, segments), mask, kernel)
+    return lax.all_to_all(out, over, split_axis=1, concat_axis=2, tiled=True)

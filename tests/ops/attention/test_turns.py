@@ -1,0 +1,98 @@
+"""The turns of a ring against the mask they stand for, place by place; no device is needed."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.ops.attention.reference import Sees, zigzag
+
+from meshwright.ops.attention import Mask
+from meshwright.ops.attention.turns import Turns, turns_of
+
+
+def work(turns: Turns, device: int, turn: int, length: int) -> np.ndarray:
+    """[queries, keys] that a device computes and uses at a turn, from what turns.py says of it."""
+    before = device >= turn
+    mask = turns.first if turn == 0 else None
+    if turn > turns.alike:
+        mask = turns.last[turn - turns.alike - 1]
+    if mask is not None:
+        seen = Sees(**dataclasses.asdict(mask)).table(length, length)
+        return seen & (before or not turns.earlier_only)
+    seen = np.zeros((length, length), bool)
+    half = length // 2
+    if turns.order != "zigzag":
+        seen[:] = before or not turns.earlier_only
+    elif before:
+        seen[:, :half] = True
+    else:
+        seen[half:] = True
+    return seen
+
+
+def all_turns(turns: Turns, ways: int, length: int, places: np.ndarray) -> np.ndarray:
+    """How often each query meets each key, by their places in the text."""
+    met = np.zeros((ways * length,) * 2, int)
+    held = places.reshape(ways, length)
+    for device in range(ways):
+        for turn in range(turns.hops + 1):
+            found = work(turns, device, turn, length)
+            met[np.ix_(held[device], held[(device - turn) % ways])] += found
+    return met
+
+
+@given(ways=st.integers(2, 6), length=st.integers(1, 8), data=st.data())
+def test_every_query_meets_each_key_it_sees_once(
+    ways: int, length: int, data: st.DataObject
+) -> None:
+    windows = st.builds(lambda n: Mask(window=n), st.integers(1, ways * length + 1))
+    blocks = st.sampled_from([n for n in range(1, length + 1) if length % n == 0])
+    mask = data.draw(
+        st.one_of(
+            st.just(Mask()),
+            st.just(Mask(causal=False)),
+            windows,
+            st.builds(lambda n: Mask(block=n), blocks),
+        )
+    )
+    turns = turns_of(mask.within(ways * length, ways * length), "contiguous", ways, length)
+    expected = Sees(**dataclasses.asdict(mask)).table(ways * length, ways * length)
+    met = all_turns(turns, ways, length, np.arange(ways * length))
+    np.testing.assert_array_equal(met, expected)
+
+
+@given(ways=st.integers(2, 6), chunk=st.integers(1, 4), block=st.sampled_from([None, 1, 2]))
+def test_in_zigzag_order_too(ways: int, chunk: int, block: int | None) -> None:
+    length = 2 * chunk * (block or 1)
+    mask = Mask(block=block)
+    turns = turns_of(mask, "zigzag", ways, length)
+    expected = Sees(block=block).table(ways * length, ways * length)
+    met = all_turns(turns, ways, length, zigzag(ways * length, ways))
+    np.testing.assert_array_equal(met, expected)
+
+
+@pytest.mark.parametrize("ways", [2, 4, 8])
+def test_in_zigzag_order_every_device_has_the_same_work_at_every_turn(ways: int) -> None:
+    length = 8
+
+    def useful(order: str) -> np.ndarray:
+        turns = turns_of(Mask(), order, ways, length)
+        return np.array(
+            [[work(turns, i, t, length).sum() for i in range(ways)] for t in range(ways)]
+        )
+
+    zigzag, contiguous = useful("zigzag"), useful("contiguous")
+    assert (zigzag == zigzag[:, :1]).all()
+    # in the order of the text the last device works at every turn, the first at one
+    np.testing.assert_array_equal((contiguous > 0).sum(0), np.arange(1, ways + 1))
+
+
+@pytest.mark.parametrize(
+    ("window", "hops", "whole"),
+    [(1, 0, 0), (2, 1, 0), (8, 1, 0), (9, 1, 0), (10, 2, 0), (16, 2, 1), (17, 2, 1), (18, 3, 1)],
+)
+def test_a_window_makes_no_hop_further_than_it_reaches(window: int, hops: int, whole: int) -> None:
+    turns = turns_of(Mask(window=window), "contiguous", 4, 8)
+    assert (turns.hops, turns.alike) == (hops, whole)
