@@ -42,6 +42,8 @@ def changed(**what: Any) -> Split:
         (changed(length=8192, ways=4), "allgather", "keys of 8 heads are few"),
         (changed(length=8192, ways=4, kv_heads=32), "ulysses", "moving heads sends less"),
         (changed(length=1024, kv_heads=1), "allgather", "keys of 1 head are few"),
+        (changed(length=8192, mask=Mask(window=2000)), "ring", "reaches 2 parts back, no more"),
+        (changed(length=8192, mask=Mask(window=100)), "ring", "reaches 1 part back, no more"),
         (
             changed(mask=Mask(block=1000)),
             "ulysses",

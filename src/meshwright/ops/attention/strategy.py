@@ -13,6 +13,7 @@ import logging
 
 from meshwright.errors import MeshwrightError, count, did_you_mean, nearest_multiples
 from meshwright.ops.attention.mask import Mask
+from meshwright.ops.attention.turns import turns_of
 
 _log = logging.getLogger("meshwright")
 
@@ -100,6 +101,11 @@ def row_order(split: Split, strategy: str) -> str:
     return "zigzag"
 
 
+def _hops(split: Split) -> int:
+    """How far keys travel around a ring."""
+    return turns_of(split.mask, row_order(split, "ring"), split.ways, split.part).hops
+
+
 @functools.lru_cache(maxsize=256)
 def explain_strategy(split: Split) -> tuple[str, str]:
     """The strategy auto takes, and why in a sentence."""
@@ -113,6 +119,9 @@ def explain_strategy(split: Split) -> tuple[str, str]:
     if able == ["ulysses"]:
         chosen = "ulysses"
         why = f"ring and allgather cannot: {refusal(split, 'ring')}"
+    elif (hops := _hops(split)) < split.ways - 1:
+        chosen = "ring"
+        why = f"a window of {split.mask.window} tokens reaches {count(hops, 'part')} back, no more"
     elif work >= split.flops_per_byte:
         chosen = "ring"
         why = (
