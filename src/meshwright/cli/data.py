@@ -1,4 +1,4 @@
-"""`meshwright data pack` and `data info`: text into a token store, and what is in one."""
+"""`meshwright data`: text, or rows to find needles in, into a token store; what is in one."""
 
 import codecs
 import sys
@@ -22,6 +22,7 @@ from meshwright.train.data import (
 )
 from meshwright.train.data import pack as pack_store
 from meshwright.train.data.embedded import EMBEDDED
+from meshwright.train.data.needle import Needles, write_needles
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,33 @@ class Pack:
 
 
 @dataclass(frozen=True)
+class Needle:
+    """Make rows that hide `!key value` pairs in hay and ask for them at the end.
+
+    meshwright data needle needle.store --rows 10000 --seq 256
+    """
+
+    out: tyro.conf.Positional[Path]
+    """The folder to write the store to; train on it with the same --seq."""
+    rows: int
+    """How many."""
+    seq: int
+    """Tokens of a row."""
+    needles: int = Needles.needles
+    """Pairs hidden in a row, each with a key of its own."""
+    questions: int | None = None
+    """How many of them are asked for, each once; by default all."""
+    key_length: int = Needles.key_length
+    """Letters of a key."""
+    value_length: int = Needles.value_length
+    """Letters of a value."""
+    seed: int = 0
+    """The same seed gives the same rows."""
+    overwrite: bool = False
+    """Replace the store if there is one."""
+
+
+@dataclass(frozen=True)
 class Info:
     """Show what a token store holds."""
 
@@ -69,12 +97,15 @@ def data(
     # what is asked for, not the work itself: tyro would dress the work's errors as its own
     command: tyro.conf.OmitSubcommandPrefixes[
         Annotated[Pack, tyro.conf.subcommand("pack")]
+        | Annotated[Needle, tyro.conf.subcommand("needle")]
         | Annotated[Info, tyro.conf.subcommand("info")]
     ],
 ) -> None:
-    """Pack text into token stores, and look into them."""
+    """Make token stores, and look into them."""
     if isinstance(command, Pack):
         pack(command)
+    elif isinstance(command, Needle):
+        needle(command)
     else:
         info(command)
 
@@ -101,6 +132,17 @@ def pack(asked: Pack) -> None:
     print(_summary(done, asked.out))
     for problem in done.first_bad:
         print(f"  left out: {problem}", file=sys.stderr)
+
+
+def needle(asked: Needle) -> None:
+    """Write the rows and say how to go on."""
+    settings = Needles(asked.needles, asked.questions, asked.key_length, asked.value_length)
+    store = write_needles(settings, asked.out, asked.rows, asked.seq, asked.seed, asked.overwrite)
+    print(
+        f"wrote {asked.out}: {count(store.documents, 'row')} of {asked.seq:,} tokens, each "
+        f"{count(settings.needles, 'needle')} and {count(settings.asked, 'question')}; train with "
+        f"--data {asked.out} --seq {asked.seq}"
+    )
 
 
 def info(asked: Info) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import tyro
 
 from meshwright.cli.data import data
+from meshwright.cli.eval import evaluate
 from meshwright.cli.generate import generate
 from meshwright.cli.machines import machines
 from meshwright.cli.show import show
@@ -20,6 +21,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "data": data,
     "train": train,
     "generate": generate,
+    "eval": evaluate,
 }
 
 

@@ -1,4 +1,4 @@
-"""A model to generate with: from a run's checkpoint or a Hugging Face folder, onto any mesh.
+"""A model to use: from a run's checkpoint or a Hugging Face folder, onto any mesh.
 
 model = load_for_generation("runs/first", generation_mesh("fsdp=4,tp=2"))
 """
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError, mesh_text
-from meshwright.layout import layouts
+from meshwright.layout import Rules, layouts
 from meshwright.layout.layout import Layout
 from meshwright.mesh import MeshSpec
 from meshwright.mesh import mesh as build_mesh
@@ -114,10 +114,13 @@ def look_into(
     return _hugging_face(folder, fields, own, end_token)
 
 
-def load(source: Source, mesh: Mesh, dtype: Any = jnp.float32) -> Model:
-    """Its weights onto the mesh, matrices in `dtype`; each device reads its part."""
+def load(source: Source, mesh: Mesh, dtype: Any = jnp.float32, rules: Rules | None = None) -> Model:
+    """Its weights onto the mesh, matrices in `dtype`; each device reads its part.
+
+    They lie by `rules`, those of generation unless others are given.
+    """
     check_fits(source.config, mesh)
-    return Model(source, source.read(targets(source.config, mesh, dtype)), mesh)
+    return Model(source, source.read(targets(source.config, mesh, dtype, rules)), mesh)
 
 
 def check_fits(config: DecoderConfig, mesh: Mesh) -> None:
@@ -135,7 +138,7 @@ def check_fits(config: DecoderConfig, mesh: Mesh) -> None:
                 )
 
 
-def targets(config: DecoderConfig, mesh: Mesh, dtype: Any) -> Any:
+def targets(config: DecoderConfig, mesh: Mesh, dtype: Any, rules: Rules | None = None) -> Any:
     """Every parameter described, with its place on the mesh; norms and biases in float32."""
     arrays = abstract_arrays(config)
     wide = wide_axes(mesh.shape)
@@ -145,7 +148,7 @@ def targets(config: DecoderConfig, mesh: Mesh, dtype: Any) -> Any:
         place = NamedSharding(mesh, narrow(P(*layout.axes), wide))
         return jax.ShapeDtypeStruct(spec.shape, kept, sharding=place)
 
-    places = layouts(arrays, generation_rules(), mesh=mesh)
+    places = layouts(arrays, generation_rules() if rules is None else rules, mesh=mesh)
     return jax.tree_util.tree_map_with_path(target, arrays, places)
 
 

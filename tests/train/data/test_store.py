@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import MeshwrightError
 from meshwright.train.data import ByteTokenizer, Reading, TokenStore, load_tokenizer, pack
-from meshwright.train.data.packing import _Writer
+from meshwright.train.data.packing import StoreWriter
 
 BYTES = ByteTokenizer()
 STORIES = ["One.", "Two é.", "", "  \n ", "Three.\n"]
@@ -139,7 +139,7 @@ def test_a_failure_in_the_middle_leaves_the_old_store_and_no_rest(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(_Writer, "finish", full)
+    monkeypatch.setattr(StoreWriter, "finish", full)
     with pytest.raises(MeshwrightError, match=r"cannot be written: No space left"):
         pack([tmp_path / "a.jsonl"], tmp_path / "a.store", BYTES, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "a.store"]

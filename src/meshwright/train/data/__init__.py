@@ -7,6 +7,7 @@ from meshwright.train.data.check import check_data
 from meshwright.train.data.embedded import embedded_corpus, embedded_text
 from meshwright.train.data.loader import Loader, held_out_loader, training_loader
 from meshwright.train.data.mixture import Mixture
+from meshwright.train.data.needle import NeedleRows, Needles, needle_rows, write_needles
 from meshwright.train.data.packing import Packed, pack
 from meshwright.train.data.readers import Reading
 from meshwright.train.data.rows import FIELDS, NO_TARGET, read_rows, row_count
@@ -25,6 +26,8 @@ __all__ = [
     "ByteTokenizer",
     "Loader",
     "Mixture",
+    "NeedleRows",
+    "Needles",
     "Packed",
     "Reading",
     "TokenStore",
@@ -35,9 +38,11 @@ __all__ = [
     "embedded_text",
     "held_out_loader",
     "load_tokenizer",
+    "needle_rows",
     "pack",
     "read_rows",
     "row_count",
     "tokenizer_from_json",
     "training_loader",
+    "write_needles",
 ]

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,6 @@ def pack(
     Each document ends with the tokenizer's end-of-document id. `special_tokens` also adds what
     the tokenizer itself puts around a text, such as Llama's begin-of-text.
     """
-    target = Path(out)
-    _check_target(target, overwrite)
     found = [(str(source), *find_files(source)) for source in sources]
     if not found:
         raise MeshwrightError("there is nothing to pack: give files or folders")
@@ -71,18 +69,37 @@ def pack(
             raise MeshwrightError(f"{problem}. To leave such documents out: --skip-bad")
         problems.append(problem if len(problems) < 8 else "")
 
+    with new_store(out, tokenizer, special_tokens, overwrite) as writer:
+        facts = []
+        for source, files, _ in found:
+            before = writer.documents
+            for texts in _batches(_documents(files, reading, bad)):
+                writer.add(texts)
+                progress(writer.documents, writer.tokens)
+            facts.append({"path": source, "documents": writer.documents - before})
+        writer.finish({"sources": facts, "empty": writer.empty, "bad": len(problems)})
+    return Packed(
+        store=TokenStore.open(out),
+        files=sum(len(files) for _, files, _ in found),
+        empty=writer.empty,
+        bad=len(problems),
+        first_bad=tuple(problems[:8]),
+        other_files=tuple(str(other) for _, _, others in found for other in others),
+    )
+
+
+@contextmanager
+def new_store(
+    out: str | Path, tokenizer: Tokenizer, special_tokens: bool = False, overwrite: bool = False
+) -> Iterator["StoreWriter"]:
+    """A store to add texts to and to finish; it stands at `out` whole when the block ends well."""
+    target = Path(out)
+    _check_target(target, overwrite)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with closing(_Writer(partial, tokenizer, special_tokens)) as writer:
-            facts = []
-            for source, files, _ in found:
-                before = writer.documents
-                for texts in _batches(_documents(files, reading, bad)):
-                    writer.add(texts)
-                    progress(writer.documents, writer.tokens)
-                facts.append({"path": source, "documents": writer.documents - before})
-            writer.finish({"sources": facts, "empty": writer.empty, "bad": len(problems)})
+        with closing(StoreWriter(partial, tokenizer, special_tokens)) as writer:
+            yield writer
         _move_into_place(partial, target)
     except OSError as reason:
         raise MeshwrightError(
@@ -90,14 +107,6 @@ def pack(
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
-    return Packed(
-        store=TokenStore.open(target),
-        files=sum(len(files) for _, files, _ in found),
-        empty=writer.empty,
-        bad=len(problems),
-        first_bad=tuple(problems[:8]),
-        other_files=tuple(str(other) for _, _, others in found for other in others),
-    )
 
 
 def _documents(files: list[Path], reading: Reading, bad: Bad) -> Iterator[str]:
@@ -118,7 +127,7 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-class _Writer:
+class StoreWriter:
     """Appends documents to the files of a store, and hashes them on the way."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, special_tokens: bool):
