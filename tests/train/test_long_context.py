@@ -3,10 +3,17 @@
 import json
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from meshwright.errors import MeshwrightError
+from meshwright.models.decoder import preset
+from meshwright.ops import rope
+from meshwright.ops.attention import KERNELS, STRATEGIES
+from meshwright.train.config import ComputeConfig, RopeConfig, TrainConfig
 
 LENGTH = 1_048_576
 PROGRAM = """
@@ -58,7 +65,8 @@ def test_a_million_tokens_over_lwms_mesh_is_said_and_lowers(long_store: Path) ->
     assert found["mesh"] == {"dp": 1, "fsdp": 1, "tp": 16, "sp": 4}
     assert found["theta"] == 5e7
     assert "ring over 4 parts of a row, in zigzag order" in found["attention"]
-    assert found["permutes"] > 0
+    # tokens, targets, segments and positions are put in order by two each; the rest is the ring's
+    assert found["permutes"] > 4 * 2
 
 
 def test_without_other_positions_the_models_own_length_holds(long_store: Path) -> None:
@@ -70,3 +78,50 @@ def test_without_other_positions_the_models_own_length_holds(long_store: Path) -
     assert done.returncode == 2
     assert "seq=1048576 is longer than the model allows; 4096 or less would fit" in done.stderr
     assert "--rope.theta" in done.stderr
+
+
+def test_positions_can_be_set_for_longer_rows() -> None:
+    own = preset("llama-2-7b")
+    assert RopeConfig().apply(own, 8192) == own
+    longer = RopeConfig(theta=1e6).apply(own, 32768)
+    assert (longer.rope, longer.max_seq) == (rope.Rope(1e6), 32768)
+    scaled = {
+        "linear": rope.LinearScaling(8.0),
+        "yarn": rope.YarnScaling(8.0, own.max_seq),
+        "llama3": rope.Llama3Scaling(8.0, 1.0, 4.0, own.max_seq),
+    }
+    for name, scaling in scaled.items():
+        found = RopeConfig(scaling=name, factor=8.0).apply(own, 32768)  # type: ignore[arg-type]
+        assert (found.rope, found.max_seq) == (rope.Rope(own.rope.theta, scaling), 32768)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"theta": 0.5}, r"rope.theta=0.5 must be above 1"),
+        ({"factor": 0.5}, r"rope.factor=0.5 must be at least 1"),
+        ({"factor": 8.0}, r"rope.factor=8.0 belongs to a scaling; give rope.scaling too"),
+        ({"scaling": "yarn"}, r"rope.scaling=yarn needs rope.factor, how many times"),
+    ],
+)
+def test_positions_that_mean_nothing_are_refused(said: dict[str, typing.Any], words: str) -> None:
+    with pytest.raises(MeshwrightError, match=words):
+        RopeConfig(**said)
+
+
+def test_the_flags_name_every_kernel_and_strategy() -> None:
+    kernels = typing.get_type_hints(ComputeConfig)["attention"]
+    assert set(typing.get_args(kernels)) == {"auto", *KERNELS}
+    strategies = typing.get_type_hints(TrainConfig)["sequence_parallel"]
+    assert set(typing.get_args(strategies)) == {"auto", *STRATEGIES}
+
+
+def test_a_length_that_does_not_divide_names_only_lengths_that_do(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright.cli.main", "train", "tiny", "--mesh", "fsdp=2,sp=4",
+         "--cpu-devices", "8", "--sequence-parallel", "ring", "--seq", "261", "--batch", "2",
+         "--run", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "seq=256 or 264 would fit" in done.stderr

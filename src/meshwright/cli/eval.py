@@ -13,6 +13,7 @@ from rich.table import Table
 
 from meshwright.errors import MeshwrightError, count, mesh_text
 from meshwright.evaluate.needle import RULES, Group, Retrieval, check_needle, retrieve
+from meshwright.models.decoder import usual_dtype
 from meshwright.serve.load import check_fits, generation_mesh, load, look_into
 from meshwright.train.cpu import make_room_for_cpu_collectives, simulate_devices
 from meshwright.train.data.needle import Needles, needle_rows
@@ -84,9 +85,7 @@ def needle(asked: Needle) -> None:
     placed = generation_mesh(asked.mesh)
     check_fits(source.config, placed)
     strategy = check_needle(source, placed, asked.seq, asked.sequence_parallel)
-    platform = placed.devices.flat[0].platform
-    automatic = "float32" if platform == "cpu" else "bfloat16"
-    kind = automatic if asked.dtype == "auto" else asked.dtype
+    kind = usual_dtype(asked.dtype, placed.devices.flat[0].platform)
     used = (
         f"{source.name}, mesh {mesh_text(placed.shape)} on {count(placed.size, 'device')} of "
         f"{len(jax.devices())}, {kind}"

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import tyro
 
 from meshwright.errors import MeshwrightError, count, mesh_text
+from meshwright.models.decoder import usual_dtype
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Source, check_fits, generation_mesh, load, look_into
 from meshwright.serve.sampling import Sampling
@@ -75,8 +76,7 @@ def generate(
     check_prompts(prompts, max_new, source.config)
     placed = generation_mesh(mesh)
     check_fits(source.config, placed)
-    platform = placed.devices.flat[0].platform
-    kind = ("float32" if platform == "cpu" else "bfloat16") if dtype == "auto" else dtype
+    kind = usual_dtype(dtype, placed.devices.flat[0].platform)
     used = (
         f"{source.name}, mesh {mesh_text(placed.shape)} on {count(placed.size, 'device')} of "
         f"{len(jax.devices())}, {kind}"

@@ -53,6 +53,11 @@ class RopeConfig:
             raise MeshwrightError(f"rope.theta={self.theta} must be above 1")
         if self.factor < 1:
             raise MeshwrightError(f"rope.factor={self.factor} must be at least 1")
+        if self.scaling is not None and self.factor == 1:
+            raise MeshwrightError(
+                f"rope.scaling={self.scaling} needs rope.factor, how many times the model's length "
+                "rows may have: 8, say"
+            )
         if self.factor > 1 and self.scaling is None:
             raise MeshwrightError(
                 f"rope.factor={self.factor} belongs to a scaling; give rope.scaling too: linear, "
@@ -183,7 +188,7 @@ FREE = frozenset(
     {"run", "mesh", "steps", "stop_at", "compute", "checkpoint", "log", "eval", "max_skipped"}
 )
 FREE |= {"hang_timeout", "coordinator", "processes", "process_id", "cpu_devices", "rules"}
-FREE |= {"sequence_parallel"}
+FREE |= {"sequence_parallel"}  # every strategy computes the same
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:

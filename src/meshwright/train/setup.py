@@ -24,6 +24,7 @@ from meshwright.models.decoder import (
     decoder_rules,
     preset,
     t5x_rules,
+    usual_dtype,
 )
 from meshwright.models.decoder.hf_config import from_hf_config
 from meshwright.models.decoder.sequence import split_of_rows
@@ -86,8 +87,9 @@ def prepare(config: TrainConfig) -> Setup:
         longest=model.max_seq,
         tokenizer=tokenizer,
     )
-    _check_batch(config, rules, placed)
+    # before the batch: a length that sp divides may still not suit the strategy
     compute, attention = compute_of(config, model, rules, placed)
+    _check_batch(config, rules, placed)
     loader = training_loader(
         mixture,
         batch=config.batch,
@@ -174,8 +176,7 @@ def compute_of(
     """How the forward is computed, and how attention goes over split rows, in words."""
     said = config.compute
     device = placed.devices.flat[0]
-    automatic = "float32" if device.platform == "cpu" else "bfloat16"
-    dtype = jnp.dtype(automatic if said.dtype == "auto" else said.dtype)
+    dtype = jnp.dtype(usual_dtype(said.dtype, device.platform))
     layouts = activation_layouts(rules, wide_axes(placed.shape))
     split = split_of_rows(model, layouts, placed.shape, config.seq)
     strategy: str = config.sequence_parallel

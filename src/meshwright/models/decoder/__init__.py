@@ -2,7 +2,14 @@
 
 from meshwright.models.decoder.arrays import VECTORS, abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.forward import REMAT, Compute, hidden_states, logits, output_head
+from meshwright.models.decoder.forward import (
+    REMAT,
+    Compute,
+    hidden_states,
+    logits,
+    output_head,
+    usual_dtype,
+)
 from meshwright.models.decoder.layouts import activation_layouts
 from meshwright.models.decoder.presets import PRESETS, preset
 from meshwright.models.decoder.rules import decoder_rules, t5x_rules
@@ -21,4 +28,5 @@ __all__ = [
     "output_head",
     "preset",
     "t5x_rules",
+    "usual_dtype",
 ]

@@ -48,6 +48,13 @@ class Compute:
         return activation_layouts(self.rules, wide_axes())
 
 
+def usual_dtype(said: str, platform: str) -> str:
+    """The dtype to multiply in; auto: bfloat16 on accelerators, float32 on CPUs."""
+    if said != "auto":
+        return said
+    return "float32" if platform == "cpu" else "bfloat16"
+
+
 def hidden_states(
     params: Params,
     tokens: jax.Array,
