@@ -17,7 +17,14 @@ from jax import lax
 from meshwright.ops.attention.block import Block, Partial, Slopes, with_gradient
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.attention.permute import permute
-from meshwright.ops.attention.turns import Keys, Turns, add_turn, slopes_of_turn, turns_of
+from meshwright.ops.attention.turns import (
+    Keys,
+    Turns,
+    add_turn,
+    slopes_of_turn,
+    turns_of,
+    unrolled,
+)
 from meshwright.ops.exchange import varying_like
 
 
@@ -115,7 +122,7 @@ def _forward(
         keys = transport.keys(held, turn)
         return add_turn(done, here, keys, turns, before, mask, kernel, under_way=coming)
 
-    whole: Partial = _around(turns, transport, visit)
+    whole: Partial = _around(turns, transport, visit, here.q)
     return whole._replace(out=whole.out.astype(here.q.dtype))
 
 
@@ -140,12 +147,12 @@ def _backward(
         of_q = of_q if done is None else done + of_q
         return (of_q, transport.collect(arriving, turn, of_keys)), coming
 
-    of_q, of_keys = _around(turns, transport, visit)
+    of_q, of_keys = _around(turns, transport, visit, here.q)
     of_k, of_v = transport.home(of_keys)
     return Slopes(of_q.astype(here.q.dtype), of_k.astype(here.k.dtype), of_v.astype(here.v.dtype))
 
 
-def _around(turns: Turns, transport: Transport, visit: Any) -> Any:
+def _around(turns: Turns, transport: Transport, visit: Any, q: jax.Array) -> Any:
     """Every turn's visit, one after the other; keys move on meanwhile, but not after the last."""
 
     def turn_of(carry: Any, turn: Any, mask: Mask | None, moves: bool) -> Any:
@@ -161,6 +168,7 @@ def _around(turns: Turns, transport: Transport, visit: Any) -> Any:
             lambda carry, turn: (turn_of(carry, turn, None, moves=True), None),
             carry,
             jnp.arange(1, looped + 1),
+            unroll=unrolled(looped, q),
         )
     if turns.alike and not turns.last:
         carry = turn_of(carry, turns.alike, None, moves=False)

@@ -20,6 +20,8 @@ from meshwright.ops.attention import kernels
 from meshwright.ops.attention.block import Block, Partial, Slopes, together, where
 from meshwright.ops.attention.mask import EVERYTHING, Mask
 
+MOST_UNROLLED = 2**29  # bytes of output of all turns, which are then kept side by side
+
 
 class Keys(NamedTuple):
     """What travels: keys and values in one array, and their documents."""
@@ -61,6 +63,16 @@ def turns_of(mask: Mask, order: str, ways: int, length: int) -> Turns:
     return Turns(mask, whole, masks, order, earlier_only=True)
 
 
+def unrolled(turns: int, q: jax.Array) -> bool:
+    """Whether turns are written out instead of looped over.
+
+    A GPU copies what a loop carries at every turn, which short turns feel. Written out, the outputs
+    of all turns are added up at the end in one go, and until then kept.
+    """
+    small = turns * q.size * q.dtype.itemsize <= MOST_UNROLLED
+    return small and kernels.platform_in_force() == "gpu"
+
+
 def add_turn(
     done: Partial | None, here: Block, keys: Keys, turns: Turns, before: jax.Array,
     mask: Mask | None, kernel: str, under_way: Any = (),
@@ -72,17 +84,19 @@ def add_turn(
     if mask is None and turns.order == "zigzag":
         assert done is not None
 
-        def earlier(done: Partial) -> Partial:
-            return together(done, kernels.forward(_earlier(here, keys), EVERYTHING, kernel)[0])
+        # the sums so far stay outside, a conditional would copy them in and out; and so does what
+        # every turn takes of the queries, cut once
+        _, second = _chunks(here)
 
-        def later(done: Partial) -> Partial:
-            found = kernels.forward(_later(here, keys), EVERYTHING, kernel)[0]
-            half = found.out.shape[1]
-            new = together(jax.tree.map(lambda x: x[:, half:], done), found)
-            return jax.tree.map(lambda x, y: x.at[:, half:].set(y), done, new)
+        def earlier() -> Partial:
+            return kernels.forward(_earlier(here, keys), EVERYTHING, kernel)[0]
 
-        done = lax.cond(before, earlier, later, done)
-        return lax.optimization_barrier((done, under_way))
+        def later() -> Partial:
+            found = kernels.forward(_with(second, keys), EVERYTHING, kernel)[0]
+            return Partial(_behind(found.out, 0), _behind(found.log_sum, -jnp.inf))
+
+        found, under_way = lax.optimization_barrier((lax.cond(before, earlier, later), under_way))
+        return together(done, found), under_way
     found, under_way = kernels.forward(_with(here, keys), mask or EVERYTHING, kernel, under_way)
     if done is None:
         return Partial(found.out.astype(jnp.float32), found.log_sum), under_way
@@ -98,26 +112,23 @@ def slopes_of_turn(
     """This turn's part of the gradients, of the queries here and of keys and values, in float32;
     and what was under way meanwhile."""
     if mask is None and turns.order == "zigzag":
+        _, (second, some, slope) = _chunks((here, whole, given))
 
-        def earlier() -> tuple[jax.Array, jax.Array]:
+        def earlier() -> Slopes:
             found = kernels.backward(_earlier(here, keys), EVERYTHING, whole, given, kernel)[0]
-            of_keys = jnp.stack([found.k, found.v])
-            return found.q, jnp.concatenate([of_keys, jnp.zeros_like(of_keys)], axis=2)
+            return Slopes(found.q, _ahead(found.k), _ahead(found.v))
 
-        def later() -> tuple[jax.Array, jax.Array]:
-            _, (some, slope) = _chunks((whole, given))
-            found = kernels.backward(_later(here, keys), EVERYTHING, some, slope, kernel)[0]
-            of_q = jnp.concatenate([jnp.zeros_like(found.q), found.q], axis=1)
-            return of_q, jnp.stack([found.k, found.v])
+        def later() -> Slopes:
+            found = kernels.backward(_with(second, keys), EVERYTHING, some, slope, kernel)[0]
+            return found._replace(q=_behind(found.q, 0))
 
         found, under_way = lax.optimization_barrier((lax.cond(before, earlier, later), under_way))
-        of_q, of_keys = jax.tree.map(lambda x: x.astype(jnp.float32), found)
-        return of_q, of_keys, under_way
-    found, under_way = kernels.backward(
-        _with(here, keys), mask or EVERYTHING, whole, given, kernel, under_way
-    )
-    if turns.earlier_only and mask is not turns.first:
-        found = where(before, found, Slopes(*(jnp.zeros((), x.dtype) for x in found)))
+    else:
+        found, under_way = kernels.backward(
+            _with(here, keys), mask or EVERYTHING, whole, given, kernel, under_way
+        )
+        if turns.earlier_only and mask is not turns.first:
+            found = where(before, found, Slopes(*(jnp.zeros((), x.dtype) for x in found)))
     of_keys = jnp.stack([found.k, found.v]).astype(jnp.float32)
     return found.q.astype(jnp.float32), of_keys, under_way
 
@@ -132,11 +143,14 @@ def _earlier(here: Block, keys: Keys) -> Block:
     return here._replace(k=first.k, v=first.v, k_segments=first.k_segments)
 
 
-def _later(here: Block, keys: Keys) -> Block:
-    """A later device's keys: the queries of the second chunk see them all."""
-    block = _with(here, keys)
-    _, second = _chunks(block)
-    return block._replace(q=second.q, q_segments=second.q_segments)
+def _behind(second: jax.Array, nothing: float) -> jax.Array:
+    """What was found for the second chunk, with nothing for the first."""
+    return jnp.concatenate([jnp.full_like(second, nothing), second], axis=1)
+
+
+def _ahead(first: jax.Array) -> jax.Array:
+    """What was found for the first chunk, with zeros for the second."""
+    return jnp.concatenate([first, jnp.zeros_like(first)], axis=1)
 
 
 def _chunks(tree: Any) -> tuple[Any, Any]:
