@@ -161,6 +161,11 @@ class Machine:
         """Bytes of memory each jax device can use."""
         return self.chip.memory_bytes // self.chip.cores_per_chip
 
+    @property
+    def usable_memory(self) -> int:
+        """Bytes of each jax device that programs are given."""
+        return self.chip.usable_bytes
+
     @functools.cached_property
     def devices(self) -> tuple[DescribedDevice, ...]:
         """Every device in the order `jax.devices()` would list it: host by host, x fastest."""

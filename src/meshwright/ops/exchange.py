@@ -11,10 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.layout.layout import axes_of
+
+TPU_LANES = 128
+
+
+def platform_in_force() -> str:
+    """The platform of the mesh in force, which may be a machine that is not here; else this one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else str(device.platform)
 
 
 def split_axes(spec: Iterable[Any]) -> tuple[str, ...]:
@@ -65,11 +74,28 @@ def gather(x: jax.Array, onto: Sequence[str]) -> jax.Array:
         for dim, axes in enumerate(held):
             gone = tuple(axis for axis in axes if axis in onto)
             if gone:
-                part = lax.all_gather(part, gone, axis=dim, tiled=True, to="reduced")
+                part = _gathered(part, gone, dim)
         return part
 
     target = P(*(axes or None for axes in kept), reduced=frozenset(onto))
     return jax.shard_map(local, in_specs=source, out_specs=target)(x)
+
+
+def _gathered(part: jax.Array, over: tuple[str, ...], dim: int) -> jax.Array:
+    """Inside shard_map: whole along a dim; the gradient is scattered along it."""
+    if platform_in_force() != "tpu":
+        return lax.all_gather(part, over, axis=dim, tiled=True, to="reduced")
+    # one axis after the other, the innermost first: together they lie on the torus in an order that
+    # the TPU compiler gathers by adding up arrays filled with zeros
+    for axis in reversed(over):
+        # along the last dim, in parts of exactly its lanes, it would add up whole gradients and cut
+        # them, which sends twice as much; along the first it scatters
+        lanes = dim == part.ndim - 1 > 0 and part.shape[dim] == TPU_LANES
+        along = 0 if lanes else dim
+        part = jnp.moveaxis(part, dim, along)
+        part = lax.all_gather(part, (axis,), axis=along, tiled=True, to="reduced")
+        part = jnp.moveaxis(part, along, dim)
+    return part
 
 
 def partial_sums(spec: P, over: Sequence[str]) -> P:

@@ -13,6 +13,7 @@ from meshwright.ops.attention.blockwise import blockwise, dense
 from meshwright.ops.attention.cudnn import cudnn
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.attention.splash import splash
+from meshwright.ops.exchange import platform_in_force
 
 _log = logging.getLogger("meshwright")
 
@@ -70,12 +71,6 @@ def _kernel(block: Block, mask: Mask, kernel: str) -> Kernel:
         block.q_segments is not None,
     )  # fmt: skip
     return KERNELS[choose(call, kernel)]
-
-
-def platform_in_force() -> str:
-    """The platform of the mesh in force, which may be a machine that is not here; else this one."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else str(device.platform)
 
 
 @functools.lru_cache(maxsize=256)

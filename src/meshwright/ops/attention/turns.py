@@ -19,6 +19,7 @@ from jax import lax
 from meshwright.ops.attention import kernels
 from meshwright.ops.attention.block import Block, Partial, Slopes, together, where
 from meshwright.ops.attention.mask import EVERYTHING, Mask
+from meshwright.ops.exchange import platform_in_force
 
 MOST_UNROLLED = 2**29  # bytes of output of all turns, which are then kept side by side
 
@@ -70,7 +71,7 @@ def unrolled(turns: int, q: jax.Array) -> bool:
     of all turns are added up at the end in one go, and until then kept.
     """
     small = turns * q.size * q.dtype.itemsize <= MOST_UNROLLED
-    return small and kernels.platform_in_force() == "gpu"
+    return small and platform_in_force() == "gpu"
 
 
 def add_turn(
