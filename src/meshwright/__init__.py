@@ -5,8 +5,12 @@ import meshwright as mw
 mesh = mw.mesh("dp=1,fsdp=-1,tp=4,sp=1")
 w = mw.shard(w, "embed mlp -> embed@fsdp mlp@tp", mesh=mesh)
 print(mw.explain(params, rules, mesh))
+print(mw.plan("llama-3.1-8b", "v5p:4x4x4", batch=256, seq=4096).mesh)
+print(mw.audit(jax.jit(step).lower(state, batch).compile()))
 """
 
+from meshwright import testing
+from meshwright.audit import Audit, audit
 from meshwright.errors import MeshwrightError
 from meshwright.layout import (
     ArraySpec,
@@ -26,12 +30,14 @@ from meshwright.layout import (
 )
 from meshwright.machines import CHIPS, Chip, Machine
 from meshwright.mesh import MachineMesh, MeshSpec, mesh, tile_mesh
+from meshwright.plan import Plan, plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CHIPS",
     "ArraySpec",
+    "Audit",
     "Chip",
     "Constant",
     "Layout",
@@ -41,15 +47,19 @@ __all__ = [
     "MeshwrightError",
     "Normal",
     "PathRules",
+    "Plan",
     "Rules",
+    "audit",
     "create",
     "explain",
     "layouts",
     "mesh",
     "optimizer_layouts",
+    "plan",
     "shard",
     "sharding",
     "shardings",
     "standard_rules",
+    "testing",
     "tile_mesh",
 ]

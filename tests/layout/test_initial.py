@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.train.hlo import collectives, instructions
 
 import meshwright as mw
+from meshwright.audit import collectives, instructions
 from meshwright.errors import MeshwrightError
 from meshwright.layout.initial import create
 from meshwright.models.decoder import abstract_arrays, decoder_rules, preset, t5x_rules

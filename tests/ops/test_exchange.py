@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.train.hlo import collectives
 
 import meshwright as mw
+from meshwright.audit import collectives
 from meshwright.ops.exchange import add_up, gather, narrow, partial_sums, spec_of, wide_axes
 
 

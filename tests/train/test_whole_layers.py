@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.train.hlo import collectives, instructions
 
 import meshwright as mw
+from meshwright.audit import collectives, instructions
 from meshwright.train.whole_layers import map_layers
 
 SHAPE = (16, 8, 4)  # of a layer
@@ -86,7 +86,7 @@ def test_a_round_sends_each_byte_once_each_way_and_holds_one_layer(
     found = collectives(program, mesh)
     rounds, layer = math.ceil(layers / 8), math.prod(SHAPE)
     assert {(c.operation, c.axes) for c in found} == {("all-to-all", axes)}
-    assert sum(c.bytes for c in found) == 2 * rounds * 4 * layer
+    assert sum(c.bytes * c.times for c in found) == 2 * rounds * 4 * layer
     assert {c.loops for c in found} == {(rounds,) if rounds > 1 else ()}
     sizes = {
         (math.prod(shape), shape[0])

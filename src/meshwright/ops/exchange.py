@@ -11,13 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.layout.layout import axes_of
-
-TPU_LANES = 128
 
 
 def platform_in_force() -> str:
@@ -88,13 +85,7 @@ def _gathered(part: jax.Array, over: tuple[str, ...], dim: int) -> jax.Array:
     # one axis after the other, the innermost first: together they lie on the torus in an order that
     # the TPU compiler gathers by adding up arrays filled with zeros
     for axis in reversed(over):
-        # along the last dim, in parts of exactly its lanes, it would add up whole gradients and cut
-        # them, which sends twice as much; along the first it scatters
-        lanes = dim == part.ndim - 1 > 0 and part.shape[dim] == TPU_LANES
-        along = 0 if lanes else dim
-        part = jnp.moveaxis(part, dim, along)
-        part = lax.all_gather(part, (axis,), axis=along, tiled=True, to="reduced")
-        part = jnp.moveaxis(part, along, dim)
+        part = lax.all_gather(part, (axis,), axis=dim, tiled=True, to="reduced")
     return part
 
 

@@ -114,7 +114,7 @@ class TrainConfig:
     run: Path = Path("runs/latest")
     """The run's folder. If it holds checkpoints, the run goes on from the last."""
     mesh: str = "dp=1,fsdp=-1,tp=1,sp=1"
-    """Where every axis goes; one size may be -1: what is left."""
+    """Where every axis goes; one size may be -1: what is left. auto: what `plan` would choose."""
     data: str = "embedded"
     """A token store, several with weights (a.store:0.7,b.store:0.3), or the embedded stories."""
     steps: int = 1000

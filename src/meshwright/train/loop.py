@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.config import FREE, TrainConfig, config_to_dict, decoder_to_dict
 from meshwright.train.cpu import make_room_for_cpu_collectives, simulate_devices
 from meshwright.train.data import FIELDS
+from meshwright.train.gpu import take_most_gpu_memory
 from meshwright.train.run import (
     LiveLine,
     MetricsLog,
@@ -46,12 +47,25 @@ from meshwright.train.state import TrainState, new_state
 LAG = 1  # a step is started before the result of the one before it is looked at
 
 
-def train(config: TrainConfig) -> None:
-    """Run to the end, to a signal, or to a mistake (MeshwrightError)."""
+AUTO = "auto"  # a mesh that is chosen once the devices are known
+
+
+def train(config: TrainConfig, choose: Callable[[TrainConfig], TrainConfig] | None = None) -> None:
+    """Run to the end, to a signal, or to a mistake (MeshwrightError).
+
+    `choose` gives the settings of a mesh where the one asked for is 'auto'.
+    """
     make_room_for_cpu_collectives()
+    take_most_gpu_memory()
     if config.cpu_devices is not None:
         simulate_devices(config.cpu_devices)
     joined = join(config.coordinator, config.processes, config.process_id)
+    if config.mesh == AUTO:
+        if choose is None:
+            raise MeshwrightError(
+                "mesh 'auto' needs a function that chooses one: train(.., choose)"
+            )
+        config = choose(config)
     store = coordinator_store()
     with ends_together(store, joined.process_id, joined.processes), stop_on_signals() as stop:
         watchdog = Watchdog(

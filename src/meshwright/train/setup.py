@@ -71,7 +71,7 @@ def prepare(config: TrainConfig) -> Setup:
     rules = choose_rules(config)
     own_rules = config.rules != "standard" and not config.rules.startswith("t5x:")
     placed = training_mesh(config.mesh, own_rules)
-    _check_model(model, rules, placed)
+    check_model(model, rules, placed)
     if config.init_from is not None:
         _check_weights(config.init_from, model, config.rope)
     mixture = Mixture.parse(config.data)
@@ -89,7 +89,7 @@ def prepare(config: TrainConfig) -> Setup:
     )
     # before the batch: a length that sp divides may still not suit the strategy
     compute, attention = compute_of(config, model, rules, placed)
-    _check_batch(config, rules, placed)
+    check_batch(config, rules, placed)
     loader = training_loader(
         mixture,
         batch=config.batch,
@@ -204,7 +204,7 @@ def flops_per_byte(device: Any) -> float:
     return chip.bf16_flops / (chip.link_bandwidth * links)
 
 
-def _check_model(model: DecoderConfig, rules: Rules, placed: Mesh) -> None:
+def check_model(model: DecoderConfig, rules: Rules, placed: Mesh) -> None:
     """The model's sizes against the mesh, before each array says the same."""
     for dim in ("heads", "kv_heads", "mlp", "vocab", "embed"):
         size = getattr(model, dim)
@@ -237,7 +237,7 @@ def _check_weights(folder: Path, model: DecoderConfig, changed: RopeConfig) -> N
         )
 
 
-def _check_batch(config: TrainConfig, rules: Rules, placed: Mesh) -> None:
+def check_batch(config: TrainConfig, rules: Rules, placed: Mesh) -> None:
     """Batch and sequence against the mesh, in the user's own words."""
     layouts = activation_layouts(rules, wide_axes(placed.shape))
     rows, length = (axes_of(entry, "tokens") for entry in layouts.tokens.partitions)

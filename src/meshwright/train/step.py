@@ -52,7 +52,15 @@ class OnMesh:
     def lower(self, *arguments: Any) -> Any:
         """As jax.jit's: arguments may be described."""
         with jax.set_mesh(self.mesh):
+            if jax.default_backend() != "gpu" and self.mesh.devices.flat[0].platform != "cpu":
+                return self._lower_for_absent(arguments)
             return self.jitted.lower(*arguments)
+
+    def _lower_for_absent(self, arguments: tuple[Any, ...]) -> Any:
+        """A GPU that is not here must be named; a TPU is known by its devices."""
+        traced = self.jitted.trace(*arguments)
+        gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        return traced.lower(lowering_platforms=("cuda",)) if gpu else traced.lower()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from tests.ops.attention.programs import QUICKLY, Case
-from tests.train.hlo import Collective, collectives, instructions
 
+from meshwright.audit import Collective, collectives, instructions
 from meshwright.models.decoder.forward import remat_policy
 from meshwright.ops.attention import Mask
 
@@ -77,7 +77,7 @@ def test_documents_hop_beside_them() -> None:
     found = sent(case("ring", 4, packed=True))
     assert {c.operation for c in found} == {"collective-permute"}
     assert times(found, "f32") == times(found, "s32") == 3
-    assert sum(c.bytes for c in found) == 3 * (BYTES + 4 * BATCH * PART)
+    assert sum(c.bytes * c.times for c in found) == 3 * (BYTES + 4 * BATCH * PART)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
@@ -97,7 +97,7 @@ def test_backward_keys_go_around_again_and_gradients_travel_home(packed: bool) -
 @pytest.mark.parametrize("ways", [4, 8])
 def test_the_bytes_of_the_ring_are_those_of_the_formula(ways: int) -> None:
     whole_rows = ways * BYTES
-    forward = sum(c.bytes for c in sent(case("ring", ways)))
+    forward = sum(c.bytes * c.times for c in sent(case("ring", ways)))
     assert forward == pytest.approx((ways - 1) / ways * whole_rows, rel=0.02)
 
 
@@ -146,7 +146,7 @@ def test_ulysses_exchanges_heads_and_gathers_nothing(gradient: bool) -> None:
     # backward, what went there is exchanged again, since it was not kept, and its gradients
     times = 3 if gradient else 1
     total = times * there + (times - 1 or 1) * (back + documents)
-    assert sum(c.bytes for c in found) == pytest.approx(total, rel=0.02)
+    assert sum(c.bytes * c.times for c in found) == pytest.approx(total, rel=0.02)
 
 
 def test_gathering_sends_keys_of_few_heads_once_and_adds_their_gradients_once() -> None:
@@ -155,8 +155,8 @@ def test_gathering_sends_keys_of_few_heads_once_and_adds_their_gradients_once() 
     scattered = [c for c in found if c.operation == "reduce-scatter"]
     assert len(gathered) + len(scattered) == len(found)
     assert {c.axes for c in found} == {("sp",)}
-    assert sum(c.bytes for c in gathered) == 2 * 4 * BYTES  # forward and backward
-    assert sum(c.bytes for c in scattered) == BYTES
+    assert sum(c.bytes * c.times for c in gathered) == 2 * 4 * BYTES  # forward and backward
+    assert sum(c.bytes * c.times for c in scattered) == 4 * BYTES  # what goes in
 
 
 # ---- checkpoints

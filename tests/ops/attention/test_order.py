@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from tests.ops.attention.reference import zigzag
-from tests.train.hlo import collectives
 
 import meshwright as mw
+from meshwright.audit import collectives
 from meshwright.errors import MeshwrightError
 from meshwright.ops.attention import from_zigzag, to_zigzag
 

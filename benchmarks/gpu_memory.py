@@ -1,0 +1,189 @@
+"""Memory of a training step on one GPU: planned, compiled, and measured.
+
+    python benchmarks/gpu_memory.py                  # on the GPU: prints a table
+    python benchmarks/gpu_memory.py --write          # and puts it into RESULTS.md
+    python benchmarks/gpu_memory.py --absent         # without a GPU: what its compiler says here
+    python benchmarks/gpu_memory.py --absent FILE    # beside the numbers a GPU wrote into FILE
+
+Each case is the step that `meshwright train` would run. *Planned* is the closed form of
+meshwright.plan, *compiled* what the compiler counts (arguments + temporaries + outputs - aliases),
+*measured* the allocator's peak over three steps. Each case runs in its own process.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from results import write_section
+
+GIB = 2**30
+CASES: list[dict[str, Any]] = [
+    {"model": "llama-3.2-1b", "batch": 8, "seq": 2048, "remat": "none"},
+    {"model": "llama-3.2-1b", "batch": 4, "seq": 8192, "remat": "none"},
+    {"model": "llama-3.2-1b", "batch": 16, "seq": 2048, "remat": "full"},
+    {"model": "llama-3.2-1b", "batch": 32, "seq": 2048, "remat": "mlp", "accumulation": 2},
+    {"model": "llama-3.2-3b", "batch": 4, "seq": 4096, "remat": "elementwise"},
+    {"model": "qwen3-1.7b", "batch": 8, "seq": 4096, "remat": "mlp"},
+    {"model": "qwen2.5-1.5b", "batch": 16, "seq": 2048, "remat": "full", "optimizer": "lion"},
+    {"model": "llama-3.1-8b", "batch": 2, "seq": 4096, "remat": "full", "param_dtype": "bfloat16"},
+]
+
+
+def config_of(case: dict[str, Any]) -> Any:
+    from meshwright.train.config import ComputeConfig, TrainConfig
+    from meshwright.train.optimizer import OptimizerConfig
+
+    return TrainConfig(
+        case["model"], mesh="dp=1", batch=case["batch"], seq=case["seq"],
+        accumulation=case.get("accumulation", 1),
+        optimizer=OptimizerConfig(name=case.get("optimizer", "adamw")),
+        compute=ComputeConfig(
+            remat=case["remat"], param_dtype=case.get("param_dtype", "float32")
+        ),
+    )  # fmt: skip
+
+
+def planned(case: dict[str, Any], machine: str) -> int:
+    from meshwright.machines import Machine
+    from meshwright.plan.memory import memory
+    from meshwright.prove.compare import job_and_choice
+
+    on = Machine.parse(machine)
+    known = job_and_choice(config_of(case), on)
+    assert known is not None
+    return memory(*known, on).total
+
+
+def measured(case: dict[str, Any]) -> dict[str, Any]:
+    """On the GPU that is here."""
+    import jax
+    import numpy as np
+
+    from meshwright.machines import Machine
+    from meshwright.train.described import step_of
+    from meshwright.train.optimizer import make_optimizer
+    from meshwright.train.state import new_state
+
+    config = config_of(case)
+    step = step_of(config)
+    compiled = step.lower().compile()
+    stats = compiled.memory_analysis()
+    counted = (
+        stats.argument_size_in_bytes
+        + stats.temp_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+    )
+    optimizer, _ = make_optimizer(config.optimizer, config.steps, step.arrays)
+    state = new_state(step.arrays, step.state, optimizer, step.mesh)
+    rng = np.random.default_rng(0)
+    batch = {
+        name: jax.device_put(rng.integers(1, 1000, one.shape, dtype=np.int32), one.sharding)
+        for name, one in step.batch.items()
+    }
+    batch["segments"] = jax.device_put(
+        np.ones(step.batch["segments"].shape, np.int32), step.batch["segments"].sharding
+    )
+    making = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+    for _ in range(3):
+        state, report = compiled(state, batch)
+    float(report["loss"])
+    peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+    machine = str(Machine.here())
+    return {
+        "compiled": counted, "measured": peak, "making": making, "machine": machine,
+        "planned": planned(case, machine), "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }  # fmt: skip
+
+
+def absent(case: dict[str, Any], machine: str) -> int:
+    """What the GPU's compiler counts here, without it."""
+    from meshwright.prove import prove
+
+    proof = prove(config_of(case), machine)
+    assert proof.footprint is not None
+    return proof.footprint.total
+
+
+def words(case: dict[str, Any]) -> str:
+    extras = [
+        f"{name} {case[name]}"
+        for name in ("accumulation", "optimizer", "param_dtype")
+        if name in case
+    ]
+    return ", ".join(
+        [f"{case['model']} {case['batch']}×{case['seq']}, remat {case['remat']}", *extras]
+    )
+
+
+def on_gpu(options: argparse.Namespace) -> None:
+    found = []
+    lines = [
+        "| case | planned | compiled | measured | planned / measured | compiled / measured |",
+        "|---|---|---|---|---|---|",
+    ]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    for number, case in enumerate(CASES):
+        command = [sys.executable, __file__, "--case", str(number)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            print(f"{words(case)}: failed: {done.stderr[-1500:]}", flush=True)
+            continue
+        one = json.loads(done.stdout.splitlines()[-1])
+        found.append({"case": case, **one})
+        sizes = [f"{one[kind] / GIB:.3f} GiB" for kind in ("planned", "compiled", "measured")]
+        ratios = [f"{one[kind] / one['measured']:.4f}" for kind in ("planned", "compiled")]
+        lines.append(f"| {words(case)} | {' | '.join(sizes + ratios)} |")
+        print(lines[-1], flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(found))
+    if options.write and found:
+        import datetime
+
+        conditions = (
+            f"`python benchmarks/gpu_memory.py --write`, {datetime.date.today()}, one "
+            f"{found[0]['device']}, jax {found[0]['jax']}."
+        )
+        write_section("Memory of a step on one GPU", conditions, lines)
+
+
+def without_gpu(options: argparse.Namespace) -> None:
+    known = json.loads(options.known.read_text()) if options.known else []
+    there = {words(one["case"]): one for one in known}
+    machine = known[0]["machine"] if known else "h200:1"
+    for case in CASES:
+        here = absent(case, machine)
+        beside = there.get(words(case))
+        said = f" | {here / beside['compiled']:.4f} of the figure compiled there" if beside else ""
+        plan = planned(case, machine)
+        print(
+            f"| {words(case)} | plan {plan / GIB:.3f} | here {here / GIB:.3f} GiB{said} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--absent", action="store_true")
+    parser.add_argument("known", nargs="?", type=Path, help="numbers of a GPU, from --out")
+    parser.add_argument("--out", type=Path, help="a file for the numbers")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case is not None:
+        print(json.dumps(measured(CASES[options.case])))
+    elif options.absent:
+        without_gpu(options)
+    else:
+        on_gpu(options)
+
+
+if __name__ == "__main__":
+    main()

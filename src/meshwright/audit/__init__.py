@@ -1,0 +1,29 @@
+"""What a compiled program really sends: every collective as a row, planned or a surprise."""
+
+from meshwright.audit.audit import Audit, Sum, audit
+from meshwright.audit.collective import OPERATIONS, Collective
+from meshwright.audit.expected import BOOKKEEPING, Expected, expected_of
+from meshwright.audit.groups import axes_between, replica_groups
+from meshwright.audit.loops import instructions
+from meshwright.audit.memory import Buffer, Replicated
+from meshwright.audit.program import Instruction, read_program
+from meshwright.audit.read import collectives
+
+__all__ = [
+    "BOOKKEEPING",
+    "OPERATIONS",
+    "Audit",
+    "Buffer",
+    "Collective",
+    "Expected",
+    "Instruction",
+    "Replicated",
+    "Sum",
+    "audit",
+    "axes_between",
+    "collectives",
+    "expected_of",
+    "instructions",
+    "read_program",
+    "replica_groups",
+]

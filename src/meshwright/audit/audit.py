@@ -1,0 +1,170 @@
+"""`audit(compiled)`: every collective of a compiled program, and what else it holds.
+
+found = audit(jax.jit(f).lower(x).compile(), expected=expected_of({"tp": ["all-reduce"]}))
+print(found)
+assert not found.surprises
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from meshwright.audit.collective import Collective
+from meshwright.audit.expected import BOOKKEEPING, Expected, judged, missing
+from meshwright.audit.memory import MIB, Buffer, Replicated, largest_buffers, replicated
+from meshwright.audit.program import read_program
+from meshwright.audit.read import collectives
+from meshwright.errors import MeshwrightError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """All rows of one operation over the same axes."""
+
+    axes: tuple[str, ...]
+    operation: str
+    rows: int
+    times: int  # executions, of all rows
+    bytes: int  # of all executions
+    wire_bytes: float  # a device sends, in all executions
+    hidden_bytes: float  # of those, in operations that compute goes on beside
+
+    def data(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What a program sends, and its largest arrays."""
+
+    mesh: Mapping[str, int]  # axis sizes
+    rows: tuple[Collective, ...]
+    buffers: tuple[Buffer, ...]
+    replicated: tuple[Replicated, ...]
+    expected: tuple[Expected, ...] | None = None  # None: nothing was said, nothing is a surprise
+
+    @property
+    def surprises(self) -> tuple[Collective, ...]:
+        """The rows that nothing expected, most bytes on the wire first."""
+        rows = [row for row in self.rows if not row.planned]
+        return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.times))
+
+    @property
+    def missing(self) -> tuple[Expected, ...]:
+        """What was expected and is not there."""
+        return missing(self.rows, self.expected or ())
+
+    def by_axis(self) -> tuple[Sum, ...]:
+        """Sums for each axes and operation, most bytes on the wire first."""
+        kinds = dict.fromkeys((row.axes, row.operation) for row in self.rows)
+        sums = []
+        for axes, operation in kinds:
+            rows = [row for row in self.rows if (row.axes, row.operation) == (axes, operation)]
+            sums.append(
+                Sum(
+                    axes,
+                    operation,
+                    len(rows),
+                    times=sum(row.times for row in rows),
+                    bytes=sum(row.bytes * row.times for row in rows),
+                    wire_bytes=sum(row.wire_bytes * row.times for row in rows),
+                    hidden_bytes=sum(
+                        row.wire_bytes * row.times for row in rows if row.hidden_under
+                    ),
+                )
+            )
+        return tuple(sorted(sums, key=lambda one: -one.wire_bytes))
+
+    def data(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {
+            "mesh": dict(self.mesh),
+            "by_axis": [one.data() for one in self.by_axis()],
+            "rows": [row.data() for row in self.rows],
+            "surprises": len(self.surprises),
+            "expected": None if self.expected is None else [str(one) for one in self.expected],
+            "missing": [str(one) for one in self.missing],
+            "buffers": [one.data() for one in self.buffers],
+            "replicated": [one.data() for one in self.replicated],
+        }
+
+    def __str__(self) -> str:
+        from meshwright.audit.text import plain_text
+
+        return plain_text(self)
+
+    def markdown(self) -> str:
+        """The sums and the rows as Markdown tables."""
+        from meshwright.audit.text import markdown
+
+        return markdown(self)
+
+
+def audit(
+    compiled: Any,
+    mesh: Any = None,
+    *,
+    expected: Sequence[Expected] | None = None,
+    bookkeeping: int = BOOKKEEPING,
+    replicated_from: int = MIB,
+) -> Audit:
+    """Read a compiled jax program: `jax.jit(f).lower(…).compile()`, or its text and a mesh.
+
+    The mesh (or its axis sizes) is found in the program's shardings where it is not given. With
+    `expected`, rows that match nothing are surprises; arrays of up to `bookkeeping` bytes are not.
+    """
+    text = compiled if isinstance(compiled, str) else _text(compiled)
+    shape = _shape(compiled, mesh)
+    program = read_program(text)
+    rows: tuple[Collective, ...] = tuple(collectives(program, shape))
+    if expected is not None:
+        rows = judged(rows, expected, bookkeeping)
+    copies = () if isinstance(compiled, str) else replicated(compiled, shape, replicated_from)
+    return Audit(
+        shape, rows, largest_buffers(program), copies,
+        None if expected is None else tuple(expected),
+    )  # fmt: skip
+
+
+def _text(compiled: Any) -> str:
+    if not hasattr(compiled, "as_text"):
+        raise MeshwrightError(
+            f"audit reads compiled programs, not {type(compiled).__name__}; give "
+            "jax.jit(f).lower(…).compile(), or its text and the mesh"
+        )
+    text = compiled.as_text()
+    if not isinstance(text, str):
+        raise MeshwrightError("this compiled program does not give its text (as_text() is None)")
+    return text
+
+
+def _shape(compiled: Any, mesh: Any) -> Mapping[str, int]:
+    """Axis sizes of the mesh given, or of that of the program's shardings."""
+    if mesh is None and not isinstance(compiled, str):
+        mesh = _mesh_of(compiled)
+    if mesh is None:
+        raise MeshwrightError(
+            "audit needs the mesh the program was compiled for, and found none in its shardings; "
+            "give it: audit(compiled, mesh)"
+        )
+    shape = mesh if isinstance(mesh, Mapping) else dict(mesh.shape)
+    if not shape or math.prod(shape.values()) < 1:
+        raise MeshwrightError(f"mesh {shape!r} has no devices")
+    return shape
+
+
+def _mesh_of(compiled: Any) -> Any:
+    """The largest mesh that a sharding of an argument or output names."""
+    found = []
+    for name in ("input_shardings", "output_shardings"):
+        try:
+            shardings = jax.tree.leaves(getattr(compiled, name))
+        except (AttributeError, NotImplementedError):
+            continue
+        found += [one.mesh for one in shardings if isinstance(one, NamedSharding)]
+    found = [mesh for mesh in found if mesh.size > 0 and mesh.axis_names]
+    return max(found, key=lambda mesh: mesh.size, default=None)

@@ -1,0 +1,237 @@
+"""`meshwright prove`: compile a train step for a machine that is not here."""
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.audit import Audit
+from meshwright.audit import audit as read_audit
+from meshwright.cli.audit import show as show_audit
+from meshwright.cli.flags import take, take_switch
+from meshwright.cli.train import settings
+from meshwright.errors import MeshwrightError, count
+from meshwright.layout.explanation import bytes_text
+from meshwright.machines import Machine
+from meshwright.prove import Proof, prove
+from meshwright.prove.compare import Compared, compare, expected, job_and_choice
+
+HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
+meshwright prove --plan FILE [--choice N]
+
+Compile the step that `meshwright train` with these settings would run on MACHINE, with that
+machine's own compiler; none of its chips is needed. Says whether it fits, the compiler's own count
+of memory, every collective, and how far the plan was off. Results are kept, by content.
+
+  --on MACHINE         v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8
+  --plan FILE          what `meshwright plan --json` wrote; its best mesh, or choice N (from 1)
+  --rows N             collectives to show (default 12; 0: all)
+  --no-cache           compile again
+  --json               plain data
+  --fail-on WHAT       exit status 1: surprise (a collective that was not planned), or memory (it
+                       does not fit)
+
+TPUs need meshwright[tpu], GPUs meshwright[cuda]. meshwright train --help lists the settings."""
+
+STAGES = {
+    "starting": "starting the compiler",
+    "lowering": "tracing the step",
+    "compiling": "compiling",
+    "reading": "reading the program",
+}
+
+
+def prove_command(arguments: Sequence[str]) -> None:
+    """Read the flags of this command, and give the rest to train's."""
+    words = list(arguments)
+    if not words or "--help" in words or "-h" in words:
+        print(HELP)
+        return
+    on, plan_file, choice = take(words, "--on"), take(words, "--plan"), take(words, "--choice")
+    fail_on, most = take(words, "--fail-on"), take(words, "--rows")
+    as_json, again = take_switch(words, "--json"), take_switch(words, "--no-cache")
+    if fail_on not in (None, "surprise", "memory"):
+        raise MeshwrightError(f"--fail-on {fail_on!r} is not known; it can be: surprise, memory")
+    if most is not None and not most.isdigit():
+        raise MeshwrightError(f"--rows {most!r} is not a whole number from 0")
+    if plan_file is not None:
+        words, on = _from_plan(plan_file, choice, words, on)
+    elif choice is not None:
+        raise MeshwrightError("--choice picks a mesh of a plan; give it too: --plan FILE")
+    if on is None:
+        raise MeshwrightError(
+            "--on says for which machine to compile: --on v5p:4x4x4, --on h100:8, --on cpu:8"
+        )
+    config, machine = settings(words), Machine.parse(on)
+    with _shown(f"{config.model} on {machine}") as progress:
+        proof = prove(config, machine, cache=not again, progress=progress)
+    found, compared = _read(config, machine, proof)
+    if as_json:
+        print(json.dumps(_data(config, proof, found, compared)))
+    else:
+        _print(config, proof, found, compared, 12 if most is None else int(most))
+    surprised = fail_on == "surprise" and found is not None and found.surprises
+    if surprised or (fail_on == "memory" and not proof.fits):
+        raise SystemExit(1)
+
+
+def _from_plan(
+    file: str, choice: str | None, words: list[str], on: str | None
+) -> tuple[list[str], str]:
+    """The settings of a plan's choice, before those said here."""
+    from meshwright.plan.report.data import read_plan
+
+    plan = read_plan(file)
+    if choice is not None and not (choice.isdigit() and 1 <= int(choice) <= len(plan.ranked)):
+        raise MeshwrightError(
+            f"--choice {choice!r} is not one of the plan's meshes, 1 to {len(plan.ranked)}"
+        )
+    if plan.job.kind != "train":
+        raise MeshwrightError("this plan is for serving; prove compiles train steps")
+    if not plan.job.name:
+        raise MeshwrightError(
+            f"the plan {file!r} does not name its model; give it here: meshwright prove MODEL …"
+        )
+    best = plan.ranked[0 if choice is None else int(choice) - 1].choice
+    said = [
+        plan.job.name, "--mesh", best.mesh, "--batch", plan.job.batch, "--seq", plan.job.seq,
+        "--accumulation", best.accumulation, "--sequence-parallel", best.strategy,
+        "--compute.remat", best.remat, "--compute.mlp-chunk", best.mlp_chunk,
+        "--optimizer.name", plan.job.optimizer, "--compute.param-dtype", plan.job.param_dtype,
+    ]  # fmt: skip
+    said += ["--compute.tp-sequence"] if best.tp_sequence else []
+    return [*map(str, said), *words], on or str(plan.machine)
+
+
+def _read(config: Any, machine: Machine, proof: Proof) -> tuple[Audit | None, tuple[Compared, ...]]:
+    """The audit, with what the plan expects, and the comparison."""
+    known = job_and_choice(config, machine)
+    if proof.footprint is None:
+        return None, () if known is None else compare(*known, proof, None)
+    from meshwright.mesh import MeshSpec
+
+    spec = MeshSpec.parse(config.mesh)
+    if known is None:
+        sizes = spec.resolve(machine.num_devices)
+        shape = dict(zip(sizes.names, sizes.sizes, strict=True))
+        return read_audit(proof.text, shape), ()
+    job, choice = known
+    named = spec.with_standard_axes().names  # in the order of the mesh
+    found = read_audit(
+        proof.text,
+        {axis: choice.sizes[axis] for axis in named},
+        expected=expected(job, choice, machine),
+    )
+    return found, compare(job, choice, proof, found)
+
+
+def _print(
+    config: Any, proof: Proof, found: Audit | None, compared: Sequence[Compared], most: int
+) -> None:
+    console = Console()
+    console.print(_headline(config, proof), highlight=False, soft_wrap=True)
+    if proof.footprint is not None:
+        kinds = ", ".join(
+            f"{kind} {bytes_text(size)}" for kind, size in proof.footprint.kinds.items() if size
+        )
+        console.print(f"of a device: {kinds}", highlight=False, soft_wrap=True)
+    buffers = proof.footprint.buffers if proof.footprint else ()
+    buffers = proof.out_of_memory.buffers if proof.out_of_memory else buffers
+    if buffers:
+        table = Table("bytes", "largest buffers", box=None, pad_edge=False)
+        for one in buffers[:6]:
+            table.add_row(bytes_text(one.bytes), one.arrays.replace("[", "\\["))
+        console.print(table)
+    if compared:
+        table = Table("", "plan", "compiler", "off", box=None, pad_edge=False)
+        for number in compared:
+            off = "" if number.off is None else f"{100 * number.off:+.1f}%"
+            sizes = (bytes_text(int(size)) for size in (number.planned, number.compiled))
+            table.add_row(number.what, *sizes, off)
+        console.print(table)
+    if found is not None:
+        show_audit(found, console, most)
+    console.print(f"the program and the compiler's report are in {proof.folder}", soft_wrap=True)
+
+
+def _headline(config: Any, proof: Proof) -> str:
+    seconds = sum(proof.times.values())
+    when = "compiled before" if proof.cached else "compiled"
+    how = f"{when} in {seconds:.0f} s by {proof.compiler}"
+    devices = count(proof.machine.num_devices, "device")
+    what = f"{config.model} on {proof.machine} ({devices}), mesh {config.mesh}"
+    if proof.footprint is not None:
+        total, limit = proof.footprint.total, proof.footprint.limit
+        verdict = "fits" if proof.fits else "does not fit"
+        return f"{verdict}: {bytes_text(total)} of {bytes_text(limit)} a device; {what}; {how}"
+    lacks = proof.out_of_memory
+    assert lacks is not None
+    if not lacks.needed:
+        return f"does not fit, by the compiler's own word; {what}; {how}"
+    least = "temporaries alone need " if lacks.early else "needs "
+    said = f"{least}{bytes_text(lacks.needed)} of {bytes_text(lacks.limit)} a device"
+    return f"does not fit: {said}; {what}; {how}"
+
+
+def _data(
+    config: Any, proof: Proof, found: Audit | None, compared: Sequence[Compared]
+) -> dict[str, Any]:
+    import dataclasses
+
+    memory, lacks = proof.footprint, proof.out_of_memory
+    return {
+        "model": config.model,
+        "machine": str(proof.machine),
+        "mesh": config.mesh,
+        "fits": proof.fits,
+        "memory": None if memory is None else dataclasses.asdict(memory),
+        "out_of_memory": None if lacks is None else dataclasses.asdict(lacks),
+        "times": dict(proof.times),
+        "compiler": proof.compiler,
+        "cached": proof.cached,
+        "attention": proof.attention,
+        "audit": None if found is None else found.data(),
+        "compared": [dataclasses.asdict(one) | {"off": one.off} for one in compared],
+    }
+
+
+@contextlib.contextmanager
+def _shown(what: str) -> Iterator[Any]:
+    """A line on stderr that says the stage and how long it has taken; plain lines in a pipe."""
+    console = Console(stderr=True)
+    stage, start, done = "starting", time.perf_counter(), threading.Event()
+    if not console.is_terminal:
+
+        def line(name: str, _: float) -> None:
+            print(f"{STAGES.get(name, name)}: {what}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    with console.status("") as status:
+
+        def tick() -> None:
+            while not done.wait(0.2):
+                passed = time.perf_counter() - start
+                status.update(f"{STAGES.get(stage, stage)}: {what}, {passed:.0f} s")
+
+        def move(name: str, _: float) -> None:
+            nonlocal stage
+            stage = name
+
+        clock = threading.Thread(target=tick, daemon=True)
+        clock.start()
+        try:
+            yield move
+        finally:
+            done.set()
+            clock.join()
+
+
+if __name__ == "__main__":
+    prove_command(sys.argv[1:])

@@ -1,0 +1,57 @@
+"""Every mesh of a number of devices, and why one cannot run a job."""
+
+from collections.abc import Iterator
+
+from meshwright.arithmetic import divisors
+from meshwright.errors import MeshwrightError, nearest_multiples
+from meshwright.ops.attention import choose_strategy
+from meshwright.plan.parts import split_of
+from meshwright.plan.result import Choice, Job
+
+
+def meshes(devices: int) -> Iterator[Choice]:
+    """Every (dp, fsdp, tp, sp) that makes up this many devices."""
+    for tp in divisors(devices):
+        for sp in divisors(devices // tp):
+            for dp in divisors(devices // (tp * sp)):
+                yield Choice(dp=dp, fsdp=devices // (tp * sp * dp), tp=tp, sp=sp)
+
+
+def refusal(job: Job, choice: Choice) -> str | None:
+    """Why sizes do not divide, in a sentence; None if they do."""
+    model, tp = job.model, choice.tp
+    if tp > 1:
+        for dim in ("heads", "kv_heads", "mlp", "vocab"):
+            size = getattr(model, dim)
+            if size % tp:
+                fit = max(d for d in divisors(size) if d <= tp)
+                return f"{dim}={size} cannot be split in tp={tp}; tp={fit} would fit"
+    ways = choice.fsdp * choice.sp
+    if model.embed % ways:
+        return f"embed={model.embed} cannot be split in fsdp·sp={ways}"
+    parts = choice.dp * choice.fsdp * choice.accumulation
+    if job.batch % parts:
+        if job.batch < parts:
+            return f"batch={job.batch} has fewer rows than dp·fsdp={parts} devices take"
+        return (
+            f"batch={job.batch} is not divisible by dp·fsdp={parts}; batch="
+            f"{nearest_multiples(job.batch, parts)} would fit"
+        )
+    along = choice.sp * (tp if choice.tp_sequence else 1)
+    if job.seq % along:
+        return (
+            f"seq={job.seq} is not divisible by {along}; seq="
+            f"{nearest_multiples(job.seq, along)} would fit"
+        )
+    return None
+
+
+def with_strategy(job: Job, choice: Choice, flops_per_byte: float) -> Choice | str:
+    """The choice with its strategy of attention named, or why there is none."""
+    if choice.sp == 1:
+        return choice
+    try:
+        strategy = choose_strategy(split_of(job, choice, flops_per_byte), choice.strategy)
+    except MeshwrightError as reason:
+        return str(reason)
+    return Choice(dp=choice.dp, fsdp=choice.fsdp, tp=choice.tp, sp=choice.sp, strategy=strategy)

@@ -1,0 +1,54 @@
+"""What a user says about the mesh that is to be chosen.
+
+>>> limits = parse("fsdp=*,tp<=8,sp=1")
+>>> limits.allows(Choice(fsdp=64, tp=4)), limits.allows(Choice(fsdp=16, tp=16))
+(True, False)
+"""
+
+import dataclasses
+import operator
+import re
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.plan.result import Choice
+from meshwright.plan.shares import AXES
+
+_COMPARE = {"=": operator.eq, "<=": operator.le, ">=": operator.ge}
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraints:
+    """Limits of axes, in the order said."""
+
+    limits: tuple[tuple[str, str, int], ...] = ()
+
+    def allows(self, choice: Choice) -> bool:
+        return all(_COMPARE[how](getattr(choice, axis), size) for axis, how, size in self.limits)
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}{how}{size}" for axis, how, size in self.limits)
+
+
+def parse(text: str | None) -> Constraints:
+    """`fsdp=*,tp<=8,sp=1`: a size, a limit, or `*` (or -1) for any."""
+    if not text or text.strip() in ("", "auto", "*"):
+        return Constraints()
+    limits = []
+    for said in text.split(","):
+        found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\*|-?\d+)\s*", said)
+        if found is None:
+            raise MeshwrightError(
+                f"mesh {text!r}: {said.strip()!r} is not a limit of an axis; write tp=8, tp<=8, "
+                "tp>=2 or tp=* for any, with commas between"
+            )
+        axis, how, size = found.groups()
+        if axis not in AXES:
+            raise MeshwrightError(
+                f"mesh {text!r}: {axis!r} is not an axis{did_you_mean(axis, AXES)}"
+            )
+        if size in ("*", "-1"):
+            continue
+        if int(size) < 1:
+            raise MeshwrightError(f"mesh {text!r}: {axis}{how}{size} must be at least 1")
+        limits.append((axis, how, int(size)))
+    return Constraints(tuple(limits))

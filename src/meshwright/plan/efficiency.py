@@ -1,0 +1,122 @@
+"""How much of a chip's figures a step gets: every constant of the cost model, and where it is from.
+
+Peak figures are in machines.chips. What is here says how far below them real steps stay. Each is
+*measured* (by benchmarks/RESULTS.md), *compiled* (read from what a compiler made), *fitted* (chosen
+so that the model gives a published figure, which then proves nothing about it) or *assumed*.
+"""
+
+from meshwright.machines import Chip
+
+# ---- matmuls, of the peak in bfloat16
+
+# compiled: cycle counts of large matmuls on v4, v5e and v5p are 1.05 to 1.14 times the roofline
+MATMUL_TPU = 0.90
+# measured: 714 to 719 of 989 TFLOP/s in large matmuls of an H200, at its power limit
+MATMUL_GPU = 0.725
+# fitted: to MaxText's 45 and 50% of v6e's peak for Llama 3.1 8B and 70B, where v5p has 65%
+MATMUL_OF_CHIP = {"v6e": 0.72}
+# assumed: a matmul whose smallest side on a device is below this is slower, down to half
+SMALL_SIDE = 512
+
+# ---- attention, of the peak; causal, forward and backward together
+
+# measured: H200, cuDNN, by the count of DecoderConfig.flops_per_token. head_dim 64: 235 TFLOP/s at
+# 2K tokens (28 ms), 309 at 8K (171 ms); head_dim 128: 550 at 128K if its count is 7 for our 6
+ATTENTION_GPU = {64: 0.35, 128: 0.48}
+ATTENTION_GPU_HALF = 950.0  # tokens of a row at which half of that is reached
+# assumed: half of the peak at head_dim 128, and half of that at 64, which fills half of the matrix
+# unit; no TPU was there to measure
+ATTENTION_TPU = {64: 0.25, 128: 0.50}
+ATTENTION_TPU_HALF = 700.0
+
+# measured: turn by turn around a ring, against one call: parts of 4K tokens 0.645, 16K 0.89, 64K
+# 1.02 (H200); assumed to be alike on TPUs
+TURNS_HALF = 2250.0
+
+# ---- memory
+
+# measured: of the bandwidth, in updates: H200's optimizer (10 ms for 30 bytes of each of 1.24e9
+# numbers) takes 3.7 of 4.8 TB/s; assumed for all that is elementwise, and on TPUs
+MEMORY = 0.80
+
+# ---- a scan over layers against unrolled ones
+
+# measured: on one H200 281.7 ms for 254.9, later 17%: XLA copies what a layer keeps in and out of
+# stacked arrays
+SCAN_GPU = 1.15
+SCAN_TPU = 1.03  # assumed
+
+# ---- links
+
+# assumed: of the bandwidth, in large collectives
+ICI = 0.85
+NVLINK = 0.80
+HOST_NETWORK = 0.80
+DATA_CENTER = 0.70
+# assumed: of a host, where none is published, in bytes/s: 100 Gb/s
+UNKNOWN_HOST_NETWORK = 12.5e9
+# assumed, in seconds: to begin a collective, and for each link on its longest way
+START_TPU, HOP_TPU = 2e-6, 1e-6
+START_GPU, HOP_GPU = 12e-6, 1.5e-6
+HOP_HOST_NETWORK = 6e-6
+HOP_DATA_CENTER = 50e-6
+
+# ---- overlap: of what could hide under a layer, how much does
+
+# compiled: the TPU compiler's all-gathers for v4, v5p and v6e are synchronous, and so are the
+# reduce-scatters (seen on v4); on v5e 13 fusions of a step's gathers are asynchronous. Options that
+# make 12 of 16 gathers asynchronous exist (xla_tpu_enable_async_collective_fusion and its like);
+# train does not set them. How much of an asynchronous one hides is assumed, and all of it on GPUs.
+HIDE_GATHERS = {"gpu": 0.75, "v5e": 0.75}
+HIDE_SCATTERS = {"gpu": 0.75}
+# assumed: at most this much of a layer's time has something under it
+HIDE_MOST = 0.75
+# compiled: of the hops of a ring, 7 of 8 have a kernel running meanwhile (v4)
+HIDE_RING = 0.875
+
+# ---- work beside
+
+# measured: activations read and written, in numbers of embed, heads and mlp, of a token and layer
+# (H200, 1B, 16K tokens: norms and residuals 6.5 ms, rotation 2.3, the mlp's activations 8)
+ELEMENTWISE_EMBED = 23
+ELEMENTWISE_HEADS = 8
+ELEMENTWISE_MLP = 7
+# measured for elementwise (H200: 1.3 of 17 ms for norms and activations), else assumed: how much
+# of that remat does again
+ELEMENTWISE_AGAIN = {"none": 0.0, "elementwise": 0.08, "mlp": 0.15, "full": 0.33}
+# measured: times the logits are read or written (H200: softmax of the loss, 5 ms)
+LOSS_LOGITS = 4.6
+# bytes of each parameter an update reads and writes: parameters and moments there and back, the
+# gradient, its norm, and the cast of the new ones. Measured for adamw (H200: 10 + 1.4 + 1.7 ms of
+# 1.24e9), counted for the others
+OPTIMIZER_BYTES = {"adamw": 40, "lion": 32, "adafactor": 28, "muon": 36}
+ACCUMULATION_BYTES = 12  # of each parameter, for each micro-batch
+# measured: seconds of a step in which nothing runs, 4 to 6 ms on H200
+IDLE_STEP = 4e-3
+
+
+def matmul(chip: Chip, smallest_side: float) -> float:
+    """Of the peak, in a matmul whose smallest side on a device is this."""
+    usual = MATMUL_TPU if chip.platform == "tpu" else MATMUL_GPU
+    full = MATMUL_OF_CHIP.get(chip.name, usual)
+    return full * min(1.0, 0.5 + 0.5 * smallest_side / SMALL_SIDE)
+
+
+def attention(chip: Chip, head_dim: int, row: float) -> float:
+    """Of the peak, in attention of rows this long on a device."""
+    tpu = chip.platform == "tpu"
+    table = ATTENTION_TPU if tpu else ATTENTION_GPU
+    best = table[128] if head_dim >= 128 else table[64] * min(1.0, head_dim / 64)
+    half = ATTENTION_TPU_HALF if tpu else ATTENTION_GPU_HALF
+    return best * row / (row + half)
+
+
+def turns(part: float) -> float:
+    """Of attention's speed, what is left where keys come in parts of this many tokens."""
+    return part / (part + TURNS_HALF)
+
+
+def hides(chip: Chip, operation: str) -> float:
+    """Of the seconds of a layer's gathers or scatters, what goes on while it computes."""
+    table = HIDE_GATHERS if operation == "all-gather" else HIDE_SCATTERS
+    return table.get(chip.name, table.get(chip.platform, 0.0))

@@ -1,0 +1,204 @@
+"""Bytes of a device at the fullest moment of a step, by kind, from sizes alone.
+
+A step has three moments at which memory can be fullest. *Loss*: all that the layers keep is there,
+and with it the output head, its gradient and a chunk of logits. *Backward*: what the layers keep is
+there, and one layer's weights, its gradients and all it computes with. *End*: what was kept is
+gone, the gradients of all weights are there, and the embedding's lies whole. The largest counts;
+tests hold the sum to the TPU compiler's buffer assignment and to a GPU's measured peak.
+"""
+
+import math
+from collections.abc import Mapping
+
+from meshwright.machines import Machine
+from meshwright.models.decoder.forward import REMAT
+from meshwright.plan.parts import (
+    attention_weights,
+    item_bytes,
+    length,
+    loss_chunks,
+    mlp_chunks,
+    mlp_weights,
+    rows,
+    strategy_of,
+    tokens,
+)
+from meshwright.plan.result import Choice, Job, Memory
+
+LANES = 128  # a TPU's arrays are this wide at least: a last dim of 64 takes the room of 128
+TOKEN_FIELDS = 4  # tokens, targets, segments, positions: 4 bytes each
+KINDS = (
+    "parameters", "optimizer", "weights in bfloat16", "gradients", "saved activations",
+    "gathered weights", "working activations", "loss", "attention", "batch",
+)  # fmt: skip
+
+
+def memory(job: Job, choice: Choice, machine: Machine) -> Memory:
+    """What a device holds at the fullest moment, and what it has."""
+    if job.kind == "serve":
+        kinds = _serving(job, choice)
+    else:
+        always, moments = _always(job, choice), _moments(job, choice, machine)
+        fullest = max(moments.values(), key=lambda kinds: sum(kinds.values()))
+        kinds = {kind: always.get(kind, 0) + fullest.get(kind, 0) for kind in KINDS}
+    return Memory({k: math.ceil(v) for k, v in kinds.items() if v}, machine.usable_memory)
+
+
+def moments(job: Job, choice: Choice, machine: Machine) -> dict[str, float]:
+    """Total bytes at each moment, for `--explain`."""
+    always = sum(_always(job, choice).values())
+    found = _moments(job, choice, machine)
+    return {moment: always + sum(kinds.values()) for moment, kinds in found.items()}
+
+
+def _matrices(job: Job, choice: Choice) -> tuple[float, float]:
+    """Numbers a device keeps of the layers' matrices, and of embedding and head."""
+    model = job.model
+    split = choice.tp * choice.fsdp * choice.sp
+    layers = model.layers * (attention_weights(model) + mlp_weights(model)) / split
+    ends = (1 if model.tied_embeddings else 2) * model.vocab * model.embed / split
+    return layers, ends
+
+
+def _vectors(job: Job, choice: Choice) -> float:
+    """Numbers in norms and biases; biases are split over tp with their heads."""
+    model = job.model
+    found = (2 * model.layers + 1) * model.embed
+    if model.qkv_bias:
+        found += model.layers * model.head_dim * (model.heads + 2 * model.kv_heads) // choice.tp
+    if model.output_bias:
+        found += model.layers * model.embed
+    if model.qk_norm:
+        found += 2 * model.layers * model.head_dim
+    return found
+
+
+def _always(job: Job, choice: Choice) -> dict[str, float]:
+    """What is there all through the step."""
+    layers, ends = _matrices(job, choice)
+    vectors = _vectors(job, choice)
+    kept, used = item_bytes(job.param_dtype), item_bytes(job.dtype)
+    whole = layers + ends + vectors
+    moments = {
+        "adamw": 2 * whole,
+        "lion": whole,
+        "adafactor": 0.01 * whole,  # a row and a column of each matrix
+        "muon": layers + 2 * (ends + vectors),
+    }
+    each = rows(job, choice) * choice.accumulation * length(job, choice)
+    always: dict[str, float] = {
+        "parameters": kept * whole,
+        "optimizer": kept * moments.get(job.optimizer, 2 * whole),
+        "batch": 4 * each * (TOKEN_FIELDS if job.documents else 2),
+    }
+    if used != kept:
+        always["weights in bfloat16"] = used * layers
+    if choice.accumulation > 1:
+        always["gradients"] = 4 * (layers + ends)
+    return always
+
+
+def _moments(job: Job, choice: Choice, machine: Machine) -> dict[str, dict[str, float]]:
+    model, used = job.model, item_bytes(job.dtype)
+    layers, ends = _matrices(job, choice)
+    saved = _saved(job, choice, machine)
+    vocab = model.vocab / choice.tp
+    table = vocab * model.embed
+    _, chunk = loss_chunks(job, choice)
+    stream = used * tokens(job, choice) * model.embed
+    layer = used * (attention_weights(model) + mlp_weights(model)) / choice.tp
+    again = {} if choice.accumulation == 1 else {"gradients": used * (layers + ends)}
+    # in a loop over micro-batches the gathered ends stay for all of it
+    tables = used * table * (1 if model.tied_embeddings else 2) if again else 0.0
+    loss = {
+        "saved activations": saved,
+        # the head, its gradient in float32, a chunk's logits and their slope
+        "loss": used * table + 4 * table + 2 * used * chunk * vocab + 2 * stream,
+    }
+    backward = {
+        "saved activations": saved,
+        "gradients": used * layers,
+        "gathered weights": 2 * layer if choice.fsdp * choice.sp > 1 else layer,
+        "working activations": _working(job, choice, machine),
+        "attention": _attention(job, choice),
+        "loss": used * (ends if choice.fsdp * choice.sp > 1 else table),
+    }
+    # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
+    end = {
+        "gradients": used * (layers + ends) + 4 * table + used * table + stream,
+    }
+    if again:
+        for moment in (backward, end):
+            moment["gradients"] = max(moment["gradients"], again["gradients"])
+        for moment in (loss, backward, end):
+            moment["gathered weights"] = moment.get("gathered weights", 0) + tables
+    return {"loss": loss, "backward": backward, "end": end}
+
+
+def _lanes(size: float, machine: Machine) -> float:
+    """A last dim as a TPU stores it."""
+    return LANES * math.ceil(size / LANES) if machine.is_tpu else size
+
+
+def _saved(job: Job, choice: Choice, machine: Machine) -> float:
+    """What all layers keep for the backward pass: their input, and what remat's policy names."""
+    model, used = job.model, item_bytes(job.dtype)
+    here = tokens(job, choice)
+    wide = _lanes(model.head_dim, machine)
+    heads, kv_heads = model.heads / choice.tp * wide, model.kv_heads / choice.tp * wide
+    mlp = model.mlp / choice.tp
+    between = model.embed / (choice.tp if choice.tp_sequence else 1)
+    widths: Mapping[str, float] = {
+        "normed": 2 * between,
+        "q": heads,
+        "k": kv_heads,
+        "v": kv_heads,
+        "attention": heads,
+        "attention_out": between,
+        "gate": mlp,
+        "up": mlp,
+        "activated": mlp,
+    }
+    kept = sum(widths[name] for name in REMAT[choice.remat])
+    sums = 4 * model.heads / choice.tp if "attention" in REMAT[choice.remat] else 0
+    return model.layers * here * (used * (between + kept) + sums)
+
+
+def _working(job: Job, choice: Choice, machine: Machine) -> float:
+    """What one layer's backward pass computes with: its activations and their gradients."""
+    model, used = job.model, item_bytes(job.dtype)
+    here = tokens(job, choice)
+    mlp = model.mlp / choice.tp / mlp_chunks(job, choice)
+    return used * here * (5 * mlp + 4 * model.embed)
+
+
+def _attention(job: Job, choice: Choice) -> float:
+    """Keys under way and their gradients; the gathered ones where they are gathered."""
+    model, used = job.model, item_bytes(job.dtype)
+    here = tokens(job, choice)
+    keys = 2 * here * model.kv_heads / choice.tp * model.head_dim
+    match strategy_of(job, choice):
+        case "ring":  # and the sums over turns, forward or backward, in float32
+            queries = here * model.heads / choice.tp * model.head_dim
+            return keys * (2 * used + 3 * 4) + 5 * 4 * queries
+        case "allgather":
+            return keys * choice.sp * (used + 4)
+        case "ulysses":
+            return 3 * used * here * model.heads / choice.tp * model.head_dim
+        case _:
+            return 0.0
+
+
+def _serving(job: Job, choice: Choice) -> dict[str, float]:
+    """Weights in the dtype they are multiplied in, the cache, and a prompt's activations."""
+    model, used = job.model, item_bytes(job.dtype)
+    rows_here = math.ceil(job.batch / choice.dp)
+    seen = min(job.seq, model.sliding_window or job.seq)
+    cache = 2 * model.layers * rows_here * seen * model.kv_heads / choice.tp * model.head_dim
+    layers, ends = _matrices(job, choice)
+    prompt = min(job.seq, 8192) * (2 * model.mlp / choice.tp + 4 * model.embed)
+    return {
+        "parameters": used * (layers + ends + _vectors(job, choice)),
+        "key-value cache": used * cache,
+        "working activations": used * prompt + 4 * rows_here * model.vocab / choice.tp,
+    }

@@ -1,0 +1,84 @@
+"""A device's part of a job under a choice: its rows, tokens, and how its rows are split."""
+
+import functools
+import math
+
+from meshwright.models.decoder import DecoderConfig
+from meshwright.ops.attention import Mask, Split, choose_strategy
+from meshwright.ops.attention.strategy import FLOPS_PER_BYTE
+from meshwright.plan.result import Choice, Job
+
+_ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of a number."""
+    return _ITEM[dtype]
+
+
+def rows(job: Job, choice: Choice) -> int:
+    """Rows of a micro-batch on a device."""
+    return job.batch // (choice.dp * choice.fsdp * choice.accumulation)
+
+
+def length(job: Job, choice: Choice) -> int:
+    """Tokens of a row on a device."""
+    return job.seq // choice.sp
+
+
+def tokens(job: Job, choice: Choice) -> int:
+    """Tokens of a micro-batch on a device."""
+    return rows(job, choice) * length(job, choice)
+
+
+def attention_weights(model: DecoderConfig) -> int:
+    """Numbers in the matrices of a layer's attention."""
+    return 2 * model.embed * model.head_dim * (model.heads + model.kv_heads)
+
+
+def mlp_weights(model: DecoderConfig) -> int:
+    """Numbers in the matrices of a layer's mlp."""
+    return 3 * model.embed * model.mlp
+
+
+def split_of(job: Job, choice: Choice, flops_per_byte: float = FLOPS_PER_BYTE) -> Split:
+    """How attention is split over sp; `flops_per_byte` is the machine's, between neighbours."""
+    return _split(job.model, job.seq, choice.tp, choice.sp, flops_per_byte)
+
+
+@functools.lru_cache(maxsize=4096)
+def _split(model: DecoderConfig, seq: int, tp: int, sp: int, flops_per_byte: float) -> Split:
+    return Split(
+        ways=sp,
+        length=seq,
+        heads=model.heads // tp,
+        kv_heads=model.kv_heads // tp,
+        head_dim=model.head_dim,
+        mask=Mask(window=model.sliding_window).within(seq, seq),
+        flops_per_byte=flops_per_byte,
+    )
+
+
+def strategy_of(job: Job, choice: Choice) -> str:
+    """The strategy of attention over sp; none where rows are whole. A named one is not checked."""
+    if choice.sp == 1:
+        return "none"
+    if choice.strategy != "auto":
+        return choice.strategy
+    return choose_strategy(split_of(job, choice))
+
+
+def mlp_chunks(job: Job, choice: Choice) -> int:
+    """In how many chunks the mlp takes a device's tokens: as ops.chunks cuts them."""
+    part = length(job, choice)
+    if not choice.mlp_chunk:
+        return 1
+    least = math.ceil(part / choice.mlp_chunk)
+    return next(n for n in range(least, part + 1) if part % n == 0)
+
+
+def loss_chunks(job: Job, choice: Choice) -> tuple[int, int]:
+    """How many chunks of tokens the loss takes, and the tokens of one."""
+    here = tokens(job, choice)
+    size = min(job.loss_chunk, here)
+    return math.ceil(here / size), size

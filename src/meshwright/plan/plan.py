@@ -1,0 +1,212 @@
+"""Choose a mesh: every way to run a job on a machine, ranked, with reasons.
+
+>>> best = plan("llama-3.1-8b", "v5p:4x4x4", batch=256, seq=4096)
+>>> best.mesh
+'dp=1,fsdp=64,tp=1,sp=1'
+"""
+
+import math
+from typing import Literal
+
+from meshwright.errors import MeshwrightError, count, did_you_mean
+from meshwright.machines import Machine
+from meshwright.models.decoder import PRESETS, DecoderConfig, preset
+from meshwright.models.decoder.forward import REMAT
+from meshwright.plan import constraints
+from meshwright.plan.constraints import Constraints
+from meshwright.plan.efficiency import OPTIMIZER_BYTES
+from meshwright.plan.largest import largest_batch, largest_seq
+from meshwright.plan.reason import bound_and_reason
+from meshwright.plan.result import Estimate, Job, Plan, Refusal
+from meshwright.plan.search import Found, Objective, fitting, possible, search
+from meshwright.plan.serving import serving
+from meshwright.plan.time import transfers
+
+OBJECTIVES = ("throughput", "latency", "memory")
+DTYPES = ("float32", "bfloat16")
+MOST_DEVICES = 65536  # to which a larger machine is looked for
+
+
+def plan(
+    model: str | DecoderConfig,
+    on: str | Machine,
+    batch: int,
+    seq: int,
+    *,
+    objective: Objective = "throughput",
+    mesh: str | None = None,
+    remat: str | None = None,
+    accumulation: int | None = None,
+    kind: Literal["train", "serve"] = "train",
+    optimizer: str = "adamw",
+    param_dtype: str = "float32",
+    dtype: str = "bfloat16",
+    scan: bool = True,
+    loss_chunk: int = 2048,
+    cost_per_hour: float | None = None,
+) -> Plan:
+    """Every mesh for a model on a machine, ranked.
+
+    `model` is a preset, a config.json or a DecoderConfig; `on` a machine, described or in text;
+    `batch` the rows of a step, over all devices. `mesh` limits what may be chosen
+    (`fsdp=*,tp<=8,sp=1`), `remat` and `accumulation` fix what else would be chosen with it.
+    """
+    machine = Machine.parse(on)
+    job = make_job(
+        model, batch, seq, kind=kind, optimizer=optimizer, param_dtype=param_dtype, dtype=dtype,
+        scan=scan, loss_chunk=loss_chunk,
+    )  # fmt: skip
+    _check(objective, remat, accumulation, cost_per_hour)
+    limits = constraints.parse(mesh)
+    if kind == "serve":
+        estimates, refused = serving(job, machine, limits, objective)
+    else:
+        found, refused = search(job, machine, limits, objective, remat, accumulation)
+        estimates = [_estimate(job, machine, one) for one in found]
+    if not estimates:
+        raise MeshwrightError(_nothing(job, machine, limits, refused, remat, accumulation))
+    best = estimates[0].choice
+    return Plan(
+        job=job,
+        machine=machine,
+        objective=objective,
+        ranked=tuple(estimates),
+        refused=tuple(refused),
+        largest_batch=largest_batch(job, best, machine),
+        largest_seq=largest_seq(job, best, machine),
+        cost_per_hour=cost_per_hour,
+    )
+
+
+def make_job(
+    model: str | DecoderConfig,
+    batch: int,
+    seq: int,
+    *,
+    kind: Literal["train", "serve"] = "train",
+    optimizer: str = "adamw",
+    param_dtype: str = "float32",
+    dtype: str = "bfloat16",
+    scan: bool = True,
+    loss_chunk: int = 2048,
+) -> Job:
+    """A job, with every mistake found."""
+    name = model if isinstance(model, str) else ""
+    config = _config(model) if isinstance(model, str) else model
+    if not isinstance(config, DecoderConfig):
+        raise MeshwrightError(
+            f"model {model!r} is neither a preset's name, nor a config.json, nor a DecoderConfig"
+        )
+    for what, number in (("batch", batch), ("seq", seq), ("loss_chunk", loss_chunk)):
+        if not isinstance(number, int) or number < 1:
+            raise MeshwrightError(f"{what}={number!r} must be a whole number from 1")
+    for what, said, known in (
+        ("kind", kind, ("train", "serve")),
+        ("optimizer", optimizer, tuple(OPTIMIZER_BYTES)),
+        ("param_dtype", param_dtype, DTYPES),
+        ("dtype", dtype, DTYPES),
+    ):
+        if said not in known:
+            raise MeshwrightError(f"{what}={said!r} is not known{did_you_mean(said, known)}")
+    return Job(
+        config, batch, seq, name=name, kind=kind, optimizer=optimizer, param_dtype=param_dtype,
+        dtype=dtype, scan=scan, loss_chunk=loss_chunk,
+    )  # fmt: skip
+
+
+def _config(model: str) -> DecoderConfig:
+    if model in PRESETS:
+        return preset(model)
+    from meshwright.train.setup import model_config  # with all that training needs
+
+    return model_config(model)
+
+
+def _check(
+    objective: str, remat: str | None, accumulation: int | None, cost_per_hour: float | None
+) -> None:
+    if objective not in OBJECTIVES:
+        raise MeshwrightError(
+            f"objective={objective!r} is not known{did_you_mean(objective, OBJECTIVES)}"
+        )
+    if remat is not None and remat not in REMAT:
+        raise MeshwrightError(f"remat={remat!r} is not a policy{did_you_mean(remat, REMAT)}")
+    if accumulation is not None and accumulation < 1:
+        raise MeshwrightError(f"accumulation={accumulation} must be at least 1")
+    if cost_per_hour is not None and not (cost_per_hour >= 0 and math.isfinite(cost_per_hour)):
+        raise MeshwrightError(f"cost_per_hour={cost_per_hour} must be a number from 0")
+
+
+def _estimate(job: Job, machine: Machine, one: Found) -> Estimate:
+    timing = one.timing
+    peak = machine.chip.bf16_flops / machine.chip.cores_per_chip
+    bound, reason = bound_and_reason(job, one.choice, timing)
+    return Estimate(
+        choice=one.choice,
+        memory=one.memory,
+        flops=timing.work.flops,
+        computed_flops=timing.work.computed,
+        memory_bytes=timing.work.memory_bytes,
+        transfers=transfers(timing),
+        seconds=timing.seconds,
+        step_seconds=timing.step,
+        mfu=timing.work.flops / timing.step / peak,
+        bound=bound,
+        reason=reason,
+    )
+
+
+def _nothing(
+    job: Job,
+    machine: Machine,
+    limits: Constraints,
+    refused: list[Refusal],
+    remat: str | None,
+    accumulation: int | None,
+) -> str:
+    """Why there is no mesh, and how many devices would be needed."""
+    name = job.name or "the model"
+    within = f" within '{limits}'" if limits.limits else ""
+    what = f"{name} with batch={job.batch}, seq={job.seq} on '{machine}'"
+    if not refused:
+        return (
+            f"no mesh of {count(machine.num_devices, 'device')} lies{within}: the sizes of "
+            "dp, fsdp, tp and sp must multiply to that"
+        )
+    too_large = [(one.memory.total, i, one) for i, one in enumerate(refused) if one.memory]
+    if not too_large:
+        whys = {one.why: one.choice.mesh for one in reversed(refused)}
+        some = "; ".join(f"'{mesh}': {why}" for why, mesh in list(whys.items())[:3])
+        return f"no mesh{within} can run {what}: {some}"
+    nearest = min(too_large)[2]
+    said = f"{what} fits on no mesh{within}: the nearest, '{nearest.choice.mesh}', {nearest.why}"
+    larger = _larger_that_fits(job, machine, limits, remat, accumulation)
+    if larger is None:
+        return f"{said}; nor does it on {MOST_DEVICES:,} devices of that chip"
+    return f"{said}; {count(larger.num_devices, 'device')} would do: '{larger}'"
+
+
+def _larger_that_fits(
+    job: Job,
+    machine: Machine,
+    limits: Constraints,
+    remat: str | None,
+    accumulation: int | None,
+) -> Machine | None:
+    """The first machine of the same chip, doubled and doubled again, on which some mesh fits."""
+    shape, slices = list(machine.shape), machine.slices
+    while math.prod(shape) * slices < MOST_DEVICES:
+        # a torus grows along its shortest side; GPUs until a host is full, then by hosts
+        side = shape.index(min(shape))
+        if machine.chip.platform == "gpu":
+            side = 1 if shape[1] < machine.chip.chips_per_host else 0
+        shape[side] *= 2
+        larger = Machine(machine.chip, tuple(shape), slices)
+        if job.kind == "serve":
+            if serving(job, larger, limits, "memory")[0]:
+                return larger
+            continue
+        for mesh, why in possible(job, larger, limits):
+            if why is None and fitting(job, mesh, larger, remat, accumulation)[0]:
+                return larger
+    return None

@@ -1,0 +1,146 @@
+"""Numbers, choices and refusals of a plan in words, as every report writes them."""
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+
+from meshwright.errors import count
+from meshwright.plan.result import Choice, Plan, Refusal
+
+GIB = 2**30
+
+
+def gib(number: float) -> str:
+    """`"61.2"`; small ones with the digits that tell them from nothing."""
+    size = number / GIB
+    if size >= 1 or size == 0:
+        return f"{size:,.1f}"
+    return f"{size:.2f}" if size >= 0.01 else f"{size:.1g}"
+
+
+def seconds_text(seconds: float) -> str:
+    """`"12.3 s"`, `"456 ms"`, `"7.8 µs"`, `"1 h 5 min"`."""
+    if seconds >= 3600:
+        return f"{seconds // 3600:,.0f} h {seconds % 3600 // 60:.0f} min"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{_three(seconds / size)} {unit}"
+    return f"{_three(seconds / 1e-6)} µs" if seconds else "0"
+
+
+def amount(number: float, unit: str = "") -> str:
+    """`"1.23M"`, `"12.3K"`, `"950"`; with a unit `"989 TFLOP"`, `"1.5 GB"`."""
+    letters = ("", "k", "M", "G", "T", "P", "E") if unit else ("", "K", "M", "B", "T")
+    power = 0
+    while abs(number) >= 999.5 and power < len(letters) - 1:
+        number /= 1000
+        power += 1
+    return f"{_three(number)}{' ' if unit else ''}{letters[power]}{unit}"
+
+
+def _three(number: float) -> str:
+    """Three digits, zeros too, so that a column of them lines up."""
+    return f"{number:,.0f}" if number >= 99.5 or not number else f"{number:#.3g}".rstrip(".")
+
+
+def percent(share: float) -> str:
+    """`"23%"`; `"<1%"` is little, `"0%"` nothing."""
+    return "<1%" if 0 < share < 0.005 else f"{100 * share:.0f}%"
+
+
+def bar(share: float, width: int) -> str:
+    """`"████▌   "`: a share of 1, in eighths of a character; what is over 1 fills it."""
+    eighths = round(max(0.0, min(share, 1.0)) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")).ljust(width)
+
+
+def meshes(number: int) -> str:
+    return f"{number:,} {'mesh' if number == 1 else 'meshes'}"
+
+
+def short_mesh(choice: Choice) -> str:
+    """The mesh without its axes of size 1: `"fsdp=64,tp=4"`."""
+    split = [f"{axis}={size}" for axis, size in choice.sizes.items() if size > 1]
+    return ",".join(split) or "fsdp=1"
+
+
+def settings(choice: Choice) -> str:
+    """What is chosen with the mesh: `"remat full, 4 micro-batches, tp_sequence"`."""
+    words = [f"remat {choice.remat}", count(choice.accumulation, "micro-batch")]
+    if choice.tp_sequence:
+        words.append("tp_sequence")
+    if choice.sp > 1:
+        words.append(f"attention over sp: {choice.strategy}")
+    if choice.mlp_chunk:
+        words.append(f"mlp_chunk {choice.mlp_chunk:,}")
+    return ", ".join(words)
+
+
+def flags(choice: Choice) -> list[str]:
+    """The flags of train and prove that run the choice; those at their defaults are left out."""
+    words = ["--mesh", choice.mesh]
+    if choice.accumulation > 1:
+        words += ["--accumulation", str(choice.accumulation)]
+    if choice.remat != "none":
+        words += ["--compute.remat", choice.remat]
+    if choice.tp_sequence:
+        words.append("--compute.tp-sequence")
+    if choice.mlp_chunk:
+        words += ["--compute.mlp-chunk", str(choice.mlp_chunk)]
+    if choice.sp > 1 and choice.strategy != "auto":
+        words += ["--sequence-parallel", choice.strategy]
+    return words
+
+
+def next_commands(plan: Plan, choice: Choice) -> list[str]:
+    """What to type next: have the compiler prove it, then run it; to serve: see where it lies."""
+    job = plan.job
+    model = job.name or "MODEL"
+    if job.kind == "serve":
+        words = ["meshwright", "show", "--mesh", choice.mesh, "--on", str(plan.machine)]
+        return [shlex.join(words)]
+    size = ["--batch", str(job.batch), "--seq", str(job.seq)]
+    if job.optimizer != "adamw":
+        size += ["--optimizer.name", job.optimizer]
+    if job.param_dtype != "float32":
+        size += ["--compute.param-dtype", job.param_dtype]
+    prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags(choice), *size]
+    train = ["meshwright", "train", model, *flags(choice), *size]
+    return [shlex.join(prove), shlex.join(train)]
+
+
+def folded(command: str, width: int) -> str:
+    """A command, indented, over several lines that end in a backslash: still one to copy."""
+    lines = ["  "]
+    for word in _words_with_values(command):
+        if lines[-1].strip() and len(lines[-1]) + 1 + len(word) > width - 2:
+            lines.append("      ")
+        lines[-1] += f" {word}" if lines[-1].strip() else word
+    return " \\\n".join(lines)
+
+
+def _words_with_values(command: str) -> list[str]:
+    """`--flag value` stays on one line."""
+    words: list[str] = []
+    for word in command.split(" "):
+        if words and words[-1].startswith("--") and " " not in words[-1] and word[:2] != "--":
+            words[-1] += f" {word}"
+        else:
+            words.append(word)
+    return words
+
+
+def groups_of(refused: Iterable[Refusal]) -> list[tuple[Sequence[Refusal], bool]]:
+    """Refusals that differ only in their numbers together, the most frequent first.
+
+    The flag says that it is memory that refuses.
+    """
+    groups: dict[tuple[str, bool], list[Refusal]] = {}
+    for one in refused:
+        by_memory = one.memory is not None
+        # memory refuses each mesh with its own largest kind: they still are one group
+        pattern = "" if by_memory else re.sub(r"\d[\d.,]*", "#", one.why)
+        groups.setdefault((pattern, by_memory), []).append(one)
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    return [(members, by_memory) for (_, by_memory), members in ordered]

@@ -1,0 +1,107 @@
+"""What a compiler makes of the collectives it is given.
+
+>>> from meshwright.machines import Machine
+>>> scattered_by(64, Machine.parse("v5p:4x4x4")), scattered_by(32, Machine.parse("v5p:4x4x4"))
+('all-reduce', 'reduce-scatter')
+
+The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 512 chips):
+- sums gradients by an all-reduce, and cuts afterwards, where a reduce-scatter would go over all
+  devices of a slice: twice the bytes on the wire. Over a part of a slice it scatters;
+- sums whole what it would have to cut within its 128 lanes: the embedding's gradient where a
+  device's part of embed is no multiple of that, and the head's where the vocabulary is none either;
+- sums the head's whole, too, outside of a loop over micro-batches, where the vocabulary is one;
+- sums whole what it would scatter along the last dim in parts of exactly 128: the gradients of the
+  weights that lead back to the residual stream (wo, down) and of the embedding;
+- adds the two of a tied embedding before they are sent, not after;
+- gathers the ends anew for every micro-batch, and sums norms once for all of them;
+- lets the gradients of keys make their first hop before they become float32.
+Weights that fsdp and sp split together are gathered one axis after the other there
+(ops.exchange.gather).
+"""
+
+from collections.abc import Iterator
+
+from meshwright.machines import Machine
+from meshwright.plan.parts import item_bytes
+from meshwright.plan.result import Choice, Job, Transfer
+from meshwright.plan.traffic import Row, rows_of
+
+LANES = 128
+SMALLEST = 16  # devices; smaller slices were seen to scatter
+EMBEDDING, HEAD = "gradient of the embedding", "gradient of the output head"
+TOGETHER = ("fsdp", "sp")
+
+
+def scattered_by(ways: int, machine: Machine) -> str:
+    """The operation by which the machine's compiler scatters sums over so many devices."""
+    whole = machine.is_tpu and ways >= max(machine.devices_per_slice, SMALLEST)
+    return "all-reduce" if whole else "reduce-scatter"
+
+
+def compiled_traffic(job: Job, choice: Choice, machine: Machine) -> tuple[Transfer, ...]:
+    """What one optimizer step sends on a machine, as its compiler has it."""
+    rows = compiled_rows(job, choice, machine)
+    return tuple(Transfer(*row[:7], formula=row[7]) for row in rows)
+
+
+def compiled_rows(job: Job, choice: Choice, machine: Machine) -> list[Row]:
+    """traffic.rows_of, as the machine's compiler has them."""
+    rows = rows_of(job, choice)
+    return list(_on_tpu(rows, job, choice, machine)) if machine.is_tpu else rows
+
+
+def _on_tpu(rows: list[Row], job: Job, choice: Choice, machine: Machine) -> Iterator[Row]:
+    model = job.model
+    narrow = model.embed // (choice.fsdp * choice.sp) % LANES != 0
+    ragged = model.vocab // choice.tp % LANES != 0
+    exact = model.embed // choice.fsdp == LANES  # what a scatter over fsdp leaves
+    whole = {
+        EMBEDDING: narrow or exact,
+        HEAD: narrow or exact if ragged else choice.accumulation == 1,
+    }
+    back = {  # of a gradient, what is scattered along the last dim
+        "attention": model.heads / (2 * (model.heads + model.kv_heads)),
+        "mlp": 1 / 3,
+    }
+    for row in rows:
+        what, operation, axes, size, times, phase, pieces, words = row
+        if what == HEAD and model.tied_embeddings:
+            continue
+        if what in ("the embedding", "the output head"):
+            times = choice.accumulation
+        elif what in ("gradients of norms", "gradients of biases"):
+            times = 1
+        elif what == "gradients of keys and values" and operation == "collective-permute":
+            first = model.layers * choice.accumulation
+            small = size * item_bytes(job.dtype) // 4
+            yield what, operation, axes, small, first, phase, pieces, f"{words}, in {job.dtype}"
+            times -= first
+        row = what, operation, axes, size, times, phase, pieces, words
+        is_weight = set(axes) <= set(TOGETHER) and _is_weight(what)
+        for part in _one_by_one(row, choice) if is_weight else (row,):
+            if is_weight and operation == "reduce-scatter":
+                ways = choice.fsdp if part[2] == ("fsdp",) else choice.sp
+                by = "all-reduce" if whole.get(what) else scattered_by(ways, machine)
+                share = next((back[kind] for kind in back if kind in what), 0.0)
+                if exact and by == "reduce-scatter" and part[2] == ("fsdp",) and share:
+                    cut = int(share * part[3])
+                    yield what, "all-reduce", part[2], cut, *part[4:6], 1, part[7]
+                    part = (what, by, part[2], part[3] - cut, *part[4:])
+                part = (what, by, *part[2:])
+            yield part
+
+
+def _is_weight(what: str) -> bool:
+    return "weights" in what or what in (EMBEDDING, HEAD, "the embedding", "the output head")
+
+
+def _one_by_one(row: Row, choice: Choice) -> tuple[Row, ...]:
+    """Over sp a device's part of fsdp, then over fsdp the whole."""
+    what, operation, axes, size, times, phase, pieces, words = row
+    if axes != TOGETHER:
+        return (row,)
+    part = size // choice.fsdp
+    return (
+        (what, operation, ("sp",), part, times, phase, pieces, f"{words} / fsdp {choice.fsdp}"),
+        (what, operation, ("fsdp",), size, times, phase, pieces, words),
+    )

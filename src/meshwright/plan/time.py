@@ -1,0 +1,78 @@
+"""How long a step takes: its work, what it sends over which links, and what hides under what.
+
+Weights are gathered, and gradients scattered, while a layer computes, as far as the compiler lets
+them; hops of a ring while attention does. What tp sends is needed at once and hides under nothing.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from meshwright.machines import Machine
+from meshwright.plan import efficiency
+from meshwright.plan.links import Link, over
+from meshwright.plan.result import Choice, Job, Transfer
+from meshwright.plan.rewrites import compiled_rows
+from meshwright.plan.shares import lay
+from meshwright.plan.traffic import Row
+from meshwright.plan.work import Work, work
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A step: its work, each row of its traffic with link, seconds and hidden seconds."""
+
+    work: Work
+    rows: tuple[tuple[Row, Link, float, float], ...]
+    seconds: Mapping[str, float]
+    step: float
+
+
+def timed(job: Job, choice: Choice, machine: Machine, done: Work | None = None) -> Timed:
+    """The step of a choice on a machine; its work, where that is known already, need not be."""
+    done = work(job, choice, machine) if done is None else done
+    laid = lay(machine, (choice.dp, choice.fsdp, choice.tp, choice.sp))
+    priced = []
+    wanted: dict[str, float] = {}  # seconds that could hide, by what they could hide under
+    for row in compiled_rows(job, choice, machine):
+        _, operation, axes, size, times, _, pieces, _ = row
+        link = over(laid, axes)
+        seconds = times * (link.seconds(operation, size) + (pieces - 1) * link.latency)
+        place, able = _hides_under(row, machine)
+        wanted[place] = wanted.get(place, 0.0) + seconds * able
+        priced.append((row, link, seconds, place, seconds * able))
+    room = {
+        "nothing": 0.0,
+        "forward": efficiency.HIDE_MOST * done.forward,
+        "backward": efficiency.HIDE_MOST * done.backward,
+        "ring forward": efficiency.HIDE_RING * done.attention_forward,
+        "ring backward": efficiency.HIDE_RING * done.attention_backward,
+    }
+    share = {
+        place: min(1.0, room[place] / seconds) if seconds else 0.0
+        for place, seconds in wanted.items()
+    }
+    rows = tuple(
+        (row, link, seconds, able * share[place]) for row, link, seconds, place, able in priced
+    )
+    exposed = sum(seconds - under for _, _, seconds, under in rows)
+    parts = {**done.seconds, "waiting for links": exposed}
+    return Timed(done, rows, parts, sum(parts.values()))
+
+
+def _hides_under(row: Row, machine: Machine) -> tuple[str, float]:
+    """Under what it can hide, and how much of it at most."""
+    what, operation, axes, _, _, phase, _, _ = row
+    if operation == "collective-permute":
+        return f"ring {phase}", efficiency.HIDE_RING
+    # the ends, and sums after the layers, come when no layer computes
+    if "tp" in axes or "layer" not in what or phase == "optimizer":
+        return "nothing", 0.0
+    return phase, efficiency.hides(machine.chip, operation)
+
+
+def transfers(timing: Timed) -> tuple[Transfer, ...]:
+    """The rows as a plan shows them."""
+    return tuple(
+        Transfer(*row[:7], link=link.words, seconds=seconds, hidden=hidden, formula=row[7])
+        for row, link, seconds, hidden in timing.rows
+    )

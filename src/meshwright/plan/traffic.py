@@ -1,0 +1,352 @@
+"""Every collective of the built-in train step, in closed form.
+
+    for one in traffic(job, choice):
+        print(one.operation, one.axes, one.bytes, one.times, one.what)
+
+The step sends nothing by itself: each exchange is written out in models.decoder.forward, train.step
+and ops, and stands here once more as a formula. Tests hold both to the compiled program.
+"""
+
+from collections.abc import Iterator
+
+from meshwright.ops.attention import row_order
+from meshwright.ops.attention.turns import turns_of
+from meshwright.plan.parts import (
+    attention_weights,
+    item_bytes,
+    length,
+    loss_chunks,
+    mlp_chunks,
+    mlp_weights,
+    rows,
+    split_of,
+    strategy_of,
+)
+from meshwright.plan.result import Choice, Job, Phase, Transfer
+
+_AXES = ("dp", "fsdp", "tp", "sp")  # in the order of the mesh
+FLOAT, INT = 4, 4
+
+
+Row = tuple[str, str, tuple[str, ...], int, int, Phase, int, str]
+# the first seven fields of a Transfer, and its formula
+
+
+def traffic(job: Job, choice: Choice) -> tuple[Transfer, ...]:
+    """What one optimizer step sends; links and seconds are filled in by plan.time."""
+    return tuple(Transfer(*row[:7], formula=row[7]) for row in rows_of(job, choice))
+
+
+def rows_of(job: Job, choice: Choice) -> list[Row]:
+    """The same as plain tuples: hundreds of choices are compared in a second."""
+    found = (
+        *_weights(job, choice),
+        *_vectors(job, choice),
+        *_over_tp(job, choice),
+        *_over_sp(job, choice),
+        *_optimizer(job, choice),
+        *_scalars(job, choice),
+    )
+    return [row for row in found if row[2] and row[3] and row[4]]
+
+
+def _wide(choice: Choice, *axes: str) -> tuple[str, ...]:
+    """Those of the axes that have more than one device."""
+    return tuple(axis for axis in _AXES if axis in axes and getattr(choice, axis) > 1)
+
+
+def _weights(job: Job, choice: Choice) -> Iterator[Row]:
+    """Matrices: gathered over the axes that split them and the tokens, their gradients back."""
+    model, item = job.model, item_bytes(job.dtype)
+    over, copies = _wide(choice, "fsdp", "sp"), _wide(choice, "dp")
+    ways = choice.fsdp * choice.sp
+    each = model.layers * choice.accumulation
+    e, d, tp = model.embed, model.head_dim, choice.tp
+    groups = (
+        (
+            "attention weights", attention_weights(model), 4,
+            f"2·{e}·{d}·({model.heads} + {model.kv_heads}) / tp {tp}",
+        ),
+        ("mlp weights", mlp_weights(model), 3, f"3·{e}·{model.mlp} / tp {tp}"),
+    )  # fmt: skip
+    for what, numbers, pieces, words in groups:
+        size = item * numbers // tp
+        words = f"{item} bytes · {words}"
+        for phase in ("forward", "backward"):
+            yield f"{what} of a layer", "all-gather", over, size, each, phase, pieces, words
+        gradient = f"gradient of a layer's {what}"
+        yield gradient, "reduce-scatter", over, size, each, "backward", pieces, words
+        yield (
+            gradient, "all-reduce", copies, size // ways, each, "backward", pieces,
+            f"{words} / (fsdp {choice.fsdp} · sp {choice.sp})",
+        )  # fmt: skip
+    end = item * model.vocab * e // tp
+    words = f"{item} bytes · {model.vocab}·{e} / tp {tp}"
+    # the same for all micro-batches: gathered once; tied, both ends are one array
+    ends = ("the embedding",) if model.tied_embeddings else ("the embedding", "the output head")
+    for what in ends:
+        yield what, "all-gather", over, end, 1, "forward", 1, words
+    for what in ("the embedding", "the output head"):
+        gradient = f"gradient of {what}"
+        times = choice.accumulation
+        yield gradient, "reduce-scatter", over, end, times, "backward", 1, words
+        yield (
+            gradient, "all-reduce", copies, end // ways, times, "backward", 1,
+            f"{words} / (fsdp {choice.fsdp} · sp {choice.sp})",
+        )  # fmt: skip
+
+
+def _vectors(job: Job, choice: Choice) -> Iterator[Row]:
+    """Norms and biases: whole everywhere, their gradients added once for all layers."""
+    model, item = job.model, item_bytes(job.param_dtype)
+    tokens_over = _wide(choice, "dp", "fsdp", "sp")
+    everywhere = _wide(choice, "dp", "fsdp", "tp", "sp")
+    residual = everywhere if choice.tp_sequence else tokens_over
+    times = choice.accumulation
+    norms = 2 + model.output_bias
+    yield (
+        "gradients of norms", "all-reduce", residual,
+        item * (norms * model.layers + 1) * model.embed, times, "backward", norms + 1,
+        f"{item} bytes · ({norms}·{model.layers} + 1)·{model.embed}",
+    )  # fmt: skip
+    if model.qkv_bias:
+        heads = (model.heads + 2 * model.kv_heads) // choice.tp
+        yield (
+            "gradients of biases", "all-reduce", tokens_over,
+            item * model.layers * heads * model.head_dim, times, "backward", 3,
+            f"{item} bytes · {model.layers}·{heads}·{model.head_dim}",
+        )  # fmt: skip
+    if model.qk_norm:
+        yield (
+            "gradients of norms of queries and keys", "all-reduce", everywhere,
+            item * 2 * model.layers * model.head_dim, times, "backward", 2,
+            f"{item} bytes · 2·{model.layers}·{model.head_dim}",
+        )  # fmt: skip
+
+
+def _over_tp(job: Job, choice: Choice) -> Iterator[Row]:
+    """Blocks whose heads, mlp or vocabulary tp splits: partial sums added, inputs gathered."""
+    over = _wide(choice, "tp")
+    if not over:
+        return
+    model, item = job.model, item_bytes(job.dtype)
+    r, t, e = rows(job, choice), length(job, choice), model.embed
+    size = item * r * t * e
+    words = f"{item} bytes · {r} rows · {t} tokens · {e}"
+    once = choice.accumulation
+    each = model.layers * once
+    chunks = mlp_chunks(job, choice)
+    cut = chunks > 1
+    again = "a block's sums, made again"
+    if choice.tp_sequence:
+        scattered = 1 if cut else 2
+        yield "inputs of a layer's blocks", "all-gather", over, size, 2 * each, "forward", 1, words
+        yield (
+            "sums of a layer's blocks", "reduce-scatter", over, size, scattered * each, "forward",
+            1, words,
+        )  # fmt: skip
+        yield (
+            "inputs of a layer's blocks, again", "all-gather", over, size, 2 * each, "backward", 1,
+            words,
+        )  # fmt: skip
+        yield (
+            "gradients of a layer's blocks", "all-gather", over, size, 2 * each, "backward", 1,
+            words,
+        )  # fmt: skip
+        yield (
+            "gradients of the inputs of a layer's blocks", "reduce-scatter", over, size,
+            scattered * each, "backward", 1, words,
+        )  # fmt: skip
+        if choice.remat == "full":
+            yield again, "reduce-scatter", over, size, each, "backward", 1, words
+        yield "rows of the embedding", "reduce-scatter", over, size, once, "forward", 1, words
+        yield (
+            "gradient of the embedding's rows",
+            "all-gather",
+            over,
+            size,
+            once,
+            "backward",
+            1,
+            words,
+        )
+        yield "input of the loss", "all-gather", over, size, once, "forward", 1, words
+        yield (
+            "gradient of the loss's input",
+            "reduce-scatter",
+            over,
+            size,
+            once,
+            "backward",
+            1,
+            words,
+        )
+    else:
+        blocks = 1 if cut else 2
+        yield (
+            "sums of a layer's blocks",
+            "all-reduce",
+            over,
+            size,
+            blocks * each,
+            "forward",
+            1,
+            words,
+        )
+        yield (
+            "gradients of the inputs of a layer's blocks", "all-reduce", over, size, blocks * each,
+            "backward", 1, words,
+        )  # fmt: skip
+        if choice.remat == "full":
+            yield again, "all-reduce", over, size, each, "backward", 1, words
+        yield "rows of the embedding", "all-reduce", over, size, once, "forward", 1, words
+        yield "gradient of the loss's input", "all-reduce", over, size, once, "backward", 1, words
+    if cut:
+        part, times = size // chunks, each * chunks
+        cut_words = f"{words} / {chunks} chunks"
+        yield "sums of the mlp, by chunks", "all-reduce", over, part, times, "forward", 1, cut_words
+        yield (
+            "gradients of the mlp's input, by chunks", "all-reduce", over, part, times, "backward",
+            1, cut_words,
+        )  # fmt: skip
+    many, few = loss_chunks(job, choice)
+    yield (
+        "maxima over the vocabulary", "all-reduce", over, item * few, many * once, "forward", 1,
+        f"{item} bytes · {few} tokens",
+    )  # fmt: skip
+    yield (
+        "sums over the vocabulary", "all-reduce", over, 2 * FLOAT * few, many * once, "forward", 2,
+        f"2 · {FLOAT} bytes · {few} tokens",
+    )  # fmt: skip
+
+
+def _over_sp(job: Job, choice: Choice) -> Iterator[Row]:
+    """Attention over split rows, and the order in which the devices hold them."""
+    over = _wide(choice, "sp")
+    if not over:
+        return
+    model, item = job.model, item_bytes(job.dtype)
+    split, strategy = split_of(job, choice), strategy_of(job, choice)
+    order = row_order(split, strategy)
+    r, part, ways = rows(job, choice), split.part, choice.sp
+    once = choice.accumulation
+    each = model.layers * once
+    kv, d = split.kv_heads, model.head_dim
+    keys = 2 * r * part * kv * d
+    words = f"2 · {r} rows · {part} tokens · {kv} heads · {d}"
+    documents = INT * r * part if job.documents else 0
+    if order == "zigzag":
+        arrays = 4 if job.documents else 3
+        # half of them, and with two devices only one half moves
+        yield (
+            "tokens, targets, documents and positions into zig-zag order", "collective-permute",
+            over, INT * r * part // 2, (1 if ways == 2 else 2) * arrays * once, "forward", 1,
+            f"{INT} bytes · {r} rows · {part} tokens / 2",
+        )  # fmt: skip
+    if strategy == "ring":
+        hops = turns_of(split.mask, order, ways, part).hops
+        if not hops:
+            return
+        again = hops if choice.remat == "full" else 0
+        # the first hop of a ring that is made again serves the backward pass too
+        back = max(hops - 1, 0) if again else hops
+        permute = "collective-permute"
+        size = item * keys
+        yield (
+            "keys and values to the next device", permute, over, size, hops * each, "forward", 1,
+            f"{item} bytes · {words}",
+        )  # fmt: skip
+        yield (
+            "keys and values again", permute, over, size, (again + back) * each, "backward", 1,
+            f"{item} bytes · {words}",
+        )  # fmt: skip
+        yield (
+            "gradients of keys and values", permute, over, FLOAT * keys, (hops + 1) * each,
+            "backward", 1, f"{FLOAT} bytes · {words}",
+        )  # fmt: skip
+        # what the first turn needs is the same for all layers
+        rest = each * (hops - 1)
+        yield (
+            "documents of the keys", permute, over, documents, once + rest, "forward", 1,
+            f"{INT} bytes · {r} rows · {part} tokens",
+        )  # fmt: skip
+        yield (
+            "documents of the keys again", permute, over, documents,
+            rest * (2 if again else 1), "backward", 1, f"{INT} bytes · {r} rows · {part} tokens",
+        )  # fmt: skip
+    elif strategy == "allgather":
+        whole = f"{words} · sp {ways}"
+        for phase in ("forward", "backward"):
+            yield (
+                "keys and values of whole rows", "all-gather", over, item * keys * ways, each,
+                phase, 1, f"{item} bytes · {whole}",
+            )  # fmt: skip
+        yield (
+            "gradients of keys and values", "reduce-scatter", over, FLOAT * keys * ways, each,
+            "backward", 1, f"{FLOAT} bytes · {whole}",
+        )  # fmt: skip
+        yield (
+            "documents of whole rows", "all-gather", over, documents * ways, once, "forward", 1,
+            f"{INT} bytes · {r} rows · {part} tokens · sp {ways}",
+        )  # fmt: skip
+    else:
+        heads = 2 * split.heads + 2 * kv
+        size = item * r * part * heads * d
+        words = f"{item} bytes · {r} rows · {part} tokens · {heads} heads · {d}"
+        what = "queries, keys, values and outputs between rows and heads"
+        yield what, "all-to-all", over, size, each, "forward", 4, words
+        yield f"{what}, again", "all-to-all", over, size, each, "backward", 4, words
+        yield f"gradients of {what}", "all-to-all", over, size, each, "backward", 4, words
+        yield (
+            "documents of whole rows", "all-to-all", over, documents * ways, once, "forward", 1,
+            f"{INT} bytes · {r} rows · {part} tokens · sp {ways}",
+        )  # fmt: skip
+
+
+def _optimizer(job: Job, choice: Choice) -> Iterator[Row]:
+    """Muon makes layers' matrices whole, each device its own."""
+    over = _wide(choice, "fsdp", "tp", "sp")
+    if job.optimizer != "muon" or not over:
+        return
+    devices = choice.fsdp * choice.tp * choice.sp
+    rounds = -(-job.model.layers // devices)
+    numbers = attention_weights(job.model) + mlp_weights(job.model)
+    yield (
+        "whole matrices of a layer, there and back", "all-to-all", over, FLOAT * rounds * numbers,
+        2, "optimizer", 7, f"{FLOAT} bytes · {numbers} · {rounds} layers a device",
+    )  # fmt: skip
+
+
+def _scalars(job: Job, choice: Choice) -> Iterator[Row]:
+    """The loss, how many tokens count, and the gradient's norm."""
+    model, words = job.model, f"{FLOAT} bytes"
+    matrices = 7 + (1 if model.tied_embeddings else 2)
+    biases = 3 if model.qkv_bias else 0
+    yield (
+        "loss and entropy", "all-reduce", _wide(choice, "dp", "fsdp", "sp"), FLOAT,
+        2 * choice.accumulation, "forward", 1, words,
+    )  # fmt: skip
+    yield (
+        "tokens that count",
+        "all-reduce",
+        _wide(choice, "dp", "fsdp"),
+        INT,
+        1,
+        "forward",
+        1,
+        words,
+    )
+    yield "tokens that count", "all-reduce", _wide(choice, "sp"), INT, 1, "forward", 1, words
+    split = _wide(choice, "fsdp", "sp")
+    yield "norm of the gradient", "all-reduce", split, FLOAT, matrices, "optimizer", 1, words
+    over = _wide(choice, "tp")
+    yield (
+        "norm of the gradient",
+        "all-reduce",
+        over,
+        FLOAT,
+        matrices + biases,
+        "optimizer",
+        1,
+        words,
+    )

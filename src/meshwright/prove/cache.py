@@ -1,0 +1,34 @@
+"""Results of compiles, kept by content: what was asked, of which source, by which compiler."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import meshwright
+
+# what decides the compiled step
+_PARTS = (
+    "machines/**/*.py", "mesh/**/*.py", "layout/**/*.py", "ops/**/*.py", "models/**/*.py",
+    "train/*.py", "prove/child.py", "prove/target.py",
+)  # fmt: skip
+
+
+def cache_folder() -> Path:
+    """`$MESHWRIGHT_CACHE`, or meshwright in the user's cache folder."""
+    if said := os.environ.get("MESHWRIGHT_CACHE"):
+        return Path(said) / "prove"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "meshwright" / "prove"
+
+
+def request_key(request: dict[str, Any], compiler: str) -> str:
+    """Equal requests of equal source for an equal compiler have equal keys."""
+    digest = hashlib.sha256(json.dumps([request, compiler], sort_keys=True).encode())
+    root = Path(meshwright.__file__).parent
+    for part in _PARTS:
+        for file in sorted(root.glob(part)):
+            digest.update(str(file.relative_to(root)).encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]

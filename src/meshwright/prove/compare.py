@@ -1,0 +1,105 @@
+"""How far the plan's numbers are from the compiler's."""
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+from meshwright.audit import Audit, Expected
+from meshwright.machines import Machine
+from meshwright.plan.memory import memory
+from meshwright.plan.result import Choice, Job
+from meshwright.plan.rewrites import compiled_traffic
+from meshwright.prove.proof import Proof
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One number, as planned and as compiled."""
+
+    what: str
+    planned: float
+    compiled: float
+
+    @property
+    def off(self) -> float | None:
+        """Planned over compiled, less one; None where there is nothing to divide by."""
+        return self.planned / self.compiled - 1 if self.compiled else None
+
+
+def job_and_choice(config: Any, machine: Machine, model: Any = None) -> tuple[Job, Choice] | None:
+    """Settings of train as the plan knows them; None where it does not: own rules or axes."""
+    from meshwright.mesh import STANDARD_AXES, MeshSpec
+    from meshwright.models.decoder import usual_dtype
+    from meshwright.train.setup import model_config
+
+    spec = MeshSpec.parse(config.mesh)
+    if config.rules != "standard" or not set(spec.names) <= set(STANDARD_AXES):
+        return None
+    spec = spec.with_standard_axes().resolve(machine.num_devices)
+    said = config.compute
+    model = model_config(config.model) if model is None else model
+    job = Job(
+        config.rope.apply(model, config.seq), config.batch, config.seq, config.model,
+        optimizer=config.optimizer.name, param_dtype=said.param_dtype,
+        dtype=usual_dtype(said.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
+        scan=said.scan,
+    )  # fmt: skip
+    sizes = dict(zip(spec.names, spec.sizes, strict=True))
+    choice = Choice(
+        **sizes, remat=said.remat, accumulation=config.accumulation, tp_sequence=said.tp_sequence,
+        strategy=config.sequence_parallel, mlp_chunk=said.mlp_chunk,
+    )  # fmt: skip
+    return job, choice
+
+
+# the TPU compiler pads what it scatters by up to an eighth, and hops the edges where they belong
+_PADDED = 1.13
+
+
+def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]:
+    """What the plan would have the step send; anything larger of its kind is something else."""
+    largest: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for one in compiled_traffic(job, choice, machine):
+        largest[one.operation, one.axes] = max(largest[one.operation, one.axes], one.bytes)
+    # sums over micro-batches may be sent after them all, in float32
+    summed = 2 if machine.is_tpu and choice.accumulation > 1 else 1
+    found = [
+        Expected(operation, axes, at_most=int(_PADDED * summed * size))
+        for (operation, axes), size in largest.items()
+    ]
+    if machine.is_tpu:
+        for (operation, axes), size in largest.items():
+            if operation == "reduce-scatter":
+                part = int(_PADDED * size / math.prod(choice.sizes[axis] for axis in axes))
+                edges = "edges of what is scattered"
+                found.append(Expected("collective-permute", axes, None, edges, at_most=part))
+    return tuple(found)
+
+
+def compare(job: Job, choice: Choice, proof: Proof, found: Audit | None) -> tuple[Compared, ...]:
+    """Memory, and the bytes of every kind of collective over every set of axes."""
+    compared = []
+    need = memory(job, choice, proof.machine)
+    if proof.footprint is not None:
+        compared.append(Compared("memory of a device", need.total, proof.footprint.total))
+    elif proof.out_of_memory is not None and not proof.out_of_memory.early:
+        compared.append(Compared("memory of a device", need.total, proof.out_of_memory.needed))
+    if found is None:
+        return tuple(compared)
+    planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for one in compiled_traffic(job, choice, proof.machine):
+        planned[one.operation, one.axes] += one.bytes * one.times
+    compiled: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for row in found.rows:
+        compiled[row.operation, row.axes] += row.bytes * row.times
+    kinds = sorted({*planned, *compiled}, key=lambda kind: -compiled[kind])
+    compared += [
+        Compared(
+            f"{operation} over {'+'.join(axes)}",
+            planned[operation, axes],
+            compiled[operation, axes],
+        )
+        for operation, axes in kinds
+    ]
+    return tuple(compared)

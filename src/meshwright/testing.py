@@ -1,0 +1,63 @@
+"""For tests of your own: what a function may send between devices.
+
+    from meshwright.testing import assert_collectives
+
+    def test_my_step_gathers_weights_and_scatters_gradients():
+        assert_collectives(step, {"fsdp": ["all-gather", "reduce-scatter"]}, params, batch)
+
+It fails with a table of what is sent besides, each with its line of source, and of what is missing.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from meshwright.audit import BOOKKEEPING, Audit, audit, expected_of
+from meshwright.audit.text import headline, rows_table, surprise_line, table_text
+from meshwright.errors import MeshwrightError, count
+
+__all__ = ["assert_collectives"]
+
+
+def assert_collectives(
+    function: Any,
+    expected: Mapping[str, Sequence[str]],
+    *arguments: Any,
+    mesh: Any = None,
+    allow_missing: bool = False,
+    bookkeeping: int = BOOKKEEPING,
+    **keywords: Any,
+) -> Audit:
+    """Fail unless a function sends what is expected, all of it and nothing else.
+
+    `function` is a jitted or plain function with its arguments (arrays, or jax.ShapeDtypeStructs
+    with shardings), or a compiled program. `expected` goes from mesh axes to operations; `{}` says
+    that nothing is sent. Arrays of up to `bookkeeping` bytes, such as the sum of a loss, may go
+    over any axis that is named; 0 counts them too. With `allow_missing`, less may be sent.
+    """
+    program = function if hasattr(function, "as_text") else _compiled(function, arguments, keywords)
+    named = {name.strip() for axes in expected for name in axes.replace("+", ",").split(",")}
+    found = audit(program, mesh, expected=expected_of(expected), bookkeeping=bookkeeping)
+    if named - set(found.mesh):
+        expected_of(expected, found.mesh)  # raises, and says which axes there are
+    if not found.surprises and (allow_missing or not found.missing):
+        return found
+    lines = [headline(found)]
+    if found.surprises:
+        lines += [f"{count(len(found.surprises), 'surprise')}:"]
+        lines += [table_text(rows_table(found.surprises))]
+        lines += [f"  {surprise_line(row)}" for row in found.surprises]
+    if not allow_missing:
+        lines += [f"expected, but not there: {one}" for one in found.missing]
+    raise AssertionError("\n".join(lines))
+
+
+def _compiled(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    if not callable(function):
+        raise MeshwrightError(
+            f"assert_collectives takes a function or a compiled program, not "
+            f"{type(function).__name__}"
+        )
+    jitted = function if hasattr(function, "lower") else jax.jit(function)
+    return jitted.lower(*arguments, **keywords).compile()

@@ -1,0 +1,98 @@
+"""A run's step, described on any mesh: its functions and abstract arguments, and no data.
+
+    described = step_of(TrainConfig("llama-3.1-8b", batch=64, seq=8192), mesh)
+    compiled = described.lower().compile()
+
+The devices of the mesh may be of a machine that is not here. The step is the one `train` would run
+there: the same settings, the same checks, and the platform's own dtype and attention kernel.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from meshwright.errors import MeshwrightError
+from meshwright.layout import Rules
+from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays
+from meshwright.train.config import TrainConfig
+from meshwright.train.data import FIELDS
+from meshwright.train.optimizer import make_optimizer
+from meshwright.train.setup import (
+    check_batch,
+    check_model,
+    choose_rules,
+    compute_of,
+    model_config,
+    training_mesh,
+)
+from meshwright.train.state import TrainState, abstract_state
+from meshwright.train.step import StepFunctions, step_functions
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """A step and what it takes, all of it abstract."""
+
+    config: TrainConfig
+    model: DecoderConfig
+    mesh: Mesh
+    rules: Rules
+    compute: Compute
+    arrays: Any  # ArraySpecs of the parameters
+    functions: StepFunctions
+    state: TrainState  # jax.ShapeDtypeStructs with shardings
+    batch: dict[str, jax.ShapeDtypeStruct]  # [micro-batches, rows, length]
+    attention: str | None  # how it is done over split rows, in words
+
+    def lower(self) -> Any:
+        """The train step, lowered for the mesh's platform; `.compile()` compiles it."""
+        return self.functions.train.lower(self.state, self.batch)
+
+    def lower_evaluation(self) -> Any:
+        """The evaluation step of the same rows."""
+        return self.functions.evaluate.lower(self.state.params, self.batch)
+
+
+def step_of(
+    config: TrainConfig, mesh: Mesh | None = None, model: DecoderConfig | None = None
+) -> Described:
+    """The step of these settings on `mesh` (default: `config.mesh` over the devices here).
+
+    `model` takes the place of the one `config.model` names: one with fewer layers, say. Mistakes
+    are found as `train` finds them; those of data, weights and trackers are not looked for.
+    """
+    rules = choose_rules(config)
+    if mesh is None:
+        own_rules = config.rules != "standard" and not config.rules.startswith("t5x:")
+        mesh = training_mesh(config.mesh, own_rules)
+    if any(kind != jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
+        raise MeshwrightError(
+            "the step runs on explicit mesh axes; make the mesh with axis_types='explicit'"
+        )
+    model = config.rope.apply(model_config(config.model) if model is None else model, config.seq)
+    check_model(model, rules, mesh)
+    if config.seq > model.max_seq:
+        raise MeshwrightError(
+            f"seq={config.seq} is longer than the model allows; {model.max_seq} or less would fit, "
+            "or say how its positions reach further: --rope.theta, or --rope.scaling with "
+            "--rope.factor"
+        )
+    compute, attention = compute_of(config, model, rules, mesh)
+    check_batch(config, rules, mesh)
+    arrays = abstract_arrays(model, jnp.dtype(config.compute.param_dtype))
+    optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
+    functions = step_functions(
+        model, compute, optimizer, rate, mesh,
+        loss=config.loss, clip_norm=config.optimizer.clip_norm,
+    )  # fmt: skip
+    shape = (config.accumulation, config.batch // config.accumulation, config.seq)
+    row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=functions.batch_sharding)
+    return Described(
+        config, model, mesh, rules, compute, arrays, functions,
+        state=abstract_state(arrays, rules, optimizer, mesh),
+        batch=dict.fromkeys(FIELDS, row),
+        attention=attention,
+    )  # fmt: skip

@@ -1,0 +1,176 @@
+"""`meshwright plan`: what it prints, writes and refuses."""
+
+import json
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.plan.report import read_plan
+
+SMALL = ["plan", "llama-3.2-1b", "--on", "v5e:4x4", "--batch", "32", "--seq", "2048"]
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def test_plan_prints_the_ranked_meshes_and_what_to_type_next(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(SMALL)
+    text = capsys.readouterr().out
+    for part in (
+        "llama-3.2-1b on v5e:4x4: 16 chips",
+        "batch 32 × 2,048 tokens",
+        "tokens/s",
+        "refused",
+        "meshwright prove llama-3.2-1b --on v5e:4x4 --mesh",
+        "meshwright train llama-3.2-1b --mesh",
+    ):
+        assert part in text, part
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_every_line_fits_the_terminal(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    main([*SMALL, "--cost-per-hour", "1.2"])
+    main([*SMALL, "--explain", "fsdp=4,tp=4"])
+    main([*SMALL, "--refused"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= int(columns)
+
+
+def test_the_json_is_a_plan_that_can_be_read_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*SMALL, "--json", "--cost-per-hour", "1.2"])
+    file = tmp_path / "plan.json"
+    file.write_text(capsys.readouterr().out)
+    plan = read_plan(file)
+    assert (plan.job.name, plan.job.batch, plan.cost_per_hour) == ("llama-3.2-1b", 32, 1.2)
+    assert plan.best.memory.fits
+    assert plan.best.choice.devices == 16
+
+
+def test_the_page_and_the_data_can_be_asked_for_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*SMALL, "--json", "--html", str(tmp_path / "plan.html")])
+    out, err = capsys.readouterr()
+    json.loads(out)
+    assert "wrote" in err
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+def test_explain_shows_one_mesh_and_as_data_only_that(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--explain", "fsdp=-1,tp=4"])
+    text = capsys.readouterr().out
+    for part in ("fsdp=4,tp=4 on v5e:4x4", "memory of a device", "transfers", "roofline"):
+        assert part in text
+    main([*SMALL, "--explain", "fsdp=-1,tp=4", "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert data["mesh"] == "dp=1,fsdp=4,tp=4,sp=1"
+    assert data["transfers"]
+
+
+def test_explain_of_a_mesh_that_cannot_be_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--explain", "tp=16"])  # 8 key heads
+    assert "refused: " in capsys.readouterr().out
+    main([*SMALL, "--explain", "tp=16", "--json"])
+    assert json.loads(capsys.readouterr().out)["why"]
+
+
+def test_constraints_leave_only_meshes_like_them(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--mesh", "tp=2,sp=1", "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert data["ranked"]
+    for one in data["ranked"]:
+        assert (one["choice"]["tp"], one["choice"]["sp"]) == (2, 1)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_remat_and_micro_batches_can_be_fixed(
+    remat: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*SMALL, "--remat", remat, "--accumulation", "2", "--json"])
+    choices = [one["choice"] for one in json.loads(capsys.readouterr().out)["ranked"]]
+    assert {(one["remat"], one["accumulation"]) for one in choices} == {(remat, 2)}
+
+
+def test_serving_is_planned_with_its_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--serve", "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert data["job"]["kind"] == "serve"
+    assert any("cache" in kind.lower() for kind in data["ranked"][0]["memory"]["kinds"])
+    main([*SMALL, "--serve"])
+    assert "serving" in capsys.readouterr().out
+
+
+def test_the_largest_model_on_thousands_of_chips_is_reported_in_time(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    start = time.monotonic()
+    command = "plan llama-3.1-405b --on v5p:16x16x16 --batch 2048 --seq 8192 --html"
+    main([*shlex.split(command), str(tmp_path / "p.html")])
+    assert time.monotonic() - start < 30, "about two seconds on a machine that does nothing else"
+    assert (tmp_path / "p.html").stat().st_size < 4e6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--on", "v5q:4x4"], ["no chip is called 'v5q'", "mw.Machine(mw.Chip(...)"]),
+        (["--on", "nonsense"], ["'nonsense' is not known", "CHIP:SHAPE"]),
+        (["--batch", "0"], ["--batch 0 must be a whole number from 1"]),
+        (["--seq", "-5"], ["--seq -5 must be a whole number from 1"]),
+        (["--top", "0"], ["--top 0"]),
+        (["--accumulation", "0"], ["--accumulation 0"]),
+        (["--cost-per-hour", "-1"], ["--cost-per-hour -1 is not a price"]),
+        (["--cost-per-hour", "nan"], ["is not a price"]),
+        (["--mesh", "pt<=8"], ["'pt'", "did you mean 'tp'?"]),
+        (["--mesh", "tp<8"], ["tp<8"]),
+        (["--explain", "fsdp=5"], ["needs 5 devices, 16 are in 'v5e:4x4'"]),
+        (["--explain", "pt=4"], ["'pt'"]),
+        (["--explain", "fsdp=4,tp=4", "--mesh", "tp=2"], ["'fsdp=4,tp=4' was not looked at"]),
+        (["--html", "/nowhere/p.html"], ["'/nowhere/p.html' cannot be written"]),
+    ],
+)
+def test_mistakes_are_one_readable_message_and_status_2(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = dict(zip(SMALL[2::2], SMALL[3::2], strict=True))
+    flags |= dict(zip(arguments[::2], arguments[1::2], strict=True))
+    given = [word for flag in flags.items() for word in flag]
+    with pytest.raises(SystemExit) as stopped:
+        main([*SMALL[:2], *given])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    for word in words:
+        assert word in message
+
+
+def test_an_unknown_model_gets_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "lama-3.1-8b", *SMALL[2:]])
+    message = capsys.readouterr().err
+    assert "'lama-3.1-8b'" in message
+    assert "llama-3.1-8b" in message.replace("'lama-3.1-8b'", "")
+
+
+def test_a_model_that_fits_no_mesh_says_how_many_devices_would_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "llama-3.1-405b", "--on", "h100:8", "--batch", "8", "--seq", "4096"])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "405b" in message
+    assert "h100" in message

@@ -1,0 +1,73 @@
+"""The plan's closed forms against what the TPU compiler said, as benchmarks/compiled.json records it.
+
+`python benchmarks/plan_against_compiler.py --compile` makes the record anew, with libtpu installed.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+import plan_against_compiler as recorded
+from meshwright.machines import Machine
+from meshwright.plan.memory import memory
+from meshwright.plan.rewrites import compiled_traffic
+
+RECORD = list(recorded.read_record().values())
+COMPILED = [entry for entry in RECORD if "total" in entry]
+NAMES = [recorded.words(entry["case"]) for entry in COMPILED]
+
+
+def planned(entry: dict[str, Any]) -> Any:
+    return *recorded.job_and_choice(entry["case"]), Machine.parse(entry["case"]["on"])
+
+
+def test_the_record_holds_enough_cases_to_mean_something() -> None:
+    cases = [json.loads(recorded.key(entry["case"])) for entry in COMPILED]
+    assert len(cases) >= 12
+    assert {case["on"].split(":")[0] for case in cases} >= {"v4", "v5e", "v5p", "v6e"}
+    assert {"llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"} <= {case["model"] for case in cases}
+
+
+@pytest.mark.parametrize("entry", COMPILED, ids=NAMES)
+def test_memory_is_within_a_tenth_of_the_compilers(entry: dict[str, Any]) -> None:
+    assert memory(*planned(entry)).total == pytest.approx(entry["total"], rel=0.10)
+
+
+def test_what_fits_is_said_to_fit_and_what_does_not_is_refused() -> None:
+    right = [
+        memory(*planned(entry)).fits == ("total" in entry and entry["total"] <= entry["limit"])
+        for entry in RECORD
+    ]
+    assert sum(right) >= 0.95 * len(right)
+    assert {"total" in entry for entry in RECORD} == {True, False}
+
+
+def off(entry: dict[str, Any]) -> list[float]:
+    """Of every kind of collective of at least a megabyte, planned over compiled."""
+    sums: dict[tuple[str, tuple[str, ...]], int] = {}
+    for one in compiled_traffic(*planned(entry)):
+        kind = one.operation, one.axes
+        sums[kind] = sums.get(kind, 0) + one.bytes * one.times
+    compiled = {(s["operation"], tuple(s["axes"])): s["bytes"] for s in entry["sums"]}
+    large = {
+        kind
+        for kind in {*sums, *compiled}
+        if max(sums.get(kind, 0), compiled.get(kind, 0)) >= 2**20
+    }
+    return [sums.get(kind, 0) / max(compiled.get(kind, 0), 1) - 1 for kind in large]
+
+
+def test_bytes_of_every_collective_are_the_compilers_to_a_hundredth_in_most_programs() -> None:
+    exact = [entry for entry in COMPILED if all(abs(one) <= 0.01 for one in off(entry))]
+    assert len(exact) >= 6
+    assert len(exact) >= 0.5 * len(COMPILED)
+
+
+@pytest.mark.parametrize("entry", COMPILED, ids=NAMES)
+def test_what_every_program_sends_in_all_is_within_a_tenth(entry: dict[str, Any]) -> None:
+    """Some reduce-scatters are padded by the compiler, by up to an eighth."""
+    sent = sum(s["bytes"] for s in entry["sums"])
+    assert sum(one.bytes * one.times for one in compiled_traffic(*planned(entry))) == pytest.approx(
+        sent, rel=0.10
+    )
