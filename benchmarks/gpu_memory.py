@@ -3,7 +3,7 @@
     python benchmarks/gpu_memory.py                  # on the GPU: prints a table
     python benchmarks/gpu_memory.py --write          # and puts it into RESULTS.md
     python benchmarks/gpu_memory.py --absent         # without a GPU: what its compiler says here
-    python benchmarks/gpu_memory.py --absent FILE    # beside the numbers a GPU wrote into FILE
+    python benchmarks/gpu_memory.py --absent FILE    # beside what a GPU wrote into FILE (--out)
 
 Each case is the step that `meshwright train` would run. *Planned* is the closed form of
 meshwright.plan, *compiled* what the compiler counts (arguments + temporaries + outputs - aliases),
@@ -11,6 +11,7 @@ meshwright.plan, *compiled* what the compiler counts (arguments + temporaries + 
 """
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -122,11 +123,8 @@ def words(case: dict[str, Any]) -> str:
 
 
 def on_gpu(options: argparse.Namespace) -> None:
+    """Every case measured on the GPU that is here; the numbers into a file, if one is named."""
     found = []
-    lines = [
-        "| case | planned | compiled | measured | planned / measured | compiled / measured |",
-        "|---|---|---|---|---|---|",
-    ]
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     for number, case in enumerate(CASES):
         command = [sys.executable, __file__, "--case", str(number)]
@@ -134,37 +132,52 @@ def on_gpu(options: argparse.Namespace) -> None:
         if done.returncode:
             print(f"{words(case)}: failed: {done.stderr[-1500:]}", flush=True)
             continue
-        one = json.loads(done.stdout.splitlines()[-1])
-        found.append({"case": case, **one})
-        sizes = [f"{one[kind] / GIB:.3f} GiB" for kind in ("planned", "compiled", "measured")]
-        ratios = [f"{one[kind] / one['measured']:.4f}" for kind in ("planned", "compiled")]
-        lines.append(f"| {words(case)} | {' | '.join(sizes + ratios)} |")
-        print(lines[-1], flush=True)
+        found.append({"case": case, **json.loads(done.stdout.splitlines()[-1])})
+        print(row(found[-1]), flush=True)
     if options.out:
         options.out.write_text(json.dumps(found))
     if options.write and found:
-        import datetime
-
-        conditions = (
-            f"`python benchmarks/gpu_memory.py --write`, {datetime.date.today()}, one "
-            f"{found[0]['device']}, jax {found[0]['jax']}."
-        )
-        write_section("Memory of a step on one GPU", conditions, lines)
+        write(found, "")
 
 
 def without_gpu(options: argparse.Namespace) -> None:
-    known = json.loads(options.known.read_text()) if options.known else []
-    there = {words(one["case"]): one for one in known}
-    machine = known[0]["machine"] if known else "h200:1"
+    """Every case compiled for a GPU that is not here, beside what one measured."""
+    import jax
+
+    found = json.loads(options.known.read_text()) if options.known else []
+    there = {words(one["case"]): one for one in found}
     for case in CASES:
-        here = absent(case, machine)
-        beside = there.get(words(case))
-        said = f" | {here / beside['compiled']:.4f} of the figure compiled there" if beside else ""
-        plan = planned(case, machine)
-        print(
-            f"| {words(case)} | plan {plan / GIB:.3f} | here {here / GIB:.3f} GiB{said} |",
-            flush=True,
-        )
+        beside = there.get(words(case), {"case": case})
+        beside["absent"] = absent(case, beside.get("machine", "h200:1"))
+        beside["planned"] = planned(case, beside.get("machine", "h200:1"))
+        print(row(beside), flush=True)
+    if options.write and found:
+        versions = f" *Without a GPU*: the same step compiled on a CPU, jax {jax.__version__}."
+        write(found, versions)
+
+
+def row(one: dict[str, Any]) -> str:
+    kinds = ("planned", "compiled", "measured", "absent")
+    sizes = [f"{one[kind] / GIB:.3f} GiB" if kind in one else "" for kind in kinds]
+    ratios = [
+        f"{one[kind] / one['measured']:.4f}" if {kind, "measured"} <= one.keys() else ""
+        for kind in ("planned", "compiled", "absent")
+    ]
+    return f"| {words(one['case'])} | {' | '.join(sizes + ratios)} |"
+
+
+def write(found: list[dict[str, Any]], more: str) -> None:
+    conditions = (
+        f"`python benchmarks/gpu_memory.py --write`, {datetime.date.today()}, one "
+        f"{found[0]['device']}, jax {found[0]['jax']}; the last three columns are over the "
+        f"measured peak.{more}"
+    )
+    lines = [
+        "| case | planned | compiled | measured | without a GPU | planned | compiled | without |",
+        "|---|---|---|---|---|---|---|---|",
+        *map(row, found),
+    ]
+    write_section("Memory of a step on one GPU", conditions, lines)
 
 
 def main() -> None:

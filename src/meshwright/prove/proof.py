@@ -69,6 +69,7 @@ def prove(
     machine = Machine.parse(on)
     check_extra(machine)
     model = model_config(config.model) if model is None else model
+    _check(config, model, machine)
     said = config_to_dict(config)
     for name in _WITHOUT_EFFECT:
         said.pop(name, None)
@@ -83,6 +84,19 @@ def prove(
     if "mistake" in result:
         raise MeshwrightError(result["mistake"])
     return _proof(result, machine, config.mesh, compiler, folder, known)
+
+
+def _check(config: Any, model: Any, machine: Machine) -> None:
+    """Sizes against the mesh, before a compiler is started."""
+    from meshwright.mesh import STANDARD_AXES, MeshSpec, mesh
+    from meshwright.train.setup import check_batch, check_model, choose_rules
+
+    spec = MeshSpec.parse(config.mesh)
+    if set(spec.names) <= set(STANDARD_AXES):
+        spec = spec.with_standard_axes()
+    placed, rules = mesh(spec, machine), choose_rules(config)
+    check_model(config.rope.apply(model, config.seq), rules, placed)
+    check_batch(config, rules, placed)
 
 
 # of a run's settings, those that do not change what is compiled

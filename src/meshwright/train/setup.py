@@ -14,7 +14,7 @@ from meshwright.errors import MeshwrightError, nearest_multiples
 from meshwright.layout import Explanation, Rules, explain
 from meshwright.layout.layout import axes_of
 from meshwright.machines.recognize import chip_of_kind
-from meshwright.mesh import STANDARD_AXES, MeshSpec, mesh
+from meshwright.mesh import STANDARD_AXES, MachineMesh, MeshSpec, mesh
 from meshwright.models.decoder import (
     PRESETS,
     Compute,
@@ -204,7 +204,7 @@ def flops_per_byte(device: Any) -> float:
     return chip.bf16_flops / (chip.link_bandwidth * links)
 
 
-def check_model(model: DecoderConfig, rules: Rules, placed: Mesh) -> None:
+def check_model(model: DecoderConfig, rules: Rules, placed: Mesh | MachineMesh) -> None:
     """The model's sizes against the mesh, before each array says the same."""
     for dim in ("heads", "kv_heads", "mlp", "vocab", "embed"):
         size = getattr(model, dim)
@@ -237,7 +237,7 @@ def _check_weights(folder: Path, model: DecoderConfig, changed: RopeConfig) -> N
         )
 
 
-def check_batch(config: TrainConfig, rules: Rules, placed: Mesh) -> None:
+def check_batch(config: TrainConfig, rules: Rules, placed: Mesh | MachineMesh) -> None:
     """Batch and sequence against the mesh, in the user's own words."""
     layouts = activation_layouts(rules, wide_axes(placed.shape))
     rows, length = (axes_of(entry, "tokens") for entry in layouts.tokens.partitions)
