@@ -39,7 +39,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/pytest -n auto -m "not slow"
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
 # the slow ones one at a time: some of them measure
 test-all: test
@@ -49,7 +49,7 @@ test-all: test
 test-newest:
 	$(NEWEST_PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --upgrade -e '.[dev]'
-	.venv-newest/bin/pytest -n auto -m "not slow"
+	.venv-newest/bin/pytest -n auto --dist worksteal -m "not slow"
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/placement.py

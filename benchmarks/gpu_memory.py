@@ -7,15 +7,17 @@
 
 Each case is the step that `meshwright train` would run. *Planned* is the closed form of
 meshwright.plan, *compiled* what the compiler counts (arguments + temporaries + outputs - aliases),
-*measured* the allocator's peak over three steps. Each case runs in its own process.
+*measured* the allocator's peak over nine steps. Each case runs in its own process.
 """
 
 import argparse
 import datetime
 import json
 import os
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +50,17 @@ def config_of(case: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def planned(case: dict[str, Any], machine: str) -> int:
+def planned(case: dict[str, Any], machine: str) -> dict[str, float]:
+    """Bytes and seconds by the plan."""
     from meshwright.machines import Machine
     from meshwright.plan.memory import memory
+    from meshwright.plan.time import timed
     from meshwright.prove.compare import job_and_choice
 
     on = Machine.parse(machine)
     known = job_and_choice(config_of(case), on)
     assert known is not None
-    return memory(*known, on).total
+    return {"planned": memory(*known, on).total, "planned_seconds": timed(*known, on).step}
 
 
 def measured(case: dict[str, Any]) -> dict[str, Any]:
@@ -90,15 +94,19 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
         np.ones(step.batch["segments"].shape, np.int32), step.batch["segments"].sharding
     )
     making = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
-    for _ in range(3):
+    seconds = []
+    for _ in range(9):
+        start = time.perf_counter()
         state, report = compiled(state, batch)
-    float(report["loss"])
+        float(report["loss"])
+        seconds.append(time.perf_counter() - start)
     peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
     machine = str(Machine.here())
     return {
         "compiled": counted, "measured": peak, "making": making, "machine": machine,
-        "planned": planned(case, machine), "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        "seconds": statistics.median(seconds[3:]),
+        "device": jax.devices()[0].device_kind, "jax": jax.__version__,
+        **planned(case, machine),
     }  # fmt: skip
 
 
@@ -149,8 +157,10 @@ def without_gpu(options: argparse.Namespace) -> None:
     for case in CASES:
         beside = there.get(words(case), {"case": case})
         beside["absent"] = absent(case, beside.get("machine", "h200:1"))
-        beside["planned"] = planned(case, beside.get("machine", "h200:1"))
+        beside |= planned(case, beside.get("machine", "h200:1"))
         print(row(beside), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(found))
     if options.write and found:
         versions = f" *Without a GPU*: the same step compiled on a CPU, jax {jax.__version__}."
         write(found, versions)
@@ -163,18 +173,23 @@ def row(one: dict[str, Any]) -> str:
         f"{one[kind] / one['measured']:.4f}" if {kind, "measured"} <= one.keys() else ""
         for kind in ("planned", "compiled", "absent")
     ]
+    if "seconds" in one:
+        ratios.append(f"{1e3 * one['seconds']:.0f} ms")
+        ratios.append(f"{one['planned_seconds'] / one['seconds']:.2f}")
     return f"| {words(one['case'])} | {' | '.join(sizes + ratios)} |"
 
 
 def write(found: list[dict[str, Any]], more: str) -> None:
     conditions = (
         f"`python benchmarks/gpu_memory.py --write`, {datetime.date.today()}, one "
-        f"{found[0]['device']}, jax {found[0]['jax']}; the last three columns are over the "
-        f"measured peak.{more}"
+        f"{found[0]['device']}, jax {found[0]['jax']}. Memory, then three columns of it "
+        "over the measured peak; the time of a step (layers in a loop, as train has them), and "
+        f"planned over measured.{more}"
     )
     lines = [
-        "| case | planned | compiled | measured | without a GPU | planned | compiled | without |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | planned | compiled | measured | without a GPU | planned | compiled | without | "
+        "step | planned |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *map(row, found),
     ]
     write_section("Memory of a step on one GPU", conditions, lines)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from meshwright.audit import BOOKKEEPING, Audit, audit, expected_of
-from meshwright.audit.text import headline, rows_table, surprise_line, table_text
+from meshwright.audit.text import headline, row_line, rows_table, table_text
 from meshwright.errors import MeshwrightError, count
 
 __all__ = ["assert_collectives"]
@@ -33,13 +33,20 @@ def assert_collectives(
 
     `function` is a jitted or plain function with its arguments (arrays, or jax.ShapeDtypeStructs
     with shardings), or a compiled program. `expected` goes from mesh axes to operations; `{}` says
-    that nothing is sent. Arrays of up to `bookkeeping` bytes, such as the sum of a loss, may go
-    over any axis that is named; 0 counts them too. With `allow_missing`, less may be sent.
+    that nothing is sent, `"reduce-scatter/all-reduce"` that the compiler may make one of the other.
+    Arrays of up to `bookkeeping` bytes, such as the sum of a loss, may go over any axis that is
+    named; 0 counts them too. With `allow_missing`, less may be sent. The mesh is found in the
+    shardings, or given: `mesh="fsdp=4,tp=2"`.
     """
+    if not isinstance(expected, Mapping):
+        raise MeshwrightError(
+            f"assert_collectives(function, expected, …): expected is {expected!r}, not a mapping "
+            'from axes to operations; write {"fsdp": ["all-gather"]}, or {} for nothing'
+        )
     program = function if hasattr(function, "as_text") else _compiled(function, arguments, keywords)
     named = {name.strip() for axes in expected for name in axes.replace("+", ",").split(",")}
     found = audit(program, mesh, expected=expected_of(expected), bookkeeping=bookkeeping)
-    if named - set(found.mesh):
+    if found.mesh and named - set(found.mesh):
         expected_of(expected, found.mesh)  # raises, and says which axes there are
     if not found.surprises and (allow_missing or not found.missing):
         return found
@@ -47,13 +54,17 @@ def assert_collectives(
     if found.surprises:
         lines += [f"{count(len(found.surprises), 'surprise')}:"]
         lines += [table_text(rows_table(found.surprises))]
-        lines += [f"  {surprise_line(row)}" for row in found.surprises]
+        lines += [f"  {row_line(row)}" for row in found.surprises]
     if not allow_missing:
         lines += [f"expected, but not there: {one}" for one in found.missing]
     raise AssertionError("\n".join(lines))
 
 
 def _compiled(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    if isinstance(function, jax.stages.Traced):
+        raise MeshwrightError(
+            "this is a Traced, which no compiler has seen; call .lower().compile() first"
+        )
     if not callable(function):
         raise MeshwrightError(
             f"assert_collectives takes a function or a compiled program, not "

@@ -38,13 +38,71 @@ def test_the_mesh_is_that_of_the_shardings() -> None:
     assert found.surprises == ()  # nothing was said of what to expect
 
 
-def test_a_program_without_a_mesh_needs_one() -> None:
+def test_only_a_program_that_sends_needs_a_mesh() -> None:
     compiled = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
-    with pytest.raises(MeshwrightError, match="found none in its shardings; give it"):
-        audit(compiled)
-    assert audit(compiled, MESH).rows == ()
+    assert audit(compiled).rows == () == audit(compiled, MESH).rows
+    assert str(audit(compiled)).startswith("no mesh: 0 collectives")
+    text = jax.jit(product).lower(X, W).compile().as_text()
+    with pytest.raises(MeshwrightError, match="found none in its shardings; give it: mesh='fsdp=4"):
+        audit(text)
+
+
+def test_what_no_compiler_has_seen_is_a_mistake() -> None:
     with pytest.raises(MeshwrightError, match=r"not PjitFunction; give jax\.jit"):
         audit(jnp.sin)
+    with pytest.raises(MeshwrightError, match=r"a Lowered, .* call \.compile\(\) first"):
+        audit(jax.jit(product).lower(X, W))
+    with pytest.raises(MeshwrightError, match=r"a Traced, .* call \.lower\(\)\.compile\(\) first"):
+        audit(jax.jit(product).trace(X, W))
+
+
+def test_the_mesh_may_be_said_in_several_ways() -> None:
+    text = jax.jit(product).lower(X, W).compile().as_text()
+    ways = ("fsdp=4,tp=2", mw.MeshSpec.parse("fsdp=4,tp=2"), {"fsdp": 4, "tp": 2}, MESH)
+    assert {audit(text, way).rows[0].axes for way in ways} == {("tp",)}
+    for wrong, message in (
+        (8, "int is not a mesh"),
+        (["fsdp", "tp"], "list is not a mesh"),
+        ({}, "names with sizes from 1"),
+        ({"fsdp": "4"}, "names with sizes from 1"),
+        ("fsdp=-1", "every size must be said"),
+        (jnp.ones(8), "is not a mesh"),
+    ):
+        with pytest.raises(MeshwrightError, match=message):
+            audit(text, wrong)
+
+
+def test_a_mesh_in_the_wrong_order_is_found_out() -> None:
+    text = jax.jit(product).lower(X, W).compile().as_text()
+    with pytest.raises(MeshwrightError) as mistake:
+        audit(text, "tp=2,fsdp=4")
+    assert str(mistake.value) == (
+        "mesh 'tp=2,fsdp=4' is not the mesh it was compiled for: 1 of 1 collectives go between 2 "
+        "devices where fsdp has 4; in the order 'fsdp=4,tp=2' all fit"
+    )
+    with pytest.raises(MeshwrightError, match="go between 2 devices where fsdp has 8; give that"):
+        audit(text, "fsdp=8")
+    with pytest.raises(MeshwrightError, match="that has 8 devices, this 16"):
+        audit(text, "fsdp=8,tp=2")
+
+
+def test_a_collective_over_half_an_axis_says_so() -> None:
+    """Its groups are two of the four devices along fsdp; the mesh is its own, and right."""
+
+    def halves(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, "fsdp", axis_index_groups=[[0, 1], [2, 3]], tiled=True)
+
+    mapped = jax.shard_map(halves, mesh=MESH, in_specs=P("fsdp"), out_specs=P("fsdp"))
+    compiled = jax.jit(mapped).lower(array("fsdp", None)).compile()
+    found = audit(compiled, expected=expected_of({"fsdp": ["all-gather"]}))
+    (row,) = found.surprises
+    assert (row.axes, row.devices, row.part_of_axes, row.over) == (
+        ("fsdp",), 2, True, "part of fsdp",
+    )  # fmt: skip
+    assert row.why == "groups of 2 devices are not all those along fsdp"
+    assert "all-gather over part of fsdp of f32[512,512]" in str(found)
+    assert found.by_axis()[0].part_of_axes
+    assert audit(compiled, MESH).rows[0].part_of_axes  # no mistake where it is the program's own
 
 
 def test_arrays_with_copies_are_named_with_the_axes_they_are_whole_over() -> None:
@@ -93,7 +151,7 @@ def test_a_phase_that_is_said_must_be_right() -> None:
     assert forward.surprises == ()
     backward = audit(compiled, expected=[Expected("all-reduce", ("tp",), "backward")])
     assert [row.why for row in backward.surprises] == [
-        "a all-reduce over tp is expected backward, this is forward"
+        "an all-reduce over tp is expected backward, this is forward"
     ]
 
 
@@ -108,6 +166,69 @@ def test_small_arrays_are_bookkeeping_only_over_axes_that_are_used() -> None:
     assert len(other.surprises) == 1
     strict = audit(compiled, expected=expected_of({"fsdp": ["all-gather"]}), bookkeeping=0)
     assert len(strict.surprises) == 1
+
+
+def test_a_limit_of_size_is_said_in_words() -> None:
+    compiled = jax.jit(product).lower(X, W).compile()
+    small = Expected("all-reduce", ("tp",), at_most=1024)
+    (row,) = audit(compiled, expected=[small], bookkeeping=0).surprises
+    assert row.why == (
+        "an all-reduce over tp is expected of arrays of up to 1.0 KiB, this is 1.0 MiB"
+    )
+    named = Expected("all-reduce", ("tp",), what="norms", at_most=2048)
+    (row,) = audit(compiled, expected=[small, named], bookkeeping=0).surprises
+    assert "expected of norms of up to 2.0 KiB" in row.why
+
+
+def test_several_kinds_that_are_expected_are_listed() -> None:
+    compiled = jax.jit(product).lower(X, W).compile()
+    others = expected_of({"tp": ["all-gather", "all-to-all"]})
+    assert [row.why for row in audit(compiled, expected=others).surprises] == [
+        "over tp only all-gather and all-to-all are expected"
+    ]
+
+
+def test_what_nothing_was_said_of_is_not_judged() -> None:
+    compiled = jax.jit(product).lower(X, W).compile()
+    assert not audit(compiled).judged
+    assert "not judged" in str(audit(compiled)).splitlines()[0]
+    assert audit(compiled, expected=[]).judged
+    assert "1 surprise" in str(audit(compiled, expected=[])).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("operations", "bookkeeping", "counts"),
+    [
+        # surprises, rewritten, missing
+        (["reduce-scatter"], 0, (1, 0, 1)),
+        (["reduce-scatter/all-reduce"], 0, (0, 1, 0)),
+        (["reduce-scatter/all-to-all"], 0, (1, 0, 1)),
+        (["reduce-scatter/all-reduce", "all-reduce"], 0, (0, 0, 1)),  # the plain one wins
+        (["reduce-scatter/all-reduce"], 2**20, (0, 0, 1)),  # small: bookkeeping
+    ],
+)
+def test_a_rewrite_is_neither_planned_as_it_is_nor_a_surprise(
+    operations: list[str], bookkeeping: int, counts: tuple[int, int, int]
+) -> None:
+    compiled = jax.jit(product).lower(X, W).compile()
+    found = audit(compiled, expected=expected_of({"tp": operations}), bookkeeping=bookkeeping)
+    assert (len(found.surprises), len(found.rewritten), len(found.missing)) == counts
+    assert found.data()["rewritten"] == counts[1]
+    assert ("all-reduce ~" in str(found)) == bool(counts[1])
+    assert ("all-reduce !" in str(found)) == bool(counts[0])
+    if counts[1]:
+        (row,) = found.rewritten
+        assert row.planned
+        assert row.data()["rewritten"] == "reduce-scatter over tp"
+        assert (
+            str(found)
+            .splitlines()[0]
+            .endswith(
+                "no surprises; 1 rewritten by the compiler: "
+                "all-reduce in place of reduce-scatter over tp, twice the bytes"
+            )
+        )
+        assert "all-reduce (1 rewritten)" in found.markdown()
 
 
 @pytest.mark.parametrize(
@@ -146,6 +267,25 @@ def test_assert_collectives_can_demand_silence() -> None:
     assert_collectives(product, {}, array("fsdp", None), array(shape=(512, 256)))
     with pytest.raises(AssertionError, match="nothing is expected over tp"):
         assert_collectives(product, {}, X, W)
+    # without a mesh, too
+    assert_collectives(jnp.sin, {}, jnp.ones(8))
+    with pytest.raises(AssertionError, match="not there: all-gather over fsdp"):
+        assert_collectives(jnp.sin, {"fsdp": ["all-gather"]}, jnp.ones(8))
+
+
+def test_assert_collectives_must_be_told_what_to_expect() -> None:
+    for nothing in (None, ["all-gather"]):
+        with pytest.raises(MeshwrightError, match="not a mapping from axes to operations"):
+            assert_collectives(product, nothing, X, W)  # type: ignore[arg-type]
+
+
+def test_assert_collectives_takes_what_is_compiled() -> None:
+    lowered = jax.jit(product).lower(X, W)
+    with pytest.raises(MeshwrightError, match=r"call \.compile\(\) first"):
+        assert_collectives(lowered, {"tp": ["all-reduce"]})
+    with pytest.raises(MeshwrightError, match=r"call \.lower\(\)\.compile\(\) first"):
+        assert_collectives(jax.jit(product).trace(X, W), {"tp": ["all-reduce"]})
+    assert_collectives(lowered.compile(), {"tp": ["all-reduce"]}, mesh="fsdp=4,tp=2")
 
 
 def test_assert_collectives_knows_the_axes() -> None:

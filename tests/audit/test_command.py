@@ -1,5 +1,6 @@
 """`meshwright audit`: of a text, and of the step that train would run."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -23,7 +24,9 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_text_is_shown_by_axis_and_by_row(capsys: pytest.CaptureFixture[str]) -> None:
     audit_command(BAD)
     shown = capsys.readouterr().out
-    assert shown.startswith("mesh fsdp=16: 18 collectives in a run, 45.0 MiB sent by each device\n")
+    assert shown.startswith(
+        "mesh fsdp=16: 18 collectives in a run, 45.0 MiB sent by each device; not judged"
+    )
     assert "surprise" not in shown  # nothing was said of what to expect
     assert "bf16[512,2048]" in shown
     assert "audit/programs.py:31" in shown
@@ -44,6 +47,57 @@ def test_a_surprise_is_named_and_can_fail_a_build(capsys: pytest.CaptureFixture[
     assert "no surprises" in capsys.readouterr().out
 
 
+def test_a_rewrite_is_named_and_can_fail_a_build(capsys: pytest.CaptureFixture[str]) -> None:
+    expect = ["--expect", "fsdp:all-gather,reduce-scatter/all-reduce"]
+    audit_command([*BAD, *expect, "--fail-on", "surprise"])
+    shown = capsys.readouterr().out
+    assert "no surprises; 2 rewritten by the compiler: all-reduce in place of" in shown
+    assert shown.count("\nrewritten: all-reduce over fsdp of bf16[") == 2
+    assert "~ rewritten by the compiler" in shown
+    assert "not there" not in shown
+    for words in (expect, EXPECT):  # a surprise is worse
+        with pytest.raises(SystemExit) as ended:
+            audit_command([*BAD, *words, "--fail-on", "rewrite"])
+        assert ended.value.code == 1
+    audit_command(
+        ["--text", str(TEXTS / "gpu_8.txt"), "--mesh=fsdp=8", *expect, "--fail-on=rewrite"]
+    )
+
+
+@pytest.mark.parametrize("width", [80, 100, 119, 120, 160])
+def test_what_names_a_row_is_never_cut(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    audit_command([*BAD, "--rows", "0"])
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert "…" not in shown
+    assert max(len(line) for line in lines[1:]) <= width
+    for operation, array in (("all-reduce", "bf16[512,2048]"), ("all-gather", "bf16[1,512,2048]")):
+        row = next(line for line in lines if operation in line and array in line)
+        assert {operation, "fsdp", array} <= set(row.split())
+    head = next(line.split() for line in lines if line.split()[:2] == ["sent", "times"])
+    left_out = next((line for line in lines if line.startswith("left out")), "")
+    columns = ("sent", "times", "operation", "axes", "array", "phase", "how", "scope", "source")
+    assert all((name in head) != (name in left_out) for name in columns)
+    assert "source" in head
+    assert width >= 120 or "scope" not in head
+
+
+def test_a_packed_text_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What prove keeps."""
+    packed = tmp_path / "program.hlo.gz"
+    packed.write_bytes(gzip.compress(Path(BAD[1]).read_bytes()))
+    audit_command(["--text", str(packed), *BAD[2:], "--json"])
+    of_packed = capsys.readouterr().out
+    audit_command([*BAD, "--json"])
+    assert capsys.readouterr().out == of_packed
+    packed.write_bytes(packed.read_bytes()[:1000])
+    with pytest.raises(MeshwrightError, match="cannot be read"):
+        audit_command(["--text", str(packed), *BAD[2:]])
+
+
 def test_data_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     audit_command([*BAD, *EXPECT, "--json"])
     data = json.loads(capsys.readouterr().out)
@@ -62,7 +116,11 @@ def test_data_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ([*BAD[:2], "--mesh", "fsdp=4"], "device 15, mesh 'fsdp=4' has 4"),
         ([*BAD, "--batch", "8"], "--text takes --mesh only, not --batch 8"),
         ([*BAD, "--fail-on", "surprise"], "needs to know what a program may send"),
-        ([*BAD, "--fail-on", "warning"], "it can be: surprise"),
+        ([*BAD, "--fail-on", "rewrite"], "--fail-on rewrite needs to know what a program may send"),
+        ([*BAD, "--fail-on", "warning"], "it can be: surprise, rewrite"),
+        ([*BAD, "--expect", "fsdq:all-gather"], "no axis 'fsdq'; did you mean 'fsdp'?"),
+        ([*BAD, "--expect", "fsdp:reduce-scatter/all-reduc"], "did you mean 'all-reduce'"),
+        ([*BAD[:2], "--mesh", "fsdp=32"], "that has 16 devices, this 32"),
         ([*BAD, "--expect", "fsdp"], "is not AXES:OPERATIONS"),
         ([*BAD, "--expect", "fsdp:gather"], "is not a collective"),
         ([*BAD, "--rows", "many"], "is not a whole number"),
@@ -75,6 +133,25 @@ def test_mistakes_are_explained(words: list[str], message: str) -> None:
     assert message in str(mistake.value)
 
 
+def test_a_step_on_axes_of_its_own_must_be_told_what_to_expect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is compiled."""
+    rules = tmp_path / "own.rules"
+    rules.write_text(
+        "batch? -> data\nlength? -> none\nvocab -> none\nheads -> none\nkv_heads -> none\n"
+        "mlp -> none\nembed -> data\nhead_dim -> none\nlayers -> none\nnorm -> none\n"
+    )
+    words = ["tiny", "--mesh", "data=16", "--rules", str(rules), "--batch", "16", "--seq", "64"]
+    with pytest.raises(
+        MeshwrightError, match="a step on mesh 'data=16', of its own axes, may send"
+    ):
+        audit_command([*words, "--fail-on", "surprise"])
+    with pytest.raises(MeshwrightError, match="no axis 'fsdp'; known: data"):
+        audit_command([*words, "--expect", "fsdp:all-gather"])
+
+
+@pytest.mark.slow
 def test_a_step_needs_no_data_and_has_no_surprises() -> None:
     done = subprocess.run(
         [

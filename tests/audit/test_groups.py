@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.audit import axes_between, replica_groups
+from meshwright.audit import axes_between, part_of_axes, replica_groups
 from meshwright.errors import MeshwrightError
 
 SHAPE = {"a": 2, "b": 2, "c": 2}
@@ -59,7 +59,26 @@ def test_groups_along_any_axes_are_found_again(sizes: list[int], chosen: set[int
         groups.append(np.asarray(grid[index]).reshape(-1).tolist())
     names = [f"axis{i}" for i in range(len(sizes))]
     wide = tuple(names[axis] for axis in along if sizes[axis] > 1)
-    assert axes_between(groups, dict(zip(names, sizes, strict=True))) == wide
+    shape = dict(zip(names, sizes, strict=True))
+    assert axes_between(groups, shape) == wide
+    assert not part_of_axes(groups, shape)
+    if len(groups[0]) > 2:
+        assert part_of_axes([group[:-1] for group in groups], shape)
+
+
+@pytest.mark.parametrize(
+    ("groups", "part"),
+    [
+        ([[0, 1], [2, 3]], False),
+        ([[0, 1, 2, 3]], False),
+        ([[0, 3], [1, 2]], True),  # across both axes, two of four
+        ([[0, 1], [2]], True),
+    ],
+)
+def test_groups_that_are_not_all_devices_along_their_axes_are_parts(
+    groups: list[list[int]], part: bool
+) -> None:
+    assert part_of_axes(groups, {"a": 2, "b": 2}) == part
 
 
 def test_a_mesh_that_is_too_small_is_a_mistake() -> None:

@@ -1,7 +1,10 @@
 """Reading a program's text: types, loops, branches, calls, and lines that break."""
 
+from pathlib import Path
+
 import pytest
 
+import meshwright
 from meshwright.audit import audit, collectives, expected_of, instructions, read_program
 from meshwright.audit.loops import trip_count
 from meshwright.audit.program import array_bytes
@@ -154,6 +157,58 @@ def test_a_matmul_in_turns_stands_for_the_gather_that_is_expected() -> None:
     found = audit(named.replace("  %start =", first), MESH, expected=expected, bookkeeping=0)
     assert [row.times for row in found.rows] == [1, 3]
     assert found.surprises == ()
+
+
+@pytest.mark.parametrize(
+    ("scope", "origin"),
+    [
+        ("jit(f)/transpose(jvp(mlp))/all_gather", "all-gather over y"),
+        ("jit(f)/jvp(mlp)/unreduced_reduce_scatter", "reduce-scatter over y"),
+        ("jit(f)/transpose(jvp(mlp))/dot_general", "reduce-scatter over y"),
+        ("jit(f)/jvp(mlp)/dot_general", "all-gather over y"),
+    ],
+)
+def test_of_two_things_it_may_be_made_of_the_likelier_is_named(scope: str, origin: str) -> None:
+    text = entry(
+        "%p = f32[8]{0} parameter(0)",
+        f'%c = f32[8]{{0}} all-reduce(%p), {OVER_Y}, metadata={{op_name="{scope}"}}',
+    )
+    said = ["reduce-scatter/all-reduce", "all-gather/all-reduce"]
+    for operations in (said, said[::-1]):
+        found = audit(text, MESH, expected=expected_of({"y": operations}), bookkeeping=0)
+        assert [row.rewritten for row in found.rewritten] == [origin]
+
+
+def test_what_lies_between_is_counted_in_words() -> None:
+    text = entry(
+        "%p = f32[8]{0} parameter(0)",
+        f"%s = f32[8]{{0}} all-reduce-start(%p), {OVER_Y}",
+        "%w = f32[8]{0} custom-call(%p)",
+        "%d = f32[8]{0} all-reduce-done(%s)",
+    )
+    assert "  beside 1 op\n" in str(audit(text, MESH))
+
+
+def test_sources_are_shown_from_the_package_or_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    package = Path(meshwright.__file__).parent
+    for source, shown in (
+        (f"{package}/ops/loss.py:3", "meshwright/ops/loss.py:3"),
+        (f"{tmp_path}/model/step.py:12", "model/step.py:12"),
+        ("/somewhere/else/step.py:12", "/somewhere/else/step.py:12"),
+        ("step.py:12", "step.py:12"),
+    ):
+        place, _, line = source.rpartition(":")
+        text = entry(
+            "%p = f32[8]{0} parameter(0)",
+            f'%c = f32[8]{{0}} all-reduce(%p), {OVER_Y}, metadata={{op_name="a" '
+            f'source_file="{place}" source_line={line}}}',
+        )
+        found = audit(text, MESH, expected=[], bookkeeping=0)
+        assert found.rows[0].source == source  # data keep what the program says
+        assert f" at {shown} (a)" in str(found)
 
 
 def test_of_a_conditional_the_branch_that_sends_most_counts() -> None:

@@ -127,14 +127,16 @@ def test_the_largest_model_on_thousands_of_chips_is_reported_in_time(
     [
         (["--on", "v5q:4x4"], ["no chip is called 'v5q'", "mw.Machine(mw.Chip(...)"]),
         (["--on", "nonsense"], ["'nonsense' is not known", "CHIP:SHAPE"]),
-        (["--batch", "0"], ["--batch 0 must be a whole number from 1"]),
-        (["--seq", "-5"], ["--seq -5 must be a whole number from 1"]),
+        (["--batch", "0"], ["batch=0 must be a whole number from 1"]),
+        (["--seq", "-5"], ["seq=-5 must be a whole number from 1"]),
         (["--top", "0"], ["--top 0"]),
-        (["--accumulation", "0"], ["--accumulation 0"]),
-        (["--cost-per-hour", "-1"], ["--cost-per-hour -1 is not a price"]),
+        (["--accumulation", "0"], ["accumulation=0 must be"]),
+        (["--cost-per-hour", "-1"], ["cost_per_hour=-1.0 is not a price"]),
         (["--cost-per-hour", "nan"], ["is not a price"]),
         (["--mesh", "pt<=8"], ["'pt'", "did you mean 'tp'?"]),
         (["--mesh", "tp<8"], ["tp<8"]),
+        (["--mesh", "1,-1,2"], ["3 sizes without a name"]),
+        (["--objective", "latency"], ["objective='latency' is how long a token takes to serve"]),
         (["--explain", "fsdp=5"], ["needs 5 devices, 16 are in 'v5e:4x4'"]),
         (["--explain", "pt=4"], ["'pt'"]),
         (["--explain", "fsdp=4,tp=4", "--mesh", "tp=2"], ["'fsdp=4,tp=4' was not looked at"]),
@@ -154,6 +156,24 @@ def test_mistakes_are_one_readable_message_and_status_2(
     assert message.startswith("error: ")
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    "said", [["--remat", "full"], ["--accumulation", "2"], ["--optimizer", "adamw"]]
+)
+def test_what_only_training_has_is_refused_for_serving(
+    said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*SMALL, "--serve", *said])
+    assert stopped.value.code == 2
+    assert "is of training, and serving is planned" in capsys.readouterr().err
+
+
+def test_sizes_in_order_are_limits_too(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--mesh", "1,-1,2,1", "--json"])
+    meshes = [one["mesh"] for one in json.loads(capsys.readouterr().out)["ranked"]]
+    assert meshes == ["dp=1,fsdp=8,tp=2,sp=1"]
 
 
 def test_an_unknown_model_gets_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,10 +64,32 @@ def test_bytes_of_every_collective_are_the_compilers_to_a_hundredth_in_most_prog
     assert len(exact) >= 0.5 * len(COMPILED)
 
 
-@pytest.mark.parametrize("entry", COMPILED, ids=NAMES)
-def test_what_every_program_sends_in_all_is_within_a_tenth(entry: dict[str, Any]) -> None:
+# where memory is nearly full the compiler may gather weights once more instead of keeping them
+NOT_GATHERED_AGAIN = [entry for entry in COMPILED if not entry["gathered_again"]]
+
+
+@pytest.mark.parametrize(
+    "entry", NOT_GATHERED_AGAIN, ids=[recorded.words(entry["case"]) for entry in NOT_GATHERED_AGAIN]
+)
+def test_what_a_program_sends_in_all_is_within_a_tenth(entry: dict[str, Any]) -> None:
     """Some reduce-scatters are padded by the compiler, by up to an eighth."""
     sent = sum(s["bytes"] for s in entry["sums"])
-    assert sum(one.bytes * one.times for one in compiled_traffic(*planned(entry))) == pytest.approx(
-        sent, rel=0.10
-    )
+    plan = sum(one.bytes * one.times for one in compiled_traffic(*planned(entry)))
+    assert plan == pytest.approx(sent, rel=0.10)
+
+
+def test_only_programs_that_nearly_fill_memory_gather_weights_again() -> None:
+    again = [entry for entry in COMPILED if entry["gathered_again"]]
+    assert len(again) <= 0.1 * len(COMPILED)
+    assert all(entry["total"] > 0.95 * entry["limit"] for entry in again)
+
+
+def test_nothing_was_sent_that_was_not_planned() -> None:
+    assert len(COMPILED) >= 20
+    assert [entry["surprises"] for entry in COMPILED if entry["surprises"]] == []
+
+
+def test_the_chosen_mesh_is_within_a_twentieth_of_the_best_of_each_scenario() -> None:
+    _, worst = recorded.choice_table(recorded.read_record())
+    assert len(worst) >= 10
+    assert max(worst) <= 1.05

@@ -14,6 +14,7 @@ from meshwright.plan.result import Choice
         ("fsdp=*,tp<=8,sp=1", Choice(fsdp=64, tp=8), Choice(fsdp=32, tp=16)),
         ("tp >= 2 , dp=1", Choice(fsdp=4, tp=2), Choice(dp=2, tp=2)),
         ("tp>=2,tp<=4", Choice(tp=4), Choice(tp=8)),
+        ("1,-1,2,1", Choice(fsdp=64, tp=2), Choice(dp=2, fsdp=32, tp=2)),
         ("fsdp=-1,sp=2", Choice(fsdp=64, sp=2), Choice(fsdp=128)),
     ],
 )

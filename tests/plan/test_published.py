@@ -1,6 +1,7 @@
 """Where the field has published what it runs, and is right, a plan says the same."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -87,15 +88,25 @@ LWM = {2**15: (4, 1), 2**17: (8, 1), 2**18: (16, 1), 2**19: (16, 2), 2**20: (16,
 
 @pytest.mark.parametrize("on", ["v4:4x8x8", "v4:8x8x8"])
 @pytest.mark.parametrize("seq", LWM)
-def test_a_mesh_is_found_at_least_as_fast_as_lwms(seq: int, on: str) -> None:
+def test_a_mesh_is_found_faster_than_lwms_or_the_same(seq: int, on: str) -> None:
     tp, sp = LWM[seq]
     chips = 256 if on == "v4:4x8x8" else 512
     fsdp = chips // (tp * sp)
     batch = max(2**22 // seq, fsdp)
     found = plan("llama-2-7b", on, batch, seq)
     theirs = on_mesh(found, fsdp=fsdp, tp=tp, sp=sp)
-    assert found.best.step_seconds <= theirs.step_seconds
-    assert found.best.reason
+    best = found.best
+    same = best.choice.sizes == theirs.choice.sizes
+    assert same or best.step_seconds < 0.95 * theirs.step_seconds
+    # what bounds it is named, and is what takes longest
+    parts = best.seconds
+    if best.bound == "compute":
+        assert best.reason.startswith("compute-bound: matmuls ")
+        assert parts["matmuls"] + parts["attention"] > 0.5 * best.step_seconds
+    else:
+        assert f"{best.bound.replace('+', ' · ')}" in re.sub(r"=\d+", "", best.reason)
+        assert "is network-bound" in best.reason
+        assert parts["waiting for links"] > 0.25 * best.step_seconds
 
 
 def test_a_million_tokens_on_512_chips_are_split_over_rows_and_heads() -> None:

@@ -5,7 +5,10 @@ from collections import Counter
 import pytest
 from tests.plan.compiled import Case, sums
 
-from meshwright.plan.traffic import traffic
+from meshwright.errors import MeshwrightError
+from meshwright.machines import Machine
+from meshwright.plan.candidates import with_strategy
+from meshwright.plan.traffic import rows_of, traffic
 
 FAST = [
     Case("llama", "fsdp=8"),
@@ -58,8 +61,27 @@ def test_the_bytes_of_each_operation_over_each_axis_are_those_of_the_compiled_st
     case: Case,
 ) -> None:
     planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for one in traffic(case.job, case.choice):
+    choice = with_strategy(case.job, case.choice, Machine.parse(f"cpu:{case.choice.devices}"))
+    for one in traffic(case.job, choice):
         planned[one.operation, one.axes] += one.bytes * one.times
     found = {key: size for key, size in sums(case).items() if key[1]}  # a device to itself: nothing
     assert planned.keys() == found.keys()
     assert {key: pytest.approx(size, rel=0.01) for key, size in found.items()} == planned
+
+
+def test_a_strategy_left_to_the_machine_is_never_guessed() -> None:
+    case = Case("llama", "fsdp=2,sp=4")
+    with pytest.raises(MeshwrightError, match="leaves the strategy of attention over sp"):
+        traffic(case.job, case.choice)
+
+
+@pytest.mark.parametrize("case", [one for one in (*FAST, *SLOW) if one.strategy != "auto"], ids=str)
+def test_what_is_said_to_be_of_layers_is_sent_as_often_as_there_are_layers(case: Case) -> None:
+    rows = rows_of(case.job, case.choice)
+    longer = Case(**{**case.__dict__, "layers": 2 * case.layers})
+    twice = {row[:2] + row[5:6]: row[4] for row in rows_of(longer.job, longer.choice)}
+    assert rows
+    for row in rows:
+        if row[8] != "step":
+            assert row[4] % (case.layers * case.accumulation) == 0
+            assert twice[row[:2] + row[5:6]] == 2 * row[4]

@@ -12,6 +12,7 @@ from meshwright.machines import Machine
 from meshwright.models.decoder import DecoderConfig, preset
 from meshwright.plan import plan
 from meshwright.plan.result import Choice, Job
+from meshwright.plan.rewrites import compiled_traffic
 from meshwright.plan.time import Timed, timed, transfers
 from meshwright.plan.work import work
 
@@ -101,6 +102,17 @@ def test_utilization_is_within_ten_points_of_what_was_published(
     assert found.best.choice.fsdp >= found.machine.num_chips // 2
 
 
+def test_ends_that_are_one_array_send_one_gradient_on_accelerators() -> None:
+    """As compiled for llama-3.2-1b on eight H100: 2.3 GiB of scattered gradients, not 2.8."""
+    job = Job(preset("llama-3.2-1b"), 16, 2048)
+    sizes = {}
+    for on in ("h100:8", "v5e:2x4", "cpu:8"):
+        rows = compiled_traffic(job, Choice(fsdp=8), Machine.parse(on))
+        sizes[on] = sum(one.bytes * one.times for one in rows if one.what.startswith("gradient of"))
+    assert sizes["h100:8"] == sizes["v5e:2x4"] == pytest.approx(2.3 * 2**30, rel=0.03)
+    assert sizes["cpu:8"] - sizes["h100:8"] == 2 * 128256 * 2048
+
+
 # ---- what hides under what
 
 
@@ -158,6 +170,21 @@ def test_a_model_split_over_tp_has_its_share_of_the_work() -> None:
     assert eight.seconds["elementwise"] > one.seconds["elementwise"]
     along = work(job, Choice(fsdp=8, tp=8, tp_sequence=True), machine)
     assert along.seconds["elementwise"] == pytest.approx(one.seconds["elementwise"])
+
+
+def test_useful_flops_are_counted_within_the_window() -> None:
+    """Pairs of a query and a key that it sees, one by one."""
+    seq, window = 48, 5
+    model = dataclasses.replace(CONFIG, sliding_window=window)
+    pairs = sum(min(query + 1, window) for query in range(seq))
+    exact = 12 * model.layers * model.heads * model.head_dim * pairs / seq
+    counted = model.flops_per_token(seq) - 6 * model.matmul_params
+    # without the half pair of a query with itself, as the causal count has it too
+    assert counted == pytest.approx(exact, rel=0.6 / window)
+    assert model.flops_per_token(seq) < CONFIG.flops_per_token(seq)
+    for wide in (seq, 10 * seq):
+        same = dataclasses.replace(CONFIG, sliding_window=wide)
+        assert same.flops_per_token(seq) == CONFIG.flops_per_token(seq)
 
 
 def test_a_window_shortens_attention_as_far_as_it_hides() -> None:

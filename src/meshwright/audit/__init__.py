@@ -3,7 +3,7 @@
 from meshwright.audit.audit import Audit, Sum, audit
 from meshwright.audit.collective import OPERATIONS, Collective
 from meshwright.audit.expected import BOOKKEEPING, Expected, expected_of
-from meshwright.audit.groups import axes_between, replica_groups
+from meshwright.audit.groups import axes_between, part_of_axes, replica_groups
 from meshwright.audit.loops import instructions
 from meshwright.audit.memory import Buffer, Replicated
 from meshwright.audit.program import Instruction, read_program
@@ -24,6 +24,7 @@ __all__ = [
     "collectives",
     "expected_of",
     "instructions",
+    "part_of_axes",
     "read_program",
     "replica_groups",
 ]

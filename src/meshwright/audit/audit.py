@@ -6,7 +6,6 @@ assert not found.surprises
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,9 @@ from jax.sharding import NamedSharding
 from meshwright.audit.collective import Collective
 from meshwright.audit.expected import BOOKKEEPING, Expected, judged, missing
 from meshwright.audit.memory import MIB, Buffer, Replicated, largest_buffers, replicated
-from meshwright.audit.program import read_program
-from meshwright.audit.read import collectives
+from meshwright.audit.program import Program, read_program
+from meshwright.audit.read import collectives, sends_anything
+from meshwright.audit.sizes import axis_sizes, check_mesh
 from meshwright.errors import MeshwrightError
 
 
@@ -32,6 +32,8 @@ class Sum:
     bytes: int  # of all executions
     wire_bytes: float  # a device sends, in all executions
     hidden_bytes: float  # of those, in operations that compute goes on beside
+    part_of_axes: bool = False
+    rewritten: int = 0  # of the rows, by the compiler
 
     def data(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -41,7 +43,7 @@ class Sum:
 class Audit:
     """What a program sends, and its largest arrays."""
 
-    mesh: Mapping[str, int]  # axis sizes
+    mesh: Mapping[str, int]  # axis sizes; none where nothing is sent and no mesh is known
     rows: tuple[Collective, ...]
     buffers: tuple[Buffer, ...]
     replicated: tuple[Replicated, ...]
@@ -54,16 +56,28 @@ class Audit:
         return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.times))
 
     @property
+    def rewritten(self) -> tuple[Collective, ...]:
+        """The rows that a compiler made of something else that was expected, most bytes first."""
+        rows = [row for row in self.rows if row.rewritten]
+        return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.times))
+
+    @property
+    def judged(self) -> bool:
+        """Whether something was said of what to expect: else no row can be a surprise."""
+        return self.expected is not None
+
+    @property
     def missing(self) -> tuple[Expected, ...]:
         """What was expected and is not there."""
         return missing(self.rows, self.expected or ())
 
     def by_axis(self) -> tuple[Sum, ...]:
         """Sums for each axes and operation, most bytes on the wire first."""
-        kinds = dict.fromkeys((row.axes, row.operation) for row in self.rows)
+        groups: dict[tuple[tuple[str, ...], str, bool], list[Collective]] = {}
+        for row in self.rows:
+            groups.setdefault((row.axes, row.operation, row.part_of_axes), []).append(row)
         sums = []
-        for axes, operation in kinds:
-            rows = [row for row in self.rows if (row.axes, row.operation) == (axes, operation)]
+        for (axes, operation, part), rows in groups.items():
             sums.append(
                 Sum(
                     axes,
@@ -75,6 +89,8 @@ class Audit:
                     hidden_bytes=sum(
                         row.wire_bytes * row.times for row in rows if row.hidden_under
                     ),
+                    part_of_axes=part,
+                    rewritten=sum(bool(row.rewritten) for row in rows),
                 )
             )
         return tuple(sorted(sums, key=lambda one: -one.wire_bytes))
@@ -85,7 +101,9 @@ class Audit:
             "mesh": dict(self.mesh),
             "by_axis": [one.data() for one in self.by_axis()],
             "rows": [row.data() for row in self.rows],
+            "judged": self.judged,
             "surprises": len(self.surprises),
+            "rewritten": len(self.rewritten),
             "expected": None if self.expected is None else [str(one) for one in self.expected],
             "missing": [str(one) for one in self.missing],
             "buffers": [one.data() for one in self.buffers],
@@ -114,13 +132,17 @@ def audit(
 ) -> Audit:
     """Read a compiled jax program: `jax.jit(f).lower(…).compile()`, or its text and a mesh.
 
-    The mesh (or its axis sizes) is found in the program's shardings where it is not given. With
-    `expected`, rows that match nothing are surprises; arrays of up to `bookkeeping` bytes are not.
+    The mesh (also as text, "fsdp=4,tp=2", or axis sizes) is found in the program's shardings where
+    it is not given. With `expected`, rows that match nothing are surprises; arrays of up to
+    `bookkeeping` bytes are not.
     """
     text = compiled if isinstance(compiled, str) else _text(compiled)
-    shape = _shape(compiled, mesh)
     program = read_program(text)
-    rows: tuple[Collective, ...] = tuple(collectives(program, shape))
+    shape = _shape(compiled, mesh, program)
+    rows: tuple[Collective, ...] = tuple(collectives(program, shape)) if shape else ()
+    own = None if isinstance(compiled, str) else _mesh_of(compiled)
+    if own is None or list(own.shape.items()) != list(shape.items()):
+        check_mesh(program, rows, shape)
     if expected is not None:
         rows = judged(rows, expected, bookkeeping)
     copies = () if isinstance(compiled, str) else replicated(compiled, shape, replicated_from)
@@ -131,6 +153,15 @@ def audit(
 
 
 def _text(compiled: Any) -> str:
+    for stage, call in (
+        (jax.stages.Lowered, ".compile()"),
+        (jax.stages.Traced, ".lower().compile()"),
+    ):
+        if isinstance(compiled, stage):
+            raise MeshwrightError(
+                f"audit reads compiled programs, and this is a {stage.__name__}, which no compiler "
+                f"has seen; call {call} first"
+            )
     if not hasattr(compiled, "as_text"):
         raise MeshwrightError(
             f"audit reads compiled programs, not {type(compiled).__name__}; give "
@@ -142,19 +173,21 @@ def _text(compiled: Any) -> str:
     return text
 
 
-def _shape(compiled: Any, mesh: Any) -> Mapping[str, int]:
-    """Axis sizes of the mesh given, or of that of the program's shardings."""
+def _shape(compiled: Any, mesh: Any, program: Program) -> Mapping[str, int]:
+    """Axis sizes of the mesh given, or of that of the program's shardings.
+
+    A program that sends nothing needs none.
+    """
     if mesh is None and not isinstance(compiled, str):
         mesh = _mesh_of(compiled)
-    if mesh is None:
+    if mesh is not None:
+        return axis_sizes(mesh)
+    if sends_anything(program):
         raise MeshwrightError(
             "audit needs the mesh the program was compiled for, and found none in its shardings; "
-            "give it: audit(compiled, mesh)"
+            "give it: mesh='fsdp=4,tp=2', or a jax Mesh"
         )
-    shape = mesh if isinstance(mesh, Mapping) else dict(mesh.shape)
-    if not shape or math.prod(shape.values()) < 1:
-        raise MeshwrightError(f"mesh {shape!r} has no devices")
-    return shape
+    return {}
 
 
 def _mesh_of(compiled: Any) -> Any:

@@ -22,7 +22,7 @@ class Collective:
     """
 
     operation: str
-    axes: tuple[str, ...]  # of the mesh, in its order
+    axes: tuple[str, ...]  # of the mesh, in its order; see part_of_axes
     devices: int  # in a group
     dtype: str
     shape: tuple[int, ...]  # of the result, on a device
@@ -35,8 +35,15 @@ class Collective:
     unsure: bool = False  # in a loop whose trips the text does not say: counted once
     conditional: bool = False  # in the branch of a conditional that sends most
     collective_matmul: bool = False  # a permute that stands for a gather or scatter beside a matmul
+    part_of_axes: bool = False  # its groups are not all the devices along its axes
     planned: bool = True
+    rewritten: str = ""  # what the compiler made it of: "reduce-scatter over fsdp"
     why: str = ""  # of `planned`: what it was matched with, or what is wrong
+
+    @property
+    def over(self) -> str:
+        """Its axes in words: "fsdp+tp", "part of fsdp"."""
+        return ("part of " if self.part_of_axes else "") + "+".join(self.axes)
 
     @property
     def times(self) -> int:

@@ -4,7 +4,9 @@
 
 A row is planned if an Expected has its operation and exactly its axes, and its phase where one is
 given. What is small is planned too, as bookkeeping: the count of tokens, the norm of a gradient, a
-norm's weights; but only over axes that something is expected on. All else is a surprise.
+norm's weights; but only over axes that something is expected on. An Expected with `rewrite_of` says
+what a compiler may make of something else: a row that only it fits is marked as rewritten. All else
+is a surprise.
 """
 
 import dataclasses
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from meshwright.audit.collective import OPERATIONS, Collective, Phase
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.layout.explanation import bytes_text
 
 BOOKKEEPING = 64 * 1024  # bytes of an array up to which it is small
 
@@ -25,6 +28,7 @@ class Expected:
     phase: Phase | None = None  # None: any
     what: str = ""  # in words: "weights of a layer"
     at_most: int | None = None  # bytes of an array; what is larger is something else
+    rewrite_of: str = ""  # what a compiler makes it of: "reduce-scatter over fsdp"
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
@@ -40,7 +44,7 @@ class Expected:
             operations |= {"all-gather", "reduce-scatter"}
         phases = (None, row.phase)
         fits = self.at_most is None or row.bytes <= self.at_most
-        same_axes = set(self.axes) == set(row.axes)
+        same_axes = set(self.axes) == set(row.axes) and not row.part_of_axes
         return self.operation in operations and same_axes and self.phase in phases and fits
 
     def __str__(self) -> str:
@@ -53,6 +57,7 @@ def expected_of(
 ) -> tuple[Expected, ...]:
     """From axes to operations: `{"fsdp": ["all-gather"], "fsdp,sp": ["reduce-scatter"]}`.
 
+    `"reduce-scatter/all-reduce"` is a reduce-scatter that a compiler may rewrite as an all-reduce.
     With `axes`, those of the mesh, a name that is not one of them is a mistake.
     """
     known = None if axes is None else list(axes)
@@ -69,7 +74,11 @@ def expected_of(
             raise MeshwrightError(
                 f"expected collectives over {text!r}: write a list, [{operations!r}]"
             )
-        found += [Expected(operation, names) for operation in operations]
+        for said in operations:
+            operation, _, instead = said.partition("/")
+            found.append(Expected(operation, names))
+            if "/" in said:
+                found.append(Expected(instead, names, rewrite_of=str(found[-1])))
     return tuple(found)
 
 
@@ -83,33 +92,69 @@ def judged(
 
 def missing(rows: Sequence[Collective], expected: Sequence[Expected]) -> tuple[Expected, ...]:
     """What was expected and is not there."""
-    return tuple(one for one in expected if not any(one.is_of(row) for row in rows))
+    origins = [row.rewritten.partition(" over ") for row in rows if row.rewritten]
+    rewritten = {(operation, frozenset(axes.split("+"))) for operation, _, axes in origins}
+    return tuple(
+        one for one in expected
+        if not one.rewrite_of
+        and (one.operation, frozenset(one.axes)) not in rewritten
+        and not any(one.is_of(row) for row in rows)
+    )  # fmt: skip
 
 
 def _judge(
     row: Collective, expected: Sequence[Expected], used: set[str], bookkeeping: int
 ) -> Collective:
-    match = next((one for one in expected if one.is_of(row)), None)
-    if match is not None:
-        return dataclasses.replace(row, planned=True, why=match.what or "expected")
+    matches = [one for one in expected if one.is_of(row)]
+    plain = next((one for one in matches if not one.rewrite_of), None)
+    if plain is not None:
+        return dataclasses.replace(row, planned=True, why=plain.what or "expected")
     if row.bytes <= bookkeeping and set(row.axes) <= used:
         return dataclasses.replace(row, planned=True, why="bookkeeping")
+    if matches:
+        origin = min((one.rewrite_of for one in matches), key=lambda one: _unlike(row, one))
+        return dataclasses.replace(row, planned=True, rewritten=origin, why=_instead(row, origin))
     return dataclasses.replace(row, planned=False, why=_wrong(row, expected))
+
+
+def _unlike(row: Collective, origin: str) -> tuple[bool, bool]:
+    """For an order by how likely a row was made of this: as its scope says, else by its phase."""
+    operation = origin.partition(" over ")[0]
+    named = operation.replace("-", "_") in row.scope.rpartition("/")[2]
+    return not named, (operation == "all-gather") != (row.phase == "forward")
+
+
+def _instead(row: Collective, origin: str) -> str:
+    """`all-reduce in place of reduce-scatter over fsdp, twice the bytes`."""
+    over = "" if origin.endswith(f" over {row.over}") else f" over {row.over}"
+    twice = row.operation == "all-reduce" and origin.startswith(("reduce-scatter", "all-gather"))
+    return f"{row.operation}{over} in place of {origin}{', twice the bytes' if twice else ''}"
 
 
 def _wrong(row: Collective, expected: Sequence[Expected]) -> str:
     """In words, what is not as expected."""
     over = "+".join(row.axes)
     here = [one for one in expected if set(one.axes) == set(row.axes)]
-    too_large = [one for one in here if one.operation == row.operation and one.at_most]
+    same = [one for one in here if one.operation == row.operation]
+    kind = f"{'an' if row.operation.startswith('a') else 'a'} {row.operation} over {over}"
+    if row.part_of_axes:
+        return f"groups of {row.devices} devices are not all those along {over}"
     if row.operation == "all-reduce" and any(one.operation == "reduce-scatter" for one in here):
         return f"an all-reduce where a reduce-scatter over {over} does: twice the bytes"
-    if too_large:
-        return f"a {row.operation} over {over} is expected of {too_large[0].what} only"
-    if any(one.operation == row.operation for one in here):
-        phases = " and ".join(dict.fromkeys(str(one.phase) for one in here if one.phase))
-        return f"a {row.operation} over {over} is expected {phases}, this is {row.phase}"
+    too_small = [one for one in same if one.phase in (None, row.phase) and one.at_most is not None]
+    if too_small:
+        most = max(too_small, key=lambda one: one.at_most or 0)
+        return (
+            f"{kind} is expected of {most.what or 'arrays'} of up to "
+            f"{bytes_text(most.at_most or 0)}, this is {bytes_text(row.bytes)}"
+        )
+    if same:
+        phases = " and ".join(dict.fromkeys(str(one.phase) for one in same if one.phase))
+        return f"{kind} is expected {phases}, this is {row.phase}"
     if here:
-        kinds = ", ".join(dict.fromkeys(one.operation for one in here))
-        return f"over {over} only {kinds} is expected"
+        plain = [one for one in here if not one.rewrite_of] or here
+        kinds = list(dict.fromkeys(one.operation for one in plain))
+        return (
+            f"over {over} only {' and '.join(kinds)} {'is' if len(kinds) == 1 else 'are'} expected"
+        )
     return f"nothing is expected over {over}"

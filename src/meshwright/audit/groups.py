@@ -57,6 +57,12 @@ def axes_between(groups: Sequence[Sequence[int]], shape: Mapping[str, int]) -> t
     return tuple(name for i, name in enumerate(shape) if i in differ)
 
 
+def part_of_axes(groups: Sequence[Sequence[int]], shape: Mapping[str, int]) -> bool:
+    """Whether a group is not all the devices along its axes: half of an axis, or across several."""
+    whole = math.prod(shape[axis] for axis in axes_between(groups, shape))
+    return any(len(group) != whole for group in groups)
+
+
 def _named(mesh: str, order: str | None, over: str) -> list[list[int]]:
     """`'x'=2,'y'=4`, the devices in another order if one is given, and `'y'` or a part of it."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.audit.collective import OPERATIONS, Collective
-from meshwright.audit.groups import axes_between, replica_groups
+from meshwright.audit.groups import axes_between, part_of_axes, replica_groups
 from meshwright.audit.loops import trip_count
 from meshwright.audit.program import Array, Instruction, Program, read_program
+from meshwright.audit.sizes import axis_sizes
 
 _KIND = re.compile(rf"({'|'.join(OPERATIONS)}|ragged-all-to-all)(-start)?")
 _COMPUTE = {"fusion", "dot", "convolution", "custom-call", "while", "conditional", "call"}
@@ -29,11 +30,16 @@ _CALLS = ("calls", "to_apply", "called_computation", "async_execution_thread_com
 def collectives(text: str | Program, mesh: Any) -> list[Collective]:
     """Every array a program sends between devices, in the order of the program.
 
-    `mesh` is the one the program was compiled for, or its axis sizes.
+    `mesh` is the one the program was compiled for, its text, or its axis sizes.
     """
     program = read_program(text) if isinstance(text, str) else text
-    shape: Mapping[str, int] = mesh if isinstance(mesh, Mapping) else dict(mesh.shape)
-    return _with_first_hops(list(_Reader(program, shape).walk(program.entry, _Place())))
+    reader = _Reader(program, axis_sizes(mesh))
+    return _with_first_hops(list(reader.walk(program.entry, _Place())))
+
+
+def sends_anything(program: Program) -> bool:
+    """Whether there is a collective in it, over whatever axes."""
+    return _Reader(program, {}).sends(program.entry)
 
 
 def _with_first_hops(rows: list[Collective]) -> list[Collective]:
@@ -190,6 +196,7 @@ class _Reader:
             return
         operation = "all-to-all" if kind[1] == "ragged-all-to-all" else kind[1]
         devices = max(map(len, groups))
+        part = operation != "collective-permute" and part_of_axes(groups, self.shape)
         if operation == "collective-permute":
             devices = 2
         arrays = _received(one, operation, started=kind[2] is not None)
@@ -206,6 +213,7 @@ class _Reader:
                 unsure=place.unsure, conditional=place.conditional,
                 collective_matmul=operation == "collective-permute"
                 and "windowed_dot_general" in place.computation + scope + one.name,
+                part_of_axes=part,
             )  # fmt: skip
             yield self.started(row, body, position) if kind[2] else row
 

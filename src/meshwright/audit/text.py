@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.audit.collective import Collective
@@ -19,27 +21,34 @@ def headline(audit: Audit) -> str:
     """One line: how much is sent in all, and how many surprises there are."""
     sent = sum(row.wire_bytes * row.times for row in audit.rows)
     times = sum(row.times for row in audit.rows)
-    said = f"mesh {mesh_text(audit.mesh)}: {count(times, 'collective')} in a run, "
+    on = f"mesh {mesh_text(audit.mesh)}" if audit.mesh else "no mesh"
+    said = f"{on}: {count(times, 'collective')} in a run, "
     said += f"{bytes_text(round(sent))} sent by each device"
-    if audit.expected is None:
-        return said
+    if not audit.judged:
+        return f"{said}; not judged: nothing was said of what to expect"
     found = len(audit.surprises)
-    return f"{said}; {count(found, 'surprise') if found else 'no surprises'}"
+    said += f"; {count(found, 'surprise') if found else 'no surprises'}"
+    if audit.rewritten:
+        kinds = "; ".join(dict.fromkeys(row.why for row in audit.rewritten))
+        said += f"; {len(audit.rewritten)} rewritten by the compiler: {kinds}"
+    return said
 
 
 def sums_table(audit: Audit) -> Table:
     lines: list[Sequence[str]] = [
         (
-            "+".join(one.axes), one.operation, f"{one.times:,}", bytes_text(one.bytes),
+            ("part of " if one.part_of_axes else "") + "+".join(one.axes),
+            one.operation + (f" ({one.rewritten} rewritten)" if one.rewritten else ""),
+            f"{one.times:,}", bytes_text(one.bytes),
             bytes_text(round(one.wire_bytes)), _share(one.hidden_bytes, one.wire_bytes),
         )
         for one in audit.by_axis()
     ]  # fmt: skip
-    return ("axes", "operation", "times", "bytes", "sent by a device", "beside compute"), lines
+    return ("axes", "operation", "times", "bytes", "sent", "beside compute"), lines
 
 
 def rows_table(rows: Iterable[Collective]) -> Table:
-    """Rows alike but for where they stand are one line."""
+    """Rows alike but for where they stand are one line. See `marks` for what ~ and ! mean."""
     columns = ("sent", "times", "operation", "axes", "array", "phase", "how", "scope", "source")
     lines: list[Sequence[str]] = []
     for row, alike in merged(rows):
@@ -47,11 +56,23 @@ def rows_table(rows: Iterable[Collective]) -> Table:
             (
                 bytes_text(round(row.wire_bytes * row.times * alike)),
                 f"{row.times * alike:,}{'?' if row.unsure else ''}",
-                row.operation, "+".join(row.axes), array_text(row.dtype, row.shape), row.phase,
-                how(row), short_scope(row.scope), short_source(row.source),
+                f"{row.operation} {mark(row)}".rstrip(), row.over,
+                array_text(row.dtype, row.shape), row.phase, how(row), short_scope(row.scope),
+                short_source(row.source),
             )
         )  # fmt: skip
     return columns, lines
+
+
+def mark(row: Collective) -> str:
+    return "!" if not row.planned else "~" if row.rewritten else ""
+
+
+def marks(audit: Audit) -> str:
+    """What the signs in the rows' table mean, of those that are there."""
+    said = ["! a surprise"] if audit.surprises else []
+    said += ["~ rewritten by the compiler"] if audit.rewritten else []
+    return ", ".join(said)
 
 
 def merged(rows: Iterable[Collective]) -> list[tuple[Collective, int]]:
@@ -60,7 +81,7 @@ def merged(rows: Iterable[Collective]) -> list[tuple[Collective, int]]:
     for row in rows:
         key = (
             row.operation, row.axes, row.dtype, row.shape, row.loops, row.scope, row.source,
-            row.asynchronous, row.hidden_under > 0, row.planned, row.why,
+            row.part_of_axes, row.asynchronous, row.hidden_under > 0, row.planned, row.why,
         )  # fmt: skip
         groups[key] = (row, groups.get(key, (row, 0))[1] + 1)
     return sorted(groups.values(), key=lambda one: -one[0].wire_bytes * one[0].times * one[1])
@@ -69,8 +90,11 @@ def merged(rows: Iterable[Collective]) -> list[tuple[Collective, int]]:
 def plain_text(audit: Audit) -> str:
     """Sums, rows, surprises, the largest buffers and arrays with copies."""
     parts = [headline(audit), table_text(sums_table(audit)), "", table_text(rows_table(audit.rows))]
+    parts += [marks(audit)] if marks(audit) else []
     if audit.surprises:
-        parts += ["", "surprises:", *map(surprise_line, audit.surprises)]
+        parts += ["", "surprises:", *map(row_line, audit.surprises)]
+    if audit.rewritten:
+        parts += ["", "rewritten by the compiler:", *map(row_line, audit.rewritten)]
     if audit.missing:
         parts += ["", *(f"expected, but not there: {one}" for one in audit.missing)]
     if audit.buffers:
@@ -86,7 +110,8 @@ def markdown(audit: Audit) -> str:
     for columns, lines in tables:
         shown = [f"| {' | '.join(line)} |" for line in (columns, *lines)]
         parts.append("\n".join([shown[0], "|" + "---|" * len(columns), *shown[1:]]))
-    parts += [f"- {surprise_line(row)}" for row in audit.surprises]
+    parts += [f"- surprise: {row_line(row)}" for row in audit.surprises]
+    parts += [f"- rewritten: {row_line(row)}" for row in audit.rewritten]
     return "\n\n".join(parts[:3]) + ("\n\n" + "\n".join(parts[3:]) if parts[3:] else "")
 
 
@@ -112,11 +137,11 @@ def replicated_table(audit: Audit) -> Table:
     return ("bytes a device", "copies", "whole over", "array", "which"), lines
 
 
-def surprise_line(row: Collective) -> str:
+def row_line(row: Collective) -> str:
     """`all-reduce over fsdp of f32[64,64], 3 times, at model.py:12 (scope): why`."""
-    at = f" at {row.source}" if row.source else ""
+    at = f" at {relative_source(row.source)}" if row.source else ""
     return (
-        f"{row.operation} over {'+'.join(row.axes)} of {array_text(row.dtype, row.shape)}, "
+        f"{row.operation} over {row.over} of {array_text(row.dtype, row.shape)}, "
         f"{count(row.times, 'time')}, {row.phase},{at} ({row.scope or 'no scope'}): {row.why}"
     )
 
@@ -125,7 +150,9 @@ def how(row: Collective) -> str:
     """Whether compute goes on beside it."""
     if not row.asynchronous:
         return "waits"
-    return f"beside {row.hidden_under} ops" if row.hidden_under else "async, beside nothing"
+    return (
+        f"beside {count(row.hidden_under, 'op')}" if row.hidden_under else "async, beside nothing"
+    )
 
 
 def array_text(dtype: str, shape: tuple[int, ...]) -> str:
@@ -145,7 +172,16 @@ def short_scope(scope: str, most: int = 60) -> str:
 
 def short_source(source: str) -> str:
     """The file's last folder and name."""
-    return "/".join(source.split("/")[-2:])
+    return "/".join(relative_source(source).split("/")[-2:])
+
+
+def relative_source(source: str) -> str:
+    """From the folder of packages or the working directory, where it lies inside one of them."""
+    packages = Path(__file__).resolve().parents[2]
+    for folder in (packages, Path.cwd()):
+        if Path(source).is_relative_to(folder) and folder != Path(os.sep):
+            return Path(source).relative_to(folder).as_posix()
+    return source
 
 
 def _share(part: float, whole: float) -> str:

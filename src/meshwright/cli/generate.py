@@ -14,13 +14,16 @@ import jax
 import jax.numpy as jnp
 import tyro
 
+from meshwright.cli.auto import planned_to_serve
 from meshwright.errors import MeshwrightError, count, mesh_text
+from meshwright.machines import Machine
 from meshwright.models.decoder import usual_dtype
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Source, check_fits, generation_mesh, load, look_into
 from meshwright.serve.sampling import Sampling
 from meshwright.train.cpu import make_room_for_cpu_collectives, simulate_devices
 from meshwright.train.data.tokenizer import decode_stream
+from meshwright.train.loop import AUTO
 
 
 def generate(
@@ -54,7 +57,8 @@ def generate(
         top_p: Of these, from the likeliest that together have this probability; 1 is all.
         min_p: Of these, from those at least this times as likely as the likeliest.
         seed: The same seed gives the same text, on every mesh.
-        mesh: Where the model lies: fsdp=-1 takes all devices. The default is one device.
+        mesh: Where the model lies: fsdp=-1 takes all devices, auto what the plan would choose for
+            the shortest wait. The default is one device.
         dtype: Of weights and cache. auto: bfloat16 on accelerators, float32 on CPUs.
         step: The checkpoint to take; by default the last.
         tokenizer: "bytes", a tokenizer.json or its folder, in place of the run's own.
@@ -74,6 +78,9 @@ def generate(
         source = dataclasses.replace(source, special_tokens=special_tokens)
     prompts = [source.encode(text) for text in texts]
     check_prompts(prompts, max_new, source.config)
+    if mesh == AUTO:
+        longest = max(map(len, prompts)) + max_new
+        mesh = planned_to_serve(source.config, Machine.here(), len(prompts), longest, dtype)
     placed = generation_mesh(mesh)
     check_fits(source.config, placed)
     kind = usual_dtype(dtype, placed.devices.flat[0].platform)

@@ -24,7 +24,7 @@ def plan(
     objective: Literal["throughput", "latency", "memory"] = "throughput",
     remat: Literal["none", "elementwise", "mlp", "full"] | None = None,
     accumulation: int | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     param_dtype: Literal["float32", "bfloat16"] = "float32",
     serve: bool = False,
     cost_per_hour: float | None = None,
@@ -44,10 +44,11 @@ def plan(
         batch: Rows of an optimizer step, over all devices; with --serve, rows that are decoded.
         seq: Tokens of a row.
         mesh: Only meshes like this: "fsdp=*,tp<=8,sp=1".
-        objective: What comes first: tokens a second, a short step, or room in memory.
+        objective: What comes first: tokens a second, room in memory, or, serving, a short wait for
+            each token.
         remat: Only this; otherwise the fastest that fits.
         accumulation: Only so many micro-batches; otherwise the fastest number that fits.
-        optimizer: The optimizer, whose state is kept.
+        optimizer: The optimizer, whose state is kept: adamw if not said.
         param_dtype: What parameters and the optimizer's state are kept in.
         serve: Plan decoding with a KV cache instead of training.
         cost_per_hour: Of one chip; gives the money for a trillion tokens.
@@ -57,7 +58,8 @@ def plan(
         json: Print plain data instead; `meshwright prove --plan FILE` reads it.
         html: Write one self-contained page here instead.
     """
-    _check(batch, seq, accumulation, cost_per_hour, top)
+    if top < 1:
+        raise MeshwrightError(f"--top {top} must be a whole number from 1")
     made = make_plan(
         model,
         on,
@@ -85,20 +87,6 @@ def plan(
         console.print(explained(made, found, console.width))
     else:
         console.print(report(made, console.width, top=top, refused=refused))
-
-
-def _check(
-    batch: int, seq: int, accumulation: int | None, cost_per_hour: float | None, top: int
-) -> None:
-    numbers = {"--batch": batch, "--seq": seq, "--accumulation": accumulation, "--top": top}
-    for flag, number in numbers.items():
-        if number is not None and number < 1:
-            raise MeshwrightError(f"{flag} {number} must be a whole number from 1")
-    if cost_per_hour is not None and not 0 < cost_per_hour < float("inf"):
-        raise MeshwrightError(
-            f"--cost-per-hour {cost_per_hour:g} is not a price; give what one chip costs for an "
-            "hour, such as 4.2"
-        )
 
 
 def _write(path: Path, text: str) -> None:

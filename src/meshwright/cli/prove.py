@@ -14,6 +14,7 @@ from rich.table import Table
 from meshwright.audit import Audit
 from meshwright.audit import audit as read_audit
 from meshwright.cli.audit import show as show_audit
+from meshwright.cli.auto import planned
 from meshwright.cli.flags import take, take_switch
 from meshwright.cli.train import settings
 from meshwright.errors import MeshwrightError, count
@@ -21,6 +22,7 @@ from meshwright.layout.explanation import bytes_text
 from meshwright.machines import Machine
 from meshwright.prove import Proof, prove
 from meshwright.prove.compare import Compared, compare, expected, job_and_choice
+from meshwright.train.loop import AUTO
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
 meshwright prove --plan FILE [--choice N]
@@ -34,8 +36,8 @@ of memory, every collective, and how far the plan was off. Results are kept, by 
   --rows N             collectives to show (default 12; 0: all)
   --no-cache           compile again
   --json               plain data
-  --fail-on WHAT       exit status 1: surprise (a collective that was not planned), or memory (it
-                       does not fit)
+  --fail-on WHAT       exit status 1: surprise (a collective that was not planned), rewrite (one
+                       that the compiler made another of), or memory (it does not fit)
 
 TPUs need meshwright[tpu], GPUs meshwright[cuda]. meshwright train --help lists the settings."""
 
@@ -56,12 +58,15 @@ def prove_command(arguments: Sequence[str]) -> None:
     on, plan_file, choice = take(words, "--on"), take(words, "--plan"), take(words, "--choice")
     fail_on, most = take(words, "--fail-on"), take(words, "--rows")
     as_json, again = take_switch(words, "--json"), take_switch(words, "--no-cache")
-    if fail_on not in (None, "surprise", "memory"):
-        raise MeshwrightError(f"--fail-on {fail_on!r} is not known; it can be: surprise, memory")
+    if fail_on not in (None, "surprise", "rewrite", "memory"):
+        raise MeshwrightError(
+            f"--fail-on {fail_on!r} is not known; it can be: surprise, rewrite, memory"
+        )
     if most is not None and not most.isdigit():
         raise MeshwrightError(f"--rows {most!r} is not a whole number from 0")
+    model = None  # the one the settings name
     if plan_file is not None:
-        words, on = _from_plan(plan_file, choice, words, on)
+        words, on, model = _from_plan(plan_file, choice, words, on)
     elif choice is not None:
         raise MeshwrightError("--choice picks a mesh of a plan; give it too: --plan FILE")
     if on is None:
@@ -69,49 +74,64 @@ def prove_command(arguments: Sequence[str]) -> None:
             "--on says for which machine to compile: --on v5p:4x4x4, --on h100:8, --on cpu:8"
         )
     config, machine = settings(words), Machine.parse(on)
+    if config.mesh == AUTO:
+        config, chosen = planned(config, machine, words)
+        print(chosen, file=sys.stderr)
     with _shown(f"{config.model} on {machine}") as progress:
-        proof = prove(config, machine, cache=not again, progress=progress)
-    found, compared = _read(config, machine, proof)
+        proof = prove(config, machine, model=model, cache=not again, progress=progress)
+    found, compared = _read(config, machine, proof, model)
+    if fail_on in ("surprise", "rewrite") and found is not None and found.expected is None:
+        raise MeshwrightError(
+            f"--fail-on {fail_on} needs to know what belongs to the step, and of own rules or axes "
+            "the plan knows nothing; audit the program with --expect: meshwright audit --text FILE"
+        )
     if as_json:
         print(json.dumps(_data(config, proof, found, compared)))
     else:
         _print(config, proof, found, compared, 12 if most is None else int(most))
-    surprised = fail_on == "surprise" and found is not None and found.surprises
-    if surprised or (fail_on == "memory" and not proof.fits):
+    wrong = {
+        "surprise": found is not None and found.surprises,
+        "rewrite": found is not None and (found.surprises or found.rewritten),
+        "memory": not proof.fits,
+    }
+    if fail_on is not None and wrong[fail_on]:
         raise SystemExit(1)
 
 
 def _from_plan(
     file: str, choice: str | None, words: list[str], on: str | None
-) -> tuple[list[str], str]:
-    """The settings of a plan's choice, before those said here."""
+) -> tuple[list[str], str, Any]:
+    """The settings of a plan's choice, before those said here; its machine, and its model."""
     from meshwright.plan.report.data import read_plan
+    from meshwright.plan.report.words import flags
 
     plan = read_plan(file)
     if choice is not None and not (choice.isdigit() and 1 <= int(choice) <= len(plan.ranked)):
         raise MeshwrightError(
             f"--choice {choice!r} is not one of the plan's meshes, 1 to {len(plan.ranked)}"
         )
-    if plan.job.kind != "train":
+    job = plan.job
+    if job.kind != "train":
         raise MeshwrightError("this plan is for serving; prove compiles train steps")
-    if not plan.job.name:
+    if words and not words[0].startswith("-"):
         raise MeshwrightError(
-            f"the plan {file!r} does not name its model; give it here: meshwright prove MODEL …"
+            f"the plan {file!r} names its model; leave out {words[0]!r}, or plan that one"
         )
-    best = plan.ranked[0 if choice is None else int(choice) - 1].choice
     said = [
-        plan.job.name, "--mesh", best.mesh, "--batch", plan.job.batch, "--seq", plan.job.seq,
-        "--accumulation", best.accumulation, "--sequence-parallel", best.strategy,
-        "--compute.remat", best.remat, "--compute.mlp-chunk", best.mlp_chunk,
-        "--optimizer.name", plan.job.optimizer, "--compute.param-dtype", plan.job.param_dtype,
+        job.name or "tiny", "--batch", job.batch, "--seq", job.seq,
+        "--optimizer.name", job.optimizer, "--compute.param-dtype", job.param_dtype,
+        "--compute.dtype", job.dtype, "--loss.chunk", job.loss_chunk,
+        *([] if job.scan else ["--no-compute.scan"]),
+        *flags(plan.ranked[0 if choice is None else int(choice) - 1].choice),
     ]  # fmt: skip
-    said += ["--compute.tp-sequence"] if best.tp_sequence else []
-    return [*map(str, said), *words], on or str(plan.machine)
+    return [*map(str, said), *words], on or str(plan.machine), job.model
 
 
-def _read(config: Any, machine: Machine, proof: Proof) -> tuple[Audit | None, tuple[Compared, ...]]:
+def _read(
+    config: Any, machine: Machine, proof: Proof, model: Any
+) -> tuple[Audit | None, tuple[Compared, ...]]:
     """The audit, with what the plan expects, and the comparison."""
-    known = job_and_choice(config, machine)
+    known = job_and_choice(config, machine, model)
     if proof.footprint is None:
         return None, () if known is None else compare(*known, proof, None)
     from meshwright.mesh import MeshSpec
@@ -143,6 +163,8 @@ def _print(
         console.print(f"of a device: {kinds}", highlight=False, soft_wrap=True)
     buffers = proof.footprint.buffers if proof.footprint else ()
     buffers = proof.out_of_memory.buffers if proof.out_of_memory else buffers
+    if proof.footprint is None and not buffers:
+        _print_planned(config, proof.machine, console)
     if buffers:
         table = Table("bytes", "largest buffers", box=None, pad_edge=False)
         for one in buffers[:6]:
@@ -157,7 +179,19 @@ def _print(
         console.print(table)
     if found is not None:
         show_audit(found, console, most)
-    console.print(f"the program and the compiler's report are in {proof.folder}", soft_wrap=True)
+    kept = "the program and the compiler's report are" if proof.footprint else "all it said is"
+    console.print(f"{kept} in {proof.folder}", soft_wrap=True)
+
+
+def _print_planned(config: Any, machine: Machine, console: Console) -> None:
+    """Where the compiler gave up before it had placed anything, what the plan counts."""
+    from meshwright.plan.memory import memory
+
+    known = job_and_choice(config, machine)
+    if known is not None:
+        kinds = memory(*known, machine).kinds
+        said = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds.items())
+        console.print(f"by the plan: {said}", highlight=False, soft_wrap=True)
 
 
 def _headline(config: Any, proof: Proof) -> str:
@@ -174,8 +208,8 @@ def _headline(config: Any, proof: Proof) -> str:
     assert lacks is not None
     if not lacks.needed:
         return f"does not fit, by the compiler's own word; {what}; {how}"
-    least = "temporaries alone need " if lacks.early else "needs "
-    said = f"{least}{bytes_text(lacks.needed)} of {bytes_text(lacks.limit)} a device"
+    count_ = ", by the compiler's first count" if lacks.early else ""
+    said = f"needs {bytes_text(lacks.needed)} of {bytes_text(lacks.limit)} a device{count_}"
     return f"does not fit: {said}; {what}; {how}"
 
 

@@ -1,6 +1,5 @@
 """`meshwright train`: settings from the command line and from a file, then the loop."""
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any
 import tyro
 
 from meshwright.errors import MeshwrightError
+from meshwright.machines import Machine
 from meshwright.train.config import TrainConfig, config_from_file
 from meshwright.train.loop import train as run_training
-from meshwright.train.setup import model_config
 
 
 def train(config: tyro.conf.OmitArgPrefixes[TrainConfig]) -> None:
@@ -23,57 +22,21 @@ def train(config: tyro.conf.OmitArgPrefixes[TrainConfig]) -> None:
     plan choose it. `--config FILE` takes settings from a file (a run's own config.json, say); flags
     after it win.
     """
-    run_training(config, planned)
+    run_training(config)
 
 
 def train_command(arguments: Sequence[str]) -> None:
-    run_training(settings(arguments), planned)
+    def choose(config: TrainConfig) -> TrainConfig:
+        import jax
 
+        from meshwright.cli.auto import planned
 
-def planned(config: TrainConfig) -> TrainConfig:
-    """The settings with the mesh that the plan puts first on the devices here.
+        chosen, words = planned(config, Machine.here(), arguments)
+        if jax.process_index() == 0:
+            print(words)
+        return chosen
 
-    With it come remat, micro-batches and what else it chooses, unless they were said.
-    """
-    import jax
-
-    from meshwright.machines import Machine
-    from meshwright.models.decoder import usual_dtype
-    from meshwright.plan import plan
-
-    if config.rules != "standard":
-        raise MeshwrightError("--mesh auto knows the standard rules; with others name the mesh")
-    machine, said, usual = Machine.here(), config.compute, TrainConfig(config.model)
-    found = plan(
-        config.rope.apply(model_config(config.model), config.seq),
-        machine,
-        config.batch,
-        config.seq,
-        remat=None if said.remat == usual.compute.remat else said.remat,
-        accumulation=None if config.accumulation == usual.accumulation else config.accumulation,
-        optimizer=config.optimizer.name,
-        param_dtype=said.param_dtype,
-        dtype=usual_dtype(said.dtype, machine.chip.platform),
-        scan=said.scan,
-        loss_chunk=config.loss.chunk,
-    )
-    choice = found.best.choice
-    if jax.process_index() == 0:
-        more = [f"remat={choice.remat}", f"accumulation={choice.accumulation}"]
-        more += ["tp_sequence"] if choice.tp_sequence else []
-        more += [f"mlp_chunk={choice.mlp_chunk}"] if choice.mlp_chunk else []
-        print(f"mesh auto: {choice.mesh}, {', '.join(more)} ({found.best.reason})")
-    compute: dict[str, Any] = {
-        "remat": choice.remat,
-        "tp_sequence": choice.tp_sequence,
-        "mlp_chunk": choice.mlp_chunk,
-    }
-    return dataclasses.replace(
-        config,
-        mesh=choice.mesh,
-        accumulation=choice.accumulation,
-        compute=dataclasses.replace(said, **compute),
-    )
+    run_training(settings(arguments), choose)
 
 
 def settings(arguments: Sequence[str]) -> TrainConfig:

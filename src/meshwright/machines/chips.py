@@ -54,6 +54,12 @@ class Chip:
             return int(self.usable_gib * GIB)
         return int(USABLE_SHARE * self.memory_bytes / self.cores_per_chip)
 
+    @property
+    def flops_per_byte(self) -> float:
+        """FLOP/s for each byte/s to a neighbour; all of a GPU's links lead to the one switch."""
+        links = self.links if self.platform == "gpu" else 1
+        return self.bf16_flops / (self.link_bandwidth * links)
+
     def source(self, figure: str) -> str:
         """Where one figure comes from."""
         if figure not in {field.name for field in dataclasses.fields(self)}:

@@ -1,10 +1,14 @@
 """Every mesh of a number of devices, and why one cannot run a job."""
 
+import dataclasses
 from collections.abc import Iterator
 
 from meshwright.arithmetic import divisors
-from meshwright.errors import MeshwrightError, nearest_multiples
+from meshwright.errors import nearest_multiples
+from meshwright.machines import Machine
 from meshwright.ops.attention import choose_strategy
+from meshwright.ops.attention.strategy import FLOPS_PER_BYTE, STRATEGIES
+from meshwright.ops.attention.strategy import refusal as strategy_refusal
 from meshwright.plan.parts import split_of
 from meshwright.plan.result import Choice, Job
 
@@ -46,12 +50,27 @@ def refusal(job: Job, choice: Choice) -> str | None:
     return None
 
 
-def with_strategy(job: Job, choice: Choice, flops_per_byte: float) -> Choice | str:
-    """The choice with its strategy of attention named, or why there is none."""
+def with_strategy(job: Job, choice: Choice, machine: Machine) -> Choice:
+    """The choice with its strategy of attention over sp named: what auto takes on this machine.
+
+    A strategy that was named is kept, if it can serve.
+    """
     if choice.sp == 1:
         return choice
-    try:
-        strategy = choose_strategy(split_of(job, choice, flops_per_byte), choice.strategy)
-    except MeshwrightError as reason:
-        return str(reason)
-    return Choice(dp=choice.dp, fsdp=choice.fsdp, tp=choice.tp, sp=choice.sp, strategy=strategy)
+    split = dataclasses.replace(split_of(job, choice), flops_per_byte=flops_per_byte(machine))
+    return dataclasses.replace(choice, strategy=choose_strategy(split, choice.strategy))
+
+
+def strategies(job: Job, choice: Choice) -> tuple[str, ...]:
+    """Every strategy that can serve a mesh; an error says why none can."""
+    if choice.sp == 1:
+        return (choice.strategy,)
+    split = split_of(job, choice)
+    able = tuple(name for name in STRATEGIES if strategy_refusal(split, name) is None)
+    return able or (choose_strategy(split),)  # which raises, with the reasons
+
+
+def flops_per_byte(machine: Machine) -> float:
+    """FLOP/s of a chip for each byte/s to its neighbour, as train takes it."""
+    nominal = machine.chip.platform == "cpu"
+    return FLOPS_PER_BYTE if nominal else machine.chip.flops_per_byte

@@ -9,9 +9,9 @@ import dataclasses
 import operator
 import re
 
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.errors import MeshwrightError, count, did_you_mean
+from meshwright.mesh import STANDARD_AXES
 from meshwright.plan.result import Choice
-from meshwright.plan.shares import AXES
 
 _COMPARE = {"=": operator.eq, "<=": operator.le, ">=": operator.ge}
 
@@ -30,9 +30,24 @@ class Constraints:
 
 
 def parse(text: str | None) -> Constraints:
-    """`fsdp=*,tp<=8,sp=1`: a size, a limit, or `*` (or -1) for any."""
-    if not text or text.strip() in ("", "auto", "*"):
+    """`fsdp=*,tp<=8,sp=1`: a size, a limit, or `*` (or -1) for any; or all sizes: `1,-1,2,1`."""
+    if text is None:
         return Constraints()
+    if not isinstance(text, str):
+        raise MeshwrightError(
+            f"mesh {text!r} is no text of limits; write 'tp=2', 'fsdp=*,tp<=8' or, for all axes "
+            f"in the order {', '.join(STANDARD_AXES)}, '1,-1,2,1'"
+        )
+    if text.strip() in ("", "auto", "*"):
+        return Constraints()
+    sizes = [said.strip() for said in text.split(",")]
+    if all(re.fullmatch(r"-?\d+|\*", size) for size in sizes):
+        if len(sizes) != len(STANDARD_AXES):
+            raise MeshwrightError(
+                f"mesh {text!r} has {count(len(sizes), 'size')} without a name; give one for each "
+                f"of {', '.join(STANDARD_AXES)}, or name them: tp=2"
+            )
+        text = ",".join(f"{axis}={size}" for axis, size in zip(STANDARD_AXES, sizes, strict=True))
     limits = []
     for said in text.split(","):
         found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\*|-?\d+)\s*", said)
@@ -42,9 +57,9 @@ def parse(text: str | None) -> Constraints:
                 "tp>=2 or tp=* for any, with commas between"
             )
         axis, how, size = found.groups()
-        if axis not in AXES:
+        if axis not in STANDARD_AXES:
             raise MeshwrightError(
-                f"mesh {text!r}: {axis!r} is not an axis{did_you_mean(axis, AXES)}"
+                f"mesh {text!r}: {axis!r} is not an axis{did_you_mean(axis, STANDARD_AXES)}"
             )
         if size in ("*", "-1"):
             continue

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 
 from meshwright.machines import Machine
 from meshwright.models.decoder.forward import REMAT
+from meshwright.plan.candidates import with_strategy
 from meshwright.plan.parts import (
+    LANES,
     attention_weights,
     item_bytes,
     length,
@@ -25,8 +27,8 @@ from meshwright.plan.parts import (
 )
 from meshwright.plan.result import Choice, Job, Memory
 
-LANES = 128  # a TPU's arrays are this wide at least: a last dim of 64 takes the room of 128
 TOKEN_FIELDS = 4  # tokens, targets, segments, positions: 4 bytes each
+PROMPT = 8192  # tokens of a prompt that are taken at a time, serving
 KINDS = (
     "parameters", "optimizer", "weights in bfloat16", "gradients", "saved activations",
     "gathered weights", "working activations", "loss", "attention", "batch",
@@ -35,6 +37,7 @@ KINDS = (
 
 def memory(job: Job, choice: Choice, machine: Machine) -> Memory:
     """What a device holds at the fullest moment, and what it has."""
+    choice = _named(job, choice, machine)
     if job.kind == "serve":
         kinds = _serving(job, choice)
     else:
@@ -46,12 +49,17 @@ def memory(job: Job, choice: Choice, machine: Machine) -> Memory:
 
 def moments(job: Job, choice: Choice, machine: Machine) -> dict[str, float]:
     """Total bytes at each moment, for `--explain`."""
+    choice = _named(job, choice, machine)
     always = sum(_always(job, choice).values())
     found = _moments(job, choice, machine)
     return {moment: always + sum(kinds.values()) for moment, kinds in found.items()}
 
 
-def _matrices(job: Job, choice: Choice) -> tuple[float, float]:
+def _named(job: Job, choice: Choice, machine: Machine) -> Choice:
+    return with_strategy(job, choice, machine) if choice.strategy == "auto" else choice
+
+
+def matrices(job: Job, choice: Choice) -> tuple[float, float]:
     """Numbers a device keeps of the layers' matrices, and of embedding and head."""
     model = job.model
     split = choice.tp * choice.fsdp * choice.sp
@@ -60,7 +68,7 @@ def _matrices(job: Job, choice: Choice) -> tuple[float, float]:
     return layers, ends
 
 
-def _vectors(job: Job, choice: Choice) -> float:
+def vectors(job: Job, choice: Choice) -> float:
     """Numbers in norms and biases; biases are split over tp with their heads."""
     model = job.model
     found = (2 * model.layers + 1) * model.embed
@@ -75,15 +83,15 @@ def _vectors(job: Job, choice: Choice) -> float:
 
 def _always(job: Job, choice: Choice) -> dict[str, float]:
     """What is there all through the step."""
-    layers, ends = _matrices(job, choice)
-    vectors = _vectors(job, choice)
+    layers, ends = matrices(job, choice)
+    small = vectors(job, choice)
     kept, used = item_bytes(job.param_dtype), item_bytes(job.dtype)
-    whole = layers + ends + vectors
+    whole = layers + ends + small
     moments = {
         "adamw": 2 * whole,
         "lion": whole,
         "adafactor": 0.01 * whole,  # a row and a column of each matrix
-        "muon": layers + 2 * (ends + vectors),
+        "muon": layers + 2 * (ends + small),
     }
     each = rows(job, choice) * choice.accumulation * length(job, choice)
     always: dict[str, float] = {
@@ -100,7 +108,7 @@ def _always(job: Job, choice: Choice) -> dict[str, float]:
 
 def _moments(job: Job, choice: Choice, machine: Machine) -> dict[str, dict[str, float]]:
     model, used = job.model, item_bytes(job.dtype)
-    layers, ends = _matrices(job, choice)
+    layers, ends = matrices(job, choice)
     saved = _saved(job, choice, machine)
     vocab = model.vocab / choice.tp
     table = vocab * model.embed
@@ -141,9 +149,18 @@ def _lanes(size: float, machine: Machine) -> float:
 
 
 def _saved(job: Job, choice: Choice, machine: Machine) -> float:
-    """What all layers keep for the backward pass: their input, and what remat's policy names."""
-    model, used = job.model, item_bytes(job.dtype)
-    here = tokens(job, choice)
+    """What all layers keep for the backward pass."""
+    numbers, sums = saved_of_token(job, choice, machine)
+    each = item_bytes(job.dtype) * numbers + 4 * sums
+    return job.model.layers * tokens(job, choice) * each
+
+
+def saved_of_token(job: Job, choice: Choice, machine: Machine) -> tuple[float, float]:
+    """Numbers that a layer keeps of a token: its input, and what remat's policy names.
+
+    And those that are kept in float32: the sums of attention's softmax.
+    """
+    model = job.model
     wide = _lanes(model.head_dim, machine)
     heads, kv_heads = model.heads / choice.tp * wide, model.kv_heads / choice.tp * wide
     mlp = model.mlp / choice.tp
@@ -160,8 +177,8 @@ def _saved(job: Job, choice: Choice, machine: Machine) -> float:
         "activated": mlp,
     }
     kept = sum(widths[name] for name in REMAT[choice.remat])
-    sums = 4 * model.heads / choice.tp if "attention" in REMAT[choice.remat] else 0
-    return model.layers * here * (used * (between + kept) + sums)
+    sums = model.heads / choice.tp if "attention" in REMAT[choice.remat] else 0.0
+    return between + kept, sums
 
 
 def _working(job: Job, choice: Choice, machine: Machine) -> float:
@@ -195,10 +212,10 @@ def _serving(job: Job, choice: Choice) -> dict[str, float]:
     rows_here = math.ceil(job.batch / choice.dp)
     seen = min(job.seq, model.sliding_window or job.seq)
     cache = 2 * model.layers * rows_here * seen * model.kv_heads / choice.tp * model.head_dim
-    layers, ends = _matrices(job, choice)
-    prompt = min(job.seq, 8192) * (2 * model.mlp / choice.tp + 4 * model.embed)
+    layers, ends = matrices(job, choice)
+    prompt = min(job.seq, PROMPT) * (2 * model.mlp / choice.tp + 4 * model.embed)
     return {
-        "parameters": used * (layers + ends + _vectors(job, choice)),
+        "parameters": used * (layers + ends + vectors(job, choice)),
         "key-value cache": used * cache,
         "working activations": used * prompt + 4 * rows_here * model.vocab / choice.tp,
     }

@@ -3,11 +3,12 @@
 import functools
 import math
 
+from meshwright.errors import MeshwrightError
 from meshwright.models.decoder import DecoderConfig
-from meshwright.ops.attention import Mask, Split, choose_strategy
-from meshwright.ops.attention.strategy import FLOPS_PER_BYTE
+from meshwright.ops.attention import Mask, Split
 from meshwright.plan.result import Choice, Job
 
+LANES = 128  # a TPU's arrays are this wide at least: a last dim of 64 takes the room of 128
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
@@ -41,13 +42,13 @@ def mlp_weights(model: DecoderConfig) -> int:
     return 3 * model.embed * model.mlp
 
 
-def split_of(job: Job, choice: Choice, flops_per_byte: float = FLOPS_PER_BYTE) -> Split:
-    """How attention is split over sp; `flops_per_byte` is the machine's, between neighbours."""
-    return _split(job.model, job.seq, choice.tp, choice.sp, flops_per_byte)
+def split_of(job: Job, choice: Choice) -> Split:
+    """How attention is split over sp."""
+    return _split(job.model, job.seq, choice.tp, choice.sp)
 
 
 @functools.lru_cache(maxsize=4096)
-def _split(model: DecoderConfig, seq: int, tp: int, sp: int, flops_per_byte: float) -> Split:
+def _split(model: DecoderConfig, seq: int, tp: int, sp: int) -> Split:
     return Split(
         ways=sp,
         length=seq,
@@ -55,17 +56,22 @@ def _split(model: DecoderConfig, seq: int, tp: int, sp: int, flops_per_byte: flo
         kv_heads=model.kv_heads // tp,
         head_dim=model.head_dim,
         mask=Mask(window=model.sliding_window).within(seq, seq),
-        flops_per_byte=flops_per_byte,
     )
 
 
 def strategy_of(job: Job, choice: Choice) -> str:
-    """The strategy of attention over sp; none where rows are whole. A named one is not checked."""
+    """The strategy of attention over sp; none where rows are whole. It is not checked.
+
+    `auto` depends on the machine: candidates.with_strategy makes it one of the others first.
+    """
     if choice.sp == 1:
         return "none"
-    if choice.strategy != "auto":
-        return choice.strategy
-    return choose_strategy(split_of(job, choice))
+    if choice.strategy == "auto":
+        raise MeshwrightError(
+            f"'{choice.mesh}' leaves the strategy of attention over sp to the machine; "
+            "plan.candidates.with_strategy(job, choice, machine) names it"
+        )
+    return choice.strategy
 
 
 def mlp_chunks(job: Job, choice: Choice) -> int:

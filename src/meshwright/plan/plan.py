@@ -6,11 +6,13 @@
 """
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 from meshwright.errors import MeshwrightError, count, did_you_mean
 from meshwright.machines import Machine
-from meshwright.models.decoder import PRESETS, DecoderConfig, preset
+from meshwright.machines.cloud_names import PREFIXES, squarest
+from meshwright.models.decoder import PRESETS, DecoderConfig, preset, usual_dtype
 from meshwright.models.decoder.forward import REMAT
 from meshwright.plan import constraints
 from meshwright.plan.constraints import Constraints
@@ -38,9 +40,9 @@ def plan(
     remat: str | None = None,
     accumulation: int | None = None,
     kind: Literal["train", "serve"] = "train",
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     param_dtype: str = "float32",
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     scan: bool = True,
     loss_chunk: int = 2048,
     cost_per_hour: float | None = None,
@@ -50,13 +52,16 @@ def plan(
     `model` is a preset, a config.json or a DecoderConfig; `on` a machine, described or in text;
     `batch` the rows of a step, over all devices. `mesh` limits what may be chosen
     (`fsdp=*,tp<=8,sp=1`), `remat` and `accumulation` fix what else would be chosen with it.
+    `optimizer` is adamw, and `dtype` what train multiplies in on that machine, if not said.
     """
     machine = Machine.parse(on)
     job = make_job(
-        model, batch, seq, kind=kind, optimizer=optimizer, param_dtype=param_dtype, dtype=dtype,
+        model, batch, seq, kind=kind, optimizer="adamw" if optimizer is None else optimizer,
+        param_dtype=param_dtype, dtype=usual_dtype(dtype or "auto", machine.chip.platform),
         scan=scan, loss_chunk=loss_chunk,
     )  # fmt: skip
     _check(objective, remat, accumulation, cost_per_hour)
+    _check_kind(kind, objective, remat, accumulation, optimizer)
     limits = constraints.parse(mesh)
     if kind == "serve":
         estimates, refused = serving(job, machine, limits, objective)
@@ -75,6 +80,7 @@ def plan(
         largest_batch=largest_batch(job, best, machine),
         largest_seq=largest_seq(job, best, machine),
         cost_per_hour=cost_per_hour,
+        warnings=_warnings(job),
     )
 
 
@@ -98,8 +104,7 @@ def make_job(
             f"model {model!r} is neither a preset's name, nor a config.json, nor a DecoderConfig"
         )
     for what, number in (("batch", batch), ("seq", seq), ("loss_chunk", loss_chunk)):
-        if not isinstance(number, int) or number < 1:
-            raise MeshwrightError(f"{what}={number!r} must be a whole number from 1")
+        _check_number(what, number)
     for what, said, known in (
         ("kind", kind, ("train", "serve")),
         ("optimizer", optimizer, tuple(OPTIMIZER_BYTES)),
@@ -131,16 +136,58 @@ def _check(
         )
     if remat is not None and remat not in REMAT:
         raise MeshwrightError(f"remat={remat!r} is not a policy{did_you_mean(remat, REMAT)}")
-    if accumulation is not None and accumulation < 1:
-        raise MeshwrightError(f"accumulation={accumulation} must be at least 1")
-    if cost_per_hour is not None and not (cost_per_hour >= 0 and math.isfinite(cost_per_hour)):
-        raise MeshwrightError(f"cost_per_hour={cost_per_hour} must be a number from 0")
+    if accumulation is not None:
+        _check_number("accumulation", accumulation)
+    price = cost_per_hour
+    if price is not None and not (isinstance(price, int | float) and 0 < price < math.inf):
+        raise MeshwrightError(
+            f"cost_per_hour={price!r} is not a price; give what one chip costs for an hour, such "
+            "as 4.2"
+        )
+
+
+def _check_number(what: str, number: object) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise MeshwrightError(f"{what}={number!r} must be a whole number from 1")
+
+
+def _check_kind(
+    kind: str, objective: str, remat: str | None, accumulation: int | None, optimizer: str | None
+) -> None:
+    """What only training, or only serving, has."""
+    if kind == "train" and objective == "latency":
+        raise MeshwrightError(
+            "objective='latency' is how long a token takes to serve; of a train step of a given "
+            "batch the shortest is also the most tokens a second: objective='throughput'"
+        )
+    said = {"remat": remat, "accumulation": accumulation, "optimizer": optimizer}
+    for what, value in said.items():
+        if kind == "serve" and value is not None:
+            raise MeshwrightError(
+                f"{what}={value!r} is of training, and serving is planned; leave it out"
+            )
+
+
+def _warnings(job: Job) -> tuple[str, ...]:
+    """What would keep a job from running as it is."""
+    longest = job.model.max_seq
+    if job.seq <= longest:
+        return ()
+    said = f"seq={job.seq:,} is longer than the model's {longest:,} tokens"
+    if job.kind == "serve":
+        return (f"{said}; weights made for longer rows are needed",)
+    return (
+        f"{said}; train needs --rope.theta, or --rope.scaling with --rope.factor (the commands "
+        "below take linear scaling)",
+    )
 
 
 def _estimate(job: Job, machine: Machine, one: Found) -> Estimate:
     timing = one.timing
     peak = machine.chip.bf16_flops / machine.chip.cores_per_chip
     bound, reason = bound_and_reason(job, one.choice, timing)
+    if one.memory.tight:
+        reason += f"; tight: {100 * one.memory.total / one.memory.limit:.0f}% of memory"
     return Estimate(
         choice=one.choice,
         memory=one.memory,
@@ -194,14 +241,7 @@ def _larger_that_fits(
     accumulation: int | None,
 ) -> Machine | None:
     """The first machine of the same chip, doubled and doubled again, on which some mesh fits."""
-    shape, slices = list(machine.shape), machine.slices
-    while math.prod(shape) * slices < MOST_DEVICES:
-        # a torus grows along its shortest side; GPUs until a host is full, then by hosts
-        side = shape.index(min(shape))
-        if machine.chip.platform == "gpu":
-            side = 1 if shape[1] < machine.chip.chips_per_host else 0
-        shape[side] *= 2
-        larger = Machine(machine.chip, tuple(shape), slices)
+    for larger in _larger(machine):
         if job.kind == "serve":
             if serving(job, larger, limits, "memory")[0]:
                 return larger
@@ -210,3 +250,23 @@ def _larger_that_fits(
             if why is None and fitting(job, mesh, larger, remat, accumulation)[0]:
                 return larger
     return None
+
+
+def _larger(machine: Machine) -> Iterator[Machine]:
+    """Twice as many devices again and again, as they can be had: slices, then several of them."""
+    chip, shape, slices = machine.chip, list(machine.shape), machine.slices
+    sold = {name: largest // units for name, units, largest in PREFIXES.values()}
+    chips = math.prod(shape)
+    while math.prod(shape) * slices * 2 <= MOST_DEVICES:
+        if chip.platform != "tpu":  # until a host is full, then by hosts
+            is_full = len(shape) == 1 or shape[1] >= chip.chips_per_host
+            shape[0 if is_full else 1] *= 2
+        elif chips * 2 > sold.get(chip.name, MOST_DEVICES):
+            slices *= 2
+        else:
+            chips *= 2
+            shape = list(squarest(chips, chip.torus_dims) or ())
+            if not shape:
+                shape = list(machine.shape)  # no slice has so many; the next doubling may be one
+                continue
+        yield Machine(chip, tuple(shape), slices)

@@ -14,7 +14,7 @@ _PLURAL = {
 
 
 def bound_and_reason(job: Job, choice: Choice, timing: Timed) -> tuple[str, str]:
-    """What bounds it (compute, memory, or axes), and the sentence."""
+    """What bounds it (compute, memory, axes, or idle), and the sentence."""
     waits: dict[tuple[str, ...], float] = {}
     for row, _, seconds, hidden in timing.rows:
         waits[row[2]] = waits.get(row[2], 0.0) + seconds - hidden
@@ -25,6 +25,9 @@ def bound_and_reason(job: Job, choice: Choice, timing: Timed) -> tuple[str, str]
     waited = waits.get(worst, 0.0)
     if worst and waited > max(memory, 0.5 * compute):
         return "+".join(worst), _network(choice, timing, worst, waited, job)
+    if parts["idle"] > max(compute, memory, waited):
+        idle = _percent(parts["idle"], step)
+        return "idle", f"too small to fill the device: nothing runs in {idle} of the step"
     share = f"matmuls {_percent(parts['matmuls'], step)}, attention "
     share += f"{_percent(parts['attention'], step)}"
     if memory > compute:
@@ -52,9 +55,11 @@ def _sends(choice: Choice, timing: Timed, axes: tuple[str, ...], job: Job) -> st
     row, link, _, _ = max(here, key=lambda one: one[2] - one[3])
     operation, size = row[1], row[3]
     alike = [one[0] for one in here if one[0][1] == operation and one[0][3] == size]
-    times = sum(one[4] for one in alike)
-    a_layer, rest = divmod(times, job.model.layers * choice.accumulation)
-    many, where = (a_layer, "a layer") if a_layer and rest < times / 2 else (times, "a step")
+    of_layers = row[8] != "step"
+    times = sum(one[4] for one in alike if (one[8] != "step") == of_layers)
+    many, where = times, "a step"
+    if of_layers:
+        many, where = times // (job.model.layers * choice.accumulation), "a layer"
     words = _PLURAL[operation] if many > 1 else operation
     micro = ""
     if choice.accumulation > 1 and where == "a layer":

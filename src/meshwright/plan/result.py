@@ -11,6 +11,7 @@ from meshwright.errors import mesh_text
 from meshwright.machines import Machine
 from meshwright.models.decoder import DecoderConfig
 
+RESERVE = 0.05  # of memory
 Phase = Literal["forward", "backward", "optimizer"]
 
 
@@ -42,7 +43,7 @@ class Choice:
     remat: str = "none"
     accumulation: int = 1
     tp_sequence: bool = False
-    strategy: str = "auto"  # of attention over sp
+    strategy: str = "auto"  # of attention over sp; auto is not known before the machine is
     mlp_chunk: int = 0
 
     @property
@@ -73,6 +74,16 @@ class Memory:
     @property
     def fits(self) -> bool:
         return self.total <= self.limit
+
+    @property
+    def reserve(self) -> int:
+        """Left free for fragmentation and for what the count does not see."""
+        return round(RESERVE * self.limit)
+
+    @property
+    def tight(self) -> bool:
+        """It needs some of the reserve: the count's own error could tip it."""
+        return self.total > self.limit - self.reserve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +146,7 @@ class Plan:
     largest_batch: int | None = None  # of the best mesh, at this seq
     largest_seq: int | None = None  # of the best mesh, at one row a device
     cost_per_hour: float | None = None  # of one chip
+    warnings: tuple[str, ...] = ()  # what would keep the printed commands from running as they are
 
     @property
     def best(self) -> Estimate:

@@ -12,9 +12,10 @@ The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 5
 - sums the head's whole, too, outside of a loop over micro-batches, where the vocabulary is one;
 - sums whole what it would scatter along the last dim in parts of exactly 128: the gradients of the
   weights that lead back to the residual stream (wo, down) and of the embedding;
-- adds the two of a tied embedding before they are sent, not after;
+- adds the two of a tied embedding before they are sent, not after (as the GPU compiler does);
 - gathers the ends anew for every micro-batch, and sums norms once for all of them;
 - lets the gradients of keys make their first hop before they become float32.
+Not counted: where memory is nearly full it may gather weights once more instead of keeping them.
 Weights that fsdp and sp split together are gathered one axis after the other there
 (ops.exchange.gather).
 """
@@ -22,13 +23,12 @@ Weights that fsdp and sp split together are gathered one axis after the other th
 from collections.abc import Iterator
 
 from meshwright.machines import Machine
-from meshwright.plan.parts import item_bytes
+from meshwright.plan.candidates import with_strategy
+from meshwright.plan.parts import LANES, item_bytes
 from meshwright.plan.result import Choice, Job, Transfer
-from meshwright.plan.traffic import Row, rows_of
+from meshwright.plan.traffic import EMBEDDING, HEAD, KEY_GRADIENTS, Row, rows_of
 
-LANES = 128
 SMALLEST = 16  # devices; smaller slices were seen to scatter
-EMBEDDING, HEAD = "gradient of the embedding", "gradient of the output head"
 TOGETHER = ("fsdp", "sp")
 
 
@@ -46,7 +46,11 @@ def compiled_traffic(job: Job, choice: Choice, machine: Machine) -> tuple[Transf
 
 def compiled_rows(job: Job, choice: Choice, machine: Machine) -> list[Row]:
     """traffic.rows_of, as the machine's compiler has them."""
+    if choice.strategy == "auto":
+        choice = with_strategy(job, choice, machine)
     rows = rows_of(job, choice)
+    if job.model.tied_embeddings and machine.chip.platform != "cpu":
+        rows = [row for row in rows if row[0] != HEAD]
     return list(_on_tpu(rows, job, choice, machine)) if machine.is_tpu else rows
 
 
@@ -64,28 +68,27 @@ def _on_tpu(rows: list[Row], job: Job, choice: Choice, machine: Machine) -> Iter
         "mlp": 1 / 3,
     }
     for row in rows:
-        what, operation, axes, size, times, phase, pieces, words = row
-        if what == HEAD and model.tied_embeddings:
-            continue
+        what, operation, axes, size, times, phase, pieces, words, kind = row
         if what in ("the embedding", "the output head"):
             times = choice.accumulation
         elif what in ("gradients of norms", "gradients of biases"):
             times = 1
-        elif what == "gradients of keys and values" and operation == "collective-permute":
+        elif what == KEY_GRADIENTS and operation == "collective-permute":
             first = model.layers * choice.accumulation
             small = size * item_bytes(job.dtype) // 4
-            yield what, operation, axes, small, first, phase, pieces, f"{words}, in {job.dtype}"
+            said = f"{words}, in {job.dtype}"
+            yield what, operation, axes, small, first, phase, pieces, said, kind
             times -= first
-        row = what, operation, axes, size, times, phase, pieces, words
+        row = what, operation, axes, size, times, phase, pieces, words, kind
         is_weight = set(axes) <= set(TOGETHER) and _is_weight(what)
         for part in _one_by_one(row, choice) if is_weight else (row,):
             if is_weight and operation == "reduce-scatter":
                 ways = choice.fsdp if part[2] == ("fsdp",) else choice.sp
                 by = "all-reduce" if whole.get(what) else scattered_by(ways, machine)
-                share = next((back[kind] for kind in back if kind in what), 0.0)
+                share = next((back[name] for name in back if name in what), 0.0)
                 if exact and by == "reduce-scatter" and part[2] == ("fsdp",) and share:
                     cut = int(share * part[3])
-                    yield what, "all-reduce", part[2], cut, *part[4:6], 1, part[7]
+                    yield what, "all-reduce", part[2], cut, part[4], phase, 1, words, kind
                     part = (what, by, part[2], part[3] - cut, *part[4:])
                 part = (what, by, *part[2:])
             yield part
@@ -97,11 +100,11 @@ def _is_weight(what: str) -> bool:
 
 def _one_by_one(row: Row, choice: Choice) -> tuple[Row, ...]:
     """Over sp a device's part of fsdp, then over fsdp the whole."""
-    what, operation, axes, size, times, phase, pieces, words = row
+    what, operation, axes, size, times, phase, pieces, words, kind = row
     if axes != TOGETHER:
         return (row,)
-    part = size // choice.fsdp
+    part, less = size // choice.fsdp, f"{words} / fsdp {choice.fsdp}"
     return (
-        (what, operation, ("sp",), part, times, phase, pieces, f"{words} / fsdp {choice.fsdp}"),
-        (what, operation, ("fsdp",), size, times, phase, pieces, words),
+        (what, operation, ("sp",), part, times, phase, pieces, less, kind),
+        (what, operation, ("fsdp",), size, times, phase, pieces, words, kind),
     )

@@ -1,9 +1,12 @@
 """Serving: how long a token takes. Weights and cache are read once for each; tp adds up blocks."""
 
+import dataclasses
+
 from meshwright.machines import Machine
 from meshwright.plan import efficiency
 from meshwright.plan.candidates import meshes, refusal
 from meshwright.plan.constraints import Constraints
+from meshwright.plan.largest import largest_batch
 from meshwright.plan.links import over
 from meshwright.plan.memory import memory
 from meshwright.plan.parts import item_bytes
@@ -14,8 +17,13 @@ from meshwright.plan.shares import lay
 def serving(
     job: Job, machine: Machine, limits: Constraints, objective: str
 ) -> tuple[list[Estimate], list[Refusal]]:
-    """Every mesh of dp and tp: weights stay where they are used, so fsdp and sp are 1."""
-    found: list[Estimate] = []
+    """Every mesh of dp and tp: weights stay where they are used, so fsdp and sp are 1.
+
+    The best first: by the time of a token (latency), or by tokens a second where each mesh serves
+    as many rows as it holds (throughput), or by memory. Meshes that need some of memory's reserve
+    come after the others.
+    """
+    found: list[tuple[tuple[float, ...], Estimate]] = []
     refused: list[Refusal] = []
     for mesh in meshes(machine.num_devices):
         if mesh.fsdp > 1 or mesh.sp > 1 or not limits.allows(mesh):
@@ -29,10 +37,26 @@ def serving(
             why = f"needs {need.total / 2**30:.1f} of {need.limit / 2**30:.1f} GiB"
             refused.append(Refusal(mesh, why, need))
             continue
-        found.append(_estimate(job, mesh, machine, need))
-    if objective == "memory":
-        return sorted(found, key=lambda one: one.memory.total), refused
-    return sorted(found, key=lambda one: one.step_seconds), refused
+        one = _estimate(job, mesh, machine, need)
+        rows, rate = _full(job, mesh, machine)
+        reason = f"{one.reason}; full, with {rows:,} rows, {rate:,.0f} tokens/s"
+        if need.tight:
+            reason += f"; tight: {100 * need.total / need.limit:.0f}% of memory"
+        order = {
+            "latency": (need.tight, one.step_seconds),
+            "throughput": (need.tight, -rate),
+            "memory": (need.total, one.step_seconds),
+        }
+        found.append((order[objective], dataclasses.replace(one, reason=reason)))
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])], refused
+
+
+def _full(job: Job, choice: Choice, machine: Machine) -> tuple[int, float]:
+    """The rows that a mesh holds, and the tokens a second it makes of so many."""
+    rows = largest_batch(job, choice, machine) or job.batch
+    filled = dataclasses.replace(job, batch=rows)
+    need = memory(filled, choice, machine)
+    return rows, rows / _estimate(filled, choice, machine, need).step_seconds
 
 
 def _estimate(job: Job, choice: Choice, machine: Machine, need: Memory) -> Estimate:

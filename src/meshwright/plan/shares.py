@@ -18,11 +18,12 @@ from typing import Any, NamedTuple, cast
 
 from meshwright.arithmetic import divisors
 from meshwright.machines import Machine
+from meshwright.mesh import STANDARD_AXES
 from meshwright.mesh.arrange import axes_across_slices
 from meshwright.mesh.boxes import Share, Shares, all_shares, closes, sharing
 from meshwright.mesh.rings import is_ring
 
-AXES = ("dp", "fsdp", "tp", "sp")
+AXES = STANDARD_AXES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -34,7 +34,7 @@ def timed(job: Job, choice: Choice, machine: Machine, done: Work | None = None) 
     priced = []
     wanted: dict[str, float] = {}  # seconds that could hide, by what they could hide under
     for row in compiled_rows(job, choice, machine):
-        _, operation, axes, size, times, _, pieces, _ = row
+        _, operation, axes, size, times, _, pieces, _, _ = row
         link = over(laid, axes)
         seconds = times * (link.seconds(operation, size) + (pieces - 1) * link.latency)
         place, able = _hides_under(row, machine)
@@ -61,11 +61,11 @@ def timed(job: Job, choice: Choice, machine: Machine, done: Work | None = None) 
 
 def _hides_under(row: Row, machine: Machine) -> tuple[str, float]:
     """Under what it can hide, and how much of it at most."""
-    what, operation, axes, _, _, phase, _, _ = row
+    _, operation, _, _, _, phase, _, _, part = row
     if operation == "collective-permute":
         return f"ring {phase}", efficiency.HIDE_RING
-    # the ends, and sums after the layers, come when no layer computes
-    if "tp" in axes or "layer" not in what or phase == "optimizer":
+    # activations are needed at once; what the step sends once comes when no layer computes
+    if part != "weights":
         return "nothing", 0.0
     return phase, efficiency.hides(machine.chip, operation)
 

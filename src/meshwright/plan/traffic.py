@@ -7,8 +7,10 @@ The step sends nothing by itself: each exchange is written out in models.decoder
 and ops, and stands here once more as a formula. Tests hold both to the compiled program.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Literal
 
+from meshwright.mesh import STANDARD_AXES
 from meshwright.ops.attention import row_order
 from meshwright.ops.attention.turns import turns_of
 from meshwright.plan.parts import (
@@ -24,12 +26,18 @@ from meshwright.plan.parts import (
 )
 from meshwright.plan.result import Choice, Job, Phase, Transfer
 
-_AXES = ("dp", "fsdp", "tp", "sp")  # in the order of the mesh
 FLOAT, INT = 4, 4
+PASSES: tuple[Phase, Phase] = ("forward", "backward")
+KEY_GRADIENTS = "gradients of keys and values"
+EMBEDDING, HEAD = "gradient of the embedding", "gradient of the output head"
 
 
-Row = tuple[str, str, tuple[str, ...], int, int, Phase, int, str]
+# what it belongs to: a layer's weights, which may be sent while another layer computes; a layer's
+# activations, which are needed at once; or the whole step
+Part = Literal["weights", "activations", "step"]
 # the first seven fields of a Transfer, and its formula
+Sent = tuple[str, str, tuple[str, ...], int, int, Phase, int, str]
+Row = tuple[str, str, tuple[str, ...], int, int, Phase, int, str, Part]
 
 
 def traffic(job: Job, choice: Choice) -> tuple[Transfer, ...]:
@@ -39,24 +47,20 @@ def traffic(job: Job, choice: Choice) -> tuple[Transfer, ...]:
 
 def rows_of(job: Job, choice: Choice) -> list[Row]:
     """The same as plain tuples: hundreds of choices are compared in a second."""
-    found = (
-        *_weights(job, choice),
-        *_vectors(job, choice),
-        *_over_tp(job, choice),
-        *_over_sp(job, choice),
-        *_optimizer(job, choice),
-        *_scalars(job, choice),
-    )
-    return [row for row in found if row[2] and row[3] and row[4]]
+    found: list[Row] = []
+    for part, kinds in _PARTS.items():
+        for kind in kinds:
+            found += [(*row, part) for row in kind(job, choice) if row[2] and row[3] and row[4]]
+    return found
 
 
 def _wide(choice: Choice, *axes: str) -> tuple[str, ...]:
     """Those of the axes that have more than one device."""
-    return tuple(axis for axis in _AXES if axis in axes and getattr(choice, axis) > 1)
+    return tuple(axis for axis in STANDARD_AXES if axis in axes and getattr(choice, axis) > 1)
 
 
-def _weights(job: Job, choice: Choice) -> Iterator[Row]:
-    """Matrices: gathered over the axes that split them and the tokens, their gradients back."""
+def _layer_weights(job: Job, choice: Choice) -> Iterator[Sent]:
+    """A layer's matrices: gathered over axes that split them and the tokens; gradients back."""
     model, item = job.model, item_bytes(job.dtype)
     over, copies = _wide(choice, "fsdp", "sp"), _wide(choice, "dp")
     ways = choice.fsdp * choice.sp
@@ -72,7 +76,7 @@ def _weights(job: Job, choice: Choice) -> Iterator[Row]:
     for what, numbers, pieces, words in groups:
         size = item * numbers // tp
         words = f"{item} bytes · {words}"
-        for phase in ("forward", "backward"):
+        for phase in PASSES:
             yield f"{what} of a layer", "all-gather", over, size, each, phase, pieces, words
         gradient = f"gradient of a layer's {what}"
         yield gradient, "reduce-scatter", over, size, each, "backward", pieces, words
@@ -80,14 +84,20 @@ def _weights(job: Job, choice: Choice) -> Iterator[Row]:
             gradient, "all-reduce", copies, size // ways, each, "backward", pieces,
             f"{words} / (fsdp {choice.fsdp} · sp {choice.sp})",
         )  # fmt: skip
-    end = item * model.vocab * e // tp
-    words = f"{item} bytes · {model.vocab}·{e} / tp {tp}"
+
+
+def _ends(job: Job, choice: Choice) -> Iterator[Sent]:
+    """The embedding and the output head, in the same way."""
+    model, item = job.model, item_bytes(job.dtype)
+    over, copies = _wide(choice, "fsdp", "sp"), _wide(choice, "dp")
+    ways = choice.fsdp * choice.sp
+    end = item * model.vocab * model.embed // choice.tp
+    words = f"{item} bytes · {model.vocab}·{model.embed} / tp {choice.tp}"
     # the same for all micro-batches: gathered once; tied, both ends are one array
     ends = ("the embedding",) if model.tied_embeddings else ("the embedding", "the output head")
     for what in ends:
         yield what, "all-gather", over, end, 1, "forward", 1, words
-    for what in ("the embedding", "the output head"):
-        gradient = f"gradient of {what}"
+    for gradient in (EMBEDDING, HEAD):
         times = choice.accumulation
         yield gradient, "reduce-scatter", over, end, times, "backward", 1, words
         yield (
@@ -96,7 +106,7 @@ def _weights(job: Job, choice: Choice) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _vectors(job: Job, choice: Choice) -> Iterator[Row]:
+def _vectors(job: Job, choice: Choice) -> Iterator[Sent]:
     """Norms and biases: whole everywhere, their gradients added once for all layers."""
     model, item = job.model, item_bytes(job.param_dtype)
     tokens_over = _wide(choice, "dp", "fsdp", "sp")
@@ -124,91 +134,51 @@ def _vectors(job: Job, choice: Choice) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _over_tp(job: Job, choice: Choice) -> Iterator[Row]:
-    """Blocks whose heads, mlp or vocabulary tp splits: partial sums added, inputs gathered."""
+def _blocks(job: Job, choice: Choice) -> Iterator[Sent]:
+    """Blocks whose heads or mlp tp splits: partial sums added, inputs gathered."""
     over = _wide(choice, "tp")
     if not over:
         return
-    model, item = job.model, item_bytes(job.dtype)
-    r, t, e = rows(job, choice), length(job, choice), model.embed
-    size = item * r * t * e
-    words = f"{item} bytes · {r} rows · {t} tokens · {e}"
-    once = choice.accumulation
-    each = model.layers * once
+    size, words = _stream(job, choice)
+    each = job.model.layers * choice.accumulation
     chunks = mlp_chunks(job, choice)
     cut = chunks > 1
-    again = "a block's sums, made again"
+    blocks = 1 if cut else 2
+    sums, again = "sums of a layer's blocks", "a block's sums, made again"
+    back = "gradients of the inputs of a layer's blocks"
+    add = "reduce-scatter" if choice.tp_sequence else "all-reduce"
     if choice.tp_sequence:
-        scattered = 1 if cut else 2
-        yield "inputs of a layer's blocks", "all-gather", over, size, 2 * each, "forward", 1, words
-        yield (
-            "sums of a layer's blocks", "reduce-scatter", over, size, scattered * each, "forward",
-            1, words,
-        )  # fmt: skip
-        yield (
-            "inputs of a layer's blocks, again", "all-gather", over, size, 2 * each, "backward", 1,
-            words,
-        )  # fmt: skip
-        yield (
-            "gradients of a layer's blocks", "all-gather", over, size, 2 * each, "backward", 1,
-            words,
-        )  # fmt: skip
-        yield (
-            "gradients of the inputs of a layer's blocks", "reduce-scatter", over, size,
-            scattered * each, "backward", 1, words,
-        )  # fmt: skip
-        if choice.remat == "full":
-            yield again, "reduce-scatter", over, size, each, "backward", 1, words
-        yield "rows of the embedding", "reduce-scatter", over, size, once, "forward", 1, words
-        yield (
-            "gradient of the embedding's rows",
-            "all-gather",
-            over,
-            size,
-            once,
-            "backward",
-            1,
-            words,
-        )
-        yield "input of the loss", "all-gather", over, size, once, "forward", 1, words
-        yield (
-            "gradient of the loss's input",
-            "reduce-scatter",
-            over,
-            size,
-            once,
-            "backward",
-            1,
-            words,
-        )
-    else:
-        blocks = 1 if cut else 2
-        yield (
-            "sums of a layer's blocks",
-            "all-reduce",
-            over,
-            size,
-            blocks * each,
-            "forward",
-            1,
-            words,
-        )
-        yield (
-            "gradients of the inputs of a layer's blocks", "all-reduce", over, size, blocks * each,
-            "backward", 1, words,
-        )  # fmt: skip
-        if choice.remat == "full":
-            yield again, "all-reduce", over, size, each, "backward", 1, words
-        yield "rows of the embedding", "all-reduce", over, size, once, "forward", 1, words
-        yield "gradient of the loss's input", "all-reduce", over, size, once, "backward", 1, words
+        inputs, gather = "inputs of a layer's blocks", "all-gather"
+        slopes = "gradients of a layer's blocks"
+        yield inputs, gather, over, size, 2 * each, "forward", 1, words
+        yield f"{inputs}, again", gather, over, size, 2 * each, "backward", 1, words
+        yield slopes, gather, over, size, 2 * each, "backward", 1, words
+    yield sums, add, over, size, blocks * each, "forward", 1, words
+    yield back, add, over, size, blocks * each, "backward", 1, words
+    if choice.remat == "full":
+        yield again, add, over, size, each, "backward", 1, words
     if cut:
-        part, times = size // chunks, each * chunks
-        cut_words = f"{words} / {chunks} chunks"
-        yield "sums of the mlp, by chunks", "all-reduce", over, part, times, "forward", 1, cut_words
-        yield (
-            "gradients of the mlp's input, by chunks", "all-reduce", over, part, times, "backward",
-            1, cut_words,
-        )  # fmt: skip
+        part, times, words = size // chunks, each * chunks, f"{words} / {chunks} chunks"
+        what = "sums of the mlp, by chunks"
+        yield what, "all-reduce", over, part, times, "forward", 1, words
+        what = "gradients of the mlp's input, by chunks"
+        yield what, "all-reduce", over, part, times, "backward", 1, words
+
+
+def _ends_over_tp(job: Job, choice: Choice) -> Iterator[Sent]:
+    """Embedding and loss, whose vocabulary tp splits."""
+    over = _wide(choice, "tp")
+    if not over:
+        return
+    item, once = item_bytes(job.dtype), choice.accumulation
+    size, words = _stream(job, choice)
+    add = "reduce-scatter" if choice.tp_sequence else "all-reduce"
+    yield "rows of the embedding", add, over, size, once, "forward", 1, words
+    yield "gradient of the loss's input", add, over, size, once, "backward", 1, words
+    if choice.tp_sequence:
+        what = "gradient of the embedding's rows"
+        yield what, "all-gather", over, size, once, "backward", 1, words
+        yield "input of the loss", "all-gather", over, size, once, "forward", 1, words
     many, few = loss_chunks(job, choice)
     yield (
         "maxima over the vocabulary", "all-reduce", over, item * few, many * once, "forward", 1,
@@ -220,33 +190,27 @@ def _over_tp(job: Job, choice: Choice) -> Iterator[Row]:
     )  # fmt: skip
 
 
-def _over_sp(job: Job, choice: Choice) -> Iterator[Row]:
-    """Attention over split rows, and the order in which the devices hold them."""
+def _stream(job: Job, choice: Choice) -> tuple[int, str]:
+    """Bytes of what goes from layer to layer, whole over tp, and how they come about."""
+    item, e = item_bytes(job.dtype), job.model.embed
+    r, t = rows(job, choice), length(job, choice)
+    return item * r * t * e, f"{item} bytes · {r} rows · {t} tokens · {e}"
+
+
+def _keys(job: Job, choice: Choice) -> Iterator[Sent]:
+    """Attention over split rows."""
     over = _wide(choice, "sp")
     if not over:
         return
     model, item = job.model, item_bytes(job.dtype)
     split, strategy = split_of(job, choice), strategy_of(job, choice)
-    order = row_order(split, strategy)
-    r, part, ways = rows(job, choice), split.part, choice.sp
-    once = choice.accumulation
-    each = model.layers * once
+    r, part = rows(job, choice), split.part
+    each = model.layers * choice.accumulation
     kv, d = split.kv_heads, model.head_dim
     keys = 2 * r * part * kv * d
     words = f"2 · {r} rows · {part} tokens · {kv} heads · {d}"
-    documents = INT * r * part if job.documents else 0
-    if order == "zigzag":
-        arrays = 4 if job.documents else 3
-        # half of them, and with two devices only one half moves
-        yield (
-            "tokens, targets, documents and positions into zig-zag order", "collective-permute",
-            over, INT * r * part // 2, (1 if ways == 2 else 2) * arrays * once, "forward", 1,
-            f"{INT} bytes · {r} rows · {part} tokens / 2",
-        )  # fmt: skip
     if strategy == "ring":
-        hops = turns_of(split.mask, order, ways, part).hops
-        if not hops:
-            return
+        hops = _hops(job, choice)
         again = hops if choice.remat == "full" else 0
         # the first hop of a ring that is made again serves the backward pass too
         back = max(hops - 1, 0) if again else hops
@@ -261,33 +225,19 @@ def _over_sp(job: Job, choice: Choice) -> Iterator[Row]:
             f"{item} bytes · {words}",
         )  # fmt: skip
         yield (
-            "gradients of keys and values", permute, over, FLOAT * keys, (hops + 1) * each,
+            KEY_GRADIENTS, permute, over, FLOAT * keys, (hops + 1) * each if hops else 0,
             "backward", 1, f"{FLOAT} bytes · {words}",
         )  # fmt: skip
-        # what the first turn needs is the same for all layers
-        rest = each * (hops - 1)
-        yield (
-            "documents of the keys", permute, over, documents, once + rest, "forward", 1,
-            f"{INT} bytes · {r} rows · {part} tokens",
-        )  # fmt: skip
-        yield (
-            "documents of the keys again", permute, over, documents,
-            rest * (2 if again else 1), "backward", 1, f"{INT} bytes · {r} rows · {part} tokens",
-        )  # fmt: skip
     elif strategy == "allgather":
-        whole = f"{words} · sp {ways}"
-        for phase in ("forward", "backward"):
+        whole = f"{words} · sp {choice.sp}"
+        for phase in PASSES:
             yield (
-                "keys and values of whole rows", "all-gather", over, item * keys * ways, each,
+                "keys and values of whole rows", "all-gather", over, item * keys * choice.sp, each,
                 phase, 1, f"{item} bytes · {whole}",
             )  # fmt: skip
         yield (
-            "gradients of keys and values", "reduce-scatter", over, FLOAT * keys * ways, each,
-            "backward", 1, f"{FLOAT} bytes · {whole}",
-        )  # fmt: skip
-        yield (
-            "documents of whole rows", "all-gather", over, documents * ways, once, "forward", 1,
-            f"{INT} bytes · {r} rows · {part} tokens · sp {ways}",
+            KEY_GRADIENTS, "reduce-scatter", over, FLOAT * keys * choice.sp, each, "backward", 1,
+            f"{FLOAT} bytes · {whole}",
         )  # fmt: skip
     else:
         heads = 2 * split.heads + 2 * kv
@@ -297,13 +247,54 @@ def _over_sp(job: Job, choice: Choice) -> Iterator[Row]:
         yield what, "all-to-all", over, size, each, "forward", 4, words
         yield f"{what}, again", "all-to-all", over, size, each, "backward", 4, words
         yield f"gradients of {what}", "all-to-all", over, size, each, "backward", 4, words
+
+
+def _rows_over_sp(job: Job, choice: Choice) -> Iterator[Sent]:
+    """The order in which devices hold rows, and which document each key is of."""
+    over = _wide(choice, "sp")
+    if not over:
+        return
+    split, strategy = split_of(job, choice), strategy_of(job, choice)
+    r, part, ways = rows(job, choice), split.part, choice.sp
+    once = choice.accumulation
+    each = job.model.layers * once
+    documents = INT * r * part if job.documents else 0
+    words = f"{INT} bytes · {r} rows · {part} tokens"
+    if row_order(split, strategy) == "zigzag":
+        arrays = 4 if job.documents else 3
+        # half of them, and with two devices only one half moves
         yield (
-            "documents of whole rows", "all-to-all", over, documents * ways, once, "forward", 1,
-            f"{INT} bytes · {r} rows · {part} tokens · sp {ways}",
+            "tokens, targets, documents and positions into zig-zag order", "collective-permute",
+            over, INT * r * part // 2, (1 if ways == 2 else 2) * arrays * once, "forward", 1,
+            f"{words} / 2",
         )  # fmt: skip
+    if strategy == "ring":
+        hops = _hops(job, choice)
+        if not hops:
+            return
+        # what the first turn needs is the same for all layers
+        rest = each * (hops - 1)
+        yield (
+            "documents of the keys", "collective-permute", over, documents, once + rest, "forward",
+            1, words,
+        )  # fmt: skip
+        yield (
+            "documents of the keys again", "collective-permute", over, documents,
+            rest * (2 if choice.remat == "full" else 1), "backward", 1, words,
+        )  # fmt: skip
+    else:
+        by = "all-gather" if strategy == "allgather" else "all-to-all"
+        what, words = "documents of whole rows", f"{words} · sp {ways}"
+        yield what, by, over, documents * ways, once, "forward", 1, words
 
 
-def _optimizer(job: Job, choice: Choice) -> Iterator[Row]:
+def _hops(job: Job, choice: Choice) -> int:
+    """How far keys travel around a ring."""
+    split = split_of(job, choice)
+    return turns_of(split.mask, row_order(split, "ring"), choice.sp, split.part).hops
+
+
+def _optimizer(job: Job, choice: Choice) -> Iterator[Sent]:
     """Muon makes layers' matrices whole, each device its own."""
     over = _wide(choice, "fsdp", "tp", "sp")
     if job.optimizer != "muon" or not over:
@@ -317,7 +308,7 @@ def _optimizer(job: Job, choice: Choice) -> Iterator[Row]:
     )  # fmt: skip
 
 
-def _scalars(job: Job, choice: Choice) -> Iterator[Row]:
+def _scalars(job: Job, choice: Choice) -> Iterator[Sent]:
     """The loss, how many tokens count, and the gradient's norm."""
     model, words = job.model, f"{FLOAT} bytes"
     matrices = 7 + (1 if model.tied_embeddings else 2)
@@ -350,3 +341,10 @@ def _scalars(job: Job, choice: Choice) -> Iterator[Row]:
         1,
         words,
     )
+
+
+_PARTS: dict[Part, tuple[Callable[[Job, Choice], Iterator[Sent]], ...]] = {
+    "weights": (_layer_weights,),
+    "activations": (_blocks, _keys),
+    "step": (_ends, _vectors, _ends_over_tp, _rows_over_sp, _optimizer, _scalars),
+}

@@ -6,6 +6,7 @@ import functools
 from meshwright.machines import Machine
 from meshwright.ops.attention.splash import LARGEST, ONE_KERNEL
 from meshwright.plan import efficiency
+from meshwright.plan.candidates import with_strategy
 from meshwright.plan.parts import (
     attention_weights,
     item_bytes,
@@ -33,6 +34,8 @@ class Work:
 
 def work(job: Job, choice: Choice, machine: Machine) -> Work:
     """The work of a train step on each device."""
+    if choice.strategy == "auto":
+        choice = with_strategy(job, choice, machine)
     model, chip = job.model, machine.chip
     peak = chip.bf16_flops / chip.cores_per_chip
     memory = chip.memory_bandwidth / chip.cores_per_chip * efficiency.MEMORY
@@ -68,8 +71,7 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
     matmuls = forward + backward + head_seconds
 
     # attention, by the causal count: 2 forward, 4 backward
-    row = job.seq * _seen(job)
-    unit = model.layers * model.heads * d / tp * row * total
+    unit = model.layers * model.heads * d / tp * 2 * model.keys_seen(job.seq) * total
     rate = peak * efficiency.attention(chip, d, job.seq)
     if strategy_of(job, choice) in ("ring", "allgather"):
         rate *= efficiency.turns(length(job, choice))
@@ -122,15 +124,6 @@ def _made_again(remat: str) -> dict[str, float]:
     if remat == "full":  # the mlp's last matmul gives only what the next layer kept
         return {"projections": 1.0, "mlp": 2 / 3, "attention": 1.0}
     return {"projections": 0.0, "mlp": 2 / 3 if remat == "mlp" else 0.0, "attention": 0.0}
-
-
-def _seen(job: Job) -> float:
-    """Of the pairs under a causal mask, those within the window."""
-    window = job.model.sliding_window
-    if window is None or window >= job.seq:
-        return 1.0
-    share = window / job.seq
-    return share * (2 - share)
 
 
 @functools.lru_cache(maxsize=64)

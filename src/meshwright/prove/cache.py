@@ -11,7 +11,7 @@ import meshwright
 # what decides the compiled step
 _PARTS = (
     "machines/**/*.py", "mesh/**/*.py", "layout/**/*.py", "ops/**/*.py", "models/**/*.py",
-    "train/*.py", "prove/child.py", "prove/target.py",
+    "train/**/*.py", "prove/child.py", "prove/target.py", "arithmetic.py", "errors.py",
 )  # fmt: skip
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from meshwright.audit import Audit, Expected
 from meshwright.machines import Machine
+from meshwright.plan.candidates import with_strategy
 from meshwright.plan.memory import memory
 from meshwright.plan.result import Choice, Job
 from meshwright.plan.rewrites import compiled_traffic
+from meshwright.plan.traffic import traffic
 from meshwright.prove.proof import Proof
 
 
@@ -50,7 +52,7 @@ def job_and_choice(config: Any, machine: Machine, model: Any = None) -> tuple[Jo
         **sizes, remat=said.remat, accumulation=config.accumulation, tp_sequence=said.tp_sequence,
         strategy=config.sequence_parallel, mlp_chunk=said.mlp_chunk,
     )  # fmt: skip
-    return job, choice
+    return job, with_strategy(job, choice, machine)
 
 
 # the TPU compiler pads what it scatters by up to an eighth, and hops the edges where they belong
@@ -58,23 +60,35 @@ _PADDED = 1.13
 
 
 def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]:
-    """What the plan would have the step send; anything larger of its kind is something else."""
-    largest: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for one in compiled_traffic(job, choice, machine):
-        largest[one.operation, one.axes] = max(largest[one.operation, one.axes], one.bytes)
+    """What the plan would have the step send; anything larger of its kind is something else.
+
+    What a TPU's compiler may make of it instead is told apart: all-reduces of whole arrays in place
+    of gathers and scatters, and hops of the edges of what it scatters in padded parts.
+    """
+    intended = {
+        (one.what, axis): one.operation for one in traffic(job, choice) for axis in one.axes
+    }
+    largest: dict[tuple[str, tuple[str, ...], str], tuple[int, str]] = {}
+
+    def add(operation: str, axes: tuple[str, ...], size: float, what: str, made_of: str) -> None:
+        kind = operation, axes, f"{made_of} over {'+'.join(axes)}" if made_of else ""
+        largest[kind] = max(largest.get(kind, (0, "")), (int(size), what))
+
     # sums over micro-batches may be sent after them all, in float32
     summed = 2 if machine.is_tpu and choice.accumulation > 1 else 1
-    found = [
-        Expected(operation, axes, at_most=int(_PADDED * summed * size))
-        for (operation, axes), size in largest.items()
-    ]
-    if machine.is_tpu:
-        for (operation, axes), size in largest.items():
-            if operation == "reduce-scatter":
-                part = int(_PADDED * size / math.prod(choice.sizes[axis] for axis in axes))
-                edges = "edges of what is scattered"
-                found.append(Expected("collective-permute", axes, None, edges, at_most=part))
-    return tuple(found)
+    for one in compiled_traffic(job, choice, machine):
+        meant = intended.get((one.what, one.axes[0]), one.operation)
+        size = _PADDED * summed * one.bytes
+        add(meant, one.axes, size, one.what, "")
+        if machine.is_tpu and meant in ("all-gather", "reduce-scatter"):
+            add("all-reduce", one.axes, size, one.what, meant)
+        if machine.is_tpu and meant == "reduce-scatter":
+            part = size / math.prod(choice.sizes[axis] for axis in one.axes)
+            add("collective-permute", one.axes, part, one.what, meant)
+    return tuple(
+        Expected(operation, axes, None, what, at_most=size, rewrite_of=made_of)
+        for (operation, axes, made_of), (size, what) in largest.items()
+    )
 
 
 def compare(job: Job, choice: Choice, proof: Proof, found: Audit | None) -> tuple[Compared, ...]:
@@ -83,7 +97,7 @@ def compare(job: Job, choice: Choice, proof: Proof, found: Audit | None) -> tupl
     need = memory(job, choice, proof.machine)
     if proof.footprint is not None:
         compared.append(Compared("memory of a device", need.total, proof.footprint.total))
-    elif proof.out_of_memory is not None and not proof.out_of_memory.early:
+    elif proof.out_of_memory is not None:
         compared.append(Compared("memory of a device", need.total, proof.out_of_memory.needed))
     if found is None:
         return tuple(compared)

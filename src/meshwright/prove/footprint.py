@@ -65,9 +65,9 @@ def _buffers(report: str) -> list[Buffer]:
 class OutOfMemory:
     """A compile that ended because a device's memory is too small."""
 
-    needed: int  # bytes; at least, where the compiler gave up early
+    needed: int  # bytes
     limit: int
-    early: bool  # only temporaries were counted
+    early: bool  # given up before anything was placed: no buffers are named
     buffers: tuple[Buffer, ...]
 
 

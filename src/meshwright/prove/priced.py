@@ -112,17 +112,13 @@ class Prices:
             both = any(len(shape) > len(queries) for _, shape in one.arrays)
             each = _BACKWARD["one" if both else kind[1]]
         # a mask comes as blocks, in the first two operands; turns of a ring but the first have none
-        seen = self._seen(keys[-2]) if listed and listed[1].startswith("s") else 1.0
-        flops = each * math.prod(queries) * keys[-2] * seen
+        row = keys[-2]
+        seen = self.job.model.keys_seen(row) / row if listed and listed[1].startswith("s") else 1.0
+        flops = each * math.prod(queries) * row * seen
         rate = efficiency.attention(self.chip, queries[-1], self.job.seq)
         if strategy_of(self.job, self.choice) in ("ring", "allgather"):
             rate *= efficiency.turns(length(self.job, self.choice))
         return Priced("attention", flops / (self.peak * rate), flops)
-
-    def _seen(self, row: int) -> float:
-        """Of all pairs of a row, those under a causal mask and within the window."""
-        share = min(self.job.model.sliding_window or row, row) / row
-        return share * (2 - share) / 2
 
     def flops(self, one: Instruction, computation: str) -> float:
         """Of the matmuls of an instruction, or inside a fusion."""

@@ -1,7 +1,7 @@
 """Compile the step that train would run, for a machine that is not here, and read what came of it.
 
->>> proof = prove(TrainConfig("llama-3.1-8b", mesh="fsdp=64", batch=64, seq=8192), "v5p:4x4x4")
->>> proof.fits, proof.footprint.total
+proof = prove(TrainConfig("llama-3.1-8b", mesh="fsdp=64", batch=64, seq=8192), "v5p:4x4x4")
+proof.fits, proof.footprint.total
 """
 
 import dataclasses
@@ -89,13 +89,15 @@ def prove(
 def _check(config: Any, model: Any, machine: Machine) -> None:
     """Sizes against the mesh, before a compiler is started."""
     from meshwright.mesh import STANDARD_AXES, MeshSpec, mesh
-    from meshwright.train.setup import check_batch, check_model, choose_rules
+    from meshwright.train.setup import check_batch, check_length, check_model, choose_rules
 
     spec = MeshSpec.parse(config.mesh)
     if set(spec.names) <= set(STANDARD_AXES):
         spec = spec.with_standard_axes()
     placed, rules = mesh(spec, machine), choose_rules(config)
-    check_model(config.rope.apply(model, config.seq), rules, placed)
+    model = config.rope.apply(model, config.seq)
+    check_model(model, rules, placed)
+    check_length(model, config.seq)
     check_batch(config, rules, placed)
 
 

@@ -1,7 +1,7 @@
 """The time of a step, from the compiled program instead of from the plan's own model.
 
->>> found = roofline(proof.text, choice.sizes, machine, job, choice)
->>> found.seconds, found.overlapped, found.tokens_per_second
+    found = roofline(proof.text, choice.sizes, machine, job, choice)
+    found.seconds, found.overlapped, found.tokens_per_second
 
 Every instruction of the program is priced (prove.priced) and every collective takes the bytes that
 audit reads over the links of plan.links. The program is then gone through in its order: what is

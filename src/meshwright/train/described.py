@@ -22,6 +22,7 @@ from meshwright.train.data import FIELDS
 from meshwright.train.optimizer import make_optimizer
 from meshwright.train.setup import (
     check_batch,
+    check_length,
     check_model,
     choose_rules,
     compute_of,
@@ -74,12 +75,7 @@ def step_of(
         )
     model = config.rope.apply(model_config(config.model) if model is None else model, config.seq)
     check_model(model, rules, mesh)
-    if config.seq > model.max_seq:
-        raise MeshwrightError(
-            f"seq={config.seq} is longer than the model allows; {model.max_seq} or less would fit, "
-            "or say how its positions reach further: --rope.theta, or --rope.scaling with "
-            "--rope.factor"
-        )
+    check_length(model, config.seq)
     compute, attention = compute_of(config, model, rules, mesh)
     check_batch(config, rules, mesh)
     arrays = abstract_arrays(model, jnp.dtype(config.compute.param_dtype))

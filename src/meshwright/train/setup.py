@@ -198,10 +198,7 @@ def flops_per_byte(device: Any) -> float:
         chip = chip_of_kind(device.device_kind, device.platform)
     except MeshwrightError:
         return FLOPS_PER_BYTE
-    if chip.platform == "cpu":
-        return FLOPS_PER_BYTE
-    links = chip.links if chip.platform == "gpu" else 1  # a GPU's all lead to the one switch
-    return chip.bf16_flops / (chip.link_bandwidth * links)
+    return FLOPS_PER_BYTE if chip.platform == "cpu" else chip.flops_per_byte
 
 
 def check_model(model: DecoderConfig, rules: Rules, placed: Mesh | MachineMesh) -> None:
@@ -217,6 +214,15 @@ def check_model(model: DecoderConfig, rules: Rules, placed: Mesh | MachineMesh) 
                 f"the model's {dim}={size} cannot be split in {parts} ({over}); on "
                 f"{placed.size} devices {', '.join(fit)} would fit"
             )
+
+
+def check_length(model: DecoderConfig, seq: int) -> None:
+    """Rows that the model's positions do not reach."""
+    if seq > model.max_seq:
+        raise MeshwrightError(
+            f"seq={seq} is longer than the model allows; {model.max_seq} or less would fit, or say "
+            "how its positions reach further: --rope.theta, or --rope.scaling with --rope.factor"
+        )
 
 
 def _check_weights(folder: Path, model: DecoderConfig, changed: RopeConfig) -> None:

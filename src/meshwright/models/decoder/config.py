@@ -48,7 +48,15 @@ class DecoderConfig:
         attention = 2 * self.embed * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.embed * self.mlp) + self.embed * self.vocab
 
+    def keys_seen(self, seq: int) -> float:
+        """Keys that a query of a row sees, on average: half of them, fewer within a window."""
+        window = min(self.sliding_window or seq, seq)
+        return window * (2 * seq - window) / seq / 2
+
     def flops_per_token(self, seq: int) -> int:
-        """Of a training step, forward and backward: 6 a weight, and causal attention."""
-        attention = 6 * self.layers * self.heads * self.head_dim * seq
-        return 6 * self.matmul_params + attention
+        """Of a training step, forward and backward: 6 a weight, and causal attention.
+
+        Each key that is seen costs 12 for each number of a head: seq/2 of them without a window.
+        """
+        attention = 12 * self.layers * self.heads * self.head_dim * self.keys_seen(seq)
+        return 6 * self.matmul_params + round(attention)

@@ -26,6 +26,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 FORMAT = "meshwright plan"
 VERSION = 1
+MEMORY_FOLLOWS = ("total", "fits", "reserve", "tight")
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -33,8 +34,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     data = _plain(plan, Plan)
     data["machine"] = {"text": str(plan.machine)} | data["machine"]
     data["ranked"] = [estimate_data(plan, one) for one in plan.ranked]
-    best = {"mesh": plan.mesh} if plan.ranked else {}
-    return {"format": FORMAT, "version": VERSION} | best | data
+    return {"format": FORMAT, "version": VERSION, "mesh": plan.mesh} | data
 
 
 def estimate_data(plan: Plan, estimate: Estimate) -> dict[str, Any]:
@@ -72,6 +72,8 @@ def plan_from_data(data: Any, where: str = "the plan") -> Plan:
         )
     plan = _read(Plan, data, where)
     assert isinstance(plan, Plan)
+    if not plan.ranked:
+        raise MeshwrightError(f"{where} ranks no mesh: 'ranked' is empty; plan again")
     return plan
 
 
@@ -95,7 +97,9 @@ def _plain(value: Any, kind: Any) -> Any:
         # where one of several classes may stand, its name says which
         named = {"type": type(value).__name__} if len(_classes(kind)) > 1 else {}
         fields = {name: _plain(getattr(value, name), hints[name]) for name in _names(value)}
-        follows = {"total": value.total, "fits": value.fits} if isinstance(value, Memory) else {}
+        follows = {}
+        if isinstance(value, Memory):
+            follows = {name: getattr(value, name) for name in MEMORY_FOLLOWS}
         return named | fields | follows
     if isinstance(value, Mapping):
         return {key: _plain(item, None) for key, item in value.items()}

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 from meshwright.errors import MeshwrightError, count
 from meshwright.mesh import MeshSpec
 from meshwright.mesh.spec import STANDARD_AXES
+from meshwright.plan.memory import memory as count_memory
+from meshwright.plan.memory import moments
+from meshwright.plan.memory_formulas import formulas
 from meshwright.plan.report import figures
-from meshwright.plan.report.memory_words import that_is
 from meshwright.plan.report.rows import Column, Row, aligned, paragraph
 from meshwright.plan.report.words import (
     amount,
@@ -17,7 +19,7 @@ from meshwright.plan.report.words import (
     settings,
     short_mesh,
 )
-from meshwright.plan.result import Choice, Estimate, Memory, Plan, Refusal
+from meshwright.plan.result import RESERVE, Choice, Estimate, Memory, Plan, Refusal
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -47,9 +49,10 @@ def explain(plan: Plan, found: Estimate | Refusal, width: int = 120) -> "Group":
     from rich.console import Group
     from rich.text import Text
 
+    warned = [paragraph(f"warning: {one}", width, 0, hanging=2) for one in plan.warnings]
     title = Text(f"{short_mesh(found.choice)} on {plan.machine}", style="bold")
     title.append(f": {settings(found.choice)}", style="not bold")
-    parts: list[RenderableType] = [title]
+    parts: list[RenderableType] = [title, *warned]
     if isinstance(found, Refusal):
         parts.append(paragraph(f"refused: {found.why}", width, 0, hanging=2, style="red"))
         if found.memory is not None:
@@ -76,23 +79,39 @@ def _memory(plan: Plan, choice: Choice, memory: Memory, width: int) -> "list[Ren
         Column("kind", right=False),
         Column("GiB"),
         Column("", right=False, importance=1, style="cyan"),
-        Column("that is", right=False, importance=2, style="dim"),
     ]
+    job, machine = plan.job, plan.machine
+    # formulas are worked out anew: they are shown where they give these numbers
+    is_theirs = count_memory(job, choice, machine) == memory
+    said = formulas(job, choice, machine) if is_theirs else {}
     most = max([*memory.kinds.values(), 1])
     rows = [
-        Row((kind, gib(number), bar(number / most, BAR), that_is(kind, number, plan.job, choice)))
+        Row(
+            (kind, gib(number), bar(number / most, BAR)),
+            note=f"{said[kind]} = {number:,}" if kind in said else "",
+        )
         for kind, number in memory.kinds.items()
         if number
     ]
-    rows.append(Row(("together", gib(memory.total), "", ""), style="bold"))
+    rows.append(Row(("together", gib(memory.total), ""), style="bold"))
     verdict = "fits" if memory.fits else f"{gib(memory.total - memory.limit)} GiB too much"
-    share = (
-        f"of {gib(memory.limit)} GiB that a device gives: {percent(memory.total / memory.limit)}"
-    )
+    if memory.fits and memory.tight:
+        verdict = "fits, but tight: it needs some of the reserve"
+    lines = [
+        f"of {gib(memory.limit)} GiB that a device gives: {percent(memory.total / memory.limit)}, "
+        f"{verdict}",
+        f"reserve, for fragmentation and what is not counted: {percent(RESERVE)}, "
+        f"{gib(memory.reserve)} GiB",
+    ]
+    if is_theirs and job.kind == "train":
+        found = moments(job, choice, machine)
+        sizes = ", ".join(f"{moment} {gib(size)}" for moment, size in found.items())
+        fullest = max(found, key=lambda moment: found[moment])
+        lines.append(f"moments, in GiB: {sizes}; the fullest is {fullest}")
     return [
         *_heading("memory", " of a device at the fullest moment"),
         *aligned(columns, rows, width, indent=2),
-        paragraph(f"{share}, {verdict}", width),
+        *(paragraph(line, width, hanging=4) for line in lines),
     ]
 
 
@@ -100,9 +119,14 @@ def _work(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
     job, model = plan.job, plan.job.model
     lines = []
     if job.kind == "train":
-        attention = f"6 × {model.layers} layers × {model.heads} heads × {model.head_dim}"
+        attention = f"{model.layers} layers × {model.heads} heads × {model.head_dim}"
+        if model.keys_seen(job.seq) == job.seq / 2:
+            attention = f"6 × {attention} × {job.seq:,}"
+        else:
+            seen = f"{model.keys_seen(job.seq):,.0f} keys seen on average"
+            attention = f"12 × {attention} × {seen}"
         lines.append(
-            f"a token: 6 × {amount(model.matmul_params)} weights + {attention} × {job.seq:,} = "
+            f"a token: 6 × {amount(model.matmul_params)} weights + {attention} = "
             f"{amount(model.flops_per_token(job.seq), 'FLOP')}"
         )
         lines.append(

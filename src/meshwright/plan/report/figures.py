@@ -52,8 +52,6 @@ def link_bandwidth(plan: Plan) -> float:
 
 def tokens_per_second(plan: Plan, estimate: Estimate) -> float:
     """Of the whole machine: trained on, or, serving, generated: a token for each row and step."""
-    if plan.job.kind == "serve":
-        return plan.job.batch / estimate.step_seconds
     return plan.tokens_per_second(estimate)
 
 

@@ -36,6 +36,7 @@ def page(plan: Plan) -> str:
         title=title,
         about=" · ".join(["serving" if job.kind == "serve" else job.optimizer, *about]),
         summary=_summary(plan),
+        warnings=plan.warnings,
         data=json.dumps(page_data(plan), separators=(",", ":")),
     )
 
@@ -135,7 +136,9 @@ def _summary(plan: Plan) -> list[tuple[str, str]]:
             ("largest micro-batch" if training else "largest batch", f"{plan.largest_batch:,}")
         )
     if plan.largest_seq is not None:
-        cells.append(("longest row", f"{plan.largest_seq:,}"))
+        longest = plan.job.model.max_seq
+        own = f" (model's own: {longest:,})" if plan.largest_seq > longest else ""
+        cells.append(("longest row", f"{plan.largest_seq:,}{own}"))
     cost = figures.cost_per_trillion(plan, best)
     if cost is not None:
         cells.append(("cost of 1T tokens", amount(cost)))

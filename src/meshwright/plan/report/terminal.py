@@ -33,6 +33,8 @@ def report(plan: Plan, width: int = 120, *, top: int = 8, refused: bool = False)
     from rich.text import Text
 
     parts: list[RenderableType] = [*_header(plan), Text("")]
+    for warning in plan.warnings:
+        parts += [paragraph(f"warning: {warning}", width, 0, hanging=2, style="yellow"), Text("")]
     parts += _ranked(plan, width, top)
     hidden = len(plan.ranked) - top
     if hidden > 0:
@@ -64,7 +66,10 @@ def _header(plan: Plan) -> "list[RenderableType]":
         if job.kind == "train"
         else f"serving, weights {job.dtype}"
     )
-    return [title, Text(rows), Text(f"{kept}; best {plan.objective} first", style="dim")]
+    first = f"best {plan.objective} first"
+    if job.kind == "serve" and plan.objective == "throughput":
+        first = "most tokens a second with as many rows as fit first"
+    return [title, Text(rows), Text(f"{kept}; {first}", style="dim")]
 
 
 def _ranked(plan: Plan, width: int, top: int) -> "list[RenderableType]":
@@ -114,7 +119,9 @@ def _columns(plan: Plan) -> list[tuple[Column, Callable[[Estimate], str]]]:
 
 
 def _used(memory: Memory) -> str:
-    return f"{gib(memory.total)} {percent(memory.total / memory.limit):>4}"
+    """With a sign where it needs some of the reserve."""
+    sign = "!" if memory.tight else ""
+    return f"{gib(memory.total)} {sign + percent(memory.total / memory.limit):>4}"
 
 
 def _refused(plan: Plan, width: int, all_of_them: bool) -> "list[RenderableType]":
@@ -151,7 +158,9 @@ def _largest(plan: Plan, width: int) -> "list[RenderableType]":
         parts.append(f"{rows}, of {plan.job.seq:,} tokens")
     if plan.largest_seq is not None:
         how = ", one on each data rank, with remat full" if training else ", one at a time"
-        parts.append(f"rows of {plan.largest_seq:,} tokens{how}")
+        longest = plan.job.model.max_seq
+        own = f" (the model's own length is {longest:,})" if plan.largest_seq > longest else ""
+        parts.append(f"rows of {plan.largest_seq:,} tokens{how}{own}")
     texts = [f"largest that fits on {mesh}: {'; '.join(parts)}"] if parts else []
     cost = figures.cost_per_trillion(plan, plan.best)
     if cost is not None:

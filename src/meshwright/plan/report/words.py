@@ -105,6 +105,9 @@ def next_commands(plan: Plan, choice: Choice) -> list[str]:
         size += ["--optimizer.name", job.optimizer]
     if job.param_dtype != "float32":
         size += ["--compute.param-dtype", job.param_dtype]
+    if job.seq > job.model.max_seq:  # Plan.warnings says so
+        factor = -(-job.seq // job.model.max_seq)
+        size += ["--rope.scaling", "linear", "--rope.factor", str(factor)]
     prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags(choice), *size]
     train = ["meshwright", "train", model, *flags(choice), *size]
     return [shlex.join(prove), shlex.join(train)]

@@ -1,0 +1,74 @@
+"""`--mesh auto`: the settings of the mesh that the plan puts first."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.machines import Machine
+from meshwright.models.decoder import DecoderConfig
+from meshwright.train.config import TrainConfig
+from meshwright.train.loop import AUTO
+from meshwright.train.setup import model_config
+
+
+def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tuple[TrainConfig, str]:
+    """The settings with a mesh of this machine, and what was chosen, in words.
+
+    With the mesh come remat, micro-batches, the strategy of attention and what else the plan
+    chooses, but not what the command line (`words`) or a file says otherwise than usual.
+    """
+    from meshwright.models.decoder import usual_dtype
+    from meshwright.plan import plan
+
+    assert config.mesh == AUTO
+    if config.rules != "standard":
+        raise MeshwrightError("--mesh auto knows the standard rules; with others name the mesh")
+    said, usual = config.compute, TrainConfig(config.model)
+    flags = {word.partition("=")[0].replace("--no-", "--").replace("_", "-") for word in words}
+
+    def pinned(flag: str, value: Any, default: Any) -> bool:
+        return flag in flags or value != default
+
+    remat = pinned("--compute.remat", said.remat, usual.compute.remat)
+    accumulation = pinned("--accumulation", config.accumulation, usual.accumulation)
+    found = plan(
+        config.rope.apply(model_config(config.model), config.seq),
+        machine,
+        config.batch,
+        config.seq,
+        remat=said.remat if remat else None,
+        accumulation=config.accumulation if accumulation else None,
+        optimizer=config.optimizer.name,
+        param_dtype=said.param_dtype,
+        dtype=usual_dtype(said.dtype, machine.chip.platform),
+        scan=said.scan,
+        loss_chunk=config.loss.chunk,
+    )
+    best = found.best
+    choice = best.choice
+    compute: dict[str, Any] = {"remat": choice.remat}
+    if not pinned("--compute.tp-sequence", said.tp_sequence, False):
+        compute["tp_sequence"] = choice.tp_sequence
+    if not pinned("--compute.mlp-chunk", said.mlp_chunk, 0):
+        compute["mlp_chunk"] = choice.mlp_chunk
+    more: dict[str, Any] = {"mesh": choice.mesh, "accumulation": choice.accumulation}
+    if choice.sp > 1 and not pinned("--sequence-parallel", config.sequence_parallel, "auto"):
+        more["sequence_parallel"] = choice.strategy
+    with_it = ", ".join(f"{name} {value}" for name, value in (more | compute).items() if value)
+    chosen = dataclasses.replace(config, compute=dataclasses.replace(said, **compute), **more)
+    return chosen, f"mesh auto: {with_it} ({best.reason})"
+
+
+def planned_to_serve(
+    model: DecoderConfig, machine: Machine, rows: int, longest: int, dtype: str
+) -> str:
+    """The mesh over all devices on which a token of so many rows, that long, comes soonest."""
+    from meshwright.models.decoder import usual_dtype
+    from meshwright.plan import plan
+
+    found = plan(
+        model, machine, rows, longest,
+        kind="serve", objective="latency", dtype=usual_dtype(dtype, machine.chip.platform),
+    )  # fmt: skip
+    return found.mesh
