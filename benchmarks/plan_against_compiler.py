@@ -318,9 +318,11 @@ def main() -> None:
     said = (
         f"{start} Sums of a step on a device, of every kind of at least 1 MiB: {exact} of "
         f"{len(off)} within 1%; {surprises} surprises, {rewritten} rows that the compiler made of "
-        "something else (an all-reduce of a reduce-scatter, say). Of those not within 1% most are "
+        "something else (an all-reduce of a reduce-scatter, say). The others follow: most are "
         "reduce-scatters that it pads, and hops of their edges."
     )
+    different = [line for line, one in zip(lines[2:], off, strict=True) if abs(one) > 0.01]
+    lines = [*lines[:2], *different]
     _out("Bytes planned and compiled for TPUs", said, lines, options.write)
     lines, worst = choice_table(record)
     if worst:

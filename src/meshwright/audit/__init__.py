@@ -1,5 +1,9 @@
 """What a compiled program really sends: every collective as a row, planned or a surprise."""
 
+import sys
+import types
+from typing import Any
+
 from meshwright.audit.audit import Audit, Sum, audit
 from meshwright.audit.collective import OPERATIONS, Collective
 from meshwright.audit.expected import BOOKKEEPING, Expected, expected_of
@@ -28,3 +32,14 @@ __all__ = [
     "read_program",
     "replica_groups",
 ]
+
+
+class _Callable(types.ModuleType):
+    """`mw.audit(…)` is the function, though this package has its name."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return audit(*arguments, **options)
+
+
+_Callable.__doc__ = audit.__doc__
+sys.modules[__name__].__class__ = _Callable
