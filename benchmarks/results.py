@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
+BY_HAND = "<!-- by hand -->"  # before what was written under a table
 
 
 def here() -> str:
@@ -20,11 +21,13 @@ def here() -> str:
 
 
 def write_section(title: str, conditions: str, lines: Sequence[str]) -> None:
-    """Write the section `title`, in place of the one of that name."""
+    """Write the section `title`, in place of the one of that name; what BY_HAND begins stays."""
     section = f"## {title}"
     text = "\n".join([section, "", conditions, "", *lines, ""])
     before, found, after = RESULTS.read_text().partition(f"{section}\n")
-    _, mark, rest = after.partition("\n## ")
+    old, mark, rest = after.partition("\n## ")
+    if BY_HAND in old:
+        text += f"\n{old[old.index(BY_HAND) :].rstrip()}\n"
     if not found:
         before = before.rstrip() + "\n\n"
     RESULTS.write_text(before + text + ("\n## " + rest if mark else ""))

@@ -9,6 +9,7 @@ import pytest
 import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.cli.prove import prove_command
+from meshwright.models import preset
 from meshwright.plan.report import plan_data
 from meshwright.prove.footprint import footprint, out_of_memory
 
@@ -100,7 +101,16 @@ def test_own_rules_cannot_be_judged_and_that_is_said(
     whole = [f"{dim} -> none" for dim in ("embed", "head_dim", "layers", "norm")]
     file.write_text("\n".join(["batch? -> dp+fsdp", "length? -> sp", *split, *whole]))
     line = said(capsys, [*STEP, "--rules", str(file), "--fail-on", "surprise"])
-    assert "needs to know what belongs to the step" in line.splitlines()[-1]
+    assert "needs to know what belongs to the step" in line
+    assert "\n" not in line  # before anything is compiled
+
+
+def test_a_plan_of_a_model_without_a_name_says_where_to_prove_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_data(mw.plan(preset("tiny"), "cpu:8", batch=8, seq=64))))
+    assert "names no model; prove it in Python" in said(capsys, ["--plan", str(file)])
 
 
 # ---- what the TPU compiler says of memory, shortened

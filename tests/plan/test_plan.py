@@ -418,12 +418,11 @@ def test_a_step_too_small_for_its_device_is_bound_by_nothing_running() -> None:
 
 
 def test_405b_on_4096_chips_takes_less_than_a_second() -> None:
-    """0.5 to 0.8 s on an idle core; half as much again is for tests that share it."""
     taken = []
-    for _ in range(3):
+    for _ in range(3):  # the best of this process's own time: other work should not count
         lay.cache_clear()
         start = time.process_time()
         found = plan("llama-3.1-405b", "v5p:16x16x16", 2048, 8192)
         taken.append(time.process_time() - start)
-    assert min(taken) < 1.5
+    assert min(taken) < 1.0
     assert len(found.ranked) + len(found.refused) == len(list(meshes(4096))) == 455

@@ -20,9 +20,12 @@ from meshwright.cli.train import settings
 from meshwright.errors import MeshwrightError, count
 from meshwright.layout.explanation import bytes_text
 from meshwright.machines import Machine
+from meshwright.plan import Choice, Job
+from meshwright.plan.memory import memory
 from meshwright.prove import Proof, prove
 from meshwright.prove.compare import Compared, compare, expected, job_and_choice
 from meshwright.train.loop import AUTO
+from meshwright.train.setup import training_spec
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
 meshwright prove --plan FILE [--choice N]
@@ -77,18 +80,19 @@ def prove_command(arguments: Sequence[str]) -> None:
     if config.mesh == AUTO:
         config, chosen = planned(config, machine, words)
         print(chosen, file=sys.stderr)
+    if fail_on in ("surprise", "rewrite") and config.rules != "standard":
+        raise MeshwrightError(
+            f"--fail-on {fail_on} needs to know what belongs to the step, and of own rules the "
+            "plan knows nothing; audit the program with --expect: meshwright audit --text FILE"
+        )
     with _shown(f"{config.model} on {machine}") as progress:
         proof = prove(config, machine, model=model, cache=not again, progress=progress)
     found, compared = _read(config, machine, proof, model)
-    if fail_on in ("surprise", "rewrite") and found is not None and found.expected is None:
-        raise MeshwrightError(
-            f"--fail-on {fail_on} needs to know what belongs to the step, and of own rules or axes "
-            "the plan knows nothing; audit the program with --expect: meshwright audit --text FILE"
-        )
     if as_json:
         print(json.dumps(_data(config, proof, found, compared)))
     else:
-        _print(config, proof, found, compared, 12 if most is None else int(most))
+        known = job_and_choice(config, machine, model)
+        _print(config, proof, found, compared, known, 12 if most is None else int(most))
     wrong = {
         "surprise": found is not None and found.surprises,
         "rewrite": found is not None and (found.surprises or found.rewritten),
@@ -113,12 +117,17 @@ def _from_plan(
     job = plan.job
     if job.kind != "train":
         raise MeshwrightError("this plan is for serving; prove compiles train steps")
+    if not job.name:
+        raise MeshwrightError(
+            f"the plan {file!r} was made of a DecoderConfig and names no model; prove it in "
+            "Python: meshwright.prove.prove(TrainConfig(…), machine, model=…)"
+        )
     if words and not words[0].startswith("-"):
         raise MeshwrightError(
             f"the plan {file!r} names its model; leave out {words[0]!r}, or plan that one"
         )
     said = [
-        job.name or "tiny", "--batch", job.batch, "--seq", job.seq,
+        job.name, "--batch", job.batch, "--seq", job.seq,
         "--optimizer.name", job.optimizer, "--compute.param-dtype", job.param_dtype,
         "--compute.dtype", job.dtype, "--loss.chunk", job.loss_chunk,
         *([] if job.scan else ["--no-compute.scan"]),
@@ -134,26 +143,18 @@ def _read(
     known = job_and_choice(config, machine, model)
     if proof.footprint is None:
         return None, () if known is None else compare(*known, proof, None)
-    from meshwright.mesh import MeshSpec
-
-    spec = MeshSpec.parse(config.mesh)
+    sizes = training_spec(config).resolve(machine.num_devices)
+    shape = dict(zip(sizes.names, sizes.sizes, strict=True))
     if known is None:
-        sizes = spec.resolve(machine.num_devices)
-        shape = dict(zip(sizes.names, sizes.sizes, strict=True))
         return read_audit(proof.text, shape), ()
-    job, choice = known
-    named = spec.with_standard_axes().names  # in the order of the mesh
-    found = read_audit(
-        proof.text,
-        {axis: choice.sizes[axis] for axis in named},
-        expected=expected(job, choice, machine),
-    )
-    return found, compare(job, choice, proof, found)
+    found = read_audit(proof.text, shape, expected=expected(*known, machine))
+    return found, compare(*known, proof, found)
 
 
 def _print(
-    config: Any, proof: Proof, found: Audit | None, compared: Sequence[Compared], most: int
-) -> None:
+    config: Any, proof: Proof, found: Audit | None, compared: Sequence[Compared],
+    known: tuple[Job, Choice] | None, most: int,
+) -> None:  # fmt: skip
     console = Console()
     console.print(_headline(config, proof), highlight=False, soft_wrap=True)
     if proof.footprint is not None:
@@ -163,8 +164,13 @@ def _print(
         console.print(f"of a device: {kinds}", highlight=False, soft_wrap=True)
     buffers = proof.footprint.buffers if proof.footprint else ()
     buffers = proof.out_of_memory.buffers if proof.out_of_memory else buffers
-    if proof.footprint is None and not buffers:
-        _print_planned(config, proof.machine, console)
+    if proof.footprint is None and not buffers and known is not None:
+        # the compiler gave up before it had placed anything
+        kinds = ", ".join(
+            f"{kind} {bytes_text(size)}"
+            for kind, size in memory(*known, proof.machine).kinds.items()
+        )
+        console.print(f"by the plan: {kinds}", highlight=False, soft_wrap=True)
     if buffers:
         table = Table("bytes", "largest buffers", box=None, pad_edge=False)
         for one in buffers[:6]:
@@ -181,17 +187,6 @@ def _print(
         show_audit(found, console, most)
     kept = "the program and the compiler's report are" if proof.footprint else "all it said is"
     console.print(f"{kept} in {proof.folder}", soft_wrap=True)
-
-
-def _print_planned(config: Any, machine: Machine, console: Console) -> None:
-    """Where the compiler gave up before it had placed anything, what the plan counts."""
-    from meshwright.plan.memory import memory
-
-    known = job_and_choice(config, machine)
-    if known is not None:
-        kinds = memory(*known, machine).kinds
-        said = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds.items())
-        console.print(f"by the plan: {said}", highlight=False, soft_wrap=True)
 
 
 def _headline(config: Any, proof: Proof) -> str:
@@ -218,13 +213,13 @@ def _data(
 ) -> dict[str, Any]:
     import dataclasses
 
-    memory, lacks = proof.footprint, proof.out_of_memory
+    used, lacks = proof.footprint, proof.out_of_memory
     return {
         "model": config.model,
         "machine": str(proof.machine),
         "mesh": config.mesh,
         "fits": proof.fits,
-        "memory": None if memory is None else dataclasses.asdict(memory),
+        "memory": None if used is None else dataclasses.asdict(used),
         "out_of_memory": None if lacks is None else dataclasses.asdict(lacks),
         "times": dict(proof.times),
         "compiler": proof.compiler,

@@ -14,7 +14,7 @@ from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.models.decoder.forward import REMAT
-from meshwright.plan.candidates import meshes, refusal, strategies
+from meshwright.plan.candidates import meshes, refusal, strategies, with_strategy
 from meshwright.plan.constraints import Constraints
 from meshwright.plan.memory import memory
 from meshwright.plan.parts import length
@@ -24,7 +24,7 @@ from meshwright.plan.work import Work, work
 
 LONG = 16384  # tokens of a row on a device from which the mlp is tried in chunks
 CHUNK = 4096
-TIME_ALL = 512  # devices up to which every way to run is timed
+TRY_ALL = 512  # devices up to which every strategy of attention is tried; beyond, auto's is taken
 Objective = Literal["throughput", "latency", "memory"]
 Fit = tuple[Choice, Memory]
 
@@ -66,27 +66,18 @@ def search(
 
 
 def _fastest(job: Job, machine: Machine, fits: list[Fit]) -> Found:
-    """The way with the shortest step.
-
-    The strategy of attention changes little else. So on machines with very many meshes, of each the
-    way with the least work is timed, then every other way with the strategy that won only: where
-    all were timed, 2 meshes of 231 had a faster one, by 5% at most.
-    """
+    """The way with the shortest step."""
     # with as many micro-batches, keeping less is slower
     alike: dict[Choice, Fit] = {}
     for choice, need in fits:
         alike.setdefault(dataclasses.replace(choice, remat=""), (choice, need))
     done = [(choice, need, work(job, choice, machine)) for choice, need in alike.values()]
     done.sort(key=lambda one: sum(one[2].seconds.values()))
-    first = {one[0].strategy: one for one in reversed(done)}
-    best = min((_found(job, machine, *one) for one in first.values()), key=_step)
-    for one in done:
+    best = _found(job, machine, *done[0])
+    for one in done[1:]:
         if sum(one[2].seconds.values()) >= _step(best):
             break  # sends only add to it
-        strategy = one[0].strategy
-        wanted = machine.num_devices <= TIME_ALL or strategy == best.choice.strategy
-        if wanted and one is not first[strategy]:
-            best = min(best, _found(job, machine, *one), key=_step)
+        best = min(best, _found(job, machine, *one), key=_step)
     return best
 
 
@@ -168,7 +159,7 @@ def _fitting(
 ) -> tuple[list[Fit], Fit | None]:
     fits: list[Fit] = []
     least: Fit | None = None
-    for base in _bases(job, mesh):
+    for base in _bases(job, mesh, machine):
         if base.mlp_chunk and any(not one.mlp_chunk for one, _ in fits):
             break
         # where keeping least does not fit, nothing does
@@ -188,13 +179,16 @@ def _fitting(
     return fits, least
 
 
-def _bases(job: Job, mesh: Choice) -> Iterator[Choice]:
-    """A mesh with each strategy of attention, with and without tp_sequence; last in chunks."""
+def _bases(job: Job, mesh: Choice, machine: Machine) -> Iterator[Choice]:
+    """A mesh with strategies of attention, with and without tp_sequence; last in chunks."""
+    able: tuple[str, ...] = (with_strategy(job, mesh, machine).strategy,)
+    if machine.num_devices <= TRY_ALL:
+        able = strategies(job, mesh)
     for chunk in (0, CHUNK) if length(job, mesh) >= LONG else (0,):
         for along in (False, True) if mesh.tp > 1 else (False,):
             if along and job.seq % (mesh.sp * mesh.tp):
                 continue
-            for strategy in strategies(job, mesh):
+            for strategy in able:
                 yield dataclasses.replace(
                     mesh, tp_sequence=along, mlp_chunk=chunk, strategy=strategy
                 )

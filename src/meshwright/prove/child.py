@@ -26,19 +26,17 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     from meshwright.errors import MeshwrightError
     from meshwright.machines import Machine
-    from meshwright.mesh import MeshSpec, mesh
+    from meshwright.mesh import mesh
     from meshwright.prove.target import absent_devices
-    from meshwright.train.config import TrainConfig, _from_dict, decoder_from_dict
+    from meshwright.train.config import config_from_dict, decoder_from_dict
     from meshwright.train.described import step_of
+    from meshwright.train.setup import training_spec
 
     machine = Machine.parse(request["machine"])
-    config = _from_dict(TrainConfig, request["config"], "request")
+    config = config_from_dict(request["config"], "request")
     devices = absent_devices(machine)
     try:
-        spec = MeshSpec.parse(config.mesh)
-        if set(spec.names) <= {"dp", "fsdp", "tp", "sp"}:
-            spec = spec.with_standard_axes()
-        placed = mesh(spec, machine, devices, axis_types="explicit")
+        placed = mesh(training_spec(config), machine, devices, axis_types="explicit")
         _stage("lowering")
         start = time.perf_counter()
         described = step_of(config, placed, decoder_from_dict(request["model"]))

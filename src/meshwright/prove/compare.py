@@ -30,15 +30,13 @@ class Compared:
 
 
 def job_and_choice(config: Any, machine: Machine, model: Any = None) -> tuple[Job, Choice] | None:
-    """Settings of train as the plan knows them; None where it does not: own rules or axes."""
-    from meshwright.mesh import STANDARD_AXES, MeshSpec
+    """Settings of train as the plan knows them; None where it does not: own rules."""
     from meshwright.models.decoder import usual_dtype
-    from meshwright.train.setup import model_config
+    from meshwright.train.setup import model_config, training_spec
 
-    spec = MeshSpec.parse(config.mesh)
-    if config.rules != "standard" or not set(spec.names) <= set(STANDARD_AXES):
+    if config.rules != "standard":
         return None
-    spec = spec.with_standard_axes().resolve(machine.num_devices)
+    spec = training_spec(config).resolve(machine.num_devices)
     said = config.compute
     model = model_config(config.model) if model is None else model
     job = Job(

@@ -88,13 +88,16 @@ def prove(
 
 def _check(config: Any, model: Any, machine: Machine) -> None:
     """Sizes against the mesh, before a compiler is started."""
-    from meshwright.mesh import STANDARD_AXES, MeshSpec, mesh
-    from meshwright.train.setup import check_batch, check_length, check_model, choose_rules
+    from meshwright.mesh import mesh
+    from meshwright.train.setup import (
+        check_batch,
+        check_length,
+        check_model,
+        choose_rules,
+        training_spec,
+    )
 
-    spec = MeshSpec.parse(config.mesh)
-    if set(spec.names) <= set(STANDARD_AXES):
-        spec = spec.with_standard_axes()
-    placed, rules = mesh(spec, machine), choose_rules(config)
+    placed, rules = mesh(training_spec(config), machine), choose_rules(config)
     model = config.rope.apply(model, config.seq)
     check_model(model, rules, placed)
     check_length(model, config.seq)

@@ -207,7 +207,12 @@ def config_from_file(file: Path) -> TrainConfig:
     if not isinstance(data, dict):
         raise MeshwrightError(f"--config {str(file)!r} must hold an object of settings")
     data.pop("model_config", None)  # a run's record of what `model` was
-    return _from_dict(TrainConfig, data, str(file))
+    return config_from_dict(data, str(file))
+
+
+def config_from_dict(data: Mapping[str, Any], where: str) -> TrainConfig:
+    """The reverse of config_to_dict; settings may be missing. `where` is for messages."""
+    return typing.cast(TrainConfig, _from_dict(TrainConfig, data, where))
 
 
 def _from_dict(kind: Any, data: Mapping[str, Any], where: str) -> Any:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
 from meshwright.layout import Rules
+from meshwright.mesh import mesh as build_mesh
 from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays
 from meshwright.train.config import TrainConfig
 from meshwright.train.data import FIELDS
@@ -27,7 +28,7 @@ from meshwright.train.setup import (
     choose_rules,
     compute_of,
     model_config,
-    training_mesh,
+    training_spec,
 )
 from meshwright.train.state import TrainState, abstract_state
 from meshwright.train.step import StepFunctions, step_functions
@@ -67,8 +68,7 @@ def step_of(
     """
     rules = choose_rules(config)
     if mesh is None:
-        own_rules = config.rules != "standard" and not config.rules.startswith("t5x:")
-        mesh = training_mesh(config.mesh, own_rules)
+        mesh = build_mesh(training_spec(config), axis_types="explicit")
     if any(kind != jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
         raise MeshwrightError(
             "the step runs on explicit mesh axes; make the mesh with axis_types='explicit'"

@@ -69,8 +69,7 @@ def prepare(config: TrainConfig) -> Setup:
     check_trackers(config.log.tensorboard, config.log.wandb is not None)
     model = config.rope.apply(model_config(config.model), config.seq)
     rules = choose_rules(config)
-    own_rules = config.rules != "standard" and not config.rules.startswith("t5x:")
-    placed = training_mesh(config.mesh, own_rules)
+    placed = mesh(training_spec(config), axis_types="explicit")
     check_model(model, rules, placed)
     if config.init_from is not None:
         _check_weights(config.init_from, model, config.rope)
@@ -137,15 +136,16 @@ def model_config(model: str) -> DecoderConfig:
     return preset(model)  # raises, with the nearest names
 
 
-def training_mesh(text: str, own_rules: bool = False) -> Mesh:
-    """The mesh over all devices; standard axes that are not named have size 1.
+def training_spec(config: TrainConfig) -> MeshSpec:
+    """The mesh that is asked for; standard axes that are not named have size 1.
 
     With own rules the axes may be others.
     """
-    spec = MeshSpec.parse(text)
-    if not own_rules or set(spec.names) <= set(STANDARD_AXES):
-        spec = spec.with_standard_axes()
-    return mesh(spec, axis_types="explicit")
+    spec = MeshSpec.parse(config.mesh)
+    own_rules = config.rules != "standard" and not config.rules.startswith("t5x:")
+    if own_rules and not set(spec.names) <= set(STANDARD_AXES):
+        return spec
+    return spec.with_standard_axes()
 
 
 def choose_rules(config: TrainConfig) -> Rules:
