@@ -48,10 +48,10 @@ table.data(), table.markdown()
 
 
 def test_nothing_below_imports_what_is_above_it() -> None:
-    """machines, mesh, layout, ops, models, train, serve, evaluate, audit, plan, prove, show, cli."""
+    """pages, machines, mesh, layout, ops, models, train, serve, evaluate, audit, plan, prove, show, cli."""
     from pathlib import Path
 
-    order = ["machines", "mesh", "layout", "ops", "models", "train", "serve", "evaluate"]
+    order = ["pages", "machines", "mesh", "layout", "ops", "models", "train", "serve", "evaluate"]
     order += ["audit", "plan", "prove", "show", "cli"]
     source = Path(mw.__file__).parent
     for i, part in enumerate(order):

@@ -1,11 +1,11 @@
 """One self-contained HTML page of a plan: its table, memory, time, roofline, the machine."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import count
 from meshwright.mesh import mesh as build_mesh
+from meshwright.pages import render
 from meshwright.plan.report import figures
 from meshwright.plan.report.words import (
     amount,
@@ -25,19 +25,17 @@ PLACED = 8  # meshes that are drawn on the machine: each lists all its devices
 
 def page(plan: Plan) -> str:
     """The page's HTML; it needs nothing from outside."""
-    from jinja2 import Environment
-
     job = plan.job
     title = f"{job.name or 'a model'} on {plan.machine}"
     size = f"batch {job.batch:,} × {job.seq:,} tokens"
     about = [size, f"best {plan.objective} first", count(plan.machine.num_chips, "chip")]
-    environment = Environment(autoescape=True)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return render(
+        TEMPLATE,
         title=title,
+        data=page_data(plan),
         about=" · ".join(["serving" if job.kind == "serve" else job.optimizer, *about]),
         summary=_summary(plan),
         warnings=plan.warnings,
-        data=json.dumps(page_data(plan), separators=(",", ":")),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.pages import render
 from meshwright.train.run.metrics import read_metrics
 from meshwright.train.run.summary import curves, resumes, summary
 
@@ -45,11 +46,6 @@ def write_run_page(
 
 def run_page(folder: Path, about: Mapping[str, Any], config: Any | None) -> str:
     """The page's HTML; it needs nothing from outside."""
-    try:
-        from jinja2 import Environment
-    except ImportError:
-        raise MeshwrightError("the run page needs jinja2: pip install jinja2") from None
-
     metrics = read_metrics(folder)
     data = {
         "curves": curves(metrics),
@@ -59,14 +55,14 @@ def run_page(folder: Path, about: Mapping[str, Any], config: Any | None) -> str:
     }
     about = dict(about)
     title = str(about.pop("name", None) or folder.resolve().name)
-    environment = Environment(autoescape=True)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return render(
+        TEMPLATE,
         title=title,
+        data=data,
         about=[(str(key), str(value)) for key, value in about.items() if value not in (None, "")],
         summary=summary(metrics),
         unreadable=metrics.unreadable,
         config=None if config is None else json.dumps(config, indent=2, default=str),
-        data=json.dumps(data, separators=(",", ":"), default=str),
     )
 
 

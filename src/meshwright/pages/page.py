@@ -1,0 +1,29 @@
+"""One self-contained HTML page from a template that extends base.html."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+
+BASE = Path(__file__).with_name("base.html")
+
+
+def render(template: Path, *, title: str, data: Any, **values: Any) -> str:
+    """The page's HTML; it needs nothing from outside.
+
+    `data` is what the page's script draws, there as `data`; `values` are the template's own names.
+    """
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError:
+        raise MeshwrightError("an HTML page needs jinja2: pip install jinja2") from None
+
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, BASE.parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+    )
+    # JSON has no NaN: a browser would refuse all of it, so it is refused here
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return environment.get_template(template.name).render(title=title, data=text, **values)
