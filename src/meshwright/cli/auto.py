@@ -44,6 +44,7 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
         dtype=usual_dtype(said.dtype, machine.chip.platform),
         scan=said.scan,
         loss_chunk=config.loss.chunk,
+        overlap=said.overlap,
     )
     best = found.best
     choice = best.choice

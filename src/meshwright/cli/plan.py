@@ -26,6 +26,7 @@ def plan(
     accumulation: int | None = None,
     optimizer: str | None = None,
     param_dtype: Literal["float32", "bfloat16"] = "float32",
+    overlap: bool = False,
     serve: bool = False,
     cost_per_hour: float | None = None,
     top: int = 8,
@@ -50,6 +51,7 @@ def plan(
         accumulation: Only so many micro-batches; otherwise the fastest number that fits.
         optimizer: The optimizer, whose state is kept: adamw if not said.
         param_dtype: What parameters and the optimizer's state are kept in.
+        overlap: With train's --compute.overlap: TPUs gather weights while they compute.
         serve: Plan decoding with a KV cache instead of training.
         cost_per_hour: Of one chip; gives the money for a trillion tokens.
         top: How many meshes to list.
@@ -72,6 +74,7 @@ def plan(
         kind="serve" if serve else "train",
         optimizer=optimizer,
         param_dtype=param_dtype,
+        overlap=overlap,
         cost_per_hour=cost_per_hour,
     )
     found = None if explain is None else find_mesh(made, explain)

@@ -131,6 +131,7 @@ def _from_plan(
         "--optimizer.name", job.optimizer, "--compute.param-dtype", job.param_dtype,
         "--compute.dtype", job.dtype, "--loss.chunk", job.loss_chunk,
         *([] if job.scan else ["--no-compute.scan"]),
+        *(["--compute.overlap"] if job.overlap else []),
         *flags(plan.ranked[0 if choice is None else int(choice) - 1].choice),
     ]  # fmt: skip
     return [*map(str, said), *words], on or str(plan.machine), job.model

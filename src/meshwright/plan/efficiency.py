@@ -64,10 +64,11 @@ HOP_DATA_CENTER = 50e-6
 # ---- overlap: of what could hide under a layer, how much does
 
 # compiled: the TPU compiler's all-gathers for v4, v5p and v6e are synchronous, and so are the
-# reduce-scatters (seen on v4); on v5e 13 fusions of a step's gathers are asynchronous. Options that
-# make 12 of 16 gathers asynchronous exist (xla_tpu_enable_async_collective_fusion and its like);
-# train does not set them. How much of an asynchronous one hides is assumed, and all of it on GPUs.
+# reduce-scatters (seen on v4); on v5e 13 fusions of a step's gathers are asynchronous. With
+# `overlap` (train.tpu) all gathers of the loop over layers are, on v5p. How much of an asynchronous
+# one hides is assumed, and all of it on GPUs.
 HIDE_GATHERS = {"gpu": 0.75, "v5e": 0.75}
+HIDE_GATHERS_TOLD = 0.75
 HIDE_SCATTERS = {"gpu": 0.75}
 # assumed: at most this much of a layer's time has something under it
 HIDE_MOST = 0.75
@@ -116,7 +117,9 @@ def turns(part: float) -> float:
     return part / (part + TURNS_HALF)
 
 
-def hides(chip: Chip, operation: str) -> float:
+def hides(chip: Chip, operation: str, overlap: bool) -> float:
     """Of the seconds of a layer's gathers or scatters, what goes on while it computes."""
+    if overlap and operation == "all-gather" and chip.platform == "tpu":
+        return HIDE_GATHERS_TOLD
     table = HIDE_GATHERS if operation == "all-gather" else HIDE_SCATTERS
     return table.get(chip.name, table.get(chip.platform, 0.0))

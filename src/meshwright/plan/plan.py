@@ -45,6 +45,7 @@ def plan(
     dtype: str | None = None,
     scan: bool = True,
     loss_chunk: int = 2048,
+    overlap: bool = False,
     cost_per_hour: float | None = None,
 ) -> Plan:
     """Every mesh for a model on a machine, ranked.
@@ -52,13 +53,14 @@ def plan(
     `model` is a preset, a config.json or a DecoderConfig; `on` a machine, described or in text;
     `batch` the rows of a step, over all devices. `mesh` limits what may be chosen
     (`fsdp=*,tp<=8,sp=1`), `remat` and `accumulation` fix what else would be chosen with it.
-    `optimizer` is adamw, and `dtype` what train multiplies in on that machine, if not said.
+    `optimizer` is adamw, and `dtype` what train multiplies in on that machine, if not said;
+    `overlap` is train's `--compute.overlap`.
     """
     machine = Machine.parse(on)
     job = make_job(
         model, batch, seq, kind=kind, optimizer="adamw" if optimizer is None else optimizer,
         param_dtype=param_dtype, dtype=usual_dtype(dtype or "auto", machine.chip.platform),
-        scan=scan, loss_chunk=loss_chunk,
+        scan=scan, loss_chunk=loss_chunk, overlap=overlap,
     )  # fmt: skip
     _check(objective, remat, accumulation, cost_per_hour)
     _check_kind(kind, objective, remat, accumulation, optimizer)
@@ -80,7 +82,7 @@ def plan(
         largest_batch=largest_batch(job, best, machine),
         largest_seq=largest_seq(job, best, machine),
         cost_per_hour=cost_per_hour,
-        warnings=_warnings(job),
+        warnings=_warnings(job, machine),
     )
 
 
@@ -95,6 +97,7 @@ def make_job(
     dtype: str = "bfloat16",
     scan: bool = True,
     loss_chunk: int = 2048,
+    overlap: bool = False,
 ) -> Job:
     """A job, with every mistake found."""
     name = model if isinstance(model, str) else ""
@@ -115,7 +118,7 @@ def make_job(
             raise MeshwrightError(f"{what}={said!r} is not known{did_you_mean(said, known)}")
     return Job(
         config, batch, seq, name=name, kind=kind, optimizer=optimizer, param_dtype=param_dtype,
-        dtype=dtype, scan=scan, loss_chunk=loss_chunk,
+        dtype=dtype, scan=scan, loss_chunk=loss_chunk, overlap=overlap,
     )  # fmt: skip
 
 
@@ -168,18 +171,24 @@ def _check_kind(
             )
 
 
-def _warnings(job: Job) -> tuple[str, ...]:
+def _warnings(job: Job, machine: Machine) -> tuple[str, ...]:
     """What would keep a job from running as it is."""
+    found = []
     longest = job.model.max_seq
-    if job.seq <= longest:
-        return ()
+    if job.overlap and machine.is_tpu:
+        found.append(
+            "overlap takes memory that is not counted here, a tenth more in the one step that was "
+            "compiled with it; prove tells"
+        )
     said = f"seq={job.seq:,} is longer than the model's {longest:,} tokens"
-    if job.kind == "serve":
-        return (f"{said}; weights made for longer rows are needed",)
-    return (
-        f"{said}; train needs --rope.theta, or --rope.scaling with --rope.factor (the commands "
-        "below take linear scaling)",
-    )
+    if job.seq > longest and job.kind == "serve":
+        found.append(f"{said}; weights made for longer rows are needed")
+    elif job.seq > longest:
+        found.append(
+            f"{said}; train needs --rope.theta, or --rope.scaling with --rope.factor (the commands "
+            "below take linear scaling)"
+        )
+    return tuple(found)
 
 
 def _estimate(job: Job, machine: Machine, one: Found) -> Estimate:

@@ -30,6 +30,7 @@ class Job:
     loss_chunk: int = 2048
     scan: bool = True
     documents: bool = True  # rows are packed: segments and positions come with the tokens
+    overlap: bool = False  # a TPU is told to gather weights while it computes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ def timed(job: Job, choice: Choice, machine: Machine, done: Work | None = None) 
         _, operation, axes, size, times, _, pieces, _, _ = row
         link = over(laid, axes)
         seconds = times * (link.seconds(operation, size) + (pieces - 1) * link.latency)
-        place, able = _hides_under(row, machine)
+        place, able = _hides_under(row, machine, job.overlap)
         wanted[place] = wanted.get(place, 0.0) + seconds * able
         priced.append((row, link, seconds, place, seconds * able))
     room = {
@@ -59,7 +59,7 @@ def timed(job: Job, choice: Choice, machine: Machine, done: Work | None = None) 
     return Timed(done, rows, parts, sum(parts.values()))
 
 
-def _hides_under(row: Row, machine: Machine) -> tuple[str, float]:
+def _hides_under(row: Row, machine: Machine, overlap: bool) -> tuple[str, float]:
     """Under what it can hide, and how much of it at most."""
     _, operation, _, _, _, phase, _, _, part = row
     if operation == "collective-permute":
@@ -67,7 +67,7 @@ def _hides_under(row: Row, machine: Machine) -> tuple[str, float]:
     # activations are needed at once; what the step sends once comes when no layer computes
     if part != "weights":
         return "nothing", 0.0
-    return phase, efficiency.hides(machine.chip, operation)
+    return phase, efficiency.hides(machine.chip, operation, overlap)
 
 
 def transfers(timing: Timed) -> tuple[Transfer, ...]:

@@ -31,6 +31,8 @@ class ComputeConfig:
     """Split activations between blocks over tp, along the sequence."""
     mlp_chunk: int = 0
     """Tokens of a row on a device whose feed-forward is computed at a time; 0: all of them."""
+    overlap: bool = False
+    """On TPUs, gather a layer's weights while another computes; GPUs and v5e do so anyway."""
 
     def __post_init__(self) -> None:
         if self.mlp_chunk < 0:

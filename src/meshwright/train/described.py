@@ -82,7 +82,7 @@ def step_of(
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
     functions = step_functions(
         model, compute, optimizer, rate, mesh,
-        loss=config.loss, clip_norm=config.optimizer.clip_norm,
+        loss=config.loss, clip_norm=config.optimizer.clip_norm, overlap=config.compute.overlap,
     )  # fmt: skip
     shape = (config.accumulation, config.batch // config.accumulation, config.seq)
     row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=functions.batch_sharding)

@@ -114,6 +114,7 @@ def prepare(config: TrainConfig) -> Setup:
         placed,
         loss=config.loss,
         clip_norm=config.optimizer.clip_norm,
+        overlap=config.compute.overlap,
     )
     target = abstract_state(arrays, rules, optimizer, placed)
     return Setup(

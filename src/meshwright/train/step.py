@@ -21,6 +21,7 @@ from meshwright.models.decoder.sequence import row_plan
 from meshwright.ops.cross_entropy import IGNORED, cross_entropy
 from meshwright.ops.exchange import gather
 from meshwright.train.state import TrainState
+from meshwright.train.tpu import compiler_options
 
 Batch = dict[str, jax.Array]  # tokens, targets, segments, positions: [micro-batches, rows, length]
 Report = dict[str, jax.Array]
@@ -79,6 +80,7 @@ def step_functions(
     *,
     loss: LossConfig | None = None,
     clip_norm: float | None = 1.0,
+    overlap: bool = False,
 ) -> StepFunctions:
     """The functions of a run on one mesh; they compile on first use."""
     loss = LossConfig() if loss is None else loss
@@ -133,9 +135,10 @@ def step_functions(
         (entropy, counted), _ = lax.scan(one, (jnp.float32(0), jnp.int32(0)), batch)
         return {"entropy": entropy, "tokens": counted}
 
+    options = dict(compiler_options(mesh.devices.flat[0].platform, overlap)) or None
     return StepFunctions(
-        train=OnMesh(jax.jit(train, donate_argnums=0), mesh),
-        evaluate=OnMesh(jax.jit(evaluate), mesh),
+        train=OnMesh(jax.jit(train, donate_argnums=0, compiler_options=options), mesh),
+        evaluate=OnMesh(jax.jit(evaluate, compiler_options=options), mesh),
         batch_sharding=NamedSharding(mesh, P(None, *tokens.partitions)),
     )
 

@@ -105,6 +105,8 @@ def next_commands(plan: Plan, choice: Choice) -> list[str]:
         size += ["--optimizer.name", job.optimizer]
     if job.param_dtype != "float32":
         size += ["--compute.param-dtype", job.param_dtype]
+    if job.overlap:
+        size.append("--compute.overlap")
     if job.seq > job.model.max_seq:  # Plan.warnings says so
         factor = -(-job.seq // job.model.max_seq)
         size += ["--rope.scaling", "linear", "--rope.factor", str(factor)]

@@ -1,0 +1,60 @@
+"""--compute.overlap: on TPUs weights are gathered while layers compute."""
+
+import importlib.util
+
+import pytest
+
+import meshwright as mw
+from meshwright.audit.read import collectives
+from meshwright.plan.report.words import next_commands
+from meshwright.prove import prove
+from meshwright.train.config import ComputeConfig, TrainConfig
+from meshwright.train.tpu import compiler_options
+
+
+def test_only_tpus_are_told_and_only_if_asked() -> None:
+    assert compiler_options("tpu", overlap=True)
+    assert not compiler_options("tpu", overlap=False)
+    assert not compiler_options("cpu", overlap=True)
+    assert not compiler_options("gpu", overlap=True)
+
+
+def test_the_plan_hides_gathers_on_a_tpu_that_is_told_to_and_says_the_flag() -> None:
+    given = ("llama-3.1-8b", "v5p:4x4x4", 256, 4096)
+    plain, told = (mw.plan(*given, mesh="fsdp=64", overlap=overlap) for overlap in (False, True))
+    assert told.best.step_seconds < plain.best.step_seconds
+    assert not plain.warnings
+    assert "memory that is not counted" in told.warnings[0]
+    assert any("--compute.overlap" in line for line in next_commands(told, told.best.choice))
+    on_gpus = [
+        mw.plan("llama-3.1-8b", "h100:8", 64, 4096, mesh="fsdp=8", overlap=overlap)
+        for overlap in (False, True)
+    ]
+    assert on_gpus[0].best.step_seconds == on_gpus[1].best.step_seconds
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install jax[tpu]"
+)
+def test_the_gathers_of_the_loop_are_asynchronous_on_v5p_for_some_memory() -> None:
+    shape = {"dp": 1, "fsdp": 8, "tp": 1, "sp": 1}
+    found = {}
+    for overlap in (False, True):
+        config = TrainConfig(
+            "llama-3.2-1b",
+            mesh="fsdp=8",
+            batch=16,
+            seq=2048,
+            compute=ComputeConfig(overlap=overlap),
+        )
+        found[overlap] = prove(config, "v5p:2x2x2", cache=False)
+    footprints = [found[overlap].footprint for overlap in (False, True)]
+    assert footprints[0] is not None
+    assert footprints[1] is not None
+    assert footprints[1].total < 1.15 * footprints[0].total
+    for overlap, proof in found.items():
+        rows = [row for row in collectives(proof.text, shape) if row.operation == "all-gather"]
+        in_loop = [row for row in rows if row.times >= 16 and row.bytes > 2**20]
+        assert len(in_loop) >= 10
+        assert all(row.asynchronous == overlap for row in in_loop)
