@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--remat", default="none")
     parser.add_argument("--scan", action="store_true")
-    parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--documents", type=int, default=1, help="in each row of ours")
     parser.add_argument("--profile", help="folder for a kernel profile of ours")
     parser.add_argument("--write", action="store_true")

@@ -1,6 +1,7 @@
 """The fused cross-entropy: against log_softmax over all logits at once, on any mesh."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -89,8 +90,10 @@ def fused(case: Case, dtype: Any = jnp.float32) -> tuple[Any, Any, Any, Any]:
 
 
 CASES = [
-    Case(),
-    Case(chunk=7),  # does not divide 48 tokens
+    Case(),  # one chunk of 48 tokens
+    Case(chunk=30),  # two, the last filled up; then three, and seven
+    Case(chunk=20),
+    Case(chunk=7),
     Case(chunk=16, z_loss=1e-2),
     Case(chunk=5, z_loss=1e-2, tied=True),
     Case("dp=1,fsdp=1,tp=8,sp=1", z_loss=1e-2),
@@ -162,6 +165,23 @@ def test_no_counted_token_is_no_loss_and_no_gradient() -> None:
         values, slopes = slope(jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
     for x in jax.tree.leaves((values, slopes)):
         np.testing.assert_array_equal(x, 0)
+
+
+@pytest.mark.parametrize(("chunk", "loops"), [(48, 0), (47, 1), (16, 1)])
+def test_one_chunk_is_no_loop_and_no_loop_starts_with_zeros_for_the_head(
+    chunk: int, loops: int
+) -> None:
+    with jax.set_mesh(mw.mesh("dp=1", devices=jax.devices()[:1], axis_types="explicit")):
+
+        def loss(h: jax.Array, w: jax.Array) -> Any:
+            targets = jnp.zeros((1, 48), jnp.int32)
+            return cross_entropy(h, w, targets, jnp.float32(1.0), chunk=chunk)[0]
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 48, 8), (8, 40))]
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).as_text()
+    assert text.count("stablehlo.while") == loops
+    assert "tensor<8x40xf32>" in text  # the gradient as it is summed
+    assert not re.search(r"(broadcast_in_dim|constant).*tensor<8x40xf32>$", text, re.MULTILINE)
 
 
 def test_logits_never_exist_in_full() -> None:

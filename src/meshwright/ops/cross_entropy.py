@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.layout.layout import axes_of
+from meshwright.ops import rows
 from meshwright.ops.exchange import narrow, spec_of, split_axes, wide_axes
 
 IGNORED = -1  # a target that does not count
@@ -71,6 +72,17 @@ def _fused(
     def over_vocab(reduce: Any, x: jax.Array) -> jax.Array:
         return reduce(x, vocab_over) if vocab_over else x
 
+    def logsumexp(logits: jax.Array) -> jax.Array:
+        """Of each token, over the whole vocabulary; float32."""
+        if rows.refuses(logits.shape[1], logits.dtype, whole_row=False) is None:
+            most_here, total_here = rows.log_sums(logits)
+            most = over_vocab(lax.pmax, most_here)
+            total = total_here * jnp.exp(most_here - most)
+        else:
+            most = over_vocab(lax.pmax, jnp.max(logits, axis=-1)).astype(jnp.float32)
+            total = jnp.sum(jnp.exp(logits.astype(jnp.float32) - most[:, None]), axis=-1)
+        return jnp.log(over_vocab(lax.psum, total)) + most
+
     def one_chunk(h: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array) -> Any:
         """Sums of a chunk [tokens], and the gradient of its logits.
 
@@ -79,10 +91,7 @@ def _fused(
         vocab = head.shape[0 if tied else 1]
         logits = jnp.einsum(to_logits, h, head)
         first = lax.axis_index(vocab_over) * vocab if vocab_over else 0
-        most = over_vocab(lax.pmax, lax.stop_gradient(jnp.max(logits, axis=-1)))
-        most = most.astype(jnp.float32)
-        total = jnp.sum(jnp.exp(logits.astype(jnp.float32) - most[:, None]), axis=-1)
-        normalizer = jnp.log(over_vocab(lax.psum, total)) + most  # logsumexp
+        normalizer = logsumexp(logits)
         place = targets - first
         here = (place >= 0) & (place < vocab)
         place = jnp.where(here, place, 0)
@@ -96,9 +105,9 @@ def _fused(
         # at the target it is less by one: set there, which costs less than asking everywhere
         below = jnp.exp(found - normalizer) * steepness - counts * scale
         slope = slope.astype(h.dtype)
-        rows = jnp.arange(targets.size)
+        tokens = jnp.arange(targets.size)
         place = jnp.where(here, place, vocab)  # out of range: dropped
-        slope = slope.at[rows, place].set(below.astype(h.dtype), mode="drop", unique_indices=True)
+        slope = slope.at[tokens, place].set(below.astype(h.dtype), mode="drop", unique_indices=True)
         return (weighted, entropy), slope
 
     def chunks(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -124,19 +133,27 @@ def _fused(
         return lax.scan(step, (zero, zero), chunks(hidden, targets))[0]
 
     def forward(hidden: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array) -> Any:
-        def step(carry: Any, part: Any) -> Any:
-            sums, head_slope = carry
-            more, slope = one_chunk(part[0], head, part[1], scale)
-            hidden_slope = jnp.einsum(to_hidden, slope, head)
-            operands = (slope, part[0]) if tied else (part[0], slope)
-            head_slope += jnp.einsum(to_head, *operands, preferred_element_type=jnp.float32)
-            return (jax.tree.map(jnp.add, sums, more), head_slope), hidden_slope
+        h, t = chunks(hidden, targets)
 
-        zero = varying(jnp.zeros(()), tokens_over)
-        none = varying(jnp.zeros(head.shape, jnp.float32), (*tokens_over, *vocab_over))
-        (sums, head_slope), hidden_slope = lax.scan(
-            step, ((zero, zero), none), chunks(hidden, targets)
-        )
+        def fold(i: Any) -> Any:
+            """A chunk's sums with its part of the head's gradient, and its own gradient."""
+            here, targets = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (h, t))
+            sums, slope = one_chunk(here, head, targets, scale)
+            operands = (slope, here) if tied else (here, slope)
+            head_slope = jnp.einsum(to_head, *operands, preferred_element_type=jnp.float32)
+            return (sums, head_slope), jnp.einsum(to_hidden, slope, head)
+
+        def step(i: Any, carry: Any) -> Any:
+            (folded, hidden_slope), (more, here) = carry, fold(i)
+            hidden_slope = lax.dynamic_update_index_in_dim(hidden_slope, here, i, 0)
+            return jax.tree.map(jnp.add, folded, more), hidden_slope
+
+        # the first chunk starts the sums: zeros as large as the head would be written and read
+        first, here = fold(0)
+        carry = first, jnp.pad(here[None], ((0, len(t) - 1), (0, 0), (0, 0)))
+        if len(t) > 1:
+            carry = lax.fori_loop(1, len(t), step, carry)
+        (sums, head_slope), hidden_slope = carry
         tokens = hidden_slope.reshape(-1, hidden.shape[-1])[: targets.size]
         return sums, (tokens.reshape(hidden.shape), head_slope.astype(head.dtype))
 

@@ -7,7 +7,7 @@ again in one reduce-scatter, whatever the compiler; plain automatic partitioning
 all-reduce of it, which sends twice the bytes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,13 @@ from meshwright.layout.layout import axes_of
 
 def platform_in_force() -> str:
     """The platform of the mesh in force, which may be a machine that is not here; else this one."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else str(device.platform)
+    return device_in_force()[0]
+
+
+def device_in_force() -> tuple[str, str]:
+    """The platform of the mesh in force and its kind of device, as jax names them."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return str(device.platform), str(device.device_kind)
 
 
 def split_axes(spec: Iterable[Any]) -> tuple[str, ...]:
@@ -120,3 +125,12 @@ def varying_like(x: jax.Array, *others: jax.Array) -> jax.Array:
     axes = {axis for other in others for axis in jax.typeof(other).manual_axis_type.varying}
     missing = tuple(sorted(axes - set(jax.typeof(x).manual_axis_type.varying)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def untyped(run: Callable[..., Any], *arrays: Any) -> Any:
+    """Inside shard_map: run what does not say in its types over which axes its results differ."""
+    from jax._src import config
+
+    with config._check_vma(False):
+        found = run(*arrays)
+    return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves(arrays)), found)

@@ -156,7 +156,7 @@ def _saved(job: Job, choice: Choice, machine: Machine) -> float:
 
 
 def saved_of_token(job: Job, choice: Choice, machine: Machine) -> tuple[float, float]:
-    """Numbers that a layer keeps of a token: its input, and what remat's policy names.
+    """Numbers that a layer keeps of a token: what remat's policy names.
 
     And those that are kept in float32: the sums of attention's softmax.
     """
@@ -166,19 +166,20 @@ def saved_of_token(job: Job, choice: Choice, machine: Machine) -> tuple[float, f
     mlp = model.mlp / choice.tp
     between = model.embed / (choice.tp if choice.tp_sequence else 1)
     widths: Mapping[str, float] = {
+        "input": between,
         "normed": 2 * between,
         "q": heads,
         "k": kv_heads,
         "v": kv_heads,
         "attention": heads,
-        "attention_out": between,
+        "middle": between,
         "gate": mlp,
         "up": mlp,
         "activated": mlp,
     }
     kept = sum(widths[name] for name in REMAT[choice.remat])
     sums = model.heads / choice.tp if "attention" in REMAT[choice.remat] else 0.0
-    return between + kept, sums
+    return kept, sums
 
 
 def _working(job: Job, choice: Choice, machine: Machine) -> float:

@@ -25,7 +25,7 @@ from meshwright.ops.attention import attention
 from meshwright.ops.chunks import over_chunks
 from meshwright.ops.embedding import embed
 from meshwright.ops.exchange import add_up, gather, partial_sums, split_axes, wide_axes
-from meshwright.ops.norms import add_bias, rms_norm
+from meshwright.ops.norms import add_bias, norm_alone, norm_beside, rms_norm
 from meshwright.ops.rope import rotate
 
 Params = dict[str, Any]
@@ -124,20 +124,27 @@ def _through_layers(
     if keep_keys:
 
         def with_keys(x: jax.Array, w: Params) -> Any:
-            x, keys = layer(x, w)
-            return x, jax.tree.map(rows.restored, keys)
+            x, update, keys = layer(x, None, w)
+            return x + update, jax.tree.map(rows.restored, keys)
 
-        x, keys = lax.scan(with_keys, x, weights)
+        (x, keys), update = lax.scan(with_keys, x, weights), None
     else:
-        keys = None
+        keys = update = None
         once = functools.partial(jax.checkpoint, policy=remat_policy(compute.remat))
-        kept = once(lambda x, w: layer(x, w)[0], prevent_cse=not compute.scan)
-        if compute.scan:
+        if compute.scan:  # what a loop hands on is written and read again: one array, not two
+
+            def added(x: jax.Array, w: Params) -> jax.Array:
+                x, update, _ = layer(x, None, w)
+                return x + update
+
+            kept = once(added, prevent_cse=False)
             x, _ = lax.scan(lambda x, w: (kept(x, w), None), x, weights)
         else:
+            kept = once(lambda x, update, w: layer(x, update, w)[:2])
             for layer_weights in _unstack(weights, config.layers):
-                x = kept(x, layer_weights)
-    return rms_norm(x, _along_residual(params["norm"], layouts), config.norm_eps), keys, rows
+                x, update = kept(x, update, layer_weights)
+    scale = _along_residual(params["norm"], layouts)
+    return norm_alone(x, scale, config.norm_eps, update), keys, rows
 
 
 def logits(
@@ -209,6 +216,7 @@ def _along_residual(vector: jax.Array, layouts: ActivationLayouts) -> jax.Array:
 
 def _layer(
     x: jax.Array,
+    update: jax.Array | None,
     w: Params,
     *,
     config: DecoderConfig,
@@ -216,31 +224,53 @@ def _layer(
     rope: tuple[jax.Array, jax.Array],
     segments: jax.Array | None,
     rows: RowPlan,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The residual stream after one layer, and the layer's keys and values."""
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    """The residual stream after one layer but for its last addition, that, and keys and values.
+
+    An addition waits for the norm behind it, which can be made together with the sum.
+    """
     with jax.named_scope("attention"):
-        out, keys = _attention(x, w["attention"], config, compute, rope, segments, rows)
-        x = x + out
+        attended = _attention(x, update, w["attention"], config, compute, rope, segments, rows)
+        x, update, keys = attended
     with jax.named_scope("mlp"):
-        return x + _mlp(x, w["mlp"], config, compute), keys
+        x, update = _mlp(x, update, w["mlp"], config, compute)
+    return x, update, keys
+
+
+def _entered(
+    x: jax.Array,
+    update: jax.Array | None,
+    scale: jax.Array,
+    uses: int,
+    name: str,
+    config: DecoderConfig,
+    compute: Compute,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """A block's first step: `x + update`, by name, and its norm; together if kept together."""
+    kept = REMAT[compute.remat]
+    if update is not None and (name in kept) != ("normed" in kept):
+        x, update = checkpoint_name(x + update, name), None
+    return norm_beside(x, scale, config.norm_eps, uses, update, name)
 
 
 def _attention(
     x: jax.Array,
+    update: jax.Array | None,
     w: Params,
     config: DecoderConfig,
     compute: Compute,
     rope: tuple[jax.Array, jax.Array],
     segments: jax.Array | None,
     rows: RowPlan,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    """x with the update, what is to be added to it next, and the keys and values."""
     layouts = compute.layouts
     over, eps = layouts.axes(layouts.heads), config.norm_eps
-    h = gather(
-        checkpoint_name(rms_norm(x, w["norm"], eps), "normed"), over
-    )  # [batch, length, embed]
+    # [batch, length, embed], for q, k and v; where it is gathered, once for all
+    x, normed = _entered(x, update, w["norm"], 1 if over else 3, "input", config, compute)
+    normed = normed if not over else [gather(normed[0], over)] * 3
 
-    def project(name: str, layout: Any) -> jax.Array:
+    def project(name: str, h: jax.Array, layout: Any) -> jax.Array:
         weight = gather(w[f"w{name}"], layouts.token_axes)
         y = jnp.einsum("ble,ehd->blhd", h, weight, out_sharding=layout)
         if config.qkv_bias:
@@ -251,8 +281,10 @@ def _attention(
             return rotate(rms_norm(checkpoint_name(y, name), w[f"{name}_norm"], eps), *rope)
         return checkpoint_name(rotate(y, *rope), name)
 
-    q = project("q", layouts.heads)
-    k, v = project("k", layouts.kv_heads), project("v", layouts.kv_heads)
+    each = (layouts.heads, layouts.kv_heads, layouts.kv_heads)
+    q, k, v = (
+        project(name, h, layout) for name, h, layout in zip("qkv", normed, each, strict=True)
+    )
     mixed = attention(
         q, k, v, segments, rows.mask, strategy=rows.strategy, order=rows.order,
         kernel=compute.kernel,
@@ -261,21 +293,27 @@ def _attention(
         "blhd,hde->ble", mixed, gather(w["wo"], layouts.token_axes),
         out_sharding=partial_sums(layouts.block, over),
     )  # fmt: skip
-    out = checkpoint_name(add_up(out, over, layouts.residual), "attention_out")
-    return (add_bias(out, w["bo"].astype(out.dtype)) if config.output_bias else out), (k, v)
+    out = add_up(out, over, layouts.residual)
+    return x, (add_bias(out, w["bo"].astype(out.dtype)) if config.output_bias else out), (k, v)
 
 
-def _mlp(x: jax.Array, w: Params, config: DecoderConfig, compute: Compute) -> jax.Array:
+def _mlp(
+    x: jax.Array, update: jax.Array, w: Params, config: DecoderConfig, compute: Compute
+) -> tuple[jax.Array, jax.Array]:
+    """x with the update, and what is to be added to it next."""
     layouts = compute.layouts
     over = layouts.axes(layouts.mlp)
-    h = checkpoint_name(rms_norm(x, w["norm"], config.norm_eps), "normed")
+    whole = not compute.mlp_chunk
+    uses = 2 if whole and not over else 1
+    x, normed = _entered(x, update, w["norm"], uses, "middle", config, compute)
     weights = [gather(w[name], layouts.token_axes) for name in ("gate", "up", "down")]
 
-    def forward(target: P, h: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> Any:
-        h = gather(h, over)  # [batch, length, embed]
+    def forward(target: P, *given: jax.Array) -> Any:
+        *normed, gate, up, down = given
+        normed = normed if not over else [gather(normed[0], over)]  # [batch, length, embed]
         gated, lifted = (
             checkpoint_name(jnp.einsum("ble,em->blm", h, weight, out_sharding=layouts.mlp), name)
-            for name, weight in (("gate", gate), ("up", up))
+            for name, h, weight in (("gate", normed[0], gate), ("up", normed[-1], up))
         )
         activated = checkpoint_name(jax.nn.silu(gated) * lifted, "activated")
         out = jnp.einsum(
@@ -283,25 +321,24 @@ def _mlp(x: jax.Array, w: Params, config: DecoderConfig, compute: Compute) -> ja
         )
         return add_up(out, over, target)
 
-    if not compute.mlp_chunk:
-        out: jax.Array = forward(layouts.residual, h, *weights)
-        return out
+    if whole:
+        return x, forward(layouts.residual, *normed, *weights)
     # a chunk's sums are added whole, since its tokens are not those that tp splits between blocks
     chunk = functools.partial(forward, layouts.block)
-    out = over_chunks(chunk, reshard(h, layouts.block), weights, compute.mlp_chunk)
-    return reshard(out, layouts.residual)
+    out = over_chunks(chunk, reshard(normed[0], layouts.block), weights, compute.mlp_chunk)
+    return x, reshard(out, layouts.residual)
 
 
 Policy = Callable[..., bool]
 
 # what a layer keeps for its backward pass, by the names given above; the rest is made again, and
 # gathered weights are gathered again
-_MATMULS = frozenset({"q", "k", "v", "attention", "attention_out", "gate", "up"})
+_MATMULS = frozenset({"input", "q", "k", "v", "attention", "middle", "gate", "up"})
 REMAT: dict[str, frozenset[str]] = {
     "none": _MATMULS | {"normed", "activated"},  # everything that costs time to make
     "elementwise": _MATMULS,  # norms and activations twice
     "mlp": _MATMULS - {"gate", "up"},  # and the first half of the mlp: a third of the memory
-    "full": frozenset(),  # a layer's input only: every layer's forward twice
+    "full": frozenset({"input"}),  # every layer's forward twice
 }
 
 

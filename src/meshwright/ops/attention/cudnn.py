@@ -1,8 +1,8 @@
-"""NVIDIA's fused attention, forward and backward, as a kernel of blocks."""
+"""NVIDIA's fused attention as a kernel of blocks; backward our own where it is the faster."""
 
 import jax
 
-from meshwright.ops.attention import documents, fused
+from meshwright.ops.attention import documents, fused, hopper
 from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
 from meshwright.ops.attention.mask import Mask
 
@@ -16,6 +16,9 @@ def _forward(block: Block, mask: Mask) -> Partial:
 def _backward(block: Block, mask: Mask, whole: Partial, given: jax.Array) -> Slopes:
     if block.q_segments is not None:
         return documents.backward(fused.backward, block, mask.causal, whole, given)
+    (_, queries, _, head_dim), keys = block.q.shape, block.k.shape[1]
+    if mask.window is None and not hopper.refuses(queries, keys, head_dim, causal=mask.causal):
+        return hopper.backward(block.q, block.k, block.v, whole, given, causal=mask.causal)
     return fused.backward(_rows(block, mask), whole, given)
 
 

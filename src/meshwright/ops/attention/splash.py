@@ -18,7 +18,7 @@ from jax import lax
 
 from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
 from meshwright.ops.attention.mask import Mask
-from meshwright.ops.exchange import varying_like
+from meshwright.ops.exchange import untyped
 
 LANES = 128  # blocks are multiples of this
 LARGEST = 1024  # tokens in a block
@@ -66,7 +66,7 @@ def _forward(block: Block, mask: Mask, interpret: bool) -> tuple[jax.Array, jax.
         return out, log_sum
 
     kv_heads = block.k.shape[2]
-    return _untyped(
+    return untyped(
         _over_rows_and_heads(one),
         _by_head(_scaled(block.q), kv_heads), *_keys(block), _documents(block),
     )  # fmt: skip
@@ -107,7 +107,7 @@ def _backward(
     kv_heads = block.k.shape[2]
     # a query that sees nothing anywhere: any sum will do, its weights are all 0
     log_sum = jnp.where(jnp.isneginf(whole.log_sum), 0.0, whole.log_sum)
-    return _untyped(
+    return untyped(
         _over_rows_and_heads(one),
         _by_head(_scaled(block.q), kv_heads), *_keys(block), _documents(block),
         *(_by_head(x, kv_heads) for x in (whole.out, log_sum, given)),
@@ -134,15 +134,6 @@ def _over_rows_and_heads(one: Callable[..., Any]) -> Callable[..., Any]:
         return heads(q, k, v, *more)
 
     return jax.vmap(rows)
-
-
-def _untyped(run: Callable[..., Any], *arrays: Any) -> Any:
-    """Inside shard_map: run what does not say in its types over which axes its results differ."""
-    from jax._src import config
-
-    with config._check_vma(False):
-        found = run(*arrays)
-    return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves(arrays)), found)
 
 
 def _scaled(x: jax.Array) -> jax.Array:
