@@ -4,6 +4,7 @@ import jax
 import pytest
 from hypothesis import settings
 
+from meshwright.ops import mosaic
 from meshwright.train.cpu import make_room_for_cpu_collectives
 
 make_room_for_cpu_collectives()
@@ -16,6 +17,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture
 def eight() -> list[jax.Device]:
     return jax.devices()[:8]
+
+
+@pytest.fixture
+def pretended_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of our own are taken, and can be lowered but not run; whatever the version of jax."""
+    monkeypatch.setattr(mosaic, "device_in_force", lambda: ("cuda", "NVIDIA H200"))
+    monkeypatch.setattr(mosaic, "OLDEST", (0, 0))
 
 
 settings.register_profile("meshwright", deadline=None, derandomize=True, max_examples=200)

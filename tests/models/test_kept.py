@@ -14,7 +14,8 @@ import pytest
 import meshwright as mw
 from meshwright.models.decoder import REMAT, Compute, DecoderConfig, abstract_arrays, decoder_rules
 from meshwright.models.decoder import hidden_states as hidden
-from meshwright.ops import mosaic, rows
+from meshwright.ops import row_kernels
+from meshwright.ops.exchange import varying_like
 from meshwright.ops.rope import Rope
 
 # widths that tell the arrays of a layer apart
@@ -30,10 +31,6 @@ KEPT = {
     "mlp": {1024: 2},
     "full": {1024: 1},
 }
-
-
-def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic, "device_in_force", lambda: ("cuda", "NVIDIA H200"))
 
 
 @contextlib.contextmanager
@@ -72,10 +69,10 @@ def kept(layers: int, text: str, compute: Compute) -> collections.Counter[int]:
 @pytest.mark.parametrize("scan", [True, False], ids=["loop", "unrolled"])
 @pytest.mark.parametrize("remat", REMAT)
 def test_a_layer_keeps_what_its_policy_names_and_each_array_once(
-    monkeypatch: pytest.MonkeyPatch, remat: str, scan: bool, kernels: bool, text: str
+    request: pytest.FixtureRequest, remat: str, scan: bool, kernels: bool, text: str
 ) -> None:
     if kernels:
-        on_h200(monkeypatch)
+        request.getfixturevalue("pretended_h200")
     compute = Compute(decoder_rules(sp=True), jnp.bfloat16, remat, scan, kernel="dense")
     more, fewer = (kept(layers, text, compute) for layers in (3, 2))
     for width in (CONFIG.embed, CONFIG.mlp):
@@ -83,7 +80,7 @@ def test_a_layer_keeps_what_its_policy_names_and_each_array_once(
 
 
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels' work done by formulas (tests/ops/test_rows has the kernels); gives the calls."""
+    """The kernels' work done by formulas (tests/ops/test_row_kernels has the kernels); gives the calls."""
     called = []
 
     def norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -99,15 +96,14 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         called.append("norm_gradient")
         wide, *slopes = (part.astype(jnp.float32) for part in (x, *given))
         # differs from device to device as x does, or it would come back added up
-        scale = rows.varying_like(scale, x)
+        scale = varying_like(scale, x)
         _, backward = jax.vjp(lambda x, scale: norm(x, scale, eps), wide, scale)
         of_x, of_scale = backward(sum(slopes[1:], slopes[0]))
         of_x = of_x if through is None else of_x + through.astype(jnp.float32)
         return of_x.astype(x.dtype), of_scale
 
-    on_h200(monkeypatch)
-    monkeypatch.setattr(rows, "add_and_norm", add_and_norm)
-    monkeypatch.setattr(rows, "norm_gradient", norm_gradient)
+    monkeypatch.setattr(row_kernels, "add_and_norm", add_and_norm)
+    monkeypatch.setattr(row_kernels, "norm_gradient", norm_gradient)
     return called
 
 
@@ -122,8 +118,9 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )
 def test_gradients_are_the_same_where_sums_and_norms_are_made_together(
-    monkeypatch: pytest.MonkeyPatch, remat: str, scan: bool, text: str
-) -> None:
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, remat: str, scan: bool,
+    text: str,
+) -> None:  # fmt: skip
     rng = np.random.default_rng(0)
     drawn = jax.tree.map(lambda a: rng.normal(size=a.shape, scale=0.05), abstract_arrays(CONFIG))
     tokens = rng.integers(0, CONFIG.vocab, (BATCH, LENGTH)).astype("i")
@@ -140,6 +137,7 @@ def test_gradients_are_the_same_where_sums_and_norms_are_made_together(
             return jax.jit(jax.grad(loss))(jax.device_put(params, shardings))
 
     right = gradients()
+    request.getfixturevalue("pretended_h200")
     called = in_float32(monkeypatch)
     found = gradients()
     assert set(called) == {"add_and_norm", "norm_gradient"}

@@ -58,7 +58,8 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
         more["sequence_parallel"] = choice.strategy
     with_it = ", ".join(f"{name} {value}" for name, value in (more | compute).items() if value)
     chosen = dataclasses.replace(config, compute=dataclasses.replace(said, **compute), **more)
-    return chosen, f"mesh auto: {with_it} ({best.reason})"
+    said_too = "".join(f"\nwarning: {one}" for one in found.warnings)
+    return chosen, f"mesh auto: {with_it} ({best.reason}){said_too}"
 
 
 def planned_to_serve(

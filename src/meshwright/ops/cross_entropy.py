@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.layout.layout import axes_of
-from meshwright.ops import rows
+from meshwright.ops import row_kernels
 from meshwright.ops.exchange import narrow, spec_of, split_axes, wide_axes
 
 IGNORED = -1  # a target that does not count
@@ -74,8 +74,8 @@ def _fused(
 
     def logsumexp(logits: jax.Array) -> jax.Array:
         """Of each token, over the whole vocabulary; float32."""
-        if rows.refuses(logits.shape[1], logits.dtype, whole_row=False) is None:
-            most_here, total_here = rows.log_sums(logits)
+        if row_kernels.refuses(logits.shape[1], logits.dtype, whole_row=False) is None:
+            most_here, total_here = row_kernels.log_sums(logits)
             most = over_vocab(lax.pmax, most_here)
             total = total_here * jnp.exp(most_here - most)
         else:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.layout.layout import axes_of
-from meshwright.ops import rows
+from meshwright.ops import row_kernels
 from meshwright.ops.exchange import partial_sums, spec_of
 
 
@@ -40,6 +40,7 @@ def norm_beside(
     The sum is kept under the name, its norm as "normed". On some GPUs one kernel makes both, and
     one adds up the gradients of all of them. A kernel makes all or nothing: where jax.checkpoint
     keeps the sum and makes the norm again, it would need x and update too, so add them before.
+    Kernels have a first gradient, by vjp, and no other.
     """
     if not _by_rows(x, update):
         x = x if update is None else checkpoint_name(x + update, name)
@@ -65,7 +66,7 @@ def _by_rows(x: jax.Array, update: jax.Array | None) -> bool:
     spec = spec_of(x)
     alike = update is None or (spec_of(update), update.dtype) == (spec, x.dtype)
     whole = not axes_of(spec[-1], spec)
-    return alike and whole and rows.refuses(x.shape[-1], x.dtype, whole_row=True) is None
+    return alike and whole and row_kernels.refuses(x.shape[-1], x.dtype, whole_row=True) is None
 
 
 def _local(
@@ -132,7 +133,7 @@ def _add_and_norm(
     scale: jax.Array, x: jax.Array, update: jax.Array, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     flat, more = (part.reshape(-1, x.shape[-1]) for part in (x, update))
-    total, normed = rows.add_and_norm(flat, more, scale, eps)
+    total, normed = row_kernels.add_and_norm(flat, more, scale, eps)
     return total.reshape(x.shape), normed.reshape(x.shape)
 
 
@@ -141,10 +142,13 @@ def _norm_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     flat, *given = (part.reshape(-1, x.shape[-1]) for part in (x, *slopes))
     through = given.pop(0) if goes_on else None
-    x_slope, scale_slope = rows.norm_gradient(flat, scale, eps, through, *given)
-    over = tuple(sorted(jax.typeof(scale).manual_axis_type.reduced))
-    if over:
-        scale_slope = lax.pcast(scale_slope, over, to="unreduced")
+    x_slope, scale_slope = row_kernels.norm_gradient(flat, scale, eps, through, *given)
+    kind = jax.typeof(scale).manual_axis_type
+    if kind.reduced:
+        scale_slope = lax.pcast(scale_slope, tuple(sorted(kind.reduced)), to="unreduced")
+    rest = jax.typeof(scale_slope).manual_axis_type.varying - kind.varying
+    if rest:  # a scale that is whole everywhere, and not marked
+        scale_slope = lax.psum(scale_slope, tuple(sorted(rest)))
     return x_slope.reshape(x.shape), scale_slope.astype(scale.dtype)
 
 

@@ -63,7 +63,7 @@ def plan(
         scan=scan, loss_chunk=loss_chunk, overlap=overlap,
     )  # fmt: skip
     _check(objective, remat, accumulation, cost_per_hour)
-    _check_kind(kind, objective, remat, accumulation, optimizer)
+    _check_kind(kind, objective, remat, accumulation, optimizer, overlap)
     limits = constraints.parse(mesh)
     if kind == "serve":
         estimates, refused = serving(job, machine, limits, objective)
@@ -155,15 +155,19 @@ def _check_number(what: str, number: object) -> None:
 
 
 def _check_kind(
-    kind: str, objective: str, remat: str | None, accumulation: int | None, optimizer: str | None
-) -> None:
+    kind: str, objective: str, remat: str | None, accumulation: int | None, optimizer: str | None,
+    overlap: bool,
+) -> None:  # fmt: skip
     """What only training, or only serving, has."""
     if kind == "train" and objective == "latency":
         raise MeshwrightError(
             "objective='latency' is how long a token takes to serve; of a train step of a given "
             "batch the shortest is also the most tokens a second: objective='throughput'"
         )
-    said = {"remat": remat, "accumulation": accumulation, "optimizer": optimizer}
+    said = {
+        "remat": remat, "accumulation": accumulation, "optimizer": optimizer,
+        "overlap": overlap or None,
+    }  # fmt: skip
     for what, value in said.items():
         if kind == "serve" and value is not None:
             raise MeshwrightError(
@@ -175,7 +179,9 @@ def _warnings(job: Job, machine: Machine) -> tuple[str, ...]:
     """What would keep a job from running as it is."""
     found = []
     longest = job.model.max_seq
-    if job.overlap and machine.is_tpu:
+    if job.overlap and not machine.is_tpu:
+        found.append(f"overlap changes nothing on {machine.chip.name}: it is for TPUs")
+    elif job.overlap:
         found.append(
             "overlap takes memory that is not counted here, a tenth more in the one step that was "
             "compiled with it; prove tells"

@@ -19,6 +19,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
+from meshwright.ops.mosaic import switched_on
 from meshwright.prove.cache import cache_folder, request_key
 from meshwright.prove.footprint import Footprint, OutOfMemory, footprint, out_of_memory
 from meshwright.prove.target import check_extra, child_environment, compiler_versions
@@ -73,7 +74,13 @@ def prove(
     said = config_to_dict(config)
     for name in _WITHOUT_EFFECT:
         said.pop(name, None)
-    request = {"machine": str(machine), "config": said, "model": decoder_to_dict(model)}
+    request: dict[str, Any] = {
+        "machine": str(machine),
+        "config": said,
+        "model": decoder_to_dict(model),
+    }
+    if machine.chip.platform == "gpu":
+        request["own_kernels"] = switched_on()
     compiler = compiler_versions(machine)
     place = cache if isinstance(cache, Path) else cache_folder()
     folder = place / request_key(request, compiler)

@@ -14,11 +14,13 @@ def _forward(block: Block, mask: Mask) -> Partial:
 
 
 def _backward(block: Block, mask: Mask, whole: Partial, given: jax.Array) -> Slopes:
-    if block.q_segments is not None:
-        return documents.backward(fused.backward, block, mask.causal, whole, given)
-    (_, queries, _, head_dim), keys = block.q.shape, block.k.shape[1]
-    if mask.window is None and not hopper.refuses(queries, keys, head_dim, causal=mask.causal):
+    segmented, (_, queries, _, head_dim) = block.q_segments is not None, block.q.shape
+    if mask.window is None and not hopper.refuses(
+        queries, block.k.shape[1], head_dim, causal=mask.causal, documents=segmented
+    ):
         return hopper.backward(block.q, block.k, block.v, whole, given, causal=mask.causal)
+    if segmented:
+        return documents.backward(fused.backward, block, mask.causal, whole, given)
     return fused.backward(_rows(block, mask), whole, given)
 
 

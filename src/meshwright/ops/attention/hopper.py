@@ -13,7 +13,6 @@ leave it in shared memory and take turns in multiplying it with the keys, one tu
 neither waits for the other; sums over blocks are added up in memory, in float32.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -22,22 +21,29 @@ from jax import lax
 
 from meshwright.ops.attention.block import Partial, Slopes
 from meshwright.ops.exchange import untyped
-from meshwright.ops.mosaic import HOPPER, load, mosaic, pallas, unavailable, when
+from meshwright.ops.mosaic import HOPPER, LOG2_E, load, mosaic, pallas, say, unavailable, when
 
 HEAD_DIM = 64  # what registers have room for
 KEYS, QUERIES = 128, 64  # of a block, and that it takes at a time
 _HALF = KEYS // 2  # of a warpgroup
 _STAGES = 3  # runs of queries under way
-_LOG2_E = math.log2(math.e)
 
 
-def refuses(queries: int, keys: int, head_dim: int, *, causal: bool) -> str | None:
+def refuses(
+    queries: int, keys: int, head_dim: int, *, causal: bool, documents: bool = False
+) -> str | None:
     """Why such a call cannot be served, None if it can."""
+    why = _why_not(queries, keys, head_dim, causal)
+    if why is None and documents:
+        why = "it does not know packed documents"
+    say(f"backward of attention, {queries} queries and {keys} keys", why)
+    return why
+
+
+def _why_not(queries: int, keys: int, head_dim: int, causal: bool) -> str | None:
     why = unavailable(HOPPER)
     if why is not None:
         return why
-    if jax.__version_info__ < (0, 11):
-        return "it needs jax 0.11 or newer"  # before, no kernel could add to an array inside a jit
     if head_dim != HEAD_DIM:
         return f"it is for a head_dim of {HEAD_DIM}, not {head_dim}"
     if queries % KEYS or keys % KEYS:
@@ -56,7 +62,7 @@ def backward(
     sizes = _Sizes(queries, k.shape[1], kv_heads, heads // kv_heads, causal)
     given = given.astype(q.dtype)
     dots = jnp.sum(whole.out.astype(jnp.float32) * given.astype(jnp.float32), axis=-1)
-    log_sum, dots = (jnp.swapaxes(x, 1, 2) for x in (whole.log_sum * _LOG2_E, dots))
+    log_sum, dots = (jnp.swapaxes(x, 1, 2) for x in (whole.log_sum * LOG2_E, dots))
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         sums = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
@@ -248,7 +254,7 @@ def _compute(refs: _Refs, place: _Place, runs: _Runs, group: Any, causal: bool) 
                 plgpu.barrier_arrive(refs.used.at[lax.rem(turn + _STAGES - 1, _STAGES)])
 
             log_sum = along_queries(refs.log_sum_here.at[stage])
-            weights = jnp.exp2(found * (scale * _LOG2_E) - log_sum)
+            weights = jnp.exp2(found * (scale * LOG2_E) - log_sum)
             if causal:
                 weights = lax.cond(run < KEYS // QUERIES, masked, lambda x: x, weights)
             return weights, plgpu.wgmma_accumulator_load(weight_slopes, wait_n=0)

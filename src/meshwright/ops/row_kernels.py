@@ -14,17 +14,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.ops.exchange import varying_like
-from meshwright.ops.mosaic import HOPPER, load, mosaic, pallas, unavailable
+from meshwright.ops.mosaic import HOPPER, LOG2_E, load, mosaic, pallas, say, unavailable
 
 LANES = 128  # threads of a warpgroup
 _CHUNK = 1024  # columns read at a time: 16 bytes of bfloat16 a thread
 _AHEAD = 4  # chunks of a long row that are under way at once
 _WHOLE = 2 * _CHUNK  # the longest row held at once; longer ones were not measured yet
-_LOG2_E = math.log2(math.e)
 
 
 def refuses(columns: int, dtype: Any, *, whole_row: bool) -> str | None:
     """Why such rows cannot be read here, None if they can; `whole_row`: held at once."""
+    why = _why_not(columns, dtype, whole_row)
+    say(f"{'norms' if whole_row else 'log-sums'} over {columns} columns", why)
+    return why
+
+
+def _why_not(columns: int, dtype: Any, whole_row: bool) -> str | None:
     why = unavailable(HOPPER)
     if why is not None:
         return why
@@ -46,7 +51,7 @@ def log_sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         row = lax.axis_index("row")
 
         def chunk(start: Any, size: int = _CHUNK) -> jax.Array:
-            return _wide(x_ref, row, start, size) * _LOG2_E
+            return _wide(x_ref, row, start, size) * LOG2_E
 
         def fold(sums: Any, chunks: list[jax.Array]) -> Any:
             """Each thread's own maximum and sum, of the columns it reads."""
@@ -59,7 +64,7 @@ def log_sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             first = i * (_AHEAD * _CHUNK)
             return fold(sums, [chunk(first + j * _CHUNK) for j in range(_AHEAD)])
 
-        # less than any number there is, and still a number: -inf less itself would not be
+        # less than any logit, and still a number: -inf less itself would not be
         nothing = _full(-1e30, _CHUNK), _full(0.0, _CHUNK)
         sums = lax.fori_loop(0, whole, step, nothing)
         rest = [chunk(start, size) for start, size in _rest(columns, whole * _AHEAD * _CHUNK)]
@@ -67,7 +72,7 @@ def log_sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         rest = [part for part in rest if part.size < _CHUNK]
         most = functools.reduce(jnp.maximum, (jnp.max(part) for part in rest), jnp.max(sums[0]))
         total = jnp.sum(sums[1] * jnp.exp2(sums[0] - most))
-        most_ref[row] = most / _LOG2_E
+        most_ref[row] = most / LOG2_E
         total_ref[row] = sum((jnp.sum(jnp.exp2(part - most)) for part in rest), total)
 
     each = ((rows,), jnp.float32)

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.ops import mosaic, rows
+from meshwright.ops import mosaic, row_kernels
 from meshwright.ops.cross_entropy import cross_entropy
 from meshwright.ops.exchange import gather
 from meshwright.ops.norms import norm_alone, norm_beside
@@ -25,11 +25,6 @@ H200 = ("cuda", "NVIDIA H200")
 # else the CPU's compiler leaves out the rounding of a sum that is used in float32 as well
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 ONE, FOUR = ("dp=1,tp=1", P()), ("dp=2,tp=2", P("dp", "tp"))
-
-
-@pytest.fixture
-def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic, "device_in_force", lambda: H200)
 
 
 def interpreted() -> contextlib.AbstractContextManager[Any]:
@@ -92,23 +87,25 @@ def test_rows_are_refused_for_a_reason(
     reason: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(mosaic, "device_in_force", lambda: device)
-    assert reason in str(rows.refuses(columns, dtype, whole_row=whole_row))
+    monkeypatch.setattr(mosaic, "OLDEST", (0, 0))
+    assert reason in str(row_kernels.refuses(columns, dtype, whole_row=whole_row))
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"])
 def test_rows_of_models_are_taken(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(mosaic, "device_in_force", lambda: ("gpu", kind))
+    monkeypatch.setattr(mosaic, "OLDEST", (0, 0))
     for embed in (1024, 2048):
-        assert rows.refuses(embed, jnp.bfloat16, whole_row=True) is None
+        assert row_kernels.refuses(embed, jnp.bfloat16, whole_row=True) is None
     for vocab in (32000, 128256, 151936):
-        assert rows.refuses(vocab, jnp.float16, whole_row=False) is None
+        assert row_kernels.refuses(vocab, jnp.float16, whole_row=False) is None
 
 
 # --------------------------------------------------------------- that they are there
 
 
 @pytest.mark.parametrize(("text", "spec"), [ONE, FOUR])
-@pytest.mark.usefixtures("on_h200")
+@pytest.mark.usefixtures("pretended_h200")
 def test_a_norm_with_its_sum_is_one_kernel_and_its_gradient_another(text: str, spec: P) -> None:
     def forward(x: jax.Array, update: jax.Array, scale: jax.Array) -> Any:
         x, normed = norm_beside(x, gather(scale, ("dp", "tp")), EPS, 3, update)
@@ -135,7 +132,7 @@ def test_a_norm_with_its_sum_is_one_kernel_and_its_gradient_another(text: str, s
         assert counts(512, jnp.bfloat16) == (0, 0)
 
 
-@pytest.mark.usefixtures("on_h200")
+@pytest.mark.usefixtures("pretended_h200")
 def test_a_row_that_is_split_or_differs_is_left_to_the_compiler() -> None:
     mesh = mw.mesh("dp=2,tp=2", devices=jax.devices()[:4], axis_types="explicit")
     with jax.set_mesh(mesh):
@@ -155,7 +152,22 @@ def test_a_row_that_is_split_or_differs_is_left_to_the_compiler() -> None:
         assert count(P("dp", None, None), P(), lambda x: jax.sharding.reshard(x, whole)) == 0
 
 
-@pytest.mark.usefixtures("on_h200")
+@pytest.mark.usefixtures("pretended_h200")
+@pytest.mark.parametrize("spec", [P("dp"), P("dp", "tp"), P()])
+def test_a_scale_that_is_whole_everywhere_has_a_gradient_that_is(spec: P) -> None:
+    mesh = mw.mesh("dp=2,tp=2", devices=jax.devices()[:4], axis_types="explicit")
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((4, 8, 1024), jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
+        scale = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=jax.NamedSharding(mesh, P()))
+
+        def slopes(x: jax.Array, scale: jax.Array) -> Any:
+            return jax.vjp(lambda x, s: norm_alone(x, s, EPS), x, scale)[1](x)
+
+        found = jax.eval_shape(slopes, x, scale)
+    assert [one.sharding.spec for one in found] == [P(*spec, *(None,) * (3 - len(spec))), P(None)]
+
+
+@pytest.mark.usefixtures("pretended_h200")
 def test_each_chunk_of_the_loss_reads_its_logits_by_one_kernel() -> None:
     def loss(hidden: jax.Array, head: jax.Array, chunk: int) -> Any:
         targets = jnp.zeros((1, 6), jnp.int32)
@@ -178,7 +190,7 @@ def test_a_sum_is_rounded_once_and_its_norm_is_the_formula(shape: tuple[int, int
     x, update = some(*shape), some(*shape, seed=1)
     scale = some(shape[1], seed=2, dtype=jnp.float32)
     with interpreted():
-        run = jax.jit(rows.add_and_norm, static_argnums=3, compiler_options=AS_WRITTEN)
+        run = jax.jit(row_kernels.add_and_norm, static_argnums=3, compiler_options=AS_WRITTEN)
         total, normed = run(x, update, scale, EPS)
     assert total.dtype == normed.dtype == jnp.bfloat16
     np.testing.assert_array_equal(exact(total), exact(x + update))
@@ -192,7 +204,9 @@ def test_gradients_of_a_norm_are_the_formula(uses: int, goes_on: bool) -> None:
     x, through, *given = (some(6, 1024, seed=seed) for seed in range(2 + uses))
     scale = some(1024, seed=9, dtype=jnp.float32)
     with interpreted():
-        of_x, of_scale = rows.norm_gradient(x, scale, EPS, through if goes_on else None, *given)
+        of_x, of_scale = row_kernels.norm_gradient(
+            x, scale, EPS, through if goes_on else None, *given
+        )
     slope = sum(exact(part) for part in given)
     on = exact(through) if goes_on else 0.0
     right_x, right_scale = slopes_in_float64(exact(x), exact(scale), on, slope)
@@ -206,7 +220,7 @@ def test_gradients_of_a_norm_are_the_formula(uses: int, goes_on: bool) -> None:
 def test_a_row_is_summed_beside_its_maximum_whatever_its_size(columns: int, away: float) -> None:
     x = some(3, columns, dtype=jnp.float16) * 16 + jnp.float16(away)
     with interpreted():
-        most, total = rows.log_sums(x)
+        most, total = row_kernels.log_sums(x)
     wide = exact(x)
     np.testing.assert_allclose(exact(most), wide.max(1), rtol=1e-6)
     found = exact(most) + np.log(exact(total))
@@ -230,7 +244,7 @@ def in_kernels(function: Any, text: str, spec: P, args: Any, given: Any) -> Any:
 
 
 @pytest.mark.parametrize(("text", "spec"), [ONE, FOUR])
-@pytest.mark.usefixtures("on_h200")
+@pytest.mark.usefixtures("pretended_h200")
 def test_a_norm_beside_a_sum_has_the_values_and_gradients_of_the_formula(
     text: str, spec: P
 ) -> None:
@@ -263,7 +277,7 @@ def test_a_norm_beside_a_sum_has_the_values_and_gradients_of_the_formula(
     np.testing.assert_allclose(exact(slopes[2]), right_scale, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("on_h200")
+@pytest.mark.usefixtures("pretended_h200")
 def test_the_loss_over_a_split_vocabulary_is_that_of_all_logits() -> None:
     hidden, head = some(2, 5, 32), some(32, 4 * 128, seed=1)
     targets = np.random.default_rng(2).integers(0, 512, (2, 5)).astype("i")
