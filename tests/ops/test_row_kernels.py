@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests.ops.test_norms import EPS, norm_in_float64
+from tests.ops.test_norms import slopes_in_float64 as slopes_of_norm
 
 import meshwright as mw
 from meshwright.ops import mosaic, row_kernels
@@ -20,7 +22,6 @@ from meshwright.ops.cross_entropy import cross_entropy
 from meshwright.ops.exchange import gather
 from meshwright.ops.norms import norm_alone, norm_beside
 
-EPS = 1e-5
 H200 = ("cuda", "NVIDIA H200")
 # else the CPU's compiler leaves out the rounding of a sum that is used in float32 as well
 AS_WRITTEN = {"xla_allow_excess_precision": False}
@@ -45,18 +46,12 @@ def exact(x: jax.Array) -> np.ndarray:
     return np.asarray(x).astype("f8")
 
 
-def norm_in_float64(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * scale
-
-
 def slopes_in_float64(
     x: np.ndarray, scale: np.ndarray, through: np.ndarray | float, given: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of x and of scale, by the quotient rule."""
-    r = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
-    g = given * scale
-    of_x = through + r * g - x * r**3 * (g * x).mean(-1, keepdims=True)
-    return of_x, (given * x * r).reshape(-1, x.shape[-1]).sum(0)
+    """Of x, which also goes on, and of scale."""
+    of_x, of_scale = slopes_of_norm(x, scale, given)
+    return through + of_x, of_scale
 
 
 def kernels(function: Any, *shapes: Any) -> int:

@@ -21,20 +21,20 @@ TP_SEQUENCE = decoder_rules(sp=True, tp_sequence=True)
 
 
 @functools.cache
-def on_one_device(optimizer: str, config: Any) -> tuple[np.ndarray, Any]:
-    return train(Setting(ONE, optimizer, config=config))
+def on_one_device(optimizer: str, config: Any, first_batch: int) -> tuple[np.ndarray, Any]:
+    return train(Setting(ONE, optimizer, config=config, first_batch=first_batch))
 
 
-def agrees(setting: Setting, within: float = 1e-5, flipped: int = 0) -> None:
-    """Losses, norms and parameters; in each array so many numbers may be `flipped`."""
-    expected, expected_params = on_one_device(setting.optimizer, setting.config)
+def agrees(setting: Setting, within: float = 1e-5) -> None:
+    expected, expected_params = on_one_device(
+        setting.optimizer, setting.config, setting.first_batch
+    )
     found, params = train(setting)
     assert expected[-1, 0] < 0.97 * expected[0, 0]  # it does learn
     np.testing.assert_allclose(found, expected, rtol=within)
 
     def distance(a: np.ndarray, b: np.ndarray) -> float:
-        away = np.sort(np.abs(a - b), axis=None)
-        return float(np.linalg.norm(away[: away.size - flipped]) / np.linalg.norm(b))
+        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
     distances = jax.tree.map(distance, params, expected_params)
     assert max(jax.tree.leaves(distances)) < within, distances
@@ -116,9 +116,10 @@ def test_t5xs_standard_rules_train_the_same(activation_dims: int, parameter_dims
 def test_every_optimizer_trains_the_same_on_a_mesh(optimizer: str, mesh: str) -> None:
     # adafactor factors the moments of matrices from 128 on
     config = WIDE if optimizer == "adafactor" else CONFIG
-    # lion takes a sign, adafactor divides by what may be as small: where a gradient is nothing but
-    # rounding one number of an array may take another step
-    agrees(Setting(mesh, optimizer, config=config), flipped=int(optimizer != "muon"))
+    # lion takes the sign of a gradient, and so does adafactor in its first step of what it does not
+    # factor. With the batches from 0 on the sign of one number, of wo or down, is rounding
+    first_batch = 0 if optimizer == "muon" else 100
+    agrees(Setting(mesh, optimizer, config=config, first_batch=first_batch))
 
 
 @slow

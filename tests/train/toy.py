@@ -37,6 +37,7 @@ class Setting:
     z_loss: float = 1e-3
     sequence: str = "auto"
     mlp_chunk: int = 0
+    first_batch: int = 0  # of the batches there are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,9 @@ def train(setting: Setting) -> tuple[np.ndarray, Any]:
     state = run.new_state()
     reports = []
     for step in range(setting.steps):
-        state, report = run.functions.train(state, run.put(packed_batch(step)))
+        state, report = run.functions.train(
+            state, run.put(packed_batch(setting.first_batch + step))
+        )
         reports.append((report["loss"], report["gradient_norm"]))
     for found, described in zip(jax.tree.leaves(state), jax.tree.leaves(run.target), strict=True):
         assert found.sharding == described.sharding
