@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.ops.attention.block import Block, Kernel, Partial, Slopes
-from meshwright.ops.attention.kernels import KERNELS, choose
+from meshwright.ops.attention.kernels import KERNELS
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.attention.turns import Keys, add_turn, turns_of
 from results import here, write_section
@@ -86,7 +86,6 @@ def computed(
             add_turn(done, mine, Keys(both, None), turns, before, mask, "noting")
     finally:
         del KERNELS["noting"]
-        choose.cache_clear()
     return noted
 
 

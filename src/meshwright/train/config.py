@@ -25,7 +25,7 @@ class ComputeConfig:
     """What is computed again in the backward pass instead of kept, from nothing to everything."""
     scan: bool = True
     """A loop over layers, which compiles fast; --no-compute.scan unrolls it, which runs faster."""
-    attention: Literal["auto", "cudnn", "splash", "dense", "blockwise"] = "auto"
+    attention: Literal["auto", "hopper", "cudnn", "splash", "dense", "blockwise"] = "auto"
     """The kernel; auto takes the fastest that can serve."""
     tp_sequence: bool = False
     """Split activations between blocks over tp, along the sequence."""

@@ -1,44 +1,72 @@
-"""Our backward pass for Hopper GPUs: when it is taken, and that it lowers.
+"""Our kernels for Hopper GPUs: when they are taken, and that they lower.
 
-Its numbers need such a GPU: benchmarks/gpu_kernels.py checks them.
+Their numbers need such a GPU: benchmarks/gpu_kernels.py --check checks them.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.ops import mosaic
-from meshwright.ops.attention import hopper
-from meshwright.ops.attention.block import Partial
+from meshwright.ops.attention import EVERYTHING, Call, Mask, attention, choose, kernels
+from meshwright.ops.attention.block import Block
+from meshwright.ops.attention.hopper import hopper
 
 NEEDS = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="kernels that add to an array need jax 0.11"
 )
 
 
+ABLE = Call("gpu", "bfloat16", 1024, 1024, 64, Mask(), segmented=False)
+
+
 @pytest.mark.usefixtures("pretended_h200")
 @pytest.mark.parametrize(
-    ("queries", "keys", "head_dim", "causal", "documents", "why"),
+    ("said", "why"),
     [
-        (1024, 1024, 64, True, False, None),
-        (512, 1024, 64, False, False, None),
-        (1024, 1024, 128, True, False, "head_dim of 64, not 128"),
-        (1000, 1000, 64, True, False, "1000 and 1000 are not multiples of 128"),
-        (512, 1024, 64, True, False, "begins at the first key"),
-        (1024, 1024, 64, True, True, "does not know packed documents"),
+        ({}, None),
+        ({"segmented": True}, None),
+        ({"segmented": True, "mask": Mask(window=64)}, None),
+        ({"queries": 512, "mask": EVERYTHING}, None),
+        ({"queries": 192, "keys": 128, "mask": Mask(block=32)}, None),
+        ({"head_dim": 128, "segmented": True}, None),
+        ({"head_dim": 128}, None),
+        ({"head_dim": 96}, "a head_dim of 64 or 128, not 96"),
+        ({"queries": 1000, "keys": 1000}, "runs of 64 and keys in runs of 128, not 1000 and 1000"),
+        ({"dtype": "float16"}, "in bfloat16, not float16"),
+        ({"platform": "tpu"}, "it runs on Hopper GPUs"),
     ],
 )
-def test_what_it_serves_and_why_not(
-    queries: int, keys: int, head_dim: int, causal: bool, documents: bool, why: str | None
-) -> None:
-    found = hopper.refuses(queries, keys, head_dim, causal=causal, documents=documents)
+def test_what_it_serves_and_why_not(said: dict[str, Any], why: str | None) -> None:
+    found = hopper.refuses(dataclasses.replace(ABLE, **said))
     assert found is None if why is None else why in (found or "")
+
+
+@pytest.mark.usefixtures("pretended_h200")
+def test_it_is_taken_where_it_is_the_fastest_that_can_serve() -> None:
+    part = {"queries": 256, "keys": 256, "mask": Mask(window=300, offset=256)}
+    for said, name in (
+        ({}, "hopper"),
+        ({"dtype": "float16"}, "cudnn"),
+        ({"head_dim": 128}, "cudnn"),
+        ({"head_dim": 128, "mask": Mask(window=64)}, "cudnn"),
+        ({"head_dim": 128, "segmented": True}, "hopper"),
+        ({"segmented": True, "mask": Mask(window=64)}, "hopper"),
+        # what cuDNN cannot serve
+        ({"head_dim": 128, "mask": Mask(block=64)}, "hopper"),
+        ({"head_dim": 128, "queries": 512}, "hopper"),
+        ({"head_dim": 128, **part}, "hopper"),
+    ):
+        assert choose(dataclasses.replace(ABLE, **said)) == name
+    assert choose(dataclasses.replace(ABLE, head_dim=128), "hopper") == "hopper"
+    with pytest.raises(MeshwrightError, match=r"attention='hopper' cannot serve this: .* not 96"):
+        choose(dataclasses.replace(ABLE, head_dim=96), "hopper")
 
 
 @pytest.mark.parametrize(
@@ -78,46 +106,85 @@ def test_a_switch_that_says_neither_is_a_mistake_and_an_old_jax_is_refused(
 
 @pytest.mark.usefixtures("pretended_h200")
 def test_what_is_taken_and_what_is_not_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    mosaic.say.cache_clear()
+    kernels._say.cache_clear()
     with caplog.at_level("INFO", logger="meshwright"):
         for _ in range(2):
-            hopper.refuses(1024, 1024, 64, causal=True)
-            hopper.refuses(1024, 1024, 128, causal=True)
+            choose(ABLE)
+            choose(dataclasses.replace(ABLE, head_dim=128, mask=Mask(block=64)))
     assert caplog.messages == [
-        "backward of attention, 1024 queries and 1024 keys: our own kernel",
-        "backward of attention, 1024 queries and 1024 keys: not ours: it is for a head_dim of 64, "
-        "not 128",
+        "attention kernel: hopper",
+        "attention kernel: hopper (not cudnn: it has no block-causal mask)",
     ]
 
 
-def arrays(
-    batch: int, length: int, heads: int, kv_heads: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    rng = np.random.default_rng(0)
+@NEEDS
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    "mask", [Mask(), EVERYTHING, Mask(window=100), Mask(block=96), Mask(offset=128)], ids=str
+)
+def test_it_lowers_for_a_gpu_that_is_not_here_on_any_mesh(
+    mask: Mask, documents: bool, head_dim: int
+) -> None:
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Explicit,))
 
-    def normal(number: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=(batch, length, number, 64)), jnp.bfloat16)
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
+        block = Block(q, k, v, *segments * 2)
+        whole = hopper.forward(block, mask)
+        return whole, hopper.backward(block, mask, whole, q)
 
-    return normal(heads), normal(kv_heads), normal(kv_heads), normal(heads)
+    with jax.set_mesh(mesh):
+        q, k, v = (
+            jax.device_put(jnp.zeros((4, 256, heads, head_dim), jnp.bfloat16), P("dp"))
+            for heads in (4, 2, 2)
+        )
+        segments = [jax.device_put(jnp.zeros((4, 256), jnp.int32), P("dp"))] * documents
+        given = (q, k, v, *segments)
+        on_each = jax.shard_map(local, in_specs=(P("dp"),) * len(given), out_specs=P("dp"))
+        traced = jax.jit(on_each).trace(*given)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 2
+    whole, slopes = traced.out_info
+    assert [x.shape for x in (*whole, *slopes)] == [
+        q.shape, q.shape[:3], q.shape, k.shape, v.shape,
+    ]  # fmt: skip
+    assert {x.dtype for x in (whole.out, *slopes)} == {jnp.dtype(jnp.bfloat16)}
 
 
 @NEEDS
-@pytest.mark.parametrize("causal", [True, False])
-def test_it_lowers_for_a_gpu_that_is_not_here_on_any_mesh(causal: bool) -> None:
-    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Explicit,))
-    rows = P("dp")
+@pytest.mark.usefixtures("pretended_h200")
+@pytest.mark.parametrize(
+    ("strategy", "order", "mask"),
+    [
+        ("ring", "zigzag", Mask()),
+        ("ring", "contiguous", Mask(window=300)),
+        ("ring", "contiguous", EVERYTHING),
+        ("allgather", "zigzag", Mask()),
+        ("ulysses", "contiguous", Mask()),
+    ],
+)
+@pytest.mark.parametrize("documents", [False, True])
+def test_rows_that_are_split_take_it_in_a_loop_over_layers_with_checkpoints(
+    strategy: str, order: str, mask: Mask, documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "platform_in_force", lambda: "gpu")
+    mesh = jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Explicit,))
 
-    def local(*given: Any) -> Any:
-        q, k, v, out, log_sum, slope = given
-        return hopper.backward(q, k, v, Partial(out, log_sum), slope, causal=causal)
+    def layer(x: jax.Array, segments: jax.Array | None) -> jax.Array:
+        return attention(
+            x, x[:, :, :4], x[:, :, :4], segments, mask, strategy=strategy, order=order
+        )
+
+    def loss(x: jax.Array, *segments: jax.Array) -> jax.Array:
+        one = jax.checkpoint(lambda x: layer(x, segments[0] if segments else None))
+        x, _ = jax.lax.scan(lambda x, _: (one(x), None), x, length=2)
+        return jnp.sum(x.astype(jnp.float32))
 
     with jax.set_mesh(mesh):
-        q, k, v, slope = (jax.device_put(x, rows) for x in arrays(4, 256, 4, 2))
-        log_sum = jax.device_put(jnp.zeros((4, 256, 4)), rows)
-        on_each = jax.shard_map(local, in_specs=(rows,) * 6, out_specs=rows)
-        traced = jax.jit(on_each).trace(q, k, v, q, log_sum, slope)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == 1
-    found = traced.out_info
-    assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
-    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
+        x = jax.device_put(jnp.zeros((2, 1024, 8, 64), jnp.bfloat16), P(None, "sp"))
+        segments = [jax.device_put(jnp.zeros((2, 1024), jnp.int32), P(None, "sp"))] * documents
+        text = jax.jit(jax.grad(loss)).trace(x, *segments).lower(lowering_platforms=("cuda",))
+    calls = text.as_text().count("@mosaic_gpu_v2")
+    assert calls >= 3  # forward, forward again and backward
+    assert "dot_general" not in text.as_text()
+    assert "cudnn" not in text.as_text()

@@ -47,7 +47,6 @@ def test_there_is_a_kernel_for_every_call(platform: str, mask: Mask) -> None:
 
 
 def test_what_was_passed_over_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    choose.cache_clear()
     kernels._say.cache_clear()
     with caplog.at_level(logging.INFO, logger="meshwright"):
         choose(CPU)
@@ -70,7 +69,9 @@ def test_a_kernel_that_is_named_is_taken() -> None:
 def test_a_kernel_that_is_not_there_or_cannot_serve_is_an_error() -> None:
     with pytest.raises(MeshwrightError, match=r"attention='cuddn' .* did you mean 'cudnn'\?"):
         choose(CPU, "cuddn")
-    with pytest.raises(MeshwrightError, match=r"known: auto, cudnn, splash, dense, blockwise"):
+    with pytest.raises(
+        MeshwrightError, match=r"known: auto, hopper, cudnn, splash, dense, blockwise"
+    ):
         choose(CPU, "x")
     with pytest.raises(MeshwrightError, match="'cudnn' cannot serve this: it runs on NVIDIA GPUs"):
         choose(CPU, "cudnn")

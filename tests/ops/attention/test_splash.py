@@ -37,10 +37,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(splash, "LARGEST", splash.LANES)
     monkeypatch.setattr(splash, "COMPUTED", splash.LANES)
     forward_and_backward.cache_clear()
-    choose.cache_clear()
     yield
     forward_and_backward.cache_clear()
-    choose.cache_clear()
 
 
 masks = st.one_of(

@@ -1,8 +1,8 @@
-"""NVIDIA's fused attention as a kernel of blocks; backward our own where it is the faster."""
+"""NVIDIA's fused attention as a kernel of blocks."""
 
 import jax
 
-from meshwright.ops.attention import documents, fused, hopper
+from meshwright.ops.attention import documents, fused
 from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
 from meshwright.ops.attention.mask import Mask
 
@@ -14,12 +14,7 @@ def _forward(block: Block, mask: Mask) -> Partial:
 
 
 def _backward(block: Block, mask: Mask, whole: Partial, given: jax.Array) -> Slopes:
-    segmented, (_, queries, _, head_dim) = block.q_segments is not None, block.q.shape
-    if mask.window is None and not hopper.refuses(
-        queries, block.k.shape[1], head_dim, causal=mask.causal, documents=segmented
-    ):
-        return hopper.backward(block.q, block.k, block.v, whole, given, causal=mask.causal)
-    if segmented:
+    if block.q_segments is not None:
         return documents.backward(fused.backward, block, mask.causal, whole, given)
     return fused.backward(_rows(block, mask), whole, given)
 

@@ -43,14 +43,17 @@ class Mask:
 
     def seen(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
         """[queries, keys], from their places in their own arrays; None if all are seen."""
+        return self.pairs_seen(queries[:, None], keys[None, :])
+
+    def pairs_seen(self, query: jax.Array, key: jax.Array) -> jax.Array | None:
+        """Whether each of these queries sees the key beside it; None if all do."""
         if not self.causal:
             return None
-        queries = queries[:, None] + self.offset
-        keys = keys[None, :]
+        query = query + self.offset
         if self.block is not None:
-            return queries // self.block >= keys // self.block
-        seen = queries >= keys
-        return seen if self.window is None else seen & (queries - keys < self.window)
+            return query // self.block >= key // self.block
+        seen = query >= key
+        return seen if self.window is None else seen & (query - key < self.window)
 
     def within(self, queries: int, keys: int) -> "Mask":
         """The simplest mask that says the same of so many queries and keys."""

@@ -1,0 +1,51 @@
+"""Kernels of our own for Hopper GPUs: any mask and packed documents, of which only what is seen is
+computed. cuDNN knows no documents: a mask of them is a bias it reads, and it computes everything.
+"""
+
+import jax
+
+from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
+from meshwright.ops.attention.hopper import backward, forward
+from meshwright.ops.attention.hopper.spans import RUNS, Documents
+from meshwright.ops.attention.mask import Mask
+from meshwright.ops.mosaic import HOPPER, unavailable
+
+HEAD_DIMS = (64, 128)  # what registers have room for
+
+
+def _forward(block: Block, mask: Mask) -> Partial:
+    return forward.forward(block.q, block.k, block.v, mask, _documents(block))
+
+
+def _backward(block: Block, mask: Mask, whole: Partial, given: jax.Array) -> Slopes:
+    q, k, v = block[:3]
+    return backward.backward(q, k, v, whole, given, mask, _documents(block))
+
+
+def _documents(block: Block) -> Documents | None:
+    if block.q_segments is None:
+        return None
+    assert block.k_segments is not None
+    return Documents(block.q_segments.astype("int32"), block.k_segments.astype("int32"))
+
+
+def _refuses(call: Call) -> str | None:
+    if call.platform not in ("gpu", "cuda"):
+        return "it runs on Hopper GPUs"
+    why = unavailable(HOPPER)
+    if why is not None:
+        return why
+    if call.dtype != "bfloat16":
+        return f"it computes in bfloat16, not {call.dtype}"
+    if call.head_dim not in HEAD_DIMS:
+        known = " or ".join(map(str, HEAD_DIMS))
+        return f"it is for a head_dim of {known}, not {call.head_dim}"
+    if call.queries % RUNS.q or call.keys % RUNS.k:
+        return (
+            f"it takes queries in runs of {RUNS.q} and keys in runs of {RUNS.k}, not "
+            f"{call.queries} and {call.keys}"
+        )
+    return None
+
+
+hopper = Kernel(_forward, _backward, _refuses)

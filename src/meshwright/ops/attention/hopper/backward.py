@@ -1,0 +1,421 @@
+"""The backward pass of attention on Hopper GPUs, by jax's Mosaic GPU.
+
+Each block of threads holds 128 keys with their values, 64 for each of two warpgroups; a third
+warpgroup fetches queries, 64 at a time, of all heads that share the keys. A warpgroup makes, with
+keys as rows:
+
+    scores, and slopes of weights    S = K Qᵀ,    dP = V dOᵀ
+    weights, and slopes of scores    P = exp(S - log_sum),    dS = P (dP - sum(dO O))
+    its own gradients                dV += P dO,    dK += dS Q
+
+P and dS stay in registers, where the next matmul reads them. dQ needs dS of both warpgroups: they
+leave it in shared memory and multiply it with the keys one turn late, so that neither waits for the
+other. Sums over blocks are added up in memory, in float32.
+
+With a head_dim of 64 the two take turns at dQ; with 128 each makes 64 of its columns. There
+registers are short: keys are read from shared memory, and what is subtracted above is what the sums
+of S and dP begin with.
+
+All vectors are kept in columns of 64 numbers, as one or two arrays.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.ops.attention.block import Partial, Slopes
+from meshwright.ops.attention.hopper.spans import RUNS, Documents, Lengths, Span, guide, masked
+from meshwright.ops.attention.mask import Mask
+from meshwright.ops.exchange import untyped
+from meshwright.ops.mosaic import LOG2_E, load, mosaic, pallas, when
+
+_HALF = RUNS.k // 2  # of a block's keys: those of a warpgroup
+_COLUMNS = 64  # numbers of a vector in one array
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    whole: Partial,
+    given: jax.Array,
+    mask: Mask,
+    documents: Documents | None,
+) -> Slopes:
+    """Gradients by these keys, where `whole` may be over more keys than these."""
+    batch, queries, heads, head_dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    sizes = _Sizes(keys, kv_heads, heads // kv_heads, head_dim, documents is not None)
+    guided = guide("keys", mask, documents, Lengths(queries, keys))
+    given = given.astype(q.dtype)
+    dots = jnp.sum(whole.out.astype(jnp.float32) * given.astype(jnp.float32), axis=-1)
+    log_sum = whole.log_sum * (LOG2_E if sizes.roomy else head_dim**0.5)
+    starts = (jnp.swapaxes(-x, 1, 2) for x in (log_sum, dots))
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        sums = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
+        of_keys = jax.ShapeDtypeStruct(k.shape, q.dtype)
+        k_slope, v_slope = mosaic().kernel(
+            lambda *refs: _block(sizes, mask, _Refs(*refs)),
+            out_type=(of_keys, of_keys),
+            scratch_types=_scratch(q.dtype, sizes),
+            grid=(batch * kv_heads * sizes.blocks,),
+            grid_names=("block",),
+            num_threads=3,
+            thread_name="group",
+            compiler_params=mosaic().CompilerParams(approx_math=True),
+        )(*arrays, sums)
+        return jax.freeze(sums).astype(q.dtype), k_slope, v_slope
+
+    return Slopes(*untyped(run, q, k, v, given, *starts, *guided))
+
+
+class _Sizes(NamedTuple):
+    keys: int
+    kv_heads: int
+    group: int  # query heads that share a key head
+    head_dim: int
+    documents: bool
+
+    @property
+    def blocks(self) -> int:
+        return self.keys // RUNS.k
+
+    @property
+    def columns(self) -> int:
+        return self.head_dim // _COLUMNS
+
+    @property
+    def roomy(self) -> bool:
+        """Whether registers have room for keys, and for what is subtracted after matmuls."""
+        return self.columns == 1
+
+    @property
+    def stages(self) -> int:
+        """Runs of queries under way."""
+        return 3 if self.roomy else 2
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that computes, and of one that fetches."""
+        return (232, 40) if self.roomy else (240, 24)
+
+
+class _Refs(NamedTuple):
+    """What a block reads, writes and keeps. Barriers are named for what they say."""
+
+    q: Any  # in memory: [batch, queries, heads, head_dim]
+    k: Any
+    v: Any
+    given: Any
+    scores_start: Any  # [batch, heads, queries]: what sums over products begin with
+    weight_slopes_start: Any
+    q_documents: Any  # [batch, queries]
+    k_documents: Any
+    spans: Any  # [batch or 1, blocks, 4]
+    q_slope: Any
+    k_slope: Any
+    v_slope: Any
+    k_here: Any  # in shared memory: [2, columns, 64, 64]
+    v_here: Any
+    q_here: Any  # [stages, columns, 64, 64]
+    given_here: Any
+    scores_start_here: Any  # [stages, 64]
+    weight_slopes_start_here: Any
+    q_documents_here: Any
+    k_documents_here: Any  # [2, 64]
+    numbers: Any  # [2, 64]: 0, 1, .. 63
+    slopes: Any  # of scores: [turn, warpgroup, keys, queries]
+    q_slope_here: Any  # [warpgroup, queries, 64], float32
+    keys_came: Any
+    q_came: Any
+    given_came: Any
+    used: Any
+    slopes_came: Any
+    slopes_used: Any
+    done: Any
+
+
+def _scratch(dtype: Any, sizes: _Sizes) -> list[Any]:
+    plgpu, columns, stages = mosaic(), sizes.columns, sizes.stages
+    swizzle = plgpu.SwizzleTransform(128)
+    narrow = (plgpu.TilingTransform((8, 64)), swizzle)
+    wide = (plgpu.TilingTransform((8, 32)), swizzle)
+
+    def tiles(*shape: int) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=narrow)
+
+    def barrier(arrivals: int, *number: int) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
+
+    row = plgpu.SMEM((stages, RUNS.q), jnp.float32)
+    with_documents = 1 if sizes.documents else 0
+    return [
+        *(tiles(2, columns, _HALF, _COLUMNS) for _ in range(2)),
+        *(tiles(stages, columns, RUNS.q, _COLUMNS) for _ in range(2)),
+        *(row, row),
+        plgpu.SMEM((stages, RUNS.q), jnp.int32),
+        *(plgpu.SMEM((2, n), jnp.int32) for n in (_HALF, RUNS.q)),
+        tiles(2, 2, _HALF, RUNS.q),
+        plgpu.SMEM((2, RUNS.q, _COLUMNS), jnp.float32, transforms=wide),
+        barrier(4 * columns + 2 * with_documents),
+        *(barrier(columns + 1 + with_documents, stages), barrier(columns + 1, stages)),
+        *(barrier(2, stages), barrier(2, 2), barrier(columns, 2), barrier(2)),
+    ]
+
+
+def _block(sizes: _Sizes, mask: Mask, refs: _Refs) -> None:
+    """What one block of threads does."""
+    plgpu = mosaic()
+    group, block = lax.axis_index("group"), lax.axis_index("block")
+    # blocks of the same heads run at the same time, so that queries are read from the cache; the
+    # first keys, which most queries see, begin
+    tile, pair = lax.rem(block, sizes.blocks), lax.div(block, sizes.blocks)
+    place = _Place(lax.div(pair, sizes.kv_heads), lax.rem(pair, sizes.kv_heads), tile)
+    row = place.row if refs.spans.shape[0] > 1 else jnp.int32(0)
+    first, whole, whole_end, end = Span(*(refs.spans[row, tile, number] for number in range(4)))
+    runs = _Runs(first, end - first, whole - first, whole_end - first, sizes.group)
+    of_computing, of_fetching = sizes.registers
+
+    @when(group == 2)
+    def _() -> None:
+        plgpu.set_max_registers(of_fetching, action="decrease")
+        _fetch(refs, place, runs, sizes)
+
+    @when(group < 2)
+    def _() -> None:
+        plgpu.set_max_registers(of_computing, action="increase")
+        _compute(refs, place, runs, group, mask, sizes)
+
+
+class _Place(NamedTuple):
+    row: Any
+    kv_head: Any
+    tile: Any  # which of the row's runs of keys
+
+    def keys(self, group: Any) -> Any:
+        """Those of one warpgroup, as indices into memory."""
+        return pallas().ds(self.tile * RUNS.k + group * _HALF, _HALF)
+
+
+class _Runs(NamedTuple):
+    """The runs of queries that see a block's keys: for each head, from the first such on."""
+
+    first: Any
+    number: Any  # for a head
+    whole: Any  # from here on they see all of the keys,
+    whole_end: Any  # until here
+    heads: int
+
+    def each(self, do: Any) -> None:
+        """do(head, run, turn): turns count the runs of all heads."""
+
+        def head(h: Any, _: Any) -> None:
+            lax.fori_loop(0, self.number, lambda r, _: do(h, r, h * self.number + r), None)
+
+        lax.fori_loop(0, self.heads, head, None)
+
+    def queries(self, run: Any) -> Any:
+        return pallas().ds((self.first + run) * RUNS.q, RUNS.q)
+
+
+def _column(column: Any) -> Any:
+    return pallas().ds(column * _COLUMNS, _COLUMNS)
+
+
+def _fetch(refs: _Refs, place: _Place, runs: _Runs, sizes: _Sizes) -> None:
+    """Bring in the keys, then queries as room is made for them."""
+    copy = mosaic().copy_gmem_to_smem
+    for half in range(2):
+        keys = place.keys(half)
+        for column in range(sizes.columns):
+            at = place.row, keys, place.kv_head, _column(column)
+            copy(refs.k.at[at], refs.k_here.at[half, column], refs.keys_came)
+            copy(refs.v.at[at], refs.v_here.at[half, column], refs.keys_came)
+        if sizes.documents:
+            of_keys = refs.k_documents.at[place.row, keys]
+            copy(of_keys, refs.k_documents_here.at[half], refs.keys_came)
+
+    def fetch(head: Any, run: Any, turn: Any) -> None:
+        stage = lax.rem(turn, sizes.stages)
+
+        @when(turn >= sizes.stages)
+        def _() -> None:
+            mosaic().barrier_wait(refs.used.at[stage])
+
+        head, queries = place.kv_head * runs.heads + head, runs.queries(run)
+        q_came, given_came = refs.q_came.at[stage], refs.given_came.at[stage]
+        vectors = [(place.row, queries, head, _column(c)) for c in range(sizes.columns)]
+        for column, at in enumerate(vectors):
+            copy(refs.q.at[at], refs.q_here.at[stage, column], q_came)
+        sums = place.row, head, queries
+        copy(refs.scores_start.at[sums], refs.scores_start_here.at[stage], q_came)
+        if sizes.documents:
+            of_queries = refs.q_documents.at[place.row, queries]
+            copy(of_queries, refs.q_documents_here.at[stage], q_came)
+        for column, at in enumerate(vectors):
+            copy(refs.given.at[at], refs.given_here.at[stage, column], given_came)
+        starts = refs.weight_slopes_start.at[sums], refs.weight_slopes_start_here.at[stage]
+        copy(*starts, given_came)
+
+    runs.each(fetch)
+
+
+def _compute(
+    refs: _Refs, place: _Place, runs: _Runs, group: Any, mask: Mask, sizes: _Sizes
+) -> None:
+    """A warpgroup's gradients, and its part of the queries'."""
+    pl, plgpu = pallas(), mosaic()
+    registers, scale = plgpu.Layout.WGMMA, sizes.head_dim**-0.5
+    columns, stages = sizes.columns, sizes.stages
+    tile = (_HALF, RUNS.q)
+    plgpu.barrier_wait(refs.keys_came)
+
+    def own(ref: Any) -> list[Any]:
+        refs = [ref.at[group, column] for column in range(columns)]
+        return [load(ref, registers) for ref in refs] if sizes.roomy else refs
+
+    k, v = own(refs.k_here), own(refs.v_here)
+    # of each query in a run, its number: in registers it would be kept there
+    numbers = plgpu.broadcasted_iota(jnp.int32, (RUNS.q,), 0, layout=registers.reduce(0))
+    refs.numbers[group] = numbers
+    plgpu.commit_smem()
+
+    def along_queries(ref: Any) -> jax.Array:
+        return lax.broadcast_in_dim(load(ref, registers.reduce(0)), tile, [1])
+
+    def with_mask(run: Any, stage: Any, scores: jax.Array) -> jax.Array:
+        key = plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=registers)
+        query = along_queries(refs.numbers.at[group])
+        start = place.tile * RUNS.k + group * _HALF
+        documents = None
+        if sizes.documents:
+            of_keys = load(refs.k_documents_here.at[group], registers.reduce(1))
+            of_keys = lax.broadcast_in_dim(of_keys, tile, [0])
+            documents = of_keys, along_queries(refs.q_documents_here.at[stage])
+        query, key = query + (runs.first + run) * RUNS.q, key + start
+        return masked(scores, mask, query, key, documents)
+
+    def weights_and_slopes(run: Any, turn: Any) -> Any:
+        stage = lax.rem(turn, stages)
+
+        def masked_in_part(scores: jax.Array) -> jax.Array:
+            in_part = (run < runs.whole) | (run >= runs.whole_end)
+            found: jax.Array = lax.cond(
+                in_part, lambda scores: with_mask(run, stage, scores), lambda scores: scores, scores
+            )
+            return found
+
+        def start_of_scores() -> jax.Array:
+            return along_queries(refs.scores_start_here.at[stage])
+
+        def start_of_slopes() -> jax.Array:
+            return along_queries(refs.weight_slopes_start_here.at[stage])
+
+        def multiply(scores: Any, weight_slopes: Any) -> Any:
+            if not sizes.roomy:
+                scores[...] = masked_in_part(start_of_scores())
+                weight_slopes[...] = start_of_slopes()
+            for c in range(columns):
+                plgpu.wgmma(scores, k[c], refs.q_here.at[stage, c].transpose((1, 0)))
+            for c in range(columns):
+                plgpu.wgmma(weight_slopes, v[c], refs.given_here.at[stage, c].transpose((1, 0)))
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=columns) * (scale * LOG2_E)
+
+            # matmuls end in order: those of the turn before are done with what they read
+            @when(turn >= 1)
+            def _() -> None:
+                plgpu.barrier_arrive(refs.used.at[lax.rem(turn + stages - 1, stages)])
+
+            if sizes.roomy:
+                found = masked_in_part(found + start_of_scores())
+            weights = jnp.exp2(found)  # while the other matmul runs
+            slopes = plgpu.wgmma_accumulator_load(weight_slopes, wait_n=0)
+            return weights, slopes + start_of_slopes() if sizes.roomy else slopes
+
+        sums = plgpu.ACC(tile, jnp.float32)
+        return pl.run_scoped(multiply, sums, sums)
+
+    def queries(head: Any, run: Any, parity: Any) -> None:
+        """The queries' gradient by all of the block's keys, added to what is in memory."""
+        column = 0 if columns == 1 else group
+        plgpu.barrier_wait(refs.slopes_came.at[parity])
+
+        def multiply(sums: Any) -> jax.Array:
+            for half in range(2):
+                slopes = refs.slopes.at[parity, half].transpose((1, 0))
+                plgpu.wgmma(sums, slopes, refs.k_here.at[half, column])
+            found: jax.Array = plgpu.wgmma_accumulator_load(sums)
+            return found
+
+        found = pl.run_scoped(multiply, plgpu.ACC((RUNS.q, _COLUMNS), jnp.float32))
+        plgpu.barrier_arrive(refs.slopes_used.at[parity])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        refs.q_slope_here[group] = found * scale
+        plgpu.commit_smem()
+        head = place.kv_head * runs.heads + head
+        at = place.row, runs.queries(run), head, _column(column)
+        plgpu.copy_smem_to_gmem(
+            refs.q_slope_here.at[group], refs.q_slope.at[at], reduction_op="add"
+        )
+
+    def mine(parity: Any) -> Any:
+        """Whether this warpgroup makes the queries' gradient of such a turn."""
+        return parity == group if columns == 1 else parity >= 0
+
+    def all_runs(*sums: Any) -> Any:
+        k_slope, v_slope = sums[:columns], sums[columns:]
+
+        def one(head: Any, run: Any, turn: Any) -> None:
+            stage, parity = lax.rem(turn, stages), lax.rem(turn, 2)
+            plgpu.barrier_wait(refs.q_came.at[stage])
+            plgpu.barrier_wait(refs.given_came.at[stage])
+            weights, weight_slopes = weights_and_slopes(run, turn)
+            narrow = weights.astype(refs.k.dtype)
+            for c in range(columns):
+                plgpu.wgmma(v_slope[c], narrow, refs.given_here.at[stage, c])
+            slopes = (weights * weight_slopes).astype(refs.k.dtype)
+            for c in range(columns):
+                plgpu.wgmma(k_slope[c], slopes, refs.q_here.at[stage, c])
+
+            @when(turn >= 2)
+            def _() -> None:
+                plgpu.barrier_wait(refs.slopes_used.at[parity])
+
+            refs.slopes[parity, group] = slopes
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(refs.slopes_came.at[parity])
+
+            @when((turn >= 1) & mine(1 - parity))
+            def _() -> None:
+                begins = run == 0  # then the turn before was the last of another head
+                before = jnp.where(begins, runs.number, run) - 1
+                queries(jnp.where(begins, head - 1, head), before, 1 - parity)
+
+            if not sizes.roomy:  # what those matmuls read would be kept on
+                plgpu.wgmma_wait(0)
+
+        runs.each(one)
+        last = lax.rem(runs.number * runs.heads - 1, 2)  # -1 where there was none
+
+        @when(mine(last))
+        def _() -> None:
+            queries(runs.heads - 1, runs.number - 1, last)
+
+        return tuple(plgpu.wgmma_accumulator_load(x) for x in sums)
+
+    sums = plgpu.ACC((_HALF, _COLUMNS), jnp.float32)
+    found = pl.run_scoped(all_runs, *(sums,) * (2 * columns))
+    plgpu.barrier_arrive(refs.done)
+    plgpu.barrier_wait(refs.done)  # nobody reads keys any more: there is room for their gradients
+    for c in range(columns):
+        refs.k_here[group, c] = (found[c] * scale).astype(refs.k.dtype)
+        refs.v_here[group, c] = found[columns + c].astype(refs.k.dtype)
+    plgpu.commit_smem()
+    for c in range(columns):
+        at = place.row, place.keys(group), place.kv_head, _column(c)
+        plgpu.copy_smem_to_gmem(refs.k_here.at[group, c], refs.k_slope.at[at])
+        plgpu.copy_smem_to_gmem(refs.v_here.at[group, c], refs.v_slope.at[at])
+    plgpu.wait_smem_to_gmem(0)

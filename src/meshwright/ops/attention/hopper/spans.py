@@ -1,0 +1,142 @@
+"""Which runs of keys a run of queries sees, and which it sees whole: what kernels go over.
+
+>>> guide("queries", Mask(), None, Lengths(256, 256)).spans[0].tolist()  # causal
+[[0, 1, 1, 1], [0, 1, 1, 1], [0, 0, 1, 2], [0, 0, 1, 2]]
+
+Each line is of one run of 64 queries, and counts runs of 128 keys: it looks at those from the first
+number to before the last; those between the middle two it sees whole, so that no mask is needed.
+"""
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshwright.ops.attention.mask import Mask
+
+
+class Lengths(NamedTuple):
+    q: int
+    k: int
+
+
+RUNS = Lengths(q=64, k=128)  # what kernels take at a time
+
+
+class Documents(NamedTuple):
+    """Numbers of the documents that queries and keys belong to."""
+
+    q: jax.Array  # [rows, queries]
+    k: jax.Array  # [rows, keys]
+
+
+class Span(NamedTuple):
+    """The runs that one run looks at, and those it sees whole."""
+
+    first: Any
+    whole: Any
+    whole_end: Any
+    end: Any
+
+
+class Guide(NamedTuple):
+    """What a kernel reads beside queries, keys and values."""
+
+    q_documents: Any  # [rows, queries]; without documents something that is not read
+    k_documents: Any
+    spans: Any  # [rows or 1, runs, 4]
+
+
+def guide(
+    of: Literal["queries", "keys"],
+    mask: Mask,
+    documents: Documents | None,
+    lengths: Lengths,
+    runs: Lengths = RUNS,
+) -> Guide:
+    """Of runs of queries which keys they see; or of runs of keys which queries see them.
+
+    Without documents one row of spans stands for all, and is known before the program runs.
+    """
+    if documents is None:
+        found = _without_documents(of, mask, lengths, runs)
+        return Guide(found, found, found)
+    some, whole = _by_place(jnp, mask, lengths, runs)
+    alike, same = _by_document(documents, runs)
+    return Guide(*documents, _ends(jnp, some & alike, whole & same, of))
+
+
+def masked(
+    scores: jax.Array,
+    mask: Mask,
+    query: jax.Array,
+    key: jax.Array,
+    documents: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    """Scores of pairs, by their places and the documents of both: -inf where they are not seen."""
+    seen = mask.pairs_seen(query, key)
+    if documents is not None:
+        same = documents[0] == documents[1]
+        seen = same if seen is None else seen & same
+    return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
+
+
+@functools.lru_cache(maxsize=64)
+def _without_documents(
+    of: Literal["queries", "keys"], mask: Mask, lengths: Lengths, runs: Lengths
+) -> np.ndarray:
+    found: np.ndarray = _ends(np, *_by_place(np, mask, lengths, runs), of)
+    found.setflags(write=False)
+    return found
+
+
+def _by_place(on: Any, mask: Mask, lengths: Lengths, runs: Lengths) -> tuple[Any, Any]:
+    """[1, runs of queries, runs of keys]: whether any, and whether every, key may be seen.
+
+    `on` is numpy, or jax's.
+    """
+    q_low = on.arange(lengths.q // runs.q, dtype=np.int32)[None, :, None] * runs.q + mask.offset
+    k_low = on.arange(lengths.k // runs.k, dtype=np.int32)[None, None, :] * runs.k
+    q_high, k_high = q_low + (runs.q - 1), k_low + (runs.k - 1)
+    some = whole = on.full((1, q_low.size, k_low.size), True)
+    if mask.block is not None:
+        some = some & (q_high // mask.block >= k_low // mask.block)
+        whole = whole & (q_low // mask.block >= k_high // mask.block)
+    elif mask.causal:
+        some = some & (q_high >= k_low)
+        whole = whole & (q_low >= k_high)
+    if mask.window is not None:
+        some = some & (q_low - k_high < mask.window)
+        whole = whole & (q_high - k_low < mask.window)
+    return some, whole
+
+
+def _by_document(documents: Documents, runs: Lengths) -> tuple[jax.Array, jax.Array]:
+    """The same, [rows, ..]. Only the range of numbers in each run is looked at: that may call a run
+    seen of which nothing is, where numbers are in no order; never the other way around."""
+    q_least, q_most = (x[:, :, None] for x in _range(documents.q, runs.q))
+    k_least, k_most = (x[:, None, :] for x in _range(documents.k, runs.k))
+    some = (q_least <= k_most) & (k_least <= q_most)
+    return some, (q_least == k_most) & (k_least == q_most)
+
+
+def _range(segments: jax.Array, run: int) -> tuple[jax.Array, jax.Array]:
+    by_run = segments.reshape(segments.shape[0], -1, run)
+    return jnp.min(by_run, axis=-1), jnp.max(by_run, axis=-1)
+
+
+def _ends(on: Any, some: Any, whole: Any, of: Literal["queries", "keys"]) -> Any:
+    """[rows, runs, 4], a Span each, of what is seen of the other side."""
+    if of == "keys":
+        some, whole = some.transpose(0, 2, 1), whole.transpose(0, 2, 1)
+    number = some.shape[2]
+    at = on.arange(number, dtype=np.int32)[None, None]
+    end = on.max(on.where(some, at + 1, 0), axis=2)
+    first = on.minimum(on.min(on.where(some, at, number), axis=2), end)  # of none: the end
+    whole_first = on.min(on.where(whole, at, number), axis=2)
+    in_line = whole | (at < whole_first[:, :, None])
+    whole_end = on.min(on.where(in_line, number, at), axis=2)
+    inner = (on.clip(x, first, end) for x in (whole_first, whole_end))
+    return on.stack([first, *inner, end], axis=-1).astype(np.int32)
