@@ -19,7 +19,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.decoder import VECTORS, Compute, DecoderConfig, hidden_states, output_head
 from meshwright.models.decoder.sequence import row_plan
 from meshwright.ops.cross_entropy import IGNORED, cross_entropy
-from meshwright.ops.exchange import gather
+from meshwright.ops.exchange import gather, platform_in_force
 from meshwright.train.state import TrainState
 from meshwright.train.tpu import compiler_options
 
@@ -171,6 +171,21 @@ def loss_sums(
         )
 
 
+def _before_it_is_added(gradient: Any) -> Any:
+    """The gradient of a micro-batch, on TPUs with that of each matrix held apart from the sum.
+
+    libtpu 0.0.42 would take the scattering out of the loop over micro-batches, which needs whole
+    gradients in it, and where the scattered one is cast it fails to compile.
+    """
+    if platform_in_force() != "tpu":
+        return gradient
+
+    def hold(path: Any, array: jax.Array) -> jax.Array:
+        return array if path[-1].key in VECTORS else lax.optimization_barrier(array)
+
+    return jax.tree_util.tree_map_with_path(hold, gradient)
+
+
 def cast_matrices(params: Any, dtype: Any) -> Any:
     """Matrices in the dtype they are multiplied in; norms and biases stay as they are kept."""
 
@@ -189,6 +204,7 @@ def _over_micro_batches(sums: Any, params: Any, batch: Batch, scale: jax.Array) 
     def one(carry: Any, part: Batch) -> Any:
         (total, entropy), gradient = carry
         (more, more_entropy), more_gradient = slope(params, part, scale)
+        more_gradient = _before_it_is_added(more_gradient)
         gradient = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradient, more_gradient)
         return ((total + more, entropy + more_entropy), gradient), None
 
