@@ -60,7 +60,16 @@ CASES = [
     case("llama-3.1-70b", "v5p:4x8x8", "dp=1,fsdp=32,tp=8,sp=1", 128, 4096, tp_sequence=True),
     case("llama-3.1-70b", "v4:8x8x8", "dp=1,fsdp=128,tp=4,sp=1", 256, 4096),
     case("llama-3.1-70b", "v5e:16x16", "dp=1,fsdp=256,tp=1,sp=1", 256, 8192),
+    case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=64,tp=1,sp=1", 128, 4096, accumulation=2),
 ]  # fmt: skip
+# with weights gathered while layers compute (--compute.overlap)
+CASES += [
+    one | {"overlap": True}
+    for one in [
+        *(CASES[number] for number in (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 18, 19, 21, -1)),
+        case("llama-3.2-3b", "v6e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 64, 4096, "mlp", accumulation=2),
+    ]
+]
 
 # model, machine, rows, tokens: the plan's choice is compiled, and the best of other kinds
 SCENARIOS = [
@@ -98,10 +107,14 @@ def alternatives(model: str, on: str, batch: int, seq: int, most: int = 2) -> li
     ]  # fmt: skip
 
 
+USUAL = {
+    "accumulation": 1, "tp_sequence": False, "mlp_chunk": 0, "sequence": "auto", "overlap": False,
+}  # fmt: skip
+
+
 def key(one: dict[str, Any]) -> str:
     """What makes a case another one; what is as usual is not said."""
-    usual = {"accumulation": 1, "tp_sequence": False, "mlp_chunk": 0, "sequence": "auto"}
-    return json.dumps({k: v for k, v in one.items() if usual.get(k) != v}, sort_keys=True)
+    return json.dumps({k: v for k, v in one.items() if USUAL.get(k) != v}, sort_keys=True)
 
 
 def config_of(one: dict[str, Any]) -> Any:
@@ -113,7 +126,7 @@ def config_of(one: dict[str, Any]) -> Any:
         rope=RopeConfig(theta=one.get("rope_theta")),
         compute=ComputeConfig(
             remat=one["remat"], tp_sequence=one.get("tp_sequence", False),
-            mlp_chunk=one.get("mlp_chunk", 0),
+            mlp_chunk=one.get("mlp_chunk", 0), overlap=one.get("overlap", False),
         ),
     )  # fmt: skip
 
@@ -181,9 +194,9 @@ def compile_missing(cases: list[dict[str, Any]]) -> None:
 
 def words(one: dict[str, Any]) -> str:
     more = [
-        f"{name} {one[name]}"
-        for name in ("accumulation", "tp_sequence", "sequence")
-        if one.get(name) not in (None, 1, False, "auto")
+        name if one[name] is True else f"{name} {one[name]}"
+        for name in ("accumulation", "tp_sequence", "sequence", "overlap")
+        if name in one and one[name] != USUAL[name]
     ]
     wide = (
         ",".join(part for part in one["mesh"].split(",") if not part.endswith("=1")) or "one device"
@@ -265,6 +278,7 @@ def choice_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[flo
             for name, entry in record.items()
             if tuple(entry["case"][part] for part in ("model", "on", "batch", "seq")) == scenario
             and "seconds" in entry
+            and not entry["case"].get("overlap")
             and name != chosen
         ]
         if "seconds" not in record.get(chosen, {}) or not others:

@@ -27,11 +27,15 @@ def test_the_record_holds_enough_cases_to_mean_something() -> None:
     assert len(cases) >= 12
     assert {case["on"].split(":")[0] for case in cases} >= {"v4", "v5e", "v5p", "v6e"}
     assert {"llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"} <= {case["model"] for case in cases}
+    assert sum(case.get("overlap", False) for case in cases) >= 12
 
 
 @pytest.mark.parametrize("entry", COMPILED, ids=NAMES)
-def test_memory_is_within_a_tenth_of_the_compilers(entry: dict[str, Any]) -> None:
-    assert memory(*planned(entry)).total == pytest.approx(entry["total"], rel=0.10)
+def test_memory_is_within_a_tenth_of_the_compilers_or_with_micro_batches_a_seventh_above(
+    entry: dict[str, Any],
+) -> None:
+    above = 1 / 7 if entry["case"].get("accumulation", 1) > 1 else 0.10
+    assert 0.90 <= memory(*planned(entry)).total / entry["total"] <= 1 + above
 
 
 def test_what_fits_is_said_to_fit_and_what_does_not_is_refused() -> None:

@@ -140,7 +140,7 @@ def test_meshes_that_need_some_of_the_reserve_say_so_and_come_last() -> None:
     assert True in signs
     for one in found.ranked:
         assert one.memory.tight == (one.memory.total > 0.95 * one.memory.limit)
-        assert ("; tight: 9" in one.reason) == one.memory.tight
+        assert ("; tight: " in one.reason) == one.memory.tight
 
 
 def test_a_slower_way_that_leaves_the_reserve_free_is_taken_before_a_tight_one() -> None:

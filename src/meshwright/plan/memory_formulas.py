@@ -8,7 +8,15 @@ Tests work each of them out and hold it to plan.memory.
 
 from meshwright.machines import Machine
 from meshwright.plan.candidates import with_strategy
-from meshwright.plan.memory import PROMPT, TOKEN_FIELDS, moments, saved_of_token, vectors
+from meshwright.plan.memory import (
+    AHEAD,
+    PROMPT,
+    TOKEN_FIELDS,
+    gathers_ahead,
+    moments,
+    saved_of_token,
+    vectors,
+)
 from meshwright.plan.parts import (
     attention_weights,
     item_bytes,
@@ -32,9 +40,8 @@ def formulas(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
     fullest = max(found, key=lambda moment: found[moment])
     kinds = _always(job, choice)
     parts = {"loss": _loss, "backward": _backward, "end": _end}[fullest](job, choice, machine)
-    if choice.accumulation > 1:  # the gathered ends stay for all micro-batches
-        tables = 1 if job.model.tied_embeddings else 2
-        words = f"{tables} · {item_bytes(job.dtype)} bytes · {_table(job, choice)}"
+    if gathers_ahead(job, choice, machine):
+        words = f"{AHEAD} · {item_bytes(job.dtype)} bytes · {_table(job, choice)}"
         parts["gathered weights"] = _sum(parts.get("gathered weights"), words)
     for kind, words in parts.items():
         kinds[kind] = _sum(kinds.get(kind), words)

@@ -181,11 +181,6 @@ def _warnings(job: Job, machine: Machine) -> tuple[str, ...]:
     longest = job.model.max_seq
     if job.overlap and not machine.is_tpu:
         found.append(f"overlap changes nothing on {machine.chip.name}: it is for TPUs")
-    elif job.overlap:
-        found.append(
-            "overlap takes memory that is not counted here, a tenth more in the one step that was "
-            "compiled with it; prove tells"
-        )
     said = f"seq={job.seq:,} is longer than the model's {longest:,} tokens"
     if job.seq > longest and job.kind == "serve":
         found.append(f"{said}; weights made for longer rows are needed")

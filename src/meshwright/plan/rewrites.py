@@ -9,7 +9,7 @@ The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 5
   devices of a slice: twice the bytes on the wire. Over a part of a slice it scatters;
 - sums whole what it would have to cut within its 128 lanes: the embedding's gradient where a
   device's part of embed is no multiple of that, and the head's where the vocabulary is none either;
-- sums the head's whole, too, outside of a loop over micro-batches, where the vocabulary is one;
+- sums the head's whole, too, where the vocabulary is one;
 - sums whole what it would scatter along the last dim in parts of exactly 128: the gradients of the
   weights that lead back to the residual stream (wo, down) and of the embedding;
 - adds the two of a tied embedding before they are sent, not after (as the GPU compiler does);
@@ -61,7 +61,7 @@ def _on_tpu(rows: list[Row], job: Job, choice: Choice, machine: Machine) -> Iter
     exact = model.embed // choice.fsdp == LANES  # what a scatter over fsdp leaves
     whole = {
         EMBEDDING: narrow or exact,
-        HEAD: narrow or exact if ragged else choice.accumulation == 1,
+        HEAD: narrow or exact or not ragged,
     }
     back = {  # of a gradient, what is scattered along the last dim
         "attention": model.heads / (2 * (model.heads + model.kv_heads)),
