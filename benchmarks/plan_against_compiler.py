@@ -35,9 +35,8 @@ def case(
     }
 
 
-CASES = [
-    case("llama-3.2-1b", "v5e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 32, 2048, "none"),
-    case("llama-3.2-1b", "v5e:4x4", "dp=1,fsdp=8,tp=2,sp=1", 32, 4096, "mlp"),
+# compiled as they are, and with weights gathered while layers compute (--compute.overlap)
+BOTH_WAYS = [
     case("llama-3.2-3b", "v6e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 32, 4096, "mlp"),
     case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=64,tp=1,sp=1", 64, 4096),
     case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=32,tp=1,sp=2", 32, 32768, sequence="ring"),
@@ -46,30 +45,30 @@ CASES = [
     case("llama-3.1-8b", "v4:4x4x4", "dp=1,fsdp=16,tp=4,sp=1", 64, 4096),
     case("llama-3.1-8b", "v4:4x4x4", "dp=4,fsdp=16,tp=1,sp=1", 64, 4096),
     case("llama-3.1-8b", "v6e:16x16", "dp=1,fsdp=64,tp=4,sp=1", 256, 4096),
+    case("qwen2.5-7b", "v6e:8x8", "dp=2,fsdp=32,tp=1,sp=1", 128, 4096, accumulation=2),
+    case("llama-2-13b", "v4:4x4x8", "dp=1,fsdp=32,tp=4,sp=1", 64, 4096, "mlp"),
+    case("qwen3-14b", "v6e:8x8", "dp=1,fsdp=64,tp=1,sp=1", 64, 8192),
+    case("llama-2-70b", "v5p:8x8x8", "dp=1,fsdp=512,tp=1,sp=1", 512, 4096),
+    case("llama-3.1-70b", "v5p:4x8x8", "dp=1,fsdp=32,tp=8,sp=1", 128, 4096, tp_sequence=True),
+    case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=64,tp=1,sp=1", 128, 4096, accumulation=2),
+    case("llama-3.2-1b", "v5p:2x2x2", "dp=1,fsdp=8,tp=1,sp=1", 16, 2048, "none"),
+    case("llama-3.2-3b", "v6e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 64, 4096, "mlp", accumulation=2),
+]  # fmt: skip
+CASES = [
+    case("llama-3.2-1b", "v5e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 32, 2048, "none"),
+    case("llama-3.2-1b", "v5e:4x4", "dp=1,fsdp=8,tp=2,sp=1", 32, 4096, "mlp"),
     case("llama-3.1-8b", "v6e:16x16", "dp=1,fsdp=256,tp=1,sp=1", 256, 8192),
     case("llama-3.1-8b", "v5e:16x16", "dp=1,fsdp=64,tp=4,sp=1", 128, 4096),
     case("llama-3.1-8b", "v5e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 16, 4096, "none"),
     case("llama-3.1-8b", "v5e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 32, 4096, "mlp"),
     case("llama-3.2-3b", "v5e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 48, 4096, "mlp"),
     case("llama-3.2-1b", "v5e:4x4", "dp=1,fsdp=8,tp=2,sp=1", 64, 2048, "mlp", accumulation=2),
-    case("qwen2.5-7b", "v6e:8x8", "dp=2,fsdp=32,tp=1,sp=1", 128, 4096, accumulation=2),
-    case("llama-2-13b", "v4:4x4x8", "dp=1,fsdp=32,tp=4,sp=1", 64, 4096, "mlp"),
-    case("qwen3-14b", "v6e:8x8", "dp=1,fsdp=64,tp=1,sp=1", 64, 8192),
-    case("llama-2-70b", "v5p:8x8x8", "dp=1,fsdp=512,tp=1,sp=1", 512, 4096),
     case("llama-3.1-70b", "v6e:16x16", "dp=1,fsdp=64,tp=4,sp=1", 128, 8192),
-    case("llama-3.1-70b", "v5p:4x8x8", "dp=1,fsdp=32,tp=8,sp=1", 128, 4096, tp_sequence=True),
     case("llama-3.1-70b", "v4:8x8x8", "dp=1,fsdp=128,tp=4,sp=1", 256, 4096),
     case("llama-3.1-70b", "v5e:16x16", "dp=1,fsdp=256,tp=1,sp=1", 256, 8192),
-    case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=64,tp=1,sp=1", 128, 4096, accumulation=2),
+    *BOTH_WAYS,
+    *(one | {"overlap": True} for one in BOTH_WAYS),
 ]  # fmt: skip
-# with weights gathered while layers compute (--compute.overlap)
-CASES += [
-    one | {"overlap": True}
-    for one in [
-        *(CASES[number] for number in (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 18, 19, 21, -1)),
-        case("llama-3.2-3b", "v6e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 64, 4096, "mlp", accumulation=2),
-    ]
-]
 
 # model, machine, rows, tokens: the plan's choice is compiled, and the best of other kinds
 SCENARIOS = [
@@ -192,21 +191,21 @@ def compile_missing(cases: list[dict[str, Any]]) -> None:
         add_to_record(recorded(one, proof))
 
 
-def words(one: dict[str, Any]) -> str:
+def extras(one: dict[str, Any], mesh: str) -> list[str]:
+    """Mesh, remat and whatever is not as usual."""
     more = [
         name if one[name] is True else f"{name} {one[name]}"
         for name in ("accumulation", "tp_sequence", "sequence", "overlap")
         if name in one and one[name] != USUAL[name]
     ]
-    wide = (
-        ",".join(part for part in one["mesh"].split(",") if not part.endswith("=1")) or "one device"
-    )
-    return ", ".join(
-        [
-            f"{one['model']} {one['batch']}×{one['seq']} on {one['on']}, {wide}, {one['remat']}",
-            *more,
-        ]
-    )
+    return [mesh, one["remat"], *more]
+
+
+def words(one: dict[str, Any]) -> str:
+    split = [part for part in one["mesh"].split(",") if not part.endswith("=1")]
+    wide = ",".join(split) or "one device"
+    said = f"{one['model']} {one['batch']}×{one['seq']} on {one['on']}"
+    return ", ".join([said, *extras(one, wide)])
 
 
 def memory_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[float], int, int]:
@@ -295,10 +294,21 @@ def choice_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[flo
             said = f"{model} {batch}×{seq} on {on}" if name == chosen else ""
             by_plan = f"{planned[one['mesh']]:.3f} s" if name == chosen else ""
             lines.append(
-                f"| {said} | {one['mesh']}, {one['remat']} | {by_plan} | {taken:.3f} s | "
+                f"| {said} | {', '.join(extras(one, one['mesh']))} | {by_plan} | {taken:.3f} s | "
                 f"{taken / best:.3f} |"
             )
     return lines, worst
+
+
+def overlap_table(record: dict[str, dict[str, Any]]) -> list[str]:
+    """Of steps compiled both ways: with overlap over without."""
+    lines = ["| step | roofline | memory |", "|---|---|---|"]
+    for one in BOTH_WAYS:
+        plain, told = (record.get(key(one | {"overlap": told})) for told in (False, True))
+        if plain is not None and told is not None:
+            seconds = told["seconds"]["as compiled"] / plain["seconds"]["as compiled"]
+            lines.append(f"| {words(one)} | {seconds:.3f} | {told['total'] / plain['total']:.3f} |")
+    return lines
 
 
 def times_of_roofline(record: dict[str, dict[str, Any]]) -> tuple[float, float]:
@@ -352,6 +362,11 @@ def main() -> None:
     different = [line for line, one in zip(lines[2:], off, strict=True) if abs(one) > 0.01]
     lines = [*lines[:2], *different]
     _out("Bytes planned and compiled for TPUs", said, lines, options.write)
+    said = (
+        f"{start} The roofline of the compiled program and its memory with `--compute.overlap`, "
+        "each over that without."
+    )
+    _out("Gathers while layers compute, on TPUs", said, overlap_table(record), options.write)
     lines, worst = choice_table(record)
     least, most = times_of_roofline(record)
     if worst:

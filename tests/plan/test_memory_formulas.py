@@ -58,8 +58,9 @@ def fullest(job: Job, choice: Choice, machine: Machine) -> str:
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda one: f"{one.mesh} {one.remat}")
 @pytest.mark.parametrize("model", MODELS)
 def test_a_formula_gives_what_is_counted(model: str, choice: Choice) -> None:
-    for on, seq, optimizer in SETTINGS:
-        job, machine = Job(preset(model), 16, seq, optimizer=optimizer), Machine.parse(on)
+    for (on, seq, optimizer), overlap in itertools.product(SETTINGS, (False, True)):
+        job = Job(preset(model), 16, seq, optimizer=optimizer, overlap=overlap)
+        machine = Machine.parse(on)
         kinds, said = memory(job, choice, machine).kinds, formulas(job, choice, machine)
         assert said.keys() == kinds.keys()
         for kind, words in said.items():

@@ -34,6 +34,12 @@ def test_the_plan_hides_gathers_on_a_tpu_that_is_told_to_and_says_the_flag() -> 
     ]
     assert on_gpus[0].best.step_seconds == on_gpus[1].best.step_seconds
     assert on_gpus[1].warnings == ("overlap changes nothing on h100: it is for TPUs",)
+    v5e = [
+        mw.plan("llama-3.2-1b", "v5e:4x4", 32, 2048, mesh="fsdp=16", overlap=overlap)
+        for overlap in (False, True)
+    ]
+    assert v5e[0].best.memory.total == v5e[1].best.memory.total
+    assert v5e[1].warnings == ("overlap changes nothing on v5e: it gathers so by itself",)
     with pytest.raises(MeshwrightError, match="overlap=True is of training, and serving is plan"):
         mw.plan(*given, kind="serve", overlap=True)
 

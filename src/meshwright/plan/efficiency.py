@@ -125,3 +125,8 @@ def hides(chip: Chip, operation: str, overlap: bool) -> float:
         return HIDE_GATHERS_TOLD
     table = HIDE_GATHERS if operation == "all-gather" else HIDE_SCATTERS
     return table.get(chip.name, table.get(chip.platform, 0.0))
+
+
+def told_to_overlap(chip: Chip) -> bool:
+    """Whether overlap changes anything: GPUs and v5e gather while they compute by themselves."""
+    return hides(chip, "all-gather", True) > hides(chip, "all-gather", False)

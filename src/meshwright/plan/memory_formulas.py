@@ -12,6 +12,7 @@ from meshwright.plan.memory import (
     AHEAD,
     PROMPT,
     TOKEN_FIELDS,
+    ends_kept,
     gathers_ahead,
     moments,
     saved_of_token,
@@ -40,9 +41,11 @@ def formulas(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
     fullest = max(found, key=lambda moment: found[moment])
     kinds = _always(job, choice)
     parts = {"loss": _loss, "backward": _backward, "end": _end}[fullest](job, choice, machine)
-    if gathers_ahead(job, choice, machine):
-        words = f"{AHEAD} · {item_bytes(job.dtype)} bytes · {_table(job, choice)}"
-        parts["gathered weights"] = _sum(parts.get("gathered weights"), words)
+    early = AHEAD if gathers_ahead(job, choice, machine) else 0
+    for tables in (ends_kept(job, choice, machine), early):
+        if tables:
+            words = f"{tables} · {item_bytes(job.dtype)} bytes · {_table(job, choice)}"
+            parts["gathered weights"] = _sum(parts.get("gathered weights"), words)
     for kind, words in parts.items():
         kinds[kind] = _sum(kinds.get(kind), words)
     return kinds

@@ -16,7 +16,7 @@ from meshwright.models.decoder import PRESETS, DecoderConfig, preset, usual_dtyp
 from meshwright.models.decoder.forward import REMAT
 from meshwright.plan import constraints
 from meshwright.plan.constraints import Constraints
-from meshwright.plan.efficiency import OPTIMIZER_BYTES
+from meshwright.plan.efficiency import OPTIMIZER_BYTES, told_to_overlap
 from meshwright.plan.largest import largest_batch, largest_seq
 from meshwright.plan.reason import bound_and_reason
 from meshwright.plan.result import Estimate, Job, Plan, Refusal
@@ -179,8 +179,11 @@ def _warnings(job: Job, machine: Machine) -> tuple[str, ...]:
     """What would keep a job from running as it is."""
     found = []
     longest = job.model.max_seq
-    if job.overlap and not machine.is_tpu:
-        found.append(f"overlap changes nothing on {machine.chip.name}: it is for TPUs")
+    if job.overlap and not told_to_overlap(machine.chip):
+        found.append(
+            f"overlap changes nothing on {machine.chip.name}: "
+            + ("it gathers so by itself" if machine.is_tpu else "it is for TPUs")
+        )
     said = f"seq={job.seq:,} is longer than the model's {longest:,} tokens"
     if job.seq > longest and job.kind == "serve":
         found.append(f"{said}; weights made for longer rows are needed")

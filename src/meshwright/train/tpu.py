@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 # libtpu makes gathers asynchronous only on v5e by itself. With these the compiler starts the next
-# gather of a loop inside the matmuls that do not need it. It takes memory: 9.0 GiB became 10.0
-# (llama-3.2-1b, fsdp=8 on v5p:2x2x2, libtpu 0.0.42.1)
+# gather of a loop inside the matmuls that do not need it; benchmarks/RESULTS.md says what it takes
 _OVERLAP = {
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion": "true",
