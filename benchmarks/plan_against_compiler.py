@@ -166,7 +166,16 @@ def recorded(one: dict[str, Any], proof: Any) -> dict[str, Any]:
         # by the compiler's own rematerialization, where memory is nearly full
         "gathered_again": bool(re.search(r"%all-gather[\w.]*\.remat", proof.text)),
         "seconds": {"as compiled": taken.seconds, "overlapped": taken.overlapped},
+        "asynchronous": asynchronous(found.rows),
     }
+
+
+def asynchronous(rows: Any) -> float:
+    """Of the bytes gathered inside of loops, the share that is gathered while others compute."""
+    gathers = [row for row in rows if row.operation == "all-gather" and row.times > 1]
+    sizes = {told: sum(row.bytes * row.times for row in gathers if row.asynchronous is told)
+             for told in (False, True)}  # fmt: skip
+    return sizes[True] / max(sum(sizes.values()), 1)
 
 
 def read_record() -> dict[str, dict[str, Any]]:
@@ -302,12 +311,14 @@ def choice_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[flo
 
 def overlap_table(record: dict[str, dict[str, Any]]) -> list[str]:
     """Of steps compiled both ways: with overlap over without."""
-    lines = ["| step | roofline | memory |", "|---|---|---|"]
+    lines = ["| step | roofline | memory | asynchronous |", "|---|---|---|---|"]
     for one in BOTH_WAYS:
         plain, told = (record.get(key(one | {"overlap": told})) for told in (False, True))
         if plain is not None and told is not None:
             seconds = told["seconds"]["as compiled"] / plain["seconds"]["as compiled"]
-            lines.append(f"| {words(one)} | {seconds:.3f} | {told['total'] / plain['total']:.3f} |")
+            memory = told["total"] / plain["total"]
+            share = f"{100 * told['asynchronous']:.0f}%"
+            lines.append(f"| {words(one)} | {seconds:.3f} | {memory:.3f} | {share} |")
     return lines
 
 
@@ -364,7 +375,7 @@ def main() -> None:
     _out("Bytes planned and compiled for TPUs", said, lines, options.write)
     said = (
         f"{start} The roofline of the compiled program and its memory with `--compute.overlap`, "
-        "each over that without."
+        "each over that without; and of the bytes gathered in loops the share that is asynchronous."
     )
     _out("Gathers while layers compute, on TPUs", said, overlap_table(record), options.write)
     lines, worst = choice_table(record)

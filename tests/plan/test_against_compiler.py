@@ -97,6 +97,18 @@ def test_nothing_was_sent_that_was_not_planned() -> None:
     assert [entry["surprises"] for entry in COMPILED if entry["surprises"]] == []
 
 
+def test_told_to_overlap_the_compiler_gathers_most_of_a_loops_weights_while_it_computes() -> None:
+    told = [entry for entry in COMPILED if entry["case"].get("overlap")]
+    assert all(entry["asynchronous"] > 0.5 for entry in told)
+    assert sum(entry["asynchronous"] > 0.75 for entry in told) >= len(told) - 1
+    pairs = [(entry, recorded.key(entry["case"] | {"overlap": False})) for entry in told]
+    record = recorded.read_record()
+    assert all(
+        entry["seconds"]["as compiled"] < record[plain]["seconds"]["as compiled"]
+        for entry, plain in pairs
+    )
+
+
 def test_the_chosen_mesh_is_within_a_twentieth_of_the_best_of_each_scenario() -> None:
     _, worst = recorded.choice_table(recorded.read_record())
     assert len(worst) >= 10

@@ -66,7 +66,7 @@ HOP_DATA_CENTER = 50e-6
 
 # compiled: the TPU compiler's all-gathers for v4, v5p and v6e are synchronous, and so are the
 # reduce-scatters (seen on v4); on v5e 13 fusions of a step's gathers are asynchronous. With
-# `overlap` (train.tpu) 81 to 100% of the bytes gathered in the loops of twelve steps are, on v4,
+# `overlap` (train.tpu) 76 to 100% of the bytes gathered in the loops of fifteen steps are, on v4,
 # v5p and v6e; 57% with tp_sequence. How much of an asynchronous one hides is assumed, and all of it
 # on GPUs.
 HIDE_GATHERS = {"gpu": 0.75, "v5e": 0.75}

@@ -101,7 +101,9 @@ def choose(call: Call, kernel: str = "auto") -> str:
         why = KERNELS[name].refuses(call)
         if kernel == name:
             if why is not None and name != "dense":
-                raise MeshwrightError(f"attention={name!r} cannot serve this: {why}")
+                raise MeshwrightError(
+                    f"attention={name!r} cannot serve this: {why}; auto takes the fastest that can"
+                )
             return name
         if kernel == "auto" and why is None:
             because = f" ({'; '.join(passed)})" if passed else ""
