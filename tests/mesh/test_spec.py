@@ -168,3 +168,13 @@ def test_a_mesh_that_does_not_fit_says_which_would(text: str, devices: int, mess
 def test_a_printed_spec_with_axes_of_its_own_reads_back_with_them() -> None:
     spec = MeshSpec.parse("2,4", axes=("dp", "lanes"))
     assert MeshSpec.parse(str(spec), axes=spec.names) == spec
+
+
+@pytest.mark.parametrize("text", ["fsdp=8,foo=1", "1,2"])
+def test_a_mesh_that_is_refused_recommends_no_flag_that_does_not_exist(text: str) -> None:
+    """`axes=` is an argument in Python, not a flag: a reader at a terminal must not try it."""
+    with pytest.raises(MeshwrightError) as mistake:
+        MeshSpec.parse(text)
+    message = str(mistake.value)
+    assert "axes=" not in message or "in Python: mesh(…, axes=" in message
+    assert "fsdp" in message.replace(text, "")  # the names that would do

@@ -181,12 +181,12 @@ def _as_given(mesh: AnyMesh, path: str, shape: tuple[int, ...], given: Any, leaf
 
 
 def _dims_never_seen(rules: Rules, keys: Sequence[Any]) -> list[str]:
-    seen = {dim for dims in keys for dim in dims or ()}
+    seen = {dim for dims in keys for dim in dims or ()} | rules.optional
+    unseen = {rule.dim: rule for rule in reversed(rules.rules) if rule.dim not in seen}
     return [
         f"rules for dim {dim!r} match no array; drop them, or say that other arrays have it: "
-        f"Rules(…, optional=({dim!r},))"
-        for dim in dict.fromkeys(rule.dim for rule in rules.rules)
-        if dim not in seen and dim not in rules.optional
+        f"Rules(…, optional=({dim!r},)), in a rules file '{dim}? -> {rule.axes_text}'"
+        for dim, rule in reversed(unseen.items())
     ]
 
 

@@ -29,8 +29,12 @@ class LogicalRule:
     dim: str
     axes: tuple[str, ...]  # empty: stays whole
 
+    @property
+    def axes_text(self) -> str:
+        return "+".join(self.axes) or _NONE
+
     def __str__(self) -> str:
-        return f"{self.dim} -> {'+'.join(self.axes) or _NONE}"
+        return f"{self.dim} -> {self.axes_text}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +104,7 @@ class Rules:
     def __str__(self) -> str:
         marks = dict.fromkeys(self.optional, "?")
         return "\n".join(
-            f"{rule.dim}{marks.get(rule.dim, '')} -> {'+'.join(rule.axes) or _NONE}"
-            for rule in self.rules
+            f"{rule.dim}{marks.get(rule.dim, '')} -> {rule.axes_text}" for rule in self.rules
         )
 
     def __repr__(self) -> str:
@@ -166,7 +169,7 @@ def _decide(rules: Rules, dims: tuple[str | None, ...]) -> RuleOutcome:
         if dim not in known:
             raise MeshwrightError(
                 f"no rule says where dim {dim!r} goes{did_you_mean(dim, known)} To keep it whole "
-                f"say so: ({dim!r}, None)"
+                f"say so: ({dim!r}, None), in a rules file '{dim} -> none'"
             )
     assigned: dict[str, tuple[str, ...]] = {}
     owner: dict[str, str] = {}

@@ -244,7 +244,7 @@ def _positional_pairs(
     if len(sizes) not in (3, 4):
         raise MeshwrightError(
             f"{given} has {count(len(sizes), 'size')}; positional sizes are three (dp,fsdp,tp) or "
-            "four (dp,fsdp,tp,sp): name the axes (dp=2,tp=4) or pass axes="
+            "four (dp,fsdp,tp,sp): name the axes, as in 'dp=2,tp=4'"
         )
     return list(zip(STANDARD_AXES, sizes, strict=False))
 
@@ -310,6 +310,6 @@ def _check_vocabulary(names: Sequence[str], given: str) -> None:
         slip = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75)
         if mixed or slip:
             raise MeshwrightError(
-                f"{given}: axis {name!r} is not known{did_you_mean(name, known)} To use names of "
-                f"your own declare them: axes='{','.join(names)}'"
+                f"{given}: axis {name!r} is not known{did_you_mean(name, known)} Names of your own "
+                f"can be declared in Python: mesh(…, axes='{','.join(names)}')"
             )
