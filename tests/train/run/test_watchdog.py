@@ -85,4 +85,4 @@ def test_limits_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MeshwrightError, match=r"timeout_s=60, pause_timeout_s=10"):
         Watchdog(tmp_path, timeout_s=60, pause_timeout_s=10)
     with pytest.raises(MeshwrightError, match="above 0"):
-        Watchdog(tmp_path, timeout_s=0)
+        Watchdog(tmp_path, timeout_s=0, pause_timeout_s=10)

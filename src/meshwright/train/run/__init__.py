@@ -17,10 +17,11 @@ from meshwright.train.run.throughput import (
     peak_flops,
     throughput,
 )
-from meshwright.train.run.watchdog import Watchdog
+from meshwright.train.run.watchdog import HANG_TIMEOUT_S, Watchdog, pause_timeout_s
 
 __all__ = [
     "EXIT_CODE",
+    "HANG_TIMEOUT_S",
     "CoordinatorLostError",
     "Joined",
     "LiveLine",
@@ -38,6 +39,7 @@ __all__ = [
     "join",
     "memory",
     "only_run_in",
+    "pause_timeout_s",
     "peak_flops",
     "read_metrics",
     "stop_on_signals",

@@ -42,9 +42,15 @@ from meshwright.train.run.ending import (
 )
 from meshwright.train.run.verdict import REPORTS, Report, read_reports, verdict
 
+HANG_TIMEOUT_S = 600.0  # without a step begun, the default of --hang-timeout
 SILENCE_S = 60.0  # jax gives up on a stopped process after 100 s, and says less
 LIBRARY = sysconfig.get_paths()["stdlib"]
 STEPS_WITH_GRACE = 2  # both may hold a compilation, of this process or of one it waits for
+
+
+def pause_timeout_s(timeout_s: float) -> float:
+    """The limit of compiling, saving and evaluating, where steps may take `timeout_s`."""
+    return max(3600.0, 4 * timeout_s)
 
 
 class Watchdog:
@@ -60,8 +66,8 @@ class Watchdog:
         self,
         run_folder: Path | str,
         *,
-        timeout_s: float = 300.0,
-        pause_timeout_s: float = 1800.0,
+        timeout_s: float,
+        pause_timeout_s: float,
         store: Store | None = None,
         process_id: int = 0,
         processes: int = 1,
