@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError, count, whole_number
+from meshwright.host_memory import check_host_memory
 from meshwright.models.decoder import decode
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.serve.cache import Cache, appended, filled
@@ -64,9 +65,9 @@ def stream(
     Prompts are token ids, of any lengths. All mistakes are raised by the call itself.
     """
     check_prompts(prompts, max_new, model.config)
-    start, advance = model_functions(
-        model.config, model.mesh, room=_in_blocks(max(map(len, prompts)) + max_new)
-    )
+    room = _in_blocks(max(map(len, prompts)) + max_new)
+    _check_cache(model, len(prompts), room)
+    start, advance = model_functions(model.config, model.mesh, room)
     vocab = min(model.source.tokenizer.vocab, model.config.vocab)
     choose = chooser(model.mesh, sampling or Sampling(), vocab)
 
@@ -85,6 +86,19 @@ def stream(
         yield from _live_ones(tokens, live, model.source.ends)
 
     return steps()
+
+
+def _check_cache(model: Model, rows: int, room: int) -> None:
+    """On CPUs, whether the host's memory can hold the cache."""
+    config = model.config
+    per_token = 2 * config.layers * config.kv_heads * config.head_dim
+    itemsize = model.params["embedding"].dtype.itemsize
+    if model.mesh.devices.flat[0].platform == "cpu":
+        check_host_memory(
+            rows * room * per_token * itemsize,
+            f"a cache of {count(rows, 'prompt')} of up to {room} tokens",
+            "give fewer prompts, or a smaller max_new",
+        )
 
 
 def _live_ones(

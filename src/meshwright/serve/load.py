@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError, mesh_text
+from meshwright.host_memory import check_host_memory, host_bytes
 from meshwright.layout import Rules, layouts
 from meshwright.layout.layout import Layout
 from meshwright.mesh import MeshSpec
@@ -120,7 +121,13 @@ def load(source: Source, mesh: Mesh, dtype: Any = jnp.float32, rules: Rules | No
     They lie by `rules`, those of generation unless others are given.
     """
     check_fits(source.config, mesh)
-    return Model(source, source.read(targets(source.config, mesh, dtype, rules)), mesh)
+    wanted = targets(source.config, mesh, dtype, rules)
+    check_host_memory(
+        host_bytes(wanted),
+        f"{source.name} in {jnp.dtype(dtype).name}",
+        "use --dtype bfloat16, or fewer devices if some hold copies",
+    )
+    return Model(source, source.read(wanted), mesh)
 
 
 def check_fits(config: DecoderConfig, mesh: Mesh) -> None:
