@@ -86,6 +86,17 @@ def whole_number(value: Any, what: str) -> int:
     return number
 
 
+def check_seed(seed: Any) -> int:
+    """A random seed: jax takes 32 bits without a sign."""
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**32:
+        raise MeshwrightError(f"seed={seed!r} must be a whole number from 0 to {2**32 - 1}")
+    return number
+
+
 def whole_numbers(values: Any, what: str, at_least: int = 0) -> tuple[int, ...]:
     """`values` as a tuple of ints, NumPy's included; anything else is a mistake about `what`."""
     try:

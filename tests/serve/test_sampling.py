@@ -1,5 +1,6 @@
 """Sampling: filters against plain NumPy, draws against the probabilities they should have."""
 
+import math
 from typing import Any
 
 import jax
@@ -127,14 +128,17 @@ def test_tokens_that_the_tokenizer_lacks_are_never_taken() -> None:
     ("wrong", "words"),
     [
         ({"temperature": -0.1}, "temperature=-0.1 must be a number from 0"),
-        ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": 0}, "top_k=0 would leave no token"),
         ({"top_k": 1.5}, "top_k=1.5 is not a whole number"),
         ({"top_p": 0.0}, "top_p=0 would leave no token"),
         ({"top_p": 1.1}, "top_p=1.1 is a probability"),
         ({"min_p": -1}, "min_p=-1 is a probability"),
         ({"seed": -1}, "seed=-1"),
-        ({"seed": 2**32}, "must be below 2^32"),
+        ({"seed": 2**32}, "must be a whole number from 0 to 4294967295"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"temperature": math.inf}, "temperature=inf"),
+        ({"top_p": math.nan}, "top_p=nan"),
+        ({"min_p": math.nan}, "min_p=nan"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any], words: str) -> None:

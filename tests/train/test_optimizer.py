@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from meshwright.layout.decide import tree_paths
 from meshwright.models.decoder import abstract_arrays, preset
 from meshwright.train.optimizer import (
     OptimizerConfig,
+    ScheduleName,
     decays,
     learning_rate,
     make_optimizer,
@@ -30,12 +31,12 @@ def rates(schedule: str, steps: int = 100, **config: Any) -> np.ndarray:
     return np.array([float(rate(step)) for step in range(steps + 1)])
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
 def test_the_warm_up_rises_by_equal_steps_to_the_peak(schedule: str) -> None:
     found = rates(schedule)
     np.testing.assert_allclose(found[:10], PEAK * np.arange(1, 11) / 10, rtol=1e-5)
     assert found.max() == pytest.approx(PEAK)
-    assert found[0] > 0  # the first step is not for nothing
+    assert found[0] == pytest.approx(PEAK / 10)  # as the help says: not 0
 
 
 def test_cosine_falls_along_half_a_cosine() -> None:
@@ -65,15 +66,45 @@ def test_constant_stays() -> None:
 
 
 def test_without_warm_up_the_first_step_is_at_the_peak() -> None:
-    for schedule in ("cosine", "linear", "wsd", "constant"):
+    for schedule in get_args(ScheduleName):
         assert rates(schedule, warmup_steps=0)[0] == pytest.approx(PEAK)
 
 
-def test_a_warm_up_of_one_step_or_longer_than_the_run_is_a_warm_up() -> None:
+def test_a_warm_up_of_one_step_begins_at_the_peak() -> None:
     assert rates("cosine", warmup_steps=1)[0] == pytest.approx(PEAK)
-    np.testing.assert_allclose(
-        rates("linear", 5, warmup_steps=50)[:5], PEAK * np.arange(1, 6) / 5, rtol=1e-5
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 1), (5, 2), (60, 30), (200, 100), (5000, 100)])
+def test_the_default_warm_up_takes_half_of_a_short_run_at_most(steps: int, warmup: int) -> None:
+    found = rates("constant", steps, warmup_steps=None)
+    np.testing.assert_allclose(found[:warmup], PEAK * np.arange(1, warmup + 1) / warmup, rtol=1e-5)
+    np.testing.assert_allclose(found[warmup:], PEAK, rtol=1e-6)
+
+
+def test_inverse_sqrt_with_adafactor_is_the_schedule_of_palm() -> None:
+    """PaLM, section 5: 1e-2 for the first 10,000 steps, then 1/sqrt(k), where k is the step."""
+    steps = np.array([0, 1, 5000, 9999, 10_000, 10_001, 40_000, 255_000, 1_000_000])
+    palm = OptimizerConfig(
+        "adafactor", 1e-2, schedule="inverse_sqrt", warmup_steps=0, decay_from=10_000
     )
+    rate = learning_rate(palm, steps=255_000)
+    expected = [0.01 if k <= 10_000 else 1 / math.sqrt(k) for k in steps]
+    np.testing.assert_allclose([float(rate(k)) for k in steps], expected, rtol=1e-6)
+
+
+def test_inverse_sqrt_after_a_warm_up_is_t5x_s_normalized_rsqrt_decay() -> None:
+    """T5X's factors 'constant * rsqrt_normalized_decay': sqrt(W) / sqrt(max(step, W))."""
+    found = rates("inverse_sqrt", warmup_steps=16)
+    expected = [PEAK * math.sqrt(16) / math.sqrt(max(step, 16)) for step in range(16, 101)]
+    np.testing.assert_allclose(found[16:], expected, rtol=1e-5)
+    # whatever the length of the run: it can be prolonged
+    np.testing.assert_array_equal(found, rates("inverse_sqrt", 1000, warmup_steps=16)[:101])
+
+
+def test_inverse_sqrt_holds_the_peak_between_the_warm_up_and_its_decay() -> None:
+    found = rates("inverse_sqrt", warmup_steps=10, decay_from=25)
+    np.testing.assert_allclose(found[9:26], PEAK, rtol=1e-6)
+    assert found[100] == pytest.approx(PEAK / 2)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +118,20 @@ def test_a_warm_up_of_one_step_or_longer_than_the_run_is_a_warm_up() -> None:
         ({"b2": 1.5}, "b2=1.5 must be from 0 to below 1"),
         ({"final_fraction": -0.1}, "final_fraction=-0.1 must lie between 0 and 1"),
         ({"clip_norm": 0.0}, "clip_norm=0.0 must be above 0, or None"),
+        ({"clip_norm": math.nan}, "clip_norm=nan must be above 0, or None"),
+        ({"weight_decay": -0.1}, "optimizer.weight_decay=-0.1 must be at least 0"),
+        ({"weight_decay": math.nan}, "optimizer.weight_decay=nan must be at least 0"),
+        ({"eps": -1e-8}, "optimizer.eps=-1e-08 must be above 0, such as 1e-8"),
+        ({"eps": 0.0}, "optimizer.eps=0.0 must be above 0"),
+        ({"eps": math.nan}, "optimizer.eps=nan must be above 0"),
+        ({"b1": math.nan}, "b1=nan must be from 0 to below 1"),
+        ({"decay_fraction": math.nan}, "decay_fraction=nan must lie between 0 and 1"),
+        ({"decay_from": 10}, "decay_from=10 belongs to --optimizer.schedule inverse_sqrt"),
+        (
+            {"schedule": "inverse_sqrt", "warmup_steps": 20, "decay_from": 10},
+            "decay_from=10 must be at least 20",
+        ),
+        ({"schedule": "inverse_sqrt", "decay_from": 0}, "decay_from=0 must be at least 1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(change: dict[str, Any], words: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, check_seed
 from meshwright.layout.arrays import ArraySpec
 from meshwright.layout.decide import tree_paths
 
@@ -46,6 +46,7 @@ def create(specs: Any, shardings: Any, seed: int = 0) -> Any:
 
     A value depends on the seed, the array's path and the place in it, not on the mesh.
     """
+    check_seed(seed)
     is_spec = lambda leaf: isinstance(leaf, ArraySpec)  # noqa: E731
     leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
     paths = tree_paths(specs)

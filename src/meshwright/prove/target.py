@@ -35,8 +35,12 @@ _GPUS: Mapping[str, tuple[tuple[int, int], int, float, int, int, int]] = {
 
 
 def check_extra(machine: Machine) -> None:
-    """That the machine's compiler is installed; a MeshwrightError with the one command if not."""
+    """That the machine's compiler is installed and takes as many devices as the machine has."""
     platform = machine.chip.platform
+    if platform == "cpu":
+        from meshwright.train.cpu import check_simulated
+
+        check_simulated(machine.num_devices, given=f"machine '{machine}'")
     if platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         _missing(machine, "the TPU compiler (libtpu)", "tpu")
     if platform == "gpu" and not _gpu_plugins():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import MeshwrightError, whole_number
+from meshwright.errors import MeshwrightError, check_seed, whole_number
 from meshwright.ops.exchange import spec_of
 
 
@@ -43,8 +43,7 @@ class Sampling:
                 raise MeshwrightError(f"{name}={value!r} is a probability, from 0 to 1")
         if self.top_p == 0:
             raise MeshwrightError("top_p=0 would leave no token; temperature=0 takes the likeliest")
-        if whole_number(self.seed, "seed") >= 2**32:
-            raise MeshwrightError(f"seed={self.seed} must be below 2^32")
+        check_seed(self.seed)
 
 
 def sample(

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.errors import MeshwrightError, check_seed, did_you_mean
 from meshwright.models.decoder import DecoderConfig
 from meshwright.ops import rope
+from meshwright.train.cpu import check_simulated
 from meshwright.train.optimizer import OptimizerConfig
+from meshwright.train.run.watchdog import HANG_TIMEOUT_S
 from meshwright.train.step import LossConfig
 
 
@@ -51,10 +53,10 @@ class RopeConfig:
     """Of the scaling: how many times the model's length."""
 
     def __post_init__(self) -> None:
-        if self.theta is not None and self.theta <= 1:
-            raise MeshwrightError(f"rope.theta={self.theta} must be above 1")
-        if self.factor < 1:
-            raise MeshwrightError(f"rope.factor={self.factor} must be at least 1")
+        if self.theta is not None and not self.theta > 1:  # nan too
+            raise MeshwrightError(f"rope.theta={self.theta} must be above 1, such as 500000")
+        if not self.factor >= 1:
+            raise MeshwrightError(f"rope.factor={self.factor} must be at least 1, such as 8")
         if self.scaling is not None and self.factor == 1:
             raise MeshwrightError(
                 f"rope.scaling={self.scaling} needs rope.factor, how many times the model's length "
@@ -122,7 +124,7 @@ class TrainConfig:
     steps: int = 1000
     """Optimizer steps, in all."""
     stop_at: int | None = None
-    """Save and stop before the end, at this step; the learning rate still goes by `steps`."""
+    """Save and stop at this step, at most `steps`; the learning rate still follows `steps`."""
     batch: int = 32
     """Rows of an optimizer step, over all devices and micro-batches."""
     seq: int = 512
@@ -132,7 +134,7 @@ class TrainConfig:
     accumulation: int = 1
     """Micro-batches of an optimizer step; each is batch / accumulation rows."""
     seed: int = 0
-    """Of the first weights and of the order of the data."""
+    """Random seed for initialization and data order, from 0 to 2**32 - 1."""
     init_from: Path | None = None
     """Start from the weights of a Hugging Face folder."""
     rules: str = "standard"
@@ -146,8 +148,9 @@ class TrainConfig:
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     max_skipped: int = 10
     """Steps in a row with a loss or gradient that is not finite, after which training stops."""
-    hang_timeout: float = 600.0
-    """Seconds without progress after which the run is ended, naming the silent process."""
+    hang_timeout: float = HANG_TIMEOUT_S
+    """Seconds without a new step after which the run ends and names the process that hangs.
+    Compiling, saving and evaluating may take an hour, or four times this."""
     coordinator: str | None = None
     """Several processes: HOST:PORT of process 0, or auto (Slurm, Kubernetes, TPU pods)."""
     processes: int | None = None
@@ -155,34 +158,73 @@ class TrainConfig:
     process_id: int | None = None
     """Which this is, from 0."""
     cpu_devices: int | None = None
-    """Simulate this many devices on the CPU."""
+    """Simulate this many devices on the CPU, at most 1024."""
 
     def __post_init__(self) -> None:
-        positive = ("steps", "stop_at", "batch", "seq", "accumulation", "max_skipped")
-        for name in (*positive, "cpu_devices"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise MeshwrightError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.hang_timeout <= 0:
-            raise MeshwrightError(f"hang_timeout={self.hang_timeout} must be above 0")
-        if self.eval.rows < 0:
-            raise MeshwrightError(f"eval.rows={self.eval.rows} must be at least 0")
-        _check_finite(self, "")
-        for part in ("checkpoint", "eval", "log"):
-            if getattr(self, part).every < 1:
-                raise MeshwrightError(f"{part}.every={getattr(self, part).every} must be 1 or more")
-
-
-def _check_finite(config: Any, prefix: str) -> None:
-    """JSON, and so the record of a run, has no word for inf and nan."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            _check_finite(value, f"{prefix}{field.name}.")
-        elif isinstance(value, float) and not math.isfinite(value):
+        values = flat_settings(self)
+        for name, least in _AT_LEAST.items():
+            value = values[name]
+            if value is not None and value < least:
+                raise MeshwrightError(f"{name}={value} must be at least {least}")
+        for name, value in values.items():
+            _check_number(name, value)
+        check_seed(self.seed)
+        if self.steps > MOST_STEPS:
+            raise MeshwrightError(f"steps={self.steps} must be at most {MOST_STEPS}")
+        if self.stop_at is not None and self.stop_at > self.steps:
             raise MeshwrightError(
-                f"{prefix}{field.name}={value} is not a finite number; to leave a limit out, where "
-                "it may be, say None"
+                f"stop_at={self.stop_at} is beyond the end of the run, steps={self.steps}; give at "
+                f"most {self.steps}, or leave it out"
             )
+        if self.hang_timeout <= 0:
+            raise MeshwrightError(f"hang_timeout={self.hang_timeout} must be above 0, such as 600")
+        if self.cpu_devices is not None:
+            check_simulated(self.cpu_devices)
+        warmup = self.optimizer.warmup_steps
+        if warmup is not None and warmup > self.steps:
+            raise MeshwrightError(
+                f"optimizer.warmup_steps={warmup} is longer than the run, steps={self.steps}: the "
+                f"peak learning rate would never be reached; give at most {self.steps}, or for a "
+                "short trial of a longer run keep --steps and add --stop-at"
+            )
+
+
+MOST_STEPS = 2**31 - 1  # the step counter is an int32
+_LEAST_FLOAT32, _MOST_FLOAT32 = 1.2e-38, 3.4e38
+_AT_LEAST = {
+    "steps": 1, "stop_at": 1, "batch": 1, "seq": 1, "accumulation": 1, "max_skipped": 1,
+    "cpu_devices": 1, "eval.rows": 0, "eval.every": 1, "log.every": 1,
+    "checkpoint.every": 1, "checkpoint.keep_last": 1, "checkpoint.keep_every": 1,
+}  # fmt: skip
+
+
+def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every setting by its dotted name: `{"batch": 32, …, "optimizer.learning_rate": 3e-4}`."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        name, value = f"{prefix}{field.name}", getattr(config, field.name)
+        nested = dataclasses.is_dataclass(value)
+        found |= flat_settings(value, f"{name}.") if nested else {name: value}
+    return found
+
+
+def _check_number(name: str, value: Any) -> None:
+    """Devices compute in float32 and int64, and JSON has no word for inf and nan."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise MeshwrightError(
+            f"{name}={value} is not a finite number; to leave a limit out, where it may be, say "
+            "None"
+        )
+    if isinstance(value, int) and name != "seed" and abs(value) >= 2**63:
+        raise MeshwrightError(f"{name}={value} is too large; it must fit in 64 bits")
+    if isinstance(value, float) and value and not _LEAST_FLOAT32 <= abs(value) <= _MOST_FLOAT32:
+        what = "infinite" if abs(value) > 1 else "0"
+        raise MeshwrightError(
+            f"{name}={value} would be {what} in float32, which holds {_LEAST_FLOAT32} to "
+            f"{_MOST_FLOAT32}"
+        )
 
 
 # settings that say how and where a run is computed: a resumed run may change them

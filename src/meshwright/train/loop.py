@@ -17,12 +17,14 @@ import jax
 import numpy as np
 
 from meshwright.errors import MeshwrightError, count, mesh_text
+from meshwright.host_memory import check_host_memory, host_bytes
 from meshwright.layout.explanation import bytes_text
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.config import FREE, TrainConfig, config_to_dict, decoder_to_dict
 from meshwright.train.cpu import make_room_for_cpu_collectives, simulate_devices
 from meshwright.train.data import FIELDS
 from meshwright.train.gpu import take_most_gpu_memory
+from meshwright.train.optimizer import DEFAULT_WARMUP
 from meshwright.train.run import (
     LiveLine,
     MetricsLog,
@@ -35,6 +37,7 @@ from meshwright.train.run import (
     join,
     memory,
     only_run_in,
+    pause_timeout_s,
     peak_flops,
     stop_on_signals,
     throughput,
@@ -71,7 +74,7 @@ def train(config: TrainConfig, choose: Callable[[TrainConfig], TrainConfig] | No
         watchdog = Watchdog(
             config.run,
             timeout_s=config.hang_timeout,
-            pause_timeout_s=max(3600.0, 4 * config.hang_timeout),
+            pause_timeout_s=pause_timeout_s(config.hang_timeout),
             store=store,
             process_id=joined.process_id,
             processes=joined.processes,
@@ -109,6 +112,7 @@ class _Run:
         with contextlib.ExitStack() as stack:
             if self.speaks:
                 stack.enter_context(only_run_in(config.run))
+            self._check_state_memory()
             with self.watchdog.paused("loading"):
                 state = self._first_state()
             with self.watchdog.paused("compiling"):
@@ -347,7 +351,26 @@ class _Run:
                 - held.alias_size_in_bytes
             )
             self._say(f"compiled: {bytes_text(total)} per device by the compiler's account")
+            # beyond the state, which is there already
+            self._check_step_memory(total - held.argument_size_in_bytes)
         return compiled
+
+    def _check_state_memory(self) -> None:
+        target = self.setup.target
+        check_host_memory(
+            host_bytes(target) + host_bytes(target.params),  # gradients are as large as parameters
+            f"{self.config.model} with parameters, gradients and optimizer state",
+            "use a smaller model, --compute.param-dtype bfloat16, or --optimizer.name adafactor",
+        )
+
+    def _check_step_memory(self, per_device: int) -> None:
+        devices = [one for one in self.setup.mesh.local_devices if one.platform == "cpu"]
+        config = self.config
+        check_host_memory(
+            per_device * len(devices),
+            f"one step of {config.model} with batch={config.batch} and seq={config.seq}",
+            "use a smaller --batch or --seq, more --accumulation, or --compute.remat full",
+        )
 
     def _announce(self, first: int) -> None:
         setup, config = self.setup, self.config
@@ -371,6 +394,12 @@ class _Run:
             f"{count(config.accumulation, 'micro-batch')} of {rows} rows; data {config.data}; "
             f"steps {first} to {config.steps}"
         )
+        warmup = config.optimizer.warmup(config.steps)
+        if config.optimizer.warmup_steps is None and warmup < DEFAULT_WARMUP:
+            self._say(
+                f"note: the warm-up is shortened from {DEFAULT_WARMUP} to {count(warmup, 'step')}, "
+                "to suit the length of the run; --optimizer.warmup-steps sets it"
+            )
         if setup.attention is not None:
             self._say(f"attention: {setup.attention}")
         for remark in setup.explanation.remarks:

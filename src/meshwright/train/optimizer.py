@@ -10,13 +10,15 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layout import ArraySpec
 from meshwright.train.muon import muon
 
-ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
+ScheduleName = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
+DEFAULT_WARMUP = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,22 +26,30 @@ class OptimizerConfig:
     name: str = "adamw"
     """adamw, lion, adafactor or muon."""
     learning_rate: float = 3e-4
-    """The highest, reached after the warm-up."""
+    """Peak learning rate, reached by the last step of the warm-up."""
     schedule: ScheduleName = "cosine"
-    """How it goes down: along a cosine, a line, or only at the end (warm-up, stable, decay)."""
-    warmup_steps: int = 100
-    """Optimizer steps over which the learning rate rises from 0."""
+    """Decay after the warm-up: cosine, linear, wsd (constant, then linear at the end), constant, or
+    inverse_sqrt (T5, PaLM: peak * sqrt(decay_from / step) from step decay_from on)."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up; the first step uses learning_rate / warmup_steps, not 0. By default
+    100, or half of the run where that is less."""
+    decay_from: int | None = None
+    """inverse_sqrt only: the step (from 0) at which the decay begins; by default the end of the
+    warm-up. PaLM: --optimizer.learning-rate 1e-2 --optimizer.warmup-steps 0 with 10000 here."""
     final_fraction: float = 0.1
-    """Of the highest learning rate, what is left at the end."""
+    """cosine, linear and wsd: learning rate at the end of the run, as a fraction of the peak."""
     decay_fraction: float = 0.2
-    """Of the steps, how many wsd takes to go down."""
+    """wsd: the fraction of all steps over which the learning rate decays."""
     b1: float = 0.9
+    """Decay rate of the first moment."""
     b2: float = 0.95
+    """Decay rate of the second moment."""
     eps: float = 1e-8
+    """Added to the denominator of the update."""
     weight_decay: float = 0.1
-    """Of matrices; norms and biases are not decayed."""
+    """Weight decay of matrices; norms and biases are not decayed."""
     clip_norm: float | None = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Gradients are scaled down to this global norm; None: no clipping."""
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -51,18 +61,47 @@ class OptimizerConfig:
             raise MeshwrightError(
                 f"schedule {self.schedule!r} is not known{did_you_mean(self.schedule, schedules)}"
             )
+        # `not (…)`, so that nan is refused as well
         if not self.learning_rate > 0:
-            raise MeshwrightError(f"learning_rate={self.learning_rate} must be above 0")
-        if self.warmup_steps < 0:
-            raise MeshwrightError(f"warmup_steps={self.warmup_steps} must be at least 0")
+            raise _out_of_range(self, "learning_rate", "must be above 0, such as 3e-4")
+        if self.warmup_steps is not None and self.warmup_steps < 0:
+            raise _out_of_range(self, "warmup_steps", "must be at least 0; 0 means no warm-up")
+        self._check_decay_from()
         for name in ("final_fraction", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
-                raise MeshwrightError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+                raise _out_of_range(self, name, "must lie between 0 and 1")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
-                raise MeshwrightError(f"{name}={getattr(self, name)} must be from 0 to below 1")
+                raise _out_of_range(self, name, "must be from 0 to below 1, such as 0.95")
+        if not self.eps > 0:
+            raise _out_of_range(self, "eps", "must be above 0, such as 1e-8")
+        if not self.weight_decay >= 0:
+            raise _out_of_range(self, "weight_decay", "must be at least 0; 0 means no weight decay")
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise MeshwrightError(f"clip_norm={self.clip_norm} must be above 0, or None")
+            raise _out_of_range(self, "clip_norm", "must be above 0, or None for no clipping")
+
+    def _check_decay_from(self) -> None:
+        if self.decay_from is None:
+            return
+        if self.schedule != "inverse_sqrt":
+            raise _out_of_range(
+                self, "decay_from", "belongs to --optimizer.schedule inverse_sqrt; leave it out"
+            )
+        earliest = max(self.warmup_steps or 0, 1)
+        if self.decay_from < earliest:
+            raise _out_of_range(
+                self, "decay_from", f"must be at least {earliest}: the decay follows the warm-up"
+            )
+
+    def warmup(self, steps: int) -> int:
+        """Steps of warm-up in a run of `steps`: those asked for, or the default, shortened."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return min(DEFAULT_WARMUP, max(steps // 2, 1), self.decay_from or DEFAULT_WARMUP)
+
+
+def _out_of_range(config: OptimizerConfig, name: str, rule: str) -> MeshwrightError:
+    return MeshwrightError(f"optimizer.{name}={getattr(config, name)} {rule}")
 
 
 Schedule = Callable[[Any], Any]
@@ -77,9 +116,13 @@ def make_optimizer(
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Schedule:
-    """Up over the warm-up, then down as the schedule says, by optimizer step."""
+    """The learning rate of each optimizer step, counted from 0, in a run of `steps`.
+
+    With a warm-up of W steps, step s < W uses peak * (s + 1) / W: the first step trains with
+    peak / W, and step W - 1 with the peak. Then it decays as the schedule says.
+    """
     peak, last = config.learning_rate, config.learning_rate * config.final_fraction
-    warmup = min(config.warmup_steps, steps)
+    warmup = config.warmup(steps)
     rest = max(steps - warmup, 1)
     match config.schedule:
         case "cosine":
@@ -89,12 +132,24 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Schedule:
         case "wsd":
             decay = min(max(round(steps * config.decay_fraction), 1), rest)
             fall = optax.linear_schedule(peak, last, decay, rest - decay)
+        case "inverse_sqrt":
+            fall = _inverse_sqrt(peak, max(config.decay_from or warmup, 1), warmup)
         case "constant":
             fall = optax.constant_schedule(peak)
     if warmup == 0:
         return fall
     rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, fall], [warmup])
+
+
+def _inverse_sqrt(peak: float, decay_from: int, warmup: int) -> Schedule:
+    """peak * sqrt(decay_from / max(step, decay_from)); optax counts from the end of the warm-up."""
+
+    def rate(count: Any) -> Any:
+        step = jnp.maximum(jnp.asarray(count, jnp.float32) + warmup, decay_from)
+        return peak * jnp.sqrt(decay_from / step)
+
+    return rate
 
 
 def decays(spec: ArraySpec) -> bool:

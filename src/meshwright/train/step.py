@@ -35,6 +35,10 @@ class LossConfig:
     """Tokens whose logits a device holds at a time."""
 
     def __post_init__(self) -> None:
+        if not self.z_loss >= 0:  # nan too
+            raise MeshwrightError(
+                f"loss.z_loss={self.z_loss} must be at least 0; 0 means no z-loss, 1e-4 is usual"
+            )
         if self.chunk < 1:
             raise MeshwrightError(f"loss.chunk={self.chunk} must be at least 1")
 

@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.errors import MeshwrightError, count, whole_number
+from meshwright.errors import MeshwrightError, check_seed, count, whole_number
+from meshwright.host_memory import check_host_memory
 from meshwright.train.data.packing import new_store
 from meshwright.train.data.store import TokenStore
 from meshwright.train.data.tokenizer import ByteTokenizer
@@ -121,10 +122,12 @@ def needle_rows(
     `fresh` rows are never those that training has seen with the same or another seed.
     """
     needles.check_room(seq)
-    for name, number in (("rows", rows), ("first", first), ("seed", seed)):
+    for name, number in (("rows", rows), ("first", first)):
         whole_number(number, name)
+    check_seed(seed)
     if not rows:
         raise MeshwrightError("rows=0 asks for nothing; give 1 or more")
+    check_host_memory(4 * rows * seq, f"rows={rows} of seq={seq}", "ask for fewer rows")
     tokens = np.full((rows, seq), ByteTokenizer.end_of_document, np.int32)
     asked, told = (np.zeros((rows, needles.asked), np.int32) for _ in range(2))
     for row in range(rows):

@@ -54,8 +54,13 @@ class Schedule:
 
 def _fraction(weight: str | float | Fraction) -> Fraction:
     try:
-        value = weight if isinstance(weight, Fraction) else Fraction(str(weight))
-    except (ValueError, ZeroDivisionError):
+        if isinstance(weight, Fraction):
+            value = weight
+        elif abs(float(weight)) > 1e30:
+            raise ValueError  # 1e999999999 as an exact fraction takes hours
+        else:
+            value = Fraction(0) if abs(float(weight)) < 1e-30 else Fraction(str(weight))
+    except (ValueError, ZeroDivisionError, OverflowError):
         raise MeshwrightError(f"weight {weight!r} is not a number; write 0.7 or 2") from None
     if value <= 0:
         raise MeshwrightError(
