@@ -44,6 +44,7 @@ from meshwright.train.run import (
     write_description,
     write_run_page,
 )
+from meshwright.train.same_settings import check_same_settings
 from meshwright.train.setup import bytes_per_device, prepare
 from meshwright.train.state import TrainState, new_state
 
@@ -62,13 +63,9 @@ def train(config: TrainConfig, choose: Callable[[TrainConfig], TrainConfig] | No
     take_most_gpu_memory()
     if config.cpu_devices is not None:
         simulate_devices(config.cpu_devices)
+    if config.mesh == AUTO and choose is None:
+        raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
     joined = join(config.coordinator, config.processes, config.process_id)
-    if config.mesh == AUTO:
-        if choose is None:
-            raise MeshwrightError(
-                "mesh 'auto' needs a function that chooses one: train(.., choose)"
-            )
-        config = choose(config)
     store = coordinator_store()
     with ends_together(store, joined.process_id, joined.processes), stop_on_signals() as stop:
         watchdog = Watchdog(
@@ -80,6 +77,11 @@ def train(config: TrainConfig, choose: Callable[[TrainConfig], TrainConfig] | No
             processes=joined.processes,
         )
         with watchdog:
+            with watchdog.paused("comparing settings"):
+                check_same_settings(config, store, joined)
+                if config.mesh == AUTO and choose is not None:
+                    config = choose(config)
+                    check_same_settings(config, store, joined)
             _Run(config, stop, store, watchdog).go()
 
 

@@ -163,24 +163,23 @@ def choose_rules(config: TrainConfig) -> Rules:
     if config.rules in sets:
         return t5x_rules(*sets[config.rules])
     try:
-        return _with_activations(
-            Rules.parse(Path(config.rules).read_text(encoding="utf-8")), config
-        )
+        text = Path(config.rules).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:
         raise MeshwrightError(
             f"rules {config.rules!r} are neither 'standard', nor one of {', '.join(sets)}, nor a "
             f"file that can be read ({reason})"
         ) from None
+    return _with_activations(Rules.parse(text), config.rules)
 
 
-def _with_activations(rules: Rules, config: TrainConfig) -> Rules:
+def _with_activations(rules: Rules, file: str) -> Rules:
     """A file's rules, of which some are for activations: no weight needs to have their dims."""
     dims = {rule.dim for rule in rules.rules}
     standard = decoder_rules(sp=True)
     for dim in sorted(standard.optional - dims):
         example = standard.layout(dim).axes[0]
         raise MeshwrightError(
-            f"rules {config.rules!r} do not say where dim {dim!r} goes, which activations have; "
+            f"rules {file!r} do not say where dim {dim!r} goes, which activations have; "
             f"add a line such as '{dim}? -> {'+'.join(example)}', or '{dim}? -> none'"
         )
     return Rules(rules.rules, optional=rules.optional | standard.optional)

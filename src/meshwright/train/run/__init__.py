@@ -1,8 +1,9 @@
 """What stands around the training loop: processes, signals, the watchdog, metrics, the run page."""
 
+from meshwright.train.run.comparison import Fact, compare_processes
 from meshwright.train.run.coordinator import CoordinatorLostError, Store, coordinator_store
 from meshwright.train.run.description import write_description
-from meshwright.train.run.ending import EXIT_CODE, ends_together
+from meshwright.train.run.ending import EXIT_CODE, AgreedError, ends_together
 from meshwright.train.run.live import LiveLine
 from meshwright.train.run.lock import only_run_in
 from meshwright.train.run.metrics import Metrics, MetricsLog, read_metrics
@@ -22,7 +23,9 @@ from meshwright.train.run.watchdog import HANG_TIMEOUT_S, Watchdog, pause_timeou
 __all__ = [
     "EXIT_CODE",
     "HANG_TIMEOUT_S",
+    "AgreedError",
     "CoordinatorLostError",
+    "Fact",
     "Joined",
     "LiveLine",
     "Memory",
@@ -34,6 +37,7 @@ __all__ = [
     "Throughput",
     "Watchdog",
     "agree",
+    "compare_processes",
     "coordinator_store",
     "ends_together",
     "join",

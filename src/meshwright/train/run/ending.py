@@ -21,6 +21,10 @@ EXIT_CODE = 75  # EX_TEMPFAIL: worth another try, from the last checkpoint
 POLL_S = 1.0  # how often each process looks whether another has ended
 
 
+class AgreedError(MeshwrightError):
+    """A mistake that all processes raise, with the same words: none has to tell the others."""
+
+
 @contextlib.contextmanager
 def ends_together(
     store: Store | None, process_id: int = 0, processes: int = 1, poll_s: float = POLL_S
@@ -44,6 +48,8 @@ def ends_together(
 
 def _end_failed(store: Store, process_id: int, failure: BaseException, interval_s: float) -> None:
     wait_s = farewell_s(process_id, interval_s)
+    if isinstance(failure, AgreedError):
+        end_process(str(failure), 2, wait_s)
     about = str(failure).partition("\n")[0] or type(failure).__name__
     text = f"process {process_id} failed: {about}"
     lost = None
