@@ -9,32 +9,31 @@ print(mw.plan("llama-3.1-8b", "v5p:4x4x4", batch=256, seq=4096).mesh)
 print(mw.audit(jax.jit(step).lower(state, batch).compile()))
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from meshwright.errors import MeshwrightError
-from meshwright.layout import (
-    ArraySpec,
-    Constant,
-    Layout,
-    Normal,
-    PathRules,
-    Rules,
-    create,
-    explain,
-    layouts,
-    optimizer_layouts,
-    shard,
-    sharding,
-    shardings,
-    standard_rules,
-)
-from meshwright.machines import CHIPS, Chip, Machine
-from meshwright.mesh import MachineMesh, MeshSpec, mesh, tile_mesh
-
+TYPE_CHECKING = False  # as typing's, whose import takes longer than all that is done here
 if TYPE_CHECKING:
+    from typing import Any
+
     from meshwright import testing
     from meshwright.audit import Audit, audit
+    from meshwright.errors import MeshwrightError
+    from meshwright.layout import (
+        ArraySpec,
+        Constant,
+        Layout,
+        Normal,
+        PathRules,
+        Rules,
+        create,
+        explain,
+        layouts,
+        optimizer_layouts,
+        shard,
+        sharding,
+        shardings,
+        standard_rules,
+    )
+    from meshwright.machines import CHIPS, Chip, Machine
+    from meshwright.mesh import MachineMesh, MeshSpec, mesh, tile_mesh
     from meshwright.plan import Plan, plan
 
 __version__ = "0.1.0"
@@ -69,20 +68,35 @@ __all__ = [
     "tile_mesh",
 ]
 
-# loaded when first asked for: they need all models and ops. The packages plan and audit are called
-# like the functions in them, so that either can be the attribute
-_LATER = {
-    "Audit": "meshwright.audit",
-    "Plan": "meshwright.plan",
-    "audit": "meshwright",
-    "plan": "meshwright",
-    "testing": "meshwright",
-}
+# All is loaded when it is first asked for: `import meshwright` takes no time, so that the command
+# line can take care of Ctrl-C before jax is imported, and audit and plan need all models and ops.
+_MODULES = {
+    "meshwright.audit": ("Audit",),
+    "meshwright.errors": ("MeshwrightError",),
+    "meshwright.layout": (
+        "ArraySpec", "Constant", "Layout", "Normal", "PathRules", "Rules", "create", "explain",
+        "layouts", "optimizer_layouts", "shard", "sharding", "shardings", "standard_rules",
+    ),
+    "meshwright.machines": ("CHIPS", "Chip", "Machine"),
+    "meshwright.mesh": ("MachineMesh", "MeshSpec", "tile_mesh"),
+    "meshwright.plan": ("Plan",),
+}  # fmt: skip
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+# mesh, plan and audit are called like the function in them, so that either can be the attribute
+_PACKAGES = frozenset({"audit", "errors", "layout", "machines", "mesh", "plan", "testing"})
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    if _LATER[name] == "meshwright":
+def __getattr__(name: str) -> "Any":
+    import importlib
+
+    if name in _PACKAGES:
         return importlib.import_module(f"meshwright.{name}")
-    return getattr(importlib.import_module(_LATER[name]), name)
+    if name not in _HOMES:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -102,7 +102,12 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_on_another_mesh_within_rounding(
         assert distance <= (1e-5 if name.startswith("params") else 1e-3) * size, name
 
 
-def test_sigterm_saves_and_ends_with_zero(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
+)
+def test_a_signal_in_the_loop_saves_and_ends_with_zero(
+    number: signal.Signals, name: str, model: str, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     settings = ["--batch", "4", "--seq", "32", "--steps", "100000", "--run", str(run)]
     settings += ["--eval.rows", "4", "--eval.every", "100000"]
@@ -114,11 +119,11 @@ def test_sigterm_saves_and_ends_with_zero(model: str, tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     steps, _ = read_metrics(run).column("loss")
-    assert f"saved step {steps[-1]} (SIGTERM)" in out
+    assert f"saved step {steps[-1]} ({name})" in out
     assert Checkpoints(run / "checkpoints").latest() == steps[-1]
     assert "eval loss" not in out, "who sends a signal does not wait for long"
     assert (run / "run.html").exists()

@@ -16,6 +16,7 @@ import tyro
 
 from meshwright.cli.auto import planned_to_serve
 from meshwright.errors import MeshwrightError, count, mesh_text
+from meshwright.interrupt import ctrl_c_says
 from meshwright.machines import Machine
 from meshwright.models.decoder import usual_dtype
 from meshwright.serve.generate import check_prompts, stream
@@ -92,15 +93,13 @@ def generate(
     model = load(source, placed, jnp.dtype(kind))
     coming = _Coming(stream(model, prompts, max_new, sampling), len(prompts), source.ends)
     try:
-        if json:
-            rows = [list(coming.row(row)) for row in range(len(prompts))]
-            found = [_result(*each, source) for each in zip(texts, prompts, rows, strict=True)]
-            print(jsonlib.dumps({"model": used, "results": found, **coming.speed()}))
-        else:
-            _print(coming, prompts, source)
-    except KeyboardInterrupt:
-        print(f"\nstopped; {coming.summary()}", file=sys.stderr)
-        raise SystemExit(130) from None
+        with ctrl_c_says(lambda: f"\nstopped; {coming.summary()}"):
+            if json:
+                rows = [list(coming.row(row)) for row in range(len(prompts))]
+                found = [_result(*each, source) for each in zip(texts, prompts, rows, strict=True)]
+                print(jsonlib.dumps({"model": used, "results": found, **coming.speed()}))
+            else:
+                _print(coming, prompts, source)
     except BrokenPipeError:  # whoever read the text has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return

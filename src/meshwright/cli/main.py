@@ -1,70 +1,32 @@
-"""`meshwright COMMAND`: one file a command, each thin."""
+"""`meshwright COMMAND`: takes care of Ctrl-C, then imports what the command needs."""
 
-import io
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import tyro
-
-from meshwright.cli.audit import audit_command
-from meshwright.cli.data import data
-from meshwright.cli.eval import evaluate
-from meshwright.cli.generate import generate
-from meshwright.cli.machines import machines
-from meshwright.cli.plan import plan
-from meshwright.cli.prove import prove_command
-from meshwright.cli.show import show
-from meshwright.cli.train import train, train_command
-from meshwright.errors import MeshwrightError
-
-COMMANDS: dict[str, Callable[..., Any]] = {
-    "show": show,
-    "machines": machines,
-    "plan": plan,
-    "data": data,
-    "train": train,
-    "generate": generate,
-    "eval": evaluate,
-}
-
-
-# these take train's settings, whose defaults may come from a file
-WITH_SETTINGS: dict[str, Callable[[Sequence[str]], None]] = {
-    "train": train_command,
-    "audit": audit_command,
-    "prove": prove_command,
-}
+from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; a user's mistake is one readable line and exit status 2."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments == ["--version"]:
+    """Run one command: that of the command line, or in a program the one that is given."""
+    if arguments is None:
+        arguments = sys.argv[1:]
+        signal.signal(signal.SIGINT, _stopped)  # at once; what follows takes milliseconds
+        from meshwright.interrupt import end_on_ctrl_c
+
+        end_on_ctrl_c()
+    if list(arguments) == ["--version"]:
         from meshwright import __version__
 
         print(f"meshwright {__version__}")
         return
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show × gets a ?
-    try:
-        if arguments[:1] and arguments[0] in WITH_SETTINGS:
-            WITH_SETTINGS[arguments[0]](arguments[1:])
-            return
-        tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
-            prog="meshwright",
-            description="Say where every axis goes, see what it costs, run it.",
-            args=arguments,
-            config=(tyro.conf.UseAppendAction,),
-        )
-    except MeshwrightError as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("stopped at once", file=sys.stderr)
-        raise SystemExit(130) from None
+    from meshwright.cli.commands import run
+
+    run(list(arguments))
+
+
+def _stopped(*_: object) -> None:
+    os.write(2, b"stopped\n")
+    os._exit(130)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ proof = prove(TrainConfig("llama-3.1-8b", mesh="fsdp=64", batch=64, seq=8192), "
 proof.fits, proof.footprint.total
 """
 
+import contextlib
 import dataclasses
 import functools
 import gzip
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.interrupt import before_end
 from meshwright.machines import Machine
 from meshwright.ops.mosaic import switched_on
 from meshwright.prove.cache import cache_folder, request_key
@@ -152,7 +154,9 @@ def _compile(
     """In a process of its own: its libraries are noisy, and may end it."""
     start = time.perf_counter()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+    with contextlib.ExitStack() as stack:
+        work = stack.enter_context(tempfile.TemporaryDirectory(dir=folder.parent))
+        stack.enter_context(before_end(lambda: shutil.rmtree(work, ignore_errors=True)))
         scratch = Path(work) / "found"
         scratch.mkdir()
         (scratch / "request.json").write_text(json.dumps(request), encoding="utf-8")
@@ -162,6 +166,7 @@ def _compile(
                 command, stdout=subprocess.PIPE, stderr=noise, text=True,
                 env=child_environment(machine),
             ) as child:  # fmt: skip
+                stack.enter_context(before_end(child.kill))
                 try:
                     assert child.stdout is not None
                     for line in child.stdout:

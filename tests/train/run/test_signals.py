@@ -36,8 +36,9 @@ def test_sigterm_asks_to_stop_and_the_handlers_come_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def send(*signals: signal.Signals) -> Stop:
+def send(*signals: signal.Signals, stepping: bool = True) -> Stop:
     with stop_on_signals() as stop:
+        assert not stepping or not agree(stop, 0)
         for number in signals:
             os.kill(os.getpid(), number)
     return stop
@@ -56,6 +57,13 @@ def test_only_a_second_ctrl_c_stops_at_once() -> None:
     assert send(signal.SIGTERM, signal.SIGINT).reason == "SIGTERM"
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGTERM, signal.SIGINT, signal.SIGINT)
+
+
+def test_before_the_first_step_ctrl_c_interrupts_at_once_and_sigterm_asks() -> None:
+    assert send(signal.SIGTERM, stepping=False).reason == "SIGTERM"
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT, stepping=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_outside_the_main_thread_a_stop_is_asked_for_by_hand() -> None:

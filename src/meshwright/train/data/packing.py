@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import MeshwrightError, count
+from meshwright.interrupt import before_end
 from meshwright.train.data.readers import PLAIN, Bad, Reading, find_files, read_documents
 from meshwright.train.data.store import (
     META,
@@ -98,7 +99,10 @@ def new_store(
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with closing(StoreWriter(partial, tokenizer, special_tokens)) as writer:
+        with (
+            before_end(lambda: shutil.rmtree(partial, ignore_errors=True)),
+            closing(StoreWriter(partial, tokenizer, special_tokens)) as writer,
+        ):
             yield writer
         _move_into_place(partial, target)
     except OSError as reason:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 
 from meshwright.errors import MeshwrightError
+from meshwright.interrupt import before_end
 from meshwright.train.run.coordinator import CoordinatorLostError, Store
 from meshwright.train.run.verdict import REPORTS, read_reports
 
@@ -34,8 +35,15 @@ def ends_together(
     In a run of one process (`store` is None) exceptions pass through untouched.
     """
     interval_s = look_interval_s(processes, poll_s)
+
+    def tell_the_others() -> None:
+        if store is not None:
+            agree_on_verdict(store, f"process {process_id} was stopped by Ctrl-C")
+            time.sleep(farewell_s(process_id, interval_s))
+
     try:
-        yield
+        with before_end(tell_the_others):
+            yield
     except SystemExit as wanted:
         if store is None or not wanted.code:
             raise

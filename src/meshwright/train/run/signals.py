@@ -6,7 +6,8 @@
                 break                       # save, and end with 0
             …
 
-A second Ctrl-C raises KeyboardInterrupt at once.
+Before the first step there is nothing to save: there Ctrl-C ends the process at once, and so does a
+second one later (in a program that calls `train`, both are KeyboardInterrupt).
 
 ## Why all processes stop before the same step
 
@@ -36,6 +37,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from meshwright.errors import MeshwrightError
+from meshwright.interrupt import ctrl_c_calls, ctrl_c_says
 from meshwright.train.run.coordinator import Store
 
 _runs = itertools.count()  # the same in every process: each opens its loops in the same order
@@ -46,6 +48,7 @@ class Stop:
 
     def __init__(self, key: str | None = None) -> None:
         self.reason: str | None = None
+        self.stepping = False  # the first step has begun
         self.key = key or f"meshwright/stop/{next(_runs)}"
 
     @property
@@ -68,23 +71,30 @@ def stop_on_signals() -> Iterator[Stop]:
 
     interrupts = itertools.count()
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and next(interrupts):
-            raise KeyboardInterrupt
+    def terminate(number: int, frame: FrameType | None) -> None:
         if not stop.requested:
-            again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
-            _say(f"{_name(number)}: stopping after this step{again}")
-        stop.request(_name(number))
+            _say("SIGTERM: stopping after this step")
+        stop.request("SIGTERM")
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before[number] = signal.signal(number, handle)
+    def take_ctrl_c() -> bool:
+        if not stop.stepping or next(interrupts):
+            return False
+        if not stop.requested:
+            _say("Ctrl-C: stopping after this step; Ctrl-C again stops at once")
+        stop.request("Ctrl-C")
+        return True
+
+    def line() -> str:
+        return "stopped at once" if stop.stepping else "stopped before the first step"
+
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, terminate) if in_main else None
     try:
-        yield stop
+        with ctrl_c_calls(take_ctrl_c), ctrl_c_says(line):
+            yield stop
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def agree(stop: Stop, step: int, store: Store | None = None, lag: int = 1, every: int = 1) -> bool:
@@ -93,6 +103,7 @@ def agree(stop: Stop, step: int, store: Store | None = None, lag: int = 1, every
     `store`: `coordinator_store()`, None for one process. `lag`: see the top of this file.
     `every`: look only before each so-many-th step, where thousands of processes share one store.
     """
+    stop.stepping = True
     if store is None:
         return stop.requested
     if stop.requested:
@@ -111,10 +122,6 @@ def agree(stop: Stop, step: int, store: Store | None = None, lag: int = 1, every
             f"{step}: the loop ran further ahead than lag={lag}"
         )
     return step == int(at_text)
-
-
-def _name(number: int) -> str:
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def _say(text: str) -> None:

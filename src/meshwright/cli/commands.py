@@ -1,0 +1,58 @@
+"""The commands of `meshwright`: one file each, all thin."""
+
+import io
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+
+from meshwright.cli.audit import audit_command
+from meshwright.cli.data import data
+from meshwright.cli.eval import evaluate
+from meshwright.cli.generate import generate
+from meshwright.cli.machines import machines
+from meshwright.cli.plan import plan
+from meshwright.cli.prove import prove_command
+from meshwright.cli.show import show
+from meshwright.cli.train import train, train_command
+from meshwright.errors import MeshwrightError
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "show": show,
+    "machines": machines,
+    "plan": plan,
+    "data": data,
+    "train": train,
+    "generate": generate,
+    "eval": evaluate,
+}
+
+
+# these take train's settings, whose defaults may come from a file
+WITH_SETTINGS: dict[str, Callable[[Sequence[str]], None]] = {
+    "train": train_command,
+    "audit": audit_command,
+    "prove": prove_command,
+}
+
+
+def run(arguments: list[str]) -> None:
+    """Run one command; a user's mistake is one readable line and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show × gets a ?
+    try:
+        if arguments[:1] and arguments[0] in WITH_SETTINGS:
+            WITH_SETTINGS[arguments[0]](arguments[1:])
+            return
+        tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="meshwright",
+            description="Say where every axis goes, see what it costs, run it.",
+            args=arguments,
+            config=(tyro.conf.UseAppendAction,),
+        )
+    except MeshwrightError as mistake:
+        print(f"error: {mistake}", file=sys.stderr)
+        raise SystemExit(2) from None

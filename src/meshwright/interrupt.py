@@ -1,0 +1,118 @@
+"""Ctrl-C at a terminal: one line, and the process ends. At any moment, also while jax is imported.
+
+    end_on_ctrl_c()                                   # the command line does, before it imports jax
+    with ctrl_c_says(lambda: "stopped after 3 files"):
+        with before_end(lambda: shutil.rmtree(scratch)):
+            …
+
+KeyboardInterrupt does not do: raised in the middle of an import it is a traceback of someone else's
+library, raised in a callback (jax has one for the garbage collector) it is printed and forgotten,
+and while the main thread is in a compiler it is not raised at all. So a thread of its own hears of
+the signal and ends the process.
+
+Nothing here changes a program that only imports meshwright: there Ctrl-C stays KeyboardInterrupt.
+"""
+
+import atexit
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TypeVar
+
+EXIT_CODE = 130  # 128 + SIGINT, as shells have it
+LONGEST_END_S = 30.0  # for what is cleaned up; a second Ctrl-C does not wait for it
+
+_T = TypeVar("_T")
+_listening = False
+_ending = threading.Event()
+# innermost last
+_takers: list[Callable[[], bool]] = []
+_lines: list[Callable[[], str]] = [lambda: "stopped"]
+_before_end: list[Callable[[], object]] = []
+
+
+def end_on_ctrl_c() -> None:
+    """From now on Ctrl-C ends this process with one line. For programs, in their main thread."""
+    global _listening
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # the number of each signal, at once
+    signal.signal(signal.SIGINT, lambda number, frame: None)  # no KeyboardInterrupt
+    threading.Thread(target=_listen, args=(read,), name="ctrl-c", daemon=True).start()
+    # while Python shuts down threads do not run any more: there the signal itself ends the process
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    _listening = True
+
+
+@contextlib.contextmanager
+def ctrl_c_calls(take: Callable[[], bool]) -> Iterator[None]:
+    """Inside, Ctrl-C calls `take`; if that gives back False, it ends the process as before."""
+    with _registered(_takers, take):
+        if _listening or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if take():
+                return
+            if not callable(before):
+                raise KeyboardInterrupt
+            before(number, frame)
+
+        signal.signal(signal.SIGINT, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def ctrl_c_says(line: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+    """Inside, what Ctrl-C prints before it ends the process."""
+    return _registered(_lines, line)
+
+
+def before_end(action: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+    """Inside, what Ctrl-C does before it ends the process, as `finally` would."""
+    return _registered(_before_end, action)
+
+
+@contextlib.contextmanager
+def _registered(entries: list[_T], entry: _T) -> Iterator[None]:
+    entries.append(entry)
+    try:
+        yield
+    finally:
+        entries.remove(entry)
+
+
+def _listen(read: int) -> None:
+    while data := os.read(read, 64):
+        for _ in range(data.count(signal.SIGINT)):
+            _ctrl_c()
+
+
+def _ctrl_c() -> None:
+    if _ending.is_set():
+        os._exit(EXIT_CODE)
+    if _takers and _takers[-1]():
+        return
+    _ending.set()
+    shown = "\x1b[?25h\n" if os.isatty(2) else ""  # a live line may have hidden the cursor
+    with contextlib.suppress(OSError):
+        os.write(2, f"{shown}{_lines[-1]()}\n".encode())
+    # in a thread, so that this one hears a second Ctrl-C
+    threading.Thread(target=_end, daemon=True).start()
+
+
+def _end() -> None:
+    limit = threading.Timer(LONGEST_END_S, os._exit, (EXIT_CODE,))
+    limit.daemon = True
+    limit.start()
+    for action in reversed(_before_end):
+        with contextlib.suppress(Exception):
+            action()
+    os._exit(EXIT_CODE)

@@ -1,0 +1,132 @@
+"""Ctrl-C prints one line and ends the process, wherever it is."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+# ends the process by Ctrl-C when the import of a module begins
+AT_IMPORT = """
+import os, signal, sys
+
+class AtImport:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, AtImport())
+sys.argv = ["meshwright", "train", "tiny", "--steps", "1", "--run", {run!r}]
+from meshwright.cli.main import main
+main()
+"""
+
+
+def ended(code: str, timeout: float = 60) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["meshwright.interrupt", "numpy", "jax", "jax._src.core", "optax", "meshwright.train.loop"]
+)  # fmt: skip
+def test_ctrl_c_during_the_imports_is_one_line(module: str, tmp_path: Path) -> None:
+    assert ended(AT_IMPORT.format(module=module, run=str(tmp_path / "run"))) == (130, "stopped\n")
+
+
+def test_importing_the_command_line_loads_nothing_slow() -> None:
+    code = "import sys, meshwright.cli.main; print([m for m in ('jax', 'numpy', 'tyro') if m in sys.modules])"
+    assert ended(code) == (0, "[]\n")
+
+
+START = """
+import gc, hashlib, os, signal, threading, time
+from meshwright.interrupt import before_end, ctrl_c_says, end_on_ctrl_c
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+end_on_ctrl_c()
+"""
+
+
+def test_ctrl_c_in_a_garbage_collector_callback_is_not_swallowed() -> None:
+    code = (
+        f"{START}\ngc.callbacks.append(lambda phase, info: ctrl_c())\ngc.collect()\ntime.sleep(30)"
+    )
+    assert ended(code) == (130, "stopped\n")
+
+
+def test_ctrl_c_while_the_main_thread_is_in_a_library_ends_the_process() -> None:
+    """As in a compiler: C code that does not look for signals, and lets go of Python's lock."""
+    code = f"{START}\nthreading.Timer(0.3, ctrl_c).start()\nhashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
+    assert ended(code) == (130, "stopped\n")
+
+
+def test_ctrl_c_cleans_up_and_says_what_was_asked_for() -> None:
+    code = f"""{START}
+with ctrl_c_says(lambda: "stopped after 3 files"), before_end(lambda: print("cleaned up", flush=True)):
+    ctrl_c()
+    time.sleep(30)
+"""
+    assert ended(code) == (130, "cleaned up\nstopped after 3 files\n")
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_clean_up() -> None:
+    code = f"""{START}
+with before_end(lambda: time.sleep(25)):
+    ctrl_c()
+    time.sleep(0.5)
+    ctrl_c()
+    time.sleep(30)
+"""
+    started = time.monotonic()
+    assert ended(code) == (130, "stopped\n")
+    assert time.monotonic() - started < 20
+
+
+def test_ctrl_c_before_the_first_step_ends_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "meshwright.cli.main", "train", "tiny", "--cpu-devices", "1"]
+    with subprocess.Popen(
+        [*command, "--run", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("tiny on mesh")  # it has yet to compile
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        assert process.stderr.read() == "stopped before the first step\n"
+    assert not (run / "checkpoints").exists()
+
+
+def test_importing_meshwright_leaves_ctrl_c_to_the_program() -> None:
+    code = """
+import os, signal
+import meshwright as mw
+from meshwright.cli.main import main
+from meshwright.train.loop import train
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    assert ended(code) == (0, "interrupted\n")
+
+
+def test_packing_leaves_nothing_half_written_behind(tmp_path: Path) -> None:
+    code = f"""{START}
+from meshwright.train.data.packing import new_store
+from meshwright.train.data.tokenizer import ByteTokenizer
+with new_store({str(tmp_path / "a.store")!r}, ByteTokenizer()):
+    ctrl_c()
+    time.sleep(30)
+"""
+    assert ended(code) == (130, "stopped\n")
+    assert os.listdir(tmp_path) == []
