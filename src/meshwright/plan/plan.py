@@ -26,6 +26,7 @@ from meshwright.plan.time import transfers
 
 OBJECTIVES = ("throughput", "latency", "memory")
 DTYPES = ("float32", "bfloat16")
+MOST = 2**31 - 1  # of batch, seq and the like: dims of arrays are counted in int32
 MOST_DEVICES = 65536  # to which a larger machine is looked for
 
 
@@ -150,8 +151,8 @@ def _check(
 
 
 def _check_number(what: str, number: object) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise MeshwrightError(f"{what}={number!r} must be a whole number from 1")
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST:
+        raise MeshwrightError(f"{what}={number!r} must be a whole number from 1 to {MOST}")
 
 
 def _check_kind(

@@ -169,8 +169,9 @@ class TrainConfig:
         for name, value in values.items():
             _check_number(name, value)
         check_seed(self.seed)
-        if self.steps > MOST_STEPS:
-            raise MeshwrightError(f"steps={self.steps} must be at most {MOST_STEPS}")
+        for name in ("steps", "batch", "seq", "accumulation"):
+            if values[name] > MOST:
+                raise MeshwrightError(f"{name}={values[name]} must be at most {MOST}")
         if self.stop_at is not None and self.stop_at > self.steps:
             raise MeshwrightError(
                 f"stop_at={self.stop_at} is beyond the end of the run, steps={self.steps}; give at "
@@ -189,7 +190,7 @@ class TrainConfig:
             )
 
 
-MOST_STEPS = 2**31 - 1  # the step counter is an int32
+MOST = 2**31 - 1  # steps and dims of arrays are counted in int32
 _LEAST_FLOAT32, _MOST_FLOAT32 = 1.2e-38, 3.4e38
 _AT_LEAST = {
     "steps": 1, "stop_at": 1, "batch": 1, "seq": 1, "accumulation": 1, "max_skipped": 1,
