@@ -106,4 +106,4 @@ def test_meta_json_is_plain_data(here: Path) -> None:
     main(["data", "pack", "books", "--out", "a.store"])
     meta = json.loads((here / "a.store/meta.json").read_text())
     assert meta["sources"] == [{"path": "books", "documents": 1}]
-    assert meta["version"] == 1
+    assert meta["version"] == 2

@@ -19,6 +19,7 @@ from meshwright.train.data import (
     embedded_corpus,
     load_tokenizer,
     row_count,
+    upgrade,
 )
 from meshwright.train.data import pack as pack_store
 from meshwright.train.data.embedded import EMBEDDED
@@ -90,7 +91,18 @@ class Info:
     document: int | None = None
     """Print the text of this document instead; the first is 0."""
     verify: bool = False
-    """Read everything and compare it with the checksums."""
+    """Read the whole store and compare it with its checksums and hashes."""
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """Check a store packed by an older version and add the checksums of its blocks.
+
+    meshwright data upgrade books.store
+    """
+
+    store: tyro.conf.Positional[Path]
+    """The folder of the store; its tokens and its identity stay as they are."""
 
 
 def data(
@@ -99,6 +111,7 @@ def data(
         Annotated[Pack, tyro.conf.subcommand("pack")]
         | Annotated[Needle, tyro.conf.subcommand("needle")]
         | Annotated[Info, tyro.conf.subcommand("info")]
+        | Annotated[Upgrade, tyro.conf.subcommand("upgrade")]
     ],
 ) -> None:
     """Make token stores, and look into them."""
@@ -106,6 +119,9 @@ def data(
         pack(command)
     elif isinstance(command, Needle):
         needle(command)
+    elif isinstance(command, Upgrade):
+        store = upgrade(command.store)
+        print(f"upgraded {command.store}: {len(store.tokens):,} tokens match their hashes")
     else:
         info(command)
 

@@ -8,7 +8,7 @@ from meshwright.train.data.embedded import embedded_corpus, embedded_text
 from meshwright.train.data.loader import Loader, held_out_loader, training_loader
 from meshwright.train.data.mixture import Mixture
 from meshwright.train.data.needle import NeedleRows, Needles, needle_rows, write_needles
-from meshwright.train.data.packing import Packed, pack
+from meshwright.train.data.packing import Packed, pack, upgrade
 from meshwright.train.data.readers import Reading
 from meshwright.train.data.rows import FIELDS, NO_TARGET, read_rows, row_count
 from meshwright.train.data.store import TokenStore
@@ -44,5 +44,6 @@ __all__ = [
     "row_count",
     "tokenizer_from_json",
     "training_loader",
+    "upgrade",
     "write_needles",
 ]

@@ -14,22 +14,28 @@ import numpy as np
 
 from meshwright.errors import MeshwrightError, count
 from meshwright.interrupt import before_end
+from meshwright.train.data.blocks import BlockChecksums, HashedFile, checksum_name, damaged
 from meshwright.train.data.readers import PLAIN, Bad, Reading, find_files, read_documents
 from meshwright.train.data.store import (
+    CHECKSUMS,
+    IN_BLOCKS,
     META,
     OFFSET_DTYPE,
     OFFSETS,
     TOKENIZER,
     TOKENS,
     TokenStore,
+    as_tokens,
     describe,
+    hash_of_meta,
     read_meta,
-    token_dtype,
+    read_tokenizer,
 )
 from meshwright.train.data.tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 2_000_000  # tokenized at once: what bounds the memory
 BATCH_DOCUMENTS = 4096
+NEW_META = META + ".new"  # until it takes the place of the old one
 
 
 @dataclass(frozen=True)
@@ -132,13 +138,15 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 class StoreWriter:
-    """Appends documents to the files of a store, and hashes them on the way."""
+    """Appends documents to the files of a store, with checksums and hashes on the way."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, special_tokens: bool):
         self.folder, self.tokenizer, self.special_tokens = folder, tokenizer, special_tokens
         self.tokens = self.documents = self.empty = 0
-        self._files = {name: (folder / name).open("wb") for name in (TOKENS, OFFSETS)}
-        self._hashes = {name: hashlib.sha256() for name in self._files}
+        self._files = {name: HashedFile(folder / name) for name in IN_BLOCKS}
+        self._checksums = {
+            name: BlockChecksums(folder / checksum_name(name)) for name in self._files
+        }
         self._append(OFFSETS, np.zeros(1, OFFSET_DTYPE))
 
     def add(self, texts: list[str]) -> None:
@@ -156,7 +164,7 @@ class StoreWriter:
             return
         end = np.array([last], np.int32)
         pieces = [piece for ids in kept for piece in (ids, end)]
-        self._append(TOKENS, np.concatenate(pieces).astype(token_dtype(self.tokenizer.vocab)))
+        self._append(TOKENS, as_tokens(np.concatenate(pieces), self.tokenizer))
         ends = self.tokens + np.cumsum([len(ids) + 1 for ids in kept])
         self._append(OFFSETS, ends.astype(OFFSET_DTYPE))
         self.tokens = int(ends[-1])
@@ -168,40 +176,73 @@ class StoreWriter:
                 "there is nothing to pack: no document holds any text "
                 f"({count(self.empty, 'empty document')})"
             )
-        for file in self._files.values():
-            _to_disk(file)
-        self.close()
-        hashes = {name: running.hexdigest() for name, running in self._hashes.items()}
-        hashes[TOKENIZER] = self._write_json(TOKENIZER, self.tokenizer.to_json())
-        meta = describe(
-            self.tokenizer, self.tokens, self.documents, hashes[TOKENS], hashes[OFFSETS]
-        )
-        meta["files"] = {
-            name: {"bytes": (self.folder / name).stat().st_size, "sha256": sha256}
-            for name, sha256 in hashes.items()
-        }
-        self._write_json(META, meta | facts | {"special_tokens": self.special_tokens})
+        files = {name: file.finish() for name, file in self._files.items()}
+        for name, checksums in self._checksums.items():
+            files[checksum_name(name)] = checksums.finish()
+        files[TOKENIZER] = _write_json(self.folder / TOKENIZER, self.tokenizer.to_json())
+        hashes = [files[name]["sha256"] for name in IN_BLOCKS]
+        meta = describe(self.tokenizer, self.tokens, self.documents, *hashes)
+        meta |= {"files": files, "special_tokens": self.special_tokens} | facts
+        _write_json(self.folder / META, meta | {"sha256": hash_of_meta(meta)})
 
     def close(self) -> None:
-        for file in self._files.values():
+        for file in (*self._files.values(), *self._checksums.values()):
             file.close()
 
     def _append(self, name: str, array: np.ndarray[Any, Any]) -> None:
         data = array.tobytes()
         self._files[name].write(data)
-        self._hashes[name].update(data)
-
-    def _write_json(self, name: str, value: dict[str, Any]) -> str:
-        data = json.dumps(value, ensure_ascii=False, indent=1).encode()
-        with (self.folder / name).open("wb") as file:
-            file.write(data)
-            _to_disk(file)
-        return hashlib.sha256(data).hexdigest()
+        self._checksums[name].update(data)
 
 
-def _to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def upgrade(path: str | Path) -> TokenStore:
+    """Check a store of version 1 against its hashes and add the checksums of its blocks.
+
+    The tokens and the store's identity stay as they are, so runs on it resume.
+    """
+    folder = Path(path)
+    old = read_meta(folder, version=1)
+    tokenizer = read_tokenizer(folder / TOKENIZER, old["files"][TOKENIZER]["sha256"])
+    added = [folder / name for name in (*CHECKSUMS, NEW_META)]
+    try:
+        files = dict(old["files"])
+        for name in IN_BLOCKS:
+            files[checksum_name(name)] = _add_checksums(folder / name, files[name])
+        hashes = [files[name]["sha256"] for name in IN_BLOCKS]
+        new = describe(tokenizer, old["tokens"], old["documents"], *hashes)
+        if any(old.get(name) != new[name] for name in new if name != "version"):
+            raise damaged(folder / META, f"{META} contradicts the other files")
+        new = old | new | {"files": files}
+        _write_json(folder / NEW_META, new | {"sha256": hash_of_meta(new)})
+        (folder / NEW_META).replace(folder / META)
+    except BaseException as reason:
+        for file in added:
+            file.unlink(missing_ok=True)
+        if isinstance(reason, OSError):
+            raise MeshwrightError(
+                f"token store '{folder}' cannot be upgraded: {reason.strerror or reason}"
+            ) from None
+        raise
+    return TokenStore.open(folder)
+
+
+def _add_checksums(file: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    found = hashlib.sha256()
+    checksums = BlockChecksums(file.with_name(checksum_name(file.name)))
+    with closing(checksums), file.open("rb") as stream:
+        while data := stream.read(1 << 20):
+            found.update(data)
+            checksums.update(data)
+        if found.hexdigest() != facts["sha256"]:
+            raise damaged(file, f"{file.name} is not what was packed (its hash differs)")
+        return checksums.finish()
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> dict[str, Any]:
+    written = HashedFile(file)
+    with closing(written):
+        written.write(json.dumps(value, ensure_ascii=False, indent=1).encode())
+        return written.finish()
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
@@ -221,7 +262,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 def _looks_packed(target: Path) -> bool:
     """A damaged store, or one of another version, may be packed again over itself."""
-    ours = {TOKENS, OFFSETS, TOKENIZER, META}
+    ours = {*IN_BLOCKS, *CHECKSUMS, TOKENIZER, META, NEW_META}
     return target.is_dir() and TOKENS in (names := set(os.listdir(target))) and names <= ours
 
 

@@ -56,24 +56,24 @@ def read_rows(
 def _read_row(
     store: TokenStore, origin: int, start: int, stop: int, into: list[npt.NDArray[np.int32]]
 ) -> None:
-    offsets, total = store.offsets, len(store.tokens)
+    total = len(store.tokens)
     first = min(origin + start, total)
     last = min(origin + stop, total)
     if first == last:
         return
     tokens, targets, segments, positions = (array[: last - first] for array in into)
     # one more than the row, for the target of its last token
-    stream = np.asarray(store.tokens[first : min(last + 1, total)])
+    stream = store.tokens[first : min(last + 1, total)]
     tokens[:] = stream[: last - first]
     targets[: len(stream) - 1] = stream[1:]
 
-    # the documents the part meets, found once; inside it their starts are few
+    # the documents of the row, found once; those of the part are begin to end
+    offsets = store.offsets_between(origin, last)
     begin = int(np.searchsorted(offsets, first, side="right")) - 1
-    end = int(np.searchsorted(offsets, last, side="left"))
-    starts = np.asarray(offsets[begin:end])  # starts[0] <= first
+    end = len(offsets) - 1  # offsets[end] >= last
+    starts = offsets[begin:end]  # starts[0] <= first
     lengths = np.diff(np.append(np.maximum(starts, first), last))
-    row_begin = begin if start == 0 else int(np.searchsorted(offsets, origin, side="right")) - 1
-    segments[:] = np.repeat(np.arange(begin, end) - row_begin + 1, lengths)
+    segments[:] = np.repeat(np.arange(begin, end) + 1, lengths)
     positions[:] = np.arange(first, last) - np.repeat(np.maximum(starts, origin), lengths)
     # the token before a document start ends another document
     ends = starts[1:] - first - 1

@@ -1,10 +1,12 @@
-"""The token store: one long memory-mapped array of token ids and where its documents start.
+"""The token store: one long array of token ids and where its documents start.
 
 books.store/
   tokens.bin            every document's ids and its end-of-document id, one after the other
   offsets.bin           where each document starts, int64, and the total at the end
+  tokens.crc            a checksum for each block of tokens.bin; see blocks.py
+  offsets.crc           the same for offsets.bin
   saved_tokenizer.json  what encoded and decodes them
-  meta.json             counts, sizes and checksums
+  meta.json             counts, the size and hash of each file, and a hash of itself
 """
 
 import hashlib
@@ -18,11 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.errors import MeshwrightError, count
+from meshwright.train.data.blocks import BlockArray, checksum_name, damaged, unreadable
 from meshwright.train.data.tokenizer import Ids, Tokenizer, tokenizer_from_json
 
 FORMAT = "meshwright token store"
-VERSION = 1
+VERSION = 2  # version 1 had no checksums of blocks
 TOKENS, OFFSETS, TOKENIZER, META = "tokens.bin", "offsets.bin", "saved_tokenizer.json", "meta.json"
+IN_BLOCKS = (TOKENS, OFFSETS)
+CHECKSUMS = tuple(checksum_name(name) for name in IN_BLOCKS)
 OFFSET_DTYPE = np.dtype("<i8")
 
 
@@ -42,8 +47,8 @@ class TokenStore:
     """
 
     name: str
-    tokens: npt.NDArray[Any]  # [tokens]
-    offsets: npt.NDArray[np.int64]  # [documents + 1]
+    tokens: npt.NDArray[Any] | BlockArray  # [tokens]
+    offsets: npt.NDArray[np.int64] | BlockArray  # [documents + 1]
     tokenizer: Tokenizer
     meta: dict[str, Any]
     path: Path | None = None
@@ -64,8 +69,18 @@ class TokenStore:
                 f"store '{self.name}' has no document {number}; it holds "
                 f"{count(self.documents, 'document')}, the first is 0"
             )
-        start, stop = self.offsets[number : number + 2]
-        return np.asarray(self.tokens[start:stop]).astype(np.int32)
+        start, stop = self.offsets[number : number + 2].tolist()
+        return self.tokens[start:stop].astype(np.int32)
+
+    def offsets_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """From the last offset <= `start` to the first >= `stop`.
+
+        Needs 0 <= start < stop <= len(tokens).
+        """
+        if isinstance(self.offsets, BlockArray):
+            return self.offsets.between(start, stop)
+        begin = int(np.searchsorted(self.offsets, start, side="right")) - 1
+        return self.offsets[begin : int(np.searchsorted(self.offsets, stop)) + 1]
 
     def text(self, number: int) -> str:
         """The text of one document."""
@@ -73,33 +88,45 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenStore":
-        """Open the store in that folder; sizes are checked here, checksums by `verify`."""
+        """Open the store in that folder.
+
+        Everything but the two large files is compared with its hash here; those are verified block
+        by block whenever a part of them is read.
+        """
         folder = Path(path)
         meta = read_meta(folder)
-        for file, facts in meta["files"].items():
-            _check_size(folder / file, facts["bytes"], path)
+        for name, facts in meta["files"].items():
+            _check_size(folder / name, facts["bytes"])
+            if name in CHECKSUMS:
+                check_hash(folder / name, facts["sha256"])
+        tokenizer = read_tokenizer(folder / TOKENIZER, meta["files"][TOKENIZER]["sha256"])
+        if describe_tokenizer(tokenizer) != meta["tokenizer"]:
+            raise damaged(folder / META, f"{TOKENIZER} is not the one the tokens were made with")
+        dtype = token_dtype(tokenizer.vocab)
         tokens, documents = meta["tokens"], meta["documents"]
-        dtype = np.dtype(meta["dtype"])
-        expected = {
-            TOKENS: tokens * dtype.itemsize,
-            OFFSETS: (documents + 1) * OFFSET_DTYPE.itemsize,
-        }
-        for file, size in expected.items():
-            if meta["files"][file]["bytes"] != size:
-                raise _damaged(path, f"{META} contradicts itself about {file}")
+        for name, size in ((TOKENS, tokens * dtype.itemsize), (OFFSETS, (documents + 1) * 8)):
+            if meta["files"][name]["bytes"] != size:
+                raise damaged(folder / META, f"{META} contradicts itself about {name}")
+        vocab = tokenizer.vocab
         store = cls(
             name=folder.name or str(path),
-            # plain views of the maps: slicing a memmap object costs ten times as much
-            tokens=np.asarray(np.memmap(folder / TOKENS, dtype, mode="r")),
-            offsets=np.asarray(np.memmap(folder / OFFSETS, OFFSET_DTYPE, mode="r")),
-            tokenizer=_read_tokenizer(folder, path),
+            tokens=BlockArray(
+                folder / TOKENS, dtype, "token id", vocab, f"the vocabulary of {vocab:,}"
+            ),
+            offsets=BlockArray(
+                folder / OFFSETS,
+                OFFSET_DTYPE,
+                "document offset",
+                tokens + 1,
+                f"the {tokens:,} tokens",
+                increasing=True,
+            ),
+            tokenizer=tokenizer,
             meta=meta,
             path=folder,
         )
-        if store.offsets[0] != 0 or store.offsets[-1] != tokens:
-            raise _damaged(path, f"{OFFSETS} does not span the {tokens:,} tokens")
-        if store.tokenizer.identity != meta["tokenizer"]["identity"]:
-            raise _damaged(path, f"{TOKENIZER} is not the one the tokens were made with")
+        if store.offsets[:1][0] != 0 or store.offsets[documents:][0] != tokens:
+            raise damaged(folder / OFFSETS, f"{OFFSETS} does not span the {tokens:,} tokens")
         return store
 
     @classmethod
@@ -112,21 +139,32 @@ class TokenStore:
         ]
         if not parts:
             raise MeshwrightError(f"store '{name}' would be empty: no document holds any text")
-        tokens = np.concatenate(parts).astype(token_dtype(tokenizer.vocab))
+        tokens = as_tokens(np.concatenate(parts), tokenizer)
         offsets = np.cumsum([0, *map(len, parts)]).astype(OFFSET_DTYPE)
         digests = [hashlib.sha256(array.tobytes()).hexdigest() for array in (tokens, offsets)]
         meta = describe(tokenizer, len(tokens), len(parts), *digests)
         return cls(name, tokens, offsets, tokenizer, meta)
 
     def verify(self) -> None:
-        """Read everything and compare checksums; a MeshwrightError names the file that differs."""
+        """Read everything; a MeshwrightError names the block or the file that differs."""
         if self.path is None:
             return
-        for file, facts in self.meta["files"].items():
-            with (self.path / file).open("rb") as stream:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
-            if found != facts["sha256"]:
-                raise _damaged(self.path, f"{file} is not what was packed (its checksum differs)")
+        for array in (self.tokens, self.offsets):
+            if isinstance(array, BlockArray):
+                array.verify()
+        for name, facts in self.meta["files"].items():
+            check_hash(self.path / name, facts["sha256"])
+
+
+def as_tokens(ids: Ids, tokenizer: Tokenizer) -> npt.NDArray[Any]:
+    """The ids in the dtype of a store; an id outside the tokenizer's vocabulary is an error."""
+    outside = (ids < 0) | (ids >= tokenizer.vocab)
+    if outside.any():
+        raise MeshwrightError(
+            f"the {tokenizer.kind} tokenizer gave the id {ids[outside][0]}, outside its vocabulary "
+            f"of {tokenizer.vocab:,}; nothing can be trained on that"
+        )
+    return ids.astype(token_dtype(tokenizer.vocab))
 
 
 def describe(
@@ -141,70 +179,121 @@ def describe(
         "dtype": token_dtype(tokenizer.vocab).str,
         "tokens": tokens,
         "documents": documents,
-        "tokenizer": {
-            "kind": tokenizer.kind,
-            "identity": tokenizer.identity,
-            "vocab": tokenizer.vocab,
-            "end_of_document": tokenizer.end_of_document,
-        },
+        "tokenizer": describe_tokenizer(tokenizer),
     }
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
-    """meta.json of a store; anything else that stands there is a clear error."""
-    if not folder.exists():
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What meta.json says about the tokenizer."""
+    return {
+        "kind": tokenizer.kind,
+        "identity": tokenizer.identity,
+        "vocab": tokenizer.vocab,
+        "end_of_document": tokenizer.end_of_document,
+    }
+
+
+def hash_of_meta(meta: dict[str, Any]) -> str:
+    """The hash that meta.json keeps of the rest of itself."""
+    rest = {name: value for name, value in meta.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def read_meta(folder: Path, version: int = VERSION) -> dict[str, Any]:
+    """meta.json of a store of that version; anything else that stands there is a clear error."""
+    file = folder / META
+    try:
+        found, has_meta = folder.exists(), file.is_file()
+        text = file.read_text(encoding="utf-8") if has_meta else ""
+    except OSError as reason:
+        raise unreadable(file, reason) from None
+    except UnicodeDecodeError as reason:
+        raise damaged(file, f"{META} cannot be read: {reason}") from None
+    if not found:
         raise MeshwrightError(
             f"token store '{folder}' does not exist; make one with: "
             f"meshwright data pack TEXT --out {folder}"
         )
-    if not (folder / META).is_file():
+    if not has_meta:
         raise MeshwrightError(
             f"'{folder}' is not a token store (it has no {META}); pack text into one with: "
             f"meshwright data pack {folder} --out {folder.name}.store"
         )
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as reason:
-        raise _damaged(folder, f"{META} cannot be read: {reason}") from None
+        meta = json.loads(text)
+    except (ValueError, RecursionError) as reason:
+        raise damaged(file, f"{META} cannot be read: {reason}") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise MeshwrightError(f"'{folder}' is not a token store: its {META} is of something else")
-    if meta.get("version") != VERSION:
-        raise MeshwrightError(
-            f"token store '{folder}' is of version {meta.get('version')!r}, this meshwright reads "
-            f"version {VERSION}; pack it again"
-        )
-    try:
-        sizes = [meta["tokens"], meta["documents"], meta["tokenizer"]["vocab"]]
-        sizes += [meta["files"][file]["bytes"] for file in (TOKENS, OFFSETS, TOKENIZER)]
-        if not all(type(size) is int and size > 0 for size in sizes):
-            raise TypeError
-        np.dtype(meta["dtype"])
-        int(meta["identity"], 16)
-        meta["tokenizer"]["identity"]
-    except (KeyError, TypeError, ValueError):
-        raise _damaged(folder, f"{META} does not hold what it should") from None
+    _check_version(folder, meta.get("version"), version)
+    if version == VERSION and meta.get("sha256") != hash_of_meta(meta):
+        raise damaged(file, f"{META} was changed after packing (its hash differs)")
+    _check_fields(file, meta, (*IN_BLOCKS, TOKENIZER, *(CHECKSUMS if version == VERSION else ())))
     return meta
 
 
-def _read_tokenizer(folder: Path, path: str | Path) -> Tokenizer:
+def _check_fields(file: Path, meta: dict[str, Any], names: tuple[str, ...]) -> None:
     try:
-        return tokenizer_from_json(json.loads((folder / TOKENIZER).read_text(encoding="utf-8")))
-    except (OSError, KeyError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as reason:
-        raise _damaged(path, f"{TOKENIZER} cannot be read: {reason}") from None
+        files = [meta["files"][name] for name in names]
+        sizes = [meta["tokens"], meta["documents"], *(facts["bytes"] for facts in files)]
+        texts = [meta["identity"], *(facts["sha256"] for facts in files)]
+        if meta["files"].keys() != set(names) or not isinstance(meta["tokenizer"], dict):
+            raise TypeError
+        if not all(type(size) is int and size > 0 for size in sizes):
+            raise TypeError
+        for text in texts:
+            int(text, 16)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise damaged(file, f"{META} does not hold what it should") from None
 
 
-def _check_size(file: Path, size: int, path: str | Path) -> None:
+def _check_version(folder: Path, found: Any, wanted: int) -> None:
+    if found == wanted:
+        return
+    if found == 1:
+        raise MeshwrightError(
+            f"token store '{folder}' is of version 1, which has no checksums of its blocks; check "
+            f"it and add them with: meshwright data upgrade {folder}"
+        )
+    if found == VERSION:
+        raise MeshwrightError(f"token store '{folder}' is of version {VERSION} already")
+    raise MeshwrightError(
+        f"token store '{folder}' is of version {found!r}, this meshwright reads version {VERSION}; "
+        "pack it again, or use the meshwright that packed it"
+    )
+
+
+def check_hash(file: Path, sha256: str) -> None:
+    """A MeshwrightError if the file's content is not what was packed."""
+    try:
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as reason:
+        raise unreadable(file, reason) from None
+    if found != sha256:
+        raise damaged(file, f"{file.name} is not what was packed (its hash differs)")
+
+
+def read_tokenizer(file: Path, sha256: str) -> Tokenizer:
+    """The tokenizer of a store, its file compared with the hash first."""
+    check_hash(file, sha256)
+    try:
+        return tokenizer_from_json(json.loads(file.read_text(encoding="utf-8")))
+    except OSError as reason:
+        raise unreadable(file, reason) from None
+    except MeshwrightError:
+        raise
+    except (KeyError, AttributeError, ValueError) as reason:
+        raise damaged(file, f"{TOKENIZER} cannot be read: {reason}") from None
+
+
+def _check_size(file: Path, size: int) -> None:
     try:
         found = file.stat().st_size
+    except FileNotFoundError:
+        raise damaged(file, f"{file.name} is missing") from None
     except OSError as reason:
-        raise _damaged(path, f"{file.name} cannot be read: {reason.strerror}") from None
+        raise unreadable(file, reason) from None
     if found != size:
         what = "it was cut short" if found < size else "something was added"
-        raise _damaged(path, f"{file.name} holds {found:,} bytes of {size:,}: {what}")
-
-
-def _damaged(path: str | Path, what: str) -> MeshwrightError:
-    return MeshwrightError(
-        f"token store '{path}' is damaged: {what}. Copy it here again, or pack it again with "
-        "--overwrite"
-    )
+        raise damaged(file, f"{file.name} holds {found:,} bytes of {size:,}: {what}")
