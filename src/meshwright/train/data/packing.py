@@ -186,8 +186,9 @@ class StoreWriter:
         _write_json(self.folder / META, meta | {"sha256": hash_of_meta(meta)})
 
     def close(self) -> None:
-        for file in (*self._files.values(), *self._checksums.values()):
+        for name, file in self._files.items():
             file.close()
+            self._checksums[name].close()
 
     def _append(self, name: str, array: np.ndarray[Any, Any]) -> None:
         data = array.tobytes()
