@@ -1,5 +1,6 @@
 """A Hugging Face config.json is read to the letter: honoured, known not to matter, or an error."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,49 @@ def test_heads_that_do_not_divide_embed_go_out_as_mistral() -> None:
     config = DecoderConfig(64, 2, 33, 4, 2, 8, 48)
     fields = to_hf_config(config)
     assert (fields["architectures"], fields["sliding_window"]) == (["MistralForCausalLM"], None)
+
+
+REFERENCE = Path(__file__).parent / "hf_reference"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in REFERENCE.iterdir()))
+def test_a_config_that_is_read_and_written_keeps_every_field(name: str) -> None:
+    fields = json.loads((REFERENCE / name / "config.json").read_text())
+    fields |= {"bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": 6}
+    assert to_hf_config(from_hf_config(fields)) == fields
+    assert to_hf_config(from_hf_config(fields | {"_name_or_path": "a/b"})) == fields
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in REFERENCE.iterdir()))
+def test_a_config_that_is_changed_keeps_its_architecture(name: str) -> None:
+    """Other sizes and a longer context, as a run may ask for."""
+    fields = json.loads((REFERENCE / name / "config.json").read_text())
+    fields |= {"bos_token_id": 3, "eos_token_id": [4, 5], "initializer_range": 0.5}
+    config = from_hf_config(fields)
+    longer = dataclasses.replace(config, max_seq=512, rope=Rope(77.0), layers=3)
+    written = to_hf_config(longer, dtype="float32")
+    for kept in ("architectures", "model_type", "bos_token_id", "eos_token_id"):
+        assert written[kept] == fields[kept]
+    assert written["initializer_range"] == 0.5
+    assert written["torch_dtype" if "torch_dtype" in fields else "dtype"] == "float32"
+    assert from_hf_config(written) == longer
+
+
+def test_a_mistral_without_a_window_stays_a_mistral() -> None:
+    fields = SIZES | MISTRAL | {"sliding_window": None}
+    for config in (from_hf_config(fields), PRESETS["mistral-7b-v0.3"]):
+        written = to_hf_config(dataclasses.replace(config, max_seq=64))
+        assert written["architectures"] == ["MistralForCausalLM"]
+        assert (written["model_type"], written["sliding_window"]) == ("mistral", None)
+    # what the source's architecture cannot say is said by one that can
+    biased = dataclasses.replace(from_hf_config(fields), qkv_bias=True)
+    assert to_hf_config(biased)["model_type"] == "qwen2"
+
+
+def test_where_a_config_came_from_is_no_part_of_the_model() -> None:
+    config = from_hf_config(SIZES | {"eos_token_id": 3})
+    plain = dataclasses.replace(config, hf_config=None)
+    assert (config, hash(config), repr(config)) == (plain, hash(plain), repr(plain))
 
 
 def test_what_is_said_beside_the_model_is_kept() -> None:

@@ -76,10 +76,21 @@ def test_transformers_reads_what_is_written(folder: Path, tmp_path: Path) -> Non
         dtype=jnp.float32,
         max_file_bytes=30_000,
     )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", dtype=torch.float32, attn_implementation="eager"
-    )
     tokens = torch.as_tensor(np.load(folder / "tokens.npy"), dtype=torch.int64)
-    with torch.no_grad():
-        got = model.eval()(tokens).logits.numpy()
-    np.testing.assert_allclose(got, np.load(folder / "logits.npy"), rtol=0, atol=1e-6)
+    expected, got = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            place, dtype=torch.float32, attn_implementation="eager"
+        )
+        .eval()(tokens)
+        .logits.detach()
+        .numpy()
+        for place in (folder, tmp_path / "model")
+    )
+    np.testing.assert_array_equal(got, expected)
+    before, after = (
+        transformers.AutoConfig.from_pretrained(place).to_dict()
+        for place in (folder, tmp_path / "model")
+    )
+    for field in ("dtype", "_name_or_path"):
+        del before[field], after[field]
+    assert after == before

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def test_one_file_has_no_index_and_several_have(tmp_path: Path) -> None:
     config, params = from_hf_config(LLAMA), load_hf(LLAMA)
     one = save_hf(tmp_path / "one", params, config)
     assert sorted(path.name for path in one.iterdir()) == ["config.json", "model.safetensors"]
-    several = save_hf(tmp_path / "several", params, config, max_file_bytes=20_000)
+    several = save_hf(tmp_path / "several", params, config, dtype="bfloat16", max_file_bytes=20_000)
     files = sorted(several.glob("*.safetensors"))
     index = json.loads((several / "model.safetensors.index.json").read_text())
     assert [file.name for file in files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
@@ -55,7 +56,7 @@ def test_arrays_on_a_mesh_are_written_as_those_on_one_device(
         save_hf(tmp_path / "mesh", params, config)
     got = load_file(tmp_path / "mesh" / "model.safetensors")
     for name, value in load_file(LLAMA / "model.safetensors").items():
-        np.testing.assert_array_equal(expected[name], value.astype(jnp.bfloat16))
+        np.testing.assert_array_equal(expected[name], value)
         np.testing.assert_array_equal(got[name], expected[name])
 
 
@@ -81,6 +82,77 @@ def test_the_tokenizer_and_its_special_tokens_come_along(tmp_path: Path) -> None
     with pytest.raises(MeshwrightError, match="has no tokenizer file"):
         save_hf(tmp_path / "another", params, config, tokenizer=LLAMA)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "source"]
+
+
+def test_arrays_are_written_in_their_own_dtype_unless_told_otherwise(tmp_path: Path) -> None:
+    config = from_hf_config(LLAMA)
+    for dtype in ("float32", "bfloat16", "float16"):
+        params = load_hf(LLAMA, config, dtype=dtype)
+        folder = save_hf(tmp_path / dtype, params, config)
+        written = load_file(folder / "model.safetensors")
+        assert {value.dtype.name for value in written.values()} == {dtype}
+        assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+        jax.tree.map(np.testing.assert_array_equal, params, load_hf(folder, config, dtype=dtype))
+    params = load_hf(LLAMA, config)
+    told = save_hf(tmp_path / "told", params, config, dtype=jnp.bfloat16)
+    assert load_file(told / "model.safetensors")["lm_head.weight"].dtype == jnp.bfloat16
+    assert json.loads((told / "config.json").read_text())["dtype"] == "bfloat16"
+    params["norm"] = params["norm"].astype("bfloat16")
+    mixed = load_file(save_hf(tmp_path / "mixed", params, config) / "model.safetensors")
+    assert mixed["model.norm.weight"].dtype == jnp.bfloat16
+    assert mixed["lm_head.weight"].dtype == np.float32
+    params["norm"] = params["norm"].astype("int32")
+    with pytest.raises(MeshwrightError, match="'norm' is int32, which is not written"):
+        save_hf(tmp_path / "whole", params, config)
+
+
+SPECIAL = {"bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 8}
+BESIDE = (
+    "tokenizer.json", "tokenizer.model", "tokenizer.model.v3", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model as it is published, with a tokenizer and special tokens."""
+    folder = tmp_path / "source"
+    shutil.copytree(LLAMA, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | SPECIAL))
+    (folder / "additional_chat_templates").mkdir()
+    for name in BESIDE:
+        (folder / name).write_text(json.dumps({"name": name}))
+    return folder
+
+
+def test_tokens_and_files_of_the_source_come_along_without_being_asked_for(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, params = from_hf_config(source), load_hf(source)
+    folder = save_hf(tmp_path / "model", params, config)
+    assert json.loads((folder / "config.json").read_text()).items() >= SPECIAL.items()
+    for name in BESIDE:
+        assert (folder / name).read_text() == (source / name).read_text()
+    assert not (folder / "tokens.npy").exists()
+    shutil.rmtree(source)
+    again = save_hf(tmp_path / "again", params, config)
+    assert json.loads((again / "config.json").read_text()).items() >= SPECIAL.items()
+    assert "is not there any more" in caplog.text
+    assert sorted(path.name for path in again.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_special_tokens_of_a_tokenizer_alone_are_found(source: Path, tmp_path: Path) -> None:
+    config, params = from_hf_config(source), load_hf(source)
+    (source / "config.json").unlink()
+    added = [{"content": "<s>", "id": 11}, {"content": "</s>", "id": 12}]
+    (source / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None}
+    (source / "tokenizer_config.json").write_text(json.dumps(named))
+    folder = save_hf(tmp_path / "model", params, config, tokenizer=source)
+    fields = json.loads((folder / "config.json").read_text())
+    assert (fields["bos_token_id"], fields["eos_token_id"], fields["pad_token_id"]) == (11, 12, 8)
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:

@@ -39,7 +39,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: Model) -> Path:
         for step, params in ((10, jax.tree.map(jnp.zeros_like, model.params)), (20, model.params)):
             state = {"step": jnp.int32(step), "params": params, "optimizer": (jnp.ones(3),)}
             checkpoints.save(step, state, {}, wait=True)
-    settings = {"model": "mine", "model_config": decoder_to_dict(CONFIG)}
+    settings = {
+        "model": "mine",
+        "model_config": decoder_to_dict(CONFIG),
+        "hf_config": {"eos_token_id": 256},
+    }
     (folder / "config.json").write_text(json.dumps(settings))
     (folder / "tokenizer_state.json").write_text(json.dumps({"kind": "bytes"}))
     return folder
@@ -51,6 +55,7 @@ def test_the_last_checkpoint_of_a_run_is_read_onto_any_mesh(
 ) -> None:
     read = load_for_generation(run, generation_mesh(mesh))
     assert read.config == CONFIG
+    assert read.config.hf_config == {"eos_token_id": 256}  # for who writes it as such a model
     jax.tree.map(np.testing.assert_array_equal, read.params, model.params)
     assert read.source.name == f"step 20 of {run}"
     assert read.source.ends == {256}

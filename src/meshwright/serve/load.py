@@ -186,6 +186,7 @@ def _run(
 
     try:
         config = decoder_from_dict(fields["model_config"])
+        config = dataclasses.replace(config, hf_config=fields.get("hf_config"))
     except (KeyError, TypeError, ValueError) as reason:
         raise MeshwrightError(
             f"{folder / 'config.json'}: 'model_config' is not one of this version: {reason}"

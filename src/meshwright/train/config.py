@@ -251,7 +251,8 @@ def config_from_file(file: Path) -> TrainConfig:
         raise MeshwrightError(f"--config {str(file)!r} is not JSON: {reason}") from None
     if not isinstance(data, dict):
         raise MeshwrightError(f"--config {str(file)!r} must hold an object of settings")
-    data.pop("model_config", None)  # a run's record of what `model` was
+    for name in ("model_config", "hf_config"):  # a run's record of what `model` was
+        data.pop(name, None)
     return config_from_dict(data, str(file))
 
 
@@ -303,8 +304,9 @@ _SCALINGS = {
 
 
 def decoder_to_dict(config: DecoderConfig) -> dict[str, Any]:
-    """A model's config as plain JSON data."""
+    """A model's config as plain JSON data, without what it was read from."""
     data = dataclasses.asdict(config)
+    del data["hf_config"]
     if config.rope.scaling is not None:
         data["rope"]["scaling"]["kind"] = type(config.rope.scaling).__name__
     return data

@@ -413,7 +413,10 @@ class _Run:
         if not self.speaks:
             return
         setup, folder = self.setup, self.config.run
-        settings = config_to_dict(self.config) | {"model_config": decoder_to_dict(setup.model)}
+        settings = config_to_dict(self.config) | {
+            "model_config": decoder_to_dict(setup.model),
+            "hf_config": setup.model.hf_config,
+        }
         about = {
             "name": folder.name,
             "model": self.config.model,

@@ -27,6 +27,7 @@ from meshwright.models.decoder import (
     usual_dtype,
 )
 from meshwright.models.decoder.hf_config import from_hf_config
+from meshwright.models.decoder.hf_fields import SOURCE, SPECIAL_TOKENS
 from meshwright.models.decoder.sequence import split_of_rows
 from meshwright.ops.attention import choose_strategy, explain_strategy, row_order
 from meshwright.ops.attention.strategy import FLOPS_PER_BYTE
@@ -35,6 +36,7 @@ from meshwright.train.config import RopeConfig, TrainConfig
 from meshwright.train.data import (
     Loader,
     Mixture,
+    Tokenizer,
     check_data,
     held_out_loader,
     load_tokenizer,
@@ -86,6 +88,7 @@ def prepare(config: TrainConfig) -> Setup:
         longest=model.max_seq,
         tokenizer=tokenizer,
     )
+    model = dataclasses.replace(model, hf_config=_hf_config(config, model, mixture.tokenizer))
     # before the batch: a length that sp divides may still not suit the strategy
     compute, attention = compute_of(config, model, rules, placed)
     check_batch(config, rules, placed)
@@ -246,7 +249,9 @@ def _check_weights(folder: Path, model: DecoderConfig, changed: RopeConfig) -> N
     differ = [
         field.name
         for field in dataclasses.fields(model)
-        if field.name != "max_seq" and getattr(model, field.name) != getattr(theirs, field.name)
+        if field.compare
+        and field.name != "max_seq"
+        and getattr(model, field.name) != getattr(theirs, field.name)
     ]
     if differ:
         said = ", ".join(
@@ -256,6 +261,23 @@ def _check_weights(folder: Path, model: DecoderConfig, changed: RopeConfig) -> N
             f"init_from {str(folder)!r} holds the weights of another model: {said}; give that "
             f"folder as the model too: meshwright train {folder} --init-from {folder}"
         )
+
+
+def _hf_config(config: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What `save_hf` will need of the folder that the weights or the model came from.
+
+    Special tokens and tokenizer files are kept if the data was packed with that tokenizer.
+    """
+    source = model if config.init_from is None else from_hf_config(config.init_from)
+    fields = dict(source.hf_config or {})
+    folder = fields.get(SOURCE)
+    has_tokenizer = folder is not None and (Path(folder) / "tokenizer.json").is_file()
+    if has_tokenizer and load_tokenizer(folder).identity == tokenizer.identity:
+        return fields
+    if config.init_from is not None and not has_tokenizer:
+        return fields  # nothing contradicts it
+    kept = {name: fields[name] for name in fields if name not in (SOURCE, *SPECIAL_TOKENS)}
+    return kept | {"eos_token_id": tokenizer.end_of_document}
 
 
 def check_batch(config: TrainConfig, rules: Rules, placed: Mesh | MachineMesh) -> None:

@@ -1,6 +1,8 @@
 """What a dense decoder is: its sizes and the choices in which Llama, Mistral and Qwen differ."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.ops.rope import Rope
@@ -23,6 +25,8 @@ class DecoderConfig:
     output_bias: bool = False  # with qkv_bias: Llama's attention_bias
     qk_norm: bool = False  # Qwen 3: each head's query and key through an RMS norm
     sliding_window: int | None = None  # Mistral: a token sees itself and window - 1 before it
+    # the Hugging Face config.json it was read from, for writing it again: no part of the model
+    hf_config: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = ("vocab", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "max_seq")

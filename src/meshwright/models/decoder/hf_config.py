@@ -19,6 +19,7 @@ from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.hf_families import Family, family_of, named_family
 from meshwright.models.decoder.hf_fields import (
     HARMLESS,
+    SOURCE,
     check_fields,
     flag,
     number,
@@ -33,7 +34,8 @@ _DEFAULT_WINDOW = 4096  # of Mistral and Qwen, where config.json does not say
 def from_hf_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConfig:
     """The model that a config.json (its path, its folder's or its content) describes.
 
-    A field that would change the logits and is not honoured is an error.
+    A field that would change the logits and is not honoured is an error. The result remembers the
+    fields, and the folder they are from, for `to_hf_config` and `save_hf`.
     """
     fields, where = read_hf_config(source)
     family = named_family(fields, where)
@@ -61,6 +63,7 @@ def from_hf_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> Decode
             output_bias=output_bias,
             qk_norm=family.qk_norm,
             sliding_window=_sliding_window(fields, family, layers, where),
+            hf_config=_remembered(fields, None if isinstance(source, Mapping) else Path(where)),
         )
     except MeshwrightError as error:
         text = str(error)
@@ -68,12 +71,16 @@ def from_hf_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> Decode
 
 
 def to_hf_config(
-    config: DecoderConfig, *, dtype: str = "bfloat16", extra: Mapping[str, Any] | None = None
+    config: DecoderConfig,
+    *,
+    dtype: str | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The config.json of a model; the architecture is the one that has its features.
+    """The config.json of a model, with every field of the one it was read from that still holds.
 
-    `dtype` is that of the weights. `extra` are fields to add that the model does not depend on:
-    `{"bos_token_id": 1, "eos_token_id": 2}`.
+    The architecture is that of the source, or else one that has the model's features. `dtype` is
+    that of the weights, by default the source's. `extra` are fields to add that the model does not
+    depend on: `{"bos_token_id": 1, "eos_token_id": 2}`.
     """
     extra = dict(extra or {})
     for name in extra:
@@ -83,7 +90,51 @@ def to_hf_config(
                 f"bos_token_id, eos_token_id and initializer_range can be added"
                 f"{did_you_mean(name, HARMLESS)}"
             )
-    family = family_of(config)
+    source = {name: value for name, value in (config.hf_config or {}).items() if name != SOURCE}
+    if _is_read_as(config, source):
+        fields = source
+    else:
+        fields = _fields_of_source_family(config, source) or _fields(config, family_of(config))
+        fields |= {name: source[name] for name in source if name in HARMLESS}
+    for spelling in [name for name in ("dtype", "torch_dtype") if name in fields] or [
+        "torch_dtype"
+    ]:
+        fields[spelling] = dtype or fields.get(spelling) or "bfloat16"
+    fields |= extra
+    again = from_hf_config(fields)
+    if again != config:
+        lost = [
+            f"{field.name}={getattr(config, field.name)!r}"
+            for field in dataclasses.fields(config)
+            if field.compare and getattr(config, field.name) != getattr(again, field.name)
+        ]
+        raise MeshwrightError(f"a config.json of {fields['architectures'][0]} cannot say {lost}")
+    return fields
+
+
+def _remembered(fields: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
+    kept = {name: value for name, value in fields.items() if name != SOURCE}
+    return kept if file is None else kept | {SOURCE: str(file.absolute().parent)}
+
+
+def _is_read_as(config: DecoderConfig, fields: Mapping[str, Any]) -> bool:
+    try:
+        return from_hf_config(fields) == config
+    except MeshwrightError:
+        return False
+
+
+def _fields_of_source_family(
+    config: DecoderConfig, source: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The fields in the source's architecture; None without a source, or if it cannot say them."""
+    if not source.get("architectures") and not source.get("model_type"):
+        return None
+    fields = _fields(config, named_family(source, "config"))
+    return fields if _is_read_as(config, fields) else None
+
+
+def _fields(config: DecoderConfig, family: Family) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -103,7 +154,6 @@ def to_hf_config(
         # null: else transformers takes Llama 2's 1 and 2
         "bos_token_id": None,
         "eos_token_id": None,
-        "torch_dtype": dtype,
     }
     if family.optional_bias:
         fields["attention_bias"] = config.output_bias
@@ -113,15 +163,6 @@ def to_hf_config(
         fields["sliding_window"] = config.sliding_window
         fields["use_sliding_window"] = config.sliding_window is not None
         fields["max_window_layers"] = 0 if config.sliding_window is not None else config.layers
-    fields |= extra
-    again = from_hf_config(fields)
-    if again != config:
-        lost = [
-            f"{field.name}={getattr(config, field.name)!r}"
-            for field in dataclasses.fields(config)
-            if getattr(config, field.name) != getattr(again, field.name)
-        ]
-        raise MeshwrightError(f"a config.json of {family.architecture} cannot say {lost}")
     return fields
 
 

@@ -41,11 +41,12 @@ ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 
 SPECIAL_TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
+SOURCE = "_name_or_path"  # the folder a config.json was read from; not written again
 
 # what a training run of ours, a tokenizer or a sampler decides, or what only says how to compute
 HARMLESS = SPECIAL_TOKENS | frozenset(
     {
-        "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path",
+        "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", SOURCE,
         "attn_implementation", "cls_token_id", "decoder_start_token_id", "dtype",
         "finetuning_task", "id2label", "is_decoder", "label2id", "max_sequence_length",
         "name_or_path", "num_labels", "output_attentions", "output_hidden_states", "prefix",

@@ -6,6 +6,7 @@ appears when it is whole.
 
 import contextlib
 import functools
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,8 +24,9 @@ from meshwright.layout.decide import tree_paths
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.hf_config import read_hf_config, to_hf_config
-from meshwright.models.decoder.hf_fields import SPECIAL_TOKENS
+from meshwright.models.decoder.hf_fields import SOURCE, SPECIAL_TOKENS
 from meshwright.models.decoder.hf_names import HfArray, hf_arrays
+from meshwright.models.safetensors_read import DTYPES
 from meshwright.models.safetensors_write import (
     PlannedTensor,
     plan_files,
@@ -33,10 +35,14 @@ from meshwright.models.safetensors_write import (
     write_safetensors,
 )
 
+logger = logging.getLogger("meshwright")
+
+# with * for what differs in name: tokenizer.model.v3, additional_chat_templates/tool_use.jinja
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "generation_config.json",
+    "tokenizer.json", "tokenizer.model*", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/*.jinja", "generation_config.json",
 )  # fmt: skip
 
 
@@ -45,26 +51,35 @@ def save_hf(
     params: Any,
     config: DecoderConfig,
     *,
-    dtype: Any = jnp.bfloat16,
+    dtype: Any = None,
     max_file_bytes: int = 5 * 10**9,
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Write config.json and the weights, in files of at most `max_file_bytes`, into a new folder.
 
-    `tokenizer` is a folder whose tokenizer files, and special tokens of its config.json, are taken
-    along. With several processes all of them call this; the first writes.
+    Arguments:
+        dtype: of the weights in the files; by default each array is written in its own.
+        tokenizer: a folder whose tokenizer files, generation_config.json and special tokens (of
+            its config.json) are copied; by default the folder that `config` was read from.
+
+    config.json has every field of the one that `config` was read from; see `to_hf_config`. With
+    several processes all of them call this; the first writes.
     """
     if not isinstance(folder, str | os.PathLike):
         raise MeshwrightError(f"{folder!r} is not the path of a folder")
     folder = Path(folder)
-    kind = _checked_dtype(dtype)
+    kind = None if dtype is None else _checked_dtype(dtype)
     if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise MeshwrightError(f"max_file_bytes={max_file_bytes!r} must be a whole number from 1")
     leaves = _checked_leaves(params, config)
-    fields = to_hf_config(config, dtype=kind.name)
+    dtypes = {path: kind or _stored_dtype(path, leaf) for path, leaf in leaves.items()}
+    fields = to_hf_config(config, dtype=dtypes["embedding"].name)
     arrays = hf_arrays(config)
     source = {name: (array, i) for array in arrays.values() for i, name in enumerate(array.names)}
-    planned = [PlannedTensor(name, kind, source[name][0].shape) for name in _in_order(arrays)]
+    planned = [
+        PlannedTensor(name, dtypes[source[name][0].path], source[name][0].shape)
+        for name in _in_order(arrays)
+    ]
     files = plan_files(planned, max_file_bytes)
 
     writes = jax.process_index() == 0
@@ -73,10 +88,11 @@ def save_hf(
     problem = None
     try:
         if writes:
-            problem = _try(folder, lambda: _start(folder, partial, fields, tokenizer))
+            beside = _tokenizer_folder(config) if tokenizer is None else Path(tokenizer)
+            problem = _try(folder, lambda: _start(folder, partial, fields, beside))
         _raise_everywhere(problem)
         for file, part in files.items():
-            values = _values(part, source, leaves, kind)
+            values = _values(part, source, leaves)
             if writes and problem is None:
                 write = functools.partial(write_safetensors, partial / file, part, values)
                 problem = _try(folder, write)
@@ -103,11 +119,10 @@ def _values(
     part: list[PlannedTensor],
     source: dict[str, tuple[HfArray, int]],
     leaves: dict[str, Any],
-    dtype: np.dtype[Any],
 ) -> Iterator[np.ndarray]:
     for tensor in part:
         array, layer = source[tensor.name]
-        yield _fetch(leaves[array.path], array, layer, dtype)
+        yield _fetch(leaves[array.path], array, layer, tensor.dtype)
 
 
 def _fetch(value: Any, array: HfArray, layer: int, dtype: np.dtype[Any]) -> np.ndarray:
@@ -160,6 +175,16 @@ def _checked_dtype(dtype: Any) -> np.dtype[Any]:
     return kind
 
 
+def _stored_dtype(path: str, value: Any) -> np.dtype[Any]:
+    kind = np.dtype(value.dtype)
+    if kind not in DTYPES.values():
+        raise MeshwrightError(
+            f"array {path!r} is {kind.name}, which is not written; give dtype=jnp.float32 or "
+            "dtype=jnp.bfloat16"
+        )
+    return kind
+
+
 def _checked_leaves(params: Any, config: DecoderConfig) -> dict[str, Any]:
     """The arrays by path, each of the shape the config gives it."""
     specs = abstract_arrays(config)
@@ -177,22 +202,24 @@ def _checked_leaves(params: Any, config: DecoderConfig) -> dict[str, Any]:
     return given
 
 
-def _start(
-    folder: Path,
-    partial: Path,
-    fields: dict[str, Any],
-    tokenizer: str | os.PathLike[str] | None,
-) -> None:
-    """The folder to write into, with config.json and the tokenizer in it."""
+def _start(folder: Path, partial: Path, fields: dict[str, Any], beside: Path | None) -> None:
+    """The folder to write into, with config.json and the tokenizer's files in it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise MeshwrightError(f"{folder} is there already; give a folder that is new or empty")
-    copied = [] if tokenizer is None else _tokenizer_files(Path(tokenizer))
-    special = {} if tokenizer is None else _special_tokens(Path(tokenizer))
+    copied = [] if beside is None else _tokenizer_files(beside)
+    if beside is not None and not copied:
+        raise MeshwrightError(
+            f"{beside} has no tokenizer file; looked for {', '.join(TOKENIZER_FILES)}"
+        )
+    special = {} if beside is None else _special_tokens(beside)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial.mkdir()
     write_json(partial / "config.json", fields | special)
     for file in copied:
-        shutil.copyfile(file, partial / file.name)
+        assert beside is not None
+        target = partial / file.relative_to(beside)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
 
 
 def _finish(folder: Path, partial: Path, files: dict[str, list[PlannedTensor]]) -> None:
@@ -200,21 +227,43 @@ def _finish(folder: Path, partial: Path, files: dict[str, list[PlannedTensor]]) 
     os.replace(partial, folder)
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
-    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    if not files:
-        raise MeshwrightError(
-            f"{folder} has no tokenizer file; looked for {', '.join(TOKENIZER_FILES)}"
+def _tokenizer_folder(config: DecoderConfig) -> Path | None:
+    """The folder that the config was read from, if it has files of a tokenizer."""
+    source = (config.hf_config or {}).get(SOURCE)
+    if source is None:
+        return None
+    if not Path(source).is_dir():
+        logger.warning(
+            "%s, which the model was read from, is not there any more: its tokenizer files are not "
+            "copied; give their folder as tokenizer=",
+            source,
         )
-    return files
+        return None
+    return Path(source) if _tokenizer_files(Path(source)) else None
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    found = [file for pattern in TOKENIZER_FILES for file in sorted(folder.glob(pattern))]
+    return [file for file in found if file.is_file()]
 
 
 def _special_tokens(folder: Path) -> dict[str, Any]:
-    """The special tokens that the config.json beside a tokenizer names."""
-    if not (folder / "config.json").is_file():
+    """The special tokens that the config.json beside a tokenizer names, or its own files."""
+    if (folder / "config.json").is_file():
+        fields, _ = read_hf_config(folder)
+        return {name: fields[name] for name in sorted(SPECIAL_TOKENS) if name in fields}
+    if not all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return {}
-    fields, _ = read_hf_config(folder)
-    return {name: fields[name] for name in sorted(SPECIAL_TOKENS) if name in fields}
+    added = read_hf_config(folder / "tokenizer.json")[0].get("added_tokens") or []
+    ids = {token["content"]: token["id"] for token in added}
+    named = read_hf_config(folder / "tokenizer_config.json")[0]
+    found = {}
+    for name in sorted(SPECIAL_TOKENS):
+        token = named.get(name.removesuffix("_id"))
+        token = token.get("content") if isinstance(token, dict) else token
+        if token in ids:
+            found[name] = ids[token]
+    return found
 
 
 def _try(folder: Path, act: Callable[[], None]) -> str | None:

@@ -70,6 +70,7 @@ def _mistral(vocab: int, theta: float, window: int | None) -> DecoderConfig:
     return DecoderConfig(
         vocab, 32, 4096, 32, 8, 128, 14336,
         max_seq=32768, rope=Rope(theta), sliding_window=window,
+        hf_config={"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
     )  # fmt: skip
 
 
