@@ -31,6 +31,9 @@ def next_batch(step):
         os.kill(os.getpid(), signal.SIGKILL)
     if step == 6 and process == 1 and mode == "raise":
         raise OSError("rows 40 to 80 cannot be read")
+    if step == 6 and process == 1 and mode == "mistake":
+        from meshwright.errors import MeshwrightError
+        raise MeshwrightError("token store 'a.store' is damaged")
     time.sleep(0.05)
 
 with ends_together(store, joined.process_id, 2, poll_s=0.25), stop_on_signals() as stop:
@@ -115,6 +118,17 @@ def test_an_error_in_one_process_ends_the_others_and_is_told_there(tmp_path: Pat
     assert "error: process 1 failed: rows 40 to 80 cannot be read" in ends[0][1]
     assert "Traceback" not in ends[0][1]
     assert "OSError: rows 40 to 80 cannot be read" in ends[1][1]
+
+
+def test_a_mistake_in_one_process_ends_all_with_the_code_of_a_mistake(tmp_path: Path) -> None:
+    """Damaged data would be met again by another try, which 75 asks for."""
+    processes = start("mistake", tmp_path)
+    wait_for_step_five(processes)
+    ends = [process.communicate(timeout=30) for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert "error: process 1 stopped: token store 'a.store' is damaged" in ends[0][1]
+    assert "error: token store 'a.store' is damaged" in ends[1][1]
+    assert "Traceback" not in ends[0][1] + ends[1][1]
 
 
 @pytest.mark.slow

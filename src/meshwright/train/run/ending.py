@@ -7,6 +7,7 @@ where all can read it, and ends; the watchdog of each other process reads it and
 
 import contextlib
 import os
+import re
 import sys
 import time
 import traceback
@@ -19,6 +20,8 @@ from meshwright.train.run.verdict import REPORTS, read_reports
 
 VERDICT = "meshwright/verdict"
 EXIT_CODE = 75  # EX_TEMPFAIL: worth another try, from the last checkpoint
+MISTAKE_CODE = 2  # a person must mend something: another try would end the same way
+_MISTAKE = re.compile(r"process \d+ stopped: ")
 POLL_S = 1.0  # how often each process looks whether another has ended
 
 
@@ -59,18 +62,18 @@ def _end_failed(store: Store, process_id: int, failure: BaseException, interval_
     if isinstance(failure, AgreedError):
         end_process(str(failure), 2, wait_s)
     about = str(failure).partition("\n")[0] or type(failure).__name__
-    text = f"process {process_id} failed: {about}"
+    mistake = isinstance(failure, MeshwrightError) and not isinstance(failure, CoordinatorLostError)
+    text = f"process {process_id} {'stopped' if mistake else 'failed'}: {about}"
     lost = None
     if not isinstance(failure, MeshwrightError | KeyboardInterrupt | SystemExit):
         # perhaps a broken connection (jax raises it in several types), and the failure is another's
         lost = _gone(store, process_id, interval_s)
         text = text if lost is None else f"{lost} ({about})"
     verdict = agree_on_verdict(store, text)
-    if lost is not None or not verdict.endswith(f" failed: {about}"):
-        end_process(verdict, EXIT_CODE, 0.0 if process_id else wait_s)
+    if lost is not None or not verdict.endswith(f": {about}"):
+        end_process(verdict, exit_code(verdict), 0.0 if process_id else wait_s)
     if isinstance(failure, MeshwrightError):
-        again = isinstance(failure, CoordinatorLostError)  # nobody's mistake
-        end_process(str(failure), EXIT_CODE if again else 2, wait_s)
+        end_process(str(failure), MISTAKE_CODE if mistake else EXIT_CODE, wait_s)
     if isinstance(failure, KeyboardInterrupt):
         end_process(about, 130, wait_s)
     if not isinstance(failure, SystemExit):
@@ -116,6 +119,11 @@ def agree_on_verdict(store: Store, text: str) -> str:
         return store.put_once(VERDICT, text)
     except CoordinatorLostError:
         return text
+
+
+def exit_code(verdict: str) -> int:
+    """The code that a verdict ends this process with, wherever it was spoken."""
+    return MISTAKE_CODE if _MISTAKE.match(verdict) else EXIT_CODE
 
 
 def end_process(text: str, code: int = EXIT_CODE, wait_s: float = 0.0) -> None:

@@ -32,11 +32,11 @@ from types import FrameType, TracebackType
 from meshwright.errors import MeshwrightError
 from meshwright.train.run.coordinator import CoordinatorLostError, Store
 from meshwright.train.run.ending import (
-    EXIT_CODE,
     POLL_S,
     VERDICT,
     agree_on_verdict,
     end_process,
+    exit_code,
     farewell_s,
     look_interval_s,
 )
@@ -222,7 +222,9 @@ class Watchdog:
         with contextlib.suppress(OSError), (self._folder / "watchdog.txt").open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {self._process_id}: {line}\n")
         alone = self._store is None
-        self._end(line, EXIT_CODE, 0.0 if alone else farewell_s(self._process_id, self._poll_s))
+        self._end(
+            line, exit_code(line), 0.0 if alone else farewell_s(self._process_id, self._poll_s)
+        )
 
     def _told_to_all(self, line: str) -> str:
         # in a thread: the store may be what hangs
