@@ -132,7 +132,7 @@ def test_a_lost_chunk_is_named(folder: Path, state: dict[str, Any], orbax_looks:
     with pytest.raises(mw.MeshwrightError, match=f"is damaged.*'params/embed' {said}") as error:
         Checkpoints(folder).restore(2, targets_of(state))
     assert "params/wq" not in str(error.value)
-    assert "complete checkpoints there: 1" in str(error.value)
+    assert "Intact checkpoints (their records and file sizes were checked): 1" in str(error.value)
 
 
 def set_right(step: Path) -> None:
@@ -198,3 +198,46 @@ def test_a_step_without_a_record_is_not_passed_over_in_silence(folder: Path) -> 
     assert checkpoints.latest() == 2
     with pytest.raises(mw.MeshwrightError, match=r"checkpoint\.json is missing"):
         checkpoints.meta(2)
+
+
+def test_intact_checkpoints_are_listed_with_the_command_to_use_one(
+    folder: Path, state: dict[str, Any]
+) -> None:
+    """Steps 3 and 4 are complete and damaged, too: they are not offered."""
+    for step, harm in ((3, lose), (4, cut)):
+        copy = folder / f"step-{step:08d}"
+        shutil.copytree(folder / STEP, copy)
+        write_record(copy, dataclasses.replace(read_record(copy), step=step))
+        harm(next(copy.rglob("d/*")) if harm is lose else copy / "checkpoint.json")
+        if harm is cut:
+            (copy / "checkpoint.json").write_text("{")
+    lose(next((folder / STEP).rglob("d/*")))
+    checkpoints = Checkpoints(folder, command=lambda step: f"program --step {step}")
+    said = (
+        r"Intact checkpoints \(their records and file sizes were checked\): 1\. "
+        r"To use step 1: program --step 1$"
+    )
+    with pytest.raises(mw.MeshwrightError, match=r"is damaged: the file .* is missing\. " + said):
+        checkpoints.restore(2, targets_of(state))
+    with pytest.raises(mw.MeshwrightError, match=r"is damaged: it is not whole JSON.*" + said):
+        checkpoints.meta(4)
+    shutil.rmtree(folder / "step-00000001")
+    with pytest.raises(mw.MeshwrightError, match=r"No other checkpoint in .* is intact"):
+        checkpoints.restore(2, targets_of(state))
+
+
+def test_a_renamed_checkpoint_is_told_by_the_names_that_are_there(
+    folder: Path, state: dict[str, Any]
+) -> None:
+    (folder / STEP).rename(folder / "step-00000009")
+    with pytest.raises(mw.MeshwrightError) as error:
+        Checkpoints(folder).restore(9, targets_of(state))
+    assert str(error.value) == (
+        f"{folder}/step-00000009 holds the checkpoint of step 2: the folder was renamed or copied. "
+        f"Rename it to step-00000002, or move it out of {folder}"
+    )
+    (folder / "step-00000009").rename(folder / "step-000000002")  # a zero too many
+    (folder / "step-00000001").rename(folder / "best")
+    assert Checkpoints(folder).steps() == []
+    with pytest.raises(mw.MeshwrightError, match=r"renamed ones, .*: best, step-000000002$"):
+        Checkpoints(folder).restore(2, targets_of(state))

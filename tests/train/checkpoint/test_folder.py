@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.train.checkpoint import Checkpoints
+from meshwright.train.checkpoint import folder as folder_module
 from meshwright.train.checkpoint.folder import steps_to_delete
 
 TREE = {"w": jnp.ones((4, 4))}
@@ -45,6 +46,55 @@ def test_the_newest_is_never_deleted(
     assert len(kept) <= keep_last + sum(
         keep_every is not None and step % keep_every == 0 for step in steps
     )
+
+
+@given(
+    st.lists(st.integers(0, 200), unique=True, min_size=1, max_size=20),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 50),
+    st.data(),
+)
+def test_the_newest_healthy_one_is_never_deleted(
+    steps: list[int], keep_last: int, keep_every: int | None, data: st.DataObject
+) -> None:
+    healthy = data.draw(st.lists(st.sampled_from(steps), min_size=1))
+    deleted = steps_to_delete(steps, keep_last, keep_every, healthy)
+    assert max(healthy) not in deleted
+    assert set(deleted) <= set(steps_to_delete(steps, keep_last, keep_every))
+
+
+def test_a_confirmed_checkpoint_outlives_all_later_ones(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        checkpoints.save(1, TREE, {})
+        checkpoints.confirm(1)  # while it is still being written
+        for step in range(2, 6):
+            checkpoints.save(step, TREE, {})
+        checkpoints.wait()
+        assert (checkpoints.steps(), checkpoints.healthy()) == ([1, 5], [1])
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:  # another process knows it, too
+        assert checkpoints.healthy() == [1]
+        checkpoints.save(6, TREE, {}, wait=True)
+        checkpoints.confirm(6)
+        assert checkpoints.steps() == [1, 6]
+        checkpoints.save(7, TREE, {}, wait=True)
+        assert (checkpoints.steps(), checkpoints.healthy()) == ([6, 7], [6])
+
+
+def test_a_mark_that_cannot_be_written_is_still_known_to_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, step: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        checkpoints.save(1, TREE, {}, wait=True)
+        monkeypatch.setattr(folder_module, "mark_healthy", full)
+        checkpoints.confirm(1)
+        checkpoints.save(2, TREE, {}, wait=True)
+        assert checkpoints.steps() == [1, 2]
+        monkeypatch.undo()
+        checkpoints.save(3, TREE, {}, wait=True)
+    assert Checkpoints(tmp_path).healthy() == [1]
 
 
 def test_the_previous_checkpoint_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
@@ -108,5 +158,7 @@ def test_a_file_in_the_place_of_the_folder_is_said(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(mw.MeshwrightError, match="is a file"):
         Checkpoints(tmp_path / "run")
-    with pytest.raises(mw.MeshwrightError, match="step 1 cannot be saved"):
-        Checkpoints(tmp_path / "run" / "below").save(1, TREE, {})
+    with pytest.raises(mw.MeshwrightError, match=r"run/below lies below .*run, a file"):
+        Checkpoints(tmp_path / "run" / "below")
+    with pytest.raises(mw.MeshwrightError, match="cannot be used: File name too long"):
+        Checkpoints(tmp_path / ("a" * 300))

@@ -23,6 +23,7 @@ if processes > 1:
 from jax.sharding import NamedSharding, PartitionSpec as P
 import meshwright as mw
 from meshwright.train.checkpoint import Checkpoints
+from meshwright.train.checkpoint.agreement import Channel
 
 def state_on(mesh, step):
     def make():
@@ -83,6 +84,12 @@ if job == "save in two":
     found["full"] = error_of(checkpoints.wait)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     checkpoints.save(3, state_on(mesh, 3)[0], {"by": processes}, True)
+    checkpoints.save(7, state_on(mesh, 7)[0], {}, True)
+    checkpoints.confirm(3)
+    from pathlib import Path
+    found["aside"] = checkpoints.set_aside_after(3, Path(folder, "none")) is not None
+    found["first"] = Channel("test").from_first(f"from process {process}")
+    found["healthy"] = checkpoints.healthy()
     found["steps"] = checkpoints.steps()
     apart = Checkpoints(folder + f"/apart{process}")
     found["apart"] = error_of(apart.save, 1, state_on(mesh, 1)[0], {})
@@ -142,7 +149,10 @@ def run(program: str, processes: int, folder: Path, job: str) -> list[dict[str, 
 
 
 def test_two_save_and_one_restores(tmp_path: Path) -> None:
-    for found in run(SAVE, 2, tmp_path, "save in two"):
+    for process, found in enumerate(run(SAVE, 2, tmp_path, "save in two")):
+        assert found["aside"] is (process == 0)
+        assert found["first"] == "from process 0"
+        assert found["healthy"] == [3]
         assert found["full"]["error"].startswith("process 1: step 2 was not saved")
         assert "File too large" in found["full"]["error"]
         assert found["full"]["seconds"] < 20

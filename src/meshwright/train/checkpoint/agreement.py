@@ -57,10 +57,23 @@ class Channel:
                 client.key_value_delete(f"{self._prefix}/{number - 2}")
             return verdict
         except jax.errors.JaxRuntimeError as error:
-            raise MeshwrightError(
-                f"process {process} waited {timeout:g} s for the other processes at a checkpoint; "
-                f"one is dead or hangs ({str(error).splitlines()[0][:200]})"
-            ) from None
+            raise _timed_out(timeout, error) from None
+
+    def from_first(self, text: str, timeout: float = TIMEOUT) -> str:
+        """The text of process 0, in every process: what it found on a disk that others see later.
+
+        Every process must call.
+        """
+        if jax.process_count() == 1:
+            return text
+        key = f"{self._prefix}/{next(self._number)}/first"
+        if jax.process_index() == 0:
+            _client().key_value_set(key, text)
+            return text
+        try:
+            return str(_client().blocking_key_value_get(key, int(timeout * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            raise _timed_out(timeout, error) from None
 
     def check(self, problem: str, about: str = "") -> None:
         """`agree`, and the problem, if there is one, as an error in every process."""
@@ -78,6 +91,13 @@ def _verdict(said: list[tuple[str, str]]) -> str:
                 f"process 0 is at {said[0][1]}, process {process} at {about}; all must do the same"
             )
     return ""
+
+
+def _timed_out(timeout: float, error: Exception) -> MeshwrightError:
+    return MeshwrightError(
+        f"process {jax.process_index()} waited {timeout:g} s for the other processes at a "
+        f"checkpoint; one is dead or hangs ({str(error).splitlines()[0][:200]})"
+    )
 
 
 def _client() -> Any:

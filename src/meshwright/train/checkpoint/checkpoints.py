@@ -8,6 +8,7 @@
 Under jax.distributed every process makes the same calls, on a folder that all of them see.
 """
 
+import contextlib
 import shutil
 import sys
 import threading
@@ -32,24 +33,31 @@ from meshwright.train.checkpoint.record import (
     list_files,
     write_record,
 )
-from meshwright.train.checkpoint.restore import others, read_step, restore_tree
+from meshwright.train.checkpoint.restore import Command, others, read_step, restore_tree
 
 
 class Checkpoints:
     """The checkpoints in one folder.
 
-    Kept are the last `keep_last` (None: all) and every step that is a multiple of `keep_every`.
-    Opening a folder changes nothing in it, so a running training can be read from.
+    Kept are the last `keep_last` (None: all), every step that is a multiple of `keep_every`, and
+    the newest healthy one (see `confirm`). Opening a folder changes nothing in it, so a running
+    training can be read from. `command`: what a person types to take a step, for messages.
     """
 
     def __init__(
-        self, folder: Any, keep_last: int | None = 3, keep_every: int | None = None
+        self,
+        folder: Any,
+        keep_last: int | None = 3,
+        keep_every: int | None = None,
+        command: Command | None = None,
     ) -> None:
         self.folder: Path = folders.checked_folder(folder)
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and whole_number(value, name) == 0:
                 raise MeshwrightError(f"{name}=0 would keep nothing; give 1 or more, or None")
         self.keep_last, self.keep_every = keep_last, keep_every
+        self._command = command
+        self._confirmed: set[int] = set()  # by this process; the mark may not be on disk yet
         self._ahead, self._behind = Channel("foreground"), Channel("background")
         self._writer: Writer | None = None
         self._thread: threading.Thread | None = None
@@ -87,21 +95,22 @@ class Checkpoints:
         size = sum(array.nbytes for array in arrays.values())
         sums = {name: fingerprint(array) for name, array in arrays.items()}
         self._met = False
+        problem = ""
         try:
             if self._writer is None:
                 self._writer = Writer(self._meet, TIMEOUT)
             # Orbax refuses arrays without elements; their shape says all there is to say
             self._writer.start(saving / folders.ARRAYS, {n: a for n, a in arrays.items() if a.size})
-        except Exception as error:
-            if jax.process_index() == 0:
-                folders.give_up(self.folder, step)
-            raise MeshwrightError(self._why_not_saved(step, size, error)) from error
+        except Exception as error:  # told to the other processes in the background, as any other
+            problem = self._why_not_saved(step, size, error)
         described = {
             name: (tuple(leaf.shape), str(leaf.dtype), key_kind(leaf))
             for name, leaf in leaves.items()
         }
         self._thread = threading.Thread(
-            target=self._finish, args=(step, described, sums, meta, size), name="meshwright-save"
+            target=self._finish,
+            args=(step, described, sums, meta, size, problem),
+            name="meshwright-save",
         )
         self._thread.start()
         if wait:
@@ -157,17 +166,20 @@ class Checkpoints:
         sums: dict[str, jax.Array],
         meta: dict[str, Any],
         size: int,
+        problem: str,
     ) -> None:
         """In the background: wait for Orbax, complete the checkpoint, delete old ones."""
         try:
-            problem = ""
+            if jax.process_index() == 0:
+                self._delete_old(step)  # those that were kept until a later one was healthy
             try:
-                assert self._writer is not None
-                self._writer.wait()
+                if not problem:
+                    assert self._writer is not None
+                    self._writer.wait()
             except Exception as error:
                 problem = self._why_not_saved(step, size, error)
-                if not self._met:
-                    self._behind.agree(problem)
+            if problem and not self._met:
+                self._behind.agree(problem)
             if not problem and jax.process_index() == 0:
                 try:
                     saving = folders.saving_folder(self.folder, step)
@@ -180,6 +192,7 @@ class Checkpoints:
                 except Exception as error:
                     problem = self._why_not_saved(step, size, error)
                 else:
+                    self._mark_confirmed()
                     problem = self._delete_old(step)
             verdict = self._behind.agree(problem)
             if verdict and jax.process_index() == 0:
@@ -190,7 +203,8 @@ class Checkpoints:
             self._failure.append(verdict)
 
     def _delete_old(self, step: int) -> str:
-        for old in folders.steps_to_delete(self.steps(), self.keep_last, self.keep_every):
+        steps, healthy = self.steps(), self.healthy()
+        for old in folders.steps_to_delete(steps, self.keep_last, self.keep_every, healthy):
             try:
                 folders.delete(self.folder, old)
             except OSError as error:
@@ -200,16 +214,43 @@ class Checkpoints:
     def _why_not_saved(self, step: int, size: int, error: BaseException) -> str:
         if isinstance(error, MeshwrightError):
             return str(error)
-        text = str(error)
-        if "No space left" in text or "quota exceeded" in text:
-            free = shutil.disk_usage(self.folder).free
+        text = " ".join(str(error).split())
+        if "No space left" in text:
             why = (
-                f"the disk of {self.folder} is full ({free / 1e9:.2f} GB free, up to "
+                f"the disk of {self.folder} is full ({_free(self.folder)}up to "
                 f"{size / 1e9:.2f} GB needed); free some space or lower keep_last"
+            )
+        elif "quota exceeded" in text:
+            why = (
+                f"the disk quota for {self.folder} is used up (up to {size / 1e9:.2f} GB needed); "
+                "free some space or lower keep_last"
             )
         else:
             why = f"{type(error).__name__}: {text[:600]}"
         return f"step {step} was not saved: {why}; {others(self.folder)}"
+
+    # which are healthy
+
+    def confirm(self, step: int) -> None:
+        """A training step computed from checkpoint `step` had a finite loss and gradient norm.
+
+        The checkpoint is *healthy* from now on: the newest healthy one is never deleted. It may
+        still be in the background; a mark that cannot be written is written with the next one.
+        """
+        self._confirmed.add(whole_number(step, "step"))
+        self._mark_confirmed()
+
+    def healthy(self) -> list[int]:
+        """The steps of all complete checkpoints that are known to be healthy, in order."""
+        known = set(folders.healthy_steps(self.folder)) | self._confirmed
+        return [step for step in self.steps() if step in known]
+
+    def _mark_confirmed(self) -> None:
+        if jax.process_index():
+            return
+        for step in sorted(self._confirmed.intersection(self.steps())):
+            with contextlib.suppress(OSError):  # a full disk: this process still knows
+                folders.mark_healthy(self.folder, step)
 
     # reading
 
@@ -223,11 +264,11 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict[str, Any]:
         """What was saved beside the arrays."""
-        return read_step(self.folder, step).meta
+        return read_step(self.folder, step, self._command).meta
 
     def arrays(self, step: int) -> dict[str, SavedArray]:
         """Name → shape and dtype of every array in the checkpoint."""
-        return read_step(self.folder, step).arrays
+        return read_step(self.folder, step, self._command).arrays
 
     def restore(self, step: int, targets: Any, cast: bool = False) -> Any:
         """Read a checkpoint into the layout `targets` asks for, on any mesh and process count.
@@ -238,7 +279,34 @@ class Checkpoints:
         then the values are checked against what was saved, on the devices.
         """
         self.wait()
-        return restore_tree(self.folder, step, targets, cast, self._ahead)
+        return restore_tree(self.folder, step, targets, cast, self._ahead, self._command)
+
+    def set_aside_after(self, step: int, copied: Path) -> tuple[list[int], Path] | None:
+        """Move the checkpoints after `step` to a folder of their own, where they are not read.
+
+        A run that is resumed from `step` would mistake them for its own. `copied`: a file that is
+        copied along, if it is there. Process 0 gets the steps and the folder, if there are any.
+        """
+        self.wait()
+        problem, moved = "", None
+        if jax.process_index() == 0:
+            try:
+                if later := [other for other in self.steps() if other > step]:
+                    moved = later, folders.set_aside(self.folder, later, copied)
+            except OSError as error:
+                problem = (
+                    f"checkpoints after step {step} cannot be set aside in {self.folder}: "
+                    f"{error.strerror}"
+                )
+        self._ahead.check(problem, about=f"setting aside what is after step {step}")
+        return moved
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e9:.2f} GB free, "
+    except OSError:
+        return ""
 
 
 def _say_unraised(failure: list[str]) -> None:

@@ -4,6 +4,8 @@
       step-00000100/       complete: it got this name after everything in it was written
         checkpoint.json    what is in it, with a checksum
         arrays/            Orbax
+        healthy            an empty file: a training step from these weights was finite
+      set-aside-1/         checkpoints after the step that a run was resumed from, never read
       .saving-00000200/    being written, or left by a process that was killed
       .deleting-00000050/  being deleted
 
@@ -12,15 +14,20 @@ and loses it first, by a rename. A leading dot is never looked at, and cleared b
 """
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
+import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
 
 ARRAYS = "arrays"  # the part that Orbax writes
+RECORD = "checkpoint.json"
+_HEALTHY = "healthy"
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.(saving|deleting)-\d{8,}")
 
@@ -36,9 +43,24 @@ def checked_folder(folder: Any) -> Path:
             "all processes share"
         )
     path = Path(os.path.abspath(folder))
-    if path.exists() and not path.is_dir():
-        raise MeshwrightError(f"checkpoint folder {path} is a file; give a folder")
+    if problem := not_a_folder(path):
+        raise MeshwrightError(f"checkpoint folder {path} {problem}")
     return path
+
+
+def not_a_folder(path: Path) -> str:
+    """Why `path` can neither be nor become a folder, '' if it can: ends "folder PATH …"."""
+    for place in (path, *path.parents):
+        try:
+            mode = os.stat(place).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as reason:  # a name too long, a parent that may not be looked into
+            return f"cannot be used: {reason.strerror}"
+        if stat.S_ISDIR(mode):
+            return ""
+        return "is a file; give a folder" if place == path else f"lies below {place}, a file"
+    return ""
 
 
 def complete_folder(folder: Path, step: int) -> Path:
@@ -58,7 +80,54 @@ def complete_steps(folder: Path) -> list[int]:
     except OSError as error:
         raise MeshwrightError(f"checkpoint folder {folder} cannot be read: {error}") from None
     found = [match for entry in entries if (match := _COMPLETE.fullmatch(entry.name))]
-    return sorted(int(match[1]) for match in found if (folder / match[0]).is_dir())
+    steps = [int(match[1]) for match in found if (folder / match[0]).is_dir()]
+    # a zero too many is another name: complete_folder() would not find it
+    return sorted(step for step in steps if complete_folder(folder, step).is_dir())
+
+
+def misnamed(folder: Path) -> list[str]:
+    """Folders that hold a checkpoint, but not under the name of a step."""
+    if not folder.is_dir():
+        return []
+    steps = {complete_folder(folder, step).name for step in complete_steps(folder)}
+    return sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if not entry.name.startswith(".")
+        and entry.name not in steps
+        and (folder / entry.name / RECORD).is_file()
+    )
+
+
+def mark_healthy(folder: Path, step: int) -> None:
+    """Record, to stay, that a training step from this checkpoint was finite."""
+    place = complete_folder(folder, step)
+    (place / _HEALTHY).touch()
+    flush(place)
+
+
+def healthy_steps(folder: Path) -> list[int]:
+    """The complete checkpoints that are marked as healthy, in order."""
+    steps = complete_steps(folder)
+    return [step for step in steps if (complete_folder(folder, step) / _HEALTHY).exists()]
+
+
+def set_aside(folder: Path, steps: list[int], copied: Path) -> Path:
+    """Move checkpoints, with a copy of a file, into a new folder where they are never read."""
+    numbers = itertools.count(1)
+    place = next(p for n in numbers if not (p := folder / f"set-aside-{n}").exists())
+    place.mkdir()
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(copied, place / copied.name)
+    except OSError:  # a full disk: leave everything as it was
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    for step in sorted(steps, reverse=True):  # the newest first: what stays has no gap
+        os.rename(complete_folder(folder, step), complete_folder(place, step))
+    flush(place)
+    flush(folder)
+    return place
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -105,13 +174,25 @@ def delete(folder: Path, step: int) -> None:
         shutil.rmtree(deleting)
 
 
-def steps_to_delete(steps: list[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Which of `steps` are neither among the last nor at a round number.
+def steps_to_delete(
+    steps: list[int],
+    keep_last: int | None,
+    keep_every: int | None,
+    healthy: Collection[int] = (),
+) -> list[int]:
+    """Which of `steps` are neither among the last, nor at a round number, nor the newest healthy.
 
     >>> steps_to_delete([10, 20, 30, 40, 50], keep_last=2, keep_every=20)
+    [10, 30]
+    >>> steps_to_delete([10, 20, 30, 40, 50], keep_last=2, keep_every=None, healthy=[10, 20])
     [10, 30]
     """
     if keep_last is None:
         return []
+    newest_healthy = max((step for step in steps if step in healthy), default=None)
     older = sorted(steps)[:-keep_last]
-    return [step for step in older if keep_every is None or step % keep_every]
+    return [
+        step
+        for step in older
+        if step != newest_healthy and (keep_every is None or step % keep_every)
+    ]

@@ -1,5 +1,6 @@
 """Named arrays to and from disk with Orbax, and Orbax's own voice turned off."""
 
+import contextlib
 import functools
 import logging
 import re
@@ -50,7 +51,9 @@ class Writer:
         self._checkpointer.wait_until_finished()
 
     def close(self) -> None:
-        self._checkpointer.close()
+        """End; what went wrong with the last save was raised by `wait`, and is not raised again."""
+        with contextlib.suppress(Exception):
+            self._checkpointer.close()
 
 
 def read_arrays(folder: Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:

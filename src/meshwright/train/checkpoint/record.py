@@ -17,9 +17,8 @@ from typing import Any
 import jax
 
 from meshwright.errors import MeshwrightError
-from meshwright.train.checkpoint.folder import flush
+from meshwright.train.checkpoint.folder import RECORD, flush
 
-FILE = "checkpoint.json"
 _FORMAT = 1
 _SMALL = 1 << 20  # bytes
 
@@ -60,27 +59,26 @@ def write_record(folder: Path, record: Record) -> None:
         if checksum is not None:
             flush(folder / name)  # TensorStore flushes the data files, Orbax not its small ones
     text = json.dumps({"checksum": _checksum(content), **content}, indent=1, allow_nan=False)
-    (folder / FILE).write_text(text + "\n", encoding="utf-8")
-    flush(folder / FILE)
+    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+    flush(folder / RECORD)
 
 
 def read_record(folder: Path) -> Record:
     """The record of a checkpoint; a MeshwrightError if it is missing or not as it was written."""
-    path = folder / FILE
+    path = folder / RECORD
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
         checksum = content.pop("checksum")
         if checksum != _checksum(content):
             raise ValueError("its content does not fit its checksum")
     except FileNotFoundError:
-        raise MeshwrightError(f"{path} is missing; use another checkpoint") from None
+        raise MeshwrightError(f"{path} is missing") from None
     except OSError as error:
         raise MeshwrightError(f"{path} cannot be read: {error}") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         why = error if "checksum" in str(error) else "it is not whole JSON"
         raise MeshwrightError(
-            f"{path} is damaged: {why}; it was truncated or altered after it was saved. "
-            "Use another checkpoint"
+            f"{path} is damaged: {why}; it was truncated or altered after it was saved"
         ) from None
     if content["format"] != _FORMAT:
         raise MeshwrightError(
@@ -107,7 +105,7 @@ def list_files(folder: Path) -> dict[str, tuple[int, int | None]]:
     return {
         str(path.relative_to(folder)): (path.stat().st_size, _small_checksum(path))
         for path in sorted(_files(folder))
-        if path != folder / FILE
+        if path != folder / RECORD
     }
 
 
@@ -127,9 +125,7 @@ def check_files(folder: Path, files: dict[str, tuple[int, int | None]]) -> None:
         except OSError as error:
             wrong = f"cannot be read ({error})"
         if wrong:
-            raise MeshwrightError(
-                f"checkpoint {folder} is damaged: the file {name} {wrong}. Use another checkpoint"
-            )
+            raise MeshwrightError(f"checkpoint {folder} is damaged: the file {name} {wrong}")
 
 
 def _files(folder: Path) -> Iterator[Path]:
