@@ -1,5 +1,6 @@
 """The commands of `meshwright`: one file each, all thin."""
 
+import contextlib
 import io
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from meshwright.cli.prove import prove_command
 from meshwright.cli.show import show
 from meshwright.cli.train import train, train_command
 from meshwright.errors import MeshwrightError
+from meshwright.train.run.files import disk_errors_in_one_line, output_is_written
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "show": show,
@@ -43,16 +45,22 @@ def run(arguments: list[str]) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show × gets a ?
     try:
-        if arguments[:1] and arguments[0] in WITH_SETTINGS:
-            WITH_SETTINGS[arguments[0]](arguments[1:])
-            return
-        tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
-            prog="meshwright",
-            description="Say where every axis goes, see what it costs, run it.",
-            args=arguments,
-            config=(tyro.conf.UseAppendAction,),
-        )
+        with output_is_written(), disk_errors_in_one_line():
+            _run(arguments)
     except MeshwrightError as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # standard error may lie on a full disk, too
+            print(f"error: {mistake}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[:1] and arguments[0] in WITH_SETTINGS:
+        WITH_SETTINGS[arguments[0]](arguments[1:])
+        return
+    tyro.extras.subcommand_cli_from_dict(
+        COMMANDS,
+        prog="meshwright",
+        description="Say where every axis goes, see what it costs, run it.",
+        args=arguments,
+        config=(tyro.conf.UseAppendAction,),
+    )

@@ -4,6 +4,7 @@ from meshwright.train.run.comparison import Fact, compare_processes
 from meshwright.train.run.coordinator import CoordinatorLostError, Store, coordinator_store
 from meshwright.train.run.description import write_description
 from meshwright.train.run.ending import EXIT_CODE, AgreedError, ends_together
+from meshwright.train.run.files import disk_errors_in_one_line, print_line
 from meshwright.train.run.live import LiveLine
 from meshwright.train.run.lock import only_run_in
 from meshwright.train.run.metrics import Metrics, MetricsLog, read_metrics
@@ -39,12 +40,14 @@ __all__ = [
     "agree",
     "compare_processes",
     "coordinator_store",
+    "disk_errors_in_one_line",
     "ends_together",
     "join",
     "memory",
     "only_run_in",
     "pause_timeout_s",
     "peak_flops",
+    "print_line",
     "read_metrics",
     "stop_on_signals",
     "throughput",

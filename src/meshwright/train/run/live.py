@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from meshwright.train.run.files import print_line
+
 GIB = 2**30
 PLAIN_EVERY_S = 10.0
 
@@ -130,7 +132,7 @@ class LiveLine:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._shown:
-            print(text, file=self._file, flush=True)
+            print_line(text, self._file)
 
     def close(self) -> None:
         if self._live is not None:
@@ -148,7 +150,7 @@ class LiveLine:
         self.close()
 
     def _print_last(self) -> None:
-        print(self._last, file=self._file, flush=True)
+        print_line(self._last, self._file)
         self._printed = self._last
         self._next = self._clock() + self._every_s
 

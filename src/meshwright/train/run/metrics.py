@@ -13,15 +13,15 @@ import errno
 import json
 import math
 import os
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from meshwright.errors import MeshwrightError
+from meshwright.train.run.files import cannot_be_written, warn_once, write_whole
 from meshwright.train.run.trackers import TensorBoard, WeightsAndBiases
 
 FILE = "metrics.jsonl"
@@ -85,6 +85,7 @@ class MetricsLog:
         folder = Path(run_folder)
         self._sinks: list[Any] = []
         self._writes = jax.process_index() == 0 if writes is None else writes
+        self._path = folder / FILE
         self._file: Any = None
         self._failed = False
         if not self._writes:
@@ -98,9 +99,7 @@ class MetricsLog:
             _keep_until(folder / FILE, resume_step)
             self._file = (folder / FILE).open("ab", buffering=0)
         except OSError as reason:
-            raise MeshwrightError(
-                f"{str(folder / FILE)!r} cannot be written: {reason.strerror}"
-            ) from None
+            raise cannot_be_written(folder / FILE, reason) from None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Add one line; each value is a number."""
@@ -108,8 +107,9 @@ class MetricsLog:
             return
         numbers = {name: _number(name, value) for name, value in values.items()}
         self._append({"step": int(step), "time": round(time.time(), 3)} | numbers)
-        for sink in self._sinks:
-            sink.write(int(step), numbers)
+        for sink in list(self._sinks):
+            with self._or_without(sink):
+                sink.write(int(step), numbers)
 
     def note(self, step: int, event: str, **about: Any) -> None:
         """Add an event, such as `note(40, "resumed", mesh="fsdp=8")`; resuming keeps them all."""
@@ -121,9 +121,20 @@ class MetricsLog:
         if self._file is not None:
             self._file.close()
             self._file = None
-        for sink in self._sinks:
-            sink.close()
+        for sink in list(self._sinks):
+            with self._or_without(sink):
+                sink.close()
         self._sinks = []
+
+    @contextlib.contextmanager
+    def _or_without(self, sink: Any) -> Iterator[None]:
+        """A tracker that fails (a full disk, no connection: many types) is left out, not fatal."""
+        try:
+            yield
+        except Exception as reason:
+            name = type(sink).__name__
+            warn_once(name, f"{name} failed: {reason}; training continues without it")
+            self._sinks.remove(sink)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -139,10 +150,9 @@ class MetricsLog:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._failed = False
-        except OSError as reason:
-            if not self._failed:  # training is worth more than its diary; say it once
-                text = f"warning: {FILE} cannot be written: {reason.strerror}; training goes on"
-                print(text, file=sys.stderr)
+        except OSError as reason:  # training is worth more than its diary
+            text = f"{self._path} cannot be written: {reason.strerror}; training continues"
+            warn_once(str(self._path), text)
             self._failed = True
 
 
@@ -193,9 +203,4 @@ def _keep_until(file: Path, step: int | None) -> None:
     text = b"".join(line + b"\n" for line in kept)
     if text == b"\n".join(lines):
         return
-    new = file.with_suffix(".new")
-    with new.open("wb") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    new.replace(file)
+    write_whole(file, text)

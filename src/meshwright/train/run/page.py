@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.pages import render
+from meshwright.train.run.files import write_whole
 from meshwright.train.run.metrics import read_metrics
 from meshwright.train.run.summary import curves, resumes, summary
 
@@ -34,14 +35,8 @@ def write_run_page(
     about = dict(_json(folder / "run.json") or {} if about is None else about)
     config = _json(folder / "config.json") if config is None else config
     text = run_page(folder, about, config)
-    page = folder / PAGE
-    new = page.with_suffix(".new")
-    try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(page)
-    except OSError as reason:
-        raise MeshwrightError(f"{str(page)!r} cannot be written: {reason.strerror}") from None
-    return page
+    write_whole(folder / PAGE, text)
+    return folder / PAGE
 
 
 def run_page(folder: Path, about: Mapping[str, Any], config: Any | None) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.train.run.files import write_whole
 
 
 def check_trackers(tensorboard: bool, wandb: bool) -> None:
@@ -66,8 +67,7 @@ class WeightsAndBiases:
             raise MeshwrightError(
                 f"W&B could not start: {reason}. `wandb login` first, or WANDB_MODE=offline"
             ) from None
-        folder.mkdir(parents=True, exist_ok=True)
-        remembered.write_text(f"{self._run.id}\n")
+        write_whole(remembered, f"{self._run.id}\n")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)

@@ -1,0 +1,89 @@
+"""Files of a run: written whole or not at all; a disk that fails is one line, not a traceback."""
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from meshwright.errors import MeshwrightError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# what a disk does, however right the program: full, over quota, read-only, broken, or too large
+DISK_ERRORS = _FULL | {errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES, errno.EPERM}
+
+_warned: set[str] = set()
+
+
+def cannot_be_written(what: Path | str, reason: OSError) -> MeshwrightError:
+    """The error of a file or folder that cannot be written, and what to do where that is known."""
+    hint = "; free some space, or use another disk" if reason.errno in _FULL else ""
+    name = what if isinstance(what, str) else repr(str(what))
+    return MeshwrightError(f"{name} cannot be written: {reason.strerror or reason}{hint}")
+
+
+@contextlib.contextmanager
+def disk_errors_in_one_line() -> Iterator[None]:
+    """An error of the disk inside that nothing else took care of is a MeshwrightError."""
+    try:
+        yield
+    except OSError as reason:
+        if reason.errno not in DISK_ERRORS:
+            raise
+        # without a name: what was open already, such as the output
+        what = "the output" if reason.filename is None else Path(os.fsdecode(reason.filename))
+        raise cannot_be_written(what, reason) from None
+
+
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Write the file so that at every moment the old or the new content stands there in full."""
+    new = file.with_name(f".{file.name}.new")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with new.open("wb") as out:
+            out.write(content.encode() if isinstance(content, str) else content)
+            out.flush()
+            os.fsync(out.fileno())
+        new.replace(file)
+    except OSError as reason:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise cannot_be_written(file, reason) from None
+
+
+def print_line(text: str, file: TextIO | None = None) -> None:
+    """Print a line at once; if the output cannot be written, warn once and go on."""
+    try:
+        print(text, file=file or sys.stdout, flush=True)
+    except OSError as reason:
+        text = f"the output cannot be written: {reason.strerror}; training continues"
+        warn_once("output", text)
+
+
+@contextlib.contextmanager
+def output_is_written() -> Iterator[None]:
+    """At the end, output that could not be written is an error; Python would only mention it.
+
+    A reader that went away (`| head`) is none: it has enough.
+    """
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError as reason:
+                # what is left in the buffer goes nowhere, or Python's exit would try it again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                if stream is sys.stdout and not isinstance(reason, BrokenPipeError):
+                    raise cannot_be_written("the output", reason) from None
+
+
+def warn_once(about: str, text: str) -> None:
+    """A warning on standard error, the first time there is one `about` this."""
+    if about not in _warned:
+        _warned.add(about)
+        with contextlib.suppress(OSError):
+            print(f"warning: {text}", file=sys.stderr, flush=True)
