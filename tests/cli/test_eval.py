@@ -115,7 +115,7 @@ def test_an_unknown_flag_or_folder_is_said(
 ) -> None:
     for arguments, words in (
         ([run, "--depth", "4"], "--depths"),
-        ([str(tmp_path / "nowhere")], "is not a folder; give that of a run"),
+        ([str(tmp_path / "nowhere")], "does not exist; give the folder of a run"),
         ([str(tmp_path)], "holds no config.json"),
     ):
         with pytest.raises(SystemExit) as stopped:

@@ -113,7 +113,7 @@ def test_what_is_missing_or_wrong_in_a_run_is_said(run: Path, tmp_path: Path) ->
         for word in words:
             assert word in str(error.value)
 
-    refused("nowhere is not a folder", path=tmp_path / "nowhere")
+    refused("nowhere does not exist", path=tmp_path / "nowhere")
     refused("holds no config.json", path=tmp_path)
     refused("holds no config.json", f"the run it is part of is {run}", path=run / "checkpoints")
     refused("no checkpoint of step 15", "10, 20", step=15)

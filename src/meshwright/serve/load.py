@@ -161,9 +161,10 @@ def targets(config: DecoderConfig, mesh: Mesh, dtype: Any, rules: Rules | None =
 
 def _config_file(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
+        why = "is a file" if folder.exists() else "does not exist"
         raise MeshwrightError(
-            f"{folder} is not a folder; give that of a run (meshwright train … --run {folder}) or "
-            "of a Hugging Face model"
+            f"{folder} {why}; give the folder of a run (as in meshwright train --run FOLDER) or of "
+            "a Hugging Face model"
         )
     file = folder / "config.json"
     if not file.is_file():
@@ -194,12 +195,14 @@ def _run(
     if tokenizer is None:
         tokenizer = _run_tokenizer(folder / "tokenizer_state.json")
     _check_vocabulary(tokenizer, config, folder)
-    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints = Checkpoints(
+        folder / "checkpoints", command=lambda other: f"the same command with --step {other}"
+    )
     chosen = checkpoints.latest() if step is None else step
     if chosen is None:
         raise MeshwrightError(
             f"{folder / 'checkpoints'} holds no complete checkpoint; the run saves one when it "
-            "ends and every --checkpoint.every steps"
+            f"ends and every --checkpoint.every steps{_renamed(checkpoints.folder)}"
         )
     checkpoints.arrays(chosen)  # or a message which there are
     return Source(
@@ -210,6 +213,13 @@ def _run(
         name=f"step {chosen} of {folder}",
         read=lambda targets: checkpoints.restore(chosen, {"params": targets}, cast=True)["params"],
     )
+
+
+def _renamed(checkpoints: Path) -> str:
+    from meshwright.train.checkpoint.folder import misnamed
+
+    names = misnamed(checkpoints)
+    return f"; renamed ones are not read: {', '.join(names[:4])}" if names else ""
 
 
 def _hugging_face(

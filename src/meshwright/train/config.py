@@ -16,6 +16,8 @@ from meshwright.train.optimizer import OptimizerConfig
 from meshwright.train.run.watchdog import HANG_TIMEOUT_S
 from meshwright.train.step import LossConfig
 
+LATEST, NONE = "latest", "none"  # of resume_from, besides a step
+
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
@@ -116,7 +118,7 @@ class TrainConfig:
     model: str
     """A preset (tiny, llama-3.1-8b …), a Hugging Face config.json, or a folder that holds one."""
     run: Path = Path("runs/latest")
-    """The run's folder. If it holds checkpoints, the run goes on from the last."""
+    """The run's folder. If it holds checkpoints, the run resumes: see --resume-from."""
     mesh: str = "dp=1,fsdp=-1,tp=1,sp=1"
     """Where every axis goes; one size may be -1: what is left. auto: what `plan` would choose."""
     data: str = "embedded"
@@ -125,6 +127,9 @@ class TrainConfig:
     """Optimizer steps, in all."""
     stop_at: int | None = None
     """Save and stop at this step, at most `steps`; the learning rate still follows `steps`."""
+    resume_from: str = LATEST
+    """Checkpoint to resume from: a step, latest, or none to start anew. Later ones are set aside,
+    not deleted."""
     batch: int = 32
     """Rows of an optimizer step, over all devices and micro-batches."""
     seq: int = 512
@@ -172,6 +177,11 @@ class TrainConfig:
         for name in ("steps", "batch", "seq", "accumulation"):
             if values[name] > MOST:
                 raise MeshwrightError(f"{name}={values[name]} must be at most {MOST}")
+        if self.resume_from not in (LATEST, NONE) and not self.resume_from.isdecimal():
+            raise MeshwrightError(
+                f"resume_from={self.resume_from!r} is neither a step nor 'latest' nor 'none'"
+                f"{did_you_mean(self.resume_from, (LATEST, NONE))}"
+            )
         if self.stop_at is not None and self.stop_at > self.steps:
             raise MeshwrightError(
                 f"stop_at={self.stop_at} is beyond the end of the run, steps={self.steps}; give at "
@@ -233,6 +243,7 @@ FREE = frozenset(
     {"run", "mesh", "steps", "stop_at", "compute", "checkpoint", "log", "eval", "max_skipped"}
 )
 FREE |= {"hang_timeout", "coordinator", "processes", "process_id", "cpu_devices", "rules"}
+FREE |= {"resume_from"}
 FREE |= {"sequence_parallel"}  # every strategy computes the same
 
 

@@ -8,8 +8,8 @@ The same call in every process of a run; process 0 speaks.
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,11 +20,14 @@ from meshwright.errors import MeshwrightError, count, mesh_text
 from meshwright.host_memory import check_host_memory, host_bytes
 from meshwright.layout.explanation import bytes_text
 from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.config import FREE, TrainConfig, config_to_dict, decoder_to_dict
+from meshwright.train.checkpoint.agreement import Channel
+from meshwright.train.checkpoint.folder import not_a_folder
+from meshwright.train.config import LATEST, NONE, TrainConfig, config_to_dict, decoder_to_dict
 from meshwright.train.cpu import make_room_for_cpu_collectives, simulate_devices
 from meshwright.train.data import FIELDS
 from meshwright.train.gpu import take_most_gpu_memory
 from meshwright.train.optimizer import DEFAULT_WARMUP
+from meshwright.train.resume import check_resume, resume_command, resume_step
 from meshwright.train.run import (
     LiveLine,
     MetricsLog,
@@ -33,20 +36,23 @@ from meshwright.train.run import (
     Watchdog,
     agree,
     coordinator_store,
+    disk_errors_in_one_line,
     ends_together,
     join,
     memory,
     only_run_in,
     pause_timeout_s,
     peak_flops,
+    print_line,
     stop_on_signals,
     throughput,
     write_description,
     write_run_page,
 )
+from meshwright.train.run.metrics import FILE as METRICS
 from meshwright.train.same_settings import check_same_settings
 from meshwright.train.setup import bytes_per_device, prepare
-from meshwright.train.state import TrainState, new_state
+from meshwright.train.state import TrainState, new_state, params_are_finite
 
 LAG = 1  # a step is started before the result of the one before it is looked at
 
@@ -67,7 +73,11 @@ def train(config: TrainConfig, choose: Callable[[TrainConfig], TrainConfig] | No
         raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
     joined = join(config.coordinator, config.processes, config.process_id)
     store = coordinator_store()
-    with ends_together(store, joined.process_id, joined.processes), stop_on_signals() as stop:
+    with (
+        ends_together(store, joined.process_id, joined.processes),
+        disk_errors_in_one_line(),
+        stop_on_signals() as stop,
+    ):
         watchdog = Watchdog(
             config.run,
             timeout_s=config.hang_timeout,
@@ -91,11 +101,23 @@ class _Run:
     def __init__(self, config: TrainConfig, stop: Stop, store: Any, watchdog: Watchdog) -> None:
         self.config, self.stop, self.store, self.watchdog = config, stop, store, watchdog
         self.speaks = jax.process_index() == 0
+        if problem := not_a_folder(config.run.absolute()):
+            raise MeshwrightError(f"--run {str(config.run)!r} {problem}")
+        keep = config.checkpoint
+        self.checkpoints = Checkpoints(
+            config.run / "checkpoints",
+            keep.keep_last,
+            keep.keep_every,
+            command=functools.partial(resume_command, config),
+        )
+        self.channel = Channel("run")
+        self.saved = resume_step(self.checkpoints, config.resume_from, self.channel)
+        # a run's own record says how to continue it, which is from the latest
+        self.config = config = dataclasses.replace(config, resume_from=LATEST)
         with watchdog.paused("preparing"):
             self.setup = prepare(config)
-        keep = config.checkpoint
-        self.checkpoints = Checkpoints(config.run / "checkpoints", keep.keep_last, keep.keep_every)
-        self.saved: int | None = self.checkpoints.latest()
+        self.unconfirmed: list[int] = [] if self.saved is None else [self.saved]
+        self.skipped_in_a_row = 0
         self.evaluated: int | None = None
         self.signalled = False
         self.tokens = 0
@@ -105,7 +127,8 @@ class _Run:
         config = self.config
         first = self.saved or 0
         if self.saved is not None:
-            self.tokens = self._check_resume(self.checkpoints.meta(self.saved))
+            meta, where = self.checkpoints.meta(self.saved), f"step {first} of {config.run}"
+            self.tokens = check_resume(meta, config, self.setup, where, self._say)
         self._announce(first)
         last = config.steps if config.stop_at is None else min(config.steps, config.stop_at)
         if first >= last:
@@ -119,6 +142,7 @@ class _Run:
                 state = self._first_state()
             with self.watchdog.paused("compiling"):
                 step_function = self._compile(state)
+            self._set_later_aside()
             self._write_description()
             stack.callback(self._close)
             log = stack.enter_context(
@@ -140,7 +164,10 @@ class _Run:
             if config.eval.rows and last not in (first, self.evaluated) and not self.signalled:
                 self._evaluate(state, last, log, live)
         if self.speaks:
-            page = write_run_page(config.run)
+            try:
+                page = write_run_page(config.run)
+            except MeshwrightError as problem:
+                raise MeshwrightError(f"step {last} is saved, but {problem}") from None
             self._say(f"curves: {page}")
 
     def _steps(
@@ -152,7 +179,7 @@ class _Run:
         waiting: collections.deque[tuple[int, Any]] = collections.deque()
         sharding = self.setup.functions.batch_sharding
         batches: Any = self.setup.loader.iterate(first, sharding)
-        done = first
+        done, save_is_due = first, False
         with contextlib.closing(batches):
             for step in range(first, config.steps):
                 if step == config.stop_at:
@@ -171,9 +198,13 @@ class _Run:
                 if done % config.eval.every == 0 and config.eval.rows and done < config.steps:
                     self._look_at_all(waiting, log, live, state)
                     self._evaluate(state, done, log, live)
-                if done % config.checkpoint.every == 0 and done < config.steps:
+                save_is_due |= done % config.checkpoint.every == 0
+                if save_is_due and done < config.steps:
                     self._look_at_all(waiting, log, live, state)
-                    self._save_if_possible(state, done, live)
+                    # weights from which a step was skipped are in doubt: wait for a good one
+                    if not self.skipped_in_a_row:
+                        self._save_if_possible(state, done, live)
+                        save_is_due = False
         self._look_at_all(waiting, log, live, state)
         return state, done
 
@@ -208,22 +239,41 @@ class _Run:
         if step % config.log.every == 0 or step == config.steps:
             log.write(step, row)
         live.update({"step": step} | row)
-        in_a_row = int(values["skipped_in_a_row"])
+        self.skipped_in_a_row = in_a_row = int(values["skipped_in_a_row"])
         if in_a_row:
             live.print(f"step {step}: loss or gradient is not finite; the step is skipped")
+        else:  # the first good step after a save is computed from the weights that were saved
+            for saved in self.unconfirmed:
+                self.checkpoints.confirm(saved)
+            self.unconfirmed = []
         if in_a_row >= config.max_skipped:
-            self._give_up(state, step, in_a_row, live)
+            self._give_up(step, in_a_row, live)
 
-    def _give_up(self, state: TrainState, step: int, in_a_row: int, live: LiveLine) -> None:
-        # skipped steps change nothing, so the state is the last good one
-        now = int(jax.device_get(state.step))
-        self._save_for_good(state, now, live)
+    def _give_up(self, step: int, in_a_row: int, live: LiveLine) -> None:
+        """End the run. The weights are not saved: no step from them was finite."""
+        with self.watchdog.paused("saving"):
+            self._finish_last_save(live)
         raise MeshwrightError(
             f"{in_a_row} steps in a row up to step {step} had a loss or gradient that is not "
-            f"finite, so training stopped; the weights of the last good step are saved as step "
-            f"{now} in {self.checkpoints.folder}. Lower optimizer.learning_rate, lengthen the "
-            "warm-up, or look at the data near this step"
+            f"finite, so training stopped, and these weights are not saved. "
+            f"{self._newest_healthy()}"
         )
+
+    def _newest_healthy(self) -> str:
+        """Sentences: which checkpoint to resume from, and how. The same text in every process."""
+        healthy = max(self.checkpoints.healthy(), default=None)
+        mend = "Lower --optimizer.learning-rate, lengthen the warm-up or check the data, then"
+        if healthy is None:
+            text = (
+                f"No checkpoint in {self.checkpoints.folder} is known to be healthy (a finite step "
+                f"was computed from it). {mend} start anew: {resume_command(self.config, NONE)}"
+            )
+        else:
+            text = (
+                f"The newest healthy checkpoint is step {healthy} in {self.checkpoints.folder}. "
+                f"{mend} resume from it: {resume_command(self.config, healthy)}"
+            )
+        return self.channel.from_first(text)
 
     def _evaluate(self, state: TrainState, step: int, log: MetricsLog, live: LiveLine) -> None:
         loader, functions = self.setup.eval_loader, self.setup.functions
@@ -262,8 +312,12 @@ class _Run:
         """A save that fails loses nothing that was saved before: training goes on."""
         with self.watchdog.paused("saving"), self.clock.paused():
             self._finish_last_save(live)
+            if not params_are_finite(state, self.setup.mesh):
+                live.print(f"warning: step {step} is not saved: its weights are not finite")
+                return
             try:
                 self.checkpoints.save(step, state, self._meta(step))
+                self.unconfirmed.append(step)
             except MeshwrightError as problem:
                 live.print(f"warning: {problem}; training goes on")
 
@@ -271,49 +325,30 @@ class _Run:
         """The last save of a run: waited for, and tried again if the one of this step failed."""
         with self.watchdog.paused("saving"):
             self._finish_last_save(live)
-            if step not in self.checkpoints.steps():
-                self.checkpoints.save(step, state, self._meta(step), wait=True)
+            if step in self.checkpoints.steps():
+                return
+            if not params_are_finite(state, self.setup.mesh):
+                raise MeshwrightError(
+                    f"the weights of step {step} are not finite, so they are not saved. "
+                    f"{self._newest_healthy()}"
+                )
+            self.checkpoints.save(step, state, self._meta(step), wait=True)
 
     def _close(self) -> None:
         with self.watchdog.paused("saving"):
             self.checkpoints.close()
 
-    def _check_resume(self, meta: dict[str, Any]) -> int:
-        """Whether this run may go on from that checkpoint; gives back the tokens seen."""
-        folder = self.checkpoints.folder
-        if meta["model_config"] != decoder_to_dict(self.setup.model):
-            new, old = decoder_to_dict(self.setup.model), meta["model_config"]
-            fields = [name for name in new if new[name] != old.get(name)]
-            said = ", ".join(f"{name} {old.get(name)} there, {new[name]} now" for name in fields)
-            raise MeshwrightError(
-                f"{folder} holds checkpoints of another model ({said}); give --run another folder"
-            )
-        data, before_data = self.setup.loader.describe(), meta["data"]
-        for name in data:
-            now_is, was = (_without_names(part.get(name)) for part in (data, before_data))
-            if now_is != was:
-                said = "" if isinstance(now_is, list) else f" was {was}, is {now_is}:"
-                raise MeshwrightError(
-                    f"{folder} was trained on other data: {name}{said} the position in it would "
-                    "not be the same. Use the same settings, or give --run another folder"
-                )
-        now, before = config_to_dict(self.config), meta["config"]
-        for part, name in (("optimizer", "name"), ("compute", "param_dtype")):
-            if now[part][name] != before[part][name]:
-                raise MeshwrightError(
-                    f"{folder} was trained with {part}.{name} {before[part][name]}, now it is "
-                    f"{now[part][name]}: what is saved does not fit. Use the same, or give --run "
-                    "another folder"
-                )
-        if now["steps"] != before["steps"]:
+    def _set_later_aside(self) -> None:
+        """Checkpoints after the step resumed from would be mistaken for this run's own."""
+        after = -1 if self.saved is None else self.saved
+        aside = self.checkpoints.set_aside_after(after, self.config.run / METRICS)
+        if aside is not None:
+            later, place = aside
             self._say(
-                f"note: steps is {now['steps']}, was {before['steps']}: the learning rate goes by "
-                "it, and changes here"
+                f"set aside in {place}: {count(len(later), 'later checkpoint')} "
+                f"({', '.join(map(str, later[-8:]))}) and a copy of {METRICS}; delete that folder "
+                "when you no longer need it"
             )
-        changed = [name for name in now if name not in FREE and now[name] != before.get(name)]
-        for name in changed:
-            self._say(f"note: {name} is {now[name]}, was {before.get(name)} before this resume")
-        return int(meta["tokens"])
 
     def _first_state(self) -> TrainState:
         setup = self.setup
@@ -429,14 +464,7 @@ class _Run:
 
     def _say(self, text: str) -> None:
         if self.speaks:
-            print(text, file=sys.stdout, flush=True)
-
-
-def _without_names(described: Any) -> Any:
-    """A mixture's sources by what is in them: a store may be moved or renamed."""
-    if not isinstance(described, list):
-        return described
-    return [{key: value for key, value in source.items() if key != "name"} for source in described]
+            print_line(text)
 
 
 @contextlib.contextmanager

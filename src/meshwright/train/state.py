@@ -69,3 +69,14 @@ def new_state(
         moments = jax.jit(start, out_shardings=shardings.optimizer)(params)
         zero = [jax.device_put(jnp.zeros((), jnp.int32), shardings.step) for _ in range(3)]
     return TrainState(zero[0], params, moments, zero[1], zero[2])
+
+
+def params_are_finite(state: TrainState, mesh: Mesh) -> bool:
+    """Whether every parameter is finite; one pass over them, the same in every process."""
+    with jax.set_mesh(mesh):
+        return bool(jax.device_get(_all_finite(state.params)))
+
+
+@jax.jit
+def _all_finite(tree: Any) -> jax.Array:
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]).all()

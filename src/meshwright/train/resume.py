@@ -1,0 +1,163 @@
+"""Which checkpoint a run resumes from, whether its settings allow it, and how to ask for it."""
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.train.checkpoint import Checkpoints
+from meshwright.train.checkpoint.agreement import Channel
+from meshwright.train.checkpoint.folder import misnamed
+from meshwright.train.config import (
+    FREE,
+    LATEST,
+    NONE,
+    TrainConfig,
+    config_to_dict,
+    decoder_to_dict,
+)
+from meshwright.train.setup import Setup
+
+_SHOWN = 8
+
+
+def resume_step(checkpoints: Checkpoints, wanted: str, channel: Channel) -> int | None:
+    """The step to resume from, None to start anew; process 0 looks, and all processes agree.
+
+    `wanted`: 'latest', 'none', or a step.
+    """
+    answer: dict[str, Any] = {"step": None, "problem": ""}
+    try:
+        answer["step"] = _chosen(checkpoints, wanted)
+    except MeshwrightError as problem:
+        answer["problem"] = str(problem)
+    answer = json.loads(channel.from_first(json.dumps(answer)))
+    if answer["problem"]:
+        raise MeshwrightError(answer["problem"])
+    return None if answer["step"] is None else int(answer["step"])
+
+
+def _chosen(checkpoints: Checkpoints, wanted: str) -> int | None:
+    steps = checkpoints.steps()
+    if wanted == NONE:
+        return None
+    if wanted == LATEST:
+        if not steps and (names := misnamed(checkpoints.folder)):
+            raise MeshwrightError(
+                f"{checkpoints.folder} holds checkpoints only under other names "
+                f"({', '.join(names[:4])}), which are not read. Rename them to step- and eight "
+                "digits, such as step-00000500, or start anew with --resume-from none"
+            )
+        return checkpoints.latest()
+    if int(wanted) not in steps:
+        listed = ", ".join(map(str, steps[-_SHOWN:]))
+        have = f"it has steps {listed}" if steps else "it has none; start with --resume-from none"
+        raise MeshwrightError(
+            f"resume_from={wanted}: {checkpoints.folder} has no complete checkpoint of that step; "
+            f"{have}"
+        )
+    return int(wanted)
+
+
+def resume_command(config: TrainConfig, step: int | str) -> str:
+    """What to type to resume this run from `step`, with the settings that are not the defaults.
+
+    >>> resume_command(TrainConfig("tiny", steps=200), 40)
+    'meshwright train tiny --steps 200 --run runs/latest --resume-from 40'
+    """
+    usual = TrainConfig(config.model)
+    # each process has its own id; the folder is always said
+    plain = dataclasses.replace(config, resume_from=LATEST, run=usual.run, process_id=None)
+    words = ["meshwright", "train", config.model, *_flags(plain, usual)]
+    words += ["--run", str(config.run), "--resume-from", str(step)]
+    own = " (and in each process its own --process-id)" if config.process_id is not None else ""
+    return shlex.join(words) + own
+
+
+def _flags(config: Any, usual: Any, prefix: str = "") -> list[str]:
+    """The settings of `config` that differ from `usual`, as the command line takes them."""
+    words: list[str] = []
+    for field in dataclasses.fields(config):
+        value, default = getattr(config, field.name), getattr(usual, field.name)
+        name = field.name.replace("_", "-")
+        if value == default:
+            continue
+        if dataclasses.is_dataclass(value):
+            words += _flags(value, default, f"{prefix}{name}.")
+        elif isinstance(value, bool):
+            words.append(f"--{prefix}{name}" if value else f"--{prefix}no-{name}")
+        else:
+            words += [f"--{prefix}{name}", str(value)]
+    return words
+
+
+def check_resume(
+    meta: dict[str, Any], config: TrainConfig, setup: Setup, where: str, say: Callable[[str], None]
+) -> int:
+    """Whether this run may resume from the checkpoint of `meta`; gives back the tokens seen.
+
+    `where` names the checkpoint in messages.
+    """
+    new, old = decoder_to_dict(setup.model), meta["model_config"]
+    if old != new:
+        fields = [name for name in new if new[name] != old.get(name)]
+        said = ", ".join(f"{name} {old.get(name)} there, {new[name]} now" for name in fields)
+        raise MeshwrightError(f"{where} is of another model ({said}); give --run another folder")
+    _check_data(meta["data"], setup.loader.describe(), where)
+    now, before = config_to_dict(config), meta["config"]
+    for part, name in (("optimizer", "name"), ("compute", "param_dtype")):
+        if now[part][name] != before[part][name]:
+            raise MeshwrightError(
+                f"{where} was trained with {part}.{name} {before[part][name]}, now it is "
+                f"{now[part][name]}: what is saved does not fit. Use the same, or give --run "
+                "another folder"
+            )
+    if now["steps"] != before["steps"]:
+        say(
+            f"note: steps is {now['steps']}, was {before['steps']}: the learning rate goes by "
+            "it, and changes here"
+        )
+    changed = [name for name in now if name not in FREE and now[name] != before.get(name)]
+    for name in changed:
+        say(f"note: {name} is {now[name]}, was {before.get(name)} before this resume")
+    return int(meta["tokens"])
+
+
+# what Loader.describe() names, and the flag that sets it
+_FLAGS = {"sources": "--data", "batch": "--batch", "seq": "--seq", "seed": "--seed"}
+_FLAGS |= {"held_out": "--eval.rows"}
+
+
+def _check_data(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
+    """The data comes in the same order as it did, or an error says what differs."""
+    # a tokenizer changes with its store, whose name says more
+    for name in sorted(now, key=lambda name: name != "sources"):
+        was, is_now = before.get(name), now[name]
+        if name == "sources":
+            differ = _sources(before[name]) != _sources(is_now)
+            was, is_now = _sources_text(before[name]), _sources_text(is_now)
+        else:
+            differ = was != is_now
+        if differ:
+            flag = _FLAGS.get(name, f"the {name} of --data")
+            raise MeshwrightError(
+                f"{where} cannot be resumed with other data: {flag} was {was}, is now {is_now}. "
+                "The run would repeat or miss tokens. Give the old value again, or start a new "
+                "run: --run with another folder"
+            )
+
+
+def _sources(sources: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """What decides the order of tokens: a store that was moved or renamed is the same store."""
+    return [(source["identity"], source["share"]) for source in sources]
+
+
+def _sources_text(sources: list[dict[str, Any]]) -> str:
+    total = sum(source["share"] for source in sources)
+    return " + ".join(
+        f"{source['name']} (share {source['share'] / total:.4g}, "
+        f"content {str(source['identity'])[:8]})"
+        for source in sources
+    )

@@ -1,0 +1,152 @@
+"""A run resumes from the checkpoint that is asked for; where it cannot, the message says why."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from tests.processes import run_commands
+from tests.train.test_loop import MODEL
+
+from meshwright.errors import MeshwrightError
+from meshwright.train.checkpoint import Checkpoints
+from meshwright.train.checkpoint.agreement import Channel
+from meshwright.train.config import TrainConfig
+from meshwright.train.resume import _check_data, resume_step
+
+TREE = {"w": jnp.ones((4, 4))}
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    with Checkpoints(tmp_path) as made:
+        for step in (2, 4):
+            made.save(step, TREE, {}, wait=True)
+    return made
+
+
+def test_the_step_that_is_asked_for_is_resumed_from(checkpoints: Checkpoints) -> None:
+    channel = Channel("test")
+    for wanted, step in (("latest", 4), ("2", 2), ("00004", 4), ("none", None)):
+        assert resume_step(checkpoints, wanted, channel) == step
+    with pytest.raises(MeshwrightError, match=r"resume_from=3: .* it has steps 2, 4$"):
+        resume_step(checkpoints, "3", channel)
+    for mistake in ("-2", "1.5", "two", "lastest", ""):
+        with pytest.raises(MeshwrightError, match="neither a step nor 'latest' nor 'none'"):
+            TrainConfig("tiny", resume_from=mistake)
+
+
+def test_an_empty_folder_starts_anew_and_has_no_step(tmp_path: Path) -> None:
+    empty, channel = Checkpoints(tmp_path / "new"), Channel("test")
+    assert resume_step(empty, "latest", channel) is None
+    assert resume_step(empty, "none", channel) is None
+    with pytest.raises(MeshwrightError, match="it has none; start with --resume-from none"):
+        resume_step(empty, "2", channel)
+
+
+def test_a_run_whose_checkpoints_were_all_renamed_does_not_start_anew_in_silence(
+    checkpoints: Checkpoints,
+) -> None:
+    for step, name in ((2, "step-2"), (4, "best")):
+        (checkpoints.folder / f"step-{step:08d}").rename(checkpoints.folder / name)
+    with pytest.raises(MeshwrightError, match=r"under other names \(best, step-2\).*Rename them"):
+        resume_step(checkpoints, "latest", Channel("test"))
+    assert resume_step(checkpoints, "none", Channel("test")) is None
+
+
+def test_other_data_is_told_by_what_differs() -> None:
+    def described(**changed: Any) -> dict[str, Any]:
+        stories = {"name": "stories", "identity": "11112222aaaa", "share": 3}
+        news = {"name": "news", "identity": "33334444bbbb", "share": 1}
+        same = {"tokenizer": "bytes", "vocab": 257, "sources": [stories, news]}
+        return {**same, "batch": 8, "seq": 32, "held_out": 0, "seed": 0} | changed
+
+    before = described()
+    _check_data(before, described(), "step 4 of run")
+    moved = [{**source, "name": f"/moved/{source['name']}"} for source in before["sources"]]
+    _check_data(before, described(sources=moved), "step 4 of run")
+    packed_anew = [{**before["sources"][0], "identity": "99998888cccc"}, before["sources"][1]]
+    with pytest.raises(MeshwrightError) as error:
+        _check_data(before, described(sources=packed_anew, tokenizer="other"), "step 4 of run")
+    assert str(error.value) == (
+        "step 4 of run cannot be resumed with other data: --data was stories (share 0.75, content "
+        "11112222) + news (share 0.25, content 33334444), is now stories (share 0.75, content "
+        "99998888) + news (share 0.25, content 33334444). The run would repeat or miss tokens. "
+        "Give the old value again, or start a new run: --run with another folder"
+    )
+    with pytest.raises(MeshwrightError, match=r"--eval\.rows was 0, is now 4\. "):
+        _check_data(before, described(held_out=4), "step 4 of run")
+
+
+def test_a_damaged_checkpoint_is_told_with_commands_that_work(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    train = ["train", str(tmp_path / "config.json"), "--run", str(run), "--batch", "4"]
+    train += ["--seq", "32", "--steps", "6", "--checkpoint.every", "1"]
+    damage = (
+        f"next(__import__('pathlib').Path({str(run)!r}).glob('checkpoints/*3/**/d/*')).unlink()"
+    )
+    generate = ["generate", str(run), "--prompt", "a", "--max-new", "2"]
+    first, refused, not_generated, generated, resumed, again = run_commands(
+        [*train, "--stop-at", "3"],
+        ("[python]", damage),
+        train,
+        generate,
+        [*generate, "--step", "2"],
+        [*train, "--resume-from", "2", "--stop-at", "4"],
+        train,
+    )
+    assert first.code == 0, first.err
+    intact = "Intact checkpoints (their records and file sizes were checked): 1, 2. To use step 2: "
+    assert refused.code == 2
+    assert re.search(
+        rf"error: checkpoint {run}/\S+03 is damaged: the file \S+ is missing", refused.err
+    )
+    printed = refused.err.strip().partition(intact)[2]
+    assert shlex.split(printed)[:3] == ["meshwright", "train", str(tmp_path / "config.json")]
+    assert printed.endswith(f"--run {run} --resume-from 2")
+    assert not_generated.code == 2
+    assert not_generated.err.endswith(f"{intact}the same command with --step 2\n")
+    assert generated.code == 0, generated.err
+    assert "step 2 of " in generated.err
+    assert resumed.code == 0, resumed.err
+    assert "going on from step 2" in resumed.out
+    # the run's own record says how to continue it, and that is from its latest
+    assert json.loads((run / "config.json").read_text())["resume_from"] == "latest"
+    assert "going on from step 4" in again.out
+    assert again.code == 0, again.err
+
+
+def test_a_run_that_starts_anew_keeps_what_was_there(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    train = ["train", str(tmp_path / "config.json"), "--run", str(run), "--batch", "4"]
+    train += ["--seq", "32", "--steps", "6"]
+    first, anew = run_commands(
+        [*train, "--stop-at", "2"], [*train, "--resume-from", "none", "--stop-at", "1"]
+    )
+    assert (first.code, anew.code) == (0, 0), anew.err
+    assert "set aside in" in anew.out
+    folder = run / "checkpoints"
+    assert Checkpoints(folder).steps() == [1]
+    assert Checkpoints(folder / "set-aside-1").steps() == [2]
+    assert (folder / "set-aside-1" / "metrics.jsonl").exists()
+
+
+def test_a_file_in_the_place_of_a_run_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    trained, below, generated, asked = run_commands(
+        ["train", "tiny", "--run", str(file)],
+        ["train", "tiny", "--run", str(file / "below")],
+        ["generate", str(file), "--prompt", "a"],
+        ["eval", "needle", str(file)],
+    )
+    assert trained.err == f"error: --run {str(file)!r} is a file; give a folder\n"
+    assert below.err == f"error: --run {str(file / 'below')!r} lies below {file}, a file\n"
+    for ended in (generated, asked):
+        assert ended.err.startswith(f"error: {file} is a file; give the folder of a run")
+    assert {ended.code for ended in (trained, below, generated, asked)} == {2}
