@@ -1,4 +1,4 @@
-"""Whole numbers: divisors, prime factors, exact roots."""
+"""Whole numbers: divisors, prime factors, multiples, exact roots."""
 
 import functools
 
@@ -20,6 +20,15 @@ def prime_factors(number: int) -> list[int]:
             number //= prime
         prime += 1
     return [*factors, number] if number > 1 else factors
+
+
+def round_up(number: int, factor: int) -> int:
+    """The least multiple of `factor` that is not below `number`.
+
+    >>> round_up(257, 4), round_up(256, 4)
+    (260, 256)
+    """
+    return -(-number // factor) * factor
 
 
 def integer_root(number: int, degree: int) -> int | None:

@@ -18,13 +18,15 @@ class ArraySpec:
     ArraySpec(shape=(4096, 14336), dims=('embed', 'mlp'), dtype=dtype('float32'))
 
     `init` says its first values: `mw.Normal(0.02)`, `mw.Constant(1.0)`, or any function of
-    (key, shape, dtype).
+    (key, shape, dtype). `unpadded` is the shape of its values where that is smaller: the rest of
+    the array is zeros, there so that its dims divide.
     """
 
     shape: tuple[int, ...]
     dims: Sequence[str | None]  # or one text: "embed mlp"
     dtype: Any = jnp.float32
     init: Any = dataclasses.field(default=None, repr=False)
+    unpadded: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", whole_numbers(self.shape, "shape"))
@@ -42,6 +44,13 @@ class ArraySpec:
                 f"shape {self.shape} has {count(len(self.shape), 'dim')}, dims "
                 f"{self.dims} name {len(self.dims)}; name each dim once"
             )
+        if self.unpadded is not None:
+            unpadded = whole_numbers(self.unpadded, "unpadded")
+            object.__setattr__(self, "unpadded", unpadded)
+            if len(unpadded) != self.ndim or any(map(int.__gt__, unpadded, self.shape)):
+                raise MeshwrightError(
+                    f"unpadded={unpadded} is larger than shape={self.shape}, or has other dims"
+                )
         if self.init is not None and not callable(self.init):
             raise MeshwrightError(
                 f"init={self.init!r} is not a function of (key, shape, dtype); use mw.Normal(0.02)"
@@ -50,6 +59,10 @@ class ArraySpec:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    @property
+    def unpadded_shape(self) -> tuple[int, ...]:
+        return self.shape if self.unpadded is None else self.unpadded
 
     @property
     def size(self) -> int:

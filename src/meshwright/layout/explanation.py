@@ -51,6 +51,7 @@ class Row:
     rule: str
     lost: tuple[str, ...]
     expression: Expression  # the layout in the notation: by axes, or by numbers without a mesh
+    num_elements: int  # without padding
     count: int = 1  # arrays alike, where rows are collapsed
 
     def cells(self) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ class Explanation:
 
     @property
     def num_elements(self) -> int:
-        return sum(math.prod(row.shape) * row.count for row in self.rows)
+        return sum(row.num_elements * row.count for row in self.rows)
 
     @property
     def bytes_total(self) -> int:
@@ -261,6 +262,7 @@ def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
                 rule=decision.rule,
                 lost=decision.lost,
                 expression=_as_text(layout, decision.mesh),
+                num_elements=math.prod(getattr(leaf, "unpadded_shape", shape)),
             )
         )
         if decision.mesh is mesh:

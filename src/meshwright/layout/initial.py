@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from meshwright.errors import MeshwrightError, check_seed
 from meshwright.layout.arrays import ArraySpec
 from meshwright.layout.decide import tree_paths
+from meshwright.layout.padding import resized
 
 Init = Callable[[jax.Array, Sequence[int], Any], jax.Array]
 
@@ -44,7 +45,8 @@ class Constant:
 def create(specs: Any, shardings: Any, seed: int = 0) -> Any:
     """The arrays `specs` describe, each created on its devices: no device ever holds a whole one.
 
-    A value depends on the seed, the array's path and the place in it, not on the mesh.
+    A value depends on the seed, the array's path and the place in it, not on the mesh, nor on how
+    far the array is padded.
     """
     check_seed(seed)
     is_spec = lambda leaf: isinstance(leaf, ArraySpec)  # noqa: E731
@@ -60,7 +62,7 @@ def create(specs: Any, shardings: Any, seed: int = 0) -> Any:
         made = []
         for path, spec in zip(paths, leaves, strict=True):
             key = jax.random.fold_in(root, zlib.crc32(path.encode()))
-            made.append(spec.init(key, spec.shape, spec.dtype))
+            made.append(resized(spec.init(key, spec.unpadded_shape, spec.dtype), spec.shape))
         return jax.tree.unflatten(treedef, made)
 
     with jax.threefry_partitionable(True):
