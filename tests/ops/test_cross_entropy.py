@@ -24,6 +24,7 @@ class Case:
     chunk: int = 2048
     z_loss: float = 0.0
     tied: bool = False
+    padding: int = 0  # entries of the head that are no tokens
 
 
 def inputs(tied: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -60,6 +61,9 @@ def in_float64(
 
 def fused(case: Case, dtype: Any = jnp.float32) -> tuple[Any, Any, Any, Any]:
     hidden, head, targets = inputs(case.tied)
+    missing = (0, case.padding)
+    # large numbers, which would be the likeliest tokens
+    head = np.pad(head, (missing, (0, 0)) if case.tied else ((0, 0), missing), constant_values=50)
     count = np.prod([int(part.split("=")[1]) for part in case.mesh.split(",")])
     mesh = mw.mesh(case.mesh, devices=jax.devices()[:count], axis_types="explicit")
     tokens = P(("dp", "fsdp"), "sp")
@@ -71,7 +75,7 @@ def fused(case: Case, dtype: Any = jnp.float32) -> tuple[Any, Any, Any, Any]:
             whole = gather(head, ("dp", "fsdp", "sp"))
             return cross_entropy(
                 gather(hidden, ("tp",)), whole, targets, jnp.float32(SCALE),
-                z_loss=case.z_loss, chunk=case.chunk, tied=case.tied,
+                z_loss=case.z_loss, chunk=case.chunk, tied=case.tied, vocab=VOCAB,
             )  # fmt: skip
 
         return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, head)
@@ -110,6 +114,28 @@ def test_loss_entropy_and_gradients_are_those_of_all_logits_at_once(case: Case) 
     expected = in_float64(*inputs(case.tied), case)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(padding=3),
+        # the last of eight devices has padding alone
+        Case("dp=1,fsdp=1,tp=8,sp=1", z_loss=1e-2, padding=8),
+        Case("dp=1,fsdp=2,tp=4,sp=1", chunk=5, z_loss=1e-2, tied=True, padding=4),
+    ],
+    ids=str,
+)
+def test_padding_of_the_vocabulary_has_no_probability_and_no_gradient(case: Case) -> None:
+    *found, of_head = fused(case)
+    *expected, expected_of_head = in_float64(*inputs(case.tied), case)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    of_head = np.asarray(of_head) if case.tied else np.asarray(of_head).T
+    expected_of_head = expected_of_head if case.tied else expected_of_head.T
+    np.testing.assert_allclose(of_head[:VOCAB], expected_of_head, rtol=1e-5, atol=1e-6)
+    assert len(of_head) == VOCAB + case.padding
+    assert not of_head[VOCAB:].any()  # exactly 0
 
 
 def test_the_reference_itself_is_jaxs_log_softmax() -> None:

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshwright as mw
-from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays, decoder_rules
+from meshwright.models.decoder import (
+    Compute,
+    DecoderConfig,
+    abstract_arrays,
+    decoder_rules,
+    padded_vocab,
+)
 from meshwright.train.optimizer import OptimizerConfig, make_optimizer
 from meshwright.train.state import TrainState, abstract_state, new_state
 from meshwright.train.step import LossConfig, StepFunctions, step_functions
@@ -54,17 +60,24 @@ class Parts:
         """With first values made once for all tests: tests/layout/test_initial.py shows they are
         the same bits on every mesh, and they take longer to compile than twenty steps to run."""
         kept = jax.tree.map(lambda leaf: leaf.sharding, self.target.params)
-        params = jax.device_put(first_params(self.config, self.params_dtype), kept)
+        made = first_params(self.config, self.params_dtype)
+        params = jax.device_put(jax.tree.map(_padded, made, self.target.params), kept)
         return new_state(self.arrays, self.target, self.optimizer, self.mesh, params=params)
 
     def put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return jax.device_put(batch, self.functions.batch_sharding)
 
 
+def _padded(array: np.ndarray, target: Any) -> np.ndarray:
+    missing = [(0, size - have) for size, have in zip(target.shape, array.shape, strict=True)]
+    return np.pad(array, missing)
+
+
 def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0) -> Parts:
     count = math.prod(mw.MeshSpec.parse(setting.mesh).sizes)
     mesh = mw.mesh(setting.mesh, devices=jax.devices()[:count], axis_types="explicit")
-    arrays = abstract_arrays(setting.config, setting.params_dtype)
+    vocab = padded_vocab(setting.config, setting.rules, mesh.shape)
+    arrays = abstract_arrays(setting.config, setting.params_dtype, vocab)
     # Adam's first steps are as large as the learning rate whatever the gradient: at 1e-3 twenty of
     # them move weights of 0.02 by their own size, so errors show, and do not yet feed on themselves.
     # Lion takes signs: one that rounding turns moves its weight by twice the rate, so, as is usual,
@@ -125,7 +138,7 @@ def train(setting: Setting) -> tuple[np.ndarray, Any]:
     reports = []
     for step in range(setting.steps):
         state, report = run.functions.train(
-            state, run.put(packed_batch(setting.first_batch + step))
+            state, run.put(packed_batch(setting.first_batch + step, setting.config.vocab))
         )
         reports.append((report["loss"], report["gradient_norm"]))
     for found, described in zip(jax.tree.leaves(state), jax.tree.leaves(run.target), strict=True):

@@ -31,23 +31,27 @@ def cross_entropy(
     z_loss: float = 0.0,
     chunk: int = 2048,
     tied: bool = False,
+    vocab: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over counted tokens: `scale` times (entropy + z_loss · logsumexp²), and the entropy.
 
     `hidden` [batch, length, embed], `head` [embed, vocab] (`tied`: [vocab, embed]), `targets`
     [batch, length], IGNORED where they do not count. Only the first has a gradient. `chunk` is how
-    many tokens' logits a device holds at a time.
+    many tokens' logits a device holds at a time. Of a padded head only the first `vocab` entries
+    are tokens: the others have probability 0 and no gradient.
     """
     hidden_type, head_type = (jax.typeof(x).sharding.spec for x in (hidden, head))
     targets_spec = narrow(spec_of(targets), wide_axes())
     targets = jax.sharding.reshard(targets, targets_spec)
     tokens_over = split_axes(targets_spec.partitions)
-    vocab_over = axes_of(spec_of(head)[0 if tied else 1], "head")
+    vocab_dim = 0 if tied else 1
+    vocab_over = axes_of(spec_of(head)[vocab_dim], "head")
+    tokens_of_head = None if vocab == head.shape[vocab_dim] else vocab
 
     def local(
         hidden: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        fused = _fused(vocab_over, tokens_over, z_loss, chunk, tied)
+        fused = _fused(vocab_over, tokens_over, z_loss, chunk, tied, tokens_of_head)
         sums = fused(hidden, head, targets, scale)
         return tuple(lax.psum(part, tokens_over) for part in sums) if tokens_over else sums
 
@@ -63,8 +67,12 @@ def _fused(
     z_loss: float,
     chunk: int,
     tied: bool,
+    tokens_of_head: int | None,
 ) -> Any:
-    """The function of one device's part, with its own backward pass."""
+    """The function of one device's part, with its own backward pass.
+
+    `tokens_of_head`: how many entries of the head are tokens, None if all are.
+    """
     to_logits = "te,ve->tv" if tied else "te,ev->tv"
     to_hidden = "tv,ve->te" if tied else "tv,ev->te"
     to_head = "tv,te->ve" if tied else "te,tv->ev"
@@ -91,6 +99,11 @@ def _fused(
         vocab = head.shape[0 if tied else 1]
         logits = jnp.einsum(to_logits, h, head)
         first = lax.axis_index(vocab_over) * vocab if vocab_over else 0
+        if tokens_of_head is not None:
+            entry = first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+            # not -inf: a device may hold padding alone, and -inf less its own maximum is NaN
+            nothing = jnp.finfo(logits.dtype).min
+            logits = jnp.where(entry < tokens_of_head, logits, jnp.full((), nothing, logits.dtype))
         normalizer = logsumexp(logits)
         place = targets - first
         here = (place >= 0) & (place < vocab)

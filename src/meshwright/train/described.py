@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from meshwright.errors import MeshwrightError
 from meshwright.layout import Rules
 from meshwright.mesh import mesh as build_mesh
-from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays
+from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays, padded_vocab
 from meshwright.train.config import TrainConfig
 from meshwright.train.data import FIELDS
 from meshwright.train.optimizer import make_optimizer
@@ -78,7 +78,8 @@ def step_of(
     check_length(model, config.seq)
     compute, attention = compute_of(config, model, rules, mesh)
     check_batch(config, rules, mesh)
-    arrays = abstract_arrays(model, jnp.dtype(config.compute.param_dtype))
+    vocab = padded_vocab(model, rules, mesh.shape)
+    arrays = abstract_arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
     functions = step_functions(
         model, compute, optimizer, rate, mesh,

@@ -19,6 +19,7 @@ import numpy as np
 from meshwright.errors import MeshwrightError, count, mesh_text
 from meshwright.host_memory import check_host_memory, host_bytes
 from meshwright.layout.explanation import bytes_text
+from meshwright.layout.padding import fit
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.checkpoint.agreement import Channel
 from meshwright.train.checkpoint.folder import not_a_folder
@@ -316,7 +317,7 @@ class _Run:
                 live.print(f"warning: step {step} is not saved: its weights are not finite")
                 return
             try:
-                self.checkpoints.save(step, state, self._meta(step))
+                self.checkpoints.save(step, fit(state, self.setup.stored), self._meta(step))
                 self.unconfirmed.append(step)
             except MeshwrightError as problem:
                 live.print(f"warning: {problem}; training goes on")
@@ -332,7 +333,8 @@ class _Run:
                     f"the weights of step {step} are not finite, so they are not saved. "
                     f"{self._newest_healthy()}"
                 )
-            self.checkpoints.save(step, state, self._meta(step), wait=True)
+            stored = fit(state, self.setup.stored)
+            self.checkpoints.save(step, stored, self._meta(step), wait=True)
 
     def _close(self) -> None:
         with self.watchdog.paused("saving"):
@@ -354,16 +356,18 @@ class _Run:
         setup = self.setup
         if self.saved is not None:
             with jax.set_mesh(setup.mesh):
-                restored: TrainState = self.checkpoints.restore(self.saved, setup.target)
+                restored: TrainState = self.checkpoints.restore(self.saved, setup.stored)
+                restored = fit(restored, setup.target)
                 none = jax.device_put(np.int32(0), setup.target.step.sharding)
             return dataclasses.replace(restored, skipped_in_a_row=none)
         params = None
         if self.config.init_from is not None:
             from meshwright.models.decoder.hf_load import load_hf
 
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.target.params)
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.stored.params)
             dtype = self.config.compute.param_dtype
             params = load_hf(self.config.init_from, setup.model, shardings, dtype)
+            params = fit(params, setup.target.params)
         return new_state(
             setup.arrays, setup.target, setup.optimizer, setup.mesh, self.config.seed, params
         )
@@ -439,6 +443,8 @@ class _Run:
             )
         if setup.attention is not None:
             self._say(f"attention: {setup.attention}")
+        if setup.padding is not None:
+            self._say(f"{setup.padding} (in memory only)")
         for remark in setup.explanation.remarks:
             self._say(f"note: {remark}")
         if self.saved is not None:

@@ -22,6 +22,8 @@ from meshwright.models.decoder import (
     abstract_arrays,
     activation_layouts,
     decoder_rules,
+    describe_padding,
+    padded_vocab,
     preset,
     t5x_rules,
     usual_dtype,
@@ -44,7 +46,7 @@ from meshwright.train.data import (
 )
 from meshwright.train.optimizer import make_optimizer
 from meshwright.train.run.trackers import check_trackers
-from meshwright.train.state import TrainState, abstract_state
+from meshwright.train.state import TrainState, abstract_state, stored_state
 from meshwright.train.step import StepFunctions, step_functions
 
 
@@ -60,10 +62,12 @@ class Setup:
     optimizer: Any
     functions: StepFunctions
     target: TrainState  # described
+    stored: TrainState  # the same as a checkpoint holds it, without padding
     loader: Loader
     eval_loader: Loader | None
     explanation: Explanation
     attention: str | None  # how it is done over split rows, in words
+    padding: str | None  # what is padded in memory, in words
 
 
 def prepare(config: TrainConfig) -> Setup:
@@ -106,7 +110,8 @@ def prepare(config: TrainConfig) -> Setup:
         eval_loader = held_out_loader(
             mixture, batch=rows, seq=config.seq, held_out=config.eval.rows
         )
-    arrays = abstract_arrays(model, jnp.dtype(config.compute.param_dtype))
+    vocab = padded_vocab(model, rules, placed.shape)
+    arrays = abstract_arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
     explanation = explain(arrays, rules, placed)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
     functions = step_functions(
@@ -121,8 +126,9 @@ def prepare(config: TrainConfig) -> Setup:
     )
     target = abstract_state(arrays, rules, optimizer, placed)
     return Setup(
-        config, model, placed, rules, arrays, optimizer, functions, target, loader, eval_loader,
-        explanation, attention,
+        config, model, placed, rules, arrays, optimizer, functions, target,
+        stored_state(arrays, target, optimizer), loader, eval_loader, explanation, attention,
+        describe_padding(model, rules, placed.shape),
     )  # fmt: skip
 
 
@@ -221,7 +227,7 @@ def flops_per_byte(device: Any) -> float:
 
 def check_model(model: DecoderConfig, rules: Rules, placed: Mesh | MachineMesh) -> None:
     """The model's sizes against the mesh, before each array says the same."""
-    for dim in ("heads", "kv_heads", "mlp", "vocab", "embed"):
+    for dim in ("heads", "kv_heads", "mlp", "embed"):  # the vocabulary is padded
         size = getattr(model, dim)
         axes = [axis for axis in rules.layout(dim).axes[0] if axis in placed.shape]
         parts = math.prod(placed.shape[axis] for axis in axes)

@@ -1,6 +1,7 @@
 """What training carries from step to step, and where each part of it lies."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from meshwright.arithmetic import round_up
 from meshwright.layout import Rules, create, layouts, optimizer_layouts
 from meshwright.layout.layout import Layout
+from meshwright.layout.padding import resized_like, stored
 from meshwright.ops.exchange import narrow, wide_axes
 
 
@@ -30,25 +33,49 @@ def abstract_state(
     """The state described: jax.ShapeDtypeStructs, each with its sharding on the mesh.
 
     Optimizer state lies with its parameter. Axes of one device are left out, as in the forward's
-    types.
+    types. What does not divide is padded.
     """
     wide = wide_axes(mesh.shape)
-    described = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), arrays)
+    unpadded = unpadded_arrays(arrays)
     param_layouts = layouts(arrays, rules, mesh=mesh)
-    moments = jax.eval_shape(optimizer.init, described)
-    moment_layouts = optimizer_layouts(moments, described, param_layouts)
+    moments = jax.eval_shape(optimizer.init, unpadded)
+    moment_layouts = optimizer_layouts(moments, unpadded, param_layouts)
 
     def placed(leaf: Any, layout: Layout) -> jax.ShapeDtypeStruct:
+        parts = (math.prod(mesh.shape[axis] for axis in axes) for axes in layout.axes)
+        shape = tuple(map(round_up, leaf.shape, parts))
         sharding = NamedSharding(mesh, narrow(P(*layout.axes), wide))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     return TrainState(
         step=counter,
-        params=jax.tree.map(placed, described, param_layouts),
+        params=jax.tree.map(placed, arrays, param_layouts),
         optimizer=jax.tree.map(placed, moments, moment_layouts),
         skipped=counter,
         skipped_in_a_row=counter,
+    )
+
+
+def unpadded_arrays(arrays: Any) -> Any:
+    """The parameters described without padding, as checkpoints hold and optimizers see them."""
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.unpadded_shape, spec.dtype), arrays)
+
+
+def stored_state(
+    arrays: Any, target: TrainState, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """The described state `target` as a checkpoint holds it: without padding."""
+    params = unpadded_arrays(arrays)
+    moments = jax.eval_shape(optimizer.init, params)
+
+    def without(tree: Any, unpadded: Any) -> Any:
+        return jax.tree.map(lambda padded, leaf: stored(padded, leaf.shape), tree, unpadded)
+
+    return dataclasses.replace(
+        target,
+        params=without(target.params, params),
+        optimizer=without(target.optimizer, moments),
     )
 
 
@@ -62,10 +89,15 @@ def new_state(
 ) -> TrainState:
     """The first state, every array created where it lies; `params` in place of random ones."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+
+    def first_moments(params: Any) -> Any:
+        moments = optimizer.init(resized_like(params, unpadded_arrays(arrays)))
+        return resized_like(moments, target.optimizer)
+
     with jax.set_mesh(mesh):
         if params is None:
             params = create(arrays, shardings.params, seed)
-        start = jax.sharding.auto_axes(optimizer.init, out_sharding=shardings.optimizer)
+        start = jax.sharding.auto_axes(first_moments, out_sharding=shardings.optimizer)
         moments = jax.jit(start, out_shardings=shardings.optimizer)(params)
         zero = [jax.device_put(jnp.zeros((), jnp.int32), shardings.step) for _ in range(3)]
     return TrainState(zero[0], params, moments, zero[1], zero[2])

@@ -16,7 +16,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
-from meshwright.models.decoder import VECTORS, Compute, DecoderConfig, hidden_states, output_head
+from meshwright.layout.padding import resized_like
+from meshwright.models.decoder import (
+    VECTORS,
+    Compute,
+    DecoderConfig,
+    abstract_arrays,
+    hidden_states,
+    output_head,
+)
 from meshwright.models.decoder.sequence import row_plan
 from meshwright.ops.cross_entropy import IGNORED, cross_entropy
 from meshwright.ops.exchange import gather, platform_in_force
@@ -105,7 +113,7 @@ def step_functions(
         if clip_norm is not None:
             factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
             gradient = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradient)
-        new_params, new_moments = _update(optimizer, gradient, state)
+        new_params, new_moments = _update(optimizer, gradient, state, config)
 
         def keep(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(ok, new, old)
@@ -172,6 +180,7 @@ def loss_sums(
             z_loss=loss.z_loss,
             chunk=loss.chunk,
             tied=config.tied_embeddings,
+            vocab=config.vocab,
         )
 
 
@@ -218,16 +227,30 @@ def _over_micro_batches(sums: Any, params: Any, batch: Batch, scale: jax.Array) 
     return lax.scan(one, ((zero, zero), nothing), batch)[0]
 
 
-def _update(optimizer: optax.GradientTransformation, gradient: Any, state: TrainState) -> Any:
-    """New parameters and moments. optax is written for automatic sharding, so it runs there."""
+def _update(
+    optimizer: optax.GradientTransformation, gradient: Any, state: TrainState, config: DecoderConfig
+) -> Any:
+    """New parameters and moments. optax is written for automatic sharding, so it runs there.
+
+    It sees arrays without padding, so that what it takes over a whole one (a root mean square,
+    factored moments) is the same on every mesh.
+    """
     kept = jax.tree.map(lambda x: jax.typeof(x).sharding, (state.params, state.optimizer))
+    padded = state.params, state.optimizer
+    params = jax.tree.map(
+        lambda spec, x: jax.ShapeDtypeStruct(spec.shape, x.dtype),
+        abstract_arrays(config), state.params,
+    )  # fmt: skip
+    unpadded = params, jax.eval_shape(optimizer.init, params)
     # muon moves whole layers between devices itself, and types say nothing in there
     informed = optax.with_extra_args_support(optimizer)
 
     def update(gradient: Any, moments: Any, params: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            params, moments = resized_like((params, moments), unpadded)
+            gradient = resized_like(gradient, unpadded[0])
             updates, moments = informed.update(gradient, moments, params, shardings=kept[0])
-            return optax.apply_updates(params, updates), moments
+            return resized_like((optax.apply_updates(params, updates), moments), padded)
 
     with jax.named_scope("optimizer"):
         return jax.sharding.auto_axes(update, out_sharding=kept)(

@@ -11,6 +11,7 @@ from meshwright.models.decoder.forward import (
     usual_dtype,
 )
 from meshwright.models.decoder.layouts import activation_layouts
+from meshwright.models.decoder.padding import describe_padding, padded_vocab
 from meshwright.models.decoder.presets import PRESETS, preset
 from meshwright.models.decoder.rules import decoder_rules, t5x_rules
 
@@ -23,9 +24,11 @@ __all__ = [
     "abstract_arrays",
     "activation_layouts",
     "decoder_rules",
+    "describe_padding",
     "hidden_states",
     "logits",
     "output_head",
+    "padded_vocab",
     "preset",
     "t5x_rules",
     "usual_dtype",

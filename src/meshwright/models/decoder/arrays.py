@@ -18,8 +18,13 @@ _STD = 0.02
 VECTORS = frozenset({"norm", "bq", "bk", "bv", "bo", "q_norm", "k_norm"})
 
 
-def abstract_arrays(config: DecoderConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """The parameter tree of ArraySpecs; matrices read input dims first, then output dims."""
+def abstract_arrays(
+    config: DecoderConfig, dtype: Any = jnp.float32, vocab: int | None = None
+) -> dict[str, Any]:
+    """The parameter tree of ArraySpecs; matrices read input dims first, then output dims.
+
+    `vocab` is the vocabulary in memory, if it is padded (`padded_vocab`).
+    """
     sizes = {
         "layers": config.layers,
         "vocab": config.vocab,
@@ -31,8 +36,12 @@ def abstract_arrays(config: DecoderConfig, dtype: Any = jnp.float32) -> dict[str
         "mlp": config.mlp,
     }
 
+    in_memory = {} if vocab is None else {"vocab": vocab}
+
     def array(dims: str, init: Any) -> ArraySpec:
-        return ArraySpec(tuple(sizes[dim] for dim in dims.split()), dims, dtype, init)
+        shape = tuple(sizes[dim] for dim in dims.split())
+        padded = tuple((sizes | in_memory)[dim] for dim in dims.split())
+        return ArraySpec(padded, dims, dtype, init, None if padded == shape else shape)
 
     matrix, ones, zeros = Normal(_STD), Constant(1.0), Constant(0.0)
     # what is added to the residual stream starts smaller, so that depth does not make it grow

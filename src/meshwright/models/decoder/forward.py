@@ -161,14 +161,21 @@ def logits(
     x = hidden_states(params, tokens, config, compute, segments=segments, positions=positions)
     x = gather(x, layouts.axes(layouts.logits))
     head = output_head(params, config, compute)
-    return jnp.einsum(
+    found = jnp.einsum(
         "ble,ve->blv" if config.tied_embeddings else "ble,ev->blv",
         x, head, preferred_element_type=jnp.float32, out_sharding=layouts.logits,
     )  # fmt: skip
+    if found.shape[2] == config.vocab:
+        return found
+    # without padding the vocabulary does not divide, so every device gets all of it
+    return reshard(found, P(*layouts.logits.partitions[:2], None))[..., : config.vocab]
 
 
 def output_head(params: Params, config: DecoderConfig, compute: Compute) -> jax.Array:
-    """The output projection as it is used: [embed, vocab], or [vocab, embed] if tied."""
+    """The output projection as it is used: [embed, vocab], or [vocab, embed] if tied.
+
+    It may be padded: entries from `config.vocab` on are no tokens.
+    """
     head = params["embedding" if config.tied_embeddings else "output"]
     return gather(head.astype(compute.dtype), compute.layouts.token_axes)
 
