@@ -78,6 +78,13 @@ def test_tied_embeddings_are_the_head() -> None:
     np.testing.assert_array_equal(said, reference(tied))
 
 
+def test_an_answer_is_never_padding_of_the_vocabulary() -> None:
+    odd = dataclasses.replace(CONFIG, vocab=257)
+    model = model_on("tp=2,sp=2", odd)
+    assert model.params["output"].shape[1] == 258
+    np.testing.assert_array_equal(answers(model, ROWS, sequence="ring"), reference(odd))
+
+
 def test_rows_can_be_cut_into_documents() -> None:
     said = answers(model_on("sp=4"), ROWS, sequence="ring", segments=cut_into(4))
     np.testing.assert_array_equal(said, reference(CONFIG, 4))

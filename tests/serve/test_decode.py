@@ -29,6 +29,7 @@ KINDS = {
     "mistral": dataclasses.replace(BASE, sliding_window=5),
     "window of one": dataclasses.replace(BASE, sliding_window=1),
     "qwen 2.5": dataclasses.replace(BASE, qkv_bias=True, tied_embeddings=True),
+    "odd vocabulary": dataclasses.replace(BASE, vocab=61),
     "qwen 3": dataclasses.replace(BASE, qk_norm=True, kv_heads=8, norm_eps=1e-6),
 }
 PROMPTS = [[5, 9, 2, 60, 33, 7, 7, 1, 0, 12, 50], [3], [8, 30] * 33]
@@ -90,6 +91,7 @@ def test_every_step_gives_the_logits_of_the_whole_sequence(
     [
         ("llama with biases and yarn", "fsdp=2,tp=2,sp=2"),
         ("qwen 3", "dp=2,tp=4"),
+        ("odd vocabulary", "fsdp=2,tp=4"),
         pytest.param("qwen 2.5", "sp=2,fsdp=4", marks=pytest.mark.slow),
         pytest.param("mistral", "tp=2,dp=1,fsdp=2", marks=pytest.mark.slow),
     ],

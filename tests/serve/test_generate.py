@@ -28,6 +28,17 @@ def test_tokens_are_the_same_on_every_mesh(mesh: str, random_model: RandomModel)
         assert generate(split, PROMPTS, 24, sampling) == expected
 
 
+def test_a_padded_vocabulary_gives_no_other_token(random_model: RandomModel) -> None:
+    config = dataclasses.replace(CONFIG, vocab=61)
+    alone, split = (random_model(config, generation_mesh(text)) for text in ("tp=1", "fsdp=2,tp=4"))
+    assert split.params["output"].shape == (32, 64)
+    # all tokens about equally likely: of 180, padding would take eight
+    for sampling in (Sampling(1000.0), Sampling(1000.0, top_k=61, top_p=0.99, min_p=0.01)):
+        found = generate(split, PROMPTS, 60, sampling)
+        assert found == generate(alone, PROMPTS, 60, sampling)
+        assert max(token for row in found for token in row.tokens) < 61
+
+
 def test_a_row_does_not_depend_on_the_others(random_model: RandomModel) -> None:
     model = random_model(CONFIG, generation_mesh())
     together = generate(model, PROMPTS, 12, SAMPLED)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from meshwright.errors import MeshwrightError, count, mesh_text
 from meshwright.evaluate.needle import RULES, Group, Retrieval, check_needle, retrieve
-from meshwright.models.decoder import usual_dtype
+from meshwright.models.decoder import describe_padding, usual_dtype
 from meshwright.serve.load import check_fits, generation_mesh, load, look_into
 from meshwright.train.cpu import make_room_for_cpu_collectives, simulate_devices
 from meshwright.train.data.needle import Needles, needle_rows
@@ -91,6 +91,8 @@ def needle(asked: Needle) -> None:
         f"{len(jax.devices())}, {kind}"
         + (f", rows split over sp: {strategy}" if strategy is not None else "")
     )
+    padded = describe_padding(source.config, RULES, placed.shape)
+    used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
     model = load(source, placed, jnp.dtype(kind), RULES)
     found = retrieve(model, rows, sequence=asked.sequence_parallel)

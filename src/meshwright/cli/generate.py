@@ -18,7 +18,8 @@ from meshwright.cli.auto import planned_to_serve
 from meshwright.errors import MeshwrightError, count, mesh_text
 from meshwright.interrupt import ctrl_c_says
 from meshwright.machines import Machine
-from meshwright.models.decoder import usual_dtype
+from meshwright.models.decoder import describe_padding, usual_dtype
+from meshwright.models.decoder.decode import generation_rules
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Source, check_fits, generation_mesh, load, look_into
 from meshwright.serve.sampling import Sampling
@@ -89,6 +90,8 @@ def generate(
         f"{source.name}, mesh {mesh_text(placed.shape)} on {count(placed.size, 'device')} of "
         f"{len(jax.devices())}, {kind}"
     )
+    padded = describe_padding(source.config, generation_rules(), placed.shape)
+    used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
     model = load(source, placed, jnp.dtype(kind))
     coming = _Coming(stream(model, prompts, max_new, sampling), len(prompts), source.ends)

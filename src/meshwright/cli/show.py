@@ -13,6 +13,7 @@ from meshwright.machines import Machine
 from meshwright.mesh import MachineMesh, MeshSpec
 from meshwright.mesh import mesh as build_mesh
 from meshwright.models import abstract_arrays, decoder_rules, preset
+from meshwright.models.decoder import padded_vocab
 from meshwright.show import array_grid, axis_table, machine_grid, page, ring_lines, scene
 
 
@@ -90,14 +91,20 @@ def _array(text: str) -> tuple[tuple[int, ...], str]:
 
 
 def _explained(model: str, rules_file: Path | None, placed: MachineMesh) -> Explanation:
-    arrays = abstract_arrays(preset(model))
+    config = preset(model)
     if rules_file is None:
-        return explain(arrays, decoder_rules(), _standard(placed))
+        rules = decoder_rules()
+        vocab = padded_vocab(config, rules, _standard(placed).shape)
+        return explain(abstract_arrays(config, vocab=vocab), rules, placed)
     try:
         text = rules_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:
         raise MeshwrightError(f"--rules {str(rules_file)!r} cannot be read: {reason}") from None
-    return explain(arrays, PathRules.parse(text) if "=>" in text else Rules.parse(text), placed)
+    if "=>" in text:
+        return explain(abstract_arrays(config), PathRules.parse(text), placed)
+    rules = Rules.parse(text)
+    vocab = padded_vocab(config, rules, placed.shape)
+    return explain(abstract_arrays(config, vocab=vocab), rules, placed)
 
 
 def _standard(placed: MachineMesh) -> MachineMesh:

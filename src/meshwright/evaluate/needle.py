@@ -164,7 +164,8 @@ def _program(config: DecoderConfig, compute: Compute, mesh: Mesh) -> Program:
             f"bpe,{dims}->bpv", x, head,
             preferred_element_type=jnp.float32, out_sharding=P(rows, None, vocab),
         )  # fmt: skip
-        chosen = jnp.argmax(reshard(logits, P(rows, None, None)), axis=-1)
+        whole = reshard(logits, P(rows, None, None))[..., : config.vocab]  # without padding
+        chosen = jnp.argmax(whole, axis=-1)
         return reshard(chosen.astype(jnp.int32), P(None, None))
 
     jitted = jax.jit(likeliest)

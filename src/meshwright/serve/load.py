@@ -20,11 +20,13 @@ from meshwright.errors import MeshwrightError, mesh_text
 from meshwright.host_memory import check_host_memory, host_bytes
 from meshwright.layout import Rules, layouts
 from meshwright.layout.layout import Layout
+from meshwright.layout.padding import fit, stored
 from meshwright.mesh import MeshSpec
 from meshwright.mesh import mesh as build_mesh
 from meshwright.models.decoder.arrays import VECTORS, abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.decode import generation_rules
+from meshwright.models.decoder.padding import padded_vocab
 from meshwright.ops.exchange import narrow, wide_axes
 from meshwright.train.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 
@@ -121,18 +123,21 @@ def load(source: Source, mesh: Mesh, dtype: Any = jnp.float32, rules: Rules | No
     They lie by `rules`, those of generation unless others are given.
     """
     check_fits(source.config, mesh)
-    wanted = targets(source.config, mesh, dtype, rules)
+    padded = targets(source.config, mesh, dtype, rules)
     check_host_memory(
-        host_bytes(wanted),
+        host_bytes(padded),
         f"{source.name} in {jnp.dtype(dtype).name}",
         "use --dtype bfloat16, or fewer devices if some hold copies",
     )
-    return Model(source, source.read(wanted), mesh)
+    on_disk = jax.tree.map(
+        lambda target, spec: stored(target, spec.shape), padded, abstract_arrays(source.config)
+    )
+    return Model(source, fit(source.read(on_disk), padded), mesh)
 
 
 def check_fits(config: DecoderConfig, mesh: Mesh) -> None:
-    """The mesh splits this model's dims evenly."""
-    for axes, dims in ((("tp",), ("kv_heads", "mlp", "vocab")), (("fsdp", "sp"), ("embed",))):
+    """The mesh splits this model's dims evenly; the vocabulary is padded."""
+    for axes, dims in ((("tp",), ("kv_heads", "mlp")), (("fsdp", "sp"), ("embed",))):
         parts = math.prod(mesh.shape[axis] for axis in axes)
         for dim in dims:
             size = getattr(config, dim)
@@ -146,8 +151,12 @@ def check_fits(config: DecoderConfig, mesh: Mesh) -> None:
 
 
 def targets(config: DecoderConfig, mesh: Mesh, dtype: Any, rules: Rules | None = None) -> Any:
-    """Every parameter described, with its place on the mesh; norms and biases in float32."""
-    arrays = abstract_arrays(config)
+    """Every parameter described, with its place on the mesh; norms and biases in float32.
+
+    The vocabulary is padded where the mesh does not divide it.
+    """
+    rules = generation_rules() if rules is None else rules
+    arrays = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
     wide = wide_axes(mesh.shape)
 
     def target(path: Any, spec: Any, layout: Layout) -> jax.ShapeDtypeStruct:
@@ -155,7 +164,7 @@ def targets(config: DecoderConfig, mesh: Mesh, dtype: Any, rules: Rules | None =
         place = NamedSharding(mesh, narrow(P(*layout.axes), wide))
         return jax.ShapeDtypeStruct(spec.shape, kept, sharding=place)
 
-    places = layouts(arrays, generation_rules() if rules is None else rules, mesh=mesh)
+    places = layouts(arrays, rules, mesh=mesh)
     return jax.tree_util.tree_map_with_path(target, arrays, places)
 
 

@@ -170,7 +170,8 @@ def next_logits(params: Params, hidden: jax.Array, config: DecoderConfig) -> jax
         preferred_element_type=jnp.float32,
         out_sharding=partial_sums(P(*layouts.rows, vocab), layouts.embed),
     )  # fmt: skip
-    return reshard(add_up(partial, layouts.embed, layouts.logits), P(batch, None))
+    whole = reshard(add_up(partial, layouts.embed, layouts.logits), P(batch, None))
+    return whole[:, : config.vocab]  # without padding
 
 
 def _layers(

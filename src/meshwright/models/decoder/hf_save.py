@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import MeshwrightError
+from meshwright.layout import ArraySpec
 from meshwright.layout.decide import tree_paths
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
@@ -139,7 +140,9 @@ def _fetch(value: Any, array: HfArray, layer: int, dtype: np.dtype[Any]) -> np.n
             # parts of it lie with other processes: gathered, every device has it whole
             tensor = jax.device_put(tensor, NamedSharding(mesh, PartitionSpec()))
             tensor = tensor.addressable_data(0)
-    return np.asarray(tensor).reshape(array.shape)
+    # without the padding of a vocabulary that the mesh does not divide
+    true = tuple(slice(size) for size in array.unfolded)
+    return np.asarray(tensor)[true].reshape(array.shape)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -197,9 +200,33 @@ def _checked_leaves(params: Any, config: DecoderConfig) -> dict[str, Any]:
         )
     for path, spec in wanted.items():
         shape = getattr(given[path], "shape", None)
-        if shape != spec.shape:
+        if shape != spec.shape and not _is_padded(given[path], spec):
             raise MeshwrightError(f"array {path!r} has shape {shape}, the config says {spec.shape}")
     return given
+
+
+def _is_padded(value: Any, spec: ArraySpec) -> bool:
+    """Whether an array has only zeros beyond the vocabulary, fewer than its mesh has devices."""
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or value.ndim != spec.ndim:
+        return False
+    sizes = zip(value.shape, spec.shape, spec.dims, strict=True)
+    if not all(size == wanted or dim == "vocab" for size, wanted, dim in sizes):
+        return False
+    vocab = spec.dims.index("vocab")
+    if not 0 < value.shape[vocab] - spec.shape[vocab] < sharding.mesh.size:
+        return False
+    mesh, value = _on_automatic_axes(value)
+    assert mesh is not None
+    with jax.set_mesh(mesh):
+        return not _any_from(value, vocab, spec.shape[vocab])
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _any_from(value: jax.Array, dim: int, start: jax.Array) -> jax.Array:
+    """Whether there is a number other than 0 from `start` on along a dim."""
+    beyond = jax.lax.broadcasted_iota(jnp.int32, value.shape, dim) >= start
+    return jnp.any(beyond & (value != 0))
 
 
 def _start(folder: Path, partial: Path, fields: dict[str, Any], beside: Path | None) -> None:
