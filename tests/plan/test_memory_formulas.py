@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import re
+from typing import Literal
 
 import jax
 import pytest
@@ -65,6 +66,17 @@ def test_a_formula_gives_what_is_counted(model: str, choice: Choice) -> None:
         assert said.keys() == kinds.keys()
         for kind, words in said.items():
             assert worked_out(words) == pytest.approx(kinds[kind], rel=1e-3, abs=2), (kind, words)
+
+
+@pytest.mark.parametrize("kind", ["train", "serve"])
+def test_a_formula_counts_the_padding_of_the_vocabulary(kind: Literal["train", "serve"]) -> None:
+    config = dataclasses.replace(preset("llama-3.1-8b"), vocab=128257)
+    machine = Machine.parse("h100:8")
+    for choice in (Choice(dp=2, tp=4), Choice(fsdp=2 if kind == "train" else 1, tp=4)):
+        job = Job(config, 16, 1024, kind=kind)
+        kinds, said = memory(job, choice, machine).kinds, formulas(job, choice, machine)
+        for name, words in said.items():
+            assert worked_out(words) == pytest.approx(kinds[name], rel=1e-3, abs=2), (name, words)
 
 
 def test_each_moment_is_the_fullest_of_some_job() -> None:

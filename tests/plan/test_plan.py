@@ -197,6 +197,25 @@ def test_sizes_that_do_not_divide_are_refused_with_what_would(choice: Choice, sa
     assert says in why
 
 
+@pytest.mark.parametrize("kind", ["train", "serve"])
+def test_a_vocabulary_that_tp_does_not_divide_is_padded_and_said(
+    kind: Literal["train", "serve"],
+) -> None:
+    model = dataclasses.replace(preset("llama-3.1-8b"), vocab=128257)
+    found = plan(model, "h100:8", 64, 4096, kind=kind, mesh="tp=2,sp=1")
+    for one in found.ranked:
+        assert one.reason.endswith("vocab 128257 padded to 128258 for tp=2")
+    whole = plan("llama-3.1-8b", "h100:8", 64, 4096, kind=kind, mesh="tp=2,sp=1")
+    assert "padded" not in whole.best.reason
+    # two tokens more, of two arrays, at most
+    by_mesh = {one.choice: one.memory.kinds["parameters"] for one in whole.ranked}
+    for one in found.ranked:
+        if one.choice in by_mesh:
+            more = one.memory.kinds["parameters"] - by_mesh[one.choice]
+            size = 4 if kind == "train" else 2
+            assert more == 2 * 2 * 4096 * size / (one.choice.fsdp * one.choice.tp)
+
+
 def test_a_row_too_short_for_two_chunks_a_device_is_refused() -> None:
     found = plan("tiny", "cpu:8", 8, 1004)
     # ulysses needs no chunks, and four key heads can be split over sp=4

@@ -9,6 +9,8 @@ import pytest
 
 import meshwright as mw
 from meshwright.audit import audit
+from meshwright.models.decoder import preset
+from meshwright.plan.parts import padding
 from meshwright.prove import Proof, prove
 from meshwright.prove.compare import compare, expected, job_and_choice
 from meshwright.prove.proof import _proof, digest
@@ -47,6 +49,20 @@ def test_the_program_has_what_the_plan_says_and_nothing_else(proof: Proof) -> No
     sent = [one for one in compare(*known, proof, found) if " over " in one.what]
     assert len(sent) >= 4
     large = [one for one in sent if one.compiled > 10_000]
+    assert large
+    assert all(one.off is not None and abs(one.off) < 0.01 for one in large)
+
+
+def test_so_it_is_with_a_padded_vocabulary(cache: Path) -> None:
+    model = dataclasses.replace(preset("tiny"), vocab=321)
+    padded = prove(CONFIG, "cpu:8", model=model, cache=cache)
+    known = job_and_choice(CONFIG, padded.machine, model)
+    assert known is not None
+    assert padding(*known) == "vocab 321 padded to 324 for tp=4"
+    found = audit(padded.text, known[1].sizes, expected=expected(*known, padded.machine))
+    assert not found.surprises
+    compared = compare(*known, padded, found)
+    large = [one for one in compared if " over " in one.what and one.compiled > 10_000]
     assert large
     assert all(one.off is not None and abs(one.off) < 0.01 for one in large)
 

@@ -22,6 +22,7 @@ from meshwright.layout.explanation import bytes_text
 from meshwright.machines import Machine
 from meshwright.plan import Choice, Job
 from meshwright.plan.memory import memory
+from meshwright.plan.parts import padding
 from meshwright.prove import Proof, prove
 from meshwright.prove.compare import Compared, compare, expected, job_and_choice
 from meshwright.train.loop import AUTO
@@ -158,6 +159,8 @@ def _print(
 ) -> None:  # fmt: skip
     console = Console()
     console.print(_headline(config, proof), highlight=False, soft_wrap=True)
+    if known is not None and (padded := padding(*known)) is not None:
+        console.print(padded, highlight=False, soft_wrap=True)
     if proof.footprint is not None:
         kinds = ", ".join(
             f"{kind} {bytes_text(size)}" for kind, size in proof.footprint.kinds.items() if size

@@ -25,7 +25,7 @@ def refusal(job: Job, choice: Choice) -> str | None:
     """Why sizes do not divide, in a sentence; None if they do."""
     model, tp = job.model, choice.tp
     if tp > 1:
-        for dim in ("heads", "kv_heads", "mlp", "vocab"):
+        for dim in ("heads", "kv_heads", "mlp"):  # the vocabulary is padded
             size = getattr(model, dim)
             if size % tp:
                 fit = max(d for d in divisors(size) if d <= tp)

@@ -25,6 +25,7 @@ from meshwright.plan.parts import (
     rows,
     strategy_of,
     tokens,
+    vocab,
 )
 from meshwright.plan.result import Choice, Job, Memory
 
@@ -66,7 +67,7 @@ def matrices(job: Job, choice: Choice) -> tuple[float, float]:
     model = job.model
     split = choice.tp * choice.fsdp * choice.sp
     layers = model.layers * (attention_weights(model) + mlp_weights(model)) / split
-    ends = (1 if model.tied_embeddings else 2) * model.vocab * model.embed / split
+    ends = (1 if model.tied_embeddings else 2) * vocab(job, choice) * model.embed / split
     return layers, ends
 
 
@@ -112,8 +113,8 @@ def _moments(job: Job, choice: Choice, machine: Machine) -> dict[str, dict[str, 
     model, used = job.model, item_bytes(job.dtype)
     layers, ends = matrices(job, choice)
     saved = _saved(job, choice, machine)
-    vocab = model.vocab / choice.tp
-    table = vocab * model.embed
+    vocab_here = vocab(job, choice) / choice.tp
+    table = vocab_here * model.embed
     _, chunk = loss_chunks(job, choice)
     stream = used * tokens(job, choice) * model.embed
     layer = used * (attention_weights(model) + mlp_weights(model)) / choice.tp
@@ -123,7 +124,7 @@ def _moments(job: Job, choice: Choice, machine: Machine) -> dict[str, dict[str, 
     loss = {
         "saved activations": saved,
         # the head, its gradient in float32, a chunk's logits and their slope
-        "loss": used * table + 4 * table + 2 * used * chunk * vocab + 2 * stream,
+        "loss": used * table + 4 * table + 2 * used * chunk * vocab_here + 2 * stream,
     }
     backward = {
         "saved activations": saved,
@@ -233,5 +234,5 @@ def _serving(job: Job, choice: Choice) -> dict[str, float]:
     return {
         "parameters": used * (layers + ends + vectors(job, choice)),
         "key-value cache": used * cache,
-        "working activations": used * prompt + 4 * rows_here * model.vocab / choice.tp,
+        "working activations": used * prompt + 4 * rows_here * vocab(job, choice) / choice.tp,
     }

@@ -28,6 +28,7 @@ from meshwright.plan.parts import (
     rows,
     strategy_of,
     tokens,
+    vocab,
 )
 from meshwright.plan.result import Choice, Job
 
@@ -67,7 +68,7 @@ def _layers(job: Job) -> str:
 def _matrices(job: Job, choice: Choice) -> str:
     """Of layers and ends, on a device."""
     model = job.model
-    ends = (1 if model.tied_embeddings else 2) * model.vocab * model.embed
+    ends = (1 if model.tied_embeddings else 2) * vocab(job, choice) * model.embed
     return f"({_layers(job)} + {ends:,}) / {_split(choice)} devices"
 
 
@@ -76,7 +77,7 @@ def _split(choice: Choice) -> int:
 
 
 def _table(job: Job, choice: Choice) -> str:
-    return f"{job.model.vocab:,} · {job.model.embed:,} / tp {choice.tp}"
+    return f"{vocab(job, choice):,} · {job.model.embed:,} / tp {choice.tp}"
 
 
 def _stream(job: Job, choice: Choice) -> str:
@@ -88,7 +89,7 @@ def _always(job: Job, choice: Choice) -> dict[str, str]:
     model, kept, used = job.model, item_bytes(job.param_dtype), item_bytes(job.dtype)
     small = f"{_number(vectors(job, choice))}"
     whole = f"({_matrices(job, choice)} + {small})"
-    ends = (1 if model.tied_embeddings else 2) * model.vocab * model.embed
+    ends = (1 if model.tied_embeddings else 2) * vocab(job, choice) * model.embed
     optimizer = {
         "adamw": f"2 · {kept} bytes · {whole}",
         "lion": f"{kept} bytes · {whole}",
@@ -123,7 +124,7 @@ def _loss(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
     return {
         "saved activations": _saved(job, choice, machine),
         "loss": f"({used} + 4) bytes · {_table(job, choice)} + 2 · {used} bytes · {chunk:,} tokens "
-        f"· {job.model.vocab:,} / tp {choice.tp} + 2 · {_stream(job, choice)}",
+        f"· {vocab(job, choice):,} / tp {choice.tp} + 2 · {_stream(job, choice)}",
     }
 
 
@@ -131,7 +132,7 @@ def _backward(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
     model, used = job.model, item_bytes(job.dtype)
     is_split = choice.fsdp * choice.sp > 1
     layer = f"{attention_weights(model) + mlp_weights(model):,} / tp {choice.tp}"
-    ends = (1 if model.tied_embeddings else 2) * model.vocab * model.embed
+    ends = (1 if model.tied_embeddings else 2) * vocab(job, choice) * model.embed
     mlp = model.mlp / choice.tp / mlp_chunks(job, choice)
     gradients = f"{_layers(job)} / {_split(choice)} devices"
     if choice.accumulation > 1:
@@ -180,5 +181,5 @@ def _serving(job: Job, choice: Choice) -> dict[str, str]:
         f"tokens · {model.kv_heads} heads · {model.head_dim} / tp {choice.tp}",
         "working activations": f"{used} bytes · {min(job.seq, PROMPT):,} tokens · (2 · "
         f"{model.mlp:,} / tp {choice.tp} + 4 · {model.embed:,}) + 4 bytes · {here:,} rows · "
-        f"{model.vocab:,} / tp {choice.tp}",
+        f"{vocab(job, choice):,} / tp {choice.tp}",
     }

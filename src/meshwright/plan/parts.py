@@ -3,8 +3,9 @@
 import functools
 import math
 
+from meshwright.arithmetic import round_up
 from meshwright.errors import MeshwrightError
-from meshwright.models.decoder import DecoderConfig
+from meshwright.models.decoder import DecoderConfig, decoder_rules, describe_padding
 from meshwright.ops.attention import Mask, Split
 from meshwright.plan.result import Choice, Job
 
@@ -40,6 +41,16 @@ def attention_weights(model: DecoderConfig) -> int:
 def mlp_weights(model: DecoderConfig) -> int:
     """Numbers in the matrices of a layer's mlp."""
     return 3 * model.embed * model.mlp
+
+
+def vocab(job: Job, choice: Choice) -> int:
+    """The vocabulary in memory, padded to a multiple of tp."""
+    return round_up(job.model.vocab, choice.tp)
+
+
+def padding(job: Job, choice: Choice) -> str | None:
+    """What is padded, in words: `vocab 128257 padded to 128258 for tp=2`."""
+    return describe_padding(job.model, decoder_rules(sp=True), choice.sizes)
 
 
 def split_of(job: Job, choice: Choice) -> Split:

@@ -18,6 +18,7 @@ from meshwright.plan import constraints
 from meshwright.plan.constraints import Constraints
 from meshwright.plan.efficiency import OPTIMIZER_BYTES, told_to_overlap
 from meshwright.plan.largest import largest_batch, largest_seq
+from meshwright.plan.parts import padding
 from meshwright.plan.reason import bound_and_reason
 from meshwright.plan.result import Estimate, Job, Plan, Refusal
 from meshwright.plan.search import Found, Objective, fitting, possible, search
@@ -202,6 +203,8 @@ def _estimate(job: Job, machine: Machine, one: Found) -> Estimate:
     bound, reason = bound_and_reason(job, one.choice, timing)
     if one.memory.tight:
         reason += f"; tight: {100 * one.memory.total / one.memory.limit:.0f}% of memory"
+    if (padded := padding(job, one.choice)) is not None:
+        reason += f"; {padded}"
     return Estimate(
         choice=one.choice,
         memory=one.memory,

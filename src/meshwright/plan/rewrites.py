@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 from meshwright.machines import Machine
 from meshwright.plan.candidates import with_strategy
-from meshwright.plan.parts import LANES, item_bytes
+from meshwright.plan.parts import LANES, item_bytes, vocab
 from meshwright.plan.result import Choice, Job, Transfer
 from meshwright.plan.traffic import EMBEDDING, HEAD, KEY_GRADIENTS, Row, rows_of
 
@@ -57,7 +57,7 @@ def compiled_rows(job: Job, choice: Choice, machine: Machine) -> list[Row]:
 def _on_tpu(rows: list[Row], job: Job, choice: Choice, machine: Machine) -> Iterator[Row]:
     model = job.model
     narrow = model.embed // (choice.fsdp * choice.sp) % LANES != 0
-    ragged = model.vocab // choice.tp % LANES != 0
+    ragged = vocab(job, choice) // choice.tp % LANES != 0
     exact = model.embed // choice.fsdp == LANES  # what a scatter over fsdp leaves
     whole = {
         EMBEDDING: narrow or exact,

@@ -9,7 +9,7 @@ from meshwright.plan.constraints import Constraints
 from meshwright.plan.largest import largest_batch
 from meshwright.plan.links import over
 from meshwright.plan.memory import memory
-from meshwright.plan.parts import item_bytes
+from meshwright.plan.parts import item_bytes, padding
 from meshwright.plan.result import Choice, Estimate, Job, Memory, Refusal, Transfer
 from meshwright.plan.shares import lay
 
@@ -42,6 +42,8 @@ def serving(
         reason = f"{one.reason}; full, with {rows:,} rows, {rate:,.0f} tokens/s"
         if need.tight:
             reason += f"; tight: {100 * need.total / need.limit:.0f}% of memory"
+        if (padded := padding(job, mesh)) is not None:
+            reason += f"; {padded}"
         order = {
             "latency": (need.tight, one.step_seconds),
             "throughput": (need.tight, -rate),

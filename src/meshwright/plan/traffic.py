@@ -23,6 +23,7 @@ from meshwright.plan.parts import (
     rows,
     split_of,
     strategy_of,
+    vocab,
 )
 from meshwright.plan.result import Choice, Job, Phase, Transfer
 
@@ -91,8 +92,8 @@ def _ends(job: Job, choice: Choice) -> Iterator[Sent]:
     model, item = job.model, item_bytes(job.dtype)
     over, copies = _wide(choice, "fsdp", "sp"), _wide(choice, "dp")
     ways = choice.fsdp * choice.sp
-    end = item * model.vocab * model.embed // choice.tp
-    words = f"{item} bytes · {model.vocab}·{model.embed} / tp {choice.tp}"
+    end = item * vocab(job, choice) * model.embed // choice.tp
+    words = f"{item} bytes · {vocab(job, choice)}·{model.embed} / tp {choice.tp}"
     # the same for all micro-batches: gathered once; tied, both ends are one array
     ends = ("the embedding",) if model.tied_embeddings else ("the embedding", "the output head")
     for what in ends:

@@ -14,6 +14,7 @@ from meshwright.plan.parts import (
     mlp_weights,
     strategy_of,
     tokens,
+    vocab,
 )
 from meshwright.plan.result import Choice, Job
 
@@ -66,7 +67,8 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
         computed += model.layers * (flops + more)
         forward += model.layers * sooner
         backward += model.layers * later
-    head_flops, head_seconds = matmul(model.vocab * model.embed / tp, model.vocab / tp, 3.0)
+    vocab_here = vocab(job, choice) / tp
+    head_flops, head_seconds = matmul(vocab_here * model.embed, vocab_here, 3.0)
     computed += head_flops
     matmuls = forward + backward + head_seconds
 
@@ -88,7 +90,7 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
     )
     repeated = 1 + efficiency.ELEMENTWISE_AGAIN[choice.remat]
     elementwise = item * numbers * model.layers * total * repeated
-    logits = item * efficiency.LOSS_LOGITS * model.vocab / tp * total
+    logits = item * efficiency.LOSS_LOGITS * vocab_here * total
     kept = _parameters(job) / (choice.fsdp * choice.sp * tp)
     update = efficiency.OPTIMIZER_BYTES[job.optimizer] * kept
     if rounds > 1:
