@@ -1,5 +1,6 @@
 """A model is read from a run or a Hugging Face folder onto any mesh, or a message says why not."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -60,6 +61,19 @@ def test_the_last_checkpoint_of_a_run_is_read_onto_any_mesh(
     assert read.source.name == f"step 20 of {run}"
     assert read.source.ends == {256}
     assert read.source.encode("Hi!") == [72, 105, 33]
+
+
+def test_a_hugging_face_folder_goes_through_a_mesh_that_does_not_divide_its_vocabulary(
+    random_model: RandomModel, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(CONFIG, vocab=321, rope=Rope())
+    alone = random_model(config, generation_mesh())
+    folder = save_hf(tmp_path / "alone", alone.params, config, dtype=jnp.float32)
+    read = load_for_generation(folder, generation_mesh("fsdp=2,tp=4"), tokenizer="bytes")
+    assert read.params["embedding"].shape == (324, 32)
+    again = save_hf(tmp_path / "again", read.params, config, dtype=jnp.float32)
+    weights = "model.safetensors"
+    assert (again / weights).read_bytes() == (folder / weights).read_bytes()
 
 
 def test_a_step_can_be_chosen_and_weights_cast(run: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.train.test_loop import MODEL, SETTINGS, losses
@@ -19,7 +20,9 @@ from tests.train.test_loop import train as train_command
 from tests.train.toy import CONFIG, ONE, Parts, Setting, packed_batch, parts, train
 
 from meshwright.layout.padding import fit
-from meshwright.models.decoder import DecoderConfig, decoder_rules, t5x_rules
+from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules, t5x_rules
+from meshwright.models.decoder.hf_config import from_hf_config
+from meshwright.models.decoder.hf_save import save_hf
 from meshwright.serve.generate import generate
 from meshwright.serve.load import generation_mesh, load_for_generation
 from meshwright.serve.sampling import Sampling
@@ -156,6 +159,23 @@ def test_a_run_says_what_it_pads_and_generates_the_same_on_other_meshes(
         )
         assert split == alone
         assert max(token for row in split for token in row.tokens) < 257  # its tokenizer's
+
+
+@slow
+def test_a_run_starts_from_weights_whose_vocabulary_its_mesh_does_not_divide(
+    odd_model: str, tmp_path: Path
+) -> None:
+    config = from_hf_config(Path(odd_model))
+    random = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda spec: random.normal(scale=0.1, size=spec.shape).astype("f"), abstract_arrays(config)
+    )
+    folder = str(save_hf(tmp_path / "weights", params, config, dtype=jnp.float32))
+    alone, split = tmp_path / "alone", tmp_path / "split"
+    settings = [*SETTINGS, "--init-from", folder, "--stop-at", "3"]
+    train_command(folder, *settings, "--cpu-devices", "1", "--run", str(alone))
+    train_command(folder, *settings, "--cpu-devices", "2", "--mesh", "tp=2", "--run", str(split))
+    np.testing.assert_allclose(losses(split), losses(alone), rtol=1e-5)
 
 
 @slow
