@@ -46,8 +46,11 @@ meshwright train --help lists the other settings."""
 
 
 def audit_command(arguments: Sequence[str]) -> None:
-    """Read the flags of this command, and give the rest to train's."""
-    words = list(arguments)
+    """List every collective of a training step or a compiled program: planned, or a surprise.
+
+    meshwright audit tiny --cpu-devices 8 --mesh fsdp=4,tp=2 --batch 8 --seq 64
+    """
+    words = list(arguments)  # the flags of audit are taken out, the rest are train's
     if "--help" in words or "-h" in words or not words:
         print(HELP)
         return

@@ -25,7 +25,8 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
     if config.rules != "standard":
         raise MeshwrightError("--mesh auto knows the standard rules; with others name the mesh")
     said, usual = config.compute, TrainConfig(config.model)
-    flags = {word.partition("=")[0].replace("--no-", "--").replace("_", "-") for word in words}
+    # --compute.no-scan says as much of --compute.scan as --compute.scan does
+    flags = {word.partition("=")[0].replace("_", "-").replace(".no-", ".") for word in words}
 
     def pinned(flag: str, value: Any, default: Any) -> bool:
         return flag in flags or value != default

@@ -24,6 +24,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "show": show,
     "machines": machines,
     "plan": plan,
+    "prove": prove_command,
+    "audit": audit_command,
     "data": data,
     "train": train,
     "generate": generate,

@@ -54,8 +54,11 @@ STAGES = {
 
 
 def prove_command(arguments: Sequence[str]) -> None:
-    """Read the flags of this command, and give the rest to train's."""
-    words = list(arguments)
+    """Compile a training step with a machine's own compiler; the machine is not needed.
+
+    meshwright prove llama-3.1-8b --on v5p:4x4x4 --mesh fsdp=64 --batch 64 --seq 8192
+    """
+    words = list(arguments)  # the flags of prove are taken out, the rest are train's
     if not words or "--help" in words or "-h" in words:
         print(HELP)
         return
@@ -108,7 +111,7 @@ def _from_plan(
 ) -> tuple[list[str], str, Any]:
     """The settings of a plan's choice, before those said here; its machine, and its model."""
     from meshwright.plan.report.data import read_plan
-    from meshwright.plan.report.words import flags
+    from meshwright.plan.report.words import flags, job_flags
 
     plan = read_plan(file)
     if choice is not None and not (choice.isdigit() and 1 <= int(choice) <= len(plan.ranked)):
@@ -127,15 +130,10 @@ def _from_plan(
         raise MeshwrightError(
             f"the plan {file!r} names its model; leave out {words[0]!r}, or plan that one"
         )
-    said = [
-        job.name, "--batch", job.batch, "--seq", job.seq,
-        "--optimizer.name", job.optimizer, "--compute.param-dtype", job.param_dtype,
-        "--compute.dtype", job.dtype, "--loss.chunk", job.loss_chunk,
-        *([] if job.scan else ["--no-compute.scan"]),
-        *(["--compute.overlap"] if job.overlap else []),
-        *flags(plan.ranked[0 if choice is None else int(choice) - 1].choice),
-    ]  # fmt: skip
-    return [*map(str, said), *words], on or str(plan.machine), job.model
+    chosen = plan.ranked[0 if choice is None else int(choice) - 1].choice
+    # the plan's dtype is that of its machine, which need not be train's default
+    said = [job.name, *flags(chosen), *job_flags(job), "--compute.dtype", job.dtype]
+    return [*said, *words], on or str(plan.machine), job.model
 
 
 def _read(

@@ -28,7 +28,7 @@ class ComputeConfig:
     remat: Literal["none", "elementwise", "mlp", "full"] = "none"
     """What is computed again in the backward pass instead of kept, from nothing to everything."""
     scan: bool = True
-    """A loop over layers, which compiles fast; --no-compute.scan unrolls it, which runs faster."""
+    """A loop over layers, which compiles fast; --compute.no-scan unrolls it, which runs faster."""
     attention: Literal["auto", "hopper", "cudnn", "splash", "dense", "blockwise"] = "auto"
     """The kernel; auto takes the fastest that can serve."""
     tp_sequence: bool = False

@@ -5,7 +5,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from meshwright.errors import count
-from meshwright.plan.result import Choice, Plan, Refusal
+from meshwright.models.decoder import usual_dtype
+from meshwright.plan.result import Choice, Job, Plan, Refusal
 
 GIB = 2**30
 
@@ -93,6 +94,22 @@ def flags(choice: Choice) -> list[str]:
     return words
 
 
+def job_flags(job: Job) -> list[str]:
+    """The flags of train and prove that say the job; those at their defaults are left out."""
+    words = ["--batch", str(job.batch), "--seq", str(job.seq)]
+    if job.optimizer != "adamw":
+        words += ["--optimizer.name", job.optimizer]
+    if job.param_dtype != "float32":
+        words += ["--compute.param-dtype", job.param_dtype]
+    if job.loss_chunk != Job.loss_chunk:
+        words += ["--loss.chunk", str(job.loss_chunk)]
+    if not job.scan:
+        words.append("--compute.no-scan")
+    if job.overlap:
+        words.append("--compute.overlap")
+    return words
+
+
 def next_commands(plan: Plan, choice: Choice) -> list[str]:
     """What to type next: have the compiler prove it, then run it; to serve: see where it lies."""
     job = plan.job
@@ -100,13 +117,9 @@ def next_commands(plan: Plan, choice: Choice) -> list[str]:
     if job.kind == "serve":
         words = ["meshwright", "show", "--mesh", choice.mesh, "--on", str(plan.machine)]
         return [shlex.join(words)]
-    size = ["--batch", str(job.batch), "--seq", str(job.seq)]
-    if job.optimizer != "adamw":
-        size += ["--optimizer.name", job.optimizer]
-    if job.param_dtype != "float32":
-        size += ["--compute.param-dtype", job.param_dtype]
-    if job.overlap:
-        size.append("--compute.overlap")
+    size = job_flags(job)
+    if job.dtype != usual_dtype("auto", plan.machine.chip.platform):
+        size += ["--compute.dtype", job.dtype]
     if job.seq > job.model.max_seq:  # Plan.warnings says so
         factor = -(-job.seq // job.model.max_seq)
         size += ["--rope.scaling", "linear", "--rope.factor", str(factor)]
