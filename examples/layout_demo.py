@@ -58,7 +58,7 @@ def three_notations() -> None:
 
 def machine_and_model(html: Path | None) -> None:
     """A mesh on 32 chips that are not here, one array, and Llama-3.1-8B under its rules."""
-    mesh = mw.mesh("dp=1,fsdp=-1,tp=4,sp=1", machine="v5p:4x4x2")
+    mesh = mw.mesh("dp=1,fsdp=-1,tp=4,sp=1", machine="v5p:2x4x4")
     table = mw.explain(abstract_arrays(preset("llama-3.1-8b")), decoder_rules(), mesh)
     arrays = [((4096, 14336), "embed mlp -> embed@fsdp mlp@tp")]
     drawn = scene(mesh, arrays, table)

@@ -13,7 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
 import meshwright as mw
-from meshwright import Machine, MeshwrightError
+from meshwright import CHIPS, Machine, MeshwrightError
 from meshwright.mesh.arrange import arrange, axes_across_slices
 
 
@@ -146,7 +146,7 @@ def test_tpu_devices_are_matched_by_their_coordinates() -> None:
     mesh = described.to_jax(shuffled)
     assert [d.coords for d in mesh.devices.flat] == [d.coords for d in described.devices.flat]
     with pytest.raises(MeshwrightError, match="they are v5e:2x8"):
-        described.to_jax(Machine.parse("v5e:2x8").devices)
+        described.to_jax(Machine(CHIPS["v5e"], (2, 8)).devices)
 
 
 @pytest.mark.parametrize("text", ["v5p:2x2x2", "v5e:2x4", "v6e:2x4", "v3:4x4", "2*v5e:4x4"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from meshwright.cli.train import settings as train_settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.machines.cloud_names import squarest
+from meshwright.machines.slices import squarest
 from meshwright.models.decoder import PRESETS, DecoderConfig, preset
 from meshwright.plan import Plan, make_job, plan
 from meshwright.plan.candidates import (
@@ -250,7 +250,7 @@ def test_a_larger_machine_that_is_offered_can_be_had(
     found = str(error.value).rpartition("would do: '")[2].rstrip("'")
     assert re.fullmatch(larger, found)
     machine = Machine.parse(found)
-    assert tuple(machine.shape) == squarest(math.prod(machine.shape), machine.chip.torus_dims)
+    assert tuple(machine.shape) == squarest(machine.chip.name, math.prod(machine.shape))
     assert plan(model, found, batch, 4096).best.memory.fits
 
 

@@ -6,6 +6,7 @@ import re
 from meshwright.errors import MeshwrightError, count, did_you_mean, one_of
 from meshwright.machines.chips import CHIPS, Chip, find_chip
 from meshwright.machines.cloud_names import cloud_topology, is_cloud_name
+from meshwright.machines.slices import check_slice
 
 GRAMMAR = (
     "a machine is CHIP:SHAPE (v5p:4x4x8, v5e:16x16, h100:8, h100:16x8 for hosts x GPUs, cpu:8), "
@@ -57,7 +58,9 @@ def read_machine(text: str) -> tuple[Chip, tuple[int, ...], int]:
     sizes = tuple(map(int, sizes_text.split("x")))
     if 0 in sizes:
         raise MeshwrightError(f"machine {text!r}: every size must be at least 1")
-    return chip, _shape_for(chip, sizes, text), slices
+    shape = _shape_for(chip, sizes, text)
+    check_slice(chip, shape, slices, text)
+    return chip, shape, slices
 
 
 def _shape_for(chip: Chip, sizes: tuple[int, ...], text: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from meshwright.errors import MeshwrightError, count, did_you_mean
 from meshwright.machines import Machine
-from meshwright.machines.cloud_names import PREFIXES, squarest
+from meshwright.machines.slices import largest_slice, squarest
 from meshwright.models.decoder import PRESETS, DecoderConfig, preset, usual_dtype
 from meshwright.models.decoder.forward import REMAT
 from meshwright.plan import constraints
@@ -272,17 +272,19 @@ def _larger_that_fits(
 def _larger(machine: Machine) -> Iterator[Machine]:
     """Twice as many devices again and again, as they can be had: slices, then several of them."""
     chip, shape, slices = machine.chip, list(machine.shape), machine.slices
-    sold = {name: largest // units for name, units, largest in PREFIXES.values()}
+    most = largest_slice(chip.name)  # None: a chip that is not in the catalogue
     chips = math.prod(shape)
     while math.prod(shape) * slices * 2 <= MOST_DEVICES:
         if chip.platform != "tpu":  # until a host is full, then by hosts
             is_full = len(shape) == 1 or shape[1] >= chip.chips_per_host
             shape[0 if is_full else 1] *= 2
-        elif chips * 2 > sold.get(chip.name, MOST_DEVICES):
+        elif most is None:
+            shape[shape.index(min(shape))] *= 2
+        elif chips * 2 > most:
             slices *= 2
         else:
             chips *= 2
-            shape = list(squarest(chips, chip.torus_dims) or ())
+            shape = list(squarest(chip.name, chips) or ())
             if not shape:
                 shape = list(machine.shape)  # no slice has so many; the next doubling may be one
                 continue

@@ -21,6 +21,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import before_end
 from meshwright.machines import Machine
+from meshwright.machines.slices import check_slice
 from meshwright.ops.mosaic import switched_on
 from meshwright.prove.cache import cache_folder, request_key
 from meshwright.prove.footprint import Footprint, OutOfMemory, footprint, out_of_memory
@@ -70,6 +71,7 @@ def prove(
     from meshwright.train.setup import model_config
 
     machine = Machine.parse(on)
+    check_slice(machine.chip, machine.shape, machine.slices, str(machine))
     check_extra(machine)
     model = model_config(config.model) if model is None else model
     _check(config, model, machine)
