@@ -15,7 +15,7 @@ import pytest
 
 from meshwright import plan
 from meshwright.cli import audit as audit_cli
-from meshwright.cli import main as cli
+from meshwright.cli import commands as cli
 from meshwright.cli import prove as prove_cli
 from meshwright.cli import train as train_cli
 from meshwright.plan.report.words import next_commands

@@ -37,6 +37,8 @@ def plan(
 ) -> None:
     """Rank every mesh of a machine for a model: time, memory, what it waits for, and why.
 
+    Meshes whose times cannot be told apart are one group, the simplest first.
+
     meshwright plan llama-3.1-8b --on v5p:4x4x4 --batch 256 --seq 4096
 
     Args:

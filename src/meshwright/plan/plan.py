@@ -217,6 +217,7 @@ def _estimate(job: Job, machine: Machine, one: Found) -> Estimate:
         mfu=timing.work.flops / timing.step / peak,
         bound=bound,
         reason=reason,
+        group=one.group,
     )
 
 

@@ -119,6 +119,7 @@ class Estimate:
     mfu: float
     bound: str  # compute, memory, or the axis whose links are waited for
     reason: str  # a sentence: why it is as fast as it is
+    group: int = 0  # of choices whose times cannot be told apart, from 1; 0: not ranked by time
 
     @property
     def exposed(self) -> float:

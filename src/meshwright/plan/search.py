@@ -1,12 +1,12 @@
 """The best way to run a job on each mesh: remat, micro-batches, what tp splits, chunks of the mlp.
 
 For every mesh the fewest micro-batches that fit are taken for each kind of remat, since each more
-costs another round of gathers; of these the fastest is kept. A way that leaves memory's reserve
+costs another round of gathers; of these the fastest is kept, or one with fewer micro-batches whose
+time cannot be told from those of its group (plan/ranking.py). A way that leaves memory's reserve
 free is taken before a faster one that does not.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -18,6 +18,7 @@ from meshwright.plan.candidates import meshes, refusal, strategies, with_strateg
 from meshwright.plan.constraints import Constraints
 from meshwright.plan.memory import memory
 from meshwright.plan.parts import length
+from meshwright.plan.ranking import groups, simplicity
 from meshwright.plan.result import Choice, Job, Memory, Refusal
 from meshwright.plan.time import Timed, timed
 from meshwright.plan.work import Work, work
@@ -36,6 +37,7 @@ class Found:
     choice: Choice
     memory: Memory
     timing: Timed
+    group: int = 0  # of meshes whose times cannot be told apart, from 1; 0: not by time
 
 
 def search(
@@ -49,6 +51,7 @@ def search(
     """Every mesh that fits, the best first, and every one that does not, with why."""
     found: list[Found] = []
     refused: list[Refusal] = []
+    ways: dict[str, list[Fit]] = {}
     for mesh, why in possible(job, machine, limits):
         if why is not None:
             refused.append(Refusal(mesh, why))
@@ -61,17 +64,44 @@ def search(
             choice, need = min(fits, key=lambda one: one[1].total)
             found.append(Found(choice, need, timed(job, choice, machine)))
         else:
-            found.append(_fastest(job, machine, fits))
-    return sorted(found, key=ranking(objective)), refused
+            ways[mesh.mesh] = _different(fits)
+            found.append(_fastest(job, machine, ways[mesh.mesh]))
+    if objective == "memory":
+        found.sort(key=lambda one: (one.memory.total, one.timing.step))
+        return found, refused
+    ranked: list[Found] = []
+    alike = groups(found, _step, lambda one: one.memory)
+    for number, (bound, members) in enumerate(alike, 1):
+        simple = [_simplest(job, machine, one, ways[one.choice.mesh], bound) for one in members]
+        simple.sort(key=lambda one: simplicity(one.choice, one.memory))
+        ranked += [dataclasses.replace(one, group=number) for one in simple]
+    return ranked, refused
 
 
-def _fastest(job: Job, machine: Machine, fits: list[Fit]) -> Found:
-    """The way with the shortest step."""
-    # with as many micro-batches, keeping less is slower
+def _different(fits: list[Fit]) -> list[Fit]:
+    """Without those that only keep less: with as many micro-batches that is slower."""
     alike: dict[Choice, Fit] = {}
     for choice, need in fits:
         alike.setdefault(dataclasses.replace(choice, remat=""), (choice, need))
-    done = [(choice, need, work(job, choice, machine)) for choice, need in alike.values()]
+    return list(alike.values())
+
+
+def _simplest(job: Job, machine: Machine, fastest: Found, ways: list[Fit], bound: float) -> Found:
+    """The way with the fewest micro-batches whose step is within the bound, the fastest of them."""
+    found = [fastest]
+    for choice, need in ways:
+        if choice.accumulation >= fastest.choice.accumulation:
+            continue
+        done = work(job, choice, machine)
+        if sum(done.seconds.values()) <= bound:  # sends only add to it
+            found.append(_found(job, machine, choice, need, done))
+    within = [one for one in found if _step(one) <= bound]
+    return min(within, key=lambda one: (one.choice.accumulation, _step(one)))
+
+
+def _fastest(job: Job, machine: Machine, ways: list[Fit]) -> Found:
+    """The way with the shortest step."""
+    done = [(choice, need, work(job, choice, machine)) for choice, need in ways]
     done.sort(key=lambda one: sum(one[2].seconds.values()))
     best = _found(job, machine, *done[0])
     for one in done[1:]:
@@ -87,18 +117,6 @@ def _found(job: Job, machine: Machine, choice: Choice, need: Memory, done: Work)
 
 def _step(found: Found) -> float:
     return found.timing.step
-
-
-def ranking(objective: Objective) -> Callable[[Found], tuple[float, ...]]:
-    """The order of meshes: those first that leave memory's reserve free.
-
-    Of two within a thousandth, the one that needs less memory.
-    """
-    if objective == "memory":
-        return lambda one: (one.memory.total, one.timing.step)
-    return lambda one: (
-        one.memory.tight, round(1000 * math.log(one.timing.step)), one.memory.total,
-    )  # fmt: skip
 
 
 def possible(

@@ -10,6 +10,7 @@ from meshwright.plan.largest import largest_batch
 from meshwright.plan.links import over
 from meshwright.plan.memory import memory
 from meshwright.plan.parts import item_bytes, padding
+from meshwright.plan.ranking import groups, simplicity
 from meshwright.plan.result import Choice, Estimate, Job, Memory, Refusal, Transfer
 from meshwright.plan.shares import lay
 
@@ -20,10 +21,10 @@ def serving(
     """Every mesh of dp and tp: weights stay where they are used, so fsdp and sp are 1.
 
     The best first: by the time of a token (latency), or by tokens a second where each mesh serves
-    as many rows as it holds (throughput), or by memory. Meshes that need some of memory's reserve
-    come after the others.
+    as many rows as it holds (throughput), or by memory. Times that cannot be told apart are one
+    group (plan/ranking.py). Meshes that need some of memory's reserve come after the others.
     """
-    found: list[tuple[tuple[float, ...], Estimate]] = []
+    found: list[tuple[float, Estimate]] = []
     refused: list[Refusal] = []
     for mesh in meshes(machine.num_devices):
         if mesh.fsdp > 1 or mesh.sp > 1 or not limits.allows(mesh):
@@ -44,13 +45,17 @@ def serving(
             reason += f"; tight: {100 * need.total / need.limit:.0f}% of memory"
         if (padded := padding(job, mesh)) is not None:
             reason += f"; {padded}"
-        order = {
-            "latency": (need.tight, one.step_seconds),
-            "throughput": (need.tight, -rate),
-            "memory": (need.total, one.step_seconds),
-        }
-        found.append((order[objective], dataclasses.replace(one, reason=reason)))
-    return [one for _, one in sorted(found, key=lambda pair: pair[0])], refused
+        seconds = 1 / rate if objective == "throughput" else one.step_seconds
+        found.append((seconds, dataclasses.replace(one, reason=reason)))
+    if objective == "memory":
+        found.sort(key=lambda pair: (pair[1].memory.total, pair[0]))
+        return [one for _, one in found], refused
+    ranked: list[Estimate] = []
+    alike = groups(found, lambda pair: pair[0], lambda pair: pair[1].memory)
+    for number, (_, members) in enumerate(alike, 1):
+        estimates = [dataclasses.replace(one, group=number) for _, one in members]
+        ranked += sorted(estimates, key=lambda one: simplicity(one.choice, one.memory))
+    return ranked, refused
 
 
 def _full(job: Job, choice: Choice, machine: Machine) -> tuple[int, float]:

@@ -4,7 +4,8 @@
     assert plan_from_data(data) == plan
 
 Keys are the names of the fields in plan/result.py. Beside them stand a few that follow from
-others and are not read back: `mesh`, `tokens_per_second`, `total`, `exposed` …
+others: `mesh`, `tokens_per_second`, `total`, `exposed` … A file in which one of them says
+something else than those others was edited, and is refused.
 """
 
 import dataclasses
@@ -19,13 +20,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.errors import MeshwrightError
+from meshwright.plan.ranking import UNCERTAINTY
 from meshwright.plan.report import figures
 from meshwright.plan.result import Estimate, Memory, Plan, Refusal
 
 _hints = functools.cache(typing.get_type_hints)
 
 FORMAT = "meshwright plan"
-VERSION = 1
+VERSION = 2
 MEMORY_FOLLOWS = ("total", "fits", "reserve", "tight")
 
 
@@ -34,7 +36,8 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     data = _plain(plan, Plan)
     data["machine"] = {"text": str(plan.machine)} | data["machine"]
     data["ranked"] = [estimate_data(plan, one) for one in plan.ranked]
-    return {"format": FORMAT, "version": VERSION, "mesh": plan.mesh} | data
+    about = {"format": FORMAT, "version": VERSION, "mesh": plan.mesh}
+    return about | {"uncertainty": UNCERTAINTY} | data
 
 
 def estimate_data(plan: Plan, estimate: Estimate) -> dict[str, Any]:
@@ -74,6 +77,7 @@ def plan_from_data(data: Any, where: str = "the plan") -> Plan:
     assert isinstance(plan, Plan)
     if not plan.ranked:
         raise MeshwrightError(f"{where} ranks no mesh: 'ranked' is empty; plan again")
+    _check_agrees(plan_data(plan), data, where)
     return plan
 
 
@@ -88,6 +92,28 @@ def read_plan(file: Path | str) -> Plan:
     except ValueError as reason:
         raise MeshwrightError(f"plan {str(file)!r} is not JSON: {reason}") from None
     return plan_from_data(data, f"plan {str(file)!r}")
+
+
+def _check_agrees(follows: Any, data: Any, where: str) -> None:
+    """That what follows from the numbers of a plan is what its file says, wherever it says it."""
+    if isinstance(follows, dict) and isinstance(data, Mapping):
+        for key in follows.keys() & data.keys():
+            _check_agrees(follows[key], data[key], f"{where}.{key}")
+    elif isinstance(follows, list) and isinstance(data, list):
+        for i, (one, other) in enumerate(zip(follows, data, strict=False)):
+            _check_agrees(one, other, f"{where}[{i}]")
+    elif follows != data and not _nearly(follows, data):
+        raise MeshwrightError(
+            f"{where} is {data!r}, but the rest of the file gives {follows!r}: it was edited in "
+            "one place and not in others. Plan what you want instead (meshwright plan … --mesh), "
+            "or name it to prove without a plan (--on, --mesh)"
+        )
+
+
+def _nearly(one: Any, other: Any) -> bool:
+    """Whether two numbers differ by rounding only."""
+    numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return numbers and math.isclose(one, other, rel_tol=1e-6)
 
 
 def _plain(value: Any, kind: Any) -> Any:

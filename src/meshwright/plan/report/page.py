@@ -10,6 +10,7 @@ from meshwright.plan.report import figures
 from meshwright.plan.report.words import (
     amount,
     gib,
+    group_headings,
     next_commands,
     percent,
     seconds_text,
@@ -59,6 +60,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         "linkBandwidth": figures.link_bandwidth(plan),
         "kinds": kinds,
         "parts": parts,
+        "groups": group_headings(plan),
         "rows": [_row(plan, i, one, kinds, parts) for i, one in enumerate(plan.ranked)],
         "refused": [
             [short_mesh(one.choice), one.why, one.memory.total if one.memory else None]
@@ -74,6 +76,7 @@ def _row(
     axes = figures.by_axis(estimate)
     row = {
         "rank": rank + 1,
+        "group": estimate.group,
         "mesh": short_mesh(choice),
         "sizes": list(choice.sizes.values()),
         "remat": choice.remat,

@@ -1,6 +1,6 @@
 """Rows in aligned columns that leave out what a narrow terminal has no room for.
 
-A row may carry a note: a sentence below it, indented, which wraps.
+A row may carry a note: a sentence below it, indented, which wraps; and a heading above it.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ class Row:
     cells: Sequence[str]
     note: str = ""
     style: str = ""
+    heading: str = ""
 
 
 def aligned(
@@ -54,6 +55,8 @@ def aligned(
 
     lines: list[RenderableType] = [line([column.name for column in columns], "", heading=True)]
     for row in rows:
+        if row.heading:
+            lines.append(paragraph(row.heading, width, indent, hanging=2, style="italic"))
         lines.append(line(row.cells, row.style))
         if row.note:
             lines.append(paragraph(row.note, width, indent + 4, style="dim"))

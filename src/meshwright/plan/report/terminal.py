@@ -11,6 +11,7 @@ from meshwright.plan.report.words import (
     bar,
     folded,
     gib,
+    group_headings,
     groups_of,
     meshes,
     next_commands,
@@ -74,11 +75,13 @@ def _header(plan: Plan) -> "list[RenderableType]":
 
 def _ranked(plan: Plan, width: int, top: int) -> "list[RenderableType]":
     shown = _columns(plan)
+    headings = group_headings(plan)
     rows = [
         Row(
             [str(rank), *(cell(one) for _, cell in shown)],
             note=one.reason,
             style="green" if rank == 1 else "",
+            heading=headings.pop(one.group, ""),  # above the first of its group
         )
         for rank, one in enumerate(plan.ranked[:top], 1)
     ]

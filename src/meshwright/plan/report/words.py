@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from meshwright.errors import count
 from meshwright.models.decoder import usual_dtype
+from meshwright.plan.ranking import UNCERTAINTY
 from meshwright.plan.result import Choice, Job, Plan, Refusal
 
 GIB = 2**30
@@ -64,6 +65,20 @@ def short_mesh(choice: Choice) -> str:
     """The mesh without its axes of size 1: `"fsdp=64,tp=4"`."""
     split = [f"{axis}={size}" for axis, size in choice.sizes.items() if size > 1]
     return ",".join(split) or "fsdp=1"
+
+
+def group_headings(plan: Plan) -> dict[int, str]:
+    """What stands above each group of choices whose times cannot be told apart."""
+    found: dict[int, str] = {}
+    for one in plan.ranked:
+        if one.group and one.group not in found:
+            which = "next " if found else ""
+            tight = ", tight memory" if one.memory.tight else ""
+            found[one.group] = (
+                f"group {one.group}: within {percent(UNCERTAINTY)} of the {which}fastest{tight}; "
+                "simplest first"
+            )
+    return found
 
 
 def settings(choice: Choice) -> str:
