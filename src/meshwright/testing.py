@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from meshwright.audit import BOOKKEEPING, Audit, audit, expected_of
+from meshwright.audit.audit import jax_stage
 from meshwright.audit.text import headline, row_line, rows_table, table_text
 from meshwright.errors import MeshwrightError, count
 
@@ -22,7 +23,7 @@ __all__ = ["assert_collectives"]
 
 def assert_collectives(
     function: Any,
-    expected: Mapping[str, Sequence[str]],
+    expected: Mapping[Any, Sequence[str]],
     *arguments: Any,
     mesh: Any = None,
     allow_missing: bool = False,
@@ -32,22 +33,24 @@ def assert_collectives(
     """Fail unless a function sends what is expected, all of it and nothing else.
 
     `function` is a jitted or plain function with its arguments (arrays, or jax.ShapeDtypeStructs
-    with shardings), or a compiled program. `expected` goes from mesh axes to operations; `{}` says
-    that nothing is sent, `"reduce-scatter/all-reduce"` that the compiler may make one of the other.
-    Arrays of up to `bookkeeping` bytes, such as the sum of a loss, may go over any axis that is
-    named; 0 counts them too. With `allow_missing`, less may be sent. The mesh is found in the
-    shardings, or given: `mesh="fsdp=4,tp=2"`.
+    with shardings), or a compiled program; nnx.jit and eqx.filter_jit do as well. `expected` goes
+    from mesh axes ("tp", or ("fsdp", "sp") together) to operations; `{}` says that nothing is sent,
+    `"reduce-scatter/all-reduce"` that the compiler may make one of the other. Up to `bookkeeping`
+    bytes of a run, such as the sum of a loss, may go over any axis that is named; 0: none. With
+    `allow_missing`, less may be sent. The mesh is found in the shardings, or given:
+    `mesh="fsdp=4,tp=2"`.
     """
     if not isinstance(expected, Mapping):
         raise MeshwrightError(
             f"assert_collectives(function, expected, …): expected is {expected!r}, not a mapping "
             'from axes to operations; write {"fsdp": ["all-gather"]}, or {} for nothing'
         )
+    said = expected_of(expected)
+    function = jax_stage(function)
     program = function if hasattr(function, "as_text") else _compiled(function, arguments, keywords)
-    named = {name.strip() for axes in expected for name in axes.replace("+", ",").split(",")}
-    found = audit(program, mesh, expected=expected_of(expected), bookkeeping=bookkeeping)
-    if found.mesh and named - set(found.mesh):
-        expected_of(expected, found.mesh)  # raises, and says which axes there are
+    found = audit(program, mesh, expected=said, bookkeeping=bookkeeping)
+    if found.mesh:
+        expected_of(expected, found.mesh)  # an axis that is not there is a mistake
     if not found.surprises and (allow_missing or not found.missing):
         return found
     lines = [headline(found)]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -302,3 +303,95 @@ def test_what_automatic_partitioning_makes_of_fsdp_is_found_out() -> None:
     found = audit(compiled_step(mesh))
     added = [row for row in found.rows if row.operation == "all-reduce" and len(row.shape) > 1]
     assert sum(row.bytes * row.times for row in added) % (LAYERS * WIDTH * HIDDEN) == 0
+
+
+def test_axes_may_be_given_as_a_tuple() -> None:
+    both = array(("fsdp", "tp"), None, shape=(512, 256))  # type: ignore[arg-type]
+    row = array(None, ("fsdp", "tp"))  # type: ignore[arg-type]
+    assert_collectives(product, {("fsdp", "tp"): ["all-reduce"]}, row, both)
+    assert_collectives(product, {("tp",): ["all-reduce"]}, X, W)
+    assert expected_of({("fsdp", "sp"): ["all-gather"]}) == expected_of({"fsdp,sp": ["all-gather"]})
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({("all-reduce", "tp"): ["x"]}, r"keys are axes, .*\{'tp': \['all-reduce'\]\}"),
+        ({3: ["all-reduce"]}, "keys are axes of the mesh"),
+        ({("tp", 3): ["all-reduce"]}, "keys are axes of the mesh"),
+        ({(): ["all-reduce"]}, "keys are axes of the mesh"),
+        ({"tp": 3}, "3 is not a list of operations"),
+        ({"tp": [3]}, r"\[3\] is not a list of operations"),
+        ({("tp", "spp"): ["all-reduce"]}, "no axis 'spp'"),
+    ],
+)
+def test_a_wrong_key_or_value_is_a_mistake_in_one_line(said: dict, message: str) -> None:
+    with pytest.raises(MeshwrightError, match=message) as caught:
+        assert_collectives(product, said, X, W)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_nnx_jit_compiles_is_read() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Product(nnx.Module):
+        def __init__(self) -> None:
+            weight = jnp.ones((512, 256), jnp.float32)
+            self.w = nnx.Param(jax.device_put(weight, W.sharding))
+
+    @nnx.jit
+    def step(model: Product, x: jax.Array) -> jax.Array:
+        return product(x, model.w[...])
+
+    assert_collectives(step, {"tp": ["all-reduce"]}, Product(), X)
+    lowered = step.lower(Product(), X)
+    assert len(audit(lowered.compile()).rows) == 1
+    assert_collectives(lowered.compile(), {"tp": ["all-reduce"]})
+    with pytest.raises(MeshwrightError, match=r"call \.compile\(\) first"):
+        audit(lowered)
+
+
+class Wrapped:
+    """A stage of jax's inside another library's, as equinox has them: no text of its own."""
+
+    def __init__(self, **stage: Any) -> None:
+        self.__dict__ |= stage
+
+    def compile(self) -> "Wrapped":
+        return Wrapped(compiled=self.lowered.compile())
+
+    def __call__(self, *arguments: Any) -> Any:
+        raise AssertionError("a compiled program is not to be compiled again")
+
+
+class FilterJit:
+    def lower(self, *arguments: Any) -> Wrapped:
+        return Wrapped(lowered=jax.jit(product).lower(*arguments))
+
+    def __call__(self, *arguments: Any) -> Any:
+        return product(*arguments)
+
+
+def test_what_another_library_wraps_is_read() -> None:
+    assert_collectives(FilterJit(), {"tp": ["all-reduce"]}, X, W)
+    compiled = FilterJit().lower(X, W).compile()
+    assert_collectives(compiled, {"tp": ["all-reduce"]})
+    assert len(audit(compiled).rows) == 1
+
+
+def test_what_eqx_filter_jit_compiles_is_read() -> None:
+    eqx = pytest.importorskip("equinox")
+    assert_collectives(eqx.filter_jit(product), {"tp": ["all-reduce"]}, X, W)
+
+
+def test_a_program_for_cpus_says_that_it_sends_bfloat16_as_float32() -> None:
+    def narrow(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(one.shape, jnp.bfloat16, sharding=one.sharding)
+
+    compiled = jax.jit(product).lower(narrow(X), narrow(W)).compile()
+    for found in (audit(compiled), audit(compiled.as_text(), "fsdp=4,tp=2")):
+        assert found.rows[0].dtype == "f32"
+        assert "which send bfloat16 as float32" in found.notes[0]
+        assert found.notes[0] in str(found)
+        assert found.data()["notes"] == list(found.notes)
+    assert not audit(jax.jit(product).lower(X, W).compile()).notes

@@ -96,6 +96,23 @@ def test_what_a_program_says_of_a_loop_is_believed_first() -> None:
     assert [row.times for row in collectives(text, MESH)] == [7]
 
 
+@pytest.mark.parametrize(("turns", "surprises"), [(2, 0), (10_000, 1)])
+def test_what_is_small_is_counted_as_often_as_it_is_sent(turns: int, surprises: int) -> None:
+    text = loop(f"s32[] constant({turns})").replace("f32[8]", "f32[8192]")  # 32 KiB
+    found = audit(text, MESH, expected=expected_of({"y": ["all-gather"]}))
+    assert [row.times for row in found.rows] == [turns]
+    assert len(found.surprises) == surprises
+
+
+def test_what_is_small_is_counted_over_all_that_is_alike() -> None:
+    """As layers that are unrolled send it: a row each. The smallest are bookkeeping first."""
+    sums = [f"%r{i} = f32[8192]{{0}} all-reduce(%p), {OVER_Y}" for i in range(20)]
+    text = entry("%p = f32[8]{0} parameter(0)", *sums, f"%s = f32[] all-reduce(%p), {OVER_Y}")
+    found = audit(text, MESH, expected=expected_of({"y": ["all-gather"]}))
+    assert len(found.surprises) == 19
+    assert [row.shape for row in found.rows if row.planned] == [(8192,), ()]
+
+
 def test_a_combined_collective_has_a_row_for_each_array() -> None:
     text = entry(
         "%p = f32[8]{0} parameter(0)",
@@ -211,7 +228,7 @@ def test_sources_are_shown_from_the_package_or_the_working_directory(
         assert f" at {shown} (a)" in str(found)
 
 
-def test_of_a_conditional_the_branch_that_sends_most_counts() -> None:
+def test_every_branch_of_a_conditional_is_listed_and_the_one_that_sends_most_counts() -> None:
     branches = "".join(
         f"%{name} (q: f32[8]) -> f32[{size}] {{\n  %q = f32[8]{{0}} parameter(0)\n"
         f"  ROOT %r.{name} = f32[{size}]{{0}} all-gather(%q), replica_groups=[2,4]<=[8], "
@@ -223,8 +240,17 @@ def test_of_a_conditional_the_branch_that_sends_most_counts() -> None:
         "%i = s32[] constant(1)",
         "%c = f32[8]{0} conditional(%i, %p, %p), branch_computations={%few, %many}",
     ).replace("ENTRY", branches + "\nENTRY")
-    (row,) = collectives(text, MESH)
-    assert (row.bytes, row.conditional) == (256, True)
+    few, many = collectives(text, MESH)
+    assert (few.bytes, few.branch, few.counted) == (128, "1 of 2", False)
+    assert (many.bytes, many.branch, many.counted) == (256, "2 of 2", True)
+    found = audit(text, MESH, expected=expected_of({"x": ["all-gather"]}), bookkeeping=0)
+    assert len(found.surprises) == 2, "what either branch may send is judged"
+    assert [one.bytes for one in found.by_axis()] == [256]
+    assert "1 collective in a run" in str(found)
+    assert "all-gather ! (branch 1 of 2)" in str(found)
+    allowed = audit(text, MESH, expected=expected_of({"y": ["all-gather"]}))
+    assert not allowed.surprises
+    assert not allowed.missing
 
 
 def test_metadata_may_break_lines() -> None:

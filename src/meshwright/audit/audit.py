@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from meshwright.audit.collective import Collective
@@ -48,6 +49,7 @@ class Audit:
     buffers: tuple[Buffer, ...]
     replicated: tuple[Replicated, ...]
     expected: tuple[Expected, ...] | None = None  # None: nothing was said, nothing is a surprise
+    notes: tuple[str, ...] = ()  # what to know when reading the numbers
 
     @property
     def surprises(self) -> tuple[Collective, ...]:
@@ -75,6 +77,8 @@ class Audit:
         """Sums for each axes and operation, most bytes on the wire first."""
         groups: dict[tuple[tuple[str, ...], str, bool], list[Collective]] = {}
         for row in self.rows:
+            if not row.counted:
+                continue
             groups.setdefault((row.axes, row.operation, row.part_of_axes), []).append(row)
         sums = []
         for (axes, operation, part), rows in groups.items():
@@ -100,6 +104,7 @@ class Audit:
         return {
             "mesh": dict(self.mesh),
             "by_axis": [one.data() for one in self.by_axis()],
+            "notes": list(self.notes),
             "rows": [row.data() for row in self.rows],
             "judged": self.judged,
             "surprises": len(self.surprises),
@@ -133,9 +138,10 @@ def audit(
     """Read a compiled jax program: `jax.jit(f).lower(…).compile()`, or its text and a mesh.
 
     The mesh (also as text, "fsdp=4,tp=2", or axis sizes) is found in the program's shardings where
-    it is not given. With `expected`, rows that match nothing are surprises; arrays of up to
-    `bookkeeping` bytes are not.
+    it is not given. With `expected`, rows that match nothing are surprises, but for `bookkeeping`
+    bytes of each operation in a run. What nnx.jit and eqx.filter_jit compile is read too.
     """
+    compiled = jax_stage(compiled)
     text = compiled if isinstance(compiled, str) else _text(compiled)
     program = read_program(text)
     shape = _shape(compiled, mesh, program)
@@ -148,8 +154,36 @@ def audit(
     copies = () if isinstance(compiled, str) else replicated(compiled, shape, replicated_from)
     return Audit(
         shape, rows, largest_buffers(program), copies,
-        None if expected is None else tuple(expected),
+        None if expected is None else tuple(expected), _notes(compiled, own, program, rows),
     )  # fmt: skip
+
+
+def jax_stage(compiled: Any) -> Any:
+    """What jax compiled or lowered, inside the wrappers of flax's nnx.jit and eqx.filter_jit."""
+    for name, stage in (("compiled", jax.stages.Compiled), ("lowered", jax.stages.Lowered)):
+        inside = getattr(compiled, name, None)
+        if not isinstance(compiled, stage) and isinstance(inside, stage):
+            return inside
+    return compiled
+
+
+def _notes(
+    compiled: Any, mesh: Any, program: Program, rows: Sequence[Collective]
+) -> tuple[str, ...]:
+    """That a CPU sends bfloat16 as float32, where it may have."""
+    platforms = {device.platform for device in getattr(mesh, "devices", np.empty(0)).flat}
+    instructions = [one for body in program.computations.values() for one in body]
+    # a text does not name its platform; only CPUs promote the sums of bfloat16
+    on_cpu = platforms == {"cpu"} or (
+        isinstance(compiled, str) and any("_promoted" in one.rest for one in instructions)
+    )
+    narrow = any(dtype == "bf16" for one in instructions for dtype, _ in one.arrays)
+    if on_cpu and narrow and any(row.dtype == "f32" for row in rows):
+        return (
+            "compiled for CPUs, which send bfloat16 as float32: a row of f32 may be half as large "
+            "on TPUs and GPUs",
+        )
+    return ()
 
 
 def _text(compiled: Any) -> str:

@@ -33,7 +33,8 @@ class Collective:
     hidden_under: int = 0  # compute instructions between start and done
     hidden_bytes: int = 0  # what those make
     unsure: bool = False  # in a loop whose trips the text does not say: counted once
-    conditional: bool = False  # in the branch of a conditional that sends most
+    branch: str = ""  # of a conditional: "2 of 3"; of nested ones the outer first, "1 of 2, 2 of 2"
+    counted: bool = True  # False: another branch sends more, and sums are of that one
     collective_matmul: bool = False  # a permute that stands for a gather or scatter beside a matmul
     part_of_axes: bool = False  # its groups are not all the devices along its axes
     planned: bool = True

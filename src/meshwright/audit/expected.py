@@ -4,19 +4,21 @@
 
 A row is planned if an Expected has its operation and exactly its axes, and its phase where one is
 given. What is small is planned too, as bookkeeping: the count of tokens, the norm of a gradient, a
-norm's weights; but only over axes that something is expected on. An Expected with `rewrite_of` says
+norm's weights; but only over axes that something is expected on, and only while all executions of
+one operation over the same axes add up to little. An Expected with `rewrite_of` says
 what a compiler may make of something else: a row that only it fits is marked as rewritten. All else
 is a surprise.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from meshwright.audit.collective import OPERATIONS, Collective, Phase
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layout.explanation import bytes_text
 
-BOOKKEEPING = 64 * 1024  # bytes of an array up to which it is small
+BOOKKEEPING = 64 * 1024  # bytes of a run up to which they are small: arrays × times they are sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,17 +55,18 @@ class Expected:
 
 
 def expected_of(
-    mapping: Mapping[str, Sequence[str]], axes: Iterable[str] | None = None
+    mapping: Mapping[Any, Sequence[str]], axes: Iterable[str] | None = None
 ) -> tuple[Expected, ...]:
-    """From axes to operations: `{"fsdp": ["all-gather"], "fsdp,sp": ["reduce-scatter"]}`.
+    """From axes to operations: `{"fsdp": ["all-gather"], ("fsdp", "sp"): ["reduce-scatter"]}`.
 
-    `"reduce-scatter/all-reduce"` is a reduce-scatter that a compiler may rewrite as an all-reduce.
+    Several axes may also be one text, `"fsdp,sp"` or `"fsdp+sp"`. `"reduce-scatter/all-reduce"` is
+    a reduce-scatter that a compiler may rewrite as an all-reduce.
     With `axes`, those of the mesh, a name that is not one of them is a mistake.
     """
     known = None if axes is None else list(axes)
     found = []
     for text, operations in mapping.items():
-        names = tuple(name.strip() for name in text.replace("+", ",").split(","))
+        names = _axes(text)
         for name in names:
             if known is not None and name not in known:
                 raise MeshwrightError(
@@ -74,6 +77,13 @@ def expected_of(
             raise MeshwrightError(
                 f"expected collectives over {text!r}: write a list, [{operations!r}]"
             )
+        if not isinstance(operations, Iterable) or not all(
+            isinstance(said, str) for said in operations
+        ):
+            raise MeshwrightError(
+                f"expected collectives over {text!r}: {operations!r} is not a list of operations; "
+                'write ["all-gather", "reduce-scatter"]'
+            )
         for said in operations:
             operation, _, instead = said.partition("/")
             found.append(Expected(operation, names))
@@ -82,12 +92,54 @@ def expected_of(
     return tuple(found)
 
 
+def _axes(key: object) -> tuple[str, ...]:
+    """The axes that a key names: `"fsdp,sp"`, `"fsdp+sp"` or `("fsdp", "sp")`."""
+    if isinstance(key, str):
+        return tuple(name.strip() for name in key.replace("+", ",").split(","))
+    names = key if isinstance(key, tuple) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise MeshwrightError(
+            f"expected collectives over {key!r}: keys are axes of the mesh, 'fsdp' or "
+            "('fsdp', 'sp')"
+        )
+    operations = [name for name in names if name in OPERATIONS]
+    if operations:
+        axes = ",".join(name for name in names if name not in OPERATIONS) or "fsdp"
+        raise MeshwrightError(
+            f"expected collectives over {key!r}: keys are axes, values operations; write "
+            f"{{{axes!r}: {operations}}}"
+        )
+    return names
+
+
 def judged(
     rows: Iterable[Collective], expected: Sequence[Expected], bookkeeping: int = BOOKKEEPING
 ) -> tuple[Collective, ...]:
     """The rows, each planned or a surprise, and why."""
+    rows = tuple(rows)
+    small = _small(rows, expected, bookkeeping)
+    return tuple(_judge(row, expected, i in small) for i, row in enumerate(rows))
+
+
+def _small(rows: Sequence[Collective], expected: Sequence[Expected], bookkeeping: int) -> set[int]:
+    """The places of rows that are bookkeeping.
+
+    Of each operation over the same axes the smallest, as long as all of their bytes, each as often
+    as it is sent, are no more than `bookkeeping`.
+    """
     used = {axis for one in expected for axis in one.axes}
-    return tuple(_judge(row, expected, used, bookkeeping) for row in rows)
+    left: dict[tuple[str, tuple[str, ...], bool], int] = {}
+    found = set()
+    for i in sorted(range(len(rows)), key=lambda i: rows[i].bytes * rows[i].times):
+        row = rows[i]
+        planned = any(one.is_of(row) for one in expected if not one.rewrite_of)
+        if planned or not set(row.axes) <= used:
+            continue
+        kind = row.operation, row.axes, row.part_of_axes
+        left[kind] = left.get(kind, bookkeeping) - row.bytes * row.times
+        if left[kind] >= 0:
+            found.add(i)
+    return found
 
 
 def missing(rows: Sequence[Collective], expected: Sequence[Expected]) -> tuple[Expected, ...]:
@@ -102,14 +154,12 @@ def missing(rows: Sequence[Collective], expected: Sequence[Expected]) -> tuple[E
     )  # fmt: skip
 
 
-def _judge(
-    row: Collective, expected: Sequence[Expected], used: set[str], bookkeeping: int
-) -> Collective:
+def _judge(row: Collective, expected: Sequence[Expected], small: bool) -> Collective:
     matches = [one for one in expected if one.is_of(row)]
     plain = next((one for one in matches if not one.rewrite_of), None)
     if plain is not None:
         return dataclasses.replace(row, planned=True, why=plain.what or "expected")
-    if row.bytes <= bookkeeping and set(row.axes) <= used:
+    if small:
         return dataclasses.replace(row, planned=True, why="bookkeeping")
     if matches:
         origin = min((one.rewrite_of for one in matches), key=lambda one: _unlike(row, one))

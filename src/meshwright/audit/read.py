@@ -6,7 +6,7 @@
 Compilers rewrite collectives; what is read is what happens. Loops count by their trips. A start and
 its done are one row, and so is a collective that a TPU program prints in every fusion it is spread
 over. A fusion of an all-reduce and the slice a device keeps is the reduce-scatter it
-runs as. Of a conditional the branch that sends most counts.
+runs as. Of a conditional every branch is listed, and the one that sends most counts.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def _with_first_hops(rows: list[Collective]) -> list[Collective]:
 class _Place:
     loops: tuple[int, ...] = ()
     unsure: bool = False
-    conditional: bool = False
+    branch: str = ""
     computation: str = ""
     scope: str = ""  # of the loop around
     stack: tuple[str, ...] = ()
@@ -113,9 +113,7 @@ class _Reader:
                 if trips != 0:
                     yield from self.walk(one.called("body") or "", inside)
             elif one.operation == "conditional":
-                inside = dataclasses.replace(place, conditional=True)
-                ways = [list(self.walk(branch, inside)) for branch in one.branches]
-                yield from max(ways, key=_sent, default=[])
+                yield from self.branches(one, place)
             elif one.operation == "fusion":
                 yield from self.fused(one, place, body, position, chains)
             else:
@@ -125,6 +123,18 @@ class _Reader:
                             row = self.named(row, one, body)
                             started = one.operation in ("async-start", "call-start")
                             yield self.started(row, body, position) if started else row
+
+    def branches(self, one: Instruction, place: _Place) -> Iterator[Collective]:
+        """The collectives of every branch of a conditional; those of one that sends most count."""
+        number = len(one.branches)
+        ways = []
+        for i, branch in enumerate(one.branches, 1):
+            which = ", ".join(filter(None, (place.branch, f"{i} of {number}")))
+            ways.append(list(self.walk(branch, dataclasses.replace(place, branch=which))))
+        most = max(range(number), key=lambda i: _sent(ways[i]), default=0)
+        for i, rows in enumerate(ways):
+            for row in rows:
+                yield row if i == most else dataclasses.replace(row, counted=False)
 
     def fused(
         self, one: Instruction, place: _Place, body: tuple[Instruction, ...], position: int,
@@ -210,7 +220,7 @@ class _Reader:
                 scope, stack = scope or found[0] or place.scope, stack or found[1] or place.stack
             row = Collective(
                 operation, axes, devices, dtype, shape, place.loops, scope, stack,
-                unsure=place.unsure, conditional=place.conditional,
+                unsure=place.unsure, branch=place.branch,
                 collective_matmul=operation == "collective-permute"
                 and "windowed_dot_general" in place.computation + scope + one.name,
                 part_of_axes=part,
@@ -269,13 +279,13 @@ class _Reader:
             row = Collective(
                 operation, tuple(self.slices), math.prod(self.slices.values()), dtype, shape,
                 place.loops, scope, stack,
-                asynchronous=True, unsure=place.unsure, conditional=place.conditional,
+                asynchronous=True, unsure=place.unsure, branch=place.branch,
             )  # fmt: skip
             yield _hidden(row, body[position + 1 : _received_at(body, position)])
 
 
 def _sent(rows: list[Collective]) -> float:
-    return sum(c.wire_bytes * c.times for c in rows)
+    return sum(c.wire_bytes * c.times for c in rows if c.counted)
 
 
 def _across_slices(one: Instruction) -> bool:

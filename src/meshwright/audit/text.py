@@ -19,8 +19,9 @@ Table = tuple[Sequence[str], list[Sequence[str]]]  # names of columns, and lines
 
 def headline(audit: Audit) -> str:
     """One line: how much is sent in all, and how many surprises there are."""
-    sent = sum(row.wire_bytes * row.times for row in audit.rows)
-    times = sum(row.times for row in audit.rows)
+    counted = [row for row in audit.rows if row.counted]
+    sent = sum(row.wire_bytes * row.times for row in counted)
+    times = sum(row.times for row in counted)
     on = f"mesh {mesh_text(audit.mesh)}" if audit.mesh else "no mesh"
     said = f"{on}: {count(times, 'collective')} in a run, "
     said += f"{bytes_text(round(sent))} sent by each device"
@@ -56,7 +57,7 @@ def rows_table(rows: Iterable[Collective]) -> Table:
             (
                 bytes_text(round(row.wire_bytes * row.times * alike)),
                 f"{row.times * alike:,}{'?' if row.unsure else ''}",
-                f"{row.operation} {mark(row)}".rstrip(), row.over,
+                f"{row.operation} {mark(row)}".rstrip() + branch(row), row.over,
                 array_text(row.dtype, row.shape), row.phase, how(row), short_scope(row.scope),
                 short_source(row.source),
             )
@@ -66,6 +67,11 @@ def rows_table(rows: Iterable[Collective]) -> Table:
 
 def mark(row: Collective) -> str:
     return "!" if not row.planned else "~" if row.rewritten else ""
+
+
+def branch(row: Collective) -> str:
+    """` (branch 1 of 2)` of what only one branch of a conditional sends."""
+    return f" (branch {row.branch})" if row.branch else ""
 
 
 def marks(audit: Audit) -> str:
@@ -82,6 +88,7 @@ def merged(rows: Iterable[Collective]) -> list[tuple[Collective, int]]:
         key = (
             row.operation, row.axes, row.dtype, row.shape, row.loops, row.scope, row.source,
             row.part_of_axes, row.asynchronous, row.hidden_under > 0, row.planned, row.why,
+            row.branch,
         )  # fmt: skip
         groups[key] = (row, groups.get(key, (row, 0))[1] + 1)
     return sorted(groups.values(), key=lambda one: -one[0].wire_bytes * one[0].times * one[1])
@@ -91,6 +98,7 @@ def plain_text(audit: Audit) -> str:
     """Sums, rows, surprises, the largest buffers and arrays with copies."""
     parts = [headline(audit), table_text(sums_table(audit)), "", table_text(rows_table(audit.rows))]
     parts += [marks(audit)] if marks(audit) else []
+    parts += [f"note: {note}" for note in audit.notes]
     if audit.surprises:
         parts += ["", "surprises:", *map(row_line, audit.surprises)]
     if audit.rewritten:
@@ -112,6 +120,7 @@ def markdown(audit: Audit) -> str:
         parts.append("\n".join([shown[0], "|" + "---|" * len(columns), *shown[1:]]))
     parts += [f"- surprise: {row_line(row)}" for row in audit.surprises]
     parts += [f"- rewritten: {row_line(row)}" for row in audit.rewritten]
+    parts += [f"- note: {note}" for note in audit.notes]
     return "\n\n".join(parts[:3]) + ("\n\n" + "\n".join(parts[3:]) if parts[3:] else "")
 
 
@@ -141,7 +150,7 @@ def row_line(row: Collective) -> str:
     """`all-reduce over fsdp of f32[64,64], 3 times, at model.py:12 (scope): why`."""
     at = f" at {relative_source(row.source)}" if row.source else ""
     return (
-        f"{row.operation} over {row.over} of {array_text(row.dtype, row.shape)}, "
+        f"{row.operation}{branch(row)} over {row.over} of {array_text(row.dtype, row.shape)}, "
         f"{count(row.times, 'time')}, {row.phase},{at} ({row.scope or 'no scope'}): {row.why}"
     )
 

@@ -102,6 +102,8 @@ def show(found: Audit, console: Console, most: int = 30) -> None:
     ):
         if table[1]:
             print_table(console, table, title)
+    for note in found.notes:
+        console.print(f"note: {note}", style="dim", highlight=False, soft_wrap=True)
     if any(row.unsure for row in found.rows):
         console.print("? a loop around it does not say how often it turns: counted once")
 

@@ -104,7 +104,8 @@ def compare(job: Job, choice: Choice, proof: Proof, found: Audit | None) -> tupl
         planned[one.operation, one.axes] += one.bytes * one.times
     compiled: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for row in found.rows:
-        compiled[row.operation, row.axes] += row.bytes * row.times
+        if row.counted:
+            compiled[row.operation, row.axes] += row.bytes * row.times
     kinds = sorted({*planned, *compiled}, key=lambda kind: -compiled[kind])
     compared += [
         Compared(
