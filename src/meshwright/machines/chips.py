@@ -448,8 +448,32 @@ _CATALOGUE = (
     ),
 )
 
-CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CATALOGUE})
-_BY_NAME = {name: chip for chip in _CATALOGUE for name in (chip.name, *chip.aliases)}
+
+def _hosted(chip: str, name: str, aliases: tuple[str, ...], network: float, source: str) -> Chip:
+    """A chip of the catalogue in hosts with another network."""
+    base = next(one for one in _CATALOGUE if one.name == chip)
+    sources = {**base.sources, "host_network_bandwidth": source}
+    return dataclasses.replace(
+        base, name=name, aliases=aliases, host_network_bandwidth=network, sources=sources
+    )
+
+
+_GOOGLE_GPUS = "Google Cloud, networking and GPU machines, cloud.google.com/compute/docs/gpus"
+_TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Grand Teton)"
+# what jax calls these GPUs does not say which hosts they are in: `here` takes those above
+_HOSTED = (
+    _hosted("h100", "a3-high", ("a3-highgpu-8g",), 100e9, f"{_GOOGLE_GPUS} (4 x 200 Gb/s)"),
+    _hosted("h100", "a3-mega", ("a3-megagpu-8g",), 200e9, f"{_GOOGLE_GPUS} (8 x 200 Gb/s)"),
+    dataclasses.replace(
+        _hosted("h100", "h100-500w", ("grand-teton",), 400e9, _TORCHTITAN),
+        memory_bytes=97_321 * MIB,
+        memory_bandwidth=2.4e12,
+        sources={"*": _TORCHTITAN, "bf16_flops": f"{_nvidia('h100')} (SXM; at 700 W)"},
+    ),
+)
+
+CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in (*_CATALOGUE, *_HOSTED)})
+_BY_NAME = {name: chip for chip in CHIPS.values() for name in (chip.name, *chip.aliases)}
 
 
 def find_chip(name: str) -> Chip | None:

@@ -5,6 +5,8 @@ Peak figures are in machines.chips. What is here says how far below them real st
 so that the model gives a published figure, which then proves nothing about it) or *assumed*.
 """
 
+import math
+
 from meshwright.machines import Chip
 
 # ---- matmuls, of the peak in bfloat16
@@ -13,8 +15,15 @@ from meshwright.machines import Chip
 MATMUL_TPU = 0.90
 # measured: 714 to 719 of 989 TFLOP/s in large matmuls of an H200, at its power limit
 MATMUL_GPU = 0.725
-# fitted: to MaxText's 45 and 50% of v6e's peak for Llama 3.1 8B and 70B, where v5p has 65%
-MATMUL_OF_CHIP = {"v6e": 0.72}
+# fitted: v6e to MaxText's 45 and 50% of its peak for Llama 3.1 8B and 70B, where v5p has 65%. H100
+# to MaxText's Llama 2 7B on one a3-highgpu-8g host (492 TFLOP/s) between NVIDIA's MaxText steps of
+# 70B on 64 and 128 GPUs (7.9 and 15.6 s). With a power limit of 500 W, to torchtitan's 6,667 tokens
+# a second and GPU for Llama 3.1 8B on 8 GPUs and 128 for 405B on 512
+MATMUL_OF_CHIP = {
+    "v6e": 0.72,
+    **dict.fromkeys(("h100", "a3-high", "a3-mega"), 0.70),
+    "h100-500w": 0.46,
+}
 # assumed: a matmul whose smallest side on a device is below this is slower, down to half
 SMALL_SIDE = 512
 
@@ -54,6 +63,12 @@ ICI = 0.85
 NVLINK = 0.80
 HOST_NETWORK = 0.80
 DATA_CENTER = 0.70
+# fitted: GPUDirect-TCPX, to MaxText's Llama 2 7B on 1 to 16 hosts of a3-highgpu-8g (492, 422, 407,
+# 409, 375 TFLOP/s a GPU; dp over the hosts): 53 to 76 of their 100 GB/s, if nothing hides it
+HOST_NETWORK_OF_CHIP = {"a3-high": 0.60}
+# fitted: what each doubling of more than two hosts leaves of it, to NVIDIA's MaxText steps of
+# Llama 3 70B: 15.56 s on 16 hosts, 15.90 on 256
+CONGESTION = 0.97
 # assumed: of a host, where none is published, in bytes/s: 100 Gb/s
 UNKNOWN_HOST_NETWORK = 12.5e9
 # assumed, in seconds: to begin a collective, and for each link on its longest way
@@ -72,6 +87,12 @@ HOP_DATA_CENTER = 50e-6
 HIDE_GATHERS = {"gpu": 0.75, "v5e": 0.75}
 HIDE_GATHERS_TOLD = 0.75
 HIDE_SCATTERS = {"gpu": 0.75}
+# fitted: to the same runs of MaxText: sums over hosts come after the sums inside a host, and go on
+# when the layer has ended
+HIDE_SUMS_OVER_HOSTS = 0.0
+# published: compute is 18.9% slower on average while the GPU sends (Lee et al., Characterizing
+# Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning, arXiv 2507.03114)
+SLOWED_BY_SENDING = {"gpu": 0.189}
 # assumed: at most this much of a layer's time has something under it
 HIDE_MOST = 0.75
 # compiled: of the hops of a ring, 7 of 8 have a kernel running meanwhile (v4)
@@ -117,6 +138,12 @@ def attention(chip: Chip, head_dim: int, row: float) -> float:
 def turns(part: float) -> float:
     """Of attention's speed, what is left where keys come in parts of this many tokens."""
     return part / (part + TURNS_HALF)
+
+
+def host_network(chip: Chip, hosts: int) -> float:
+    """Of the bandwidth between hosts, what large collectives over this many of them get."""
+    usable = HOST_NETWORK_OF_CHIP.get(chip.name, HOST_NETWORK)
+    return usable * CONGESTION ** max(math.log2(hosts) - 1, 0.0)
 
 
 def hides(chip: Chip, operation: str, overlap: bool) -> float:

@@ -112,7 +112,8 @@ def _on_hosts(laid: Laid, axes: tuple[int, ...]) -> Link:
     network = _host_network(machine) * inside / machine.grid[1]
     words = f"host network, {hosts} hosts" + (f" x {inside} by {name}" if inside > 1 else "")
     slow = min(fast, network)
-    return _link(words, "host network", devices, slow, slow, hosts - 1, machine)
+    link = _link(words, "host network", devices, slow, slow, hosts - 1, machine)
+    return dataclasses.replace(link, usable=efficiency.host_network(chip, hosts))
 
 
 def _across_slices(near: Link, far: int, machine: Machine) -> Link:
@@ -148,7 +149,7 @@ def _link(
     else:
         start, each, usable = efficiency.START_GPU, efficiency.HOP_GPU, efficiency.NVLINK
         if network == "host network":
-            each, usable = efficiency.HOP_HOST_NETWORK, efficiency.HOST_NETWORK
+            each = efficiency.HOP_HOST_NETWORK
             hops = max(1, hops.bit_length())  # trees between hosts
     return Link(
         words, network, devices, bandwidth, neighbour, usable, start + hops * each, start + each

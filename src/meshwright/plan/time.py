@@ -37,7 +37,7 @@ def timed(job: Job, choice: Choice, machine: Machine, done: Work | None = None) 
         _, operation, axes, size, times, _, pieces, _, _ = row
         link = over(laid, axes)
         seconds = times * (link.seconds(operation, size) + (pieces - 1) * link.latency)
-        place, able = _hides_under(row, machine, job.overlap)
+        place, able = _hides_under(row, link, machine, job)
         wanted[place] = wanted.get(place, 0.0) + seconds * able
         priced.append((row, link, seconds, place, seconds * able))
     room = {
@@ -51,15 +51,18 @@ def timed(job: Job, choice: Choice, machine: Machine, done: Work | None = None) 
         place: min(1.0, room[place] / seconds) if seconds else 0.0
         for place, seconds in wanted.items()
     }
+    # what is sent under a GPU's compute slows that down: so much less is gained
+    gained = 1.0 - efficiency.SLOWED_BY_SENDING.get(machine.chip.platform, 0.0)
     rows = tuple(
-        (row, link, seconds, able * share[place]) for row, link, seconds, place, able in priced
+        (row, link, seconds, able * share[place] * gained)
+        for row, link, seconds, place, able in priced
     )
     exposed = sum(seconds - under for _, _, seconds, under in rows)
     parts = {**done.seconds, "waiting for links": exposed}
     return Timed(done, rows, parts, sum(parts.values()))
 
 
-def _hides_under(row: Row, machine: Machine, overlap: bool) -> tuple[str, float]:
+def _hides_under(row: Row, link: Link, machine: Machine, job: Job) -> tuple[str, float]:
     """Under what it can hide, and how much of it at most."""
     _, operation, _, _, _, phase, _, _, part = row
     if operation == "collective-permute":
@@ -67,7 +70,11 @@ def _hides_under(row: Row, machine: Machine, overlap: bool) -> tuple[str, float]
     # activations are needed at once; what the step sends once comes when no layer computes
     if part != "weights":
         return "nothing", 0.0
-    return phase, efficiency.hides(machine.chip, operation, overlap)
+    if operation == "all-reduce" and link.network == "host network":
+        return phase, efficiency.HIDE_SUMS_OVER_HOSTS
+    # under the first layer's gathers, and the last layer's sums, no other layer computes
+    others = 1.0 - 1.0 / job.model.layers
+    return phase, others * efficiency.hides(machine.chip, operation, job.overlap)
 
 
 def transfers(timing: Timed) -> tuple[Transfer, ...]:
