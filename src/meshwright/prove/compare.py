@@ -10,7 +10,7 @@ from meshwright.machines import Machine
 from meshwright.plan.candidates import with_strategy
 from meshwright.plan.memory import memory
 from meshwright.plan.result import Choice, Job
-from meshwright.plan.rewrites import compiled_traffic
+from meshwright.plan.rewrites import compiled_rows, compiled_traffic
 from meshwright.plan.traffic import traffic
 from meshwright.prove.proof import Proof
 
@@ -83,10 +83,25 @@ def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]
         if machine.is_tpu and meant == "reduce-scatter":
             part = size / math.prod(choice.sizes[axis] for axis in one.axes)
             add("collective-permute", one.axes, part, one.what, meant)
+    if machine.chip.platform == "gpu":
+        for axes, size in _combined(job, choice, machine).items():
+            add("all-reduce", axes, size, "sums of a step in one array", "")
     return tuple(
         Expected(operation, axes, None, what, at_most=size, rewrite_of=made_of)
         for (operation, axes, made_of), (size, what) in largest.items()
     )
+
+
+def _combined(job: Job, choice: Choice, machine: Machine) -> Counter[tuple[str, ...]]:
+    """Bytes of all sums over the same axes: the GPU compiler sends those outside of loops as one.
+
+    Gradients of norms and of biases, the loss and the gradient's norm are such.
+    """
+    total: Counter[tuple[str, ...]] = Counter()
+    for _, operation, axes, size, times, _, _, _, part in compiled_rows(job, choice, machine):
+        if operation == "all-reduce" and part == "step":
+            total[axes] += size * times
+    return total
 
 
 def compare(job: Job, choice: Choice, proof: Proof, found: Audit | None) -> tuple[Compared, ...]:
