@@ -1,5 +1,6 @@
 """From settings to everything a run needs, with every mistake found before anything is compiled."""
 
+import contextlib
 import dataclasses
 import math
 from pathlib import Path
@@ -276,12 +277,13 @@ def _hf_config(config: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer) 
     """
     source = model if config.init_from is None else from_hf_config(config.init_from)
     fields = dict(source.hf_config or {})
-    folder = fields.get(SOURCE)
-    has_tokenizer = folder is not None and (Path(folder) / "tokenizer.json").is_file()
-    if has_tokenizer and load_tokenizer(folder).identity == tokenizer.identity:
-        return fields
-    if config.init_from is not None and not has_tokenizer:
-        return fields  # nothing contradicts it
+    folder = None if SOURCE not in fields else Path(fields[SOURCE])
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        with contextlib.suppress(MeshwrightError):  # one that cannot be read is another one
+            if load_tokenizer(folder).identity == tokenizer.identity:
+                return fields
+    elif config.init_from is not None:
+        return fields  # no tokenizer contradicts its special tokens
     kept = {name: fields[name] for name in fields if name not in (SOURCE, *SPECIAL_TOKENS)}
     return kept | {"eos_token_id": tokenizer.end_of_document}
 
