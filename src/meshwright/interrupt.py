@@ -80,6 +80,11 @@ def before_end(action: Callable[[], object]) -> contextlib.AbstractContextManage
     return _registered(_before_end, action)
 
 
+def ending_by_ctrl_c() -> bool:
+    """Whether Ctrl-C is ending this process now."""
+    return _ending.is_set()
+
+
 @contextlib.contextmanager
 def _registered(entries: list[_T], entry: _T) -> Iterator[None]:
     entries.append(entry)

@@ -274,7 +274,7 @@ def test_a_model_that_fits_nowhere_is_told_how_many_devices_would_do() -> None:
         ({"model": "llama-3.1-8"}, "did you mean"),
         ({"on": "v5q:4x4x4"}, "v5"),
         ({"batch": 0}, "batch=0 must be a whole number from 1"),
-        ({"batch": 10**30}, "batch=10.* must be a whole number from 1 to 2147483647"),
+        ({"batch": 10**30}, "must be a whole number from 1 to 2147483647"),
         ({"seq": 2**31}, "seq=2147483648 must be a whole number from 1 to 2147483647"),
         ({"seq": 1.5}, "seq=1.5 must be a whole number from 1"),
         ({"mesh": "pt=2"}, "'pt' is not an axis; did you mean 'tp'?"),

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator
 
 from meshwright.errors import MeshwrightError
-from meshwright.interrupt import before_end
+from meshwright.interrupt import LONGEST_END_S, before_end, ending_by_ctrl_c
 from meshwright.train.run.coordinator import CoordinatorLostError, Store
 from meshwright.train.run.verdict import REPORTS, read_reports
 
@@ -128,6 +128,8 @@ def exit_code(verdict: str) -> int:
 
 def end_process(text: str, code: int = EXIT_CODE, wait_s: float = 0.0) -> None:
     """Say why and end, without Python's exit: jax's would wait for processes that hang."""
+    if ending_by_ctrl_c():  # which says why itself; this is its echo, read by the watchdog
+        time.sleep(LONGEST_END_S)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
