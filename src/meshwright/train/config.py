@@ -91,7 +91,7 @@ class CheckpointConfig:
     every: int = 500
     """Steps from one to the next; one is also saved at the end."""
     keep_last: int = 3
-    """How many of the latest are kept."""
+    """How many of the latest are kept; the newest healthy one is kept in any case."""
     keep_every: int | None = None
     """Also keep those whose step is a multiple of this."""
 

@@ -338,7 +338,10 @@ class _Run:
 
     def _close(self) -> None:
         with self.watchdog.paused("saving"):
-            self.checkpoints.close()
+            try:
+                self.checkpoints.close()
+            except MeshwrightError as problem:  # not in place of the error that ends the run
+                self._say(f"warning: {problem}")
 
     def _set_later_aside(self) -> None:
         """Checkpoints after the step resumed from would be mistaken for this run's own."""

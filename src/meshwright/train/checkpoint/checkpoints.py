@@ -248,7 +248,8 @@ class Checkpoints:
     def _mark_confirmed(self) -> None:
         if jax.process_index():
             return
-        for step in sorted(self._confirmed.intersection(self.steps())):
+        marked = folders.healthy_steps(self.folder)
+        for step in self._confirmed.intersection(self.steps()).difference(marked):
             with contextlib.suppress(OSError):  # a full disk: this process still knows
                 folders.mark_healthy(self.folder, step)
 

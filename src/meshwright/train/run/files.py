@@ -11,17 +11,25 @@ from typing import TextIO
 from meshwright.errors import MeshwrightError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-# what a disk does, however right the program: full, over quota, read-only, broken, or too large
-DISK_ERRORS = _FULL | {errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES, errno.EPERM}
+_WRITING = _FULL | {errno.EROFS, errno.EFBIG}
+# what a disk does, however right the program: full, over quota, read-only, broken, forbidden
+_DISK = _WRITING | {errno.EIO, errno.EACCES, errno.EPERM}
 
 _warned: set[str] = set()
 
 
 def cannot_be_written(what: Path | str, reason: OSError) -> MeshwrightError:
     """The error of a file or folder that cannot be written, and what to do where that is known."""
+    return MeshwrightError(f"{_name(what)} cannot be written: {_why(reason)}")
+
+
+def _name(what: Path | str) -> str:
+    return what if isinstance(what, str) else repr(str(what))
+
+
+def _why(reason: OSError) -> str:
     hint = "; free some space, or use another disk" if reason.errno in _FULL else ""
-    name = what if isinstance(what, str) else repr(str(what))
-    return MeshwrightError(f"{name} cannot be written: {reason.strerror or reason}{hint}")
+    return f"{reason.strerror or reason}{hint}"
 
 
 @contextlib.contextmanager
@@ -30,11 +38,13 @@ def disk_errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except OSError as reason:
-        if reason.errno not in DISK_ERRORS:
+        if reason.errno not in _DISK:
             raise
         # without a name: what was open already, such as the output
         what = "the output" if reason.filename is None else Path(os.fsdecode(reason.filename))
-        raise cannot_be_written(what, reason) from None
+        if reason.errno in _WRITING:
+            raise cannot_be_written(what, reason) from None
+        raise MeshwrightError(f"{_name(what)} cannot be read or written: {_why(reason)}") from None
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
