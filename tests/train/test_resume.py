@@ -1,5 +1,6 @@
 """A run resumes from the checkpoint that is asked for; where it cannot, the message says why."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -8,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from tests.processes import run_commands
+from tests.processes import Ended, run_commands
 from tests.train.test_loop import MODEL
 
 from meshwright.errors import MeshwrightError
@@ -16,6 +17,7 @@ from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.checkpoint.agreement import Channel
 from meshwright.train.config import TrainConfig
 from meshwright.train.resume import _check_data, resume_step
+from meshwright.train.run import read_metrics
 
 TREE = {"w": jnp.ones((4, 4))}
 
@@ -81,59 +83,77 @@ def test_other_data_is_told_by_what_differs() -> None:
         _check_data(before, described(held_out=4), "step 4 of run")
 
 
-def test_a_damaged_checkpoint_is_told_with_commands_that_work(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    train = ["train", str(tmp_path / "config.json"), "--run", str(run), "--batch", "4"]
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Commands on one run, of which step 3 was damaged after the first."""
+
+    folder: Path
+    first: Ended
+    refused: Ended
+    not_generated: Ended
+    generated: Ended
+    resumed: Ended
+    anew: Ended
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("resumed")
+    run = folder / "run"
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    train = ["train", str(folder / "config.json"), "--run", str(run), "--batch", "4"]
     train += ["--seq", "32", "--steps", "6", "--checkpoint.every", "1"]
     damage = (
         f"next(__import__('pathlib').Path({str(run)!r}).glob('checkpoints/*3/**/d/*')).unlink()"
     )
     generate = ["generate", str(run), "--prompt", "a", "--max-new", "2"]
-    first, refused, not_generated, generated, resumed, again = run_commands(
+    ended = run_commands(
         [*train, "--stop-at", "3"],
         ("[python]", damage),
         train,
         generate,
         [*generate, "--step", "2"],
         [*train, "--resume-from", "2", "--stop-at", "4"],
-        train,
+        [*train, "--resume-from", "none", "--stop-at", "1"],
     )
-    assert first.code == 0, first.err
+    return Runs(folder, *ended)
+
+
+def test_a_damaged_checkpoint_is_told_with_the_intact_ones_and_a_command(runs: Runs) -> None:
+    assert runs.first.code == 0, runs.first.err
+    assert (runs.refused.code, runs.not_generated.code) == (2, 2)
+    run, said = runs.folder / "run", runs.refused.err
+    assert re.search(rf"error: checkpoint {run}/\S+03 is damaged: the file \S+ is missing", said)
     intact = "Intact checkpoints (their records and file sizes were checked): 1, 2. To use step 2: "
-    assert refused.code == 2
-    assert re.search(
-        rf"error: checkpoint {run}/\S+03 is damaged: the file \S+ is missing", refused.err
-    )
-    printed = refused.err.strip().partition(intact)[2]
-    assert shlex.split(printed)[:3] == ["meshwright", "train", str(tmp_path / "config.json")]
+    printed = said.strip().partition(intact)[2]
+    assert shlex.split(printed)[:3] == ["meshwright", "train", str(runs.folder / "config.json")]
     assert printed.endswith(f"--run {run} --resume-from 2")
-    assert not_generated.code == 2
-    assert not_generated.err.endswith(f"{intact}the same command with --step 2\n")
-    assert generated.code == 0, generated.err
-    assert "step 2 of " in generated.err
-    assert resumed.code == 0, resumed.err
-    assert "going on from step 2" in resumed.out
-    # the run's own record says how to continue it, and that is from its latest
-    assert json.loads((run / "config.json").read_text())["resume_from"] == "latest"
-    assert "going on from step 4" in again.out
-    assert again.code == 0, again.err
+    assert runs.not_generated.err.endswith(f"{intact}the same command with --step 2\n")
 
 
-def test_a_run_that_starts_anew_keeps_what_was_there(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    train = ["train", str(tmp_path / "config.json"), "--run", str(run), "--batch", "4"]
-    train += ["--seq", "32", "--steps", "6"]
-    first, anew = run_commands(
-        [*train, "--stop-at", "2"], [*train, "--resume-from", "none", "--stop-at", "1"]
-    )
-    assert (first.code, anew.code) == (0, 0), anew.err
-    assert "set aside in" in anew.out
-    folder = run / "checkpoints"
+def test_another_checkpoint_is_used_as_the_message_says(runs: Runs) -> None:
+    assert runs.generated.code == 0, runs.generated.err
+    assert "step 2 of " in runs.generated.err
+    assert runs.resumed.code == 0, runs.resumed.err
+    assert "going on from step 2" in runs.resumed.out
+    assert f"set aside in {runs.folder}/run/checkpoints/set-aside-1: 1 later" in runs.resumed.out
+    assert "saved step 4" in runs.resumed.out
+
+
+def test_a_run_that_starts_anew_keeps_what_was_there(runs: Runs) -> None:
+    assert runs.anew.code == 0, runs.anew.err
+    folder = runs.folder / "run" / "checkpoints"
     assert Checkpoints(folder).steps() == [1]
-    assert Checkpoints(folder / "set-aside-1").steps() == [2]
-    assert (folder / "set-aside-1" / "metrics.jsonl").exists()
+    aside = folder / "set-aside-2"
+    assert f"set aside in {aside}: 3 later checkpoints (2, 3, 4)" in runs.anew.out
+    assert Checkpoints(aside).steps() == [2, 3, 4]
+    assert read_metrics(aside).column("loss")[0] == [1, 2, 3, 4]
+
+
+def test_a_runs_own_record_says_to_resume_from_its_latest(runs: Runs) -> None:
+    """Or `train --config run/config.json` would go back, or start anew, again and again."""
+    record = json.loads((runs.folder / "run" / "config.json").read_text())
+    assert record["resume_from"] == "latest"
 
 
 def test_a_file_in_the_place_of_a_run_is_told(tmp_path: Path) -> None:
