@@ -1,8 +1,9 @@
 """Arrays with zeros behind their values, where a dim does not divide over the mesh.
 
+    >>> over_tp = sharding("vocab embed -> vocab@tp embed@fsdp", mesh="fsdp=8,tp=2")
     >>> in_memory = jax.ShapeDtypeStruct((258, 64), jnp.float32, sharding=over_tp)
-    >>> on_disk = stored(in_memory, (257, 64))
-    >>> checkpoints.save(step, fit(params, on_disk), meta)
+    >>> stored(in_memory, (257, 64)).sharding.spec
+    P(None, ('fsdp', 'tp'))
 
 In memory a vocabulary of 257 is 258 over two devices. A checkpoint holds 257: what is written and
 read has the dim whole, and the axes that split it split another one, so that no device holds more.
