@@ -102,6 +102,18 @@ def test_an_all_reduce_takes_twice_a_gather_and_a_small_message_only_latency() -
     assert hop == pytest.approx(1e9 / (90e9 * 0.85), rel=0.01)
 
 
+def test_a_sum_over_slices_crosses_their_network_with_a_devices_part_only() -> None:
+    sizes, size = (8, 16, 1, 1), 1e9
+    dp = link("2*v5e:8x8", sizes, "dp")
+    inside = link("v5e:8x8", (4, 16, 1, 1), "dp")
+    # a v5e chip has a quarter of its host's 12.5 GB/s; two slices exchange half of a quarter each
+    between = 2 * (size / 4) * (1 / 2) / (3.125e9 * 0.70)
+    within = inside.seconds("reduce-scatter", size) + inside.seconds("all-gather", size)
+    assert dp.devices == 8
+    assert dp.seconds("all-reduce", size) == pytest.approx(between + within, rel=0.01)
+    assert dp.seconds("all-gather", size) == pytest.approx((between + within) / 2, rel=0.01)
+
+
 def test_four_thousand_chips_take_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Machine, "devices", property(lambda _: pytest.fail("devices were made")))
     machine = Machine.parse("v5p:16x16x16")

@@ -37,6 +37,7 @@ class Collective:
     counted: bool = True  # False: another branch sends more, and sums are of that one
     collective_matmul: bool = False  # a permute that stands for a gather or scatter beside a matmul
     part_of_axes: bool = False  # its groups are not all the devices along its axes
+    between_slices: bool = False  # over the network between TPU slices; else inside of each
     planned: bool = True
     rewritten: str = ""  # what the compiler made it of: "reduce-scatter over fsdp"
     why: str = ""  # of `planned`: what it was matched with, or what is wrong

@@ -280,6 +280,7 @@ class _Reader:
                 operation, tuple(self.slices), math.prod(self.slices.values()), dtype, shape,
                 place.loops, scope, stack,
                 asynchronous=True, unsure=place.unsure, branch=place.branch,
+                between_slices=True,
             )  # fmt: skip
             yield _hidden(row, body[position + 1 : _received_at(body, position)])
 

@@ -32,10 +32,15 @@ class Link:
     latency: float  # seconds of one collective of no bytes
     hop: float  # seconds of one hop of no bytes
     crossing: float = 1.0  # all to all: how often a byte goes over a link, for one sent
+    stages: "tuple[Link, Link] | None" = None  # within a slice, and between slices
 
     def seconds(self, operation: str, size: float) -> float:
         """Of one collective of `size` bytes: of the whole array, as Transfer.bytes counts."""
         n = self.devices
+        if self.stages is not None and operation in _IN_STAGES:
+            within, between = self.stages
+            part = between.seconds(operation, size / within.devices)
+            return part + sum(within.seconds(each, size) for each in _IN_STAGES[operation])
         if operation == "collective-permute":
             return self.hop + size / (self.neighbour * self.usable)
         wire = size * (n - 1) / n
@@ -44,6 +49,14 @@ class Link:
         if operation == "all-to-all":
             wire *= self.crossing
         return self.latency + wire / (self.bandwidth * self.usable)
+
+
+# what is done within the slices; between them each device does the operation with its part
+_IN_STAGES = {
+    "all-reduce": ("reduce-scatter", "all-gather"),
+    "all-gather": ("all-gather",),
+    "reduce-scatter": ("reduce-scatter",),
+}
 
 
 def over(laid: Laid, axes: tuple[str, ...]) -> Link:
@@ -117,22 +130,32 @@ def _on_hosts(laid: Laid, axes: tuple[int, ...]) -> Link:
 
 
 def _across_slices(near: Link, far: int, machine: Machine) -> Link:
-    """What lies in one slice sends through all its hosts at once."""
-    per_chip = _host_network(machine) / machine.chip.chips_per_host
-    per_device = per_chip / machine.chip.cores_per_chip * near.devices
-    slow = per_device * efficiency.DATA_CENTER
-    fast = near.bandwidth * near.usable if near.devices > 1 else math.inf
-    bandwidth = min(slow, fast)
-    return Link(
-        words=f"data-center network, {far} slices"
-        + (f" x {near.devices} by {near.words}" if near.devices > 1 else ""),
+    """What lies in one slice sends through all its hosts at once, each device its part."""
+    chip = machine.chip
+    per_device = _host_network(machine) / chip.chips_per_host / chip.cores_per_chip
+    latency = efficiency.START_TPU + (far - 1) * efficiency.HOP_DATA_CENTER
+    between = Link(
+        words=f"data-center network, {far} slices",
         network="data-center network",
-        devices=near.devices * far,
-        bandwidth=bandwidth / efficiency.DATA_CENTER,
-        neighbour=bandwidth / efficiency.DATA_CENTER,
+        devices=far,
+        bandwidth=per_device,
+        neighbour=per_device,
         usable=efficiency.DATA_CENTER,
-        latency=near.latency + (far - 1) * efficiency.HOP_DATA_CENTER,
+        latency=latency,
+        hop=efficiency.START_TPU + efficiency.HOP_DATA_CENTER,
+    )
+    if near.devices == 1:
+        return between
+    together = min(per_device * near.devices, near.bandwidth * near.usable / between.usable)
+    return dataclasses.replace(
+        between,
+        words=f"{between.words} x {near.devices} by {near.words}",
+        devices=near.devices * far,
+        bandwidth=together,
+        neighbour=together,
+        latency=near.latency + latency,
         hop=near.hop + efficiency.HOP_DATA_CENTER,
+        stages=(near, between),
     )
 
 

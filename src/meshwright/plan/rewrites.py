@@ -12,7 +12,11 @@ The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 5
 - sums the head's whole, too, where the vocabulary is one;
 - sums whole what it would scatter along the last dim in parts of exactly 128: the gradients of the
   weights that lead back to the residual stream (wo, down) and of the embedding;
-- adds the two of a tied embedding before they are sent, not after (as the GPU compiler does);
+- adds the two of a tied embedding before they are sent, not after (as the GPU compiler does), but
+  where dp goes on in other slices;
+- of what goes on in other slices sends between them only a device's part: an all-reduce is a
+  reduce-scatter within slices, an all-reduce between them and an all-gather. With several slices
+  it does scatter over all devices of one (seen on v5e);
 - gathers the ends anew for every micro-batch, and sums norms once for all of them;
 - lets the gradients of keys make their first hop before they become float32.
 Not counted: where memory is nearly full it may gather weights once more instead of keeping them.
@@ -20,28 +24,58 @@ Weights that fsdp and sp split together are gathered one axis after the other th
 (ops.exchange.gather).
 """
 
+import math
 from collections.abc import Iterator
 
 from meshwright.machines import Machine
+from meshwright.mesh.arrange import axes_across_slices
 from meshwright.plan.candidates import with_strategy
 from meshwright.plan.parts import LANES, item_bytes, vocab
 from meshwright.plan.result import Choice, Job, Transfer
 from meshwright.plan.traffic import EMBEDDING, HEAD, KEY_GRADIENTS, Row, rows_of
 
+# of a collective over several slices, what is done within them before and after
+_WITHIN_SLICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "all-reduce": (("reduce-scatter",), ("all-gather",)),
+    "all-gather": ((), ("all-gather",)),
+    "reduce-scatter": (("reduce-scatter",), ()),
+}
 SMALLEST = 16  # devices; smaller slices were seen to scatter
 TOGETHER = ("fsdp", "sp")
 
 
 def scattered_by(ways: int, machine: Machine) -> str:
     """The operation by which the machine's compiler scatters sums over so many devices."""
-    whole = machine.is_tpu and ways >= max(machine.devices_per_slice, SMALLEST)
+    whole = machine.is_tpu and machine.slices == 1 and ways >= max(machine.num_devices, SMALLEST)
     return "all-reduce" if whole else "reduce-scatter"
 
 
 def compiled_traffic(job: Job, choice: Choice, machine: Machine) -> tuple[Transfer, ...]:
     """What one optimizer step sends on a machine, as its compiler has it."""
     rows = compiled_rows(job, choice, machine)
-    return tuple(Transfer(*row[:7], formula=row[7]) for row in rows)
+    parts = (part for row in rows for part in in_stages(row, choice, machine))
+    return tuple(Transfer(*row[:7], formula=row[7]) for row in parts)
+
+
+def in_stages(row: Row, choice: Choice, machine: Machine) -> tuple[Row, ...]:
+    """A row over axes that go on in other slices: what is sent within slices, and between them."""
+    what, operation, axes, size, times, phase, pieces, words, kind = row
+    sizes = choice.sizes
+    factors = axes_across_slices(list(sizes.values()), machine.slices)
+    across = dict(zip(sizes, factors, strict=True))
+    far = tuple(axis for axis in axes if across[axis] > 1)
+    near = tuple(axis for axis in axes if sizes[axis] > across[axis])
+    if not far or not near or operation not in _WITHIN_SLICES:
+        return (row,)
+    ways = math.prod(sizes[axis] // across[axis] for axis in near)
+    less = f"{words} / {ways} of a slice"
+    between = what, operation, far, size // ways, times, phase, pieces, less, kind
+    before, after = _WITHIN_SLICES[operation]
+    return (
+        *((what, each, near, size, times, phase, pieces, words, kind) for each in before),
+        between,
+        *((what, each, near, size, times, phase, pieces, words, kind) for each in after),
+    )
 
 
 def compiled_rows(job: Job, choice: Choice, machine: Machine) -> list[Row]:
@@ -50,8 +84,13 @@ def compiled_rows(job: Job, choice: Choice, machine: Machine) -> list[Row]:
         choice = with_strategy(job, choice, machine)
     rows = rows_of(job, choice)
     if job.model.tied_embeddings and machine.chip.platform != "cpu":
-        rows = [row for row in rows if row[0] != HEAD]
+        rows = [row for row in rows if row[0] != HEAD or _apart(choice, machine)]
     return list(_on_tpu(rows, job, choice, machine)) if machine.is_tpu else rows
+
+
+def _apart(choice: Choice, machine: Machine) -> bool:
+    """Whether sums over dp have a stage within slices and one between them."""
+    return 1 < math.gcd(choice.dp, machine.slices) < choice.dp
 
 
 def _on_tpu(rows: list[Row], job: Job, choice: Choice, machine: Machine) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from meshwright.machines import Machine
 from meshwright.plan.candidates import with_strategy
 from meshwright.plan.memory import memory
 from meshwright.plan.result import Choice, Job
-from meshwright.plan.rewrites import compiled_rows, compiled_traffic
+from meshwright.plan.rewrites import compiled_rows, compiled_traffic, in_stages
 from meshwright.plan.traffic import traffic
 from meshwright.prove.proof import Proof
 
@@ -61,7 +61,8 @@ def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]
     """What the plan would have the step send; anything larger of its kind is something else.
 
     What a TPU's compiler may make of it instead is told apart: all-reduces of whole arrays in place
-    of gathers and scatters, and hops of the edges of what it scatters in padded parts.
+    of gathers and scatters, hops of the edges of what it scatters in padded parts, and stages of
+    what goes over several slices, within them and between them.
     """
     intended = {
         (one.what, axis): one.operation for one in traffic(job, choice) for axis in one.axes
@@ -69,20 +70,24 @@ def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]
     largest: dict[tuple[str, tuple[str, ...], str], tuple[int, str]] = {}
 
     def add(operation: str, axes: tuple[str, ...], size: float, what: str, made_of: str) -> None:
-        kind = operation, axes, f"{made_of} over {'+'.join(axes)}" if made_of else ""
+        kind = operation, axes, made_of
         largest[kind] = max(largest.get(kind, (0, "")), (int(size), what))
 
     # sums over micro-batches may be sent after them all, in float32
     summed = 2 if machine.is_tpu and choice.accumulation > 1 else 1
-    for one in compiled_traffic(job, choice, machine):
-        meant = intended.get((one.what, one.axes[0]), one.operation)
-        size = _PADDED * summed * one.bytes
-        add(meant, one.axes, size, one.what, "")
-        if machine.is_tpu and meant in ("all-gather", "reduce-scatter"):
-            add("all-reduce", one.axes, size, one.what, meant)
-        if machine.is_tpu and meant == "reduce-scatter":
-            part = size / math.prod(choice.sizes[axis] for axis in one.axes)
-            add("collective-permute", one.axes, part, one.what, meant)
+    for row in compiled_rows(job, choice, machine):
+        what, over = row[0], row[2]
+        meant = intended.get((what, over[0]), row[1])
+        origin = f"{meant} over {'+'.join(over)}"
+        for part in in_stages((what, meant, *row[2:]), choice, machine):
+            operation, axes, size = part[1], part[2], _PADDED * summed * part[3]
+            as_meant = (operation, axes) == (meant, over)
+            add(operation, axes, size, what, "" if as_meant else origin)
+            if machine.is_tpu and operation in ("all-gather", "reduce-scatter"):
+                add("all-reduce", axes, size, what, origin)
+            if machine.is_tpu and operation == "reduce-scatter":
+                edge = size / math.prod(choice.sizes[axis] for axis in axes)
+                add("collective-permute", axes, edge, what, origin)
     if machine.chip.platform == "gpu":
         for axes, size in _combined(job, choice, machine).items():
             add("all-reduce", axes, size, "sums of a step in one array", "")

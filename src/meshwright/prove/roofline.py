@@ -232,7 +232,10 @@ class _Timeline:
     def _send(self, row: Collective, now: float, free: dict[str, float], in_loop: bool) -> _Sent:
         names = tuple(axis for axis in AXES if axis in row.axes)
         axes = "+".join(names)
-        seconds = over(self.laid, names).seconds(row.operation, row.bytes)
+        link = over(self.laid, names)
+        if link.stages is not None:
+            link = link.stages[row.between_slices]
+        seconds = link.seconds(row.operation, row.bytes)
         finish = max(now, free.get(axes, 0.0)) + seconds
         free[axes] = finish
         # the ends say where they come from; a layer's sums that the compiler rewrote may not
