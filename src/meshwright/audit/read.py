@@ -275,7 +275,9 @@ class _Reader:
         if not scope:
             scope, stack = self.origin(one, 0, body)
             scope, stack = scope or place.scope, stack or place.stack
-        for dtype, shape in one.arrays[:1]:
+        # of the result: an all-gather's is larger than what is sent, a reduce-scatter's smaller
+        receivers = _receivers(body, position)
+        for dtype, shape in (receivers[0] if receivers else one).arrays[:1]:
             row = Collective(
                 operation, tuple(self.slices), math.prod(self.slices.values()), dtype, shape,
                 place.loops, scope, stack,
@@ -295,17 +297,20 @@ def _across_slices(one: Instruction) -> bool:
 
 def _received_at(body: tuple[Instruction, ...], position: int) -> int:
     """Where what a send asks for has come: the recv-done of the same rendezvous."""
-    meeting = re.search(r'_rendezvous="?([^",}]+)', body[position].rest)
-    if meeting is None:
-        return position + 1
-    receivers = {
-        one.name for one in body
-        if one.operation == "recv" and f'_rendezvous="{meeting[1]}"' in one.rest
-    }  # fmt: skip
+    names = {one.name for one in _receivers(body, position)}
     for i, one in enumerate(body):
-        if one.operation == "recv-done" and receivers & set(one.operands):
+        if one.operation == "recv-done" and names & set(one.operands):
             return i
     return position + 1
+
+
+def _receivers(body: tuple[Instruction, ...], position: int) -> list[Instruction]:
+    """What receives what a send asks for: the recv of the same rendezvous."""
+    meeting = re.search(r'_rendezvous="?([^",}]+)', body[position].rest)
+    if meeting is None:
+        return []
+    same = f'_rendezvous="{meeting[1]}"'
+    return [one for one in body if one.operation == "recv" and same in one.rest]
 
 
 def _split_slices(shape: Mapping[str, int], slices: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -15,8 +15,8 @@ The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 5
 - adds the two of a tied embedding before they are sent, not after (as the GPU compiler does), but
   where dp goes on in other slices;
 - of what goes on in other slices sends between them only a device's part: an all-reduce is a
-  reduce-scatter within slices, an all-reduce between them and an all-gather. With several slices
-  it does scatter over all devices of one (seen on v5e);
+  reduce-scatter within slices, an all-reduce between them and an all-gather. Over all devices of
+  one of several slices it does scatter, unless the axis goes on in the others (seen on v5e);
 - gathers the ends anew for every micro-batch, and sums norms once for all of them;
 - lets the gradients of keys make their first hop before they become float32.
 Not counted: where memory is nearly full it may gather weights once more instead of keeping them.
@@ -71,6 +71,8 @@ def in_stages(row: Row, choice: Choice, machine: Machine) -> tuple[Row, ...]:
     less = f"{words} / {ways} of a slice"
     between = what, operation, far, size // ways, times, phase, pieces, less, kind
     before, after = _WITHIN_SLICES[operation]
+    if operation == "reduce-scatter" and ways >= max(machine.devices_per_slice, SMALLEST):
+        before = ("all-reduce",)
     return (
         *((what, each, near, size, times, phase, pieces, words, kind) for each in before),
         between,
@@ -106,6 +108,8 @@ def _on_tpu(rows: list[Row], job: Job, choice: Choice, machine: Machine) -> Iter
         "attention": model.heads / (2 * (model.heads + model.kv_heads)),
         "mlp": 1 / 3,
     }
+    factors = axes_across_slices(list(choice.sizes.values()), machine.slices)
+    spans = {axis: n > 1 for axis, n in zip(choice.sizes, factors, strict=True)}
     for row in rows:
         what, operation, axes, size, times, phase, pieces, words, kind = row
         if what in ("the embedding", "the output head"):
@@ -124,6 +128,8 @@ def _on_tpu(rows: list[Row], job: Job, choice: Choice, machine: Machine) -> Iter
             if is_weight and operation == "reduce-scatter":
                 ways = choice.fsdp if part[2] == ("fsdp",) else choice.sp
                 by = "all-reduce" if whole.get(what) else scattered_by(ways, machine)
+                if spans[part[2][0]]:  # in_stages says how it is summed within a slice
+                    by = operation
                 share = next((back[name] for name in back if name in what), 0.0)
                 if exact and by == "reduce-scatter" and part[2] == ("fsdp",) and share:
                     cut = int(share * part[3])
