@@ -64,6 +64,36 @@ def test_a_plan_is_proved_as_it_was_made(
     assert by_plan["planned"] == made.best.memory.total
 
 
+def test_a_plan_with_an_edited_mesh_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    data = plan_data(mw.plan("tiny", "cpu:8", batch=8, seq=64))
+    data["ranked"][0]["mesh"] = "dp=1,fsdp=2,tp=4,sp=1"
+    file.write_text(json.dumps(data))
+    line = said(capsys, ["--plan", str(file)])
+    assert "ranked[0].mesh is 'dp=1,fsdp=2,tp=4,sp=1', but the rest of the file gives" in line
+    assert "\n" not in line
+
+
+def test_a_plan_without_a_loop_over_layers_is_proved_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "plan.json"
+    made = mw.plan("tiny", "cpu:8", batch=8, seq=64, scan=False)
+    file.write_text(json.dumps(plan_data(made)))
+    proved: list[Any] = []
+
+    def stop(config: Any, *_: Any, **__: Any) -> None:
+        proved.append(config)
+        raise mw.MeshwrightError("as far as this")
+
+    monkeypatch.setattr("meshwright.cli.prove.prove", stop)
+    with pytest.raises(mw.MeshwrightError, match="as far as this"):
+        prove_command(["--plan", str(file)])
+    assert proved[0].compute.scan is False
+
+
 def test_a_mesh_can_be_left_to_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     words = [word if word != "fsdp=2,tp=4" else "auto" for word in STEP]
     prove_command([*words, "--compute.remat", "full", "--json"])

@@ -26,6 +26,7 @@ from meshwright.plan.candidates import (
     with_strategy,
 )
 from meshwright.plan.memory import memory
+from meshwright.plan.ranking import UNCERTAINTY
 from meshwright.plan.report.words import next_commands
 from meshwright.plan.result import Choice
 from meshwright.plan.shares import lay
@@ -56,9 +57,70 @@ def test_what_is_ranked_fits_and_is_in_order() -> None:
     roomy = [one for one in found.ranked if not one.memory.tight]
     assert list(found.ranked[: len(roomy)]) == roomy, "those that leave the reserve free first"
     steps = [one.step_seconds for one in roomy]
-    # of two within a thousandth the one with less memory goes first
-    assert all(a <= b * 1.0011 for a, b in itertools.pairwise(steps))
-    assert found.best.step_seconds <= 1.0011 * min(steps)
+    assert found.best.step_seconds <= (1 + UNCERTAINTY) * min(steps)
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "batch", "seq"),
+    [
+        ("llama-3.1-8b", "v5p:4x4x4", 256, 4096),
+        ("llama-3.1-70b", "h100:8x8", 64, 8192),
+        ("llama-3.1-8b", "v5e:4x4", 16, 4096),  # with meshes that are tight
+    ],
+)
+def test_times_that_cannot_be_told_apart_are_one_group_the_simplest_first(
+    model: str, on: str, batch: int, seq: int
+) -> None:
+    found = plan(model, on, batch, seq)
+    grouped = itertools.groupby(found.ranked, key=lambda one: one.group)
+    groups = [list(members) for _, members in grouped]
+    assert [members[0].group for members in groups] == list(range(1, len(groups) + 1))
+    assert len(groups) > 2
+    for members in groups:
+        times = [one.step_seconds for one in members]
+        assert max(times) <= (1 + UNCERTAINTY) * min(times)
+        simple = [
+            (sum(size > 1 for size in one.choice.sizes.values()), one.choice.accumulation,
+             one.memory.total)
+            for one in members
+        ]  # fmt: skip
+        assert simple == sorted(simple)
+        assert len({one.memory.tight for one in members}) == 1
+    for one, other in itertools.pairwise(groups):
+        if one[0].memory.tight == other[0].memory.tight:
+            # a mesh may be shown with a slower way of fewer micro-batches, never beyond its group
+            fastest = min(each.step_seconds for each in one)
+            assert fastest < min(each.step_seconds for each in other)
+
+
+def test_the_simple_mesh_comes_first_for_70b_on_64_h100() -> None:
+    """Before, fsdp=16,sp=4 in 8 micro-batches, for 2.5% that the plan cannot tell."""
+    for batch, seq in ((64, 8192), (512, 4096), (128, 4096)):
+        best = plan("llama-3.1-70b", "h100:8x8", batch, seq).best.choice
+        assert best.sizes == {"dp": 1, "fsdp": 64, "tp": 1, "sp": 1}
+        assert best.accumulation == 1
+
+
+def test_a_mesh_takes_fewer_micro_batches_where_that_keeps_it_in_its_group() -> None:
+    found = plan("llama-3.1-8b", "h100:8", 64, 4096)
+    for one in found.ranked:
+        bound = (1 + UNCERTAINTY) * min(
+            other.step_seconds for other in found.ranked if other.group == one.group
+        )
+        for remat in ("none", "elementwise", "mlp", "full"):
+            fewer = dataclasses.replace(one.choice, remat=remat, accumulation=1)
+            need = memory(found.job, fewer, found.machine)
+            if one.choice.accumulation > 1 and need.fits and not need.tight:
+                # the bound is of the fastest way of the group, which may be shown no longer
+                assert timed(found.job, fewer, found.machine).step > 0.9 * bound
+
+
+def test_groups_are_of_time_and_not_where_memory_orders() -> None:
+    assert {one.group for one in small(objective="memory").ranked} == {0}
+    served = small(kind="serve", objective="latency")
+    assert served.best.group == 1
+    fastest = min(one.step_seconds for one in served.ranked if not one.memory.tight)
+    assert served.best.step_seconds <= (1 + UNCERTAINTY) * fastest
 
 
 def test_each_mesh_has_the_best_of_the_rest() -> None:
@@ -77,7 +139,9 @@ def test_each_mesh_has_the_best_of_the_rest() -> None:
                     if refusal(job, other) is None:
                         need = memory(job, other, machine)
                         times[need.tight] += [timed(job, other, machine).step] * need.fits
-        assert one.step_seconds == pytest.approx(min(times[False] or times[True]))
+        fastest = min(times[False] or times[True])
+        assert fastest <= one.step_seconds * 1.0001
+        assert one.step_seconds <= (1 + UNCERTAINTY) * fastest
 
 
 def test_limits_on_the_mesh_hold_and_what_is_fixed_stays() -> None:
@@ -87,6 +151,21 @@ def test_limits_on_the_mesh_hold_and_what_is_fixed_stays() -> None:
     assert {one.choice.sp for one in found.ranked} == {1}
     fixed = {(one.choice.remat, one.choice.accumulation) for one in found.ranked}
     assert fixed == {("full", 2)}
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "mesh", "words"),
+    [
+        (7, None, "accumulation=7 does not divide batch=64: .*accumulation=4 or 8, or batch=63 or 70"),
+        (128, None, "accumulation=128 does not divide batch=64"),
+        (16, "fsdp=8", "accumulation=16 does not divide the 8 sequences of a device.*1, 2, 4, 8 would"),
+    ],
+)  # fmt: skip
+def test_micro_batches_that_do_not_divide_the_batch_are_the_reason_given(
+    accumulation: int, mesh: str | None, words: str
+) -> None:
+    with pytest.raises(MeshwrightError, match=words):
+        plan("llama-3.1-8b", "h100:8", 64, 4096, accumulation=accumulation, mesh=mesh)
 
 
 def test_the_objective_memory_gives_the_least_of_it() -> None:

@@ -32,9 +32,11 @@ def test_fsdp_is_preferred_over_dp_for_the_same_devices(
     # of two meshes that differ only in how many of the same devices go to fsdp, more is faster
     best = found.best.choice
     alike = [
-        one.choice for one in found.ranked if (one.choice.tp, one.choice.sp) == (best.tp, best.sp)
-    ]
-    order = [choice.fsdp for choice in alike]
+        one for one in found.ranked
+        if (one.choice.tp, one.choice.sp) == (best.tp, best.sp) and not one.memory.tight
+    ]  # fmt: skip
+    assert best.fsdp == max(one.choice.fsdp for one in alike)
+    order = [one.choice.fsdp for one in sorted(alike, key=lambda one: one.step_seconds)]
     assert len(order) > 1
     if found.machine.is_tpu and order[0] != max(order):
         # over a whole slice the TPU compiler sums gradients by an all-reduce: half of it may win
@@ -48,8 +50,8 @@ def test_fsdp_is_preferred_over_dp_for_the_same_devices(
 def test_fsdp_alone_is_ahead_of_meshes_with_tp_for_8b_on_eight_h100() -> None:
     """The guide to 2-D parallelism on 8 x H100, at 1,024 tokens: 8 x 1 is the fastest."""
     found = plan("llama-3.1-8b", "h100:8", 56, 1024, mesh="dp=1,sp=1")
-    order = [one.choice.tp for one in found.ranked]
-    assert order[0] == 1
+    assert found.best.choice.tp == 1
+    order = [one.choice.tp for one in sorted(found.ranked, key=lambda one: one.step_seconds)]
     assert order == sorted(order)
 
 
@@ -97,8 +99,10 @@ def test_a_mesh_is_found_faster_than_lwms_or_the_same(seq: int, on: str) -> None
     found = plan("llama-2-7b", on, batch, seq)
     theirs = on_mesh(found, fsdp=fsdp, tp=tp, sp=sp)
     best = found.best
+    fastest = min(one.step_seconds for one in found.ranked if not one.memory.tight)
     same = best.choice.sizes == theirs.choice.sizes
-    assert same or best.step_seconds < 0.95 * theirs.step_seconds
+    assert same or fastest < 0.95 * theirs.step_seconds
+    assert best.step_seconds < 1.05 * theirs.step_seconds
     # what bounds it is named, and is what takes longest
     parts = best.seconds
     if best.bound == "compute":

@@ -109,6 +109,45 @@ def test_numbers_of_numpy_are_written_as_plain_ones() -> None:
     assert (back.largest_batch, back.best.step_seconds, back.best.mfu) == (512, 2.0, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("mesh",), "fsdp=4,tp=2", ".mesh is 'fsdp=4,tp=2', but the rest of the file gives"),
+        (("ranked", 0, "mesh"), "fsdp=4,tp=2", "ranked[0].mesh is 'fsdp=4,tp=2'"),
+        (("ranked", 1, "choice", "fsdp"), 64, "ranked[1].mesh is 'dp=1,fsdp=16,tp=4,sp=1'"),
+        (("machine", "text"), "v5p:4x4x8", "machine.text is 'v5p:4x4x8'"),
+        (("machine", "shape"), [4, 4, 8], "machine.text is 'v5p:4x4x4'"),
+        (("ranked", 0, "step_seconds"), 9.0, "ranked[0]."),
+        (("ranked", 0, "memory", "total"), 1, "ranked[0].memory.total is 1"),
+    ],
+)
+def test_a_file_that_was_edited_in_one_place_only_is_refused(
+    path: tuple[Any, ...], value: Any, words: str
+) -> None:
+    data = json.loads(json.dumps(plan_data(made_plan())))
+    with pytest.raises(MeshwrightError, match=re.escape(words)) as caught:
+        plan_from_data(_changed(data, path, value))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_choice_that_was_edited_throughout_is_used() -> None:
+    data = json.loads(json.dumps(plan_data(made_plan())))
+    data["ranked"][1]["choice"] |= {"remat": "none", "accumulation": 4}
+    choice = plan_from_data(data).ranked[1].choice
+    assert (choice.remat, choice.accumulation) == ("none", 4)
+
+
+def test_a_plan_is_short_to_look_at() -> None:
+    plan = mw.plan("llama-3.1-8b", "v5p:4x4x4", 256, 4096)
+    for shown in (repr(plan), repr(plan.best), repr(plan.ranked[1]), repr(plan.refused[0])):
+        assert len(shown) < 300
+        assert "\n" not in shown
+    assert "llama-3.1-8b" in repr(plan)
+    assert "v5p:4x4x4" in repr(plan)
+    assert plan.mesh in repr(plan)
+    assert f"{plan.best.step_seconds:.3g} s" in repr(plan.best)
+
+
 def _changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     data = copy.deepcopy(data)
     place = data
@@ -125,7 +164,7 @@ def _changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     ("path", "value", "words"),
     [
         (("format",), "something", "is not a plan; `meshwright plan"),
-        (("version",), 99, "is of version 99, this Meshwright reads 1"),
+        (("version",), 99, "is of version 99, this Meshwright reads 2"),
         (("job", "batch"), KeyError, "job lacks the key 'batch'"),
         (("job", "batch"), "8", "job.batch should be a whole number, it is '8'"),
         (("job", "batch"), True, "job.batch should be a whole number, it is True"),

@@ -40,6 +40,16 @@ def test_a_step_is_compiled_and_fits(proof: Proof) -> None:
     assert proof.times["compiling"] > 0
 
 
+def test_results_are_short_to_look_at(proof: Proof) -> None:
+    found = audit(proof.text, "dp=1,fsdp=2,tp=4,sp=1")
+    for shown in (repr(proof), repr(found), repr(proof.machine)):
+        assert len(shown) < 300
+        assert "\n" not in shown
+    assert repr(proof).startswith("Proof(dp=1,fsdp=2,tp=4,sp=1 on cpu:8: fits, ")
+    assert repr(found).startswith("Audit(mesh dp=1,fsdp=2,tp=4,sp=1: ")
+    assert repr(proof.machine) == "Machine('cpu:8')"
+
+
 def test_the_program_has_what_the_plan_says_and_nothing_else(proof: Proof) -> None:
     known = job_and_choice(CONFIG, proof.machine)
     assert known is not None

@@ -40,7 +40,7 @@ class Sum:
         return dataclasses.asdict(self)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Audit:
     """What a program sends, and its largest arrays."""
 
@@ -119,6 +119,12 @@ class Audit:
         from meshwright.audit.text import plain_text
 
         return plain_text(self)
+
+    def __repr__(self) -> str:
+        """Its headline; print it for the tables."""
+        from meshwright.audit.text import headline
+
+        return f"Audit({headline(self)})"
 
     def markdown(self) -> str:
         """The sums and the rows as Markdown tables."""

@@ -79,7 +79,7 @@ class Row:
         return " ".join(f"{dim}@{'+'.join(axes)}" if axes else dim for dim, axes in dims)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
     """Every array's placement, what is wrong with it, and what is worth knowing."""
 
@@ -127,6 +127,10 @@ class Explanation:
             f"{bytes_text(self.bytes_per_device)} per device"
             + (f", {self.bytes_per_device / even:.2f}× an even split" if even else "")
         )
+
+    def __repr__(self) -> str:
+        """Its summary; print it for the table."""
+        return f"Explanation({self.summary()})"
 
     def data(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""

@@ -41,7 +41,7 @@ class DescribedDevice:
         return (*self.coords, self.core_on_chip) if self.platform == "tpu" else self.coords
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Machine:
     """`shape`: chips along each torus dim (TPU), (hosts, GPUs per host), or (devices,) for CPUs."""
 
@@ -93,6 +93,9 @@ class Machine:
             shape = shape[1:]
         one = f"{self.chip.name}:{'x'.join(map(str, shape))}"
         return f"{self.slices}*{one}" if self.slices > 1 else one
+
+    def __repr__(self) -> str:
+        return f"Machine('{self}')"
 
     @property
     def is_tpu(self) -> bool:

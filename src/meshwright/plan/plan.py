@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from meshwright.errors import MeshwrightError, count, did_you_mean
+from meshwright.arithmetic import divisors
+from meshwright.errors import MeshwrightError, count, did_you_mean, nearest_multiples
 from meshwright.machines import Machine
 from meshwright.machines.slices import largest_slice, squarest
 from meshwright.models.decoder import PRESETS, DecoderConfig, preset, usual_dtype
@@ -66,6 +67,14 @@ def plan(
     )  # fmt: skip
     _check(objective, remat, accumulation, cost_per_hour)
     _check_kind(kind, objective, remat, accumulation, optimizer, overlap)
+    if accumulation is not None and batch % accumulation:
+        able = divisors(batch)
+        near = sorted(sorted(able, key=lambda n: abs(n - accumulation))[:2])
+        raise MeshwrightError(
+            f"accumulation={accumulation} does not divide batch={batch}: every micro-batch has as "
+            f"many sequences; accumulation={' or '.join(map(str, near))}, or batch="
+            f"{nearest_multiples(batch, accumulation)} would fit"
+        )
     limits = constraints.parse(mesh)
     if kind == "serve":
         estimates, refused = serving(job, machine, limits, objective)

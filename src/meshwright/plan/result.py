@@ -104,7 +104,7 @@ class Transfer:
     formula: str = ""  # how bytes came about, with numbers filled in
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Estimate:
     """What a choice would cost."""
 
@@ -126,8 +126,17 @@ class Estimate:
         """Seconds of transfers that nothing hides."""
         return sum(one.seconds - one.hidden for one in self.transfers)
 
+    def __repr__(self) -> str:
+        """The choice and what it costs; every number is a field."""
+        share = self.memory.total / self.memory.limit
+        return (
+            f"Estimate({self.choice.mesh}, remat={self.choice.remat}, accumulation="
+            f"{self.choice.accumulation}: {self.step_seconds:.3g} s a step, MFU {self.mfu:.0%}, "
+            f"memory {share:.0%}, bound by {self.bound})"
+        )
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Refusal:
     """A choice that cannot be, and why in a sentence."""
 
@@ -135,8 +144,11 @@ class Refusal:
     why: str
     memory: Memory | None = None  # where it is memory that refuses
 
+    def __repr__(self) -> str:
+        return f"Refusal({self.choice.mesh}: {self.why})"
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """The ways to run a job on a machine, the best first."""
 
@@ -158,6 +170,14 @@ class Plan:
     def mesh(self) -> str:
         """The best mesh, as `--mesh` takes it."""
         return self.best.choice.mesh
+
+    def __repr__(self) -> str:
+        """What is planned and the best of it; `meshwright plan` shows it all."""
+        return (
+            f"Plan({self.job.name or 'a model'} on {self.machine}, batch={self.job.batch}, "
+            f"seq={self.job.seq}, {self.job.kind}: {len(self.ranked)} meshes ranked, "
+            f"{len(self.refused)} refused; best {self.best!r})"
+        )
 
     def tokens_per_second(self, estimate: Estimate) -> float:
         """Of the whole machine; serving, a step makes one token of each row."""

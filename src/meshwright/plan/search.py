@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from meshwright.arithmetic import divisors
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, count
 from meshwright.machines import Machine
 from meshwright.models.decoder.forward import REMAT
 from meshwright.plan.candidates import meshes, refusal, strategies, with_strategy
@@ -58,7 +58,9 @@ def search(
             continue
         fits, least = fitting(job, mesh, machine, remat, accumulation, objective == "memory")
         if not fits:
-            refused.append(_too_large(*least) if least else Refusal(mesh, _no_rows(job, mesh)))
+            refused.append(
+                _too_large(*least) if least else Refusal(mesh, _no_rows(job, mesh, accumulation))
+            )
             continue
         if objective == "memory":
             choice, need = min(fits, key=lambda one: one[1].total)
@@ -257,6 +259,11 @@ def _too_large(choice: Choice, need: Memory) -> Refusal:
     return Refusal(choice, why, need)
 
 
-def _no_rows(job: Job, mesh: Choice) -> str:
+def _no_rows(job: Job, mesh: Choice, accumulation: int | None) -> str:
+    """Why the sequences of a device do not divide into so many micro-batches."""
     rows = job.batch // (mesh.dp * mesh.fsdp)
-    return f"the {rows} rows of a device do not divide into the micro-batches asked for"
+    able = ", ".join(map(str, divisors(rows)))
+    return (
+        f"accumulation={accumulation} does not divide the {count(rows, 'sequence')} of a device "
+        f"(batch={job.batch} over dp·fsdp={mesh.dp * mesh.fsdp}); {able} would fit"
+    )

@@ -30,7 +30,7 @@ from meshwright.prove.target import check_extra, child_environment, compiler_ver
 Progress = Callable[[str, float], None]  # the stage in words, and seconds since the start
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Proof:
     """What the compiler made of a step."""
 
@@ -47,6 +47,13 @@ class Proof:
     @property
     def fits(self) -> bool:
         return self.footprint is not None and self.footprint.fits
+
+    def __repr__(self) -> str:
+        """The verdict; every number is a field."""
+        used = self.footprint or self.out_of_memory
+        needed = "" if used is None else _gib(used) + ", "
+        verdict = "fits" if self.fits else "does not fit"
+        return f"Proof({self.mesh} on {self.machine}: {verdict}, {needed}by {self.compiler})"
 
     @functools.cached_property
     def text(self) -> str:
@@ -189,6 +196,11 @@ def _compile(
             )
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)
+
+
+def _gib(used: Footprint | OutOfMemory) -> str:
+    needed = used.total if isinstance(used, Footprint) else used.needed
+    return f"{needed / 2**30:.2f} of {used.limit / 2**30:.2f} GiB a device"
 
 
 def _read(path: Path) -> str:
