@@ -11,6 +11,7 @@ import pytest
 import plan_against_compiler as recorded
 from meshwright.machines import Machine
 from meshwright.plan.memory import memory
+from meshwright.plan.ranking import UNCERTAINTY
 from meshwright.plan.rewrites import compiled_traffic
 
 RECORD = list(recorded.read_record().values())
@@ -109,7 +110,8 @@ def test_told_to_overlap_the_compiler_gathers_most_of_a_loops_weights_while_it_c
     )
 
 
-def test_the_chosen_mesh_is_within_a_twentieth_of_the_best_of_each_scenario() -> None:
+def test_the_chosen_mesh_is_within_the_uncertainty_of_the_best_of_each_scenario() -> None:
     _, worst = recorded.choice_table(recorded.read_record())
     assert len(worst) >= 10
-    assert max(worst) <= 1.05
+    assert max(worst) <= 1 + UNCERTAINTY
+    assert sum(worst) / len(worst) <= 1.04
