@@ -247,9 +247,9 @@ def checked_in_parts(head_dim: int) -> str:
         q, k, v, given
     )
     halves = [Block(q, k[:, at], v[:, at]) for at in (slice(0, 256), slice(256, 640))]
-    forward = jax.jit(lambda block: hopper.forward(block, everything))
+    forward = jax.jit(lambda block: hopper.forward(block, everything, jnp.float32))
     whole = together(*(forward(block) for block in halves))
-    backward = jax.jit(lambda *x: hopper.backward(x[0], everything, *x[1:]))
+    backward = jax.jit(lambda *x: hopper.backward(x[0], everything, *x[1:], jnp.float32))
     first, second = (backward(block, whole, given) for block in halves)
     keys = (jnp.concatenate(pair, axis=1) for pair in zip(first[1:], second[1:], strict=True))
     back = (first.q.astype(jnp.float32) + second.q.astype(jnp.float32), *keys)

@@ -109,8 +109,8 @@ def add_kernel(name: str, bias_up_to: int) -> None:
     from meshwright.ops.attention.kernels import KERNELS
 
     KERNELS[name] = Kernel(
-        lambda block, mask: documents.forward(fused.forward, block, mask.causal, bias_up_to),
-        lambda block, mask, whole, given: documents.backward(
+        lambda block, mask, _: documents.forward(fused.forward, block, mask.causal, bias_up_to),
+        lambda block, mask, whole, given, _: documents.backward(
             fused.backward, block, mask.causal, whole, given, bias_up_to
         ),
         lambda call: None,

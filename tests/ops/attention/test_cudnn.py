@@ -142,7 +142,7 @@ CALL = Call("gpu", "bfloat16", 4096, 4096, 128, Mask(), segmented=False)
         ({"mask": Mask(block=16)}, "no block-causal mask"),
         ({"mask": Mask(offset=64)}, "begin at the first key"),
         ({"mask": Mask(window=64), "segmented": True}, "not both"),
-        ({"queries": 333, "keys": 333, "segmented": True}, "even length, not 333"),
+        ({"dynamic": True}, "known when it is compiled"),
     ],
 )
 def test_what_it_cannot_do_is_said(changes: dict[str, Any], why: str) -> None:
@@ -156,6 +156,8 @@ def test_what_it_cannot_do_is_said(changes: dict[str, Any], why: str) -> None:
         {"mask": Mask(window=64)},
         {"mask": EVERYTHING, "keys": 512},
         {"segmented": True, "queries": 2**19, "keys": 2**19},
+        {"segmented": True, "queries": 333, "keys": 333},
+        {"queries": 333, "keys": 333},
     ],
 )
 def test_what_it_can_do_it_takes(changes: dict[str, Any]) -> None:
@@ -168,8 +170,8 @@ def test_a_jax_that_calls_cudnn_otherwise_is_not_called(monkeypatch: pytest.Monk
     def rule(scale: float, softcap: float, res: Any, grad_output: Any) -> None: ...
 
     monkeypatch.setattr(fused_attention_stablehlo, "_dot_product_attention_bwd_rule", rule)
-    fused.unavailable.cache_clear()
+    fused._unknown_calls.cache_clear()
     assert "in a way that is not known here (softcap)" in str(cudnn.refuses(CALL))
     monkeypatch.undo()
-    fused.unavailable.cache_clear()
+    fused._unknown_calls.cache_clear()
     assert cudnn.refuses(CALL) is None

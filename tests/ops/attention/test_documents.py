@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.ops.attention.reference import in_float64, inputs
 
 from meshwright.ops.attention.block import Block, Partial, Slopes, together
-from meshwright.ops.attention.documents import backward, forward, parts_of, refuses_causal
+from meshwright.ops.attention.documents import backward, forward, padded_length, parts_of
 from meshwright.ops.attention.fused import Rows
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -184,9 +184,19 @@ def test_a_causal_part_is_cut_until_its_bias_is_small() -> None:
     assert parts_of(1, 8192, 2**26) == 1
     assert parts_of(2, 8192, 2**26) == 2
     assert parts_of(1, 65536, 2**26) == 64
-    assert refuses_causal(524288) is None
 
 
-def test_lengths_that_a_bias_cannot_serve_are_refused() -> None:
-    assert "even length, not 333" in str(refuses_causal(333))
-    assert "cannot be halved" in str(refuses_causal(65538))
+@given(st.integers(1, 2**20))
+def test_lengths_that_a_bias_cannot_serve_are_padded_a_little(length: int) -> None:
+    padded = padded_length(length)
+    assert padded % 2 == 0
+    assert padded // parts_of(1, padded) * padded <= 2**30
+    assert length <= padded <= max(1.01 * length, length + 1)
+    assert padded_length(padded) == padded
+
+
+def test_lengths_that_a_bias_serves_are_kept() -> None:
+    for length in (2, 1000, 8192, 524288):
+        assert padded_length(length) == length
+    assert padded_length(333) == 334
+    assert padded_length(65538) > 65538

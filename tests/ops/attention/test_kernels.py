@@ -27,7 +27,10 @@ def changed(**what: Any) -> Call:
         (changed(platform="gpu"), "blockwise"),  # float32
         (changed(platform="gpu", dtype="bfloat16", mask=Mask(block=16)), "blockwise"),
         (changed(platform="gpu", dtype="bfloat16", head_dim=256), "blockwise"),
-        (changed(platform="tpu", dtype="bfloat16", queries=1500, keys=1500), "blockwise"),
+        (changed(platform="tpu", dtype="bfloat16", queries=1500, keys=1500), "splash"),
+        (changed(platform="tpu", dtype="float16"), "blockwise"),
+        (changed(platform="tpu", dtype="bfloat16", dynamic=True), "blockwise"),
+        (changed(platform="gpu", dtype="bfloat16", queries=1501, keys=1501), "cudnn"),
         (changed(platform="tpu", dtype="bfloat16"), "splash"),
         (changed(platform="tpu", mask=Mask(window=100), segmented=True), "splash"),
     ],
@@ -59,6 +62,17 @@ def test_what_was_passed_over_is_said_once(caplog: pytest.LogCaptureFixture) -> 
         "not dense: its scores grow with the square of the length (4096)",
     ):
         assert reason in caplog.text
+
+
+def test_a_slower_kernel_is_said_to_be_slower(caplog: pytest.LogCaptureFixture) -> None:
+    kernels._say.cache_clear()
+    with caplog.at_level(logging.INFO, logger="meshwright"):
+        choose(changed(platform="tpu", dtype="float16"))
+        choose(changed(platform="tpu"), "blockwise")
+    automatic, asked = caplog.messages
+    assert automatic.startswith("attention kernel: blockwise, slower than splash (")
+    assert "not splash: it computes in bfloat16 and float32, not float16" in automatic
+    assert asked == "attention kernel: blockwise, slower than splash (as asked)"
 
 
 def test_a_kernel_that_is_named_is_taken() -> None:

@@ -143,15 +143,71 @@ def test_two_runs_of_keys_put_together_are_attention_to_all_of_them(
     assert (np.asarray(first.out)[nothing] == 0).all()
 
 
+@dataclasses.dataclass(frozen=True)
+class Odd:
+    """Lengths that are not a multiple of 128."""
+
+    mask: Mask
+    queries: int = 200
+    keys: int = 200
+    packed: bool = False
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        Odd(Mask(), packed=True),
+        Odd(EVERYTHING),
+        Odd(Mask(block=70)),  # of which the last would reach into the padding
+        pytest.param(Odd(Mask()), marks=pytest.mark.slow),
+        pytest.param(Odd(Mask(window=60)), marks=pytest.mark.slow),
+        pytest.param(Odd(EVERYTHING, packed=True), marks=pytest.mark.slow),
+        pytest.param(Odd(EVERYTHING, queries=128, keys=130), marks=pytest.mark.slow),
+        pytest.param(Odd(Mask(offset=50), queries=100, keys=130), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_any_length_is_padded_and_comes_out_as_if_it_were_not(odd: Odd, interpreted: None) -> None:
+    arrays = inputs(2, max(odd.queries, odd.keys), 4, 2)
+    q, given = (x[:, : odd.queries] for x in (arrays[0], arrays[3]))
+    k, v = (x[:, : odd.keys] for x in arrays[1:3])
+    segments = documents(2, odd.keys) if odd.packed else None
+    sees = Sees(**dataclasses.asdict(odd.mask))
+    expected, slopes = in_float64(q, k, v, given, segments, sees)
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def both(*arrays: Any) -> Any:
+        out, backward = jax.vjp(
+            lambda *x: attention(*x, segments, odd.mask, kernel="splash"), *arrays[:3]
+        )
+        return out, *backward(arrays[3])
+
+    found, *found_slopes = both(*map(jnp.asarray, (q, k, v, given)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=FORWARD)
+    for one, right in zip(found_slopes, slopes, strict=True):
+        np.testing.assert_allclose(one, right, rtol=0, atol=GRADIENT)
+
+
+@given(st.integers(1, 2**20))
+def test_padding_is_little_and_multiples_of_128_have_none(length: int) -> None:
+    padded = splash.padded_length(length)
+    assert padded % 128 == 0
+    assert length <= padded < max(1.25 * length, length + 128) + 1
+    if length % 128 == 0:
+        assert padded == length
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         Case("ring", "sp=2", length=512, batch=1, kernel="splash"),
+        Case("ring", "sp=2", length=280, batch=1, kernel="splash"),
+        Case("allgather", "sp=2", Mask(window=100), length=300, batch=1, kernel="splash"),
         Case("ring", "sp=2", Mask(window=200), length=512, batch=1, kernel="splash"),
         Case("allgather", "sp=2", EVERYTHING, length=256, batch=1, packed=False, kernel="splash"),
     ],
-    ids=["ring", "window", "gathered"],
+    ids=["ring", "odd ring", "odd window", "window", "gathered"],
 )
 def test_strategies_over_a_split_row_can_use_it(
     case: Case, interpreted: None, monkeypatch: pytest.MonkeyPatch
@@ -165,11 +221,11 @@ def test_strategies_over_a_split_row_can_use_it(
 def test_it_says_what_it_cannot_do() -> None:
     able = Call("tpu", "bfloat16", 1024, 1024, 128, Mask(), segmented=True)
     assert splash.splash.refuses(able) is None
+    assert splash.splash.refuses(dataclasses.replace(able, queries=1000, keys=64)) is None
     for change, why in (
         ({"platform": "gpu"}, "TPUs"),
         ({"dtype": "float16"}, "float16"),
-        ({"queries": 1000}, "1000 queries are not a multiple of 128"),
-        ({"keys": 64}, "64 keys"),
+        ({"dynamic": True}, "known when it is compiled"),
         ({"queries": 2**20, "keys": 2**20}, "1,048,576 entries"),
     ):
         refusal = splash.splash.refuses(dataclasses.replace(able, **change))

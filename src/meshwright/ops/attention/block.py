@@ -2,7 +2,8 @@
 
 A kernel gives each query's output and the log of its sum of weights, so that outputs over several
 runs of keys can be put together; its backward pass takes the output and the sum over *all* keys,
-and gives this run's part of the gradients.
+and gives this run's part of the gradients. Where several parts are summed they are asked for in
+float32: rounding every part to bfloat16 first would add an error for each.
 """
 
 import dataclasses
@@ -24,6 +25,14 @@ class Block(NamedTuple):
     v: jax.Array
     q_segments: jax.Array | None = None  # [batch, queries]: documents; only equals see each other
     k_segments: jax.Array | None = None
+    # [queries], int32: a query sees the keys before this index, where the mask is not known until
+    # the program runs; None: what the mask says
+    k_end: jax.Array | None = None
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The numbers of queries and keys."""
+        return self.q.shape[1], self.k.shape[1]
 
 
 class Partial(NamedTuple):
@@ -52,17 +61,29 @@ class Call:
     head_dim: int
     mask: Mask
     segmented: bool
+    dynamic: bool = False  # which keys a query sees is known only when the program runs (k_end)
+    partial: bool = False  # results are parts of sums, asked for in float32
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.queries, self.keys
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Forward and backward, each in two steps where what a fused call gives needs finishing."""
+    """Forward and backward, each in two steps where what a fused call gives needs finishing.
 
-    forward: Callable[[Block, Mask], Any]
-    backward: Callable[[Block, Mask, Partial, jax.Array], Any]
+    Both take the dtype of their results last, None for that of their inputs; a kernel that can only
+    give the latter gives that.
+    """
+
+    forward: Callable[..., Any]  # block, mask, dtype
+    backward: Callable[..., Any]  # block, mask, output over all keys, its cotangent, dtype
     refuses: Callable[[Call], str | None]  # why not, None if it can
     partial: Callable[[Any], Partial] = lambda found: found  # from what forward gives
     slopes: Callable[[Any], Slopes] = lambda found: found  # from what backward gives
+    # queries and keys it computes with: the call's lengths, or what they must be padded to
+    lengths: Callable[[Call], tuple[int, int]] = lambda call: call.lengths
 
 
 def together(a: Partial, b: Partial) -> Partial:
@@ -101,7 +122,7 @@ def with_gradient(
 
     def slopes(kept: Any, given: jax.Array) -> Any:
         arrays, whole = kept
-        return *backward(Block(*arrays), whole, given), None, None
+        return *backward(Block(*arrays), whole, given), *(None,) * (len(arrays) - 3)
 
     run.defvjp(keep, slopes)
     return lambda block: run(*block)

@@ -5,7 +5,7 @@ grows with the number of keys, not with its square. `dense` is the same with all
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,25 @@ from meshwright.ops.exchange import varying_like
 
 ROWS = 512  # queries at a time
 
+
+class _Queries(NamedTuple):
+    """A block of queries and what says which keys they see."""
+
+    q: jax.Array  # [batch, queries, heads, head_dim]
+    segments: jax.Array | None  # [batch, queries]
+    k_end: jax.Array | None  # [1, queries]
+    first: jax.Array  # the index of the first of them
+
+
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _forward(block: Block, mask: Mask, rows: int | None) -> Partial:
-    def some(part: Any) -> Partial:
-        q, segments, first = part
-        grouped = _grouped(q, block.k)
-        scores = _scores(grouped, segments, first, block, mask)
+def _forward(block: Block, mask: Mask, dtype: Any = None, *, rows: int | None) -> Partial:
+    dtype = dtype or block.q.dtype
+
+    def some(part: _Queries) -> Partial:
+        q, grouped = part.q, _grouped(part.q, block.k)
+        scores = _scores(grouped, part, block, mask)
         most = jnp.max(scores, axis=-1, keepdims=True)
         most = jnp.where(jnp.isneginf(most), 0.0, most)  # a query that sees nothing
         weights = jnp.exp(scores - most)
@@ -32,7 +43,7 @@ def _forward(block: Block, mask: Mask, rows: int | None) -> Partial:
         out = _product("bqkgs,bskd->bqkgd", weights.astype(block.v.dtype), block.v)
         out = out / jnp.where(total == 0, 1.0, total)
         log_sum = jnp.log(total) + most
-        return Partial(out.reshape(q.shape).astype(q.dtype), log_sum.reshape(q.shape[:3]))
+        return Partial(out.reshape(q.shape).astype(dtype), log_sum.reshape(q.shape[:3]))
 
     length = block.q.shape[1]
     found = lax.map(some, _queries(block, rows))
@@ -40,16 +51,24 @@ def _forward(block: Block, mask: Mask, rows: int | None) -> Partial:
 
 
 def _backward(
-    block: Block, mask: Mask, whole: Partial, given: jax.Array, rows: int | None
+    block: Block,
+    mask: Mask,
+    whole: Partial,
+    given: jax.Array,
+    dtype: Any = None,
+    *,
+    rows: int | None,
 ) -> Slopes:
+    dtype = dtype or block.q.dtype
     delta = jnp.sum(whole.out.astype(jnp.float32) * given.astype(jnp.float32), axis=-1)
 
     def some(carry: Any, part: Any) -> Any:
         of_k, of_v = carry
-        (q, segments, first), log_sum, given, delta = part
+        queries, log_sum, given, delta = part
+        q = queries.q
         grouped, given = _grouped(q, block.k), _grouped(given, block.k)
         log_sum, delta = (x.reshape(*grouped.shape[:4], 1) for x in (log_sum, delta))
-        scores = _scores(grouped, segments, first, block, mask)
+        scores = _scores(grouped, queries, block, mask)
         weights = jnp.where(jnp.isneginf(scores), 0.0, jnp.exp(scores - log_sum))
         of_weights = _product("bqkgd,bskd->bqkgs", given, block.v)
         of_scores = weights * (of_weights - delta) * q.shape[-1] ** -0.5
@@ -57,26 +76,27 @@ def _backward(
         of_q = _product("bqkgs,bskd->bqkgd", of_scores, block.k).reshape(q.shape)
         of_k += _product("bqkgs,bqkgd->bskd", of_scores, grouped)
         of_v += _product("bqkgs,bqkgd->bskd", weights.astype(q.dtype), given)
-        return (of_k, of_v), of_q.astype(q.dtype)
+        return (of_k, of_v), of_q.astype(dtype)
 
     length = block.q.shape[1]
     zero = varying_like(jnp.zeros(block.k.shape, jnp.float32), block.q, block.k, given)
     parts = tuple(_cut(x, rows) for x in (whole.log_sum, given, delta))
     (of_k, of_v), of_q = lax.scan(some, (zero, zero), (_queries(block, rows), *parts))
-    of_k, of_v = of_k.astype(block.k.dtype), of_v.astype(block.v.dtype)
-    return Slopes(_joined(of_q, length), of_k, of_v)
+    return Slopes(_joined(of_q, length), of_k.astype(dtype), of_v.astype(dtype))
 
 
-def _scores(
-    grouped: jax.Array, segments: jax.Array | None, first: jax.Array, block: Block, mask: Mask
-) -> jax.Array:
+def _scores(grouped: jax.Array, queries: _Queries, block: Block, mask: Mask) -> jax.Array:
     """[batch, queries, kv_heads, group, keys], -inf where a key is not seen."""
-    queries, head_dim = grouped.shape[1], grouped.shape[-1]
+    number, head_dim = grouped.shape[1], grouped.shape[-1]
     scores = _product("bqkgd,bskd->bqkgs", grouped, block.k) * head_dim**-0.5
-    seen = mask.seen(first + jnp.arange(queries), jnp.arange(block.k.shape[1]))
+    keys = jnp.arange(block.k.shape[1])
+    seen = mask.seen(queries.first + jnp.arange(number), keys)
     seen = None if seen is None else seen[None]
-    if segments is not None and block.k_segments is not None:
-        same = segments[:, :, None] == block.k_segments[:, None, :]
+    if queries.k_end is not None:
+        before = keys[None, None] < queries.k_end[:, :, None]
+        seen = before if seen is None else seen & before
+    if queries.segments is not None and block.k_segments is not None:
+        same = queries.segments[:, :, None] == block.k_segments[:, None, :]
         seen = same if seen is None else seen & same
     return scores if seen is None else jnp.where(seen[:, :, None, None], scores, -jnp.inf)
 
@@ -87,11 +107,12 @@ def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:
     return x.reshape(batch, queries, k.shape[2], heads // k.shape[2], head_dim)
 
 
-def _queries(block: Block, rows: int | None) -> Any:
-    """Queries, their documents and the place of the first of them, cut into blocks."""
+def _queries(block: Block, rows: int | None) -> _Queries:
+    """All queries, cut into blocks."""
     q = _cut(block.q, rows)
     segments = None if block.q_segments is None else _cut(block.q_segments, rows)
-    return q, segments, jnp.arange(q.shape[0]) * q.shape[2]
+    k_end = None if block.k_end is None else _cut(block.k_end[None], rows)
+    return _Queries(q, segments, k_end, jnp.arange(q.shape[0]) * q.shape[2])
 
 
 def _cut(x: jax.Array, rows: int | None) -> jax.Array:

@@ -80,16 +80,17 @@ def parts_of(rows: int, length: int, bias_up_to: int = BIAS_UP_TO) -> int:
     return parts
 
 
-def refuses_causal(length: int) -> str | None:
-    if length % 2:
-        return f"of packed documents it takes rows of even length, not {length}"
-    short = length // parts_of(1, length)
-    if short * length > _TOO_MUCH:
-        return (
-            f"rows of {length} packed tokens cannot be halved until a bias of the mask is small: "
-            f"a multiple of a higher power of two can"
-        )
-    return None
+def padded_length(length: int) -> int:
+    """What a length is padded to: even, and cut in halves until a bias of its mask is small.
+
+    >>> [padded_length(n) for n in (1000, 1001, 40_000, 40_002)]
+    [1000, 1002, 40000, 40032]
+    """
+    multiple, padded = 2, length + length % 2
+    while padded * (padded // parts_of(1, padded)) > _TOO_MUCH and multiple < length:
+        multiple *= 2
+        padded = length + -length % multiple
+    return padded
 
 
 def _full_forward(call: Forward, block: Block, bias_up_to: int) -> Partial:

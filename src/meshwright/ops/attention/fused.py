@@ -49,14 +49,22 @@ def backward(rows: Rows, whole: Partial, given: jax.Array) -> Slopes:
     return Slopes(*_bind(_PASSES[1], rows, (log_sum, out, given)))
 
 
-@functools.cache
 def unavailable() -> str | None:
     """Why the calls cannot be made, None if they can."""
+    from jax._src import xla_bridge
     from jax._src.lib import cuda_versions
 
-    # elsewhere the program is only lowered, for a machine that is not here
-    if jax.default_backend() == "gpu" and cuda_versions is None:
+    # elsewhere the program is only lowered, for a machine that is not here; and a plan must not
+    # start this machine's devices to ask
+    started = xla_bridge.backends_are_initialized()
+    if cuda_versions is None and started and jax.default_backend() == "gpu":
         return "cuDNN is not installed beside jax"
+    return _unknown_calls()
+
+
+@functools.cache
+def _unknown_calls() -> str | None:
+    """Why jax's way of calling cuDNN is not the one known here, None if it is."""
     unknown = sorted(_backward_arguments() - _KNOWN)
     if unknown or not all(hasattr(_jax(), name) for name in _PASSES):
         said = f" ({', '.join(unknown)})" if unknown else ""

@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from meshwright.errors import MeshwrightError, did_you_mean
@@ -13,6 +14,13 @@ from meshwright.ops.attention.blockwise import blockwise, dense
 from meshwright.ops.attention.cudnn import cudnn
 from meshwright.ops.attention.hopper import hopper
 from meshwright.ops.attention.mask import Mask
+from meshwright.ops.attention.padding import (
+    cut_gradients,
+    cut_output,
+    pad_block,
+    pad_cotangent,
+    pad_output,
+)
 from meshwright.ops.attention.splash import splash
 from meshwright.ops.exchange import platform_in_force
 
@@ -25,30 +33,48 @@ KERNELS: dict[str, Kernel] = {
     "dense": dense,
     "blockwise": blockwise,
 }
+# the fused kernels of a platform; the others are plain JAX, and slower there
+FUSED = {"tpu": ("splash",), "gpu": ("hopper", "cudnn"), "cuda": ("hopper", "cudnn")}
 
 
-def forward(block: Block, mask: Mask, kernel: str, under_way: Any = ()) -> tuple[Partial, Any]:
+def forward(
+    block: Block,
+    mask: Mask,
+    kernel: str,
+    under_way: Any = (),
+    dtype: Any = jnp.float32,
+) -> tuple[Partial, Any]:
     """Output and log-sum by the named kernel, or by the fastest that can (auto).
 
     `under_way` is what other devices are sending: it is given back with what the kernel found, and
     neither is used before both are there. So compilers begin to receive before the kernel and end
-    after it; left alone, they wait with what does not look long until the kernel is done.
+    after it; left alone, they wait with what does not look long until the kernel is done. `dtype`
+    is that of the output: float32 where it is one part of a sum, None for that of the queries.
     """
-    mask = mask.within(block.q.shape[1], block.k.shape[1])
-    chosen = _kernel(block, mask, kernel)
-    found, under_way = _meet(chosen.forward(block, mask), under_way)
-    return chosen.partial(found), under_way
+    mask = mask.within(*block.lengths)
+    chosen, lengths = _kernel(block, mask, kernel, partial=dtype is not None)
+    padded = pad_block(block, mask, lengths)
+    found, under_way = _meet(chosen.forward(padded, mask, dtype), under_way)
+    return cut_output(chosen.partial(found), block.lengths), under_way
 
 
 def backward(
-    block: Block, mask: Mask, whole: Partial, given: jax.Array, kernel: str, under_way: Any = ()
+    block: Block,
+    mask: Mask,
+    whole: Partial,
+    given: jax.Array,
+    kernel: str,
+    under_way: Any = (),
+    dtype: Any = jnp.float32,
 ) -> tuple[Slopes, Any]:
     """This block's part of the gradients; `whole` is the output over all keys."""
-    mask = mask.within(block.q.shape[1], block.k.shape[1])
-    chosen = _kernel(block, mask, kernel)
-    found = chosen.backward(block, mask, whole, given)
+    mask = mask.within(*block.lengths)
+    chosen, lengths = _kernel(block, mask, kernel, partial=dtype is not None)
+    padded, queries = pad_block(block, mask, lengths), lengths[0]
+    whole, given = pad_output(whole, queries), pad_cotangent(given, queries)
+    found = chosen.backward(padded, mask, whole, given, dtype)
     found, under_way = _meet(found, under_way)
-    return chosen.slopes(found), under_way
+    return cut_gradients(chosen.slopes(found), block.lengths), under_way
 
 
 def _meet(found: Any, under_way: Any) -> Any:
@@ -61,18 +87,20 @@ def _meet(found: Any, under_way: Any) -> Any:
 def one_call(block: Block, mask: Mask, kernel: str) -> jax.Array:
     """The output of queries and keys that are all here."""
     return with_gradient(
-        lambda block: forward(block, mask, kernel)[0],
-        lambda block, whole, given: backward(block, mask, whole, given, kernel)[0],
+        lambda block: forward(block, mask, kernel, dtype=None)[0],
+        lambda block, whole, given: backward(block, mask, whole, given, kernel, dtype=None)[0],
     )(block)
 
 
-def _kernel(block: Block, mask: Mask, kernel: str) -> Kernel:
-    queries, head_dim = block.q.shape[1], block.q.shape[-1]
+def _kernel(block: Block, mask: Mask, kernel: str, partial: bool) -> tuple[Kernel, tuple[int, int]]:
+    """The kernel, and the numbers of queries and keys it computes with."""
     call = Call(
-        platform_in_force(), str(block.q.dtype), queries, block.k.shape[1], head_dim, mask,
-        block.q_segments is not None,
+        platform_in_force(), str(block.q.dtype), *block.lengths, block.q.shape[-1], mask,
+        segmented=block.q_segments is not None, dynamic=block.k_end is not None,
+        partial=partial,
     )  # fmt: skip
-    return KERNELS[choose(call, kernel)]
+    chosen = KERNELS[choose(call, kernel)]
+    return chosen, chosen.lengths(call)
 
 
 @functools.lru_cache(maxsize=256)
@@ -84,7 +112,8 @@ def _say(text: str) -> None:
 def _fastest_first(call: Call) -> list[str]:
     names = list(KERNELS)
     on_gpu = call.platform in ("gpu", "cuda")
-    if on_gpu and call.head_dim == 128 and not call.segmented:  # measured: 0.9 of hopper's time
+    # measured: 0.9 of hopper's time; but it rounds what it gives to bfloat16, also parts of a sum
+    if on_gpu and call.head_dim == 128 and not call.segmented and not call.partial:
         names.remove("cudnn")
         names.insert(0, "cudnn")
     return names
@@ -92,6 +121,16 @@ def _fastest_first(call: Call) -> list[str]:
 
 def choose(call: Call, kernel: str = "auto") -> str:
     """The first kernel that can serve the call; what was passed over and why is logged once."""
+    name, why = explain_kernel(call, kernel)
+    fused = FUSED.get(call.platform, ())
+    slower = f", slower than {' and '.join(fused)}" if fused and name not in fused else ""
+    if kernel == "auto" or slower:
+        _say(f"attention kernel: {name}{slower}{f' ({why})' if why else ''}")
+    return name
+
+
+def explain_kernel(call: Call, kernel: str = "auto") -> tuple[str, str]:
+    """The kernel that serves the call, and why none before it does."""
     if kernel != "auto" and kernel not in KERNELS:
         raise MeshwrightError(
             f"attention={kernel!r} is not a kernel{did_you_mean(kernel, ['auto', *KERNELS])}"
@@ -104,10 +143,8 @@ def choose(call: Call, kernel: str = "auto") -> str:
                 raise MeshwrightError(
                     f"attention={name!r} cannot serve this: {why}; auto takes the fastest that can"
                 )
-            return name
+            return name, "as asked"
         if kernel == "auto" and why is None:
-            because = f" ({'; '.join(passed)})" if passed else ""
-            _say(f"attention kernel: {name}{because}")
-            return name
+            return name, "; ".join(passed)
         passed.append(f"not {name}: {why}")
     raise AssertionError("the last kernel serves every call")

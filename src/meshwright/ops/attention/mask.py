@@ -6,6 +6,8 @@ Mask(causal=True, window=None, block=None, offset=0)
 Mask(causal=True, window=4096, block=None, offset=0)
 >>> Mask(window=8).within(4, 4)             # of 4 queries and 4 keys it leaves nothing out
 Mask(causal=True, window=None, block=None, offset=0)
+>>> Mask(block=6).within(4, 4)              # nor does a block that holds them all
+Mask(causal=False, window=None, block=None, offset=0)
 >>> Mask(offset=4).within(4, 4)             # queries behind all keys see them all
 Mask(causal=False, window=None, block=None, offset=0)
 """
@@ -62,9 +64,18 @@ class Mask:
         window = self.window
         if window is not None and window >= self.offset + queries:
             window = None
-        if window is None and self.offset >= keys - 1:
+        if window is None and self._end(0) >= keys:
             return EVERYTHING
         return dataclasses.replace(self, window=window)
+
+    def ends_within(self, queries: int, keys: int) -> bool:
+        """Whether no query would see past the last key if there were more of them."""
+        return self.causal and self._end(queries - 1) <= keys
+
+    def _end(self, query: int) -> int:
+        """The index of the first key after those that a query sees; causal masks only."""
+        block = self.block or 1
+        return (query + self.offset) // block * block + block
 
 
 EVERYTHING = Mask(causal=False)

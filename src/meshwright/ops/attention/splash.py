@@ -5,6 +5,7 @@ dims are the ones a chip with two cores divides between them. They do not scale,
 scaled before and their gradients after. Blocks of queries and keys that do not see each other are
 skipped: a table says which keys each block of queries sees. Here it is written down at once, since
 the seen keys of all our masks lie in one run; jax's own way looks at every element of the mask.
+Results have the dtype of the inputs, and no other: what is asked for in float32 is rounded first.
 """
 
 import functools
@@ -20,8 +21,9 @@ from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.exchange import untyped
 
-LANES = 128  # blocks are multiples of this
+LANES = 128  # blocks are multiples of this, and so are the lengths computed with
 LARGEST = 1024  # tokens in a block
+MOST_PADDING = 1 / 4  # of a length, for the sake of larger blocks; assumed, no TPU was there
 COMPUTED = 512  # keys of a block whose scores are held at once
 # A table lies in the chip's memory for scalars (1 MiB), 3 bytes an entry; one of them has twice as
 # many, since its blocks of keys are those whose scores are held at once
@@ -40,10 +42,13 @@ def splash_kernel(interpret: bool = False) -> Kernel:
         _refuses,
         _partial,
         _slopes,
+        _lengths,
     )
 
 
-def _forward(block: Block, mask: Mask, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def _forward(
+    block: Block, mask: Mask, dtype: Any = None, *, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
     kernels = _kernels()
     queries, keys = block.q.shape[1], block.k.shape[1]
     sizes = _sizes(queries, keys)
@@ -82,7 +87,13 @@ def _partial(found: tuple[jax.Array, jax.Array]) -> Partial:
 
 
 def _backward(
-    block: Block, mask: Mask, whole: Partial, given: jax.Array, interpret: bool
+    block: Block,
+    mask: Mask,
+    whole: Partial,
+    given: jax.Array,
+    dtype: Any = None,
+    *,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     kernels = _kernels()
     queries, keys = block.q.shape[1], block.k.shape[1]
@@ -162,6 +173,24 @@ def _documents(block: Block) -> tuple[jax.Array, jax.Array] | None:
     if block.q_segments is None or block.k_segments is None:
         return None
     return block.q_segments, block.k_segments
+
+
+def padded_length(length: int) -> int:
+    """What a length is padded to: a multiple of 128, or of a larger block where that adds little.
+
+    >>> [padded_length(n) for n in (100, 1000, 1100, 3648, 4000, 3712)]
+    [128, 1024, 1280, 4096, 4096, 3712]
+    """
+    if length % LANES == 0:
+        return length
+    size = LARGEST
+    while size > LANES and -length % size > MOST_PADDING * length:
+        size //= 2
+    return length + -length % size
+
+
+def _lengths(call: Call) -> tuple[int, int]:
+    return padded_length(call.queries), padded_length(call.keys)
 
 
 def _sizes(queries: int, keys: int) -> Any:
@@ -255,12 +284,12 @@ def _refuses(call: Call) -> str | None:
         return "it runs on TPUs"
     if call.dtype not in ("bfloat16", "float32"):
         return f"it computes in bfloat16 and float32, not {call.dtype}"
-    for name, length in (("queries", call.queries), ("keys", call.keys)):
-        if length % LANES:
-            return f"{length} {name} are not a multiple of {LANES}"
+    if call.dynamic:
+        return "which keys a query sees must be known when it is compiled"
     if call.mask.causal:
-        sizes = _sizes(call.queries, call.keys)
-        entries = call.queries // sizes.block_q * (call.keys // sizes.block_kv)
+        queries, keys = _lengths(call)
+        sizes = _sizes(queries, keys)
+        entries = queries // sizes.block_q * (keys // sizes.block_kv)
         if entries > LARGEST_TABLE:
             return (
                 f"its table of which blocks see each other would have {entries:,} entries, more "

@@ -38,7 +38,8 @@ ABLE = Call("gpu", "bfloat16", 1024, 1024, 64, Mask(), segmented=False)
         ({"head_dim": 128, "segmented": True}, None),
         ({"head_dim": 128}, None),
         ({"head_dim": 96}, "a head_dim of 64 or 128, not 96"),
-        ({"queries": 1000, "keys": 1000}, "runs of 64 and keys in runs of 128, not 1000 and 1000"),
+        ({"queries": 1000, "keys": 1001}, None),
+        ({"dynamic": True}, "known when it is compiled"),
         ({"dtype": "float16"}, "in bfloat16, not float16"),
         ({"platform": "tpu"}, "it runs on Hopper GPUs"),
     ],
@@ -57,6 +58,7 @@ def test_it_is_taken_where_it_is_the_fastest_that_can_serve() -> None:
         ({"head_dim": 128}, "cudnn"),
         ({"head_dim": 128, "mask": Mask(window=64)}, "cudnn"),
         ({"head_dim": 128, "segmented": True}, "hopper"),
+        ({"head_dim": 128, "partial": True}, "hopper"),  # in float32, which cuDNN cannot give
         ({"segmented": True, "mask": Mask(window=64)}, "hopper"),
         # what cuDNN cannot serve
         ({"head_dim": 128, "mask": Mask(block=64)}, "hopper"),
@@ -123,15 +125,16 @@ def test_what_is_taken_and_what_is_not_is_said_once(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize(
     "mask", [Mask(), EVERYTHING, Mask(window=100), Mask(block=96), Mask(offset=128)], ids=str
 )
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_it_lowers_for_a_gpu_that_is_not_here_on_any_mesh(
-    mask: Mask, documents: bool, head_dim: int
+    mask: Mask, documents: bool, head_dim: int, dtype: Any
 ) -> None:
     mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Explicit,))
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
         block = Block(q, k, v, *segments * 2)
-        whole = hopper.forward(block, mask)
-        return whole, hopper.backward(block, mask, whole, q)
+        whole = hopper.forward(block, mask, dtype)
+        return whole, hopper.backward(block, mask, whole, q, dtype)
 
     with jax.set_mesh(mesh):
         q, k, v = (
@@ -148,7 +151,7 @@ def test_it_lowers_for_a_gpu_that_is_not_here_on_any_mesh(
     assert [x.shape for x in (*whole, *slopes)] == [
         q.shape, q.shape[:3], q.shape, k.shape, v.shape,
     ]  # fmt: skip
-    assert {x.dtype for x in (whole.out, *slopes)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in (whole.out, *slopes)} == {jnp.dtype(dtype)}
 
 
 @NEEDS

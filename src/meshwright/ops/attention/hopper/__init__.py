@@ -2,6 +2,8 @@
 computed. cuDNN knows no documents: a mask of them is a bias it reads, and it computes everything.
 """
 
+from typing import Any
+
 import jax
 
 from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
@@ -13,13 +15,15 @@ from meshwright.ops.mosaic import HOPPER, unavailable
 HEAD_DIMS = (64, 128)  # what registers have room for
 
 
-def _forward(block: Block, mask: Mask) -> Partial:
-    return forward.forward(block.q, block.k, block.v, mask, _documents(block))
+def _forward(block: Block, mask: Mask, dtype: Any = None) -> Partial:
+    return forward.forward(block.q, block.k, block.v, mask, _documents(block), dtype)
 
 
-def _backward(block: Block, mask: Mask, whole: Partial, given: jax.Array) -> Slopes:
+def _backward(
+    block: Block, mask: Mask, whole: Partial, given: jax.Array, dtype: Any = None
+) -> Slopes:
     q, k, v = block[:3]
-    return backward.backward(q, k, v, whole, given, mask, _documents(block))
+    return backward.backward(q, k, v, whole, given, mask, _documents(block), dtype)
 
 
 def _documents(block: Block) -> Documents | None:
@@ -40,12 +44,14 @@ def _refuses(call: Call) -> str | None:
     if call.head_dim not in HEAD_DIMS:
         known = " or ".join(map(str, HEAD_DIMS))
         return f"it is for a head_dim of {known}, not {call.head_dim}"
-    if call.queries % RUNS.q or call.keys % RUNS.k:
-        return (
-            f"it takes queries in runs of {RUNS.q} and keys in runs of {RUNS.k}, not "
-            f"{call.queries} and {call.keys}"
-        )
+    if call.dynamic:
+        return "which keys a query sees must be known when it is compiled"
     return None
 
 
-hopper = Kernel(_forward, _backward, _refuses)
+def _lengths(call: Call) -> tuple[int, int]:
+    """Whole runs of queries and keys."""
+    return call.queries + -call.queries % RUNS.q, call.keys + -call.keys % RUNS.k
+
+
+hopper = Kernel(_forward, _backward, _refuses, lengths=_lengths)

@@ -43,8 +43,13 @@ def backward(
     given: jax.Array,
     mask: Mask,
     documents: Documents | None,
+    dtype: Any = None,
 ) -> Slopes:
-    """Gradients by these keys, where `whole` may be over more keys than these."""
+    """Gradients by these keys, where `whole` may be over more keys than these.
+
+    They are of the dtype asked for, None for that of the queries, or float32.
+    """
+    dtype = jnp.dtype(dtype or q.dtype)
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
     sizes = _Sizes(keys, kv_heads, heads // kv_heads, head_dim, documents is not None)
@@ -56,7 +61,7 @@ def backward(
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         sums = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
-        of_keys = jax.ShapeDtypeStruct(k.shape, q.dtype)
+        of_keys = jax.ShapeDtypeStruct(k.shape, dtype)
         k_slope, v_slope = mosaic().kernel(
             lambda *refs: _block(sizes, mask, _Refs(*refs)),
             out_type=(of_keys, of_keys),
@@ -67,7 +72,7 @@ def backward(
             thread_name="group",
             compiler_params=mosaic().CompilerParams(approx_math=True),
         )(*arrays, sums)
-        return jax.freeze(sums).astype(q.dtype), k_slope, v_slope
+        return jax.freeze(sums).astype(dtype), k_slope, v_slope
 
     return Slopes(*untyped(run, q, k, v, given, *starts, *guided))
 
@@ -410,12 +415,25 @@ def _compute(
     found = pl.run_scoped(all_runs, *(sums,) * (2 * columns))
     plgpu.barrier_arrive(refs.done)
     plgpu.barrier_wait(refs.done)  # nobody reads keys any more: there is room for their gradients
+    k_found, v_found = [x * scale for x in found[:columns]], found[columns:]
+
+    def at(column: int) -> Any:
+        return place.row, place.keys(group), place.kv_head, _column(column)
+
+    if refs.k_slope.dtype != refs.k.dtype:  # float32: by way of where the queries' gradients were
+        for c in range(columns):
+            for gradient, target in ((k_found[c], refs.k_slope), (v_found[c], refs.v_slope)):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                refs.q_slope_here[group] = gradient
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(refs.q_slope_here.at[group], target.at[at(c)])
+        plgpu.wait_smem_to_gmem(0)
+        return
     for c in range(columns):
-        refs.k_here[group, c] = (found[c] * scale).astype(refs.k.dtype)
-        refs.v_here[group, c] = found[columns + c].astype(refs.k.dtype)
+        refs.k_here[group, c] = k_found[c].astype(refs.k.dtype)
+        refs.v_here[group, c] = v_found[c].astype(refs.k.dtype)
     plgpu.commit_smem()
     for c in range(columns):
-        at = place.row, place.keys(group), place.kv_head, _column(c)
-        plgpu.copy_smem_to_gmem(refs.k_here.at[group, c], refs.k_slope.at[at])
-        plgpu.copy_smem_to_gmem(refs.v_here.at[group, c], refs.v_slope.at[at])
+        plgpu.copy_smem_to_gmem(refs.k_here.at[group, c], refs.k_slope.at[at(c)])
+        plgpu.copy_smem_to_gmem(refs.v_here.at[group, c], refs.v_slope.at[at(c)])
     plgpu.wait_smem_to_gmem(0)

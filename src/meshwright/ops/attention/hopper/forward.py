@@ -28,19 +28,29 @@ _LEAST = -1e30  # where no score was seen: finite, so that it can be subtracted 
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, documents: Documents | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    documents: Documents | None,
+    dtype: Any = None,
 ) -> Partial:
-    """Output and log-sum; zero and -inf of a query that sees none of these keys."""
+    """Output and log-sum; zero and -inf of a query that sees none of these keys.
+
+    The output is of the queries' dtype; or float32, which is written as two numbers of that dtype,
+    the second what the first leaves out: there is no room for more in shared memory.
+    """
+    in_two = dtype is not None and jnp.dtype(dtype) != q.dtype
     batch, queries, heads, head_dim = q.shape
     sizes = _Sizes(heads, heads // k.shape[2], head_dim, documents is not None)
     guided = guide("queries", mask, documents, Lengths(queries, k.shape[1]))
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         found: tuple[jax.Array, ...] = mosaic().kernel(
-            lambda *refs: _block(sizes, mask, _Refs(*refs)),
+            lambda *refs: _block(sizes, mask, _refs(refs, in_two)),
             out_type=(
-                jax.ShapeDtypeStruct(q.shape, q.dtype),
                 jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+                *(jax.ShapeDtypeStruct(q.shape, q.dtype),) * (2 if in_two else 1),
             ),
             scratch_types=_scratch(q.dtype, sizes),
             grid=(batch * heads * sizes.tiles(queries),),
@@ -51,7 +61,8 @@ def forward(
         )(*arrays)
         return found
 
-    out, log_sum = untyped(run, q, k, v, *guided)
+    log_sum, *outs = untyped(run, q, k, v, *guided)
+    out = outs[0].astype(jnp.float32) + outs[1].astype(jnp.float32) if in_two else outs[0]
     return Partial(out, jnp.swapaxes(log_sum, 1, 2))
 
 
@@ -84,8 +95,9 @@ class _Refs(NamedTuple):
     q_documents: Any  # [batch, queries]
     k_documents: Any
     spans: Any  # [batch or 1, runs of queries, 4]
-    out: Any
     log_sum: Any  # [batch, heads, queries]
+    out: Any
+    out_rest: Any  # None where the output is one number each
     q_here: Any  # in shared memory: [groups, 64, head_dim]
     k_here: Any  # [stages, 128, head_dim]
     v_here: Any
@@ -97,6 +109,10 @@ class _Refs(NamedTuple):
     v_came: Any
     k_used: Any
     v_used: Any
+
+
+def _refs(refs: tuple[Any, ...], in_two: bool) -> _Refs:
+    return _Refs(*refs if in_two else (*refs[:8], None, *refs[8:]))
 
 
 def _scratch(dtype: Any, sizes: _Sizes) -> list[Any]:
@@ -284,7 +300,9 @@ def _compute(
     out, most, total = lax.fori_loop(span.first, span.end, look, nothing)
     lax.fori_loop(span.end, place.end, pass_over, None)
     some = jnp.where(total == 0, 1.0, total)
-    refs.q_here[group] = (out / along_keys(some, sizes.head_dim)).astype(refs.q.dtype)
+    out = out / along_keys(some, sizes.head_dim)
+    narrow = out.astype(refs.q.dtype)
+    refs.q_here[group] = narrow
     log_sum = (most + jnp.log(some) * LOG2_E) / LOG2_E
     refs.log_sum_here[group] = jnp.where(total == 0, -jnp.inf, log_sum)
     plgpu.commit_smem()
@@ -293,3 +311,8 @@ def _compute(
         refs.log_sum_here.at[group], refs.log_sum.at[place.row, place.head, queries]
     )
     plgpu.wait_smem_to_gmem(0)
+    if refs.out_rest is not None:
+        refs.q_here[group] = (out - narrow.astype(jnp.float32)).astype(refs.q.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(refs.q_here.at[group], refs.out_rest.at[at])
+        plgpu.wait_smem_to_gmem(0)
