@@ -23,7 +23,7 @@ import numpy as np
 from meshwright.ops.attention.block import Block, Kernel, Partial, Slopes
 from meshwright.ops.attention.kernels import KERNELS
 from meshwright.ops.attention.mask import Mask
-from meshwright.ops.attention.turns import Keys, add_turn, turns_of
+from meshwright.ops.attention.turns import Keys, Step, add_turn, turns_of
 from results import here, write_section
 
 CHUNK = 4  # tokens; no ratio depends on it
@@ -64,7 +64,7 @@ def computed(
     """The pairs that a kernel is given at this turn; tokens carry their places as their values."""
     noted: Pairs = Counter()
 
-    def note(block: Block, mask: Mask) -> Partial:
+    def note(block: Block, mask: Mask, dtype: object) -> Partial:
         seen = mask.seen(jnp.arange(block.q.shape[1]), jnp.arange(block.k.shape[1]))
         q_places, k_places = (np.asarray(x[..., 0, 0], int) for x in (block.q, block.k))
         for row_q, row_k in zip(q_places, k_places, strict=True):
@@ -81,9 +81,9 @@ def computed(
     mask = None if turn else turns.first
     KERNELS["noting"] = Kernel(note, _no_backward, lambda call: None)
     try:
-        both, before = jnp.stack([tokens(keys)] * 2), jnp.bool_(device >= turn)
+        both, step = jnp.stack([tokens(keys)] * 2), Step(jnp.int32(device), turn, ways)
         with jax.disable_jit():  # so that the kernel is given numbers, and of a branch only its own
-            add_turn(done, mine, Keys(both, None), turns, before, mask, "noting")
+            add_turn(done, mine, Keys(both, None), turns, step, mask, "noting")
     finally:
         del KERNELS["noting"]
     return noted

@@ -44,11 +44,7 @@ def changed(**what: Any) -> Split:
         (changed(length=1024, kv_heads=1), "allgather", "keys of 1 head are few"),
         (changed(length=8192, mask=Mask(window=2000)), "ring", "reaches 2 parts back, no more"),
         (changed(length=8192, mask=Mask(window=100)), "ring", "reaches 1 part back, no more"),
-        (
-            changed(mask=Mask(block=1000)),
-            "ulysses",
-            "ring and allgather cannot: blocks of 1000 tokens would lie across the edges",
-        ),
+        (changed(mask=Mask(block=1000)), "ring", "a turn has 262,144 FLOPs"),
         (
             changed(length=8 * 4097, heads=8, kv_heads=8),
             "ulysses",
@@ -101,15 +97,6 @@ REFUSALS: dict[str, tuple[Split, str, str]] = {
     "key heads": (
         changed(kv_heads=4), "ulysses",
         r"4 kv_heads on a device are not divisible by 8; ring and allgather can$",
-    ),
-    "blocks": (
-        changed(length=4800, mask=Mask(block=128)), "ring",
-        r"blocks of 128 tokens would lie across the edges of 8 parts of seq=4800; seq=4096 or 5120 "
-        r"would fit; ulysses can$",
-    ),
-    "blocks, gathered, few heads": (
-        changed(length=4800, kv_heads=1, mask=Mask(block=128)), "allgather",
-        r"seq=4096 or 5120 would fit$",
     ),
     "queries behind their keys": (
         changed(mask=Mask(offset=7)), "ring",
@@ -192,6 +179,7 @@ def test_what_auto_takes_can_serve(split: Split) -> None:
         (changed(mask=Mask(window=4096)), "ring", "contiguous"),
         (changed(length=1024, mask=Mask(block=64)), "ring", "zigzag"),
         (changed(length=1024, mask=Mask(block=128)), "ring", "contiguous"),
+        (changed(length=1024, mask=Mask(block=300)), "ring", "contiguous"),
     ],
 )
 def test_rows_lie_in_zigzag_where_that_balances_the_mask(

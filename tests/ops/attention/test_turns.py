@@ -9,23 +9,26 @@ from hypothesis import strategies as st
 from tests.ops.attention.reference import Sees, zigzag
 
 from meshwright.ops.attention import Mask
-from meshwright.ops.attention.turns import Turns, turns_of
+from meshwright.ops.attention.turns import Step, Turns, key_ends, keys_seen, turns_of
 
 
-def work(turns: Turns, device: int, turn: int, length: int) -> np.ndarray:
+def work(turns: Turns, step: Step, length: int) -> np.ndarray:
     """[queries, keys] that a device computes and uses at a turn, from what turns.py says of it."""
-    before = device >= turn
+    turn, used = step.turn, keys_seen(turns, step)
     mask = turns.first if turn == 0 else None
     if turn > turns.alike:
         mask = turns.last[turn - turns.alike - 1]
     if mask is not None:
         seen = Sees(**dataclasses.asdict(mask)).table(length, length)
-        return seen & (before or not turns.earlier_only)
-    seen = np.zeros((length, length), bool)
-    half = length // 2
-    if turns.order != "zigzag":
-        seen[:] = before or not turns.earlier_only
-    elif before:
+    else:
+        seen = np.ones((length, length), bool)
+    ends = key_ends(turns, step, length)
+    if ends is not None:
+        seen &= np.arange(length)[None] < np.asarray(ends)[:, None]
+    if mask is not None or turns.order != "zigzag":
+        return seen & bool(used is None or used)
+    seen, half = np.zeros((length, length), bool), length // 2
+    if step.before:
         seen[:, :half] = True
     else:
         seen[half:] = True
@@ -38,7 +41,7 @@ def all_turns(turns: Turns, ways: int, length: int, places: np.ndarray) -> np.nd
     held = places.reshape(ways, length)
     for device in range(ways):
         for turn in range(turns.hops + 1):
-            found = work(turns, device, turn, length)
+            found = work(turns, Step(np.int32(device), turn, ways), length)
             met[np.ix_(held[device], held[(device - turn) % ways])] += found
     return met
 
@@ -48,7 +51,7 @@ def test_every_query_meets_each_key_it_sees_once(
     ways: int, length: int, data: st.DataObject
 ) -> None:
     windows = st.builds(lambda n: Mask(window=n), st.integers(1, ways * length + 1))
-    blocks = st.sampled_from([n for n in range(1, length + 1) if length % n == 0])
+    blocks = st.integers(1, ways * length + 1)
     mask = data.draw(
         st.one_of(
             st.just(Mask()),
@@ -80,7 +83,10 @@ def test_in_zigzag_order_every_device_has_the_same_work_at_every_turn(ways: int)
     def useful(order: str) -> np.ndarray:
         turns = turns_of(Mask(), order, ways, length)
         return np.array(
-            [[work(turns, i, t, length).sum() for i in range(ways)] for t in range(ways)]
+            [
+                [work(turns, Step(np.int32(i), t, ways), length).sum() for i in range(ways)]
+                for t in range(ways)
+            ]
         )
 
     zigzag, contiguous = useful("zigzag"), useful("contiguous")

@@ -19,6 +19,7 @@ from meshwright.ops.attention.mask import Mask
 from meshwright.ops.attention.permute import permute
 from meshwright.ops.attention.turns import (
     Keys,
+    Step,
     Turns,
     add_turn,
     slopes_of_turn,
@@ -57,10 +58,13 @@ def attend(
             return _ring(keys, over, ways, turns.hops)
         return _gathered(keys, over, ways)
 
+    def step(turn: Any) -> Step:
+        return Step(lax.axis_index(over), turn, ways)
+
     return with_gradient(
-        lambda block: _forward(block, turns, transport(block), over, kernel),
+        lambda block: _forward(block, turns, transport(block), step, kernel),
         lambda block, whole, given: _backward(
-            block, turns, transport(block), over, whole, given, kernel
+            block, turns, transport(block), step, whole, given, kernel
         ),
     )(here)
 
@@ -113,14 +117,13 @@ def _gathered(keys: Keys, axes: tuple[str, ...], ways: int) -> Transport:
 
 
 def _forward(
-    here: Block, turns: Turns, transport: Transport, axes: tuple[str, ...], kernel: str
+    here: Block, turns: Turns, transport: Transport, step: Callable[[Any], Step], kernel: str
 ) -> Partial:
     """The output of this device's queries over all keys they see."""
 
     def visit(done: Partial | None, held: Any, coming: Any, turn: Any, mask: Mask | None) -> Any:
-        before = lax.axis_index(axes) >= turn
         keys = transport.keys(held, turn)
-        return add_turn(done, here, keys, turns, before, mask, kernel, under_way=coming)
+        return add_turn(done, here, keys, turns, step(turn), mask, kernel, under_way=coming)
 
     whole: Partial = _around(turns, transport, visit, here.q)
     return whole._replace(out=whole.out.astype(here.q.dtype))
@@ -130,7 +133,7 @@ def _backward(
     here: Block,
     turns: Turns,
     transport: Transport,
-    axes: tuple[str, ...],
+    step: Callable[[Any], Step],
     whole: Partial,
     given: jax.Array,
     kernel: str,
@@ -138,11 +141,10 @@ def _backward(
     """Gradients of this device's queries, and of its keys from all queries that see them."""
 
     def visit(sums: Any, held: Any, coming: Any, turn: Any, mask: Mask | None) -> Any:
-        before = lax.axis_index(axes) >= turn
         keys = transport.keys(held, turn)
         done, arriving = (None, None) if sums is None else (sums[0], transport.along(sums[1]))
         of_q, of_keys, (coming, arriving) = slopes_of_turn(
-            whole, given, here, keys, turns, before, mask, kernel, under_way=(coming, arriving)
+            whole, given, here, keys, turns, step(turn), mask, kernel, under_way=(coming, arriving)
         )
         of_q = of_q if done is None else done + of_q
         return (of_q, transport.collect(arriving, turn, of_keys)), coming

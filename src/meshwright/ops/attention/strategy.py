@@ -72,15 +72,9 @@ def refusal(split: Split, strategy: str) -> str | None:
                 )
         parts = split.ways
     else:
-        block, offset = split.mask.block, split.mask.offset
+        offset = split.mask.offset
         if offset:
             return f"its masks begin at the first key, not {offset} places behind it"
-        if block is not None and split.length % (split.ways * block):
-            return (
-                f"blocks of {block} tokens would lie across the edges of {split.ways} parts of "
-                f"seq={split.length}; seq={nearest_multiples(split.length, split.ways * block)} "
-                "would fit"
-            )
         parts = split.ways * (2 if row_order(split, strategy) == "zigzag" else 1)
     if split.length % parts:
         chunks = " (two chunks a device, to balance a causal mask)" if parts > split.ways else ""

@@ -7,6 +7,11 @@ same work at every turn. At turn 0 its own two chunks, causal. After that, keys 
 are seen in their first chunk only, by all queries; keys of a later one are seen whole, by the
 queries of the second chunk only: two chunks' worth of full attention either way. So no turn but the
 first needs a mask, and none computes what is thrown away.
+
+Block-causal masks whose blocks lie across the edges of parts keep contiguous order. A block may
+then reach into the parts of later devices. Blocks of whole parts need no mask: a part sees another
+entirely or not at all. Any other block gives every device a mask of its own, which is made from the
+positions while the program runs (Block.k_end).
 """
 
 import dataclasses
@@ -40,6 +45,8 @@ class Turns:
     last: tuple[Mask, ...]  # turns after those
     order: str
     earlier_only: bool  # whether keys of later devices are not seen at all
+    parts_in_block: int | None = None  # a block is so many whole parts, which see each other
+    block: int | None = None  # tokens of a block that lies across the edges of parts
 
     @property
     def hops(self) -> int:
@@ -52,6 +59,11 @@ def turns_of(mask: Mask, order: str, ways: int, length: int) -> Turns:
     others = ways - 1
     if not mask.causal:
         return Turns(EVERYTHING, others, (), "contiguous", earlier_only=False)
+    if mask.block is not None and length % mask.block:
+        turns = Turns(EVERYTHING, others, (), "contiguous", earlier_only=False)
+        if mask.block % length:
+            return dataclasses.replace(turns, block=mask.block)
+        return dataclasses.replace(turns, parts_in_block=mask.block // length)
     if order == "zigzag":
         return Turns(mask, others, (), order, earlier_only=False)
     if mask.window is None:
@@ -62,6 +74,39 @@ def turns_of(mask: Mask, order: str, ways: int, length: int) -> Turns:
     rest = range(whole + 1, reach + 1)
     masks = tuple(dataclasses.replace(mask, offset=turn * length) for turn in rest)
     return Turns(mask, whole, masks, order, earlier_only=True)
+
+
+class Step(NamedTuple):
+    """A turn on a device."""
+
+    device: jax.Array  # its index along the ring
+    turn: Any
+    ways: int
+
+    @property
+    def before(self) -> jax.Array:
+        """Whether the keys are those of an earlier device, or its own."""
+        return self.device >= self.turn
+
+    @property
+    def owner(self) -> jax.Array:
+        """The device whose keys are here."""
+        return (self.device - self.turn) % self.ways
+
+
+def keys_seen(turns: Turns, step: Step) -> jax.Array | None:
+    """Whether the keys of this turn are seen at all; None if they always are."""
+    if turns.parts_in_block is not None:
+        return step.device // turns.parts_in_block >= step.owner // turns.parts_in_block
+    return step.before if turns.earlier_only else None
+
+
+def key_ends(turns: Turns, step: Step, part: int) -> jax.Array | None:
+    """Where the keys end that each query sees, by its position; None where a mask says it."""
+    if turns.block is None:
+        return None
+    positions = step.device * part + jnp.arange(part)
+    return (positions // turns.block + 1) * turns.block - step.owner * part
 
 
 def unrolled(turns: int, q: jax.Array) -> bool:
@@ -75,12 +120,12 @@ def unrolled(turns: int, q: jax.Array) -> bool:
 
 
 def add_turn(
-    done: Partial | None, here: Block, keys: Keys, turns: Turns, before: jax.Array,
+    done: Partial | None, here: Block, keys: Keys, turns: Turns, step: Step,
     mask: Mask | None, kernel: str, under_way: Any = (),
 ) -> tuple[Partial, Any]:  # fmt: skip
     """The outputs so far and those of this turn, together; and what was under way meanwhile.
 
-    `before`: whether the keys are an earlier device's. `mask` is None in the turns that are alike.
+    `mask` is None in the turns that are alike.
     """
     if mask is None and turns.order == "zigzag":
         assert done is not None
@@ -96,18 +141,21 @@ def add_turn(
             found = kernels.forward(_with(second, keys), EVERYTHING, kernel)[0]
             return Partial(_behind(found.out, 0), _behind(found.log_sum, -jnp.inf))
 
-        found, under_way = lax.optimization_barrier((lax.cond(before, earlier, later), under_way))
+        found = lax.cond(step.before, earlier, later)
+        found, under_way = lax.optimization_barrier((found, under_way))
         return together(done, found), under_way
-    found, under_way = kernels.forward(_with(here, keys), mask or EVERYTHING, kernel, under_way)
+    block = _with(here, keys, key_ends(turns, step, here.q.shape[1]))
+    found, under_way = kernels.forward(block, mask or EVERYTHING, kernel, under_way)
     if done is None:
         return Partial(found.out.astype(jnp.float32), found.log_sum), under_way
-    if turns.earlier_only:
-        found = found._replace(log_sum=jnp.where(before, found.log_sum, -jnp.inf))
+    seen = keys_seen(turns, step)
+    if seen is not None:
+        found = found._replace(log_sum=jnp.where(seen, found.log_sum, -jnp.inf))
     return together(done, found), under_way
 
 
 def slopes_of_turn(
-    whole: Partial, given: jax.Array, here: Block, keys: Keys, turns: Turns, before: jax.Array,
+    whole: Partial, given: jax.Array, here: Block, keys: Keys, turns: Turns, step: Step,
     mask: Mask | None, kernel: str, under_way: Any = (),
 ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
     """This turn's part of the gradients, of the queries here and of keys and values, in float32;
@@ -123,19 +171,22 @@ def slopes_of_turn(
             found = kernels.backward(_with(second, keys), EVERYTHING, some, slope, kernel)[0]
             return found._replace(q=_behind(found.q, 0))
 
-        found, under_way = lax.optimization_barrier((lax.cond(before, earlier, later), under_way))
+        found = lax.cond(step.before, earlier, later)
+        found, under_way = lax.optimization_barrier((found, under_way))
     else:
+        block = _with(here, keys, key_ends(turns, step, here.q.shape[1]))
         found, under_way = kernels.backward(
-            _with(here, keys), mask or EVERYTHING, whole, given, kernel, under_way
+            block, mask or EVERYTHING, whole, given, kernel, under_way
         )
-        if turns.earlier_only and mask is not turns.first:
-            found = where(before, found, Slopes(*(jnp.zeros((), x.dtype) for x in found)))
+        seen = keys_seen(turns, step)
+        if seen is not None and mask is not turns.first:
+            found = where(seen, found, Slopes(*(jnp.zeros((), x.dtype) for x in found)))
     of_keys = jnp.stack([found.k, found.v]).astype(jnp.float32)
     return found.q.astype(jnp.float32), of_keys, under_way
 
 
-def _with(here: Block, keys: Keys) -> Block:
-    return here._replace(k=keys.both[0], v=keys.both[1], k_segments=keys.segments)
+def _with(here: Block, keys: Keys, k_end: jax.Array | None = None) -> Block:
+    return here._replace(k=keys.both[0], v=keys.both[1], k_segments=keys.segments, k_end=k_end)
 
 
 def _earlier(here: Block, keys: Keys) -> Block:
