@@ -164,6 +164,10 @@ def _print(
             f"{kind} {bytes_text(size)}" for kind, size in proof.footprint.kinds.items() if size
         )
         console.print(f"of a device: {kinds}", highlight=False, soft_wrap=True)
+    if proof.attention is not None:
+        console.print(
+            f"attention: {proof.attention}", highlight=False, markup=False, soft_wrap=True
+        )
     buffers = proof.footprint.buffers if proof.footprint else ()
     buffers = proof.out_of_memory.buffers if proof.out_of_memory else buffers
     if proof.footprint is None and not buffers and known is not None:

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 
 from meshwright.machines import Machine
 from meshwright.models.decoder.forward import REMAT
+from meshwright.ops.attention.blockwise import ROWS as PLAIN_QUERIES
 from meshwright.plan.candidates import with_strategy
 from meshwright.plan.efficiency import told_to_overlap
+from meshwright.plan.kernels import slow_attention
 from meshwright.plan.parts import (
     LANES,
     attention_weights,
@@ -131,7 +133,7 @@ def _moments(job: Job, choice: Choice, machine: Machine) -> dict[str, dict[str, 
         "gradients": used * layers,
         "gathered weights": 2 * layer if choice.fsdp * choice.sp > 1 else layer,
         "working activations": _working(job, choice, machine),
-        "attention": _attention(job, choice),
+        "attention": _attention(job, choice) + _scores(job, choice, machine),
         "loss": used * (ends if choice.fsdp * choice.sp > 1 else table),
     }
     # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
@@ -221,6 +223,17 @@ def _attention(job: Job, choice: Choice) -> float:
             return 3 * used * here * model.heads / choice.tp * model.head_dim
         case _:
             return 0.0
+
+
+def _scores(job: Job, choice: Choice, machine: Machine) -> float:
+    """Of a kernel in plain JAX: the scores of a block of queries, their weights and gradients."""
+    if slow_attention(job, choice, machine) is None:
+        return 0.0
+    split = choice.sp if strategy_of(job, choice) in ("ring", "allgather") else 1
+    keys, heads = job.seq // split, job.model.heads / choice.tp
+    if strategy_of(job, choice) == "ulysses":
+        heads /= choice.sp
+    return 3 * 4 * rows(job, choice) * min(PLAIN_QUERIES, keys) * heads * keys
 
 
 def _serving(job: Job, choice: Choice) -> dict[str, float]:

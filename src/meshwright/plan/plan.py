@@ -18,6 +18,7 @@ from meshwright.models.decoder.forward import REMAT
 from meshwright.plan import constraints
 from meshwright.plan.constraints import Constraints
 from meshwright.plan.efficiency import OPTIMIZER_BYTES, told_to_overlap
+from meshwright.plan.kernels import slow_attention
 from meshwright.plan.largest import largest_batch, largest_seq
 from meshwright.plan.parts import padding
 from meshwright.plan.reason import bound_and_reason
@@ -210,6 +211,9 @@ def _estimate(job: Job, machine: Machine, one: Found) -> Estimate:
     timing = one.timing
     peak = machine.chip.bf16_flops / machine.chip.cores_per_chip
     bound, reason = bound_and_reason(job, one.choice, timing)
+    slow = slow_attention(job, one.choice, machine)
+    if slow is not None:
+        reason += f"; attention in the slower kernel {slow[0]} ({slow[1]})"
     if one.memory.tight:
         reason += f"; tight: {100 * one.memory.total / one.memory.limit:.0f}% of memory"
     if (padded := padding(job, one.choice)) is not None:

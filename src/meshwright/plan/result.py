@@ -31,6 +31,7 @@ class Job:
     scan: bool = True
     documents: bool = True  # rows are packed: segments and positions come with the tokens
     overlap: bool = False  # a TPU is told to gather weights while it computes
+    attention: str = "auto"  # the kernel, as train's --compute.attention takes it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,10 @@ import dataclasses
 import functools
 
 from meshwright.machines import Machine
-from meshwright.ops.attention.splash import LARGEST, ONE_KERNEL
+from meshwright.ops.attention.splash import LARGEST, ONE_KERNEL, padded_length
 from meshwright.plan import efficiency
 from meshwright.plan.candidates import with_strategy
+from meshwright.plan.kernels import attention_slowdown
 from meshwright.plan.parts import (
     attention_weights,
     item_bytes,
@@ -77,6 +78,7 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
     rate = peak * efficiency.attention(chip, d, job.seq)
     if strategy_of(job, choice) in ("ring", "allgather"):
         rate *= efficiency.turns(length(job, choice))
+    rate /= attention_slowdown(job, choice, machine)
     attention_forward = 2 * unit / rate
     slower = _two_kernels(machine, job.seq // choice.sp)
     attention_backward = (4 * slower + 2 * again["attention"]) * unit / rate
@@ -138,4 +140,5 @@ def _parameters(job: Job) -> int:
 
 def _two_kernels(machine: Machine, part: int) -> float:
     """On TPUs attention's backward pass over long parts of rows: 7 matmuls instead of 5."""
+    part = padded_length(part)
     return 7 / 5 if machine.is_tpu and part // LARGEST * part > ONE_KERNEL else 1.0

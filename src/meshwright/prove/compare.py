@@ -43,7 +43,7 @@ def job_and_choice(config: Any, machine: Machine, model: Any = None) -> tuple[Jo
         config.rope.apply(model, config.seq), config.batch, config.seq, config.model,
         optimizer=config.optimizer.name, param_dtype=said.param_dtype,
         dtype=usual_dtype(said.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
-        scan=said.scan, overlap=said.overlap,
+        scan=said.scan, overlap=said.overlap, attention=said.attention,
     )  # fmt: skip
     sizes = dict(zip(spec.names, spec.sizes, strict=True))
     choice = Choice(

@@ -40,7 +40,7 @@ class Proof:
     times: Mapping[str, float]  # seconds of lowering and compiling
     footprint: Footprint | None  # None: it did not compile
     out_of_memory: OutOfMemory | None
-    attention: str | None  # how it is done over split rows, in words
+    attention: str | None  # how it is split over sp, and a kernel that is slow, in words
     folder: Path  # program.hlo.gz, memory.txt.gz, message.txt
     cached: bool
 

@@ -47,7 +47,7 @@ class Described:
     functions: StepFunctions
     state: TrainState  # jax.ShapeDtypeStructs with shardings
     batch: dict[str, jax.ShapeDtypeStruct]  # [micro-batches, rows, length]
-    attention: str | None  # how it is done over split rows, in words
+    attention: str | None  # how it is split over sp, and a kernel that is slow, in words
 
     def lower(self) -> Any:
         """The train step, lowered for the mesh's platform; `.compile()` compiles it."""

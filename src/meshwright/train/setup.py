@@ -33,6 +33,7 @@ from meshwright.models.decoder.hf_config import from_hf_config
 from meshwright.models.decoder.hf_fields import SOURCE, SPECIAL_TOKENS
 from meshwright.models.decoder.sequence import split_of_rows
 from meshwright.ops.attention import choose_strategy, explain_strategy, row_order
+from meshwright.ops.attention.calls import calls_of, slow_kernel
 from meshwright.ops.attention.strategy import FLOPS_PER_BYTE
 from meshwright.ops.exchange import wide_axes
 from meshwright.train.config import RopeConfig, TrainConfig
@@ -67,7 +68,7 @@ class Setup:
     loader: Loader
     eval_loader: Loader | None
     explanation: Explanation
-    attention: str | None  # how it is done over split rows, in words
+    attention: str | None  # how it is split over sp, and a kernel that is slow, in words
     padding: str | None  # what is padded in memory, in words
 
 
@@ -198,7 +199,7 @@ def _with_activations(rules: Rules, file: str) -> Rules:
 def compute_of(
     config: TrainConfig, model: DecoderConfig, rules: Rules, placed: Mesh
 ) -> tuple[Compute, str | None]:
-    """How the forward is computed, and how attention goes over split rows, in words."""
+    """How the forward is computed; and of attention, how it is split and whether it is slow."""
     said = config.compute
     device = placed.devices.flat[0]
     dtype = jnp.dtype(usual_dtype(said.dtype, device.platform))
@@ -213,6 +214,11 @@ def compute_of(
             strategy, why = explain_strategy(split)
         order = row_order(split, choose_strategy(split, strategy))
         words = f"{strategy} over {split.ways} parts of a row, in {order} order ({why})"
+    calls = calls_of(split, strategy, device.platform, dtype.name, segmented=True)
+    slow = slow_kernel(calls, said.attention, device.device_kind)
+    if slow is not None:
+        slower = f"in the slower kernel {slow[0]} ({slow[1]})"
+        words = slower if words is None else f"{words}; {slower}"
     compute = Compute(rules, dtype, said.remat, said.scan, said.attention, strategy, said.mlp_chunk)
     return compute, words
 
