@@ -43,7 +43,7 @@ def flags(command: str) -> frozenset[str]:
     said = io.StringIO()
     for sub in SUBCOMMANDS.get(command, ("",)):
         with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-            cli.main([command, *([sub] if sub else []), "--help"])
+            cli.run([command, *([sub] if sub else []), "--help"])
     found = {*FLAG.findall(said.getvalue()), *BEFORE, "--help"}
     return frozenset(found | flags("train") if command in ("prove", "audit") else found)
 
@@ -119,7 +119,7 @@ def test_a_documented_command_can_be_typed(
         assert set(FLAG.findall(typed)) <= flags(words[0])
         return
     with pytest.raises((ParsedError, SystemExit)) as ended:
-        cli.main(words)
+        cli.run(words)
     # a mistake that the page shows is one of ours, not one of the flags
     shown_mistake = fails and capsys.readouterr().err.startswith("error: ")
     assert ended.type is ParsedError or shown_mistake, f"{page}: {command}"
@@ -149,7 +149,7 @@ def test_what_a_plan_says_to_type_next_can_be_typed(only_parsed: None) -> None:
         for estimate in made.ranked[:5]:
             for command in next_commands(made, estimate.choice):
                 with pytest.raises(ParsedError):
-                    cli.main(shlex.split(command)[1:])
+                    cli.run(shlex.split(command)[1:])
     unrolled = next_commands(jobs[2], jobs[2].best.choice)
     for flag in ("--compute.no-scan", "--loss.chunk 512", "--compute.dtype bfloat16"):
         assert all(flag in command for command in unrolled)
@@ -157,7 +157,7 @@ def test_what_a_plan_says_to_type_next_can_be_typed(only_parsed: None) -> None:
 
 def test_the_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["--help"])
+        cli.run(["--help"])
     shown = capsys.readouterr().out
     for name in {*cli.COMMANDS, *cli.WITH_SETTINGS}:
         assert f"• {name}" in shown
