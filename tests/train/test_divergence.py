@@ -150,7 +150,11 @@ def test_two_processes_give_up_together_and_resume_from_the_same_step(tmp_path: 
             )
             for i in range(2)
         ]  # fmt: skip
-        said = [process.communicate(timeout=300) for process in started]
+        try:
+            said = [process.communicate(timeout=600) for process in started]
+        finally:
+            for process in started:
+                process.kill()
         return [Ended(p.returncode, *text) for p, text in zip(started, said, strict=True)]
 
     assert [ended.code for ended in both("--stop-at", "2")] == [0, 0]

@@ -147,6 +147,34 @@ def test_output_that_was_lost_is_an_error_at_the_end(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("inside", "code", "said"),
+    [
+        ("print('lost'); raise SystemExit(7)", 7, ""),  # not hidden by output that was lost
+        (
+            "print_line('lost')",
+            0,
+            "warning: the output cannot be written: No space",
+        ),  # a run's line
+    ],
+)
+def test_output_that_was_lost_does_not_change_how_a_run_ends(
+    inside: str, code: int, said: str
+) -> None:
+    program = (
+        "from meshwright.train.run.files import output_is_written, print_line\n"
+        f"with output_is_written(): {inside}\n"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, timeout=120,
+            env=os.environ | {"PYTHONUNBUFFERED": ""}, text=True,
+        )  # fmt: skip
+    assert done.returncode == code
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == bool(said)
+
+
 def test_a_tracker_that_fails_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,8 @@ _WRITING = _FULL | {errno.EROFS, errno.EFBIG}
 # what a disk does, however right the program: full, over quota, read-only, broken, forbidden
 _DISK = _WRITING | {errno.EIO, errno.EACCES, errno.EPERM}
 
-_warned: set[str] = set()
+_OUTPUT = "output"
+_warned: set[str] = set()  # what there was a warning about
 
 
 def cannot_be_written(what: Path | str, reason: OSError) -> MeshwrightError:
@@ -69,26 +70,37 @@ def print_line(text: str, file: TextIO | None = None) -> None:
         print(text, file=file or sys.stdout, flush=True)
     except OSError as reason:
         text = f"the output cannot be written: {reason.strerror}; training continues"
-        warn_once("output", text)
+        warn_once(_OUTPUT, text)
 
 
 @contextlib.contextmanager
 def output_is_written() -> Iterator[None]:
     """At the end, output that could not be written is an error; Python would only mention it.
 
-    A reader that went away (`| head`) is none: it has enough.
+    An error inside comes first; lines of a run that print_line() warned about are none. Nor is a
+    reader that went away (`| head`): it has enough.
     """
     try:
         yield
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except OSError as reason:
-                # what is left in the buffer goes nowhere, or Python's exit would try it again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-                if stream is sys.stdout and not isinstance(reason, BrokenPipeError):
-                    raise cannot_be_written("the output", reason) from None
+    except BaseException:
+        _flush_output()
+        raise
+    if (reason := _flush_output()) and _OUTPUT not in _warned:
+        raise cannot_be_written("the output", reason)
+
+
+def _flush_output() -> OSError | None:
+    """Why standard output lost something, if it did."""
+    lost = None
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as reason:
+            # what is left in the buffer goes nowhere, or Python's exit would try it again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if stream is sys.stdout and not isinstance(reason, BrokenPipeError):
+                lost = reason
+    return lost
 
 
 def warn_once(about: str, text: str) -> None:
