@@ -357,8 +357,10 @@ def main() -> None:
     command = "`python benchmarks/plan_against_compiler.py --compile --write`"
     start = f"{command}, {here()}, {compilers}."
     lines, off, right, verdicts = memory_table(record)
+    codeless = sum("without" in entry for entry in record.values())
     said = (
-        f"{start} The compiler's figure is its buffer assignment, or what it said it needs. Off by "
+        f"{start} The compiler's figure is its buffer assignment, or what it said it needs; "
+        f"{codeless} were compiled no further, and lack the program's own size. Off by "
         f"{100 * max(map(abs, off)):.1f}% at most, {100 * sum(map(abs, off)) / len(off):.1f}% on "
         f"average; {right} of {verdicts} verdicts right."
     )
