@@ -68,11 +68,12 @@ CASES = [
     case("llama-3.1-70b", "v5e:16x16", "dp=1,fsdp=256,tp=1,sp=1", 256, 8192),
     *BOTH_WAYS,
     *(one | {"overlap": True} for one in BOTH_WAYS),
-    # over two slices
+    # over two slices and over four
     case("llama-3.2-1b", "2*v5e:8x8", "dp=8,fsdp=16,tp=1,sp=1", 128, 2048, "none"),
     case("llama-3.2-1b", "2*v5e:8x8", "dp=2,fsdp=64,tp=1,sp=1", 128, 2048, "none"),
     case("llama-3.2-1b", "2*v5e:4x4", "dp=1,fsdp=32,tp=1,sp=1", 64, 2048, "none"),
     case("llama-3.1-8b", "2*v6e:4x4", "dp=2,fsdp=8,tp=2,sp=1", 32, 4096),
+    case("llama-3.2-3b", "4*v5p:2x2x4", "dp=8,fsdp=8,tp=1,sp=1", 64, 4096, "none"),
 ]  # fmt: skip
 
 # model, machine, rows, tokens: the plan's choice is compiled, and the best of other kinds

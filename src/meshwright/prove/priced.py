@@ -20,10 +20,13 @@ from meshwright.plan import efficiency
 from meshwright.plan.parts import length, strategy_of
 from meshwright.plan.result import Choice, Job
 
-# of a device, in bfloat16: matrix units x 128x128 (v6e 256x256) x 2, of both cores of a megacore.
-# By compiled matmuls of v4, v5e, v5p and v6e, the best of which do 0.93 to 0.99 of it, it is no
-# other power of two; v2 and v3 are from their units. The clock follows: v5p 1.75 GHz
-FLOPS_PER_CYCLE = {"v2": 2**15, "v3": 2**16, "v4": 2**18, "v5e": 2**17, "v5p": 2**18, "v6e": 2**19}
+# of a device, in bfloat16: matrix units x 128x128 (v6e, 7x 256x256) x 2, of both cores of a
+# megacore. By compiled matmuls of v4, v5e, v5p and v6e, the best of which do 0.93 to 0.99 of it, it
+# is no other power of two; nor on 7x, where [8192,4096] x [4096,14336] does 0.85 of it (v6e: 0.92).
+# v2 and v3 are from their units. The clock follows: v5p 1.75 GHz, 7x 2.2
+FLOPS_PER_CYCLE = {
+    "v2": 2**15, "v3": 2**16, "v4": 2**18, "v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "7x": 2**19,
+}  # fmt: skip
 MATMUL = 0.90  # of the peak, where no cycles are written
 MEMORY = 0.90  # of the bandwidth
 
