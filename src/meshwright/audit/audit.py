@@ -177,8 +177,8 @@ def _notes(
     compiled: Any, mesh: Any, program: Program, rows: Sequence[Collective]
 ) -> tuple[str, ...]:
     """That a CPU sends bfloat16 as float32, where it may have."""
-    devices: list[Any] = [] if mesh is None else list(getattr(mesh, "devices", np.empty(0)).flat)
-    platforms = {device.platform for device in devices}
+    devices: Any = getattr(mesh, "devices", np.empty(0))  # an abstract mesh has none
+    platforms = {device.platform for device in devices.flat}
     instructions = [one for body in program.computations.values() for one in body]
     # a text does not name its platform; only CPUs promote the sums of bfloat16
     on_cpu = platforms == {"cpu"} or (

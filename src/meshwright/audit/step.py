@@ -5,6 +5,7 @@ going forward, scattered coming back, and added up over what is left of those ax
 what its parts of heads and mlp give, or gathers and scatters along the sequence.
 """
 
+import math
 from typing import Any
 
 from meshwright.audit.collective import Phase
@@ -55,6 +56,10 @@ def expected_of_step(step: Any) -> tuple[Expected, ...]:
         expect("reduce-scatter", inside, "output of a block")
     if not between or step.config.compute.mlp_chunk:
         expect("all-reduce", inside, "output of a block, gradient of its input")
+    # of each token the largest logit, their sum and the one that is asked for, over the vocabulary
+    parts = math.prod(step.mesh.shape[axis] for axis in tokens)
+    of_tokens = 4 * step.config.batch * step.config.seq // parts
+    expect("all-reduce", inside, "sums of the loss over the vocabulary", at_most=of_tokens)
     _expect_sequence(step, layouts, expect)
     _expect_optimizer(step, (*kept, *inside), expect)
     return tuple(found)
