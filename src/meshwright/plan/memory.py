@@ -133,7 +133,8 @@ def _moments(job: Job, choice: Choice, machine: Machine) -> dict[str, dict[str, 
         "gradients": used * layers,
         "gathered weights": 2 * layer if choice.fsdp * choice.sp > 1 else layer,
         "working activations": _working(job, choice, machine),
-        "attention": _attention(job, choice) + _scores(job, choice, machine),
+        "attention": _attention(job, choice)
+        + 3 * 4 * math.prod(scores_shape(job, choice, machine)),
         "loss": used * (ends if choice.fsdp * choice.sp > 1 else table),
     }
     # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
@@ -225,15 +226,17 @@ def _attention(job: Job, choice: Choice) -> float:
             return 0.0
 
 
-def _scores(job: Job, choice: Choice, machine: Machine) -> float:
-    """Of a kernel in plain JAX: the scores of a block of queries, their weights and gradients."""
+def scores_shape(job: Job, choice: Choice, machine: Machine) -> tuple[int, int, float, int]:
+    """Of attention in plain JAX: rows, queries at a time, heads and keys; all 0 in fused kernels.
+
+    Three such arrays of float32 are there at once: scores, weights and their gradients.
+    """
     if slow_attention(job, choice, machine) is None:
-        return 0.0
-    split = choice.sp if strategy_of(job, choice) in ("ring", "allgather") else 1
-    keys, heads = job.seq // split, job.model.heads / choice.tp
-    if strategy_of(job, choice) == "ulysses":
-        heads /= choice.sp
-    return 3 * 4 * rows(job, choice) * min(PLAIN_QUERIES, keys) * heads * keys
+        return 0, 0, 0, 0
+    strategy, heads = strategy_of(job, choice), job.model.heads / choice.tp
+    keys = length(job, choice) if strategy in ("ring", "allgather") else job.seq
+    heads = heads / choice.sp if strategy == "ulysses" else heads
+    return rows(job, choice), min(PLAIN_QUERIES, keys), heads, keys
 
 
 def _serving(job: Job, choice: Choice) -> dict[str, float]:

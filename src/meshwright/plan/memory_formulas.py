@@ -16,6 +16,7 @@ from meshwright.plan.memory import (
     gathers_ahead,
     moments,
     saved_of_token,
+    scores_shape,
     vectors,
 )
 from meshwright.plan.parts import (
@@ -146,8 +147,15 @@ def _backward(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
         "loss": f"{used} bytes · "
         + (f"{ends:,} / {_split(choice)} devices" if is_split else _table(job, choice)),
     }
-    attention = _attention(job, choice)
-    return found | ({"attention": attention} if attention else {})
+    attention = [_attention(job, choice)]
+    if any(scores := scores_shape(job, choice, machine)):
+        many, queries, heads, keys = scores
+        attention.append(
+            f"3 · 4 bytes · {many:,} rows · {queries:,} queries · {_number(heads)} heads · "
+            f"{keys:,} keys"
+        )
+    said = " + ".join(filter(None, attention))
+    return found | ({"attention": said} if said else {})
 
 
 def _attention(job: Job, choice: Choice) -> str:
