@@ -52,6 +52,11 @@ def test_the_plan_says_which_kernel_is_slow_and_why() -> None:
     for one in found.ranked:
         assert "; attention in the slower kernel blockwise (not hopper: " in one.reason
         assert "it takes a sliding window or packed documents, not both)" in one.reason
+    job, choice = Job(near, 8, 4096), Choice(fsdp=8)
+    whole = dataclasses.replace(job, model=MODEL)
+    # the window spares the kernel in plain JAX nothing
+    ratio = attention_seconds(job, A100, choice) / attention_seconds(whole, A100, choice)
+    assert ratio == pytest.approx(PLAIN_ATTENTION["gpu"])
     fused = plan(MODEL, A100, 8, 4096)
     assert not any("slower kernel" in one.reason for one in fused.ranked)
 

@@ -188,7 +188,7 @@ def test_useful_flops_are_counted_within_the_window() -> None:
 
 
 def test_a_window_shortens_attention_as_far_as_it_hides() -> None:
-    machine = Machine.parse("h100:8")
+    machine = Machine.parse("v5p:2x2x2")
     model = preset("mistral-7b")
     whole = dataclasses.replace(model, sliding_window=None)
     with_window, without = (

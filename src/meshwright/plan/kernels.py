@@ -19,7 +19,11 @@ def slow_attention(job: Job, choice: Choice, machine: Machine) -> tuple[str, str
 def attention_slowdown(job: Job, choice: Choice, machine: Machine) -> float:
     """How much longer attention takes than in a fused kernel at its own lengths."""
     slow, padded = _kernel(*_asked(job, choice, machine))
-    return padded if slow is None else efficiency.PLAIN_ATTENTION[machine.chip.platform]
+    if slow is None:
+        return padded
+    # plain JAX computes all keys, also those outside a window; a causal mask sees half of them
+    computed = job.seq / 2 / job.model.keys_seen(job.seq)
+    return efficiency.PLAIN_ATTENTION[machine.chip.platform] * computed
 
 
 def _asked(job: Job, choice: Choice, machine: Machine) -> tuple[Any, ...]:
