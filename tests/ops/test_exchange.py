@@ -8,7 +8,15 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.audit import collectives
-from meshwright.ops.exchange import add_up, gather, narrow, partial_sums, spec_of, wide_axes
+from meshwright.ops.exchange import (
+    add_up,
+    gather,
+    gradients_together,
+    narrow,
+    partial_sums,
+    spec_of,
+    wide_axes,
+)
 
 
 def mesh_of(text: str) -> jax.sharding.Mesh:
@@ -135,3 +143,15 @@ def test_bfloat16_sums_stay_within_rounding() -> None:
     exact = np.asarray(a, "f8") @ np.asarray(b, "f8")
     size = np.abs(np.asarray(a, "f8")) @ np.abs(np.asarray(b, "f8"))
     assert np.all(np.abs(np.asarray(found, "f8") - exact) <= 8 * 2**-8 * size)
+
+
+def test_gradients_that_wait_for_each_other_are_the_same() -> None:
+    def loss(x: jax.Array, w: jax.Array, together: bool) -> jax.Array:
+        x, w = gradients_together(x, w) if together else (x, w)
+        return jnp.sum(jnp.sin(x) @ w)
+
+    x, w = jnp.arange(12.0).reshape(4, 3), jnp.ones((3, 2))
+    slope = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+    for one, other in zip(slope(x, w, True), slope(x, w, False), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert "stablehlo.optimization_barrier %" in slope.lower(x, w, True).as_text()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -233,3 +234,17 @@ def test_state_lies_where_its_description_says() -> None:
     assert gate.sharding.spec == jax.P(None, "fsdp", "tp")
     moments = [x for x in jax.tree.leaves(run.target.optimizer) if x.shape == gate.shape]
     assert {m.sharding for m in moments} == {gate.sharding}
+
+
+@pytest.mark.parametrize(("mesh", "waits"), [(ONE, False), ("dp=1,fsdp=8,tp=1,sp=1", True)])
+def test_the_backward_pass_waits_for_the_heads_gradient_where_that_is_summed_over_devices(
+    mesh: str, waits: bool
+) -> None:
+    """XLA for GPUs would else put it off, and keep what it is made of."""
+    run = parts(Setting(mesh))
+    rows, length, embed = 8, 16, CONFIG.embed
+    one = jax.ShapeDtypeStruct((1, rows, length), jnp.int32, sharding=run.functions.batch_sharding)
+    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), one)
+    text = run.functions.train.lower(run.target, batch).as_text()
+    gradients = f"tensor<{rows}x{length}x{embed}xf32>, tensor<{embed}x{CONFIG.vocab}xf32>"
+    assert (re.search(rf"optimization_barrier .* : {gradients}$", text, re.M) is not None) is waits

@@ -8,7 +8,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.layout.layout import axes_of
-from meshwright.ops.exchange import add_up, partial_sums, spec_of, split_axes
+from meshwright.ops.exchange import (
+    add_up,
+    partial_sums,
+    platform_in_force,
+    spec_of,
+    split_axes,
+)
 
 
 def embed(table: jax.Array, tokens: jax.Array, target: P) -> jax.Array:
@@ -56,10 +62,13 @@ def _lookup(
         return table[tokens], tokens
 
     def backward(tokens: jax.Array, slope: jax.Array) -> tuple[jax.Array, None]:
-        zero = jnp.zeros(shape, jnp.float32)
+        zero = jnp.float32(0)
         if tokens_over or vocab_over:
             zero = lax.pcast(zero, (*tokens_over, *vocab_over), to="varying")
-        sums = zero.at[tokens].add(slope.astype(jnp.float32)).astype(dtype)
+        if platform_in_force() != "tpu":
+            # zeros that wait for nothing may be made before the layers' backward pass, and stay
+            zero, slope = lax.optimization_barrier((zero, slope))
+        sums = jnp.full(shape, zero).at[tokens].add(slope.astype(jnp.float32)).astype(dtype)
         return (lax.pcast(sums, tokens_over, to="unreduced") if tokens_over else sums), None
 
     lookup.defvjp(forward, backward)

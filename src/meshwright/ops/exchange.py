@@ -120,6 +120,28 @@ def add_up(x: jax.Array, over: Sequence[str], target: P) -> jax.Array:
     return jax.shard_map(local, in_specs=source, out_specs=target)(x)
 
 
+@jax.custom_vjp
+def gradients_together(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both as they are; going back, neither gradient is handed on before the other is there.
+
+    A scheduler may put off whatever nothing waits for. Here the gradient of `x`, with which the
+    backward pass goes on, waits for that of `weight`, so what that is made of need not be kept.
+    """
+    return x, weight
+
+
+def _as_they_are(x: jax.Array, weight: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+    return (x, weight), None
+
+
+def _together(_: None, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    x, weight = lax.optimization_barrier(gradients)
+    return x, weight
+
+
+gradients_together.defvjp(_as_they_are, _together)
+
+
 def varying_like(x: jax.Array, *others: jax.Array) -> jax.Array:
     """Inside shard_map: `x` with the type of something that differs wherever one of these does."""
     axes = {axis for other in others for axis in jax.typeof(other).manual_axis_type.varying}

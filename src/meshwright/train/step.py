@@ -27,7 +27,7 @@ from meshwright.models.decoder import (
 )
 from meshwright.models.decoder.sequence import row_plan
 from meshwright.ops.cross_entropy import IGNORED, cross_entropy
-from meshwright.ops.exchange import gather, platform_in_force
+from meshwright.ops.exchange import gather, gradients_together, platform_in_force
 from meshwright.train.state import TrainState
 from meshwright.train.tpu import compiler_options
 
@@ -172,9 +172,10 @@ def loss_sums(
     targets = jax.sharding.reshard(part["targets"], layouts.tokens)
     targets = row_plan(config, compute, targets.shape[1]).arranged(targets)
     with jax.named_scope("loss"):
+        x, head = _hidden_and_head(x, params, config, compute)
         return cross_entropy(
             gather(x, layouts.axes(layouts.logits)),
-            output_head(params, config, compute),
+            head,
             targets,
             scale,
             z_loss=loss.z_loss,
@@ -182,6 +183,21 @@ def loss_sums(
             tied=config.tied_embeddings,
             vocab=config.vocab,
         )
+
+
+def _hidden_and_head(x: jax.Array, params: Any, config: DecoderConfig, compute: Compute) -> Any:
+    """The hidden states and the gathered output head, whose gradient is made before x's is used.
+
+    XLA for GPUs would put the matmuls of the head's gradient off until after the backward pass of
+    all layers, and keep what they multiply. A head of its own has its gradient scattered first, a
+    tied one after that of the embedding was added. On one device there is nothing to scatter.
+    """
+    if platform_in_force() == "tpu" or not compute.layouts.token_axes:
+        return x, output_head(params, config, compute)
+    if config.tied_embeddings:
+        return gradients_together(x, output_head(params, config, compute))
+    x, head = gradients_together(x, params["output"])
+    return x, output_head({**params, "output": head}, config, compute)
 
 
 def _before_it_is_added(gradient: Any) -> Any:
