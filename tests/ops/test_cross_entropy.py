@@ -210,6 +210,23 @@ def test_one_chunk_is_no_loop_and_no_loop_starts_with_zeros_for_the_head(
     assert not re.search(r"(broadcast_in_dim|constant).*tensor<8x40xf32>$", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize(("chunk", "loops"), [(48, 0), (16, 1)])
+def test_of_few_tokens_the_head_has_its_gradient_by_one_matmul_and_never_in_float32(
+    chunk: int, loops: int
+) -> None:
+    with jax.set_mesh(mw.mesh("dp=1", devices=jax.devices()[:1], axis_types="explicit")):
+
+        def loss(h: jax.Array, w: jax.Array) -> Any:
+            targets = jnp.zeros((1, 48), jnp.int32)
+            return cross_entropy(h, w, targets, jnp.float32(1.0), chunk=chunk)[0]
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 48, 32), (32, 40))]
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).as_text()
+    assert text.count("stablehlo.while") == loops
+    assert "tensor<32x40xf32>" not in text
+    assert len(re.findall(r"dot_general.*-> tensor<32x40xbf16>", text)) == 1
+
+
 def test_logits_never_exist_in_full() -> None:
     tokens, vocab = 4096, 4096
     with jax.set_mesh(mw.mesh("dp=1", devices=jax.devices()[:1], axis_types="explicit")):

@@ -17,7 +17,13 @@ from jax import lax
 
 from meshwright.layout.layout import axes_of
 from meshwright.ops import row_kernels
-from meshwright.ops.exchange import narrow, spec_of, split_axes, wide_axes
+from meshwright.ops.exchange import (
+    narrow,
+    platform_in_force,
+    spec_of,
+    split_axes,
+    wide_axes,
+)
 
 IGNORED = -1  # a target that does not count
 
@@ -58,6 +64,15 @@ def cross_entropy(
     specs = (hidden_type, head_type, targets_spec, jax.P())
     out = (jax.P(), jax.P())
     return jax.shard_map(local, in_specs=specs, out_specs=out)(hidden, head, targets, scale)
+
+
+def keeps_logit_gradients(tokens: int, embed: int, item_bytes: int) -> bool:
+    """Whether the gradients of all logits are no larger than the head's gradient in float32.
+
+    If so they are kept, and the head's gradient is one matmul of all tokens. If not, it is summed
+    over chunks in float32. TPUs always sum.
+    """
+    return item_bytes * tokens <= 4 * embed
 
 
 @functools.lru_cache(maxsize=64)
@@ -132,6 +147,9 @@ def _fused(
         t = jnp.pad(targets.reshape(tokens), (0, missing), constant_values=IGNORED)
         return h.reshape(-1, size, h.shape[-1]), t.reshape(-1, size)
 
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, x.shape[-1])
+
     def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         missing = tuple(a for a in axes if a not in jax.typeof(x).manual_axis_type.varying)
         return lax.pcast(x, missing, to="varying") if missing else x
@@ -147,6 +165,36 @@ def _fused(
 
     def forward(hidden: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array) -> Any:
         h, t = chunks(hidden, targets)
+        kept = keeps_logit_gradients(t.size, hidden.shape[-1], hidden.dtype.itemsize)
+        whole = kept and platform_in_force() != "tpu"
+        by_chunks = head_gradient_at_once if whole else head_gradient_by_chunks
+        sums, head_slope, hidden_slope = by_chunks(h, head, t, scale)
+        tokens = hidden_slope.reshape(-1, hidden.shape[-1])[: targets.size]
+        return sums, (tokens.reshape(hidden.shape), head_slope.astype(head.dtype))
+
+    def head_gradient_at_once(h: jax.Array, head: jax.Array, t: jax.Array, scale: Any) -> Any:
+        """The sums, and the gradients of head and hidden [chunks, tokens, embed].
+
+        The head's is one matmul of all tokens.
+        """
+
+        def step(sums: Any, part: Any) -> Any:
+            more, slope = one_chunk(part[0], head, part[1], scale)
+            hidden_slope = jnp.einsum(to_hidden, slope, head)
+            return jax.tree.map(jnp.add, sums, more), (slope, hidden_slope)
+
+        zero = varying(jnp.zeros(()), tokens_over)
+        start = (zero, zero)
+        if len(t) == 1:  # one is not worth a loop
+            sums, made = step(start, (h[0], t[0]))
+            slopes, hidden_slope = (x[None] for x in made)
+        else:
+            sums, (slopes, hidden_slope) = lax.scan(step, start, (h, t))
+        operands = (slopes, h) if tied else (h, slopes)
+        return sums, jnp.einsum(to_head, *(flat(x) for x in operands)), hidden_slope
+
+    def head_gradient_by_chunks(h: jax.Array, head: jax.Array, t: jax.Array, scale: Any) -> Any:
+        """The same; each chunk's part of the head's gradient is added up in float32."""
 
         def fold(i: Any) -> Any:
             """A chunk's sums with its part of the head's gradient, and its own gradient."""
@@ -167,8 +215,7 @@ def _fused(
         if len(t) > 1:
             carry = lax.fori_loop(1, len(t), step, carry)
         (sums, head_slope), hidden_slope = carry
-        tokens = hidden_slope.reshape(-1, hidden.shape[-1])[: targets.size]
-        return sums, (tokens.reshape(hidden.shape), head_slope.astype(head.dtype))
+        return sums, head_slope, hidden_slope
 
     def backward(slopes: Any, given: Any) -> Any:
         hidden_slope, head_slope = slopes
