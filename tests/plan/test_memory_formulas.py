@@ -84,7 +84,7 @@ def test_each_moment_is_the_fullest_of_some_job() -> None:
         fullest(Job(preset(model), 16, seq), choice, Machine.parse(on))
         for model, choice, (on, seq, _) in itertools.product(MODELS, CHOICES, SETTINGS)
     }
-    assert seen == {"loss", "backward", "end"}
+    assert seen == {"loss", "backward", "attention", "end"}
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-4b"])
@@ -111,7 +111,7 @@ def test_explain_shows_formulas_the_moments_and_the_reserve() -> None:
     for kind, words in said.items():
         assert f"{words} = {found.best.memory.kinds[kind]:,}" in text
     assert "moments, in GiB: loss " in text
-    assert re.search(r"the fullest is (loss|backward|end)", text)
+    assert re.search(r"the fullest is (loss|backward|attention|end)", text)
     assert f"5%, {0.05 * found.best.memory.limit / 2**30:.1f} GiB" in text
 
 

@@ -12,9 +12,17 @@ from meshwright.plan.memory import (
     AHEAD,
     PROMPT,
     TOKEN_FIELDS,
-    ends_kept,
+    attention_arrays,
+    casts_at_end,
+    casts_kept,
     gathers_ahead,
+    gradient_under_way,
+    head_scattered,
+    kept_head,
+    loss_numbers,
+    loss_streams,
     moments,
+    recomputes_early,
     saved_of_token,
     scores_shape,
     vectors,
@@ -23,7 +31,6 @@ from meshwright.plan.parts import (
     attention_weights,
     item_bytes,
     length,
-    loss_chunks,
     mlp_chunks,
     mlp_weights,
     rows,
@@ -41,13 +48,16 @@ def formulas(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
     choice = with_strategy(job, choice, machine)
     found = moments(job, choice, machine)
     fullest = max(found, key=lambda moment: found[moment])
-    kinds = _always(job, choice)
-    parts = {"loss": _loss, "backward": _backward, "end": _end}[fullest](job, choice, machine)
-    early = AHEAD if gathers_ahead(job, choice, machine) else 0
-    for tables in (ends_kept(job, choice, machine), early):
-        if tables:
-            words = f"{tables} · {item_bytes(job.dtype)} bytes · {_table(job, choice)}"
-            parts["gathered weights"] = _sum(parts.get("gathered weights"), words)
+    kinds = _always(job, choice, machine)
+    write = {"loss": _loss, "backward": _backward, "attention": _turn_of_attention, "end": _end}
+    parts = write[fullest](job, choice, machine)
+    cast = item_bytes(job.param_dtype) != item_bytes(job.dtype)
+    if cast and (fullest != "end" or casts_at_end(choice, machine)):
+        of_layers = f"{_layers(job)} / {_split(choice)} devices"
+        parts["weights in bfloat16"] = f"{item_bytes(job.dtype)} bytes · {of_layers}"
+    if gathers_ahead(job, choice, machine):
+        words = f"{AHEAD} · {item_bytes(job.dtype)} bytes · {_table(job, choice)}"
+        parts["gathered weights"] = _sum(parts.get("gathered weights"), words)
     for kind, words in parts.items():
         kinds[kind] = _sum(kinds.get(kind), words)
     return kinds
@@ -86,7 +96,7 @@ def _stream(job: Job, choice: Choice) -> str:
     return f"{used} bytes · {tokens(job, choice):,} tokens · {job.model.embed:,}"
 
 
-def _always(job: Job, choice: Choice) -> dict[str, str]:
+def _always(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
     model, kept, used = job.model, item_bytes(job.param_dtype), item_bytes(job.dtype)
     small = f"{_number(vectors(job, choice))}"
     whole = f"({_matrices(job, choice)} + {small})"
@@ -105,8 +115,8 @@ def _always(job: Job, choice: Choice) -> dict[str, str]:
         "optimizer": optimizer[job.optimizer],
         "batch": f"4 bytes · {fields} arrays · {batch:,} rows · {length(job, choice):,} tokens",
     }
-    if used != kept:
-        found["weights in bfloat16"] = f"{used} bytes · {_layers(job)} / {_split(choice)} devices"
+    if casts_kept(job, choice, machine):
+        found["weights in bfloat16"] = f"{used} bytes · {ends:,} / {_split(choice)} devices"
     if choice.accumulation > 1:
         found["gradients"] = f"4 bytes · {_matrices(job, choice)}"
     return found
@@ -121,12 +131,25 @@ def _saved(job: Job, choice: Choice, machine: Machine) -> str:
 
 
 def _loss(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
-    used, (_, chunk) = item_bytes(job.dtype), loss_chunks(job, choice)
-    return {
+    used, (head, logits) = item_bytes(job.dtype), loss_numbers(job, choice, machine)
+    summed = f"({used} + {head - used})" if head > used else f"{used}"
+    streams = f"{loss_streams(machine)} · {_stream(job, choice)}"
+    found = {
         "saved activations": _saved(job, choice, machine),
-        "loss": f"({used} + 4) bytes · {_table(job, choice)} + 2 · {used} bytes · {chunk:,} tokens "
-        f"· {vocab(job, choice):,} / tp {choice.tp} + 2 · {_stream(job, choice)}",
+        "loss": f"{summed} bytes · {_table(job, choice)} + {used} bytes · {logits:,} tokens "
+        f"· {vocab(job, choice):,} / tp {choice.tp} + {streams}",
     }
+    if recomputes_early(choice, machine):
+        _, keys = attention_arrays(job, choice)
+        arrays = f"{job.model.embed:,} + {_heads(job, choice, 4, keys)}"
+        found["attention"] = f"{used} bytes · {tokens(job, choice):,} tokens · ({arrays})"
+    return found
+
+
+def _heads(job: Job, choice: Choice, queries: int, keys: int) -> str:
+    model = job.model
+    heads = f"({queries} · {model.heads} + {keys} · {model.kv_heads}) heads"
+    return f"{heads} · {model.head_dim} / tp {choice.tp}"
 
 
 def _backward(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
@@ -134,7 +157,6 @@ def _backward(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
     is_split = choice.fsdp * choice.sp > 1
     layer = f"{attention_weights(model) + mlp_weights(model):,} / tp {choice.tp}"
     ends = (1 if model.tied_embeddings else 2) * vocab(job, choice) * model.embed
-    mlp = model.mlp / choice.tp / mlp_chunks(job, choice)
     gradients = f"{_layers(job)} / {_split(choice)} devices"
     if choice.accumulation > 1:
         gradients = _matrices(job, choice)
@@ -142,20 +164,50 @@ def _backward(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
         "saved activations": _saved(job, choice, machine),
         "gradients": f"{used} bytes · {gradients}",
         "gathered weights": f"{2 if is_split else 1} · {used} bytes · {layer}",
-        "working activations": f"{used} bytes · {tokens(job, choice):,} tokens · "
-        f"(5 · {_number(mlp)} + 4 · {model.embed:,})",
-        "loss": f"{used} bytes · "
-        + (f"{ends:,} / {_split(choice)} devices" if is_split else _table(job, choice)),
+        "working activations": _working(job, choice, 5),
+        "loss": f"{used} bytes · {ends:,} / {_split(choice)} devices"
+        if head_scattered(job, choice, machine)
+        else f"{kept_head(job, choice, machine)} bytes · {_table(job, choice)}",
     }
-    attention = [_attention(job, choice)]
-    if any(scores := scores_shape(job, choice, machine)):
-        many, queries, heads, keys = scores
-        attention.append(
-            f"3 · 4 bytes · {many:,} rows · {queries:,} queries · {_number(heads)} heads · "
-            f"{keys:,} keys"
-        )
+    attention = [_attention(job, choice), _scores(job, choice, machine)] if machine.is_tpu else []
     said = " + ".join(filter(None, attention))
     return found | ({"attention": said} if said else {})
+
+
+def _scores(job: Job, choice: Choice, machine: Machine) -> str:
+    many, queries, heads, keys = scores_shape(job, choice, machine)
+    if not many:
+        return ""
+    return (
+        f"3 · 4 bytes · {many:,} rows · {queries:,} queries · {_number(heads)} heads · "
+        f"{keys:,} keys"
+    )
+
+
+def _working(job: Job, choice: Choice, of_mlp: int) -> str:
+    mlp = job.model.mlp / choice.tp / mlp_chunks(job, choice)
+    return (
+        f"{item_bytes(job.dtype)} bytes · {tokens(job, choice):,} tokens · "
+        f"({of_mlp} · {_number(mlp)} + 4 · {job.model.embed:,})"
+    )
+
+
+def _turn_of_attention(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
+    model, used = job.model, item_bytes(job.dtype)
+    layer = attention_weights(model) + mlp_weights(model)
+    gathered = f"{layer:,}"
+    if choice.fsdp * choice.sp > 1:
+        gathered = f"({layer:,} + {attention_weights(model):,})"
+    queries, keys = attention_arrays(job, choice)
+    heads = _heads(job, choice, queries, keys)
+    attention = f"{used} bytes · {tokens(job, choice):,} tokens · {heads}"
+    more = ["" if strategy_of(job, choice) == "ring" else _attention(job, choice)]
+    more.append(_scores(job, choice, machine))
+    return _backward(job, choice, machine) | {
+        "gathered weights": f"{used} bytes · {gathered} / tp {choice.tp}",
+        "working activations": _working(job, choice, 4),
+        "attention": " + ".join(filter(None, [attention, *more])),
+    }
 
 
 def _attention(job: Job, choice: Choice) -> str:
@@ -171,11 +223,15 @@ def _attention(job: Job, choice: Choice) -> str:
 
 
 def _end(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
-    used = item_bytes(job.dtype)
-    return {
+    model, used = job.model, item_bytes(job.dtype)
+    found = {
         "gradients": f"{used} bytes · {_matrices(job, choice)} + (4 + {used}) bytes · "
         f"{_table(job, choice)} + {_stream(job, choice)}"
     }
+    if gradient_under_way(choice, machine):
+        layer = attention_weights(model) + mlp_weights(model)
+        found["gathered weights"] = f"{used} bytes · {layer:,} / tp {choice.tp}"
+    return found
 
 
 def _serving(job: Job, choice: Choice) -> dict[str, str]:
