@@ -1,12 +1,15 @@
-"""The plan against the real TPU compiler: memory, bytes of each collective, which mesh is best.
+"""The plan against the real compilers, for TPUs and GPUs: memory, bytes of each collective, and on
+TPUs which mesh is best.
 
     python benchmarks/plan_against_compiler.py             # compares with compiled.json
     python benchmarks/plan_against_compiler.py --compile   # compiles what is not there yet
     python benchmarks/plan_against_compiler.py --write     # and puts tables into RESULTS.md
 
-Needs libtpu to compile (`pip install meshwright[tpu]`); no TPU. A case takes a minute or two on a
-core, and is written into benchmarks/compiled.json as soon as it is done: what the compiler said,
-so that tests can hold the plan to it without compiling again.
+Needs libtpu (`pip install meshwright[tpu]`) or the CUDA plugin (`meshwright[cuda]`) to compile, no
+TPU and no GPU; cases whose compiler is not installed are left out. A case takes a minute or two on
+a core for TPUs, a quarter of a minute for GPUs, and is written into benchmarks/compiled.json as
+soon as it is done: what the compiler said, so that tests can hold the plan to it without compiling
+again.
 """
 
 import argparse
@@ -74,6 +77,30 @@ CASES = [
     case("llama-3.2-1b", "2*v5e:4x4", "dp=1,fsdp=32,tp=1,sp=1", 64, 2048, "none"),
     case("llama-3.1-8b", "2*v6e:4x4", "dp=2,fsdp=8,tp=2,sp=1", 32, 4096),
     case("llama-3.2-3b", "4*v5p:2x2x4", "dp=8,fsdp=8,tp=1,sp=1", 64, 4096, "none"),
+]  # fmt: skip
+
+GPU_CASES = [
+    case("llama-3.2-1b", "h100:1x1", "dp=1,fsdp=1,tp=1,sp=1", 8, 4096, "none"),
+    case("llama-3.2-1b", "a100-80:1x8", "dp=8,fsdp=1,tp=1,sp=1", 32, 4096, "mlp"),
+    case("llama-3.2-3b", "a100-40:1x4", "dp=1,fsdp=4,tp=1,sp=1", 8, 4096),
+    case("llama-3.1-8b", "h100:1x8", "dp=1,fsdp=8,tp=1,sp=1", 8, 4096, "none"),
+    case("llama-3.1-8b", "h100:1x8", "dp=1,fsdp=8,tp=1,sp=1", 32, 8192),
+    case("llama-3.1-8b", "h100:1x8", "dp=1,fsdp=4,tp=2,sp=1", 16, 4096, "mlp"),
+    case("llama-3.1-8b", "h200:2x8", "dp=2,fsdp=8,tp=1,sp=1", 32, 4096, "elementwise"),
+    case("llama-3.1-8b", "b200:1x8", "dp=1,fsdp=8,tp=1,sp=1", 64, 4096, accumulation=4),
+    case("llama-3.1-8b", "h100:4x8", "dp=1,fsdp=8,tp=1,sp=4", 8, 65536),
+    case("llama-2-13b", "a100-40:2x8", "dp=1,fsdp=16,tp=1,sp=1", 16, 4096),
+    case("qwen3-14b", "a100-80:4x8", "dp=1,fsdp=32,tp=1,sp=1", 64, 4096),
+    case("llama-3.1-70b", "h100:16x8", "dp=1,fsdp=128,tp=1,sp=1", 128, 4096),
+    case("llama-3.1-70b", "a100-80:16x8", "dp=1,fsdp=128,tp=1,sp=1", 128, 4096),
+    case("llama-3.1-70b", "h100:16x8", "dp=2,fsdp=64,tp=1,sp=1", 256, 4096, accumulation=2),
+    case("llama-3.1-70b", "h200:8x8", "dp=1,fsdp=16,tp=4,sp=1", 64, 8192),
+    case("llama-3.1-70b", "h100:8x8", "dp=1,fsdp=16,tp=1,sp=4", 64, 16384),
+    case("llama-3.1-405b", "h100:64x8", "dp=1,fsdp=512,tp=1,sp=1", 512, 4096),
+    case("llama-3.1-405b", "a100-40:128x8", "dp=1,fsdp=1024,tp=1,sp=1", 1024, 3584),
+    case("llama-3.1-405b", "h200:32x8", "dp=1,fsdp=64,tp=4,sp=1", 64, 8192),
+    case("llama-3.1-405b", "b200:16x8", "dp=1,fsdp=128,tp=1,sp=1", 256, 4096),
+    case("llama-3.1-405b", "a100-40:64x8", "dp=1,fsdp=512,tp=1,sp=1", 512, 4096),
 ]  # fmt: skip
 
 # model, machine, rows, tokens: the plan's choice is compiled, and the best of other kinds
@@ -158,7 +185,9 @@ def recorded(one: dict[str, Any], proof: Any) -> dict[str, Any]:
     sums = [
         {"operation": s.operation, "axes": list(s.axes), "bytes": s.bytes} for s in found.by_axis()
     ]
-    taken = roofline(proof.text, choice.sizes, proof.machine, job, choice)
+    if proof.machine.is_tpu:
+        taken = roofline(proof.text, choice.sizes, proof.machine, job, choice)
+        said["seconds"] = {"as compiled": taken.seconds, "overlapped": taken.overlapped}
     return said | {
         "total": proof.footprint.total,
         "limit": proof.footprint.limit,
@@ -171,7 +200,6 @@ def recorded(one: dict[str, Any], proof: Any) -> dict[str, Any]:
         "rewritten": len(found.rewritten),
         # by the compiler's own rematerialization, where memory is nearly full
         "gathered_again": bool(re.search(r"%all-gather[\w.]*\.remat", proof.text)),
-        "seconds": {"as compiled": taken.seconds, "overlapped": taken.overlapped},
         "asynchronous": asynchronous(found.rows),
     }
 
@@ -195,11 +223,30 @@ def add_to_record(entry: dict[str, Any]) -> None:
     RECORD.write_text(f"[\n{lines}\n]\n")
 
 
+def of_platform(record: dict[str, dict[str, Any]], platform: str) -> dict[str, dict[str, Any]]:
+    """The part of a record that is of tpu or gpu."""
+    from meshwright.machines import Machine
+
+    return {
+        name: entry
+        for name, entry in record.items()
+        if Machine.parse(entry["case"]["on"]).chip.platform == platform
+    }
+
+
 def compile_missing(cases: list[dict[str, Any]]) -> None:
+    from meshwright.errors import MeshwrightError
+    from meshwright.machines import Machine
     from meshwright.prove import prove
+    from meshwright.prove.target import check_extra
 
     for one in cases:
         if key(one) in read_record():
+            continue
+        try:
+            check_extra(Machine.parse(one["on"]))
+        except MeshwrightError as missing:
+            print(f"left out {words(one)}: {missing}", flush=True)
             continue
         print(f"compiling {words(one)}", flush=True)
         proof = prove(config_of(one), one["on"])
@@ -350,37 +397,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.compile:
-        compile_missing(CASES)
+        compile_missing([*CASES, *GPU_CASES])
         for scenario in SCENARIOS:
             compile_missing(alternatives(*scenario))
-    record = read_record()
-    compilers = "; ".join(sorted({entry["compiler"] for entry in record.values()}))
-    command = "`python benchmarks/plan_against_compiler.py --compile --write`"
-    start = f"{command}, {here()}, {compilers}."
-    lines, off, right, verdicts = memory_table(record)
-    codeless = sum("without" in entry for entry in record.values())
-    said = (
-        f"{start} The compiler's figure is its buffer assignment, or what it said it needs; "
-        f"{codeless} were compiled no further, and lack the program's own size. Off by "
-        f"{100 * max(map(abs, off)):.1f}% at most, {100 * sum(map(abs, off)) / len(off):.1f}% on "
-        f"average; {right} of {verdicts} verdicts right."
-    )
-    _out("Memory planned and compiled for TPUs", said, lines, options.write)
-    lines, off = traffic_table(record)
-    exact = sum(abs(one) <= 0.01 for one in off)
-    surprises, rewritten = (
-        sum(count(entry.get(name, ())) for entry in record.values())
-        for name, count in (("surprises", len), ("rewritten", lambda n: n or 0))
-    )
-    said = (
-        f"{start} Sums of a step on a device, of every kind of at least 1 MiB: {exact} of "
-        f"{len(off)} within 1%; {surprises} surprises, {rewritten} rows that the compiler made of "
-        "something else (an all-reduce of a reduce-scatter, say). The others follow: most are "
-        "reduce-scatters that it pads, and hops of their edges."
-    )
-    different = [line for line, one in zip(lines[2:], off, strict=True) if abs(one) > 0.01]
-    lines = [*lines[:2], *different]
-    _out("Bytes planned and compiled for TPUs", said, lines, options.write)
+    record = of_platform(read_record(), "tpu")
+    for platform in ("tpu", "gpu"):
+        memory_and_traffic(of_platform(read_record(), platform), platform.upper(), options.write)
+    start = introduction(record)
     said = (
         f"{start} The roofline of the compiled program and its memory with `--compute.overlap`, "
         "each over that without; and of the bytes gathered in loops the share that is asynchronous."
@@ -395,6 +418,43 @@ def main() -> None:
             f"plan's time is {least:.2f} to {most:.2f} of the roofline's."
         )
         _out("The chosen mesh among others", said, lines, options.write)
+
+
+def introduction(record: dict[str, dict[str, Any]]) -> str:
+    """The command, this machine and the compilers of a record."""
+    compilers = "; ".join(sorted({entry["compiler"] for entry in record.values()}))
+    command = "`python benchmarks/plan_against_compiler.py --compile --write`"
+    return f"{command}, {here()}, {compilers}."
+
+
+def memory_and_traffic(record: dict[str, dict[str, Any]], kind: str, write: bool) -> None:
+    """The tables that there are of TPUs and of GPUs."""
+    start = introduction(record)
+    lines, off, right, verdicts = memory_table(record)
+    codeless = sum("without" in entry for entry in record.values())
+    short = f"; {codeless} were compiled no further, and lack the program's own size" * (
+        codeless > 0
+    )
+    said = (
+        f"{start} The compiler's figure is its buffer assignment, or what it said it needs{short}. "
+        f"Off by {100 * max(map(abs, off)):.1f}% at most, "
+        f"{100 * sum(map(abs, off)) / len(off):.1f}% on average; {right} of {verdicts} verdicts right."
+    )
+    _out(f"Memory planned and compiled for {kind}s", said, lines, write)
+    lines, off = traffic_table(record)
+    exact = sum(abs(one) <= 0.01 for one in off)
+    surprises, rewritten = (
+        sum(count(entry.get(name, ())) for entry in record.values())
+        for name, count in (("surprises", len), ("rewritten", lambda n: n or 0))
+    )
+    said = (
+        f"{start} Sums of a step on a device, of every kind of at least 1 MiB: {exact} of "
+        f"{len(off)} within 1%; {surprises} surprises, {rewritten} rows that the compiler made of "
+        "something else (an all-reduce of a reduce-scatter, say). The others follow: most are "
+        "reduce-scatters that it pads, and hops of their edges."
+    )
+    different = [line for line, one in zip(lines[2:], off, strict=True) if abs(one) > 0.01]
+    _out(f"Bytes planned and compiled for {kind}s", said, [*lines[:2], *different], write)
 
 
 def _out(title: str, said: str, lines: list[str], write: bool) -> None:

@@ -1,6 +1,7 @@
-"""The plan's closed forms against what the TPU compiler said, as benchmarks/compiled.json records it.
+"""The plan's closed forms against what the compilers said, as benchmarks/compiled.json records it.
 
-`python benchmarks/plan_against_compiler.py --compile` makes the record anew, with libtpu installed.
+`python benchmarks/plan_against_compiler.py --compile` makes the record anew, with libtpu and jax's
+CUDA plugin installed.
 """
 
 import json
@@ -14,9 +15,11 @@ from meshwright.plan.memory import memory
 from meshwright.plan.ranking import UNCERTAINTY
 from meshwright.plan.rewrites import compiled_traffic
 
-RECORD = list(recorded.read_record().values())
+RECORD = list(recorded.of_platform(recorded.read_record(), "tpu").values())
 COMPILED = [entry for entry in RECORD if "total" in entry]
 NAMES = [recorded.words(entry["case"]) for entry in COMPILED]
+ON_GPUS = list(recorded.of_platform(recorded.read_record(), "gpu").values())
+ON_GPUS_NAMES = [recorded.words(entry["case"]) for entry in ON_GPUS]
 
 
 def planned(entry: dict[str, Any]) -> Any:
@@ -51,6 +54,40 @@ def test_what_fits_is_said_to_fit_and_what_does_not_is_refused() -> None:
     ]
     assert sum(right) >= 0.95 * len(right)
     assert {"total" in entry for entry in RECORD} == {True, False}
+
+
+def test_the_record_of_gpus_is_of_every_size() -> None:
+    cases = [entry["case"] for entry in ON_GPUS]
+    assert len(cases) >= 12
+    assert {case["on"].split(":")[0] for case in cases} >= {
+        "a100-40",
+        "a100-80",
+        "h100",
+        "h200",
+        "b200",
+    }
+    assert {"llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"} <= {
+        case["model"] for case in cases
+    }
+    devices = {Machine.parse(case["on"]).num_devices for case in cases}
+    assert {1, 1024} <= devices
+    axes = {axis for case in cases for axis in case["mesh"].split(",") if not axis.endswith("=1")}
+    assert {axis.split("=")[0] for axis in axes} == {"dp", "fsdp", "tp", "sp"}
+
+
+@pytest.mark.parametrize("entry", ON_GPUS, ids=ON_GPUS_NAMES)
+def test_memory_on_gpus_is_within_8_percent_and_every_verdict_right(entry: dict[str, Any]) -> None:
+    found = memory(*planned(entry))
+    assert found.total == pytest.approx(entry["total"], rel=0.08)
+    assert found.fits == (entry["total"] <= entry["limit"])
+
+
+@pytest.mark.parametrize("entry", ON_GPUS, ids=ON_GPUS_NAMES)
+def test_gpus_send_what_is_planned_to_a_twentieth_and_nothing_else(entry: dict[str, Any]) -> None:
+    sent = sum(s["bytes"] for s in entry["sums"])
+    plan = sum(one.bytes * one.times for one in compiled_traffic(*planned(entry)))
+    assert plan == pytest.approx(sent, rel=0.05)
+    assert entry["surprises"] == []
 
 
 def off(entry: dict[str, Any]) -> list[float]:
