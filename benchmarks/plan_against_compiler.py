@@ -432,13 +432,12 @@ def memory_and_traffic(record: dict[str, dict[str, Any]], kind: str, write: bool
     start = introduction(record)
     lines, off, right, verdicts = memory_table(record)
     codeless = sum("without" in entry for entry in record.values())
-    short = f"; {codeless} were compiled no further, and lack the program's own size" * (
-        codeless > 0
-    )
+    short = f"; {codeless} were compiled no further, and lack the program's own size"
+    most, mean = 100 * max(map(abs, off)), 100 * sum(map(abs, off)) / len(off)
     said = (
-        f"{start} The compiler's figure is its buffer assignment, or what it said it needs{short}. "
-        f"Off by {100 * max(map(abs, off)):.1f}% at most, "
-        f"{100 * sum(map(abs, off)) / len(off):.1f}% on average; {right} of {verdicts} verdicts right."
+        f"{start} The compiler's figure is its buffer assignment, or what it said it needs"
+        f"{short if codeless else ''}. Off by {most:.1f}% at most, {mean:.1f}% on average; {right} "
+        f"of {verdicts} verdicts right."
     )
     _out(f"Memory planned and compiled for {kind}s", said, lines, write)
     lines, off = traffic_table(record)

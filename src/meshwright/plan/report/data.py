@@ -97,7 +97,7 @@ def read_plan(file: Path | str) -> Plan:
 def _check_agrees(follows: Any, data: Any, where: str) -> None:
     """That what follows from the numbers of a plan is what its file says, wherever it says it."""
     if isinstance(follows, dict) and isinstance(data, Mapping):
-        for key in follows.keys() & data.keys():
+        for key in (key for key in follows if key in data):
             _check_agrees(follows[key], data[key], f"{where}.{key}")
     elif isinstance(follows, list) and isinstance(data, list):
         for i, (one, other) in enumerate(zip(follows, data, strict=False)):
@@ -183,10 +183,10 @@ def _read_fields(kind: Any, data: Any, where: str) -> Any:
         raise _wrong(where, "an object", data)
     hints = _hints(kind)
     fields = {}
-    for field in dataclasses.fields(kind):
-        if field.name not in data:
-            raise MeshwrightError(f"{where} lacks the key {field.name!r}; plan again")
-        fields[field.name] = _read(hints[field.name], data[field.name], f"{where}.{field.name}")
+    for name in _names(kind):
+        if name not in data:
+            raise MeshwrightError(f"{where} lacks the key {name!r}; plan again")
+        fields[name] = _read(hints[name], data[name], f"{where}.{name}")
     return kind(**fields)
 
 
@@ -205,7 +205,8 @@ def _classes(kind: Any) -> list[Any]:
 
 
 def _names(value: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(value)]
+    """The fields that a plan's file holds: not the config.json that a model was read from."""
+    return [field.name for field in dataclasses.fields(value) if field.name != "hf_config"]
 
 
 def _wrong(where: str, wanted: str, data: Any) -> MeshwrightError:
