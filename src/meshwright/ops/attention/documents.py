@@ -84,7 +84,7 @@ def padded_length(length: int) -> int:
     """What a length is padded to: even, and cut in halves until a bias of its mask is small.
 
     >>> [padded_length(n) for n in (1000, 1001, 40_000, 40_002)]
-    [1000, 1002, 40000, 40032]
+    [1000, 1002, 40000, 40004]
     """
     multiple, padded = 2, length + length % 2
     while padded * (padded // parts_of(1, padded)) > _TOO_MUCH and multiple < length:
