@@ -142,6 +142,8 @@ def _moments(job: Job, choice: Choice, machine: Machine) -> dict[str, dict[str, 
         "gradients": used * (layers + ends) + 4 * table + used * table + stream,
         "gathered weights": layer if gradient_under_way(choice, machine) else 0.0,
     }
+    if model.tied_embeddings and not machine.is_tpu:  # the head's is added to it there
+        end["loss"] = kept_head(job, choice, machine) * table
     found = {"loss": loss, "backward": backward, "end": end}
     if recomputes_early(choice, machine):
         loss["attention"] = _attention_forward(job, choice)

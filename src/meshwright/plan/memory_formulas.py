@@ -228,6 +228,8 @@ def _end(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
         "gradients": f"{used} bytes · {_matrices(job, choice)} + (4 + {used}) bytes · "
         f"{_table(job, choice)} + {_stream(job, choice)}"
     }
+    if model.tied_embeddings and not machine.is_tpu:
+        found["loss"] = f"{kept_head(job, choice, machine)} bytes · {_table(job, choice)}"
     if gradient_under_way(choice, machine):
         layer = attention_weights(model) + mlp_weights(model)
         found["gathered weights"] = f"{used} bytes · {layer:,} / tp {choice.tp}"
