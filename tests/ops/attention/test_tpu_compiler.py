@@ -120,3 +120,26 @@ def test_memory_is_linear_in_the_part_of_a_row(program: str) -> None:
         tuple(map(int, dims.split(","))) for dims in re.findall(r" = \(?\w+\[([\d,]+)\]", program)
     }
     assert max(jnp.prod(jnp.array(size)).item() for size in sizes) <= 8 * part * HEADS * HEAD_DIM
+
+
+@pytest.mark.parametrize("length", [1000, 3648, 4000])
+@pytest.mark.parametrize("packed", [False, True])
+def test_lengths_that_are_no_multiple_of_128_run_in_the_fused_kernels(
+    devices: list[jax.Device], length: int, packed: bool
+) -> None:
+    mesh = mw.mesh("dp=8", devices=devices, axis_types="explicit")
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+        return jnp.sum(attention(q, k, v, *segments).astype(jnp.float32) ** 2)
+
+    def described(*rest: int, dtype: type = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        sharding = jax.NamedSharding(mesh, P("dp"))
+        return jax.ShapeDtypeStruct((8, length, *rest), dtype, sharding=sharding)
+
+    with jax.set_mesh(mesh):
+        q, k = (described(heads, HEAD_DIM) for heads in (HEADS, KV_HEADS))
+        segments = (described(dtype=jnp.int32),) * packed
+        lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, k, *segments)
+        program = str(lowered.compile().as_text())
+    for name in ("splash_mqa_fwd", "splash_mqa_dkv"):
+        assert name in program
