@@ -21,8 +21,19 @@ from typing import Any
 
 COMMAND = str(Path(sys.executable).with_name("meshwright"))
 SIZES = ("--batch", "4", "--seq", "32", "--checkpoint.every", "2")
+# a learning rate that does not depend on the length of the run, so that losses can be compared
+SIZES += ("--optimizer.schedule", "inverse_sqrt", "--optimizer.warmup-steps", "2")
 ONE = ("--cpu-devices", "2", "--mesh", "fsdp=2")
 PATIENCE = 240.0  # seconds for anything to happen
+# most of a toy's time is compiling: what one command compiled, the next ones read
+CACHE = tempfile.TemporaryDirectory()
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": CACHE.name,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 class FaultError(Exception):
@@ -58,8 +69,7 @@ class Command:
             [COMMAND, *arguments],
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
-            | dict(environment or {}),
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
         )
         self.began = time.monotonic()
 
@@ -119,8 +129,9 @@ class Stage:
         arguments = ["train", "tiny", "--run", str(self.run), "--steps", str(steps)]
         return [*arguments, *SIZES, *layout, *more]
 
-    def start(self, *more: str, steps: int = 6) -> Command:
-        return Command(self.train(*more, steps=steps))
+    def start(self, *more: str, steps: int = 6, cached: bool = True) -> Command:
+        environment = {"JAX_ENABLE_COMPILATION_CACHE": "true" if cached else "false"}
+        return Command(self.train(*more, steps=steps), environment)
 
     def pair(self, *of_second: str, both: tuple[str, ...] = (), steps: int = 6) -> list[Command]:
         """The same run in two processes; `of_second` are settings of the second one alone."""

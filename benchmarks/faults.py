@@ -70,9 +70,11 @@ def fault(kind: str, name: str, *codes: int, **more: object) -> Callable[..., ob
 # ---- kill
 
 
-def _kill_when(condition: Callable[[Stage, Command], None]) -> Callable[[Stage], list[End]]:
+def _kill_when(
+    condition: Callable[[Stage, Command], None], cached: bool = True
+) -> Callable[[Stage], list[End]]:
     def inject(stage: Stage) -> list[End]:
-        command = stage.start(steps=10_000)
+        command = stage.start(steps=10_000, cached=cached)
         condition(stage, command)
         command.signal(signal.SIGKILL)
         return [command.end()]
@@ -106,7 +108,8 @@ for moment, condition in {
     "20 ms into a save": _while_saving(0.02),
     "60 ms into a save": _while_saving(0.06),
 }.items():
-    fault("kill", f"SIGKILL {moment}", KILLED)(_kill_when(condition))
+    kill = _kill_when(condition, cached="compiles" not in moment)
+    fault("kill", f"SIGKILL {moment}", KILLED)(kill)
 
 
 @fault("kill", "SIGKILL while it evaluates", KILLED, resume=("--eval.rows", "8"))
