@@ -165,14 +165,17 @@ def test_a_scale_that_is_whole_everywhere_has_a_gradient_that_is(spec: P) -> Non
 @pytest.mark.usefixtures("pretended_h200")
 def test_each_chunk_of_the_loss_reads_its_logits_by_one_kernel() -> None:
     def loss(hidden: jax.Array, head: jax.Array, chunk: int) -> Any:
-        targets = jnp.zeros((1, 6), jnp.int32)
+        targets = jnp.zeros(hidden.shape[:2], jnp.int32)
         return cross_entropy(hidden, head, targets, jnp.float32(1.0), chunk=chunk)[0]
 
     with jax.set_mesh(mw.mesh("dp=1", devices=jax.devices()[:1], axis_types="explicit")):
-        hidden = jax.ShapeDtypeStruct((1, 6, 16), jnp.bfloat16)
         for vocab, each in ((1152, 1), (1100, 0)):
             head = jax.ShapeDtypeStruct((16, vocab), jnp.bfloat16)
-            for chunk, places in ((6, 1), (4, 2), (2, 2)):  # before the loop, and in it
+            # of many tokens before the loop and in it; of few, whose gradients are kept, in it only
+            for tokens, chunk, places in (
+                (48, 48, 1), (48, 32, 2), (48, 16, 2), (6, 6, 1), (6, 4, 1), (6, 2, 1),
+            ):  # fmt: skip
+                hidden = jax.ShapeDtypeStruct((1, tokens, 16), jnp.bfloat16)
                 slope = jax.grad(lambda h, w, chunk=chunk: loss(h, w, chunk), argnums=(0, 1))
                 assert kernels(slope, hidden, head) == each * places
 

@@ -70,7 +70,8 @@ def assert_alone(axis_types: Any, spec: P, layers: int) -> None:
     mesh = mw.mesh("dp=2,fsdp=2,tp=2,sp=2", devices=jax.devices()[:16], axis_types=axis_types)
     stack = values(layers)
     found = compiled(mesh, layers, spec)(jax.device_put(stack, jax.NamedSharding(mesh, spec)))
-    np.testing.assert_allclose(found, expected(stack), rtol=1e-5, atol=1e-4)
+    # a sum's last bits are multiplied by up to SHAPE's size, and differ between CPUs
+    np.testing.assert_allclose(found, expected(stack), rtol=1e-5, atol=2e-3)
     assert found.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 4)
 
 
