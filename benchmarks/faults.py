@@ -4,6 +4,8 @@
     python benchmarks/faults.py --only disk  # those whose kind or name contains a word
     python benchmarks/faults.py --write      # and put the table into RESULTS.md
 
+What happened at each fault is kept in faults.json, so that some of them can be tried again.
+
 Each fault works on a copy of a run with checkpoints of steps 2 and 4. It must end with the
 expected exit code and without a traceback. Afterwards the newest checkpoint that was ever complete,
 and every other one that is there, must be intact (each array is read and compared with its
@@ -42,6 +44,7 @@ from results import here, write_section
 GOOD, MISTAKE, RETRY, INTERRUPTED = 0, 2, 75, 130
 KILLED = -signal.SIGKILL
 SAVED = (2, 4)  # steps of the checkpoints that a stage begins with
+RECORD = Path(__file__).with_name("faults.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,10 @@ class Fault:
     resume: tuple[str, ...] | None = ()  # settings to resume with; None: nothing to resume
     says: str = ""  # what the message must contain
     signalled: tuple[int, ...] = ()  # how the process that got the signal may end
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind}: {self.name}"
 
 
 FAULTS: list[Fault] = []
@@ -200,9 +207,10 @@ def _two_at_once(stage: Stage) -> list[End]:
 # ---- full disk
 
 FULL = {"says": "full"}
+NO_SPACE = {"says": "No space left"}
 
 
-@fault("full disk", "before the start", MISTAKE, **FULL)
+@fault("full disk", "before the start", MISTAKE, **NO_SPACE)
 def _full_at_start(stage: Stage) -> list[End]:
     with small_disk(stage, 0):
         return [stage.start().end()]
@@ -250,7 +258,7 @@ def _read_only(stage: Stage) -> list[End]:
             subprocess.run(["mount", "-o", "remount,rw", str(stage.run)], check=True)
 
 
-@fault("full disk", "while a token store is packed", MISTAKE, **FULL)
+@fault("full disk", "while a token store is packed", MISTAKE, **NO_SPACE)
 def _full_while_packing(stage: Stage) -> list[End]:
     with small_disk(stage, 2**16):
         text = stage.folder / "text.txt"
@@ -291,7 +299,7 @@ for name, change in {
     )(_damage_newest(change))  # fmt: skip
 
 
-@fault("corruption", "checkpoint: its folder was renamed", MISTAKE, GOOD, damaged=(4,))
+@fault("corruption", "checkpoint: its folder was renamed", MISTAKE, GOOD, damaged=(4, 5))
 def _renamed(stage: Stage) -> list[End]:
     (stage.checkpoints / "step-00000004").rename(stage.checkpoints / "step-00000005")
     found = stage.start().end()
@@ -406,13 +414,14 @@ def _hf_folder(stage: Stage, value: float) -> Path:
     import jax.numpy as jnp
 
     from meshwright.models import preset
-    from meshwright.models.decoder import arrays
+    from meshwright.models.decoder import abstract_arrays
     from meshwright.models.decoder.hf_save import save_hf
 
     model = preset("tiny")
-    params = jax.tree.map(lambda spec: jnp.full(spec.shape, value, "float32"), arrays(model))
+    described = abstract_arrays(model)
+    params = jax.tree.map(lambda spec: jnp.full(spec.shape, value, "float32"), described)
     folder = stage.folder / "weights"
-    save_hf(folder, model, params)
+    save_hf(folder, params, model)
     return folder
 
 
@@ -548,10 +557,24 @@ def _resumed(stage: Stage, fault: Fault, undisturbed: float) -> list[str]:
     return []
 
 
+def read_record() -> dict[str, Result]:
+    """What happened at each fault when it was last tried, by kind and name."""
+    kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return {one.title: Result(one, *kept[one.title]) for one in FAULTS if one.title in kept}
+
+
+def add_to_record(result: Result) -> None:
+    record = read_record() | {result.fault.title: result}
+    data = {
+        title: [one.seconds, one.message, one.problems, one.lost] for title, one in record.items()
+    }
+    RECORD.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
 def table(results: list[Result]) -> list[str]:
     lines = ["| kind | fault | ended after | message | lost |", "|---|---|---|---|---|"]
     for one in results:
-        said = one.message.replace("|", "\\|").replace(tempfile.gettempdir(), "…")
+        said = one.message.replace("|", "\\|")
         said = said if len(said) <= 160 else said[:157] + "…"
         lost = ", ".join(map(str, one.lost)) or "nothing"
         if one.problems:
@@ -569,7 +592,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a word of the kind or name")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    chosen = [one for one in FAULTS if options.only in f"{one.kind}: {one.name}"]
+    chosen = [one for one in FAULTS if options.only in one.title]
     with tempfile.TemporaryDirectory() as temporary:
         base, reference = Stage(Path(temporary, "base")), Stage(Path(temporary, "reference"))
         for stage, steps in ((base, 4), (reference, 6)):
@@ -578,13 +601,13 @@ def main() -> int:
                 print(end.output)
                 return 1
         undisturbed = reference.losses()[6]
-        results = []
         for number, one in enumerate(chosen, start=1):
-            results.append(tried(one, base.run, undisturbed))
-            found = results[-1]
+            found = tried(one, base.run, undisturbed)
+            add_to_record(found)
             state = "; ".join((*found.problems, *(f"lost step {s}" for s in found.lost))) or "ok"
             print(f"{number}/{len(chosen)} {one.kind}: {one.name}: {found.seconds:.1f} s: {state}")
             print(f"    {found.message}", flush=True)
+    results = list(read_record().values())
     lost = sum(len(one.lost) for one in results)
     failed = sum(bool(one.problems or one.lost) for one in results)
     said = (
