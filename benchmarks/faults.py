@@ -537,9 +537,9 @@ def tried(fault: Fault, base: Path, undisturbed: float) -> Result:
         lost = tuple(step for step in must if not intact(stage.checkpoints, step))
         if fault.resume is not None and not lost:
             problems += _resumed(stage, fault, undisturbed)
-        return Result(
-            fault, max(end.seconds for end in ends), ends[0].message, tuple(problems), lost
-        )
+        seconds = max(end.seconds for end in ends)
+        message = ends[0].message.replace(str(stage.folder), "…")
+        return Result(fault, seconds, message, tuple(problems), lost)
 
 
 def _resumed(stage: Stage, fault: Fault, undisturbed: float) -> list[str]:
