@@ -129,14 +129,16 @@ def _fused(
         entropy = jnp.sum((normalizer - at_target) * counts)
         weighted = scale * (entropy + z_loss * jnp.sum(normalizer**2 * counts))
         steepness = counts * scale * (1 + 2 * z_loss * normalizer)
-        slope = jnp.exp(logits.astype(jnp.float32) - normalizer[:, None]) * steepness[:, None]
+        gradient = jnp.exp(logits.astype(jnp.float32) - normalizer[:, None]) * steepness[:, None]
         # at the target it is less by one: set there, which costs less than asking everywhere
         below = jnp.exp(found - normalizer) * steepness - counts * scale
-        slope = slope.astype(h.dtype)
+        gradient = gradient.astype(h.dtype)
         tokens = jnp.arange(targets.size)
         place = jnp.where(here, place, vocab)  # out of range: dropped
-        slope = slope.at[tokens, place].set(below.astype(h.dtype), mode="drop", unique_indices=True)
-        return (weighted, entropy), slope
+        gradient = gradient.at[tokens, place].set(
+            below.astype(h.dtype), mode="drop", unique_indices=True
+        )
+        return (weighted, entropy), gradient
 
     def chunks(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[chunks, tokens, embed] and [chunks, tokens], the last filled with ignored tokens."""
@@ -168,9 +170,9 @@ def _fused(
         kept = keeps_logit_gradients(t.size, hidden.shape[-1], hidden.dtype.itemsize)
         whole = kept and platform_in_force() != "tpu"
         by_chunks = head_gradient_at_once if whole else head_gradient_by_chunks
-        sums, head_slope, hidden_slope = by_chunks(h, head, t, scale)
-        tokens = hidden_slope.reshape(-1, hidden.shape[-1])[: targets.size]
-        return sums, (tokens.reshape(hidden.shape), head_slope.astype(head.dtype))
+        sums, head_gradient, hidden_gradient = by_chunks(h, head, t, scale)
+        tokens = hidden_gradient.reshape(-1, hidden.shape[-1])[: targets.size]
+        return sums, (tokens.reshape(hidden.shape), head_gradient.astype(head.dtype))
 
     def head_gradient_at_once(h: jax.Array, head: jax.Array, t: jax.Array, scale: Any) -> Any:
         """The sums, and the gradients of head and hidden [chunks, tokens, embed].
@@ -179,19 +181,19 @@ def _fused(
         """
 
         def step(sums: Any, part: Any) -> Any:
-            more, slope = one_chunk(part[0], head, part[1], scale)
-            hidden_slope = jnp.einsum(to_hidden, slope, head)
-            return jax.tree.map(jnp.add, sums, more), (slope, hidden_slope)
+            more, gradient = one_chunk(part[0], head, part[1], scale)
+            hidden_gradient = jnp.einsum(to_hidden, gradient, head)
+            return jax.tree.map(jnp.add, sums, more), (gradient, hidden_gradient)
 
         zero = varying(jnp.zeros(()), tokens_over)
         start = (zero, zero)
         if len(t) == 1:  # one is not worth a loop
             sums, made = step(start, (h[0], t[0]))
-            slopes, hidden_slope = (x[None] for x in made)
+            gradients, hidden_gradient = (x[None] for x in made)
         else:
-            sums, (slopes, hidden_slope) = lax.scan(step, start, (h, t))
-        operands = (slopes, h) if tied else (h, slopes)
-        return sums, jnp.einsum(to_head, *(flat(x) for x in operands)), hidden_slope
+            sums, (gradients, hidden_gradient) = lax.scan(step, start, (h, t))
+        operands = (gradients, h) if tied else (h, gradients)
+        return sums, jnp.einsum(to_head, *(flat(x) for x in operands)), hidden_gradient
 
     def head_gradient_by_chunks(h: jax.Array, head: jax.Array, t: jax.Array, scale: Any) -> Any:
         """The same; each chunk's part of the head's gradient is added up in float32."""
@@ -199,34 +201,34 @@ def _fused(
         def fold(i: Any) -> Any:
             """A chunk's sums with its part of the head's gradient, and its own gradient."""
             here, targets = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (h, t))
-            sums, slope = one_chunk(here, head, targets, scale)
-            operands = (slope, here) if tied else (here, slope)
-            head_slope = jnp.einsum(to_head, *operands, preferred_element_type=jnp.float32)
-            return (sums, head_slope), jnp.einsum(to_hidden, slope, head)
+            sums, gradient = one_chunk(here, head, targets, scale)
+            operands = (gradient, here) if tied else (here, gradient)
+            head_gradient = jnp.einsum(to_head, *operands, preferred_element_type=jnp.float32)
+            return (sums, head_gradient), jnp.einsum(to_hidden, gradient, head)
 
         def step(i: Any, carry: Any) -> Any:
-            (folded, hidden_slope), (more, here) = carry, fold(i)
-            hidden_slope = lax.dynamic_update_index_in_dim(hidden_slope, here, i, 0)
-            return jax.tree.map(jnp.add, folded, more), hidden_slope
+            (folded, hidden_gradient), (more, here) = carry, fold(i)
+            hidden_gradient = lax.dynamic_update_index_in_dim(hidden_gradient, here, i, 0)
+            return jax.tree.map(jnp.add, folded, more), hidden_gradient
 
         # the first chunk starts the sums: zeros as large as the head would be written and read
         first, here = fold(0)
         carry = first, jnp.pad(here[None], ((0, len(t) - 1), (0, 0), (0, 0)))
         if len(t) > 1:
             carry = lax.fori_loop(1, len(t), step, carry)
-        (sums, head_slope), hidden_slope = carry
-        return sums, head_slope, hidden_slope
+        (sums, head_gradient), hidden_gradient = carry
+        return sums, head_gradient, hidden_gradient
 
-    def backward(slopes: Any, given: Any) -> Any:
-        hidden_slope, head_slope = slopes
+    def backward(gradients: Any, given: Any) -> Any:
+        hidden_gradient, head_gradient = gradients
         weight = given[0]  # of the first sum; the entropy is a report
-        hidden_slope = hidden_slope * weight.astype(hidden_slope.dtype)
-        head_slope = head_slope * weight.astype(head_slope.dtype)
+        hidden_gradient = hidden_gradient * weight.astype(hidden_gradient.dtype)
+        head_gradient = head_gradient * weight.astype(head_gradient.dtype)
         if vocab_over:
-            hidden_slope = lax.pcast(hidden_slope, vocab_over, to="unreduced")
+            hidden_gradient = lax.pcast(hidden_gradient, vocab_over, to="unreduced")
         if tokens_over:
-            head_slope = lax.pcast(head_slope, tokens_over, to="unreduced")
-        return hidden_slope, head_slope, None, None
+            head_gradient = lax.pcast(head_gradient, tokens_over, to="unreduced")
+        return hidden_gradient, head_gradient, None, None
 
     fused.defvjp(forward, backward)
     return fused

@@ -61,14 +61,14 @@ def _lookup(
     def forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         return table[tokens], tokens
 
-    def backward(tokens: jax.Array, slope: jax.Array) -> tuple[jax.Array, None]:
+    def backward(tokens: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None]:
         zero = jnp.float32(0)
         if tokens_over or vocab_over:
             zero = lax.pcast(zero, (*tokens_over, *vocab_over), to="varying")
         if platform_in_force() != "tpu":
             # zeros that wait for nothing may be made before the layers' backward pass, and stay
-            zero, slope = lax.optimization_barrier((zero, slope))
-        sums = jnp.full(shape, zero).at[tokens].add(slope.astype(jnp.float32)).astype(dtype)
+            zero, gradient = lax.optimization_barrier((zero, gradient))
+        sums = jnp.full(shape, zero).at[tokens].add(gradient.astype(jnp.float32)).astype(dtype)
         return (lax.pcast(sums, tokens_over, to="unreduced") if tokens_over else sums), None
 
     lookup.defvjp(forward, backward)
