@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import MeshwrightError
+from meshwright.layout.explanation import bytes_text
 
 MEMINFO, OWN_CGROUPS, CGROUPS = "proc/meminfo", "proc/self/cgroup", "sys/fs/cgroup"
 # of a memory cgroup: the limit, what is used, and the page cache in memory.stat; version 2, then 1
@@ -30,8 +31,8 @@ def check_host_memory(needed: int, what: str, remedy: str) -> None:
     free = free_host_memory()
     if free is not None and needed > free:
         raise MeshwrightError(
-            f"{what} needs {_gib(needed)} of this host's memory, which has {_gib(free)} free; "
-            f"{remedy}"
+            f"{what} needs {bytes_text(needed)} of this host's memory, which has "
+            f"{bytes_text(free)} free; {remedy}"
         )
 
 
@@ -93,7 +94,3 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"

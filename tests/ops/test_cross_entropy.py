@@ -193,18 +193,23 @@ def test_no_counted_token_is_no_loss_and_no_gradient() -> None:
         np.testing.assert_array_equal(x, 0)
 
 
+def lowered_gradients(embed: int, chunk: int) -> str:
+    """The program of both gradients, of 48 tokens and a vocabulary of 40 on one device."""
+
+    def loss(h: jax.Array, w: jax.Array) -> Any:
+        targets = jnp.zeros((1, 48), jnp.int32)
+        return cross_entropy(h, w, targets, jnp.float32(1.0), chunk=chunk)[0]
+
+    with jax.set_mesh(mw.mesh("dp=1", devices=jax.devices()[:1], axis_types="explicit")):
+        shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 48, embed), (embed, 40))]
+        return jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).as_text()
+
+
 @pytest.mark.parametrize(("chunk", "loops"), [(48, 0), (47, 1), (16, 1)])
 def test_one_chunk_is_no_loop_and_no_loop_starts_with_zeros_for_the_head(
     chunk: int, loops: int
 ) -> None:
-    with jax.set_mesh(mw.mesh("dp=1", devices=jax.devices()[:1], axis_types="explicit")):
-
-        def loss(h: jax.Array, w: jax.Array) -> Any:
-            targets = jnp.zeros((1, 48), jnp.int32)
-            return cross_entropy(h, w, targets, jnp.float32(1.0), chunk=chunk)[0]
-
-        shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 48, 8), (8, 40))]
-        text = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).as_text()
+    text = lowered_gradients(embed=8, chunk=chunk)
     assert text.count("stablehlo.while") == loops
     assert "tensor<8x40xf32>" in text  # the gradient as it is summed
     assert not re.search(r"(broadcast_in_dim|constant).*tensor<8x40xf32>$", text, re.MULTILINE)
@@ -214,14 +219,7 @@ def test_one_chunk_is_no_loop_and_no_loop_starts_with_zeros_for_the_head(
 def test_of_few_tokens_the_head_has_its_gradient_by_one_matmul_and_never_in_float32(
     chunk: int, loops: int
 ) -> None:
-    with jax.set_mesh(mw.mesh("dp=1", devices=jax.devices()[:1], axis_types="explicit")):
-
-        def loss(h: jax.Array, w: jax.Array) -> Any:
-            targets = jnp.zeros((1, 48), jnp.int32)
-            return cross_entropy(h, w, targets, jnp.float32(1.0), chunk=chunk)[0]
-
-        shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 48, 32), (32, 40))]
-        text = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).as_text()
+    text = lowered_gradients(embed=32, chunk=chunk)
     assert text.count("stablehlo.while") == loops
     assert "tensor<32x40xf32>" not in text
     assert len(re.findall(r"dot_general.*-> tensor<32x40xbf16>", text)) == 1

@@ -41,9 +41,10 @@ ATTENTION_GPU_HALF = 950.0  # tokens of a row at which half of that is reached
 ATTENTION_TPU = {64: 0.25, 128: 0.50}
 ATTENTION_TPU_HALF = 700.0
 
-# times as long in plain JAX as in a fused kernel. TPU, compiled: by the rooflines of steps whose
-# lengths splash did not take then. GPU, measured: H200, head_dim 64 and 128, 2K to 16K tokens,
-# blockwise against cuDNN without documents 8.0 to 12 (with documents, against our own, 22 to 39)
+# times as long in plain JAX as in a fused kernel. TPU, reported: a step with a length that splash
+# did not take then, by outside tests; not measured here. GPU, measured: H200, head_dim 64 and 128,
+# 2K to 16K tokens, blockwise against cuDNN without documents 8.0 to 12 (with documents, against our
+# own, 22 to 39)
 PLAIN_ATTENTION = {"tpu": 2.6, "gpu": 9.0}
 
 # measured: turn by turn around a ring, against one call: parts of 4K tokens 0.645, 16K 0.89, 64K

@@ -37,10 +37,11 @@ class Link:
     def seconds(self, operation: str, size: float) -> float:
         """Of one collective of `size` bytes: of the whole array, as Transfer.bytes counts."""
         n = self.devices
-        if self.stages is not None and operation in _IN_STAGES:
+        if self.stages is not None and operation in WITHIN_SLICES:
             within, between = self.stages
+            before, after = WITHIN_SLICES[operation]
             part = between.seconds(operation, size / within.devices)
-            return part + sum(within.seconds(each, size) for each in _IN_STAGES[operation])
+            return part + sum(within.seconds(each, size) for each in (*before, *after))
         if operation == "collective-permute":
             return self.hop + size / (self.neighbour * self.usable)
         wire = size * (n - 1) / n
@@ -51,11 +52,12 @@ class Link:
         return self.latency + wire / (self.bandwidth * self.usable)
 
 
-# what is done within the slices; between them each device does the operation with its part
-_IN_STAGES = {
-    "all-reduce": ("reduce-scatter", "all-gather"),
-    "all-gather": ("all-gather",),
-    "reduce-scatter": ("reduce-scatter",),
+# of a collective over several slices, what is done within them before and after; between them each
+# device does the operation with its part
+WITHIN_SLICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "all-reduce": (("reduce-scatter",), ("all-gather",)),
+    "all-gather": ((), ("all-gather",)),
+    "reduce-scatter": (("reduce-scatter",), ()),
 }
 
 

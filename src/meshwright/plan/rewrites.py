@@ -30,16 +30,11 @@ from collections.abc import Iterator
 from meshwright.machines import Machine
 from meshwright.mesh.arrange import axes_across_slices
 from meshwright.plan.candidates import with_strategy
+from meshwright.plan.links import WITHIN_SLICES
 from meshwright.plan.parts import LANES, item_bytes, vocab
 from meshwright.plan.result import Choice, Job, Transfer
 from meshwright.plan.traffic import EMBEDDING, HEAD, KEY_GRADIENTS, Row, rows_of
 
-# of a collective over several slices, what is done within them before and after
-_WITHIN_SLICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "all-reduce": (("reduce-scatter",), ("all-gather",)),
-    "all-gather": ((), ("all-gather",)),
-    "reduce-scatter": (("reduce-scatter",), ()),
-}
 SMALLEST = 16  # devices; smaller slices were seen to scatter
 TOGETHER = ("fsdp", "sp")
 
@@ -65,12 +60,12 @@ def in_stages(row: Row, choice: Choice, machine: Machine) -> tuple[Row, ...]:
     across = dict(zip(sizes, factors, strict=True))
     far = tuple(axis for axis in axes if across[axis] > 1)
     near = tuple(axis for axis in axes if sizes[axis] > across[axis])
-    if not far or not near or operation not in _WITHIN_SLICES:
+    if not far or not near or operation not in WITHIN_SLICES:
         return (row,)
     ways = math.prod(sizes[axis] // across[axis] for axis in near)
     less = f"{words} / {ways} of a slice"
     between = what, operation, far, size // ways, times, phase, pieces, less, kind
-    before, after = _WITHIN_SLICES[operation]
+    before, after = WITHIN_SLICES[operation]
     if operation == "reduce-scatter" and ways >= max(machine.devices_per_slice, SMALLEST):
         before = ("all-reduce",)
     return (

@@ -60,7 +60,7 @@ def ends_together(
 def _end_failed(store: Store, process_id: int, failure: BaseException, interval_s: float) -> None:
     wait_s = farewell_s(process_id, interval_s)
     if isinstance(failure, AgreedError):
-        end_process(str(failure), 2, wait_s)
+        end_process(str(failure), MISTAKE_CODE, wait_s)
     about = str(failure).partition("\n")[0] or type(failure).__name__
     mistake = isinstance(failure, MeshwrightError) and not isinstance(failure, CoordinatorLostError)
     text = f"process {process_id} {'stopped' if mistake else 'failed'}: {about}"
