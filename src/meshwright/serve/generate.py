@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+from meshwright.arithmetic import round_up
 from meshwright.errors import MeshwrightError, count, whole_number
 from meshwright.host_memory import check_host_memory
 from meshwright.models.decoder import decode
@@ -145,7 +146,7 @@ def padded(prompts: Sequence[Sequence[int]], mesh: Mesh) -> tuple[jax.Array, jax
     rows = -(-len(prompts) // multiple) * multiple
     places = math.lcm(_BLOCK, 2 * mesh.shape.get("sp", 1))  # two chunks for each part of a row
     longest = max(map(len, prompts))
-    tokens = np.zeros((rows, -(-longest // places) * places), np.int32)
+    tokens = np.zeros((rows, round_up(longest, places)), np.int32)
     lengths = np.ones(rows, np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
@@ -206,4 +207,4 @@ def _on(mesh: Mesh, jitted: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_blocks(length: int) -> int:
-    return -(-length // _BLOCK) * _BLOCK
+    return round_up(length, _BLOCK)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.arithmetic import round_up
 from meshwright.ops.attention.block import Block, Partial, Slopes, together
 from meshwright.ops.attention.fused import Rows
 from meshwright.ops.exchange import varying_like
@@ -89,7 +90,7 @@ def padded_length(length: int) -> int:
     multiple, padded = 2, length + length % 2
     while padded * (padded // parts_of(1, padded)) > _TOO_MUCH and multiple < length:
         multiple *= 2
-        padded = length + -length % multiple
+        padded = round_up(length, multiple)
     return padded
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshwright.arithmetic import round_up
 from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.exchange import untyped
@@ -186,7 +187,7 @@ def padded_length(length: int) -> int:
     size = LARGEST
     while size > LANES and -length % size > MOST_PADDING * length:
         size //= 2
-    return length + -length % size
+    return round_up(length, size)
 
 
 def _lengths(call: Call) -> tuple[int, int]:

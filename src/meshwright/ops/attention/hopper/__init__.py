@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from meshwright.arithmetic import round_up
 from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
 from meshwright.ops.attention.hopper import backward, forward
 from meshwright.ops.attention.hopper.spans import RUNS, Documents
@@ -51,7 +52,7 @@ def _refuses(call: Call) -> str | None:
 
 def _lengths(call: Call) -> tuple[int, int]:
     """Whole runs of queries and keys."""
-    return call.queries + -call.queries % RUNS.q, call.keys + -call.keys % RUNS.k
+    return round_up(call.queries, RUNS.q), round_up(call.keys, RUNS.k)
 
 
 hopper = Kernel(_forward, _backward, _refuses, lengths=_lengths)
