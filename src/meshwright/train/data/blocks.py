@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from meshwright.errors import MeshwrightError
 
-# A block is read whole for any part of it, so small ones cost a short sequence less: 2,048 tokens
-# take 0.15 ms with 4 KiB, 0.17 with 16 KiB, 0.25 with 64 KiB. Checksums take 0.02% of the store.
+# A block is read whole for any part of it, so small ones cost a short sequence less
+# (benchmarks/store_reading.py). Checksums take 0.02% of the store.
 BLOCK_BYTES = 1 << 14
 CHECKSUM_DTYPE = np.dtype("<u4")
 
