@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -575,7 +576,7 @@ def table(results: list[Result]) -> list[str]:
     lines = ["| kind | fault | ended after | message | lost |", "|---|---|---|---|---|"]
     for one in results:
         said = one.message.replace("|", "\\|")
-        said = said if len(said) <= 160 else said[:157] + "…"
+        said = textwrap.shorten(said, 160, placeholder=" …")  # between words: no half of a flag
         lost = ", ".join(map(str, one.lost)) or "nothing"
         if one.problems:
             lost += f"; **{'; '.join(one.problems)}**"
