@@ -77,8 +77,8 @@ def start_seconds() -> float:
 
 def plan_seconds() -> float:
     """Every mesh of llama-3.1-405b on v5p:16x16x16; where axes lie is worked out anew each time."""
-    from meshwright.plan import plan
-    from meshwright.plan.shares import lay
+    from meshwright.planner import plan
+    from meshwright.planner.shares import lay
 
     taken = []
     for _ in range(3):

@@ -224,7 +224,7 @@ def intact(checkpoints: Path, step: int) -> bool:
     import numpy as np
 
     from meshwright import MeshwrightError
-    from meshwright.train.checkpoint import Checkpoints
+    from meshwright.checkpoint import Checkpoints
 
     here = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     with Checkpoints(checkpoints) as opened:

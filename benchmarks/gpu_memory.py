@@ -53,9 +53,9 @@ def config_of(case: dict[str, Any]) -> Any:
 def planned(case: dict[str, Any], machine: str) -> dict[str, float]:
     """Bytes and seconds by the plan."""
     from meshwright.machines import Machine
-    from meshwright.plan.memory import memory
-    from meshwright.plan.time import timed
-    from meshwright.prove.compare import job_and_choice
+    from meshwright.planner.memory import memory
+    from meshwright.planner.time import timed
+    from meshwright.proofs.compare import job_and_choice
 
     on = Machine.parse(machine)
     known = job_and_choice(config_of(case), on)
@@ -112,7 +112,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
 
 def absent(case: dict[str, Any], machine: str) -> int:
     """What the GPU's compiler counts here, without it."""
-    from meshwright.prove import prove
+    from meshwright.proofs import prove
 
     proof = prove(config_of(case), machine)
     assert proof.footprint is not None

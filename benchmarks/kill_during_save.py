@@ -32,7 +32,7 @@ def child(folder: str) -> None:
     import numpy as np
 
     import meshwright as mw
-    from meshwright.train.checkpoint import Checkpoints
+    from meshwright.checkpoint import Checkpoints
 
     sharding = mw.sharding("a b -> a@fsdp b@tp", mesh="fsdp=2,tp=2")
     names = [f"layer{number}" for number in range(3)]

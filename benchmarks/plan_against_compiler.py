@@ -165,16 +165,16 @@ def config_of(one: dict[str, Any]) -> Any:
 
 def job_and_choice(one: dict[str, Any]) -> Any:
     from meshwright.machines import Machine
-    from meshwright.prove.compare import job_and_choice
+    from meshwright.proofs.compare import job_and_choice
 
     return job_and_choice(config_of(one), Machine.parse(one["on"]))
 
 
 def recorded(one: dict[str, Any], proof: Any) -> dict[str, Any]:
     """What the compiler said of a case."""
-    from meshwright.audit import audit
-    from meshwright.prove.compare import expected
-    from meshwright.prove.roofline import roofline
+    from meshwright.audits import audit
+    from meshwright.proofs.compare import expected
+    from meshwright.proofs.roofline import roofline
 
     said: dict[str, Any] = {"case": one, "compiler": proof.compiler, "times": dict(proof.times)}
     if proof.footprint is None:
@@ -237,8 +237,8 @@ def of_platform(record: dict[str, dict[str, Any]], platform: str) -> dict[str, d
 def compile_missing(cases: list[dict[str, Any]]) -> None:
     from meshwright.errors import MeshwrightError
     from meshwright.machines import Machine
-    from meshwright.prove import prove
-    from meshwright.prove.target import check_extra
+    from meshwright.proofs import prove
+    from meshwright.proofs.target import check_extra
 
     for one in cases:
         if key(one) in read_record():
@@ -273,7 +273,7 @@ def words(one: dict[str, Any]) -> str:
 def memory_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[float], int, int]:
     """Lines, how far each is off, how many verdicts are right, and of how many."""
     from meshwright.machines import Machine
-    from meshwright.plan.memory import memory
+    from meshwright.planner.memory import memory
 
     lines = [
         "| case | plan | compiler | off | fits, by plan and compiler |",
@@ -297,7 +297,7 @@ def memory_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[flo
 def traffic_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[float]]:
     """Every kind of collective of at least a megabyte, and how far each is off."""
     from meshwright.machines import Machine
-    from meshwright.plan.rewrites import compiled_traffic
+    from meshwright.planner.rewrites import compiled_traffic
 
     lines = ["| case | collective | plan | compiler | off |", "|---|---|---|---|---|"]
     off = []
@@ -378,7 +378,7 @@ def overlap_table(record: dict[str, dict[str, Any]]) -> list[str]:
 def times_of_roofline(record: dict[str, dict[str, Any]]) -> tuple[float, float]:
     """The plan's seconds over the roofline's: the least and the most of all programs."""
     from meshwright.machines import Machine
-    from meshwright.plan.time import timed
+    from meshwright.planner.time import timed
 
     ratios = [
         timed(*job_and_choice(entry["case"]), Machine.parse(entry["case"]["on"])).step

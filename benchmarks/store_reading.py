@@ -25,9 +25,9 @@ LENGTHS = (2048, 8192, 131072)
 
 def packed(folder: Path) -> Any:
     """A store of documents of random letters."""
-    from meshwright.train.data.packing import new_store
-    from meshwright.train.data.store import TokenStore
-    from meshwright.train.data.tokenizer import ByteTokenizer
+    from meshwright.data.packing import new_store
+    from meshwright.data.store import TokenStore
+    from meshwright.data.tokenizer import ByteTokenizer
 
     letters = np.random.default_rng(0).integers(97, 123, TOKENS, np.uint8).tobytes().decode()
     with new_store(folder / "random.store", ByteTokenizer()) as writer:

@@ -56,7 +56,7 @@ def compiled(run: Run) -> dict[str, Any]:
     import jax.numpy as jnp
     from jax.experimental import topologies
 
-    from meshwright.mesh import mesh
+    from meshwright.meshes import mesh
     from meshwright.models.decoder import Compute, abstract_arrays, decoder_rules, preset
     from meshwright.ops.rope import Rope
     from meshwright.train.optimizer import OptimizerConfig, make_optimizer

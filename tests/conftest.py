@@ -4,8 +4,8 @@ import jax
 import pytest
 from hypothesis import settings
 
+from meshwright.launch.cpu import make_room_for_cpu_collectives
 from meshwright.ops import mosaic
-from meshwright.train.cpu import make_room_for_cpu_collectives
 
 make_room_for_cpu_collectives()
 jax.config.update("jax_platforms", "cpu")

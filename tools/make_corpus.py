@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 PATTERNS = Path(__file__).with_name("corpus_patterns.txt")
-OUT = Path(__file__).parents[1] / "src/meshwright/train/data/corpus/stories.txt.gz"
+OUT = Path(__file__).parents[1] / "src/meshwright/data/corpus/stories.txt.gz"
 STORIES = 640
 
 HE = {"he": "he", "him": "him", "his": "his", "He": "He"}

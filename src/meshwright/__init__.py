@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from meshwright import testing
-    from meshwright.audit import Audit, audit
+    from meshwright.audits import Audit, audit
     from meshwright.errors import MeshwrightError
-    from meshwright.layout import (
+    from meshwright.layouts import (
         ArraySpec,
         Constant,
         Layout,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         Rules,
         create,
         explain,
-        layouts,
+        layout_tree,
         optimizer_layouts,
         shard,
         sharding,
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
         standard_rules,
     )
     from meshwright.machines import CHIPS, Chip, Machine
-    from meshwright.mesh import MachineMesh, MeshSpec, mesh, tile_mesh
-    from meshwright.plan import Plan, plan
+    from meshwright.meshes import MachineMesh, MeshSpec, mesh, tile_mesh
+    from meshwright.planner import Plan, plan
+    from meshwright.proofs import Proof, prove
 
 __version__ = "0.1.0"
 
@@ -52,14 +53,16 @@ __all__ = [
     "Normal",
     "PathRules",
     "Plan",
+    "Proof",
     "Rules",
     "audit",
     "create",
     "explain",
-    "layouts",
+    "layout_tree",
     "mesh",
     "optimizer_layouts",
     "plan",
+    "prove",
     "shard",
     "sharding",
     "shardings",
@@ -71,26 +74,25 @@ __all__ = [
 # All is loaded when it is first asked for: `import meshwright` takes no time, so that the command
 # line can take care of Ctrl-C before jax is imported, and audit and plan need all models and ops.
 _MODULES = {
-    "meshwright.audit": ("Audit",),
+    "meshwright.audits": ("Audit", "audit"),
     "meshwright.errors": ("MeshwrightError",),
-    "meshwright.layout": (
+    "meshwright.layouts": (
         "ArraySpec", "Constant", "Layout", "Normal", "PathRules", "Rules", "create", "explain",
-        "layouts", "optimizer_layouts", "shard", "sharding", "shardings", "standard_rules",
+        "layout_tree", "optimizer_layouts", "shard", "sharding", "shardings", "standard_rules",
     ),
     "meshwright.machines": ("CHIPS", "Chip", "Machine"),
-    "meshwright.mesh": ("MachineMesh", "MeshSpec", "tile_mesh"),
-    "meshwright.plan": ("Plan",),
+    "meshwright.meshes": ("MachineMesh", "MeshSpec", "mesh", "tile_mesh"),
+    "meshwright.planner": ("Plan", "plan"),
+    "meshwright.proofs": ("Proof", "prove"),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-# mesh, plan and audit are called like the function in them, so that either can be the attribute
-_PACKAGES = frozenset({"audit", "errors", "layout", "machines", "mesh", "plan", "testing"})
 
 
 def __getattr__(name: str) -> "Any":
     import importlib
 
-    if name in _PACKAGES:
-        return importlib.import_module(f"meshwright.{name}")
+    if name == "testing":
+        return importlib.import_module("meshwright.testing")
     if name not in _HOMES:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -6,9 +6,7 @@ Every message says what was given, which rule it broke and what would fit:
 """
 
 import difflib
-import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 
 class MeshwrightError(ValueError):
@@ -36,73 +34,9 @@ def _likeness(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
-def nearest_multiples(size: int, factor: int) -> str:
-    """The multiples of `factor` on both sides of `size`: `"24 or 32"`."""
-    below = size // factor * factor
-    return f"{below} or {below + factor}" if below else f"{factor}"
-
-
 def one_of(options: Iterable[str]) -> str:
     """`"'a', 'b' or 'c'"`."""
     quoted = [f"'{option}'" for option in options]
     if len(quoted) < 2:
         return "".join(quoted)
     return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
-
-
-def count(number: int, noun: str) -> str:
-    """`"1 device"`, `"8 devices"`, `"2 axes"`."""
-    if number == 1:
-        return f"1 {noun}"
-    plural = {"axis": "axes", "copy": "copies", "micro-batch": "micro-batches"}.get(
-        noun, noun + "s"
-    )
-    return f"{number:,} {plural}"
-
-
-def mesh_text(mesh_shape: Mapping[str, int]) -> str:
-    """`"fsdp=2,tp=4"`."""
-    return ",".join(f"{axis}={size}" for axis, size in mesh_shape.items())
-
-
-def first_repeated(items: Sequence[Any]) -> Any | None:
-    """The first item that stands a second time, None if none does."""
-    seen: set[Any] = set()
-    for item in items:
-        if item in seen:
-            return item
-        seen.add(item)
-    return None
-
-
-def whole_number(value: Any, what: str) -> int:
-    """`value` as an int of at least 0, NumPy's included."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise MeshwrightError(f"{what}={value!r} is not a whole number") from None
-    if number < 0:
-        raise MeshwrightError(f"{what}={value!r} is not a whole number from 0")
-    return number
-
-
-def check_seed(seed: Any) -> int:
-    """A random seed: jax takes 32 bits without a sign."""
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        number = -1
-    if not 0 <= number < 2**32:
-        raise MeshwrightError(f"seed={seed!r} must be a whole number from 0 to {2**32 - 1}")
-    return number
-
-
-def whole_numbers(values: Any, what: str, at_least: int = 0) -> tuple[int, ...]:
-    """`values` as a tuple of ints, NumPy's included; anything else is a mistake about `what`."""
-    try:
-        numbers = tuple(operator.index(value) for value in values)
-    except TypeError:
-        raise MeshwrightError(f"{what} {values!r} is not a tuple of whole numbers") from None
-    if any(number < at_least for number in numbers):
-        raise MeshwrightError(f"{what} {values!r}: every size must be at least {at_least}")
-    return numbers

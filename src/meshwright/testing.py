@@ -13,10 +13,19 @@ from typing import Any
 
 import jax
 
-from meshwright.audit import BOOKKEEPING, Audit, audit, expected_of
-from meshwright.audit.audit import jax_stage
-from meshwright.audit.text import headline, row_line, rows_table, table_text
-from meshwright.errors import MeshwrightError, count
+from meshwright.audits import (
+    BOOKKEEPING,
+    Audit,
+    audit,
+    expected_of,
+    headline,
+    jax_stage,
+    row_line,
+    rows_table,
+    table_text,
+)
+from meshwright.errors import MeshwrightError
+from meshwright.present import count
 
 __all__ = ["assert_collectives"]
 

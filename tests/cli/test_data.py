@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.train.data import TokenStore
+from meshwright.data import TokenStore
 
 
 @pytest.fixture

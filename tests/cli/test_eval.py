@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshwright.checkpoint import Checkpoints
 from meshwright.cli.main import main
+from meshwright.data import Needles, needle_rows
 from meshwright.models.decoder import DecoderConfig, abstract_arrays
 from meshwright.models.decoder.hf_save import save_hf
-from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.config import decoder_to_dict
-from meshwright.train.data import Needles, needle_rows
 
 CONFIG = DecoderConfig(258, 1, 16, 2, 2, 8, 32, max_seq=200)
 ROWS = ["--seq", "64", "--rows", "5"]

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshwright.checkpoint import Checkpoints
 from meshwright.cli.main import main
 from meshwright.models.decoder import DecoderConfig, abstract_arrays
-from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.config import decoder_to_dict
 
 CONFIG = DecoderConfig(258, 1, 16, 2, 2, 8, 32, max_seq=200)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.plan.report import read_plan
+from meshwright.planner.report import read_plan
 
 SMALL = ["plan", "llama-3.2-1b", "--on", "v5e:4x4", "--batch", "32", "--seq", "2048"]
 

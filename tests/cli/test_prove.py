@@ -10,8 +10,8 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.cli.prove import prove_command
 from meshwright.models import preset
-from meshwright.plan.report import plan_data
-from meshwright.prove.footprint import footprint, out_of_memory
+from meshwright.planner.report import plan_data
+from meshwright.proofs.footprint import footprint, out_of_memory
 
 STEP = ["tiny", "--on", "cpu:8", "--mesh", "fsdp=2,tp=4", "--batch", "8", "--seq", "64"]
 

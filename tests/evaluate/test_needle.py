@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright.data import ByteTokenizer, Needles, needle_rows
 from meshwright.evaluate.needle import RULES, Retrieval, answers, check_needle, retrieve
 from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays, logits
 from meshwright.serve.load import Model, Source, generation_mesh, load
-from meshwright.train.data import ByteTokenizer, Needles, needle_rows
 from meshwright.train.state import abstract_state
 
 CONFIG = DecoderConfig(320, 2, 32, 8, 4, 8, 64, max_seq=256)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.data import Needles, needle_rows
 from meshwright.evaluate.needle import RULES, retrieve
 from meshwright.serve.load import generation_mesh, load, look_into
-from meshwright.train.data import Needles, needle_rows
 
 SEQ = 128
 MODEL = {

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.audit import collectives
+from meshwright.audits import collectives
 from meshwright.ops.exchange import (
     add_up,
     gather,

@@ -10,9 +10,9 @@ import pytest
 import tokenizers
 from jax.sharding import Mesh
 
+from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.models.decoder import DecoderConfig
 from meshwright.serve.load import Model, Source, load
-from meshwright.train.data.tokenizer import ByteTokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright.checkpoint import Checkpoints
 from meshwright.models.decoder import DecoderConfig
 from meshwright.models.decoder.hf_save import save_hf
 from meshwright.ops.rope import Llama3Scaling, Rope
 from meshwright.serve.generate import model_functions, padded
 from meshwright.serve.load import Model, generation_mesh, load_for_generation, look_into
-from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.config import decoder_to_dict
 
 RandomModel = Callable[..., Model]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tests.train.toy import Parts, Setting, parts
 
 import meshwright as mw
-from meshwright.audit import Collective, collectives, instructions
+from meshwright.audits import Collective, collectives, instructions
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 
 # a layer's smallest matrix is larger than all else on a device: activations, the ends, any share

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from meshwright import MeshwrightError
+from meshwright.launch import HANG_TIMEOUT_S
+from meshwright.launch.cpu import MOST_DEVICES, simulate_devices
 from meshwright.train.config import (
     RopeConfig,
     TrainConfig,
@@ -15,9 +17,7 @@ from meshwright.train.config import (
     config_to_dict,
     flat_settings,
 )
-from meshwright.train.cpu import MOST_DEVICES, simulate_devices
 from meshwright.train.optimizer import OptimizerConfig
-from meshwright.train.run import HANG_TIMEOUT_S
 from meshwright.train.setup import choose_rules
 from meshwright.train.step import LossConfig
 

@@ -17,8 +17,8 @@ from tests.processes import Ended, free_port, run_commands
 from tests.train.test_loop import MODEL
 
 import meshwright as mw
+from meshwright.checkpoint import Checkpoints
 from meshwright.cli.train import settings
-from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.config import TrainConfig
 from meshwright.train.resume import resume_command
 from meshwright.train.run import read_metrics

@@ -11,9 +11,9 @@ import pytest
 from tests.processes import run_commands
 from tests.train.test_loop import MODEL
 
+from meshwright.checkpoint import Checkpoints
+from meshwright.checkpoint.restore import advice
 from meshwright.errors import MeshwrightError
-from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.checkpoint.restore import advice
 from meshwright.train.run import LiveLine, MetricsLog, files, only_run_in, read_metrics
 
 SETTINGS = ["--batch", "4", "--seq", "32", "--steps", "6"]

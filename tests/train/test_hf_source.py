@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.data import load_tokenizer, pack
 from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
 from meshwright.train.config import TrainConfig, decoder_from_dict, decoder_to_dict
-from meshwright.train.data import load_tokenizer, pack
 from meshwright.train.setup import Setup, prepare
 
 MISTRAL = Path(__file__).parents[1] / "models/hf_reference/mistral-wide-heads"

@@ -18,7 +18,7 @@ from meshwright.train.config import ComputeConfig, RopeConfig, TrainConfig
 LENGTH = 1_048_576
 PROGRAM = """
 import sys
-from meshwright.train.cpu import simulate_devices
+from meshwright.launch.cpu import simulate_devices
 simulate_devices(64)
 import jax, jax.numpy as jnp, json
 from meshwright.cli.train import settings

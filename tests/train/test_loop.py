@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.processes import free_port
 
-from meshwright.train.checkpoint import Checkpoints
+from meshwright.checkpoint import Checkpoints
 from meshwright.train.run import only_run_in, read_metrics
 
 MODEL = {
@@ -60,7 +60,7 @@ def parameters(run: Path, step: int) -> dict[str, Any]:
     """Every array of a checkpoint's parameters and moments, read by Orbax itself."""
     code = f"""
 import jax, numpy as np, json, sys
-from meshwright.train.checkpoint import Checkpoints
+from meshwright.checkpoint import Checkpoints
 c = Checkpoints({str(run / "checkpoints")!r})
 one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 targets = {{}}

@@ -4,8 +4,8 @@ import importlib.util
 
 import pytest
 
-from meshwright.audit import collectives
-from meshwright.prove import prove
+from meshwright.audits import collectives
+from meshwright.proofs import prove
 from meshwright.train.config import TrainConfig
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import meshwright as mw
-from meshwright.layout import ArraySpec
+from meshwright.layouts import ArraySpec
 from meshwright.models.decoder import decoder_rules
 from meshwright.train.optimizer import OptimizerConfig, make_optimizer
 

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout import ArraySpec
-from meshwright.layout.decide import tree_paths
+from meshwright.layouts import ArraySpec
+from meshwright.layouts.decide import tree_paths
 from meshwright.models.decoder import abstract_arrays, preset
 from meshwright.train.optimizer import (
     OptimizerConfig,

@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 
 import meshwright as mw
-from meshwright.audit.read import collectives
+from meshwright.audits.read import collectives
 from meshwright.errors import MeshwrightError
-from meshwright.plan.report.words import next_commands
-from meshwright.prove import prove
+from meshwright.planner.report.words import next_commands
+from meshwright.proofs import prove
 from meshwright.train.config import ComputeConfig, TrainConfig
 from meshwright.train.tpu import compiler_options
 

@@ -19,14 +19,14 @@ from tests.train.test_loop import MODEL, SETTINGS, losses
 from tests.train.test_loop import train as train_command
 from tests.train.toy import CONFIG, ONE, Parts, Setting, packed_batch, parts, train
 
-from meshwright.layout.padding import fit
+from meshwright.checkpoint import Checkpoints
+from meshwright.layouts.padding import fit
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules, t5x_rules
 from meshwright.models.decoder.hf_config import from_hf_config
 from meshwright.models.decoder.hf_save import save_hf
 from meshwright.serve.generate import generate
 from meshwright.serve.load import generation_mesh, load_for_generation
 from meshwright.serve.sampling import Sampling
-from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.state import TrainState, stored_state
 
 slow = pytest.mark.slow

@@ -12,9 +12,9 @@ import pytest
 from tests.processes import Ended, run_commands
 from tests.train.test_loop import MODEL
 
+from meshwright.checkpoint import Checkpoints
+from meshwright.checkpoint.agreement import Channel
 from meshwright.errors import MeshwrightError
-from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.checkpoint.agreement import Channel
 from meshwright.train.config import TrainConfig
 from meshwright.train.resume import _check_data, resume_step
 from meshwright.train.run import read_metrics

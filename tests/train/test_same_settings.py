@@ -12,10 +12,10 @@ import pytest
 from tests.processes import free_port
 
 import meshwright
+from meshwright.data import TokenStore
+from meshwright.data.needle import Needles, write_needles
+from meshwright.launch.comparison import differing
 from meshwright.train.config import TrainConfig, config_from_dict, flat_settings
-from meshwright.train.data import TokenStore
-from meshwright.train.data.needle import Needles, write_needles
-from meshwright.train.run.comparison import differing
 from meshwright.train.same_settings import FILES, MAY_DIFFER, settings_facts
 
 CONFIG = TrainConfig("tiny", seq=64, batch=8, steps=20)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.audit import collectives, instructions
+from meshwright.audits import collectives, instructions
 from meshwright.train.whole_layers import map_layers
 
 SHAPE = (16, 8, 4)  # of a layer

@@ -57,7 +57,7 @@ class Parts:
     params_dtype: Any
 
     def new_state(self) -> TrainState:
-        """With first values made once for all tests: tests/layout/test_initial.py shows they are
+        """With first values made once for all tests: tests/layouts/test_initial.py shows they are
         the same bits on every mesh, and they take longer to compile than twenty steps to run."""
         kept = jax.tree.map(lambda leaf: leaf.sharding, self.target.params)
         made = first_params(self.config, self.params_dtype)

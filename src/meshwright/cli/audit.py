@@ -9,22 +9,25 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshwright.audit import Audit, Expected, expected_of
-from meshwright.audit import audit as read_audit
-from meshwright.audit.terminal import print_table
-from meshwright.audit.text import (
+from meshwright.audits import (
+    Audit,
+    Expected,
     buffers_table,
+    expected_of,
     headline,
     marks,
     merged,
+    print_table,
     replicated_table,
     row_line,
     rows_table,
     sums_table,
 )
+from meshwright.audits import audit as read_audit
 from meshwright.cli.flags import take, take_all, take_switch
-from meshwright.errors import MeshwrightError, mesh_text
-from meshwright.mesh import STANDARD_AXES, MeshSpec
+from meshwright.errors import MeshwrightError
+from meshwright.meshes import STANDARD_AXES, MeshSpec
+from meshwright.present import mesh_text
 
 HELP = """meshwright audit MODEL --mesh … [the settings of train] [--json] [--fail-on WHAT]
 meshwright audit --text FILE --mesh fsdp=4,tp=2 [--json] [--fail-on WHAT]
@@ -142,10 +145,10 @@ def _text_in(file: str) -> str:
 
 def _of_step(words: list[str], expect: list[str], fail_on: str | None) -> Audit:
     """Of the step these settings of train give."""
-    from meshwright.audit.step import expected_of_step
+    from meshwright.audits import expected_of_step
     from meshwright.cli.train import settings
-    from meshwright.train.cpu import make_room_for_cpu_collectives, simulate_devices
-    from meshwright.train.described import Described, step_of
+    from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
+    from meshwright.train import Described, step_of
 
     config = settings(words)
     make_room_for_cpu_collectives()

@@ -7,9 +7,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.models.decoder import DecoderConfig
-from meshwright.train.config import TrainConfig
-from meshwright.train.loop import AUTO
-from meshwright.train.setup import model_config
+from meshwright.train import AUTO, TrainConfig, model_config
 
 
 def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tuple[TrainConfig, str]:
@@ -19,7 +17,7 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
     chooses, but not what the command line (`words`) or a file says otherwise than usual.
     """
     from meshwright.models.decoder import usual_dtype
-    from meshwright.plan import plan
+    from meshwright.planner import plan
 
     assert config.mesh == AUTO
     if config.rules != "standard":
@@ -68,7 +66,7 @@ def planned_to_serve(
 ) -> str:
     """The mesh over all devices on which a token of so many rows, that long, comes soonest."""
     from meshwright.models.decoder import usual_dtype
-    from meshwright.plan import plan
+    from meshwright.planner import plan
 
     found = plan(
         model, machine, rows, longest,

@@ -18,7 +18,7 @@ from meshwright.cli.prove import prove_command
 from meshwright.cli.show import show
 from meshwright.cli.train import train, train_command
 from meshwright.errors import MeshwrightError
-from meshwright.train.run.files import disk_errors_in_one_line, output_is_written
+from meshwright.train.run import disk_errors_in_one_line, output_is_written
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "show": show,

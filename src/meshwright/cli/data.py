@@ -11,8 +11,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.errors import MeshwrightError, count
-from meshwright.train.data import (
+from meshwright.data import (
+    EMBEDDED,
+    Needles,
     Packed,
     Reading,
     TokenStore,
@@ -20,10 +21,11 @@ from meshwright.train.data import (
     load_tokenizer,
     row_count,
     upgrade,
+    write_needles,
 )
-from meshwright.train.data import pack as pack_store
-from meshwright.train.data.embedded import EMBEDDED
-from meshwright.train.data.needle import Needles, write_needles
+from meshwright.data import pack as pack_store
+from meshwright.errors import MeshwrightError
+from meshwright.present import count
 
 
 @dataclass(frozen=True)

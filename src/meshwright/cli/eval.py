@@ -11,12 +11,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.errors import MeshwrightError, count, mesh_text
-from meshwright.evaluate.needle import RULES, Group, Retrieval, check_needle, retrieve
+from meshwright.data import Needles, needle_rows
+from meshwright.errors import MeshwrightError
+from meshwright.evaluate import RULES, Group, Retrieval, check_needle, retrieve
+from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
 from meshwright.models.decoder import describe_padding, usual_dtype
-from meshwright.serve.load import check_fits, generation_mesh, load, look_into
-from meshwright.train.cpu import make_room_for_cpu_collectives, simulate_devices
-from meshwright.train.data.needle import Needles, needle_rows
+from meshwright.present import count, mesh_text
+from meshwright.serve import check_fits, generation_mesh, load, look_into
 
 
 @dataclass(frozen=True)

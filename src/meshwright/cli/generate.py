@@ -15,17 +15,24 @@ import jax.numpy as jnp
 import tyro
 
 from meshwright.cli.auto import planned_to_serve
-from meshwright.errors import MeshwrightError, count, mesh_text
+from meshwright.data import decode_stream
+from meshwright.errors import MeshwrightError
 from meshwright.interrupt import ctrl_c_says
+from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
 from meshwright.machines import Machine
-from meshwright.models.decoder import describe_padding, usual_dtype
-from meshwright.models.decoder.decode import generation_rules
-from meshwright.serve.generate import check_prompts, stream
-from meshwright.serve.load import Source, check_fits, generation_mesh, load, look_into
-from meshwright.serve.sampling import Sampling
-from meshwright.train.cpu import make_room_for_cpu_collectives, simulate_devices
-from meshwright.train.data.tokenizer import decode_stream
-from meshwright.train.loop import AUTO
+from meshwright.models.decoder import describe_padding, generation_rules, usual_dtype
+from meshwright.present import count, mesh_text
+from meshwright.serve import (
+    Sampling,
+    Source,
+    check_fits,
+    check_prompts,
+    generation_mesh,
+    load,
+    look_into,
+    stream,
+)
+from meshwright.train import AUTO
 
 
 def generate(

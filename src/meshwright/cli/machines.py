@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.machines import CHIPS, Chip
-from meshwright.machines.chips import find_chip
+from meshwright.machines import CHIPS, Chip, find_chip
 
 
 def machines(chip: Annotated[str | None, tyro.conf.Positional] = None) -> None:

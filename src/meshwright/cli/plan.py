@@ -9,10 +9,9 @@ import tyro
 from rich.console import Console
 
 from meshwright.errors import MeshwrightError
-from meshwright.plan.plan import plan as make_plan
-from meshwright.plan.report import explain as explained
-from meshwright.plan.report import find_mesh, page, plan_data, report
-from meshwright.plan.report.data import found_data
+from meshwright.planner import plan as make_plan
+from meshwright.planner.report import explain as explained
+from meshwright.planner.report import find_mesh, found_data, page, plan_data, report
 
 
 def plan(

@@ -11,22 +11,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.audit import Audit
-from meshwright.audit import audit as read_audit
+from meshwright.audits import Audit
+from meshwright.audits import audit as read_audit
 from meshwright.cli.audit import show as show_audit
 from meshwright.cli.auto import planned
 from meshwright.cli.flags import take, take_switch
 from meshwright.cli.train import settings
-from meshwright.errors import MeshwrightError, count
-from meshwright.layout.explanation import bytes_text
+from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.plan import Choice, Job
-from meshwright.plan.memory import memory
-from meshwright.plan.parts import padding
-from meshwright.prove import Proof, prove
-from meshwright.prove.compare import Compared, compare, expected, job_and_choice
-from meshwright.train.loop import AUTO
-from meshwright.train.setup import training_spec
+from meshwright.planner import Choice, Job, memory, padding
+from meshwright.present import bytes_text, count
+from meshwright.proofs import Compared, Proof, compare, expected, job_and_choice, prove
+from meshwright.train import AUTO, training_spec
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
 meshwright prove --plan FILE [--choice N]
@@ -110,8 +106,7 @@ def _from_plan(
     file: str, choice: str | None, words: list[str], on: str | None
 ) -> tuple[list[str], str, Any]:
     """The settings of a plan's choice, before those said here; its machine, and its model."""
-    from meshwright.plan.report.data import read_plan
-    from meshwright.plan.report.words import flags, job_flags
+    from meshwright.planner.report import flags, job_flags, read_plan
 
     plan = read_plan(file)
     if choice is not None and not (choice.isdigit() and 1 <= int(choice) <= len(plan.ranked)):
@@ -124,7 +119,7 @@ def _from_plan(
     if not job.name:
         raise MeshwrightError(
             f"the plan {file!r} was made of a DecoderConfig and names no model; prove it in "
-            "Python: meshwright.prove.prove(TrainConfig(…), machine, model=…)"
+            "Python: meshwright.proofs.prove(TrainConfig(…), machine, model=…)"
         )
     if words and not words[0].startswith("-"):
         raise MeshwrightError(

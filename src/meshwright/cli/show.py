@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout import Explanation, PathRules, Rules, explain
+from meshwright.layouts import Explanation, PathRules, Rules, explain
 from meshwright.machines import Machine
-from meshwright.mesh import MachineMesh, MeshSpec
-from meshwright.mesh import mesh as build_mesh
+from meshwright.meshes import MachineMesh, MeshSpec
+from meshwright.meshes import mesh as build_mesh
 from meshwright.models import abstract_arrays, decoder_rules, preset
 from meshwright.models.decoder import padded_vocab
 from meshwright.show import array_grid, axis_table, machine_grid, page, ring_lines, scene

@@ -9,8 +9,8 @@ import tyro
 
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.train.config import TrainConfig, config_from_file
-from meshwright.train.loop import train as run_training
+from meshwright.train import TrainConfig, config_from_file
+from meshwright.train import train as run_training
 
 
 def train(config: tyro.conf.OmitArgPrefixes[TrainConfig]) -> None:

@@ -1,1 +1,11 @@
 """What a trained model can do, measured."""
+
+from meshwright.evaluate.needle import RULES, Group, Retrieval, check_needle, retrieve
+
+__all__ = [
+    "RULES",
+    "Group",
+    "Retrieval",
+    "check_needle",
+    "retrieve",
+]

@@ -22,16 +22,20 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+from meshwright.data import ByteTokenizer, NeedleRows
 from meshwright.errors import MeshwrightError
-from meshwright.layout.layout import axes_of
-from meshwright.models.decoder import Compute, DecoderConfig, activation_layouts, decoder_rules
-from meshwright.models.decoder.forward import hidden_states
-from meshwright.models.decoder.sequence import split_of_rows
+from meshwright.layouts import axes_of
+from meshwright.models.decoder import (
+    Compute,
+    DecoderConfig,
+    activation_layouts,
+    decoder_rules,
+    hidden_states,
+    split_of_rows,
+)
+from meshwright.ops import spec_of, wide_axes
 from meshwright.ops.attention import choose_strategy
-from meshwright.ops.exchange import spec_of, wide_axes
-from meshwright.serve.load import Model, Source
-from meshwright.train.data.needle import NeedleRows
-from meshwright.train.data.tokenizer import ByteTokenizer
+from meshwright.serve import Model, Source
 
 RULES = decoder_rules(sp=True)
 _TOKENS = 65536  # of the rows that go through together, a group of devices that share a row

@@ -1,7 +1,22 @@
 """What hardware is: chips and their figures, slices, hosts; named, or found from jax.devices()."""
 
-from meshwright.machines.chips import CHIPS, Chip
+from meshwright.machines.chips import CHIPS, Chip, find_chip
+from meshwright.machines.host_memory import check_host_memory, host_bytes
 from meshwright.machines.machine import DescribedDevice, Machine
-from meshwright.machines.recognize import slice_of
+from meshwright.machines.recognize import chip_of_kind, slice_of
+from meshwright.machines.slices import check_slice, largest_slice, squarest
 
-__all__ = ["CHIPS", "Chip", "DescribedDevice", "Machine", "slice_of"]
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "DescribedDevice",
+    "Machine",
+    "check_host_memory",
+    "check_slice",
+    "chip_of_kind",
+    "find_chip",
+    "host_bytes",
+    "largest_slice",
+    "slice_of",
+    "squarest",
+]

@@ -15,10 +15,12 @@ from typing import Any
 
 import jax
 
-from meshwright.errors import MeshwrightError, count, whole_number, whole_numbers
+from meshwright.arithmetic import whole_number, whole_numbers
+from meshwright.errors import MeshwrightError
 from meshwright.machines.chips import Chip
 from meshwright.machines.recognize import recognize
 from meshwright.machines.text import read_machine
+from meshwright.present import count
 
 MAX_DEVICES = 1_000_000
 

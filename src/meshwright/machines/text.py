@@ -3,10 +3,11 @@
 import math
 import re
 
-from meshwright.errors import MeshwrightError, count, did_you_mean, one_of
+from meshwright.errors import MeshwrightError, did_you_mean, one_of
 from meshwright.machines.chips import CHIPS, Chip, find_chip
 from meshwright.machines.cloud_names import cloud_topology, is_cloud_name
 from meshwright.machines.slices import check_slice
+from meshwright.present import count
 
 GRAMMAR = (
     "a machine is CHIP:SHAPE (v5p:4x4x8, v5e:16x16, h100:8, h100:16x8 for hosts x GPUs, cpu:8), "

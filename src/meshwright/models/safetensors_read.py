@@ -16,7 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from meshwright.errors import MeshwrightError, count
+from meshwright.errors import MeshwrightError
+from meshwright.present import count
 
 DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),

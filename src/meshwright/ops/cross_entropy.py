@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.layout.layout import axes_of
+from meshwright.layouts import axes_of
 from meshwright.ops import row_kernels
 from meshwright.ops.exchange import (
     narrow,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.layout.layout import axes_of
+from meshwright.layouts import axes_of
 from meshwright.ops.exchange import (
     add_up,
     partial_sums,

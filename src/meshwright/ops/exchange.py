@@ -14,7 +14,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.layout.layout import axes_of
+from meshwright.layouts import axes_of
 
 
 def platform_in_force() -> str:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.layout.layout import axes_of
+from meshwright.layouts import axes_of
 from meshwright.ops import row_kernels
 from meshwright.ops.exchange import partial_sums, spec_of
 

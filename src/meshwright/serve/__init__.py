@@ -1,1 +1,17 @@
 """Text from a model: the cache, sampling, generation from a run or a Hugging Face folder."""
+
+from meshwright.serve.generate import check_prompts, stream
+from meshwright.serve.load import Model, Source, check_fits, generation_mesh, load, look_into
+from meshwright.serve.sampling import Sampling
+
+__all__ = [
+    "Model",
+    "Sampling",
+    "Source",
+    "check_fits",
+    "check_prompts",
+    "generation_mesh",
+    "load",
+    "look_into",
+    "stream",
+]

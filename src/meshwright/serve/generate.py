@@ -17,11 +17,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from meshwright.arithmetic import round_up
-from meshwright.errors import MeshwrightError, count, whole_number
-from meshwright.host_memory import check_host_memory
-from meshwright.models.decoder import decode
-from meshwright.models.decoder.config import DecoderConfig
+from meshwright.arithmetic import round_up, whole_number
+from meshwright.errors import MeshwrightError
+from meshwright.machines import check_host_memory
+from meshwright.models.decoder import DecoderConfig, decode
+from meshwright.present import count
 from meshwright.serve.cache import Cache, appended, filled
 from meshwright.serve.load import Model
 from meshwright.serve.sampling import Sampling, sample

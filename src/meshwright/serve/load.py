@@ -16,19 +16,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import MeshwrightError, mesh_text
-from meshwright.host_memory import check_host_memory, host_bytes
-from meshwright.layout import Rules, layouts
-from meshwright.layout.layout import Layout
-from meshwright.layout.padding import fit, stored
-from meshwright.mesh import MeshSpec
-from meshwright.mesh import mesh as build_mesh
-from meshwright.models.decoder.arrays import VECTORS, abstract_arrays
-from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.decode import generation_rules
-from meshwright.models.decoder.padding import padded_vocab
-from meshwright.ops.exchange import narrow, wide_axes
-from meshwright.train.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
+from meshwright.data import Tokenizer, load_tokenizer, tokenizer_from_json
+from meshwright.errors import MeshwrightError
+from meshwright.layouts import Layout, Rules, fit, layout_tree, stored
+from meshwright.machines import check_host_memory, host_bytes
+from meshwright.meshes import MeshSpec
+from meshwright.meshes import mesh as build_mesh
+from meshwright.models.decoder import (
+    VECTORS,
+    DecoderConfig,
+    abstract_arrays,
+    generation_rules,
+    padded_vocab,
+)
+from meshwright.ops import narrow, wide_axes
+from meshwright.present import mesh_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +166,7 @@ def targets(config: DecoderConfig, mesh: Mesh, dtype: Any, rules: Rules | None =
         place = NamedSharding(mesh, narrow(P(*layout.axes), wide))
         return jax.ShapeDtypeStruct(spec.shape, kept, sharding=place)
 
-    places = layouts(arrays, rules, mesh=mesh)
+    places = layout_tree(arrays, rules, mesh=mesh)
     return jax.tree_util.tree_map_with_path(target, arrays, places)
 
 
@@ -191,8 +193,8 @@ def _config_file(folder: Path) -> dict[str, Any]:
 def _run(
     folder: Path, fields: dict[str, Any], step: int | None, tokenizer: Tokenizer | None
 ) -> Source:
-    from meshwright.train.checkpoint import Checkpoints
-    from meshwright.train.config import decoder_from_dict
+    from meshwright.checkpoint import Checkpoints
+    from meshwright.train import decoder_from_dict
 
     try:
         config = decoder_from_dict(fields["model_config"])
@@ -225,7 +227,7 @@ def _run(
 
 
 def _renamed(checkpoints: Path) -> str:
-    from meshwright.train.checkpoint.folder import misnamed
+    from meshwright.checkpoint import misnamed
 
     names = misnamed(checkpoints)
     return f"; renamed ones are not read: {', '.join(names[:4])}" if names else ""
@@ -234,8 +236,7 @@ def _renamed(checkpoints: Path) -> str:
 def _hugging_face(
     folder: Path, fields: dict[str, Any], tokenizer: Tokenizer | None, end_token: str | None
 ) -> Source:
-    from meshwright.models.decoder.hf_config import from_hf_config
-    from meshwright.models.decoder.hf_load import load_hf
+    from meshwright.models.decoder import from_hf_config, load_hf
 
     config = from_hf_config(folder)
     if tokenizer is None:

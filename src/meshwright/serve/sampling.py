@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import MeshwrightError, check_seed, whole_number
-from meshwright.ops.exchange import spec_of
+from meshwright.arithmetic import check_seed, whole_number
+from meshwright.errors import MeshwrightError
+from meshwright.ops import spec_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from meshwright.pages import render
+from meshwright.present import render
 from meshwright.show.scene import Scene
 
 TEMPLATE = Path(__file__).with_name("page.html")

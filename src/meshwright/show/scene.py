@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout.explanation import Explanation
-from meshwright.layout.layout import Layout
-from meshwright.layout.resolve import LayoutLike, resolve
+from meshwright.layouts import Explanation, Layout, LayoutLike, resolve
 from meshwright.machines import Machine
-from meshwright.mesh import MachineMesh
-from meshwright.mesh.rings import ring_in_words
+from meshwright.meshes import MachineMesh, ring_in_words
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.errors import count
-from meshwright.layout.explanation import bytes_text
-from meshwright.mesh import MachineMesh
-from meshwright.mesh.rings import ring_in_words
+from meshwright.meshes import MachineMesh, ring_in_words
+from meshwright.present import bytes_text, count
 from meshwright.show.scene import ShownArray
 
 # readable on dark and light terminals

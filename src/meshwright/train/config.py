@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.errors import MeshwrightError, check_seed, did_you_mean
+from meshwright.arithmetic import check_seed
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.launch import HANG_TIMEOUT_S, check_simulated
 from meshwright.models.decoder import DecoderConfig
 from meshwright.ops import rope
-from meshwright.train.cpu import check_simulated
 from meshwright.train.optimizer import OptimizerConfig
-from meshwright.train.run.watchdog import HANG_TIMEOUT_S
 from meshwright.train.step import LossConfig
 
 LATEST, NONE = "latest", "none"  # of resume_from, besides a step

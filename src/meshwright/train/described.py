@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from meshwright.data import FIELDS
 from meshwright.errors import MeshwrightError
-from meshwright.layout import Rules
-from meshwright.mesh import mesh as build_mesh
+from meshwright.layouts import Rules
+from meshwright.meshes import mesh as build_mesh
 from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays, padded_vocab
 from meshwright.train.config import TrainConfig
-from meshwright.train.data import FIELDS
 from meshwright.train.optimizer import make_optimizer
 from meshwright.train.setup import (
     check_batch,

@@ -16,36 +16,37 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.errors import MeshwrightError, count, mesh_text
-from meshwright.host_memory import check_host_memory, host_bytes
-from meshwright.layout.explanation import bytes_text
-from meshwright.layout.padding import fit
-from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.checkpoint.agreement import Channel
-from meshwright.train.checkpoint.folder import not_a_folder
+from meshwright.checkpoint import Channel, Checkpoints, not_a_folder
+from meshwright.data import FIELDS
+from meshwright.errors import MeshwrightError
+from meshwright.launch import (
+    Stop,
+    Watchdog,
+    agree,
+    coordinator_store,
+    ends_together,
+    join,
+    make_room_for_cpu_collectives,
+    pause_timeout_s,
+    simulate_devices,
+    stop_on_signals,
+    take_most_gpu_memory,
+)
+from meshwright.layouts import fit
+from meshwright.machines import check_host_memory, host_bytes
+from meshwright.present import bytes_text, count, mesh_text
 from meshwright.train.config import LATEST, NONE, TrainConfig, config_to_dict, decoder_to_dict
-from meshwright.train.cpu import make_room_for_cpu_collectives, simulate_devices
-from meshwright.train.data import FIELDS
-from meshwright.train.gpu import take_most_gpu_memory
 from meshwright.train.optimizer import DEFAULT_WARMUP
 from meshwright.train.resume import check_resume, resume_command, resume_step
 from meshwright.train.run import (
     LiveLine,
     MetricsLog,
     StepClock,
-    Stop,
-    Watchdog,
-    agree,
-    coordinator_store,
     disk_errors_in_one_line,
-    ends_together,
-    join,
     memory,
     only_run_in,
-    pause_timeout_s,
     peak_flops,
     print_line,
-    stop_on_signals,
     throughput,
     write_description,
     write_run_page,
@@ -365,7 +366,7 @@ class _Run:
             return dataclasses.replace(restored, skipped_in_a_row=none)
         params = None
         if self.config.init_from is not None:
-            from meshwright.models.decoder.hf_load import load_hf
+            from meshwright.models.decoder import load_hf
 
             shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.stored.params)
             dtype = self.config.compute.param_dtype

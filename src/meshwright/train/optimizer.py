@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.layout import ArraySpec
+from meshwright.layouts import ArraySpec
 from meshwright.train.muon import muon
 
 ScheduleName = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]

@@ -6,10 +6,8 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
+from meshwright.checkpoint import Channel, Checkpoints, misnamed
 from meshwright.errors import MeshwrightError
-from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.checkpoint.agreement import Channel
-from meshwright.train.checkpoint.folder import misnamed
 from meshwright.train.config import (
     FREE,
     LATEST,

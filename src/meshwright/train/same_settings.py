@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 import meshwright
+from meshwright.data import Mixture
 from meshwright.errors import MeshwrightError
+from meshwright.launch import Fact, Joined, Store, compare_processes
 from meshwright.train.config import TrainConfig, decoder_to_dict, flat_settings
-from meshwright.train.data import Mixture
-from meshwright.train.run import Fact, Joined, Store, compare_processes
 from meshwright.train.setup import choose_rules, model_config
 
 # what may differ between processes: who each one is, and what process 0 alone acts on

@@ -11,33 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meshwright.arithmetic import divisors
-from meshwright.errors import MeshwrightError, nearest_multiples
-from meshwright.layout import Explanation, Rules, explain
-from meshwright.layout.layout import axes_of
-from meshwright.machines.recognize import chip_of_kind
-from meshwright.mesh import STANDARD_AXES, MachineMesh, MeshSpec, mesh
-from meshwright.models.decoder import (
-    PRESETS,
-    Compute,
-    DecoderConfig,
-    abstract_arrays,
-    activation_layouts,
-    decoder_rules,
-    describe_padding,
-    padded_vocab,
-    preset,
-    t5x_rules,
-    usual_dtype,
-)
-from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.models.decoder.hf_fields import SOURCE, SPECIAL_TOKENS
-from meshwright.models.decoder.sequence import split_of_rows
-from meshwright.ops.attention import choose_strategy, explain_strategy, row_order
-from meshwright.ops.attention.calls import calls_of, slow_kernel
-from meshwright.ops.attention.strategy import FLOPS_PER_BYTE
-from meshwright.ops.exchange import wide_axes
-from meshwright.train.config import RopeConfig, TrainConfig
-from meshwright.train.data import (
+from meshwright.data import (
     Loader,
     Mixture,
     Tokenizer,
@@ -46,6 +20,38 @@ from meshwright.train.data import (
     load_tokenizer,
     training_loader,
 )
+from meshwright.errors import MeshwrightError
+from meshwright.layouts import Explanation, Rules, axes_of, explain
+from meshwright.machines import chip_of_kind
+from meshwright.meshes import STANDARD_AXES, MachineMesh, MeshSpec, mesh
+from meshwright.models.decoder import (
+    PRESETS,
+    SOURCE,
+    SPECIAL_TOKENS,
+    Compute,
+    DecoderConfig,
+    abstract_arrays,
+    activation_layouts,
+    decoder_rules,
+    describe_padding,
+    from_hf_config,
+    padded_vocab,
+    preset,
+    split_of_rows,
+    t5x_rules,
+    usual_dtype,
+)
+from meshwright.ops import wide_axes
+from meshwright.ops.attention import (
+    FLOPS_PER_BYTE,
+    calls_of,
+    choose_strategy,
+    explain_strategy,
+    row_order,
+    slow_kernel,
+)
+from meshwright.present import nearest_multiples
+from meshwright.train.config import RopeConfig, TrainConfig
 from meshwright.train.optimizer import make_optimizer
 from meshwright.train.run.trackers import check_trackers
 from meshwright.train.state import TrainState, abstract_state, stored_state

@@ -11,10 +11,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.arithmetic import round_up
-from meshwright.layout import Rules, create, layouts, optimizer_layouts
-from meshwright.layout.layout import Layout
-from meshwright.layout.padding import resized_like, stored
-from meshwright.ops.exchange import narrow, wide_axes
+from meshwright.layouts import (
+    Layout,
+    Rules,
+    create,
+    layout_tree,
+    optimizer_layouts,
+    resized_like,
+    stored,
+)
+from meshwright.ops import narrow, wide_axes
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +43,7 @@ def abstract_state(
     """
     wide = wide_axes(mesh.shape)
     unpadded = unpadded_arrays(arrays)
-    param_layouts = layouts(arrays, rules, mesh=mesh)
+    param_layouts = layout_tree(arrays, rules, mesh=mesh)
     moments = jax.eval_shape(optimizer.init, unpadded)
     moment_layouts = optimizer_layouts(moments, unpadded, param_layouts)
 

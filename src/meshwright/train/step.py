@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout.padding import resized_like
+from meshwright.layouts import resized_like
 from meshwright.models.decoder import (
     VECTORS,
     Compute,
@@ -24,10 +24,9 @@ from meshwright.models.decoder import (
     abstract_arrays,
     hidden_states,
     output_head,
+    row_plan,
 )
-from meshwright.models.decoder.sequence import row_plan
-from meshwright.ops.cross_entropy import IGNORED, cross_entropy
-from meshwright.ops.exchange import gather, gradients_together, platform_in_force
+from meshwright.ops import IGNORED, cross_entropy, gather, gradients_together, platform_in_force
 from meshwright.train.state import TrainState
 from meshwright.train.tpu import compiler_options
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.layout.layout import axes_of
-from meshwright.ops.exchange import narrow, split_axes, wide_axes
+from meshwright.layouts import axes_of
+from meshwright.ops import narrow, split_axes, wide_axes
 
 
 def map_layers(

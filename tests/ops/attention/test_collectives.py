@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from tests.ops.attention.programs import QUICKLY, Case
 
-from meshwright.audit import Collective, collectives, instructions
+from meshwright.audits import Collective, collectives, instructions
 from meshwright.models.decoder.forward import remat_policy
 from meshwright.ops.attention import Mask
 

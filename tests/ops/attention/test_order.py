@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from tests.ops.attention.reference import zigzag
 
 import meshwright as mw
-from meshwright.audit import collectives
+from meshwright.audits import collectives
 from meshwright.errors import MeshwrightError
 from meshwright.ops.attention import from_zigzag, to_zigzag
 

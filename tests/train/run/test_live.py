@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from meshwright.present import count_text, duration_text
 from meshwright.train.run import LiveLine
-from meshwright.train.run.live import count_text, duration_text, eta_seconds, row_text
+from meshwright.train.run.live import eta_seconds, row_text
 
 ROW = {
     "step": 120,

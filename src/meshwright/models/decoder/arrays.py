@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from meshwright.layout import ArraySpec, Constant, Normal
+from meshwright.layouts import ArraySpec, Constant, Normal
 from meshwright.models.decoder.config import DecoderConfig
 
 _STD = 0.02

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.ops.rope import Rope
+from meshwright.ops import Rope
 
 
 @dataclasses.dataclass(frozen=True)

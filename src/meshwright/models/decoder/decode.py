@@ -22,15 +22,21 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from meshwright.layout import Rules
-from meshwright.layout.layout import axes_of
+from meshwright.layouts import Rules, axes_of
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.forward import Compute, Params, hidden_states_and_keys
 from meshwright.models.decoder.rules import decoder_rules
+from meshwright.ops import (
+    add_bias,
+    add_up,
+    narrow,
+    partial_sums,
+    rms_norm,
+    rotate,
+    split_axes,
+    wide_axes,
+)
 from meshwright.ops.attention import Mask, attention
-from meshwright.ops.exchange import add_up, narrow, partial_sums, split_axes, wide_axes
-from meshwright.ops.norms import add_bias, rms_norm
-from meshwright.ops.rope import rotate
 
 Layer = tuple[jax.Array, jax.Array]  # one layer's keys and values
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]  # q, k, v, the layer's cache

@@ -17,16 +17,25 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.layout import Rules
+from meshwright.layouts import Rules
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.layouts import ActivationLayouts, activation_layouts
 from meshwright.models.decoder.sequence import RowPlan, row_plan
+from meshwright.ops import (
+    add_bias,
+    add_up,
+    embed,
+    gather,
+    norm_alone,
+    norm_beside,
+    over_chunks,
+    partial_sums,
+    rms_norm,
+    rotate,
+    split_axes,
+    wide_axes,
+)
 from meshwright.ops.attention import attention
-from meshwright.ops.chunks import over_chunks
-from meshwright.ops.embedding import embed
-from meshwright.ops.exchange import add_up, gather, partial_sums, split_axes, wide_axes
-from meshwright.ops.norms import add_bias, norm_alone, norm_beside, rms_norm
-from meshwright.ops.rope import rotate
 
 Params = dict[str, Any]
 

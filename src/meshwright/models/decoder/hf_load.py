@@ -21,8 +21,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout import ArraySpec
-from meshwright.layout.decide import tree_paths
+from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.hf_config import from_hf_config

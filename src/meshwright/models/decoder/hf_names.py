@@ -10,8 +10,7 @@ import math
 
 import jax
 
-from meshwright.layout import ArraySpec
-from meshwright.layout.decide import tree_paths
+from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 

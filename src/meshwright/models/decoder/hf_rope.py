@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.decoder.hf_fields import number, short, whole
-from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
+from meshwright.ops import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
 
 _DEFAULT_THETA = 10000.0
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")

@@ -20,8 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout import ArraySpec
-from meshwright.layout.decide import tree_paths
+from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.hf_config import read_hf_config, to_hf_config

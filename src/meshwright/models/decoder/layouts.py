@@ -11,9 +11,8 @@ import functools
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout import Rules
-from meshwright.layout.layout import axes_of
-from meshwright.ops.exchange import narrow
+from meshwright.layouts import Rules, axes_of
+from meshwright.ops import narrow
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 
 from meshwright.arithmetic import round_up
-from meshwright.layout import Rules
+from meshwright.layouts import Rules
 from meshwright.models.decoder.config import DecoderConfig
 
 

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.ops.rope import Llama3Scaling, Rope
+from meshwright.ops import Llama3Scaling, Rope
 
 
 def _llama3(

@@ -1,6 +1,6 @@
 """Where a dense decoder's arrays go on a mesh of (dp, fsdp, tp, sp)."""
 
-from meshwright.layout import Rules, standard_rules
+from meshwright.layouts import Rules, standard_rules
 
 
 def decoder_rules(sp: bool = False, tp_sequence: bool = False) -> Rules:

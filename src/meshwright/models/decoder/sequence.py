@@ -10,7 +10,7 @@ from typing import Protocol
 
 import jax
 
-from meshwright.layout.layout import axes_of
+from meshwright.layouts import axes_of
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.layouts import ActivationLayouts
 from meshwright.ops.attention import (

@@ -10,30 +10,45 @@ travel around a ring, are gathered, or heads change places with the length (ulys
 
 from meshwright.ops.attention.attention import attention, split_of
 from meshwright.ops.attention.block import Call
+from meshwright.ops.attention.blockwise import ROWS
+from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
 from meshwright.ops.attention.kernels import KERNELS, choose
 from meshwright.ops.attention.mask import EVERYTHING, Mask
 from meshwright.ops.attention.order import from_zigzag, to_zigzag
+from meshwright.ops.attention.splash import backward_kernels, padded_length
 from meshwright.ops.attention.strategy import (
+    FLOPS_PER_BYTE,
     STRATEGIES,
     Split,
     choose_strategy,
     explain_strategy,
+    refusal,
     row_order,
 )
+from meshwright.ops.attention.turns import turns_of
 
 __all__ = [
     "EVERYTHING",
+    "FLOPS_PER_BYTE",
     "KERNELS",
+    "ROWS",
     "STRATEGIES",
     "Call",
     "Mask",
     "Split",
     "attention",
+    "backward_kernels",
+    "calls_of",
     "choose",
     "choose_strategy",
     "explain_strategy",
     "from_zigzag",
+    "padded_length",
+    "padding",
+    "refusal",
     "row_order",
+    "slow_kernel",
     "split_of",
     "to_zigzag",
+    "turns_of",
 ]

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.layout.layout import axes_of
+from meshwright.layouts import axes_of
 from meshwright.ops.attention import around, ulysses
 from meshwright.ops.attention.block import Block
 from meshwright.ops.attention.kernels import one_call

@@ -16,7 +16,8 @@ import dataclasses
 
 import jax
 
-from meshwright.errors import MeshwrightError, whole_number
+from meshwright.arithmetic import whole_number
+from meshwright.errors import MeshwrightError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.errors import MeshwrightError, nearest_multiples
-from meshwright.layout.layout import axes_of
+from meshwright.errors import MeshwrightError
+from meshwright.layouts import axes_of
 from meshwright.ops.attention.permute import permute
 from meshwright.ops.exchange import spec_of
+from meshwright.present import nearest_multiples
 
 
 def to_zigzag(x: jax.Array) -> jax.Array:

@@ -190,6 +190,12 @@ def padded_length(length: int) -> int:
     return round_up(length, size)
 
 
+def backward_kernels(length: int) -> int:
+    """Kernels of the backward pass over `length` tokens: 1, or 2: one for dq, one for dk and dv."""
+    length = padded_length(length)
+    return 1 if length // LARGEST * length <= ONE_KERNEL else 2
+
+
 def _lengths(call: Call) -> tuple[int, int]:
     return padded_length(call.queries), padded_length(call.keys)
 

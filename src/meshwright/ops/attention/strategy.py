@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import logging
 
-from meshwright.errors import MeshwrightError, count, did_you_mean, nearest_multiples
+from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.attention.turns import turns_of
+from meshwright.present import count, nearest_multiples
 
 _log = logging.getLogger("meshwright")
 

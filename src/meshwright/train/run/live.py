@@ -9,49 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from meshwright.present import count_text, duration_text
 from meshwright.train.run.files import print_line
 
 GIB = 2**30
 PLAIN_EVERY_S = 10.0
-
-
-def count_text(number: float) -> str:
-    """Three digits and a letter.
-
-    >>> [count_text(n) for n in (7, 999, 12_345, 1_250_000, 3.2e9)]
-    ['7', '999', '12.3K', '1.25M', '3.20B']
-    """
-    if not math.isfinite(number):
-        return str(number)
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        # what would round to 1000 belongs to the next letter
-        if abs(number) >= size * 0.9995:
-            return f"{_three_digits(number / size)}{letter}"
-    return f"{number:.0f}" if abs(number) >= 99.95 or number == int(number) else f"{number:.3g}"
-
-
-def _three_digits(number: float) -> str:
-    size = abs(number)
-    return f"{number:.2f}" if size < 9.995 else f"{number:.1f}" if size < 99.95 else f"{number:.0f}"
-
-
-def duration_text(seconds: float) -> str:
-    """The two largest units.
-
-    >>> [duration_text(s) for s in (8, 72, 3725, 187_200)]
-    ['8s', '1m 12s', '1h 02m', '2d 04h']
-    """
-    if not math.isfinite(seconds):
-        return "?"
-    whole = max(0, round(seconds))
-    minutes, second = divmod(whole, 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour:02}h"
-    if hours:
-        return f"{hours}h {minute:02}m"
-    return f"{minutes}m {second:02}s" if minutes else f"{second}s"
 
 
 def eta_seconds(step: int, total_steps: int, step_seconds: float | None) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.train.run.live import count_text, duration_text
+from meshwright.present import count_text, duration_text
 from meshwright.train.run.metrics import Metrics
 
 MOST_POINTS = 8000

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import MeshwrightError
-from meshwright.machines.recognize import chip_of_kind
+from meshwright.machines import chip_of_kind
 
 UNSTEADY_STEPS = 2  # the first holds the compilation, the second may wait for another process's
 WINDOW = 50

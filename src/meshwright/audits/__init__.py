@@ -1,0 +1,59 @@
+"""What a compiled program really sends: every collective as a row, planned or a surprise."""
+
+from meshwright.audits.audit import Audit, Sum, audit, jax_stage
+from meshwright.audits.collective import OPERATIONS, Collective
+from meshwright.audits.expected import BOOKKEEPING, Expected, expected_of
+from meshwright.audits.groups import axes_between, part_of_axes, replica_groups
+from meshwright.audits.loops import instructions, trip_count
+from meshwright.audits.memory import Buffer, Replicated
+from meshwright.audits.program import Instruction, Program, array_bytes, arrays_of, read_program
+from meshwright.audits.read import collectives
+from meshwright.audits.step import expected_of_step
+from meshwright.audits.terminal import print_table
+from meshwright.audits.text import (
+    buffers_table,
+    headline,
+    marks,
+    merged,
+    replicated_table,
+    row_line,
+    rows_table,
+    sums_table,
+    table_text,
+)
+
+__all__ = [
+    "BOOKKEEPING",
+    "OPERATIONS",
+    "Audit",
+    "Buffer",
+    "Collective",
+    "Expected",
+    "Instruction",
+    "Program",
+    "Replicated",
+    "Sum",
+    "array_bytes",
+    "arrays_of",
+    "audit",
+    "axes_between",
+    "buffers_table",
+    "collectives",
+    "expected_of",
+    "expected_of_step",
+    "headline",
+    "instructions",
+    "jax_stage",
+    "marks",
+    "merged",
+    "part_of_axes",
+    "print_table",
+    "read_program",
+    "replica_groups",
+    "replicated_table",
+    "row_line",
+    "rows_table",
+    "sums_table",
+    "table_text",
+    "trip_count",
+]

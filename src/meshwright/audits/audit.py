@@ -1,0 +1,244 @@
+"""`audit(compiled)`: every collective of a compiled program, and what else it holds.
+
+found = audit(jax.jit(f).lower(x).compile(), expected=expected_of({"tp": ["all-reduce"]}))
+print(found)
+assert not found.surprises
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshwright.audits.collective import Collective
+from meshwright.audits.expected import BOOKKEEPING, Expected, judged, missing
+from meshwright.audits.memory import MIB, Buffer, Replicated, largest_buffers, replicated
+from meshwright.audits.program import Program, read_program
+from meshwright.audits.read import collectives, sends_anything
+from meshwright.audits.sizes import axis_sizes, check_mesh
+from meshwright.errors import MeshwrightError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """All rows of one operation over the same axes."""
+
+    axes: tuple[str, ...]
+    operation: str
+    rows: int
+    times: int  # executions, of all rows
+    bytes: int  # of all executions
+    wire_bytes: float  # a device sends, in all executions
+    hidden_bytes: float  # of those, in operations that compute goes on beside
+    part_of_axes: bool = False
+    rewritten: int = 0  # of the rows, by the compiler
+
+    def data(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Audit:
+    """What a program sends, and its largest arrays."""
+
+    mesh: Mapping[str, int]  # axis sizes; none where nothing is sent and no mesh is known
+    rows: tuple[Collective, ...]
+    buffers: tuple[Buffer, ...]
+    replicated: tuple[Replicated, ...]
+    expected: tuple[Expected, ...] | None = None  # None: nothing was said, nothing is a surprise
+    notes: tuple[str, ...] = ()  # what to know when reading the numbers
+
+    @property
+    def surprises(self) -> tuple[Collective, ...]:
+        """The rows that nothing expected, most bytes on the wire first."""
+        rows = [row for row in self.rows if not row.planned]
+        return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.times))
+
+    @property
+    def rewritten(self) -> tuple[Collective, ...]:
+        """The rows that a compiler made of something else that was expected, most bytes first."""
+        rows = [row for row in self.rows if row.rewritten]
+        return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.times))
+
+    @property
+    def judged(self) -> bool:
+        """Whether something was said of what to expect: else no row can be a surprise."""
+        return self.expected is not None
+
+    @property
+    def missing(self) -> tuple[Expected, ...]:
+        """What was expected and is not there."""
+        return missing(self.rows, self.expected or ())
+
+    def by_axis(self) -> tuple[Sum, ...]:
+        """Sums for each axes and operation, most bytes on the wire first."""
+        groups: dict[tuple[tuple[str, ...], str, bool], list[Collective]] = {}
+        for row in self.rows:
+            if not row.counted:
+                continue
+            groups.setdefault((row.axes, row.operation, row.part_of_axes), []).append(row)
+        sums = []
+        for (axes, operation, part), rows in groups.items():
+            sums.append(
+                Sum(
+                    axes,
+                    operation,
+                    len(rows),
+                    times=sum(row.times for row in rows),
+                    bytes=sum(row.bytes * row.times for row in rows),
+                    wire_bytes=sum(row.wire_bytes * row.times for row in rows),
+                    hidden_bytes=sum(
+                        row.wire_bytes * row.times for row in rows if row.hidden_under
+                    ),
+                    part_of_axes=part,
+                    rewritten=sum(bool(row.rewritten) for row in rows),
+                )
+            )
+        return tuple(sorted(sums, key=lambda one: -one.wire_bytes))
+
+    def data(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {
+            "mesh": dict(self.mesh),
+            "by_axis": [one.data() for one in self.by_axis()],
+            "notes": list(self.notes),
+            "rows": [row.data() for row in self.rows],
+            "judged": self.judged,
+            "surprises": len(self.surprises),
+            "rewritten": len(self.rewritten),
+            "expected": None if self.expected is None else [str(one) for one in self.expected],
+            "missing": [str(one) for one in self.missing],
+            "buffers": [one.data() for one in self.buffers],
+            "replicated": [one.data() for one in self.replicated],
+        }
+
+    def __str__(self) -> str:
+        from meshwright.audits.text import plain_text
+
+        return plain_text(self)
+
+    def __repr__(self) -> str:
+        """Its headline; print it for the tables."""
+        from meshwright.audits.text import headline
+
+        return f"Audit({headline(self)})"
+
+    def markdown(self) -> str:
+        """The sums and the rows as Markdown tables."""
+        from meshwright.audits.text import markdown
+
+        return markdown(self)
+
+
+def audit(
+    compiled: Any,
+    mesh: Any = None,
+    *,
+    expected: Sequence[Expected] | None = None,
+    bookkeeping: int = BOOKKEEPING,
+    replicated_from: int = MIB,
+) -> Audit:
+    """Read a compiled jax program: `jax.jit(f).lower(…).compile()`, or its text and a mesh.
+
+    The mesh (also as text, "fsdp=4,tp=2", or axis sizes) is found in the program's shardings where
+    it is not given. With `expected`, rows that match nothing are surprises, but for `bookkeeping`
+    bytes of each operation in a run. What nnx.jit and eqx.filter_jit compile is read too.
+    """
+    compiled = jax_stage(compiled)
+    text = compiled if isinstance(compiled, str) else _text(compiled)
+    program = read_program(text)
+    shape = _shape(compiled, mesh, program)
+    rows: tuple[Collective, ...] = tuple(collectives(program, shape)) if shape else ()
+    own = None if isinstance(compiled, str) else _mesh_of(compiled)
+    if own is None or list(own.shape.items()) != list(shape.items()):
+        check_mesh(program, rows, shape)
+    if expected is not None:
+        rows = judged(rows, expected, bookkeeping)
+    copies = () if isinstance(compiled, str) else replicated(compiled, shape, replicated_from)
+    return Audit(
+        shape, rows, largest_buffers(program), copies,
+        None if expected is None else tuple(expected), _notes(compiled, own, program, rows),
+    )  # fmt: skip
+
+
+def jax_stage(compiled: Any) -> Any:
+    """What jax compiled or lowered, inside the wrappers of flax's nnx.jit and eqx.filter_jit."""
+    for name, stage in (("compiled", jax.stages.Compiled), ("lowered", jax.stages.Lowered)):
+        inside = getattr(compiled, name, None)
+        if not isinstance(compiled, stage) and isinstance(inside, stage):
+            return inside
+    return compiled
+
+
+def _notes(
+    compiled: Any, mesh: Any, program: Program, rows: Sequence[Collective]
+) -> tuple[str, ...]:
+    """That a CPU sends bfloat16 as float32, where it may have."""
+    devices: Any = getattr(mesh, "devices", np.empty(0))  # an abstract mesh has none
+    platforms = {device.platform for device in devices.flat}
+    instructions = [one for body in program.computations.values() for one in body]
+    # a text does not name its platform; only CPUs promote the sums of bfloat16
+    on_cpu = platforms == {"cpu"} or (
+        isinstance(compiled, str) and any("_promoted" in one.rest for one in instructions)
+    )
+    narrow = any(dtype == "bf16" for one in instructions for dtype, _ in one.arrays)
+    if on_cpu and narrow and any(row.dtype == "f32" for row in rows):
+        return (
+            "compiled for CPUs, which send bfloat16 as float32: a row of f32 may be half as large "
+            "on TPUs and GPUs",
+        )
+    return ()
+
+
+def _text(compiled: Any) -> str:
+    for stage, call in (
+        (jax.stages.Lowered, ".compile()"),
+        (jax.stages.Traced, ".lower().compile()"),
+    ):
+        if isinstance(compiled, stage):
+            raise MeshwrightError(
+                f"audit reads compiled programs, and this is a {stage.__name__}, which no compiler "
+                f"has seen; call {call} first"
+            )
+    if not hasattr(compiled, "as_text"):
+        raise MeshwrightError(
+            f"audit reads compiled programs, not {type(compiled).__name__}; give "
+            "jax.jit(f).lower(…).compile(), or its text and the mesh"
+        )
+    text = compiled.as_text()
+    if not isinstance(text, str):
+        raise MeshwrightError("this compiled program does not give its text (as_text() is None)")
+    return text
+
+
+def _shape(compiled: Any, mesh: Any, program: Program) -> Mapping[str, int]:
+    """Axis sizes of the mesh given, or of that of the program's shardings.
+
+    A program that sends nothing needs none.
+    """
+    if mesh is None and not isinstance(compiled, str):
+        mesh = _mesh_of(compiled)
+    if mesh is not None:
+        return axis_sizes(mesh)
+    if sends_anything(program):
+        raise MeshwrightError(
+            "audit needs the mesh the program was compiled for, and found none in its shardings; "
+            "give it: mesh='fsdp=4,tp=2', or a jax Mesh"
+        )
+    return {}
+
+
+def _mesh_of(compiled: Any) -> Any:
+    """The largest mesh that a sharding of an argument or output names."""
+    found = []
+    for name in ("input_shardings", "output_shardings"):
+        try:
+            shardings = jax.tree.leaves(getattr(compiled, name))
+        except (AttributeError, NotImplementedError):
+            continue
+        found += [one.mesh for one in shardings if isinstance(one, NamedSharding)]
+    found = [mesh for mesh in found if mesh.size > 0 and mesh.axis_names]
+    return max(found, key=lambda mesh: mesh.size, default=None)

@@ -1,0 +1,210 @@
+"""What a program is expected to send, and which of its rows are that.
+
+    expected_of({"fsdp": ["all-gather", "reduce-scatter"], "tp": ["all-reduce"]})
+
+A row is planned if an Expected has its operation and exactly its axes, and its phase where one is
+given. What is small is planned too, as bookkeeping: the count of tokens, the norm of a gradient, a
+norm's weights; but only over axes that something is expected on, and only while all executions of
+one operation over the same axes add up to little. An Expected with `rewrite_of` says
+what a compiler may make of something else: a row that only it fits is marked as rewritten. All else
+is a surprise.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from meshwright.audits.collective import OPERATIONS, Collective, Phase
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.present import bytes_text
+
+BOOKKEEPING = 64 * 1024  # bytes of a run up to which they are small: arrays × times they are sent
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """A kind of collective that belongs to a program."""
+
+    operation: str
+    axes: tuple[str, ...]  # any order
+    phase: Phase | None = None  # None: any
+    what: str = ""  # in words: "weights of a layer"
+    at_most: int | None = None  # bytes of an array; what is larger is something else
+    rewrite_of: str = ""  # what a compiler makes it of: "reduce-scatter over fsdp"
+
+    def __post_init__(self) -> None:
+        if self.operation not in OPERATIONS:
+            raise MeshwrightError(
+                f"expected operation {self.operation!r} is not a collective"
+                f"{did_you_mean(self.operation, OPERATIONS)}"
+            )
+
+    def is_of(self, row: Collective) -> bool:
+        """Whether a row is of this kind."""
+        operations = {row.operation}
+        if row.collective_matmul:  # goes around in turns, each beside a part of the product
+            operations |= {"all-gather", "reduce-scatter"}
+        phases = (None, row.phase)
+        fits = self.at_most is None or row.bytes <= self.at_most
+        same_axes = set(self.axes) == set(row.axes) and not row.part_of_axes
+        return self.operation in operations and same_axes and self.phase in phases and fits
+
+    def __str__(self) -> str:
+        phase = f", {self.phase}" if self.phase else ""
+        return f"{self.operation} over {'+'.join(self.axes)}{phase}"
+
+
+def expected_of(
+    mapping: Mapping[Any, Sequence[str]], axes: Iterable[str] | None = None
+) -> tuple[Expected, ...]:
+    """From axes to operations: `{"fsdp": ["all-gather"], ("fsdp", "sp"): ["reduce-scatter"]}`.
+
+    Several axes may also be one text, `"fsdp,sp"` or `"fsdp+sp"`. `"reduce-scatter/all-reduce"` is
+    a reduce-scatter that a compiler may rewrite as an all-reduce.
+    With `axes`, those of the mesh, a name that is not one of them is a mistake.
+    """
+    known = None if axes is None else list(axes)
+    found = []
+    for text, operations in mapping.items():
+        names = _axes(text)
+        for name in names:
+            if known is not None and name not in known:
+                raise MeshwrightError(
+                    f"expected collectives over {text!r}: the mesh has no axis {name!r}"
+                    f"{did_you_mean(name, known)}"
+                )
+        if isinstance(operations, str):
+            raise MeshwrightError(
+                f"expected collectives over {text!r}: write a list, [{operations!r}]"
+            )
+        if not isinstance(operations, Iterable) or not all(
+            isinstance(said, str) for said in operations
+        ):
+            raise MeshwrightError(
+                f"expected collectives over {text!r}: {operations!r} is not a list of operations; "
+                'write ["all-gather", "reduce-scatter"]'
+            )
+        for said in operations:
+            operation, _, instead = said.partition("/")
+            found.append(Expected(operation, names))
+            if "/" in said:
+                found.append(Expected(instead, names, rewrite_of=str(found[-1])))
+    return tuple(found)
+
+
+def _axes(key: object) -> tuple[str, ...]:
+    """The axes that a key names: `"fsdp,sp"`, `"fsdp+sp"` or `("fsdp", "sp")`."""
+    if isinstance(key, str):
+        return tuple(name.strip() for name in key.replace("+", ",").split(","))
+    names = key if isinstance(key, tuple) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise MeshwrightError(
+            f"expected collectives over {key!r}: keys are axes of the mesh, 'fsdp' or "
+            "('fsdp', 'sp')"
+        )
+    operations = [name for name in names if name in OPERATIONS]
+    if operations:
+        axes = ",".join(name for name in names if name not in OPERATIONS) or "fsdp"
+        raise MeshwrightError(
+            f"expected collectives over {key!r}: keys are axes, values operations; write "
+            f"{{{axes!r}: {operations}}}"
+        )
+    return names
+
+
+def judged(
+    rows: Iterable[Collective], expected: Sequence[Expected], bookkeeping: int = BOOKKEEPING
+) -> tuple[Collective, ...]:
+    """The rows, each planned or a surprise, and why."""
+    rows = tuple(rows)
+    small = _small(rows, expected, bookkeeping)
+    return tuple(_judge(row, expected, i in small) for i, row in enumerate(rows))
+
+
+def _small(rows: Sequence[Collective], expected: Sequence[Expected], bookkeeping: int) -> set[int]:
+    """The places of rows that are bookkeeping.
+
+    Of each operation over the same axes the smallest, as long as all of their bytes, each as often
+    as it is sent, are no more than `bookkeeping`.
+    """
+    used = {axis for one in expected for axis in one.axes}
+    left: dict[tuple[str, tuple[str, ...], bool], int] = {}
+    found = set()
+    for i in sorted(range(len(rows)), key=lambda i: rows[i].bytes * rows[i].times):
+        row = rows[i]
+        planned = any(one.is_of(row) for one in expected if not one.rewrite_of)
+        if planned or not set(row.axes) <= used:
+            continue
+        kind = row.operation, row.axes, row.part_of_axes
+        left[kind] = left.get(kind, bookkeeping) - row.bytes * row.times
+        if left[kind] >= 0:
+            found.add(i)
+    return found
+
+
+def missing(rows: Sequence[Collective], expected: Sequence[Expected]) -> tuple[Expected, ...]:
+    """What was expected and is not there."""
+    origins = [row.rewritten.partition(" over ") for row in rows if row.rewritten]
+    rewritten = {(operation, frozenset(axes.split("+"))) for operation, _, axes in origins}
+    return tuple(
+        one for one in expected
+        if not one.rewrite_of
+        and (one.operation, frozenset(one.axes)) not in rewritten
+        and not any(one.is_of(row) for row in rows)
+    )  # fmt: skip
+
+
+def _judge(row: Collective, expected: Sequence[Expected], small: bool) -> Collective:
+    matches = [one for one in expected if one.is_of(row)]
+    plain = next((one for one in matches if not one.rewrite_of), None)
+    if plain is not None:
+        return dataclasses.replace(row, planned=True, why=plain.what or "expected")
+    if small:
+        return dataclasses.replace(row, planned=True, why="bookkeeping")
+    if matches:
+        origin = min((one.rewrite_of for one in matches), key=lambda one: _unlike(row, one))
+        return dataclasses.replace(row, planned=True, rewritten=origin, why=_instead(row, origin))
+    return dataclasses.replace(row, planned=False, why=_wrong(row, expected))
+
+
+def _unlike(row: Collective, origin: str) -> tuple[bool, bool]:
+    """For an order by how likely a row was made of this: as its scope says, else by its phase."""
+    operation = origin.partition(" over ")[0]
+    named = operation.replace("-", "_") in row.scope.rpartition("/")[2]
+    return not named, (operation == "all-gather") != (row.phase == "forward")
+
+
+def _instead(row: Collective, origin: str) -> str:
+    """`all-reduce in place of reduce-scatter over fsdp, twice the bytes`."""
+    over = "" if origin.endswith(f" over {row.over}") else f" over {row.over}"
+    twice = row.operation == "all-reduce" and origin.startswith(("reduce-scatter", "all-gather"))
+    return f"{row.operation}{over} in place of {origin}{', twice the bytes' if twice else ''}"
+
+
+def _wrong(row: Collective, expected: Sequence[Expected]) -> str:
+    """In words, what is not as expected."""
+    over = "+".join(row.axes)
+    here = [one for one in expected if set(one.axes) == set(row.axes)]
+    same = [one for one in here if one.operation == row.operation]
+    kind = f"{'an' if row.operation.startswith('a') else 'a'} {row.operation} over {over}"
+    if row.part_of_axes:
+        return f"groups of {row.devices} devices are not all those along {over}"
+    if row.operation == "all-reduce" and any(one.operation == "reduce-scatter" for one in here):
+        return f"an all-reduce where a reduce-scatter over {over} does: twice the bytes"
+    too_small = [one for one in same if one.phase in (None, row.phase) and one.at_most is not None]
+    if too_small:
+        most = max(too_small, key=lambda one: one.at_most or 0)
+        return (
+            f"{kind} is expected of {most.what or 'arrays'} of up to "
+            f"{bytes_text(most.at_most or 0)}, this is {bytes_text(row.bytes)}"
+        )
+    if same:
+        phases = " and ".join(dict.fromkeys(str(one.phase) for one in same if one.phase))
+        return f"{kind} is expected {phases}, this is {row.phase}"
+    if here:
+        plain = [one for one in here if not one.rewrite_of] or here
+        kinds = list(dict.fromkeys(one.operation for one in plain))
+        return (
+            f"over {over} only {' and '.join(kinds)} {'is' if len(kinds) == 1 else 'are'} expected"
+        )
+    return f"nothing is expected over {over}"

@@ -1,0 +1,95 @@
+"""What the built-in train step is expected to send, from its layouts.
+
+Weights are kept split over fsdp and sp and used whole over the axes that split the tokens: gathered
+going forward, scattered coming back, and added up over what is left of those axes (dp). tp adds up
+what its parts of heads and mlp give, or gathers and scatters along the sequence.
+"""
+
+import math
+from typing import Any
+
+from meshwright.audits.collective import Phase
+from meshwright.audits.expected import Expected
+from meshwright.models.decoder import activation_layouts, decoder_rules
+from meshwright.ops import split_axes, wide_axes
+
+
+def expected_of_step(step: Any) -> tuple[Expected, ...]:
+    """Of a step (`train.described.step_of`), on a mesh of the standard axes.
+
+    Rules of one's own are held to what the standard rules send.
+    """
+    rules = decoder_rules(sp=True, tp_sequence=step.config.compute.tp_sequence)
+    wide = wide_axes(step.mesh.shape)
+    layouts = activation_layouts(rules, wide)
+    order = list(step.mesh.axis_names)
+    kept = tuple(axis for axis in rules.layout("embed").axes[0] if axis in wide)
+    tokens = layouts.token_axes
+    found: list[Expected] = []
+
+    def expect(
+        operation: str, axes: Any, what: str, phase: Phase | None = None, at_most: int | None = None
+    ) -> None:
+        names = tuple(sorted(set(axes), key=order.index))
+        if names:
+            found.append(Expected(operation, names, phase, what, at_most))
+
+    expect("all-gather", kept, "weights")
+    expect("reduce-scatter", kept, "gradients of weights")
+    # the sum over micro-batches may be added up after its loop, which says nothing of a phase
+    rest = [axis for axis in tokens if axis not in kept]
+    expect("all-reduce", rest, "gradients of weights")
+    # vectors of all layers, in float32: over the same axes a matrix must be scattered
+    model = step.model
+    most = 4 * model.layers * max(model.embed, model.heads * model.head_dim)
+    between_blocks = split_axes(layouts.residual.partitions[:2])
+    expect("all-reduce", between_blocks, "gradients of norms", at_most=most)
+    if model.qkv_bias or model.output_bias:
+        expect("all-reduce", tokens, "gradients of biases", at_most=most)
+    if model.qk_norm:
+        heads = split_axes(layouts.heads.partitions)
+        expect("all-reduce", heads, "gradients of the norms of heads", at_most=most)
+    inside = layouts.axes(layouts.heads)
+    between = set(inside) & set(split_axes(layouts.residual.partitions[1:2]))
+    if between:
+        expect("all-gather", inside, "input of a block")
+        expect("reduce-scatter", inside, "output of a block")
+    if not between or step.config.compute.mlp_chunk:
+        expect("all-reduce", inside, "output of a block, gradient of its input")
+    # of each token the largest logit, their sum and the one that is asked for, over the vocabulary
+    parts = math.prod(step.mesh.shape[axis] for axis in tokens)
+    of_tokens = 4 * step.config.batch * step.config.seq // parts
+    expect("all-reduce", inside, "sums of the loss over the vocabulary", at_most=of_tokens)
+    _expect_sequence(step, layouts, expect)
+    _expect_optimizer(step, (*kept, *inside), expect)
+    return tuple(found)
+
+
+def _expect_sequence(step: Any, layouts: Any, expect: Any) -> None:
+    """Attention over split rows."""
+    length = split_axes(layouts.tokens.partitions[1:])
+    if not length:
+        return
+    strategy = step.compute.sequence
+    if strategy == "auto":
+        strategy = (step.attention or "ring").split()[0]
+    if strategy != "ulysses":  # which keeps the order of the text
+        expect("collective-permute", length, "order of tokens", "forward")
+    if strategy == "ring":
+        expect("collective-permute", length, "keys and values")
+    elif strategy == "allgather":
+        expect("all-gather", length, "keys and values")
+        expect("reduce-scatter", length, "gradients of keys and values")
+    else:
+        expect("all-to-all", length, "heads for length")
+
+
+def _expect_optimizer(step: Any, splits: tuple[str, ...], expect: Any) -> None:
+    """What an optimizer sends that looks at whole matrices or at their rows and columns."""
+    name = step.config.optimizer.name
+    if name == "muon":
+        expect("all-to-all", splits, "whole layers", "optimizer")
+    if name == "adafactor":
+        for axis in splits:
+            expect("all-reduce", (axis,), "sums of rows and columns", "optimizer")
+        expect("all-reduce", splits, "sums of rows and columns", "optimizer")

@@ -1,0 +1,206 @@
+"""An audit in words: plain text, and Markdown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.audits.collective import Collective
+from meshwright.present import bytes_text, count, mesh_text
+
+if TYPE_CHECKING:
+    from meshwright.audits.audit import Audit
+
+Table = tuple[Sequence[str], list[Sequence[str]]]  # names of columns, and lines
+
+
+def headline(audit: Audit) -> str:
+    """One line: how much is sent in all, and how many surprises there are."""
+    counted = [row for row in audit.rows if row.counted]
+    sent = sum(row.wire_bytes * row.times for row in counted)
+    times = sum(row.times for row in counted)
+    on = f"mesh {mesh_text(audit.mesh)}" if audit.mesh else "no mesh"
+    said = f"{on}: {count(times, 'collective')} in a run, "
+    said += f"{bytes_text(round(sent))} sent by each device"
+    if not audit.judged:
+        return f"{said}; not judged: nothing was said of what to expect"
+    found = len(audit.surprises)
+    said += f"; {count(found, 'surprise') if found else 'no surprises'}"
+    if audit.rewritten:
+        kinds = "; ".join(dict.fromkeys(row.why for row in audit.rewritten))
+        said += f"; {len(audit.rewritten)} rewritten by the compiler: {kinds}"
+    return said
+
+
+def sums_table(audit: Audit) -> Table:
+    lines: list[Sequence[str]] = [
+        (
+            ("part of " if one.part_of_axes else "") + "+".join(one.axes),
+            one.operation + (f" ({one.rewritten} rewritten)" if one.rewritten else ""),
+            f"{one.times:,}", bytes_text(one.bytes),
+            bytes_text(round(one.wire_bytes)), _share(one.hidden_bytes, one.wire_bytes),
+        )
+        for one in audit.by_axis()
+    ]  # fmt: skip
+    return ("axes", "operation", "times", "bytes", "sent", "beside compute"), lines
+
+
+def rows_table(rows: Iterable[Collective]) -> Table:
+    """Rows alike but for where they stand are one line. See `marks` for what ~ and ! mean."""
+    columns = ("sent", "times", "operation", "axes", "array", "phase", "how", "scope", "source")
+    lines: list[Sequence[str]] = []
+    for row, alike in merged(rows):
+        lines.append(
+            (
+                bytes_text(round(row.wire_bytes * row.times * alike)),
+                f"{row.times * alike:,}{'?' if row.unsure else ''}",
+                f"{row.operation} {mark(row)}".rstrip() + branch(row), row.over,
+                array_text(row.dtype, row.shape), row.phase, how(row), short_scope(row.scope),
+                short_source(row.source),
+            )
+        )  # fmt: skip
+    return columns, lines
+
+
+def mark(row: Collective) -> str:
+    return "!" if not row.planned else "~" if row.rewritten else ""
+
+
+def branch(row: Collective) -> str:
+    """` (branch 1 of 2)` of what only one branch of a conditional sends."""
+    return f" (branch {row.branch})" if row.branch else ""
+
+
+def marks(audit: Audit) -> str:
+    """What the signs in the rows' table mean, of those that are there."""
+    said = ["! a surprise"] if audit.surprises else []
+    said += ["~ rewritten by the compiler"] if audit.rewritten else []
+    return ", ".join(said)
+
+
+def merged(rows: Iterable[Collective]) -> list[tuple[Collective, int]]:
+    """Rows with how many are alike, most bytes on the wire first."""
+    groups: dict[tuple[object, ...], tuple[Collective, int]] = {}
+    for row in rows:
+        key = (
+            row.operation, row.axes, row.dtype, row.shape, row.loops, row.scope, row.source,
+            row.part_of_axes, row.asynchronous, row.hidden_under > 0, row.planned, row.why,
+            row.branch,
+        )  # fmt: skip
+        groups[key] = (row, groups.get(key, (row, 0))[1] + 1)
+    return sorted(groups.values(), key=lambda one: -one[0].wire_bytes * one[0].times * one[1])
+
+
+def plain_text(audit: Audit) -> str:
+    """Sums, rows, surprises, the largest buffers and arrays with copies."""
+    parts = [headline(audit), table_text(sums_table(audit)), "", table_text(rows_table(audit.rows))]
+    parts += [marks(audit)] if marks(audit) else []
+    parts += [f"note: {note}" for note in audit.notes]
+    if audit.surprises:
+        parts += ["", "surprises:", *map(row_line, audit.surprises)]
+    if audit.rewritten:
+        parts += ["", "rewritten by the compiler:", *map(row_line, audit.rewritten)]
+    if audit.missing:
+        parts += ["", *(f"expected, but not there: {one}" for one in audit.missing)]
+    if audit.buffers:
+        parts += ["", "largest buffers on a device:", table_text(buffers_table(audit))]
+    if audit.replicated:
+        parts += ["", "arrays with copies:", table_text(replicated_table(audit))]
+    return "\n".join(parts)
+
+
+def markdown(audit: Audit) -> str:
+    tables = [sums_table(audit), rows_table(audit.rows)]
+    parts = [headline(audit)]
+    for columns, lines in tables:
+        shown = [f"| {' | '.join(line)} |" for line in (columns, *lines)]
+        parts.append("\n".join([shown[0], "|" + "---|" * len(columns), *shown[1:]]))
+    parts += [f"- surprise: {row_line(row)}" for row in audit.surprises]
+    parts += [f"- rewritten: {row_line(row)}" for row in audit.rewritten]
+    parts += [f"- note: {note}" for note in audit.notes]
+    return "\n\n".join(parts[:3]) + ("\n\n" + "\n".join(parts[3:]) if parts[3:] else "")
+
+
+def buffers_table(audit: Audit) -> Table:
+    lines: list[Sequence[str]] = [
+        (
+            bytes_text(one.bytes), f"{one.count}", array_text(one.dtype, one.shape), one.operation,
+            short_scope(one.scope), short_source(one.source),
+        )
+        for one in audit.buffers[:10]
+    ]  # fmt: skip
+    return ("bytes", "count", "array", "made by", "scope", "source"), lines
+
+
+def replicated_table(audit: Audit) -> Table:
+    lines: list[Sequence[str]] = [
+        (
+            bytes_text(one.bytes), f"{one.copies}", "+".join(one.axes),
+            array_text(one.dtype, one.shape), one.name,
+        )
+        for one in audit.replicated[:20]
+    ]  # fmt: skip
+    return ("bytes a device", "copies", "whole over", "array", "which"), lines
+
+
+def row_line(row: Collective) -> str:
+    """`all-reduce over fsdp of f32[64,64], 3 times, at model.py:12 (scope): why`."""
+    at = f" at {relative_source(row.source)}" if row.source else ""
+    return (
+        f"{row.operation}{branch(row)} over {row.over} of {array_text(row.dtype, row.shape)}, "
+        f"{count(row.times, 'time')}, {row.phase},{at} ({row.scope or 'no scope'}): {row.why}"
+    )
+
+
+def how(row: Collective) -> str:
+    """Whether compute goes on beside it."""
+    if not row.asynchronous:
+        return "waits"
+    return (
+        f"beside {count(row.hidden_under, 'op')}" if row.hidden_under else "async, beside nothing"
+    )
+
+
+def array_text(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def short_scope(scope: str, most: int = 60) -> str:
+    """Without what every scope has."""
+    parts = [
+        part for part in scope.split("/")
+        if part not in ("while", "body", "closed_call", "eval_jaxpr", "shard_map", "checkpoint")
+        and not part.startswith("jit(")
+    ]  # fmt: skip
+    text = "/".join(parts)
+    return text if len(text) <= most else "…" + text[-most + 1 :]
+
+
+def short_source(source: str) -> str:
+    """The file's last folder and name."""
+    return "/".join(relative_source(source).split("/")[-2:])
+
+
+def relative_source(source: str) -> str:
+    """From the folder of packages or the working directory, where it lies inside one of them."""
+    packages = Path(__file__).resolve().parents[2]
+    for folder in (packages, Path.cwd()):
+        if Path(source).is_relative_to(folder) and folder != Path(os.sep):
+            return Path(source).relative_to(folder).as_posix()
+    return source
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else ""
+
+
+def table_text(table: Table) -> str:
+    """In columns, one line a row."""
+    columns, lines = table
+    widths = [max(len(line[i]) for line in (columns, *lines)) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (columns, *lines)
+    )

@@ -1,0 +1,316 @@
+"""Checkpoints of a run: saved in the background, complete or absent, verified when they are read.
+
+    checkpoints = Checkpoints("run/checkpoints", keep_last=3, keep_every=1000)
+    checkpoints.save(step, {"params": params, "optimizer": state}, {"data": position})
+    …
+    state = checkpoints.restore(checkpoints.latest(), targets)  # on this mesh or any other
+
+Under jax.distributed every process makes the same calls, on a folder that all of them see.
+"""
+
+import contextlib
+import shutil
+import sys
+import threading
+import types
+import weakref
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from meshwright.arithmetic import whole_number
+from meshwright.checkpoint import folder as folders
+from meshwright.checkpoint.agreement import TIMEOUT, Channel
+from meshwright.checkpoint.fingerprint import fingerprint, fingerprint_text
+from meshwright.checkpoint.leaves import as_stored, check_leaf, key_kind
+from meshwright.checkpoint.names import named_leaves
+from meshwright.checkpoint.orbax_arrays import Writer
+from meshwright.checkpoint.record import (
+    Record,
+    SavedArray,
+    as_json,
+    list_files,
+    write_record,
+)
+from meshwright.checkpoint.restore import Command, others, read_step, restore_tree
+from meshwright.errors import MeshwrightError
+
+
+class Checkpoints:
+    """The checkpoints in one folder.
+
+    Kept are the last `keep_last` (None: all), every step that is a multiple of `keep_every`, and
+    the newest healthy one (see `confirm`). Opening a folder changes nothing in it, so a running
+    training can be read from. `command`: what a person types to take a step, for messages.
+    """
+
+    def __init__(
+        self,
+        folder: Any,
+        keep_last: int | None = 3,
+        keep_every: int | None = None,
+        command: Command | None = None,
+    ) -> None:
+        self.folder: Path = folders.checked_folder(folder)
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and whole_number(value, name) == 0:
+                raise MeshwrightError(f"{name}=0 would keep nothing; give 1 or more, or None")
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self._command = command
+        self._confirmed: set[int] = set()  # by this process; the mark may not be on disk yet
+        self._ahead, self._behind = Channel("foreground"), Channel("background")
+        self._writer: Writer | None = None
+        self._thread: threading.Thread | None = None
+        self._met = False  # whether this process told the others that its part is written
+        self._failure: list[str] = []  # at most one, not yet raised
+        weakref.finalize(self, _say_unraised, self._failure)
+
+    # saving
+
+    def save(self, step: int, tree: Any, meta: dict[str, Any], wait: bool = False) -> None:
+        """Save `tree`, a pytree of jax arrays, and `meta`, a JSON-able dict, as checkpoint `step`.
+
+        Returns once the arrays are copied off the devices; they may be donated then. The rest
+        happens in the background, unless `wait`. First waits for the save before, and raises what
+        went wrong with it: nothing was begun then, and the same call may be made again.
+        """
+        self.wait()
+        step = whole_number(step, "step")
+        if not isinstance(meta, dict):
+            raise MeshwrightError(f"meta is a {type(meta).__name__}; give a dict")
+        meta = as_json(meta)
+        leaves = named_leaves(tree)
+        if not leaves:
+            raise MeshwrightError("tree holds no arrays; there is nothing to save")
+        for name, leaf in leaves.items():
+            check_leaf(name, leaf)
+        self._ahead.check(self._begin(step), about=f"saving step {step}")
+        saving = folders.saving_folder(self.folder, step)
+        unseen = (
+            f"{saving}, which process 0 made, is not seen by this process; "
+            "the checkpoint folder must be on a disk that all processes share"
+        )
+        self._ahead.check("" if saving.is_dir() else unseen)
+        arrays = {name: as_stored(leaf) for name, leaf in leaves.items()}
+        size = sum(array.nbytes for array in arrays.values())
+        sums = {name: fingerprint(array) for name, array in arrays.items()}
+        self._met = False
+        problem = ""
+        try:
+            if self._writer is None:
+                self._writer = Writer(self._meet, TIMEOUT)
+            # Orbax refuses arrays without elements; their shape says all there is to say
+            self._writer.start(saving / folders.ARRAYS, {n: a for n, a in arrays.items() if a.size})
+        except Exception as error:  # told to the other processes in the background, as any other
+            problem = self._why_not_saved(step, size, error)
+        described = {
+            name: (tuple(leaf.shape), str(leaf.dtype), key_kind(leaf))
+            for name, leaf in leaves.items()
+        }
+        self._thread = threading.Thread(
+            target=self._finish,
+            args=(step, described, sums, meta, size, problem),
+            name="meshwright-save",
+        )
+        self._thread.start()
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the last save is complete; raise if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure:
+            raise MeshwrightError(self._failure.pop())
+
+    def close(self) -> None:
+        """Wait, and end. Call it: a failure that nobody waits for is only printed at exit."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _begin(self, step: int) -> str:
+        if jax.process_index():
+            return ""
+        try:
+            if step in self.steps():
+                return f"step {step} is already saved in {self.folder}; delete it to replace it"
+            folders.begin(self.folder, step)
+        except (OSError, MeshwrightError) as error:
+            return f"step {step} cannot be saved in {self.folder}: {error}"
+        return ""
+
+    def _meet(self) -> None:
+        self._met = True
+        self._behind.check("")
+
+    def _finish(
+        self,
+        step: int,
+        described: dict[str, tuple[tuple[int, ...], str, str | None]],
+        sums: dict[str, jax.Array],
+        meta: dict[str, Any],
+        size: int,
+        problem: str,
+    ) -> None:
+        """In the background: wait for Orbax, complete the checkpoint, delete old ones."""
+        try:
+            if jax.process_index() == 0:
+                self._delete_old(step)  # those that were kept until a later one was healthy
+            try:
+                if not problem:
+                    assert self._writer is not None
+                    self._writer.wait()
+            except Exception as error:
+                problem = self._why_not_saved(step, size, error)
+            if problem and not self._met:
+                self._behind.agree(problem)
+            if not problem and jax.process_index() == 0:
+                try:
+                    saving = folders.saving_folder(self.folder, step)
+                    arrays = {
+                        name: SavedArray(shape, dtype, fingerprint_text(sums[name]), key)
+                        for name, (shape, dtype, key) in described.items()
+                    }
+                    write_record(saving, Record(step, arrays, meta, list_files(saving)))
+                    folders.complete(self.folder, step)
+                except Exception as error:
+                    problem = self._why_not_saved(step, size, error)
+                else:
+                    self._mark_confirmed()
+                    problem = self._delete_old(step)
+            verdict = self._behind.agree(problem)
+            if verdict and jax.process_index() == 0:
+                folders.give_up(self.folder, step)
+        except BaseException as error:
+            verdict = str(error) or type(error).__name__
+        if verdict:
+            self._failure.append(verdict)
+
+    def _delete_old(self, step: int) -> str:
+        steps, healthy = self.steps(), self.healthy()
+        for old in folders.steps_to_delete(steps, self.keep_last, self.keep_every, healthy):
+            try:
+                folders.delete(self.folder, old)
+            except OSError as error:
+                return f"step {step} is saved, but step {old} cannot be deleted: {error}"
+        return ""
+
+    def _why_not_saved(self, step: int, size: int, error: BaseException) -> str:
+        if isinstance(error, MeshwrightError):
+            return str(error)
+        text = " ".join(str(error).split())
+        if "No space left" in text:
+            why = (
+                f"the disk of {self.folder} is full ({_free(self.folder)}up to "
+                f"{size / 1e9:.2f} GB needed); free some space or lower keep_last"
+            )
+        elif "quota exceeded" in text:
+            why = (
+                f"the disk quota for {self.folder} is used up (up to {size / 1e9:.2f} GB needed); "
+                "free some space or lower keep_last"
+            )
+        else:
+            why = f"{type(error).__name__}: {text[:600]}"
+        return f"step {step} was not saved: {why}; {others(self.folder)}"
+
+    # which are healthy
+
+    def confirm(self, step: int) -> None:
+        """A training step computed from checkpoint `step` had a finite loss and gradient norm.
+
+        The checkpoint is *healthy* from now on: the newest healthy one is never deleted. It may
+        still be in the background; a mark that cannot be written is written with the next one.
+        """
+        self._confirmed.add(whole_number(step, "step"))
+        self._mark_confirmed()
+
+    def healthy(self) -> list[int]:
+        """The steps of all complete checkpoints that are known to be healthy, in order."""
+        known = set(folders.healthy_steps(self.folder)) | self._confirmed
+        return [step for step in self.steps() if step in known]
+
+    def _mark_confirmed(self) -> None:
+        if jax.process_index():
+            return
+        marked = folders.healthy_steps(self.folder)
+        for step in self._confirmed.intersection(self.steps()).difference(marked):
+            with contextlib.suppress(OSError):  # a full disk: this process still knows
+                folders.mark_healthy(self.folder, step)
+
+    # reading
+
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, in order."""
+        return folders.complete_steps(self.folder)
+
+    def latest(self) -> int | None:
+        """The last complete checkpoint; None if there is none."""
+        return max(self.steps(), default=None)
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """What was saved beside the arrays."""
+        return read_step(self.folder, step, self._command).meta
+
+    def arrays(self, step: int) -> dict[str, SavedArray]:
+        """Name → shape and dtype of every array in the checkpoint."""
+        return read_step(self.folder, step, self._command).arrays
+
+    def restore(self, step: int, targets: Any, cast: bool = False) -> Any:
+        """Read a checkpoint into the layout `targets` asks for, on any mesh and process count.
+
+        `targets` is a tree of jax.ShapeDtypeStruct with shardings, like the tree that was saved, or
+        some of its first-level parts: `{"params": …}`. Everything under those parts must be there
+        with the same shapes, and dtypes unless `cast`. Each process reads what its devices need;
+        then the values are checked against what was saved, on the devices.
+        """
+        self.wait()
+        return restore_tree(self.folder, step, targets, cast, self._ahead, self._command)
+
+    def set_aside_after(self, step: int, copied: Path) -> tuple[list[int], Path] | None:
+        """Move the checkpoints after `step` to a folder of their own, where they are not read.
+
+        A run that is resumed from `step` would mistake them for its own. `copied`: a file that is
+        copied along, if it is there. Process 0 gets the steps and the folder, if there are any.
+        """
+        self.wait()
+        problem, moved = "", None
+        if jax.process_index() == 0:
+            try:
+                if later := [other for other in self.steps() if other > step]:
+                    moved = later, folders.set_aside(self.folder, later, copied)
+            except OSError as error:
+                problem = (
+                    f"checkpoints after step {step} cannot be set aside in {self.folder}: "
+                    f"{error.strerror}"
+                )
+        self._ahead.check(problem, about=f"setting aside what is after step {step}")
+        return moved
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e9:.2f} GB free, "
+    except OSError:
+        return ""
+
+
+def _say_unraised(failure: list[str]) -> None:
+    for text in failure:
+        print(f"meshwright: error: {text}", file=sys.stderr)

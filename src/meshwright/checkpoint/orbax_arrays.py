@@ -1,0 +1,132 @@
+"""Named arrays to and from disk with Orbax, and Orbax's own voice turned off."""
+
+import contextlib
+import functools
+import logging
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshwright.checkpoint.names import nested
+from meshwright.errors import MeshwrightError
+
+# A reader on another mesh wants a part of what one device wrote; it decodes whole chunks.
+_CHUNK_BYTES = 64 << 20
+
+
+class Writer:
+    """Writes one set of arrays at a time, in the background.
+
+    `barrier` is called in every process once its own part is on disk, before process 0 puts the
+    parts together; it raises if another process failed.
+    """
+
+    def __init__(self, barrier: Callable[[], None], timeout: float) -> None:
+        ocp = _orbax()
+
+        def barrier_sync(*, key: str, timeout_ms: int) -> None:
+            if "write_complete" in key:  # the other one, after the commit, is ours to make
+                barrier()
+
+        self._checkpointer = ocp.AsyncCheckpointer(
+            # weights hardly compress (8%), and zstd took three times as long as the writing
+            ocp.PyTreeCheckpointHandler(use_compression=False),
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=int(timeout), barrier_sync_fn=barrier_sync
+            ),
+        )
+
+    def start(self, folder: Path, arrays: dict[str, jax.Array]) -> None:
+        """Copy the arrays off the devices, then go on in the background."""
+        ocp = _orbax()
+        tree = nested(arrays)
+        chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
+        self._checkpointer.save(folder, args=ocp.args.PyTreeSave(tree, save_args=chunks))
+
+    def wait(self) -> None:
+        self._checkpointer.wait_until_finished()
+
+    def close(self) -> None:
+        """End; what went wrong with the last save was raised by `wait`, and is not raised again."""
+        with contextlib.suppress(Exception):
+            self._checkpointer.close()
+
+
+def read_arrays(folder: Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Each array in its target's layout; a process reads what its own devices need.
+
+    There is no meeting of processes in here: a failure is this process's own.
+    """
+    ocp = _orbax()
+    from etils import epath  # type: ignore[import-untyped]
+
+    wanted = {
+        name: ocp.ArrayRestoreArgs(
+            restore_type=jax.Array,
+            sharding=target.sharding,
+            global_shape=target.shape,
+            dtype=target.dtype,
+            strict=True,
+        )
+        for name, target in targets.items()
+    }
+    try:
+        restored = ocp.PyTreeCheckpointHandler().restore(
+            epath.Path(folder),
+            args=ocp.args.PyTreeRestore(
+                item=nested(dict(targets)), restore_args=nested(wanted), partial_restore=True
+            ),
+        )
+    except Exception as error:
+        text = str(error)
+        reason = text.split(" See full TensorStore")[0].split("\n")[0][:300]
+        raise MeshwrightError(
+            f"is damaged, {_blamed(text, targets)} cannot be read: {reason or type(error).__name__}"
+        ) from error
+    return {name: _at(restored, name) for name in targets}
+
+
+def _at(tree: Any, name: str) -> Any:
+    return functools.reduce(lambda place, part: place[part], name.split("/"), tree)
+
+
+def _blamed(text: str, names: dict[str, Any]) -> str:
+    """The array an error of TensorStore is about: it quotes the array's path, 'params.embed/'."""
+    for name in names:
+        if re.search(rf"['\"/]{re.escape(name.replace('/', '.'))}/", text):
+            return f"array {name!r}"
+    return "an array"
+
+
+@functools.cache
+def _orbax() -> Any:
+    import orbax.checkpoint as ocp
+
+    # progress notes, tracebacks of errors that we raise ourselves, tasks of a save that failed
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
+    _drop_stragglers()
+    return ocp
+
+
+def _drop_stragglers() -> None:
+    """After one read or write failed, do not print how the others fared.
+
+    Orbax closes its event loop at the first failure. Reads still under way then end in Python's
+    hook for errors that have no caller: as coroutines of Orbax thrown away half done, and as calls
+    from TensorStore's native threads (which have no object) into the closed loop.
+    """
+    others = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        half_done = code is not None and "orbax" in code.co_filename
+        too_late = unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"
+        if not half_done and not too_late:
+            others(unraisable)
+
+    sys.unraisablehook = hook

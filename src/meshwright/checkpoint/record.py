@@ -1,0 +1,163 @@
+"""checkpoint.json: which arrays a checkpoint holds, their fingerprints, and the caller's own data.
+
+It protects itself by a checksum of its content, and the files beside it by their sizes (and a
+checksum where they are small). The arrays are protected by their fingerprints.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshwright.checkpoint.folder import RECORD, flush
+from meshwright.errors import MeshwrightError
+
+_FORMAT = 1
+_SMALL = 1 << 20  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedArray:
+    """One array of a checkpoint. A random key is saved as its data: then `key` names its kind."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    fingerprint: str
+    key: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What checkpoint.json says."""
+
+    step: int
+    arrays: dict[str, SavedArray]
+    meta: dict[str, Any]
+    files: dict[str, tuple[int, int | None]]  # size, and CRC-32 where small
+
+
+def write_record(folder: Path, record: Record) -> None:
+    content = {
+        "format": _FORMAT,
+        "jax": jax.__version__,
+        "step": record.step,
+        "meta": record.meta,
+        "arrays": {name: dataclasses.asdict(array) for name, array in record.arrays.items()},
+        "files": record.files,
+    }
+    for name, (_, checksum) in record.files.items():
+        if checksum is not None:
+            flush(folder / name)  # TensorStore flushes the data files, Orbax not its small ones
+    text = json.dumps({"checksum": _checksum(content), **content}, indent=1, allow_nan=False)
+    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+    flush(folder / RECORD)
+
+
+def read_record(folder: Path) -> Record:
+    """The record of a checkpoint; a MeshwrightError if it is missing or not as it was written."""
+    path = folder / RECORD
+    try:
+        content = json.loads(path.read_bytes().decode("utf-8"))
+        checksum = content.pop("checksum")
+        if checksum != _checksum(content):
+            raise ValueError("its content does not fit its checksum")
+    except FileNotFoundError:
+        raise MeshwrightError(f"{path} is missing") from None
+    except OSError as error:
+        raise MeshwrightError(f"{path} cannot be read: {error}") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        why = error if "checksum" in str(error) else "it is not whole JSON"
+        raise MeshwrightError(
+            f"{path} is damaged: {why}; it was truncated or altered after it was saved"
+        ) from None
+    if content["format"] != _FORMAT:
+        raise MeshwrightError(
+            f"{path} has format {content['format']}; this version reads format {_FORMAT}"
+        )
+    return Record(
+        step=content["step"],
+        arrays={
+            name: SavedArray(**{**array, "shape": tuple(array["shape"])})
+            for name, array in content["arrays"].items()
+        },
+        meta=content["meta"],
+        files={name: (size, checksum) for name, (size, checksum) in content["files"].items()},
+    )
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def list_files(folder: Path) -> dict[str, tuple[int, int | None]]:
+    """Every other file below `folder`: its size, and a checksum if small and no array data."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_size, _small_checksum(path))
+        for path in sorted(_files(folder))
+        if path != folder / RECORD
+    }
+
+
+def check_files(folder: Path, files: dict[str, tuple[int, int | None]]) -> None:
+    """All files are there, in full; a MeshwrightError names the first that is not."""
+    for name, (size, checksum) in files.items():
+        path = folder / name
+        try:
+            found = path.stat().st_size
+            wrong = ""
+            if found != size:
+                wrong = f"has {found:,} bytes instead of {size:,}"
+            elif checksum is not None and zlib.crc32(path.read_bytes()) != checksum:
+                wrong = "does not fit its checksum"
+        except FileNotFoundError:
+            wrong = "is missing"
+        except OSError as error:
+            wrong = f"cannot be read ({error})"
+        if wrong:
+            raise MeshwrightError(f"checkpoint {folder} is damaged: the file {name} {wrong}")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent, name) for name in names)
+
+
+def _small_checksum(path: Path) -> int | None:
+    # Orbax keeps array data in folders named d; these are read, and checked, with the arrays
+    if path.parent.name == "d" or path.stat().st_size > _SMALL:
+        return None
+    return zlib.crc32(path.read_bytes())
+
+
+def as_json(value: Any, where: str = "meta") -> Any:
+    """`value` as JSON gives it back (tuples become lists); an error names what JSON cannot hold."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        raise MeshwrightError(f"{where} is {value}, which JSON has no word for; write it as text")
+    if isinstance(value, list | tuple):
+        return [as_json(item, f"{where}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise MeshwrightError(f"{where} has the key {key!r}; JSON keys are text")
+        return {key: as_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+    raise MeshwrightError(
+        f"{where} is a {type(value).__name__}; meta holds text, numbers, lists and dicts "
+        "(arrays belong into the tree)"
+    )

@@ -1,0 +1,142 @@
+"""Reading a checkpoint: compared with what is asked for, read, and verified, in this order."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshwright.arithmetic import whole_number
+from meshwright.checkpoint.agreement import Channel
+from meshwright.checkpoint.compare import check_same_arrays, check_targets
+from meshwright.checkpoint.fingerprint import fingerprint, fingerprint_text
+from meshwright.checkpoint.folder import (
+    ARRAYS,
+    complete_folder,
+    complete_steps,
+    misnamed,
+)
+from meshwright.checkpoint.leaves import as_wanted, stored_target, without_elements
+from meshwright.checkpoint.names import like, named_leaves
+from meshwright.checkpoint.orbax_arrays import read_arrays
+from meshwright.checkpoint.record import Record, SavedArray, check_files, read_record
+from meshwright.errors import MeshwrightError
+
+_SHOWN = 6
+
+
+Command = Callable[[int], str]  # how a person takes the checkpoint of a step, for messages
+
+
+def read_step(folder: Path, step: Any, command: Command | None = None) -> Record:
+    """The record of a checkpoint that must be there."""
+    step = whole_number(step, "step")
+    place = complete_folder(folder, step)
+    if not place.is_dir():
+        raise MeshwrightError(
+            f"{folder} has no checkpoint of step {step}; {others(folder, but=step)}"
+        )
+    try:
+        record = read_record(place)
+    except MeshwrightError as error:
+        raise MeshwrightError(f"{error}. {advice(folder, step, command)}") from None
+    if record.step != step:
+        right = complete_folder(folder, record.step)
+        there = " (which is there, too)" if right.exists() else ""
+        raise MeshwrightError(
+            f"{place} holds the checkpoint of step {record.step}: the folder was renamed or "
+            f"copied. Rename it to {right.name}{there}, or move it out of {folder}"
+        )
+    return record
+
+
+def others(folder: Path, but: int | None = None) -> str:
+    """Ends a sentence: which complete checkpoints there are."""
+    steps = [str(step) for step in complete_steps(folder) if step != but]
+    none = "there is no complete checkpoint" if but is None else "there is no other"
+    text = f"complete checkpoints there: {', '.join(steps[-8:])}" if steps else none
+    if names := misnamed(folder):
+        text += f"; renamed ones, which are not read: {', '.join(names[:4])}"
+    return text
+
+
+def advice(folder: Path, damaged: int, command: Command | None = None) -> str:
+    """A sentence: which other checkpoints look intact, and how to take the newest of them."""
+    steps = [step for step in complete_steps(folder) if step != damaged][-_SHOWN:]
+    intact = [step for step in steps if _looks_intact(folder, step)]
+    if not intact:
+        return f"No other checkpoint in {folder} is intact"
+    listed = ", ".join(map(str, intact))
+    use = "" if command is None else f". To use step {intact[-1]}: {command(intact[-1])}"
+    return f"Intact checkpoints (their records and file sizes were checked): {listed}{use}"
+
+
+def _looks_intact(folder: Path, step: int) -> bool:
+    """Everything but the values of the arrays, which takes reading them."""
+    place = complete_folder(folder, step)
+    try:
+        record = read_record(place)
+        check_files(place, record.files)
+    except MeshwrightError:
+        return False
+    return record.step == step
+
+
+def restore_tree(
+    folder: Path,
+    step: int,
+    targets: Any,
+    cast: bool,
+    channel: Channel,
+    command: Command | None = None,
+) -> Any:
+    """The checkpoint in the layout of `targets`; all processes succeed or all raise."""
+    wanted: dict[str, Any] = {}
+    saved: dict[str, SavedArray] = {}
+    problem = ""
+    try:
+        wanted = named_leaves(targets, "targets")
+        check_targets(wanted)
+        record = read_step(folder, step, command)
+        saved = record.arrays
+        place = complete_folder(folder, record.step)
+        check_same_arrays(f"checkpoint {place}", saved, wanted, cast)
+        if jax.process_index() == 0:
+            try:
+                check_files(place, record.files)
+            except MeshwrightError as error:
+                problem = f"{error}. {advice(folder, step, command)}"
+    except MeshwrightError as error:
+        problem = str(error)
+    channel.check(problem, about=f"restoring step {step}")
+
+    stored = {name: stored_target(target, saved[name]) for name, target in wanted.items()}
+    read: dict[str, jax.Array] = {}
+    try:
+        filled = {name: target for name, target in stored.items() if math.prod(target.shape)}
+        read = read_arrays(place / ARRAYS, filled) if filled else {}
+    except MeshwrightError as error:
+        problem = f"checkpoint {place} {error}. {advice(folder, step, command)}"
+    channel.check(problem)
+
+    wrong = _other_values(read, saved)
+    if wrong:
+        raise MeshwrightError(
+            f"checkpoint {place} is damaged: {wrong} came back with other values than were saved; "
+            f"data was lost or altered on disk. {advice(folder, step, command)}"
+        )
+    for name, target in wanted.items():
+        array = read[name] if name in read else without_elements(stored[name])
+        read[name] = as_wanted(array, target, saved[name])
+    return like(targets, read)
+
+
+def _other_values(read: dict[str, jax.Array], saved: dict[str, SavedArray]) -> str:
+    """The arrays whose values are not those saved, '' if none. All processes see the same sums."""
+    sums = {name: fingerprint(array) for name, array in read.items()}
+    wrong = [
+        name for name, sum_ in sums.items() if fingerprint_text(sum_) != saved[name].fingerprint
+    ]
+    shown = ", ".join(repr(name) for name in wrong[:_SHOWN])
+    return f"{shown} and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else shown

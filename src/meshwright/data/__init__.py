@@ -1,0 +1,50 @@
+"""Text to batches: tokenizers, the packed token store, mixtures, and batch = f(step).
+
+pack -> TokenStore -> Mixture -> Loader; every step's batch is a pure function of its number.
+"""
+
+from meshwright.data.check import check_data
+from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
+from meshwright.data.loader import Loader, held_out_loader, training_loader
+from meshwright.data.mixture import Mixture
+from meshwright.data.needle import NeedleRows, Needles, needle_rows, write_needles
+from meshwright.data.packing import Packed, pack, upgrade
+from meshwright.data.readers import Reading
+from meshwright.data.rows import FIELDS, NO_TARGET, read_rows, row_count
+from meshwright.data.store import TokenStore
+from meshwright.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    decode_stream,
+    load_tokenizer,
+    tokenizer_from_json,
+)
+
+__all__ = [
+    "EMBEDDED",
+    "FIELDS",
+    "NO_TARGET",
+    "ByteTokenizer",
+    "Loader",
+    "Mixture",
+    "NeedleRows",
+    "Needles",
+    "Packed",
+    "Reading",
+    "TokenStore",
+    "Tokenizer",
+    "check_data",
+    "decode_stream",
+    "embedded_corpus",
+    "embedded_text",
+    "held_out_loader",
+    "load_tokenizer",
+    "needle_rows",
+    "pack",
+    "read_rows",
+    "row_count",
+    "tokenizer_from_json",
+    "training_loader",
+    "upgrade",
+    "write_needles",
+]

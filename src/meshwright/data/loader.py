@@ -1,0 +1,173 @@
+"""batch = f(step): the arrays of any step, each process reading only the rows of its devices."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshwright.arithmetic import whole_number
+from meshwright.data.ahead import read_ahead
+from meshwright.data.mixture import Mixture
+from meshwright.data.rows import FIELDS, Batch, empty_rows, read_rows
+from meshwright.data.samples import (
+    PADDING,
+    HeldOutSamples,
+    Samples,
+    TrainingSamples,
+    training_rows,
+)
+from meshwright.errors import MeshwrightError
+from meshwright.present import nearest_multiples
+
+Bounds = tuple[tuple[int, int], ...]  # from and to, for each dim of a batch
+DeviceBatch = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Batches by step; see `training_loader` and `held_out_loader`."""
+
+    mixture: Mixture
+    samples: Samples
+    batch: int  # rows a step, all processes and micro-batches together
+    seq: int
+    accumulation: int = 1
+    steps: int | None = None  # None: without end
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seq", "accumulation"):
+            if whole_number(getattr(self, name), name) < 1:
+                raise MeshwrightError(f"{name}={getattr(self, name)!r} must be at least 1")
+        if self.batch % self.accumulation:
+            raise MeshwrightError(
+                f"batch={self.batch} is not divisible by accumulation={self.accumulation}; "
+                f"batch={nearest_multiples(self.batch, self.accumulation)} would fit"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[accumulation, batch // accumulation, seq]."""
+        return self.accumulation, self.batch // self.accumulation, self.seq
+
+    def host_batch(self, step: int) -> Batch:
+        """The whole batch as NumPy arrays."""
+        return self.read(step, tuple((0, size) for size in self.shape))
+
+    def read(self, step: int, bounds: Bounds) -> Batch:
+        """The part of a batch inside the bounds, and nothing else is read."""
+        (a0, a1), (r0, r1), (start, stop) = bounds
+        micro, row = np.meshgrid(np.arange(a0, a1), np.arange(r0, r1), indexing="ij")
+        samples = step * self.batch + micro.ravel() * self.shape[1] + row.ravel()
+        sources, rows = self.samples.locate(samples)
+        batch = empty_rows(len(samples), stop - start)
+        for i, store in enumerate(self.mixture.stores):
+            (mine,) = np.nonzero((sources == i) & (rows != PADDING))
+            if len(mine):
+                part = read_rows(store, rows[mine].tolist(), self.seq, start, stop)
+                for name in FIELDS:
+                    batch[name][mine] = part[name]
+        shape = (a1 - a0, r1 - r0, stop - start)
+        return {name: batch[name].reshape(shape) for name in FIELDS}
+
+    def device_batch(self, step: int, sharding: NamedSharding) -> DeviceBatch:
+        """The batch as global arrays; this process reads what its own devices hold."""
+        self.check_sharding(sharding)
+        return self._place(self._local_parts(step, sharding), sharding)
+
+    def iterate(
+        self, from_step: int, sharding: NamedSharding, *, threads: int = 2, ahead: int = 4
+    ) -> Iterator[tuple[int, DeviceBatch]]:
+        """(step, batch) from `from_step` on, the next `ahead` batches read in the background."""
+        self.check_sharding(sharding)
+
+        def read(step: int) -> dict[Bounds, Batch]:
+            return self._local_parts(step, sharding)
+
+        for step, parts in read_ahead(read, from_step, self.steps, threads, ahead):
+            yield step, self._place(parts, sharding)
+
+    def check_sharding(self, sharding: NamedSharding) -> None:
+        """A sharding that does not cut the batch evenly is a mistake in sizes, named here."""
+        spec = tuple(sharding.spec)
+        if len(spec) > 3:
+            raise MeshwrightError(
+                f"sharding {sharding.spec} has {len(spec)} dims; a batch has 3: "
+                "[accumulation, batch, seq]"
+            )
+        names = ("accumulation", f"batch={self.batch} / accumulation={self.accumulation}", "seq")
+        for name, size, axes in zip(names, self.shape, spec, strict=False):
+            axes = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+            parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
+            if size % parts:
+                raise MeshwrightError(
+                    f"{name} = {size} is not divisible by {'·'.join(axes)} = {parts}; "
+                    f"{nearest_multiples(size, parts)} would fit"
+                )
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data that decides every batch; two loaders with it give the same."""
+        samples = self.samples
+        return self.mixture.describe() | {
+            "batch": self.batch,
+            "seq": self.seq,
+            "held_out": getattr(samples, "held_out", 0),
+            "seed": getattr(samples, "seed", None),
+        }
+
+    def _local_parts(self, step: int, sharding: NamedSharding) -> dict[Bounds, Batch]:
+        # copies of one part on several devices are read once
+        indices = sharding.addressable_devices_indices_map(self.shape).values()
+        wanted = dict.fromkeys(self._bounds(index) for index in indices)
+        return {bounds: self.read(step, bounds) for bounds in wanted}
+
+    def _place(self, parts: dict[Bounds, Batch], sharding: NamedSharding) -> DeviceBatch:
+        def part(name: str) -> Callable[[Any], np.ndarray[Any, Any]]:
+            return lambda index: parts[self._bounds(index)][name]
+
+        return {
+            name: jax.make_array_from_callback(self.shape, sharding, part(name), dtype=np.int32)
+            for name in FIELDS
+        }
+
+    def _bounds(self, index: Any) -> Bounds:
+        return tuple(part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True))
+
+
+def training_loader(
+    mixture: Mixture,
+    *,
+    batch: int,
+    seq: int,
+    accumulation: int = 1,
+    seed: int = 0,
+    shuffle: bool = True,
+    held_out: int = 0,
+) -> Loader:
+    """Endless batches of shuffled, mixed rows; the last `held_out` rows of each store are not met.
+
+    >>> loader = training_loader(Mixture.parse("embedded"), batch=8, seq=64, accumulation=2)
+    >>> loader.host_batch(step=1000)["tokens"].shape
+    (2, 4, 64)
+    """
+    samples = TrainingSamples(
+        mixture, seq, whole_number(held_out, "held_out"), seed if shuffle else None
+    )
+    loader = Loader(mixture, samples, batch, seq, accumulation)
+    for store in mixture.stores:
+        training_rows(store, seq, held_out)  # a mistake in held_out shows here, not in a thread
+    return loader
+
+
+def held_out_loader(mixture: Mixture, *, batch: int, seq: int, held_out: int) -> Loader:
+    """The held-out rows once, in order; rows of padding fill the last batch."""
+    if whole_number(held_out, "held_out") < 1:
+        raise MeshwrightError("evaluation needs rows that are held out; give at least 1")
+    samples = HeldOutSamples(mixture, seq, held_out)
+    loader = Loader(mixture, samples, batch, seq, steps=-(-samples.count // max(batch, 1)))
+    for store in mixture.stores:
+        training_rows(store, seq, held_out)
+    return loader

@@ -1,0 +1,110 @@
+"""One or several stores to train on, with weights: `a.store` or `a.store:0.7,b.store:0.3`."""
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from meshwright.arithmetic import first_repeated
+from meshwright.data.embedded import EMBEDDED, embedded_corpus
+from meshwright.data.schedule import Schedule
+from meshwright.data.store import TokenStore
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import MeshwrightError
+
+GRAMMAR = (
+    "data is a token store (a.store), 'embedded', or several with weights (a.store:0.7,b.store:0.3)"
+)
+_WEIGHT = re.compile(r"(?P<path>.+):\s*(?P<weight>[-+]?[0-9.][0-9.eE+-]*)")
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """Stores of one tokenizer, each with its weight.
+
+    >>> mixture = Mixture.parse("embedded")
+    >>> mixture.vocab, [store.name for store in mixture.stores]
+    (257, ['embedded'])
+    """
+
+    stores: tuple[TokenStore, ...]
+    schedule: Schedule
+
+    @classmethod
+    def parse(cls, text: str) -> "Mixture":
+        """Open what the text names; without weights, each store counts by its tokens."""
+        parts = [_source(part, text) for part in text.split(",")]
+        weights = [weight for _, weight in parts if weight is not None]
+        if weights and len(weights) != len(parts):
+            without = next(path for path, weight in parts if weight is None)
+            raise MeshwrightError(
+                f"data {text!r}: '{without}' has no weight and others have; give all of them one, "
+                "or none"
+            )
+        repeated = first_repeated([path for path, _ in parts])
+        if repeated is not None:
+            raise MeshwrightError(f"data {text!r} names '{repeated}' twice; add its weights up")
+        stores = [_open(path) for path, _ in parts]
+        return cls.of(stores, weights or None)
+
+    @classmethod
+    def of(
+        cls, stores: Sequence[TokenStore], weights: Sequence[str | float] | None = None
+    ) -> "Mixture":
+        """A mixture of open stores; without weights, each counts by its tokens."""
+        if not stores:
+            raise MeshwrightError(f"a mixture needs at least one store; {GRAMMAR}")
+        if weights is not None and len(weights) != len(stores):
+            raise MeshwrightError(f"{len(weights)} weights do not fit {len(stores)} stores")
+        first = stores[0]
+        for other in stores[1:]:
+            if other.tokenizer.identity != first.tokenizer.identity:
+                raise MeshwrightError(
+                    f"stores '{first.name}' and '{other.name}' were packed with different "
+                    f"tokenizers ({_named(first)} and {_named(other)}); pack one of them again"
+                )
+        sizes = [Fraction(len(store.tokens)) for store in stores]
+        return cls(tuple(stores), Schedule.of_weights(sizes if weights is None else weights))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.stores[0].tokenizer
+
+    @property
+    def vocab(self) -> int:
+        """The vocabulary a model needs at least."""
+        return self.tokenizer.vocab
+
+    @functools.cached_property
+    def shares(self) -> tuple[float, ...]:
+        """The part of all samples that comes from each store."""
+        return tuple(quota / self.schedule.period for quota in self.schedule.quotas)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data that decides which tokens come when; to be kept with a checkpoint."""
+        return {
+            "tokenizer": self.tokenizer.identity,
+            "vocab": self.vocab,
+            "sources": [
+                {"name": store.name, "identity": store.identity, "share": quota}
+                for store, quota in zip(self.stores, self.schedule.quotas, strict=True)
+            ],
+        }
+
+
+def _source(part: str, text: str) -> tuple[str, str | None]:
+    part = part.strip()
+    if not part:
+        raise MeshwrightError(f"data {text!r} names an empty source; {GRAMMAR}")
+    match = _WEIGHT.fullmatch(part)
+    return (part, None) if match is None else (match["path"].strip(), match["weight"])
+
+
+def _open(path: str) -> TokenStore:
+    return embedded_corpus() if path == EMBEDDED else TokenStore.open(path)
+
+
+def _named(store: TokenStore) -> str:
+    return f"{store.tokenizer.kind}, vocabulary {store.tokenizer.vocab:,}"

@@ -1,0 +1,278 @@
+"""Text files into a token store, in one pass and bounded memory."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.data.blocks import BlockChecksums, HashedFile, checksum_name, damaged
+from meshwright.data.readers import PLAIN, Bad, Reading, find_files, read_documents
+from meshwright.data.store import (
+    CHECKSUMS,
+    IN_BLOCKS,
+    META,
+    OFFSET_DTYPE,
+    OFFSETS,
+    TOKENIZER,
+    TOKENS,
+    TokenStore,
+    as_tokens,
+    describe,
+    hash_of_meta,
+    read_meta,
+    read_tokenizer,
+)
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import MeshwrightError
+from meshwright.interrupt import before_end
+from meshwright.present import count
+
+BATCH_CHARACTERS = 2_000_000  # tokenized at once: what bounds the memory
+BATCH_DOCUMENTS = 4096
+NEW_META = META + ".new"  # until it takes the place of the old one
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What packing did."""
+
+    store: TokenStore
+    files: int
+    empty: int  # documents without any token, left out
+    bad: int  # documents that could not be read, left out when asked to
+    first_bad: tuple[str, ...]  # what was wrong with the first of them
+    other_files: tuple[str, ...]  # files in the folders that are of no kind that is read
+
+
+def pack(
+    sources: Sequence[str | Path],
+    out: str | Path,
+    tokenizer: Tokenizer,
+    reading: Reading = PLAIN,
+    *,
+    special_tokens: bool = False,
+    skip_bad: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda documents, tokens: None,
+) -> Packed:
+    """Pack files and folders into the token store `out`, whole or not at all.
+
+    Each document ends with the tokenizer's end-of-document id. `special_tokens` also adds what
+    the tokenizer itself puts around a text, such as Llama's begin-of-text.
+    """
+    found = [(str(source), *find_files(source)) for source in sources]
+    if not found:
+        raise MeshwrightError("there is nothing to pack: give files or folders")
+    problems: list[str] = []
+
+    def bad(problem: str) -> None:
+        if not skip_bad:
+            raise MeshwrightError(f"{problem}. To leave such documents out: --skip-bad")
+        problems.append(problem if len(problems) < 8 else "")
+
+    with new_store(out, tokenizer, special_tokens, overwrite) as writer:
+        facts = []
+        for source, files, _ in found:
+            before = writer.documents
+            for texts in _batches(_documents(files, reading, bad)):
+                writer.add(texts)
+                progress(writer.documents, writer.tokens)
+            facts.append({"path": source, "documents": writer.documents - before})
+        writer.finish({"sources": facts, "empty": writer.empty, "bad": len(problems)})
+    return Packed(
+        store=TokenStore.open(out),
+        files=sum(len(files) for _, files, _ in found),
+        empty=writer.empty,
+        bad=len(problems),
+        first_bad=tuple(problems[:8]),
+        other_files=tuple(str(other) for _, _, others in found for other in others),
+    )
+
+
+@contextmanager
+def new_store(
+    out: str | Path, tokenizer: Tokenizer, special_tokens: bool = False, overwrite: bool = False
+) -> Iterator["StoreWriter"]:
+    """A store to add texts to and to finish; it stands at `out` whole when the block ends well."""
+    target = Path(out)
+    _check_target(target, overwrite)
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        with (
+            before_end(lambda: shutil.rmtree(partial, ignore_errors=True)),
+            closing(StoreWriter(partial, tokenizer, special_tokens)) as writer,
+        ):
+            yield writer
+        _move_into_place(partial, target)
+    except OSError as reason:
+        raise MeshwrightError(
+            f"token store '{target}' cannot be written: {reason.strerror or reason}"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
+
+
+def _documents(files: list[Path], reading: Reading, bad: Bad) -> Iterator[str]:
+    for file in files:
+        yield from read_documents(file, reading, bad)
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class StoreWriter:
+    """Appends documents to the files of a store, with checksums and hashes on the way."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, special_tokens: bool):
+        self.folder, self.tokenizer, self.special_tokens = folder, tokenizer, special_tokens
+        self.tokens = self.documents = self.empty = 0
+        self._files = {name: HashedFile(folder / name) for name in IN_BLOCKS}
+        self._checksums = {
+            name: BlockChecksums(folder / checksum_name(name)) for name in self._files
+        }
+        self._append(OFFSETS, np.zeros(1, OFFSET_DTYPE))
+
+    def add(self, texts: list[str]) -> None:
+        encoded = self.tokenizer.encode_batch(texts, self.special_tokens)
+        # some tokenizers add the end themselves: it stands there once
+        last = self.tokenizer.end_of_document
+        bare = [ids[:-1] if len(ids) and ids[-1] == last else ids for ids in encoded]
+        kept = [
+            ids
+            for text, ids in zip(texts, bare, strict=True)
+            if text and not text.isspace() and len(ids)
+        ]
+        self.empty += len(texts) - len(kept)
+        if not kept:
+            return
+        end = np.array([last], np.int32)
+        pieces = [piece for ids in kept for piece in (ids, end)]
+        self._append(TOKENS, as_tokens(np.concatenate(pieces), self.tokenizer))
+        ends = self.tokens + np.cumsum([len(ids) + 1 for ids in kept])
+        self._append(OFFSETS, ends.astype(OFFSET_DTYPE))
+        self.tokens = int(ends[-1])
+        self.documents += len(kept)
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        if not self.documents:
+            raise MeshwrightError(
+                "there is nothing to pack: no document holds any text "
+                f"({count(self.empty, 'empty document')})"
+            )
+        files = {name: file.finish() for name, file in self._files.items()}
+        for name, checksums in self._checksums.items():
+            files[checksum_name(name)] = checksums.finish()
+        files[TOKENIZER] = _write_json(self.folder / TOKENIZER, self.tokenizer.to_json())
+        hashes = [files[name]["sha256"] for name in IN_BLOCKS]
+        meta = describe(self.tokenizer, self.tokens, self.documents, *hashes)
+        meta |= {"files": files, "special_tokens": self.special_tokens} | facts
+        _write_json(self.folder / META, meta | {"sha256": hash_of_meta(meta)})
+
+    def close(self) -> None:
+        for name, file in self._files.items():
+            file.close()
+            self._checksums[name].close()
+
+    def _append(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        data = array.tobytes()
+        self._files[name].write(data)
+        self._checksums[name].update(data)
+
+
+def upgrade(path: str | Path) -> TokenStore:
+    """Check a store of version 1 against its hashes and add the checksums of its blocks.
+
+    The tokens and the store's identity stay as they are, so runs on it resume.
+    """
+    folder = Path(path)
+    old = read_meta(folder, version=1)
+    tokenizer = read_tokenizer(folder / TOKENIZER, old["files"][TOKENIZER]["sha256"])
+    added = [folder / name for name in (*CHECKSUMS, NEW_META)]
+    try:
+        files = dict(old["files"])
+        for name in IN_BLOCKS:
+            files[checksum_name(name)] = _add_checksums(folder / name, files[name])
+        hashes = [files[name]["sha256"] for name in IN_BLOCKS]
+        new = describe(tokenizer, old["tokens"], old["documents"], *hashes)
+        if any(old.get(name) != new[name] for name in new if name != "version"):
+            raise damaged(folder / META, f"{META} contradicts the other files")
+        new = old | new | {"files": files}
+        _write_json(folder / NEW_META, new | {"sha256": hash_of_meta(new)})
+        (folder / NEW_META).replace(folder / META)
+    except BaseException as reason:
+        for file in added:
+            file.unlink(missing_ok=True)
+        if isinstance(reason, OSError):
+            raise MeshwrightError(
+                f"token store '{folder}' cannot be upgraded: {reason.strerror or reason}"
+            ) from None
+        raise
+    return TokenStore.open(folder)
+
+
+def _add_checksums(file: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    found = hashlib.sha256()
+    checksums = BlockChecksums(file.with_name(checksum_name(file.name)))
+    with closing(checksums), file.open("rb") as stream:
+        while data := stream.read(1 << 20):
+            found.update(data)
+            checksums.update(data)
+        if found.hexdigest() != facts["sha256"]:
+            raise damaged(file, f"{file.name} is not what was packed (its hash differs)")
+        return checksums.finish()
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> dict[str, Any]:
+    written = HashedFile(file)
+    with closing(written):
+        written.write(json.dumps(value, ensure_ascii=False, indent=1).encode())
+        return written.finish()
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise MeshwrightError(f"'{target}' exists; choose another --out, or add --overwrite")
+    # only what packing made is ever removed
+    try:
+        read_meta(target)
+    except MeshwrightError:
+        if not _looks_packed(target):
+            raise MeshwrightError(
+                f"'{target}' is not a token store and is not overwritten; choose another --out"
+            ) from None
+
+
+def _looks_packed(target: Path) -> bool:
+    """A damaged store, or one of another version, may be packed again over itself."""
+    ours = {*IN_BLOCKS, *CHECKSUMS, TOKENIZER, META, NEW_META}
+    return target.is_dir() and TOKENS in (names := set(os.listdir(target))) and names <= ours
+
+
+def _move_into_place(partial: Path, target: Path) -> None:
+    if not target.exists():
+        partial.rename(target)
+        return
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
+    target.rename(old)
+    partial.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

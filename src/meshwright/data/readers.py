@@ -1,0 +1,258 @@
+"""Documents out of files: text, JSON lines, Parquet, Arrow and Hugging Face dataset folders.
+
+Every reader streams. What cannot be read goes to `bad`, which raises or counts.
+"""
+
+import gzip
+import importlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from meshwright.errors import MeshwrightError, did_you_mean, one_of
+from meshwright.present import count
+
+KINDS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet", ".arrow")
+CHUNK = 1 << 20
+LARGEST_DOCUMENT = 1 << 30  # bytes of one text file that is one document: it must fit in memory
+
+Bad = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to find documents in files: the field of a record, what parts a text file."""
+
+    field: str = "text"
+    split_on: str | None = None
+
+
+PLAIN = Reading()
+
+
+def find_files(source: str | Path) -> tuple[list[Path], list[Path]]:
+    """The files to read of a file or folder, in order; and those that are of no known kind."""
+    path = Path(source)
+    if not path.exists():
+        raise MeshwrightError(f"data '{source}' does not exist")
+    if not path.is_dir():
+        if kind_of(path) is None:
+            raise MeshwrightError(f"data '{source}' is of no kind that is read: {one_of(KINDS)}")
+        return [path], []
+    if (path / "dataset_dict.json").is_file():
+        splits = _json_file(path / "dataset_dict.json").get("splits") or ["train"]
+        choices = one_of([str(path / str(split)) for split in splits])
+        raise MeshwrightError(f"data '{source}' is a dataset of several splits; give {choices}")
+    if (path / "state.json").is_file():
+        return _saved_dataset(path), []
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file()
+        and not any(part.startswith(".") for part in file.parts[len(path.parts) :])
+    )
+    known = [file for file in files if kind_of(file)]
+    if not known:
+        raise MeshwrightError(
+            f"data folder '{source}' holds no file that is read ({', '.join(KINDS)})"
+        )
+    return known, [file for file in files if not kind_of(file)]
+
+
+def kind_of(file: Path) -> str | None:
+    """`".jsonl.gz"` of `"part.JSONL.gz"`; None if it is of no kind that is read."""
+    name = file.name.lower()
+    return max((kind for kind in KINDS if name.endswith(kind)), key=len, default=None)
+
+
+def read_documents(file: Path, reading: Reading, bad: Bad) -> Iterator[str]:
+    """The documents of one file."""
+    kind = kind_of(file)
+    try:
+        if kind in (".txt", ".txt.gz"):
+            yield from _text(file, reading.split_on, bad)
+        elif kind in (".jsonl", ".jsonl.gz"):
+            yield from _json_lines(file, reading.field, bad)
+        else:
+            yield from _columns(file, reading.field, bad)
+    except (OSError, EOFError, zlib.error) as reason:
+        # a gzip file that was cut short ends here too; what came before it is kept if bad counts
+        bad(f"'{file}' cannot be read to its end: {reason}")
+
+
+def _open(file: Path) -> IO[bytes]:
+    return gzip.open(file, "rb") if file.name.lower().endswith(".gz") else file.open("rb")  # type: ignore[return-value]
+
+
+def _text(file: Path, split_on: str | None, bad: Bad) -> Iterator[str]:
+    if split_on is None:
+        with _open(file) as stream:
+            data = stream.read(LARGEST_DOCUMENT + 1)
+        if len(data) > LARGEST_DOCUMENT:
+            raise MeshwrightError(
+                f"'{file}' is one document of more than {LARGEST_DOCUMENT >> 30} GiB; say what "
+                r"stands between its documents, as in --split-on '\n\n'"
+            )
+        text = _decoded(data, str(file), bad)
+        if text is not None:
+            yield _with_plain_line_ends(text)
+        return
+    for number, data in enumerate(_split(file, split_on), start=1):
+        text = _decoded(data, f"{file}, document {number}", bad)
+        if text is not None:
+            yield text.strip("\n")
+
+
+def _split(file: Path, split_on: str) -> Iterator[bytes]:
+    # bytes, not text, so that one broken character costs one document and not the file
+    separator = _with_plain_line_ends(split_on).encode()
+    held, half_line_end = b"", b""
+    with _open(file) as stream:
+        # reading as much as is held keeps the copying linear where documents are long
+        while data := stream.read(max(CHUNK, len(held))):
+            data = half_line_end + data
+            half_line_end = data[-1:] if data.endswith(b"\r") else b""
+            data = data.removesuffix(half_line_end).replace(b"\r\n", b"\n")
+            *whole, held = (held + data).split(separator)
+            yield from whole
+            if len(held) > LARGEST_DOCUMENT:
+                raise MeshwrightError(
+                    f"'{file}' holds a document of more than {LARGEST_DOCUMENT >> 30} GiB: is "
+                    f"{split_on!r} what stands between its documents?"
+                )
+    if last := (held + half_line_end).strip(
+        b"\r\n"
+    ):  # a separator that ends the file opens nothing
+        yield last
+
+
+def _with_plain_line_ends(text: str) -> str:
+    return text.replace("\r\n", "\n") if "\r" in text else text
+
+
+def _decoded(data: bytes, where: str, bad: Bad) -> str | None:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as reason:
+        line = data.count(b"\n", 0, reason.start) + 1
+        bad(f"'{where}', line {line} is not UTF-8 text ({reason.reason}); convert it to UTF-8")
+        return None
+
+
+def _json_lines(file: Path, field: str, bad: Bad) -> Iterator[str]:
+    with _open(file) as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            where = f"'{file}', line {number}"
+            try:
+                record = json.loads(line)
+            except ValueError as reason:
+                bad(f"{where} is not JSON: {reason}")
+                continue
+            except RecursionError:
+                bad(f"{where} is nested too deeply")
+                continue
+            text = _field(record, field, where, bad)
+            if text is not None and b"\\u" in line and not _whole(text):
+                bad(f"{where} holds half a character (an unpaired surrogate)")
+            elif text is not None:
+                yield text
+
+
+def _whole(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _field(record: Any, field: str, where: str, bad: Bad) -> str | None:
+    if not isinstance(record, dict):
+        bad(f"{where} is not an object with a field '{field}'")
+    elif field not in record:
+        bad(f"{where} has no field '{field}'{did_you_mean(field, map(str, record))} Use --field")
+    elif not isinstance(record[field], str):
+        bad(f"{where}: field '{field}' is {type(record[field]).__name__}, not text")
+    else:
+        return str(record[field])
+    return None
+
+
+def _columns(file: Path, field: str, bad: Bad) -> Iterator[str]:
+    arrow = _pyarrow("pyarrow")
+    row = 0
+    try:
+        for batch in _record_batches(file, field, arrow):
+            for text in batch.column(field).to_pylist():
+                row += 1
+                if isinstance(text, str):
+                    yield text
+                else:
+                    bad(f"'{file}', row {row}: field '{field}' is {type(text).__name__}, not text")
+    except (arrow.ArrowException, UnicodeDecodeError) as reason:
+        bad(f"'{file}' cannot be read after row {row}: {reason}")
+
+
+def _record_batches(file: Path, field: str, arrow: Any) -> Iterable[Any]:
+    if kind_of(file) == ".parquet":
+        table = _pyarrow("pyarrow.parquet").ParquetFile(file)
+        _check_column(file, field, table.schema_arrow.names)
+        yield from table.iter_batches(batch_size=1024, columns=[field])
+        return
+    with arrow.memory_map(str(file)) as mapped:
+        try:
+            batches: Any = arrow.ipc.open_stream(mapped)
+        except arrow.ArrowInvalid:
+            opened = arrow.ipc.open_file(mapped)
+            _check_column(file, field, opened.schema.names)
+            yield from (opened.get_batch(i) for i in range(opened.num_record_batches))
+            return
+        _check_column(file, field, batches.schema.names)
+        yield from batches
+
+
+def _check_column(file: Path, field: str, names: list[str]) -> None:
+    if field not in names:
+        raise MeshwrightError(
+            f"'{file}' has no column '{field}'{did_you_mean(field, names)} Use --field"
+        )
+
+
+def _pyarrow(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise MeshwrightError(
+            "Parquet and Arrow files need pyarrow, which is not installed: "
+            "pip install 'meshwright[parquet]' (or pip install pyarrow)"
+        ) from None
+
+
+def _saved_dataset(folder: Path) -> list[Path]:
+    state = _json_file(folder / "state.json")
+    try:
+        files = [folder / entry["filename"] for entry in state["_data_files"]]
+    except (KeyError, TypeError):
+        raise MeshwrightError(
+            f"'{folder / 'state.json'}' does not list data files: not a saved Hugging Face dataset"
+        ) from None
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise MeshwrightError(
+            f"dataset '{folder}' misses {count(len(missing), 'file')} of {len(files)}: "
+            f"{', '.join(missing[:4])}; copy it here again"
+        )
+    return files
+
+
+def _json_file(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as reason:
+        raise MeshwrightError(f"'{file}' cannot be read: {reason}") from None
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,300 @@
+"""The token store: one long array of token ids and where its documents start.
+
+books.store/
+  tokens.bin            every document's ids and its end-of-document id, one after the other
+  offsets.bin           where each document starts, int64, and the total at the end
+  tokens.crc            a checksum for each block of tokens.bin; see blocks.py
+  offsets.crc           the same for offsets.bin
+  saved_tokenizer.json  what encoded and decodes them
+  meta.json             counts, the size and hash of each file, and a hash of itself
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.data.blocks import BlockArray, checksum_name, damaged, unreadable
+from meshwright.data.tokenizer import Ids, Tokenizer, tokenizer_from_json
+from meshwright.errors import MeshwrightError
+from meshwright.present import count
+
+FORMAT = "meshwright token store"
+VERSION = 2  # version 1 had no checksums of blocks
+TOKENS, OFFSETS, TOKENIZER, META = "tokens.bin", "offsets.bin", "saved_tokenizer.json", "meta.json"
+IN_BLOCKS = (TOKENS, OFFSETS)
+CHECKSUMS = tuple(checksum_name(name) for name in IN_BLOCKS)
+OFFSET_DTYPE = np.dtype("<i8")
+
+
+def token_dtype(vocab: int) -> np.dtype[Any]:
+    """Two bytes a token where the vocabulary allows it, else four."""
+    return np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStore:
+    """Packed documents, open for reading.
+
+    >>> from meshwright.data.tokenizer import ByteTokenizer
+    >>> store = TokenStore.of_documents(["One.", "Two."], ByteTokenizer(), name="numbers")
+    >>> store.documents, len(store.tokens), store.text(1)
+    (2, 10, 'Two.')
+    """
+
+    name: str
+    tokens: npt.NDArray[Any] | BlockArray  # [tokens]
+    offsets: npt.NDArray[np.int64] | BlockArray  # [documents + 1]
+    tokenizer: Tokenizer
+    meta: dict[str, Any]
+    path: Path | None = None
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def identity(self) -> str:
+        """A hash of the tokens, documents and tokenizer: two stores with it hold the same."""
+        return str(self.meta["identity"])
+
+    def document(self, number: int) -> Ids:
+        """The ids of one document, its end-of-document id included."""
+        if not 0 <= number < self.documents:
+            raise MeshwrightError(
+                f"store '{self.name}' has no document {number}; it holds "
+                f"{count(self.documents, 'document')}, the first is 0"
+            )
+        start, stop = self.offsets[number : number + 2].tolist()
+        return self.tokens[start:stop].astype(np.int32)
+
+    def offsets_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """From the last offset <= `start` to the first >= `stop`.
+
+        Needs 0 <= start < stop <= len(tokens).
+        """
+        if isinstance(self.offsets, BlockArray):
+            return self.offsets.between(start, stop)
+        begin = int(np.searchsorted(self.offsets, start, side="right")) - 1
+        return self.offsets[begin : int(np.searchsorted(self.offsets, stop)) + 1]
+
+    def text(self, number: int) -> str:
+        """The text of one document."""
+        return self.tokenizer.decode(self.document(number))
+
+    @classmethod
+    def open(cls, path: str | Path) -> "TokenStore":
+        """Open the store in that folder.
+
+        Everything but the two large files is compared with its hash here; those are verified block
+        by block whenever a part of them is read.
+        """
+        folder = Path(path)
+        meta = read_meta(folder)
+        for name, facts in meta["files"].items():
+            _check_size(folder / name, facts["bytes"])
+            if name in CHECKSUMS:
+                check_hash(folder / name, facts["sha256"])
+        tokenizer = read_tokenizer(folder / TOKENIZER, meta["files"][TOKENIZER]["sha256"])
+        if describe_tokenizer(tokenizer) != meta["tokenizer"]:
+            raise damaged(folder / META, f"{TOKENIZER} is not the one the tokens were made with")
+        dtype = token_dtype(tokenizer.vocab)
+        tokens, documents = meta["tokens"], meta["documents"]
+        for name, size in ((TOKENS, tokens * dtype.itemsize), (OFFSETS, (documents + 1) * 8)):
+            if meta["files"][name]["bytes"] != size:
+                raise damaged(folder / META, f"{META} contradicts itself about {name}")
+        vocab = tokenizer.vocab
+        store = cls(
+            name=folder.name or str(path),
+            tokens=BlockArray(
+                folder / TOKENS, dtype, "token id", vocab, f"the vocabulary of {vocab:,}"
+            ),
+            offsets=BlockArray(
+                folder / OFFSETS,
+                OFFSET_DTYPE,
+                "document offset",
+                tokens + 1,
+                f"the {tokens:,} tokens",
+                increasing=True,
+            ),
+            tokenizer=tokenizer,
+            meta=meta,
+            path=folder,
+        )
+        if store.offsets[:1][0] != 0 or store.offsets[documents:][0] != tokens:
+            raise damaged(folder / OFFSETS, f"{OFFSETS} does not span the {tokens:,} tokens")
+        return store
+
+    @classmethod
+    def of_documents(cls, texts: Iterable[str], tokenizer: Tokenizer, name: str) -> "TokenStore":
+        """A store in memory, nothing written."""
+        parts = [
+            np.append(ids, np.int32(tokenizer.end_of_document))
+            for ids in tokenizer.encode_batch(list(texts))
+            if len(ids)
+        ]
+        if not parts:
+            raise MeshwrightError(f"store '{name}' would be empty: no document holds any text")
+        tokens = as_tokens(np.concatenate(parts), tokenizer)
+        offsets = np.cumsum([0, *map(len, parts)]).astype(OFFSET_DTYPE)
+        digests = [hashlib.sha256(array.tobytes()).hexdigest() for array in (tokens, offsets)]
+        meta = describe(tokenizer, len(tokens), len(parts), *digests)
+        return cls(name, tokens, offsets, tokenizer, meta)
+
+    def verify(self) -> None:
+        """Read everything; a MeshwrightError names the block or the file that differs."""
+        if self.path is None:
+            return
+        for array in (self.tokens, self.offsets):
+            if isinstance(array, BlockArray):
+                array.verify()
+        for name, facts in self.meta["files"].items():
+            check_hash(self.path / name, facts["sha256"])
+
+
+def as_tokens(ids: Ids, tokenizer: Tokenizer) -> npt.NDArray[Any]:
+    """The ids in the dtype of a store; an id outside the tokenizer's vocabulary is an error."""
+    outside = (ids < 0) | (ids >= tokenizer.vocab)
+    if outside.any():
+        raise MeshwrightError(
+            f"the {tokenizer.kind} tokenizer gave the id {ids[outside][0]}, outside its vocabulary "
+            f"of {tokenizer.vocab:,}; nothing can be trained on that"
+        )
+    return ids.astype(token_dtype(tokenizer.vocab))
+
+
+def describe(
+    tokenizer: Tokenizer, tokens: int, documents: int, tokens_sha256: str, offsets_sha256: str
+) -> dict[str, Any]:
+    """The part of meta.json that every store has."""
+    identity = hashlib.sha256(f"{tokenizer.identity} {tokens_sha256} {offsets_sha256}".encode())
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "identity": identity.hexdigest()[:32],
+        "dtype": token_dtype(tokenizer.vocab).str,
+        "tokens": tokens,
+        "documents": documents,
+        "tokenizer": describe_tokenizer(tokenizer),
+    }
+
+
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What meta.json says about the tokenizer."""
+    return {
+        "kind": tokenizer.kind,
+        "identity": tokenizer.identity,
+        "vocab": tokenizer.vocab,
+        "end_of_document": tokenizer.end_of_document,
+    }
+
+
+def hash_of_meta(meta: dict[str, Any]) -> str:
+    """The hash that meta.json keeps of the rest of itself."""
+    rest = {name: value for name, value in meta.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def read_meta(folder: Path, version: int = VERSION) -> dict[str, Any]:
+    """meta.json of a store of that version; anything else that stands there is a clear error."""
+    file = folder / META
+    try:
+        found, has_meta = folder.exists(), file.is_file()
+        text = file.read_text(encoding="utf-8") if has_meta else ""
+    except OSError as reason:
+        raise unreadable(file, reason) from None
+    except UnicodeDecodeError as reason:
+        raise damaged(file, f"{META} cannot be read: {reason}") from None
+    if not found:
+        raise MeshwrightError(
+            f"token store '{folder}' does not exist; make one with: "
+            f"meshwright data pack TEXT --out {folder}"
+        )
+    if not has_meta:
+        raise MeshwrightError(
+            f"'{folder}' is not a token store (it has no {META}); pack text into one with: "
+            f"meshwright data pack {folder} --out {folder.name}.store"
+        )
+    try:
+        meta = json.loads(text)
+    except (ValueError, RecursionError) as reason:
+        raise damaged(file, f"{META} cannot be read: {reason}") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise MeshwrightError(f"'{folder}' is not a token store: its {META} is of something else")
+    _check_version(folder, meta.get("version"), version)
+    if version == VERSION and meta.get("sha256") != hash_of_meta(meta):
+        raise damaged(file, f"{META} was changed after packing (its hash differs)")
+    _check_fields(file, meta, (*IN_BLOCKS, TOKENIZER, *(CHECKSUMS if version == VERSION else ())))
+    return meta
+
+
+def _check_fields(file: Path, meta: dict[str, Any], names: tuple[str, ...]) -> None:
+    try:
+        files = [meta["files"][name] for name in names]
+        sizes = [meta["tokens"], meta["documents"], *(facts["bytes"] for facts in files)]
+        texts = [meta["identity"], *(facts["sha256"] for facts in files)]
+        if meta["files"].keys() != set(names) or not isinstance(meta["tokenizer"], dict):
+            raise TypeError
+        if not all(type(size) is int and size > 0 for size in sizes):
+            raise TypeError
+        for text in texts:
+            int(text, 16)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise damaged(file, f"{META} does not hold what it should") from None
+
+
+def _check_version(folder: Path, found: Any, wanted: int) -> None:
+    if found == wanted:
+        return
+    if found == 1:
+        raise MeshwrightError(
+            f"token store '{folder}' is of version 1, which has no checksums of its blocks; check "
+            f"it and add them with: meshwright data upgrade {folder}"
+        )
+    if found == VERSION:
+        raise MeshwrightError(f"token store '{folder}' is of version {VERSION} already")
+    raise MeshwrightError(
+        f"token store '{folder}' is of version {found!r}, this meshwright reads version {VERSION}; "
+        "pack it again, or use the meshwright that packed it"
+    )
+
+
+def check_hash(file: Path, sha256: str) -> None:
+    """A MeshwrightError if the file's content is not what was packed."""
+    try:
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as reason:
+        raise unreadable(file, reason) from None
+    if found != sha256:
+        raise damaged(file, f"{file.name} is not what was packed (its hash differs)")
+
+
+def read_tokenizer(file: Path, sha256: str) -> Tokenizer:
+    """The tokenizer of a store, its file compared with the hash first."""
+    check_hash(file, sha256)
+    try:
+        return tokenizer_from_json(json.loads(file.read_text(encoding="utf-8")))
+    except OSError as reason:
+        raise unreadable(file, reason) from None
+    except MeshwrightError:
+        raise
+    except (KeyError, AttributeError, ValueError) as reason:
+        raise damaged(file, f"{TOKENIZER} cannot be read: {reason}") from None
+
+
+def _check_size(file: Path, size: int) -> None:
+    try:
+        found = file.stat().st_size
+    except FileNotFoundError:
+        raise damaged(file, f"{file.name} is missing") from None
+    except OSError as reason:
+        raise unreadable(file, reason) from None
+    if found != size:
+        what = "it was cut short" if found < size else "something was added"
+        raise damaged(file, f"{file.name} holds {found:,} bytes of {size:,}: {what}")

@@ -1,0 +1,33 @@
+"""Processes of a run: joined, compared, watched, stopped together; devices simulated on the CPU."""
+
+from meshwright.launch.comparison import Fact, compare_processes
+from meshwright.launch.coordinator import CoordinatorLostError, Store, coordinator_store
+from meshwright.launch.cpu import check_simulated, make_room_for_cpu_collectives, simulate_devices
+from meshwright.launch.ending import EXIT_CODE, AgreedError, ends_together
+from meshwright.launch.gpu import take_most_gpu_memory
+from meshwright.launch.processes import Joined, join
+from meshwright.launch.signals import Stop, agree, stop_on_signals
+from meshwright.launch.watchdog import HANG_TIMEOUT_S, Watchdog, pause_timeout_s
+
+__all__ = [
+    "EXIT_CODE",
+    "HANG_TIMEOUT_S",
+    "AgreedError",
+    "CoordinatorLostError",
+    "Fact",
+    "Joined",
+    "Stop",
+    "Store",
+    "Watchdog",
+    "agree",
+    "check_simulated",
+    "compare_processes",
+    "coordinator_store",
+    "ends_together",
+    "join",
+    "make_room_for_cpu_collectives",
+    "pause_timeout_s",
+    "simulate_devices",
+    "stop_on_signals",
+    "take_most_gpu_memory",
+]

@@ -1,0 +1,90 @@
+"""The small key-value store that the coordinator of a several-process run keeps.
+
+    store = coordinator_store()           # None in a run of one process
+    store.put_once("meshwright/stop/0", "41")
+
+jax has no public door to it. `_client` is the only place that knows the private one.
+"""
+
+from typing import Any, Protocol
+
+import jax
+
+from meshwright.errors import MeshwrightError
+
+
+class CoordinatorLostError(MeshwrightError):
+    """The coordinator does not answer any more."""
+
+
+class Store(Protocol):
+    """Text by name, seen by every process."""
+
+    def get(self, key: str) -> str | None:
+        """What stands there; None if nothing does."""
+
+    def get_all(self, folder: str) -> dict[str, str]:
+        """Every key that starts with `folder`, and its text."""
+
+    def put(self, key: str, text: str) -> None:
+        """Write; what stood there is gone."""
+
+    def put_once(self, key: str, text: str) -> str:
+        """Write unless something stands there; gives back what stands there now."""
+
+
+def coordinator_store() -> Store | None:
+    """The store of this run; None where there is one process only."""
+    client = _client()
+    return None if client is None else CoordinatorStore(client)
+
+
+class CoordinatorStore:
+    """The store behind jax.distributed. A call takes 0.3 ms on one machine."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def get(self, key: str) -> str | None:
+        try:
+            return str(self._client.key_value_try_get(key))
+        except jax.errors.JaxRuntimeError as reason:
+            if "NOT_FOUND" in str(reason):
+                return None
+            raise _lost(reason) from None
+
+    def get_all(self, folder: str) -> dict[str, str]:
+        try:
+            return dict(self._client.key_value_dir_get(folder))
+        except jax.errors.JaxRuntimeError as reason:
+            raise _lost(reason) from None
+
+    def put(self, key: str, text: str) -> None:
+        try:
+            self._client.key_value_set(key, text, allow_overwrite=True)
+        except jax.errors.JaxRuntimeError as reason:
+            raise _lost(reason) from None
+
+    def put_once(self, key: str, text: str) -> str:
+        try:
+            self._client.key_value_set(key, text)
+        except jax.errors.JaxRuntimeError as reason:
+            if "ALREADY_EXISTS" not in str(reason):
+                raise _lost(reason) from None
+            return self.get(key) or text
+        return text
+
+
+def _lost(reason: Exception) -> CoordinatorLostError:
+    first_line = str(reason).partition("\n")[0]
+    return CoordinatorLostError(
+        "the coordinator (process 0) does not answer: it has ended, or the network between is "
+        f"down ({first_line})"
+    )
+
+
+def _client() -> Any | None:
+    # private, the same in jax 0.10 to 0.12: tests/launch/test_coordinator.py holds it
+    from jax._src.distributed import global_state
+
+    return global_state.client

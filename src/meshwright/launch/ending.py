@@ -1,0 +1,140 @@
+"""How a process of a several-process run ends when something went wrong: at once, and not alone.
+
+A Python exception in one process would leave the run standing: the others wait in a collective for
+it, and it waits for them in jax's shutdown. So the first process that fails writes down why,
+where all can read it, and ends; the watchdog of each other process reads it and ends too.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+
+from meshwright.errors import MeshwrightError
+from meshwright.interrupt import LONGEST_END_S, before_end, ending_by_ctrl_c
+from meshwright.launch.coordinator import CoordinatorLostError, Store
+from meshwright.launch.verdict import REPORTS, read_reports
+
+VERDICT = "meshwright/verdict"
+EXIT_CODE = 75  # EX_TEMPFAIL: worth another try, from the last checkpoint
+MISTAKE_CODE = 2  # a person must mend something: another try would end the same way
+_MISTAKE = re.compile(r"process \d+ stopped: ")
+POLL_S = 1.0  # how often each process looks whether another has ended
+
+
+class AgreedError(MeshwrightError):
+    """A mistake that all processes raise, with the same words: none has to tell the others."""
+
+
+@contextlib.contextmanager
+def ends_together(
+    store: Store | None, process_id: int = 0, processes: int = 1, poll_s: float = POLL_S
+) -> Iterator[None]:
+    """What is raised inside ends this process at once and is told to the others.
+
+    In a run of one process (`store` is None) exceptions pass through untouched.
+    """
+    interval_s = look_interval_s(processes, poll_s)
+
+    def tell_the_others() -> None:
+        if store is not None:
+            agree_on_verdict(store, f"process {process_id} was stopped by Ctrl-C")
+            time.sleep(farewell_s(process_id, interval_s))
+
+    try:
+        with before_end(tell_the_others):
+            yield
+    except SystemExit as wanted:
+        if store is None or not wanted.code:
+            raise
+        _end_failed(store, process_id, wanted, interval_s)
+    except BaseException as failure:
+        if store is None:
+            raise
+        _end_failed(store, process_id, failure, interval_s)
+
+
+def _end_failed(store: Store, process_id: int, failure: BaseException, interval_s: float) -> None:
+    wait_s = farewell_s(process_id, interval_s)
+    if isinstance(failure, AgreedError):
+        end_process(str(failure), MISTAKE_CODE, wait_s)
+    about = str(failure).partition("\n")[0] or type(failure).__name__
+    mistake = isinstance(failure, MeshwrightError) and not isinstance(failure, CoordinatorLostError)
+    text = f"process {process_id} {'stopped' if mistake else 'failed'}: {about}"
+    lost = None
+    if not isinstance(failure, MeshwrightError | KeyboardInterrupt | SystemExit):
+        # perhaps a broken connection (jax raises it in several types), and the failure is another's
+        lost = _gone(store, process_id, interval_s)
+        text = text if lost is None else f"{lost} ({about})"
+    verdict = agree_on_verdict(store, text)
+    if lost is not None or not verdict.endswith(f": {about}"):
+        end_process(verdict, exit_code(verdict), 0.0 if process_id else wait_s)
+    if isinstance(failure, MeshwrightError):
+        end_process(str(failure), MISTAKE_CODE if mistake else EXIT_CODE, wait_s)
+    if isinstance(failure, KeyboardInterrupt):
+        end_process(about, 130, wait_s)
+    if not isinstance(failure, SystemExit):
+        traceback.print_exception(failure)
+    end_process(about, 1, wait_s)
+
+
+def _gone(store: Store, process_id: int, interval_s: float) -> str | None:
+    """The processes whose watchdog has fallen silent; None if all still speak."""
+    try:
+        before = read_reports(store.get_all(REPORTS))
+        time.sleep(2.5 * interval_s)
+        after = read_reports(store.get_all(REPORTS))
+    except CoordinatorLostError:
+        return None
+    gone = [
+        f"process {report.process} ({report.host}) is gone, last seen at step {report.step}"
+        for report in after.values()
+        if report.process != process_id
+        and not report.left
+        and report.process in before
+        and before[report.process].count == report.count
+    ]
+    return "; ".join(gone[:4]) or None
+
+
+def look_interval_s(processes: int, poll_s: float) -> float:
+    """A thousand processes must not all ask one store every second."""
+    return max(poll_s, processes / 50)
+
+
+def farewell_s(process_id: int, interval_s: float) -> float:
+    """How long a process stays after it said why it ends.
+
+    The others should read it before a connection breaks. Process 0 keeps the store: it goes last.
+    """
+    return 2.5 * interval_s if process_id else 5 * interval_s + 1
+
+
+def agree_on_verdict(store: Store, text: str) -> str:
+    """Why the run ends: the first process to say so is believed by all."""
+    try:
+        return store.put_once(VERDICT, text)
+    except CoordinatorLostError:
+        return text
+
+
+def exit_code(verdict: str) -> int:
+    """The code that a verdict ends this process with, wherever it was spoken."""
+    return MISTAKE_CODE if _MISTAKE.match(verdict) else EXIT_CODE
+
+
+def end_process(text: str, code: int = EXIT_CODE, wait_s: float = 0.0) -> None:
+    """Say why and end, without Python's exit: jax's would wait for processes that hang."""
+    if ending_by_ctrl_c():  # which says why itself; this is its echo, read by the watchdog
+        time.sleep(LONGEST_END_S)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    shown = "\x1b[?25h" if os.isatty(2) else ""  # a live line may have hidden the cursor
+    with contextlib.suppress(OSError):
+        os.write(2, f"{shown}\nerror: {text}\n".encode())
+    time.sleep(wait_s)
+    os._exit(code)

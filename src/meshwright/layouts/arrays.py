@@ -1,0 +1,91 @@
+"""An array described before it exists."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshwright.arithmetic import whole_numbers
+from meshwright.errors import MeshwrightError
+from meshwright.present import count
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """Shape, dtype and the names of the dims, from which placement follows.
+
+    >>> ArraySpec((4096, 14336), dims="embed mlp")
+    ArraySpec(shape=(4096, 14336), dims=('embed', 'mlp'), dtype=dtype('float32'))
+
+    `init` says its first values: `mw.Normal(0.02)`, `mw.Constant(1.0)`, or any function of
+    (key, shape, dtype). `unpadded` is the shape of its values where that is smaller: the rest of
+    the array is zeros, there so that its dims divide.
+    """
+
+    shape: tuple[int, ...]
+    dims: Sequence[str | None]  # or one text: "embed mlp"
+    dtype: Any = jnp.float32
+    init: Any = dataclasses.field(default=None, repr=False)
+    unpadded: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", whole_numbers(self.shape, "shape"))
+        object.__setattr__(self, "dims", dim_names(self.dims))
+        try:
+            if is_described(self.dtype):
+                raise TypeError
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        except TypeError:
+            raise MeshwrightError(
+                f"{self.dtype!r} is not a dtype; give jnp.bfloat16, 'float32' or the like"
+            ) from None
+        if len(self.shape) != len(self.dims):
+            raise MeshwrightError(
+                f"shape {self.shape} has {count(len(self.shape), 'dim')}, dims "
+                f"{self.dims} name {len(self.dims)}; name each dim once"
+            )
+        if self.unpadded is not None:
+            unpadded = whole_numbers(self.unpadded, "unpadded")
+            object.__setattr__(self, "unpadded", unpadded)
+            if len(unpadded) != self.ndim or any(map(int.__gt__, unpadded, self.shape)):
+                raise MeshwrightError(
+                    f"unpadded={unpadded} is larger than shape={self.shape}, or has other dims"
+                )
+        if self.init is not None and not callable(self.init):
+            raise MeshwrightError(
+                f"init={self.init!r} is not a function of (key, shape, dtype); use mw.Normal(0.02)"
+            )
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def unpadded_shape(self) -> tuple[int, ...]:
+        return self.shape if self.unpadded is None else self.unpadded
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+def dim_names(dims: Sequence[str | None]) -> tuple[str | None, ...]:
+    """Dim names given as a tuple or as text: `"embed mlp"`; None for a dim without a name."""
+    if not isinstance(dims, str | tuple | list):
+        raise MeshwrightError(f"dims {dims!r} are not names; give 'embed mlp' or a tuple of names")
+    names = tuple(dims.split()) if isinstance(dims, str) else tuple(dims)
+    for name in names:
+        if name is not None and not isinstance(name, str):
+            raise MeshwrightError(f"dims {dims!r}: {name!r} is not a dim name; use text or None")
+    return names
+
+
+def is_described(leaf: Any) -> bool:
+    """Whether a leaf is something with a shape and a dtype."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")

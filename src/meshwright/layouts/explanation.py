@@ -1,0 +1,328 @@
+"""The table of a placement: every array, where it goes, what it costs, who decided, what lost.
+
+    >>> arrays = {"w": ArraySpec((64, 256), "embed mlp")}
+    >>> table = explain(arrays, Rules([("embed", "fsdp"), ("mlp", "tp")]), "fsdp=8,tp=4")
+    >>> table.summary()
+    '1 array, 16,384 elements, 64.0 KiB on 32 devices (fsdp=8,tp=4): 2.0 KiB per device, ...'
+
+As text it is a table for people; `.data()` is plain data, `.markdown()` goes into a document.
+"""
+
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from meshwright.layouts.decide import TreeDecisions, decide
+from meshwright.layouts.expression import Expression
+from meshwright.layouts.layout import Layout
+from meshwright.layouts.path_rules import PathRules
+from meshwright.layouts.resolve import MeshLike, find_mesh, is_device_line
+from meshwright.meshes import AnyMesh, MeshSpec
+from meshwright.present import bytes_text, count, mesh_text
+
+LARGE = 16 * 2**20  # bytes on every device from which an array that is not split is worth a warning
+_COLUMNS = (
+    "array", "shape", "dtype", "layout", "bytes/device", "copies", "decided by", "lost"
+)  # fmt: skip
+_DTYPE, _RULE, _LOST = (_COLUMNS.index(name) for name in ("dtype", "decided by", "lost"))
+
+# a path segment that is a number, or ends in _number: layers/3, layers_3; not w1
+_LAYER_NUMBER = re.compile(r"(?:(?<=/)|(?<=_)|^)\d+(?=/|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One array's placement."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+    bytes_total: int
+    bytes_per_device: int
+    copies: int
+    rule: str
+    lost: tuple[str, ...]
+    expression: Expression  # the layout in the notation: by axes, or by numbers without a mesh
+    num_elements: int  # without padding
+    count: int = 1  # arrays alike, where rows are collapsed
+
+    def cells(self) -> tuple[str, ...]:
+        name = f"{self.path} ×{self.count}" if self.count > 1 else self.path
+        return (
+            name or "(array)",
+            "×".join(map(str, self.shape)) or "scalar",
+            self.dtype,
+            self._where(),
+            bytes_text(self.bytes_per_device),
+            str(self.copies),
+            self.rule.replace(" -> ", "→"),
+            "; ".join(self.lost).replace(" -> ", "→"),
+        )
+
+    def pattern(self) -> str:
+        """A regex for the path; collapsed rows stand for any layer number."""
+        literal = re.escape(self.path)
+        return f"^{literal.replace(re.escape('*'), '[0-9]+') if self.count > 1 else literal}$"
+
+    def _where(self) -> str:
+        if self.expression.counts_devices:
+            return str(self.expression).partition("->")[2].strip()
+        dims = zip(self.layout.dims, self.layout.axes, strict=True)
+        return " ".join(f"{dim}@{'+'.join(axes)}" if axes else dim for dim, axes in dims)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """Every array's placement, what is wrong with it, and what is worth knowing."""
+
+    rows: tuple[Row, ...]
+    mesh_shape: Mapping[str, int]
+    problems: tuple[str, ...]  # mistakes (only with strict=False; otherwise they were raised)
+    notes: tuple[str, ...]  # worth knowing: large arrays with copies
+
+    @property
+    def num_elements(self) -> int:
+        return sum(row.num_elements * row.count for row in self.rows)
+
+    @property
+    def bytes_total(self) -> int:
+        return sum(row.bytes_total * row.count for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(row.bytes_per_device * row.count for row in self.rows)
+
+    def collapsed(self) -> "Explanation":
+        """Rows that differ only in the numbers of their paths (the layers) made one."""
+        groups: dict[Any, list[Row]] = {}
+        for row in self.rows:
+            alike = dataclasses.replace(row, path=_LAYER_NUMBER.sub("*", row.path))
+            groups.setdefault(alike, []).append(row)
+        rows = [
+            rows[0] if len(rows) == 1 else dataclasses.replace(alike, count=len(rows))
+            for alike, rows in groups.items()
+        ]
+        return dataclasses.replace(self, rows=tuple(rows))
+
+    def path_rules(self) -> PathRules:
+        """The same placement as path rules, one an array (or one for all alike, if collapsed)."""
+        return PathRules([(row.pattern(), row.expression) for row in self.rows])
+
+    def summary(self) -> str:
+        devices = math.prod(self.mesh_shape.values())
+        mesh = mesh_text(self.mesh_shape)
+        arrays = sum(row.count for row in self.rows)
+        even = self.bytes_total / devices
+        return (
+            f"{count(arrays, 'array')}, {count(self.num_elements, 'element')}, "
+            f"{bytes_text(self.bytes_total)} on {count(devices, 'device')} ({mesh}): "
+            f"{bytes_text(self.bytes_per_device)} per device"
+            + (f", {self.bytes_per_device / even:.2f}× an even split" if even else "")
+        )
+
+    def __repr__(self) -> str:
+        """Its summary; print it for the table."""
+        return f"Explanation({self.summary()})"
+
+    def data(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "mesh": dict(self.mesh_shape),
+            "bytes_total": self.bytes_total,
+            "bytes_per_device": self.bytes_per_device,
+            "elements": self.num_elements,
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+            "arrays": [
+                {
+                    "path": row.path,
+                    "shape": list(row.shape),
+                    "dtype": row.dtype,
+                    "dims": list(row.layout.dims),
+                    "axes": [list(axes) for axes in row.layout.axes],
+                    "layout": str(row.expression),
+                    "bytes_per_device": row.bytes_per_device,
+                    "copies": row.copies,
+                    "rule": row.rule,
+                    "lost": list(row.lost),
+                    "count": row.count,
+                }
+                for row in self.rows
+            ],
+        }
+
+    def markdown(self, collapse: bool = True) -> str:
+        table = self.collapsed() if collapse else self
+        lines = [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
+        for row in table.rows:
+            lines.append("| " + " | ".join(c.replace("|", "\\|") for c in row.cells()) + " |")
+        lines += ["", self.summary()]
+        lines += [f"- {line}" for line in self.remarks]
+        return "\n".join(lines) + "\n"
+
+    def text(self, collapse: bool = True, width: int = 160) -> str:
+        """The table as plain text; `print(explanation)` is the same."""
+        from rich.console import Console
+
+        buffer = io.StringIO()
+        table = self.collapsed() if collapse else self
+        console = Console(file=buffer, width=width, color_system=None)
+        for part in table.renderables(width):
+            console.print(part)
+        lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
+        return "\n".join(filter(None, lines))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield from self.collapsed().renderables(options.max_width)
+
+    def renderables(self, width: int) -> list[Any]:
+        """The table, the sum and the remarks for rich; what is too wide to fit is left out."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        cells = [row.cells() for row in self.rows]
+        columns, left_out = _columns_that_fit(cells, width)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for i in columns:
+            numeric = _COLUMNS[i] in ("bytes/device", "copies", "shape")
+            table.add_column(
+                _COLUMNS[i],
+                justify="right" if numeric else "left",
+                overflow="fold",
+                no_wrap=_COLUMNS[i] in ("array", "bytes/device"),
+            )
+        for row in cells:
+            table.add_row(*(Text(row[i]) for i in columns))
+        remarks = [Text(f"! {line}", style="yellow") for line in self.remarks]
+        if left_out:
+            names = ", ".join(_COLUMNS[i] for i in left_out)
+            remarks.append(Text(f"left out for lack of width: {names}", style="dim"))
+        return [table, Text(self.summary()), *remarks]
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is worth reading: problems first, then notes."""
+        return (*self.problems, *self.notes)
+
+
+def explain(
+    tree: Any,
+    rules: Any,
+    mesh: MeshLike | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    dims: Any = None,
+    strict: bool = True,
+) -> Explanation:
+    """What `rules` make of every array of `tree` on `mesh`.
+
+    Takes what `shard` takes; the arrays and the devices need not exist. `mesh` may be text with
+    all sizes given. Mistakes (an unknown name, a rule that matches nothing, dims that do not
+    divide) raise, or with `strict=False` are listed with the table.
+    """
+    concrete = _mesh(mesh, devices)
+    decided = decide(tree, rules, concrete, dims)
+    if strict:
+        decided.raise_problems()
+    return _explanation(decided, concrete)
+
+
+def _mesh(mesh: MeshLike | None, devices: Sequence[Any] | None) -> AnyMesh:
+    if devices is None and isinstance(mesh, str | MeshSpec):
+        spec = MeshSpec.parse(mesh)
+        if spec.is_resolved:
+            return AbstractMesh(spec.sizes, spec.names)
+    return find_mesh(mesh, devices)
+
+
+def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
+    rows, shared = [], []
+    for path, leaf, decision in zip(decided.paths, decided.leaves, decided.decisions, strict=True):
+        shape = tuple(int(size) for size in getattr(leaf, "shape", ()))
+        dtype, itemsize = _dtype(leaf)
+        layout, mesh_shape = decision.layout, decision.mesh.shape
+        total = math.prod(shape) * itemsize
+        rows.append(
+            Row(
+                path=path,
+                shape=shape,
+                dtype=dtype,
+                layout=layout,
+                bytes_total=total,
+                bytes_per_device=math.prod(layout.shard_shape(shape, mesh_shape)) * itemsize,
+                copies=layout.copies(mesh_shape),
+                rule=decision.rule,
+                lost=decision.lost,
+                expression=_as_text(layout, decision.mesh),
+                num_elements=math.prod(getattr(leaf, "unpadded_shape", shape)),
+            )
+        )
+        if decision.mesh is mesh:
+            shared.append(rows[-1])
+    notes = _replicated(shared, mesh.shape)
+    return Explanation(tuple(rows), dict(mesh.shape), tuple(decided.problems), tuple(notes))
+
+
+def _columns_that_fit(cells: list[tuple[str, ...]], width: int) -> tuple[list[int], list[int]]:
+    """Which columns to show in `width` characters, and which had to go; empty ones just go."""
+    widths = [
+        max([len(name), *(len(row[i]) for row in cells)]) + 3 for i, name in enumerate(_COLUMNS)
+    ]
+    columns = [i for i in range(len(_COLUMNS)) if i != _LOST or any(row[i] for row in cells)]
+    left_out = []
+    for i in (_LOST, _DTYPE, _RULE):
+        if i in columns and sum(widths[j] for j in columns) > width:
+            columns.remove(i)
+            left_out.append(i)
+    return columns, sorted(left_out)
+
+
+def _as_text(layout: Layout, mesh: AnyMesh) -> Expression:
+    return layout.numbers(mesh.shape) if is_device_line(mesh) else layout.expression
+
+
+def _dtype(leaf: Any) -> tuple[str, int]:
+    """Name and bytes of the dtype as jax will hold it: float64 is float32 unless x64 is enabled."""
+    if not hasattr(leaf, "dtype"):
+        if not isinstance(leaf, bool | int | float | complex):
+            return type(leaf).__name__, 0  # no array at all: listed among the problems
+        leaf = jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # PRNG keys
+        return str(leaf.dtype), leaf.dtype.itemsize
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return dtype.name, dtype.itemsize
+
+
+def _replicated(rows: list[Row], mesh_shape: Mapping[str, int]) -> list[str]:
+    """Large arrays held whole along axes that split others (or that split nothing at all)."""
+    wide = {axis for axis, size in mesh_shape.items() if size > 1}
+    used = wide & {axis for row in rows for axis in row.layout.used_axes}
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        along = wide - set(row.layout.used_axes)
+        idle = along & used if row.layout.used_axes else along
+        if idle and row.bytes_per_device >= LARGE:
+            found.setdefault(tuple(axis for axis in mesh_shape if axis in idle), []).append(row)
+    notes = []
+    for axes, large in found.items():
+        names = ", ".join(row.path or "the array" for row in large[:3])
+        more = f" and {len(large) - 3} more" if len(large) > 3 else ""
+        where = "every device" if set(axes) == wide else f"every device along {'+'.join(axes)}"
+        total = bytes_text(sum(row.bytes_per_device for row in large))
+        notes.append(
+            f"the same on {where}: {names}{more}, {total} on each; split a dim, or leave it so if "
+            "that is meant"
+        )
+    return notes

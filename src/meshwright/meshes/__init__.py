@@ -1,0 +1,28 @@
+"""From what the user said (MeshSpec) to devices in order: meshes, tiles on a torus, slices."""
+
+from meshwright.meshes.arrange import axes_across_slices, device_list
+from meshwright.meshes.boxes import Share, Shares, all_shares, closes, sharing
+from meshwright.meshes.build import AnyMesh, mesh
+from meshwright.meshes.machine_mesh import MachineMesh
+from meshwright.meshes.rings import is_ring, ring_in_words
+from meshwright.meshes.spec import RESERVED_AXIS, STANDARD_AXES, MeshSpec
+from meshwright.meshes.tiles import tile_mesh
+
+__all__ = [
+    "RESERVED_AXIS",
+    "STANDARD_AXES",
+    "AnyMesh",
+    "MachineMesh",
+    "MeshSpec",
+    "Share",
+    "Shares",
+    "all_shares",
+    "axes_across_slices",
+    "closes",
+    "device_list",
+    "is_ring",
+    "mesh",
+    "ring_in_words",
+    "sharing",
+    "tile_mesh",
+]

@@ -1,0 +1,81 @@
+"""Devices in order: which device sits at which position of a logical mesh.
+
+Works on real jax devices and on the devices of a described machine alike, so a mesh planned for an
+absent machine is the mesh that machine will build.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.experimental import mesh_utils
+
+from meshwright.arithmetic import first_repeated
+from meshwright.errors import MeshwrightError
+from meshwright.machines import slice_of
+
+logger = logging.getLogger("meshwright")
+
+
+def arrange(sizes: Sequence[int], devices: Sequence[Any], plain: bool = False) -> np.ndarray:
+    """`devices` as an object array of shape `sizes`; sizes must multiply to len(devices).
+
+    `plain`: row-major, as listed. Otherwise the last axes get the nearest neighbours: logical axes
+    are laid on physical torus dims, splitting a physical dim where no whole one fits, and slices
+    are joined along the first axes that can hold them.
+    """
+    assert math.prod(sizes) == len(devices), (sizes, len(devices))
+    if plain:
+        return np.asarray(devices, dtype=object).reshape(sizes)
+    on_tpu = devices[0].platform == "tpu"
+    slices = {slice_of(device) for device in devices} if on_tpu else {0}
+    try:
+        if len(slices) > 1:
+            across = axes_across_slices(sizes, len(slices))
+            within = [size // factor for size, factor in zip(sizes, across, strict=True)]
+            return mesh_utils.create_hybrid_device_mesh(
+                within, across, devices, allow_split_physical_axes=True
+            )
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    except (AssertionError, NotImplementedError, ValueError) as reason:
+        # e.g. devices that do not fill a box: there is no torus to lay the axes on
+        logger.warning(
+            "no topology-aware order for mesh sizes %s: using the order listed (%s)",
+            tuple(sizes),
+            str(reason).split("\n")[0][:200],
+        )
+        return np.asarray(devices, dtype=object).reshape(sizes)
+
+
+def axes_across_slices(sizes: Sequence[int], slices: int) -> list[int]:
+    """How much of each axis crosses the slower network: the first axes that can take it.
+
+    >>> axes_across_slices([2, 128, 4], 4)
+    [2, 2, 1]
+    """
+    across = []
+    for size in sizes:
+        factor = math.gcd(size, slices)
+        across.append(factor)
+        slices //= factor
+    assert slices == 1, "slices divide the product of the sizes, so the factors use them up"
+    return across
+
+
+def device_list(devices: Any) -> list[Any]:
+    """The devices of a list or an array of them; each once."""
+    flat = list(devices.flat) if isinstance(devices, np.ndarray) else devices
+    try:
+        flat = list(flat)
+    except TypeError:
+        flat = []
+    if not flat or not all(hasattr(device, "device_kind") for device in flat):
+        raise MeshwrightError(
+            f"devices={devices!r} is not a list of devices; give some of jax.devices()"
+        )
+    twice = first_repeated(flat)
+    if twice is not None:
+        raise MeshwrightError(f"devices= holds {twice} twice; each device stands once")
+    return flat

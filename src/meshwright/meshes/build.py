@@ -1,0 +1,106 @@
+"""From text to a mesh: `mesh("fsdp=-1,tp=4")`."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from meshwright.errors import MeshwrightError
+from meshwright.machines import Machine
+from meshwright.meshes.arrange import arrange, device_list
+from meshwright.meshes.machine_mesh import MachineMesh
+from meshwright.meshes.rings import lay_rings
+from meshwright.meshes.spec import MeshSpec
+
+AxisTypes = Literal["auto", "explicit"]
+AnyMesh = Mesh | AbstractMesh | MachineMesh
+
+
+@overload
+def mesh(
+    text: str | MeshSpec,
+    machine: None = None,
+    devices: Sequence[Any] | None = None,
+    axes: Sequence[str] | None = None,
+    axis_types: AxisTypes = "auto",
+) -> Mesh: ...
+@overload
+def mesh(
+    text: str | MeshSpec,
+    machine: Machine | str,
+    devices: None = None,
+    axes: Sequence[str] | None = None,
+    axis_types: AxisTypes = "auto",
+) -> MachineMesh: ...
+@overload
+def mesh(
+    text: str | MeshSpec,
+    machine: Machine | str,
+    devices: Sequence[Any],
+    axes: Sequence[str] | None = None,
+    axis_types: AxisTypes = "auto",
+) -> Mesh: ...
+@overload
+def mesh(
+    text: str | MeshSpec,
+    machine: Machine | str | None = None,
+    devices: Sequence[Any] | None = None,
+    axes: Sequence[str] | None = None,
+    axis_types: AxisTypes = "auto",
+) -> Mesh | MachineMesh: ...
+def mesh(
+    text: str | MeshSpec,
+    machine: Machine | str | None = None,
+    devices: Sequence[Any] | None = None,
+    axes: Sequence[str] | None = None,
+    axis_types: AxisTypes = "auto",
+) -> Mesh | MachineMesh:
+    """A mesh over the devices here, or over a described machine.
+
+    >>> mesh("dp=1,fsdp=-1,tp=4,sp=1").axis_names               # over the devices here
+    ('dp', 'fsdp', 'tp', 'sp')
+    >>> mesh("fsdp=-1,tp=8", machine="v5p:4x4x8")               # devices need not exist
+    MachineMesh('fsdp=16,tp=8' on 'v5p:4x4x8')
+
+    With `devices` (default: all here) it is a jax Mesh. With `machine` alone, the same mesh as a
+    description. With both, the devices are laid out as that machine's would be. `axis_types`
+    chooses jax's automatic or explicit sharding.
+    """
+    kinds = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    if not isinstance(axis_types, str) or axis_types not in kinds:
+        raise MeshwrightError(f"axis_types={axis_types!r} is not one of 'auto', 'explicit'")
+    spec = MeshSpec.parse(text, axes)
+    devices = None if devices is None else device_list(devices)
+    if machine is None:
+        devices = jax.devices() if devices is None else devices
+        spec = spec.resolve(len(devices))
+        torus = None if spec.plain else _torus_of(devices)
+        if torus is None:
+            return Mesh(
+                arrange(spec.sizes, devices, spec.plain),
+                spec.names,
+                axis_types=(kinds[axis_types],) * len(spec.names),
+            )
+        machine = torus
+    machine = Machine.parse(machine)
+    spec = spec.resolve(machine.num_devices, where=f"in '{machine}'")
+    placed = arrange(spec.sizes, machine.devices, spec.plain)
+    if not spec.plain:
+        placed = lay_rings(placed, spec.names, machine)
+    described = MachineMesh(machine, spec.names, placed, kinds[axis_types])
+    return described if devices is None else described.to_jax(devices)
+
+
+def _torus_of(devices: Sequence[Any]) -> Machine | None:
+    """The TPU machine these devices are, if it can be told.
+
+    The mesh is then laid out on its description, so that a mesh planned for an absent machine is
+    the mesh the real one builds, whatever name its runtime gives the chip.
+    """
+    if not devices or devices[0].platform != "tpu":
+        return None
+    try:
+        return Machine.of_devices(devices)
+    except MeshwrightError:  # a chip not in the catalogue, or devices that leave a hole
+        return None

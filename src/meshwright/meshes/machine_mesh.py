@@ -1,0 +1,143 @@
+"""A mesh on a described machine: which physical chip sits at which logical position."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.machines import Machine, slice_of
+from meshwright.meshes.arrange import device_list
+from meshwright.meshes.rings import crosses, groups_along, hop_lengths, is_ring
+from meshwright.present import mesh_text
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MachineMesh:
+    """Like a jax Mesh, but over devices that need not exist.
+
+    >>> mesh = mw.mesh("fsdp=4,tp=4", machine="v5e:4x4")
+    >>> mesh.shape, mesh.coords[0][1]
+    ({'fsdp': 4, 'tp': 4}, (1, 0, 0, 0))
+    """
+
+    machine: Machine
+    axis_names: tuple[str, ...]
+    devices: np.ndarray  # of DescribedDevice, one array dim per axis
+    axis_type: AxisType = AxisType.Auto
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return dict(zip(self.axis_names, self.devices.shape, strict=True))
+
+    @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        return self.devices.shape
+
+    @property
+    def size(self) -> int:
+        return self.devices.size
+
+    @functools.cached_property
+    def coords(self) -> np.ndarray:
+        """The physical position at each logical one; `coords[i][j]` is (x, y, z, core) on a TPU."""
+        positions = np.empty(self.devices.shape, dtype=object)
+        for index, device in np.ndenumerate(self.devices):
+            positions[index] = device.position
+        return positions
+
+    @property
+    def abstract_mesh(self) -> AbstractMesh:
+        """For jax: axis names and sizes without devices."""
+        kinds = (self.axis_type,) * len(self.axis_names)
+        return AbstractMesh(self.axis_sizes, self.axis_names, axis_types=kinds)
+
+    def axis_extent(self, axis: str) -> dict[str, int]:
+        """How far one axis reaches along each physical dim: `{"x": 4, "y": 2}`.
+
+        `slice` counts slices: an axis with it crosses the slower network.
+        """
+        index = self._axis_index(axis)
+        line = np.moveaxis(self.devices, index, 0).reshape(self.devices.shape[index], -1)[:, 0]
+        names = ("slice", *self.machine.grid_names)
+        places = np.array([(device.slice_index, *device.position) for device in line])
+        extents = {name: len(set(places[:, i])) for i, name in enumerate(names)}
+        return {name: extent for name, extent in extents.items() if extent > 1}
+
+    def ring_hops(self, axis: str) -> tuple[int, ...]:
+        """How many links each hop round a ring axis (sp) takes, the last hop being to the first.
+
+        >>> mw.mesh("sp=8", machine="v5e:2x4").ring_hops("sp")
+        (1, 1, 1, 1, 1, 1, 1, 1)
+
+        Of all groups the longest, since they hop together. Empty where no links can be counted: an
+        axis that is no ring or has two devices, one across slices, GPUs.
+        """
+        index = self._axis_index(axis)
+        if (
+            not self.machine.is_tpu
+            or not is_ring(axis, self.devices.shape[index])
+            or crosses(self.devices, self.axis_names, axis)
+        ):
+            return ()
+        hops = hop_lengths(groups_along(self.devices, index), self.machine)
+        return tuple(hops.max(axis=1).tolist())
+
+    def to_jax(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """A jax Mesh of `devices` (default: all), each where its described twin sits.
+
+        TPU devices are matched by slice and coordinates, others by their order.
+        """
+        devices = jax.devices() if devices is None else device_list(devices)
+        if len(devices) != self.size:
+            raise MeshwrightError(
+                f"machine '{self.machine}' has {self.size} devices, {len(devices)} were given; "
+                f"pass as many, or describe the machine you have (it is {len(devices)} devices)"
+            )
+        if self.machine.is_tpu and devices[0].platform == "tpu":
+            real = _by_place(devices)
+            twins = _by_place(self.machine.devices)
+            if real.keys() != twins.keys():
+                raise MeshwrightError(
+                    f"the TPU devices given do not sit where machine '{self.machine}' has them; "
+                    f"they are {Machine.of_devices(devices)}"
+                )
+            found = {id(twin): real[place] for place, twin in twins.items()}
+        else:
+            ordered = zip(self.machine.devices, devices, strict=True)
+            found = {id(twin): device for twin, device in ordered}
+        array = np.empty(self.devices.shape, dtype=object)
+        for index, twin in np.ndenumerate(self.devices):
+            array[index] = found[id(twin)]
+        return Mesh(array, self.axis_names, axis_types=(self.axis_type,) * array.ndim)
+
+    def _axis_index(self, axis: str) -> int:
+        if axis not in self.axis_names:
+            raise MeshwrightError(
+                f"mesh axis {axis!r} is not one of {', '.join(self.axis_names)}"
+                f"{did_you_mean(axis, self.axis_names)}"
+            )
+        return self.axis_names.index(axis)
+
+    def __str__(self) -> str:
+        return mesh_text(self.shape)
+
+    def __repr__(self) -> str:
+        return f"MachineMesh({str(self)!r} on {str(self.machine)!r})"
+
+
+def _by_place(devices: Sequence[Any]) -> dict[tuple[int, ...], Any]:
+    """Devices by (slice, x, y, z, core), counted from the corner of their own box."""
+    corner = np.min([tuple(device.coords) for device in devices], axis=0)
+    return {
+        (
+            slice_of(device),
+            *(int(c) for c in np.asarray(tuple(device.coords)) - corner),
+            device.core_on_chip,
+        ): device
+        for device in devices
+    }

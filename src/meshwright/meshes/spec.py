@@ -1,0 +1,316 @@
+"""What a user says about a mesh: axis names and sizes, before any device is looked at.
+
+    >>> str(MeshSpec.parse("1,-1,4,1"))
+    'dp=1,fsdp=-1,tp=4,sp=1'
+    >>> str(MeshSpec.parse("1,-1,4,1").resolve(64))
+    'dp=1,fsdp=16,tp=4,sp=1'
+
+The order written is the order of the axes, and so decides placement: the last axis gets the
+nearest neighbours. Only -1 infers, and only once.
+"""
+
+import dataclasses
+import difflib
+import itertools
+import math
+import operator
+import re
+from collections.abc import Sequence
+from typing import Self
+
+from meshwright.arithmetic import divisors, first_repeated
+from meshwright.errors import MeshwrightError, did_you_mean, one_of
+from meshwright.present import count
+
+STANDARD_AXES = ("dp", "fsdp", "tp", "sp")
+# names the field uses beside the standard ones; they may stand with them in one mesh
+FIELD_AXES = ("mp", "mp1", "mp2", "pp", "ep", "cp", "data", "model", "expert", "stage", "replica")
+
+RESERVED_AXIS = "devices_"  # axes of bare devices, where an expression is placed without a mesh
+_AXIS_NAME = re.compile(r"[^\W\d]\w*")
+_SIZE = re.compile(r"[+-]?[0-9]{1,9}")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSpec:
+    """Named axes with sizes (-1: whatever is left); `plain`: ignore the topology (`!`)."""
+
+    axes: tuple[tuple[str, int], ...]
+    plain: bool = False
+    given: str = dataclasses.field(default="", compare=False, repr=False)  # as the user wrote it
+
+    def __post_init__(self) -> None:
+        try:
+            pairs = tuple((name, operator.index(size)) for name, size in self.axes)
+        except (TypeError, ValueError):
+            raise MeshwrightError(
+                f"MeshSpec axes {self.axes!r} are not pairs (name, size); or read a text: "
+                "MeshSpec.parse('dp=2,tp=4')"
+            ) from None
+        object.__setattr__(self, "axes", pairs)
+        given = f"mesh '{self}'"
+        if not self.axes:
+            raise MeshwrightError("a mesh needs at least one axis, as in 'dp=8'")
+        _check_names([name for name, _ in self.axes], given)
+        _check_sizes(self.axes, given)
+
+    @classmethod
+    def parse(cls, text: "str | MeshSpec", axes: Sequence[str] | None = None) -> "MeshSpec":
+        """Read a mesh: `dp=1,fsdp=-1,tp=4`, `dp:1,fsdp:-1,tp:4`, or `1,-1,4`; `!` in front.
+
+        `axes` names the axes yourself: sizes may then be positional, and every name must appear.
+        """
+        if axes is not None:
+            axes = _declared(axes)
+        if isinstance(text, MeshSpec):
+            if axes is not None:
+                _check_all_present([name for name, _ in text.axes], axes, f"mesh '{text}'")
+            return text
+        if not isinstance(text, str):
+            raise MeshwrightError(
+                f"mesh {text!r} is not text; write 'dp=1,fsdp=-1,tp=4' or '1,-1,4,1'"
+            )
+        given = f"mesh {text!r}"
+        body = text.strip()
+        plain = body.startswith("!")
+        items = [item.strip() for item in body.removeprefix("!").split(",")]
+        if items == [""]:
+            raise MeshwrightError(f"{given} is empty; write 'dp=1,fsdp=-1,tp=4' or '1,-1,4,1'")
+        if "" in items:
+            raise MeshwrightError(f"{given} has an empty entry; one size stands between two commas")
+        named = [("=" in item or ":" in item) for item in items]
+        if any(named) and not all(named):
+            bare = items[named.index(False)]
+            raise MeshwrightError(
+                f"{given} mixes named and positional sizes: {bare!r} has no axis name; name every "
+                "axis or none"
+            )
+        pairs = _named_pairs(items, given) if all(named) else _positional_pairs(items, axes, given)
+        _check_names([name for name, _ in pairs], given)
+        _check_sizes(pairs, given)
+        if axes is not None:
+            _check_all_present([name for name, _ in pairs], axes, given)
+        else:
+            _check_vocabulary([name for name, _ in pairs], given)
+        return cls(tuple(pairs), plain, given=text)
+
+    @classmethod
+    def from_mp_mesh_dim(cls, text: str, fsdp: bool = False) -> "MeshSpec":
+        """EasyLM's older `--mp_mesh_dim='8,1'`: the model-parallel axes mp1, mp2; the rest is data.
+
+        With `fsdp` the data axis is called fsdp, since weights are then split over it too.
+        -1 gives that axis every device that is left.
+        """
+        given = f"mp_mesh_dim {text!r}"
+        items = [item.strip() for item in text.split(",")] if isinstance(text, str) else []
+        if not items or len(items) > 2:
+            raise MeshwrightError(f"{given} takes one or two sizes (mp1, mp2), as in '8,1'")
+        sizes = [_size(item, given) for item in items] + [1] * (2 - len(items))
+        pairs = [("fsdp" if fsdp else "dp", 1 if -1 in sizes else -1)]
+        pairs += zip(("mp1", "mp2"), sizes, strict=True)
+        _check_sizes(pairs, given)
+        return cls(tuple(pairs), given=text)
+
+    def __str__(self) -> str:
+        body = ",".join(f"{name}={size}" for name, size in self.axes)
+        return f"!{body}" if self.plain else body
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def is_resolved(self) -> bool:
+        return -1 not in self.sizes
+
+    @property
+    def quoted(self) -> str:
+        """For messages: what was written, and what that means where it is not plain."""
+        given = self.given.strip()
+        return f"'{self}'" if given in ("", str(self)) else f"'{given}' ({self})"
+
+    def with_standard_axes(self) -> Self:
+        """The same mesh with every standard axis in it, those not named with size 1.
+
+        >>> str(MeshSpec.parse("fsdp=-1,tp=4").with_standard_axes())
+        'fsdp=-1,tp=4,dp=1,sp=1'
+        """
+        others = [axis for axis in self.names if axis not in STANDARD_AXES]
+        if others:
+            raise MeshwrightError(
+                f"mesh {self.quoted}: axis {others[0]!r} splits nothing of a model here; the axes "
+                f"are {', '.join(STANDARD_AXES)}"
+            )
+        missing = tuple((axis, 1) for axis in STANDARD_AXES if axis not in self.names)
+        return dataclasses.replace(self, axes=self.axes + missing)
+
+    def resolve(self, num_devices: int, where: str = "here") -> Self:
+        """Fill in -1 and check that the mesh takes exactly `num_devices`."""
+        if num_devices < 1:
+            raise MeshwrightError(f"mesh {self.quoted} cannot be laid on {num_devices} devices")
+        known = math.prod(size for size in self.sizes if size != -1)
+        there = f"{num_devices} {'is' if num_devices == 1 else 'are'} {where}"
+        if self.is_resolved:
+            if known != num_devices:
+                raise MeshwrightError(
+                    f"mesh {self.quoted} needs {count(known, 'device')}, {there}; "
+                    f"{one_of(self._fits(num_devices))} would fit"
+                )
+            return self
+        rest, remainder = divmod(num_devices, known)
+        if remainder or not rest:
+            raise MeshwrightError(
+                f"mesh {self.quoted}: the sizes given multiply to {known}, which does not divide "
+                f"the {num_devices} devices {where}; "
+                f"{one_of(self._fits(num_devices))} would fit"
+            )
+        return dataclasses.replace(
+            self, axes=tuple((name, rest if size == -1 else size) for name, size in self.axes)
+        )
+
+    def _fits(self, num_devices: int) -> list[str]:
+        """Up to three meshes of the same axes that take `num_devices`, nearest first.
+
+        Near: few axes changed, then by how far (in factors) they moved.
+        """
+        fixed = [i for i, size in enumerate(self.sizes) if size != -1]
+        infers = len(fixed) < len(self.sizes)
+        candidates: list[tuple[int, float, tuple[int, ...]]] = []
+        for changed in itertools.chain(
+            itertools.combinations(fixed, 1), itertools.combinations(fixed, 2)
+        ):
+            kept = math.prod(self.sizes[i] for i in fixed if i not in changed)
+            if num_devices % kept:
+                continue
+            for sizes in _factorings(num_devices // kept, len(changed), exact=not infers):
+                new = list(self.sizes)
+                for i, size in zip(changed, sizes, strict=True):
+                    new[i] = size
+                moved = sum(
+                    abs(math.log(s / self.sizes[i])) for i, s in zip(changed, sizes, strict=True)
+                )
+                candidates.append((len(changed), moved, tuple(new)))
+        best = list(dict.fromkeys(new for _, _, new in sorted(candidates)))[:3]
+        if not best:
+            best = [tuple(num_devices if i == 0 else 1 for i in range(len(self.sizes)))]
+        return [str(dataclasses.replace(self, axes=self._with_sizes(sizes))) for sizes in best]
+
+    def _with_sizes(self, sizes: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+        return tuple(zip(self.names, sizes, strict=True))
+
+
+def _factorings(number: int, parts: int, exact: bool) -> list[tuple[int, ...]]:
+    """Ways to write `number` (or, if not exact, a divisor of it) as a product of `parts`."""
+    if parts == 1:
+        return [(number,)] if exact else [(d,) for d in divisors(number)]
+    return [
+        (d, *rest) for d in divisors(number) for rest in _factorings(number // d, parts - 1, exact)
+    ]
+
+
+def _declared(axes: Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(axes, str | tuple | list):
+        raise MeshwrightError(f"axes={axes!r} are not names; give a tuple, or 'dp,tp'")
+    names = tuple(axes.split(",")) if isinstance(axes, str) else tuple(axes)
+    names = tuple(name.strip() if isinstance(name, str) else name for name in names)
+    if not names:
+        raise MeshwrightError("axes=() names no axis; a mesh needs at least one")
+    _check_names(names, f"axes={names!r}")
+    return names
+
+
+def _named_pairs(items: list[str], given: str) -> list[tuple[str, int]]:
+    pairs = []
+    for item in items:
+        name, _, size = re.split(r"([=:])", item, maxsplit=1)
+        pairs.append((name.strip(), _size(size.strip(), given)))
+    return pairs
+
+
+def _positional_pairs(
+    items: list[str], axes: Sequence[str] | None, given: str
+) -> list[tuple[str, int]]:
+    sizes = [_size(item, given) for item in items]
+    if axes is not None:
+        if len(sizes) != len(axes):
+            raise MeshwrightError(
+                f"{given} has {count(len(sizes), 'size')} for {count(len(axes), 'axis')} "
+                f"({','.join(axes)}); give one size each"
+            )
+        return list(zip(axes, sizes, strict=True))
+    if len(sizes) not in (3, 4):
+        raise MeshwrightError(
+            f"{given} has {count(len(sizes), 'size')}; positional sizes are three (dp,fsdp,tp) or "
+            "four (dp,fsdp,tp,sp): name the axes, as in 'dp=2,tp=4'"
+        )
+    return list(zip(STANDARD_AXES, sizes, strict=False))
+
+
+def _size(text: str, given: str) -> int:
+    if not _SIZE.fullmatch(text):
+        raise MeshwrightError(
+            f"{given}: {text!r} is not a size; sizes are whole numbers, or -1 for what is left, "
+            "with commas between"
+        )
+    return int(text)
+
+
+def _check_names(names: Sequence[str], given: str) -> None:
+    for name in names:
+        if not isinstance(name, str) or not _AXIS_NAME.fullmatch(name):
+            raise MeshwrightError(
+                f"{given}: {name!r} is not an axis name; a name is a letter or _, then letters, "
+                "digits and _"
+            )
+        if name.startswith(RESERVED_AXIS):
+            raise MeshwrightError(f"{given}: names that start with {RESERVED_AXIS!r} are taken")
+    twice = first_repeated(names)
+    if twice is not None:
+        raise MeshwrightError(f"{given} names axis {twice!r} twice; each axis stands once")
+
+
+def _check_sizes(pairs: Sequence[tuple[str, int]], given: str) -> None:
+    for name, size in pairs:
+        if size < 1 and size != -1:
+            raise MeshwrightError(
+                f"{given}: {name}={size} is not a size; use 1 or more, or -1 for what is left"
+            )
+    inferred = [name for name, size in pairs if size == -1]
+    if len(inferred) > 1:
+        raise MeshwrightError(
+            f"{given} infers {' and '.join(inferred)}; only one axis can be -1: give the others a "
+            "size"
+        )
+
+
+def _check_all_present(names: Sequence[str], axes: Sequence[str], given: str) -> None:
+    for name in names:
+        if name not in axes:
+            raise MeshwrightError(
+                f"{given}: axis {name!r} is not one of {','.join(axes)}{did_you_mean(name, axes)}"
+            )
+    missing = [axis for axis in axes if axis not in names]
+    if missing:
+        raise MeshwrightError(
+            f"{given} gives no size to {' and '.join(missing)}; every one of {','.join(axes)} "
+            f"stands once: add {','.join(f'{axis}=1' for axis in missing)}"
+        )
+
+
+def _check_vocabulary(names: Sequence[str], given: str) -> None:
+    """Without `axes=`, a name beside standard ones, or close to one, is taken for a slip."""
+    known = (*STANDARD_AXES, *FIELD_AXES)
+    mixed = any(name in STANDARD_AXES for name in names)
+    for name in names:
+        if name in known:
+            continue
+        slip = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75)
+        if mixed or slip:
+            raise MeshwrightError(
+                f"{given}: axis {name!r} is not known{did_you_mean(name, known)} Names of your own "
+                f"can be declared in Python: mesh(…, axes='{','.join(names)}')"
+            )

@@ -1,0 +1,75 @@
+"""Every mesh of a number of devices, and why one cannot run a job."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from meshwright.arithmetic import divisors
+from meshwright.machines import Machine
+from meshwright.ops.attention import FLOPS_PER_BYTE, STRATEGIES, choose_strategy
+from meshwright.ops.attention import refusal as strategy_refusal
+from meshwright.planner.parts import split_of
+from meshwright.planner.result import Choice, Job
+from meshwright.present import nearest_multiples
+
+
+def meshes(devices: int) -> Iterator[Choice]:
+    """Every (dp, fsdp, tp, sp) that makes up this many devices."""
+    for tp in divisors(devices):
+        for sp in divisors(devices // tp):
+            for dp in divisors(devices // (tp * sp)):
+                yield Choice(dp=dp, fsdp=devices // (tp * sp * dp), tp=tp, sp=sp)
+
+
+def refusal(job: Job, choice: Choice) -> str | None:
+    """Why sizes do not divide, in a sentence; None if they do."""
+    model, tp = job.model, choice.tp
+    if tp > 1:
+        for dim in ("heads", "kv_heads", "mlp"):  # the vocabulary is padded
+            size = getattr(model, dim)
+            if size % tp:
+                fit = max(d for d in divisors(size) if d <= tp)
+                return f"{dim}={size} cannot be split in tp={tp}; tp={fit} would fit"
+    ways = choice.fsdp * choice.sp
+    if model.embed % ways:
+        return f"embed={model.embed} cannot be split in fsdp·sp={ways}"
+    parts = choice.dp * choice.fsdp * choice.accumulation
+    if job.batch % parts:
+        if job.batch < parts:
+            return f"batch={job.batch} has fewer rows than dp·fsdp={parts} devices take"
+        return (
+            f"batch={job.batch} is not divisible by dp·fsdp={parts}; batch="
+            f"{nearest_multiples(job.batch, parts)} would fit"
+        )
+    along = choice.sp * (tp if choice.tp_sequence else 1)
+    if job.seq % along:
+        return (
+            f"seq={job.seq} is not divisible by {along}; seq="
+            f"{nearest_multiples(job.seq, along)} would fit"
+        )
+    return None
+
+
+def with_strategy(job: Job, choice: Choice, machine: Machine) -> Choice:
+    """The choice with its strategy of attention over sp named: what auto takes on this machine.
+
+    A strategy that was named is kept, if it can serve.
+    """
+    if choice.sp == 1:
+        return choice
+    split = dataclasses.replace(split_of(job, choice), flops_per_byte=flops_per_byte(machine))
+    return dataclasses.replace(choice, strategy=choose_strategy(split, choice.strategy))
+
+
+def strategies(job: Job, choice: Choice) -> tuple[str, ...]:
+    """Every strategy that can serve a mesh; an error says why none can."""
+    if choice.sp == 1:
+        return (choice.strategy,)
+    split = split_of(job, choice)
+    able = tuple(name for name in STRATEGIES if strategy_refusal(split, name) is None)
+    return able or (choose_strategy(split),)  # which raises, with the reasons
+
+
+def flops_per_byte(machine: Machine) -> float:
+    """FLOP/s of a chip for each byte/s to its neighbour, as train takes it."""
+    nominal = machine.chip.platform == "cpu"
+    return FLOPS_PER_BYTE if nominal else machine.chip.flops_per_byte

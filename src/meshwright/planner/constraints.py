@@ -1,0 +1,70 @@
+"""What a user says about the mesh that is to be chosen.
+
+>>> limits = parse("fsdp=*,tp<=8,sp=1")
+>>> limits.allows(Choice(fsdp=64, tp=4)), limits.allows(Choice(fsdp=16, tp=16))
+(True, False)
+"""
+
+import dataclasses
+import operator
+import re
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.meshes import STANDARD_AXES
+from meshwright.planner.result import Choice
+from meshwright.present import count
+
+_COMPARE = {"=": operator.eq, "<=": operator.le, ">=": operator.ge}
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraints:
+    """Limits of axes, in the order said."""
+
+    limits: tuple[tuple[str, str, int], ...] = ()
+
+    def allows(self, choice: Choice) -> bool:
+        return all(_COMPARE[how](getattr(choice, axis), size) for axis, how, size in self.limits)
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}{how}{size}" for axis, how, size in self.limits)
+
+
+def parse(text: str | None) -> Constraints:
+    """`fsdp=*,tp<=8,sp=1`: a size, a limit, or `*` (or -1) for any; or all sizes: `1,-1,2,1`."""
+    if text is None:
+        return Constraints()
+    if not isinstance(text, str):
+        raise MeshwrightError(
+            f"mesh {text!r} is no text of limits; write 'tp=2', 'fsdp=*,tp<=8' or, for all axes "
+            f"in the order {', '.join(STANDARD_AXES)}, '1,-1,2,1'"
+        )
+    if text.strip() in ("", "auto", "*"):
+        return Constraints()
+    sizes = [said.strip() for said in text.split(",")]
+    if all(re.fullmatch(r"-?\d+|\*", size) for size in sizes):
+        if len(sizes) != len(STANDARD_AXES):
+            raise MeshwrightError(
+                f"mesh {text!r} has {count(len(sizes), 'size')} without a name; give one for each "
+                f"of {', '.join(STANDARD_AXES)}, or name them: tp=2"
+            )
+        text = ",".join(f"{axis}={size}" for axis, size in zip(STANDARD_AXES, sizes, strict=True))
+    limits = []
+    for said in text.split(","):
+        found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\*|-?\d+)\s*", said)
+        if found is None:
+            raise MeshwrightError(
+                f"mesh {text!r}: {said.strip()!r} is not a limit of an axis; write tp=8, tp<=8, "
+                "tp>=2 or tp=* for any, with commas between"
+            )
+        axis, how, size = found.groups()
+        if axis not in STANDARD_AXES:
+            raise MeshwrightError(
+                f"mesh {text!r}: {axis!r} is not an axis{did_you_mean(axis, STANDARD_AXES)}"
+            )
+        if size in ("*", "-1"):
+            continue
+        if int(size) < 1:
+            raise MeshwrightError(f"mesh {text!r}: {axis}{how}{size} must be at least 1")
+        limits.append((axis, how, int(size)))
+    return Constraints(tuple(limits))

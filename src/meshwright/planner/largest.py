@@ -1,0 +1,53 @@
+"""The largest batch and the longest row that fit on a mesh."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from meshwright.machines import Machine
+from meshwright.planner.memory import memory
+from meshwright.planner.result import Choice, Job
+
+_MOST = 1 << 24
+
+
+def largest_batch(job: Job, choice: Choice, machine: Machine) -> int | None:
+    """Rows of a step without micro-batches, kept as the choice says; None if not even one each."""
+    ranks = choice.dp * choice.fsdp
+    alone = dataclasses.replace(choice, accumulation=1)
+
+    def fits(rows: int) -> bool:
+        return memory(dataclasses.replace(job, batch=rows * ranks), alone, machine).fits
+
+    rows = _most(fits)
+    return rows * ranks if rows else None
+
+
+def largest_seq(job: Job, choice: Choice, machine: Machine) -> int | None:
+    """Tokens of a row, one row on each data rank, everything made again that can be."""
+    ranks = choice.dp * choice.fsdp
+    unit = math.lcm(1024, 2 * choice.sp * choice.tp)
+    alone = dataclasses.replace(
+        choice, accumulation=1, remat="full" if job.kind == "train" else choice.remat
+    )
+
+    def fits(units: int) -> bool:
+        longer = dataclasses.replace(job, batch=ranks, seq=units * unit)
+        return memory(longer, alone, machine).fits
+
+    units = _most(fits)
+    return units * unit if units else None
+
+
+def _most(fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, 0 if 1 does not; fitting must not come back above it."""
+    if not fits(1):
+        return 0
+    high = 2
+    while high < _MOST and fits(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

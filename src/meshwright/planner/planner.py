@@ -1,0 +1,304 @@
+"""Choose a mesh: every way to run a job on a machine, ranked, with reasons.
+
+>>> best = plan("llama-3.1-8b", "v5p:4x4x4", batch=256, seq=4096)
+>>> best.mesh
+'dp=1,fsdp=64,tp=1,sp=1'
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from meshwright.arithmetic import divisors
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.machines import Machine, largest_slice, squarest
+from meshwright.models.decoder import PRESETS, REMAT, DecoderConfig, preset, usual_dtype
+from meshwright.planner import constraints
+from meshwright.planner.constraints import Constraints
+from meshwright.planner.efficiency import OPTIMIZER_BYTES, told_to_overlap
+from meshwright.planner.kernels import slow_attention
+from meshwright.planner.largest import largest_batch, largest_seq
+from meshwright.planner.parts import padding
+from meshwright.planner.reason import bound_and_reason
+from meshwright.planner.result import Estimate, Job, Plan, Refusal
+from meshwright.planner.search import Found, Objective, fitting, possible, search
+from meshwright.planner.serving import serving
+from meshwright.planner.time import transfers
+from meshwright.present import count, nearest_multiples
+
+OBJECTIVES = ("throughput", "latency", "memory")
+DTYPES = ("float32", "bfloat16")
+MOST = 2**31 - 1  # of batch, seq and the like: dims of arrays are counted in int32
+MOST_DEVICES = 65536  # to which a larger machine is looked for
+
+
+def plan(
+    model: str | DecoderConfig,
+    on: str | Machine,
+    batch: int,
+    seq: int,
+    *,
+    objective: Objective = "throughput",
+    mesh: str | None = None,
+    remat: str | None = None,
+    accumulation: int | None = None,
+    kind: Literal["train", "serve"] = "train",
+    optimizer: str | None = None,
+    param_dtype: str = "float32",
+    dtype: str | None = None,
+    scan: bool = True,
+    loss_chunk: int = 2048,
+    overlap: bool = False,
+    cost_per_hour: float | None = None,
+) -> Plan:
+    """Every mesh for a model on a machine, ranked.
+
+    `model` is a preset, a config.json or a DecoderConfig; `on` a machine, described or in text;
+    `batch` the rows of a step, over all devices. `mesh` limits what may be chosen
+    (`fsdp=*,tp<=8,sp=1`), `remat` and `accumulation` fix what else would be chosen with it.
+    `optimizer` is adamw, and `dtype` what train multiplies in on that machine, if not said;
+    `overlap` is train's `--compute.overlap`.
+    """
+    machine = Machine.parse(on)
+    job = make_job(
+        model, batch, seq, kind=kind, optimizer="adamw" if optimizer is None else optimizer,
+        param_dtype=param_dtype, dtype=usual_dtype(dtype or "auto", machine.chip.platform),
+        scan=scan, loss_chunk=loss_chunk, overlap=overlap,
+    )  # fmt: skip
+    _check(objective, remat, accumulation, cost_per_hour)
+    _check_kind(kind, objective, remat, accumulation, optimizer, overlap)
+    if accumulation is not None and batch % accumulation:
+        able = divisors(batch)
+        near = sorted(sorted(able, key=lambda n: abs(n - accumulation))[:2])
+        raise MeshwrightError(
+            f"accumulation={accumulation} does not divide batch={batch}: every micro-batch has as "
+            f"many sequences; accumulation={' or '.join(map(str, near))}, or batch="
+            f"{nearest_multiples(batch, accumulation)} would fit"
+        )
+    limits = constraints.parse(mesh)
+    if kind == "serve":
+        estimates, refused = serving(job, machine, limits, objective)
+    else:
+        found, refused = search(job, machine, limits, objective, remat, accumulation)
+        estimates = [_estimate(job, machine, one) for one in found]
+    if not estimates:
+        raise MeshwrightError(_nothing(job, machine, limits, refused, remat, accumulation))
+    best = estimates[0].choice
+    return Plan(
+        job=job,
+        machine=machine,
+        objective=objective,
+        ranked=tuple(estimates),
+        refused=tuple(refused),
+        largest_batch=largest_batch(job, best, machine),
+        largest_seq=largest_seq(job, best, machine),
+        cost_per_hour=cost_per_hour,
+        warnings=_warnings(job, machine),
+    )
+
+
+def make_job(
+    model: str | DecoderConfig,
+    batch: int,
+    seq: int,
+    *,
+    kind: Literal["train", "serve"] = "train",
+    optimizer: str = "adamw",
+    param_dtype: str = "float32",
+    dtype: str = "bfloat16",
+    scan: bool = True,
+    loss_chunk: int = 2048,
+    overlap: bool = False,
+) -> Job:
+    """A job, with every mistake found."""
+    name = model if isinstance(model, str) else ""
+    config = _config(model) if isinstance(model, str) else model
+    if not isinstance(config, DecoderConfig):
+        raise MeshwrightError(
+            f"model {model!r} is neither a preset's name, nor a config.json, nor a DecoderConfig"
+        )
+    for what, number in (("batch", batch), ("seq", seq), ("loss_chunk", loss_chunk)):
+        _check_number(what, number)
+    for what, said, known in (
+        ("kind", kind, ("train", "serve")),
+        ("optimizer", optimizer, tuple(OPTIMIZER_BYTES)),
+        ("param_dtype", param_dtype, DTYPES),
+        ("dtype", dtype, DTYPES),
+    ):
+        if said not in known:
+            raise MeshwrightError(f"{what}={said!r} is not known{did_you_mean(said, known)}")
+    return Job(
+        config, batch, seq, name=name, kind=kind, optimizer=optimizer, param_dtype=param_dtype,
+        dtype=dtype, scan=scan, loss_chunk=loss_chunk, overlap=overlap,
+    )  # fmt: skip
+
+
+def _config(model: str) -> DecoderConfig:
+    if model in PRESETS:
+        return preset(model)
+    from meshwright.train import model_config  # with all that training needs
+
+    return model_config(model)
+
+
+def _check(
+    objective: str, remat: str | None, accumulation: int | None, cost_per_hour: float | None
+) -> None:
+    if objective not in OBJECTIVES:
+        raise MeshwrightError(
+            f"objective={objective!r} is not known{did_you_mean(objective, OBJECTIVES)}"
+        )
+    if remat is not None and remat not in REMAT:
+        raise MeshwrightError(f"remat={remat!r} is not a policy{did_you_mean(remat, REMAT)}")
+    if accumulation is not None:
+        _check_number("accumulation", accumulation)
+    price = cost_per_hour
+    if price is not None and not (isinstance(price, int | float) and 0 < price < math.inf):
+        raise MeshwrightError(
+            f"cost_per_hour={price!r} is not a price; give what one chip costs for an hour, such "
+            "as 4.2"
+        )
+
+
+def _check_number(what: str, number: object) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST:
+        raise MeshwrightError(f"{what}={number!r} must be a whole number from 1 to {MOST}")
+
+
+def _check_kind(
+    kind: str, objective: str, remat: str | None, accumulation: int | None, optimizer: str | None,
+    overlap: bool,
+) -> None:  # fmt: skip
+    """What only training, or only serving, has."""
+    if kind == "train" and objective == "latency":
+        raise MeshwrightError(
+            "objective='latency' is how long a token takes to serve; of a train step of a given "
+            "batch the shortest is also the most tokens a second: objective='throughput'"
+        )
+    said = {
+        "remat": remat, "accumulation": accumulation, "optimizer": optimizer,
+        "overlap": overlap or None,
+    }  # fmt: skip
+    for what, value in said.items():
+        if kind == "serve" and value is not None:
+            raise MeshwrightError(
+                f"{what}={value!r} is of training, and serving is planned; leave it out"
+            )
+
+
+def _warnings(job: Job, machine: Machine) -> tuple[str, ...]:
+    """What would keep a job from running as it is."""
+    found = []
+    longest = job.model.max_seq
+    if job.overlap and not told_to_overlap(machine.chip):
+        found.append(
+            f"overlap changes nothing on {machine.chip.name}: "
+            + ("it gathers so by itself" if machine.is_tpu else "it is for TPUs")
+        )
+    said = f"seq={job.seq:,} is longer than the model's {longest:,} tokens"
+    if job.seq > longest and job.kind == "serve":
+        found.append(f"{said}; weights made for longer rows are needed")
+    elif job.seq > longest:
+        found.append(
+            f"{said}; train needs --rope.theta, or --rope.scaling with --rope.factor (the commands "
+            "below take linear scaling)"
+        )
+    return tuple(found)
+
+
+def _estimate(job: Job, machine: Machine, one: Found) -> Estimate:
+    timing = one.timing
+    peak = machine.chip.bf16_flops / machine.chip.cores_per_chip
+    bound, reason = bound_and_reason(job, one.choice, timing)
+    slow = slow_attention(job, one.choice, machine)
+    if slow is not None:
+        reason += f"; attention in the slower kernel {slow[0]} ({slow[1]})"
+    if one.memory.tight:
+        reason += f"; tight: {100 * one.memory.total / one.memory.limit:.0f}% of memory"
+    if (padded := padding(job, one.choice)) is not None:
+        reason += f"; {padded}"
+    return Estimate(
+        choice=one.choice,
+        memory=one.memory,
+        flops=timing.work.flops,
+        computed_flops=timing.work.computed,
+        memory_bytes=timing.work.memory_bytes,
+        transfers=transfers(timing),
+        seconds=timing.seconds,
+        step_seconds=timing.step,
+        mfu=timing.work.flops / timing.step / peak,
+        bound=bound,
+        reason=reason,
+        group=one.group,
+    )
+
+
+def _nothing(
+    job: Job,
+    machine: Machine,
+    limits: Constraints,
+    refused: list[Refusal],
+    remat: str | None,
+    accumulation: int | None,
+) -> str:
+    """Why there is no mesh, and how many devices would be needed."""
+    name = job.name or "the model"
+    within = f" within '{limits}'" if limits.limits else ""
+    what = f"{name} with batch={job.batch}, seq={job.seq} on '{machine}'"
+    if not refused:
+        return (
+            f"no mesh of {count(machine.num_devices, 'device')} lies{within}: the sizes of "
+            "dp, fsdp, tp and sp must multiply to that"
+        )
+    too_large = [(one.memory.total, i, one) for i, one in enumerate(refused) if one.memory]
+    if not too_large:
+        whys = {one.why: one.choice.mesh for one in reversed(refused)}
+        some = "; ".join(f"'{mesh}': {why}" for why, mesh in list(whys.items())[:3])
+        return f"no mesh{within} can run {what}: {some}"
+    nearest = min(too_large)[2]
+    said = f"{what} fits on no mesh{within}: the nearest, '{nearest.choice.mesh}', {nearest.why}"
+    larger = _larger_that_fits(job, machine, limits, remat, accumulation)
+    if larger is None:
+        return f"{said}; nor does it on {MOST_DEVICES:,} devices of that chip"
+    return f"{said}; {count(larger.num_devices, 'device')} would do: '{larger}'"
+
+
+def _larger_that_fits(
+    job: Job,
+    machine: Machine,
+    limits: Constraints,
+    remat: str | None,
+    accumulation: int | None,
+) -> Machine | None:
+    """The first machine of the same chip, doubled and doubled again, on which some mesh fits."""
+    for larger in _larger(machine):
+        if job.kind == "serve":
+            if serving(job, larger, limits, "memory")[0]:
+                return larger
+            continue
+        for mesh, why in possible(job, larger, limits):
+            if why is None and fitting(job, mesh, larger, remat, accumulation)[0]:
+                return larger
+    return None
+
+
+def _larger(machine: Machine) -> Iterator[Machine]:
+    """Twice as many devices again and again, as they can be had: slices, then several of them."""
+    chip, shape, slices = machine.chip, list(machine.shape), machine.slices
+    most = largest_slice(chip.name)  # None: a chip that is not in the catalogue
+    chips = math.prod(shape)
+    while math.prod(shape) * slices * 2 <= MOST_DEVICES:
+        if chip.platform != "tpu":  # until a host is full, then by hosts
+            is_full = len(shape) == 1 or shape[1] >= chip.chips_per_host
+            shape[0 if is_full else 1] *= 2
+        elif most is None:
+            shape[shape.index(min(shape))] *= 2
+        elif chips * 2 > most:
+            slices *= 2
+        else:
+            chips *= 2
+            shape = list(squarest(chip.name, chips) or ())
+            if not shape:
+                shape = list(machine.shape)  # no slice has so many; the next doubling may be one
+                continue
+        yield Machine(chip, tuple(shape), slices)

@@ -1,0 +1,83 @@
+"""Why a step takes as long as it does, in a sentence."""
+
+from meshwright.planner.result import Choice, Job
+from meshwright.planner.time import Timed
+from meshwright.present import count
+
+_PLURAL = {
+    "all-gather": "all-gathers",
+    "reduce-scatter": "reduce-scatters",
+    "all-reduce": "all-reduces",
+    "collective-permute": "hops",
+    "all-to-all": "all-to-alls",
+}
+
+
+def bound_and_reason(job: Job, choice: Choice, timing: Timed) -> tuple[str, str]:
+    """What bounds it (compute, memory, axes, or idle), and the sentence."""
+    waits: dict[tuple[str, ...], float] = {}
+    for row, _, seconds, hidden in timing.rows:
+        waits[row[2]] = waits.get(row[2], 0.0) + seconds - hidden
+    parts, step = timing.seconds, timing.step
+    compute = parts["matmuls"] + parts["attention"]
+    memory = sum(parts[name] for name in ("elementwise", "loss", "optimizer", "loop over layers"))
+    worst = max(waits, key=waits.__getitem__, default=())
+    waited = waits.get(worst, 0.0)
+    if worst and waited > max(memory, 0.5 * compute):
+        return "+".join(worst), _network(choice, timing, worst, waited, job)
+    if parts["idle"] > max(compute, memory, waited):
+        idle = _percent(parts["idle"], step)
+        return "idle", f"too small to fill the device: nothing runs in {idle} of the step"
+    share = f"matmuls {_percent(parts['matmuls'], step)}, attention "
+    share += f"{_percent(parts['attention'], step)}"
+    if memory > compute:
+        return "memory", f"memory-bound: {_percent(memory, step)} of the step; {share}"
+    said = f"compute-bound: {share} of the step"
+    again = 1 - timing.work.flops / timing.work.computed
+    if choice.remat in ("mlp", "full"):
+        said += f"; remat={choice.remat} makes {100 * again:.0f}% of the FLOPs again"
+    if worst and waited > 0.03 * step:
+        said += f"; {_percent(waited, step)} waits for {_axes(choice, worst)}"
+        said += f" ({_sends(choice, timing, worst, job)})"
+    return "compute", said
+
+
+def _network(choice: Choice, timing: Timed, axes: tuple[str, ...], waited: float, job: Job) -> str:
+    return (
+        f"{_axes(choice, axes)} is network-bound: {_sends(choice, timing, axes, job)}; "
+        f"{_percent(waited, timing.step)} of the step waits for it"
+    )
+
+
+def _sends(choice: Choice, timing: Timed, axes: tuple[str, ...], job: Job) -> str:
+    """`4 all-reduces x 512 MB a layer over ICI x8, open`: the most waited for kind."""
+    here = [one for one in timing.rows if one[0][2] == axes]
+    row, link, _, _ = max(here, key=lambda one: one[2] - one[3])
+    operation, size = row[1], row[3]
+    alike = [one[0] for one in here if one[0][1] == operation and one[0][3] == size]
+    of_layers = row[8] != "step"
+    times = sum(one[4] for one in alike if (one[8] != "step") == of_layers)
+    many, where = times, "a step"
+    if of_layers:
+        many, where = times // (job.model.layers * choice.accumulation), "a layer"
+    words = _PLURAL[operation] if many > 1 else operation
+    micro = ""
+    if choice.accumulation > 1 and where == "a layer":
+        micro = f" and micro-batch, {count(choice.accumulation, 'micro-batch')},"
+    return f"{many} {words} x {_size(size)} {where}{micro} over {link.words}"
+
+
+def _axes(choice: Choice, axes: tuple[str, ...]) -> str:
+    return " · ".join(f"{axis}={getattr(choice, axis)}" for axis in axes)
+
+
+def _size(size: float) -> str:
+    for unit, worth in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= worth:
+            value = size / worth
+            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}%"

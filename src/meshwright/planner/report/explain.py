@@ -1,0 +1,220 @@
+"""One mesh of a plan with its formulas filled in: memory, work, transfers, time, roofline."""
+
+from typing import TYPE_CHECKING
+
+from meshwright.errors import MeshwrightError
+from meshwright.meshes import STANDARD_AXES, MeshSpec
+from meshwright.planner.memory import memory as count_memory
+from meshwright.planner.memory import moments
+from meshwright.planner.memory_formulas import formulas
+from meshwright.planner.report import figures
+from meshwright.planner.report.rows import Column, Row, aligned, paragraph
+from meshwright.planner.report.words import settings, short_mesh
+from meshwright.planner.result import RESERVE, Choice, Estimate, Memory, Plan, Refusal
+from meshwright.present import amount, bar, count, gib, percent, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+
+BAR = 24
+SMALL = 1e-3  # of a step: transfers that are named but not listed
+
+
+def find_mesh(plan: Plan, text: str) -> Estimate | Refusal:
+    """The estimate or the refusal of a mesh: `fsdp=-1,tp=4`; axes that are not named are 1."""
+    spec = MeshSpec.parse(text).with_standard_axes()
+    sizes = dict(spec.resolve(plan.machine.num_devices, where=f"in '{plan.machine}'").axes)
+    wanted = {axis: sizes[axis] for axis in STANDARD_AXES}
+    looked_at: list[Estimate | Refusal] = [*plan.ranked, *plan.refused]
+    for one in looked_at:
+        if one.choice.sizes == wanted:
+            return one
+    some = ", ".join(f"'{short_mesh(one.choice)}'" for one in plan.ranked[:3])
+    raise MeshwrightError(
+        f"mesh {text!r} was not looked at: the constraints leave it out; looked at were {some} "
+        f"and {len(plan.ranked) + len(plan.refused) - min(3, len(plan.ranked)):,} more"
+    )
+
+
+def explain(plan: Plan, found: Estimate | Refusal, width: int = 120) -> "Group":
+    """Everything about one mesh; of a refused one, why."""
+    from rich.console import Group
+    from rich.text import Text
+
+    warned = [paragraph(f"warning: {one}", width, 0, hanging=2) for one in plan.warnings]
+    title = Text(f"{short_mesh(found.choice)} on {plan.machine}", style="bold")
+    title.append(f": {settings(found.choice)}", style="not bold")
+    parts: list[RenderableType] = [title, *warned]
+    if isinstance(found, Refusal):
+        parts.append(paragraph(f"refused: {found.why}", width, 0, hanging=2, style="red"))
+        if found.memory is not None:
+            parts += _memory(plan, found.choice, found.memory, width)
+        parts.append(Text(f"the best that fits is {short_mesh(plan.best.choice)}"))
+        return Group(*parts)
+    parts.append(paragraph(found.reason, width, 0))
+    parts += _memory(plan, found.choice, found.memory, width)
+    parts += _work(plan, found, width)
+    parts += _transfers(found, width)
+    parts += _time(plan, found, width)
+    parts += _roofline(plan, found, width)
+    return Group(*parts)
+
+
+def _heading(text: str, more: str = "") -> "list[RenderableType]":
+    from rich.text import Text
+
+    return [Text(""), Text(text, style="bold").append(more, style="not bold dim")]
+
+
+def _memory(plan: Plan, choice: Choice, memory: Memory, width: int) -> "list[RenderableType]":
+    columns = [
+        Column("kind", right=False),
+        Column("GiB"),
+        Column("", right=False, importance=1, style="cyan"),
+    ]
+    job, machine = plan.job, plan.machine
+    # formulas are worked out anew: they are shown where they give these numbers
+    is_theirs = count_memory(job, choice, machine) == memory
+    said = formulas(job, choice, machine) if is_theirs else {}
+    most = max([*memory.kinds.values(), 1])
+    rows = [
+        Row(
+            (kind, gib(number), bar(number / most, BAR)),
+            note=f"{said[kind]} = {number:,}" if kind in said else "",
+        )
+        for kind, number in memory.kinds.items()
+        if number
+    ]
+    rows.append(Row(("together", gib(memory.total), ""), style="bold"))
+    verdict = "fits" if memory.fits else f"{gib(memory.total - memory.limit)} GiB too much"
+    if memory.fits and memory.tight:
+        verdict = "fits, but tight: it needs some of the reserve"
+    lines = [
+        f"of {gib(memory.limit)} GiB that a device gives: {percent(memory.total / memory.limit)}, "
+        f"{verdict}",
+        f"reserve, for fragmentation and what is not counted: {percent(RESERVE)}, "
+        f"{gib(memory.reserve)} GiB",
+    ]
+    if is_theirs and job.kind == "train":
+        found = moments(job, choice, machine)
+        sizes = ", ".join(f"{moment} {gib(size)}" for moment, size in found.items())
+        fullest = max(found, key=lambda moment: found[moment])
+        lines.append(f"moments, in GiB: {sizes}; the fullest is {fullest}")
+    return [
+        *_heading("memory", " of a device at the fullest moment"),
+        *aligned(columns, rows, width, indent=2),
+        *(paragraph(line, width, hanging=4) for line in lines),
+    ]
+
+
+def _work(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
+    job, model = plan.job, plan.job.model
+    lines = []
+    if job.kind == "train":
+        attention = f"{model.layers} layers × {model.heads} heads × {model.head_dim}"
+        if model.keys_seen(job.seq) == job.seq / 2:
+            attention = f"6 × {attention} × {job.seq:,}"
+        else:
+            seen = f"{model.keys_seen(job.seq):,.0f} keys seen on average"
+            attention = f"12 × {attention} × {seen}"
+        lines.append(
+            f"a token: 6 × {amount(model.matmul_params)} weights + {attention} = "
+            f"{amount(model.flops_per_token(job.seq), 'FLOP')}"
+        )
+        lines.append(
+            f"a device: {amount(model.flops_per_token(job.seq), 'FLOP')} × "
+            f"{job.batch * job.seq:,} tokens / {count(estimate.choice.devices, 'device')} = "
+            f"{amount(estimate.flops, 'FLOP')}"
+        )
+        again = estimate.computed_flops / estimate.flops - 1
+        lines.append(
+            f"computed: {amount(estimate.computed_flops, 'FLOP')}"
+            + (f", {percent(again)} more: remat computes again" if again > 0.005 else "")
+        )
+    else:
+        lines.append(f"a device: {amount(estimate.computed_flops, 'FLOP')}")
+    lines.append(f"memory: {amount(estimate.memory_bytes, 'B')} read and written")
+    return [*_heading("work", " of a step"), *(paragraph(line, width, hanging=4) for line in lines)]
+
+
+def _transfers(estimate: Estimate, width: int) -> "list[RenderableType]":
+    from rich.text import Text
+
+    lines = _heading("transfers", " of a device; the longest first")
+    if not estimate.transfers:
+        return [*lines, Text("  none: one device, or nothing to exchange")]
+    columns = [
+        Column("operation", right=False),
+        Column("axes", right=False),
+        Column("bytes × times"),
+        Column("over", right=False, importance=1),
+        Column("time"),
+        Column("hidden"),
+    ]
+    ordered = sorted(estimate.transfers, key=lambda one: -one.seconds)
+    large = [one for one in ordered if one.seconds >= SMALL * estimate.step_seconds] or ordered[:3]
+    rows = []
+    for one in large:
+        share = one.hidden / one.seconds if one.seconds else 0.0
+        times = f"{amount(one.bytes, 'B')} × {one.times:,}"
+        cells = [one.operation, "+".join(one.axes), times, one.link, seconds_text(one.seconds)]
+        what = f"{one.what}, {one.phase}" + (
+            f": {one.formula} = {one.bytes:,}" if one.formula else ""
+        )
+        rows.append(Row([*cells, percent(share)], note=what))
+    lines += aligned(columns, rows, width, indent=2)
+    rest = ordered[len(large) :]
+    if rest:
+        whats = ", ".join(dict.fromkeys(one.what for one in rest))
+        together = seconds_text(sum(one.seconds for one in rest))
+        lines.append(paragraph(f"and {len(rest)} small ones, {together} in all: {whats}", width))
+    return lines
+
+
+def _time(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
+    columns = [
+        Column("part", right=False),
+        Column("time"),
+        Column("share"),
+        Column("", right=False, importance=1, style="cyan"),
+    ]
+    step = estimate.step_seconds
+    rows = [
+        Row((part, seconds_text(seconds), percent(seconds / step), bar(seconds / step, BAR)))
+        for part, seconds in estimate.seconds.items()
+        if seconds
+    ]
+    rows.append(Row(("step", seconds_text(step), "100%", ""), style="bold"))
+    return [
+        *_heading(
+            "time", f" of a step; {amount(figures.tokens_per_second(plan, estimate))} tokens/s"
+        ),
+        *aligned(columns, rows, width, indent=2),
+    ]
+
+
+def _roofline(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
+    floor = figures.roofline(plan, estimate)
+    peak, speed = figures.peak_flops(plan), figures.memory_bandwidth(plan)
+    intensity = estimate.computed_flops / estimate.memory_bytes if estimate.memory_bytes else 0.0
+    lines = [
+        f"compute: {amount(estimate.computed_flops, 'FLOP')} / {amount(peak, 'FLOP/s')} = "
+        f"{seconds_text(floor.compute)}",
+        f"memory: {amount(estimate.memory_bytes, 'B')} / {amount(speed, 'B/s')} = "
+        f"{seconds_text(floor.memory)} ({intensity:,.0f} FLOP a byte; the chip balances at "
+        f"{peak / speed:,.0f})",
+        f"links: {seconds_text(floor.links)}, {seconds_text(estimate.exposed)} of it exposed",
+    ]
+    for axes, time in figures.by_axis(estimate).items():
+        lines.append(
+            f"over {axes}: {amount(time.wire_bytes, 'B')} sent in {seconds_text(time.seconds)}, "
+            f"{seconds_text(time.exposed)} exposed"
+        )
+    useful = estimate.flops / (estimate.step_seconds * peak)
+    lines.append(f"bound: {estimate.bound}; longest alone: {floor.longest}")
+    lines.append(
+        f"MFU: {amount(estimate.flops, 'FLOP')} / ({seconds_text(estimate.step_seconds)} × "
+        f"{amount(peak, 'FLOP/s')}) = {percent(useful)}"
+    )
+    lines_out = [paragraph(line, width, hanging=4) for line in lines]
+    return [*_heading("roofline", ": the seconds each would need alone"), *lines_out]

@@ -1,0 +1,97 @@
+"""What follows from an estimate's numbers: rates, money, the roofline, sums by axis."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from meshwright.planner.result import Estimate, Plan, Transfer
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisTime:
+    """Seconds of a step on the links of one axis (or of several together)."""
+
+    seconds: float
+    hidden: float
+    wire_bytes: float
+
+    @property
+    def exposed(self) -> float:
+        return self.seconds - self.hidden
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """The seconds each resource alone would need; the longest is the floor of a step."""
+
+    compute: float  # all FLOPs at the chip's peak
+    memory: float  # all bytes at the memory's bandwidth
+    links: float  # all transfers, one after another
+
+    @property
+    def longest(self) -> str:
+        return max(("compute", "memory", "links"), key=lambda name: getattr(self, name))
+
+
+def peak_flops(plan: Plan) -> float:
+    """Of one device, a second."""
+    chip = plan.machine.chip
+    return chip.bf16_flops / chip.cores_per_chip
+
+
+def memory_bandwidth(plan: Plan) -> float:
+    """Of one device, bytes a second."""
+    chip = plan.machine.chip
+    return chip.memory_bandwidth / chip.cores_per_chip
+
+
+def link_bandwidth(plan: Plan) -> float:
+    """Of all links of one device together, bytes a second in one direction."""
+    chip = plan.machine.chip
+    return chip.links * chip.link_bandwidth / chip.cores_per_chip
+
+
+def tokens_per_second(plan: Plan, estimate: Estimate) -> float:
+    """Of the whole machine: trained on, or, serving, generated: a token for each row and step."""
+    return plan.tokens_per_second(estimate)
+
+
+def per_chip(plan: Plan, estimate: Estimate) -> float:
+    """Tokens a second and chip."""
+    return tokens_per_second(plan, estimate) / plan.machine.num_chips
+
+
+def cost_per_trillion(plan: Plan, estimate: Estimate) -> float | None:
+    """Money for a trillion tokens; None where no price was given."""
+    if plan.cost_per_hour is None:
+        return None
+    an_hour = plan.cost_per_hour * plan.machine.num_chips
+    return an_hour / 3600 / tokens_per_second(plan, estimate) * 1e12
+
+
+def roofline(plan: Plan, estimate: Estimate) -> Roofline:
+    return Roofline(
+        compute=estimate.computed_flops / peak_flops(plan),
+        memory=estimate.memory_bytes / memory_bandwidth(plan),
+        links=sum(one.seconds for one in estimate.transfers),
+    )
+
+
+def wire_bytes(transfer: Transfer, sizes: Mapping[str, int]) -> float:
+    """Bytes a device sends in a step for it: the share that is not its own, round a ring."""
+    ways = 1
+    for axis in transfer.axes:
+        ways *= sizes[axis]
+    share = {"all-reduce": 2 * (ways - 1) / ways, "collective-permute": 1.0}
+    return transfer.bytes * transfer.times * share.get(transfer.operation, (ways - 1) / ways)
+
+
+def by_axis(estimate: Estimate) -> dict[str, AxisTime]:
+    """Transfers summed by the axes they go over: `{"fsdp": …, "fsdp+sp": …}`, the longest first."""
+    sums: dict[str, list[float]] = {}
+    for one in estimate.transfers:
+        total = sums.setdefault("+".join(one.axes), [0.0, 0.0, 0.0])
+        total[0] += one.seconds
+        total[1] += one.hidden
+        total[2] += wire_bytes(one, estimate.choice.sizes)
+    ordered = sorted(sums.items(), key=lambda item: -item[1][0])
+    return {axes: AxisTime(*numbers) for axes, numbers in ordered}

@@ -1,0 +1,136 @@
+"""One self-contained HTML page of a plan: its table, memory, time, roofline, the machine."""
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.meshes import mesh as build_mesh
+from meshwright.planner.report import figures
+from meshwright.planner.report.words import group_headings, next_commands, settings, short_mesh
+from meshwright.planner.result import Estimate, Plan
+from meshwright.present import amount, count, gib, percent, render, seconds_text
+
+TEMPLATE = Path(__file__).with_name("plan.html")
+DETAILED = 40  # meshes whose every transfer is on the page; the others' are summed by axis
+PLACED = 8  # meshes that are drawn on the machine: each lists all its devices
+
+
+def page(plan: Plan) -> str:
+    """The page's HTML; it needs nothing from outside."""
+    job = plan.job
+    title = f"{job.name or 'a model'} on {plan.machine}"
+    size = f"batch {job.batch:,} × {job.seq:,} tokens"
+    about = [size, f"best {plan.objective} first", count(plan.machine.num_chips, "chip")]
+    return render(
+        TEMPLATE,
+        title=title,
+        data=page_data(plan),
+        about=" · ".join(["serving" if job.kind == "serve" else job.optimizer, *about]),
+        summary=_summary(plan),
+        warnings=plan.warnings,
+    )
+
+
+def page_data(plan: Plan) -> dict[str, Any]:
+    """What the page draws, smaller than `plan_data`."""
+    machine = plan.machine
+    # the longest list first: it has the order of them all
+    memories = sorted((one.memory.kinds for one in plan.ranked), key=lambda kinds: -len(kinds))
+    kinds = list(dict.fromkeys(kind for kinds in memories for kind in kinds))
+    parts = list(dict.fromkeys(part for one in plan.ranked for part in one.seconds))
+    return {
+        "machine": {
+            "text": str(machine),
+            "platform": machine.chip.platform,
+            "grid": list(machine.grid),
+            "wraps": list(machine.wraps) if machine.is_tpu else [],
+            "slices": machine.slices,
+        },
+        "peak": figures.peak_flops(plan),
+        "memoryBandwidth": figures.memory_bandwidth(plan),
+        "linkBandwidth": figures.link_bandwidth(plan),
+        "kinds": kinds,
+        "parts": parts,
+        "groups": group_headings(plan),
+        "rows": [_row(plan, i, one, kinds, parts) for i, one in enumerate(plan.ranked)],
+        "refused": [
+            [short_mesh(one.choice), one.why, one.memory.total if one.memory else None]
+            for one in plan.refused
+        ],
+    }
+
+
+def _row(
+    plan: Plan, rank: int, estimate: Estimate, kinds: list[str], parts: list[str]
+) -> dict[str, Any]:
+    choice, memory = estimate.choice, estimate.memory
+    axes = figures.by_axis(estimate)
+    row = {
+        "rank": rank + 1,
+        "group": estimate.group,
+        "mesh": short_mesh(choice),
+        "sizes": list(choice.sizes.values()),
+        "remat": choice.remat,
+        "micro": choice.accumulation,
+        "settings": settings(choice),
+        "step": estimate.step_seconds,
+        "tokens": figures.tokens_per_second(plan, estimate),
+        "chip": figures.per_chip(plan, estimate),
+        "mfu": estimate.mfu,
+        "memory": [memory.kinds.get(kind, 0) for kind in kinds],
+        "total": memory.total,
+        "limit": memory.limit,
+        "bound": estimate.bound,
+        "reason": estimate.reason,
+        "cost": figures.cost_per_trillion(plan, estimate),
+        "seconds": [estimate.seconds.get(part, 0.0) for part in parts],
+        "flops": estimate.computed_flops,
+        "bytes": estimate.memory_bytes,
+        "sent": sum(time.wire_bytes for time in axes.values()),
+        "axes": [[name, time.seconds, time.hidden, time.wire_bytes] for name, time in axes.items()],
+        "next": next_commands(plan, choice),
+    }
+    if rank < DETAILED:
+        row["transfers"] = [
+            [
+                f"{one.what}, {one.phase}",
+                one.operation,
+                "+".join(one.axes),
+                one.bytes,
+                one.times,
+                one.link,
+                one.seconds,
+                one.hidden,
+                one.formula,
+            ]
+            for one in sorted(estimate.transfers, key=lambda one: -one.seconds)
+        ]
+    if rank < PLACED:
+        placed = build_mesh(choice.mesh, machine=plan.machine)
+        row["order"] = [device.id for device in placed.devices.flat]  # in the mesh's order
+        row["extents"] = [placed.axis_extent(axis) for axis in placed.axis_names]
+    return row
+
+
+def _summary(plan: Plan) -> list[tuple[str, str]]:
+    best = plan.best
+    cells = [
+        ("best mesh", short_mesh(best.choice)),
+        ("step" if plan.job.kind == "train" else "a token", seconds_text(best.step_seconds)),
+        ("tokens/s", amount(figures.tokens_per_second(plan, best))),
+        ("tokens/s a chip", amount(figures.per_chip(plan, best))),
+        ("MFU", percent(best.mfu)),
+        (f"GiB of {gib(best.memory.limit)}", gib(best.memory.total)),
+    ]
+    if plan.largest_batch is not None:
+        training = plan.job.kind == "train"
+        cells.append(
+            ("largest micro-batch" if training else "largest batch", f"{plan.largest_batch:,}")
+        )
+    if plan.largest_seq is not None:
+        longest = plan.job.model.max_seq
+        own = f" (model's own: {longest:,})" if plan.largest_seq > longest else ""
+        cells.append(("longest row", f"{plan.largest_seq:,}{own}"))
+    cost = figures.cost_per_trillion(plan, best)
+    if cost is not None:
+        cells.append(("cost of 1T tokens", amount(cost)))
+    return cells

@@ -1,0 +1,170 @@
+"""A plan in the terminal: the ranked meshes, what was refused, and what to type next."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from meshwright.planner.report import figures
+from meshwright.planner.report.rows import Column, Row, aligned, paragraph
+from meshwright.planner.report.words import (
+    folded,
+    group_headings,
+    groups_of,
+    meshes,
+    next_commands,
+    short_mesh,
+)
+from meshwright.planner.result import Estimate, Memory, Plan
+from meshwright.present import amount, bar, count, gib, percent, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+
+BAR = 10  # characters
+MAIN_REASONS = 4
+
+
+def report(plan: Plan, width: int = 120, *, top: int = 8, refused: bool = False) -> "Group":
+    """The whole report for a terminal of `width` columns: `console.print(report(plan))`."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [*_header(plan), Text("")]
+    for warning in plan.warnings:
+        parts += [paragraph(f"warning: {warning}", width, 0, hanging=2, style="yellow"), Text("")]
+    parts += _ranked(plan, width, top)
+    hidden = len(plan.ranked) - top
+    if hidden > 0:
+        parts.append(Text(f"… and {meshes(hidden)} after these (more: --top N)", style="dim"))
+    parts += [Text(""), *_refused(plan, width, refused), *_largest(plan, width), Text("")]
+    parts.append(Text("next", style="bold"))
+    commands = next_commands(plan, plan.best.choice)
+    parts += [Text(folded(command, width), no_wrap=True) for command in commands]
+    return Group(*parts)
+
+
+def _header(plan: Plan) -> "list[RenderableType]":
+    from rich.text import Text
+
+    job, machine = plan.job, plan.machine
+    title = Text()
+    title.append(job.name or "a model", style="bold")
+    title.append(" on ")
+    title.append(str(machine), style="bold")
+    chips = count(machine.num_chips, "chip")
+    if machine.num_devices != machine.num_chips:
+        chips += f" ({count(machine.num_devices, 'device')})"
+    title.append(f": {chips}")
+    rows = f"batch {job.batch:,} × {job.seq:,} tokens"
+    if job.kind == "train":
+        rows += f" = {amount(job.batch * job.seq)} tokens a step"
+    kept = (
+        f"{job.optimizer}, parameters {job.param_dtype}, compute {job.dtype}"
+        if job.kind == "train"
+        else f"serving, weights {job.dtype}"
+    )
+    first = f"best {plan.objective} first"
+    if job.kind == "serve" and plan.objective == "throughput":
+        first = "most tokens a second with as many rows as fit first"
+    return [title, Text(rows), Text(f"{kept}; {first}", style="dim")]
+
+
+def _ranked(plan: Plan, width: int, top: int) -> "list[RenderableType]":
+    shown = _columns(plan)
+    headings = group_headings(plan)
+    rows = [
+        Row(
+            [str(rank), *(cell(one) for _, cell in shown)],
+            note=one.reason,
+            style="green" if rank == 1 else "",
+            heading=headings.pop(one.group, ""),  # above the first of its group
+        )
+        for rank, one in enumerate(plan.ranked[:top], 1)
+    ]
+    return aligned([Column("#"), *(column for column, _ in shown)], rows, width)
+
+
+def _columns(plan: Plan) -> list[tuple[Column, Callable[[Estimate], str]]]:
+    """Each column with what stands in it; narrow terminals leave out the less important."""
+    training = plan.job.kind == "train"
+    columns: list[tuple[Column, Callable[[Estimate], str]]] = [
+        (Column("mesh", right=False, style="bold"), lambda one: short_mesh(one.choice))
+    ]
+    if training:
+        columns += [
+            (Column("remat", right=False), lambda one: one.choice.remat),
+            (Column("micro", importance=4), lambda one: str(one.choice.accumulation)),
+        ]
+    columns += [
+        (Column("step" if training else "a token"), lambda one: seconds_text(one.step_seconds)),
+        (Column("tokens/s"), lambda one: amount(figures.tokens_per_second(plan, one))),
+        (Column("a chip", importance=2), lambda one: amount(figures.per_chip(plan, one))),
+        (Column("MFU"), lambda one: percent(one.mfu)),
+        (Column(f"of {gib(plan.best.memory.limit)} GiB"), lambda one: _used(one.memory)),
+        (
+            Column("", right=False, importance=1, style="cyan"),
+            lambda one: bar(one.memory.total / one.memory.limit, BAR),
+        ),
+    ]
+    if plan.cost_per_hour is not None:
+        columns.append(
+            (
+                Column("cost/T", importance=5),
+                lambda one: amount(figures.cost_per_trillion(plan, one) or 0.0),
+            )
+        )
+    columns.append((Column("bound", right=False, importance=3), lambda one: one.bound))
+    return columns
+
+
+def _used(memory: Memory) -> str:
+    """With a sign where it needs some of the reserve."""
+    sign = "!" if memory.tight else ""
+    return f"{gib(memory.total)} {sign + percent(memory.total / memory.limit):>4}"
+
+
+def _refused(plan: Plan, width: int, all_of_them: bool) -> "list[RenderableType]":
+    from rich.text import Text
+
+    if not plan.refused:
+        return [Text("no mesh was refused")]
+    hint = "" if all_of_them else " (all: --refused)"
+    lines: list[RenderableType] = [Text(f"{meshes(len(plan.refused))} refused{hint}", style="bold")]
+    if all_of_them:
+        texts = [f"{short_mesh(one.choice)}: {one.why}" for one in plan.refused]
+        return lines + [paragraph(text, width, hanging=4) for text in texts]
+    groups = groups_of(plan.refused)
+    for members, by_memory in groups[:MAIN_REASONS]:
+        first, what = members[0], "for example "
+        if by_memory:  # of those that need too much, the one that needs least says most
+            first = min(members, key=lambda one: one.memory.total if one.memory else 0)
+            what = "for memory; the nearest is "
+        what = what if len(members) > 1 else ""
+        text = f"{len(members):>4}  {what}{short_mesh(first.choice)}: {first.why}"
+        lines.append(paragraph(text, width, hanging=6))
+    rest = sum(len(members) for members, _ in groups[MAIN_REASONS:])
+    if rest:
+        lines.append(paragraph(f"{rest:>4}  for other reasons", width))
+    return lines
+
+
+def _largest(plan: Plan, width: int) -> "list[RenderableType]":
+    mesh = short_mesh(plan.best.choice)
+    training = plan.job.kind == "train"
+    parts = []
+    if plan.largest_batch is not None:
+        rows = f"batch {plan.largest_batch:,}" + (" in one micro-batch" if training else "")
+        parts.append(f"{rows}, of {plan.job.seq:,} tokens")
+    if plan.largest_seq is not None:
+        how = ", one on each data rank, with remat full" if training else ", one at a time"
+        longest = plan.job.model.max_seq
+        own = f" (the model's own length is {longest:,})" if plan.largest_seq > longest else ""
+        parts.append(f"rows of {plan.largest_seq:,} tokens{how}{own}")
+    texts = [f"largest that fits on {mesh}: {'; '.join(parts)}"] if parts else []
+    cost = figures.cost_per_trillion(plan, plan.best)
+    if cost is not None:
+        days = 1e12 / figures.tokens_per_second(plan, plan.best) / 86400
+        texts.append(
+            f"a trillion tokens on {mesh}: {cost:,.0f} at {plan.cost_per_hour:g} a chip and hour, "
+            f"{days:,.0f} days"
+        )
+    return [paragraph(text, width, 0, hanging=2) for text in texts]

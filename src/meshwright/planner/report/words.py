@@ -1,0 +1,132 @@
+"""Numbers, choices and refusals of a plan in words, as every report writes them."""
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+
+from meshwright.models.decoder import usual_dtype
+from meshwright.planner.ranking import UNCERTAINTY
+from meshwright.planner.result import Choice, Job, Plan, Refusal
+from meshwright.present import count, percent
+
+
+def meshes(number: int) -> str:
+    return f"{number:,} {'mesh' if number == 1 else 'meshes'}"
+
+
+def short_mesh(choice: Choice) -> str:
+    """The mesh without its axes of size 1: `"fsdp=64,tp=4"`."""
+    split = [f"{axis}={size}" for axis, size in choice.sizes.items() if size > 1]
+    return ",".join(split) or "fsdp=1"
+
+
+def group_headings(plan: Plan) -> dict[int, str]:
+    """What stands above each group of choices whose times cannot be told apart."""
+    found: dict[int, str] = {}
+    for one in plan.ranked:
+        if one.group and one.group not in found:
+            which = "next " if found else ""
+            tight = ", tight memory" if one.memory.tight else ""
+            found[one.group] = (
+                f"group {one.group}: within {percent(UNCERTAINTY)} of the {which}fastest{tight}; "
+                "simplest first"
+            )
+    return found
+
+
+def settings(choice: Choice) -> str:
+    """What is chosen with the mesh: `"remat full, 4 micro-batches, tp_sequence"`."""
+    words = [f"remat {choice.remat}", count(choice.accumulation, "micro-batch")]
+    if choice.tp_sequence:
+        words.append("tp_sequence")
+    if choice.sp > 1:
+        words.append(f"attention over sp: {choice.strategy}")
+    if choice.mlp_chunk:
+        words.append(f"mlp_chunk {choice.mlp_chunk:,}")
+    return ", ".join(words)
+
+
+def flags(choice: Choice) -> list[str]:
+    """The flags of train and prove that run the choice; those at their defaults are left out."""
+    words = ["--mesh", choice.mesh]
+    if choice.accumulation > 1:
+        words += ["--accumulation", str(choice.accumulation)]
+    if choice.remat != "none":
+        words += ["--compute.remat", choice.remat]
+    if choice.tp_sequence:
+        words.append("--compute.tp-sequence")
+    if choice.mlp_chunk:
+        words += ["--compute.mlp-chunk", str(choice.mlp_chunk)]
+    if choice.sp > 1 and choice.strategy != "auto":
+        words += ["--sequence-parallel", choice.strategy]
+    return words
+
+
+def job_flags(job: Job) -> list[str]:
+    """The flags of train and prove that say the job; those at their defaults are left out."""
+    words = ["--batch", str(job.batch), "--seq", str(job.seq)]
+    if job.optimizer != "adamw":
+        words += ["--optimizer.name", job.optimizer]
+    if job.param_dtype != "float32":
+        words += ["--compute.param-dtype", job.param_dtype]
+    if job.loss_chunk != Job.loss_chunk:
+        words += ["--loss.chunk", str(job.loss_chunk)]
+    if not job.scan:
+        words.append("--compute.no-scan")
+    if job.overlap:
+        words.append("--compute.overlap")
+    return words
+
+
+def next_commands(plan: Plan, choice: Choice) -> list[str]:
+    """What to type next: have the compiler prove it, then run it; to serve: see where it lies."""
+    job = plan.job
+    model = job.name or "MODEL"
+    if job.kind == "serve":
+        words = ["meshwright", "show", "--mesh", choice.mesh, "--on", str(plan.machine)]
+        return [shlex.join(words)]
+    size = job_flags(job)
+    if job.dtype != usual_dtype("auto", plan.machine.chip.platform):
+        size += ["--compute.dtype", job.dtype]
+    if job.seq > job.model.max_seq:  # Plan.warnings says so
+        factor = -(-job.seq // job.model.max_seq)
+        size += ["--rope.scaling", "linear", "--rope.factor", str(factor)]
+    prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags(choice), *size]
+    train = ["meshwright", "train", model, *flags(choice), *size]
+    return [shlex.join(prove), shlex.join(train)]
+
+
+def folded(command: str, width: int) -> str:
+    """A command, indented, over several lines that end in a backslash: still one to copy."""
+    lines = ["  "]
+    for word in _words_with_values(command):
+        if lines[-1].strip() and len(lines[-1]) + 1 + len(word) > width - 2:
+            lines.append("      ")
+        lines[-1] += f" {word}" if lines[-1].strip() else word
+    return " \\\n".join(lines)
+
+
+def _words_with_values(command: str) -> list[str]:
+    """`--flag value` stays on one line."""
+    words: list[str] = []
+    for word in command.split(" "):
+        if words and words[-1].startswith("--") and " " not in words[-1] and word[:2] != "--":
+            words[-1] += f" {word}"
+        else:
+            words.append(word)
+    return words
+
+
+def groups_of(refused: Iterable[Refusal]) -> list[tuple[Sequence[Refusal], bool]]:
+    """Refusals that differ only in their numbers together, the most frequent first.
+
+    The flag says that it is memory that refuses.
+    """
+    groups: dict[tuple[str, bool], list[Refusal]] = {}
+    for one in refused:
+        by_memory = one.memory is not None
+        # memory refuses each mesh with its own largest kind: they still are one group
+        pattern = "" if by_memory else re.sub(r"\d[\d.,]*", "#", one.why)
+        groups.setdefault((pattern, by_memory), []).append(one)
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    return [(members, by_memory) for (_, by_memory), members in ordered]

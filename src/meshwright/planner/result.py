@@ -1,0 +1,186 @@
+"""What a plan says: a job, the ways to run it, and what each would cost. Data only.
+
+Bytes and seconds are of one device and of one optimizer step unless a name says otherwise.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from meshwright.machines import Machine
+from meshwright.models.decoder import DecoderConfig
+from meshwright.present import mesh_text
+
+RESERVE = 0.05  # of memory
+Phase = Literal["forward", "backward", "optimizer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to be run, wherever: the model, the rows of a step, and how numbers are kept."""
+
+    model: DecoderConfig
+    batch: int  # rows of an optimizer step, over all devices and micro-batches
+    seq: int
+    name: str = ""  # of the model
+    kind: Literal["train", "serve"] = "train"
+    optimizer: str = "adamw"
+    param_dtype: str = "float32"
+    dtype: str = "bfloat16"
+    loss_chunk: int = 2048
+    scan: bool = True
+    documents: bool = True  # rows are packed: segments and positions come with the tokens
+    overlap: bool = False  # a TPU is told to gather weights while it computes
+    attention: str = "auto"  # the kernel, as train's --compute.attention takes it
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One way to run a job: the mesh, and what is chosen with it."""
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    sp: int = 1
+    remat: str = "none"
+    accumulation: int = 1
+    tp_sequence: bool = False
+    strategy: str = "auto"  # of attention over sp; auto is not known before the machine is
+    mlp_chunk: int = 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "sp": self.sp}
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.fsdp * self.tp * self.sp
+
+    @property
+    def mesh(self) -> str:
+        """As `--mesh` takes it."""
+        return mesh_text(self.sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of a device at the fullest moment, by kind, in the order they are shown."""
+
+    kinds: Mapping[str, int]  # parameters, gradients, optimizer, activations, gathered weights …
+    limit: int  # what the compiler gives out
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.limit
+
+    @property
+    def reserve(self) -> int:
+        """Left free for fragmentation and for what the count does not see."""
+        return round(RESERVE * self.limit)
+
+    @property
+    def tight(self) -> bool:
+        """It needs some of the reserve: the count's own error could tip it."""
+        return self.total > self.limit - self.reserve
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One kind of collective of a step."""
+
+    what: str  # in words: "weights of a layer", "sums of a block's outputs"
+    operation: str  # all-gather, reduce-scatter, all-reduce, collective-permute, all-to-all
+    axes: tuple[str, ...]  # of the mesh, in its order
+    bytes: int  # of the whole array on a device, once (see audit.Collective.bytes)
+    times: int  # in a step
+    phase: Phase
+    pieces: int = 1  # operations that send these bytes each time: a layer's matrices go one by one
+    link: str = ""  # what it goes over, in words: "ICI x+y, closed", "NVLink", "host network"
+    seconds: float = 0.0  # all times together, if nothing hid it
+    hidden: float = 0.0  # of those, the seconds that lie under compute
+    formula: str = ""  # how bytes came about, with numbers filled in
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Estimate:
+    """What a choice would cost."""
+
+    choice: Choice
+    memory: Memory
+    flops: float  # useful ones, by the formula of DecoderConfig.flops_per_token
+    computed_flops: float  # with what remat computes again
+    memory_bytes: float  # read and written
+    transfers: tuple[Transfer, ...]
+    seconds: Mapping[str, float]  # by part: matmuls, attention, elementwise, optimizer, exposed …
+    step_seconds: float
+    mfu: float
+    bound: str  # compute, memory, or the axis whose links are waited for
+    reason: str  # a sentence: why it is as fast as it is
+    group: int = 0  # of choices whose times cannot be told apart, from 1; 0: not ranked by time
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of transfers that nothing hides."""
+        return sum(one.seconds - one.hidden for one in self.transfers)
+
+    def __repr__(self) -> str:
+        """The choice and what it costs; every number is a field."""
+        share = self.memory.total / self.memory.limit
+        return (
+            f"Estimate({self.choice.mesh}, remat={self.choice.remat}, accumulation="
+            f"{self.choice.accumulation}: {self.step_seconds:.3g} s a step, MFU {self.mfu:.0%}, "
+            f"memory {share:.0%}, bound by {self.bound})"
+        )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Refusal:
+    """A choice that cannot be, and why in a sentence."""
+
+    choice: Choice
+    why: str
+    memory: Memory | None = None  # where it is memory that refuses
+
+    def __repr__(self) -> str:
+        return f"Refusal({self.choice.mesh}: {self.why})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan:
+    """The ways to run a job on a machine, the best first."""
+
+    job: Job
+    machine: Machine
+    objective: Literal["throughput", "latency", "memory"]
+    ranked: tuple[Estimate, ...]  # one for each mesh: with the best of the rest
+    refused: tuple[Refusal, ...]
+    largest_batch: int | None = None  # of the best mesh, at this seq
+    largest_seq: int | None = None  # of the best mesh, at one row a device
+    cost_per_hour: float | None = None  # of one chip
+    warnings: tuple[str, ...] = ()  # what would keep the printed commands from running as they are
+
+    @property
+    def best(self) -> Estimate:
+        return self.ranked[0]
+
+    @property
+    def mesh(self) -> str:
+        """The best mesh, as `--mesh` takes it."""
+        return self.best.choice.mesh
+
+    def __repr__(self) -> str:
+        """What is planned and the best of it; `meshwright plan` shows it all."""
+        return (
+            f"Plan({self.job.name or 'a model'} on {self.machine}, batch={self.job.batch}, "
+            f"seq={self.job.seq}, {self.job.kind}: {len(self.ranked)} meshes ranked, "
+            f"{len(self.refused)} refused; best {self.best!r})"
+        )
+
+    def tokens_per_second(self, estimate: Estimate) -> float:
+        """Of the whole machine; serving, a step makes one token of each row."""
+        tokens = self.job.seq if self.job.kind == "train" else 1
+        return self.job.batch * tokens / estimate.step_seconds

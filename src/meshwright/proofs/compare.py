@@ -1,0 +1,143 @@
+"""How far the plan's numbers are from the compiler's."""
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+from meshwright.audits import Audit, Expected
+from meshwright.machines import Machine
+from meshwright.planner import (
+    Choice,
+    Job,
+    compiled_rows,
+    compiled_traffic,
+    in_stages,
+    memory,
+    traffic,
+    with_strategy,
+)
+from meshwright.proofs.proof import Proof
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One number, as planned and as compiled."""
+
+    what: str
+    planned: float
+    compiled: float
+
+    @property
+    def off(self) -> float | None:
+        """Planned over compiled, less one; None where there is nothing to divide by."""
+        return self.planned / self.compiled - 1 if self.compiled else None
+
+
+def job_and_choice(config: Any, machine: Machine, model: Any = None) -> tuple[Job, Choice] | None:
+    """Settings of train as the plan knows them; None where it does not: own rules."""
+    from meshwright.models.decoder import usual_dtype
+    from meshwright.train import model_config, training_spec
+
+    if config.rules != "standard":
+        return None
+    spec = training_spec(config).resolve(machine.num_devices)
+    said = config.compute
+    model = model_config(config.model) if model is None else model
+    job = Job(
+        config.rope.apply(model, config.seq), config.batch, config.seq, config.model,
+        optimizer=config.optimizer.name, param_dtype=said.param_dtype,
+        dtype=usual_dtype(said.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
+        scan=said.scan, overlap=said.overlap, attention=said.attention,
+    )  # fmt: skip
+    sizes = dict(zip(spec.names, spec.sizes, strict=True))
+    choice = Choice(
+        **sizes, remat=said.remat, accumulation=config.accumulation, tp_sequence=said.tp_sequence,
+        strategy=config.sequence_parallel, mlp_chunk=said.mlp_chunk,
+    )  # fmt: skip
+    return job, with_strategy(job, choice, machine)
+
+
+# the TPU compiler pads what it scatters by up to an eighth, and hops the edges where they belong
+_PADDED = 1.13
+
+
+def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]:
+    """What the plan would have the step send; anything larger of its kind is something else.
+
+    What a TPU's compiler may make of it instead is told apart: all-reduces of whole arrays in place
+    of gathers and scatters, hops of the edges of what it scatters in padded parts, and stages of
+    what goes over several slices, within them and between them.
+    """
+    intended = {
+        (one.what, axis): one.operation for one in traffic(job, choice) for axis in one.axes
+    }
+    largest: dict[tuple[str, tuple[str, ...], str], tuple[int, str]] = {}
+
+    def add(operation: str, axes: tuple[str, ...], size: float, what: str, made_of: str) -> None:
+        kind = operation, axes, made_of
+        largest[kind] = max(largest.get(kind, (0, "")), (int(size), what))
+
+    # sums over micro-batches may be sent after them all, in float32
+    summed = 2 if machine.is_tpu and choice.accumulation > 1 else 1
+    for row in compiled_rows(job, choice, machine):
+        what, over = row[0], row[2]
+        meant = intended.get((what, over[0]), row[1])
+        origin = f"{meant} over {'+'.join(over)}"
+        for part in in_stages((what, meant, *row[2:]), choice, machine):
+            operation, axes, size = part[1], part[2], _PADDED * summed * part[3]
+            as_meant = (operation, axes) == (meant, over)
+            add(operation, axes, size, what, "" if as_meant else origin)
+            if machine.is_tpu and operation in ("all-gather", "reduce-scatter"):
+                add("all-reduce", axes, size, what, origin)
+            if machine.is_tpu and operation == "reduce-scatter":
+                edge = size / math.prod(choice.sizes[axis] for axis in axes)
+                add("collective-permute", axes, edge, what, origin)
+    if machine.chip.platform == "gpu":
+        for axes, size in _combined(job, choice, machine).items():
+            add("all-reduce", axes, size, "sums of a step in one array", "")
+    return tuple(
+        Expected(operation, axes, None, what, at_most=size, rewrite_of=made_of)
+        for (operation, axes, made_of), (size, what) in largest.items()
+    )
+
+
+def _combined(job: Job, choice: Choice, machine: Machine) -> Counter[tuple[str, ...]]:
+    """Bytes of all sums over the same axes: the GPU compiler sends those outside of loops as one.
+
+    Gradients of norms and of biases, the loss and the gradient's norm are such.
+    """
+    total: Counter[tuple[str, ...]] = Counter()
+    for _, operation, axes, size, times, _, _, _, part in compiled_rows(job, choice, machine):
+        if operation == "all-reduce" and part == "step":
+            total[axes] += size * times
+    return total
+
+
+def compare(job: Job, choice: Choice, proof: Proof, found: Audit | None) -> tuple[Compared, ...]:
+    """Memory, and the bytes of every kind of collective over every set of axes."""
+    compared = []
+    need = memory(job, choice, proof.machine)
+    if proof.footprint is not None:
+        compared.append(Compared("memory of a device", need.total, proof.footprint.total))
+    elif proof.out_of_memory is not None:
+        compared.append(Compared("memory of a device", need.total, proof.out_of_memory.needed))
+    if found is None:
+        return tuple(compared)
+    planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for one in compiled_traffic(job, choice, proof.machine):
+        planned[one.operation, one.axes] += one.bytes * one.times
+    compiled: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for row in found.rows:
+        if row.counted:
+            compiled[row.operation, row.axes] += row.bytes * row.times
+    kinds = sorted({*planned, *compiled}, key=lambda kind: -compiled[kind])
+    compared += [
+        Compared(
+            f"{operation} over {'+'.join(axes)}",
+            planned[operation, axes],
+            compiled[operation, axes],
+        )
+        for operation, axes in kinds
+    ]
+    return tuple(compared)

@@ -1,0 +1,206 @@
+"""Compile the step that train would run, for a machine that is not here, and read what came of it.
+
+proof = prove(TrainConfig("llama-3.1-8b", mesh="fsdp=64", batch=64, seq=8192), "v5p:4x4x4")
+proof.fits, proof.footprint.total
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.interrupt import before_end
+from meshwright.machines import Machine, check_slice
+from meshwright.ops import switched_on
+from meshwright.proofs.cache import cache_folder, request_key
+from meshwright.proofs.footprint import Footprint, OutOfMemory, footprint, out_of_memory
+from meshwright.proofs.target import check_extra, child_environment, compiler_versions
+
+Progress = Callable[[str, float], None]  # the stage in words, and seconds since the start
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Proof:
+    """What the compiler made of a step."""
+
+    machine: Machine
+    mesh: str
+    compiler: str
+    times: Mapping[str, float]  # seconds of lowering and compiling
+    footprint: Footprint | None  # None: it did not compile
+    out_of_memory: OutOfMemory | None
+    attention: str | None  # how it is split over sp, and a kernel that is slow, in words
+    folder: Path  # program.hlo.gz, memory.txt.gz, message.txt
+    cached: bool
+
+    @property
+    def fits(self) -> bool:
+        return self.footprint is not None and self.footprint.fits
+
+    def __repr__(self) -> str:
+        """The verdict; every number is a field."""
+        used = self.footprint or self.out_of_memory
+        needed = "" if used is None else _gib(used) + ", "
+        verdict = "fits" if self.fits else "does not fit"
+        return f"Proof({self.mesh} on {self.machine}: {verdict}, {needed}by {self.compiler})"
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The compiled program."""
+        return _read(self.folder / "program.hlo.gz")
+
+
+def prove(
+    config: Any,
+    on: Machine | str,
+    *,
+    model: Any = None,
+    cache: Path | bool = True,
+    progress: Progress | None = None,
+) -> Proof:
+    """Compile `config`'s step (a TrainConfig) for a machine; `model` replaces the one it names.
+
+    `cache`: where results are kept, True for the usual place, False not to look there. A step that
+    does not fit is a Proof that says so; a mistake or any other failure is a MeshwrightError.
+    """
+    from meshwright.train import config_to_dict, decoder_to_dict, model_config
+
+    machine = Machine.parse(on)
+    check_slice(machine.chip, machine.shape, machine.slices, str(machine))
+    check_extra(machine)
+    model = model_config(config.model) if model is None else model
+    _check(config, model, machine)
+    said = config_to_dict(config)
+    for name in _WITHOUT_EFFECT:
+        said.pop(name, None)
+    request: dict[str, Any] = {
+        "machine": str(machine),
+        "config": said,
+        "model": decoder_to_dict(model),
+    }
+    if machine.chip.platform == "gpu":
+        request["own_kernels"] = switched_on()
+    compiler = compiler_versions(machine)
+    place = cache if isinstance(cache, Path) else cache_folder()
+    folder = place / request_key(request, compiler)
+    known = cache is not False and (folder / "result.json").exists()
+    if not known:
+        _compile(request, machine, folder, progress)
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    if "mistake" in result:
+        raise MeshwrightError(result["mistake"])
+    return _proof(result, machine, config.mesh, compiler, folder, known)
+
+
+def _check(config: Any, model: Any, machine: Machine) -> None:
+    """Sizes against the mesh, before a compiler is started."""
+    from meshwright.meshes import mesh
+    from meshwright.train import (
+        check_batch,
+        check_length,
+        check_model,
+        choose_rules,
+        training_spec,
+    )
+
+    placed, rules = mesh(training_spec(config), machine), choose_rules(config)
+    model = config.rope.apply(model, config.seq)
+    check_model(model, rules, placed)
+    check_length(model, config.seq)
+    check_batch(config, rules, placed)
+
+
+# of a run's settings, those that do not change what is compiled
+_WITHOUT_EFFECT = (
+    "run", "data", "checkpoint", "eval", "log", "stop_at", "hang_timeout", "coordinator",
+    "processes", "process_id", "cpu_devices", "seed", "max_skipped", "init_from",
+)  # fmt: skip
+
+
+def _proof(
+    result: dict[str, Any], machine: Machine, mesh: str, compiler: str, folder: Path, cached: bool
+) -> Proof:
+    if "failure" in result:
+        exhausted = out_of_memory(result["failure"])
+        if exhausted is None:
+            raise MeshwrightError(
+                f"the compiler for '{machine}' failed: {digest(result['failure'])} The whole "
+                f"message is in {folder / 'message.txt'}"
+            )
+        return Proof(
+            machine, mesh, compiler, result["times"], None, exhausted, result["attention"],
+            folder, cached,
+        )  # fmt: skip
+    report = folder / "memory.txt.gz"
+    found = footprint(machine, result["sizes"], _read(report) if report.exists() else None)
+    return Proof(
+        machine, mesh, compiler, result["times"], found, None, result["attention"], folder, cached
+    )
+
+
+def digest(message: str) -> str:
+    """The first lines of a compiler's message that say something."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    first = lines[0] if lines else "it said nothing"
+    return first[:400] + ("…" if len(first) > 400 else "") + ("" if first.endswith(".") else ".")
+
+
+def _compile(
+    request: dict[str, Any], machine: Machine, folder: Path, progress: Progress | None
+) -> None:
+    """In a process of its own: its libraries are noisy, and may end it."""
+    start = time.perf_counter()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        work = stack.enter_context(tempfile.TemporaryDirectory(dir=folder.parent))
+        stack.enter_context(before_end(lambda: shutil.rmtree(work, ignore_errors=True)))
+        scratch = Path(work) / "found"
+        scratch.mkdir()
+        (scratch / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        with (scratch / "noise.txt").open("w") as noise:
+            command = [sys.executable, "-m", "meshwright.proofs.child", str(scratch)]
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=noise, text=True,
+                env=child_environment(machine),
+            ) as child:  # fmt: skip
+                stack.enter_context(before_end(child.kill))
+                try:
+                    assert child.stdout is not None
+                    for line in child.stdout:
+                        if progress is not None and line.startswith("stage "):
+                            progress(line.split(" ", 1)[1].strip(), time.perf_counter() - start)
+                    status = child.wait()
+                finally:
+                    if child.poll() is None:
+                        child.kill()
+        if status or not (scratch / "result.json").exists():
+            kept = folder.parent / f"{folder.name}.failed.txt"
+            shutil.copy(scratch / "noise.txt", kept)
+            lines = kept.read_text(errors="replace").strip().splitlines()
+            said = lines[-1][:300] if lines else f"exit status {status}"
+            raise MeshwrightError(
+                f"compiling for '{machine}' ended with status {status}: {said}. All it said is in "
+                f"{kept}"
+            )
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch.rename(folder)
+
+
+def _gib(used: Footprint | OutOfMemory) -> str:
+    needed = used.total if isinstance(used, Footprint) else used.needed
+    return f"{needed / 2**30:.2f} of {used.limit / 2**30:.2f} GiB a device"
+
+
+def _read(path: Path) -> str:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return file.read()

@@ -1,0 +1,123 @@
+"""First values: the same bits on every mesh, and made where they lie."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.audits import collectives, instructions
+from meshwright.errors import MeshwrightError
+from meshwright.layouts.initial import create
+from meshwright.models.decoder import abstract_arrays, decoder_rules, preset, t5x_rules
+
+CONFIG = dataclasses.replace(
+    preset("tiny"), layers=2, kv_heads=8, qkv_bias=True, qk_norm=True, max_seq=64
+)
+slow = pytest.mark.slow
+MESHES = [
+    pytest.param("dp=8,fsdp=1,tp=1,sp=1", marks=slow),
+    pytest.param("dp=1,fsdp=8,tp=1,sp=1", marks=slow),
+    pytest.param("dp=1,fsdp=1,tp=8,sp=1", marks=slow),
+    pytest.param("dp=2,fsdp=2,tp=2,sp=1", marks=slow),
+    "dp=1,fsdp=2,tp=2,sp=2",
+]
+
+
+def made(text: str, rules: mw.Rules, seed: int = 0, dtype: object = jnp.float32) -> dict:
+    specs = abstract_arrays(CONFIG, dtype)
+    count = np.prod([int(part.split("=")[1]) for part in text.split(",")])
+    mesh = mw.mesh(text, devices=jax.devices()[:count], axis_types="explicit")
+    shardings = mw.shardings(specs, rules, mesh=mesh)
+    with jax.set_mesh(mesh):
+        arrays = create(specs, shardings, seed)
+    for array, sharding in zip(jax.tree.leaves(arrays), jax.tree.leaves(shardings), strict=True):
+        assert array.sharding == sharding
+    return jax.tree.map(np.asarray, arrays)
+
+
+@pytest.fixture(scope="module")
+def on_one_device() -> dict:
+    return made("dp=1,fsdp=1,tp=1,sp=1", decoder_rules(sp=True))
+
+
+@pytest.mark.parametrize("text", MESHES)
+def test_values_are_the_same_bits_on_every_mesh(text: str, on_one_device: dict) -> None:
+    found = made(text, decoder_rules(sp=True))
+    jax.tree.map(np.testing.assert_array_equal, found, on_one_device)
+
+
+@slow
+def test_values_are_the_same_bits_under_other_rules(on_one_device: dict) -> None:
+    found = made("dp=2,fsdp=2,tp=2,sp=1", t5x_rules(2, 2))
+    jax.tree.map(np.testing.assert_array_equal, found, on_one_device)
+
+
+def test_bfloat16_starts_from_the_rounded_float32_values(on_one_device: dict) -> None:
+    found = made("dp=1,fsdp=4,tp=2,sp=1", decoder_rules(), dtype=jnp.bfloat16)
+    rounded = jax.tree.map(lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16)), on_one_device)
+    jax.tree.map(np.testing.assert_array_equal, found, rounded)
+
+
+def test_every_array_and_every_seed_has_its_own_values(on_one_device: dict) -> None:
+    other = made("dp=1,fsdp=1,tp=1,sp=1", decoder_rules(sp=True), seed=1)
+    matrices = [
+        leaf for tree in (on_one_device, other) for leaf in jax.tree.leaves(tree) if leaf.std() > 0
+    ]
+    assert len(matrices) == 18
+    for a, b in itertools.combinations(matrices, 2):
+        n = min(a.size, b.size, 1000)
+        assert abs(np.corrcoef(a.ravel()[:n], b.ravel()[:n])[0, 1]) < 0.15
+    # nor do layers repeat
+    gate = on_one_device["layers"]["mlp"]["gate"]
+    assert abs(np.corrcoef(gate[0].ravel(), gate[1].ravel())[0, 1]) < 0.02
+
+
+def test_values_are_normal_with_the_spread_asked_for(on_one_device: dict) -> None:
+    gate, down = (on_one_device["layers"]["mlp"][name].ravel() for name in ("gate", "down"))
+    assert gate.std() == pytest.approx(0.02, rel=0.01)
+    assert abs(gate.mean()) < 1e-4
+    assert np.mean(np.abs(gate) < 0.02) == pytest.approx(0.6827, abs=0.005)  # one sigma
+    assert down.std() == pytest.approx(0.02 / 2, rel=0.01)  # / sqrt(2 * layers)
+
+
+def test_no_device_ever_holds_a_whole_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled program's own account of its memory, and of every array in it."""
+    specs = {
+        "a": mw.ArraySpec((1024, 4096), "embed mlp", init=mw.Normal(0.02)),
+        "b": mw.ArraySpec((4096, 1024), "mlp embed", jnp.bfloat16, init=mw.Normal(0.02)),
+    }
+    mesh = mw.mesh("fsdp=4,tp=2", devices=jax.devices()[:8], axis_types="explicit")
+    shardings = mw.shardings(specs, mw.Rules([("embed", "fsdp"), ("mlp", "tp")]), mesh=mesh)
+    compiled = []
+    real = jax.jit
+
+    def watched(function: object, **options: object) -> object:
+        def call(*args: object) -> object:
+            compiled.append(real(function, **options).lower(*args).compile())
+            return compiled[-1](*args)
+
+        return call
+
+    monkeypatch.setattr(jax, "jit", watched)
+    create(specs, shardings)
+    monkeypatch.undo()
+    (program,) = compiled
+    memory = program.memory_analysis()
+    whole = sum(spec.nbytes for spec in specs.values())
+    assert memory.output_size_in_bytes == pytest.approx(whole / 8, rel=0.01)
+    assert memory.temp_size_in_bytes < specs["a"].nbytes  # random bits beside values
+    largest = max(
+        int(np.prod(shape)) for i in instructions(program.as_text()) for _, shape in i.arrays
+    )
+    assert largest <= 1024 * 4096 / 8
+    assert collectives(program.as_text(), mesh) == []  # each device makes its own part
+
+
+def test_an_array_without_first_values_is_an_error() -> None:
+    specs = {"w": mw.ArraySpec((16,), "a")}
+    with pytest.raises(MeshwrightError, match=r"array 'w' has no init; give ArraySpec"):
+        create(specs, mw.shardings(specs, "a -> a@tp", mesh="tp=16"))

@@ -1,0 +1,94 @@
+"""Toy train steps compiled on simulated devices, and what they send, by operation and axes."""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+from tests.train.toy import Setting, parts
+
+from meshwright.audits import Collective, collectives
+from meshwright.meshes import MeshSpec
+from meshwright.models.decoder import DecoderConfig, decoder_rules
+from meshwright.planner.result import Choice, Job
+
+_LLAMA = DecoderConfig(vocab=96, layers=3, embed=64, heads=8, kv_heads=8, head_dim=16, mlp=192)
+MODELS = {
+    "llama": _LLAMA,
+    "grouped": dataclasses.replace(_LLAMA, kv_heads=4),
+    "qwen2.5": dataclasses.replace(_LLAMA, kv_heads=4, qkv_bias=True),
+    "biases": dataclasses.replace(_LLAMA, qkv_bias=True, output_bias=True),
+    "qwen3": dataclasses.replace(_LLAMA, kv_heads=4, qk_norm=True),
+    "tied": dataclasses.replace(_LLAMA, tied_embeddings=True),
+    "window": dataclasses.replace(_LLAMA, sliding_window=6),
+}
+ROWS, SEQ, CHUNK = 8, 32, 24  # a micro-batch's; the chunk is that of tests/train/toy.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    model: str
+    mesh: str
+    remat: str = "none"
+    accumulation: int = 1
+    tp_sequence: bool = False
+    strategy: str = "auto"
+    mlp_chunk: int = 0
+    optimizer: str = "adamw"
+    layers: int = 3
+
+    def __str__(self) -> str:
+        said = [self.model, self.mesh]
+        for field in dataclasses.fields(self)[2:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                said.append(field.name if value is True else f"{field.name}={value}")
+        return " ".join(said)
+
+    @property
+    def config(self) -> DecoderConfig:
+        return dataclasses.replace(MODELS[self.model], layers=self.layers)
+
+    @property
+    def job(self) -> Job:
+        return Job(
+            self.config, batch=ROWS * self.accumulation, seq=SEQ, dtype="float32",
+            loss_chunk=CHUNK, optimizer=self.optimizer,
+        )  # fmt: skip
+
+    @property
+    def choice(self) -> Choice:
+        spec = MeshSpec.parse(self.mesh)
+        return Choice(
+            **dict(zip(spec.names, spec.sizes, strict=True)),
+            remat=self.remat, accumulation=self.accumulation, tp_sequence=self.tp_sequence,
+            strategy=self.strategy, mlp_chunk=self.mlp_chunk,
+        )  # fmt: skip
+
+
+@functools.cache
+def sent(case: Case) -> list[Collective]:
+    """Every collective of the compiled step."""
+    rules = decoder_rules(sp=True, tp_sequence=case.tp_sequence)
+    setting = Setting(
+        case.choice.mesh, rules=rules, remat=case.remat, config=case.config,
+        sequence=case.strategy, mlp_chunk=case.mlp_chunk, optimizer=case.optimizer,
+    )  # fmt: skip
+    run = parts(setting)
+    shape = (case.accumulation, ROWS, SEQ)
+    one = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.functions.batch_sharding)
+    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), one)
+    # XLA for CPU alone would drop the barriers that keep what is made again apart
+    options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    options |= {"xla_backend_optimization_level": 0}  # what is sent does not depend on it
+    program = run.functions.train.lower(run.target, batch).compile(compiler_options=options)
+    return collectives(program.as_text(), run.mesh)
+
+
+def sums(case: Case) -> Counter[tuple[str, tuple[str, ...]]]:
+    """Bytes by operation and axes."""
+    total: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for one in sent(case):
+        total[one.operation, one.axes] += one.bytes * one.times
+    return total

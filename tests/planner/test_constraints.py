@@ -1,0 +1,45 @@
+"""What a user may say about a mesh that is to be chosen."""
+
+import pytest
+
+from meshwright.errors import MeshwrightError
+from meshwright.planner.constraints import parse
+from meshwright.planner.result import Choice
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed", "not_allowed"),
+    [
+        ("tp=4", Choice(tp=4, fsdp=2), Choice(tp=2, fsdp=4)),
+        ("fsdp=*,tp<=8,sp=1", Choice(fsdp=64, tp=8), Choice(fsdp=32, tp=16)),
+        ("tp >= 2 , dp=1", Choice(fsdp=4, tp=2), Choice(dp=2, tp=2)),
+        ("tp>=2,tp<=4", Choice(tp=4), Choice(tp=8)),
+        ("1,-1,2,1", Choice(fsdp=64, tp=2), Choice(dp=2, fsdp=32, tp=2)),
+        ("fsdp=-1,sp=2", Choice(fsdp=64, sp=2), Choice(fsdp=128)),
+    ],
+)
+def test_limits_hold(text: str, allowed: Choice, not_allowed: Choice) -> None:
+    limits = parse(text)
+    assert limits.allows(allowed)
+    assert not limits.allows(not_allowed)
+
+
+@pytest.mark.parametrize("text", [None, "", "auto", "*", "dp=*,fsdp=*,tp=*,sp=*"])
+def test_nothing_said_allows_everything(text: str | None) -> None:
+    assert parse(text).allows(Choice(dp=2, fsdp=4, tp=8, sp=16))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("pt=4", "'pt' is not an axis; did you mean 'tp'?"),
+        ("tp=four", "'tp=four' is not a limit of an axis; write tp=8"),
+        ("tp<8", "'tp<8' is not a limit of an axis"),
+        ("tp=0", "tp=0 must be at least 1"),
+        ("tp=4,,sp=1", "'' is not a limit"),
+    ],
+)
+def test_mistakes_say_what_would_work(text: str, says: str) -> None:
+    with pytest.raises(MeshwrightError) as error:
+        parse(text)
+    assert says in str(error.value)

@@ -1,0 +1,80 @@
+"""Attention that no fused kernel serves: what the plan says of it and how it prices it."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from meshwright.machines import Machine
+from meshwright.models.decoder import preset
+from meshwright.planner import plan
+from meshwright.planner.efficiency import PLAIN_ATTENTION
+from meshwright.planner.kernels import slow_attention
+from meshwright.planner.memory import moments
+from meshwright.planner.result import Choice, Job
+from meshwright.planner.work import work
+from meshwright.train.config import ComputeConfig, TrainConfig
+from meshwright.train.setup import choose_rules, compute_of
+
+V5E, A100 = Machine.parse("v5e:4x4"), Machine.parse("a100-80:8")
+MODEL = preset("llama-3.2-1b")
+FSDP = Choice(fsdp=16)
+
+
+def attention_seconds(job: Job, machine: Machine, choice: Choice = FSDP) -> float:
+    return work(job, choice, machine).seconds["attention"]
+
+
+@pytest.mark.parametrize("seq", [4000, 3648, 1000])
+def test_a_length_that_tpus_pad_costs_what_its_padding_does(seq: int) -> None:
+    job = Job(MODEL, 16, seq)
+    assert slow_attention(job, FSDP, V5E) is None
+    padded = dataclasses.replace(job, seq=4096 if seq > 1000 else 1024)
+    ratio = attention_seconds(job, V5E) / attention_seconds(padded, V5E)
+    assert 0.95 <= ratio <= 1.0 + 1 - seq / padded.seq
+
+
+def test_a_slower_kernel_takes_longer_and_its_scores_take_memory() -> None:
+    job = Job(MODEL, 16, 4096)
+    slow = dataclasses.replace(job, attention="blockwise")
+    assert slow_attention(job, FSDP, V5E) is None
+    assert slow_attention(slow, FSDP, V5E) == ("blockwise", "as asked")
+    ratio = attention_seconds(slow, V5E) / attention_seconds(job, V5E)
+    assert ratio == pytest.approx(PLAIN_ATTENTION["tpu"])
+    scores = 3 * 4 * 512 * MODEL.heads * 4096
+    more = moments(slow, FSDP, V5E)["backward"] - moments(job, FSDP, V5E)["backward"]
+    assert more == scores
+
+
+def test_the_plan_says_which_kernel_is_slow_and_why() -> None:
+    near = dataclasses.replace(MODEL, sliding_window=1024)
+    found = plan(near, A100, 8, 4096)
+    for one in found.ranked:
+        assert "; attention in the slower kernel blockwise (not hopper: " in one.reason
+        assert "it takes a sliding window or packed documents, not both)" in one.reason
+    job, choice = Job(near, 8, 4096), Choice(fsdp=8)
+    whole = dataclasses.replace(job, model=MODEL)
+    # the window spares the kernel in plain JAX nothing
+    ratio = attention_seconds(job, A100, choice) / attention_seconds(whole, A100, choice)
+    assert ratio == pytest.approx(PLAIN_ATTENTION["gpu"])
+    fused = plan(MODEL, A100, 8, 4096)
+    assert not any("slower kernel" in one.reason for one in fused.ranked)
+
+
+def test_train_and_prove_say_so_too() -> None:
+    """On a mesh of a machine that is not here; both show what compute_of says."""
+    device = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    mesh = SimpleNamespace(
+        devices=SimpleNamespace(flat=[device]), shape={"dp": 1, "fsdp": 2, "tp": 1, "sp": 2}
+    )
+    config = TrainConfig("llama-3.2-1b", mesh="fsdp=2,sp=2", batch=2, seq=4000)
+
+    def words(config: TrainConfig) -> str | None:
+        return compute_of(config, MODEL, choose_rules(config), mesh)[1]  # type: ignore[arg-type]
+
+    assert "slower kernel" not in (words(config) or "")
+    asked = dataclasses.replace(config, compute=ComputeConfig(attention="blockwise"))
+    assert (words(asked) or "").endswith("; in the slower kernel blockwise (as asked)")
+    mesh.shape = {"dp": 1, "fsdp": 4, "tp": 1, "sp": 1}
+    assert words(config) is None
+    assert words(asked) == "in the slower kernel blockwise (as asked)"

@@ -1,0 +1,125 @@
+"""Every formula that `--explain` shows, worked out, gives the bytes that the plan counts."""
+
+import dataclasses
+import io
+import itertools
+import math
+import re
+from typing import Literal
+
+import jax
+import pytest
+from rich.console import Console
+
+from meshwright.machines import Machine
+from meshwright.models.decoder import abstract_arrays, preset
+from meshwright.planner import Plan, plan
+from meshwright.planner.memory import memory, moments
+from meshwright.planner.memory_formulas import formulas
+from meshwright.planner.report import explain
+from meshwright.planner.result import Choice, Estimate, Job
+
+
+def explained(found: Plan, one: Estimate) -> str:
+    """The text of `--explain`, its lines joined."""
+    out = io.StringIO()
+    Console(file=out, width=100).print(explain(found, one, 100))
+    return " ".join(out.getvalue().split())
+
+
+def worked_out(formula: str) -> float:
+    """A formula's value: its words are left out, what stays is arithmetic."""
+    text = re.sub(r"[a-z]+", "", formula).replace(",", "").replace("·", "*")
+    assert re.fullmatch(r"[\d.()+*/ ]+", text), formula
+    return float(eval(text))
+
+
+CHOICES = [
+    Choice(fsdp=8),
+    Choice(dp=8, remat="elementwise"),
+    Choice(fsdp=4, tp=2, remat="mlp", accumulation=2),
+    Choice(fsdp=2, tp=2, sp=2, strategy="ring", tp_sequence=True, mlp_chunk=1024),
+    Choice(fsdp=4, sp=2, strategy="allgather", remat="full", accumulation=2),
+    Choice(fsdp=4, sp=2, strategy="ulysses", remat="full"),
+    Choice(fsdp=4, sp=2),
+]
+
+
+MODELS = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-4b", "mistral-7b")
+SETTINGS = list(
+    itertools.product(("v5p:2x2x2", "h100:8"), (256, 8192), ("adamw", "muon", "lion", "adafactor"))
+)
+
+
+def fullest(job: Job, choice: Choice, machine: Machine) -> str:
+    found = moments(job, choice, machine)
+    return max(found, key=lambda moment: found[moment])
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda one: f"{one.mesh} {one.remat}")
+@pytest.mark.parametrize("model", MODELS)
+def test_a_formula_gives_what_is_counted(model: str, choice: Choice) -> None:
+    for (on, seq, optimizer), overlap in itertools.product(SETTINGS, (False, True)):
+        job = Job(preset(model), 16, seq, optimizer=optimizer, overlap=overlap)
+        machine = Machine.parse(on)
+        kinds, said = memory(job, choice, machine).kinds, formulas(job, choice, machine)
+        assert said.keys() == kinds.keys()
+        for kind, words in said.items():
+            assert worked_out(words) == pytest.approx(kinds[kind], rel=1e-3, abs=2), (kind, words)
+
+
+@pytest.mark.parametrize("kind", ["train", "serve"])
+def test_a_formula_counts_the_padding_of_the_vocabulary(kind: Literal["train", "serve"]) -> None:
+    config = dataclasses.replace(preset("llama-3.1-8b"), vocab=128257)
+    machine = Machine.parse("h100:8")
+    for choice in (Choice(dp=2, tp=4), Choice(fsdp=2 if kind == "train" else 1, tp=4)):
+        job = Job(config, 16, 1024, kind=kind)
+        kinds, said = memory(job, choice, machine).kinds, formulas(job, choice, machine)
+        for name, words in said.items():
+            assert worked_out(words) == pytest.approx(kinds[name], rel=1e-3, abs=2), (name, words)
+
+
+def test_each_moment_is_the_fullest_of_some_job() -> None:
+    seen = {
+        fullest(Job(preset(model), 16, seq), choice, Machine.parse(on))
+        for model, choice, (on, seq, _) in itertools.product(MODELS, CHOICES, SETTINGS)
+    }
+    assert seen == {"loss", "backward", "attention", "end"}
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-4b"])
+def test_parameters_are_counted_as_the_models_arrays_are(model: str) -> None:
+    config = preset(model)
+    leaves = jax.tree.leaves(abstract_arrays(config))
+    bytes_of_all = 4 * sum(math.prod(leaf.shape) for leaf in leaves)
+    said = formulas(Job(config, 8, 1024), Choice(), Machine.parse("h100:1"))
+    assert worked_out(said["parameters"]) == bytes_of_all
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_formula_of_serving_gives_what_is_counted(tp: int) -> None:
+    job = Job(preset("llama-3.1-8b"), 64, 16384, kind="serve")
+    choice, machine = Choice(dp=8 // tp, tp=tp), Machine.parse("h100:8")
+    kinds, said = memory(job, choice, machine).kinds, formulas(job, choice, machine)
+    assert {kind: pytest.approx(worked_out(said[kind]), abs=2) for kind in said} == kinds
+
+
+def test_explain_shows_formulas_the_moments_and_the_reserve() -> None:
+    found = plan("llama-3.1-8b", "h100:8", 64, 4096, mesh="tp=2,sp=1,dp=1")
+    text = explained(found, found.best)
+    said = formulas(found.job, found.best.choice, found.machine)
+    for kind, words in said.items():
+        assert f"{words} = {found.best.memory.kinds[kind]:,}" in text
+    assert "moments, in GiB: loss " in text
+    assert re.search(r"the fullest is (loss|backward|attention|end)", text)
+    assert f"5%, {0.05 * found.best.memory.limit / 2**30:.1f} GiB" in text
+
+
+def test_a_formula_that_does_not_give_the_number_is_not_shown() -> None:
+    found = plan("llama-3.1-8b", "h100:8", 64, 4096, mesh="tp=2,sp=1,dp=1")
+    kinds = dict(found.best.memory.kinds) | {"parameters": 1}
+    other = dataclasses.replace(
+        found.best, memory=dataclasses.replace(found.best.memory, kinds=kinds)
+    )
+    text = explained(found, other)
+    assert "layers ·" not in text.partition("work of a step")[0]

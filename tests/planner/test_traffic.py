@@ -1,0 +1,87 @@
+"""What the planner says a step sends is what the compiled step sends."""
+
+from collections import Counter
+
+import pytest
+from tests.planner.compiled import Case, sums
+
+from meshwright.errors import MeshwrightError
+from meshwright.machines import Machine
+from meshwright.planner.candidates import with_strategy
+from meshwright.planner.traffic import rows_of, traffic
+
+FAST = [
+    Case("llama", "fsdp=8"),
+    Case("qwen2.5", "dp=2,fsdp=2,tp=2"),
+    Case("tied", "fsdp=4,tp=2", remat="full", tp_sequence=True),
+    Case("llama", "fsdp=2,sp=4", strategy="ring", remat="full"),
+]
+SLOW = [
+    Case("grouped", "fsdp=2,sp=4", strategy="ulysses", accumulation=2),
+    Case("qwen3", "fsdp=2,tp=2,sp=2", strategy="ring"),
+    Case("llama", "fsdp=4,sp=2", strategy="allgather", remat="mlp"),
+    Case("biases", "fsdp=4,tp=2", mlp_chunk=8, tp_sequence=True),
+    Case("llama", "dp=8"),
+    Case("llama", "tp=8"),
+    Case("llama", "sp=8", strategy="ring"),
+    Case("llama", "sp=8", strategy="allgather", remat="full"),
+    Case("grouped", "tp=2,sp=4", strategy="ring", remat="elementwise"),
+    Case("llama", "dp=2,fsdp=4", accumulation=2, remat="full"),
+    Case("llama", "dp=4,fsdp=2", optimizer="muon"),
+    Case("llama", "dp=2,fsdp=2,tp=2", optimizer="muon"),
+    Case("llama", "fsdp=2,tp=2,sp=2", optimizer="muon", strategy="ring"),
+    Case("qwen2.5", "fsdp=8", remat="elementwise"),
+    Case("qwen2.5", "fsdp=4,tp=2", remat="full", accumulation=2, tp_sequence=True),
+    Case("qwen2.5", "fsdp=2,tp=2,sp=2", remat="mlp", strategy="ring"),
+    Case("biases", "fsdp=2,tp=4", mlp_chunk=8, accumulation=2),
+    Case("biases", "dp=2,tp=2,sp=2", remat="full", strategy="allgather", tp_sequence=True),
+    Case("qwen3", "fsdp=4,tp=2", remat="mlp", tp_sequence=True),
+    Case("qwen3", "dp=2,fsdp=2,sp=2", remat="full", accumulation=2, strategy="ring"),
+    Case("tied", "fsdp=8"),
+    Case("tied", "dp=2,fsdp=2,tp=2", accumulation=2, remat="mlp"),
+    Case("tied", "dp=2,fsdp=2,sp=2", remat="full", strategy="ring"),
+    Case("window", "fsdp=8", remat="full"),
+    Case("window", "fsdp=2,sp=4", strategy="ring", remat="full"),
+    Case("window", "fsdp=2,tp=2,sp=2", strategy="ring", tp_sequence=True),
+    Case("window", "fsdp=4,sp=2", strategy="allgather"),
+    Case("llama", "fsdp=2,tp=2,sp=2", strategy="ulysses", tp_sequence=True, remat="full"),
+    Case("llama", "dp=2,fsdp=2,sp=2", strategy="ulysses"),
+    Case("llama", "fsdp=2,tp=4", remat="full"),
+    Case("llama", "fsdp=4,tp=2", mlp_chunk=8, tp_sequence=True, remat="full"),
+    Case("grouped", "fsdp=2,sp=4", strategy="auto", accumulation=4, layers=2),
+    Case("llama", "fsdp=8", accumulation=4, layers=5),
+    Case("llama", "dp=2,fsdp=2,sp=2", mlp_chunk=4, strategy="ring", accumulation=2),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+)
+def test_the_bytes_of_each_operation_over_each_axis_are_those_of_the_compiled_step(
+    case: Case,
+) -> None:
+    planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    choice = with_strategy(case.job, case.choice, Machine.parse(f"cpu:{case.choice.devices}"))
+    for one in traffic(case.job, choice):
+        planned[one.operation, one.axes] += one.bytes * one.times
+    found = {key: size for key, size in sums(case).items() if key[1]}  # a device to itself: nothing
+    assert planned.keys() == found.keys()
+    assert {key: pytest.approx(size, rel=0.01) for key, size in found.items()} == planned
+
+
+def test_a_strategy_left_to_the_machine_is_never_guessed() -> None:
+    case = Case("llama", "fsdp=2,sp=4")
+    with pytest.raises(MeshwrightError, match="leaves the strategy of attention over sp"):
+        traffic(case.job, case.choice)
+
+
+@pytest.mark.parametrize("case", [one for one in (*FAST, *SLOW) if one.strategy != "auto"], ids=str)
+def test_what_is_said_to_be_of_layers_is_sent_as_often_as_there_are_layers(case: Case) -> None:
+    rows = rows_of(case.job, case.choice)
+    longer = Case(**{**case.__dict__, "layers": 2 * case.layers})
+    twice = {row[:2] + row[5:6]: row[4] for row in rows_of(longer.job, longer.choice)}
+    assert rows
+    for row in rows:
+        if row[8] != "step":
+            assert row[4] % (case.layers * case.accumulation) == 0
+            assert twice[row[:2] + row[5:6]] == 2 * row[4]

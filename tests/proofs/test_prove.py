@@ -1,0 +1,141 @@
+"""Compiling for a machine that is not here: here, one of CPUs, whose compiler is always there."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+import meshwright as mw
+from meshwright.audits import audit
+from meshwright.models.decoder import preset
+from meshwright.planner.parts import padding
+from meshwright.proofs import Proof, prove
+from meshwright.proofs.compare import compare, expected, job_and_choice
+from meshwright.proofs.proof import _proof, digest
+from meshwright.proofs.target import gpu_description
+from meshwright.train.config import ComputeConfig, TrainConfig
+
+CONFIG = TrainConfig("tiny", mesh="dp=1,fsdp=2,tp=4,sp=1", batch=8, seq=128)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("proofs")
+
+
+@pytest.fixture(scope="module")
+def proof(cache: Path) -> Proof:
+    return prove(CONFIG, "cpu:8", cache=cache)
+
+
+def test_a_step_is_compiled_and_fits(proof: Proof) -> None:
+    assert proof.fits
+    assert not proof.cached
+    assert proof.footprint is not None
+    parameters = 4 * 1_066_112 / 8  # split in eight, norms aside
+    assert proof.footprint.kinds["arguments"] > 3 * parameters  # with adamw's moments
+    assert proof.footprint.total > proof.footprint.kinds["arguments"]
+    assert proof.times["compiling"] > 0
+
+
+def test_results_are_short_to_look_at(proof: Proof) -> None:
+    found = audit(proof.text, "dp=1,fsdp=2,tp=4,sp=1")
+    for shown in (repr(proof), repr(found), repr(proof.machine)):
+        assert len(shown) < 300
+        assert "\n" not in shown
+    assert repr(proof).startswith("Proof(dp=1,fsdp=2,tp=4,sp=1 on cpu:8: fits, ")
+    assert repr(found).startswith("Audit(mesh dp=1,fsdp=2,tp=4,sp=1: ")
+    assert repr(proof.machine) == "Machine('cpu:8')"
+
+
+def test_the_program_has_what_the_plan_says_and_nothing_else(proof: Proof) -> None:
+    known = job_and_choice(CONFIG, proof.machine)
+    assert known is not None
+    found = audit(proof.text, known[1].sizes, expected=expected(*known, proof.machine))
+    assert found.rows
+    assert not found.surprises
+    sent = [one for one in compare(*known, proof, found) if " over " in one.what]
+    assert len(sent) >= 4
+    large = [one for one in sent if one.compiled > 10_000]
+    assert large
+    assert all(one.off is not None and abs(one.off) < 0.01 for one in large)
+
+
+def test_so_it_is_with_a_padded_vocabulary(cache: Path) -> None:
+    model = dataclasses.replace(preset("tiny"), vocab=321)
+    padded = prove(CONFIG, "cpu:8", model=model, cache=cache)
+    known = job_and_choice(CONFIG, padded.machine, model)
+    assert known is not None
+    assert padding(*known) == "vocab 321 padded to 324 for tp=4"
+    found = audit(padded.text, known[1].sizes, expected=expected(*known, padded.machine))
+    assert not found.surprises
+    compared = compare(*known, padded, found)
+    large = [one for one in compared if " over " in one.what and one.compiled > 10_000]
+    assert large
+    assert all(one.off is not None and abs(one.off) < 0.01 for one in large)
+
+
+def test_the_same_step_is_not_compiled_again(proof: Proof, cache: Path) -> None:
+    stages: list[str] = []
+    again = prove(CONFIG, "cpu:8", cache=cache, progress=lambda stage, _: stages.append(stage))
+    assert again.cached
+    assert stages == []
+    assert again.footprint == proof.footprint
+
+
+def test_what_does_not_change_the_program_does_not_compile_again(cache: Path, proof: Proof) -> None:
+    other = dataclasses.replace(CONFIG, run=Path("elsewhere"), seed=7)
+    assert prove(other, "cpu:8", cache=cache).cached
+
+
+def test_another_setting_is_another_program(cache: Path, proof: Proof) -> None:
+    stages: list[str] = []
+    other = dataclasses.replace(CONFIG, compute=ComputeConfig(remat="full"))
+    found = prove(other, "cpu:8", cache=cache, progress=lambda stage, _: stages.append(stage))
+    assert not found.cached
+    assert stages == ["starting", "lowering", "compiling", "reading"]
+
+
+def test_a_mistake_is_said_as_train_says_it(cache: Path) -> None:
+    with pytest.raises(mw.MeshwrightError, match=r"kv_heads=4 cannot be split in 8"):
+        prove(dataclasses.replace(CONFIG, mesh="tp=8"), "cpu:8", cache=cache)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="it is installed")
+def test_a_compiler_that_is_not_installed_is_named_with_its_command() -> None:
+    with pytest.raises(mw.MeshwrightError, match=r"pip install 'meshwright\[tpu\]'"):
+        prove(CONFIG, "v5e:2x4")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="it is installed"
+)
+def test_so_is_the_gpus() -> None:
+    with pytest.raises(mw.MeshwrightError, match=r"pip install 'meshwright\[cuda\]'"):
+        prove(CONFIG, "h100:8")
+
+
+def test_a_failure_of_the_compiler_is_digested_and_kept(tmp_path: Path) -> None:
+    message = "INTERNAL: Mosaic failed to compile TPU kernel: bad tiling\n\nmany more lines"
+    result = {"times": {}, "failure": message, "attention": None}
+    with pytest.raises(mw.MeshwrightError, match=r"Mosaic failed.*message\.txt"):
+        _proof(result, mw.Machine.parse("v5e:2x4"), "tp=8", "", tmp_path, False)
+    assert digest("x" * 500).endswith("….")
+
+
+def test_a_gpu_is_described_by_its_own_figures() -> None:
+    text = gpu_description(mw.Machine.parse("h200:8"))
+    assert "core_count: 132" in text
+    assert f"device_memory_size: {mw.CHIPS['h200'].memory_bytes}" in text
+    assert 'device_description_str: "NVIDIA H200"' in text
+    own = dataclasses.replace(mw.CHIPS["h200"], name="mine")
+    with pytest.raises(mw.MeshwrightError, match="it can compile for"):
+        gpu_description(mw.Machine(own, (1, 8)))
+
+
+def test_what_was_asked_is_kept_beside_the_answer(proof: Proof) -> None:
+    request = json.loads((proof.folder / "request.json").read_text())
+    assert request["machine"] == "cpu:8"
+    assert request["config"]["mesh"] == CONFIG.mesh
