@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from meshwright.ops import row_kernels
-from meshwright.ops.attention.block import Block, Partial, Slopes, together
+from meshwright.ops.attention.block import Block, Gradients, Partial, together
 from meshwright.ops.attention.cudnn import cudnn
 from meshwright.ops.attention.hopper import hopper
 from meshwright.ops.attention.mask import Mask
@@ -51,7 +51,7 @@ def loss_rows() -> Case:
     """The log-sum of a chunk of logits."""
 
     def ours(x: jax.Array) -> jax.Array:
-        most, total = row_kernels.log_sums(x)
+        most, total = row_kernels.log_sum_exp(x)
         return jnp.log(total) + most
 
     def other(x: jax.Array) -> jax.Array:
@@ -92,17 +92,17 @@ def norm_backward() -> Case:
     """With the residual's gradient and those of two uses of the norm."""
 
     def other(x: jax.Array, scale: jax.Array, on: jax.Array, *uses: jax.Array) -> Any:
-        x_slope, scale_slope = jax.vjp(norm, x, scale)[1](sum(uses[1:], uses[0]))
-        return on + x_slope, scale_slope
+        x_gradient, scale_gradient = jax.vjp(norm, x, scale)[1](sum(uses[1:], uses[0]))
+        return on + x_gradient, scale_gradient
 
     def right(*given: jax.Array) -> Any:
         return other(*(x.astype(jnp.float32) for x in given))
 
-    slopes = [normal(seed, 16384, 2048) for seed in (3, 4, 5)]
-    arguments = (normal(6, 16384, 2048), jnp.linspace(0.5, 2, 2048), *slopes)
+    gradients = [normal(seed, 16384, 2048) for seed in (3, 4, 5)]
+    arguments = (normal(6, 16384, 2048), jnp.linspace(0.5, 2, 2048), *gradients)
     return Case(
         "gradient of a norm, 16384 x 2048",
-        lambda x, scale, *slopes: row_kernels.norm_gradient(x, scale, EPS, *slopes),
+        lambda x, scale, *gradients: row_kernels.norm_gradient(x, scale, EPS, *gradients),
         other, arguments, right,
     )  # fmt: skip
 
@@ -116,7 +116,7 @@ def places(documents: int, batch: int, length: int) -> jax.Array | None:
     return jnp.asarray([np.searchsorted(row, np.arange(length)) for row in starts], jnp.int32)
 
 
-def attention_in_float32(block: Block, mask: Mask, given: jax.Array) -> tuple[Partial, Slopes]:
+def attention_in_float32(block: Block, mask: Mask, given: jax.Array) -> tuple[Partial, Gradients]:
     """By plain softmax, differentiated by jax."""
     (_, queries, heads, head_dim), (_, keys, kv_heads, _) = block.q.shape, block.k.shape
     seen = mask.seen(jnp.arange(queries), jnp.arange(keys))
@@ -136,8 +136,8 @@ def attention_in_float32(block: Block, mask: Mask, given: jax.Array) -> tuple[Pa
         return Partial(out, jnp.swapaxes(log_sum, 1, 2))
 
     q, k, v, given = (x.astype(jnp.float32) for x in (*block[:3], given))
-    found, slopes = jax.vjp(attend, q, k, v)
-    return found, Slopes(*slopes(Partial(given, jnp.zeros_like(found.log_sum))))
+    found, gradients = jax.vjp(attend, q, k, v)
+    return found, Gradients(*gradients(Partial(given, jnp.zeros_like(found.log_sum))))
 
 
 def attention(batch: int, length: int, head_dim: int, documents: int) -> list[Case]:
@@ -154,7 +154,7 @@ def attention(batch: int, length: int, head_dim: int, documents: int) -> list[Ca
     def right_forward(block: Block) -> Partial:
         return attention_in_float32(block, Mask(), block.q)[0]
 
-    def right_backward(block: Block, whole: Partial, given: jax.Array) -> Slopes:
+    def right_backward(block: Block, whole: Partial, given: jax.Array) -> Gradients:
         return attention_in_float32(block, Mask(), given)[1]
 
     return [
@@ -225,25 +225,27 @@ def checked(check: Check) -> str:
     q, given = (normal(seed, 2, check.queries, check.heads, check.head_dim) for seed in (11, 12))
     k, v = (normal(seed, 2, check.keys, check.kv_heads, check.head_dim) for seed in (13, 14))
     block = Block(q, k, v, *numbers_of(check))
-    right, slopes = jax.jit(lambda *x: attention_in_float32(x[0], check.mask, x[1]))(block, given)
+    right, gradients = jax.jit(lambda *x: attention_in_float32(x[0], check.mask, x[1]))(
+        block, given
+    )
     found = jax.jit(lambda block: hopper.forward(block, check.mask))(block)
     whole = Partial(right.out.astype(q.dtype), right.log_sum)
     back = jax.jit(lambda *x: hopper.backward(x[0], check.mask, *x[1:]))(block, whole, given)
     unseen = jnp.isneginf(right.log_sum)
     alike = bool(jnp.all(unseen == jnp.isneginf(found.log_sum)))
     sums = [jnp.where(unseen, 0.0, x.log_sum) for x in (found, right)]
-    worst = error((found.out, sums[0], *back), (right.out, sums[1], *slopes))
+    worst = error((found.out, sums[0], *back), (right.out, sums[1], *gradients))
     documents = "" if check.documents == "one" else f", documents {check.documents}"
     name = f"{check.name}, {check.heads}/{check.kv_heads} heads of {check.head_dim}{documents}"
     return _held(name, worst, alike, f"{int(jnp.sum(unseen[..., 0]))} queries see nothing")
 
 
 def checked_in_parts(head_dim: int) -> str:
-    """Full attention by halves of the keys, as a ring does: outputs put together, slopes added."""
+    """Full attention by halves of the keys, as in a ring: outputs merged, gradients added."""
     q, given = (normal(seed, 2, 384, 8, head_dim) for seed in (11, 12))
     k, v = (normal(seed, 2, 640, 2, head_dim) for seed in (13, 14))
     everything = Mask(causal=False)
-    right, slopes = jax.jit(lambda *x: attention_in_float32(Block(*x[:3]), everything, x[3]))(
+    right, gradients = jax.jit(lambda *x: attention_in_float32(Block(*x[:3]), everything, x[3]))(
         q, k, v, given
     )
     halves = [Block(q, k[:, at], v[:, at]) for at in (slice(0, 256), slice(256, 640))]
@@ -253,7 +255,7 @@ def checked_in_parts(head_dim: int) -> str:
     first, second = (backward(block, whole, given) for block in halves)
     keys = (jnp.concatenate(pair, axis=1) for pair in zip(first[1:], second[1:], strict=True))
     back = (first.q.astype(jnp.float32) + second.q.astype(jnp.float32), *keys)
-    worst = error((*whole, *back), (*right, *slopes))
+    worst = error((*whole, *back), (*right, *gradients))
     return _held(f"full, by halves of the keys, head_dim {head_dim}", worst, True, "")
 
 

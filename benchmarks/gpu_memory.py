@@ -54,13 +54,13 @@ def planned(case: dict[str, Any], machine: str) -> dict[str, float]:
     """Bytes and seconds by the plan."""
     from meshwright.machines import Machine
     from meshwright.planner.memory import memory
-    from meshwright.planner.time import timed
+    from meshwright.planner.time import step_time
     from meshwright.proofs.compare import job_and_choice
 
     on = Machine.parse(machine)
     known = job_and_choice(config_of(case), on)
     assert known is not None
-    return {"planned": memory(*known, on).total, "planned_seconds": timed(*known, on).step}
+    return {"planned": memory(*known, on).total, "planned_seconds": step_time(*known, on).step}
 
 
 def measured(case: dict[str, Any]) -> dict[str, Any]:
@@ -69,12 +69,12 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
 
     from meshwright.machines import Machine
-    from meshwright.train.described import step_of
+    from meshwright.train.abstract_step import abstract_step
     from meshwright.train.optimizer import make_optimizer
     from meshwright.train.state import new_state
 
     config = config_of(case)
-    step = step_of(config)
+    step = abstract_step(config)
     compiled = step.lower().compile()
     stats = compiled.memory_analysis()
     counted = (

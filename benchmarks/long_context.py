@@ -52,23 +52,29 @@ def share(ways: int, kernel: str) -> Callable[..., Any]:
 
     from meshwright.ops.attention.block import Block
     from meshwright.ops.attention.mask import Mask
-    from meshwright.ops.attention.turns import Keys, add_turn, slopes_of_turn, turns_of, unrolled
+    from meshwright.ops.attention.ring_steps import (
+        Keys,
+        add_ring_step,
+        gradients_of_ring_step,
+        ring_steps_of,
+        unrolled,
+    )
 
     def run(device: Any, q: Any, own: Any, others: Any, passing: Any, given: Any) -> Any:
         """`own` and `others`: Keys, those of turns 1, 2, .. stacked; `passing`: gradient sums."""
-        turns = turns_of(Mask(), "zigzag", ways, q.shape[1])
+        turns = ring_steps_of(Mask(), "zigzag", ways, q.shape[1])
         here = Block(q, own.both[0], own.both[1], own.segments, own.segments)
         at_home = turns, jnp.bool_(True), turns.first, kernel
         numbers = jnp.arange(1, ways)
 
         def forward(done: Any, met: Any) -> Any:
             keys, turn = met
-            return add_turn(done, here, Keys(*keys), turns, device >= turn, None, kernel)
+            return add_ring_step(done, here, Keys(*keys), turns, device >= turn, None, kernel)
 
         written_out = unrolled(ways - 1, q)
         whole, _ = lax.scan(
             forward,
-            add_turn(None, here, own, *at_home)[0],
+            add_ring_step(None, here, own, *at_home)[0],
             (others, numbers),
             unroll=written_out,
         )
@@ -76,12 +82,12 @@ def share(ways: int, kernel: str) -> Callable[..., Any]:
 
         def backward(of_q: Any, met: Any) -> Any:
             keys, sums, turn = met
-            more_q, more, _ = slopes_of_turn(
+            more_q, more, _ = gradients_of_ring_step(
                 whole, given, here, Keys(*keys), turns, device >= turn, None, kernel
             )
             return of_q + more_q, sums + more
 
-        of_q, of_own, _ = slopes_of_turn(whole, given, here, own, *at_home)
+        of_q, of_own, _ = gradients_of_ring_step(whole, given, here, own, *at_home)
         of_q, of_others = lax.scan(backward, of_q, (others, passing, numbers), unroll=written_out)
         return whole.out, of_q.astype(q.dtype), of_own, of_others
 
@@ -126,7 +132,7 @@ def check(report: Report) -> None:
     from meshwright.ops.attention import kernels
     from meshwright.ops.attention.block import Block
     from meshwright.ops.attention.mask import Mask
-    from meshwright.ops.attention.turns import Keys
+    from meshwright.ops.attention.ring_steps import Keys
 
     ways, length, heads, kv_heads, head_dim = 4, 4096, 8, 2, 128
     add_kernel("by counts", 2**17)  # so small that parts are cut and documents told by counts
@@ -213,7 +219,7 @@ def random_share(length: int, ways: int, head_dim: int, kernel: str, documents: 
     import jax.numpy as jnp
     import numpy as np
 
-    from meshwright.ops.attention.turns import Keys
+    from meshwright.ops.attention.ring_steps import Keys
 
     part, middle = length // ways, ways // 2
     q = random(1, part, HEADS, head_dim)
@@ -334,10 +340,10 @@ def table(found: list[dict[str, Any]]) -> list[str]:
             cells = [f"{speeds[side] / 1e12:.0f}" if side in speeds else "" for side in SIDES]
             wanted = f"{ratio(speeds):.3f} (wanted {WANTED})"
             lines.append(f"| {one['name']} | {' | '.join(cells)} | {wanted} |")
-    timed = [one for one in found if one["kind"] == "documents" and len(one["numbers"]) == 2]
-    if timed:
+    step_time = [one for one in found if one["kind"] == "documents" and len(one["numbers"]) == 2]
+    if step_time:
         lines += ["", "| share of packed rows | by counts | by a bias |", "|---|---|---|"]
-    for one in timed:
+    for one in step_time:
         cells = [f"{taken * 1e3:.2f} ms" for taken in one["numbers"].values()]
         lines.append(f"| {one['name']} | {' | '.join(cells)} |")
     lines += [

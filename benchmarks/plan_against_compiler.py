@@ -42,7 +42,7 @@ def case(
 BOTH_WAYS = [
     case("llama-3.2-3b", "v6e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 32, 4096, "mlp"),
     case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=64,tp=1,sp=1", 64, 4096),
-    case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=32,tp=1,sp=2", 32, 32768, sequence="ring"),
+    case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=32,tp=1,sp=2", 32, 32768, context_parallel="ring"),
     case("llama-3.1-8b", "v5p:2x2x4", "dp=1,fsdp=16,tp=1,sp=1", 32, 4096, "none"),
     case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=16,tp=4,sp=1", 128, 4096, "elementwise"),
     case("llama-3.1-8b", "v4:4x4x4", "dp=1,fsdp=16,tp=4,sp=1", 64, 4096),
@@ -52,7 +52,7 @@ BOTH_WAYS = [
     case("llama-2-13b", "v4:4x4x8", "dp=1,fsdp=32,tp=4,sp=1", 64, 4096, "mlp"),
     case("qwen3-14b", "v6e:8x8", "dp=1,fsdp=64,tp=1,sp=1", 64, 8192),
     case("llama-2-70b", "v5p:8x8x8", "dp=1,fsdp=512,tp=1,sp=1", 512, 4096),
-    case("llama-3.1-70b", "v5p:4x8x8", "dp=1,fsdp=32,tp=8,sp=1", 128, 4096, tp_sequence=True),
+    case("llama-3.1-70b", "v5p:4x8x8", "dp=1,fsdp=32,tp=8,sp=1", 128, 4096, sequence_parallel=True),
     case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=64,tp=1,sp=1", 128, 4096, accumulation=2),
     case("llama-3.2-1b", "v5p:2x2x2", "dp=1,fsdp=8,tp=1,sp=1", 16, 2048, "none"),
     case("llama-3.2-3b", "v6e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 64, 4096, "mlp", accumulation=2),
@@ -132,7 +132,7 @@ def alternatives(model: str, on: str, batch: int, seq: int, most: int = 2) -> li
     return [
         case(
             model, on, choice.mesh, batch, seq, choice.remat,
-            accumulation=choice.accumulation, tp_sequence=choice.tp_sequence,
+            accumulation=choice.accumulation, sequence_parallel=choice.sequence_parallel,
             mlp_chunk=choice.mlp_chunk,
         )
         for choice in chosen
@@ -140,7 +140,8 @@ def alternatives(model: str, on: str, batch: int, seq: int, most: int = 2) -> li
 
 
 USUAL = {
-    "accumulation": 1, "tp_sequence": False, "mlp_chunk": 0, "sequence": "auto", "overlap": False,
+    "accumulation": 1, "sequence_parallel": False, "mlp_chunk": 0, "context_parallel": "auto",
+    "overlap": False,
 }  # fmt: skip
 
 
@@ -154,10 +155,11 @@ def config_of(one: dict[str, Any]) -> Any:
 
     return TrainConfig(
         one["model"], mesh=one["mesh"], batch=one["batch"], seq=one["seq"],
-        accumulation=one.get("accumulation", 1), sequence_parallel=one.get("sequence", "auto"),
+        accumulation=one.get("accumulation", 1),
+        context_parallel=one.get("context_parallel", "auto"),
         rope=RopeConfig(theta=one.get("rope_theta")),
         compute=ComputeConfig(
-            remat=one["remat"], tp_sequence=one.get("tp_sequence", False),
+            remat=one["remat"], sequence_parallel=one.get("sequence_parallel", False),
             mlp_chunk=one.get("mlp_chunk", 0), overlap=one.get("overlap", False),
         ),
     )  # fmt: skip
@@ -257,7 +259,7 @@ def extras(one: dict[str, Any], mesh: str) -> list[str]:
     """Mesh, remat and whatever is not as usual."""
     more = [
         name if one[name] is True else f"{name} {one[name]}"
-        for name in ("accumulation", "tp_sequence", "sequence", "overlap")
+        for name in ("accumulation", "sequence_parallel", "context_parallel", "overlap")
         if name in one and one[name] != USUAL[name]
     ]
     return [mesh, one["remat"], *more]
@@ -378,10 +380,10 @@ def overlap_table(record: dict[str, dict[str, Any]]) -> list[str]:
 def times_of_roofline(record: dict[str, dict[str, Any]]) -> tuple[float, float]:
     """The plan's seconds over the roofline's: the least and the most of all programs."""
     from meshwright.machines import Machine
-    from meshwright.planner.time import timed
+    from meshwright.planner.time import step_time
 
     ratios = [
-        timed(*job_and_choice(entry["case"]), Machine.parse(entry["case"]["on"])).step
+        step_time(*job_and_choice(entry["case"]), Machine.parse(entry["case"]["on"])).step
         / entry["seconds"]["as compiled"]
         for entry in record.values()
         if "seconds" in entry

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.ops.attention.block import Block, Kernel, Partial, Slopes
+from meshwright.ops.attention.block import Block, Gradients, Kernel, Partial
 from meshwright.ops.attention.kernels import KERNELS
 from meshwright.ops.attention.mask import Mask
-from meshwright.ops.attention.turns import Keys, Step, add_turn, turns_of
+from meshwright.ops.attention.ring_steps import Keys, Step, add_ring_step, ring_steps_of
 from results import here, write_section
 
 CHUNK = 4  # tokens; no ratio depends on it
@@ -76,20 +76,20 @@ def computed(
         return jnp.array(places, jnp.float32)[None, :, None, None]
 
     mine = Block(tokens(queries), tokens(queries), tokens(queries))
-    turns = turns_of(Mask(), order, ways, len(queries))
+    turns = ring_steps_of(Mask(), order, ways, len(queries))
     done = Partial(jnp.zeros_like(mine.q), jnp.zeros(mine.q.shape[:3])) if turn else None
     mask = None if turn else turns.first
     KERNELS["noting"] = Kernel(note, _no_backward, lambda call: None)
     try:
         both, step = jnp.stack([tokens(keys)] * 2), Step(jnp.int32(device), turn, ways)
         with jax.disable_jit():  # so that the kernel is given numbers, and of a branch only its own
-            add_turn(done, mine, Keys(both, None), turns, step, mask, "noting")
+            add_ring_step(done, mine, Keys(both, None), turns, step, mask, "noting")
     finally:
         del KERNELS["noting"]
     return noted
 
 
-def _no_backward(*_: object) -> Slopes:
+def _no_backward(*_: object) -> Gradients:
     raise NotImplementedError
 
 

@@ -27,7 +27,7 @@ def packed(folder: Path) -> Any:
     """A store of documents of random letters."""
     from meshwright.data.packing import new_store
     from meshwright.data.store import TokenStore
-    from meshwright.data.tokenizer import ByteTokenizer
+    from meshwright.data.tokenizers import ByteTokenizer
 
     letters = np.random.default_rng(0).integers(97, 123, TOKENS, np.uint8).tobytes().decode()
     with new_store(folder / "random.store", ByteTokenizer()) as writer:

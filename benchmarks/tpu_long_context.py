@@ -38,14 +38,14 @@ ABSENT = {
 class Run:
     mesh: str
     rows: int
-    tp_sequence: bool = False
+    sequence_parallel: bool = False
     fits: bool = True  # whether it should
 
 
 RUNS = [
     Run("dp=1,fsdp=1,tp=4,sp=128", rows=1),
     Run("dp=1,fsdp=1,tp=4,sp=128", rows=8),
-    Run("dp=1,fsdp=8,tp=16,sp=4", rows=8, tp_sequence=True),
+    Run("dp=1,fsdp=8,tp=16,sp=4", rows=8, sequence_parallel=True),
     Run("dp=1,fsdp=8,tp=16,sp=4", rows=8, fits=False),
 ]
 
@@ -68,8 +68,8 @@ def compiled(run: Run) -> dict[str, Any]:
     )
     placed = mesh(run.mesh, MACHINE, list(topology.devices), axis_types="explicit")
     model = dataclasses.replace(preset(MODEL), max_seq=SEQ, rope=Rope(5e7))
-    rules = decoder_rules(sp=True, tp_sequence=run.tp_sequence)
-    compute = Compute(rules, jnp.bfloat16, remat="full", sequence="ring")
+    rules = decoder_rules(sp=True, sequence_parallel=run.sequence_parallel)
+    compute = Compute(rules, jnp.bfloat16, remat="full", context_parallel="ring")
     arrays = abstract_arrays(model, jnp.dtype("float32"))
     optimizer, rate = make_optimizer(OptimizerConfig(), 1000, arrays)
     functions = step_functions(model, compute, optimizer, rate, placed)
@@ -145,7 +145,7 @@ def table() -> tuple[list[str], list[str]]:
         )  # fmt: skip
         found = json.loads(child.stdout.splitlines()[-1])
         links = sorted(set(mw.mesh(run.mesh, MACHINE).ring_hops("sp")))
-        said = f"{run.mesh}{', `tp_sequence`' if run.tp_sequence else ''}"
+        said = f"{run.mesh}{', `sequence_parallel`' if run.sequence_parallel else ''}"
         start = f"| {said} | {run.rows} | {' or '.join(map(str, links))} |"
         if "bytes" in found:
             (hidden, hops), used = found["hops"], found["bytes"] / GIB

@@ -41,7 +41,7 @@ def flops(batch: int, seq: int) -> float:
     return float(per_token) * batch * seq
 
 
-def timed(step: Callable[[], Any], wait: Callable[[Any], Any], steps: int) -> list[float]:
+def step_time(step: Callable[[], Any], wait: Callable[[Any], Any], steps: int) -> list[float]:
     """Seconds from the end of one step to the end of the next, after three to warm up.
 
     A step is started before the one before it is waited for, as a training loop does.
@@ -101,7 +101,7 @@ def ours(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[
 
     losses.append(float(step()))
     compile_seconds = time.perf_counter() - start
-    seconds = timed(step, lambda loss: losses.append(float(loss)), steps)
+    seconds = step_time(step, lambda loss: losses.append(float(loss)), steps)
     if options.profile:
         profile(options.profile, step)
     peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
@@ -167,7 +167,7 @@ def peer(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[
 
     first = float(step())
     compile_seconds = time.perf_counter() - start
-    seconds = timed(step, lambda loss: loss.item(), steps)
+    seconds = step_time(step, lambda loss: loss.item(), steps)
     return {
         "seconds": seconds, "compile": compile_seconds,
         "peak_bytes": torch.cuda.max_memory_allocated(), "losses": [first, float(step())],

@@ -22,7 +22,7 @@ def eight() -> list[jax.Device]:
 @pytest.fixture
 def pretended_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of our own are taken, and can be lowered but not run; whatever the version of jax."""
-    monkeypatch.setattr(mosaic, "device_in_force", lambda: ("cuda", "NVIDIA H200"))
+    monkeypatch.setattr(mosaic, "current_device", lambda: ("cuda", "NVIDIA H200"))
     monkeypatch.setattr(mosaic, "OLDEST", (0, 0))
 
 

@@ -11,8 +11,8 @@ import meshwright as mw
 from meshwright.audits import Audit, audit
 from meshwright.audits.step import expected_of_step
 from meshwright.models.decoder import DecoderConfig
+from meshwright.train.abstract_step import abstract_step
 from meshwright.train.config import ComputeConfig, TrainConfig
-from meshwright.train.described import step_of
 from meshwright.train.optimizer import OptimizerConfig
 
 LLAMA = DecoderConfig(vocab=128, layers=2, embed=64, heads=16, kv_heads=8, head_dim=8, mlp=128)
@@ -34,17 +34,17 @@ def found_in(name: str, mesh: str, options: str = "", rules: str = "standard") -
     compute = ComputeConfig(
         remat=said.get("remat", "none"),
         scan=said.get("scan") != "no",
-        tp_sequence="tp_sequence" in said,
+        sequence_parallel="sequence_parallel" in said,
         mlp_chunk=int(said.get("mlp_chunk", 0)),
     )
     config = TrainConfig(
         "tiny", batch=16, seq=32, accumulation=int(said.get("accumulation", 1)), rules=rules,
-        sequence_parallel=said.get("strategy", "auto"), compute=compute,
+        context_parallel=said.get("strategy", "auto"), compute=compute,
         optimizer=OptimizerConfig(said.get("optimizer", "adamw")),
     )  # fmt: skip
     spec = mw.MeshSpec.parse(mesh).with_standard_axes()
     placed = mw.mesh(spec, devices=jax.devices()[:8], axis_types="explicit")
-    step = step_of(config, placed, MODELS[name])
+    step = abstract_step(config, placed, MODELS[name])
     compiled = step.lower().compile(compiler_options=QUICKLY)
     return audit(compiled, expected=expected_of_step(step), bookkeeping=SMALL)
 
@@ -55,7 +55,7 @@ FAST = [
 ]
 SLOW = [
     ("llama", "dp=2,fsdp=2,tp=2", ""),
-    ("llama", "fsdp=4,tp=2", "tp_sequence=yes"),
+    ("llama", "fsdp=4,tp=2", "sequence_parallel=yes"),
     ("qwen2.5", "fsdp=8", "remat=full"),
     ("qwen3", "fsdp=2,tp=4", ""),
     ("mistral", "fsdp=4,tp=2", ""),
@@ -69,13 +69,13 @@ SLOW = [
     ("llama", "fsdp=8", "optimizer=muon"),
     ("llama", "fsdp=4,tp=2", "optimizer=adafactor"),
     ("llama", "dp=2,fsdp=4", "optimizer=lion remat=elementwise"),
-    ("llama", "fsdp=2,tp=4", "tp_sequence=yes mlp_chunk=8"),
+    ("llama", "fsdp=2,tp=4", "sequence_parallel=yes mlp_chunk=8"),
     ("qwen2.5", "fsdp=2,tp=2,sp=2", "strategy=ring remat=full"),
     ("qwen2.5", "dp=4,tp=2", "remat=mlp"),
     ("qwen3", "dp=2,fsdp=4", "accumulation=2"),
     ("qwen3", "fsdp=4,sp=2", "strategy=ring"),
     ("mistral", "fsdp=2,sp=4", "strategy=ring"),
-    ("tied", "fsdp=4,tp=2", "tp_sequence=yes"),
+    ("tied", "fsdp=4,tp=2", "sequence_parallel=yes"),
     ("tied", "fsdp=2,sp=4", "strategy=ring"),
 ]
 

@@ -10,7 +10,7 @@ MACHINE = Machine.parse("v5e:4x4")
 
 def test_a_switch_that_is_turned_off_stays_off() -> None:
     by_plan, _ = planned(settings(JOB), MACHINE, JOB)
-    assert by_plan.compute.tp_sequence
+    assert by_plan.compute.sequence_parallel
     words = [*JOB, "--compute.no-tp-sequence"]
     kept, _ = planned(settings(words), MACHINE, words)
-    assert not kept.compute.tp_sequence
+    assert not kept.compute.sequence_parallel

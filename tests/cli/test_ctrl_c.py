@@ -123,7 +123,7 @@ except KeyboardInterrupt:
 def test_packing_leaves_nothing_half_written_behind(tmp_path: Path) -> None:
     code = f"""{START}
 from meshwright.data.packing import new_store
-from meshwright.data.tokenizer import ByteTokenizer
+from meshwright.data.tokenizers import ByteTokenizer
 with new_store({str(tmp_path / "a.store")!r}, ByteTokenizer()):
     ctrl_c()
     time.sleep(30)

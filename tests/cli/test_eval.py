@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.checkpoint import Checkpoints
 from meshwright.cli.main import main
-from meshwright.data import Needles, needle_rows
+from meshwright.data import Needles, needle_sequences
 from meshwright.models.decoder import DecoderConfig, abstract_arrays
 from meshwright.models.decoder.hf_save import save_hf
 from meshwright.train.config import decoder_to_dict
@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def right_by_chance() -> int:
     """How many of the answers that the command asks for are `e`."""
-    count = int(np.sum(needle_rows(Needles(), 5, 64, fresh=True).answers == ord("e")))
+    count = int(np.sum(needle_sequences(Needles(), 5, 64, fresh=True).answers == ord("e")))
     assert 0 < count < 20
     return count
 
@@ -90,7 +90,7 @@ def test_a_hugging_face_folder_is_asked_as_bytes(
         (["--depths", "0"], ["--depths 0"]),
         (["--needles", "11"], ["key_length=1; give a longer key"]),
         (["--questions", "5"], ["questions=5 of needles=4"]),
-        (["--seq", "66", "--mesh", "sp=4", "--sequence-parallel", "ring"], ["64 or 72 would fit"]),
+        (["--seq", "66", "--mesh", "sp=4", "--context-parallel", "ring"], ["64 or 72 would fit"]),
         (["--mesh", "tp=4"], ["tp=4 does not divide the model's kv_heads=2"]),
         (["--mesh", "sq=2"], ["axis 'sq'"]),
         (["--step", "8"], ["no checkpoint of step 8"]),

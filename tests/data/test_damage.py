@@ -25,8 +25,8 @@ from meshwright.data import (
     Mixture,
     TokenStore,
     pack,
-    read_rows,
-    row_count,
+    read_sequences,
+    sequence_count,
     training_loader,
     upgrade,
 )
@@ -63,8 +63,8 @@ def store(tmp_path: Path) -> Path:
 def everything(path: Path) -> dict[str, Any]:
     """All that training could read of a store."""
     store = TokenStore.open(path)
-    rows = read_rows(store, range(row_count(store, SEQ)), SEQ)
-    parts = read_rows(store, range(row_count(store, SEQ)), SEQ, 3, 9)
+    rows = read_sequences(store, range(sequence_count(store, SEQ)), SEQ)
+    parts = read_sequences(store, range(sequence_count(store, SEQ)), SEQ, 3, 9)
     texts = [store.text(i) for i in range(store.documents)]
     return {name: (rows[name].tolist(), parts[name].tolist()) for name in FIELDS} | {
         "identity": store.identity,
@@ -76,9 +76,9 @@ def test_rows_of_a_store_in_many_blocks_equal_those_in_memory(store: Path) -> No
     opened, made = TokenStore.open(store), TokenStore.of_documents(STORIES, BYTES, name="made")
     assert os.path.getsize(store / "offsets.crc") == 4 * 6  # 41 offsets, 8 in a block
     for seq in (1, 7, 16, 33, 1000):
-        rows = range(row_count(made, seq))
+        rows = range(sequence_count(made, seq))
         for start, stop in ((0, seq), (seq // 3, seq // 2 + 1)):
-            read, expected = (read_rows(one, rows, seq, start, stop) for one in (opened, made))
+            read, expected = (read_sequences(one, rows, seq, start, stop) for one in (opened, made))
             for name in FIELDS:
                 np.testing.assert_array_equal(read[name], expected[name])
     opened.verify()
@@ -133,10 +133,10 @@ def test_an_id_outside_the_vocabulary_names_store_block_and_offset(store: Path) 
     change(store, "tokens.bin", 2 * 70, (60_000).to_bytes(2, "little"))
     opened = TokenStore.open(store)
     with pytest.raises(MeshwrightError) as said:
-        read_rows(opened, [4], SEQ)  # tokens 64 to 80
+        read_sequences(opened, [4], SEQ)  # tokens 64 to 80
     assert f"'{store}' is damaged: block 2 of tokens.bin (bytes 128 to 192)" in str(said.value)
     assert "token id 60000 at offset 70 is outside the vocabulary of 257" in str(said.value)
-    assert read_rows(opened, [0], SEQ)["tokens"].size == SEQ  # other blocks can be read
+    assert read_sequences(opened, [0], SEQ)["tokens"].size == SEQ  # other blocks can be read
     with pytest.raises(MeshwrightError, match="block 2 of tokens"):
         opened.verify()
 
@@ -145,7 +145,7 @@ def test_an_id_outside_the_vocabulary_under_a_right_checksum_is_an_error(store: 
     change(store, "tokens.bin", 2 * 70, (60_000).to_bytes(2, "little"))
     sign(store)
     with pytest.raises(MeshwrightError) as said:
-        read_rows(TokenStore.open(store), [4], SEQ)
+        read_sequences(TokenStore.open(store), [4], SEQ)
     assert "token id 60000 at offset 70 is outside the vocabulary of 257 (block 2" in str(
         said.value
     )
@@ -226,16 +226,16 @@ def test_files_of_another_store_are_noticed(store: Path, tmp_path: Path) -> None
 
 def test_what_changes_while_a_store_is_open_is_noticed(store: Path) -> None:
     opened = TokenStore.open(store)
-    read_rows(opened, [4], SEQ)
+    read_sequences(opened, [4], SEQ)
     change(store, "tokens.bin", 2 * 70, b"x")
     with pytest.raises(MeshwrightError, match=r"block 2 of tokens.bin"):
-        read_rows(opened, [4], SEQ)
+        read_sequences(opened, [4], SEQ)
     os.truncate(store / "tokens.bin", 80)
     with pytest.raises(MeshwrightError, match=r"tokens.bin was cut short while it was read"):
-        read_rows(opened, [4], SEQ)
+        read_sequences(opened, [4], SEQ)
     os.truncate(store / "offsets.bin", 80)
     with pytest.raises(MeshwrightError, match=r"offsets.bin was cut short while it was read"):
-        read_rows(opened, [0], SEQ)
+        read_sequences(opened, [0], SEQ)
 
 
 def test_a_file_that_may_not_be_read_is_said(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_a_disk_that_fails_is_said(store: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(os, "pread", broken)
     with pytest.raises(MeshwrightError, match=r"tokens.bin cannot be read: Input/output error$"):
-        read_rows(opened, [0], SEQ)
+        read_sequences(opened, [0], SEQ)
 
 
 def cut(folder: Path) -> None:

@@ -25,7 +25,7 @@ from meshwright.data import (
     ahead,
     embedded_corpus,
     held_out_loader,
-    row_count,
+    sequence_count,
     training_loader,
 )
 from meshwright.data.ahead import read_ahead
@@ -189,7 +189,7 @@ def test_evaluation_meets_every_held_out_token_once(mesh: jax.sharding.Mesh) -> 
     assert (segments[13:] == 0).all()
     assert (np.asarray(batches[1]["targets"])[0, 5:] == NO_TARGET).all()
     # its first row is the one training stops before
-    first = (row_count(embedded_corpus(), 64) - 13) * 64
+    first = (sequence_count(embedded_corpus(), 64) - 13) * 64
     np.testing.assert_array_equal(
         np.asarray(batches[0]["tokens"])[0, 0], embedded_corpus().tokens[first : first + 64]
     )

@@ -16,7 +16,7 @@ from meshwright.data import (
     embedded_corpus,
     load_tokenizer,
     pack,
-    row_count,
+    sequence_count,
 )
 from meshwright.data.samples import PADDING, HeldOutSamples, TrainingSamples
 from meshwright.errors import MeshwrightError
@@ -117,7 +117,7 @@ def test_training_meets_every_row_of_a_store_before_any_again_and_none_that_is_h
     mixture = Mixture.of([made("abcd"[i], size) for i, size in enumerate(sizes)])
     source, row = TrainingSamples(mixture, seq, held_out, seed).locate(np.arange(2000))
     for i, store in enumerate(mixture.stores):
-        rows = row_count(store, seq) - held_out
+        rows = sequence_count(store, seq) - held_out
         mine = row[source == i]
         for start in range(0, len(mine) - rows, rows):
             assert sorted(mine[start : start + rows].tolist()) == list(range(rows))
@@ -129,7 +129,7 @@ def test_held_out_rows_come_once_and_then_padding(sizes: list[int], held_out: in
     samples = HeldOutSamples(mixture, 8, held_out)
     source, row = samples.locate(np.arange(samples.count + 3))
     expected = [
-        (i, row_count(store, 8) - held_out + k)
+        (i, sequence_count(store, 8) - held_out + k)
         for i, store in enumerate(mixture.stores)
         for k in range(held_out)
     ]

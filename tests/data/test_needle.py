@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright.data import FIELDS, Needles, needle_rows, read_rows, row_count, write_needles
+from meshwright.data import (
+    FIELDS,
+    Needles,
+    needle_sequences,
+    read_sequences,
+    sequence_count,
+    write_needles,
+)
 
 
 def pairs(text: str, mark: str, kind: Needles) -> list[re.Match[str]]:
@@ -29,7 +36,7 @@ def test_a_row_hides_and_asks_what_it_says_it_does(data: st.DataObject) -> None:
         data.draw(st.integers(1, 5)),
     )
     seq = kind.shortest + data.draw(st.integers(0, 90))
-    rows = needle_rows(kind, 2, seq, data.draw(st.integers(0, 9)))
+    rows = needle_sequences(kind, 2, seq, data.draw(st.integers(0, 9)))
     assert rows.tokens.shape == (2, seq)
     for row in range(2):
         *body, end = rows.tokens[row].tolist()
@@ -56,11 +63,11 @@ def test_a_row_hides_and_asks_what_it_says_it_does(data: st.DataObject) -> None:
 
 def test_a_row_depends_on_seed_and_number_alone() -> None:
     kind = Needles()
-    rows = needle_rows(kind, 8, 200, seed=3).tokens
-    np.testing.assert_array_equal(rows[5:], needle_rows(kind, 3, 200, seed=3, first=5).tokens)
+    rows = needle_sequences(kind, 8, 200, seed=3).tokens
+    np.testing.assert_array_equal(rows[5:], needle_sequences(kind, 3, 200, seed=3, first=5).tokens)
     others = [
-        needle_rows(kind, 8, 200, seed=4).tokens,
-        needle_rows(kind, 8, 200, seed=3, fresh=True).tokens,
+        needle_sequences(kind, 8, 200, seed=4).tokens,
+        needle_sequences(kind, 8, 200, seed=3, fresh=True).tokens,
     ]
     texts = [row.tobytes() for tokens in (rows, *others) for row in tokens]
     assert len(set(texts)) == len(texts)
@@ -69,9 +76,9 @@ def test_a_row_depends_on_seed_and_number_alone() -> None:
 def test_rows_of_the_store_are_the_rows_training_reads(tmp_path: Path) -> None:
     kind = Needles(3, value_length=2)
     store = write_needles(kind, tmp_path / "a", rows=300, seq=65, seed=2)  # more than one piece
-    assert row_count(store, 65) == store.documents == 300
-    read = read_rows(store, range(300), seq=65)
-    np.testing.assert_array_equal(read["tokens"], needle_rows(kind, 300, 65, seed=2).tokens)
+    assert sequence_count(store, 65) == store.documents == 300
+    read = read_sequences(store, range(300), seq=65)
+    np.testing.assert_array_equal(read["tokens"], needle_sequences(kind, 300, 65, seed=2).tokens)
     assert set(read) == set(FIELDS)
     assert (read["segments"] == 1).all()
     assert (read["positions"] == np.arange(65)).all()
@@ -79,7 +86,7 @@ def test_rows_of_the_store_are_the_rows_training_reads(tmp_path: Path) -> None:
 
 
 def test_needles_are_at_every_depth_and_mostly_on_another_device() -> None:
-    rows = needle_rows(Needles(), 200, 256)
+    rows = needle_sequences(Needles(), 200, 256)
     hay = 256 - 4 * 4
     tenths = np.histogram(rows.told, bins=10, range=(0, hay))[0]
     assert tenths.min() > 0.6 * tenths.mean()
@@ -109,6 +116,6 @@ def test_a_row_too_short_says_how_long_it_must_be(tmp_path: Path) -> None:
     with pytest.raises(mw.MeshwrightError, match=f"seq=50 is too short .* {kind.shortest} or more"):
         write_needles(kind, tmp_path / "a", rows=4, seq=50)
     assert not (tmp_path / "a").exists()
-    needle_rows(kind, 1, kind.shortest)
+    needle_sequences(kind, 1, kind.shortest)
     with pytest.raises(mw.MeshwrightError, match="rows=0 asks for nothing"):
-        needle_rows(kind, 0, 200)
+        needle_sequences(kind, 0, 200)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.data import ByteTokenizer, Needles, needle_rows
+from meshwright.data import ByteTokenizer, Needles, needle_sequences
 from meshwright.evaluate.needle import RULES, Retrieval, answers, check_needle, retrieve
 from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays, logits
 from meshwright.serve.load import Model, Source, generation_mesh, load
 from meshwright.train.state import abstract_state
 
 CONFIG = DecoderConfig(320, 2, 32, 8, 4, 8, 64, max_seq=256)
-ROWS = needle_rows(Needles(4, 3, value_length=2), 5, 64)
+ROWS = needle_sequences(Needles(4, 3, value_length=2), 5, 64)
 
 
 def random_source(config: DecoderConfig = CONFIG) -> Source:
@@ -67,14 +67,14 @@ def cut_into(documents: int) -> np.ndarray:
     ],
 )
 def test_answers_are_those_of_the_whole_logits_on_one_device(mesh: str, sequence: str) -> None:
-    said = answers(model_on(mesh), ROWS, sequence=sequence)
+    said = answers(model_on(mesh), ROWS, context_parallel=sequence)
     np.testing.assert_array_equal(said, reference(CONFIG))
     assert len(np.unique(said)) > 5, said.ravel()  # not the same everywhere
 
 
 def test_tied_embeddings_are_the_head() -> None:
     tied = dataclasses.replace(CONFIG, tied_embeddings=True)
-    said = answers(model_on("tp=2,sp=2", tied), ROWS, sequence="ring")
+    said = answers(model_on("tp=2,sp=2", tied), ROWS, context_parallel="ring")
     np.testing.assert_array_equal(said, reference(tied))
 
 
@@ -82,11 +82,11 @@ def test_an_answer_is_never_padding_of_the_vocabulary() -> None:
     odd = dataclasses.replace(CONFIG, vocab=257)
     model = model_on("tp=2,sp=2", odd)
     assert model.params["output"].shape[1] == 258
-    np.testing.assert_array_equal(answers(model, ROWS, sequence="ring"), reference(odd))
+    np.testing.assert_array_equal(answers(model, ROWS, context_parallel="ring"), reference(odd))
 
 
 def test_rows_can_be_cut_into_documents() -> None:
-    said = answers(model_on("sp=4"), ROWS, sequence="ring", segments=cut_into(4))
+    said = answers(model_on("sp=4"), ROWS, context_parallel="ring", segments=cut_into(4))
     np.testing.assert_array_equal(said, reference(CONFIG, 4))
     assert (said != reference(CONFIG)).any()
 
@@ -101,7 +101,7 @@ def test_weights_lie_as_training_keeps_them() -> None:
 
 
 def test_an_answer_is_right_if_all_of_it_is_and_groups_count_them() -> None:
-    rows = needle_rows(Needles(2, value_length=2), 3, 100)
+    rows = needle_sequences(Needles(2, value_length=2), 3, 100)
     right = np.array([[True, False], [True, True], [False, False]])
     found = Retrieval(right, rows)
     assert found.share == 0.5
@@ -134,7 +134,9 @@ def test_a_model_that_cannot_be_asked_says_why() -> None:
     assert check_needle(source, mesh, 64, "ring") == "ring"
     assert check_needle(source, generation_mesh("dp=2"), 64) is None
     refused("seq=300 is longer than the model allows; 256 or less", seq=300)
-    refused("seq=68 is not divisible by 8 .* seq=64 or 72 would fit", seq=68, sequence="ring")
+    refused(
+        "seq=68 is not divisible by 8 .* seq=64 or 72 would fit", seq=68, context_parallel="ring"
+    )
     small = dataclasses.replace(CONFIG, vocab=256)
     refused("vocabulary of 256; needle rows need 257", source=random_source(small))
     words = type("Words", (ByteTokenizer,), {"kind": "huggingface"})()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import Needles, needle_rows
+from meshwright.data import Needles, needle_sequences
 from meshwright.evaluate.needle import RULES, retrieve
 from meshwright.serve.load import generation_mesh, load, look_into
 
@@ -38,18 +38,18 @@ def test_a_model_trained_over_sp_finds_needles_and_not_where_parts_cannot_see_ea
     meshwright("data", "needle", tmp_path / "needles", "--rows", 8000, "--seq", SEQ)
     meshwright(
         "train", tmp_path / "config.json", "--data", tmp_path / "needles", "--seq", SEQ,
-        "--mesh", "sp=4", "--cpu-devices", 4, "--sequence-parallel", "ring", "--steps", 500,
+        "--mesh", "sp=4", "--cpu-devices", 4, "--context-parallel", "ring", "--steps", 500,
         "--batch", 16, "--optimizer.name", "muon", "--optimizer.learning-rate", 1e-2,
         "--optimizer.schedule", "wsd", "--optimizer.warmup-steps", 20,
         "--optimizer.weight-decay", 0, "--run", tmp_path / "run",
     )  # fmt: skip
     model = load(look_into(str(tmp_path / "run")), generation_mesh("sp=4"), rules=RULES)
-    rows = needle_rows(Needles(), rows=64, seq=SEQ, fresh=True)
-    found = retrieve(model, rows, sequence="ring")
+    rows = needle_sequences(Needles(), rows=64, seq=SEQ, fresh=True)
+    found = retrieve(model, rows, context_parallel="ring")
     assert found.share >= 0.95
     # the same weights, where each of the four parts of a row sees its own keys only
     parts = np.broadcast_to(np.arange(SEQ, dtype=np.int32) * 4 // SEQ + 1, rows.tokens.shape)
-    broken = retrieve(model, rows, sequence="ring", segments=np.ascontiguousarray(parts))
+    broken = retrieve(model, rows, context_parallel="ring", segments=np.ascontiguousarray(parts))
     assert broken.share < 0.5
     elsewhere = rows.told // (SEQ // 4) != rows.asked // (SEQ // 4)
     assert elsewhere.mean() > 0.5

@@ -147,8 +147,8 @@ def test_packed_documents_have_the_logits_they_have_alone(scan: bool, text: str)
 @pytest.mark.parametrize(
     ("text", "rules"),
     [
-        ("dp=2,fsdp=2,tp=2,sp=1", decoder_rules(tp_sequence=True)),
-        pytest.param(EIGHT, decoder_rules(sp=True, tp_sequence=True), marks=pytest.mark.slow),
+        ("dp=2,fsdp=2,tp=2,sp=1", decoder_rules(sequence_parallel=True)),
+        pytest.param(EIGHT, decoder_rules(sp=True, sequence_parallel=True), marks=pytest.mark.slow),
         *(
             pytest.param(
                 "dp=2,fsdp=2,tp=2,sp=1", t5x_rules(a, b), marks=pytest.mark.slow, id=f"t5x {a} {b}"

@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.models.decoder import REMAT, Compute, DecoderConfig, abstract_arrays, decoder_rules
 from meshwright.models.decoder import hidden_states as hidden
 from meshwright.ops import row_kernels
-from meshwright.ops.exchange import varying_like
+from meshwright.ops.collectives import varying_like
 from meshwright.ops.rope import Rope
 
 # widths that tell the arrays of a layer apart
@@ -94,11 +94,11 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def norm_gradient(x: jax.Array, scale: jax.Array, eps: float, through: Any, *given: Any) -> Any:
         called.append("norm_gradient")
-        wide, *slopes = (part.astype(jnp.float32) for part in (x, *given))
+        wide, *gradients = (part.astype(jnp.float32) for part in (x, *given))
         # differs from device to device as x does, or it would come back added up
         scale = varying_like(scale, x)
         _, backward = jax.vjp(lambda x, scale: norm(x, scale, eps), wide, scale)
-        of_x, of_scale = backward(sum(slopes[1:], slopes[0]))
+        of_x, of_scale = backward(sum(gradients[1:], gradients[0]))
         of_x = of_x if through is None else of_x + through.astype(jnp.float32)
         return of_x.astype(x.dtype), of_scale
 

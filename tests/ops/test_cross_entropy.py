@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
+from meshwright.ops.collectives import all_gather
 from meshwright.ops.cross_entropy import IGNORED, cross_entropy
-from meshwright.ops.exchange import gather
 
 BATCH, LENGTH, EMBED, VOCAB = 8, 6, 16, 40
 SCALE = 1 / 37
@@ -52,11 +52,11 @@ def in_float64(
     entropy = ((normalizer - at_target) * counts).sum()
     loss = SCALE * (entropy + case.z_loss * (normalizer**2 * counts).sum())
     softmax = np.exp(logits - normalizer[..., None])
-    slope = softmax * (1 + 2 * case.z_loss * normalizer)[..., None]
-    slope -= np.eye(VOCAB)[np.where(counts, targets, 0)]
-    slope *= (counts * SCALE)[..., None]
-    of_head = np.einsum("ble,blv->ev", h, slope)
-    return loss, entropy, slope @ w.T, of_head.T if case.tied else of_head
+    gradient = softmax * (1 + 2 * case.z_loss * normalizer)[..., None]
+    gradient -= np.eye(VOCAB)[np.where(counts, targets, 0)]
+    gradient *= (counts * SCALE)[..., None]
+    of_head = np.einsum("ble,blv->ev", h, gradient)
+    return loss, entropy, gradient @ w.T, of_head.T if case.tied else of_head
 
 
 def fused(case: Case, dtype: Any = jnp.float32) -> tuple[Any, Any, Any, Any]:
@@ -72,9 +72,9 @@ def fused(case: Case, dtype: Any = jnp.float32) -> tuple[Any, Any, Any, Any]:
     @jax.jit
     def run(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
         def loss(hidden: jax.Array, head: jax.Array) -> Any:
-            whole = gather(head, ("dp", "fsdp", "sp"))
+            whole = all_gather(head, ("dp", "fsdp", "sp"))
             return cross_entropy(
-                gather(hidden, ("tp",)), whole, targets, jnp.float32(SCALE),
+                all_gather(hidden, ("tp",)), whole, targets, jnp.float32(SCALE),
                 z_loss=case.z_loss, chunk=case.chunk, tied=case.tied, vocab=VOCAB,
             )  # fmt: skip
 
@@ -86,11 +86,11 @@ def fused(case: Case, dtype: Any = jnp.float32) -> tuple[Any, Any, Any, Any]:
             jax.device_put(jnp.asarray(head, dtype), head_spec),
             jax.device_put(targets, tokens),
         )
-        (loss, entropy), slopes = run(*placed)
-        for slope, given in zip(slopes, placed[:2], strict=True):
-            assert slope.sharding.is_equivalent_to(given.sharding, slope.ndim)
-            assert slope.dtype == given.dtype
-    return loss, entropy, *slopes
+        (loss, entropy), gradients = run(*placed)
+        for gradient, given in zip(gradients, placed[:2], strict=True):
+            assert gradient.sharding.is_equivalent_to(given.sharding, gradient.ndim)
+            assert gradient.dtype == given.dtype
+    return loss, entropy, *gradients
 
 
 CASES = [
@@ -150,16 +150,16 @@ def test_the_reference_itself_is_jaxs_log_softmax() -> None:
         z = case.z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
         return SCALE * jnp.sum(jnp.where(targets == IGNORED, 0.0, entropy + z))
 
-    loss, slopes = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(hidden, head)
+    loss, gradients = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(hidden, head)
     expected_loss, _, *expected = in_float64(hidden, head, targets, case)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    for one, other in zip(slopes, expected, strict=True):
+    for one, other in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_bfloat16_is_within_rounding() -> None:
     case = Case("dp=2,fsdp=2,tp=2,sp=1", chunk=5)
-    loss, entropy, *slopes = fused(case, jnp.bfloat16)
+    loss, entropy, *gradients = fused(case, jnp.bfloat16)
     hidden, head, targets = inputs(False)
     rounded = (np.asarray(jnp.asarray(x, jnp.bfloat16), "f") for x in (hidden, head))
     right_loss, right_entropy, *right = in_float64(*rounded, targets, case)
@@ -167,14 +167,14 @@ def test_bfloat16_is_within_rounding() -> None:
     # logits of about 3.5 are rounded to 8 bits before the softmax
     np.testing.assert_allclose(loss, right_loss, rtol=2**-8)
     np.testing.assert_allclose(entropy, right_entropy, rtol=2**-8)
-    for found, exact in zip(slopes, right, strict=True):
+    for found, exact in zip(gradients, right, strict=True):
         assert np.linalg.norm(np.asarray(found, "f8") - exact) < 2**-6 * np.linalg.norm(exact)
 
 
 def test_logits_that_would_overflow_do_not() -> None:
     with jax.set_mesh(mw.mesh("tp=4", devices=jax.devices()[:4], axis_types="explicit")):
         head = jax.device_put(np.eye(4, 8, dtype="f") * 1e4, P(None, "tp"))
-        hidden = gather(jnp.eye(4)[None], ("tp",))
+        hidden = all_gather(jnp.eye(4)[None], ("tp",))
         targets = jnp.arange(4)[None]
         loss, entropy = cross_entropy(hidden, head, targets, jnp.float32(1.0))
     np.testing.assert_allclose([loss, entropy], 0)
@@ -187,9 +187,9 @@ def test_no_counted_token_is_no_loss_and_no_gradient() -> None:
         def loss(h: jax.Array, w: jax.Array) -> Any:
             return cross_entropy(h, w, targets, jnp.float32(1.0), z_loss=1.0)
 
-        slope = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-        values, slopes = slope(jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
-    for x in jax.tree.leaves((values, slopes)):
+        gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        values, gradients = gradient(jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
+    for x in jax.tree.leaves((values, gradients)):
         np.testing.assert_array_equal(x, 0)
 
 
@@ -236,8 +236,8 @@ def test_logits_never_exist_in_full() -> None:
         shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, tokens, 8), (8, vocab))]
 
         def memory(chunk: int) -> int:
-            slope = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)
-            return slope.lower(*shapes, chunk).compile().memory_analysis().temp_size_in_bytes
+            gradient = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)
+            return gradient.lower(*shapes, chunk).compile().memory_analysis().temp_size_in_bytes
 
         assert memory(tokens) >= 4 * tokens * vocab
         assert memory(128) < 4 * tokens * vocab / 8

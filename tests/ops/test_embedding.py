@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
+from meshwright.ops.collectives import all_gather
 from meshwright.ops.embedding import embed
-from meshwright.ops.exchange import gather
 
 VOCAB, EMBED = 32, 8
 
@@ -49,16 +49,16 @@ def test_rows_and_their_gradients_are_those_of_a_plain_lookup(
 
         @jax.jit
         def both(table: jax.Array, tokens: jax.Array, given: jax.Array) -> Any:
-            out, backward = jax.vjp(lambda t: embed(gather(t, over), tokens, target), table)
+            out, backward = jax.vjp(lambda t: embed(all_gather(t, over), tokens, target), table)
             return out, backward(given)[0]
 
-        out, slope = both(placed, where, jax.device_put(given, target))
+        out, gradient = both(placed, where, jax.device_put(given, target))
         assert out.sharding.is_equivalent_to(jax.NamedSharding(mesh, target), 3)
-        assert slope.sharding.is_equivalent_to(placed.sharding, 2)
+        assert gradient.sharding.is_equivalent_to(placed.sharding, 2)
     np.testing.assert_array_equal(out, table[tokens])
     expected = np.zeros((VOCAB, EMBED))
     np.add.at(expected, tokens, given.astype("f8"))
-    np.testing.assert_allclose(slope, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_gradient_of_a_common_token_is_summed_in_float32() -> None:
@@ -67,9 +67,9 @@ def test_the_gradient_of_a_common_token_is_summed_in_float32() -> None:
     with jax.set_mesh(mesh):
         table = jnp.zeros((4, 8), jnp.bfloat16)
         tokens = jnp.ones((4, 1024), jnp.int32)
-        slope = jax.grad(
+        gradient = jax.grad(
             lambda t: jnp.sum(embed(t, tokens, P(None, None, None)).astype(jnp.float32))
         )
         np.testing.assert_array_equal(
-            np.asarray(slope(table)[1].astype(jnp.float32)), np.full(8, 4096.0)
+            np.asarray(gradient(table)[1].astype(jnp.float32)), np.full(8, 4096.0)
         )

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.ops.exchange import gather
+from meshwright.ops.collectives import all_gather
 from meshwright.ops.norms import add_bias, norm_alone, norm_beside, rms_norm
 
 EPS = 1e-5
@@ -20,7 +20,7 @@ def norm_in_float64(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * scale
 
 
-def slopes_in_float64(
+def gradients_in_float64(
     x: np.ndarray, scale: np.ndarray, given: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """By the quotient rule: of x and of scale."""
@@ -69,7 +69,7 @@ def test_rms_norm_and_its_gradients_are_the_formula(layout: P) -> None:
     tokens = [axis for axis in layout[:2] if axis is not None]
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return rms_norm(x, gather(scale, tokens), EPS)
+        return rms_norm(x, all_gather(scale, tokens), EPS)
 
     with jax.set_mesh(mesh):
         args = jax.device_put(x, layout), jax.device_put(scale, P(last))
@@ -77,7 +77,7 @@ def test_rms_norm_and_its_gradients_are_the_formula(layout: P) -> None:
         assert out.sharding.is_equivalent_to(args[0].sharding, 3)
         assert of_scale.sharding.is_equivalent_to(args[1].sharding, 1)
     np.testing.assert_allclose(out, norm_in_float64(x, scale), rtol=2e-6, atol=1e-6)
-    expected_x, expected_scale = slopes_in_float64(x, scale, given)
+    expected_x, expected_scale = gradients_in_float64(x, scale, given)
     np.testing.assert_allclose(of_x, expected_x, rtol=1e-5, atol=2e-6)
     np.testing.assert_allclose(of_scale, expected_scale, rtol=1e-5, atol=2e-6)
 
@@ -90,25 +90,27 @@ def test_a_norm_beside_or_after_a_sum_is_the_norm_of_that_sum(layout: P) -> None
     tokens = [axis for axis in layout[:2] if axis is not None]
 
     def beside(x: jax.Array, update: jax.Array, scale: jax.Array) -> Any:
-        x, normed = norm_beside(x, gather(scale, tokens), EPS, 2, update)
+        x, normed = norm_beside(x, all_gather(scale, tokens), EPS, 2, update)
         return [x, *normed]
 
     def alone(x: jax.Array, update: jax.Array, scale: jax.Array) -> jax.Array:
-        return norm_alone(x, gather(scale, tokens), EPS, update)
+        return norm_alone(x, all_gather(scale, tokens), EPS, update)
 
     with jax.set_mesh(mesh):
         placed = [jax.device_put(part, layout) for part in (x, update, given, more)]
         args = *placed[:2], jax.device_put(scale, P(layout[-1]))
-        (total, *normed), slopes = both(beside)(args, [placed[2], placed[3], placed[3]])
-        last, slopes_alone = both(alone)(args, placed[2])
+        (total, *normed), gradients = both(beside)(args, [placed[2], placed[3], placed[3]])
+        last, gradients_alone = both(alone)(args, placed[2])
     np.testing.assert_array_equal(total, x + update)
     for one in (*normed, last):
         np.testing.assert_allclose(one, norm_in_float64(x + update, scale), rtol=2e-6, atol=1e-6)
-    right_x, right_scale = slopes_in_float64(x + update, scale, 2 * more)
-    for found, right in zip(slopes, (given + right_x, given + right_x, right_scale), strict=True):
+    right_x, right_scale = gradients_in_float64(x + update, scale, 2 * more)
+    for found, right in zip(
+        gradients, (given + right_x, given + right_x, right_scale), strict=True
+    ):
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=5e-6)
-    right_x, right_scale = slopes_in_float64(x + update, scale, given)
-    for found, right in zip(slopes_alone, (right_x, right_x, right_scale), strict=True):
+    right_x, right_scale = gradients_in_float64(x + update, scale, given)
+    for found, right in zip(gradients_alone, (right_x, right_x, right_scale), strict=True):
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=5e-6)
 
 
@@ -136,7 +138,7 @@ def test_a_bias_is_added_and_its_gradient_is_the_sum_over_tokens() -> None:
     with jax.set_mesh(mesh):
         layout = P("dp", None, "tp", None)
         args = jax.device_put(x, layout), jax.device_put(bias, P("tp", None))
-        biased = both(lambda x, b: add_bias(x, gather(b, ("dp",))))
+        biased = both(lambda x, b: add_bias(x, all_gather(b, ("dp",))))
         out, (of_x, of_bias) = biased(args, jax.device_put(given, layout))
     np.testing.assert_array_equal(out, x + bias)
     np.testing.assert_array_equal(of_x, given)

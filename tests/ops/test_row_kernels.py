@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from tests.ops.test_norms import EPS, norm_in_float64
-from tests.ops.test_norms import slopes_in_float64 as slopes_of_norm
+from tests.ops.test_norms import gradients_in_float64 as gradients_of_norm
 
 import meshwright as mw
 from meshwright.ops import mosaic, row_kernels
+from meshwright.ops.collectives import all_gather
 from meshwright.ops.cross_entropy import cross_entropy
-from meshwright.ops.exchange import gather
 from meshwright.ops.norms import norm_alone, norm_beside
 
 H200 = ("cuda", "NVIDIA H200")
@@ -46,11 +46,11 @@ def exact(x: jax.Array) -> np.ndarray:
     return np.asarray(x).astype("f8")
 
 
-def slopes_in_float64(
+def gradients_in_float64(
     x: np.ndarray, scale: np.ndarray, through: np.ndarray | float, given: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of x, which also goes on, and of scale."""
-    of_x, of_scale = slopes_of_norm(x, scale, given)
+    of_x, of_scale = gradients_of_norm(x, scale, given)
     return through + of_x, of_scale
 
 
@@ -81,14 +81,14 @@ def test_rows_are_refused_for_a_reason(
     monkeypatch: pytest.MonkeyPatch, device: Any, columns: int, dtype: Any, whole_row: bool,
     reason: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(mosaic, "device_in_force", lambda: device)
+    monkeypatch.setattr(mosaic, "current_device", lambda: device)
     monkeypatch.setattr(mosaic, "OLDEST", (0, 0))
     assert reason in str(row_kernels.refuses(columns, dtype, whole_row=whole_row))
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"])
 def test_rows_of_models_are_taken(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(mosaic, "device_in_force", lambda: ("gpu", kind))
+    monkeypatch.setattr(mosaic, "current_device", lambda: ("gpu", kind))
     monkeypatch.setattr(mosaic, "OLDEST", (0, 0))
     for embed in (1024, 2048):
         assert row_kernels.refuses(embed, jnp.bfloat16, whole_row=True) is None
@@ -103,12 +103,12 @@ def test_rows_of_models_are_taken(monkeypatch: pytest.MonkeyPatch, kind: str) ->
 @pytest.mark.usefixtures("pretended_h200")
 def test_a_norm_with_its_sum_is_one_kernel_and_its_gradient_another(text: str, spec: P) -> None:
     def forward(x: jax.Array, update: jax.Array, scale: jax.Array) -> Any:
-        x, normed = norm_beside(x, gather(scale, ("dp", "tp")), EPS, 3, update)
+        x, normed = norm_beside(x, all_gather(scale, ("dp", "tp")), EPS, 3, update)
         return x, normed
 
     def backward(x: jax.Array, update: jax.Array, scale: jax.Array) -> Any:
-        out, slopes = jax.vjp(forward, x, update, scale)
-        return slopes(out)
+        out, gradients = jax.vjp(forward, x, update, scale)
+        return gradients(out)
 
     mesh = mw.mesh(
         text, devices=jax.devices()[: 4 if text == FOUR[0] else 1], axis_types="explicit"
@@ -155,10 +155,10 @@ def test_a_scale_that_is_whole_everywhere_has_a_gradient_that_is(spec: P) -> Non
         x = jax.ShapeDtypeStruct((4, 8, 1024), jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
         scale = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=jax.NamedSharding(mesh, P()))
 
-        def slopes(x: jax.Array, scale: jax.Array) -> Any:
+        def gradients(x: jax.Array, scale: jax.Array) -> Any:
             return jax.vjp(lambda x, s: norm_alone(x, s, EPS), x, scale)[1](x)
 
-        found = jax.eval_shape(slopes, x, scale)
+        found = jax.eval_shape(gradients, x, scale)
     assert [one.sharding.spec for one in found] == [P(*spec, *(None,) * (3 - len(spec))), P(None)]
 
 
@@ -176,8 +176,8 @@ def test_each_chunk_of_the_loss_reads_its_logits_by_one_kernel() -> None:
                 (48, 48, 1), (48, 32, 2), (48, 16, 2), (6, 6, 1), (6, 4, 1), (6, 2, 1),
             ):  # fmt: skip
                 hidden = jax.ShapeDtypeStruct((1, tokens, 16), jnp.bfloat16)
-                slope = jax.grad(lambda h, w, chunk=chunk: loss(h, w, chunk), argnums=(0, 1))
-                assert kernels(slope, hidden, head) == each * places
+                gradient = jax.grad(lambda h, w, chunk=chunk: loss(h, w, chunk), argnums=(0, 1))
+                assert kernels(gradient, hidden, head) == each * places
 
 
 # --------------------------------------------------------------- what they compute
@@ -205,9 +205,9 @@ def test_gradients_of_a_norm_are_the_formula(uses: int, goes_on: bool) -> None:
         of_x, of_scale = row_kernels.norm_gradient(
             x, scale, EPS, through if goes_on else None, *given
         )
-    slope = sum(exact(part) for part in given)
+    gradient = sum(exact(part) for part in given)
     on = exact(through) if goes_on else 0.0
-    right_x, right_scale = slopes_in_float64(exact(x), exact(scale), on, slope)
+    right_x, right_scale = gradients_in_float64(exact(x), exact(scale), on, gradient)
     assert of_x.dtype == jnp.bfloat16
     np.testing.assert_allclose(exact(of_x), right_x, rtol=2**-8, atol=1e-5)
     np.testing.assert_allclose(exact(of_scale), right_scale, rtol=1e-5, atol=1e-5)
@@ -218,7 +218,7 @@ def test_gradients_of_a_norm_are_the_formula(uses: int, goes_on: bool) -> None:
 def test_a_row_is_summed_beside_its_maximum_whatever_its_size(columns: int, away: float) -> None:
     x = some(3, columns, dtype=jnp.float16) * 16 + jnp.float16(away)
     with interpreted():
-        most, total = row_kernels.log_sums(x)
+        most, total = row_kernels.log_sum_exp(x)
     wide = exact(x)
     np.testing.assert_allclose(exact(most), wide.max(1), rtol=1e-6)
     found = exact(most) + np.log(exact(total))
@@ -250,29 +250,29 @@ def test_a_norm_beside_a_sum_has_the_values_and_gradients_of_the_formula(
     given = [some(4, 2, 1024, seed=seed) for seed in (3, 4, 5)]
 
     def beside(x: jax.Array, update: jax.Array, scale: jax.Array) -> Any:
-        x, normed = norm_beside(x, gather(scale, ("dp", "tp")), EPS, 2, update)
+        x, normed = norm_beside(x, all_gather(scale, ("dp", "tp")), EPS, 2, update)
         return [x, *normed]
 
-    (total, *normed), slopes = in_kernels(beside, text, spec, args, given)
+    (total, *normed), gradients = in_kernels(beside, text, spec, args, given)
     np.testing.assert_array_equal(exact(total), exact(args[0] + args[1]))
     wide, scale = exact(total), exact(args[2])
     for one in normed:
         np.testing.assert_allclose(exact(one), norm_in_float64(wide, scale), rtol=2**-8)
     through, *rest = (exact(part) for part in given)
-    right_x, right_scale = slopes_in_float64(wide, scale, through, rest[0] + rest[1])
-    for one in slopes[:2]:
+    right_x, right_scale = gradients_in_float64(wide, scale, through, rest[0] + rest[1])
+    for one in gradients[:2]:
         np.testing.assert_allclose(exact(one), right_x, rtol=2**-8, atol=1e-5)
-    np.testing.assert_allclose(exact(slopes[2]), right_scale, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(exact(gradients[2]), right_scale, rtol=1e-5, atol=1e-5)
 
     def alone(x: jax.Array, update: jax.Array, scale: jax.Array) -> Any:
-        return norm_alone(x, gather(scale, ("dp", "tp")), EPS, update)
+        return norm_alone(x, all_gather(scale, ("dp", "tp")), EPS, update)
 
-    normed_alone, slopes = in_kernels(alone, text, spec, args, given[0])
+    normed_alone, gradients = in_kernels(alone, text, spec, args, given[0])
     np.testing.assert_array_equal(exact(normed_alone), exact(normed[0]))
-    right_x, right_scale = slopes_in_float64(wide, scale, 0.0, through)
-    for one in slopes[:2]:
+    right_x, right_scale = gradients_in_float64(wide, scale, 0.0, through)
+    for one in gradients[:2]:
         np.testing.assert_allclose(exact(one), right_x, rtol=2**-8, atol=1e-5)
-    np.testing.assert_allclose(exact(slopes[2]), right_scale, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(exact(gradients[2]), right_scale, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("pretended_h200")
@@ -284,7 +284,7 @@ def test_the_loss_over_a_split_vocabulary_is_that_of_all_logits() -> None:
 
         @jax.jit
         def run(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
-            whole = gather(hidden, ("tp",)), gather(head, ("dp",))
+            whole = all_gather(hidden, ("tp",)), all_gather(head, ("dp",))
             return cross_entropy(*whole, targets, jnp.float32(1.0), chunk=3)[1]
 
         found = run(

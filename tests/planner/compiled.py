@@ -32,7 +32,7 @@ class Case:
     mesh: str
     remat: str = "none"
     accumulation: int = 1
-    tp_sequence: bool = False
+    sequence_parallel: bool = False
     strategy: str = "auto"
     mlp_chunk: int = 0
     optimizer: str = "adamw"
@@ -62,7 +62,7 @@ class Case:
         spec = MeshSpec.parse(self.mesh)
         return Choice(
             **dict(zip(spec.names, spec.sizes, strict=True)),
-            remat=self.remat, accumulation=self.accumulation, tp_sequence=self.tp_sequence,
+            remat=self.remat, accumulation=self.accumulation, sequence_parallel=self.sequence_parallel,
             strategy=self.strategy, mlp_chunk=self.mlp_chunk,
         )  # fmt: skip
 
@@ -70,10 +70,10 @@ class Case:
 @functools.cache
 def sent(case: Case) -> list[Collective]:
     """Every collective of the compiled step."""
-    rules = decoder_rules(sp=True, tp_sequence=case.tp_sequence)
+    rules = decoder_rules(sp=True, sequence_parallel=case.sequence_parallel)
     setting = Setting(
         case.choice.mesh, rules=rules, remat=case.remat, config=case.config,
-        sequence=case.strategy, mlp_chunk=case.mlp_chunk, optimizer=case.optimizer,
+        context_parallel=case.strategy, mlp_chunk=case.mlp_chunk, optimizer=case.optimizer,
     )  # fmt: skip
     run = parts(setting)
     shape = (case.accumulation, ROWS, SEQ)

@@ -64,7 +64,7 @@ def made_plan(cost_per_hour: float | None = 4.2) -> Plan:
             "compute-bound: gathers of weights hide under the layers' work",
         ),
         estimate(
-            Choice(fsdp=16, tp=4, remat="full", accumulation=2, tp_sequence=True), 2.5, 3 * GIB, "tp",
+            Choice(fsdp=16, tp=4, remat="full", accumulation=2, sequence_parallel=True), 2.5, 3 * GIB, "tp",
             "tp=4 is network-bound: 4 all-reduces × 134 MB a layer over one ICI dimension",
         ),
         estimate(

@@ -10,7 +10,7 @@ from meshwright.arithmetic import divisors
 from meshwright.machines import Machine
 from meshwright.meshes.boxes import closes
 from meshwright.planner.links import Link, over
-from meshwright.planner.shares import AXES, lay
+from meshwright.planner.shares import AXES, place_axes
 
 MACHINES = [
     "v4:4x4x4", "v4:2x4x4", "v5p:4x4x8", "v5e:4x8", "v6e:8x16", "v5e:16x16", "2*v5e:4x8",
@@ -38,7 +38,7 @@ def placed(machine: Machine, sizes: tuple[int, ...]) -> mw.MachineMesh:
 def test_each_axis_reaches_as_far_as_on_the_mesh_itself(text: str) -> None:
     machine = Machine.parse(text)
     for sizes in meshes_of(machine, 6):
-        mesh, laid = placed(machine, sizes), lay(machine, sizes)
+        mesh, laid = placed(machine, sizes), place_axes(machine, sizes)
         for axis, share, slices in zip(AXES, laid.shares, laid.across, strict=True):
             reach = dict(zip(machine.grid_names, share, strict=True)) | {"slice": slices}
             found = {name: extent for name, extent in reach.items() if extent > 1}
@@ -52,14 +52,14 @@ def test_a_ring_closes_where_every_hop_of_the_mesh_is_one_link(text: str) -> Non
     for sizes in meshes_of(machine, 12):
         hops = placed(machine, sizes).ring_hops("sp")
         if hops:
-            closed = closes(lay(machine, sizes).shares, 3, machine)
+            closed = closes(place_axes(machine, sizes).shares, 3, machine)
             assert closed == (max(hops) <= 1), (sizes, hops)
             seen.add(closed)
     assert seen
 
 
 def link(text: str, sizes: tuple[int, ...], *axes: str) -> Link:
-    return over(lay(Machine.parse(text), sizes), axes)
+    return over(place_axes(Machine.parse(text), sizes), axes)
 
 
 @pytest.mark.parametrize(
@@ -118,4 +118,4 @@ def test_four_thousand_chips_take_no_device(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Machine, "devices", property(lambda _: pytest.fail("devices were made")))
     machine = Machine.parse("v5p:16x16x16")
     for sizes in meshes_of(machine, 100):
-        assert over(lay(machine, sizes), AXES).devices == 4096
+        assert over(place_axes(machine, sizes), AXES).devices == 4096

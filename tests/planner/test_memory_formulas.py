@@ -38,7 +38,7 @@ CHOICES = [
     Choice(fsdp=8),
     Choice(dp=8, remat="elementwise"),
     Choice(fsdp=4, tp=2, remat="mlp", accumulation=2),
-    Choice(fsdp=2, tp=2, sp=2, strategy="ring", tp_sequence=True, mlp_chunk=1024),
+    Choice(fsdp=2, tp=2, sp=2, strategy="ring", sequence_parallel=True, mlp_chunk=1024),
     Choice(fsdp=4, sp=2, strategy="allgather", remat="full", accumulation=2),
     Choice(fsdp=4, sp=2, strategy="ulysses", remat="full"),
     Choice(fsdp=4, sp=2),

@@ -29,8 +29,8 @@ from meshwright.planner.memory import memory
 from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.report.words import next_commands
 from meshwright.planner.result import Choice
-from meshwright.planner.shares import lay
-from meshwright.planner.time import timed
+from meshwright.planner.shares import place_axes
+from meshwright.planner.time import step_time
 from meshwright.train.setup import check_length
 
 
@@ -112,7 +112,7 @@ def test_a_mesh_takes_fewer_micro_batches_where_that_keeps_it_in_its_group() -> 
             need = memory(found.job, fewer, found.machine)
             if one.choice.accumulation > 1 and need.fits and not need.tight:
                 # the bound is of the fastest way of the group, which may be shown no longer
-                assert timed(found.job, fewer, found.machine).step > 0.9 * bound
+                assert step_time(found.job, fewer, found.machine).step > 0.9 * bound
 
 
 def test_groups_are_of_time_and_not_where_memory_orders() -> None:
@@ -134,11 +134,11 @@ def test_each_mesh_has_the_best_of_the_rest() -> None:
             for rounds in (1, 2, 4, 8):
                 for along in (False, True)[: 1 + (mesh.tp > 1)]:
                     other = dataclasses.replace(
-                        mesh, remat=remat, accumulation=rounds, tp_sequence=along
+                        mesh, remat=remat, accumulation=rounds, sequence_parallel=along
                     )
                     if refusal(job, other) is None:
                         need = memory(job, other, machine)
-                        times[need.tight] += [timed(job, other, machine).step] * need.fits
+                        times[need.tight] += [step_time(job, other, machine).step] * need.fits
         fastest = min(times[False] or times[True])
         assert fastest <= one.step_seconds * 1.0001
         assert one.step_seconds <= (1 + UNCERTAINTY) * fastest
@@ -184,7 +184,7 @@ def test_attention_over_split_rows_has_the_fastest_strategy_that_fits() -> None:
         for strategy in strategies(job, one.choice):
             other = dataclasses.replace(one.choice, strategy=strategy)
             if not memory(job, other, machine).tight:
-                assert one.step_seconds <= 1.0001 * timed(job, other, machine).step
+                assert one.step_seconds <= 1.0001 * step_time(job, other, machine).step
 
 
 @pytest.mark.parametrize("on", ["v5e:4x4", "v5p:4x4x4", "h100:8", "cpu:8"])
@@ -230,7 +230,7 @@ def test_a_slower_way_that_leaves_the_reserve_free_is_taken_before_a_tight_one()
     one, machine, job = found.best, found.machine, found.job
     assert not one.memory.tight
     tight = [
-        (memory(job, other, machine), timed(job, other, machine).step)
+        (memory(job, other, machine), step_time(job, other, machine).step)
         for remat in ("none", "elementwise", "mlp", "full")
         for rounds in (1, 2, 4, 8)
         for other in [Choice(fsdp=8, remat=remat, accumulation=rounds)]
@@ -267,7 +267,7 @@ def test_rows_longer_than_the_models_are_warned_of_and_the_commands_run() -> Non
         (Choice(fsdp=48), "embed=4096 cannot be split in fsdp·sp=48"),
         (Choice(dp=512), "batch=256 has fewer rows than dp·fsdp=512 devices take"),
         (Choice(dp=96), "batch=256 is not divisible by dp·fsdp=96; batch=192 or 288 would fit"),
-        (Choice(fsdp=2, sp=128, tp_sequence=True, tp=8), "seq=4000 is not divisible by 1024"),
+        (Choice(fsdp=2, sp=128, sequence_parallel=True, tp=8), "seq=4000 is not divisible by 1024"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_with_what_would(choice: Choice, says: str) -> None:
@@ -523,7 +523,7 @@ def test_a_step_too_small_for_its_device_is_bound_by_nothing_running() -> None:
 def test_405b_on_4096_chips_takes_less_than_a_second() -> None:
     taken = []
     for _ in range(3):  # the best of this process's own time: other work should not count
-        lay.cache_clear()
+        place_axes.cache_clear()
         start = time.process_time()
         found = plan("llama-3.1-405b", "v5p:16x16x16", 2048, 8192)
         taken.append(time.process_time() - start)

@@ -317,9 +317,9 @@ def test_the_commands_are_what_train_understands() -> None:
         assert (config.model, config.batch, config.seq) == ("llama-3.1-8b", 256, 4096)
         assert (config.mesh, config.accumulation) == (choice.mesh, choice.accumulation)
         assert config.compute.remat == choice.remat
-        assert config.compute.tp_sequence == choice.tp_sequence
+        assert config.compute.sequence_parallel == choice.sequence_parallel
         assert config.compute.mlp_chunk == choice.mlp_chunk
-        assert config.sequence_parallel == choice.strategy
+        assert config.context_parallel == choice.strategy
 
 
 def test_another_optimizer_and_dtype_are_in_the_commands() -> None:

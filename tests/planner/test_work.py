@@ -13,7 +13,7 @@ from meshwright.models.decoder import DecoderConfig, preset
 from meshwright.planner import plan
 from meshwright.planner.result import Choice, Job
 from meshwright.planner.rewrites import compiled_traffic
-from meshwright.planner.time import Timed, timed, transfers
+from meshwright.planner.time import StepTime, step_time, transfers
 from meshwright.planner.work import work
 
 CONFIG = DecoderConfig(vocab=64, layers=2, embed=256, heads=4, kv_heads=2, head_dim=64, mlp=768)
@@ -54,12 +54,12 @@ def test_remat_makes_again_what_the_compiled_step_does(remat: str) -> None:
     assert planned_flops(remat) - planned_flops("none") == pytest.approx(more, rel=0.03)
 
 
-def step(model: str | DecoderConfig, on: str, batch: int, seq: int, choice: Choice, **job: bool) -> Timed:  # fmt: skip
+def step(model: str | DecoderConfig, on: str, batch: int, seq: int, choice: Choice, **job: bool) -> StepTime:  # fmt: skip
     config = preset(model) if isinstance(model, str) else model
-    return timed(Job(config, batch, seq, **job), choice, Machine.parse(on))
+    return step_time(Job(config, batch, seq, **job), choice, Machine.parse(on))
 
 
-def mfu(found: Timed, on: str) -> float:
+def mfu(found: StepTime, on: str) -> float:
     chip = Machine.parse(on).chip
     return found.work.flops / found.step / (chip.bf16_flops / chip.cores_per_chip)
 
@@ -116,7 +116,7 @@ def test_ends_that_are_one_array_send_one_gradient_on_accelerators() -> None:
 # ---- what hides under what
 
 
-def waited(found: Timed, *axes: str) -> float:
+def waited(found: StepTime, *axes: str) -> float:
     return sum(one.seconds - one.hidden for one in transfers(found) if one.axes == axes)
 
 
@@ -168,7 +168,7 @@ def test_a_model_split_over_tp_has_its_share_of_the_work() -> None:
     # each device's matmuls are narrower, and what tp repeats between blocks is not shared
     assert eight.seconds["matmuls"] >= one.seconds["matmuls"]
     assert eight.seconds["elementwise"] > one.seconds["elementwise"]
-    along = work(job, Choice(fsdp=8, tp=8, tp_sequence=True), machine)
+    along = work(job, Choice(fsdp=8, tp=8, sequence_parallel=True), machine)
     assert along.seconds["elementwise"] == pytest.approx(one.seconds["elementwise"])
 
 

@@ -12,7 +12,7 @@ from meshwright.machines import CHIPS, Machine
 from meshwright.planner import efficiency
 from meshwright.planner.links import over
 from meshwright.planner.result import Choice, Job
-from meshwright.planner.shares import lay
+from meshwright.planner.shares import place_axes
 from meshwright.proofs.priced import FLOPS_PER_CYCLE, Prices
 from meshwright.proofs.roofline import Roofline, roofline
 from meshwright.train.setup import model_config
@@ -82,7 +82,7 @@ MATMUL = 70000 / CLOCK
 SCALE = 2 * 2 * 4096 * 2048 / MEMORY  # a layer's part is read, and as much written
 GATHER = 2 * 1024 * 2048 * 63 / 64 / LINKS
 LOGITS = 2 * 32768 * 4096 * 63 / 64 / LINKS
-START = over(lay(V5P, (1, 64, 1, 1)), ("fsdp",)).latency
+START = over(place_axes(V5P, (1, 64, 1, 1)), ("fsdp",)).latency
 
 
 def found_in(text: str, choice: Choice = CHOICE) -> Roofline:
@@ -159,7 +159,7 @@ def permuting(size: int, many: int = 1) -> str:
 
 
 def test_an_asynchronous_permute_is_waited_for_as_far_as_the_matmul_is_shorter() -> None:
-    link = over(lay(V5P, (1, 64, 1, 1)), ("fsdp",))
+    link = over(place_axes(V5P, (1, 64, 1, 1)), ("fsdp",))
     without = found_in(TEXT)
     for size in (2**18, 2**24):
         seconds = link.seconds("collective-permute", 2 * size)
@@ -171,7 +171,7 @@ def test_an_asynchronous_permute_is_waited_for_as_far_as_the_matmul_is_shorter()
 
 
 def test_two_permutes_at_once_share_their_links() -> None:
-    link = over(lay(V5P, (1, 64, 1, 1)), ("fsdp",))
+    link = over(place_axes(V5P, (1, 64, 1, 1)), ("fsdp",))
     seconds = link.seconds("collective-permute", 2 * 2**24)
     more = found_in(permuting(2**24, many=2)).seconds - found_in(TEXT).seconds
     assert more == approx(4 * (2 * seconds - MATMUL))
@@ -360,7 +360,7 @@ def test_everything_that_audit_reads_is_sent_once(name: str, on: str, choice: Ch
     machine = Machine.parse(on)
     mesh = {axis: size for axis, size in choice.sizes.items() if size > 1}
     found = roofline(text, mesh, machine, JOB, choice)
-    laid = lay(machine, tuple(choice.sizes.values()))
+    laid = place_axes(machine, tuple(choice.sizes.values()))
     expected: dict[str, float] = defaultdict(float)
     for row in collectives(text, mesh):
         seconds = over(laid, row.axes).seconds(row.operation, row.bytes) * row.times

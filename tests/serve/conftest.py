@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from jax.sharding import Mesh
 
-from meshwright.data.tokenizer import ByteTokenizer
+from meshwright.data.tokenizers import ByteTokenizer
 from meshwright.models.decoder import DecoderConfig
 from meshwright.serve.load import Model, Source, load
 

@@ -218,7 +218,7 @@ def _block(c: Collective) -> str:
 
 
 def test_tp_along_the_sequence_has_gather_and_scatter_pairs_instead() -> None:
-    rules = decoder_rules(tp_sequence=True)
+    rules = decoder_rules(sequence_parallel=True)
     over_tp = [c for c in sent("dp=1,fsdp=4,tp=2,sp=1", rules=rules) if "tp" in c.axes]
     layer = [c for c in over_tp if c.in_layers]
     assert {(c.operation, c.axes) for c in layer} == {

@@ -112,14 +112,14 @@ def test_positions_that_mean_nothing_are_refused(said: dict[str, typing.Any], wo
 def test_the_flags_name_every_kernel_and_strategy() -> None:
     kernels = typing.get_type_hints(ComputeConfig)["attention"]
     assert set(typing.get_args(kernels)) == {"auto", *KERNELS}
-    strategies = typing.get_type_hints(TrainConfig)["sequence_parallel"]
+    strategies = typing.get_type_hints(TrainConfig)["context_parallel"]
     assert set(typing.get_args(strategies)) == {"auto", *STRATEGIES}
 
 
 def test_a_length_that_does_not_divide_names_only_lengths_that_do(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "meshwright.cli.main", "train", "tiny", "--mesh", "fsdp=2,sp=4",
-         "--cpu-devices", "8", "--sequence-parallel", "ring", "--seq", "261", "--batch", "2",
+         "--cpu-devices", "8", "--context-parallel", "ring", "--seq", "261", "--batch", "2",
          "--run", str(tmp_path / "run")],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from meshwright.models.decoder import decoder_rules, t5x_rules
 
 slow = pytest.mark.slow
 WIDE = dataclasses.replace(CONFIG, vocab=128, embed=128, mlp=256)
-TP_SEQUENCE = decoder_rules(sp=True, tp_sequence=True)
+TP_SEQUENCE = decoder_rules(sp=True, sequence_parallel=True)
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def test_training_on_a_mesh_is_training_on_one_device(setting: Setting) -> None:
 def test_every_strategy_over_split_rows_trains_the_same(
     sequence: str, mesh: str, more: dict[str, Any]
 ) -> None:
-    agrees(Setting(mesh, sequence=sequence, **more))
+    agrees(Setting(mesh, context_parallel=sequence, **more))
 
 
 @slow

@@ -34,7 +34,7 @@ ODD = dataclasses.replace(CONFIG, vocab=65)
 TIED = dataclasses.replace(ODD, tied_embeddings=True)
 FEW = dataclasses.replace(CONFIG, vocab=17)
 BELOW, ABOVE = (dataclasses.replace(CONFIG, vocab=v, embed=128, mlp=256) for v in (127, 129))
-ALONG_TP = decoder_rules(sp=True, tp_sequence=True)
+ALONG_TP = decoder_rules(sp=True, sequence_parallel=True)
 
 
 @functools.cache

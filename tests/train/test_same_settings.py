@@ -29,13 +29,13 @@ def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
 
 OTHERS: dict[str, Any] = {
     "run": Path("elsewhere"), "mesh": "dp=-1", "steps": 30, "stop_at": 3, "batch": 16, "seq": 32,
-    "sequence_parallel": "ring", "accumulation": 2, "seed": 1, "max_skipped": 3, "hang_timeout": 5.0,
+    "context_parallel": "ring", "accumulation": 2, "seed": 1, "max_skipped": 3, "hang_timeout": 5.0,
     "cpu_devices": 2, "rope.theta": 1e5, "optimizer.name": "lion", "optimizer.learning_rate": 1e-3,
     "optimizer.schedule": "linear", "optimizer.warmup_steps": 3, "optimizer.final_fraction": 0.5,
     "optimizer.decay_fraction": 0.5, "optimizer.b1": 0.5, "optimizer.b2": 0.5, "optimizer.eps": 1e-6,
     "optimizer.weight_decay": 0.2, "optimizer.clip_norm": None, "loss.z_loss": 0.1, "loss.chunk": 8,
     "compute.dtype": "bfloat16", "compute.param_dtype": "bfloat16", "compute.remat": "full",
-    "compute.scan": False, "compute.attention": "dense", "compute.tp_sequence": True,
+    "compute.scan": False, "compute.attention": "dense", "compute.sequence_parallel": True,
     "compute.mlp_chunk": 8, "compute.overlap": True, "checkpoint.every": 5, "checkpoint.keep_last": 1,
     "checkpoint.keep_every": 5, "eval.every": 5, "eval.rows": 2,
 }  # fmt: skip
@@ -50,7 +50,7 @@ def test_another_value_of_any_setting_is_found_by_its_flag(name: str) -> None:
 
     found = differences(CONFIG, changed(CONFIG, name, OTHERS[name]))
     assert f"--{name.replace('_', '-')}" in found
-    assert len(found) == 1 + (name == "compute.tp_sequence")  # which changes the rules too
+    assert len(found) == 1 + (name == "compute.sequence_parallel")  # which changes the rules too
 
 
 def test_every_setting_is_compared_or_listed_as_free_to_differ() -> None:

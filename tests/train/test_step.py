@@ -42,8 +42,8 @@ def by_hand(seed: int = 0, z_loss: float = 1e-3) -> tuple[float, float, Any, Any
     run = parts(Setting())
     params = run.new_state().params
     with jax.set_mesh(run.mesh):
-        slope = jax.jit(jax.value_and_grad(plain_loss, has_aux=True), static_argnums=2)
-        (total, entropy), gradient = slope(params, packed_batch(seed), z_loss)
+        value_and_gradient = jax.jit(jax.value_and_grad(plain_loss, has_aux=True), static_argnums=2)
+        (total, entropy), gradient = value_and_gradient(params, packed_batch(seed), z_loss)
     as_numpy = functools.partial(jax.tree.map, lambda x: np.asarray(x, "f8"))
     return float(total), float(entropy), as_numpy(params), as_numpy(gradient)
 

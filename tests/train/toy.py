@@ -41,7 +41,7 @@ class Setting:
     config: DecoderConfig = dataclasses.field(default=CONFIG, repr=False)
     steps: int = 20
     z_loss: float = 1e-3
-    sequence: str = "auto"
+    context_parallel: str = "auto"
     mlp_chunk: int = 0
     first_batch: int = 0  # of the batches there are
 
@@ -87,7 +87,7 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
     made, rate = make_optimizer(config, setting.steps, arrays)
     optimizer = made if optimizer is None else optimizer
     compute = Compute(
-        setting.rules, setting.dtype, setting.remat, setting.scan, sequence=setting.sequence,
+        setting.rules, setting.dtype, setting.remat, setting.scan, context_parallel=setting.context_parallel,
         mlp_chunk=setting.mlp_chunk,
     )  # fmt: skip
     loss = LossConfig(setting.z_loss, chunk=24)  # does not divide the tokens

@@ -32,7 +32,7 @@ def instructions(text: str | Program) -> list[Instruction]:
 
 
 def trip_count(program: Program, computation: str, loop: Instruction) -> int | None:
-    """Turns of a while loop of a computation; None if the text does not say.
+    """RingSteps of a while loop of a computation; None if the text does not say.
 
     The compilers for CPUs and GPUs write it beside the loop. The one for TPUs does not: there it is
     found from the constant of the condition, the first value and the step.

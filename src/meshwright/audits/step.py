@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.audits.collective import Phase
 from meshwright.audits.expected import Expected
 from meshwright.models.decoder import activation_layouts, decoder_rules
-from meshwright.ops import split_axes, wide_axes
+from meshwright.ops import nontrivial_axes, split_axes
 
 
 def expected_of_step(step: Any) -> tuple[Expected, ...]:
@@ -19,8 +19,8 @@ def expected_of_step(step: Any) -> tuple[Expected, ...]:
 
     Rules of one's own are held to what the standard rules send.
     """
-    rules = decoder_rules(sp=True, tp_sequence=step.config.compute.tp_sequence)
-    wide = wide_axes(step.mesh.shape)
+    rules = decoder_rules(sp=True, sequence_parallel=step.config.compute.sequence_parallel)
+    wide = nontrivial_axes(step.mesh.shape)
     layouts = activation_layouts(rules, wide)
     order = list(step.mesh.axis_names)
     kept = tuple(axis for axis in rules.layout("embed").axes[0] if axis in wide)
@@ -70,7 +70,7 @@ def _expect_sequence(step: Any, layouts: Any, expect: Any) -> None:
     length = split_axes(layouts.tokens.partitions[1:])
     if not length:
         return
-    strategy = step.compute.sequence
+    strategy = step.compute.context_parallel
     if strategy == "auto":
         strategy = (step.attention or "ring").split()[0]
     if strategy != "ulysses":  # which keeps the order of the text

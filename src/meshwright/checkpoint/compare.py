@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from meshwright.checkpoint.record import SavedArray
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.layouts import is_described
+from meshwright.layouts import is_abstract
 from meshwright.present import count
 
 _SHOWN = 6
@@ -23,7 +23,7 @@ def check_targets(targets: dict[str, Any]) -> None:
     if not targets:
         raise MeshwrightError("targets are empty; give a tree of jax.ShapeDtypeStruct")
     for name, target in targets.items():
-        if not is_described(target):
+        if not is_abstract(target):
             raise MeshwrightError(
                 f"target {name!r} is a {type(target).__name__}; give "
                 "jax.ShapeDtypeStruct(shape, dtype, sharding=…)"

@@ -148,13 +148,13 @@ def _of_step(words: list[str], expect: list[str], fail_on: str | None) -> Audit:
     from meshwright.audits import expected_of_step
     from meshwright.cli.train import settings
     from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
-    from meshwright.train import Described, step_of
+    from meshwright.train import AbstractStep, abstract_step
 
     config = settings(words)
     make_room_for_cpu_collectives()
     if config.cpu_devices is not None:
         simulate_devices(config.cpu_devices)
-    step: Described = step_of(config)
+    step: AbstractStep = abstract_step(config)
     expected = _expectations(expect, step.mesh.axis_names)
     if expected is None and set(step.mesh.axis_names) <= set(STANDARD_AXES):
         expected = expected_of_step(step)

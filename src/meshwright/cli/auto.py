@@ -16,7 +16,7 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
     With the mesh come remat, micro-batches, the strategy of attention and what else the plan
     chooses, but not what the command line (`words`) or a file says otherwise than usual.
     """
-    from meshwright.models.decoder import usual_dtype
+    from meshwright.models.decoder import default_dtype
     from meshwright.planner import plan
 
     assert config.mesh == AUTO
@@ -40,7 +40,7 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
         accumulation=config.accumulation if accumulation else None,
         optimizer=config.optimizer.name,
         param_dtype=said.param_dtype,
-        dtype=usual_dtype(said.dtype, machine.chip.platform),
+        dtype=default_dtype(said.dtype, machine.chip.platform),
         scan=said.scan,
         loss_chunk=config.loss.chunk,
         overlap=said.overlap,
@@ -48,13 +48,13 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
     best = found.best
     choice = best.choice
     compute: dict[str, Any] = {"remat": choice.remat}
-    if not pinned("--compute.tp-sequence", said.tp_sequence, False):
-        compute["tp_sequence"] = choice.tp_sequence
+    if not pinned("--compute.sequence-parallel", said.sequence_parallel, False):
+        compute["sequence_parallel"] = choice.sequence_parallel
     if not pinned("--compute.mlp-chunk", said.mlp_chunk, 0):
         compute["mlp_chunk"] = choice.mlp_chunk
     more: dict[str, Any] = {"mesh": choice.mesh, "accumulation": choice.accumulation}
-    if choice.sp > 1 and not pinned("--sequence-parallel", config.sequence_parallel, "auto"):
-        more["sequence_parallel"] = choice.strategy
+    if choice.sp > 1 and not pinned("--context-parallel", config.context_parallel, "auto"):
+        more["context_parallel"] = choice.strategy
     with_it = ", ".join(f"{name} {value}" for name, value in (more | compute).items() if value)
     chosen = dataclasses.replace(config, compute=dataclasses.replace(said, **compute), **more)
     said_too = "".join(f"\nwarning: {one}" for one in found.warnings)
@@ -65,11 +65,11 @@ def planned_to_serve(
     model: DecoderConfig, machine: Machine, rows: int, longest: int, dtype: str
 ) -> str:
     """The mesh over all devices on which a token of so many rows, that long, comes soonest."""
-    from meshwright.models.decoder import usual_dtype
+    from meshwright.models.decoder import default_dtype
     from meshwright.planner import plan
 
     found = plan(
         model, machine, rows, longest,
-        kind="serve", objective="latency", dtype=usual_dtype(dtype, machine.chip.platform),
+        kind="serve", objective="latency", dtype=default_dtype(dtype, machine.chip.platform),
     )  # fmt: skip
     return found.mesh

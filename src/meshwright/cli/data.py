@@ -19,7 +19,7 @@ from meshwright.data import (
     TokenStore,
     embedded_corpus,
     load_tokenizer,
-    row_count,
+    sequence_count,
     upgrade,
     write_needles,
 )
@@ -204,7 +204,7 @@ def _facts(store: TokenStore, seq: int, verified: bool) -> Table:
         "store": store.name,
         "tokens": f"{len(store.tokens):,} ({store.tokens.dtype.name})",
         "documents": f"{store.documents:,}, {lengths:,.0f} tokens each on average",
-        "rows": f"{row_count(store, seq):,} of {seq:,} tokens",
+        "rows": f"{sequence_count(store, seq):,} of {seq:,} tokens",
         "tokenizer": f"{tokenizer.kind}, vocabulary {tokenizer.vocab:,}, document ends with {end}",
         "left out": ", ".join(
             f"{store.meta[why]:,} {why}" for why in ("empty", "bad") if store.meta.get(why)

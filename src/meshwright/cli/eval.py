@@ -11,11 +11,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.data import Needles, needle_rows
+from meshwright.data import Needles, needle_sequences
 from meshwright.errors import MeshwrightError
 from meshwright.evaluate import RULES, Group, Retrieval, check_needle, retrieve
 from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
-from meshwright.models.decoder import describe_padding, usual_dtype
+from meshwright.models.decoder import default_dtype, describe_padding
 from meshwright.present import count, mesh_text
 from meshwright.serve import check_fits, generation_mesh, load, look_into
 
@@ -47,7 +47,7 @@ class Needle:
     """Of the rows; they are never those of training."""
     mesh: str = "dp=1,fsdp=1,tp=1,sp=1"
     """Where the model and the rows lie: sp splits rows. The default is one device."""
-    sequence_parallel: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
+    context_parallel: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
     """How attention is done where sp splits the rows."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """What matrices are kept and multiplied in; auto: bfloat16 on accelerators, float32 on CPUs."""
@@ -78,15 +78,15 @@ def needle(asked: Needle) -> None:
     settings = Needles(asked.needles, asked.questions, asked.key_length, asked.value_length)
     if asked.depths < 1:
         raise MeshwrightError(f"--depths {asked.depths} must be at least 1")
-    rows = needle_rows(settings, asked.rows, asked.seq, asked.seed, fresh=True)
+    rows = needle_sequences(settings, asked.rows, asked.seq, asked.seed, fresh=True)
     make_room_for_cpu_collectives()
     if asked.cpu_devices is not None:
         simulate_devices(asked.cpu_devices)
     source = look_into(asked.model, step=asked.step, tokenizer=asked.tokenizer)
     placed = generation_mesh(asked.mesh)
     check_fits(source.config, placed)
-    strategy = check_needle(source, placed, asked.seq, asked.sequence_parallel)
-    kind = usual_dtype(asked.dtype, placed.devices.flat[0].platform)
+    strategy = check_needle(source, placed, asked.seq, asked.context_parallel)
+    kind = default_dtype(asked.dtype, placed.devices.flat[0].platform)
     used = (
         f"{source.name}, mesh {mesh_text(placed.shape)} on {count(placed.size, 'device')} of "
         f"{len(jax.devices())}, {kind}"
@@ -96,7 +96,7 @@ def needle(asked: Needle) -> None:
     used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
     model = load(source, placed, jnp.dtype(kind), RULES)
-    found = retrieve(model, rows, sequence=asked.sequence_parallel)
+    found = retrieve(model, rows, context_parallel=asked.context_parallel)
     if asked.json:
         print(json.dumps({"model": used, **_data(found, asked)}))
         return

@@ -20,7 +20,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.interrupt import ctrl_c_says
 from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
 from meshwright.machines import Machine
-from meshwright.models.decoder import describe_padding, generation_rules, usual_dtype
+from meshwright.models.decoder import default_dtype, describe_padding, generation_rules
 from meshwright.present import count, mesh_text
 from meshwright.serve import (
     Sampling,
@@ -92,7 +92,7 @@ def generate(
         mesh = planned_to_serve(source.config, Machine.here(), len(prompts), longest, dtype)
     placed = generation_mesh(mesh)
     check_fits(source.config, placed)
-    kind = usual_dtype(dtype, placed.devices.flat[0].platform)
+    kind = default_dtype(dtype, placed.devices.flat[0].platform)
     used = (
         f"{source.name}, mesh {mesh_text(placed.shape)} on {count(placed.size, 'device')} of "
         f"{len(jax.devices())}, {kind}"

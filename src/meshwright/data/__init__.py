@@ -7,12 +7,12 @@ from meshwright.data.check import check_data
 from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
 from meshwright.data.loader import Loader, held_out_loader, training_loader
 from meshwright.data.mixture import Mixture
-from meshwright.data.needle import NeedleRows, Needles, needle_rows, write_needles
+from meshwright.data.needle import Needles, NeedleSequences, needle_sequences, write_needles
 from meshwright.data.packing import Packed, pack, upgrade
 from meshwright.data.readers import Reading
-from meshwright.data.rows import FIELDS, NO_TARGET, read_rows, row_count
+from meshwright.data.sequences import FIELDS, NO_TARGET, read_sequences, sequence_count
 from meshwright.data.store import TokenStore
-from meshwright.data.tokenizer import (
+from meshwright.data.tokenizers import (
     ByteTokenizer,
     Tokenizer,
     decode_stream,
@@ -27,7 +27,7 @@ __all__ = [
     "ByteTokenizer",
     "Loader",
     "Mixture",
-    "NeedleRows",
+    "NeedleSequences",
     "Needles",
     "Packed",
     "Reading",
@@ -39,10 +39,10 @@ __all__ = [
     "embedded_text",
     "held_out_loader",
     "load_tokenizer",
-    "needle_rows",
+    "needle_sequences",
     "pack",
-    "read_rows",
-    "row_count",
+    "read_sequences",
+    "sequence_count",
     "tokenizer_from_json",
     "training_loader",
     "upgrade",

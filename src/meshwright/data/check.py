@@ -1,8 +1,8 @@
 """What can be wrong between data and model, said before anything is compiled."""
 
 from meshwright.data.mixture import Mixture
-from meshwright.data.samples import training_rows
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.samples import training_sequences
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.present import count
 
@@ -39,7 +39,7 @@ def check_data(
             f"seq={seq} is longer than the model allows; {longest} or less would fit, or say how "
             "its positions reach further: --rope.theta, or --rope.scaling with --rope.factor"
         )
-    rows = sum(training_rows(store, seq, held_out) for store in mixture.stores)
+    rows = sum(training_sequences(store, seq, held_out) for store in mixture.stores)
     if rows < batch:
         tokens = sum(len(store.tokens) for store in mixture.stores)
         raise MeshwrightError(

@@ -10,7 +10,7 @@ import gzip
 from importlib import resources
 
 from meshwright.data.store import TokenStore
-from meshwright.data.tokenizer import ByteTokenizer
+from meshwright.data.tokenizers import ByteTokenizer
 
 EMBEDDED = "embedded"
 

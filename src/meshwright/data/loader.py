@@ -12,14 +12,14 @@ from jax.sharding import NamedSharding
 from meshwright.arithmetic import whole_number
 from meshwright.data.ahead import read_ahead
 from meshwright.data.mixture import Mixture
-from meshwright.data.rows import FIELDS, Batch, empty_rows, read_rows
 from meshwright.data.samples import (
     PADDING,
     HeldOutSamples,
     Samples,
     TrainingSamples,
-    training_rows,
+    training_sequences,
 )
+from meshwright.data.sequences import FIELDS, Batch, empty_sequences, read_sequences
 from meshwright.errors import MeshwrightError
 from meshwright.present import nearest_multiples
 
@@ -63,11 +63,11 @@ class Loader:
         micro, row = np.meshgrid(np.arange(a0, a1), np.arange(r0, r1), indexing="ij")
         samples = step * self.batch + micro.ravel() * self.shape[1] + row.ravel()
         sources, rows = self.samples.locate(samples)
-        batch = empty_rows(len(samples), stop - start)
+        batch = empty_sequences(len(samples), stop - start)
         for i, store in enumerate(self.mixture.stores):
             (mine,) = np.nonzero((sources == i) & (rows != PADDING))
             if len(mine):
-                part = read_rows(store, rows[mine].tolist(), self.seq, start, stop)
+                part = read_sequences(store, rows[mine].tolist(), self.seq, start, stop)
                 for name in FIELDS:
                     batch[name][mine] = part[name]
         shape = (a1 - a0, r1 - r0, stop - start)
@@ -158,7 +158,9 @@ def training_loader(
     )
     loader = Loader(mixture, samples, batch, seq, accumulation)
     for store in mixture.stores:
-        training_rows(store, seq, held_out)  # a mistake in held_out shows here, not in a thread
+        training_sequences(
+            store, seq, held_out
+        )  # a mistake in held_out shows here, not in a thread
     return loader
 
 
@@ -169,5 +171,5 @@ def held_out_loader(mixture: Mixture, *, batch: int, seq: int, held_out: int) ->
     samples = HeldOutSamples(mixture, seq, held_out)
     loader = Loader(mixture, samples, batch, seq, steps=-(-samples.count // max(batch, 1)))
     for store in mixture.stores:
-        training_rows(store, seq, held_out)
+        training_sequences(store, seq, held_out)
     return loader

@@ -11,7 +11,7 @@ from meshwright.arithmetic import first_repeated
 from meshwright.data.embedded import EMBEDDED, embedded_corpus
 from meshwright.data.schedule import Schedule
 from meshwright.data.store import TokenStore
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import MeshwrightError
 
 GRAMMAR = (

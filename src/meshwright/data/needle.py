@@ -1,6 +1,6 @@
 """Needles in a haystack: rows of hay that hide `!kv` pairs and ask for them at the end, as `?kv`.
 
->>> rows = needle_rows(Needles(needles=3), rows=1, seq=80)
+>>> rows = needle_sequences(Needles(needles=3), rows=1, seq=80)
 >>> print(rows.text(0))
 yg lzc yg yg lzc yg yg !qr yg lzc yg tek !dw lzc yg yg lzc !xn lzc ?qr ?dw ?xn
 >>> [rows.text(0)[at] for at in rows.asked[0]], [rows.text(0)[at] for at in rows.told[0]]
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from meshwright.arithmetic import check_seed, whole_number
 from meshwright.data.packing import new_store
 from meshwright.data.store import TokenStore
-from meshwright.data.tokenizer import ByteTokenizer
+from meshwright.data.tokenizers import ByteTokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.machines import check_host_memory
 from meshwright.present import count
@@ -92,7 +92,7 @@ class Needles:
 
 
 @dataclass(frozen=True, eq=False)
-class NeedleRows:
+class NeedleSequences:
     """Rows, and where in each the answers stand."""
 
     tokens: npt.NDArray[np.int32]  # [rows, seq]; the last of a row ends the document
@@ -116,9 +116,9 @@ class NeedleRows:
         return ByteTokenizer().decode(self.tokens[row]).rstrip()
 
 
-def needle_rows(
+def needle_sequences(
     needles: Needles, rows: int, seq: int, seed: int = 0, *, first: int = 0, fresh: bool = False
-) -> NeedleRows:
+) -> NeedleSequences:
     """Rows `first`, `first + 1` …: each depends on the seed and its number alone.
 
     `fresh` rows are never those that training has seen with the same or another seed.
@@ -136,14 +136,14 @@ def needle_rows(
         random = np.random.default_rng([_FRESH if fresh else _TRAINING, seed, first + row])
         text, asked[row], told[row] = _row(needles, seq - 1, random)
         tokens[row, :-1] = np.frombuffer(text.encode(), np.uint8)
-    return NeedleRows(tokens, asked, told, needles.value_length)
+    return NeedleSequences(tokens, asked, told, needles.value_length)
 
 
 def write_needles(
     needles: Needles, out: str | Path, rows: int, seq: int, seed: int = 0, overwrite: bool = False
 ) -> TokenStore:
     """The rows as a token store, for `meshwright train --data out --seq seq`."""
-    needle_rows(needles, min(rows, 1), seq, seed)  # a mistake shows before anything is written
+    needle_sequences(needles, min(rows, 1), seq, seed)  # a mistake shows before anything is written
     about = {"path": f"needles, seed {seed}", "documents": rows, "seq": seq}
     with new_store(out, ByteTokenizer(), overwrite=overwrite) as store:
         for texts in _texts(needles, rows, seq, seed):
@@ -154,7 +154,7 @@ def write_needles(
 
 def _texts(needles: Needles, rows: int, seq: int, seed: int) -> Iterator[list[str]]:
     for first in range(0, rows, _ROWS_AT_A_TIME):
-        some = needle_rows(needles, min(_ROWS_AT_A_TIME, rows - first), seq, seed, first=first)
+        some = needle_sequences(needles, min(_ROWS_AT_A_TIME, rows - first), seq, seed, first=first)
         yield [bytes(row[:-1].astype(np.uint8)).decode() for row in some.tokens]
 
 

@@ -29,7 +29,7 @@ from meshwright.data.store import (
     read_meta,
     read_tokenizer,
 )
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import before_end
 from meshwright.present import count

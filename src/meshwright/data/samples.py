@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from meshwright.data.mixture import Mixture
 from meshwright.data.order import in_order, shuffled
-from meshwright.data.rows import row_count
+from meshwright.data.sequences import sequence_count
 from meshwright.data.store import TokenStore
 from meshwright.errors import MeshwrightError
 from meshwright.present import count
@@ -40,7 +40,7 @@ class TrainingSamples:
             mine = source == i
             if not mine.any():
                 continue
-            rows = training_rows(store, self.seq, self.held_out)
+            rows = training_sequences(store, self.seq, self.held_out)
             if self.seed is None:
                 row[mine] = in_order(number[mine], rows)
             else:
@@ -66,14 +66,14 @@ class HeldOutSamples:
         samples = np.asarray(samples, np.int64)
         source, number = np.divmod(np.minimum(samples, self.count - 1), self.held_out)
         first = np.array(
-            [training_rows(store, self.seq, self.held_out) for store in self.mixture.stores]
+            [training_sequences(store, self.seq, self.held_out) for store in self.mixture.stores]
         )
         return source, np.where(samples < self.count, first[source] + number, PADDING)
 
 
-def training_rows(store: TokenStore, seq: int, held_out: int) -> int:
+def training_sequences(store: TokenStore, seq: int, held_out: int) -> int:
     """How many rows of the store are trained on, the last `held_out` set apart."""
-    rows = row_count(store, seq)
+    rows = sequence_count(store, seq)
     if held_out >= rows:
         raise MeshwrightError(
             f"store '{store.name}' has {count(rows, 'row')} of {seq} tokens and {held_out} are to "

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.data.blocks import BlockArray, checksum_name, damaged, unreadable
-from meshwright.data.tokenizer import Ids, Tokenizer, tokenizer_from_json
+from meshwright.data.tokenizers import Ids, Tokenizer, tokenizer_from_json
 from meshwright.errors import MeshwrightError
 from meshwright.present import count
 
@@ -41,7 +41,7 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
 class TokenStore:
     """Packed documents, open for reading.
 
-    >>> from meshwright.data.tokenizer import ByteTokenizer
+    >>> from meshwright.data.tokenizers import ByteTokenizer
     >>> store = TokenStore.of_documents(["One.", "Two."], ByteTokenizer(), name="numbers")
     >>> store.documents, len(store.tokens), store.text(1)
     (2, 10, 'Two.')

@@ -1,7 +1,7 @@
 """Does a model find what it read far back? Rows with needles through the forward pass of training.
 
     model = load(look_into("runs/needle"), generation_mesh("sp=4"), rules=RULES)
-    found = retrieve(model, needle_rows(Needles(), rows=32, seq=256, fresh=True))
+    found = retrieve(model, needle_sequences(Needles(), rows=32, seq=256, fresh=True))
     found.share
 
 One forward pass with the answers standing in the row: at each of an answer's tokens the likeliest
@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from meshwright.data import ByteTokenizer, NeedleRows
+from meshwright.data import ByteTokenizer, NeedleSequences
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import axes_of
 from meshwright.models.decoder import (
@@ -31,9 +31,9 @@ from meshwright.models.decoder import (
     activation_layouts,
     decoder_rules,
     hidden_states,
-    split_of_rows,
+    sequence_split,
 )
-from meshwright.ops import spec_of, wide_axes
+from meshwright.ops import nontrivial_axes, spec_of
 from meshwright.ops.attention import choose_strategy
 from meshwright.serve import Model, Source
 
@@ -46,7 +46,7 @@ class Retrieval:
     """Which answers were right, and where their needles are."""
 
     right: npt.NDArray[np.bool_]  # [rows, questions]
-    rows: NeedleRows
+    rows: NeedleSequences
 
     @property
     def share(self) -> float:
@@ -82,31 +82,33 @@ class Group:
 
 def retrieve(
     model: Model,
-    rows: NeedleRows,
+    rows: NeedleSequences,
     *,
-    sequence: str = "auto",
+    context_parallel: str = "auto",
     segments: npt.NDArray[np.int32] | None = None,
 ) -> Retrieval:
     """Ask everything that the rows ask. The model's weights lie by RULES.
 
-    `sequence` is the strategy of attention where sp splits rows. `segments` [rows, seq] cuts rows
-    into documents that do not see each other; by default each is one.
+    `context_parallel` is the method of attention where sp splits sequences. `segments` [batch, seq]
+    cuts sequences into documents that do not see each other; by default each is one.
     """
-    said = answers(model, rows, sequence=sequence, segments=segments)
+    said = answers(model, rows, context_parallel=context_parallel, segments=segments)
     return Retrieval((said == rows.answers).all(-1), rows)
 
 
 def answers(
     model: Model,
-    rows: NeedleRows,
+    rows: NeedleSequences,
     *,
-    sequence: str = "auto",
+    context_parallel: str = "auto",
     segments: npt.NDArray[np.int32] | None = None,
 ) -> npt.NDArray[np.int32]:
     """The likeliest token at every place of every answer, [rows, questions, value_length]."""
     number, seq = rows.tokens.shape
     dtype = model.params["embedding"].dtype
-    program = _program(model.config, Compute(RULES, dtype, sequence=sequence), model.mesh)
+    program = _program(
+        model.config, Compute(RULES, dtype, context_parallel=context_parallel), model.mesh
+    )
     groups = model.mesh.shape["dp"] * model.mesh.shape["fsdp"]
     together = min(max(1, _TOKENS // seq), -(-number // groups)) * groups
     before = rows.places.reshape(number, -1) - 1  # whose next token is the answer's
@@ -120,7 +122,9 @@ def answers(
     return np.concatenate(found).reshape(rows.places.shape)
 
 
-def check_needle(source: Source, mesh: Mesh, seq: int, sequence: str = "auto") -> str | None:
+def check_needle(
+    source: Source, mesh: Mesh, seq: int, context_parallel: str = "auto"
+) -> str | None:
     """How rows of `seq` bytes would attend on this mesh, None where they are not split.
 
     A MeshwrightError says why the model cannot be asked them.
@@ -141,9 +145,9 @@ def check_needle(source: Source, mesh: Mesh, seq: int, sequence: str = "auto") -
         raise MeshwrightError(
             f"seq={seq} is longer than the model allows; {config.max_seq} or less would fit"
         )
-    layouts = activation_layouts(RULES, wide_axes(mesh.shape))
-    split = split_of_rows(config, layouts, dict(mesh.shape), seq)
-    return choose_strategy(split, sequence) if split.ways > 1 else None
+    layouts = activation_layouts(RULES, nontrivial_axes(mesh.shape))
+    split = sequence_split(config, layouts, dict(mesh.shape), seq)
+    return choose_strategy(split, context_parallel) if split.ways > 1 else None
 
 
 Program = Callable[[Any, Any, Any, Any], jax.Array]

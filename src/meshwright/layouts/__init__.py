@@ -1,6 +1,6 @@
 """The notation: expressions, path rules and logical-axis rules, to one value, the Layout."""
 
-from meshwright.layouts.arrays import ArraySpec, is_described
+from meshwright.layouts.arrays import ArraySpec, is_abstract
 from meshwright.layouts.decide import path_text, tree_paths
 from meshwright.layouts.explanation import Explanation, explain
 from meshwright.layouts.initial import Constant, Normal, create
@@ -25,7 +25,7 @@ __all__ = [
     "create",
     "explain",
     "fit",
-    "is_described",
+    "is_abstract",
     "layout_tree",
     "optimizer_layouts",
     "path_text",

@@ -34,7 +34,7 @@ class ArraySpec:
         object.__setattr__(self, "shape", whole_numbers(self.shape, "shape"))
         object.__setattr__(self, "dims", dim_names(self.dims))
         try:
-            if is_described(self.dtype):
+            if is_abstract(self.dtype):
                 raise TypeError
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         except TypeError:
@@ -86,6 +86,6 @@ def dim_names(dims: Sequence[str | None]) -> tuple[str | None, ...]:
     return names
 
 
-def is_described(leaf: Any) -> bool:
+def is_abstract(leaf: Any) -> bool:
     """Whether a leaf is something with a shape and a dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.arithmetic import first_repeated
 from meshwright.errors import MeshwrightError
-from meshwright.layouts.arrays import ArraySpec, dim_names, is_described
+from meshwright.layouts.arrays import ArraySpec, dim_names, is_abstract
 from meshwright.layouts.expression import Expression
 from meshwright.layouts.layout import Layout
 from meshwright.layouts.logical_rules import Rules
@@ -209,7 +209,7 @@ def _spread(layouts: Any, tree: Any, spread: list[Any]) -> bool:
         # with every entry it has, so that one too many for the array is noticed
         layouts = PartitionSpec(*(axes or None for axes in Layout.of_spec(layouts).axes))
     if is_layout(layouts):
-        spread += [layouts] * (1 if is_described(tree) else len(jax.tree.leaves(tree)))
+        spread += [layouts] * (1 if is_abstract(tree) else len(jax.tree.leaves(tree)))
         return True
     if type(layouts) is dict and type(tree) is dict:  # by far the most common, and in jax's order
         return layouts.keys() == tree.keys() and all(
@@ -247,13 +247,13 @@ def _mismatch(layouts: Any, tree: Any, path: str) -> str:
                 return _mismatch(part, below, f"{path}/{name}" if path else name)
     where = f" at {path!r}" if path else ""
     axes_only = isinstance(layouts, list) and not any("->" in str(part) for part in layouts)
-    if is_described(tree) and axes_only:
+    if is_abstract(tree) and axes_only:
         return f"{layouts!r}{where} is a list; write a tuple or a PartitionSpec for one layout"
     if _is_leaf(layouts):
         alone = isinstance(layouts, str) and layouts.isidentifier()
         hint = "; a tuple beside a tuple of arrays holds one layout each: use P(…) for all"
         return f"{layouts!r}{where} {NOT_A_LAYOUT}{hint if alone else ''}"
-    if is_described(tree):
+    if is_abstract(tree):
         return f"{layouts!r}{where} {NOT_A_LAYOUT}"
     have, given = _one_level_names(tree), _one_level_names(layouts)
     prefix = f"{path}/" if path else ""
@@ -299,14 +299,14 @@ def _dims_of_leaves(treedef: Any, leaves: list[Any], dims: Any) -> list[Any]:
 def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "OSUMm"
-    return is_described(leaf) or isinstance(leaf, bool | int | float | complex)
+    return is_abstract(leaf) or isinstance(leaf, bool | int | float | complex)
 
 
 def array_shape(leaf: Any, path: str) -> tuple[int, ...]:
     """The shape of an array, described or real, or of a number."""
     if _is_array(leaf):
         return tuple(getattr(leaf, "shape", ()))
-    kind = leaf.dtype if is_described(leaf) else type(leaf).__name__
+    kind = leaf.dtype if is_abstract(leaf) else type(leaf).__name__
     raise MeshwrightError(
         f"{path!r} is a {kind}, not an array; give arrays, jax.ShapeDtypeStruct or mw.ArraySpec"
         if path

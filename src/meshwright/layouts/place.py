@@ -41,7 +41,7 @@ def sharding(
     P('fsdp', 'tp')
 
     `ndim` is needed with an ellipsis. `mesh` (a mesh, or its text) is needed where axes are named;
-    without it, the mesh in force (jax.set_mesh) or all devices in jax's order. `shape` checks that
+    without it, the current mesh (jax.set_mesh) or all devices in jax's order. `shape` checks that
     the dims divide.
     """
     if ndim is not None:
@@ -167,7 +167,7 @@ def _is_tracing() -> bool:
 
 
 def _constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
-    """Constrain a traced value, on the mesh in force where that says the same."""
+    """Constrain a traced value, on the current mesh where that says the same."""
     in_force = jax.sharding.get_abstract_mesh()
     wanted = target.mesh if isinstance(target.mesh, AbstractMesh) else target.mesh.abstract_mesh
     alike = in_force.axis_names == wanted.axis_names and in_force.axis_sizes == wanted.axis_sizes
@@ -191,14 +191,14 @@ def _constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
         return jax.lax.with_sharding_constraint(value, target)
     if not alike:
         raise MeshwrightError(
-            "with explicit axes a value inside jit is placed on the mesh in force, which is "
+            "with explicit axes a value inside jit is placed on the current mesh, which is "
             f"({mesh_text(in_force.shape)}), not ({mesh_text(wanted.shape)}): put that in force, "
             "with jax.set_mesh(mesh)"
         )
     automatic = [axis for axis in used if kinds[axis] != AxisType.Explicit]
     if automatic:
         raise MeshwrightError(
-            f"the mesh in force has explicit and automatic axes, and the layout uses "
+            f"the current mesh has explicit and automatic axes, and the layout uses "
             f"{', '.join(automatic)}, which is automatic: constrain over one kind at a time"
         )
     # explicit axes carry the sharding in the type: a constraint would only assert it

@@ -56,7 +56,7 @@ def find_mesh(given: MeshLike | None, devices: Sequence[Any] | None = None) -> A
 
 
 def _is_mesh_of(in_force: AbstractMesh, text: str | MeshSpec) -> bool:
-    """Whether the mesh in force is what the text says: it may have explicit axes."""
+    """Whether the current mesh is what the text says: it may have explicit axes."""
     if in_force.empty:
         return False
     try:

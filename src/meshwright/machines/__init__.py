@@ -2,14 +2,14 @@
 
 from meshwright.machines.chips import CHIPS, Chip, find_chip
 from meshwright.machines.host_memory import check_host_memory, host_bytes
-from meshwright.machines.machine import DescribedDevice, Machine
+from meshwright.machines.machine import AbstractDevice, Machine
 from meshwright.machines.recognize import chip_of_kind, slice_of
 from meshwright.machines.slices import check_slice, largest_slice, squarest
 
 __all__ = [
     "CHIPS",
+    "AbstractDevice",
     "Chip",
-    "DescribedDevice",
     "Machine",
     "check_host_memory",
     "check_slice",

@@ -26,7 +26,7 @@ MAX_DEVICES = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
-class DescribedDevice:
+class AbstractDevice:
     """A device of a described machine, with the attributes jax gives a real one."""
 
     id: int
@@ -172,18 +172,18 @@ class Machine:
         return self.chip.usable_bytes
 
     @functools.cached_property
-    def devices(self) -> tuple[DescribedDevice, ...]:
+    def devices(self) -> tuple[AbstractDevice, ...]:
         """Every device in the order `jax.devices()` would list it: host by host, x fastest."""
         return tuple(itertools.chain.from_iterable(map(self._slice_devices, range(self.slices))))
 
-    def _slice_devices(self, index: int) -> list[DescribedDevice]:
+    def _slice_devices(self, index: int) -> list[AbstractDevice]:
         first = index * self.devices_per_slice
         first_host = index * (self.num_hosts // self.slices)
         kind, platform = self.chip.device_kinds[0], self.chip.platform
         if not self.is_tpu:
             hosts, per_host = self.grid
             return [
-                DescribedDevice(
+                AbstractDevice(
                     id=first + host * per_host + i,
                     process_index=first_host + host,
                     slice_index=index,
@@ -199,7 +199,7 @@ class Machine:
         lx, ly, lz, _ = self.host_shape
         hosts_box = itertools.product(range(0, gz, lz), range(0, gy, ly), range(0, gx, lx))
         return [
-            DescribedDevice(
+            AbstractDevice(
                 id=first + ((z * gy + y) * gx + x) * cores + core,
                 process_index=first_host + host,
                 slice_index=index,

@@ -27,7 +27,7 @@ class MachineMesh:
 
     machine: Machine
     axis_names: tuple[str, ...]
-    devices: np.ndarray  # of DescribedDevice, one array dim per axis
+    devices: np.ndarray  # of AbstractDevice, one array dim per axis
     axis_type: AxisType = AxisType.Auto
 
     @property

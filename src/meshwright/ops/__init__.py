@@ -1,19 +1,19 @@
 """What models are made of: attention, rotary embedding, norms, the fused cross-entropy."""
 
 from meshwright.ops.chunks import over_chunks
-from meshwright.ops.cross_entropy import IGNORED, cross_entropy, keeps_logit_gradients
-from meshwright.ops.embedding import embed
-from meshwright.ops.exchange import (
-    add_up,
-    gather,
-    gradients_together,
-    narrow,
+from meshwright.ops.collectives import (
+    all_gather,
+    current_platform,
+    drop_trivial_axes,
+    nontrivial_axes,
     partial_sums,
-    platform_in_force,
+    reduce_to,
     spec_of,
     split_axes,
-    wide_axes,
+    tie_gradients,
 )
+from meshwright.ops.cross_entropy import IGNORED, cross_entropy, keeps_logit_gradients
+from meshwright.ops.embedding import embed
 from meshwright.ops.mosaic import switched_on
 from meshwright.ops.norms import add_bias, norm_alone, norm_beside, rms_norm
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, rotate
@@ -26,22 +26,22 @@ __all__ = [
     "Scaling",
     "YarnScaling",
     "add_bias",
-    "add_up",
+    "all_gather",
     "cross_entropy",
+    "current_platform",
+    "drop_trivial_axes",
     "embed",
-    "gather",
-    "gradients_together",
     "keeps_logit_gradients",
-    "narrow",
+    "nontrivial_axes",
     "norm_alone",
     "norm_beside",
     "over_chunks",
     "partial_sums",
-    "platform_in_force",
+    "reduce_to",
     "rms_norm",
     "rotate",
     "spec_of",
     "split_axes",
     "switched_on",
-    "wide_axes",
+    "tie_gradients",
 ]

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.layouts import axes_of
-from meshwright.ops.exchange import spec_of
+from meshwright.ops.collectives import spec_of
 
 
 def over_chunks(

@@ -17,12 +17,12 @@ from jax import lax
 
 from meshwright.layouts import axes_of
 from meshwright.ops import row_kernels
-from meshwright.ops.exchange import (
-    narrow,
-    platform_in_force,
+from meshwright.ops.collectives import (
+    current_platform,
+    drop_trivial_axes,
+    nontrivial_axes,
     spec_of,
     split_axes,
-    wide_axes,
 )
 
 IGNORED = -1  # a target that does not count
@@ -47,7 +47,7 @@ def cross_entropy(
     are tokens: the others have probability 0 and no gradient.
     """
     hidden_type, head_type = (jax.typeof(x).sharding.spec for x in (hidden, head))
-    targets_spec = narrow(spec_of(targets), wide_axes())
+    targets_spec = drop_trivial_axes(spec_of(targets), nontrivial_axes())
     targets = jax.sharding.reshard(targets, targets_spec)
     tokens_over = split_axes(targets_spec.partitions)
     vocab_dim = 0 if tied else 1
@@ -98,7 +98,7 @@ def _fused(
     def logsumexp(logits: jax.Array) -> jax.Array:
         """Of each token, over the whole vocabulary; float32."""
         if row_kernels.refuses(logits.shape[1], logits.dtype, whole_row=False) is None:
-            most_here, total_here = row_kernels.log_sums(logits)
+            most_here, total_here = row_kernels.log_sum_exp(logits)
             most = over_vocab(lax.pmax, most_here)
             total = total_here * jnp.exp(most_here - most)
         else:
@@ -168,7 +168,7 @@ def _fused(
     def forward(hidden: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array) -> Any:
         h, t = chunks(hidden, targets)
         kept = keeps_logit_gradients(t.size, hidden.shape[-1], hidden.dtype.itemsize)
-        whole = kept and platform_in_force() != "tpu"
+        whole = kept and current_platform() != "tpu"
         by_chunks = head_gradient_at_once if whole else head_gradient_by_chunks
         sums, head_gradient, hidden_gradient = by_chunks(h, head, t, scale)
         tokens = hidden_gradient.reshape(-1, hidden.shape[-1])[: targets.size]

@@ -8,10 +8,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.layouts import axes_of
-from meshwright.ops.exchange import (
-    add_up,
+from meshwright.ops.collectives import (
+    current_platform,
     partial_sums,
-    platform_in_force,
+    reduce_to,
     spec_of,
     split_axes,
 )
@@ -43,7 +43,7 @@ def embed(table: jax.Array, tokens: jax.Array, target: P) -> jax.Array:
     looked_up = jax.shard_map(local, in_specs=(table_spec, tokens_spec), out_specs=out)(
         table, tokens
     )
-    return add_up(looked_up, over, target) if over else jax.sharding.reshard(looked_up, target)
+    return reduce_to(looked_up, over, target) if over else jax.sharding.reshard(looked_up, target)
 
 
 def _lookup(
@@ -65,7 +65,7 @@ def _lookup(
         zero = jnp.float32(0)
         if tokens_over or vocab_over:
             zero = lax.pcast(zero, (*tokens_over, *vocab_over), to="varying")
-        if platform_in_force() != "tpu":
+        if current_platform() != "tpu":
             # zeros that wait for nothing may be made before the layers' backward pass, and stay
             zero, gradient = lax.optimization_barrier((zero, gradient))
         sums = jnp.full(shape, zero).at[tokens].add(gradient.astype(jnp.float32)).astype(dtype)

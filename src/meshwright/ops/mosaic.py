@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import MeshwrightError
-from meshwright.ops.exchange import device_in_force
+from meshwright.ops.collectives import current_device
 
 HOPPER = frozenset({"H100", "H200", "H800", "H20", "GH200"})
 OLDEST = (0, 11)  # jax; before, no kernel could add to an array inside a jit
@@ -27,7 +27,7 @@ _log = logging.getLogger("meshwright")
 
 def unavailable(chips: frozenset[str]) -> str | None:
     """Why kernels for these chips cannot be used, None if they can."""
-    platform, kind = device_in_force()
+    platform, kind = current_device()
     if platform not in ("gpu", "cuda") or not chips & set(re.split(r"[\s-]", kind)):
         return f"it runs on the GPUs {', '.join(sorted(chips))}"
     if not switched_on():
@@ -51,7 +51,7 @@ def switched_on() -> bool:
 @functools.lru_cache(maxsize=64)
 def say(kernel: str, why_not: str | None) -> None:
     """Once, on a GPU: that a kernel of our own is used, or why it is not."""
-    if device_in_force()[0] in ("gpu", "cuda"):
+    if current_device()[0] in ("gpu", "cuda"):
         _log.info(f"{kernel}: " + ("our own kernel" if why_not is None else f"not ours: {why_not}"))
 
 

@@ -10,14 +10,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.layouts import axes_of
 from meshwright.ops import row_kernels
-from meshwright.ops.exchange import partial_sums, spec_of
+from meshwright.ops.collectives import partial_sums, spec_of
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """`x` over its last dim to mean square 1, times `scale`.
 
     The multiplication runs on each device's part, so that the gradient of `scale` may stay partial
-    sums until all layers are done (see ops.exchange); the last dim may be split.
+    sums until all layers are done (see ops.collectives); the last dim may be split.
     """
     spec = spec_of(x)
     local = functools.partial(_local, eps=eps, size=x.shape[-1], over=axes_of(spec[-1], spec))
@@ -106,11 +106,11 @@ def _fused(eps: float, uses: int, name: str, *, goes_on: bool) -> Any:
         total, normed = both(scale, *given)
         return results(total, normed), (scale, total, (None,) * len(given))
 
-    def backward(kept: Any, slopes: tuple[jax.Array, ...]) -> Any:
+    def backward(kept: Any, gradients: tuple[jax.Array, ...]) -> Any:
         scale, total, given = kept
         local = functools.partial(_norm_gradient, eps=eps, goes_on=goes_on)
-        x_slope, scale_slope = _by_part(local, scale, total, *slopes, of_scale=True)
-        return scale_slope, *(x_slope,) * len(given)
+        x_gradient, scale_gradient = _by_part(local, scale, total, *gradients, of_scale=True)
+        return scale_gradient, *(x_gradient,) * len(given)
 
     run.defvjp(forward, backward)
     return run
@@ -138,18 +138,18 @@ def _add_and_norm(
 
 
 def _norm_gradient(
-    scale: jax.Array, x: jax.Array, *slopes: jax.Array, eps: float, goes_on: bool
+    scale: jax.Array, x: jax.Array, *gradients: jax.Array, eps: float, goes_on: bool
 ) -> tuple[jax.Array, jax.Array]:
-    flat, *given = (part.reshape(-1, x.shape[-1]) for part in (x, *slopes))
+    flat, *given = (part.reshape(-1, x.shape[-1]) for part in (x, *gradients))
     through = given.pop(0) if goes_on else None
-    x_slope, scale_slope = row_kernels.norm_gradient(flat, scale, eps, through, *given)
+    x_gradient, scale_gradient = row_kernels.norm_gradient(flat, scale, eps, through, *given)
     kind = jax.typeof(scale).manual_axis_type
     if kind.reduced:
-        scale_slope = lax.pcast(scale_slope, tuple(sorted(kind.reduced)), to="unreduced")
-    rest = jax.typeof(scale_slope).manual_axis_type.varying - kind.varying
+        scale_gradient = lax.pcast(scale_gradient, tuple(sorted(kind.reduced)), to="unreduced")
+    rest = jax.typeof(scale_gradient).manual_axis_type.varying - kind.varying
     if rest:  # a scale that is whole everywhere, and not marked
-        scale_slope = lax.psum(scale_slope, tuple(sorted(rest)))
-    return x_slope.reshape(x.shape), scale_slope.astype(scale.dtype)
+        scale_gradient = lax.psum(scale_gradient, tuple(sorted(rest)))
+    return x_gradient.reshape(x.shape), scale_gradient.astype(scale.dtype)
 
 
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:

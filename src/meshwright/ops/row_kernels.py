@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.ops.exchange import varying_like
+from meshwright.ops.collectives import varying_like
 from meshwright.ops.mosaic import HOPPER, LOG2_E, load, mosaic, pallas, say, unavailable
 
 LANES = 128  # threads of a warpgroup
@@ -42,7 +42,7 @@ def _why_not(columns: int, dtype: Any, whole_row: bool) -> str | None:
     return None
 
 
-def log_sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def log_sum_exp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Of each row its maximum, and the sum of exp(x - maximum); float32."""
     rows, columns = x.shape
     whole = columns // (_AHEAD * _CHUNK)
@@ -120,31 +120,33 @@ def norm_gradient(
     each = math.gcd(rows, 32)  # rows that a warpgroup takes one after the other
 
     def kernel(x_ref: Any, scale_ref: Any, *refs: Any) -> None:
-        *slope_refs, x_slope_ref, scale_slope_ref = refs
-        through_refs, given_refs = slope_refs[: -len(given)], slope_refs[-len(given) :]
+        *gradient_refs, x_gradient_ref, scale_gradient_ref = refs
+        through_refs, given_refs = gradient_refs[: -len(given)], gradient_refs[-len(given) :]
         group = lax.axis_index("row")
         weight = _load(scale_ref.at[pallas().ds(0, columns)], columns)
 
-        def one(i: Any, scale_slope: jax.Array) -> jax.Array:
+        def one(i: Any, scale_gradient: jax.Array) -> jax.Array:
             row = group * each + i
             wide, *on = (_wide(ref, row, 0, columns) for ref in (x_ref, *through_refs))
-            slope = functools.reduce(jnp.add, (_wide(ref, row, 0, columns) for ref in given_refs))
-            weighted = slope * weight
+            gradient = functools.reduce(
+                jnp.add, (_wide(ref, row, 0, columns) for ref in given_refs)
+            )
+            weighted = gradient * weight
             squares, product = jnp.sum(wide * wide), jnp.sum(weighted * wide)
             shrink = lax.rsqrt(squares / columns + eps)
             turned = weighted - wide * (product * shrink * shrink / columns)
-            x_slope = functools.reduce(jnp.add, on, shrink * turned)
-            x_slope_ref[row, pallas().ds(0, columns)] = x_slope.astype(x_slope_ref.dtype)
-            return scale_slope + slope * wide * shrink
+            x_gradient = functools.reduce(jnp.add, on, shrink * turned)
+            x_gradient_ref[row, pallas().ds(0, columns)] = x_gradient.astype(x_gradient_ref.dtype)
+            return scale_gradient + gradient * wide * shrink
 
         total = lax.fori_loop(0, each, one, _full(0.0, columns))
-        scale_slope_ref[group, pallas().ds(0, columns)] = total
+        scale_gradient_ref[group, pallas().ds(0, columns)] = total
 
     groups = rows // each
     out = (x.shape, x.dtype), ((groups, columns), jnp.float32)
-    slopes = given if through is None else (through, *given)
-    x_slope, parts = _call(kernel, groups, out, x, scale.astype(jnp.float32), *slopes)
-    return x_slope, jnp.sum(parts, axis=0)
+    gradients = given if through is None else (through, *given)
+    x_gradient, parts = _call(kernel, groups, out, x, scale.astype(jnp.float32), *gradients)
+    return x_gradient, jnp.sum(parts, axis=0)
 
 
 def _rest(columns: int, start: int) -> list[tuple[int, int]]:

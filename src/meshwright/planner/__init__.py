@@ -7,7 +7,7 @@ from meshwright.planner.parts import length, padding, strategy_of
 from meshwright.planner.planner import make_job, plan
 from meshwright.planner.result import Choice, Estimate, Job, Memory, Plan, Refusal, Transfer
 from meshwright.planner.rewrites import compiled_rows, compiled_traffic, in_stages
-from meshwright.planner.shares import AXES, lay
+from meshwright.planner.shares import AXES, place_axes
 from meshwright.planner.traffic import traffic
 
 __all__ = [
@@ -22,12 +22,12 @@ __all__ = [
     "compiled_rows",
     "compiled_traffic",
     "in_stages",
-    "lay",
     "length",
     "make_job",
     "memory",
     "over",
     "padding",
+    "place_axes",
     "plan",
     "strategy_of",
     "traffic",

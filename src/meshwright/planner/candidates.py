@@ -40,7 +40,7 @@ def refusal(job: Job, choice: Choice) -> str | None:
             f"batch={job.batch} is not divisible by dp·fsdp={parts}; batch="
             f"{nearest_multiples(job.batch, parts)} would fit"
         )
-    along = choice.sp * (tp if choice.tp_sequence else 1)
+    along = choice.sp * (tp if choice.sequence_parallel else 1)
     if job.seq % along:
         return (
             f"seq={job.seq} is not divisible by {along}; seq="

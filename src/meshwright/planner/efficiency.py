@@ -49,7 +49,7 @@ PLAIN_ATTENTION = {"tpu": 2.6, "gpu": 9.0}
 
 # measured: turn by turn around a ring, against one call: parts of 4K tokens 0.645, 16K 0.89, 64K
 # 1.02 (H200); assumed to be alike on TPUs
-TURNS_HALF = 2250.0
+RING_STEPS_HALF = 2250.0
 
 # ---- memory
 
@@ -90,8 +90,8 @@ HOP_DATA_CENTER = 50e-6
 # compiled: the TPU compiler's all-gathers for v4, v5p and v6e are synchronous, and so are the
 # reduce-scatters (seen on v4); on v5e 13 fusions of a step's gathers are asynchronous. With
 # `overlap` (train.tpu) 76 to 100% of the bytes gathered in the loops of fifteen steps are, on v4,
-# v5p and v6e; 57% with tp_sequence. How much of an asynchronous one hides is assumed, and all of it
-# on GPUs.
+# v5p and v6e; 57% with sequence_parallel. How much of an asynchronous one hides is assumed, and
+# all of it on GPUs.
 HIDE_GATHERS = {"gpu": 0.75, "v5e": 0.75}
 HIDE_GATHERS_TOLD = 0.75
 HIDE_SCATTERS = {"gpu": 0.75}
@@ -145,7 +145,7 @@ def attention(chip: Chip, head_dim: int, row: float) -> float:
 
 def turns(part: float) -> float:
     """Of attention's speed, what is left where keys come in parts of this many tokens."""
-    return part / (part + TURNS_HALF)
+    return part / (part + RING_STEPS_HALF)
 
 
 def host_network(chip: Chip, hosts: int) -> float:

@@ -18,7 +18,7 @@ import math
 
 from meshwright.machines import Machine
 from meshwright.planner import efficiency
-from meshwright.planner.shares import AXES, Laid
+from meshwright.planner.shares import AXES, Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ WITHIN_SLICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def over(laid: Laid, axes: tuple[str, ...]) -> Link:
+def over(laid: Placement, axes: tuple[str, ...]) -> Link:
     """The link between the devices along these axes together."""
     found: Link | None = laid.links.get(axes)
     if found is None:
@@ -69,13 +69,13 @@ def over(laid: Laid, axes: tuple[str, ...]) -> Link:
     return found
 
 
-def _over(laid: Laid, axes: tuple[int, ...]) -> Link:
+def _over(laid: Placement, axes: tuple[int, ...]) -> Link:
     far = math.prod(laid.across[axis] for axis in axes)
     near = _on_torus(laid, axes) if laid.machine.is_tpu else _on_hosts(laid, axes)
     return near if far == 1 else _across_slices(near, far, laid.machine)
 
 
-def _on_torus(laid: Laid, axes: tuple[int, ...]) -> Link:
+def _on_torus(laid: Placement, axes: tuple[int, ...]) -> Link:
     machine, shares = laid.machine, laid.shares
     *sides, _ = machine.slice_shape
     one = machine.chip.link_bandwidth
@@ -113,7 +113,7 @@ def _on_torus(laid: Laid, axes: tuple[int, ...]) -> Link:
     return dataclasses.replace(link, crossing=max(1.0, longest / 4 * devices / (devices - 1)))
 
 
-def _on_hosts(laid: Laid, axes: tuple[int, ...]) -> Link:
+def _on_hosts(laid: Placement, axes: tuple[int, ...]) -> Link:
     machine = laid.machine
     chip = machine.chip
     hosts = math.prod(laid.shares[axis][0] for axis in axes)

@@ -277,7 +277,7 @@ def saved_of_token(job: Job, choice: Choice, machine: Machine) -> tuple[float, f
     wide = _lanes(model.head_dim, machine)
     heads, kv_heads = model.heads / choice.tp * wide, model.kv_heads / choice.tp * wide
     mlp = model.mlp / choice.tp
-    between = model.embed / (choice.tp if choice.tp_sequence else 1)
+    between = model.embed / (choice.tp if choice.sequence_parallel else 1)
     widths: Mapping[str, float] = {
         "input": between,
         "normed": 2 * between,

@@ -12,7 +12,7 @@ from typing import Literal
 from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import Machine, largest_slice, squarest
-from meshwright.models.decoder import PRESETS, REMAT, DecoderConfig, preset, usual_dtype
+from meshwright.models.decoder import PRESETS, REMAT, DecoderConfig, default_dtype, preset
 from meshwright.planner import constraints
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.efficiency import OPTIMIZER_BYTES, told_to_overlap
@@ -62,7 +62,7 @@ def plan(
     machine = Machine.parse(on)
     job = make_job(
         model, batch, seq, kind=kind, optimizer="adamw" if optimizer is None else optimizer,
-        param_dtype=param_dtype, dtype=usual_dtype(dtype or "auto", machine.chip.platform),
+        param_dtype=param_dtype, dtype=default_dtype(dtype or "auto", machine.chip.platform),
         scan=scan, loss_chunk=loss_chunk, overlap=overlap,
     )  # fmt: skip
     _check(objective, remat, accumulation, cost_per_hour)

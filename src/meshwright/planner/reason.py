@@ -1,7 +1,7 @@
 """Why a step takes as long as it does, in a sentence."""
 
 from meshwright.planner.result import Choice, Job
-from meshwright.planner.time import Timed
+from meshwright.planner.time import StepTime
 from meshwright.present import count
 
 _PLURAL = {
@@ -13,7 +13,7 @@ _PLURAL = {
 }
 
 
-def bound_and_reason(job: Job, choice: Choice, timing: Timed) -> tuple[str, str]:
+def bound_and_reason(job: Job, choice: Choice, timing: StepTime) -> tuple[str, str]:
     """What bounds it (compute, memory, axes, or idle), and the sentence."""
     waits: dict[tuple[str, ...], float] = {}
     for row, _, seconds, hidden in timing.rows:
@@ -42,14 +42,16 @@ def bound_and_reason(job: Job, choice: Choice, timing: Timed) -> tuple[str, str]
     return "compute", said
 
 
-def _network(choice: Choice, timing: Timed, axes: tuple[str, ...], waited: float, job: Job) -> str:
+def _network(
+    choice: Choice, timing: StepTime, axes: tuple[str, ...], waited: float, job: Job
+) -> str:
     return (
         f"{_axes(choice, axes)} is network-bound: {_sends(choice, timing, axes, job)}; "
         f"{_percent(waited, timing.step)} of the step waits for it"
     )
 
 
-def _sends(choice: Choice, timing: Timed, axes: tuple[str, ...], job: Job) -> str:
+def _sends(choice: Choice, timing: StepTime, axes: tuple[str, ...], job: Job) -> str:
     """`4 all-reduces x 512 MB a layer over ICI x8, open`: the most waited for kind."""
     here = [one for one in timing.rows if one[0][2] == axes]
     row, link, _, _ = max(here, key=lambda one: one[2] - one[3])

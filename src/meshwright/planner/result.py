@@ -44,7 +44,7 @@ class Choice:
     sp: int = 1
     remat: str = "none"
     accumulation: int = 1
-    tp_sequence: bool = False
+    sequence_parallel: bool = False
     strategy: str = "auto"  # of attention over sp; auto is not known before the machine is
     mlp_chunk: int = 0
 

@@ -21,7 +21,7 @@ The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 5
 - lets the gradients of keys make their first hop before they become float32.
 Not counted: where memory is nearly full it may gather weights once more instead of keeping them.
 Weights that fsdp and sp split together are gathered one axis after the other there
-(ops.exchange.gather).
+(ops.collectives.gather).
 """
 
 import math

@@ -20,7 +20,7 @@ from meshwright.planner.memory import memory
 from meshwright.planner.parts import length
 from meshwright.planner.ranking import groups, simplicity
 from meshwright.planner.result import Choice, Job, Memory, Refusal
-from meshwright.planner.time import Timed, timed
+from meshwright.planner.time import StepTime, step_time
 from meshwright.planner.work import Work, work
 from meshwright.present import count
 
@@ -37,7 +37,7 @@ class Found:
 
     choice: Choice
     memory: Memory
-    timing: Timed
+    timing: StepTime
     group: int = 0  # of meshes whose times cannot be told apart, from 1; 0: not by time
 
 
@@ -65,7 +65,7 @@ def search(
             continue
         if objective == "memory":
             choice, need = min(fits, key=lambda one: one[1].total)
-            found.append(Found(choice, need, timed(job, choice, machine)))
+            found.append(Found(choice, need, step_time(job, choice, machine)))
         else:
             ways[mesh.mesh] = _different(fits)
             found.append(_fastest(job, machine, ways[mesh.mesh]))
@@ -115,7 +115,7 @@ def _fastest(job: Job, machine: Machine, ways: list[Fit]) -> Found:
 
 
 def _found(job: Job, machine: Machine, choice: Choice, need: Memory, done: Work) -> Found:
-    return Found(choice, need, timed(job, choice, machine, done))
+    return Found(choice, need, step_time(job, choice, machine, done))
 
 
 def _step(found: Found) -> float:
@@ -201,7 +201,7 @@ def _fitting(
 
 
 def _bases(job: Job, mesh: Choice, machine: Machine) -> Iterator[Choice]:
-    """A mesh with strategies of attention, with and without tp_sequence; last in chunks."""
+    """A mesh with strategies of attention, with and without sequence_parallel; last in chunks."""
     able: tuple[str, ...] = (with_strategy(job, mesh, machine).strategy,)
     if machine.num_devices <= TRY_ALL:
         able = strategies(job, mesh)
@@ -211,7 +211,7 @@ def _bases(job: Job, mesh: Choice, machine: Machine) -> Iterator[Choice]:
                 continue
             for strategy in able:
                 yield dataclasses.replace(
-                    mesh, tp_sequence=along, mlp_chunk=chunk, strategy=strategy
+                    mesh, sequence_parallel=along, mlp_chunk=chunk, strategy=strategy
                 )
 
 
@@ -234,7 +234,7 @@ def _fewest(
 
     def at(index: int) -> Fit:
         choice = Choice(
-            base.dp, base.fsdp, base.tp, base.sp, remat, numbers[index], base.tp_sequence,
+            base.dp, base.fsdp, base.tp, base.sp, remat, numbers[index], base.sequence_parallel,
             base.strategy, base.mlp_chunk,
         )  # fmt: skip
         return choice, memory(job, choice, machine)

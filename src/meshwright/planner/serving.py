@@ -12,7 +12,7 @@ from meshwright.planner.memory import memory
 from meshwright.planner.parts import item_bytes, padding
 from meshwright.planner.ranking import groups, simplicity
 from meshwright.planner.result import Choice, Estimate, Job, Memory, Refusal, Transfer
-from meshwright.planner.shares import lay
+from meshwright.planner.shares import place_axes
 
 
 def serving(
@@ -78,7 +78,7 @@ def _estimate(job: Job, choice: Choice, machine: Machine, need: Memory) -> Estim
     matmuls = max(weights / bandwidth, flops / (peak * efficiency.matmul(chip, rows)))
     sent: tuple[Transfer, ...] = ()
     if choice.tp > 1:
-        link = over(lay(machine, (choice.dp, 1, choice.tp, 1)), ("tp",))
+        link = over(place_axes(machine, (choice.dp, 1, choice.tp, 1)), ("tp",))
         size = item * rows * model.embed
         seconds = 2 * model.layers * link.seconds("all-reduce", size)
         sent = (

@@ -33,7 +33,7 @@ AXES = STANDARD_AXES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Laid:
+class Placement:
     """Axes on a machine: how each divides x, y, z and core (or host and GPU), and slices.
 
     There is one for each machine and sizes, so it is told from others by identity.
@@ -46,18 +46,18 @@ class Laid:
 
 
 @functools.lru_cache(maxsize=4096)
-def lay(machine: Machine, sizes: tuple[int, ...]) -> Laid:
+def place_axes(machine: Machine, sizes: tuple[int, ...]) -> Placement:
     """The shares of axes (dp, fsdp, tp, sp) of these sizes."""
     across = tuple(axes_across_slices(sizes, machine.slices))
     within = tuple(size // far for size, far in zip(sizes, across, strict=True))
     if not machine.is_tpu:
-        return Laid(machine, _row_by_row(within, machine.grid), across)
+        return Placement(machine, _row_by_row(within, machine.grid), across)
     box = machine.slice_shape
     shares = _whole_dims(within, box) or _split_dims(within, box)
     torus = cast(Machine, _Torus(box, machine.wraps))
     if is_ring("sp", sizes[3]) and across[3] == 1 and not closes(shares, 3, torus):
         shares = _closed(shares, within, torus)
-    return Laid(machine, shares, across)
+    return Placement(machine, shares, across)
 
 
 class _Torus(NamedTuple):

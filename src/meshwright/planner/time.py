@@ -12,13 +12,13 @@ from meshwright.planner import efficiency
 from meshwright.planner.links import Link, over
 from meshwright.planner.result import Choice, Job, Transfer
 from meshwright.planner.rewrites import compiled_rows
-from meshwright.planner.shares import lay
+from meshwright.planner.shares import place_axes
 from meshwright.planner.traffic import Row
 from meshwright.planner.work import Work, work
 
 
 @dataclasses.dataclass(frozen=True)
-class Timed:
+class StepTime:
     """A step: its work, each row of its traffic with link, seconds and hidden seconds."""
 
     work: Work
@@ -27,10 +27,10 @@ class Timed:
     step: float
 
 
-def timed(job: Job, choice: Choice, machine: Machine, done: Work | None = None) -> Timed:
+def step_time(job: Job, choice: Choice, machine: Machine, done: Work | None = None) -> StepTime:
     """The step of a choice on a machine; its work, where that is known already, need not be."""
     done = work(job, choice, machine) if done is None else done
-    laid = lay(machine, (choice.dp, choice.fsdp, choice.tp, choice.sp))
+    laid = place_axes(machine, (choice.dp, choice.fsdp, choice.tp, choice.sp))
     priced = []
     wanted: dict[str, float] = {}  # seconds that could hide, by what they could hide under
     for row in compiled_rows(job, choice, machine):
@@ -59,7 +59,7 @@ def timed(job: Job, choice: Choice, machine: Machine, done: Work | None = None) 
     )
     exposed = sum(seconds - under for _, _, seconds, under in rows)
     parts = {**done.seconds, "waiting for links": exposed}
-    return Timed(done, rows, parts, sum(parts.values()))
+    return StepTime(done, rows, parts, sum(parts.values()))
 
 
 def _hides_under(row: Row, link: Link, machine: Machine, job: Job) -> tuple[str, float]:
@@ -77,7 +77,7 @@ def _hides_under(row: Row, link: Link, machine: Machine, job: Job) -> tuple[str,
     return phase, others * efficiency.hides(machine.chip, operation, job.overlap)
 
 
-def transfers(timing: Timed) -> tuple[Transfer, ...]:
+def transfers(timing: StepTime) -> tuple[Transfer, ...]:
     """The rows as a plan shows them."""
     return tuple(
         Transfer(*row[:7], link=link.words, seconds=seconds, hidden=hidden, formula=row[7])

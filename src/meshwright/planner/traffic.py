@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from meshwright.meshes import STANDARD_AXES
-from meshwright.ops.attention import row_order, turns_of
+from meshwright.ops.attention import ring_steps_of, sequence_order
 from meshwright.planner.parts import (
     attention_weights,
     item_bytes,
@@ -111,7 +111,7 @@ def _vectors(job: Job, choice: Choice) -> Iterator[Sent]:
     model, item = job.model, item_bytes(job.param_dtype)
     tokens_over = _wide(choice, "dp", "fsdp", "sp")
     everywhere = _wide(choice, "dp", "fsdp", "tp", "sp")
-    residual = everywhere if choice.tp_sequence else tokens_over
+    residual = everywhere if choice.sequence_parallel else tokens_over
     times = choice.accumulation
     norms = 2 + model.output_bias
     yield (
@@ -146,13 +146,13 @@ def _blocks(job: Job, choice: Choice) -> Iterator[Sent]:
     blocks = 1 if cut else 2
     sums, again = "sums of a layer's blocks", "a block's sums, made again"
     back = "gradients of the inputs of a layer's blocks"
-    add = "reduce-scatter" if choice.tp_sequence else "all-reduce"
-    if choice.tp_sequence:
+    add = "reduce-scatter" if choice.sequence_parallel else "all-reduce"
+    if choice.sequence_parallel:
         inputs, gather = "inputs of a layer's blocks", "all-gather"
-        slopes = "gradients of a layer's blocks"
+        gradients = "gradients of a layer's blocks"
         yield inputs, gather, over, size, 2 * each, "forward", 1, words
         yield f"{inputs}, again", gather, over, size, 2 * each, "backward", 1, words
-        yield slopes, gather, over, size, 2 * each, "backward", 1, words
+        yield gradients, gather, over, size, 2 * each, "backward", 1, words
     yield sums, add, over, size, blocks * each, "forward", 1, words
     yield back, add, over, size, blocks * each, "backward", 1, words
     if choice.remat == "full":
@@ -172,10 +172,10 @@ def _ends_over_tp(job: Job, choice: Choice) -> Iterator[Sent]:
         return
     item, once = item_bytes(job.dtype), choice.accumulation
     size, words = _stream(job, choice)
-    add = "reduce-scatter" if choice.tp_sequence else "all-reduce"
+    add = "reduce-scatter" if choice.sequence_parallel else "all-reduce"
     yield "rows of the embedding", add, over, size, once, "forward", 1, words
     yield "gradient of the loss's input", add, over, size, once, "backward", 1, words
-    if choice.tp_sequence:
+    if choice.sequence_parallel:
         what = "gradient of the embedding's rows"
         yield what, "all-gather", over, size, once, "backward", 1, words
         yield "input of the loss", "all-gather", over, size, once, "forward", 1, words
@@ -260,7 +260,7 @@ def _rows_over_sp(job: Job, choice: Choice) -> Iterator[Sent]:
     each = job.model.layers * once
     documents = INT * r * part if job.documents else 0
     words = f"{INT} bytes · {r} rows · {part} tokens"
-    if row_order(split, strategy) == "zigzag":
+    if sequence_order(split, strategy) == "zigzag":
         arrays = 4 if job.documents else 3
         # half of them, and with two devices only one half moves
         yield (
@@ -291,7 +291,7 @@ def _rows_over_sp(job: Job, choice: Choice) -> Iterator[Sent]:
 def _hops(job: Job, choice: Choice) -> int:
     """How far keys travel around a ring."""
     split = split_of(job, choice)
-    return turns_of(split.mask, row_order(split, "ring"), choice.sp, split.part).hops
+    return ring_steps_of(split.mask, sequence_order(split, "ring"), choice.sp, split.part).hops
 
 
 def _optimizer(job: Job, choice: Choice) -> Iterator[Sent]:

@@ -84,7 +84,7 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
     attention_backward = (4 * slower + 2 * again["attention"]) * unit / rate
     computed += (6 + 2 * again["attention"]) * unit
 
-    between = tp if choice.tp_sequence else 1
+    between = tp if choice.sequence_parallel else 1
     numbers = (
         efficiency.ELEMENTWISE_EMBED * model.embed / between
         + efficiency.ELEMENTWISE_HEADS * model.heads * d / tp

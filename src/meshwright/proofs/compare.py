@@ -36,7 +36,7 @@ class Compared:
 
 def job_and_choice(config: Any, machine: Machine, model: Any = None) -> tuple[Job, Choice] | None:
     """Settings of train as the plan knows them; None where it does not: own rules."""
-    from meshwright.models.decoder import usual_dtype
+    from meshwright.models.decoder import default_dtype
     from meshwright.train import model_config, training_spec
 
     if config.rules != "standard":
@@ -47,13 +47,14 @@ def job_and_choice(config: Any, machine: Machine, model: Any = None) -> tuple[Jo
     job = Job(
         config.rope.apply(model, config.seq), config.batch, config.seq, config.model,
         optimizer=config.optimizer.name, param_dtype=said.param_dtype,
-        dtype=usual_dtype(said.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
+        dtype=default_dtype(said.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
         scan=said.scan, overlap=said.overlap, attention=said.attention,
     )  # fmt: skip
     sizes = dict(zip(spec.names, spec.sizes, strict=True))
     choice = Choice(
-        **sizes, remat=said.remat, accumulation=config.accumulation, tp_sequence=said.tp_sequence,
-        strategy=config.sequence_parallel, mlp_chunk=said.mlp_chunk,
+        **sizes, remat=said.remat, accumulation=config.accumulation,
+        sequence_parallel=said.sequence_parallel,
+        strategy=config.context_parallel, mlp_chunk=said.mlp_chunk,
     )  # fmt: skip
     return job, with_strategy(job, choice, machine)
 

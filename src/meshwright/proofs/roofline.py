@@ -19,7 +19,7 @@ from typing import Any
 from meshwright.audits import Collective, Instruction, collectives, read_program, trip_count
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.planner import AXES, Choice, Job, lay, over
+from meshwright.planner import AXES, Choice, Job, over, place_axes
 from meshwright.present import mesh_text
 from meshwright.proofs.priced import Prices
 
@@ -142,7 +142,7 @@ class _Timeline:
     ) -> None:
         self.program = read_program(text)
         self.mesh = mesh
-        self.laid = lay(machine, tuple(choice.sizes[axis] for axis in AXES))
+        self.laid = place_axes(machine, tuple(choice.sizes[axis] for axis in AXES))
         self.prices = Prices(self.program, text, machine, job, choice)
         self.notes: list[str] = []
 

@@ -142,7 +142,7 @@ def padded(prompts: Sequence[Sequence[int]], mesh: Mesh) -> tuple[jax.Array, jax
 
     A prompt starts at its row's first place. Rows that are only there to fill up hold one token.
     """
-    multiple = decode.row_multiple(mesh.shape)
+    multiple = decode.batch_multiple(mesh.shape)
     rows = -(-len(prompts) // multiple) * multiple
     places = math.lcm(_BLOCK, 2 * mesh.shape.get("sp", 1))  # two chunks for each part of a row
     longest = max(map(len, prompts))

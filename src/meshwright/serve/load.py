@@ -29,7 +29,7 @@ from meshwright.models.decoder import (
     generation_rules,
     padded_vocab,
 )
-from meshwright.ops import narrow, wide_axes
+from meshwright.ops import drop_trivial_axes, nontrivial_axes
 from meshwright.present import mesh_text
 
 
@@ -159,11 +159,11 @@ def targets(config: DecoderConfig, mesh: Mesh, dtype: Any, rules: Rules | None =
     """
     rules = generation_rules() if rules is None else rules
     arrays = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
-    wide = wide_axes(mesh.shape)
+    wide = nontrivial_axes(mesh.shape)
 
     def target(path: Any, spec: Any, layout: Layout) -> jax.ShapeDtypeStruct:
         kept = jnp.float32 if path[-1].key in VECTORS else dtype
-        place = NamedSharding(mesh, narrow(P(*layout.axes), wide))
+        place = NamedSharding(mesh, drop_trivial_axes(P(*layout.axes), wide))
         return jax.ShapeDtypeStruct(spec.shape, kept, sharding=place)
 
     places = layout_tree(arrays, rules, mesh=mesh)

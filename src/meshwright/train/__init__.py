@@ -1,5 +1,6 @@
 """Training: the step, optimizers, data, checkpoints, and the loop that joins them."""
 
+from meshwright.train.abstract_step import AbstractStep, abstract_step
 from meshwright.train.config import (
     TrainConfig,
     config_from_dict,
@@ -8,7 +9,6 @@ from meshwright.train.config import (
     decoder_from_dict,
     decoder_to_dict,
 )
-from meshwright.train.described import Described, step_of
 from meshwright.train.loop import AUTO, train
 from meshwright.train.setup import (
     check_batch,
@@ -21,8 +21,9 @@ from meshwright.train.setup import (
 
 __all__ = [
     "AUTO",
-    "Described",
+    "AbstractStep",
     "TrainConfig",
+    "abstract_step",
     "check_batch",
     "check_length",
     "check_model",
@@ -33,7 +34,6 @@ __all__ = [
     "decoder_from_dict",
     "decoder_to_dict",
     "model_config",
-    "step_of",
     "train",
     "training_spec",
 ]

@@ -31,7 +31,7 @@ class ComputeConfig:
     """A loop over layers, which compiles fast; --compute.no-scan unrolls it, which runs faster."""
     attention: Literal["auto", "hopper", "cudnn", "splash", "dense", "blockwise"] = "auto"
     """The kernel; auto takes the fastest that can serve."""
-    tp_sequence: bool = False
+    sequence_parallel: bool = False
     """Split activations between blocks over tp, along the sequence."""
     mlp_chunk: int = 0
     """Tokens of a row on a device whose feed-forward is computed at a time; 0: all of them."""
@@ -134,7 +134,7 @@ class TrainConfig:
     """Rows of an optimizer step, over all devices and micro-batches."""
     seq: int = 512
     """Tokens of a row."""
-    sequence_parallel: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
+    context_parallel: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
     """How attention is done where sp splits the rows; auto says what it takes and why."""
     accumulation: int = 1
     """Micro-batches of an optimizer step; each is batch / accumulation rows."""
@@ -244,7 +244,7 @@ FREE = frozenset(
 )
 FREE |= {"hang_timeout", "coordinator", "processes", "process_id", "cpu_devices", "rules"}
 FREE |= {"resume_from"}
-FREE |= {"sequence_parallel"}  # every strategy computes the same
+FREE |= {"context_parallel"}  # every strategy computes the same
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:

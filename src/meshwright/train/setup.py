@@ -33,21 +33,21 @@ from meshwright.models.decoder import (
     abstract_arrays,
     activation_layouts,
     decoder_rules,
+    default_dtype,
     describe_padding,
     from_hf_config,
     padded_vocab,
     preset,
-    split_of_rows,
+    sequence_split,
     t5x_rules,
-    usual_dtype,
 )
-from meshwright.ops import wide_axes
+from meshwright.ops import nontrivial_axes
 from meshwright.ops.attention import (
     FLOPS_PER_BYTE,
     calls_of,
     choose_strategy,
     explain_strategy,
-    row_order,
+    sequence_order,
     slow_kernel,
 )
 from meshwright.present import nearest_multiples
@@ -168,12 +168,12 @@ def training_spec(config: TrainConfig) -> MeshSpec:
 
 def choose_rules(config: TrainConfig) -> Rules:
     """The standard rules, one of T5X's sets, or those in a file."""
-    tp_sequence = config.compute.tp_sequence
+    sequence_parallel = config.compute.sequence_parallel
     if config.rules == "standard":
-        return decoder_rules(sp=True, tp_sequence=tp_sequence)
-    if tp_sequence:
+        return decoder_rules(sp=True, sequence_parallel=sequence_parallel)
+    if sequence_parallel:
         raise MeshwrightError(
-            "compute.tp_sequence is part of the standard rules; with own rules say it there: "
+            "compute.sequence_parallel is part of the standard rules; with own rules say it there: "
             "length -> sp+tp after the rules of heads, mlp and vocab"
         )
     sets = {f"t5x:{a},{p}": (a, p) for a in (1, 2) for p in (1, 2)}
@@ -208,17 +208,17 @@ def compute_of(
     """How the forward is computed; and of attention, how it is split and whether it is slow."""
     said = config.compute
     device = placed.devices.flat[0]
-    dtype = jnp.dtype(usual_dtype(said.dtype, device.platform))
-    layouts = activation_layouts(rules, wide_axes(placed.shape))
-    split = split_of_rows(model, layouts, placed.shape, config.seq)
-    strategy: str = config.sequence_parallel
+    dtype = jnp.dtype(default_dtype(said.dtype, device.platform))
+    layouts = activation_layouts(rules, nontrivial_axes(placed.shape))
+    split = sequence_split(model, layouts, placed.shape, config.seq)
+    strategy: str = config.context_parallel
     words = None
     if split.ways > 1:
         split = dataclasses.replace(split, flops_per_byte=flops_per_byte(device))
         why = "as asked"
         if strategy == "auto":
             strategy, why = explain_strategy(split)
-        order = row_order(split, choose_strategy(split, strategy))
+        order = sequence_order(split, choose_strategy(split, strategy))
         words = f"{strategy} over {split.ways} parts of a row, in {order} order ({why})"
     calls = calls_of(split, strategy, device.platform, dtype.name, segmented=True)
     slow = slow_kernel(calls, said.attention, device.device_kind)
@@ -302,7 +302,7 @@ def _hf_config(config: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer) 
 
 def check_batch(config: TrainConfig, rules: Rules, placed: Mesh | MachineMesh) -> None:
     """Batch and sequence against the mesh, in the user's own words."""
-    layouts = activation_layouts(rules, wide_axes(placed.shape))
+    layouts = activation_layouts(rules, nontrivial_axes(placed.shape))
     rows, length = (axes_of(entry, "tokens") for entry in layouts.tokens.partitions)
     parts = config.accumulation
     for axis in rows:

@@ -20,7 +20,7 @@ from meshwright.layouts import (
     resized_like,
     stored,
 )
-from meshwright.ops import narrow, wide_axes
+from meshwright.ops import drop_trivial_axes, nontrivial_axes
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +41,7 @@ def abstract_state(
     Optimizer state lies with its parameter. Axes of one device are left out, as in the forward's
     types. What does not divide is padded.
     """
-    wide = wide_axes(mesh.shape)
+    wide = nontrivial_axes(mesh.shape)
     unpadded = unpadded_arrays(arrays)
     param_layouts = layout_tree(arrays, rules, mesh=mesh)
     moments = jax.eval_shape(optimizer.init, unpadded)
@@ -50,7 +50,7 @@ def abstract_state(
     def placed(leaf: Any, layout: Layout) -> jax.ShapeDtypeStruct:
         parts = (math.prod(mesh.shape[axis] for axis in axes) for axes in layout.axes)
         shape = tuple(map(round_up, leaf.shape, parts))
-        sharding = NamedSharding(mesh, narrow(P(*layout.axes), wide))
+        sharding = NamedSharding(mesh, drop_trivial_axes(P(*layout.axes), wide))
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))

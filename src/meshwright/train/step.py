@@ -23,10 +23,10 @@ from meshwright.models.decoder import (
     DecoderConfig,
     abstract_arrays,
     hidden_states,
-    output_head,
-    row_plan,
+    lm_head,
+    sequence_plan,
 )
-from meshwright.ops import IGNORED, cross_entropy, gather, gradients_together, platform_in_force
+from meshwright.ops import IGNORED, all_gather, cross_entropy, current_platform, tie_gradients
 from meshwright.train.state import TrainState
 from meshwright.train.tpu import compiler_options
 
@@ -52,7 +52,7 @@ class LossConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OnMesh:
-    """A jitted function that runs and lowers with its mesh in force."""
+    """A jitted function that runs and lowers with its current mesh."""
 
     jitted: Any
     mesh: Mesh
@@ -169,11 +169,11 @@ def loss_sums(
         segments=part.get("segments"), positions=part.get("positions"), as_arranged=True,
     )  # fmt: skip
     targets = jax.sharding.reshard(part["targets"], layouts.tokens)
-    targets = row_plan(config, compute, targets.shape[1]).arranged(targets)
+    targets = sequence_plan(config, compute, targets.shape[1]).arranged(targets)
     with jax.named_scope("loss"):
         x, head = _hidden_and_head(x, params, config, compute)
         return cross_entropy(
-            gather(x, layouts.axes(layouts.logits)),
+            all_gather(x, layouts.axes(layouts.logits)),
             head,
             targets,
             scale,
@@ -191,12 +191,12 @@ def _hidden_and_head(x: jax.Array, params: Any, config: DecoderConfig, compute: 
     all layers, and keep what they multiply. A head of its own has its gradient scattered first, a
     tied one after that of the embedding was added. On one device there is nothing to scatter.
     """
-    if platform_in_force() == "tpu" or not compute.layouts.token_axes:
-        return x, output_head(params, config, compute)
+    if current_platform() == "tpu" or not compute.layouts.token_axes:
+        return x, lm_head(params, config, compute)
     if config.tied_embeddings:
-        return gradients_together(x, output_head(params, config, compute))
-    x, head = gradients_together(x, params["output"])
-    return x, output_head({**params, "output": head}, config, compute)
+        return tie_gradients(x, lm_head(params, config, compute))
+    x, head = tie_gradients(x, params["output"])
+    return x, lm_head({**params, "output": head}, config, compute)
 
 
 def _before_it_is_added(gradient: Any) -> Any:
@@ -205,7 +205,7 @@ def _before_it_is_added(gradient: Any) -> Any:
     libtpu 0.0.42 would take the scattering out of the loop over micro-batches, which needs whole
     gradients in it, and where the scattered one is cast it fails to compile.
     """
-    if platform_in_force() != "tpu":
+    if current_platform() != "tpu":
         return gradient
 
     def hold(path: Any, array: jax.Array) -> jax.Array:
@@ -225,13 +225,13 @@ def cast_matrices(params: Any, dtype: Any) -> Any:
 
 def _over_micro_batches(sums: Any, params: Any, batch: Batch, scale: jax.Array) -> Any:
     """Loss sums and the gradient over all micro-batches; one is not worth a loop."""
-    slope = jax.value_and_grad(sums, has_aux=True)
+    value_and_gradient = jax.value_and_grad(sums, has_aux=True)
     if batch["tokens"].shape[0] == 1:
-        return slope(params, {name: array[0] for name, array in batch.items()}, scale)
+        return value_and_gradient(params, {name: array[0] for name, array in batch.items()}, scale)
 
     def one(carry: Any, part: Batch) -> Any:
         (total, entropy), gradient = carry
-        (more, more_entropy), more_gradient = slope(params, part, scale)
+        (more, more_entropy), more_gradient = value_and_gradient(params, part, scale)
         more_gradient = _before_it_is_added(more_gradient)
         gradient = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradient, more_gradient)
         return ((total + more, entropy + more_entropy), gradient), None

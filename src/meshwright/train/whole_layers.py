@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.layouts import axes_of
-from meshwright.ops import narrow, split_axes, wide_axes
+from meshwright.ops import drop_trivial_axes, nontrivial_axes, split_axes
 
 
 def map_layers(
@@ -29,7 +29,7 @@ def map_layers(
     The result has the layer's shape and lies as the stack does. Axes that hold copies (dp) each do
     the same work.
     """
-    spec = narrow(P(*spec, *(None,) * (stack.ndim - len(spec))), wide_axes())
+    spec = drop_trivial_axes(P(*spec, *(None,) * (stack.ndim - len(spec))), nontrivial_axes())
     if not split_axes(spec):
         return lax.map(lambda layer: function(layer, *shared), stack)
     axes = split_axes(spec[1:])

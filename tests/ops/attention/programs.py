@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tests.ops.attention.reference import Arrays, Sees, documents, in_float64, inputs, zigzag
 
 import meshwright as mw
-from meshwright.ops.attention import Mask, Split, attention, row_order
+from meshwright.ops.attention import Mask, Split, attention, sequence_order
 
 # most of a test's time is the compiler's: what it spends on faster code is not earned back
 QUICKLY = {"xla_backend_optimization_level": 0}
@@ -32,7 +32,7 @@ class Case:
     length: int = 32
     dtype: str = "float32"
     kernel: str = "auto"
-    order: str | None = None  # the one row_order says, unless given
+    order: str | None = None  # the one sequence_order says, unless given
     along: tuple[str, ...] = ("sp",)  # the axes that split the length
 
     @property
@@ -54,17 +54,17 @@ class Case:
         return P(rows or None, self.along, "tp" if "tp" in axes else None, None)
 
     @property
-    def row_order(self) -> str:
+    def sequence_order(self) -> str:
         tensor = dict(self.devices.shape).get("tp", 1)
         split = Split(
             self.ways, self.length, self.heads // tensor, self.kv_heads // tensor, 8,
             self.mask.within(self.length, self.length),
         )  # fmt: skip
-        return self.order or row_order(split, self.strategy)
+        return self.order or sequence_order(split, self.strategy)
 
     def attention(self, q: Any, k: Any, v: Any, segments: Any = None) -> jax.Array:
         return attention(
-            q, k, v, segments, self.mask, strategy=self.strategy, order=self.row_order,
+            q, k, v, segments, self.mask, strategy=self.strategy, order=self.sequence_order,
             kernel=self.kernel,
         )  # fmt: skip
 
@@ -96,7 +96,7 @@ def forward_and_backward(case: Case) -> Any:
 def run(case: Case, arrays: Arrays, segments: np.ndarray | None) -> list[np.ndarray]:
     """The output and the gradients of q, k and v, for rows in the order of the text."""
     text = np.arange(case.length)
-    places = zigzag(case.length, case.ways) if case.row_order == "zigzag" else text
+    places = zigzag(case.length, case.ways) if case.sequence_order == "zigzag" else text
     with jax.set_mesh(case.devices):
         q, k, v, given = (
             jax.device_put(jnp.asarray(x[:, places], case.dtype), case.layout) for x in arrays
@@ -116,8 +116,8 @@ def agrees(case: Case, segments: np.ndarray | None = None, seed: int = 0) -> Non
         segments = documents(case.batch, case.length)
     arrays = inputs(case.batch, case.length, case.heads, case.kv_heads, seed=seed)
     sees = Sees(**dataclasses.asdict(case.mask))
-    expected, slopes = in_float64(*arrays, segments, sees)
-    found, *found_slopes = run(case, arrays, segments)
+    expected, gradients = in_float64(*arrays, segments, sees)
+    found, *found_gradients = run(case, arrays, segments)
     np.testing.assert_allclose(found, expected, rtol=0, atol=FORWARD)
-    for name, one, right in zip("qkv", found_slopes, slopes, strict=True):
+    for name, one, right in zip("qkv", found_gradients, gradients, strict=True):
         np.testing.assert_allclose(one, right, rtol=0, atol=GRADIENT, err_msg=f"of {name}")

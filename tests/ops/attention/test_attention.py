@@ -61,10 +61,10 @@ def agrees(case: tuple[int, int, int, bool, Mask], kernel: str, within: float = 
     arrays = inputs(2, length, heads, kv_heads)
     segments = documents(2, length) if packed else None
     with jax.set_mesh(one_device()):
-        out, slopes = run(arrays, segments, mask, kernel)
-    expected, expected_slopes = in_float64(*arrays, segments, Sees(**dataclasses.asdict(mask)))
+        out, gradients = run(arrays, segments, mask, kernel)
+    expected, expected_gradients = in_float64(*arrays, segments, Sees(**dataclasses.asdict(mask)))
     np.testing.assert_allclose(out, expected, rtol=0, atol=within)
-    for found, right in zip(slopes, expected_slopes, strict=True):
+    for found, right in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(found, right, rtol=0, atol=2.5 * within)
 
 
@@ -82,14 +82,14 @@ def test_a_block_of_queries_at_a_time_it_is_the_same(case: str) -> None:
 def test_split_over_rows_and_heads_it_is_the_same(kernel: str) -> None:
     layout = P("fsdp", None, "tp", None)
     arrays, segments = inputs(4, 16, 8, 2), documents(4, 16)
-    expected, expected_slopes = in_float64(*arrays, segments, Sees(window=6))
+    expected, expected_gradients = in_float64(*arrays, segments, Sees(window=6))
     with jax.set_mesh(eight("fsdp=4,tp=2,sp=1")):
         placed = tuple(jax.device_put(x, layout) for x in arrays)
         rows = jax.device_put(segments, P("fsdp", None))
-        out, slopes = run(placed, rows, Mask(window=6), kernel)
+        out, gradients = run(placed, rows, Mask(window=6), kernel)
         assert out.sharding.is_equivalent_to(placed[0].sharding, 4)
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
-    for found, right in zip(slopes, expected_slopes, strict=True):
+    for found, right in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(found, right, rtol=0, atol=5e-6)
 
 
@@ -112,19 +112,21 @@ def test_without_a_mesh_it_is_the_same() -> None:
 def test_queries_may_stand_anywhere_along_their_keys(queries: int, offset: int) -> None:
     q, k, v, given = inputs(2, 8, 4, 2)
     with jax.set_mesh(one_device()):
-        out, slopes = run(
+        out, gradients = run(
             (q[:, :queries], k, v, given[:, :queries]), None, Mask(offset=offset), "dense"
         )
     sees = Sees(offset=offset)
     some = max(0, -offset)  # queries before all keys see nothing
     arrays = q[:, some:queries], k, v, given[:, some:queries]
-    expected, expected_slopes = in_float64(
+    expected, expected_gradients = in_float64(
         *arrays, None, dataclasses.replace(sees, offset=offset + some)
     )
     np.testing.assert_array_equal(out[:, :some], 0)
-    np.testing.assert_array_equal(slopes[0][:, :some], 0)
+    np.testing.assert_array_equal(gradients[0][:, :some], 0)
     np.testing.assert_allclose(out[:, some:], expected, rtol=0, atol=2e-6)
-    for found, right in zip((slopes[0][:, some:], *slopes[1:]), expected_slopes, strict=True):
+    for found, right in zip(
+        (gradients[0][:, some:], *gradients[1:]), expected_gradients, strict=True
+    ):
         np.testing.assert_allclose(found, right, rtol=0, atol=5e-6)
 
 
@@ -133,10 +135,10 @@ def test_bfloat16_is_within_its_rounding(kernel: str) -> None:
     arrays = tuple(np.asarray(jnp.asarray(x, jnp.bfloat16), "f") for x in inputs(2, 12, 4, 2))
     with jax.set_mesh(one_device()):
         low = tuple(jnp.asarray(x, jnp.bfloat16) for x in arrays)
-        out, slopes = run(low, None, Mask(), kernel)
-    expected, expected_slopes = in_float64(*arrays)
+        out, gradients = run(low, None, Mask(), kernel)
+    expected, expected_gradients = in_float64(*arrays)
     # weights and values have 8 bits, sums have more
-    for found, right in zip((out, *slopes), (expected, *expected_slopes), strict=True):
+    for found, right in zip((out, *gradients), (expected, *expected_gradients), strict=True):
         assert found.dtype == jnp.bfloat16
         assert np.abs(np.asarray(found, "f8") - right).max() <= 3 * 2**-8 * np.abs(right).max()
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.ops.attention import EVERYTHING, Call, Mask, attention, fused, kernels
-from meshwright.ops.attention.block import Block, Partial, Slopes
+from meshwright.ops.attention.block import Block, Gradients, Partial
 from meshwright.ops.attention.cudnn import cudnn
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 32, 4, 2, 64
@@ -26,7 +26,7 @@ def described(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def both_passes(mask: Mask) -> Any:
-    def run(q: Any, k: Any, v: Any, segments: Any, given: Any) -> tuple[Partial, Slopes]:
+    def run(q: Any, k: Any, v: Any, segments: Any, given: Any) -> tuple[Partial, Gradients]:
         block = Block(q, k, v, segments, segments)
         whole = cudnn.forward(block, mask)
         return whole, cudnn.backward(block, mask, whole, given)
@@ -100,7 +100,7 @@ def test_long_parts_of_documents_are_told_by_counts() -> None:
 def test_a_ring_of_it_has_the_types_of_each_device(
     packed: bool, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "platform_in_force", lambda: "gpu")
+    monkeypatch.setattr(kernels, "current_platform", lambda: "gpu")
     mesh = mw.mesh("dp=2,sp=4,tp=2", devices=jax.devices(), axis_types="explicit")
 
     def run(q: Any, k: Any, v: Any, segments: Any, given: Any) -> Any:
@@ -121,8 +121,8 @@ def test_a_ring_of_it_has_the_types_of_each_device(
     with jax.set_mesh(mesh):
         traced = jax.jit(run).trace(q, k, k, segments if packed else None, q)
         calls = asked(traced.lower(lowering_platforms=("cuda",)).as_text())
-    out, slopes = traced.out_info
-    assert [x.sharding.spec for x in (out, *slopes)] == [P("dp", "sp", "tp", None)] * 4
+    out, gradients = traced.out_info
+    assert [x.sharding.spec for x in (out, *gradients)] == [P("dp", "sp", "tp", None)] * 4
     # causal at home; the others are seen whole, or a document of them
     others = "NO_MASK" if length == LENGTH else "PADDING"
     for way in ("Softmax", "SoftmaxBackward"):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ops.attention.reference import in_float64, inputs
 
-from meshwright.ops.attention.block import Block, Partial, Slopes, together
+from meshwright.ops.attention.block import Block, Gradients, Partial, merge
 from meshwright.ops.attention.documents import backward, forward, padded_length, parts_of
 from meshwright.ops.attention.fused import Rows
 
@@ -55,7 +55,7 @@ def plain_forward(rows: Rows) -> Partial:
     return found if rows.counts is None else Partial(*(spoiled(x, rows.counts[0]) for x in found))
 
 
-def plain_backward(rows: Rows, whole: Partial, given: Any) -> Slopes:
+def plain_backward(rows: Rows, whole: Partial, given: Any) -> Gradients:
     weights, _, k = weights_of(rows, whole.log_sum)
     group = rows.q.shape[2] // rows.k.shape[2]
     v = jnp.repeat(rows.v, group, axis=2)
@@ -65,7 +65,7 @@ def plain_backward(rows: Rows, whole: Partial, given: Any) -> Slopes:
     def shared(x: Any) -> Any:
         return x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)
 
-    found = Slopes(
+    found = Gradients(
         jnp.einsum("bhij,bjhd->bihd", of_scores, k),
         shared(jnp.einsum("bhij,bihd->bjhd", of_scores, rows.q)),
         shared(jnp.einsum("bhij,bihd->bjhd", weights, given)),
@@ -73,7 +73,7 @@ def plain_backward(rows: Rows, whole: Partial, given: Any) -> Slopes:
     if rows.counts is None:
         return found
     queries, keys = rows.counts
-    return Slopes(spoiled(found.q, queries), spoiled(found.k, keys), spoiled(found.v, keys))
+    return Gradients(spoiled(found.q, queries), spoiled(found.k, keys), spoiled(found.v, keys))
 
 
 def run(q: Any, k: Any, v: Any, given: Any, segments: Any, bias_up_to: int) -> tuple[Any, Any]:
@@ -101,16 +101,16 @@ def run_in_halves(
 
     early, late = part(first, first), part(second, second)
     across = part(second, first)
-    wholes = went(*early), together(went(*late), went(*across))
+    wholes = went(*early), merge(went(*late), went(*across))
 
-    def came(block: Block, causal: bool, queries: int) -> Slopes:
+    def came(block: Block, causal: bool, queries: int) -> Gradients:
         some = given[:, second if queries else first]
         return backward(plain_backward, block, causal, wholes[queries], some, bias_up_to)
 
     a, b, c = came(*early, 0), came(*late, 1), came(*across, 1)
     joined = [(a.q, b.q + c.q), (a.k + c.k, b.k), (a.v + c.v, b.v)]
     out = jnp.concatenate([whole.out for whole in wholes], axis=1)
-    return out, Slopes(*(jnp.concatenate(pair, axis=1) for pair in joined))
+    return out, Gradients(*(jnp.concatenate(pair, axis=1) for pair in joined))
 
 
 def check(names: list[str], rows: list[list[int]], bias_up_to: int, program: Any) -> None:
@@ -118,11 +118,11 @@ def check(names: list[str], rows: list[list[int]], bias_up_to: int, program: Any
     batch, length = segments.shape
     q, k, v, given = inputs(batch, length, HEADS, KV_HEADS, HEAD_DIM)
     compiled = jax.jit(program, static_argnums=5, compiler_options=QUICKLY)
-    out, slopes = compiled(q, k, v, given, segments, bias_up_to)
+    out, gradients = compiled(q, k, v, given, segments, bias_up_to)
     wanted_out, wanted = in_float64(q, k, v, given, segments)
     for row, name in enumerate(names):
         np.testing.assert_allclose(out[row], wanted_out[row], atol=2e-6, err_msg=name)
-        for of, got, want in zip("qkv", slopes, wanted, strict=True):
+        for of, got, want in zip("qkv", gradients, wanted, strict=True):
             np.testing.assert_allclose(got[row], want[row], atol=5e-6, err_msg=f"{name}, {of}")
 
 

@@ -54,9 +54,9 @@ def test_each_device_holds_a_chunk_and_its_mirror(text: str, rest: tuple[int, ..
 def test_gradients_go_back_the_way_values_came() -> None:
     x, given = np.random.default_rng(0).normal(size=(2, 2, 16)).astype("f")
     with jax.set_mesh(mesh("sp=4")):
-        placed, slope = (jax.device_put(one, P(None, "sp")) for one in (x, given))
+        placed, gradient = (jax.device_put(one, P(None, "sp")) for one in (x, given))
         _, backward = jax.vjp(to_zigzag, placed)
-        (found,) = backward(slope)
+        (found,) = backward(gradient)
     np.testing.assert_array_equal(found, given[:, np.argsort(zigzag(16, 4))])
 
 

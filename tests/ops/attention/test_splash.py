@@ -25,7 +25,7 @@ from tests.ops.attention.reference import Sees, documents, in_float64, inputs
 
 from meshwright.errors import MeshwrightError
 from meshwright.ops.attention import EVERYTHING, KERNELS, Call, Mask, attention, choose, splash
-from meshwright.ops.attention.block import Block, together
+from meshwright.ops.attention.block import Block, merge
 
 INTERPRETED = dataclasses.replace(splash.splash_kernel(interpret=True), refuses=lambda call: None)
 
@@ -98,10 +98,10 @@ def in_two_blocks(mask: Mask, q: Any, k: Any, v: Any, segments: Any, given: Any)
         (block(slice(HALF, None)), mask.within(HALF, HALF)),
     ]
     first, second = (run.partial(run.forward(*part)) for part in parts)
-    whole = together(first, second)
-    slopes = [run.slopes(run.backward(*part, whole, given[:, HALF:])) for part in parts]
-    of_q = slopes[0].q + slopes[1].q
-    of_k, of_v = (jnp.concatenate([getattr(x, n) for x in slopes], axis=1) for n in ("k", "v"))
+    whole = merge(first, second)
+    gradients = [run.gradients(run.backward(*part, whole, given[:, HALF:])) for part in parts]
+    of_q = gradients[0].q + gradients[1].q
+    of_k, of_v = (jnp.concatenate([getattr(x, n) for x in gradients], axis=1) for n in ("k", "v"))
     return first, whole, of_q, of_k, of_v
 
 
@@ -130,9 +130,9 @@ def test_two_runs_of_keys_put_together_are_attention_to_all_of_them(
     segments = documents(batch, 2 * HALF) if row.packed else None
     sees = Sees(**dataclasses.asdict(row.mask))
     out, (of_q, of_k, of_v) = in_float64(q, k, v, given, segments, sees)
-    first, whole, *slopes = in_two_blocks(row.mask, q, k, v, segments, given)
+    first, whole, *gradients = in_two_blocks(row.mask, q, k, v, segments, given)
     np.testing.assert_allclose(whole.out, out[:, HALF:], rtol=0, atol=FORWARD)
-    for one, right in zip(slopes, (of_q[:, HALF:], of_k, of_v), strict=True):
+    for one, right in zip(gradients, (of_q[:, HALF:], of_k, of_v), strict=True):
         np.testing.assert_allclose(one, right, rtol=0, atol=GRADIENT)
 
     seen = sees.table(2 * HALF, 2 * HALF)[None, HALF:, :HALF]
@@ -173,7 +173,7 @@ def test_any_length_is_padded_and_comes_out_as_if_it_were_not(odd: Odd, interpre
     k, v = (x[:, : odd.keys] for x in arrays[1:3])
     segments = documents(2, odd.keys) if odd.packed else None
     sees = Sees(**dataclasses.asdict(odd.mask))
-    expected, slopes = in_float64(q, k, v, given, segments, sees)
+    expected, gradients = in_float64(q, k, v, given, segments, sees)
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)
     def both(*arrays: Any) -> Any:
@@ -182,9 +182,9 @@ def test_any_length_is_padded_and_comes_out_as_if_it_were_not(odd: Odd, interpre
         )
         return out, *backward(arrays[3])
 
-    found, *found_slopes = both(*map(jnp.asarray, (q, k, v, given)))
+    found, *found_gradients = both(*map(jnp.asarray, (q, k, v, given)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=FORWARD)
-    for one, right in zip(found_slopes, slopes, strict=True):
+    for one, right in zip(found_gradients, gradients, strict=True):
         np.testing.assert_allclose(one, right, rtol=0, atol=GRADIENT)
 
 
@@ -248,11 +248,11 @@ def test_the_kernel_is_that_of_the_mesh_in_force_not_of_this_machine(
         layout = jax.NamedSharding(mesh, P(None, "sp"))
         return jax.ShapeDtypeStruct((1, 1024, heads, 128), "bfloat16", sharding=layout)
 
-    def slope(*arrays: Any) -> Any:
+    def gradient(*arrays: Any) -> Any:
         out, backward = jax.vjp(lambda *x: attention(*x, strategy="ring", order="zigzag"), *arrays)
         return backward(out)
 
     with jax.sharding.use_abstract_mesh(mesh):
-        program = str(jax.make_jaxpr(slope)(described(4), described(2), described(2)))
+        program = str(jax.make_jaxpr(gradient)(described(4), described(2), described(2)))
     for name in ("splash_mqa_fwd_residuals", "splash_mqa_dkv_no_residuals"):
         assert (name in program) == fused

@@ -143,10 +143,10 @@ def test_bfloat16_is_within_its_rounding(case: Case) -> None:
         for x in inputs(case.batch, case.length, case.heads, case.kv_heads)
     )
     segments = documents(case.batch, case.length)
-    expected, slopes = in_float64(*arrays, segments, Sees(window=case.mask.window))
+    expected, gradients = in_float64(*arrays, segments, Sees(window=case.mask.window))
     found = run(case, arrays, segments)
     # values and weights have 8 bits, sums have more: errors are a few units of the largest
-    for one, right in zip(found, (expected, *slopes), strict=True):
+    for one, right in zip(found, (expected, *gradients), strict=True):
         assert np.abs(one - right).max() <= 3 * 2**-8 * np.abs(right).max()
         assert np.sqrt(np.mean((one - right) ** 2)) <= 2 * 2**-8 * np.sqrt(np.mean(right**2))
 
@@ -174,9 +174,9 @@ def test_bfloat16_gradients_are_as_exact_as_those_of_one_device(mask: Mask) -> N
             np.asarray(jnp.asarray(x, jnp.bfloat16), "f")
             for x in inputs(**sizes, head_dim=16, seed=seed)
         )
-        out, slopes = in_float64(*arrays, sees=sees)
+        out, gradients = in_float64(*arrays, sees=sees)
         for name, case in cases.items():
-            found = zip(run(case, arrays, None), (out, *slopes), strict=True)
+            found = zip(run(case, arrays, None), (out, *gradients), strict=True)
             errors = [(x - y) / np.abs(y).max() for x, y in found]
             largest[name].append([np.abs(x).max() for x in errors])
             squares[name].append([np.mean(x**2) for x in errors])
@@ -192,11 +192,11 @@ def test_parts_longer_than_a_block_of_queries_are_the_same() -> None:
     case = Case("ring", "sp=2", heads=2, kv_heads=1, batch=1, length=2120, kernel="blockwise")
     arrays = inputs(1, case.length, 2, 1)
     segments = documents(1, case.length)
-    expected, slopes = in_float64(*arrays, segments)
-    found, *found_slopes = run(case, arrays, segments)
+    expected, gradients = in_float64(*arrays, segments)
+    found, *found_gradients = run(case, arrays, segments)
     # sums over a thousand keys
     np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6)
-    for one, right in zip(found_slopes, slopes, strict=True):
+    for one, right in zip(found_gradients, gradients, strict=True):
         np.testing.assert_allclose(one, right, rtol=0, atol=1e-5)
 
 

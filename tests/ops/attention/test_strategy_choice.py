@@ -15,7 +15,7 @@ from meshwright.ops.attention import (
     Split,
     choose_strategy,
     explain_strategy,
-    row_order,
+    sequence_order,
 )
 from meshwright.ops.attention.strategy import refusal
 
@@ -110,7 +110,7 @@ def test_what_a_strategy_cannot_do_is_said_with_what_can(name: str) -> None:
     split, strategy, words = REFUSALS[name]
     with pytest.raises(MeshwrightError, match=words) as error:
         choose_strategy(split, strategy)
-    assert str(error.value).startswith(f"sequence_parallel={strategy!r} cannot serve this: ")
+    assert str(error.value).startswith(f"context_parallel={strategy!r} cannot serve this: ")
 
 
 def test_where_none_can_every_reason_is_said() -> None:
@@ -185,4 +185,4 @@ def test_what_auto_takes_can_serve(split: Split) -> None:
 def test_rows_lie_in_zigzag_where_that_balances_the_mask(
     split: Split, strategy: str, order: str
 ) -> None:
-    assert row_order(split, strategy) == order
+    assert sequence_order(split, strategy) == order

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.ops.attention.reference import Sees, zigzag
 
 from meshwright.ops.attention import Mask
-from meshwright.ops.attention.turns import Step, Turns, key_ends, keys_seen, turns_of
+from meshwright.ops.attention.ring_steps import RingSteps, Step, key_ends, keys_seen, ring_steps_of
 
 
-def work(turns: Turns, step: Step, length: int) -> np.ndarray:
+def work(turns: RingSteps, step: Step, length: int) -> np.ndarray:
     """[queries, keys] that a device computes and uses at a turn, from what turns.py says of it."""
     turn, used = step.turn, keys_seen(turns, step)
     mask = turns.first if turn == 0 else None
@@ -35,7 +35,7 @@ def work(turns: Turns, step: Step, length: int) -> np.ndarray:
     return seen
 
 
-def all_turns(turns: Turns, ways: int, length: int, places: np.ndarray) -> np.ndarray:
+def all_turns(turns: RingSteps, ways: int, length: int, places: np.ndarray) -> np.ndarray:
     """How often each query meets each key, by their places in the text."""
     met = np.zeros((ways * length,) * 2, int)
     held = places.reshape(ways, length)
@@ -60,7 +60,7 @@ def test_every_query_meets_each_key_it_sees_once(
             st.builds(lambda n: Mask(block=n), blocks),
         )
     )
-    turns = turns_of(mask.within(ways * length, ways * length), "contiguous", ways, length)
+    turns = ring_steps_of(mask.within(ways * length, ways * length), "contiguous", ways, length)
     expected = Sees(**dataclasses.asdict(mask)).table(ways * length, ways * length)
     met = all_turns(turns, ways, length, np.arange(ways * length))
     np.testing.assert_array_equal(met, expected)
@@ -70,7 +70,7 @@ def test_every_query_meets_each_key_it_sees_once(
 def test_in_zigzag_order_too(ways: int, chunk: int, block: int | None) -> None:
     length = 2 * chunk * (block or 1)
     mask = Mask(block=block)
-    turns = turns_of(mask, "zigzag", ways, length)
+    turns = ring_steps_of(mask, "zigzag", ways, length)
     expected = Sees(block=block).table(ways * length, ways * length)
     met = all_turns(turns, ways, length, zigzag(ways * length, ways))
     np.testing.assert_array_equal(met, expected)
@@ -81,7 +81,7 @@ def test_in_zigzag_order_every_device_has_the_same_work_at_every_turn(ways: int)
     length = 8
 
     def useful(order: str) -> np.ndarray:
-        turns = turns_of(Mask(), order, ways, length)
+        turns = ring_steps_of(Mask(), order, ways, length)
         return np.array(
             [
                 [work(turns, Step(np.int32(i), t, ways), length).sum() for i in range(ways)]
@@ -100,5 +100,5 @@ def test_in_zigzag_order_every_device_has_the_same_work_at_every_turn(ways: int)
     [(1, 0, 0), (2, 1, 0), (8, 1, 0), (9, 1, 0), (10, 2, 0), (16, 2, 1), (17, 2, 1), (18, 3, 1)],
 )
 def test_a_window_makes_no_hop_further_than_it_reaches(window: int, hops: int, whole: int) -> None:
-    turns = turns_of(Mask(window=window), "contiguous", 4, 8)
+    turns = ring_steps_of(Mask(window=window), "contiguous", 4, 8)
     assert (turns.hops, turns.alike) == (hops, whole)

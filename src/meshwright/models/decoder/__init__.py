@@ -6,10 +6,10 @@ from meshwright.models.decoder.decode import decode_layouts, generation_rules
 from meshwright.models.decoder.forward import (
     REMAT,
     Compute,
+    default_dtype,
     hidden_states,
+    lm_head,
     logits,
-    output_head,
-    usual_dtype,
 )
 from meshwright.models.decoder.hf_config import from_hf_config
 from meshwright.models.decoder.hf_fields import SOURCE, SPECIAL_TOKENS
@@ -18,7 +18,7 @@ from meshwright.models.decoder.layouts import activation_layouts
 from meshwright.models.decoder.padding import describe_padding, padded_vocab
 from meshwright.models.decoder.presets import PRESETS, preset
 from meshwright.models.decoder.rules import decoder_rules, t5x_rules
-from meshwright.models.decoder.sequence import row_plan, split_of_rows
+from meshwright.models.decoder.sequence import sequence_plan, sequence_split
 
 __all__ = [
     "PRESETS",
@@ -32,17 +32,17 @@ __all__ = [
     "activation_layouts",
     "decode_layouts",
     "decoder_rules",
+    "default_dtype",
     "describe_padding",
     "from_hf_config",
     "generation_rules",
     "hidden_states",
+    "lm_head",
     "load_hf",
     "logits",
-    "output_head",
     "padded_vocab",
     "preset",
-    "row_plan",
-    "split_of_rows",
+    "sequence_plan",
+    "sequence_split",
     "t5x_rules",
-    "usual_dtype",
 ]

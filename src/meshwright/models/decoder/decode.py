@@ -28,13 +28,13 @@ from meshwright.models.decoder.forward import Compute, Params, hidden_states_and
 from meshwright.models.decoder.rules import decoder_rules
 from meshwright.ops import (
     add_bias,
-    add_up,
-    narrow,
+    drop_trivial_axes,
+    nontrivial_axes,
     partial_sums,
+    reduce_to,
     rms_norm,
     rotate,
     split_axes,
-    wide_axes,
 )
 from meshwright.ops.attention import Mask, attention
 
@@ -88,8 +88,8 @@ class DecodeLayouts:
 
 
 def decode_layouts() -> DecodeLayouts:
-    """The layouts of generation on the mesh in force."""
-    return _layouts(wide_axes())
+    """The layouts of generation on the current mesh."""
+    return _layouts(nontrivial_axes())
 
 
 @functools.lru_cache(maxsize=64)
@@ -97,7 +97,7 @@ def _layouts(wide: frozenset[str]) -> DecodeLayouts:
     rules = generation_rules()
 
     def spec(dims: str) -> P:
-        return narrow(P(*rules.layout(dims).axes), wide)
+        return drop_trivial_axes(P(*rules.layout(dims).axes), wide)
 
     return DecodeLayouts(
         residual=spec("rows length embed"),
@@ -123,7 +123,7 @@ def prefill(
     token of it; its keys are to be written over, or never looked at.
     """
     layouts = decode_layouts()
-    if "sp" in wide_axes():
+    if "sp" in nontrivial_axes():
         dtype = params["layers"]["attention"]["wq"].dtype
         compute = Compute(decoder_rules(sp=True), dtype, kernel=kernel)
         x, keys, values = hidden_states_and_keys(params, tokens, config, compute)
@@ -176,7 +176,7 @@ def next_logits(params: Params, hidden: jax.Array, config: DecoderConfig) -> jax
         preferred_element_type=jnp.float32,
         out_sharding=partial_sums(P(*layouts.rows, vocab), layouts.embed),
     )  # fmt: skip
-    whole = reshard(add_up(partial, layouts.embed, layouts.logits), P(batch, None))
+    whole = reshard(reduce_to(partial, layouts.embed, layouts.logits), P(batch, None))
     return whole[:, : config.vocab]  # without padding
 
 
@@ -256,7 +256,7 @@ def _attention(
             "ble,ehd->blhd", h, w[f"w{name}"],
             out_sharding=partial_sums(layouts.used_heads, layouts.embed),
         )  # fmt: skip
-        y = add_up(partial, layouts.embed, layouts.heads)  # each device now has its own rows
+        y = reduce_to(partial, layouts.embed, layouts.heads)  # each device now has its own rows
         if config.qkv_bias:
             y = add_bias(y, w[f"b{name}"].astype(y.dtype))
         if name == "v":
@@ -271,7 +271,7 @@ def _attention(
         "blhd,hde->ble", mixed, w["wo"],
         out_sharding=partial_sums(layouts.residual, layouts.tensor),
     )  # fmt: skip
-    out = add_up(partial, layouts.tensor, layouts.residual)
+    out = reduce_to(partial, layouts.tensor, layouts.residual)
     return (add_bias(out, w["bo"].astype(out.dtype)) if config.output_bias else out), (k, v)
 
 
@@ -282,13 +282,13 @@ def _mlp(x: jax.Array, w: Params, config: DecoderConfig, layouts: DecodeLayouts)
         partial = jnp.einsum(
             "ble,em->blm", h, w[name], out_sharding=partial_sums(layouts.mlp, layouts.embed)
         )
-        return add_up(partial, layouts.embed, layouts.mlp)
+        return reduce_to(partial, layouts.embed, layouts.mlp)
 
     partial = jnp.einsum(
         "blm,me->ble", jax.nn.silu(project("gate")) * project("up"), w["down"],
         out_sharding=partial_sums(layouts.residual, layouts.tensor),
     )  # fmt: skip
-    return add_up(partial, layouts.tensor, layouts.residual)
+    return reduce_to(partial, layouts.tensor, layouts.residual)
 
 
 def _attend_to_cache(
@@ -343,7 +343,7 @@ def _at(x: jax.Array, index: jax.Array) -> jax.Array:
     )(x, index)
 
 
-def row_multiple(mesh_shape: Any) -> int:
+def batch_multiple(mesh_shape: Any) -> int:
     """A batch must be a multiple of this on a mesh: the devices its rows are split over."""
     size = 1
     for axis in split_axes(P(*generation_rules().layout("batch").axes)):

@@ -1,7 +1,7 @@
 """The forward pass of every dense decoder here: Llama, Mistral, Qwen.
 
 One code for every mesh: sharding is in the types (explicit mesh axes), and each step that sends
-something says so (gather, add_up, out_sharding).
+something says so (gather, reduce_to, out_sharding).
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts import Rules
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.layouts import ActivationLayouts, activation_layouts
-from meshwright.models.decoder.sequence import RowPlan, row_plan
+from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
 from meshwright.ops import (
     add_bias,
-    add_up,
+    all_gather,
     embed,
-    gather,
+    nontrivial_axes,
     norm_alone,
     norm_beside,
     over_chunks,
     partial_sums,
+    reduce_to,
     rms_norm,
     rotate,
     split_axes,
-    wide_axes,
 )
 from meshwright.ops.attention import attention
 
@@ -49,15 +49,17 @@ class Compute:
     remat: str = "none"  # what is kept for the backward pass: see REMAT
     scan: bool = True  # a loop over layers: compiles once; False unrolls: faster to run
     kernel: str = "auto"  # of attention
-    sequence: str = "auto"  # the strategy of attention where rows are split: see ops.attention
+    context_parallel: str = (
+        "auto"  # the strategy of attention where rows are split: see ops.attention
+    )
     mlp_chunk: int = 0  # tokens of a row on a device in the mlp at a time; 0: all
 
     @property
     def layouts(self) -> ActivationLayouts:
-        return activation_layouts(self.rules, wide_axes())
+        return activation_layouts(self.rules, nontrivial_axes())
 
 
-def usual_dtype(said: str, platform: str) -> str:
+def default_dtype(said: str, platform: str) -> str:
     """The dtype to multiply in; auto: bfloat16 on accelerators, float32 on CPUs."""
     if said != "auto":
         return said
@@ -77,8 +79,8 @@ def hidden_states(
     """Tokens [batch, length] to [batch, length, embed] after the last norm.
 
     `segments` numbers the documents of a row; `positions` count within them. Without: one document.
-    Where rows are split, devices may hold them in another order (row_plan): the result is in the
-    order of the tokens, unless it is wanted `as_arranged`.
+    Where sequences are split, devices may hold them in another order (sequence_plan): the result is
+    in the order of the tokens, unless it is wanted `as_arranged`.
     """
     x, _, rows = _through_layers(params, tokens, config, compute, segments, positions)
     return x if as_arranged else _restored(x, rows, compute.layouts)
@@ -95,7 +97,7 @@ def hidden_states_and_keys(
     return _restored(x, rows, compute.layouts), *keys
 
 
-def _restored(x: jax.Array, rows: RowPlan, layouts: ActivationLayouts) -> jax.Array:
+def _restored(x: jax.Array, rows: SequencePlan, layouts: ActivationLayouts) -> jax.Array:
     if rows.order == "contiguous":
         return x
     return reshard(rows.restored(reshard(x, layouts.block)), layouts.residual)
@@ -109,17 +111,17 @@ def _through_layers(
     segments: jax.Array | None = None,
     positions: jax.Array | None = None,
     keep_keys: bool = False,
-) -> tuple[jax.Array, Any, RowPlan]:
+) -> tuple[jax.Array, Any, SequencePlan]:
     """The hidden states after the last norm as the devices hold them; keys in the tokens' order."""
     layouts = compute.layouts
-    rows = row_plan(config, compute, tokens.shape[1])
+    rows = sequence_plan(config, compute, tokens.shape[1])
     whole_rows = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     positions = whole_rows if positions is None else positions
 
     def placed(x: jax.Array) -> jax.Array:
         return rows.arranged(reshard(x, layouts.tokens))
 
-    table = gather(params["embedding"].astype(compute.dtype), layouts.token_axes)
+    table = all_gather(params["embedding"].astype(compute.dtype), layouts.token_axes)
     x = embed(table, placed(tokens), layouts.residual)
     layer = functools.partial(
         _layer,
@@ -168,8 +170,8 @@ def logits(
     """Tokens [batch, length] to logits [batch, length, vocab], in float32."""
     layouts = compute.layouts
     x = hidden_states(params, tokens, config, compute, segments=segments, positions=positions)
-    x = gather(x, layouts.axes(layouts.logits))
-    head = output_head(params, config, compute)
+    x = all_gather(x, layouts.axes(layouts.logits))
+    head = lm_head(params, config, compute)
     found = jnp.einsum(
         "ble,ve->blv" if config.tied_embeddings else "ble,ev->blv",
         x, head, preferred_element_type=jnp.float32, out_sharding=layouts.logits,
@@ -180,13 +182,13 @@ def logits(
     return reshard(found, P(*layouts.logits.partitions[:2], None))[..., : config.vocab]
 
 
-def output_head(params: Params, config: DecoderConfig, compute: Compute) -> jax.Array:
+def lm_head(params: Params, config: DecoderConfig, compute: Compute) -> jax.Array:
     """The output projection as it is used: [embed, vocab], or [vocab, embed] if tied.
 
     It may be padded: entries from `config.vocab` on are no tokens.
     """
     head = params["embedding" if config.tied_embeddings else "output"]
-    return gather(head.astype(compute.dtype), compute.layouts.token_axes)
+    return all_gather(head.astype(compute.dtype), compute.layouts.token_axes)
 
 
 def _prepare(layers: Params, layouts: ActivationLayouts, compute: Compute) -> Params:
@@ -201,9 +203,9 @@ def _prepare(layers: Params, layouts: ActivationLayouts, compute: Compute) -> Pa
             case "norm" | "bo":
                 return _along_residual(w, layouts)
             case "bq" | "bk" | "bv":
-                return gather(w, layouts.token_axes)
+                return all_gather(w, layouts.token_axes)
             case "q_norm" | "k_norm":
-                return gather(w, split_axes(layouts.heads.partitions))
+                return all_gather(w, split_axes(layouts.heads.partitions))
             case _:
                 return w.astype(compute.dtype)
 
@@ -227,7 +229,7 @@ def _along_residual(vector: jax.Array, layouts: ActivationLayouts) -> jax.Array:
     """A vector over embed, split as the residual stream is."""
     *tokens, embed_axes = layouts.residual.partitions
     vector = reshard(vector, P(*(None,) * (vector.ndim - 1), embed_axes))
-    return gather(vector, split_axes(tokens))
+    return all_gather(vector, split_axes(tokens))
 
 
 def _layer(
@@ -239,7 +241,7 @@ def _layer(
     compute: Compute,
     rope: tuple[jax.Array, jax.Array],
     segments: jax.Array | None,
-    rows: RowPlan,
+    rows: SequencePlan,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """The residual stream after one layer but for its last addition, that, and keys and values.
 
@@ -277,17 +279,17 @@ def _attention(
     compute: Compute,
     rope: tuple[jax.Array, jax.Array],
     segments: jax.Array | None,
-    rows: RowPlan,
+    rows: SequencePlan,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """x with the update, what is to be added to it next, and the keys and values."""
     layouts = compute.layouts
     over, eps = layouts.axes(layouts.heads), config.norm_eps
     # [batch, length, embed], for q, k and v; where it is gathered, once for all
     x, normed = _entered(x, update, w["norm"], 1 if over else 3, "input", config, compute)
-    normed = normed if not over else [gather(normed[0], over)] * 3
+    normed = normed if not over else [all_gather(normed[0], over)] * 3
 
     def project(name: str, h: jax.Array, layout: Any) -> jax.Array:
-        weight = gather(w[f"w{name}"], layouts.token_axes)
+        weight = all_gather(w[f"w{name}"], layouts.token_axes)
         y = jnp.einsum("ble,ehd->blhd", h, weight, out_sharding=layout)
         if config.qkv_bias:
             y = add_bias(y, w[f"b{name}"].astype(y.dtype))
@@ -306,10 +308,10 @@ def _attention(
         kernel=compute.kernel,
     )  # fmt: skip
     out = jnp.einsum(
-        "blhd,hde->ble", mixed, gather(w["wo"], layouts.token_axes),
+        "blhd,hde->ble", mixed, all_gather(w["wo"], layouts.token_axes),
         out_sharding=partial_sums(layouts.block, over),
     )  # fmt: skip
-    out = add_up(out, over, layouts.residual)
+    out = reduce_to(out, over, layouts.residual)
     return x, (add_bias(out, w["bo"].astype(out.dtype)) if config.output_bias else out), (k, v)
 
 
@@ -322,11 +324,11 @@ def _mlp(
     whole = not compute.mlp_chunk
     uses = 2 if whole and not over else 1
     x, normed = _entered(x, update, w["norm"], uses, "middle", config, compute)
-    weights = [gather(w[name], layouts.token_axes) for name in ("gate", "up", "down")]
+    weights = [all_gather(w[name], layouts.token_axes) for name in ("gate", "up", "down")]
 
     def forward(target: P, *given: jax.Array) -> Any:
         *normed, gate, up, down = given
-        normed = normed if not over else [gather(normed[0], over)]  # [batch, length, embed]
+        normed = normed if not over else [all_gather(normed[0], over)]  # [batch, length, embed]
         gated, lifted = (
             checkpoint_name(jnp.einsum("ble,em->blm", h, weight, out_sharding=layouts.mlp), name)
             for name, h, weight in (("gate", normed[0], gate), ("up", normed[-1], up))
@@ -335,7 +337,7 @@ def _mlp(
         out = jnp.einsum(
             "blm,me->ble", activated, down, out_sharding=partial_sums(layouts.block, over)
         )
-        return add_up(out, over, target)
+        return reduce_to(out, over, target)
 
     if whole:
         return x, forward(layouts.residual, *normed, *weights)

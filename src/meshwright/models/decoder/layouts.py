@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules, axes_of
-from meshwright.ops import narrow
+from meshwright.ops import drop_trivial_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ def activation_layouts(rules: Rules, wide: frozenset[str]) -> ActivationLayouts:
     """What the rules make of each kind of activation on a mesh with these `wide` axes."""
 
     def spec(dims: str) -> P:
-        return narrow(P(*rules.layout(dims).axes), wide)
+        return drop_trivial_axes(P(*rules.layout(dims).axes), wide)
 
     heads, kv_heads, mlp = (
         spec("batch length heads head_dim"),

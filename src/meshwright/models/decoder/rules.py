@@ -3,11 +3,11 @@
 from meshwright.layouts import Rules, standard_rules
 
 
-def decoder_rules(sp: bool = False, tp_sequence: bool = False) -> Rules:
+def decoder_rules(sp: bool = False, sequence_parallel: bool = False) -> Rules:
     """Weights: input dims over fsdp, heads, mlp and vocabulary over tp; batch over dp and fsdp.
 
     With `sp` the sequence is split over sp, and weights over fsdp and sp jointly. With
-    `tp_sequence` activations between blocks are split over tp too, along the sequence: each
+    `sequence_parallel` activations between blocks are split over tp too, along the sequence: each
     all-reduce of tensor parallelism becomes a gather and a scatter, and norms and residuals are
     kept once instead of tp times.
     """
@@ -21,7 +21,7 @@ def decoder_rules(sp: bool = False, tp_sequence: bool = False) -> Rules:
             ("kv_heads", "tp"),
             ("mlp", "tp"),
             # inside a block tp splits heads or mlp, so this loses there and the next one holds
-            *([("length", between)] if tp_sequence else []),
+            *([("length", between)] if sequence_parallel else []),
             ("length", "sp" if sp else None),
             ("embed", embed),
             ("head_dim", None),

@@ -1,6 +1,6 @@
 """How a decoder's rows lie over the devices that split them, and by which strategy they attend.
 
-rows = row_plan(config, compute, length)
+rows = sequence_plan(config, compute, length)
 tokens = rows.arranged(tokens)       # in the order the devices hold them
 """
 
@@ -18,7 +18,7 @@ from meshwright.ops.attention import (
     Split,
     choose_strategy,
     from_zigzag,
-    row_order,
+    sequence_order,
     to_zigzag,
 )
 
@@ -28,11 +28,11 @@ class _Compute(Protocol):
     def layouts(self) -> ActivationLayouts: ...
 
     @property
-    def sequence(self) -> str: ...
+    def context_parallel(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
-class RowPlan:
+class SequencePlan:
     mask: Mask
     strategy: str  # none where rows are whole
     order: str
@@ -48,16 +48,16 @@ class RowPlan:
             return from_zigzag(x) if self.order == "zigzag" else x
 
 
-def row_plan(config: DecoderConfig, compute: _Compute, length: int) -> RowPlan:
-    """The plan for rows of this length on the mesh in force."""
-    split = split_of_rows(config, compute.layouts, jax.sharding.get_abstract_mesh().shape, length)
+def sequence_plan(config: DecoderConfig, compute: _Compute, length: int) -> SequencePlan:
+    """The plan for rows of this length on the current mesh."""
+    split = sequence_split(config, compute.layouts, jax.sharding.get_abstract_mesh().shape, length)
     if split.ways == 1:
-        return RowPlan(split.mask, "none", "contiguous")
-    strategy = choose_strategy(split, compute.sequence)
-    return RowPlan(split.mask, strategy, row_order(split, strategy))
+        return SequencePlan(split.mask, "none", "contiguous")
+    strategy = choose_strategy(split, compute.context_parallel)
+    return SequencePlan(split.mask, strategy, sequence_order(split, strategy))
 
 
-def split_of_rows(
+def sequence_split(
     config: DecoderConfig, layouts: ActivationLayouts, sizes: dict[str, int], length: int
 ) -> Split:
     """How attention is split, from the layouts alone."""

@@ -15,6 +15,7 @@ from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
 from meshwright.ops.attention.kernels import KERNELS, choose
 from meshwright.ops.attention.mask import EVERYTHING, Mask
 from meshwright.ops.attention.order import from_zigzag, to_zigzag
+from meshwright.ops.attention.ring_steps import ring_steps_of
 from meshwright.ops.attention.splash import backward_kernels, padded_length
 from meshwright.ops.attention.strategy import (
     FLOPS_PER_BYTE,
@@ -23,9 +24,8 @@ from meshwright.ops.attention.strategy import (
     choose_strategy,
     explain_strategy,
     refusal,
-    row_order,
+    sequence_order,
 )
-from meshwright.ops.attention.turns import turns_of
 
 __all__ = [
     "EVERYTHING",
@@ -46,9 +46,9 @@ __all__ = [
     "padded_length",
     "padding",
     "refusal",
-    "row_order",
+    "ring_steps_of",
+    "sequence_order",
     "slow_kernel",
     "split_of",
     "to_zigzag",
-    "turns_of",
 ]

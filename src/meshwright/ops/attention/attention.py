@@ -7,12 +7,12 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts import axes_of
-from meshwright.ops.attention import around, ulysses
+from meshwright.ops.attention import ring, ulysses
 from meshwright.ops.attention.block import Block
 from meshwright.ops.attention.kernels import one_call
 from meshwright.ops.attention.mask import Mask
-from meshwright.ops.attention.strategy import ORDERS, Split, choose_strategy, row_order
-from meshwright.ops.exchange import narrow, spec_of, wide_axes
+from meshwright.ops.attention.strategy import ORDERS, Split, choose_strategy, sequence_order
+from meshwright.ops.collectives import drop_trivial_axes, nontrivial_axes, spec_of
 
 
 def attention(
@@ -28,7 +28,7 @@ def attention(
 ) -> jax.Array:
     """Attention as the mask says, within each document, laid out as `q`.
 
-    `order` is how rows lie over the devices that split them: see row_order and to_zigzag.
+    `order` is how rows lie over the devices that split them: see sequence_order and to_zigzag.
     """
     _check(q, k, v, segments)
     mask = (Mask() if mask is None else mask).within(q.shape[1], k.shape[1])
@@ -52,7 +52,7 @@ def attention(
             case "ulysses":
                 return ulysses.attend(here, mask, over, split.ways, kernel)
             case _:
-                return around.attend(here, mask, over, split.ways, strategy, order, kernel)
+                return ring.attend(here, mask, over, split.ways, strategy, order, kernel)
 
     given = () if segments is None else (segments,)
     if jax.sharding.get_abstract_mesh().empty:
@@ -73,8 +73,8 @@ def split_of(q: jax.Array, k: jax.Array, mask: Mask) -> Split:
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> None:
     """Shapes, dtypes and layouts that fit together: on a device, heads lie with their keys."""
-    wide = wide_axes()
-    spec, *others = (narrow(spec_of(x), wide) for x in (q, k, v))
+    wide = nontrivial_axes()
+    spec, *others = (drop_trivial_axes(spec_of(x), wide) for x in (q, k, v))
     batch, length, heads, head_dim = q.shape if q.ndim == 4 else (0,) * 4
     if q.ndim != 4 or k.shape != v.shape or k.shape[::3] != (batch, head_dim):
         raise MeshwrightError(
@@ -103,7 +103,7 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None)
             f"and {k.shape[1]} keys in {batch} rows; they are [batch, length], queries and keys "
             "alike"
         )
-    if narrow(spec_of(segments), wide) != P(*spec[:2]):
+    if drop_trivial_axes(spec_of(segments), wide) != P(*spec[:2]):
         raise MeshwrightError(
             f"segments are laid out as {spec_of(segments)}, queries as {spec}; batch and length "
             "must go the same way"
@@ -118,7 +118,7 @@ def _check_order(order: str, split: Split, strategy: str) -> None:
     if order == "contiguous" or split.ways == 1:
         return
     # without a mask any order is as good; a mask counts places, and zig-zag is known for some
-    if strategy == "ulysses" or (split.mask.causal and row_order(split, strategy) != order):
+    if strategy == "ulysses" or (split.mask.causal and sequence_order(split, strategy) != order):
         raise MeshwrightError(
             f"attention by {strategy} with {split.mask} takes rows in contiguous order, not in "
             f"{order}"

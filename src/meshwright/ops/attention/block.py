@@ -42,7 +42,7 @@ class Partial(NamedTuple):
     log_sum: jax.Array  # [batch, queries, heads], float32; -inf where nothing was seen
 
 
-class Slopes(NamedTuple):
+class Gradients(NamedTuple):
     """Gradients of a block's queries, keys and values."""
 
     q: jax.Array
@@ -81,12 +81,12 @@ class Kernel:
     backward: Callable[..., Any]  # block, mask, output over all keys, its cotangent, dtype
     refuses: Callable[[Call], str | None]  # why not, None if it can
     partial: Callable[[Any], Partial] = lambda found: found  # from what forward gives
-    slopes: Callable[[Any], Slopes] = lambda found: found  # from what backward gives
+    gradients: Callable[[Any], Gradients] = lambda found: found  # from what backward gives
     # queries and keys it computes with: the call's lengths, or what they must be padded to
     lengths: Callable[[Call], tuple[int, int]] = lambda call: call.lengths
 
 
-def together(a: Partial, b: Partial) -> Partial:
+def merge(a: Partial, b: Partial) -> Partial:
     """Outputs over two sets of keys as one over both, in float32."""
     most = jnp.maximum(a.log_sum, b.log_sum)
     most = jnp.where(jnp.isneginf(most), 0.0, most)
@@ -104,7 +104,7 @@ def where(condition: jax.Array, a: Any, b: Any) -> Any:
 
 
 def with_gradient(
-    forward: Callable[[Block], Partial], backward: Callable[[Block, Partial, jax.Array], Slopes]
+    forward: Callable[[Block], Partial], backward: Callable[[Block, Partial, jax.Array], Gradients]
 ) -> Callable[[Block], jax.Array]:
     """The output alone, as a function that jax can differentiate by the backward given."""
 
@@ -120,9 +120,9 @@ def with_gradient(
         whole = jax.tree.map(lambda x: checkpoint_name(x, "attention"), found)
         return whole.out, (arrays, whole)
 
-    def slopes(kept: Any, given: jax.Array) -> Any:
+    def gradients(kept: Any, given: jax.Array) -> Any:
         arrays, whole = kept
         return *backward(Block(*arrays), whole, given), *(None,) * (len(arrays) - 3)
 
-    run.defvjp(keep, slopes)
+    run.defvjp(keep, gradients)
     return lambda block: run(*block)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
+from meshwright.ops.attention.block import Block, Call, Gradients, Kernel, Partial
 from meshwright.ops.attention.mask import Mask
-from meshwright.ops.exchange import varying_like
+from meshwright.ops.collectives import varying_like
 
 ROWS = 512  # queries at a time
 
@@ -58,7 +58,7 @@ def _backward(
     dtype: Any = None,
     *,
     rows: int | None,
-) -> Slopes:
+) -> Gradients:
     dtype = dtype or block.q.dtype
     delta = jnp.sum(whole.out.astype(jnp.float32) * given.astype(jnp.float32), axis=-1)
 
@@ -82,7 +82,7 @@ def _backward(
     zero = varying_like(jnp.zeros(block.k.shape, jnp.float32), block.q, block.k, given)
     parts = tuple(_cut(x, rows) for x in (whole.log_sum, given, delta))
     (of_k, of_v), of_q = lax.scan(some, (zero, zero), (_queries(block, rows), *parts))
-    return Slopes(_joined(of_q, length), of_k.astype(dtype), of_v.astype(dtype))
+    return Gradients(_joined(of_q, length), of_k.astype(dtype), of_v.astype(dtype))
 
 
 def _scores(grouped: jax.Array, queries: _Queries, block: Block, mask: Mask) -> jax.Array:

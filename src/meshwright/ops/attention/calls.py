@@ -18,8 +18,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from meshwright.ops.attention.block import Call
 from meshwright.ops.attention.kernels import FUSED, KERNELS, explain_kernel
 from meshwright.ops.attention.mask import EVERYTHING, Mask
-from meshwright.ops.attention.strategy import Split, row_order
-from meshwright.ops.attention.turns import turns_of
+from meshwright.ops.attention.ring_steps import ring_steps_of
+from meshwright.ops.attention.strategy import Split, sequence_order
 
 
 def calls_of(
@@ -37,7 +37,7 @@ def calls_of(
     if whole:
         return (call(split.length, split.length, split.mask),)
     part = split.part
-    turns = turns_of(split.mask, row_order(split, strategy), split.ways, part)
+    turns = ring_steps_of(split.mask, sequence_order(split, strategy), split.ways, part)
     dynamic = turns.block is not None
     found = [call(part, part, turns.first, dynamic)]
     if turns.alike and turns.order == "zigzag":

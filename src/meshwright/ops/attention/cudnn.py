@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from meshwright.ops.attention import documents, fused
-from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
+from meshwright.ops.attention.block import Block, Call, Gradients, Kernel, Partial
 from meshwright.ops.attention.mask import Mask
 
 
@@ -17,7 +17,7 @@ def _forward(block: Block, mask: Mask, dtype: Any = None) -> Partial:
 
 def _backward(
     block: Block, mask: Mask, whole: Partial, given: jax.Array, dtype: Any = None
-) -> Slopes:
+) -> Gradients:
     if block.q_segments is not None:
         return documents.backward(fused.backward, block, mask.causal, whole, given)
     return fused.backward(_rows(block, mask), whole, given)

@@ -17,16 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.arithmetic import round_up
-from meshwright.ops.attention.block import Block, Partial, Slopes, together
+from meshwright.ops.attention.block import Block, Gradients, Partial, merge
 from meshwright.ops.attention.fused import Rows
-from meshwright.ops.exchange import varying_like
+from meshwright.ops.collectives import varying_like
 
 BIAS_UP_TO = 2**26  # numbers: 128 MiB of bfloat16
 _TOO_MUCH = 2**30
 _NONE = jnp.iinfo(jnp.int32).max  # no document has this number
 
 Forward = Callable[[Rows], Partial]
-Backward = Callable[[Rows, Partial, jax.Array], Slopes]
+Backward = Callable[[Rows, Partial, jax.Array], Gradients]
 
 
 def forward(call: Forward, block: Block, causal: bool, bias_up_to: int = BIAS_UP_TO) -> Partial:
@@ -41,7 +41,7 @@ def forward(call: Forward, block: Block, causal: bool, bias_up_to: int = BIAS_UP
         found = _full_forward(call, _later_to_earlier(block, size), bias_up_to)
         first, second = _halves(done, size)
         first = first._replace(out=first.out.astype(jnp.float32))
-        done = _from_halves(first, together(second, found))
+        done = _from_halves(first, merge(second, found))
     done = _cut(done, length)
     return done._replace(out=done.out.astype(block.q.dtype))
 
@@ -53,7 +53,7 @@ def backward(
     whole: Partial,
     given: jax.Array,
     bias_up_to: int = BIAS_UP_TO,
-) -> Slopes:
+) -> Gradients:
     """This block's part of the gradients; `whole` may be over more keys than its."""
     if not causal:
         return _full_backward(call, block, whole, given, bias_up_to)
@@ -65,12 +65,12 @@ def backward(
     while size < length:
         size *= 2
         later = _later_to_earlier(block, size)
-        _, (some, slope) = _halves((whole, given), size)
-        found = _in_float32(_full_backward(call, later, some, slope, bias_up_to))
+        _, (some, gradient) = _halves((whole, given), size)
+        found = _in_float32(_full_backward(call, later, some, gradient, bias_up_to))
         first, second = _halves(sums, size)
         first = first._replace(k=first.k + found.k, v=first.v + found.v)
         sums = _from_halves(first, second._replace(q=second.q + found.q))
-    return jax.tree.map(lambda x, of: x.astype(of.dtype), _cut(sums, length), Slopes(*block[:3]))
+    return jax.tree.map(lambda x, of: x.astype(of.dtype), _cut(sums, length), Gradients(*block[:3]))
 
 
 def parts_of(rows: int, length: int, bias_up_to: int = BIAS_UP_TO) -> int:
@@ -109,17 +109,17 @@ def _full_forward(call: Forward, block: Block, bias_up_to: int) -> Partial:
 
 def _full_backward(
     call: Backward, block: Block, whole: Partial, given: jax.Array, bias_up_to: int
-) -> Slopes:
+) -> Gradients:
     if _small(block, bias_up_to):
         return call(_with_bias(block, causal=False), whole, given)
     varies = (*_arrays(block), *whole, given)
-    nothing = Slopes(*(varying_like(jnp.zeros_like(x), *varies) for x in block[:3]))
+    nothing = Gradients(*(varying_like(jnp.zeros_like(x), *varies) for x in block[:3]))
 
-    def visit(done: Slopes, of: "_Document") -> Slopes:
+    def visit(done: Gradients, of: "_Document") -> Gradients:
         some = jax.tree.map(of.queries.take, (whole, given))
         # whatever the kernel does past the count, it adds nothing
         found = call(_rows(block, of), some[0], of.queries.only(some[1]))
-        return Slopes(
+        return Gradients(
             of.queries.put(done.q, found.q),
             of.keys.put(done.k, found.k),
             of.keys.put(done.v, found.v),

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshwright.ops.attention.block import Partial, Slopes
-from meshwright.ops.exchange import varying_like
+from meshwright.ops.attention.block import Gradients, Partial
+from meshwright.ops.collectives import varying_like
 
 _PASSES = ("_dot_product_attention_fwd_p_wrapper", "_dot_product_attention_bwd_p_wrapper")
 # what jax's rule for the backward pass is told; score_mod came with jax 0.12
@@ -42,11 +42,11 @@ def forward(rows: Rows) -> Partial:
     return Partial(out, jnp.swapaxes(log_sum, 1, 2))
 
 
-def backward(rows: Rows, whole: Partial, given: jax.Array) -> Slopes:
+def backward(rows: Rows, whole: Partial, given: jax.Array) -> Gradients:
     """Gradients by these keys, where `whole` may be over more keys than these."""
     log_sum = jnp.swapaxes(whole.log_sum, 1, 2)
     out, given = whole.out.astype(rows.q.dtype), given.astype(rows.q.dtype)
-    return Slopes(*_bind(_PASSES[1], rows, (log_sum, out, given)))
+    return Gradients(*_bind(_PASSES[1], rows, (log_sum, out, given)))
 
 
 def unavailable() -> str | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes, with_gradient
+from meshwright.ops.attention.block import Block, Call, Gradients, Kernel, Partial, with_gradient
 from meshwright.ops.attention.blockwise import blockwise, dense
 from meshwright.ops.attention.cudnn import cudnn
 from meshwright.ops.attention.hopper import hopper
@@ -22,7 +22,7 @@ from meshwright.ops.attention.padding import (
     pad_output,
 )
 from meshwright.ops.attention.splash import splash
-from meshwright.ops.exchange import platform_in_force
+from meshwright.ops.collectives import current_platform
 
 _log = logging.getLogger("meshwright")
 
@@ -66,7 +66,7 @@ def backward(
     kernel: str,
     under_way: Any = (),
     dtype: Any = jnp.float32,
-) -> tuple[Slopes, Any]:
+) -> tuple[Gradients, Any]:
     """This block's part of the gradients; `whole` is the output over all keys."""
     mask = mask.within(*block.lengths)
     chosen, lengths = _kernel(block, mask, kernel, partial=dtype is not None)
@@ -74,7 +74,7 @@ def backward(
     whole, given = pad_output(whole, queries), pad_cotangent(given, queries)
     found = chosen.backward(padded, mask, whole, given, dtype)
     found, under_way = _meet(found, under_way)
-    return cut_gradients(chosen.slopes(found), block.lengths), under_way
+    return cut_gradients(chosen.gradients(found), block.lengths), under_way
 
 
 def _meet(found: Any, under_way: Any) -> Any:
@@ -95,7 +95,7 @@ def one_call(block: Block, mask: Mask, kernel: str) -> jax.Array:
 def _kernel(block: Block, mask: Mask, kernel: str, partial: bool) -> tuple[Kernel, tuple[int, int]]:
     """The kernel, and the numbers of queries and keys it computes with."""
     call = Call(
-        platform_in_force(), str(block.q.dtype), *block.lengths, block.q.shape[-1], mask,
+        current_platform(), str(block.q.dtype), *block.lengths, block.q.shape[-1], mask,
         segmented=block.q_segments is not None, dynamic=block.k_end is not None,
         partial=partial,
     )  # fmt: skip

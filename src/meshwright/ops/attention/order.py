@@ -14,7 +14,7 @@ from jax import lax
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import axes_of
 from meshwright.ops.attention.permute import permute
-from meshwright.ops.exchange import spec_of
+from meshwright.ops.collectives import spec_of
 from meshwright.present import nearest_multiples
 
 

@@ -8,7 +8,7 @@ gradients of keys and values.
 import jax
 import jax.numpy as jnp
 
-from meshwright.ops.attention.block import Block, Partial, Slopes
+from meshwright.ops.attention.block import Block, Gradients, Partial
 from meshwright.ops.attention.mask import Mask
 
 Lengths = tuple[int, int]  # of queries and keys
@@ -47,9 +47,9 @@ def cut_output(found: Partial, lengths: Lengths) -> Partial:
     return Partial(found.out[:, : lengths[0]], found.log_sum[:, : lengths[0]])
 
 
-def cut_gradients(found: Slopes, lengths: Lengths) -> Slopes:
+def cut_gradients(found: Gradients, lengths: Lengths) -> Gradients:
     queries, keys = lengths
-    return Slopes(found.q[:, :queries], found.k[:, :keys], found.v[:, :keys])
+    return Gradients(found.q[:, :queries], found.k[:, :keys], found.v[:, :keys])
 
 
 def _pad(x: jax.Array, length: int, value: float = 0) -> jax.Array:

@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 
 from meshwright.arithmetic import round_up
-from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
+from meshwright.ops.attention.block import Block, Call, Gradients, Kernel, Partial
 from meshwright.ops.attention.mask import Mask
-from meshwright.ops.exchange import untyped
+from meshwright.ops.collectives import untyped
 
 LANES = 128  # blocks are multiples of this, and so are the lengths computed with
 LARGEST = 1024  # tokens in a block
@@ -42,7 +42,7 @@ def splash_kernel(interpret: bool = False) -> Kernel:
         functools.partial(_backward, interpret=interpret),
         _refuses,
         _partial,
-        _slopes,
+        _gradients,
         _lengths,
     )
 
@@ -113,8 +113,8 @@ def _backward(
     def one(q: Any, k: Any, v: Any, documents: Any, out: Any, log_sum: Any, given: Any) -> Any:
         documents = documents and kernels.SegmentIds(*documents)
         kept = (q, k, v, documents, None, out, log_sum, of_queries, of_keys)
-        slopes = kernels._splash_attention_bwd(*said, kept, given)
-        return slopes[3:6]
+        gradients = kernels._splash_attention_bwd(*said, kept, given)
+        return gradients[3:6]
 
     kv_heads = block.k.shape[2]
     # a query that sees nothing anywhere: any sum will do, its weights are all 0
@@ -126,9 +126,9 @@ def _backward(
     )  # fmt: skip
 
 
-def _slopes(found: tuple[jax.Array, jax.Array, jax.Array]) -> Slopes:
+def _gradients(found: tuple[jax.Array, jax.Array, jax.Array]) -> Gradients:
     of_q, of_k, of_v = found
-    return Slopes(_scaled(_by_token(of_q)), jnp.swapaxes(of_k, 1, 2), jnp.swapaxes(of_v, 1, 2))
+    return Gradients(_scaled(_by_token(of_q)), jnp.swapaxes(of_k, 1, 2), jnp.swapaxes(of_v, 1, 2))
 
 
 def _kernels() -> Any:

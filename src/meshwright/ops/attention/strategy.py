@@ -3,7 +3,7 @@
 >>> over = Split(ways=8, length=65536, heads=32, kv_heads=8, head_dim=128, mask=Mask())
 >>> choose_strategy(over, "ring")
 'ring'
->>> row_order(over, "ring"), row_order(over, "ulysses")
+>>> sequence_order(over, "ring"), sequence_order(over, "ulysses")
 ('zigzag', 'contiguous')
 """
 
@@ -13,7 +13,7 @@ import logging
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ops.attention.mask import Mask
-from meshwright.ops.attention.turns import turns_of
+from meshwright.ops.attention.ring_steps import ring_steps_of
 from meshwright.present import count, nearest_multiples
 
 _log = logging.getLogger("meshwright")
@@ -49,14 +49,14 @@ def choose_strategy(split: Split, strategy: str = "auto") -> str:
         return explain_strategy(split)[0]
     if strategy not in STRATEGIES:
         raise MeshwrightError(
-            f"sequence_parallel={strategy!r} is not a strategy"
+            f"context_parallel={strategy!r} is not a strategy"
             f"{did_you_mean(strategy, ['auto', *STRATEGIES])}"
         )
     why = refusal(split, strategy)
     if why is not None:
         able = [name for name in STRATEGIES if refusal(split, name) is None]
         can = f"; {' and '.join(able)} can" if able else ""
-        raise MeshwrightError(f"sequence_parallel={strategy!r} cannot serve this: {why}{can}")
+        raise MeshwrightError(f"context_parallel={strategy!r} cannot serve this: {why}{can}")
     return strategy
 
 
@@ -76,7 +76,7 @@ def refusal(split: Split, strategy: str) -> str | None:
         offset = split.mask.offset
         if offset:
             return f"its masks begin at the first key, not {offset} places behind it"
-        parts = split.ways * (2 if row_order(split, strategy) == "zigzag" else 1)
+        parts = split.ways * (2 if sequence_order(split, strategy) == "zigzag" else 1)
     if split.length % parts:
         chunks = " (two chunks a device, to balance a causal mask)" if parts > split.ways else ""
         return (
@@ -86,7 +86,7 @@ def refusal(split: Split, strategy: str) -> str | None:
     return None
 
 
-def row_order(split: Split, strategy: str) -> str:
+def sequence_order(split: Split, strategy: str) -> str:
     """How a row lies over the devices: zigzag where that balances a causal mask."""
     mask = split.mask
     if split.ways == 1 or strategy == "ulysses" or not mask.causal or mask.window is not None:
@@ -98,7 +98,7 @@ def row_order(split: Split, strategy: str) -> str:
 
 def _hops(split: Split) -> int:
     """How far keys travel around a ring."""
-    return turns_of(split.mask, row_order(split, "ring"), split.ways, split.part).hops
+    return ring_steps_of(split.mask, sequence_order(split, "ring"), split.ways, split.part).hops
 
 
 @functools.lru_cache(maxsize=256)

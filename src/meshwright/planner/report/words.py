@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from meshwright.models.decoder import usual_dtype
+from meshwright.models.decoder import default_dtype
 from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.result import Choice, Job, Plan, Refusal
 from meshwright.present import count, percent
@@ -35,10 +35,10 @@ def group_headings(plan: Plan) -> dict[int, str]:
 
 
 def settings(choice: Choice) -> str:
-    """What is chosen with the mesh: `"remat full, 4 micro-batches, tp_sequence"`."""
+    """What is chosen with the mesh: `"remat full, 4 micro-batches, sequence_parallel"`."""
     words = [f"remat {choice.remat}", count(choice.accumulation, "micro-batch")]
-    if choice.tp_sequence:
-        words.append("tp_sequence")
+    if choice.sequence_parallel:
+        words.append("sequence_parallel")
     if choice.sp > 1:
         words.append(f"attention over sp: {choice.strategy}")
     if choice.mlp_chunk:
@@ -53,12 +53,12 @@ def flags(choice: Choice) -> list[str]:
         words += ["--accumulation", str(choice.accumulation)]
     if choice.remat != "none":
         words += ["--compute.remat", choice.remat]
-    if choice.tp_sequence:
-        words.append("--compute.tp-sequence")
+    if choice.sequence_parallel:
+        words.append("--compute.sequence-parallel")
     if choice.mlp_chunk:
         words += ["--compute.mlp-chunk", str(choice.mlp_chunk)]
     if choice.sp > 1 and choice.strategy != "auto":
-        words += ["--sequence-parallel", choice.strategy]
+        words += ["--context-parallel", choice.strategy]
     return words
 
 
@@ -86,7 +86,7 @@ def next_commands(plan: Plan, choice: Choice) -> list[str]:
         words = ["meshwright", "show", "--mesh", choice.mesh, "--on", str(plan.machine)]
         return [shlex.join(words)]
     size = job_flags(job)
-    if job.dtype != usual_dtype("auto", plan.machine.chip.platform):
+    if job.dtype != default_dtype("auto", plan.machine.chip.platform):
         size += ["--compute.dtype", job.dtype]
     if job.seq > job.model.max_seq:  # Plan.warnings says so
         factor = -(-job.seq // job.model.max_seq)

@@ -87,7 +87,7 @@ def test_it_is_taken_where_it_is_the_fastest_that_can_serve() -> None:
 def test_the_chips_it_runs_on(
     device: tuple[str, str], switch: str | None, why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mosaic, "device_in_force", lambda: device)
+    monkeypatch.setattr(mosaic, "current_device", lambda: device)
     monkeypatch.setattr(mosaic, "OLDEST", (0, 0))
     if switch is not None:
         monkeypatch.setenv(mosaic.SWITCH, switch)
@@ -147,11 +147,11 @@ def test_it_lowers_for_a_gpu_that_is_not_here_on_any_mesh(
         traced = jax.jit(on_each).trace(*given)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 2
-    whole, slopes = traced.out_info
-    assert [x.shape for x in (*whole, *slopes)] == [
+    whole, gradients = traced.out_info
+    assert [x.shape for x in (*whole, *gradients)] == [
         q.shape, q.shape[:3], q.shape, k.shape, v.shape,
     ]  # fmt: skip
-    assert {x.dtype for x in (whole.out, *slopes)} == {jnp.dtype(dtype)}
+    assert {x.dtype for x in (whole.out, *gradients)} == {jnp.dtype(dtype)}
 
 
 @NEEDS
@@ -170,7 +170,7 @@ def test_it_lowers_for_a_gpu_that_is_not_here_on_any_mesh(
 def test_rows_that_are_split_take_it_in_a_loop_over_layers_with_checkpoints(
     strategy: str, order: str, mask: Mask, documents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "platform_in_force", lambda: "gpu")
+    monkeypatch.setattr(kernels, "current_platform", lambda: "gpu")
     mesh = jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Explicit,))
 
     def layer(x: jax.Array, segments: jax.Array | None) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from meshwright.arithmetic import round_up
-from meshwright.ops.attention.block import Block, Call, Kernel, Partial, Slopes
+from meshwright.ops.attention.block import Block, Call, Gradients, Kernel, Partial
 from meshwright.ops.attention.hopper import backward, forward
 from meshwright.ops.attention.hopper.spans import RUNS, Documents
 from meshwright.ops.attention.mask import Mask
@@ -22,7 +22,7 @@ def _forward(block: Block, mask: Mask, dtype: Any = None) -> Partial:
 
 def _backward(
     block: Block, mask: Mask, whole: Partial, given: jax.Array, dtype: Any = None
-) -> Slopes:
+) -> Gradients:
     q, k, v = block[:3]
     return backward.backward(q, k, v, whole, given, mask, _documents(block), dtype)
 

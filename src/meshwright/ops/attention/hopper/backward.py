@@ -4,8 +4,8 @@ Each block of threads holds 128 keys with their values, 64 for each of two warpg
 warpgroup fetches queries, 64 at a time, of all heads that share the keys. A warpgroup makes, with
 keys as rows:
 
-    scores, and slopes of weights    S = K Qᵀ,    dP = V dOᵀ
-    weights, and slopes of scores    P = exp(S - log_sum),    dS = P (dP - sum(dO O))
+    scores, and gradients of weights    S = K Qᵀ,    dP = V dOᵀ
+    weights, and gradients of scores    P = exp(S - log_sum),    dS = P (dP - sum(dO O))
     its own gradients                dV += P dO,    dK += dS Q
 
 P and dS stay in registers, where the next matmul reads them. dQ needs dS of both warpgroups: they
@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.ops.attention.block import Partial, Slopes
+from meshwright.ops.attention.block import Gradients, Partial
 from meshwright.ops.attention.hopper.spans import RUNS, Documents, Lengths, Span, guide, masked
 from meshwright.ops.attention.mask import Mask
-from meshwright.ops.exchange import untyped
+from meshwright.ops.collectives import untyped
 from meshwright.ops.mosaic import LOG2_E, load, mosaic, pallas, when
 
 _HALF = RUNS.k // 2  # of a block's keys: those of a warpgroup
@@ -44,7 +44,7 @@ def backward(
     mask: Mask,
     documents: Documents | None,
     dtype: Any = None,
-) -> Slopes:
+) -> Gradients:
     """Gradients by these keys, where `whole` may be over more keys than these.
 
     They are of the dtype asked for, None for that of the queries, or float32.
@@ -62,7 +62,7 @@ def backward(
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         sums = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
         of_keys = jax.ShapeDtypeStruct(k.shape, dtype)
-        k_slope, v_slope = mosaic().kernel(
+        k_gradient, v_gradient = mosaic().kernel(
             lambda *refs: _block(sizes, mask, _Refs(*refs)),
             out_type=(of_keys, of_keys),
             scratch_types=_scratch(q.dtype, sizes),
@@ -72,9 +72,9 @@ def backward(
             thread_name="group",
             compiler_params=mosaic().CompilerParams(approx_math=True),
         )(*arrays, sums)
-        return jax.freeze(sums).astype(dtype), k_slope, v_slope
+        return jax.freeze(sums).astype(dtype), k_gradient, v_gradient
 
-    return Slopes(*untyped(run, q, k, v, given, *starts, *guided))
+    return Gradients(*untyped(run, q, k, v, given, *starts, *guided))
 
 
 class _Sizes(NamedTuple):
@@ -116,41 +116,41 @@ class _Refs(NamedTuple):
     v: Any
     given: Any
     scores_start: Any  # [batch, heads, queries]: what sums over products begin with
-    weight_slopes_start: Any
+    weight_gradients_start: Any
     q_documents: Any  # [batch, queries]
     k_documents: Any
     spans: Any  # [batch or 1, blocks, 4]
-    q_slope: Any
-    k_slope: Any
-    v_slope: Any
+    q_gradient: Any
+    k_gradient: Any
+    v_gradient: Any
     k_here: Any  # in shared memory: [2, columns, 64, 64]
     v_here: Any
     q_here: Any  # [stages, columns, 64, 64]
     given_here: Any
     scores_start_here: Any  # [stages, 64]
-    weight_slopes_start_here: Any
+    weight_gradients_start_here: Any
     q_documents_here: Any
     k_documents_here: Any  # [2, 64]
     numbers: Any  # [2, 64]: 0, 1, .. 63
-    slopes: Any  # of scores: [turn, warpgroup, keys, queries]
-    q_slope_here: Any  # [warpgroup, queries, 64], float32
+    gradients: Any  # of scores: [turn, warpgroup, keys, queries]
+    q_gradient_here: Any  # [warpgroup, queries, 64], float32
     keys_came: Any
     q_came: Any
     given_came: Any
     used: Any
-    slopes_came: Any
-    slopes_used: Any
+    gradients_came: Any
+    gradients_used: Any
     done: Any
 
 
 def _scratch(dtype: Any, sizes: _Sizes) -> list[Any]:
     plgpu, columns, stages = mosaic(), sizes.columns, sizes.stages
     swizzle = plgpu.SwizzleTransform(128)
-    narrow = (plgpu.TilingTransform((8, 64)), swizzle)
+    tiled = (plgpu.TilingTransform((8, 64)), swizzle)
     wide = (plgpu.TilingTransform((8, 32)), swizzle)
 
     def tiles(*shape: int) -> Any:
-        return plgpu.SMEM(shape, dtype, transforms=narrow)
+        return plgpu.SMEM(shape, dtype, transforms=tiled)
 
     def barrier(arrivals: int, *number: int) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
@@ -262,7 +262,7 @@ def _fetch(refs: _Refs, place: _Place, runs: _Runs, sizes: _Sizes) -> None:
             copy(of_queries, refs.q_documents_here.at[stage], q_came)
         for column, at in enumerate(vectors):
             copy(refs.given.at[at], refs.given_here.at[stage, column], given_came)
-        starts = refs.weight_slopes_start.at[sums], refs.weight_slopes_start_here.at[stage]
+        starts = refs.weight_gradients_start.at[sums], refs.weight_gradients_start_here.at[stage]
         copy(*starts, given_came)
 
     runs.each(fetch)
@@ -303,7 +303,7 @@ def _compute(
         query, key = query + (runs.first + run) * RUNS.q, key + start
         return masked(scores, mask, query, key, documents)
 
-    def weights_and_slopes(run: Any, turn: Any) -> Any:
+    def weights_and_gradients(run: Any, turn: Any) -> Any:
         stage = lax.rem(turn, stages)
 
         def masked_in_part(scores: jax.Array) -> jax.Array:
@@ -316,17 +316,17 @@ def _compute(
         def start_of_scores() -> jax.Array:
             return along_queries(refs.scores_start_here.at[stage])
 
-        def start_of_slopes() -> jax.Array:
-            return along_queries(refs.weight_slopes_start_here.at[stage])
+        def gradients_start() -> jax.Array:
+            return along_queries(refs.weight_gradients_start_here.at[stage])
 
-        def multiply(scores: Any, weight_slopes: Any) -> Any:
+        def multiply(scores: Any, weight_gradients: Any) -> Any:
             if not sizes.roomy:
                 scores[...] = masked_in_part(start_of_scores())
-                weight_slopes[...] = start_of_slopes()
+                weight_gradients[...] = gradients_start()
             for c in range(columns):
                 plgpu.wgmma(scores, k[c], refs.q_here.at[stage, c].transpose((1, 0)))
             for c in range(columns):
-                plgpu.wgmma(weight_slopes, v[c], refs.given_here.at[stage, c].transpose((1, 0)))
+                plgpu.wgmma(weight_gradients, v[c], refs.given_here.at[stage, c].transpose((1, 0)))
             found = plgpu.wgmma_accumulator_load(scores, wait_n=columns) * (scale * LOG2_E)
 
             # matmuls end in order: those of the turn before are done with what they read
@@ -337,8 +337,8 @@ def _compute(
             if sizes.roomy:
                 found = masked_in_part(found + start_of_scores())
             weights = jnp.exp2(found)  # while the other matmul runs
-            slopes = plgpu.wgmma_accumulator_load(weight_slopes, wait_n=0)
-            return weights, slopes + start_of_slopes() if sizes.roomy else slopes
+            gradients = plgpu.wgmma_accumulator_load(weight_gradients, wait_n=0)
+            return weights, gradients + gradients_start() if sizes.roomy else gradients
 
         sums = plgpu.ACC(tile, jnp.float32)
         return pl.run_scoped(multiply, sums, sums)
@@ -346,24 +346,24 @@ def _compute(
     def queries(head: Any, run: Any, parity: Any) -> None:
         """The queries' gradient by all of the block's keys, added to what is in memory."""
         column = 0 if columns == 1 else group
-        plgpu.barrier_wait(refs.slopes_came.at[parity])
+        plgpu.barrier_wait(refs.gradients_came.at[parity])
 
         def multiply(sums: Any) -> jax.Array:
             for half in range(2):
-                slopes = refs.slopes.at[parity, half].transpose((1, 0))
-                plgpu.wgmma(sums, slopes, refs.k_here.at[half, column])
+                gradients = refs.gradients.at[parity, half].transpose((1, 0))
+                plgpu.wgmma(sums, gradients, refs.k_here.at[half, column])
             found: jax.Array = plgpu.wgmma_accumulator_load(sums)
             return found
 
         found = pl.run_scoped(multiply, plgpu.ACC((RUNS.q, _COLUMNS), jnp.float32))
-        plgpu.barrier_arrive(refs.slopes_used.at[parity])
+        plgpu.barrier_arrive(refs.gradients_used.at[parity])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        refs.q_slope_here[group] = found * scale
+        refs.q_gradient_here[group] = found * scale
         plgpu.commit_smem()
         head = place.kv_head * runs.heads + head
         at = place.row, runs.queries(run), head, _column(column)
         plgpu.copy_smem_to_gmem(
-            refs.q_slope_here.at[group], refs.q_slope.at[at], reduction_op="add"
+            refs.q_gradient_here.at[group], refs.q_gradient.at[at], reduction_op="add"
         )
 
     def mine(parity: Any) -> Any:
@@ -371,27 +371,27 @@ def _compute(
         return parity == group if columns == 1 else parity >= 0
 
     def all_runs(*sums: Any) -> Any:
-        k_slope, v_slope = sums[:columns], sums[columns:]
+        k_gradient, v_gradient = sums[:columns], sums[columns:]
 
         def one(head: Any, run: Any, turn: Any) -> None:
             stage, parity = lax.rem(turn, stages), lax.rem(turn, 2)
             plgpu.barrier_wait(refs.q_came.at[stage])
             plgpu.barrier_wait(refs.given_came.at[stage])
-            weights, weight_slopes = weights_and_slopes(run, turn)
-            narrow = weights.astype(refs.k.dtype)
+            weights, weight_gradients = weights_and_gradients(run, turn)
+            cast_weights = weights.astype(refs.k.dtype)
             for c in range(columns):
-                plgpu.wgmma(v_slope[c], narrow, refs.given_here.at[stage, c])
-            slopes = (weights * weight_slopes).astype(refs.k.dtype)
+                plgpu.wgmma(v_gradient[c], cast_weights, refs.given_here.at[stage, c])
+            gradients = (weights * weight_gradients).astype(refs.k.dtype)
             for c in range(columns):
-                plgpu.wgmma(k_slope[c], slopes, refs.q_here.at[stage, c])
+                plgpu.wgmma(k_gradient[c], gradients, refs.q_here.at[stage, c])
 
             @when(turn >= 2)
             def _() -> None:
-                plgpu.barrier_wait(refs.slopes_used.at[parity])
+                plgpu.barrier_wait(refs.gradients_used.at[parity])
 
-            refs.slopes[parity, group] = slopes
+            refs.gradients[parity, group] = gradients
             plgpu.commit_smem()
-            plgpu.barrier_arrive(refs.slopes_came.at[parity])
+            plgpu.barrier_arrive(refs.gradients_came.at[parity])
 
             @when((turn >= 1) & mine(1 - parity))
             def _() -> None:
@@ -420,13 +420,15 @@ def _compute(
     def at(column: int) -> Any:
         return place.row, place.keys(group), place.kv_head, _column(column)
 
-    if refs.k_slope.dtype != refs.k.dtype:  # float32: by way of where the queries' gradients were
+    if (
+        refs.k_gradient.dtype != refs.k.dtype
+    ):  # float32: by way of where the queries' gradients were
         for c in range(columns):
-            for gradient, target in ((k_found[c], refs.k_slope), (v_found[c], refs.v_slope)):
+            for gradient, target in ((k_found[c], refs.k_gradient), (v_found[c], refs.v_gradient)):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                refs.q_slope_here[group] = gradient
+                refs.q_gradient_here[group] = gradient
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(refs.q_slope_here.at[group], target.at[at(c)])
+                plgpu.copy_smem_to_gmem(refs.q_gradient_here.at[group], target.at[at(c)])
         plgpu.wait_smem_to_gmem(0)
         return
     for c in range(columns):
@@ -434,6 +436,6 @@ def _compute(
         refs.v_here[group, c] = v_found[c].astype(refs.k.dtype)
     plgpu.commit_smem()
     for c in range(columns):
-        plgpu.copy_smem_to_gmem(refs.k_here.at[group, c], refs.k_slope.at[at(c)])
-        plgpu.copy_smem_to_gmem(refs.v_here.at[group, c], refs.v_slope.at[at(c)])
+        plgpu.copy_smem_to_gmem(refs.k_here.at[group, c], refs.k_gradient.at[at(c)])
+        plgpu.copy_smem_to_gmem(refs.v_here.at[group, c], refs.v_gradient.at[at(c)])
     plgpu.wait_smem_to_gmem(0)

@@ -20,7 +20,7 @@ from jax import lax
 from meshwright.ops.attention.block import Partial
 from meshwright.ops.attention.hopper.spans import RUNS, Documents, Lengths, Span, guide, masked
 from meshwright.ops.attention.mask import Mask
-from meshwright.ops.exchange import untyped
+from meshwright.ops.collectives import untyped
 from meshwright.ops.mosaic import LOG2_E, load, mosaic, pallas, when
 
 _STAGES = 2  # runs of keys under way
@@ -301,8 +301,8 @@ def _compute(
     lax.fori_loop(span.end, place.end, pass_over, None)
     some = jnp.where(total == 0, 1.0, total)
     out = out / along_keys(some, sizes.head_dim)
-    narrow = out.astype(refs.q.dtype)
-    refs.q_here[group] = narrow
+    cast_out = out.astype(refs.q.dtype)
+    refs.q_here[group] = cast_out
     log_sum = (most + jnp.log(some) * LOG2_E) / LOG2_E
     refs.log_sum_here[group] = jnp.where(total == 0, -jnp.inf, log_sum)
     plgpu.commit_smem()
@@ -312,7 +312,7 @@ def _compute(
     )
     plgpu.wait_smem_to_gmem(0)
     if refs.out_rest is not None:
-        refs.q_here[group] = (out - narrow.astype(jnp.float32)).astype(refs.q.dtype)
+        refs.q_here[group] = (out - cast_out.astype(jnp.float32)).astype(refs.q.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(refs.q_here.at[group], refs.out_rest.at[at])
         plgpu.wait_smem_to_gmem(0)

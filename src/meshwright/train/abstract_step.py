@@ -35,7 +35,7 @@ from meshwright.train.step import StepFunctions, step_functions
 
 
 @dataclasses.dataclass(frozen=True)
-class Described:
+class AbstractStep:
     """A step and what it takes, all of it abstract."""
 
     config: TrainConfig
@@ -58,9 +58,9 @@ class Described:
         return self.functions.evaluate.lower(self.state.params, self.batch)
 
 
-def step_of(
+def abstract_step(
     config: TrainConfig, mesh: Mesh | None = None, model: DecoderConfig | None = None
-) -> Described:
+) -> AbstractStep:
     """The step of these settings on `mesh` (default: `config.mesh` over the devices here).
 
     `model` takes the place of the one `config.model` names: one with fewer layers, say. Mistakes
@@ -87,7 +87,7 @@ def step_of(
     )  # fmt: skip
     shape = (config.accumulation, config.batch // config.accumulation, config.seq)
     row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=functions.batch_sharding)
-    return Described(
+    return AbstractStep(
         config, model, mesh, rules, compute, arrays, functions,
         state=abstract_state(arrays, rules, optimizer, mesh),
         batch=dict.fromkeys(FIELDS, row),

@@ -1,9 +1,9 @@
 """The packed stream cut into rows of `seq` tokens, documents told apart inside each row.
 
 >>> from meshwright.data.store import TokenStore
->>> from meshwright.data.tokenizer import ByteTokenizer
+>>> from meshwright.data.tokenizers import ByteTokenizer
 >>> store = TokenStore.of_documents(["abc", "de"], ByteTokenizer(), name="two")
->>> row = read_rows(store, [0], seq=6)
+>>> row = read_sequences(store, [0], seq=6)
 >>> for name in FIELDS: print(f"{name:9}", *row[name][0])
 tokens    97 98 99 256 100 101
 targets   98 99 256 -1 101 256
@@ -24,19 +24,19 @@ NO_TARGET = -1
 Batch = dict[str, npt.NDArray[np.int32]]
 
 
-def row_count(store: TokenStore, seq: int) -> int:
+def sequence_count(store: TokenStore, seq: int) -> int:
     """Rows that predict something: row i holds tokens from i·seq on; the last may be short."""
     return max(1, -(-(len(store.tokens) - 1) // seq))
 
 
-def empty_rows(rows: int, length: int) -> Batch:
+def empty_sequences(rows: int, length: int) -> Batch:
     """Rows of padding alone: segment 0, nothing to predict."""
     batch = {name: np.zeros((rows, length), np.int32) for name in FIELDS}
     batch["targets"] -= 1
     return batch
 
 
-def read_rows(
+def read_sequences(
     store: TokenStore, rows: Iterable[int], seq: int, start: int = 0, stop: int | None = None
 ) -> Batch:
     """Rows of the store, or of each its part from `start` to `stop`: int32 [rows, stop - start].
@@ -47,13 +47,13 @@ def read_rows(
     """
     rows = list(rows)
     stop = seq if stop is None else stop
-    batch = empty_rows(len(rows), stop - start)
+    batch = empty_sequences(len(rows), stop - start)
     for line, row in enumerate(rows):
-        _read_row(store, row * seq, start, stop, [batch[name][line] for name in FIELDS])
+        _read_sequence(store, row * seq, start, stop, [batch[name][line] for name in FIELDS])
     return batch
 
 
-def _read_row(
+def _read_sequence(
     store: TokenStore, origin: int, start: int, stop: int, into: list[npt.NDArray[np.int32]]
 ) -> None:
     total = len(store.tokens)

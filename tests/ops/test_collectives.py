@@ -8,14 +8,14 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.audits import collectives
-from meshwright.ops.exchange import (
-    add_up,
-    gather,
-    gradients_together,
-    narrow,
+from meshwright.ops.collectives import (
+    all_gather,
+    drop_trivial_axes,
+    nontrivial_axes,
     partial_sums,
+    reduce_to,
     spec_of,
-    wide_axes,
+    tie_gradients,
 )
 
 
@@ -41,7 +41,7 @@ def test_gathering_gives_the_same_array_with_fewer_splits(
     x = np.arange(64, dtype="f").reshape(8, 8)
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, layout)
-        gathered = gather(placed, onto)
+        gathered = all_gather(placed, onto)
         assert spec_of(gathered) == left
         np.testing.assert_array_equal(gathered, x)
 
@@ -55,17 +55,17 @@ def test_what_was_gathered_gets_its_gradient_summed_and_split_again() -> None:
     over = ("dp", "fsdp")
 
     def apply(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.einsum("te,em->tm", x, gather(w, over), out_sharding=P(over, None))
+        return jnp.einsum("te,em->tm", x, all_gather(w, over), out_sharding=P(over, None))
 
     with jax.set_mesh(mesh):
         args = jax.device_put(w, P("fsdp", None)), jax.device_put(tokens, P(over, None))
-        out_slope = jax.device_put(given, P(over, None))
+        out_gradient = jax.device_put(given, P(over, None))
 
-        def slope(w: jax.Array, x: jax.Array, given: jax.Array) -> jax.Array:
+        def gradient(w: jax.Array, x: jax.Array, given: jax.Array) -> jax.Array:
             return jax.vjp(lambda w: apply(w, x), w)[1](given)[0]
 
-        compiled = jax.jit(slope).lower(*args, out_slope).compile()
-        found = compiled(*args, out_slope)
+        compiled = jax.jit(gradient).lower(*args, out_gradient).compile()
+        found = compiled(*args, out_gradient)
         assert spec_of(found) == P("fsdp", None)
     np.testing.assert_allclose(found, tokens.T.astype("f8") @ given, rtol=1e-5, atol=1e-5)
     sent = {(c.operation, c.axes, c.shape) for c in collectives(compiled.as_text(), mesh)}
@@ -95,7 +95,7 @@ def test_partial_sums_are_added_up(over: tuple[str, ...], target: P) -> None:
 
         def product(left: jax.Array, right: jax.Array) -> jax.Array:
             parts = partial_sums(P(None, None), over)
-            return add_up(jnp.einsum("ik,kj->ij", left, right, out_sharding=parts), over, target)
+            return reduce_to(jnp.einsum("ik,kj->ij", left, right, out_sharding=parts), over, target)
 
         found = jax.jit(product)(left, right)
         assert found.sharding.is_equivalent_to(jax.NamedSharding(mesh, target), 2)
@@ -107,10 +107,10 @@ def test_adding_up_to_a_split_is_one_scatter_and_its_gradient_one_gather() -> No
 
     def product(left: jax.Array, right: jax.Array) -> jax.Array:
         # as a block does: gather what is split between blocks, multiply, scatter again
-        whole = gather(left, ("tp",))
+        whole = all_gather(left, ("tp",))
         parts = jnp.einsum("ie,ek->ik", whole, right, out_sharding=P(None, "tp"))
         parts = jnp.einsum("ik,kj->ij", parts, right.T, out_sharding=partial_sums(P(), ("tp",)))
-        return add_up(parts, ("tp",), P("tp", None))
+        return reduce_to(parts, ("tp",), P("tp", None))
 
     with jax.set_mesh(mesh):
         left = jax.device_put(np.ones((8, 16), "f"), P("tp", None))
@@ -126,10 +126,10 @@ def test_adding_up_to_a_split_is_one_scatter_and_its_gradient_one_gather() -> No
 
 def test_axes_of_one_device_are_left_out() -> None:
     with jax.set_mesh(mesh_of("dp=1,fsdp=8,tp=1")):
-        assert wide_axes() == {"fsdp"}
-        assert narrow(P(("dp", "fsdp"), "tp"), wide_axes()) == P("fsdp", None)
+        assert nontrivial_axes() == {"fsdp"}
+        assert drop_trivial_axes(P(("dp", "fsdp"), "tp"), nontrivial_axes()) == P("fsdp", None)
         x = jax.device_put(np.ones((8, 8), "f"), P("dp", "tp"))
-        np.testing.assert_array_equal(gather(x, ("dp", "tp")), 1)
+        np.testing.assert_array_equal(all_gather(x, ("dp", "tp")), 1)
 
 
 def test_bfloat16_sums_stay_within_rounding() -> None:
@@ -139,7 +139,7 @@ def test_bfloat16_sums_stay_within_rounding() -> None:
     with jax.set_mesh(mesh):
         left, right = jax.device_put(a, P(None, "tp")), jax.device_put(b, P("tp", None))
         parts = jnp.einsum("ik,kj->ij", left, right, out_sharding=partial_sums(P(), ("tp",)))
-        found = add_up(parts, ("tp",), P(None, None))
+        found = reduce_to(parts, ("tp",), P(None, None))
     exact = np.asarray(a, "f8") @ np.asarray(b, "f8")
     size = np.abs(np.asarray(a, "f8")) @ np.abs(np.asarray(b, "f8"))
     assert np.all(np.abs(np.asarray(found, "f8") - exact) <= 8 * 2**-8 * size)
@@ -147,11 +147,11 @@ def test_bfloat16_sums_stay_within_rounding() -> None:
 
 def test_gradients_that_wait_for_each_other_are_the_same() -> None:
     def loss(x: jax.Array, w: jax.Array, together: bool) -> jax.Array:
-        x, w = gradients_together(x, w) if together else (x, w)
+        x, w = tie_gradients(x, w) if together else (x, w)
         return jnp.sum(jnp.sin(x) @ w)
 
     x, w = jnp.arange(12.0).reshape(4, 3), jnp.ones((3, 2))
-    slope = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
-    for one, other in zip(slope(x, w, True), slope(x, w, False), strict=True):
+    gradient = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+    for one, other in zip(gradient(x, w, True), gradient(x, w, False), strict=True):
         np.testing.assert_array_equal(one, other)
-    assert "stablehlo.optimization_barrier %" in slope.lower(x, w, True).as_text()
+    assert "stablehlo.optimization_barrier %" in gradient.lower(x, w, True).as_text()

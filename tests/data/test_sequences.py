@@ -10,8 +10,8 @@ from meshwright.data import (
     ByteTokenizer,
     TokenStore,
     embedded_corpus,
-    read_rows,
-    row_count,
+    read_sequences,
+    sequence_count,
 )
 
 DOCUMENTS = st.lists(st.text("abc", min_size=1, max_size=12), min_size=1, max_size=12)
@@ -50,12 +50,12 @@ def test_rows_and_parts_of_rows_equal_a_walk_over_the_tokens(
 ) -> None:
     store = TokenStore.of_documents(documents, ByteTokenizer(), name="x")
     expected = walked(documents, seq)
-    assert row_count(store, seq) == len(expected)
+    assert sequence_count(store, seq) == len(expected)
     start = data.draw(st.integers(0, seq - 1))
     stop = data.draw(st.integers(start + 1, seq))
     order = data.draw(st.permutations(range(len(expected))))
     for a, b in ((0, seq), (start, stop)):
-        read = read_rows(store, order, seq, a, b)
+        read = read_sequences(store, order, seq, a, b)
         for name in FIELDS:
             assert read[name].dtype == np.int32
             assert read[name].tolist() == [expected[row][name][a:b] for row in order], name
@@ -64,13 +64,13 @@ def test_rows_and_parts_of_rows_equal_a_walk_over_the_tokens(
 def test_each_token_of_the_store_is_predicted_once() -> None:
     """Every token but the first of each document is a target, and no other."""
     store = embedded_corpus()
-    targets = read_rows(store, range(row_count(store, 128)), 128)["targets"]
+    targets = read_sequences(store, range(sequence_count(store, 128)), 128)["targets"]
     assert (targets != NO_TARGET).sum() == len(store.tokens) - store.documents
 
 
 def test_a_row_past_the_end_is_padding() -> None:
     store = TokenStore.of_documents(["ab"], ByteTokenizer(), name="x")
-    row = read_rows(store, [5], seq=4)
+    row = read_sequences(store, [5], seq=4)
     assert {name: set(row[name].ravel().tolist()) for name in FIELDS} == {
         "tokens": {0}, "targets": {NO_TARGET}, "segments": {0}, "positions": {0}
     }  # fmt: skip

@@ -5,8 +5,8 @@ import pytest
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError
+from meshwright.train.abstract_step import abstract_step
 from meshwright.train.config import TrainConfig
-from meshwright.train.described import step_of
 from meshwright.train.setup import prepare
 
 EIGHT = mw.mesh("dp=1,fsdp=4,tp=2,sp=1", devices=jax.devices()[:8], axis_types="explicit")
@@ -14,17 +14,17 @@ EIGHT = mw.mesh("dp=1,fsdp=4,tp=2,sp=1", devices=jax.devices()[:8], axis_types="
 
 def test_the_described_step_is_the_one_that_train_prepares() -> None:
     config = TrainConfig("tiny", mesh="dp=2,fsdp=4,tp=2", batch=16, seq=64, accumulation=2)
-    run, found = prepare(config), step_of(config)
+    run, found = prepare(config), abstract_step(config)
     assert found.mesh == run.mesh
     same = jax.tree.map(lambda a, b: a == b, found.state, run.target)
     assert all(jax.tree.leaves(same))
     assert {row.shape for row in found.batch.values()} == {(2, 8, 64)}
     assert found.functions.batch_sharding == run.functions.batch_sharding
-    assert found.compute == step_of(config, run.mesh).compute
+    assert found.compute == abstract_step(config, run.mesh).compute
 
 
 def test_the_mesh_given_counts_not_the_devices_here() -> None:
-    found = step_of(TrainConfig("tiny", batch=8, seq=64), EIGHT)
+    found = abstract_step(TrainConfig("tiny", batch=8, seq=64), EIGHT)
     assert found.mesh.size == 8 < len(jax.devices())
     assert found.state.params["embedding"].sharding.mesh == EIGHT
 
@@ -40,10 +40,10 @@ def test_the_mesh_given_counts_not_the_devices_here() -> None:
 )
 def test_mistakes_are_those_of_train(settings: dict, message: str) -> None:
     with pytest.raises(MeshwrightError, match=message):
-        step_of(TrainConfig(**{"model": "tiny", "batch": 8, "seq": 64, **settings}), EIGHT)
+        abstract_step(TrainConfig(**{"model": "tiny", "batch": 8, "seq": 64, **settings}), EIGHT)
 
 
 def test_automatic_axes_are_refused() -> None:
     auto = mw.mesh("dp=1,fsdp=4,tp=2,sp=1", devices=jax.devices()[:8])
     with pytest.raises(MeshwrightError, match="axis_types='explicit'"):
-        step_of(TrainConfig("tiny", batch=8, seq=64), auto)
+        abstract_step(TrainConfig("tiny", batch=8, seq=64), auto)

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.ops.attention import kernels
-from meshwright.ops.attention.block import Block, Partial, Slopes, together, where
+from meshwright.ops.attention.block import Block, Gradients, Partial, merge, where
 from meshwright.ops.attention.mask import EVERYTHING, Mask
-from meshwright.ops.exchange import platform_in_force
+from meshwright.ops.collectives import current_platform
 
 MOST_UNROLLED = 2**29  # bytes of output of all turns, which are then kept side by side
 
@@ -37,7 +37,7 @@ class Keys(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
+class RingSteps:
     """The turns of a mask over n devices: one at home, some all alike, some with their own mask."""
 
     first: Mask
@@ -54,26 +54,26 @@ class Turns:
         return self.alike + len(self.last)
 
 
-def turns_of(mask: Mask, order: str, ways: int, length: int) -> Turns:
+def ring_steps_of(mask: Mask, order: str, ways: int, length: int) -> RingSteps:
     """The turns for rows split `ways` ways, `length` tokens of each on a device."""
     others = ways - 1
     if not mask.causal:
-        return Turns(EVERYTHING, others, (), "contiguous", earlier_only=False)
+        return RingSteps(EVERYTHING, others, (), "contiguous", earlier_only=False)
     if mask.block is not None and length % mask.block:
-        turns = Turns(EVERYTHING, others, (), "contiguous", earlier_only=False)
+        turns = RingSteps(EVERYTHING, others, (), "contiguous", earlier_only=False)
         if mask.block % length:
             return dataclasses.replace(turns, block=mask.block)
         return dataclasses.replace(turns, parts_in_block=mask.block // length)
     if order == "zigzag":
-        return Turns(mask, others, (), order, earlier_only=False)
+        return RingSteps(mask, others, (), order, earlier_only=False)
     if mask.window is None:
-        return Turns(mask, others, (), order, earlier_only=True)
+        return RingSteps(mask, others, (), order, earlier_only=True)
     # a window: the last device whose keys the first query reaches, and those seen whole
     reach = min(others, (mask.window + length - 2) // length)
     whole = min(reach, mask.window // length - 1) if mask.window >= length else 0
     rest = range(whole + 1, reach + 1)
     masks = tuple(dataclasses.replace(mask, offset=turn * length) for turn in rest)
-    return Turns(mask, whole, masks, order, earlier_only=True)
+    return RingSteps(mask, whole, masks, order, earlier_only=True)
 
 
 class Step(NamedTuple):
@@ -94,14 +94,14 @@ class Step(NamedTuple):
         return (self.device - self.turn) % self.ways
 
 
-def keys_seen(turns: Turns, step: Step) -> jax.Array | None:
+def keys_seen(turns: RingSteps, step: Step) -> jax.Array | None:
     """Whether the keys of this turn are seen at all; None if they always are."""
     if turns.parts_in_block is not None:
         return step.device // turns.parts_in_block >= step.owner // turns.parts_in_block
     return step.before if turns.earlier_only else None
 
 
-def key_ends(turns: Turns, step: Step, part: int) -> jax.Array | None:
+def key_ends(turns: RingSteps, step: Step, part: int) -> jax.Array | None:
     """Where the keys end that each query sees, by its position; None where a mask says it."""
     if turns.block is None:
         return None
@@ -116,11 +116,11 @@ def unrolled(turns: int, q: jax.Array) -> bool:
     of all turns are added up at the end in one go, and until then kept.
     """
     small = turns * q.size * q.dtype.itemsize <= MOST_UNROLLED
-    return small and platform_in_force() == "gpu"
+    return small and current_platform() == "gpu"
 
 
-def add_turn(
-    done: Partial | None, here: Block, keys: Keys, turns: Turns, step: Step,
+def add_ring_step(
+    done: Partial | None, here: Block, keys: Keys, turns: RingSteps, step: Step,
     mask: Mask | None, kernel: str, under_way: Any = (),
 ) -> tuple[Partial, Any]:  # fmt: skip
     """The outputs so far and those of this turn, together; and what was under way meanwhile.
@@ -143,7 +143,7 @@ def add_turn(
 
         found = lax.cond(step.before, earlier, later)
         found, under_way = lax.optimization_barrier((found, under_way))
-        return together(done, found), under_way
+        return merge(done, found), under_way
     block = _with(here, keys, key_ends(turns, step, here.q.shape[1]))
     found, under_way = kernels.forward(block, mask or EVERYTHING, kernel, under_way)
     if done is None:
@@ -151,24 +151,24 @@ def add_turn(
     seen = keys_seen(turns, step)
     if seen is not None:
         found = found._replace(log_sum=jnp.where(seen, found.log_sum, -jnp.inf))
-    return together(done, found), under_way
+    return merge(done, found), under_way
 
 
-def slopes_of_turn(
-    whole: Partial, given: jax.Array, here: Block, keys: Keys, turns: Turns, step: Step,
+def gradients_of_ring_step(
+    whole: Partial, given: jax.Array, here: Block, keys: Keys, turns: RingSteps, step: Step,
     mask: Mask | None, kernel: str, under_way: Any = (),
 ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
     """This turn's part of the gradients, of the queries here and of keys and values, in float32;
     and what was under way meanwhile."""
     if mask is None and turns.order == "zigzag":
-        _, (second, some, slope) = _chunks((here, whole, given))
+        _, (second, some, gradient) = _chunks((here, whole, given))
 
-        def earlier() -> Slopes:
+        def earlier() -> Gradients:
             found = kernels.backward(_earlier(here, keys), EVERYTHING, whole, given, kernel)[0]
-            return Slopes(found.q, _ahead(found.k), _ahead(found.v))
+            return Gradients(found.q, _ahead(found.k), _ahead(found.v))
 
-        def later() -> Slopes:
-            found = kernels.backward(_with(second, keys), EVERYTHING, some, slope, kernel)[0]
+        def later() -> Gradients:
+            found = kernels.backward(_with(second, keys), EVERYTHING, some, gradient, kernel)[0]
             return found._replace(q=_behind(found.q, 0))
 
         found = lax.cond(step.before, earlier, later)
@@ -180,7 +180,7 @@ def slopes_of_turn(
         )
         seen = keys_seen(turns, step)
         if seen is not None and mask is not turns.first:
-            found = where(seen, found, Slopes(*(jnp.zeros((), x.dtype) for x in found)))
+            found = where(seen, found, Gradients(*(jnp.zeros((), x.dtype) for x in found)))
     of_keys = jnp.stack([found.k, found.v]).astype(jnp.float32)
     return found.q.astype(jnp.float32), of_keys, under_way
 

@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 from meshwright.layouts import axes_of
 
 
-def platform_in_force() -> str:
-    """The platform of the mesh in force, which may be a machine that is not here; else this one."""
-    return device_in_force()[0]
+def current_platform() -> str:
+    """The platform of the current mesh, which may be a machine that is not here; else this one."""
+    return current_device()[0]
 
 
-def device_in_force() -> tuple[str, str]:
-    """The platform of the mesh in force and its kind of device, as jax names them."""
+def current_device() -> tuple[str, str]:
+    """The platform of the current mesh and its kind of device, as jax names them."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return str(device.platform), str(device.device_kind)
 
@@ -39,8 +39,8 @@ def spec_of(x: jax.Array) -> P:
     return P(*spec, *(None,) * (x.ndim - len(spec)))
 
 
-def wide_axes(mesh_shape: Mapping[str, int] | None = None) -> frozenset[str]:
-    """The axes with more than one device, of the mesh in force unless one is given.
+def nontrivial_axes(mesh_shape: Mapping[str, int] | None = None) -> frozenset[str]:
+    """The axes with more than one device, of the current mesh unless one is given.
 
     The others split nothing.
     """
@@ -48,21 +48,21 @@ def wide_axes(mesh_shape: Mapping[str, int] | None = None) -> frozenset[str]:
     return frozenset(axis for axis, size in shape.items() if size > 1)
 
 
-def narrow(spec: P, wide: frozenset[str]) -> P:
+def drop_trivial_axes(spec: P, wide: frozenset[str]) -> P:
     """A spec without the axes that split nothing: in types, every axis named must be dealt with."""
     entries = (axes_of(entry, spec) for entry in spec.partitions)
     return P(*(tuple(a for a in axes if a in wide) or None for axes in entries))
 
 
-def gather(x: jax.Array, onto: Sequence[str]) -> jax.Array:
+def all_gather(x: jax.Array, onto: Sequence[str]) -> jax.Array:
     """`x` whole over the axes `onto`, its gradient summed over them and split as `x` is.
 
     Where `x` is split over one of them it is gathered; where it is not, each device has it already
     and only the gradient is summed.
     """
-    wide = wide_axes()
+    wide = nontrivial_axes()
     onto = tuple(axis for axis in onto if axis in wide)
-    source = narrow(spec_of(x), wide)
+    source = drop_trivial_axes(spec_of(x), wide)
     x = jax.sharding.reshard(x, source)
     held = tuple(axes_of(entry, source) for entry in source)
     kept = tuple(tuple(axis for axis in axes if axis not in onto) for axes in held)
@@ -85,7 +85,7 @@ def gather(x: jax.Array, onto: Sequence[str]) -> jax.Array:
 
 def _gathered(part: jax.Array, over: tuple[str, ...], dim: int) -> jax.Array:
     """Inside shard_map: whole along a dim; the gradient is scattered along it."""
-    if platform_in_force() != "tpu":
+    if current_platform() != "tpu":
         return lax.all_gather(part, over, axis=dim, tiled=True, to="reduced")
     # one axis after the other, the innermost first: together they lie on the torus in an order that
     # the TPU compiler gathers by adding up arrays filled with zeros
@@ -99,7 +99,7 @@ def partial_sums(spec: P, over: Sequence[str]) -> P:
     return P(*spec, unreduced=frozenset(over)) if over else spec
 
 
-def add_up(x: jax.Array, over: Sequence[str], target: P) -> jax.Array:
+def reduce_to(x: jax.Array, over: Sequence[str], target: P) -> jax.Array:
     """Partial sums over `over`, added; where `target` splits a dim over them, only that part."""
     if not over:
         return x
@@ -121,7 +121,7 @@ def add_up(x: jax.Array, over: Sequence[str], target: P) -> jax.Array:
 
 
 @jax.custom_vjp
-def gradients_together(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+def tie_gradients(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both as they are; going back, neither gradient is handed on before the other is there.
 
     A scheduler may put off whatever nothing waits for. Here the gradient of `x`, with which the
@@ -139,7 +139,7 @@ def _together(_: None, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Arra
     return x, weight
 
 
-gradients_together.defvjp(_as_they_are, _together)
+tie_gradients.defvjp(_as_they_are, _together)
 
 
 def varying_like(x: jax.Array, *others: jax.Array) -> jax.Array:

@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.ops.attention.block import Block, Partial, Slopes, with_gradient
+from meshwright.ops.attention.block import Block, Gradients, Partial, with_gradient
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.attention.permute import permute
-from meshwright.ops.attention.turns import (
+from meshwright.ops.attention.ring_steps import (
     Keys,
+    RingSteps,
     Step,
-    Turns,
-    add_turn,
-    slopes_of_turn,
-    turns_of,
+    add_ring_step,
+    gradients_of_ring_step,
+    ring_steps_of,
     unrolled,
 )
-from meshwright.ops.exchange import varying_like
+from meshwright.ops.collectives import varying_like
 
 
 class Transport(NamedTuple):
@@ -50,7 +50,7 @@ def attend(
     kernel: str,
 ) -> jax.Array:
     """Inside shard_map: attention of this device's part of the rows, split over `over`."""
-    turns = turns_of(mask, order, ways, here.q.shape[1])
+    turns = ring_steps_of(mask, order, ways, here.q.shape[1])
 
     def transport(block: Block) -> Transport:
         keys = Keys(jnp.stack([block.k, block.v]), block.k_segments)
@@ -117,13 +117,13 @@ def _gathered(keys: Keys, axes: tuple[str, ...], ways: int) -> Transport:
 
 
 def _forward(
-    here: Block, turns: Turns, transport: Transport, step: Callable[[Any], Step], kernel: str
+    here: Block, turns: RingSteps, transport: Transport, step: Callable[[Any], Step], kernel: str
 ) -> Partial:
     """The output of this device's queries over all keys they see."""
 
     def visit(done: Partial | None, held: Any, coming: Any, turn: Any, mask: Mask | None) -> Any:
         keys = transport.keys(held, turn)
-        return add_turn(done, here, keys, turns, step(turn), mask, kernel, under_way=coming)
+        return add_ring_step(done, here, keys, turns, step(turn), mask, kernel, under_way=coming)
 
     whole: Partial = _around(turns, transport, visit, here.q)
     return whole._replace(out=whole.out.astype(here.q.dtype))
@@ -131,19 +131,19 @@ def _forward(
 
 def _backward(
     here: Block,
-    turns: Turns,
+    turns: RingSteps,
     transport: Transport,
     step: Callable[[Any], Step],
     whole: Partial,
     given: jax.Array,
     kernel: str,
-) -> Slopes:
+) -> Gradients:
     """Gradients of this device's queries, and of its keys from all queries that see them."""
 
     def visit(sums: Any, held: Any, coming: Any, turn: Any, mask: Mask | None) -> Any:
         keys = transport.keys(held, turn)
         done, arriving = (None, None) if sums is None else (sums[0], transport.along(sums[1]))
-        of_q, of_keys, (coming, arriving) = slopes_of_turn(
+        of_q, of_keys, (coming, arriving) = gradients_of_ring_step(
             whole, given, here, keys, turns, step(turn), mask, kernel, under_way=(coming, arriving)
         )
         of_q = of_q if done is None else done + of_q
@@ -151,10 +151,12 @@ def _backward(
 
     of_q, of_keys = _around(turns, transport, visit, here.q)
     of_k, of_v = transport.home(of_keys)
-    return Slopes(of_q.astype(here.q.dtype), of_k.astype(here.k.dtype), of_v.astype(here.v.dtype))
+    return Gradients(
+        of_q.astype(here.q.dtype), of_k.astype(here.k.dtype), of_v.astype(here.v.dtype)
+    )
 
 
-def _around(turns: Turns, transport: Transport, visit: Any, q: jax.Array) -> Any:
+def _around(turns: RingSteps, transport: Transport, visit: Any, q: jax.Array) -> Any:
     """Every turn's visit, one after the other; keys move on meanwhile, but not after the last."""
 
     def turn_of(carry: Any, turn: Any, mask: Mask | None, moves: bool) -> Any:
