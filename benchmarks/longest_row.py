@@ -51,7 +51,8 @@ def compile_step(seq: int, device: Any) -> Step:
     import jax.numpy as jnp
 
     import meshwright as mw
-    from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays, decoder_rules
+    from meshwright.models import Compute
+    from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
     from meshwright.train.optimizer import OptimizerConfig, make_optimizer
     from meshwright.train.state import abstract_state, new_state
     from meshwright.train.step import step_functions

@@ -151,13 +151,13 @@ def key(one: dict[str, Any]) -> str:
 
 
 def config_of(one: dict[str, Any]) -> Any:
-    from meshwright.train.config import ComputeConfig, RopeConfig, TrainConfig
+    from meshwright.train.config import ComputeConfig, TrainConfig
 
     return TrainConfig(
         one["model"], mesh=one["mesh"], batch=one["batch"], seq=one["seq"],
         accumulation=one.get("accumulation", 1),
         context_parallel=one.get("context_parallel", "auto"),
-        rope=RopeConfig(theta=one.get("rope_theta")),
+        override=(f"rope.theta={one['rope_theta']}",) if "rope_theta" in one else (),
         compute=ComputeConfig(
             remat=one["remat"], sequence_parallel=one.get("sequence_parallel", False),
             mlp_chunk=one.get("mlp_chunk", 0), overlap=one.get("overlap", False),

@@ -57,7 +57,8 @@ def compiled(run: Run) -> dict[str, Any]:
     from jax.experimental import topologies
 
     from meshwright.meshes import mesh
-    from meshwright.models.decoder import Compute, abstract_arrays, decoder_rules, preset
+    from meshwright.models import Compute, preset
+    from meshwright.models.decoder import abstract_arrays, decoder_rules
     from meshwright.ops.rope import Rope
     from meshwright.train.optimizer import OptimizerConfig, make_optimizer
     from meshwright.train.state import abstract_state

@@ -67,10 +67,11 @@ def ours(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[
     import numpy as np
 
     import meshwright as mw
-    from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays, decoder_rules
+    from meshwright.models import Compute, LossConfig
+    from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
     from meshwright.train.optimizer import OptimizerConfig, make_optimizer
     from meshwright.train.state import abstract_state, new_state
-    from meshwright.train.step import LossConfig, step_functions
+    from meshwright.train.step import step_functions
 
     config = DecoderConfig(**SIZES, max_seq=seq)
     mesh = mw.mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1], axis_types="explicit")

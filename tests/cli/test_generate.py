@@ -13,8 +13,8 @@ import pytest
 
 from meshwright.checkpoint import Checkpoints
 from meshwright.cli.main import main
+from meshwright.models import model_to_dict
 from meshwright.models.decoder import DecoderConfig, abstract_arrays
-from meshwright.train.config import decoder_to_dict
 
 CONFIG = DecoderConfig(258, 1, 16, 2, 2, 8, 32, max_seq=200)
 
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("alphabet")
     with Checkpoints(folder / "checkpoints") as checkpoints:
         checkpoints.save(7, {"params": params}, {}, wait=True)
-    (folder / "config.json").write_text(json.dumps({"model_config": decoder_to_dict(CONFIG)}))
+    (folder / "config.json").write_text(json.dumps({"model_config": model_to_dict(CONFIG)}))
     (folder / "tokenizer_state.json").write_text('{"kind": "bytes"}')
     return str(folder)
 

@@ -10,12 +10,14 @@ import pytest
 
 import meshwright as mw
 from meshwright.data import ByteTokenizer, Needles, needle_sequences
-from meshwright.evaluate.needle import RULES, Retrieval, answers, check_needle, retrieve
-from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays, logits
+from meshwright.evaluate.needle import Retrieval, answers, check_needle, retrieve
+from meshwright.models import Compute, decoder_rules
+from meshwright.models.decoder import DecoderConfig, abstract_arrays, logits
 from meshwright.serve.load import Model, Source, generation_mesh, load
 from meshwright.train.state import abstract_state
 
 CONFIG = DecoderConfig(320, 2, 32, 8, 4, 8, 64, max_seq=256)
+RULES = decoder_rules(sp=True)
 ROWS = needle_sequences(Needles(4, 3, value_length=2), 5, 64)
 
 

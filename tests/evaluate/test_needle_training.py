@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from meshwright.data import Needles, needle_sequences
-from meshwright.evaluate.needle import RULES, retrieve
+from meshwright.evaluate.needle import retrieve
+from meshwright.models import decoder_rules
 from meshwright.serve.load import generation_mesh, load, look_into
 
 SEQ = 128
@@ -43,7 +44,9 @@ def test_a_model_trained_over_sp_finds_needles_and_not_where_parts_cannot_see_ea
         "--optimizer.schedule", "wsd", "--optimizer.warmup-steps", 20,
         "--optimizer.weight-decay", 0, "--run", tmp_path / "run",
     )  # fmt: skip
-    model = load(look_into(str(tmp_path / "run")), generation_mesh("sp=4"), rules=RULES)
+    model = load(
+        look_into(str(tmp_path / "run")), generation_mesh("sp=4"), rules=decoder_rules(sp=True)
+    )
     rows = needle_sequences(Needles(), rows=64, seq=SEQ, fresh=True)
     found = retrieve(model, rows, context_parallel="ring")
     assert found.share >= 0.95

@@ -12,7 +12,8 @@ import meshwright as mw
 from meshwright.audits import collectives, instructions
 from meshwright.errors import MeshwrightError
 from meshwright.layouts.initial import create
-from meshwright.models.decoder import abstract_arrays, decoder_rules, preset, t5x_rules
+from meshwright.models import preset
+from meshwright.models.decoder import abstract_arrays, decoder_rules, t5x_rules
 
 CONFIG = dataclasses.replace(
     preset("tiny"), layers=2, kv_heads=8, qkv_bias=True, qk_norm=True, max_seq=64

@@ -10,7 +10,8 @@ import pytest
 
 from meshwright import Constant, MeshwrightError, Normal
 from meshwright.layouts.decide import tree_paths
-from meshwright.models.decoder import DecoderConfig, abstract_arrays, preset
+from meshwright.models import preset
+from meshwright.models.decoder import DecoderConfig, abstract_arrays
 
 TINY = preset("tiny")
 

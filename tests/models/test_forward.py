@@ -13,12 +13,11 @@ import pytest
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError
+from meshwright.models import Compute, activation_layouts
 from meshwright.models.decoder import (
     REMAT,
-    Compute,
     DecoderConfig,
     abstract_arrays,
-    activation_layouts,
     decoder_rules,
     logits,
     t5x_rules,

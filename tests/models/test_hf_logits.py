@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.models.decoder import Compute, abstract_arrays, decoder_rules, logits
+from meshwright.models import Compute
+from meshwright.models.decoder import abstract_arrays, decoder_rules, logits
 from meshwright.models.decoder.hf_config import from_hf_config
 from meshwright.models.decoder.hf_load import load_hf
 from meshwright.models.decoder.hf_save import save_hf

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.models.decoder import REMAT, Compute, DecoderConfig, abstract_arrays, decoder_rules
+from meshwright.models import Compute
+from meshwright.models.decoder import REMAT, DecoderConfig, abstract_arrays, decoder_rules
 from meshwright.models.decoder import hidden_states as hidden
 from meshwright.ops import row_kernels
 from meshwright.ops.collectives import varying_like

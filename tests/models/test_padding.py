@@ -12,14 +12,12 @@ from safetensors.numpy import load_file
 
 import meshwright as mw
 from meshwright import MeshwrightError
+from meshwright.models import Compute, describe_padding, padded_vocab
 from meshwright.models.decoder import (
-    Compute,
     DecoderConfig,
     abstract_arrays,
     decoder_rules,
-    describe_padding,
     logits,
-    padded_vocab,
     t5x_rules,
 )
 from meshwright.models.decoder.hf_save import save_hf

@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from meshwright import MeshwrightError
-from meshwright.models.decoder import PRESETS, abstract_arrays, preset
+from meshwright.models import preset
+from meshwright.models.decoder import PRESETS, abstract_arrays
 from meshwright.ops.rope import Llama3Scaling
 
 # of the published weights, tied arrays once

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright.machines import Machine
-from meshwright.models.decoder import preset
+from meshwright.models import preset
 from meshwright.planner import plan
 from meshwright.planner.efficiency import PLAIN_ATTENTION
 from meshwright.planner.kernels import slow_attention
@@ -70,7 +70,7 @@ def test_train_and_prove_say_so_too() -> None:
     config = TrainConfig("llama-3.2-1b", mesh="fsdp=2,sp=2", batch=2, seq=4000)
 
     def words(config: TrainConfig) -> str | None:
-        return compute_of(config, MODEL, choose_rules(config), mesh)[1]  # type: ignore[arg-type]
+        return compute_of(config, MODEL, choose_rules(config, MODEL), mesh)[1]  # type: ignore[arg-type]
 
     assert "slower kernel" not in (words(config) or "")
     asked = dataclasses.replace(config, compute=ComputeConfig(attention="blockwise"))

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from meshwright.machines import Machine
-from meshwright.models.decoder import abstract_arrays, preset
+from meshwright.models import preset
+from meshwright.models.decoder import abstract_arrays
 from meshwright.planner import Plan, plan
 from meshwright.planner.memory import memory, moments
 from meshwright.planner.memory_formulas import formulas

@@ -16,7 +16,8 @@ from meshwright.cli.train import settings as train_settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.machines.slices import squarest
-from meshwright.models.decoder import PRESETS, DecoderConfig, preset
+from meshwright.models import preset
+from meshwright.models.decoder import PRESETS, DecoderConfig
 from meshwright.planner import Plan, make_job, plan
 from meshwright.planner.candidates import (
     flops_per_byte,
@@ -247,7 +248,7 @@ def test_rows_longer_than_the_models_are_warned_of_and_the_commands_run() -> Non
     (warning,) = found.warnings
     assert warning.startswith("seq=16,384 is longer than the model's 4,096 tokens; train needs")
     for command in next_commands(found, found.best.choice):
-        assert command.endswith("--rope.scaling linear --rope.factor 4")
+        assert command.endswith("--override rope.scaling=linear rope.factor=4")
     config = train_settings(shlex.split(next_commands(found, found.best.choice)[1])[2:])
     model = config.rope.apply(found.job.model, 16384)
     check_length(model, 16384)

@@ -9,7 +9,8 @@ import pytest
 from tests.train.toy import ONE, Setting, parts
 
 from meshwright.machines import Machine
-from meshwright.models.decoder import DecoderConfig, preset
+from meshwright.models import preset
+from meshwright.models.decoder import DecoderConfig
 from meshwright.planner import plan
 from meshwright.planner.result import Choice, Job
 from meshwright.planner.rewrites import compiled_traffic

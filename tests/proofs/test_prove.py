@@ -9,7 +9,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.audits import audit
-from meshwright.models.decoder import preset
+from meshwright.models import preset
 from meshwright.planner.parts import padding
 from meshwright.proofs import Proof, prove
 from meshwright.proofs.compare import compare, expected, job_and_choice

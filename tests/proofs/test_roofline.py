@@ -9,13 +9,13 @@ import pytest
 from meshwright.audits import collectives, read_program
 from meshwright.errors import MeshwrightError
 from meshwright.machines import CHIPS, Machine
+from meshwright.models import model_config
 from meshwright.planner import efficiency
 from meshwright.planner.links import over
 from meshwright.planner.result import Choice, Job
 from meshwright.planner.shares import place_axes
 from meshwright.proofs.priced import FLOPS_PER_CYCLE, Prices
 from meshwright.proofs.roofline import Roofline, roofline
-from meshwright.train.setup import model_config
 
 approx = pytest.approx
 V5P = Machine.parse("v5p:4x4x4")

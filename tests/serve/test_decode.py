@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from meshwright.models.decoder import Compute, DecoderConfig, decoder_rules, logits
+from meshwright.models import Compute
+from meshwright.models.decoder import DecoderConfig, decoder_rules, logits
 from meshwright.ops.rope import Llama3Scaling, Rope, YarnScaling
 from meshwright.serve.generate import model_functions, padded
 from meshwright.serve.load import Model, generation_mesh, load_for_generation
@@ -45,7 +46,7 @@ def cached_logits(
     start, advance = model_functions(config, mesh, room)
     rows = [list(prompt) for prompt in prompts]
     found = []
-    now, cache = start(params, *padded(prompts, mesh))
+    now, cache = start(params, *padded(prompts, config, mesh))
     for i in range(new):
         found.append(np.asarray(now))
         tokens = found[-1].argmax(-1).astype(np.int32)
@@ -118,7 +119,7 @@ def test_a_step_sends_activations_and_no_weights(random_model: RandomModel) -> N
     mesh = generation_mesh("fsdp=4,tp=2")
     params = random_model(config, mesh).params
     start, advance = model_functions(config, mesh, 64)
-    tokens, lengths = padded([[1]], mesh)
+    tokens, lengths = padded([[1]], BASE, mesh)
     _, cache = start(params, tokens, lengths)
     with jax.set_mesh(mesh):
         lowered = advance.__wrapped__.lower(params, cache, lengths)  # type: ignore[attr-defined]

@@ -14,12 +14,12 @@ import pytest
 
 import meshwright as mw
 from meshwright.checkpoint import Checkpoints
+from meshwright.models import model_to_dict
 from meshwright.models.decoder import DecoderConfig
 from meshwright.models.decoder.hf_save import save_hf
 from meshwright.ops.rope import Llama3Scaling, Rope
 from meshwright.serve.generate import model_functions, padded
 from meshwright.serve.load import Model, generation_mesh, load_for_generation, look_into
-from meshwright.train.config import decoder_to_dict
 
 RandomModel = Callable[..., Model]
 CONFIG = DecoderConfig(
@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: Model) -> Path:
             checkpoints.save(step, state, {}, wait=True)
     settings = {
         "model": "mine",
-        "model_config": decoder_to_dict(CONFIG),
+        "model_config": model_to_dict(CONFIG),
         "hf_config": {"eos_token_id": 256},
     }
     (folder / "config.json").write_text(json.dumps(settings))
@@ -92,7 +92,7 @@ def test_bfloat16_continues_about_as_float32(run: Path) -> None:
     for dtype in (jnp.float32, jnp.bfloat16):
         model = load_for_generation(run, mesh, dtype)
         start, advance = model_functions(CONFIG, mesh, 64)
-        logits, cache = start(model.params, *padded([[1, 2], [3]], mesh))
+        logits, cache = start(model.params, *padded([[1, 2], [3]], model.config, mesh))
         assert cache.keys.dtype == dtype
         logits, _ = advance(model.params, cache, jnp.asarray([5, 6], jnp.int32))
         found.append(np.asarray(logits))
@@ -139,7 +139,7 @@ def test_what_is_missing_or_wrong_in_a_run_is_said(run: Path, tmp_path: Path) ->
     (run / "tokenizer_state.json").unlink()
     refused("tokenizer_state.json is not there", "--tokenizer")
     assert look_into(run, tokenizer="bytes").config == CONFIG
-    rewrite(run / "config.json", model_config=decoder_to_dict(CONFIG) | {"vocab": 200})
+    rewrite(run / "config.json", model_config=model_to_dict(CONFIG) | {"vocab": 200})
     refused("the tokenizer has 257 tokens", "200", tokenizer="bytes")
     rewrite(run / "config.json", model_config={"vocab": 200})
     refused("'model_config' is not one of this version")

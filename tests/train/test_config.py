@@ -10,8 +10,8 @@ import pytest
 from meshwright import MeshwrightError
 from meshwright.launch import HANG_TIMEOUT_S
 from meshwright.launch.cpu import MOST_DEVICES, simulate_devices
+from meshwright.models import LossConfig, preset
 from meshwright.train.config import (
-    RopeConfig,
     TrainConfig,
     config_from_dict,
     config_to_dict,
@@ -19,7 +19,6 @@ from meshwright.train.config import (
 )
 from meshwright.train.optimizer import OptimizerConfig
 from meshwright.train.setup import choose_rules
-from meshwright.train.step import LossConfig
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:
@@ -63,8 +62,6 @@ def given(name: str, value: Any) -> TrainConfig:
         ("checkpoint.keep_last", 0, "at least 1"),
         ("checkpoint.keep_every", -2, "at least 1"),
         ("compute.mlp_chunk", -1, "at least 0"),
-        ("rope.theta", 1.0, "above 1"),
-        ("rope.factor", 0.5, "at least 1"),
     ],
 )
 def test_a_value_outside_its_range_is_named_with_one_that_would_do(
@@ -81,7 +78,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("name", [*NUMBERS, "rope.theta", "optimizer.clip_norm"])
+@pytest.mark.parametrize("name", [*NUMBERS, "optimizer.clip_norm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_no_setting_takes_nan_or_infinity(name: str, value: float) -> None:
     with pytest.raises(MeshwrightError, match=name):
@@ -92,7 +89,7 @@ def test_values_at_the_ends_of_their_ranges_are_taken() -> None:
     config = TrainConfig(
         "tiny", steps=7, stop_at=7, seed=2**32 - 1, cpu_devices=MOST_DEVICES,
         optimizer=OptimizerConfig(warmup_steps=7, weight_decay=0.0), loss=LossConfig(z_loss=0.0),
-        rope=RopeConfig(theta=1e6),
+        override=("rope.theta=1e6", "layers=2"),
     )  # fmt: skip
     assert config_from_dict(config_to_dict(config), "test") == config
 
@@ -129,7 +126,7 @@ norm -> none
 def test_rules_of_activations_in_a_file_need_no_mark(mark: str, tmp_path: Path) -> None:
     file = tmp_path / "own.rules"
     file.write_text(f"batch{mark} -> dp+fsdp\nlength{mark} -> sp\n{RULES}")
-    rules = choose_rules(TrainConfig("tiny", rules=str(file)))
+    rules = choose_rules(TrainConfig("tiny", rules=str(file)), preset("tiny"))
     assert rules.optional == {"batch", "length"}
 
 
@@ -137,4 +134,4 @@ def test_a_missing_rule_of_activations_is_named_with_the_line_to_add(tmp_path: P
     file = tmp_path / "own.rules"
     file.write_text(f"length -> sp\n{RULES}")
     with pytest.raises(MeshwrightError, match=r"'batch'.*add a line such as 'batch\? -> dp\+fsdp'"):
-        choose_rules(TrainConfig("tiny", rules=str(file)))
+        choose_rules(TrainConfig("tiny", rules=str(file)), preset("tiny"))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from meshwright.data import load_tokenizer, pack
+from meshwright.models import model_from_dict, model_to_dict
 from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
-from meshwright.train.config import TrainConfig, decoder_from_dict, decoder_to_dict
+from meshwright.train.config import TrainConfig
 from meshwright.train.setup import Setup, prepare
 
 MISTRAL = Path(__file__).parents[1] / "models/hf_reference/mistral-wide-heads"
@@ -78,5 +79,5 @@ def test_the_tokens_of_another_tokenizer_are_not_kept(tmp_path: Path, model: Pat
 
 def test_what_a_model_came_from_is_not_compared_when_a_run_resumes(model: Path) -> None:
     config = from_hf_config(model)
-    assert "hf_config" not in decoder_to_dict(config)
-    assert decoder_from_dict(decoder_to_dict(config)) == config
+    assert "hf_config" not in model_to_dict(config)
+    assert model_from_dict(model_to_dict(config)) == config

@@ -1,6 +1,7 @@
 """Rows of a million tokens: the command says them, and the step lowers."""
 
 import json
+import re
 import subprocess
 import sys
 import typing
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 
 from meshwright.errors import MeshwrightError
-from meshwright.models.decoder import preset
+from meshwright.models import override, preset
 from meshwright.ops import rope
 from meshwright.ops.attention import KERNELS, STRATEGIES
-from meshwright.train.config import ComputeConfig, RopeConfig, TrainConfig
+from meshwright.train.config import ComputeConfig, TrainConfig
 
 LENGTH = 1_048_576
 PROGRAM = """
@@ -54,7 +55,7 @@ def long_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_million_tokens_over_lwms_mesh_is_said_and_lowers(long_store: Path) -> None:
     said = [
         "llama-2-7b", "--seq", str(LENGTH), "--mesh", "1,-1,16,4", "--batch", "1", "--data",
-        str(long_store), "--rope.theta", "5e7", "--compute.remat", "full", "--compute.mlp-chunk",
+        str(long_store), "--override", "rope.theta=5e7", "--compute.remat", "full", "--compute.mlp-chunk",
         "16384", "--compute.dtype", "bfloat16",
     ]  # fmt: skip
     done = subprocess.run(
@@ -77,13 +78,13 @@ def test_without_other_positions_the_models_own_length_holds(long_store: Path) -
     )  # fmt: skip
     assert done.returncode == 2
     assert "seq=1048576 is longer than the model allows; 4096 or less would fit" in done.stderr
-    assert "--rope.theta" in done.stderr
+    assert "--override rope.theta=" in done.stderr
 
 
 def test_positions_can_be_set_for_longer_rows() -> None:
     own = preset("llama-2-7b")
-    assert RopeConfig().apply(own, 8192) == own
-    longer = RopeConfig(theta=1e6).apply(own, 32768)
+    assert override(own, (), 8192) == own
+    longer = override(own, ("rope.theta=1e6",), 32768)
     assert (longer.rope, longer.max_seq) == (rope.Rope(1e6), 32768)
     scaled = {
         "linear": rope.LinearScaling(8.0),
@@ -91,22 +92,35 @@ def test_positions_can_be_set_for_longer_rows() -> None:
         "llama3": rope.Llama3Scaling(8.0, 1.0, 4.0, own.max_seq),
     }
     for name, scaling in scaled.items():
-        found = RopeConfig(scaling=name, factor=8.0).apply(own, 32768)  # type: ignore[arg-type]
+        found = override(own, (f"rope.scaling={name}", "rope.factor=8"), 32768)
         assert (found.rope, found.max_seq) == (rope.Rope(own.rope.theta, scaling), 32768)
 
 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"theta": 0.5}, r"rope.theta=0.5 must be above 1"),
-        ({"factor": 0.5}, r"rope.factor=0.5 must be at least 1"),
-        ({"factor": 8.0}, r"rope.factor=8.0 belongs to a scaling; give rope.scaling too"),
-        ({"scaling": "yarn"}, r"rope.scaling=yarn needs rope.factor, how many times"),
+        ("rope.theta=0.5", "rope.theta=0.5 must be above 1"),
+        ("rope.theta=nan", "rope.theta=nan must be above 1"),
+        ("rope.theta=big", "rope.theta=big must be a number"),
+        ("rope.factor=0.5", "rope.factor=0.5 must be at least 1"),
+        ("rope.factor=8", "rope.factor=8 belongs to a scaling; add rope.scaling="),
+        ("rope.scaling=yarn", "rope.scaling=yarn needs rope.factor: how many times"),
+        ("rope.scaling=yarm", "is not a scaling; did you mean 'yarn'?"),
+        ("rope.theat=5", "'rope.theat' is not a field of the model; did you mean 'rope.theta'?"),
+        ("layers=many", "layers=many must be a whole number"),
+        ("tied_embeddings=yes", "tied_embeddings=yes must be true or false"),
+        ("layers=0", "layers=0 of a model must be a whole number from 1"),
+        ("layers", "'layers' is not NAME=VALUE, such as rope.theta=5e7"),
     ],
 )
-def test_positions_that_mean_nothing_are_refused(said: dict[str, typing.Any], words: str) -> None:
-    with pytest.raises(MeshwrightError, match=words):
-        RopeConfig(**said)
+def test_changes_to_the_model_that_mean_nothing_are_refused(said: str, words: str) -> None:
+    with pytest.raises(MeshwrightError, match=re.escape(words)):
+        override(preset("llama-2-7b"), (said,), 4096)
+
+
+def test_sizes_of_the_model_can_be_changed() -> None:
+    smaller = override(preset("llama-3.2-1b"), ("layers=2", "tied_embeddings=false"), 4096)
+    assert (smaller.layers, smaller.tied_embeddings, smaller.rope.theta) == (2, False, 500000.0)
 
 
 def test_the_flags_name_every_kernel_and_strategy() -> None:

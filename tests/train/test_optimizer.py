@@ -13,11 +13,11 @@ import pytest
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec
 from meshwright.layouts.decide import tree_paths
-from meshwright.models.decoder import abstract_arrays, preset
+from meshwright.models import preset
+from meshwright.models.decoder import abstract_arrays
 from meshwright.train.optimizer import (
     OptimizerConfig,
     ScheduleName,
-    decays,
     learning_rate,
     make_optimizer,
 )
@@ -143,7 +143,7 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     config = dataclasses.replace(preset("tiny"), qkv_bias=True, output_bias=True, qk_norm=True)
     arrays = abstract_arrays(config)
     by_name = {
-        path.split("/")[-1]: decays(spec)
+        path.split("/")[-1]: spec.is_matrix
         for path, spec in zip(tree_paths(arrays), jax.tree.leaves(arrays), strict=True)
     }
     matrices = {"embedding", "output", "wq", "wk", "wv", "wo", "gate", "up", "down"}
@@ -152,13 +152,13 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
 
 
 ARRAYS = {
-    "embedding": ArraySpec((24, 128), "vocab embed"),
+    "embedding": ArraySpec((24, 128), "vocab embed", inputs=1),
     "layers": {
         "norm": ArraySpec((3, 128), "layers norm"),
-        "up": ArraySpec((3, 128, 160), "layers embed mlp"),
-        "down": ArraySpec((3, 160, 128), "layers mlp embed"),
-        "wq": ArraySpec((3, 128, 4, 32), "layers embed heads head_dim"),
-        "wo": ArraySpec((3, 4, 32, 128), "layers heads head_dim embed"),
+        "up": ArraySpec((3, 128, 160), "layers embed mlp", inputs=1),
+        "down": ArraySpec((3, 160, 128), "layers mlp embed", inputs=1),
+        "wq": ArraySpec((3, 128, 4, 32), "layers embed heads head_dim", inputs=1),
+        "wo": ArraySpec((3, 4, 32, 128), "layers heads head_dim embed", inputs=2),
     },
 }
 
@@ -214,7 +214,7 @@ def config_of(name: str) -> OptimizerConfig:
 def test_adafactor_treats_each_layer_by_itself() -> None:
     tx, _ = make_optimizer(config_of("adafactor"), 10, ARRAYS)
     params, gradients = values(0), [values(1), values(2)]
-    mask = unstacked(jax.tree.map(lambda s: jnp.full(3, decays(s)), ARRAYS))
+    mask = unstacked(jax.tree.map(lambda s: jnp.full(3, s.is_matrix), ARRAYS))
     mask = jax.tree.map(bool, {**mask, "embedding": True})
     plain = optax.chain(
         optax.scale_by_factored_rms(),

@@ -12,7 +12,8 @@ import optax
 import pytest
 from tests.train.toy import CONFIG, ONE, Parts, Setting, packed_batch, parts
 
-from meshwright.models.decoder import REMAT, Compute, decoder_rules, logits
+from meshwright.models import Compute
+from meshwright.models.decoder import REMAT, decoder_rules, logits
 from meshwright.train.state import new_state
 
 slow = pytest.mark.slow

@@ -10,16 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshwright as mw
-from meshwright.models.decoder import (
-    Compute,
-    DecoderConfig,
-    abstract_arrays,
-    decoder_rules,
-    padded_vocab,
-)
+from meshwright.models import Compute, LossConfig, padded_vocab
+from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
 from meshwright.train.optimizer import OptimizerConfig, make_optimizer
 from meshwright.train.state import TrainState, abstract_state, new_state
-from meshwright.train.step import LossConfig, StepFunctions, step_functions
+from meshwright.train.step import StepFunctions, step_functions
 
 ONE = "dp=1,fsdp=1,tp=1,sp=1"
 # no biases: the gradient of a key bias is zero but for rounding, which Adam would blow up

@@ -10,16 +10,18 @@ from typing import Any
 
 from meshwright.audits.collective import Phase
 from meshwright.audits.expected import Expected
-from meshwright.models.decoder import activation_layouts, decoder_rules
+from meshwright.models import activation_layouts, family_of
 from meshwright.ops import nontrivial_axes, split_axes
 
 
 def expected_of_step(step: Any) -> tuple[Expected, ...]:
-    """Of a step (`train.described.step_of`), on a mesh of the standard axes.
+    """Of an abstract step (`train.abstract_step`), on a mesh of the standard axes.
 
     Rules of one's own are held to what the standard rules send.
     """
-    rules = decoder_rules(sp=True, sequence_parallel=step.config.compute.sequence_parallel)
+    rules = family_of(step.model).rules(
+        sp=True, sequence_parallel=step.config.compute.sequence_parallel
+    )
     wide = nontrivial_axes(step.mesh.shape)
     layouts = activation_layouts(rules, wide)
     order = list(step.mesh.axis_names)

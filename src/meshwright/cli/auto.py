@@ -6,8 +6,8 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.models.decoder import DecoderConfig
-from meshwright.train import AUTO, TrainConfig, model_config
+from meshwright.models import default_dtype
+from meshwright.train import AUTO, TrainConfig, model_of
 
 
 def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tuple[TrainConfig, str]:
@@ -16,7 +16,6 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
     With the mesh come remat, micro-batches, the strategy of attention and what else the plan
     chooses, but not what the command line (`words`) or a file says otherwise than usual.
     """
-    from meshwright.models.decoder import default_dtype
     from meshwright.planner import plan
 
     assert config.mesh == AUTO
@@ -32,7 +31,7 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
     remat = pinned("--compute.remat", said.remat, usual.compute.remat)
     accumulation = pinned("--accumulation", config.accumulation, usual.accumulation)
     found = plan(
-        config.rope.apply(model_config(config.model), config.seq),
+        model_of(config),
         machine,
         config.batch,
         config.seq,
@@ -61,11 +60,8 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
     return chosen, f"mesh auto: {with_it} ({best.reason}){said_too}"
 
 
-def planned_to_serve(
-    model: DecoderConfig, machine: Machine, rows: int, longest: int, dtype: str
-) -> str:
+def planned_to_serve(model: Any, machine: Machine, rows: int, longest: int, dtype: str) -> str:
     """The mesh over all devices on which a token of so many rows, that long, comes soonest."""
-    from meshwright.models.decoder import default_dtype
     from meshwright.planner import plan
 
     found = plan(

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from meshwright.data import Needles, needle_sequences
 from meshwright.errors import MeshwrightError
-from meshwright.evaluate import RULES, Group, Retrieval, check_needle, retrieve
+from meshwright.evaluate import Group, Retrieval, check_needle, needle_rules, retrieve
 from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
-from meshwright.models.decoder import default_dtype, describe_padding
+from meshwright.models import default_dtype, describe_padding
 from meshwright.present import count, mesh_text
 from meshwright.serve import check_fits, generation_mesh, load, look_into
 
@@ -92,10 +92,10 @@ def needle(asked: Needle) -> None:
         f"{len(jax.devices())}, {kind}"
         + (f", rows split over sp: {strategy}" if strategy is not None else "")
     )
-    padded = describe_padding(source.config, RULES, placed.shape)
+    padded = describe_padding(source.config, needle_rules(source.config), placed.shape)
     used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
-    model = load(source, placed, jnp.dtype(kind), RULES)
+    model = load(source, placed, jnp.dtype(kind), needle_rules(source.config))
     found = retrieve(model, rows, context_parallel=asked.context_parallel)
     if asked.json:
         print(json.dumps({"model": used, **_data(found, asked)}))

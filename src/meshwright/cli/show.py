@@ -12,8 +12,7 @@ from meshwright.layouts import Explanation, PathRules, Rules, explain
 from meshwright.machines import Machine
 from meshwright.meshes import MachineMesh, MeshSpec
 from meshwright.meshes import mesh as build_mesh
-from meshwright.models import abstract_arrays, decoder_rules, preset
-from meshwright.models.decoder import padded_vocab
+from meshwright.models import abstract_arrays, family_of, padded_vocab, preset
 from meshwright.show import array_grid, axis_table, machine_grid, page, ring_lines, scene
 
 
@@ -93,7 +92,7 @@ def _array(text: str) -> tuple[tuple[int, ...], str]:
 def _explained(model: str, rules_file: Path | None, placed: MachineMesh) -> Explanation:
     config = preset(model)
     if rules_file is None:
-        rules = decoder_rules()
+        rules = family_of(config).rules()
         vocab = padded_vocab(config, rules, _standard(placed).shape)
         return explain(abstract_arrays(config, vocab=vocab), rules, placed)
     try:

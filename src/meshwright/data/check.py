@@ -37,7 +37,8 @@ def check_data(
     if longest is not None and seq > longest:
         raise MeshwrightError(
             f"seq={seq} is longer than the model allows; {longest} or less would fit, or say how "
-            "its positions reach further: --rope.theta, or --rope.scaling with --rope.factor"
+            "its positions reach further: --override rope.theta=…, or rope.scaling=… with "
+            "rope.factor=…"
         )
     rows = sum(training_sequences(store, seq, held_out) for store in mixture.stores)
     if rows < batch:

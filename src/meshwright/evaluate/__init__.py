@@ -1,11 +1,11 @@
 """What a trained model can do, measured."""
 
-from meshwright.evaluate.needle import RULES, Group, Retrieval, check_needle, retrieve
+from meshwright.evaluate.needle import Group, Retrieval, check_needle, needle_rules, retrieve
 
 __all__ = [
-    "RULES",
     "Group",
     "Retrieval",
     "check_needle",
+    "needle_rules",
     "retrieve",
 ]

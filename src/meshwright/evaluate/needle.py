@@ -24,21 +24,18 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.data import ByteTokenizer, NeedleSequences
 from meshwright.errors import MeshwrightError
-from meshwright.layouts import axes_of
-from meshwright.models.decoder import (
-    Compute,
-    DecoderConfig,
-    activation_layouts,
-    decoder_rules,
-    hidden_states,
-    sequence_split,
-)
+from meshwright.layouts import Rules, axes_of
+from meshwright.models import Compute, activation_layouts, family_of
 from meshwright.ops import nontrivial_axes, spec_of
 from meshwright.ops.attention import choose_strategy
 from meshwright.serve import Model, Source
 
-RULES = decoder_rules(sp=True)
 _TOKENS = 65536  # of the rows that go through together, a group of devices that share a row
+
+
+def needle_rules(config: Any) -> Rules:
+    """Where the weights of a model lie while it is asked."""
+    return family_of(config).rules(sp=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +84,7 @@ def retrieve(
     context_parallel: str = "auto",
     segments: npt.NDArray[np.int32] | None = None,
 ) -> Retrieval:
-    """Ask everything that the rows ask. The model's weights lie by RULES.
+    """Ask everything that the rows ask. The model's weights lie by `needle_rules`.
 
     `context_parallel` is the method of attention where sp splits sequences. `segments` [batch, seq]
     cuts sequences into documents that do not see each other; by default each is one.
@@ -106,9 +103,8 @@ def answers(
     """The likeliest token at every place of every answer, [rows, questions, value_length]."""
     number, seq = rows.tokens.shape
     dtype = model.params["embedding"].dtype
-    program = _program(
-        model.config, Compute(RULES, dtype, context_parallel=context_parallel), model.mesh
-    )
+    compute = Compute(needle_rules(model.config), dtype, context_parallel=context_parallel)
+    program = _program(model.config, compute, model.mesh)
     groups = model.mesh.shape["dp"] * model.mesh.shape["fsdp"]
     together = min(max(1, _TOKENS // seq), -(-number // groups)) * groups
     before = rows.places.reshape(number, -1) - 1  # whose next token is the answer's
@@ -145,8 +141,8 @@ def check_needle(
         raise MeshwrightError(
             f"seq={seq} is longer than the model allows; {config.max_seq} or less would fit"
         )
-    layouts = activation_layouts(RULES, nontrivial_axes(mesh.shape))
-    split = sequence_split(config, layouts, dict(mesh.shape), seq)
+    layouts = activation_layouts(needle_rules(config), nontrivial_axes(mesh.shape))
+    split = family_of(config).sequence_split(config, layouts, dict(mesh.shape), seq)
     return choose_strategy(split, context_parallel) if split.ways > 1 else None
 
 
@@ -154,19 +150,21 @@ Program = Callable[[Any, Any, Any, Any], jax.Array]
 
 
 @functools.lru_cache(maxsize=16)
-def _program(config: DecoderConfig, compute: Compute, mesh: Mesh) -> Program:
+def _program(config: Any, compute: Compute, mesh: Mesh) -> Program:
     """(params, tokens, places, segments) to the likeliest token after each place [rows, places]."""
+    family = family_of(config)
 
     def likeliest(
         params: Any, tokens: jax.Array, places: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
-        x = hidden_states(params, tokens, config, compute, segments=segments)
+        x = family.hidden_states(params, tokens, config, compute, segments=segments)
         vocab = compute.layouts.logits.partitions[2]
         # only the places asked for meet the head: logits of whole rows would not fit
         x = _at(x, places)
-        name, dims = ("embedding", "ve") if config.tied_embeddings else ("output", "ev")
+        stored = family.lm_head(params, config)
+        dims = "ve" if stored.tied else "ev"
         spec = P(*(vocab if dim == "v" else None for dim in dims))
-        head = reshard(params[name].astype(compute.dtype), spec)
+        head = reshard(stored.weight.astype(compute.dtype), spec)
         rows = spec_of(x)[0]
         logits = jnp.einsum(
             f"bpe,{dims}->bpv", x, head,

@@ -21,7 +21,9 @@ class ArraySpec:
 
     `init` says its first values: `mw.Normal(0.02)`, `mw.Constant(1.0)`, or any function of
     (key, shape, dtype). `unpadded` is the shape of its values where that is smaller: the rest of
-    the array is zeros, there so that its dims divide.
+    the array is zeros, there so that its dims divide. `inputs` counts the dims that a matmul sums
+    over, after a leading `layers`: 1 for `layers embed heads head_dim`. With 0 the array is a
+    vector, such as a norm or a bias: optimizers do not decay it, and it is not cast for matmuls.
     """
 
     shape: tuple[int, ...]
@@ -29,6 +31,7 @@ class ArraySpec:
     dtype: Any = jnp.float32
     init: Any = dataclasses.field(default=None, repr=False)
     unpadded: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
+    inputs: int = dataclasses.field(default=0, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", whole_numbers(self.shape, "shape"))
@@ -61,6 +64,16 @@ class ArraySpec:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Used in matmuls: decayed by optimizers, cast to the dtype of matmuls."""
+        return self.inputs > 0
+
+    @property
+    def is_stacked(self) -> bool:
+        """One array for all layers, dim `layers` first."""
+        return self.dims[:1] == ("layers",)
 
     @property
     def unpadded_shape(self) -> tuple[int, ...]:

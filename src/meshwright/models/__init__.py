@@ -1,17 +1,55 @@
-"""Model families: configuration, arrays, the rules that place them, the forward pass."""
+"""Model families: configs, arrays, rules, forward passes, Hugging Face files."""
 
-from meshwright.models.decoder import PRESETS, DecoderConfig, abstract_arrays, decoder_rules, preset
-from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
-from meshwright.models.decoder.hf_load import load_hf
-from meshwright.models.decoder.hf_save import save_hf
+from meshwright.models.activations import ActivationLayouts, activation_layouts
+from meshwright.models.compute import Compute, default_dtype
+from meshwright.models.decoder import DecoderConfig, decoder_rules
+from meshwright.models.decoder.hf_fields import SOURCE, SPECIAL_TOKENS
+from meshwright.models.family import Generation, HuggingFace, ModelFamily
+from meshwright.models.loss import LmHead, LossConfig, next_token_loss
+from meshwright.models.padding import describe_padding, padded_vocab
+from meshwright.models.registry import (
+    FAMILIES,
+    PRESETS,
+    abstract_arrays,
+    family_of,
+    from_hf_config,
+    load_hf,
+    model_config,
+    model_from_dict,
+    model_to_dict,
+    override,
+    preset,
+    save_hf,
+    to_hf_config,
+)
 
 __all__ = [
+    "FAMILIES",
     "PRESETS",
+    "SOURCE",
+    "SPECIAL_TOKENS",
+    "ActivationLayouts",
+    "Compute",
     "DecoderConfig",
+    "Generation",
+    "HuggingFace",
+    "LmHead",
+    "LossConfig",
+    "ModelFamily",
     "abstract_arrays",
+    "activation_layouts",
     "decoder_rules",
+    "default_dtype",
+    "describe_padding",
+    "family_of",
     "from_hf_config",
     "load_hf",
+    "model_config",
+    "model_from_dict",
+    "model_to_dict",
+    "next_token_loss",
+    "override",
+    "padded_vocab",
     "preset",
     "save_hf",
     "to_hf_config",

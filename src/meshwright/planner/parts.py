@@ -5,7 +5,7 @@ import math
 
 from meshwright.arithmetic import round_up
 from meshwright.errors import MeshwrightError
-from meshwright.models.decoder import DecoderConfig, decoder_rules, describe_padding
+from meshwright.models import DecoderConfig, decoder_rules, describe_padding
 from meshwright.ops.attention import Mask, Split
 from meshwright.planner.result import Choice, Job
 

@@ -12,7 +12,8 @@ from typing import Literal
 from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import Machine, largest_slice, squarest
-from meshwright.models.decoder import PRESETS, REMAT, DecoderConfig, default_dtype, preset
+from meshwright.models import DecoderConfig, default_dtype, model_config
+from meshwright.models.decoder import REMAT
 from meshwright.planner import constraints
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.efficiency import OPTIMIZER_BYTES, told_to_overlap
@@ -134,11 +135,8 @@ def make_job(
 
 
 def _config(model: str) -> DecoderConfig:
-    if model in PRESETS:
-        return preset(model)
-    from meshwright.train import model_config  # with all that training needs
-
-    return model_config(model)
+    config: DecoderConfig = model_config(model)
+    return config
 
 
 def _check(
@@ -200,8 +198,8 @@ def _warnings(job: Job, machine: Machine) -> tuple[str, ...]:
         found.append(f"{said}; weights made for longer rows are needed")
     elif job.seq > longest:
         found.append(
-            f"{said}; train needs --rope.theta, or --rope.scaling with --rope.factor (the commands "
-            "below take linear scaling)"
+            f"{said}; train needs --override rope.theta=…, or rope.scaling and rope.factor (the "
+            "commands below take linear scaling)"
         )
     return tuple(found)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from meshwright.machines import Machine
-from meshwright.models.decoder import DecoderConfig
+from meshwright.models import DecoderConfig
 from meshwright.present import mesh_text
 
 RESERVE = 0.05  # of memory

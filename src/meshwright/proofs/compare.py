@@ -36,8 +36,8 @@ class Compared:
 
 def job_and_choice(config: Any, machine: Machine, model: Any = None) -> tuple[Job, Choice] | None:
     """Settings of train as the plan knows them; None where it does not: own rules."""
-    from meshwright.models.decoder import default_dtype
-    from meshwright.train import model_config, training_spec
+    from meshwright.models import default_dtype, model_config, override
+    from meshwright.train import training_spec
 
     if config.rules != "standard":
         return None
@@ -45,7 +45,7 @@ def job_and_choice(config: Any, machine: Machine, model: Any = None) -> tuple[Jo
     said = config.compute
     model = model_config(config.model) if model is None else model
     job = Job(
-        config.rope.apply(model, config.seq), config.batch, config.seq, config.model,
+        override(model, config.override, config.seq), config.batch, config.seq, config.model,
         optimizer=config.optimizer.name, param_dtype=said.param_dtype,
         dtype=default_dtype(said.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
         scan=said.scan, overlap=said.overlap, attention=said.attention,

@@ -73,7 +73,8 @@ def prove(
     `cache`: where results are kept, True for the usual place, False not to look there. A step that
     does not fit is a Proof that says so; a mistake or any other failure is a MeshwrightError.
     """
-    from meshwright.train import config_to_dict, decoder_to_dict, model_config
+    from meshwright.models import model_config, model_to_dict
+    from meshwright.train import config_to_dict
 
     machine = Machine.parse(on)
     check_slice(machine.chip, machine.shape, machine.slices, str(machine))
@@ -86,7 +87,7 @@ def prove(
     request: dict[str, Any] = {
         "machine": str(machine),
         "config": said,
-        "model": decoder_to_dict(model),
+        "model": model_to_dict(model),
     }
     if machine.chip.platform == "gpu":
         request["own_kernels"] = switched_on()
@@ -105,6 +106,7 @@ def prove(
 def _check(config: Any, model: Any, machine: Machine) -> None:
     """Sizes against the mesh, before a compiler is started."""
     from meshwright.meshes import mesh
+    from meshwright.models import override
     from meshwright.train import (
         check_batch,
         check_length,
@@ -113,8 +115,8 @@ def _check(config: Any, model: Any, machine: Machine) -> None:
         training_spec,
     )
 
-    placed, rules = mesh(training_spec(config), machine), choose_rules(config)
-    model = config.rope.apply(model, config.seq)
+    model = override(model, config.override, config.seq)
+    placed, rules = mesh(training_spec(config), machine), choose_rules(config, model)
     check_model(model, rules, placed)
     check_length(model, config.seq)
     check_batch(config, rules, placed)

@@ -20,9 +20,8 @@ from jax.sharding import PartitionSpec as P
 from meshwright.arithmetic import round_up, whole_number
 from meshwright.errors import MeshwrightError
 from meshwright.machines import check_host_memory
-from meshwright.models.decoder import DecoderConfig, decode
+from meshwright.models import family_of
 from meshwright.present import count
-from meshwright.serve.cache import Cache, appended, filled
 from meshwright.serve.load import Model
 from meshwright.serve.sampling import Sampling, sample
 
@@ -74,7 +73,7 @@ def stream(
 
     def steps() -> Iterator[tuple[int, int]]:
         live = set(range(len(prompts)))
-        logits, cache = start(model.params, *padded(prompts, model.mesh))
+        logits, cache = start(model.params, *padded(prompts, model.config, model.mesh))
         tokens = choose(logits, cache.lengths)
         for _ in range(max_new - 1):
             # the next step is on its way before this one's tokens are looked at
@@ -91,8 +90,7 @@ def stream(
 
 def _check_cache(model: Model, rows: int, room: int) -> None:
     """On CPUs, whether the host's memory can hold the cache."""
-    config = model.config
-    per_token = 2 * config.layers * config.kv_heads * config.head_dim
+    per_token = family_of(model.config).generation.cached_numbers(model.config)
     itemsize = model.params["embedding"].dtype.itemsize
     if model.mesh.devices.flat[0].platform == "cpu":
         check_host_memory(
@@ -114,7 +112,7 @@ def _live_ones(
         yield row, token
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], max_new: int, config: DecoderConfig) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], max_new: int, config: Any) -> None:
     """There are prompts, of tokens the model has, and room for what is to come."""
     if whole_number(max_new, "max_new") < 1:
         raise MeshwrightError("max_new=0 asks for no token; give 1 or more")
@@ -137,12 +135,14 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new: int, config: Decode
             )
 
 
-def padded(prompts: Sequence[Sequence[int]], mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+def padded(
+    prompts: Sequence[Sequence[int]], config: Any, mesh: Mesh
+) -> tuple[jax.Array, jax.Array]:
     """Tokens [batch, length] and lengths [batch]: as many rows and places as the mesh divides.
 
     A prompt starts at its row's first place. Rows that are only there to fill up hold one token.
     """
-    multiple = decode.batch_multiple(mesh.shape)
+    multiple = family_of(config).generation.batch_multiple(mesh.shape)
     rows = -(-len(prompts) // multiple) * multiple
     places = math.lcm(_BLOCK, 2 * mesh.shape.get("sp", 1))  # two chunks for each part of a row
     longest = max(map(len, prompts))
@@ -155,29 +155,26 @@ def padded(prompts: Sequence[Sequence[int]], mesh: Mesh) -> tuple[jax.Array, jax
     return jax.device_put(tokens, whole), jax.device_put(lengths, whole)
 
 
-Start = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Cache]]
-Advance = Callable[[Any, Cache, jax.Array], tuple[jax.Array, Cache]]
+Start = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
+Advance = Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]
 Choose = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @functools.lru_cache(maxsize=16)
-def model_functions(config: DecoderConfig, mesh: Mesh, room: int) -> tuple[Start, Advance]:
+def model_functions(config: Any, mesh: Mesh, room: int) -> tuple[Start, Advance]:
     """Two programs that give logits [batch, vocab] and a cache; they compile on first use.
 
     The first takes prompts and their lengths, the second the cache (which it uses up) and the next
     tokens [batch].
     """
 
-    def start(params: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
-        hidden, keys, values = decode.prefill(params, tokens, lengths, config)
-        cache = filled(keys, values, lengths, max(room, tokens.shape[1]))
-        return decode.next_logits(params, hidden, config), cache
+    generation = family_of(config).generation
 
-    def advance(params: Any, cache: Cache, tokens: jax.Array) -> tuple[jax.Array, Cache]:
-        hidden, keys, values = decode.step(
-            params, tokens, cache.lengths, cache.keys, cache.values, config
-        )
-        return decode.next_logits(params, hidden, config), appended(cache, keys, values)
+    def start(params: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
+        return generation.prefill(params, tokens, lengths, config, room)
+
+    def advance(params: Any, cache: Any, tokens: jax.Array) -> Any:
+        return generation.step(params, cache, tokens, config)
 
     return _on(mesh, jax.jit(start)), _on(mesh, jax.jit(advance, donate_argnums=1))
 

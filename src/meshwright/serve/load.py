@@ -18,15 +18,16 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.data import Tokenizer, load_tokenizer, tokenizer_from_json
 from meshwright.errors import MeshwrightError
-from meshwright.layouts import Layout, Rules, fit, layout_tree, stored
+from meshwright.layouts import ArraySpec, Layout, Rules, fit, layout_tree, stored
 from meshwright.machines import check_host_memory, host_bytes
 from meshwright.meshes import MeshSpec
 from meshwright.meshes import mesh as build_mesh
-from meshwright.models.decoder import (
-    VECTORS,
-    DecoderConfig,
+from meshwright.models import (
     abstract_arrays,
-    generation_rules,
+    family_of,
+    from_hf_config,
+    load_hf,
+    model_from_dict,
     padded_vocab,
 )
 from meshwright.ops import drop_trivial_axes, nontrivial_axes
@@ -37,7 +38,7 @@ from meshwright.present import mesh_text
 class Source:
     """A folder with a model in it, looked into; its weights are still to be read."""
 
-    config: DecoderConfig
+    config: Any
     tokenizer: Tokenizer
     ends: frozenset[int]
     """The tokens that end a document."""
@@ -62,7 +63,7 @@ class Model:
     mesh: Mesh
 
     @property
-    def config(self) -> DecoderConfig:
+    def config(self) -> Any:
         return self.source.config
 
 
@@ -137,7 +138,7 @@ def load(source: Source, mesh: Mesh, dtype: Any = jnp.float32, rules: Rules | No
     return Model(source, fit(source.read(on_disk), padded), mesh)
 
 
-def check_fits(config: DecoderConfig, mesh: Mesh) -> None:
+def check_fits(config: Any, mesh: Mesh) -> None:
     """The mesh splits this model's dims evenly; the vocabulary is padded."""
     for axes, dims in ((("tp",), ("kv_heads", "mlp")), (("fsdp", "sp"), ("embed",))):
         parts = math.prod(mesh.shape[axis] for axis in axes)
@@ -152,22 +153,22 @@ def check_fits(config: DecoderConfig, mesh: Mesh) -> None:
                 )
 
 
-def targets(config: DecoderConfig, mesh: Mesh, dtype: Any, rules: Rules | None = None) -> Any:
+def targets(config: Any, mesh: Mesh, dtype: Any, rules: Rules | None = None) -> Any:
     """Every parameter described, with its place on the mesh; norms and biases in float32.
 
     The vocabulary is padded where the mesh does not divide it.
     """
-    rules = generation_rules() if rules is None else rules
+    rules = family_of(config).generation.rules() if rules is None else rules
     arrays = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
     wide = nontrivial_axes(mesh.shape)
 
-    def target(path: Any, spec: Any, layout: Layout) -> jax.ShapeDtypeStruct:
-        kept = jnp.float32 if path[-1].key in VECTORS else dtype
+    def target(spec: ArraySpec, layout: Layout) -> jax.ShapeDtypeStruct:
+        kept = dtype if spec.is_matrix else jnp.float32
         place = NamedSharding(mesh, drop_trivial_axes(P(*layout.axes), wide))
         return jax.ShapeDtypeStruct(spec.shape, kept, sharding=place)
 
     places = layout_tree(arrays, rules, mesh=mesh)
-    return jax.tree_util.tree_map_with_path(target, arrays, places)
+    return jax.tree.map(target, arrays, places)
 
 
 def _config_file(folder: Path) -> dict[str, Any]:
@@ -194,10 +195,9 @@ def _run(
     folder: Path, fields: dict[str, Any], step: int | None, tokenizer: Tokenizer | None
 ) -> Source:
     from meshwright.checkpoint import Checkpoints
-    from meshwright.train import decoder_from_dict
 
     try:
-        config = decoder_from_dict(fields["model_config"])
+        config = model_from_dict(fields["model_config"])
         config = dataclasses.replace(config, hf_config=fields.get("hf_config"))
     except (KeyError, TypeError, ValueError) as reason:
         raise MeshwrightError(
@@ -236,8 +236,6 @@ def _renamed(checkpoints: Path) -> str:
 def _hugging_face(
     folder: Path, fields: dict[str, Any], tokenizer: Tokenizer | None, end_token: str | None
 ) -> Source:
-    from meshwright.models.decoder import from_hf_config, load_hf
-
     config = from_hf_config(folder)
     if tokenizer is None:
         if not (folder / "tokenizer.json").is_file():
@@ -271,7 +269,7 @@ def _run_tokenizer(file: Path) -> Tokenizer:
         raise MeshwrightError(f"{file} does not describe a tokenizer") from None
 
 
-def _check_vocabulary(tokenizer: Tokenizer, config: DecoderConfig, folder: Path) -> None:
+def _check_vocabulary(tokenizer: Tokenizer, config: Any, folder: Path) -> None:
     if tokenizer.vocab > config.vocab:
         raise MeshwrightError(
             f"the tokenizer has {tokenizer.vocab} tokens, the model in {folder} {config.vocab}: "

@@ -6,8 +6,6 @@ from meshwright.train.config import (
     config_from_dict,
     config_from_file,
     config_to_dict,
-    decoder_from_dict,
-    decoder_to_dict,
 )
 from meshwright.train.loop import AUTO, train
 from meshwright.train.setup import (
@@ -15,7 +13,7 @@ from meshwright.train.setup import (
     check_length,
     check_model,
     choose_rules,
-    model_config,
+    model_of,
     training_spec,
 )
 
@@ -31,9 +29,7 @@ __all__ = [
     "config_from_dict",
     "config_from_file",
     "config_to_dict",
-    "decoder_from_dict",
-    "decoder_to_dict",
-    "model_config",
+    "model_of",
     "train",
     "training_spec",
 ]

@@ -1,7 +1,7 @@
-"""A run's step, described on any mesh: its functions and abstract arguments, and no data.
+"""The abstract step of a run on any mesh: its functions and abstract arguments, and no data.
 
-    described = step_of(TrainConfig("llama-3.1-8b", batch=64, seq=8192), mesh)
-    compiled = described.lower().compile()
+    step = abstract_step(TrainConfig("llama-3.1-8b", batch=64, seq=8192), mesh)
+    compiled = step.lower().compile()
 
 The devices of the mesh may be of a machine that is not here. The step is the one `train` would run
 there: the same settings, the same checks, and the platform's own dtype and attention kernel.
@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from meshwright.data import FIELDS
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules
 from meshwright.meshes import mesh as build_mesh
-from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays, padded_vocab
+from meshwright.models import Compute, family_of, override, padded_vocab
 from meshwright.train.config import TrainConfig
 from meshwright.train.optimizer import make_optimizer
 from meshwright.train.setup import (
@@ -27,7 +26,7 @@ from meshwright.train.setup import (
     check_model,
     choose_rules,
     compute_of,
-    model_config,
+    model_of,
     training_spec,
 )
 from meshwright.train.state import TrainState, abstract_state
@@ -39,7 +38,7 @@ class AbstractStep:
     """A step and what it takes, all of it abstract."""
 
     config: TrainConfig
-    model: DecoderConfig
+    model: Any  # its config
     mesh: Mesh
     rules: Rules
     compute: Compute
@@ -58,28 +57,26 @@ class AbstractStep:
         return self.functions.evaluate.lower(self.state.params, self.batch)
 
 
-def abstract_step(
-    config: TrainConfig, mesh: Mesh | None = None, model: DecoderConfig | None = None
-) -> AbstractStep:
+def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = None) -> AbstractStep:
     """The step of these settings on `mesh` (default: `config.mesh` over the devices here).
 
     `model` takes the place of the one `config.model` names: one with fewer layers, say. Mistakes
     are found as `train` finds them; those of data, weights and trackers are not looked for.
     """
-    rules = choose_rules(config)
+    model = model_of(config) if model is None else override(model, config.override, config.seq)
+    rules = choose_rules(config, model)
     if mesh is None:
         mesh = build_mesh(training_spec(config), axis_types="explicit")
     if any(kind != jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
         raise MeshwrightError(
             "the step runs on explicit mesh axes; make the mesh with axis_types='explicit'"
         )
-    model = config.rope.apply(model_config(config.model) if model is None else model, config.seq)
     check_model(model, rules, mesh)
     check_length(model, config.seq)
     compute, attention = compute_of(config, model, rules, mesh)
     check_batch(config, rules, mesh)
     vocab = padded_vocab(model, rules, mesh.shape)
-    arrays = abstract_arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
+    arrays = family_of(model).arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
     functions = step_functions(
         model, compute, optimizer, rate, mesh,
@@ -90,6 +87,6 @@ def abstract_step(
     return AbstractStep(
         config, model, mesh, rules, compute, arrays, functions,
         state=abstract_state(arrays, rules, optimizer, mesh),
-        batch=dict.fromkeys(FIELDS, row),
+        batch=dict.fromkeys(family_of(model).batch_fields, row),
         attention=attention,
     )  # fmt: skip

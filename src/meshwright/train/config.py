@@ -11,10 +11,8 @@ from typing import Any, Literal
 from meshwright.arithmetic import check_seed
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import HANG_TIMEOUT_S, check_simulated
-from meshwright.models.decoder import DecoderConfig
-from meshwright.ops import rope
+from meshwright.models import LossConfig
 from meshwright.train.optimizer import OptimizerConfig
-from meshwright.train.step import LossConfig
 
 LATEST, NONE = "latest", "none"  # of resume_from, besides a step
 
@@ -41,49 +39,6 @@ class ComputeConfig:
     def __post_init__(self) -> None:
         if self.mlp_chunk < 0:
             raise MeshwrightError(f"compute.mlp_chunk={self.mlp_chunk} must be at least 0")
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Rotary positions other than the model's own, for longer contexts."""
-
-    theta: float | None = None
-    """The base; the longer the context, the larger (LWM: 1e6 at 32K, 5e7 at 1M)."""
-    scaling: Literal["linear", "yarn", "llama3"] | None = None
-    """How positions beyond the model's length are brought back into it."""
-    factor: float = 1.0
-    """Of the scaling: how many times the model's length."""
-
-    def __post_init__(self) -> None:
-        if self.theta is not None and not self.theta > 1:  # nan too
-            raise MeshwrightError(f"rope.theta={self.theta} must be above 1, such as 500000")
-        if not self.factor >= 1:
-            raise MeshwrightError(f"rope.factor={self.factor} must be at least 1, such as 8")
-        if self.scaling is not None and self.factor == 1:
-            raise MeshwrightError(
-                f"rope.scaling={self.scaling} needs rope.factor, how many times the model's length "
-                "rows may have: 8, say"
-            )
-        if self.factor > 1 and self.scaling is None:
-            raise MeshwrightError(
-                f"rope.factor={self.factor} belongs to a scaling; give rope.scaling too: linear, "
-                "yarn or llama3"
-            )
-
-    def apply(self, model: DecoderConfig, seq: int) -> DecoderConfig:
-        """The model with these positions; what is changed for longer rows allows them."""
-        if self.theta is None and self.scaling is None:
-            return model
-        own, scaling = model.rope, model.rope.scaling
-        match self.scaling:
-            case "linear":
-                scaling = rope.LinearScaling(self.factor)
-            case "yarn":
-                scaling = rope.YarnScaling(self.factor, model.max_seq)
-            case "llama3":
-                scaling = rope.Llama3Scaling(self.factor, 1.0, 4.0, model.max_seq)
-        turning = rope.Rope(self.theta or own.theta, scaling)
-        return dataclasses.replace(model, rope=turning, max_seq=max(model.max_seq, seq))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +99,8 @@ class TrainConfig:
     """Start from the weights of a Hugging Face folder."""
     rules: str = "standard"
     """Where dims go: standard, T5X's sets (t5x:1,1 t5x:2,1 t5x:1,2 t5x:2,2), or a file of rules."""
-    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
+    override: tuple[str, ...] = ()
+    """Changes to the model's config, each NAME=VALUE: rope.theta=5e7, layers=4."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
@@ -243,7 +199,7 @@ FREE = frozenset(
     {"run", "mesh", "steps", "stop_at", "compute", "checkpoint", "log", "eval", "max_skipped"}
 )
 FREE |= {"hang_timeout", "coordinator", "processes", "process_id", "cpu_devices", "rules"}
-FREE |= {"resume_from"}
+FREE |= {"resume_from", "override"}  # the model itself is compared
 FREE |= {"context_parallel"}  # every strategy computes the same
 
 
@@ -287,6 +243,10 @@ def _from_dict(kind: Any, data: Mapping[str, Any], where: str) -> Any:
             value = _from_dict(types[name], value, f"{where}: {name}")
         elif isinstance(value, str) and Path in (types[name], *typing.get_args(types[name])):
             value = Path(value)
+        elif typing.get_origin(types[name]) is tuple:
+            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+                raise MeshwrightError(f"{where}: setting {name!r} must be a list of text")
+            value = tuple(value)
         else:
             _check_type(value, types[name], f"{where}: setting {name!r}")
         values[name] = value
@@ -307,28 +267,3 @@ def _check_type(value: Any, kind: Any, what: str) -> None:
         return
     names = " or ".join("none" if option is type(None) else option.__name__ for option in allowed)
     raise MeshwrightError(f"{what} is {value!r}; it must be {names}")
-
-
-_SCALINGS = {
-    kind.__name__: kind for kind in (rope.LinearScaling, rope.Llama3Scaling, rope.YarnScaling)
-}
-
-
-def decoder_to_dict(config: DecoderConfig) -> dict[str, Any]:
-    """A model's config as plain JSON data, without what it was read from."""
-    data = dataclasses.asdict(config)
-    del data["hf_config"]
-    if config.rope.scaling is not None:
-        data["rope"]["scaling"]["kind"] = type(config.rope.scaling).__name__
-    return data
-
-
-def decoder_from_dict(data: Mapping[str, Any]) -> DecoderConfig:
-    """The reverse of decoder_to_dict."""
-    values = dict(data)
-    turning = dict(values.pop("rope"))
-    scaling = turning.pop("scaling")
-    if scaling is not None:
-        scaling = dict(scaling)
-        scaling = _SCALINGS[scaling.pop("kind")](**scaling)
-    return DecoderConfig(**values, rope=rope.Rope(**turning, scaling=scaling))

@@ -34,8 +34,9 @@ from meshwright.launch import (
 )
 from meshwright.layouts import fit
 from meshwright.machines import check_host_memory, host_bytes
+from meshwright.models import load_hf, model_to_dict
 from meshwright.present import bytes_text, count, mesh_text
-from meshwright.train.config import LATEST, NONE, TrainConfig, config_to_dict, decoder_to_dict
+from meshwright.train.config import LATEST, NONE, TrainConfig, config_to_dict
 from meshwright.train.optimizer import DEFAULT_WARMUP
 from meshwright.train.resume import check_resume, resume_command, resume_step
 from meshwright.train.run import (
@@ -299,7 +300,7 @@ class _Run:
             "tokens": self.tokens,
             "data": self.setup.loader.describe(),
             "mesh": mesh_text(self.setup.mesh.shape),
-            "model_config": decoder_to_dict(self.setup.model),
+            "model_config": model_to_dict(self.setup.model),
             "config": config_to_dict(self.config),
         }
 
@@ -366,8 +367,6 @@ class _Run:
             return dataclasses.replace(restored, skipped_in_a_row=none)
         params = None
         if self.config.init_from is not None:
-            from meshwright.models.decoder import load_hf
-
             shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.stored.params)
             dtype = self.config.compute.param_dtype
             params = load_hf(self.config.init_from, setup.model, shardings, dtype)
@@ -459,7 +458,7 @@ class _Run:
             return
         setup, folder = self.setup, self.config.run
         settings = config_to_dict(self.config) | {
-            "model_config": decoder_to_dict(setup.model),
+            "model_config": model_to_dict(setup.model),
             "hf_config": setup.model.hf_config,
         }
         about = {

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.layouts import ArraySpec
 from meshwright.train.muon import muon
 
 ScheduleName = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
@@ -152,13 +151,9 @@ def _inverse_sqrt(peak: float, decay_from: int, warmup: int) -> Schedule:
     return rate
 
 
-def decays(spec: ArraySpec) -> bool:
-    """Whether weight decay applies: to matrices, which map embed or map to it."""
-    return "embed" in spec.dims
-
-
 def _mask(arrays: Any) -> Any:
-    return jax.tree.map(decays, arrays)
+    """Which arrays weight decay applies to."""
+    return jax.tree.map(lambda spec: spec.is_matrix, arrays)
 
 
 def _adamw(config: OptimizerConfig, rate: Schedule, arrays: Any) -> optax.GradientTransformation:
@@ -190,15 +185,10 @@ def _adafactor(
 
 
 def _muon(config: OptimizerConfig, rate: Schedule, arrays: Any) -> optax.GradientTransformation:
-    def input_dims(spec: ArraySpec) -> int:
-        """How many dims of a layer its matrix reads; 0 for Adam."""
-        if not decays(spec) or spec.dims[0] != "layers":
-            return 0
-        return 1 if spec.dims[1] == "embed" else spec.ndim - 2
-
     return muon(
         rate,
-        jax.tree.map(input_dims, arrays),
+        # Adam updates what is not a stack of matrices
+        jax.tree.map(lambda spec: spec.inputs if spec.is_stacked else 0, arrays),
         b1=config.b1,
         b2=config.b2,
         eps=config.eps,
@@ -220,7 +210,7 @@ def each_layer(inner: optax.GradientTransformation, arrays: Any) -> optax.Gradie
     What an optimizer takes over a whole array (a root mean square, factored moments) must not mix
     layers.
     """
-    stacked = jax.tree.map(lambda spec: spec.dims[:1] == ("layers",), arrays)
+    stacked = jax.tree.map(lambda spec: spec.is_stacked, arrays)
     lifted = optax.GradientTransformation(
         lambda params: jax.vmap(inner.init)(params),
         lambda updates, state, params=None: jax.vmap(inner.update)(updates, state, params),

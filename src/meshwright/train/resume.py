@@ -8,13 +8,13 @@ from typing import Any
 
 from meshwright.checkpoint import Channel, Checkpoints, misnamed
 from meshwright.errors import MeshwrightError
+from meshwright.models import model_to_dict
 from meshwright.train.config import (
     FREE,
     LATEST,
     NONE,
     TrainConfig,
     config_to_dict,
-    decoder_to_dict,
 )
 from meshwright.train.setup import Setup
 
@@ -98,7 +98,8 @@ def check_resume(
 
     `where` names the checkpoint in messages.
     """
-    new, old = decoder_to_dict(setup.model), meta["model_config"]
+    new = model_to_dict(setup.model)
+    old = {"family": "decoder"} | meta["model_config"]  # earlier versions had no other
     if old != new:
         fields = [name for name in new if new[name] != old.get(name)]
         said = ", ".join(f"{name} {old.get(name)} there, {new[name]} now" for name in fields)

@@ -24,22 +24,18 @@ from meshwright.errors import MeshwrightError
 from meshwright.layouts import Explanation, Rules, axes_of, explain
 from meshwright.machines import chip_of_kind
 from meshwright.meshes import STANDARD_AXES, MachineMesh, MeshSpec, mesh
-from meshwright.models.decoder import (
-    PRESETS,
+from meshwright.models import (
     SOURCE,
     SPECIAL_TOKENS,
     Compute,
-    DecoderConfig,
-    abstract_arrays,
     activation_layouts,
-    decoder_rules,
     default_dtype,
     describe_padding,
+    family_of,
     from_hf_config,
+    model_config,
+    override,
     padded_vocab,
-    preset,
-    sequence_split,
-    t5x_rules,
 )
 from meshwright.ops import nontrivial_axes
 from meshwright.ops.attention import (
@@ -51,7 +47,7 @@ from meshwright.ops.attention import (
     slow_kernel,
 )
 from meshwright.present import nearest_multiples
-from meshwright.train.config import RopeConfig, TrainConfig
+from meshwright.train.config import TrainConfig
 from meshwright.train.optimizer import make_optimizer
 from meshwright.train.run.trackers import check_trackers
 from meshwright.train.state import TrainState, abstract_state, stored_state
@@ -63,7 +59,7 @@ class Setup:
     """A run, made ready: nothing is on a device yet."""
 
     config: TrainConfig
-    model: DecoderConfig
+    model: Any  # its config
     mesh: Mesh
     rules: Rules
     arrays: Any  # ArraySpecs of the parameters
@@ -81,12 +77,12 @@ class Setup:
 def prepare(config: TrainConfig) -> Setup:
     """Read model, mesh, rules and data, and check them against each other."""
     check_trackers(config.log.tensorboard, config.log.wandb is not None)
-    model = config.rope.apply(model_config(config.model), config.seq)
-    rules = choose_rules(config)
+    model = model_of(config)
+    rules = choose_rules(config, model)
     placed = mesh(training_spec(config), axis_types="explicit")
     check_model(model, rules, placed)
     if config.init_from is not None:
-        _check_weights(config.init_from, model, config.rope)
+        _check_weights(config, model)
     mixture = Mixture.parse(config.data)
     tokenizer = None
     if config.init_from is not None and (config.init_from / "tokenizer.json").exists():
@@ -119,7 +115,7 @@ def prepare(config: TrainConfig) -> Setup:
             mixture, batch=rows, seq=config.seq, held_out=config.eval.rows
         )
     vocab = padded_vocab(model, rules, placed.shape)
-    arrays = abstract_arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
+    arrays = family_of(model).arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
     explanation = explain(arrays, rules, placed)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
     functions = step_functions(
@@ -140,18 +136,9 @@ def prepare(config: TrainConfig) -> Setup:
     )  # fmt: skip
 
 
-def model_config(model: str) -> DecoderConfig:
-    """A preset's, or that of a Hugging Face config.json or of a folder that holds one."""
-    if model in PRESETS:
-        return preset(model)
-    path = Path(model)
-    if (path / "checkpoints").is_dir():
-        raise MeshwrightError(
-            f"{model!r} is a run, not a model; to go on with it: --config {path / 'config.json'}"
-        )
-    if path.is_dir() or path.suffix == ".json":
-        return from_hf_config(path)
-    return preset(model)  # raises, with the nearest names
+def model_of(config: TrainConfig) -> Any:
+    """The model that the settings name, with their changes to it."""
+    return override(model_config(config.model), config.override, config.seq)
 
 
 def training_spec(config: TrainConfig) -> MeshSpec:
@@ -166,11 +153,12 @@ def training_spec(config: TrainConfig) -> MeshSpec:
     return spec.with_standard_axes()
 
 
-def choose_rules(config: TrainConfig) -> Rules:
-    """The standard rules, one of T5X's sets, or those in a file."""
+def choose_rules(config: TrainConfig, model: Any) -> Rules:
+    """The model's standard rules, one of T5X's sets, or those in a file."""
+    family = family_of(model)
     sequence_parallel = config.compute.sequence_parallel
     if config.rules == "standard":
-        return decoder_rules(sp=True, sequence_parallel=sequence_parallel)
+        return family.rules(sp=True, sequence_parallel=sequence_parallel)
     if sequence_parallel:
         raise MeshwrightError(
             "compute.sequence_parallel is part of the standard rules; with own rules say it there: "
@@ -178,7 +166,7 @@ def choose_rules(config: TrainConfig) -> Rules:
         )
     sets = {f"t5x:{a},{p}": (a, p) for a in (1, 2) for p in (1, 2)}
     if config.rules in sets:
-        return t5x_rules(*sets[config.rules])
+        return family.t5x_rules(*sets[config.rules])
     try:
         text = Path(config.rules).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:
@@ -186,13 +174,12 @@ def choose_rules(config: TrainConfig) -> Rules:
             f"rules {config.rules!r} are neither 'standard', nor one of {', '.join(sets)}, nor a "
             f"file that can be read ({reason})"
         ) from None
-    return _with_activations(Rules.parse(text), config.rules)
+    return _with_activations(Rules.parse(text), config.rules, family.rules(sp=True))
 
 
-def _with_activations(rules: Rules, file: str) -> Rules:
+def _with_activations(rules: Rules, file: str, standard: Rules) -> Rules:
     """A file's rules, of which some are for activations: no weight needs to have their dims."""
     dims = {rule.dim for rule in rules.rules}
-    standard = decoder_rules(sp=True)
     for dim in sorted(standard.optional - dims):
         example = standard.layout(dim).axes[0]
         raise MeshwrightError(
@@ -203,14 +190,14 @@ def _with_activations(rules: Rules, file: str) -> Rules:
 
 
 def compute_of(
-    config: TrainConfig, model: DecoderConfig, rules: Rules, placed: Mesh
+    config: TrainConfig, model: Any, rules: Rules, placed: Mesh
 ) -> tuple[Compute, str | None]:
     """How the forward is computed; and of attention, how it is split and whether it is slow."""
     said = config.compute
     device = placed.devices.flat[0]
     dtype = jnp.dtype(default_dtype(said.dtype, device.platform))
     layouts = activation_layouts(rules, nontrivial_axes(placed.shape))
-    split = sequence_split(model, layouts, placed.shape, config.seq)
+    split = family_of(model).sequence_split(model, layouts, placed.shape, config.seq)
     strategy: str = config.context_parallel
     words = None
     if split.ways > 1:
@@ -238,9 +225,9 @@ def flops_per_byte(device: Any) -> float:
     return FLOPS_PER_BYTE if chip.platform == "cpu" else chip.flops_per_byte
 
 
-def check_model(model: DecoderConfig, rules: Rules, placed: Mesh | MachineMesh) -> None:
+def check_model(model: Any, rules: Rules, placed: Mesh | MachineMesh) -> None:
     """The model's sizes against the mesh, before each array says the same."""
-    for dim in ("heads", "kv_heads", "mlp", "embed"):  # the vocabulary is padded
+    for dim in family_of(model).split_dims:  # the vocabulary is padded
         size = getattr(model, dim)
         axes = [axis for axis in rules.layout(dim).axes[0] if axis in placed.shape]
         parts = math.prod(placed.shape[axis] for axis in axes)
@@ -253,18 +240,21 @@ def check_model(model: DecoderConfig, rules: Rules, placed: Mesh | MachineMesh) 
             )
 
 
-def check_length(model: DecoderConfig, seq: int) -> None:
+def check_length(model: Any, seq: int) -> None:
     """Rows that the model's positions do not reach."""
     if seq > model.max_seq:
         raise MeshwrightError(
             f"seq={seq} is longer than the model allows; {model.max_seq} or less would fit, or say "
-            "how its positions reach further: --rope.theta, or --rope.scaling with --rope.factor"
+            "how its positions reach further: --override rope.theta=…, or rope.scaling=… with "
+            "rope.factor=…"
         )
 
 
-def _check_weights(folder: Path, model: DecoderConfig, changed: RopeConfig) -> None:
+def _check_weights(config: TrainConfig, model: Any) -> None:
     """Weights made for other settings (a rope, a norm) would fit and be wrong."""
-    theirs = changed.apply(from_hf_config(folder), model.max_seq)
+    folder = config.init_from
+    assert folder is not None
+    theirs = override(from_hf_config(folder), config.override, config.seq)
     differ = [
         field.name
         for field in dataclasses.fields(model)
@@ -282,7 +272,7 @@ def _check_weights(folder: Path, model: DecoderConfig, changed: RopeConfig) -> N
         )
 
 
-def _hf_config(config: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def _hf_config(config: TrainConfig, model: Any, tokenizer: Tokenizer) -> dict[str, Any]:
     """What `save_hf` will need of the folder that the weights or the model came from.
 
     Special tokens and tokenizer files are kept if the data was packed with that tokenizer.

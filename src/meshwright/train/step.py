@@ -15,39 +15,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import MeshwrightError
-from meshwright.layouts import resized_like
-from meshwright.models.decoder import (
-    VECTORS,
-    Compute,
-    DecoderConfig,
-    abstract_arrays,
-    hidden_states,
-    lm_head,
-    sequence_plan,
-)
-from meshwright.ops import IGNORED, all_gather, cross_entropy, current_platform, tie_gradients
+from meshwright.layouts import ArraySpec, resized_like
+from meshwright.models import Compute, LossConfig, family_of
+from meshwright.ops import IGNORED, current_platform
 from meshwright.train.state import TrainState
 from meshwright.train.tpu import compiler_options
 
 Batch = dict[str, jax.Array]  # tokens, targets, segments, positions: [micro-batches, rows, length]
 Report = dict[str, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class LossConfig:
-    z_loss: float = 0.0
-    """Weight of the squared log-normalizer, which keeps logits from drifting."""
-    chunk: int = 2048
-    """Tokens whose logits a device holds at a time."""
-
-    def __post_init__(self) -> None:
-        if not self.z_loss >= 0:  # nan too
-            raise MeshwrightError(
-                f"loss.z_loss={self.z_loss} must be at least 0; 0 means no z-loss, 1e-4 is usual"
-            )
-        if self.chunk < 1:
-            raise MeshwrightError(f"loss.chunk={self.chunk} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +58,7 @@ class StepFunctions:
 
 
 def step_functions(
-    config: DecoderConfig,
+    config: Any,
     compute: Compute,
     optimizer: optax.GradientTransformation,
     rate: Callable[[Any], Any],
@@ -94,25 +69,27 @@ def step_functions(
     overlap: bool = False,
 ) -> StepFunctions:
     """The functions of a run on one mesh; they compile on first use."""
-    loss = LossConfig() if loss is None else loss
+    family = family_of(config)
+    settings = LossConfig() if loss is None else loss
+    arrays = family.arrays(config)
     with jax.set_mesh(mesh):
         tokens = compute.layouts.tokens
 
     def sums(params: Any, part: Batch, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return loss_sums(params, part, scale, config, compute, loss)
+        return family.loss(params, part, scale, config, compute, settings)
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
         counted = jnp.sum((batch["targets"] != IGNORED).astype(jnp.int32))
         scale = 1.0 / jnp.maximum(counted, 1).astype(jnp.float32)
-        params = cast_matrices(state.params, compute.dtype)
-        (total, entropy), gradient = _over_micro_batches(sums, params, batch, scale)
+        params = cast_matrices(state.params, arrays, compute.dtype)
+        (total, entropy), gradient = _over_micro_batches(sums, params, arrays, batch, scale)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, state.params)
         norm = _global_norm(gradient)
         ok = jnp.isfinite(total) & jnp.isfinite(norm)
         if clip_norm is not None:
             factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
             gradient = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradient)
-        new_params, new_moments = _update(optimizer, gradient, state, config)
+        new_params, new_moments = _update(optimizer, gradient, state, arrays)
 
         def keep(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(ok, new, old)
@@ -136,7 +113,7 @@ def step_functions(
         return new, report
 
     def evaluate(params: Any, batch: Batch) -> Report:
-        params = cast_matrices(params, compute.dtype)
+        params = cast_matrices(params, arrays, compute.dtype)
 
         def one(carry: Any, part: Batch) -> Any:
             _, entropy = sums(params, part, jnp.float32(1))
@@ -154,52 +131,7 @@ def step_functions(
     )
 
 
-def loss_sums(
-    params: Any,
-    part: Batch,
-    scale: jax.Array,
-    config: DecoderConfig,
-    compute: Compute,
-    loss: LossConfig,
-) -> tuple[jax.Array, jax.Array]:
-    """Of a micro-batch [rows, length]: `scale` times its summed loss, and the summed entropy."""
-    layouts = compute.layouts
-    x = hidden_states(
-        params, part["tokens"], config, compute,
-        segments=part.get("segments"), positions=part.get("positions"), as_arranged=True,
-    )  # fmt: skip
-    targets = jax.sharding.reshard(part["targets"], layouts.tokens)
-    targets = sequence_plan(config, compute, targets.shape[1]).arranged(targets)
-    with jax.named_scope("loss"):
-        x, head = _hidden_and_head(x, params, config, compute)
-        return cross_entropy(
-            all_gather(x, layouts.axes(layouts.logits)),
-            head,
-            targets,
-            scale,
-            z_loss=loss.z_loss,
-            chunk=loss.chunk,
-            tied=config.tied_embeddings,
-            vocab=config.vocab,
-        )
-
-
-def _hidden_and_head(x: jax.Array, params: Any, config: DecoderConfig, compute: Compute) -> Any:
-    """The hidden states and the gathered output head, whose gradient is made before x's is used.
-
-    XLA for GPUs would put the matmuls of the head's gradient off until after the backward pass of
-    all layers, and keep what they multiply. A head of its own has its gradient scattered first, a
-    tied one after that of the embedding was added. On one device there is nothing to scatter.
-    """
-    if current_platform() == "tpu" or not compute.layouts.token_axes:
-        return x, lm_head(params, config, compute)
-    if config.tied_embeddings:
-        return tie_gradients(x, lm_head(params, config, compute))
-    x, head = tie_gradients(x, params["output"])
-    return x, lm_head({**params, "output": head}, config, compute)
-
-
-def _before_it_is_added(gradient: Any) -> Any:
+def _before_it_is_added(gradient: Any, arrays: Any) -> Any:
     """The gradient of a micro-batch, on TPUs with that of each matrix held apart from the sum.
 
     libtpu 0.0.42 would take the scattering out of the loop over micro-batches, which needs whole
@@ -208,22 +140,22 @@ def _before_it_is_added(gradient: Any) -> Any:
     if current_platform() != "tpu":
         return gradient
 
-    def hold(path: Any, array: jax.Array) -> jax.Array:
-        return array if path[-1].key in VECTORS else lax.optimization_barrier(array)
+    def hold(spec: ArraySpec, array: jax.Array) -> jax.Array:
+        return lax.optimization_barrier(array) if spec.is_matrix else array
 
-    return jax.tree_util.tree_map_with_path(hold, gradient)
-
-
-def cast_matrices(params: Any, dtype: Any) -> Any:
-    """Matrices in the dtype they are multiplied in; norms and biases stay as they are kept."""
-
-    def cast(path: Any, array: jax.Array) -> jax.Array:
-        return array if path[-1].key in VECTORS else array.astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, params)
+    return jax.tree.map(hold, arrays, gradient)
 
 
-def _over_micro_batches(sums: Any, params: Any, batch: Batch, scale: jax.Array) -> Any:
+def cast_matrices(params: Any, arrays: Any, dtype: Any) -> Any:
+    """Matrices in the dtype of matmuls; norms and biases stay as they are stored."""
+
+    def cast(spec: ArraySpec, array: jax.Array) -> jax.Array:
+        return array.astype(dtype) if spec.is_matrix else array
+
+    return jax.tree.map(cast, arrays, params)
+
+
+def _over_micro_batches(sums: Any, params: Any, arrays: Any, batch: Batch, scale: jax.Array) -> Any:
     """Loss sums and the gradient over all micro-batches; one is not worth a loop."""
     value_and_gradient = jax.value_and_grad(sums, has_aux=True)
     if batch["tokens"].shape[0] == 1:
@@ -232,7 +164,7 @@ def _over_micro_batches(sums: Any, params: Any, batch: Batch, scale: jax.Array) 
     def one(carry: Any, part: Batch) -> Any:
         (total, entropy), gradient = carry
         (more, more_entropy), more_gradient = value_and_gradient(params, part, scale)
-        more_gradient = _before_it_is_added(more_gradient)
+        more_gradient = _before_it_is_added(more_gradient, arrays)
         gradient = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradient, more_gradient)
         return ((total + more, entropy + more_entropy), gradient), None
 
@@ -243,7 +175,7 @@ def _over_micro_batches(sums: Any, params: Any, batch: Batch, scale: jax.Array) 
 
 
 def _update(
-    optimizer: optax.GradientTransformation, gradient: Any, state: TrainState, config: DecoderConfig
+    optimizer: optax.GradientTransformation, gradient: Any, state: TrainState, arrays: Any
 ) -> Any:
     """New parameters and moments. optax is written for automatic sharding, so it runs there.
 
@@ -254,7 +186,7 @@ def _update(
     padded = state.params, state.optimizer
     params = jax.tree.map(
         lambda spec, x: jax.ShapeDtypeStruct(spec.shape, x.dtype),
-        abstract_arrays(config), state.params,
+        arrays, state.params,
     )  # fmt: skip
     unpadded = params, jax.eval_shape(optimizer.init, params)
     # muon moves whole layers between devices itself, and types say nothing in there

@@ -12,7 +12,8 @@ import pytest
 from tests.ops.attention.programs import QUICKLY, Case
 
 from meshwright.audits import Collective, collectives, instructions
-from meshwright.models.decoder.forward import remat_policy
+from meshwright.models.compute import remat_policy
+from meshwright.models.decoder import REMAT
 from meshwright.ops.attention import Mask
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 3, 6, 3, 16
@@ -31,7 +32,7 @@ def lowered(what: Case, gradient: bool = False, remat: str = "none") -> Any:
     """
 
     def loss(q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
-        attend = jax.checkpoint(what.attention, policy=remat_policy(remat))
+        attend = jax.checkpoint(what.attention, policy=remat_policy(remat, REMAT))
         return jnp.sum(jnp.square(attend(q, k, v, segments)), dtype=jnp.float32)
 
     run = jax.grad(loss, argnums=(0, 1, 2)) if gradient else what.attention

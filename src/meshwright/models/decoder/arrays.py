@@ -14,9 +14,6 @@ from meshwright.models.decoder.config import DecoderConfig
 
 _STD = 0.02
 
-# norms and biases: small, kept whole over embed, never cast and never decayed
-VECTORS = frozenset({"norm", "bq", "bk", "bv", "bo", "q_norm", "k_norm"})
-
 
 def abstract_arrays(
     config: DecoderConfig, dtype: Any = jnp.float32, vocab: int | None = None
@@ -38,20 +35,20 @@ def abstract_arrays(
 
     in_memory = {} if vocab is None else {"vocab": vocab}
 
-    def array(dims: str, init: Any) -> ArraySpec:
+    def array(dims: str, init: Any, inputs: int = 0) -> ArraySpec:
         shape = tuple(sizes[dim] for dim in dims.split())
         padded = tuple((sizes | in_memory)[dim] for dim in dims.split())
-        return ArraySpec(padded, dims, dtype, init, None if padded == shape else shape)
+        return ArraySpec(padded, dims, dtype, init, None if padded == shape else shape, inputs)
 
     matrix, ones, zeros = Normal(_STD), Constant(1.0), Constant(0.0)
     # what is added to the residual stream starts smaller, so that depth does not make it grow
     added = Normal(_STD / math.sqrt(2 * config.layers))
     attention = {
         "norm": array("layers norm", ones),
-        "wq": array("layers embed heads head_dim", matrix),
-        "wk": array("layers embed kv_heads head_dim", matrix),
-        "wv": array("layers embed kv_heads head_dim", matrix),
-        "wo": array("layers heads head_dim embed", added),
+        "wq": array("layers embed heads head_dim", matrix, 1),
+        "wk": array("layers embed kv_heads head_dim", matrix, 1),
+        "wv": array("layers embed kv_heads head_dim", matrix, 1),
+        "wo": array("layers heads head_dim embed", added, 2),
     }
     if config.qkv_bias:
         attention["bq"] = array("layers heads head_dim", zeros)
@@ -64,15 +61,15 @@ def abstract_arrays(
         attention["k_norm"] = array("layers head_dim", ones)
     mlp = {
         "norm": array("layers norm", ones),
-        "gate": array("layers embed mlp", matrix),
-        "up": array("layers embed mlp", matrix),
-        "down": array("layers mlp embed", added),
+        "gate": array("layers embed mlp", matrix, 1),
+        "up": array("layers embed mlp", matrix, 1),
+        "down": array("layers mlp embed", added, 1),
     }
     arrays: dict[str, Any] = {
-        "embedding": array("vocab embed", matrix),
+        "embedding": array("vocab embed", matrix, 1),
         "layers": {"attention": attention, "mlp": mlp},
         "norm": array("norm", ones),
     }
     if not config.tied_embeddings:
-        arrays["output"] = array("embed vocab", matrix)
+        arrays["output"] = array("embed vocab", matrix, 1)
     return arrays

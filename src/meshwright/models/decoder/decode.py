@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from meshwright.layouts import Rules, axes_of
+from meshwright.models.compute import Compute
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.forward import Compute, Params, hidden_states_and_keys
+from meshwright.models.decoder.forward import Params, hidden_states_and_keys, lm_head
 from meshwright.models.decoder.rules import decoder_rules
 from meshwright.ops import (
     add_bias,
@@ -170,9 +171,10 @@ def next_logits(params: Params, hidden: jax.Array, config: DecoderConfig) -> jax
     """Hidden states [batch, embed] to logits [batch, vocab] in float32, each row on one device."""
     layouts = decode_layouts()
     batch, vocab = layouts.logits.partitions
+    head = lm_head(params, config)
     partial = jnp.einsum(
-        "be,ve->bv" if config.tied_embeddings else "be,ev->bv",
-        hidden, params["embedding" if config.tied_embeddings else "output"],
+        "be,ve->bv" if head.tied else "be,ev->bv",
+        hidden, head.weight,
         preferred_element_type=jnp.float32,
         out_sharding=partial_sums(P(*layouts.rows, vocab), layouts.embed),
     )  # fmt: skip

@@ -4,9 +4,8 @@ One code for every mesh: sharding is in the types (explicit mesh axes), and each
 something says so (gather, reduce_to, out_sharding).
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,16 +15,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.layouts import Rules
+from meshwright.models.activations import ActivationLayouts
+from meshwright.models.compute import Compute, remat_policy
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.layouts import ActivationLayouts, activation_layouts
 from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
+from meshwright.models.loss import LmHead, LossConfig, next_token_loss
 from meshwright.ops import (
     add_bias,
     all_gather,
     embed,
-    nontrivial_axes,
     norm_alone,
     norm_beside,
     over_chunks,
@@ -38,32 +36,6 @@ from meshwright.ops import (
 from meshwright.ops.attention import attention
 
 Params = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Compute:
-    """How the forward is computed, whatever the model."""
-
-    rules: Rules
-    dtype: Any = jnp.float32
-    remat: str = "none"  # what is kept for the backward pass: see REMAT
-    scan: bool = True  # a loop over layers: compiles once; False unrolls: faster to run
-    kernel: str = "auto"  # of attention
-    context_parallel: str = (
-        "auto"  # the strategy of attention where rows are split: see ops.attention
-    )
-    mlp_chunk: int = 0  # tokens of a row on a device in the mlp at a time; 0: all
-
-    @property
-    def layouts(self) -> ActivationLayouts:
-        return activation_layouts(self.rules, nontrivial_axes())
-
-
-def default_dtype(said: str, platform: str) -> str:
-    """The dtype to multiply in; auto: bfloat16 on accelerators, float32 on CPUs."""
-    if said != "auto":
-        return said
-    return "float32" if platform == "cpu" else "bfloat16"
 
 
 def hidden_states(
@@ -141,7 +113,7 @@ def _through_layers(
         (x, keys), update = lax.scan(with_keys, x, weights), None
     else:
         keys = update = None
-        once = functools.partial(jax.checkpoint, policy=remat_policy(compute.remat))
+        once = functools.partial(jax.checkpoint, policy=remat_policy(compute.remat, REMAT))
         if compute.scan:  # what a loop hands on is written and read again: one array, not two
 
             def added(x: jax.Array, w: Params) -> jax.Array:
@@ -171,10 +143,10 @@ def logits(
     layouts = compute.layouts
     x = hidden_states(params, tokens, config, compute, segments=segments, positions=positions)
     x = all_gather(x, layouts.axes(layouts.logits))
-    head = lm_head(params, config, compute)
+    head = lm_head(params, config)
     found = jnp.einsum(
-        "ble,ve->blv" if config.tied_embeddings else "ble,ev->blv",
-        x, head, preferred_element_type=jnp.float32, out_sharding=layouts.logits,
+        "ble,ve->blv" if head.tied else "ble,ev->blv",
+        x, head.gathered(compute), preferred_element_type=jnp.float32, out_sharding=layouts.logits,
     )  # fmt: skip
     if found.shape[2] == config.vocab:
         return found
@@ -182,13 +154,29 @@ def logits(
     return reshard(found, P(*layouts.logits.partitions[:2], None))[..., : config.vocab]
 
 
-def lm_head(params: Params, config: DecoderConfig, compute: Compute) -> jax.Array:
-    """The output projection as it is used: [embed, vocab], or [vocab, embed] if tied.
+def lm_head(params: Params, config: DecoderConfig) -> LmHead:
+    """The LM head, which may be padded: entries from `config.vocab` on are no tokens."""
+    tied = config.tied_embeddings
+    return LmHead(params["embedding" if tied else "output"], tied)
 
-    It may be padded: entries from `config.vocab` on are no tokens.
-    """
-    head = params["embedding" if config.tied_embeddings else "output"]
-    return all_gather(head.astype(compute.dtype), compute.layouts.token_axes)
+
+def loss(
+    params: Params,
+    batch: Mapping[str, jax.Array],
+    scale: jax.Array,
+    config: DecoderConfig,
+    compute: Compute,
+    settings: LossConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Of a micro-batch [batch, length]: `scale` × its summed loss, and the summed entropy."""
+    x = hidden_states(
+        params, batch["tokens"], config, compute,
+        segments=batch.get("segments"), positions=batch.get("positions"), as_arranged=True,
+    )  # fmt: skip
+    targets = reshard(batch["targets"], compute.layouts.tokens)
+    targets = sequence_plan(config, compute, targets.shape[1]).arranged(targets)
+    head = lm_head(params, config)
+    return next_token_loss(x, head, targets, scale, config.vocab, compute, settings)
 
 
 def _prepare(layers: Params, layouts: ActivationLayouts, compute: Compute) -> Params:
@@ -347,8 +335,6 @@ def _mlp(
     return x, reshard(out, layouts.residual)
 
 
-Policy = Callable[..., bool]
-
 # what a layer keeps for its backward pass, by the names given above; the rest is made again, and
 # gathered weights are gathered again
 _MATMULS = frozenset({"input", "q", "k", "v", "attention", "middle", "gate", "up"})
@@ -358,15 +344,3 @@ REMAT: dict[str, frozenset[str]] = {
     "mlp": _MATMULS - {"gate", "up"},  # and the first half of the mlp: a third of the memory
     "full": frozenset({"input"}),  # every layer's forward twice
 }
-
-
-def remat_policy(name: str) -> Policy:
-    """The jax.checkpoint policy of that name."""
-    if name not in REMAT:
-        raise MeshwrightError(f"remat={name!r} is not a policy{did_you_mean(name, REMAT)}")
-    names = REMAT[name]
-
-    def keeps(prim: Any, *_: Any, **params: Any) -> bool:
-        return bool(prim.name == "name" and params["name"] in names)
-
-    return keeps

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.ops import Llama3Scaling, Rope
 
@@ -106,10 +105,3 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "qwen3-32b": _qwen(64, 5120, 64, 8, 25600, version=3),
     }
 )
-
-
-def preset(name: str) -> DecoderConfig:
-    """The config of that name."""
-    if name not in PRESETS:
-        raise MeshwrightError(f"model {name!r} is not a preset{did_you_mean(name, PRESETS)}")
-    return PRESETS[name]

@@ -6,13 +6,13 @@ tokens = rows.arranged(tokens)       # in the order the devices hold them
 
 import dataclasses
 import math
-from typing import Protocol
 
 import jax
 
 from meshwright.layouts import axes_of
+from meshwright.models.activations import ActivationLayouts
+from meshwright.models.compute import Compute
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.layouts import ActivationLayouts
 from meshwright.ops.attention import (
     Mask,
     Split,
@@ -21,14 +21,6 @@ from meshwright.ops.attention import (
     sequence_order,
     to_zigzag,
 )
-
-
-class _Compute(Protocol):
-    @property
-    def layouts(self) -> ActivationLayouts: ...
-
-    @property
-    def context_parallel(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +40,7 @@ class SequencePlan:
             return from_zigzag(x) if self.order == "zigzag" else x
 
 
-def sequence_plan(config: DecoderConfig, compute: _Compute, length: int) -> SequencePlan:
+def sequence_plan(config: DecoderConfig, compute: Compute, length: int) -> SequencePlan:
     """The plan for rows of this length on the current mesh."""
     split = sequence_split(config, compute.layouts, jax.sharding.get_abstract_mesh().shape, length)
     if split.ways == 1:

@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from meshwright.models.decoder import default_dtype
+from meshwright.models import default_dtype
 from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.result import Choice, Job, Plan, Refusal
 from meshwright.present import count, percent
@@ -90,7 +90,7 @@ def next_commands(plan: Plan, choice: Choice) -> list[str]:
         size += ["--compute.dtype", job.dtype]
     if job.seq > job.model.max_seq:  # Plan.warnings says so
         factor = -(-job.seq // job.model.max_seq)
-        size += ["--rope.scaling", "linear", "--rope.factor", str(factor)]
+        size += ["--override", "rope.scaling=linear", f"rope.factor={factor}"]
     prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags(choice), *size]
     train = ["meshwright", "train", model, *flags(choice), *size]
     return [shlex.join(prove), shlex.join(train)]

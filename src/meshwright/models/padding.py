@@ -6,20 +6,18 @@ embedding and the LM head are zeros and stay zeros; their logits are masked.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from meshwright.arithmetic import round_up
 from meshwright.layouts import Rules
-from meshwright.models.decoder.config import DecoderConfig
 
 
-def padded_vocab(config: DecoderConfig, rules: Rules, mesh_shape: Mapping[str, int]) -> int:
+def padded_vocab(config: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> int:
     """The least multiple, from the model's vocabulary, of the devices that split it."""
     return round_up(config.vocab, math.prod(_splitting(rules, mesh_shape).values()))
 
 
-def describe_padding(
-    config: DecoderConfig, rules: Rules, mesh_shape: Mapping[str, int]
-) -> str | None:
+def describe_padding(config: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> str | None:
     """`vocab 257 padded to 258 for tp=2`; None where nothing is padded."""
     padded = padded_vocab(config, rules, mesh_shape)
     if padded == config.vocab:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from meshwright.models.decoder import decode_layouts
+from meshwright.models.decoder.decode import decode_layouts
 
 
 @jax.tree_util.register_dataclass

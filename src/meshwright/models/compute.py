@@ -1,0 +1,50 @@
+"""How a forward pass is computed, whatever the model: dtype, remat, scan, kernels."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.layouts import Rules
+from meshwright.models.activations import ActivationLayouts, activation_layouts
+from meshwright.ops import nontrivial_axes
+
+Policy = Callable[..., bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """Settings of a forward pass."""
+
+    rules: Rules
+    dtype: Any = jnp.float32
+    remat: str = "none"  # which activations are saved for the backward pass: see ModelFamily.remat
+    scan: bool = True  # a loop over layers compiles once; False unrolls it, which runs faster
+    kernel: str = "auto"  # of attention
+    context_parallel: str = "auto"  # the method of attention where sp splits sequences
+    mlp_chunk: int = 0  # tokens of a sequence on a device in the mlp at a time; 0: all
+
+    @property
+    def layouts(self) -> ActivationLayouts:
+        return activation_layouts(self.rules, nontrivial_axes())
+
+
+def default_dtype(said: str, platform: str) -> str:
+    """The dtype of matmuls; auto: bfloat16 on accelerators, float32 on CPUs."""
+    if said != "auto":
+        return said
+    return "float32" if platform == "cpu" else "bfloat16"
+
+
+def remat_policy(name: str, saved: Mapping[str, frozenset[str]]) -> Policy:
+    """The jax.checkpoint policy that saves the activations of that name."""
+    if name not in saved:
+        raise MeshwrightError(f"remat={name!r} is not a policy{did_you_mean(name, saved)}")
+    names = saved[name]
+
+    def keeps(prim: Any, *_: Any, **params: Any) -> bool:
+        return bool(prim.name == "name" and params["name"] in names)
+
+    return keeps

@@ -1,0 +1,98 @@
+"""Dense decoders as a model family."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from meshwright.models.decoder import decode
+from meshwright.models.decoder.arrays import abstract_arrays
+from meshwright.models.decoder.cache import Cache, appended, filled
+from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.forward import REMAT, hidden_states, lm_head, loss
+from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
+from meshwright.models.decoder.hf_families import FAMILIES
+from meshwright.models.decoder.hf_load import load_hf
+from meshwright.models.decoder.hf_save import save_hf
+from meshwright.models.decoder.override import override
+from meshwright.models.decoder.presets import PRESETS
+from meshwright.models.decoder.rules import decoder_rules, t5x_rules
+from meshwright.models.decoder.sequence import sequence_split
+from meshwright.models.family import Generation, HuggingFace, ModelFamily
+from meshwright.ops import LinearScaling, Llama3Scaling, Rope, YarnScaling
+
+_SCALINGS: dict[str, Any] = {
+    kind.__name__: kind for kind in (LinearScaling, Llama3Scaling, YarnScaling)
+}
+
+
+def to_dict(config: DecoderConfig) -> dict[str, Any]:
+    """A config as plain JSON data, without the config.json it was read from."""
+    data = dataclasses.asdict(config)
+    del data["hf_config"]
+    if config.rope.scaling is not None:
+        data["rope"]["scaling"]["kind"] = type(config.rope.scaling).__name__
+    return data
+
+
+def from_dict(data: Mapping[str, Any]) -> DecoderConfig:
+    """The reverse of to_dict."""
+    values = dict(data)
+    rope = dict(values.pop("rope"))
+    scaling = rope.pop("scaling")
+    if scaling is not None:
+        scaling = dict(scaling)
+        scaling = _SCALINGS[scaling.pop("kind")](**scaling)
+    return DecoderConfig(**values, rope=Rope(**rope, scaling=scaling))
+
+
+def _prefill(
+    params: Any, tokens: jax.Array, lengths: jax.Array, config: DecoderConfig, room: int
+) -> tuple[jax.Array, Cache]:
+    hidden, keys, values = decode.prefill(params, tokens, lengths, config)
+    cache = filled(keys, values, lengths, max(room, tokens.shape[1]))
+    return decode.next_logits(params, hidden, config), cache
+
+
+def _step(
+    params: Any, cache: Cache, tokens: jax.Array, config: DecoderConfig
+) -> tuple[jax.Array, Cache]:
+    hidden, keys, values = decode.step(
+        params, tokens, cache.lengths, cache.keys, cache.values, config
+    )
+    return decode.next_logits(params, hidden, config), appended(cache, keys, values)
+
+
+DECODER = ModelFamily(
+    name="decoder",
+    config=DecoderConfig,
+    presets=PRESETS,
+    arrays=abstract_arrays,
+    rules=decoder_rules,
+    t5x_rules=t5x_rules,
+    batch_fields=("tokens", "targets", "segments", "positions"),
+    loss=loss,
+    hidden_states=hidden_states,
+    lm_head=lm_head,
+    sequence_split=sequence_split,
+    remat=REMAT,
+    split_dims=("heads", "kv_heads", "mlp", "embed"),
+    override=override,
+    to_dict=to_dict,
+    from_dict=from_dict,
+    hugging_face=HuggingFace(
+        architectures={one.architecture: one.model_type for one in FAMILIES.values()},
+        read_config=from_hf_config,
+        write_config=to_hf_config,
+        load=load_hf,
+        save=save_hf,
+    ),
+    generation=Generation(
+        rules=decode.generation_rules,
+        prefill=_prefill,
+        step=_step,
+        batch_multiple=decode.batch_multiple,
+        cached_numbers=lambda config: 2 * config.layers * config.kv_heads * config.head_dim,
+    ),
+)

@@ -1,0 +1,72 @@
+"""Everything the rest of the code knows about a kind of model, as one value."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meshwright.layouts import Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Prefill and decode with a cache of keys and values."""
+
+    rules: Callable[[], Rules]
+    prefill: Callable[..., Any]
+    """(params, prompts [batch, length], lengths [batch], config, room) → logits, cache."""
+    step: Callable[..., Any]
+    """(params, cache, next tokens [batch], config) → logits [batch, vocab], cache."""
+    batch_multiple: Callable[[Any], int]
+    """Of a mesh's shape: a batch must be a multiple of this."""
+    cached_numbers: Callable[[Any], int]
+    """Of a config: numbers that the cache holds for each token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFace:
+    """Folders that transformers reads and writes."""
+
+    architectures: Mapping[str, str]  # to model_type
+    read_config: Callable[..., Any]  # a config.json, its folder or its fields → config
+    write_config: Callable[[Any], dict[str, Any]]
+    load: Callable[..., Any]
+    save: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFamily:
+    """One kind of model: a config type, its arrays, rules, forward pass and file formats.
+
+    Only `models/<family>/` and the registry name a concrete family. `config` below is an instance
+    of the family's config type; it has at least `vocab`, `max_seq`, `hf_config` and
+    `flops_per_token(seq)`.
+    """
+
+    name: str
+    config: type[Any]
+    presets: Mapping[str, Any]
+    arrays: Callable[..., Any]
+    """(config, dtype=float32, vocab=None) → tree of ArraySpecs; vocab: padded, in memory."""
+    rules: Callable[..., Rules]
+    """(sp=False, sequence_parallel=False) → the standard rules, on dp, fsdp, tp and sp."""
+    t5x_rules: Callable[[int, int], Rules]
+    batch_fields: tuple[str, ...]
+    """The arrays of a batch, each [micro-batches, batch, length]."""
+    loss: Callable[..., Any]
+    """(params, batch, scale, config, compute, LossConfig) → scaled loss, summed entropy."""
+    hidden_states: Callable[..., Any]
+    """(params, tokens, config, compute, *, segments, positions) → [batch, length, embed]."""
+    lm_head: Callable[..., Any]
+    """(params, config) → LmHead."""
+    sequence_split: Callable[..., Any]
+    """(config, activation layouts, mesh shape, length) → how attention is split."""
+    remat: Mapping[str, frozenset[str]]
+    """Remat policies: the names of the activations that each saves."""
+    split_dims: tuple[str, ...]
+    """Dims of the model that the mesh must divide; the vocabulary is padded."""
+    override: Callable[[Any, Mapping[str, str], int], Any]
+    """(config, changes by name, sequence length) → config with these changes."""
+    to_dict: Callable[[Any], dict[str, Any]]
+    from_dict: Callable[[Mapping[str, Any]], Any]
+    hugging_face: HuggingFace
+    generation: Generation

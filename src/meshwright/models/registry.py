@@ -1,0 +1,134 @@
+"""The model families, and models by name, by file and by config."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.models.decoder import DECODER
+from meshwright.models.decoder.hf_config import read_hf_config
+from meshwright.models.decoder.hf_fields import short
+from meshwright.models.family import ModelFamily
+
+FAMILIES: tuple[ModelFamily, ...] = (DECODER,)
+PRESETS: dict[str, Any] = {
+    name: config for family in FAMILIES for name, config in family.presets.items()
+}
+
+
+def family_of(config: Any) -> ModelFamily:
+    """The family whose config this is."""
+    for family in FAMILIES:
+        if isinstance(config, family.config):
+            return family
+    names = ", ".join(family.config.__name__ for family in FAMILIES)
+    raise MeshwrightError(f"{config!r} is not the config of a model; give one of {names}")
+
+
+def preset(name: str) -> Any:
+    """A published model's config."""
+    if name not in PRESETS:
+        raise MeshwrightError(f"model {name!r} is not a preset{did_you_mean(name, PRESETS)}")
+    return PRESETS[name]
+
+
+def abstract_arrays(config: Any, dtype: Any = jnp.float32, vocab: int | None = None) -> Any:
+    """The model's parameters as a tree of ArraySpecs; `vocab`: padded, in memory."""
+    return family_of(config).arrays(config, dtype, vocab)
+
+
+def override(config: Any, changes: Sequence[str], seq: int) -> Any:
+    """The config with changes such as `rope.theta=5e7`, for sequences of `seq` tokens."""
+    pairs = [change.partition("=") for change in changes]
+    for change, (name, equals, value) in zip(changes, pairs, strict=True):
+        if not (name and equals and value):
+            raise MeshwrightError(f"override {change!r} is not NAME=VALUE, such as rope.theta=5e7")
+    if not pairs:
+        return config
+    return family_of(config).override(config, {name: value for name, _, value in pairs}, seq)
+
+
+def model_config(model: str) -> Any:
+    """The config of a preset, of a Hugging Face config.json, or of a folder that holds one."""
+    if model in PRESETS:
+        return PRESETS[model]
+    path = Path(model)
+    if (path / "checkpoints").is_dir():
+        raise MeshwrightError(
+            f"{model!r} is a run, not a model; to resume it: --config {path / 'config.json'}"
+        )
+    if path.is_dir() or path.suffix == ".json":
+        return from_hf_config(path)
+    return preset(model)  # raises, with the nearest names
+
+
+def from_hf_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> Any:
+    """The model that a config.json (its path, its folder's or its content) describes."""
+    fields, where = read_hf_config(source)
+    named, model_type = fields.get("architectures"), fields.get("model_type")
+    for family in FAMILIES:
+        known = family.hugging_face.architectures
+        if named in ([], None) and model_type in known.values():
+            return family.hugging_face.read_config(source)
+        if isinstance(named, list) and len(named) == 1 and named[0] in known:
+            return family.hugging_face.read_config(source)
+    supported = ", ".join(name for family in FAMILIES for name in family.hugging_face.architectures)
+    if named in ([], None):
+        said = (
+            "architectures is missing" if model_type is None else f"model_type {short(model_type)}"
+        )
+    else:
+        said = f"architectures {short(named)}"
+    raise MeshwrightError(f"{where}: {said}; supported are {supported}")
+
+
+def to_hf_config(config: Any) -> dict[str, Any]:
+    """The config.json of a model."""
+    return family_of(config).hugging_face.write_config(config)
+
+
+def load_hf(
+    folder: str | os.PathLike[str],
+    config: Any = None,
+    shardings: Any = None,
+    dtype: Any = jnp.float32,
+    on_read: Any = None,
+) -> Any:
+    """The weights of a Hugging Face folder, every array placed as `shardings` says.
+
+    `config` is what config.json says if not given. `shardings` is a tree like the model's arrays,
+    or one sharding for all; without it, the first device. `on_read`, if given, is called with
+    (path of the array, bytes) after each read.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise MeshwrightError(f"{folder!r} is not the path of a folder")
+    config = from_hf_config(folder) if config is None else config
+    return family_of(config).hugging_face.load(folder, config, shardings, dtype, on_read)
+
+
+def save_hf(folder: str | os.PathLike[str], params: Any, config: Any, **options: Any) -> Path:
+    """Write a model as a Hugging Face folder that transformers reads.
+
+    Options are `dtype`, `max_file_bytes` and `tokenizer`: see models/decoder/hf_save.py.
+    """
+    saved: Path = family_of(config).hugging_face.save(folder, params, config, **options)
+    return saved
+
+
+def model_to_dict(config: Any) -> dict[str, Any]:
+    """A model's config as plain JSON data, without the config.json it was read from."""
+    family = family_of(config)
+    return {"family": family.name} | family.to_dict(config)
+
+
+def model_from_dict(data: Mapping[str, Any]) -> Any:
+    """The reverse of model_to_dict; data without a family is a decoder's."""
+    values = dict(data)
+    name = values.pop("family", DECODER.name)
+    for family in FAMILIES:
+        if family.name == name:
+            return family.from_dict(values)
+    raise MeshwrightError(f"no model family is called {name!r}")
