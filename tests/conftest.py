@@ -1,5 +1,13 @@
 """All tests run on 16 simulated CPU devices, with jax in its strictest mode."""
 
+import os
+from pathlib import Path
+
+# what one test compiles serves the others, and the processes they start; before jax is imported
+CACHE = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
 import jax
 import pytest
 from hypothesis import settings
