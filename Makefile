@@ -56,11 +56,11 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/compile_time.py
 	$(BIN)/python benchmarks/kill_during_save.py
 
-# write constraints.txt anew from the newest versions that pyproject.toml allows, every extra but torch
-# (pinned in pyproject.toml: its CPU build); nothing is installed
+# write constraints.txt anew from the newest versions that pyproject.toml allows, every extra;
+# nothing is installed
 lock: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --report lock.json \
-	  '.[dev,serve,track,tpu,cuda]'
+	  '.[dev,track,tpu,cuda]'
 	$(BIN)/python tools/write_constraints.py lock.json constraints.txt
 	rm lock.json
 

@@ -1,8 +1,10 @@
 """The public surface: what it names, and what importing it needs."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,12 +27,11 @@ def test_a_mistake_is_a_value_error() -> None:
 
 
 def test_importing_needs_jax_and_numpy_only() -> None:
-    """Some machines have neither tyro nor rich nor grain: the core must work there."""
+    """Some machines have neither tyro nor rich nor optax: the core must work there."""
     blocked = [
         "tyro",
         "rich",
         "jinja2",
-        "grain",
         "optax",
         "orbax",
         "safetensors",
@@ -109,3 +110,15 @@ def test_imports_go_one_way_and_through_packages(file: Path) -> None:
 def test_every_package_has_its_place() -> None:
     there = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert there - {"__init__", "__pycache__", "py"} == set(ORDER)
+
+
+def test_what_src_does_not_import_is_not_a_dependency() -> None:
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["track"], *extras["parquet"]]
+    text = "\n".join(file.read_text() for file in SOURCE.rglob("*.py"))
+    for requirement in wanted:
+        package = re.split(r"[<>=\[]", requirement)[0]
+        module = {"orbax-checkpoint": "orbax.checkpoint"}.get(package, package)
+        imported = rf"^\s*(import|from) {module}\b|import_module\(\"{module}|\"{module}[\".]"
+        assert re.search(imported, text, re.MULTILINE), f"nothing imports {package}"

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -308,12 +307,9 @@ def test_damage_is_noticed_at_open(store: Path, damage: Any, words: str) -> None
     assert "\n" not in str(said.value)
 
 
-@pytest.mark.parametrize("grain", [True, False])
 def test_a_loader_gives_the_batches_before_the_damage_and_then_the_error(
-    store: Path, monkeypatch: pytest.MonkeyPatch, grain: bool
+    store: Path,
 ) -> None:
-    if not grain:
-        monkeypatch.setitem(sys.modules, "grain", None)
     change(store, "tokens.bin", 2 * 300, b"\x07")
     loader = training_loader(Mixture.parse(str(store)), batch=2, seq=SEQ, shuffle=False)
     sharding = NamedSharding(Mesh(jax.devices()[:1], ("fsdp",)), PartitionSpec())

@@ -37,11 +37,11 @@ def test_the_script_writes_the_corpus_that_is_in_the_package() -> None:
     assert done.stdout == embedded_text(), done.stderr
 
 
-def test_data_needs_neither_grain_nor_tokenizers_nor_pyarrow() -> None:
+def test_data_needs_neither_tokenizers_nor_pyarrow() -> None:
     """The embedded corpus trains on a machine that has jax and numpy only."""
     code = """
 import sys
-for name in ("grain", "tokenizers", "pyarrow", "tyro", "rich", "jinja2", "optax", "orbax"):
+for name in ("tokenizers", "pyarrow", "tyro", "rich", "jinja2", "optax", "orbax"):
     sys.modules[name] = None
 from meshwright.data import Mixture, training_loader
 print(training_loader(Mixture.parse("embedded"), batch=2, seq=8).host_batch(0)["tokens"].shape)

@@ -22,7 +22,6 @@ from meshwright.data import (
     ByteTokenizer,
     Mixture,
     TokenStore,
-    ahead,
     embedded_corpus,
     held_out_loader,
     sequence_count,
@@ -115,16 +114,9 @@ def test_mixture_and_shuffle_reach_the_batch() -> None:
     )
 
 
-@pytest.mark.parametrize("grain", [True, False])
 def test_reading_ahead_gives_the_same_batches_from_any_step(
     mesh: jax.sharding.Mesh,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    grain: bool,
 ) -> None:
-    if not grain:
-        monkeypatch.setitem(sys.modules, "grain", None)
-        ahead._say_once.cache_clear()
     loader = training_loader(mixture(), batch=8, seq=32, accumulation=2)
     sharding = NamedSharding(mesh, LAYOUTS["batch and seq"])
     found = list(islice(loader.iterate(1000, sharding), 6))
@@ -133,15 +125,9 @@ def test_reading_ahead_gives_the_same_batches_from_any_step(
         np.testing.assert_array_equal(
             np.asarray(batch["tokens"]), loader.host_batch(step)["tokens"]
         )
-    assert ("grain is not installed" in caplog.text) != grain
 
 
-@pytest.mark.parametrize("grain", [True, False])
-def test_reading_runs_ahead_and_stops_when_it_is_left(
-    monkeypatch: pytest.MonkeyPatch, grain: bool
-) -> None:
-    if not grain:
-        monkeypatch.setitem(sys.modules, "grain", None)
+def test_reading_runs_ahead_and_stops_when_it_is_left() -> None:
     seen: list[int] = []
     lock = threading.Lock()
 
@@ -160,12 +146,7 @@ def test_reading_runs_ahead_and_stops_when_it_is_left(
     assert max(seen) < 20
 
 
-@pytest.mark.parametrize("grain", [True, False])
-def test_an_error_while_reading_reaches_the_caller(
-    monkeypatch: pytest.MonkeyPatch, grain: bool
-) -> None:
-    if not grain:
-        monkeypatch.setitem(sys.modules, "grain", None)
+def test_an_error_while_reading_reaches_the_caller() -> None:
 
     def read(step: int) -> int:
         if step == 3:
