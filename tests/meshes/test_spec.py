@@ -1,6 +1,7 @@
 """Mesh texts: what they mean, how they print, what is refused."""
 
 import math
+import re
 
 import pytest
 from hypothesis import assume, given
@@ -106,9 +107,9 @@ def test_any_legacy_text_is_a_mesh_or_a_readable_error(text: str, fsdp: bool) ->
     [
         ("1,-1", ["2 sizes", "three (dp,fsdp,tp) or four"]),
         ("1,2,3,4,5", ["5 sizes"]),
-        ("dp=2,fdsp=4", ["'fdsp'", "did you mean 'fsdp'?", "axes="]),
+        ("dp=2,fdsp=4", ["'fdsp'", "did you mean 'fsdp'?", "takes a role"]),
         ("fdsp=8", ["did you mean 'fsdp'?"]),
-        ("dp=2,lanes=4", ["'lanes' is not known", "axes='dp,lanes'"]),
+        ("dp=2,lanes=4", ["'lanes' is not known", "takes a role: lanes=SIZE:dp"]),
         ("dp=2,dp=4", ["'dp' twice"]),
         ("dp=-1,tp=-1", ["dp and tp", "only one"]),
         ("dp=0", ["dp=0", "1 or more"]),
@@ -176,5 +177,39 @@ def test_a_mesh_that_is_refused_recommends_no_flag_that_does_not_exist(text: str
     with pytest.raises(MeshwrightError) as mistake:
         MeshSpec.parse(text)
     message = str(mistake.value)
-    assert "axes=" not in message or "in Python: mesh(…, axes=" in message
     assert "fsdp" in message.replace(text, "")  # the names that would do
+
+
+@pytest.mark.parametrize(
+    ("text", "by_role"),
+    [
+        ("data=8:dp,model=4:tp", "dp=8,tp=4"),
+        ("data=8,model=4", "dp=8,tp=4"),
+        ("dp:2,fsdp:-1,mp:2", "dp=2,fsdp=-1,tp=2"),
+        ("replica=2:dp,shard=4:fsdp,ring=2:sp", "dp=2,fsdp=4,sp=2"),
+        ("hosts=2:dp,chips=4:dp,tp=2", "dp=8,tp=2"),
+        ("a=2:tp,b=-1:tp", "tp=-1"),
+        ("!data=4:fsdp", "!fsdp=4"),
+        ("expert=1,tp=2", "ep=1,tp=2"),
+    ],
+)
+def test_axes_have_roles(text: str, by_role: str) -> None:
+    spec = MeshSpec.parse(text)
+    assert str(spec.by_role()) == by_role
+    assert MeshSpec.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data=8:dt,tp=2", "'dt' is not the role of an axis; known: dp, fsdp"),
+        ("dp=8:tp", "axis 'dp' has the role of its name"),
+        ("lanes=8", "axis 'lanes' has no role; write lanes=SIZE:ROLE"),
+        ("a=2:dp,tp=2,b=2:dp", "of another axis that does not stand beside it"),
+        ("pp=2,tp=2", "the models here have no pipeline stages, so pp must be 1"),
+        ("expert=4", "the models here have no experts, so ep must be 1"),
+    ],
+)
+def test_roles_that_cannot_be_are_refused(text: str, words: str) -> None:
+    with pytest.raises(MeshwrightError, match=re.escape(words)):
+        MeshSpec.parse(text).with_standard_axes()

@@ -13,6 +13,7 @@ from meshwright.cli.data import data
 from meshwright.cli.eval import evaluate
 from meshwright.cli.generate import generate
 from meshwright.cli.machines import machines
+from meshwright.cli.other_systems import check_flags
 from meshwright.cli.plan import plan
 from meshwright.cli.prove import prove_command
 from meshwright.cli.show import show
@@ -56,6 +57,8 @@ def run(arguments: list[str]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
+    if arguments[:1] and arguments[0] in COMMANDS:
+        check_flags(arguments[0], arguments[1:])
     if arguments[:1] and arguments[0] in WITH_SETTINGS:
         WITH_SETTINGS[arguments[0]](arguments[1:])
         return

@@ -4,6 +4,8 @@
     'dp=1,fsdp=-1,tp=4,sp=1'
     >>> str(MeshSpec.parse("1,-1,4,1").resolve(64))
     'dp=1,fsdp=16,tp=4,sp=1'
+    >>> str(MeshSpec.parse("data=8:dp,model=4:tp").by_role())
+    'dp=8,tp=4'
 
 The order written is the order of the axes, and so decides placement: the last axis gets the
 nearest neighbours. Only -1 infers, and only once.
@@ -23,8 +25,13 @@ from meshwright.errors import MeshwrightError, did_you_mean, one_of
 from meshwright.present import count
 
 STANDARD_AXES = ("dp", "fsdp", "tp", "sp")
-# names the field uses beside the standard ones; they may stand with them in one mesh
-FIELD_AXES = ("mp", "mp1", "mp2", "pp", "ep", "cp", "data", "model", "expert", "stage", "replica")
+# what an axis does: replicate, shard, tensor, context, expert, stage
+ROLES = (*STANDARD_AXES, "ep", "pp")
+# names the field uses beside the roles; they may stand with them in one mesh
+FIELD_ROLES = {
+    "mp": "tp", "mp1": "tp", "mp2": "tp", "model": "tp", "data": "dp", "replica": "dp",
+    "cp": "sp", "expert": "ep", "stage": "pp",
+}  # fmt: skip
 
 RESERVED_AXIS = "devices_"  # axes of bare devices, where an expression is placed without a mesh
 _AXIS_NAME = re.compile(r"[^\W\d]\w*")
@@ -33,11 +40,15 @@ _SIZE = re.compile(r"[+-]?[0-9]{1,9}")
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
-    """Named axes with sizes (-1: whatever is left); `plain`: ignore the topology (`!`)."""
+    """Named axes with sizes (-1: whatever is left); `plain`: ignore the topology (`!`).
+
+    `roles` are those that were given to axes with names of their own: `(("data", "dp"),)`.
+    """
 
     axes: tuple[tuple[str, int], ...]
     plain: bool = False
     given: str = dataclasses.field(default="", compare=False, repr=False)  # as the user wrote it
+    roles: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -58,6 +69,7 @@ class MeshSpec:
     def parse(cls, text: "str | MeshSpec", axes: Sequence[str] | None = None) -> "MeshSpec":
         """Read a mesh: `dp=1,fsdp=-1,tp=4`, `dp:1,fsdp:-1,tp:4`, or `1,-1,4`; `!` in front.
 
+        A name of your own takes a role: `data=8:dp,model=4:tp`.
         `axes` names the axes yourself: sizes may then be positional, and every name must appear.
         """
         if axes is not None:
@@ -85,14 +97,15 @@ class MeshSpec:
                 f"{given} mixes named and positional sizes: {bare!r} has no axis name; name every "
                 "axis or none"
             )
+        items, roles = _without_roles(items, given)
         pairs = _named_pairs(items, given) if all(named) else _positional_pairs(items, axes, given)
         _check_names([name for name, _ in pairs], given)
         _check_sizes(pairs, given)
         if axes is not None:
             _check_all_present([name for name, _ in pairs], axes, given)
         else:
-            _check_vocabulary([name for name, _ in pairs], given)
-        return cls(tuple(pairs), plain, given=text)
+            _check_vocabulary([name for name, _ in pairs if name not in roles], given)
+        return cls(tuple(pairs), plain, text, tuple(roles.items()))
 
     @classmethod
     def from_mp_mesh_dim(cls, text: str, fsdp: bool = False) -> "MeshSpec":
@@ -112,7 +125,8 @@ class MeshSpec:
         return cls(tuple(pairs), given=text)
 
     def __str__(self) -> str:
-        body = ",".join(f"{name}={size}" for name, size in self.axes)
+        roles = {name: f":{role}" for name, role in self.roles}
+        body = ",".join(f"{name}={size}{roles.get(name, '')}" for name, size in self.axes)
         return f"!{body}" if self.plain else body
 
     @property
@@ -133,20 +147,51 @@ class MeshSpec:
         given = self.given.strip()
         return f"'{self}'" if given in ("", str(self)) else f"'{given}' ({self})"
 
+    def role(self, name: str) -> str:
+        """What an axis does: the role it was given, or that of a name the field uses."""
+        known = dict.fromkeys(ROLES) | FIELD_ROLES | dict(self.roles)
+        if name not in known:
+            raise MeshwrightError(
+                f"mesh {self.quoted}: axis {name!r} has no role; write {name}=SIZE:ROLE, with a "
+                f"role of {', '.join(ROLES)}"
+            )
+        return known[name] or name
+
+    def by_role(self) -> Self:
+        """The same mesh with axes named after their roles; neighbours of one role are one axis.
+
+        >>> str(MeshSpec.parse("dp=2,mp1=4,mp2=2").by_role())
+        'dp=2,tp=8'
+        """
+        found: dict[str, int] = {}
+        for name, size in self.axes:
+            role = self.role(name)
+            if role in found and role != list(found)[-1]:
+                raise MeshwrightError(
+                    f"mesh {self.quoted}: axis {name!r} has the role {role!r} of another axis that "
+                    "does not stand beside it; move them together"
+                )
+            both = found.get(role, 1), size
+            found[role] = -1 if -1 in both else math.prod(both)
+        return dataclasses.replace(self, axes=tuple(found.items()), roles=())
+
     def with_standard_axes(self) -> Self:
-        """The same mesh with every standard axis in it, those not named with size 1.
+        """The axes by role, with every standard axis in it, those not named with size 1.
 
         >>> str(MeshSpec.parse("fsdp=-1,tp=4").with_standard_axes())
         'fsdp=-1,tp=4,dp=1,sp=1'
         """
-        others = [axis for axis in self.names if axis not in STANDARD_AXES]
-        if others:
-            raise MeshwrightError(
-                f"mesh {self.quoted}: axis {others[0]!r} splits nothing of a model here; the axes "
-                f"are {', '.join(STANDARD_AXES)}"
-            )
-        missing = tuple((axis, 1) for axis in STANDARD_AXES if axis not in self.names)
-        return dataclasses.replace(self, axes=self.axes + missing)
+        spec = self.by_role()
+        for role, size in spec.axes:
+            if role not in STANDARD_AXES and size != 1:
+                what = {"ep": "experts", "pp": "pipeline stages"}[role]
+                raise MeshwrightError(
+                    f"mesh {self.quoted}: the models here have no {what}, so {role} must be 1; the "
+                    f"axes are {', '.join(STANDARD_AXES)}"
+                )
+        axes = tuple(pair for pair in spec.axes if pair[0] in STANDARD_AXES)
+        missing = tuple((axis, 1) for axis in STANDARD_AXES if axis not in spec.names)
+        return dataclasses.replace(spec, axes=axes + missing)
 
     def resolve(self, num_devices: int, where: str = "here") -> Self:
         """Fill in -1 and check that the mesh takes exactly `num_devices`."""
@@ -221,6 +266,29 @@ def _declared(axes: Sequence[str]) -> tuple[str, ...]:
         raise MeshwrightError("axes=() names no axis; a mesh needs at least one")
     _check_names(names, f"axes={names!r}")
     return names
+
+
+def _without_roles(items: list[str], given: str) -> tuple[list[str], dict[str, str]]:
+    """Entries `name=size:role` as `name=size`, and the roles by name."""
+    plain: list[str] = []
+    roles: dict[str, str] = {}
+    for item in items:
+        parts = [part.strip() for part in re.split("[=:]", item)]
+        if len(parts) > 2:
+            name, size, role = parts[0], parts[1], ":".join(parts[2:])
+            if role not in ROLES:
+                raise MeshwrightError(
+                    f"{given}: {role!r} is not the role of an axis{did_you_mean(role, ROLES)}"
+                )
+            if name in ROLES and name != role:
+                raise MeshwrightError(
+                    f"{given}: axis {name!r} has the role of its name; call an axis of role "
+                    f"{role!r} {role!r}, or by a name of your own"
+                )
+            item = f"{name}={size}"
+            roles |= {} if name == role else {name: role}
+        plain.append(item)
+    return plain, roles
 
 
 def _named_pairs(items: list[str], given: str) -> list[tuple[str, int]]:
@@ -303,7 +371,7 @@ def _check_all_present(names: Sequence[str], axes: Sequence[str], given: str) ->
 
 def _check_vocabulary(names: Sequence[str], given: str) -> None:
     """Without `axes=`, a name beside standard ones, or close to one, is taken for a slip."""
-    known = (*STANDARD_AXES, *FIELD_AXES)
+    known = (*ROLES, *FIELD_ROLES)
     mixed = any(name in STANDARD_AXES for name in names)
     for name in names:
         if name in known:
@@ -311,6 +379,6 @@ def _check_vocabulary(names: Sequence[str], given: str) -> None:
         slip = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75)
         if mixed or slip:
             raise MeshwrightError(
-                f"{given}: axis {name!r} is not known{did_you_mean(name, known)} Names of your own "
-                f"can be declared in Python: mesh(…, axes='{','.join(names)}')"
+                f"{given}: axis {name!r} is not known{did_you_mean(name, known)} A name "
+                f"of your own takes a role: {name}=SIZE:dp"
             )

@@ -10,7 +10,7 @@ import operator
 import re
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.meshes import STANDARD_AXES
+from meshwright.meshes import FIELD_ROLES, STANDARD_AXES
 from meshwright.planner.result import Choice
 from meshwright.present import count
 
@@ -51,13 +51,14 @@ def parse(text: str | None) -> Constraints:
         text = ",".join(f"{axis}={size}" for axis, size in zip(STANDARD_AXES, sizes, strict=True))
     limits = []
     for said in text.split(","):
-        found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\*|-?\d+)\s*", said)
+        found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\*|-?\d+)\s*(?::\s*(\w+)\s*)?", said)
         if found is None:
             raise MeshwrightError(
                 f"mesh {text!r}: {said.strip()!r} is not a limit of an axis; write tp=8, tp<=8, "
                 "tp>=2 or tp=* for any, with commas between"
             )
-        axis, how, size = found.groups()
+        axis, how, size, role = found.groups()
+        axis = role or FIELD_ROLES.get(axis, axis)
         if axis not in STANDARD_AXES:
             raise MeshwrightError(
                 f"mesh {text!r}: {axis!r} is not an axis{did_you_mean(axis, STANDARD_AXES)}"

@@ -26,16 +26,15 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     from meshwright.errors import MeshwrightError
     from meshwright.machines import Machine
-    from meshwright.meshes import mesh
     from meshwright.models import model_from_dict
     from meshwright.proofs.target import absent_devices
-    from meshwright.train import abstract_step, config_from_dict, training_spec
+    from meshwright.train import abstract_step, config_from_dict, training_mesh
 
     machine = Machine.parse(request["machine"])
     config = config_from_dict(request["config"], "request")
     devices = absent_devices(machine)
     try:
-        placed = mesh(training_spec(config), machine, devices, axis_types="explicit")
+        placed = training_mesh(config, machine, devices)
         _stage("lowering")
         start = time.perf_counter()
         described = abstract_step(config, placed, model_from_dict(request["model"]))

@@ -105,18 +105,17 @@ def prove(
 
 def _check(config: Any, model: Any, machine: Machine) -> None:
     """Sizes against the mesh, before a compiler is started."""
-    from meshwright.meshes import mesh
     from meshwright.models import override
     from meshwright.train import (
         check_batch,
         check_length,
         check_model,
         choose_rules,
-        training_spec,
+        training_mesh,
     )
 
     model = override(model, config.override, config.seq)
-    placed, rules = mesh(training_spec(config), machine), choose_rules(config, model)
+    placed, rules = training_mesh(config, machine), choose_rules(config, model)
     check_model(model, rules, placed)
     check_length(model, config.seq)
     check_batch(config, rules, placed)

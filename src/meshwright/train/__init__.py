@@ -14,6 +14,7 @@ from meshwright.train.setup import (
     check_model,
     choose_rules,
     model_of,
+    training_mesh,
     training_spec,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "config_to_dict",
     "model_of",
     "train",
+    "training_mesh",
     "training_spec",
 ]

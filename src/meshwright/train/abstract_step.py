@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules
-from meshwright.meshes import mesh as build_mesh
 from meshwright.models import Compute, family_of, override, padded_vocab
 from meshwright.train.config import TrainConfig
 from meshwright.train.optimizer import make_optimizer
@@ -27,7 +26,7 @@ from meshwright.train.setup import (
     choose_rules,
     compute_of,
     model_of,
-    training_spec,
+    training_mesh,
 )
 from meshwright.train.state import TrainState, abstract_state
 from meshwright.train.step import StepFunctions, step_functions
@@ -66,7 +65,7 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
     model = model_of(config) if model is None else override(model, config.override, config.seq)
     rules = choose_rules(config, model)
     if mesh is None:
-        mesh = build_mesh(training_spec(config), axis_types="explicit")
+        mesh = training_mesh(config)
     if any(kind != jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
         raise MeshwrightError(
             "the step runs on explicit mesh axes; make the mesh with axis_types='explicit'"

@@ -14,6 +14,7 @@ from meshwright.launch import HANG_TIMEOUT_S, check_simulated
 from meshwright.models import LossConfig
 from meshwright.train.optimizer import OptimizerConfig
 
+DEFAULT_MESH = "dp=1,fsdp=-1,tp=1,sp=1"
 LATEST, NONE = "latest", "none"  # of resume_from, besides a step
 
 
@@ -74,8 +75,12 @@ class TrainConfig:
     """A preset (tiny, llama-3.1-8b …), a Hugging Face config.json, or a folder that holds one."""
     run: Path = Path("runs/latest")
     """The run's folder. If it holds checkpoints, the run resumes: see --resume-from."""
-    mesh: str = "dp=1,fsdp=-1,tp=1,sp=1"
+    mesh: str = DEFAULT_MESH
     """Where every axis goes; one size may be -1: what is left. auto: what `plan` would choose."""
+    num_partitions: int | None = None
+    """As in T5X: devices of a model replica (tp), a compact tile of the machine; the rest is dp."""
+    submesh: str | None = None
+    """As in T5X: the tile of a model replica as x,y,z,cores, such as 2,1,1,2; the rest is dp."""
     data: str = "embedded"
     """A token store, several with weights (a.store:0.7,b.store:0.3), or the embedded stories."""
     steps: int = 1000
@@ -138,6 +143,14 @@ class TrainConfig:
                 f"resume_from={self.resume_from!r} is neither a step nor 'latest' nor 'none'"
                 f"{did_you_mean(self.resume_from, (LATEST, NONE))}"
             )
+        if self.num_partitions is not None and self.submesh is not None:
+            raise MeshwrightError("give num_partitions or submesh, not both: each is T5X's tile")
+        tiles = self.num_partitions is not None or self.submesh is not None
+        if tiles and self.mesh != DEFAULT_MESH:
+            raise MeshwrightError(
+                f"mesh={self.mesh!r} and {'submesh' if self.submesh else 'num_partitions'} both "
+                "say where the axes go; give one of them"
+            )
         if self.stop_at is not None and self.stop_at > self.steps:
             raise MeshwrightError(
                 f"stop_at={self.stop_at} is beyond the end of the run, steps={self.steps}; give at "
@@ -160,7 +173,7 @@ MOST = 2**31 - 1  # steps and dims of arrays are counted in int32
 _LEAST_FLOAT32, _MOST_FLOAT32 = 1.2e-38, 3.4e38
 _AT_LEAST = {
     "steps": 1, "stop_at": 1, "batch": 1, "seq": 1, "accumulation": 1, "max_skipped": 1,
-    "cpu_devices": 1, "eval.rows": 0, "eval.every": 1, "log.every": 1,
+    "cpu_devices": 1, "num_partitions": 1, "eval.rows": 0, "eval.every": 1, "log.every": 1,
     "checkpoint.every": 1, "checkpoint.keep_last": 1, "checkpoint.keep_every": 1,
 }  # fmt: skip
 
@@ -199,7 +212,7 @@ FREE = frozenset(
     {"run", "mesh", "steps", "stop_at", "compute", "checkpoint", "log", "eval", "max_skipped"}
 )
 FREE |= {"hang_timeout", "coordinator", "processes", "process_id", "cpu_devices", "rules"}
-FREE |= {"resume_from", "override"}  # the model itself is compared
+FREE |= {"num_partitions", "submesh", "resume_from", "override"}  # the model itself is compared
 FREE |= {"context_parallel"}  # every strategy computes the same
 
 

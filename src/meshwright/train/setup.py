@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from meshwright.arithmetic import divisors
 from meshwright.data import (
@@ -22,8 +23,8 @@ from meshwright.data import (
 )
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Explanation, Rules, axes_of, explain
-from meshwright.machines import chip_of_kind
-from meshwright.meshes import STANDARD_AXES, MachineMesh, MeshSpec, mesh
+from meshwright.machines import Machine, chip_of_kind
+from meshwright.meshes import STANDARD_AXES, MachineMesh, MeshSpec, mesh, tile_mesh
 from meshwright.models import (
     SOURCE,
     SPECIAL_TOKENS,
@@ -79,7 +80,7 @@ def prepare(config: TrainConfig) -> Setup:
     check_trackers(config.log.tensorboard, config.log.wandb is not None)
     model = model_of(config)
     rules = choose_rules(config, model)
-    placed = mesh(training_spec(config), axis_types="explicit")
+    placed = training_mesh(config)
     check_model(model, rules, placed)
     if config.init_from is not None:
         _check_weights(config, model)
@@ -142,15 +143,50 @@ def model_of(config: TrainConfig) -> Any:
 
 
 def training_spec(config: TrainConfig) -> MeshSpec:
-    """The mesh that is asked for; standard axes that are not named have size 1.
+    """The mesh that is asked for, by role; standard axes that are not named have size 1.
 
-    With own rules the axes may be others.
+    With own rules the axes may have names of their own, those of the rules.
     """
+    tile = _tile(config)
+    if tile is not None:
+        return MeshSpec.parse(f"dp=-1,fsdp=1,tp={math.prod(tile)},sp=1")
     spec = MeshSpec.parse(config.mesh)
     own_rules = config.rules != "standard" and not config.rules.startswith("t5x:")
-    if own_rules and not set(spec.names) <= set(STANDARD_AXES):
+    if own_rules and not spec.roles and not set(spec.names) <= set(STANDARD_AXES):
         return spec
     return spec.with_standard_axes()
+
+
+def training_mesh(
+    config: TrainConfig, machine: Machine | None = None, devices: Sequence[Any] | None = None
+) -> Any:
+    """The mesh of the settings over the devices here, or over a machine as `mw.mesh` takes it."""
+    if _tile(config) is None:
+        return mesh(training_spec(config), machine, devices, axis_types="explicit")
+    submesh = None if config.submesh is None else _tile(config)
+    tiles = tile_mesh(machine or Machine.here(), submesh, config.num_partitions)
+    data, model = tiles.devices.shape
+    placed = dataclasses.replace(
+        tiles,
+        axis_names=STANDARD_AXES,
+        devices=tiles.devices.reshape(data, 1, model, 1),
+        axis_type=AxisType.Explicit,
+    )
+    return placed if machine is not None and devices is None else placed.to_jax(devices)
+
+
+def _tile(config: TrainConfig) -> tuple[int, ...] | None:
+    """The devices of a model replica, if the settings name a tile of the machine."""
+    if config.num_partitions is not None:
+        return (config.num_partitions,)
+    if config.submesh is None:
+        return None
+    sizes = config.submesh.strip("()[] ").split(",")
+    if not all(size.strip().isdecimal() for size in sizes):
+        raise MeshwrightError(
+            f"submesh={config.submesh!r} is not a tile; write its sides x,y,z,cores: 2,1,1,2"
+        )
+    return tuple(map(int, sizes))
 
 
 def choose_rules(config: TrainConfig, model: Any) -> Rules:

@@ -1,0 +1,102 @@
+"""Flags of other systems, answered with the command that does the same here."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from meshwright.errors import MeshwrightError
+from meshwright.meshes import STANDARD_AXES, MeshSpec
+
+# sizes of single axes, as EasyLM, T5X, MaxText, Megatron, vLLM and torchtitan call them
+_AXES = {
+    "dp": "dp", "fsdp": "fsdp", "tp": "tp", "sp": "sp", "mp": "tp", "cp": "sp",
+    "tensor_parallel_size": "tp", "tensor_model_parallel_size": "tp",
+    "tensor_parallel_degree": "tp", "ici_tensor_parallelism": "tp",
+    "context_parallel_size": "sp", "context_parallel_degree": "sp",
+    "ici_context_parallelism": "sp", "data_parallel_size": "dp",
+    "data_parallel_replicate_degree": "dp", "data_parallel_shard_degree": "fsdp",
+    "ici_data_parallelism": "dp", "ici_fsdp_parallelism": "fsdp",
+}  # fmt: skip
+# whole meshes: EasyLM's and LWM's
+_MESHES = frozenset({"mesh_dim", "mp_mesh_dim", "jax_mesh"})
+# T5X's sets of rules, by how many dims of activations and of parameters are split
+_RULES = {"activation_partitioning_dims": 0, "parameter_partitioning_dims": 1}
+_RENAMED = {
+    "total_steps": "--steps", "train_steps": "--steps", "train_iters": "--steps",
+    "seq_length": "--seq", "sequence_length": "--seq", "max_target_length": "--seq",
+    "global_batch_size": "--batch", "load_checkpoint": "--init-from",
+    "model_parallel_submesh": "--submesh",
+}  # fmt: skip
+_KNOWN = {*_AXES, *_MESHES, *_RULES, *_RENAMED}
+_PREFIXES = ("gin.", "partitioning.", "PjitPartitioner.", "parallelism.", "training.")
+
+
+def check_flags(command: str, words: Sequence[str]) -> None:
+    """Raise for flags of other systems, with the same command in the flags of this one."""
+    ours: list[str] = []
+    theirs: list[str] = []
+    found: dict[str, str] = {}
+    for name, value, written in _flags(words):
+        if name == "num_partitions" and "." in written[0]:
+            ours += ["--num-partitions", value]
+        elif name in _RENAMED:
+            ours += [_RENAMED[name], value]
+        elif name in _KNOWN:
+            found[name] = value
+        else:
+            ours += written
+            continue
+        theirs.append(" ".join(written))
+    if not theirs:
+        return
+    ours += [*_mesh(found), *_rules(found)]
+    what = "this is a flag" if len(theirs) == 1 else "these are flags"
+    raise MeshwrightError(
+        f"{', '.join(theirs)}: {what} of another system; the same here: "
+        f"meshwright {command} {shlex.join(ours)}"
+    )
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """(name, value, words) of each flag that may be another system's; other words as they are."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.lstrip("-").partition("=")
+        written = [word]
+        for prefix in _PREFIXES:
+            name = name.removeprefix(prefix)
+        name = name.replace("-", "_")
+        if not word.startswith("--") or name not in (*_KNOWN, "num_partitions"):
+            yield "", "", written
+            continue
+        if not equals and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+            written.append(value)
+        yield name, value.strip("'\"()[] "), written
+
+
+def _mesh(found: dict[str, str]) -> list[str]:
+    """`--mesh` with all that the flags say of it."""
+    whole = [name for name in _MESHES if name in found]
+    if whole and whole[0] == "mp_mesh_dim":
+        return [
+            "--mesh",
+            str(MeshSpec.from_mp_mesh_dim(found[whole[0]], "fsdp" in found).by_role()),
+        ]
+    if whole:
+        return ["--mesh", str(MeshSpec.parse(found[whole[0]]).by_role())]
+    sizes = {_AXES[name]: value for name, value in found.items() if name in _AXES}
+    if not sizes:
+        return []
+    # a switch such as --fsdp takes all devices that are left; so does an axis that is not named
+    sizes = {a: size if size.lstrip("-").isdecimal() else "-1" for a, size in sizes.items()}
+    if "-1" not in sizes.values():
+        sizes = {"fsdp" if "fsdp" not in sizes else "dp": "-1"} | sizes
+    return ["--mesh", ",".join(f"{axis}={sizes[axis]}" for axis in STANDARD_AXES if axis in sizes)]
+
+
+def _rules(found: dict[str, str]) -> list[str]:
+    if not found.keys() & _RULES.keys():
+        return []
+    dims = [found.get(name, "1") for name in _RULES]
+    return ["--rules", f"t5x:{','.join(dims)}"]

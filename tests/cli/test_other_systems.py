@@ -1,0 +1,42 @@
+"""Flags of other systems are answered with the command that does the same here."""
+
+import shlex
+
+import pytest
+
+from meshwright import MeshwrightError
+from meshwright.cli.other_systems import check_flags
+from meshwright.cli.train import settings
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("tiny --mp_mesh_dim=8,1", "tiny --mesh dp=-1,tp=8"),
+        ("tiny --mp_mesh_dim '8,1' --fsdp", "tiny --mesh fsdp=-1,tp=8"),
+        ("tiny --mesh_dim=1,-1,4,1 --steps 3", "tiny --steps 3 --mesh dp=1,fsdp=-1,tp=4,sp=1"),
+        ("tiny --mesh_dim dp:1,fsdp:-1,mp:2", "tiny --mesh dp=1,fsdp=-1,tp=2"),
+        ("tiny --fsdp", "tiny --mesh fsdp=-1"),
+        ("tiny --fsdp 8 --tp 2", "tiny --mesh dp=-1,fsdp=8,tp=2"),
+        ("tiny --tp 2 --batch 8", "tiny --batch 8 --mesh fsdp=-1,tp=2"),
+        ("tiny --tp=2 --sp=4", "tiny --mesh fsdp=-1,tp=2,sp=4"),
+        ("tiny --tensor-model-parallel-size 4", "tiny --mesh fsdp=-1,tp=4"),
+        ("tiny --parallelism.tensor_parallel_degree 4", "tiny --mesh fsdp=-1,tp=4"),
+        ("tiny --gin.partitioning.PjitPartitioner.num_partitions=4", "tiny --num-partitions 4"),
+        ("tiny --model_parallel_submesh (2,1,1,2)", "tiny --submesh 2,1,1,2"),
+        ("tiny --parameter_partitioning_dims=2", "tiny --rules t5x:1,2"),
+        ("tiny --total_steps 100 --seq_length 64", "tiny --steps 100 --seq 64"),
+    ],
+)
+def test_a_flag_of_another_system_names_the_command_here(theirs: str, ours: str) -> None:
+    with pytest.raises(MeshwrightError, match="of another system; the same here") as said:
+        check_flags("train", theirs.replace("(", "").replace(")", "").replace("'", "").split())
+    command = str(said.value).partition("the same here: ")[2]
+    assert command == f"meshwright train {ours}"
+    settings(shlex.split(command)[2:])  # which this command takes
+
+
+def test_own_flags_are_left_alone() -> None:
+    words = "tiny --mesh fsdp=8 --num-partitions 4 --submesh 2,1,1,2 --compute.remat full --seq=64"
+    check_flags("train", words.split())
+    check_flags("generate", ["runs/first", "--prompt", "dp and --tp", "--mesh", "tp=2"])
