@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ from meshwright.launch import (
 from meshwright.layouts import fit
 from meshwright.machines import check_host_memory, host_bytes
 from meshwright.models import load_hf, model_to_dict
-from meshwright.present import bytes_text, count, mesh_text
+from meshwright.present import bytes_text, count, duration_text, mesh_text
 from meshwright.train.config import LATEST, NONE, TrainConfig, config_to_dict
 from meshwright.train.optimizer import DEFAULT_WARMUP
 from meshwright.train.resume import check_resume, resume_command, resume_step
@@ -49,6 +50,7 @@ from meshwright.train.run import (
     peak_flops,
     print_line,
     throughput,
+    waiting_line,
     write_description,
     write_run_page,
 )
@@ -385,7 +387,10 @@ class _Run:
         }
         with _heard(self._say):
             lowered = functions.train.lower(state, described)
-        compiled = lowered.compile()
+        start = time.monotonic()
+        with waiting_line("compiling", shown=self.speaks):
+            compiled = lowered.compile()
+        took = duration_text(time.monotonic() - start)
         held = compiled.memory_analysis()
         if held is not None:
             total = (
@@ -394,7 +399,9 @@ class _Run:
                 + held.output_size_in_bytes
                 - held.alias_size_in_bytes
             )
-            self._say(f"compiled: {bytes_text(total)} per device by the compiler's account")
+            self._say(
+                f"compiled in {took}: {bytes_text(total)} per device by the compiler's account"
+            )
             # beyond the state, which is there already
             self._check_step_memory(total - held.argument_size_in_bytes)
         return compiled

@@ -3,11 +3,12 @@
 import io
 import math
 import sys
+import time
 
 import pytest
 
 from meshwright.present import count_text, duration_text
-from meshwright.train.run import LiveLine
+from meshwright.train.run import LiveLine, waiting_line
 from meshwright.train.run.live import eta_seconds, row_text
 
 ROW = {
@@ -92,6 +93,23 @@ def test_without_rich_a_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatc
     with LiveLine(1000, file=file) as line:
         line.update(ROW)
     assert file.getvalue() == row_text(ROW, 1000) + "\n"
+
+
+def test_waiting_is_told_once_without_a_terminal() -> None:
+    file = io.StringIO()
+    with waiting_line("compiling", file=file):
+        pass
+    with waiting_line("compiling", file=file, shown=False):
+        pass
+    assert file.getvalue() == "compiling …\n"
+
+
+def test_waiting_counts_seconds_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    file = Terminal()
+    with waiting_line("compiling", file=file):
+        time.sleep(0.6)
+    assert "compiling … 0 s" in file.getvalue()
 
 
 def test_a_line_that_is_not_shown_prints_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from meshwright.train.run.description import write_description
 from meshwright.train.run.files import disk_errors_in_one_line, output_is_written, print_line
-from meshwright.train.run.live import LiveLine
+from meshwright.train.run.live import LiveLine, waiting_line
 from meshwright.train.run.lock import only_run_in
 from meshwright.train.run.metrics import Metrics, MetricsLog, read_metrics
 from meshwright.train.run.page import write_run_page
@@ -30,6 +30,7 @@ __all__ = [
     "print_line",
     "read_metrics",
     "throughput",
+    "waiting_line",
     "write_description",
     "write_run_page",
 ]

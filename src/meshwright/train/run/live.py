@@ -3,10 +3,11 @@
 step 120/1,000  loss 2.314  12.3K tok/s  393 TFLOP/s 39.8% MFU  71.2/139.8 GiB  ETA 1h 02m
 """
 
+import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from meshwright.present import count_text, duration_text
@@ -117,7 +118,30 @@ class LiveLine:
         self._next = self._clock() + self._every_s
 
 
-def _rich_live(file: TextIO) -> Any | None:
+@contextlib.contextmanager
+def waiting_line(what: str, *, shown: bool = True, file: TextIO | None = None) -> Iterator[None]:
+    """`compiling … 12 s` while the block runs: counted up on a terminal, else one line of it."""
+    file = file or sys.stdout
+    live = _rich_live(file, transient=True) if shown else None
+    if live is None:
+        if shown:
+            print_line(f"{what} …", file)
+        yield
+        return
+    start = time.monotonic()
+
+    class Elapsed:
+        def __rich__(self) -> Any:
+            return _styled(f"{what} … {time.monotonic() - start:.0f} s")
+
+    try:
+        live.update(Elapsed())
+        yield
+    finally:
+        live.stop()
+
+
+def _rich_live(file: TextIO, transient: bool = False) -> Any | None:
     if not file.isatty():
         return None
     try:
@@ -128,7 +152,7 @@ def _rich_live(file: TextIO) -> Any | None:
     console = Console(file=file)
     if console.is_dumb_terminal:
         return None
-    live = Live(console=console, refresh_per_second=4)
+    live = Live(console=console, refresh_per_second=4, transient=transient)
     live.start()
     return live
 
