@@ -31,7 +31,7 @@ from meshwright.planner.report.words import next_commands
 from meshwright.planner.result import Choice
 from meshwright.planner.shares import place_axes
 from meshwright.planner.time import step_time
-from meshwright.train.setup import check_length
+from meshwright.train.setup import check_sizes, choose_rules
 
 
 def small(**options: object) -> Plan:
@@ -250,9 +250,10 @@ def test_rows_longer_than_the_models_are_warned_of_and_the_commands_run() -> Non
         assert command.endswith("--rope.scaling linear --rope.factor 4")
     config = train_settings(shlex.split(next_commands(found, found.best.choice)[1])[2:])
     model = config.rope.apply(found.job.model, 16384)
-    check_length(model, 16384)
+    shape, rules = found.best.choice.sizes, choose_rules(config)
+    check_sizes(config, model, rules, shape)
     with pytest.raises(MeshwrightError, match="longer than the model"):
-        check_length(found.job.model, 16384)
+        check_sizes(config, found.job.model, rules, shape)
     assert not plan("llama-2-7b", "v5p:4x4x4", 64, 4096).warnings
     assert not plan(model, "v5p:4x4x4", 64, 16384).warnings
 
@@ -264,10 +265,13 @@ def test_rows_longer_than_the_models_are_warned_of_and_the_commands_run() -> Non
     ("choice", "says"),
     [
         (Choice(fsdp=4, tp=16), "kv_heads=8 cannot be split in tp=16; tp=8 would fit"),
-        (Choice(fsdp=48), "embed=4096 cannot be split in fsdp·sp=48"),
-        (Choice(dp=512), "batch=256 has fewer rows than dp·fsdp=512 devices take"),
+        (Choice(fsdp=48), "embed=4096 cannot be split in fsdp·sp=48; fsdp·sp=32 would fit"),
+        (Choice(dp=512), "batch=256 is not divisible by dp·fsdp=512; batch=512 would fit"),
         (Choice(dp=96), "batch=256 is not divisible by dp·fsdp=96; batch=192 or 288 would fit"),
-        (Choice(fsdp=2, sp=128, sequence_parallel=True, tp=8), "seq=4000 is not divisible by 1024"),
+        (
+            Choice(fsdp=2, sp=128, sequence_parallel=True, tp=8),
+            "seq=4000 is not divisible by sp·tp=1024",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_with_what_would(choice: Choice, says: str) -> None:
@@ -302,7 +306,7 @@ def test_a_row_too_short_for_two_chunks_a_device_is_refused() -> None:
     assert {(one.strategy, one.tp) for one in four} == {("ulysses", 1)}
     why = {(one.choice.tp, one.choice.sp): one.why for one in found.refused}
     assert "seq=1004 is not divisible by 8 (two chunks a device" in why[2, 4]
-    assert why[1, 8] == "seq=1004 is not divisible by 8; seq=1000 or 1008 would fit"
+    assert why[1, 8] == "seq=1004 is not divisible by sp=8; seq=1000 or 1008 would fit"
 
 
 def test_a_mesh_that_is_too_small_says_what_it_needs() -> None:

@@ -99,7 +99,9 @@ def test_another_setting_is_another_program(cache: Path, proof: Proof) -> None:
 
 
 def test_a_mistake_is_said_as_train_says_it(cache: Path) -> None:
-    with pytest.raises(mw.MeshwrightError, match=r"kv_heads=4 cannot be split in 8"):
+    with pytest.raises(
+        mw.MeshwrightError, match=r"kv_heads=4 cannot be split in tp=8; tp=4 would fit"
+    ):
         prove(dataclasses.replace(CONFIG, mesh="tp=8"), "cpu:8", cache=cache)
 
 

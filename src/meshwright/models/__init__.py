@@ -4,6 +4,7 @@ from meshwright.models.decoder import PRESETS, DecoderConfig, abstract_arrays, d
 from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
 from meshwright.models.decoder.hf_load import load_hf
 from meshwright.models.decoder.hf_save import save_hf
+from meshwright.models.divisibility import indivisible
 
 __all__ = [
     "PRESETS",
@@ -11,6 +12,7 @@ __all__ = [
     "abstract_arrays",
     "decoder_rules",
     "from_hf_config",
+    "indivisible",
     "load_hf",
     "preset",
     "save_hf",

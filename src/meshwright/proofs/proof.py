@@ -105,19 +105,11 @@ def prove(
 def _check(config: Any, model: Any, machine: Machine) -> None:
     """Sizes against the mesh, before a compiler is started."""
     from meshwright.meshes import mesh
-    from meshwright.train import (
-        check_batch,
-        check_length,
-        check_model,
-        choose_rules,
-        training_spec,
-    )
+    from meshwright.train import check_sizes, choose_rules, training_spec
 
-    placed, rules = mesh(training_spec(config), machine), choose_rules(config)
+    shape = mesh(training_spec(config), machine).shape
     model = config.rope.apply(model, config.seq)
-    check_model(model, rules, placed)
-    check_length(model, config.seq)
-    check_batch(config, rules, placed)
+    check_sizes(config, model, choose_rules(config), shape)
 
 
 # of a run's settings, those that do not change what is compiled

@@ -11,9 +11,7 @@ from meshwright.train.config import (
 )
 from meshwright.train.loop import AUTO, train
 from meshwright.train.setup import (
-    check_batch,
-    check_length,
-    check_model,
+    check_sizes,
     choose_rules,
     model_config,
     training_spec,
@@ -24,9 +22,7 @@ __all__ = [
     "AbstractStep",
     "TrainConfig",
     "abstract_step",
-    "check_batch",
-    "check_length",
-    "check_model",
+    "check_sizes",
     "choose_rules",
     "config_from_dict",
     "config_from_file",

@@ -1,7 +1,7 @@
-"""A run's step, described on any mesh: its functions and abstract arguments, and no data.
+"""A run's step, abstract on any mesh: its functions and abstract arguments, and no data.
 
-    described = step_of(TrainConfig("llama-3.1-8b", batch=64, seq=8192), mesh)
-    compiled = described.lower().compile()
+    step = abstract_step(TrainConfig("llama-3.1-8b", batch=64, seq=8192), mesh)
+    compiled = step.lower().compile()
 
 The devices of the mesh may be of a machine that is not here. The step is the one `train` would run
 there: the same settings, the same checks, and the platform's own dtype and attention kernel.
@@ -22,9 +22,7 @@ from meshwright.models.decoder import Compute, DecoderConfig, abstract_arrays, p
 from meshwright.train.config import TrainConfig
 from meshwright.train.optimizer import make_optimizer
 from meshwright.train.setup import (
-    check_batch,
-    check_length,
-    check_model,
+    check_sizes,
     choose_rules,
     compute_of,
     model_config,
@@ -74,10 +72,8 @@ def abstract_step(
             "the step runs on explicit mesh axes; make the mesh with axis_types='explicit'"
         )
     model = config.rope.apply(model_config(config.model) if model is None else model, config.seq)
-    check_model(model, rules, mesh)
-    check_length(model, config.seq)
+    check_sizes(config, model, rules, mesh.shape)
     compute, attention = compute_of(config, model, rules, mesh)
-    check_batch(config, rules, mesh)
     vocab = padded_vocab(model, rules, mesh.shape)
     arrays = abstract_arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
