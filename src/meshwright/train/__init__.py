@@ -8,6 +8,9 @@ from meshwright.train.config import (
     config_to_dict,
     decoder_from_dict,
     decoder_to_dict,
+    flat_settings,
+    settings_flags,
+    with_settings,
 )
 from meshwright.train.loop import AUTO, train
 from meshwright.train.setup import (
@@ -29,7 +32,10 @@ __all__ = [
     "config_to_dict",
     "decoder_from_dict",
     "decoder_to_dict",
+    "flat_settings",
     "model_config",
+    "settings_flags",
     "train",
     "training_spec",
+    "with_settings",
 ]
