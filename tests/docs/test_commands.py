@@ -94,10 +94,7 @@ def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_cli, "run_training", parsed)
     monkeypatch.setattr(train_cli, "config_from_file", lambda _: train_cli.TrainConfig("tiny"))
     monkeypatch.setattr(prove_cli, "prove", parsed)
-    monkeypatch.setattr(
-        "meshwright.planner.report.read_plan",
-        lambda _: plan("tiny", "cpu:8", 16, 128),
-    )
+    monkeypatch.setattr(prove_cli, "read_plan", lambda _: plan("tiny", "cpu:8", 16, 128))
     monkeypatch.setattr(audit_cli, "_text_in", parsed)
     monkeypatch.setattr("meshwright.train.abstract_step", parsed)
     monkeypatch.setattr("meshwright.launch.simulate_devices", lambda _: None)
