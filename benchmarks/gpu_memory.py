@@ -53,13 +53,12 @@ def config_of(case: dict[str, Any]) -> Any:
 def planned(case: dict[str, Any], machine: str) -> dict[str, float]:
     """Bytes and seconds by the plan."""
     from meshwright.machines import Machine
-    from meshwright.planner.memory import memory
+    from meshwright.planner import choice_of, job_of, memory
     from meshwright.planner.time import step_time
-    from meshwright.proofs.compare import job_and_choice
 
-    on = Machine.parse(machine)
-    known = job_and_choice(config_of(case), on)
-    assert known is not None
+    on, config = Machine.parse(machine), config_of(case)
+    job = job_of(config, on)
+    known = job, choice_of(config, job, on)
     return {"planned": memory(*known, on).total, "planned_seconds": step_time(*known, on).step}
 
 

@@ -167,9 +167,11 @@ def config_of(one: dict[str, Any]) -> Any:
 
 def job_and_choice(one: dict[str, Any]) -> Any:
     from meshwright.machines import Machine
-    from meshwright.proofs.compare import job_and_choice
+    from meshwright.planner import choice_of, job_of
 
-    return job_and_choice(config_of(one), Machine.parse(one["on"]))
+    config, machine = config_of(one), Machine.parse(one["on"])
+    job = job_of(config, machine)
+    return job, choice_of(config, job, machine)
 
 
 def recorded(one: dict[str, Any], proof: Any) -> dict[str, Any]:

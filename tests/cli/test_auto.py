@@ -11,6 +11,6 @@ MACHINE = Machine.parse("v5e:4x4")
 def test_a_switch_that_is_turned_off_stays_off() -> None:
     by_plan, _ = planned(settings(JOB), MACHINE, JOB)
     assert by_plan.compute.sequence_parallel
-    words = [*JOB, "--compute.no-tp-sequence"]
+    words = [*JOB, "--compute.no-sequence-parallel"]
     kept, _ = planned(settings(words), MACHINE, words)
     assert not kept.compute.sequence_parallel

@@ -106,7 +106,7 @@ def test_remat_and_micro_batches_can_be_fixed(
 def test_serving_is_planned_with_its_cache(capsys: pytest.CaptureFixture[str]) -> None:
     main([*SMALL, "--serve", "--json"])
     data = json.loads(capsys.readouterr().out)
-    assert data["job"]["kind"] == "serve"
+    assert data["kind"] == "serve"
     assert any("cache" in kind.lower() for kind in data["ranked"][0]["memory"]["kinds"])
     main([*SMALL, "--serve"])
     assert "serving" in capsys.readouterr().out

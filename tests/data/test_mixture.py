@@ -155,11 +155,10 @@ def test_the_description_follows_the_data() -> None:
 
 def test_data_that_cannot_train_the_model_is_refused(tmp_path: Path) -> None:
     mixture = Mixture.of([embedded_corpus()])
-    check_data(mixture, vocab=257, seq=64, batch=8, held_out=4, longest=64, tokenizer=BYTES)
+    check_data(mixture, vocab=257, seq=64, batch=8, held_out=4, tokenizer=BYTES)
     other = load_tokenizer(word_tokenizer(tmp_path, "b"), "</s>")
     for asked, words in [
         ({"vocab": 256}, "vocabulary of 257, the model's is 256"),
-        ({"longest": 32}, "seq=64 is longer than the model allows"),
         ({"batch": 10_000}, "fewer than one batch of 10000"),
         ({"held_out": 10_000}, "none would be left to train on"),
         ({"tokenizer": other}, "another tokenizer than the model's"),

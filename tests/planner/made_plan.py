@@ -2,7 +2,8 @@
 
 from meshwright.machines import Machine
 from meshwright.models import preset
-from meshwright.planner.result import Choice, Estimate, Job, Memory, Plan, Refusal, Transfer
+from meshwright.planner.result import Choice, Estimate, Memory, Plan, Refusal, Transfer
+from meshwright.train import TrainConfig
 
 GIB = 2**30
 
@@ -79,9 +80,10 @@ def made_plan(cost_per_hour: float | None = 4.2) -> Plan:
         Refusal(Choice(tp=32, fsdp=2), "tp=32 does not divide kv_heads=8"),
         Refusal(Choice(sp=64), "seq=4096 is not divisible by 128"),
     )
-    job = Job(preset("llama-3.1-8b"), batch=256, seq=4096, name="llama-3.1-8b")
     return Plan(
-        job=job,
+        config=TrainConfig("llama-3.1-8b", batch=256, seq=4096),
+        model=preset("llama-3.1-8b"),
+        kind="train",
         machine=Machine.parse("v5p:4x4x4"),
         objective="throughput",
         ranked=ranked,

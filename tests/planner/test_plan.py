@@ -16,9 +16,9 @@ from meshwright.cli.train import settings as train_settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.machines.slices import squarest
-from meshwright.models import preset
+from meshwright.models import override, preset
 from meshwright.models.decoder import PRESETS, DecoderConfig
-from meshwright.planner import Plan, make_job, plan
+from meshwright.planner import Plan, apply, choice_of, job_of, plan
 from meshwright.planner.candidates import (
     flops_per_byte,
     meshes,
@@ -32,7 +32,8 @@ from meshwright.planner.report.words import next_commands
 from meshwright.planner.result import Choice
 from meshwright.planner.shares import place_axes
 from meshwright.planner.time import step_time
-from meshwright.train.setup import check_length
+from meshwright.train.config import ComputeConfig, TrainConfig, with_settings
+from meshwright.train.setup import check_sizes, choose_rules
 
 
 def small(**options: object) -> Plan:
@@ -191,7 +192,8 @@ def test_attention_over_split_rows_has_the_fastest_strategy_that_fits() -> None:
 @pytest.mark.parametrize("on", ["v5e:4x4", "v5p:4x4x4", "h100:8", "cpu:8"])
 def test_auto_is_what_train_would_take_on_that_machine(on: str) -> None:
     """By the figure of its chip; of a CPU the usual one."""
-    machine, job = Machine.parse(on), make_job("llama-2-7b", 16, 2**15)
+    machine = Machine.parse(on)
+    job = job_of(TrainConfig("llama-2-7b", batch=16, seq=2**15), machine)
     chip = machine.chip
     figure = {"v5e:4x4": 197e12 / 45e9, "v5p:4x4x4": 459e12 / 90e9, "h100:8": 989e12 / 450e9}
     assert flops_per_byte(machine) == pytest.approx(figure.get(on, 5000.0), rel=0.02), chip
@@ -208,6 +210,64 @@ def test_numbers_are_multiplied_in_what_train_takes_on_the_machine() -> None:
     assert plan("tiny", "cpu:8", 8, 256).job.dtype == "float32"
     assert plan("tiny", "h100:8", 8, 256).job.dtype == "bfloat16"
     assert plan("tiny", "cpu:8", 8, 256, dtype="bfloat16").job.dtype == "bfloat16"
+
+
+# ---- settings of train
+
+
+CONFIG = TrainConfig("llama-3.1-8b", batch=8, seq=2**15)
+
+
+def test_settings_of_train_are_planned_as_their_arguments_are() -> None:
+    changes = {"optimizer.name": "muon", "compute.param_dtype": "bfloat16", "compute.scan": False}
+    config = with_settings(CONFIG, changes)
+    by_config = plan(config, "v5p:4x4x4")
+    by_arguments = plan(
+        "llama-3.1-8b", "v5p:4x4x4", 8, 2**15,
+        optimizer="muon", param_dtype="bfloat16", scan=False,
+    )  # fmt: skip
+    assert by_config.job == by_arguments.job
+    assert by_config.ranked == by_arguments.ranked
+    assert plan(config, "v5p:4x4x4", batch=16, scan=True).job == job_of(
+        with_settings(config, {"batch": 16, "compute.scan": True}), by_config.machine
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh": "dp=1,fsdp=8,tp=4,sp=2"},
+        {"compute.remat": "full", "accumulation": 2},
+        {"compute.sequence_parallel": True},
+        {"compute.mlp_chunk": 1024},
+        {"mesh": "fsdp=-1,sp=8", "context_parallel": "allgather"},
+    ],
+)
+def test_what_settings_say_otherwise_than_usual_is_kept(changes: dict[str, object]) -> None:
+    config = with_settings(CONFIG, changes)
+    found = plan(config, "v5p:4x4x4")
+    for one in found.ranked:
+        chosen = apply(config, one.choice)
+        if "mesh" in changes:
+            assert one.choice.sizes == choice_of(config, found.job, found.machine).sizes
+        assert with_settings(chosen, changes | {"mesh": chosen.mesh}) == chosen
+
+
+def test_a_choice_applied_to_settings_is_the_choice_of_those_settings() -> None:
+    found = plan(CONFIG, "v5p:4x4x4")
+    assert {one.choice.strategy for one in found.ranked} > {"auto"}
+    for one in found.ranked:
+        config = apply(CONFIG, one.choice)
+        assert choice_of(config, job_of(config, found.machine), found.machine) == one.choice
+        assert job_of(config, found.machine) == found.job
+
+
+def test_settings_with_own_rules_are_not_planned() -> None:
+    config = TrainConfig("tiny", rules="t5x:1,1", compute=ComputeConfig(remat="full"))
+    with pytest.raises(
+        MeshwrightError, match="knows the standard rules; with --rules t5x:1,1 name"
+    ):
+        plan(config, "cpu:8")
 
 
 # ---- the reserve
@@ -248,12 +308,13 @@ def test_rows_longer_than_the_models_are_warned_of_and_the_commands_run() -> Non
     (warning,) = found.warnings
     assert warning.startswith("seq=16,384 is longer than the model's 4,096 tokens; train needs")
     for command in next_commands(found, found.best.choice):
-        assert command.endswith("--override rope.scaling=linear rope.factor=4")
+        assert "--override rope.scaling=linear rope.factor=4" in command
     config = train_settings(shlex.split(next_commands(found, found.best.choice)[1])[2:])
-    model = config.rope.apply(found.job.model, 16384)
-    check_length(model, 16384)
+    model = override(found.job.model, config.override, 16384)
+    shape, rules = found.best.choice.sizes, choose_rules(config)
+    check_sizes(config, model, rules, shape)
     with pytest.raises(MeshwrightError, match="longer than the model"):
-        check_length(found.job.model, 16384)
+        check_sizes(config, found.job.model, rules, shape)
     assert not plan("llama-2-7b", "v5p:4x4x4", 64, 4096).warnings
     assert not plan(model, "v5p:4x4x4", 64, 16384).warnings
 
@@ -265,14 +326,18 @@ def test_rows_longer_than_the_models_are_warned_of_and_the_commands_run() -> Non
     ("choice", "says"),
     [
         (Choice(fsdp=4, tp=16), "kv_heads=8 cannot be split in tp=16; tp=8 would fit"),
-        (Choice(fsdp=48), "embed=4096 cannot be split in fsdp·sp=48"),
-        (Choice(dp=512), "batch=256 has fewer rows than dp·fsdp=512 devices take"),
+        (Choice(fsdp=48), "embed=4096 cannot be split in fsdp·sp=48; fsdp·sp=32 would fit"),
+        (Choice(dp=512), "batch=256 is not divisible by dp·fsdp=512; batch=512 would fit"),
         (Choice(dp=96), "batch=256 is not divisible by dp·fsdp=96; batch=192 or 288 would fit"),
-        (Choice(fsdp=2, sp=128, sequence_parallel=True, tp=8), "seq=4000 is not divisible by 1024"),
+        (
+            Choice(fsdp=2, sp=128, sequence_parallel=True, tp=8),
+            "seq=4000 is not divisible by sp·tp=1024",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_with_what_would(choice: Choice, says: str) -> None:
-    why = refusal(make_job("llama-3.1-8b", 256, 4000), choice)
+    config = TrainConfig("llama-3.1-8b", batch=256, seq=4000)
+    why = refusal(job_of(config, Machine.parse("v5p:4x4x4")), choice)
     assert why is not None
     assert says in why
 
@@ -303,7 +368,7 @@ def test_a_row_too_short_for_two_chunks_a_device_is_refused() -> None:
     assert {(one.strategy, one.tp) for one in four} == {("ulysses", 1)}
     why = {(one.choice.tp, one.choice.sp): one.why for one in found.refused}
     assert "seq=1004 is not divisible by 8 (two chunks a device" in why[2, 4]
-    assert why[1, 8] == "seq=1004 is not divisible by 8; seq=1000 or 1008 would fit"
+    assert why[1, 8] == "seq=1004 is not divisible by sp=8; seq=1000 or 1008 would fit"
 
 
 def test_a_mesh_that_is_too_small_says_what_it_needs() -> None:
@@ -353,6 +418,8 @@ def test_a_model_that_fits_nowhere_is_told_how_many_devices_would_do() -> None:
     [
         ({"model": "llama-3.1-8"}, "did you mean"),
         ({"on": "v5q:4x4x4"}, "v5"),
+        ({"model": 8}, "model 8 is neither a preset's name, nor a config.json"),
+        ({"batch": None}, "batch is missing; give it, or a TrainConfig"),
         ({"batch": 0}, "batch=0 must be a whole number from 1"),
         ({"batch": 10**30}, "must be a whole number from 1 to 2147483647"),
         ({"seq": 2**31}, "seq=2147483648 must be a whole number from 1 to 2147483647"),

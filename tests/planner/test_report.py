@@ -38,6 +38,7 @@ from meshwright.planner.report.page import page_data
 from meshwright.planner.report.words import folded, groups_of, next_commands, short_mesh
 from meshwright.planner.result import Choice, Plan, Refusal
 from meshwright.present import amount, bar, gib, seconds_text
+from meshwright.train import with_settings
 
 
 def printed(group: Group, width: int, **said: Any) -> list[str]:
@@ -62,7 +63,7 @@ def test_a_plan_written_as_json_and_read_back_is_the_same_plan(tmp_path: Path) -
 def test_every_model_survives_being_written(rope: Rope) -> None:
     made = made_plan(None)
     for model in [*PRESETS.values(), dataclasses.replace(PRESETS["tiny"], rope=rope)]:
-        plan = dataclasses.replace(made, job=dataclasses.replace(made.job, model=model))
+        plan = dataclasses.replace(made, model=model)
         assert plan_from_data(json.loads(json.dumps(plan_data(plan)))).job.model == model
 
 
@@ -156,13 +157,17 @@ def _changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     ("path", "value", "words"),
     [
         (("format",), "something", "is not a plan; `meshwright plan"),
-        (("version",), 99, "is of version 99, this Meshwright reads 2"),
-        (("job", "batch"), KeyError, "job lacks the key 'batch'"),
-        (("job", "batch"), "8", "job.batch should be a whole number, it is '8'"),
-        (("job", "batch"), True, "job.batch should be a whole number, it is True"),
-        (("job", "kind"), "swim", "job.kind should be 'train' or 'serve', it is 'swim'"),
-        (("job", "model", "heads"), 7, "heads=7 cannot share kv_heads=8"),
-        (("job", "model", "rope", "scaling", "type"), "Odd", "rope.scaling.type should be"),
+        (("version",), 99, "is of version 99, this Meshwright reads 3; plan again"),
+        (("version",), 2, "is of version 2, this Meshwright reads 3; plan again"),
+        (("config",), 8, "config should be an object, it is 8"),
+        (("config", "batch"), KeyError, "config lacks the key 'batch'"),
+        (("config", "batch"), "8", "config: setting 'batch' is '8'; it must be int"),
+        (("config", "batch"), True, "config: setting 'batch' is True; it must be int"),
+        (("config", "batch"), 8, "tokens_per_second is 524288.0, but the rest of the file gives"),
+        (("config", "compute", "dtype"), KeyError, "config.compute lacks the key 'dtype'"),
+        (("kind",), "swim", "kind should be 'train' or 'serve', it is 'swim'"),
+        (("model", "heads"), 7, "heads=7 cannot share kv_heads=8"),
+        (("model", "rope", "scaling", "type"), "Odd", "rope.scaling.type should be"),
         (("machine", "shape"), [4, 4], "v5p machine takes 3 sizes"),
         (("machine", "chip", "host_box"), [1, 1], "host_box should be a list of 3"),
         (("ranked",), {}, "ranked should be a list, it is {}"),
@@ -324,8 +329,8 @@ def test_the_commands_are_what_train_understands() -> None:
 
 def test_another_optimizer_and_dtype_are_in_the_commands() -> None:
     made = made_plan()
-    job = dataclasses.replace(made.job, optimizer="muon", param_dtype="bfloat16")
-    plan = dataclasses.replace(made, job=job)
+    changes = {"optimizer.name": "muon", "compute.param_dtype": "bfloat16"}
+    plan = dataclasses.replace(made, config=with_settings(made.config, changes))
     _, train = next_commands(plan, plan.best.choice)
     config = train_settings(shlex.split(train)[2:])
     assert (config.optimizer.name, config.compute.param_dtype) == ("muon", "bfloat16")
@@ -429,7 +434,7 @@ def test_sums_by_axis_hold_every_transfer_once() -> None:
 
 def test_serving_makes_a_token_a_row_and_step() -> None:
     made = made_plan()
-    plan = dataclasses.replace(made, job=dataclasses.replace(made.job, kind="serve"))
+    plan = dataclasses.replace(made, kind="serve")
     assert plan_data(plan)["ranked"][0]["tokens_per_second"] == 256 / 2.0
     lines = printed(report(plan, 120), 120)
     assert "a token" in lines[4]
@@ -473,8 +478,8 @@ def test_the_page_needs_nothing_from_outside() -> None:
 
 def test_a_name_on_the_page_cannot_become_code() -> None:
     made = made_plan()
-    job = dataclasses.replace(made.job, name="</script><script>alert(1)</script>")
-    text = page(dataclasses.replace(made, job=job))
+    config = dataclasses.replace(made.config, model="</script><script>alert(1)</script>")
+    text = page(dataclasses.replace(made, config=config))
     assert text.count("<script>") == 1
     assert "alert(1)" in text
 

@@ -7,16 +7,17 @@ import pytest
 from meshwright.audits import Collective
 from meshwright.audits.expected import judged
 from meshwright.machines import Machine
+from meshwright.planner import choice_of, job_of
 from meshwright.planner.rewrites import compiled_traffic
-from meshwright.proofs.compare import expected, job_and_choice
+from meshwright.proofs.compare import expected
 from meshwright.train.config import TrainConfig
 
 
 def judge(config: TrainConfig, on: str, *rows: Collective) -> list[str]:
     """For each row why it is planned, what it was made of, or nothing for a surprise."""
     machine = Machine.parse(on)
-    known = job_and_choice(config, machine)
-    assert known is not None
+    job = job_of(config, machine)
+    known = job, choice_of(config, job, machine)
     found = judged(rows, expected(*known, machine))
     return [row.rewritten or row.why if row.planned else "" for row in found]
 
@@ -78,8 +79,8 @@ def test_gradients_are_summed_whole_only_over_all_of_one_slice(
 ) -> None:
     machine = Machine.parse(on)
     config = TrainConfig("llama-3.2-3b", mesh=f"{mesh},tp=1,sp=1", batch=128, seq=2048)
-    known = job_and_choice(config, machine)
-    assert known is not None
+    job = job_of(config, machine)
+    known = job, choice_of(config, job, machine)
     mlp = [
         one for one in compiled_traffic(*known, machine)
         if one.what == "gradient of a layer's mlp weights" and one.axes == ("fsdp",)
@@ -90,8 +91,8 @@ def test_gradients_are_summed_whole_only_over_all_of_one_slice(
 def test_only_a_devices_part_goes_between_slices() -> None:
     machine = Machine.parse("2*v5e:8x8")
     config = TrainConfig("llama-3.2-3b", mesh="dp=8,fsdp=16,tp=1,sp=1", batch=128, seq=2048)
-    known = job_and_choice(config, machine)
-    assert known is not None
+    job = job_of(config, machine)
+    known = job, choice_of(config, job, machine)
     rows = [
         (one.operation, one.bytes) for one in compiled_traffic(*known, machine)
         if one.what == "gradient of a layer's mlp weights" and one.axes == ("dp",)

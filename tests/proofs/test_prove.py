@@ -10,9 +10,9 @@ import pytest
 import meshwright as mw
 from meshwright.audits import audit
 from meshwright.models import preset
-from meshwright.planner.parts import padding
+from meshwright.planner import choice_of, job_of, padding
 from meshwright.proofs import Proof, prove
-from meshwright.proofs.compare import compare, expected, job_and_choice
+from meshwright.proofs.compare import compare, expected
 from meshwright.proofs.proof import _proof, digest
 from meshwright.proofs.target import gpu_description
 from meshwright.train.config import ComputeConfig, TrainConfig
@@ -51,8 +51,8 @@ def test_results_are_short_to_look_at(proof: Proof) -> None:
 
 
 def test_the_program_has_what_the_plan_says_and_nothing_else(proof: Proof) -> None:
-    known = job_and_choice(CONFIG, proof.machine)
-    assert known is not None
+    job = job_of(CONFIG, proof.machine)
+    known = job, choice_of(CONFIG, job, proof.machine)
     found = audit(proof.text, known[1].sizes, expected=expected(*known, proof.machine))
     assert found.rows
     assert not found.surprises
@@ -66,8 +66,8 @@ def test_the_program_has_what_the_plan_says_and_nothing_else(proof: Proof) -> No
 def test_so_it_is_with_a_padded_vocabulary(cache: Path) -> None:
     model = dataclasses.replace(preset("tiny"), vocab=321)
     padded = prove(CONFIG, "cpu:8", model=model, cache=cache)
-    known = job_and_choice(CONFIG, padded.machine, model)
-    assert known is not None
+    job = job_of(CONFIG, padded.machine, model)
+    known = job, choice_of(CONFIG, job, padded.machine)
     assert padding(*known) == "vocab 321 padded to 324 for tp=4"
     found = audit(padded.text, known[1].sizes, expected=expected(*known, padded.machine))
     assert not found.surprises
@@ -99,7 +99,9 @@ def test_another_setting_is_another_program(cache: Path, proof: Proof) -> None:
 
 
 def test_a_mistake_is_said_as_train_says_it(cache: Path) -> None:
-    with pytest.raises(mw.MeshwrightError, match=r"kv_heads=4 cannot be split in 8"):
+    with pytest.raises(
+        mw.MeshwrightError, match=r"kv_heads=4 cannot be split in tp=8; tp=4 would fit"
+    ):
         prove(dataclasses.replace(CONFIG, mesh="tp=8"), "cpu:8", cache=cache)
 
 

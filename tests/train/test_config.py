@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright import MeshwrightError
+from meshwright.cli.train import settings as command_line_settings
 from meshwright.launch import HANG_TIMEOUT_S
 from meshwright.launch.cpu import MOST_DEVICES, simulate_devices
 from meshwright.models import LossConfig, preset
@@ -16,6 +17,8 @@ from meshwright.train.config import (
     config_from_dict,
     config_to_dict,
     flat_settings,
+    settings_flags,
+    with_settings,
 )
 from meshwright.train.optimizer import OptimizerConfig
 from meshwright.train.setup import choose_rules
@@ -135,3 +138,21 @@ def test_a_missing_rule_of_activations_is_named_with_the_line_to_add(tmp_path: P
     file.write_text(f"length -> sp\n{RULES}")
     with pytest.raises(MeshwrightError, match=r"'batch'.*add a line such as 'batch\? -> dp\+fsdp'"):
         choose_rules(TrainConfig("tiny", rules=str(file)), preset("tiny"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"batch": 8, "seq": 64, "mesh": "dp=1,fsdp=2,tp=2,sp=1"},
+        {"compute.scan": False, "compute.remat": "full", "optimizer.name": "muon"},
+        {"override": ("rope.scaling=yarn", "rope.factor=4", "rope.theta=5e7")},
+        {"optimizer.clip_norm": None, "init_from": Path("a folder")},
+    ],
+)
+def test_the_flags_of_settings_give_the_same_settings(changes: dict[str, Any]) -> None:
+    changed = with_settings(TrainConfig("tiny"), changes)
+    values = flat_settings(changed)
+    assert {name: values[name] for name in changes} == changes
+    assert command_line_settings(["tiny", *settings_flags(changed)]) == changed
+    assert len([word for word in settings_flags(changed) if word[:2] == "--"]) == len(changes)

@@ -1,13 +1,11 @@
 """`--mesh auto`: the settings of the mesh that the plan puts first."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.models import default_dtype
-from meshwright.train import AUTO, TrainConfig, model_of
+from meshwright.train import AUTO, TrainConfig, flat_settings
 
 
 def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tuple[TrainConfig, str]:
@@ -16,48 +14,19 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
     With the mesh come remat, micro-batches, the strategy of attention and what else the plan
     chooses, but not what the command line (`words`) or a file says otherwise than usual.
     """
-    from meshwright.planner import plan
+    from meshwright.planner import CHOSEN, apply, constraints_of, plan_config
 
     assert config.mesh == AUTO
-    if config.rules != "standard":
-        raise MeshwrightError("--mesh auto knows the standard rules; with others name the mesh")
-    said, usual = config.compute, TrainConfig(config.model)
-    # --compute.no-scan says as much of --compute.scan as --compute.scan does
-    flags = {word.partition("=")[0].replace("_", "-").replace(".no-", ".") for word in words}
-
-    def pinned(flag: str, value: Any, default: Any) -> bool:
-        return flag in flags or value != default
-
-    remat = pinned("--compute.remat", said.remat, usual.compute.remat)
-    accumulation = pinned("--accumulation", config.accumulation, usual.accumulation)
-    found = plan(
-        model_of(config),
-        machine,
-        config.batch,
-        config.seq,
-        remat=said.remat if remat else None,
-        accumulation=config.accumulation if accumulation else None,
-        optimizer=config.optimizer.name,
-        param_dtype=said.param_dtype,
-        dtype=default_dtype(said.dtype, machine.chip.platform),
-        scan=said.scan,
-        loss_chunk=config.loss.chunk,
-        overlap=said.overlap,
-    )
-    best = found.best
-    choice = best.choice
-    compute: dict[str, Any] = {"remat": choice.remat}
-    if not pinned("--compute.sequence-parallel", said.sequence_parallel, False):
-        compute["sequence_parallel"] = choice.sequence_parallel
-    if not pinned("--compute.mlp-chunk", said.mlp_chunk, 0):
-        compute["mlp_chunk"] = choice.mlp_chunk
-    more: dict[str, Any] = {"mesh": choice.mesh, "accumulation": choice.accumulation}
-    if choice.sp > 1 and not pinned("--context-parallel", config.context_parallel, "auto"):
-        more["context_parallel"] = choice.strategy
-    with_it = ", ".join(f"{name} {value}" for name, value in (more | compute).items() if value)
-    chosen = dataclasses.replace(config, compute=dataclasses.replace(said, **compute), **more)
-    said_too = "".join(f"\nwarning: {one}" for one in found.warnings)
-    return chosen, f"mesh auto: {with_it} ({best.reason}){said_too}"
+    # --compute.no-scan says as much of compute.scan as --compute.scan does
+    flags = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+    named = {flag.replace(".no_", ".") for flag in flags}
+    found = plan_config(config, machine, constraints_of(config, named))
+    chosen = apply(config, found.best.choice)
+    values = flat_settings(chosen)
+    said = {name.rpartition(".")[2]: values[name] for name in ("mesh", *CHOSEN.values())}
+    with_it = ", ".join(f"{name} {value}" for name, value in said.items() if value)
+    warned = "".join(f"\nwarning: {one}" for one in found.warnings)
+    return chosen, f"mesh auto: {with_it} ({found.best.reason}){warned}"
 
 
 def planned_to_serve(model: Any, machine: Machine, rows: int, longest: int, dtype: str) -> str:

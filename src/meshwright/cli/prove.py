@@ -19,10 +19,11 @@ from meshwright.cli.flags import take, take_switch
 from meshwright.cli.train import settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.planner import Choice, Job, memory, padding
+from meshwright.planner import Choice, Job, Plan, apply, choice_of, job_of, memory, padding
+from meshwright.planner.report import read_plan
 from meshwright.present import bytes_text, count
-from meshwright.proofs import Compared, Proof, compare, expected, job_and_choice, prove
-from meshwright.train import AUTO, training_spec
+from meshwright.proofs import Compared, Proof, compare, expected, prove
+from meshwright.train import AUTO, TrainConfig, training_spec
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
 meshwright prove --plan FILE [--choice N]
@@ -67,16 +68,21 @@ def prove_command(arguments: Sequence[str]) -> None:
         )
     if most is not None and not most.isdigit():
         raise MeshwrightError(f"--rows {most!r} is not a whole number from 0")
-    model = None  # the one the settings name
+    default = model = None
     if plan_file is not None:
-        words, on, model = _from_plan(plan_file, choice, words, on)
+        if words and not words[0].startswith("-"):
+            raise MeshwrightError(
+                f"the plan {plan_file!r} names its model; leave out {words[0]!r}, or plan that one"
+            )
+        plan = read_plan(plan_file)
+        default, model, on = _planned(plan, plan_file, choice), plan.model, on or str(plan.machine)
     elif choice is not None:
         raise MeshwrightError("--choice picks a mesh of a plan; give it too: --plan FILE")
     if on is None:
         raise MeshwrightError(
             "--on says for which machine to compile: --on v5p:4x4x4, --on h100:8, --on cpu:8"
         )
-    config, machine = settings(words), Machine.parse(on)
+    config, machine = settings(words, default), Machine.parse(on)
     if config.mesh == AUTO:
         config, chosen = planned(config, machine, words)
         print(chosen, file=sys.stderr)
@@ -87,11 +93,14 @@ def prove_command(arguments: Sequence[str]) -> None:
         )
     with _shown(f"{config.model} on {machine}") as progress:
         proof = prove(config, machine, model=model, cache=not again, progress=progress)
-    found, compared = _read(config, machine, proof, model)
+    known = None
+    if config.rules == "standard":
+        job = job_of(config, machine, model)
+        known = job, choice_of(config, job, machine)
+    found, compared = _read(config, proof, known)
     if as_json:
         print(json.dumps(_data(config, proof, found, compared)))
     else:
-        known = job_and_choice(config, machine, model)
         _print(config, proof, found, compared, known, 12 if most is None else int(most))
     wrong = {
         "surprise": found is not None and found.surprises,
@@ -102,52 +111,37 @@ def prove_command(arguments: Sequence[str]) -> None:
         raise SystemExit(1)
 
 
-def _from_plan(
-    file: str, choice: str | None, words: list[str], on: str | None
-) -> tuple[list[str], str, Any]:
-    """The settings of a plan's choice, before those said here; its machine, and its model."""
-    from meshwright.planner.report import flags, job_flags, read_plan
-
-    plan = read_plan(file)
+def _planned(plan: Plan, file: str, choice: str | None) -> TrainConfig:
+    """The settings of a plan's choice."""
     if choice is not None and not (choice.isdigit() and 1 <= int(choice) <= len(plan.ranked)):
         raise MeshwrightError(
             f"--choice {choice!r} is not one of the plan's meshes, 1 to {len(plan.ranked)}"
         )
-    job = plan.job
-    if job.kind != "train":
+    if plan.kind != "train":
         raise MeshwrightError("this plan is for serving; prove compiles train steps")
-    if not job.name:
+    if not plan.config.model:
         raise MeshwrightError(
             f"the plan {file!r} was made of a DecoderConfig and names no model; prove it in "
             "Python: meshwright.proofs.prove(TrainConfig(…), machine, model=…)"
         )
-    if words and not words[0].startswith("-"):
-        raise MeshwrightError(
-            f"the plan {file!r} names its model; leave out {words[0]!r}, or plan that one"
-        )
-    chosen = plan.ranked[0 if choice is None else int(choice) - 1].choice
-    # the plan's dtype is that of its machine, which need not be train's default
-    said = [job.name, *flags(chosen), *job_flags(job), "--compute.dtype", job.dtype]
-    return [*said, *words], on or str(plan.machine), job.model
+    return apply(plan.config, plan.ranked[0 if choice is None else int(choice) - 1].choice)
 
 
 def _read(
-    config: Any, machine: Machine, proof: Proof, model: Any
+    config: TrainConfig, proof: Proof, known: tuple[Job, Choice] | None
 ) -> tuple[Audit | None, tuple[Compared, ...]]:
     """The audit, with what the plan expects, and the comparison."""
-    known = job_and_choice(config, machine, model)
     if proof.footprint is None:
         return None, () if known is None else compare(*known, proof, None)
-    sizes = training_spec(config).resolve(machine.num_devices)
-    shape = dict(zip(sizes.names, sizes.sizes, strict=True))
+    shape = dict(training_spec(config).resolve(proof.machine.num_devices).axes)
     if known is None:
         return read_audit(proof.text, shape), ()
-    found = read_audit(proof.text, shape, expected=expected(*known, machine))
+    found = read_audit(proof.text, shape, expected=expected(*known, proof.machine))
     return found, compare(*known, proof, found)
 
 
 def _print(
-    config: Any, proof: Proof, found: Audit | None, compared: Sequence[Compared],
+    config: TrainConfig, proof: Proof, found: Audit | None, compared: Sequence[Compared],
     known: tuple[Job, Choice] | None, most: int,
 ) -> None:  # fmt: skip
     console = Console()
@@ -190,7 +184,7 @@ def _print(
     console.print(f"{kept} in {proof.folder}", soft_wrap=True)
 
 
-def _headline(config: Any, proof: Proof) -> str:
+def _headline(config: TrainConfig, proof: Proof) -> str:
     seconds = sum(proof.times.values())
     when = "compiled before" if proof.cached else "compiled"
     how = f"{when} in {seconds:.0f} s by {proof.compiler}"
@@ -210,7 +204,7 @@ def _headline(config: Any, proof: Proof) -> str:
 
 
 def _data(
-    config: Any, proof: Proof, found: Audit | None, compared: Sequence[Compared]
+    config: TrainConfig, proof: Proof, found: Audit | None, compared: Sequence[Compared]
 ) -> dict[str, Any]:
     import dataclasses
 

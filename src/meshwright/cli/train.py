@@ -39,17 +39,20 @@ def train_command(arguments: Sequence[str]) -> None:
     run_training(settings(arguments), choose)
 
 
-def settings(arguments: Sequence[str]) -> TrainConfig:
-    """The command line as settings; those of `--config FILE` are the defaults of the flags."""
+def settings(arguments: Sequence[str], default: TrainConfig | None = None) -> TrainConfig:
+    """The command line as settings; flags change `default`, or what `--config FILE` holds."""
     rest, file = _without_config(list(arguments))
-    from_file: dict[str, Any] = {} if file is None else {"default": config_from_file(file)}
+    if file is not None and default is not None:
+        raise MeshwrightError("--config and --plan both give all settings; leave one out")
+    default = default if file is None else config_from_file(file)
+    given: dict[str, Any] = {} if default is None else {"default": default}
     return tyro.cli(
         TrainConfig,
         prog="meshwright train",
         description=train.__doc__,
         args=rest,
         config=(tyro.conf.PositionalRequiredArgs,),
-        **from_file,
+        **given,
     )
 
 

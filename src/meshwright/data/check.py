@@ -14,13 +14,11 @@ def check_data(
     seq: int,
     batch: int = 1,
     held_out: int = 0,
-    longest: int | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> None:
     """A MeshwrightError if this data cannot train that model; else nothing.
 
-    `vocab` and `longest` are the model's vocabulary and longest sequence; `tokenizer` is the one
-    that came with its weights, if any did.
+    `vocab` is the model's; `tokenizer` is the one that came with its weights, if any did.
     """
     names = ", ".join(f"'{store.name}'" for store in mixture.stores)
     if mixture.vocab > vocab:
@@ -33,12 +31,6 @@ def check_data(
         raise MeshwrightError(
             f"data {names} was packed with another tokenizer than the model's (vocabulary "
             f"{mixture.vocab:,} and {tokenizer.vocab:,}); pack it with the model's"
-        )
-    if longest is not None and seq > longest:
-        raise MeshwrightError(
-            f"seq={seq} is longer than the model allows; {longest} or less would fit, or say how "
-            "its positions reach further: --override rope.theta=…, or rope.scaling=… with "
-            "rope.factor=…"
         )
     rows = sum(training_sequences(store, seq, held_out) for store in mixture.stores)
     if rows < batch:

@@ -4,6 +4,7 @@ from meshwright.models.activations import ActivationLayouts, activation_layouts
 from meshwright.models.compute import Compute, default_dtype
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.models.decoder.hf_fields import SOURCE, SPECIAL_TOKENS
+from meshwright.models.divisibility import indivisible
 from meshwright.models.family import Generation, HuggingFace, ModelFamily
 from meshwright.models.loss import LmHead, LossConfig, next_token_loss
 from meshwright.models.padding import describe_padding, padded_vocab
@@ -43,6 +44,7 @@ __all__ = [
     "describe_padding",
     "family_of",
     "from_hf_config",
+    "indivisible",
     "load_hf",
     "model_config",
     "model_from_dict",

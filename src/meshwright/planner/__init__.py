@@ -1,17 +1,18 @@
 """Choose a mesh before there is a machine: what each would hold, send and take, and why."""
 
-from meshwright.planner.candidates import with_strategy
 from meshwright.planner.links import over
 from meshwright.planner.memory import memory
 from meshwright.planner.parts import length, padding, strategy_of
-from meshwright.planner.planner import make_job, plan
+from meshwright.planner.planner import plan, plan_config
 from meshwright.planner.result import Choice, Estimate, Job, Memory, Plan, Refusal, Transfer
 from meshwright.planner.rewrites import compiled_rows, compiled_traffic, in_stages
+from meshwright.planner.settings import CHOSEN, apply, choice_of, constraints_of, job_of
 from meshwright.planner.shares import AXES, place_axes
 from meshwright.planner.traffic import traffic
 
 __all__ = [
     "AXES",
+    "CHOSEN",
     "Choice",
     "Estimate",
     "Job",
@@ -19,17 +20,20 @@ __all__ = [
     "Plan",
     "Refusal",
     "Transfer",
+    "apply",
+    "choice_of",
     "compiled_rows",
     "compiled_traffic",
+    "constraints_of",
     "in_stages",
+    "job_of",
     "length",
-    "make_job",
     "memory",
     "over",
     "padding",
     "place_axes",
     "plan",
+    "plan_config",
     "strategy_of",
     "traffic",
-    "with_strategy",
 ]

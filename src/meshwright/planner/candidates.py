@@ -1,15 +1,17 @@
 """Every mesh of a number of devices, and why one cannot run a job."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 from meshwright.arithmetic import divisors
+from meshwright.layouts import Rules
 from meshwright.machines import Machine
+from meshwright.models import decoder_rules, indivisible
 from meshwright.ops.attention import FLOPS_PER_BYTE, STRATEGIES, choose_strategy
 from meshwright.ops.attention import refusal as strategy_refusal
 from meshwright.planner.parts import split_of
 from meshwright.planner.result import Choice, Job
-from meshwright.present import nearest_multiples
 
 
 def meshes(devices: int) -> Iterator[Choice]:
@@ -22,31 +24,13 @@ def meshes(devices: int) -> Iterator[Choice]:
 
 def refusal(job: Job, choice: Choice) -> str | None:
     """Why sizes do not divide, in a sentence; None if they do."""
-    model, tp = job.model, choice.tp
-    if tp > 1:
-        for dim in ("heads", "kv_heads", "mlp"):  # the vocabulary is padded
-            size = getattr(model, dim)
-            if size % tp:
-                fit = max(d for d in divisors(size) if d <= tp)
-                return f"{dim}={size} cannot be split in tp={tp}; tp={fit} would fit"
-    ways = choice.fsdp * choice.sp
-    if model.embed % ways:
-        return f"embed={model.embed} cannot be split in fsdp·sp={ways}"
-    parts = choice.dp * choice.fsdp * choice.accumulation
-    if job.batch % parts:
-        if job.batch < parts:
-            return f"batch={job.batch} has fewer rows than dp·fsdp={parts} devices take"
-        return (
-            f"batch={job.batch} is not divisible by dp·fsdp={parts}; batch="
-            f"{nearest_multiples(job.batch, parts)} would fit"
-        )
-    along = choice.sp * (tp if choice.sequence_parallel else 1)
-    if job.seq % along:
-        return (
-            f"seq={job.seq} is not divisible by {along}; seq="
-            f"{nearest_multiples(job.seq, along)} would fit"
-        )
-    return None
+    rules = _rules(choice.sequence_parallel)
+    return indivisible(job.model, rules, choice.sizes, job.batch, job.seq, choice.accumulation)
+
+
+@functools.cache
+def _rules(sequence_parallel: bool) -> Rules:
+    return decoder_rules(sp=True, sequence_parallel=sequence_parallel)
 
 
 def with_strategy(job: Job, choice: Choice, machine: Machine) -> Choice:

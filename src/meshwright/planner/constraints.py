@@ -8,6 +8,8 @@
 import dataclasses
 import operator
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.meshes import FIELD_ROLES, STANDARD_AXES
@@ -19,9 +21,10 @@ _COMPARE = {"=": operator.eq, "<=": operator.le, ">=": operator.ge}
 
 @dataclasses.dataclass(frozen=True)
 class Constraints:
-    """Limits of axes, in the order said."""
+    """Limits of axes, in the order said, and what else of a Choice is fixed."""
 
     limits: tuple[tuple[str, str, int], ...] = ()
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of Choice
 
     def allows(self, choice: Choice) -> bool:
         return all(_COMPARE[how](getattr(choice, axis), size) for axis, how, size in self.limits)

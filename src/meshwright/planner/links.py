@@ -1,8 +1,8 @@
 """What the devices along mesh axes are connected by, and how fast that is.
 
 >>> from meshwright.machines import Machine
->>> from meshwright.planner.shares import lay
->>> link = over(lay(Machine.parse("v5p:4x4x8"), (1, 16, 8, 1)), ("fsdp",))
+>>> from meshwright.planner.shares import place_axes
+>>> link = over(place_axes(Machine.parse("v5p:4x4x8"), (1, 16, 8, 1)), ("fsdp",))
 >>> link.words, link.bandwidth / 1e9
 ('ICI x4+y4, closed', 360.0)
 

@@ -5,14 +5,15 @@
 'dp=1,fsdp=64,tp=1,sp=1'
 """
 
+import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import Machine, largest_slice, squarest
-from meshwright.models import DecoderConfig, default_dtype, model_config
+from meshwright.models import DecoderConfig, model_config
 from meshwright.models.decoder import REMAT
 from meshwright.planner import constraints
 from meshwright.planner.constraints import Constraints
@@ -24,8 +25,10 @@ from meshwright.planner.reason import bound_and_reason
 from meshwright.planner.result import Estimate, Job, Plan, Refusal
 from meshwright.planner.search import Found, Objective, fitting, possible, search
 from meshwright.planner.serving import serving
+from meshwright.planner.settings import constraints_of, job_of
 from meshwright.planner.time import transfers
 from meshwright.present import count, nearest_multiples
+from meshwright.train import AUTO, TrainConfig, with_settings
 
 OBJECTIVES = ("throughput", "latency", "memory")
 DTYPES = ("float32", "bfloat16")
@@ -34,10 +37,10 @@ MOST_DEVICES = 65536  # to which a larger machine is looked for
 
 
 def plan(
-    model: str | DecoderConfig,
+    model: str | DecoderConfig | TrainConfig,
     on: str | Machine,
-    batch: int,
-    seq: int,
+    batch: int | None = None,
+    seq: int | None = None,
     *,
     objective: Objective = "throughput",
     mesh: str | None = None,
@@ -45,30 +48,113 @@ def plan(
     accumulation: int | None = None,
     kind: Literal["train", "serve"] = "train",
     optimizer: str | None = None,
-    param_dtype: str = "float32",
+    param_dtype: str | None = None,
     dtype: str | None = None,
-    scan: bool = True,
-    loss_chunk: int = 2048,
-    overlap: bool = False,
+    scan: bool | None = None,
+    loss_chunk: int | None = None,
+    overlap: bool | None = None,
     cost_per_hour: float | None = None,
 ) -> Plan:
     """Every mesh for a model on a machine, ranked.
 
-    `model` is a preset, a config.json or a DecoderConfig; `on` a machine, described or in text;
-    `batch` the rows of a step, over all devices. `mesh` limits what may be chosen
-    (`fsdp=*,tp<=8,sp=1`), `remat` and `accumulation` fix what else would be chosen with it.
-    `optimizer` is adamw, and `dtype` what train multiplies in on that machine, if not said;
-    `overlap` is train's `--compute.overlap`.
+    `model` is a preset, a config.json, a DecoderConfig, or a TrainConfig; `on` a machine, described
+    or in text; `batch` the sequences of a step, over all devices. `mesh` limits what may be chosen
+    (`fsdp=*,tp<=8,sp=1`), `remat` and `accumulation` fix what else would be chosen with it. The
+    others are settings of train and have its defaults.
+
+    Of a TrainConfig the mesh, remat, accumulation, sequence_parallel, context_parallel and
+    mlp_chunk are kept where they are not the defaults. Settings given here replace its own.
     """
     machine = Machine.parse(on)
-    job = make_job(
-        model, batch, seq, kind=kind, optimizer="adamw" if optimizer is None else optimizer,
-        param_dtype=param_dtype, dtype=default_dtype(dtype or "auto", machine.chip.platform),
-        scan=scan, loss_chunk=loss_chunk, overlap=overlap,
-    )  # fmt: skip
     _check(objective, remat, accumulation, cost_per_hour)
     _check_kind(kind, objective, remat, accumulation, optimizer, overlap)
-    if accumulation is not None and batch % accumulation:
+    given = {
+        "batch": batch, "seq": seq, "loss_chunk": loss_chunk, "optimizer": optimizer,
+        "param_dtype": param_dtype, "dtype": dtype, "scan": scan, "overlap": overlap,
+    }  # fmt: skip
+    config = _config(model, {name: value for name, value in given.items() if value is not None})
+    limits = constraints_of(config)
+    if mesh is not None:
+        limits = dataclasses.replace(limits, limits=constraints.parse(mesh).limits)
+    fixed = {"remat": remat, "accumulation": accumulation}
+    fixed = {name: value for name, value in fixed.items() if value is not None}
+    limits = dataclasses.replace(limits, fixed={**limits.fixed, **fixed})
+    made = plan_config(
+        config, machine, limits,
+        model=model if isinstance(model, DecoderConfig) else None, kind=kind, objective=objective,
+    )  # fmt: skip
+    return dataclasses.replace(made, cost_per_hour=cost_per_hour)
+
+
+def plan_config(
+    config: TrainConfig,
+    machine: Machine,
+    limits: Constraints,
+    *,
+    model: DecoderConfig | None = None,
+    kind: Literal["train", "serve"] = "train",
+    objective: Objective = "throughput",
+) -> Plan:
+    """Every mesh within the limits for these settings, ranked; `model` as in `job_of`."""
+    model = model_config(config.model) if model is None else model
+    job = job_of(config, machine, model, kind)
+    _check_accumulation(job.batch, limits.fixed.get("accumulation", 1))
+    if kind == "serve":
+        estimates, refused = serving(job, machine, limits, objective)
+    else:
+        found, refused = search(job, machine, limits, objective)
+        estimates = [_estimate(job, machine, one) for one in found]
+    if not estimates:
+        raise MeshwrightError(_nothing(job, machine, limits, refused))
+    best = estimates[0].choice
+    return Plan(
+        config=config,
+        model=model,
+        kind=kind,
+        machine=machine,
+        objective=objective,
+        ranked=tuple(estimates),
+        refused=tuple(refused),
+        largest_batch=largest_batch(job, best, machine),
+        largest_seq=largest_seq(job, best, machine),
+        warnings=_warnings(job, machine),
+    )
+
+
+# arguments of plan, and the settings that they are
+_SETTINGS = {
+    "batch": "batch", "seq": "seq", "loss_chunk": "loss.chunk", "optimizer": "optimizer.name",
+    "param_dtype": "compute.param_dtype", "dtype": "compute.dtype", "scan": "compute.scan",
+    "overlap": "compute.overlap",
+}  # fmt: skip
+_KNOWN = {"optimizer": tuple(OPTIMIZER_BYTES), "param_dtype": DTYPES, "dtype": DTYPES}
+
+
+def _config(model: str | DecoderConfig | TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+    """The settings, with every mistake found."""
+    if not isinstance(model, str | DecoderConfig | TrainConfig):
+        raise MeshwrightError(
+            f"model {model!r} is neither a preset's name, nor a config.json, nor a DecoderConfig, "
+            "nor a TrainConfig"
+        )
+    for name in ("batch", "seq", "loss_chunk"):
+        if name in given:
+            _check_number(name, given[name])
+        elif name in ("batch", "seq") and not isinstance(model, TrainConfig):
+            raise MeshwrightError(f"{name} is missing; give it, or a TrainConfig")
+    for name, known in _KNOWN.items():
+        if name in given and given[name] not in known:
+            raise MeshwrightError(
+                f"{name}={given[name]!r} is not known{did_you_mean(given[name], known)}"
+            )
+    config = model
+    if not isinstance(config, TrainConfig):
+        config = TrainConfig(config if isinstance(config, str) else "", mesh=AUTO)
+    return with_settings(config, {_SETTINGS[name]: value for name, value in given.items()})
+
+
+def _check_accumulation(batch: int, accumulation: int) -> None:
+    if batch % accumulation:
         able = divisors(batch)
         near = sorted(sorted(able, key=lambda n: abs(n - accumulation))[:2])
         raise MeshwrightError(
@@ -76,67 +162,6 @@ def plan(
             f"many sequences; accumulation={' or '.join(map(str, near))}, or batch="
             f"{nearest_multiples(batch, accumulation)} would fit"
         )
-    limits = constraints.parse(mesh)
-    if kind == "serve":
-        estimates, refused = serving(job, machine, limits, objective)
-    else:
-        found, refused = search(job, machine, limits, objective, remat, accumulation)
-        estimates = [_estimate(job, machine, one) for one in found]
-    if not estimates:
-        raise MeshwrightError(_nothing(job, machine, limits, refused, remat, accumulation))
-    best = estimates[0].choice
-    return Plan(
-        job=job,
-        machine=machine,
-        objective=objective,
-        ranked=tuple(estimates),
-        refused=tuple(refused),
-        largest_batch=largest_batch(job, best, machine),
-        largest_seq=largest_seq(job, best, machine),
-        cost_per_hour=cost_per_hour,
-        warnings=_warnings(job, machine),
-    )
-
-
-def make_job(
-    model: str | DecoderConfig,
-    batch: int,
-    seq: int,
-    *,
-    kind: Literal["train", "serve"] = "train",
-    optimizer: str = "adamw",
-    param_dtype: str = "float32",
-    dtype: str = "bfloat16",
-    scan: bool = True,
-    loss_chunk: int = 2048,
-    overlap: bool = False,
-) -> Job:
-    """A job, with every mistake found."""
-    name = model if isinstance(model, str) else ""
-    config = _config(model) if isinstance(model, str) else model
-    if not isinstance(config, DecoderConfig):
-        raise MeshwrightError(
-            f"model {model!r} is neither a preset's name, nor a config.json, nor a DecoderConfig"
-        )
-    for what, number in (("batch", batch), ("seq", seq), ("loss_chunk", loss_chunk)):
-        _check_number(what, number)
-    for what, said, known in (
-        ("kind", kind, ("train", "serve")),
-        ("optimizer", optimizer, tuple(OPTIMIZER_BYTES)),
-        ("param_dtype", param_dtype, DTYPES),
-        ("dtype", dtype, DTYPES),
-    ):
-        if said not in known:
-            raise MeshwrightError(f"{what}={said!r} is not known{did_you_mean(said, known)}")
-    return Job(
-        config, batch, seq, name=name, kind=kind, optimizer=optimizer, param_dtype=param_dtype,
-        dtype=dtype, scan=scan, loss_chunk=loss_chunk, overlap=overlap,
-    )  # fmt: skip
-
-
-def _config(model: str) -> DecoderConfig:
-    config: DecoderConfig = model_config(model)
-    return config
 
 
 def _check(
@@ -165,7 +190,7 @@ def _check_number(what: str, number: object) -> None:
 
 def _check_kind(
     kind: str, objective: str, remat: str | None, accumulation: int | None, optimizer: str | None,
-    overlap: bool,
+    overlap: bool | None,
 ) -> None:  # fmt: skip
     """What only training, or only serving, has."""
     if kind == "train" and objective == "latency":
@@ -236,8 +261,6 @@ def _nothing(
     machine: Machine,
     limits: Constraints,
     refused: list[Refusal],
-    remat: str | None,
-    accumulation: int | None,
 ) -> str:
     """Why there is no mesh, and how many devices would be needed."""
     name = job.name or "the model"
@@ -255,19 +278,13 @@ def _nothing(
         return f"no mesh{within} can run {what}: {some}"
     nearest = min(too_large)[2]
     said = f"{what} fits on no mesh{within}: the nearest, '{nearest.choice.mesh}', {nearest.why}"
-    larger = _larger_that_fits(job, machine, limits, remat, accumulation)
+    larger = _larger_that_fits(job, machine, limits)
     if larger is None:
         return f"{said}; nor does it on {MOST_DEVICES:,} devices of that chip"
     return f"{said}; {count(larger.num_devices, 'device')} would do: '{larger}'"
 
 
-def _larger_that_fits(
-    job: Job,
-    machine: Machine,
-    limits: Constraints,
-    remat: str | None,
-    accumulation: int | None,
-) -> Machine | None:
+def _larger_that_fits(job: Job, machine: Machine, limits: Constraints) -> Machine | None:
     """The first machine of the same chip, doubled and doubled again, on which some mesh fits."""
     for larger in _larger(machine):
         if job.kind == "serve":
@@ -275,7 +292,7 @@ def _larger_that_fits(
                 return larger
             continue
         for mesh, why in possible(job, larger, limits):
-            if why is None and fitting(job, mesh, larger, remat, accumulation)[0]:
+            if why is None and fitting(job, mesh, larger, limits)[0]:
                 return larger
     return None
 

@@ -1,15 +1,17 @@
-"""What a plan says: a job, the ways to run it, and what each would cost. Data only.
+"""What a plan says: the ways to run a job, and what each would cost. Data only.
 
 Bytes and seconds are of one device and of one optimizer step unless a name says otherwise.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Literal
 
 from meshwright.machines import Machine
 from meshwright.models import DecoderConfig
 from meshwright.present import mesh_text
+from meshwright.train import TrainConfig
 
 RESERVE = 0.05  # of memory
 Phase = Literal["forward", "backward", "optimizer"]
@@ -17,7 +19,7 @@ Phase = Literal["forward", "backward", "optimizer"]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be run, wherever: the model, the rows of a step, and how numbers are kept."""
+    """What the planner counts with, as settings.job_of reads it from a TrainConfig."""
 
     model: DecoderConfig
     batch: int  # rows of an optimizer step, over all devices and micro-batches
@@ -153,7 +155,9 @@ class Refusal:
 class Plan:
     """The ways to run a job on a machine, the best first."""
 
-    job: Job
+    config: TrainConfig  # settings.apply(config, choice) runs a choice
+    model: DecoderConfig  # the one that the config names, before its positions are changed
+    kind: Literal["train", "serve"]
     machine: Machine
     objective: Literal["throughput", "latency", "memory"]
     ranked: tuple[Estimate, ...]  # one for each mesh: with the best of the rest
@@ -162,6 +166,12 @@ class Plan:
     largest_seq: int | None = None  # of the best mesh, at one row a device
     cost_per_hour: float | None = None  # of one chip
     warnings: tuple[str, ...] = ()  # what would keep the printed commands from running as they are
+
+    @functools.cached_property
+    def job(self) -> Job:
+        from meshwright.planner.settings import job_of  # which imports this module
+
+        return job_of(self.config, self.machine, self.model, self.kind)
 
     @property
     def best(self) -> Estimate:

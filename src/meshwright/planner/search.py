@@ -46,8 +46,6 @@ def search(
     machine: Machine,
     limits: Constraints,
     objective: Objective,
-    remat: str | None = None,
-    accumulation: int | None = None,
 ) -> tuple[list[Found], list[Refusal]]:
     """Every mesh that fits, the best first, and every one that does not, with why."""
     found: list[Found] = []
@@ -57,11 +55,10 @@ def search(
         if why is not None:
             refused.append(Refusal(mesh, why))
             continue
-        fits, least = fitting(job, mesh, machine, remat, accumulation, objective == "memory")
+        fits, least = fitting(job, mesh, machine, limits, objective == "memory")
         if not fits:
-            refused.append(
-                _too_large(*least) if least else Refusal(mesh, _no_rows(job, mesh, accumulation))
-            )
+            why = _no_rows(job, mesh, limits.fixed.get("accumulation", 1))
+            refused.append(_too_large(*least) if least else Refusal(mesh, why))
             continue
         if objective == "memory":
             choice, need = min(fits, key=lambda one: one[1].total)
@@ -129,10 +126,11 @@ def possible(
     for mesh in meshes(machine.num_devices):
         if not limits.allows(mesh):
             continue
-        why = refusal(job, mesh)
+        parallel = limits.fixed.get("sequence_parallel", False)
+        why = refusal(job, dataclasses.replace(mesh, sequence_parallel=parallel))
         if why is None:
             try:
-                strategies(job, mesh)
+                _strategies(job, mesh, machine, limits)
             except MeshwrightError as reason:
                 why = str(reason)
         yield mesh, why
@@ -142,8 +140,7 @@ def fitting(
     job: Job,
     mesh: Choice,
     machine: Machine,
-    remat: str | None,
-    accumulation: int | None,
+    limits: Constraints,
     smallest: bool = False,
 ) -> tuple[list[Fit], Fit | None]:
     """The ways to run on a mesh that fit, and the smallest of those that do not.
@@ -151,11 +148,10 @@ def fitting(
     With the fewest micro-batches, or with the most where the `smallest` memory is wanted. Ways
     that leave the reserve free are taken before those that need some of it.
     """
-    kinds = tuple(REMAT) if remat is None else (remat,)
     fits: list[Fit] = []
     least: Fit | None = None
     for enough in (_leaves_reserve, _fits):
-        fits, least = _fitting(job, mesh, machine, kinds, accumulation, smallest, enough)
+        fits, least = _fitting(job, mesh, machine, limits, smallest, enough)
         if fits or least is None or not least[1].fits:
             break
     return fits, least
@@ -173,14 +169,15 @@ def _fitting(
     job: Job,
     mesh: Choice,
     machine: Machine,
-    kinds: tuple[str, ...],
-    accumulation: int | None,
+    limits: Constraints,
     smallest: bool,
     enough: Callable[[Memory], bool],
 ) -> tuple[list[Fit], Fit | None]:
+    kinds = (limits.fixed["remat"],) if "remat" in limits.fixed else tuple(REMAT)
+    accumulation = limits.fixed.get("accumulation")
     fits: list[Fit] = []
     least: Fit | None = None
-    for base in _bases(job, mesh, machine):
+    for base in _bases(job, mesh, machine, limits):
         if base.mlp_chunk and any(not one.mlp_chunk for one, _ in fits):
             break
         # where keeping least does not fit, nothing does
@@ -200,19 +197,28 @@ def _fitting(
     return fits, least
 
 
-def _bases(job: Job, mesh: Choice, machine: Machine) -> Iterator[Choice]:
+def _bases(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> Iterator[Choice]:
     """A mesh with strategies of attention, with and without sequence_parallel; last in chunks."""
-    able: tuple[str, ...] = (with_strategy(job, mesh, machine).strategy,)
-    if machine.num_devices <= TRY_ALL:
-        able = strategies(job, mesh)
-    for chunk in (0, CHUNK) if length(job, mesh) >= LONG else (0,):
-        for along in (False, True) if mesh.tp > 1 else (False,):
-            if along and job.seq % (mesh.sp * mesh.tp):
+    chunks = (0, CHUNK) if length(job, mesh) >= LONG else (0,)
+    along = (False, True) if mesh.tp > 1 else (False,)
+    fixed = limits.fixed
+    for chunk in (fixed["mlp_chunk"],) if "mlp_chunk" in fixed else chunks:
+        for parallel in (fixed["sequence_parallel"],) if "sequence_parallel" in fixed else along:
+            if parallel and job.seq % (mesh.sp * mesh.tp):
                 continue
-            for strategy in able:
+            for strategy in _strategies(job, mesh, machine, limits):
                 yield dataclasses.replace(
-                    mesh, sequence_parallel=along, mlp_chunk=chunk, strategy=strategy
+                    mesh, sequence_parallel=parallel, mlp_chunk=chunk, strategy=strategy
                 )
+
+
+def _strategies(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> tuple[str, ...]:
+    """The strategies of attention to try on a mesh; an error says why there are none."""
+    fixed = limits.fixed.get("strategy", "auto")
+    if fixed == "auto" and machine.num_devices <= TRY_ALL:
+        return strategies(job, mesh)
+    mesh = dataclasses.replace(mesh, strategy=fixed)
+    return (with_strategy(job, mesh, machine).strategy,)
 
 
 def _fewest(
@@ -260,7 +266,7 @@ def _too_large(choice: Choice, need: Memory) -> Refusal:
     return Refusal(choice, why, need)
 
 
-def _no_rows(job: Job, mesh: Choice, accumulation: int | None) -> str:
+def _no_rows(job: Job, mesh: Choice, accumulation: int) -> str:
     """Why the sequences of a device do not divide into so many micro-batches."""
     rows = job.batch // (mesh.dp * mesh.fsdp)
     able = ", ".join(map(str, divisors(rows)))

@@ -1,7 +1,7 @@
 """Which part of the machine each mesh axis gets, from sizes alone.
 
 >>> from meshwright.machines import Machine
->>> lay(Machine.parse("v5p:4x4x8"), (1, 16, 8, 1)).shares
+>>> place_axes(Machine.parse("v5p:4x4x8"), (1, 16, 8, 1)).shares
 ((1, 1, 1, 1), (4, 4, 1, 1), (1, 1, 8, 1), (1, 1, 1, 1))
 
 meshwright.mesh places devices; here the same answer comes without any, for machines of thousands

@@ -1,6 +1,6 @@
 """Proof without the machine: its own compiler, run here, on the step that train would run there."""
 
-from meshwright.proofs.compare import Compared, compare, expected, job_and_choice
+from meshwright.proofs.compare import Compared, compare, expected
 from meshwright.proofs.footprint import Buffer, Footprint, OutOfMemory
 from meshwright.proofs.proof import Proof, prove
 
@@ -12,6 +12,5 @@ __all__ = [
     "Proof",
     "compare",
     "expected",
-    "job_and_choice",
     "prove",
 ]

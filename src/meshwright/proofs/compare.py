@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections import Counter
-from typing import Any
 
 from meshwright.audits import Audit, Expected
 from meshwright.machines import Machine
@@ -15,7 +14,6 @@ from meshwright.planner import (
     in_stages,
     memory,
     traffic,
-    with_strategy,
 )
 from meshwright.proofs.proof import Proof
 
@@ -32,31 +30,6 @@ class Compared:
     def off(self) -> float | None:
         """Planned over compiled, less one; None where there is nothing to divide by."""
         return self.planned / self.compiled - 1 if self.compiled else None
-
-
-def job_and_choice(config: Any, machine: Machine, model: Any = None) -> tuple[Job, Choice] | None:
-    """Settings of train as the plan knows them; None where it does not: own rules."""
-    from meshwright.models import default_dtype, model_config, override
-    from meshwright.train import training_spec
-
-    if config.rules != "standard":
-        return None
-    spec = training_spec(config).resolve(machine.num_devices)
-    said = config.compute
-    model = model_config(config.model) if model is None else model
-    job = Job(
-        override(model, config.override, config.seq), config.batch, config.seq, config.model,
-        optimizer=config.optimizer.name, param_dtype=said.param_dtype,
-        dtype=default_dtype(said.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
-        scan=said.scan, overlap=said.overlap, attention=said.attention,
-    )  # fmt: skip
-    sizes = dict(zip(spec.names, spec.sizes, strict=True))
-    choice = Choice(
-        **sizes, remat=said.remat, accumulation=config.accumulation,
-        sequence_parallel=said.sequence_parallel,
-        strategy=config.context_parallel, mlp_chunk=said.mlp_chunk,
-    )  # fmt: skip
-    return job, with_strategy(job, choice, machine)
 
 
 # the TPU compiler pads what it scatters by up to an eighth, and hops the edges where they belong

@@ -106,19 +106,11 @@ def prove(
 def _check(config: Any, model: Any, machine: Machine) -> None:
     """Sizes against the mesh, before a compiler is started."""
     from meshwright.models import override
-    from meshwright.train import (
-        check_batch,
-        check_length,
-        check_model,
-        choose_rules,
-        training_mesh,
-    )
+    from meshwright.train import check_sizes, choose_rules, training_mesh
 
     model = override(model, config.override, config.seq)
-    placed, rules = training_mesh(config, machine), choose_rules(config, model)
-    check_model(model, rules, placed)
-    check_length(model, config.seq)
-    check_batch(config, rules, placed)
+    shape = training_mesh(config, machine).shape
+    check_sizes(config, model, choose_rules(config, model), shape)
 
 
 # of a run's settings, those that do not change what is compiled

@@ -20,9 +20,7 @@ from meshwright.models import Compute, family_of, override, padded_vocab
 from meshwright.train.config import TrainConfig
 from meshwright.train.optimizer import make_optimizer
 from meshwright.train.setup import (
-    check_batch,
-    check_length,
-    check_model,
+    check_sizes,
     choose_rules,
     compute_of,
     model_of,
@@ -70,10 +68,8 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
         raise MeshwrightError(
             "the step runs on explicit mesh axes; make the mesh with axis_types='explicit'"
         )
-    check_model(model, rules, mesh)
-    check_length(model, config.seq)
+    check_sizes(config, model, rules, mesh.shape)
     compute, attention = compute_of(config, model, rules, mesh)
-    check_batch(config, rules, mesh)
     vocab = padded_vocab(model, rules, mesh.shape)
     arrays = family_of(model).arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)

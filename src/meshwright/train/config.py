@@ -188,6 +188,39 @@ def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def with_settings(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """The config with other values of the settings that have these dotted names."""
+    top = {name: value for name, value in changes.items() if "." not in name}
+    nested: dict[str, dict[str, Any]] = {}
+    for name in changes.keys() - top.keys():
+        group, _, last = name.partition(".")
+        nested.setdefault(group, {})[last] = changes[name]
+    for group, values in nested.items():
+        top[group] = dataclasses.replace(getattr(config, group), **values)
+    return dataclasses.replace(config, **top)
+
+
+def settings_flags(config: TrainConfig) -> list[str]:
+    """The settings that are not the defaults, as the command line takes them after the model.
+
+    >>> settings_flags(TrainConfig("tiny", batch=8, compute=ComputeConfig(scan=False)))
+    ['--batch', '8', '--compute.no-scan']
+    """
+    words: list[str] = []
+    usual = flat_settings(TrainConfig(config.model))
+    for name, value in flat_settings(config).items():
+        group, dot, last = name.replace("_", "-").rpartition(".")
+        if value == usual[name]:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{group}{dot}{'' if value else 'no-'}{last}")
+        elif isinstance(value, tuple):
+            words += [f"--{group}{dot}{last}", *value]
+        else:
+            words += [f"--{group}{dot}{last}", str(value)]
+    return words
+
+
 def _check_number(name: str, value: Any) -> None:
     """Devices compute in float32 and int64, and JSON has no word for inf and nan."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -15,6 +15,7 @@ from meshwright.train.config import (
     NONE,
     TrainConfig,
     config_to_dict,
+    settings_flags,
 )
 from meshwright.train.setup import Setup
 
@@ -65,30 +66,12 @@ def resume_command(config: TrainConfig, step: int | str) -> str:
     >>> resume_command(TrainConfig("tiny", steps=200), 40)
     'meshwright train tiny --steps 200 --run runs/latest --resume-from 40'
     """
-    usual = TrainConfig(config.model)
     # each process has its own id; the folder is always said
-    plain = dataclasses.replace(config, resume_from=LATEST, run=usual.run, process_id=None)
-    words = ["meshwright", "train", config.model, *_flags(plain, usual)]
+    plain = dataclasses.replace(config, resume_from=LATEST, run=TrainConfig.run, process_id=None)
+    words = ["meshwright", "train", config.model, *settings_flags(plain)]
     words += ["--run", str(config.run), "--resume-from", str(step)]
     own = " (and in each process its own --process-id)" if config.process_id is not None else ""
     return shlex.join(words) + own
-
-
-def _flags(config: Any, usual: Any, prefix: str = "") -> list[str]:
-    """The settings of `config` that differ from `usual`, as the command line takes them."""
-    words: list[str] = []
-    for field in dataclasses.fields(config):
-        value, default = getattr(config, field.name), getattr(usual, field.name)
-        name = field.name.replace("_", "-")
-        if value == default:
-            continue
-        if dataclasses.is_dataclass(value):
-            words += _flags(value, default, f"{prefix}{name}.")
-        elif isinstance(value, bool):
-            words.append(f"--{prefix}{name}" if value else f"--{prefix}no-{name}")
-        else:
-            words += [f"--{prefix}{name}", str(value)]
-    return words
 
 
 def check_resume(

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
-from meshwright.arithmetic import divisors
 from meshwright.data import (
     Loader,
     Mixture,
@@ -22,9 +21,9 @@ from meshwright.data import (
     training_loader,
 )
 from meshwright.errors import MeshwrightError
-from meshwright.layouts import Explanation, Rules, axes_of, explain
+from meshwright.layouts import Explanation, Rules, explain
 from meshwright.machines import Machine, chip_of_kind
-from meshwright.meshes import STANDARD_AXES, MachineMesh, MeshSpec, mesh, tile_mesh
+from meshwright.meshes import STANDARD_AXES, MeshSpec, mesh, tile_mesh
 from meshwright.models import (
     SOURCE,
     SPECIAL_TOKENS,
@@ -34,6 +33,7 @@ from meshwright.models import (
     describe_padding,
     family_of,
     from_hf_config,
+    indivisible,
     model_config,
     override,
     padded_vocab,
@@ -47,7 +47,6 @@ from meshwright.ops.attention import (
     sequence_order,
     slow_kernel,
 )
-from meshwright.present import nearest_multiples
 from meshwright.train.config import TrainConfig
 from meshwright.train.optimizer import make_optimizer
 from meshwright.train.run.trackers import check_trackers
@@ -81,7 +80,7 @@ def prepare(config: TrainConfig) -> Setup:
     model = model_of(config)
     rules = choose_rules(config, model)
     placed = training_mesh(config)
-    check_model(model, rules, placed)
+    check_sizes(config, model, rules, placed.shape)
     if config.init_from is not None:
         _check_weights(config, model)
     mixture = Mixture.parse(config.data)
@@ -94,13 +93,10 @@ def prepare(config: TrainConfig) -> Setup:
         seq=config.seq,
         batch=config.batch,
         held_out=config.eval.rows,
-        longest=model.max_seq,
         tokenizer=tokenizer,
     )
     model = dataclasses.replace(model, hf_config=_hf_config(config, model, mixture.tokenizer))
-    # before the batch: a length that sp divides may still not suit the strategy
     compute, attention = compute_of(config, model, rules, placed)
-    check_batch(config, rules, placed)
     loader = training_loader(
         mixture,
         batch=config.batch,
@@ -261,29 +257,19 @@ def flops_per_byte(device: Any) -> float:
     return FLOPS_PER_BYTE if chip.platform == "cpu" else chip.flops_per_byte
 
 
-def check_model(model: Any, rules: Rules, placed: Mesh | MachineMesh) -> None:
-    """The model's sizes against the mesh, before each array says the same."""
-    for dim in family_of(model).split_dims:  # the vocabulary is padded
-        size = getattr(model, dim)
-        axes = [axis for axis in rules.layout(dim).axes[0] if axis in placed.shape]
-        parts = math.prod(placed.shape[axis] for axis in axes)
-        if size % parts:
-            over = " · ".join(f"{axis}={placed.shape[axis]}" for axis in axes)
-            fit = [str(d) for d in divisors(size) if d <= placed.size and placed.size % d == 0]
-            raise MeshwrightError(
-                f"the model's {dim}={size} cannot be split in {parts} ({over}); on "
-                f"{placed.size} devices {', '.join(fit)} would fit"
-            )
-
-
-def check_length(model: Any, seq: int) -> None:
-    """Rows that the model's positions do not reach."""
-    if seq > model.max_seq:
+def check_sizes(
+    config: TrainConfig, model: Any, rules: Rules, mesh_shape: Mapping[str, int]
+) -> None:
+    """The model, the batch and the sequence length against the mesh and against each other."""
+    if config.seq > model.max_seq:
         raise MeshwrightError(
-            f"seq={seq} is longer than the model allows; {model.max_seq} or less would fit, or say "
-            "how its positions reach further: --override rope.theta=…, or rope.scaling=… with "
-            "rope.factor=…"
+            f"seq={config.seq} is longer than the model allows; {model.max_seq} or less would fit, "
+            "or say how its positions reach further: --override rope.theta=…, or rope.scaling=… "
+            "with rope.factor=…"
         )
+    why = indivisible(model, rules, mesh_shape, config.batch, config.seq, config.accumulation)
+    if why is not None:
+        raise MeshwrightError(why)
 
 
 def _check_weights(config: TrainConfig, model: Any) -> None:
@@ -324,35 +310,6 @@ def _hf_config(config: TrainConfig, model: Any, tokenizer: Tokenizer) -> dict[st
         return fields  # no tokenizer contradicts its special tokens
     kept = {name: fields[name] for name in fields if name not in (SOURCE, *SPECIAL_TOKENS)}
     return kept | {"eos_token_id": tokenizer.end_of_document}
-
-
-def check_batch(config: TrainConfig, rules: Rules, placed: Mesh | MachineMesh) -> None:
-    """Batch and sequence against the mesh, in the user's own words."""
-    layouts = activation_layouts(rules, nontrivial_axes(placed.shape))
-    rows, length = (axes_of(entry, "tokens") for entry in layouts.tokens.partitions)
-    parts = config.accumulation
-    for axis in rows:
-        parts *= placed.shape[axis]
-    if config.batch % parts:
-        said = " · ".join(
-            [f"{axis}={placed.shape[axis]}" for axis in rows]
-            + [f"accumulation={config.accumulation}"]
-        )
-        raise MeshwrightError(
-            f"batch={config.batch} is not divisible by {said} = {parts}: every device takes the "
-            f"same number of rows of every micro-batch; batch="
-            f"{nearest_multiples(config.batch, parts)} would fit"
-        )
-    between = axes_of(layouts.residual.partitions[1], "residual") or length
-    parts = 1
-    for axis in between:
-        parts *= placed.shape[axis]
-    if config.seq % parts:
-        said = " · ".join(f"{axis}={placed.shape[axis]}" for axis in between)
-        raise MeshwrightError(
-            f"seq={config.seq} is not divisible by {said}, which split the sequence; seq="
-            f"{nearest_multiples(config.seq, parts)} would fit"
-        )
 
 
 def bytes_per_device(tree: Any) -> int:

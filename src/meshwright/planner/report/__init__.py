@@ -4,14 +4,11 @@ from meshwright.planner.report.data import found_data, plan_data, plan_from_data
 from meshwright.planner.report.explain import explain, find_mesh
 from meshwright.planner.report.page import page
 from meshwright.planner.report.terminal import report
-from meshwright.planner.report.words import flags, job_flags
 
 __all__ = [
     "explain",
     "find_mesh",
-    "flags",
     "found_data",
-    "job_flags",
     "page",
     "plan_data",
     "plan_from_data",

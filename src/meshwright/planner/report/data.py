@@ -23,11 +23,12 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.report import figures
 from meshwright.planner.result import Estimate, Memory, Plan, Refusal
+from meshwright.train import TrainConfig, config_from_dict, config_to_dict
 
 _hints = functools.cache(typing.get_type_hints)
 
 FORMAT = "meshwright plan"
-VERSION = 2
+VERSION = 3
 MEMORY_FOLLOWS = ("total", "fits", "reserve", "tight")
 
 
@@ -118,6 +119,8 @@ def _nearly(one: Any, other: Any) -> bool:
 
 def _plain(value: Any, kind: Any) -> Any:
     """`value` of the annotated type `kind` as plain data."""
+    if isinstance(value, TrainConfig):
+        return config_to_dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = _hints(type(value))
         # where one of several classes may stand, its name says which
@@ -148,6 +151,8 @@ def _read(kind: Any, data: Any, where: str) -> Any:
         if data not in parts:
             raise _wrong(where, " or ".join(map(repr, parts)), data)
         return data
+    if kind is TrainConfig:
+        return _read_config(data, where)
     if dataclasses.is_dataclass(kind):
         return _read_fields(kind, data, where)
     if origin is tuple:
@@ -188,6 +193,23 @@ def _read_fields(kind: Any, data: Any, where: str) -> Any:
             raise MeshwrightError(f"{where} lacks the key {name!r}; plan again")
         fields[name] = _read(hints[name], data[name], f"{where}.{name}")
     return kind(**fields)
+
+
+def _read_config(data: Any, where: str) -> TrainConfig:
+    """Settings, all of them: a default may be another one by now."""
+    if not isinstance(data, Mapping):
+        raise _wrong(where, "an object", data)
+    config = config_from_dict(data, where)
+    _check_complete(config_to_dict(config), data, where)
+    return config
+
+
+def _check_complete(settings: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:
+    for name, value in settings.items():
+        if name not in data:
+            raise MeshwrightError(f"{where} lacks the key {name!r}; plan again")
+        if isinstance(value, Mapping):
+            _check_complete(value, data[name], f"{where}.{name}")
 
 
 def _read_one_of(kinds: list[Any], data: Any, where: str) -> Any:

@@ -4,10 +4,11 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from meshwright.models import default_dtype
 from meshwright.planner.ranking import UNCERTAINTY
-from meshwright.planner.result import Choice, Job, Plan, Refusal
+from meshwright.planner.result import Choice, Plan, Refusal
+from meshwright.planner.settings import apply
 from meshwright.present import count, percent
+from meshwright.train import settings_flags, with_settings
 
 
 def meshes(number: int) -> str:
@@ -46,54 +47,21 @@ def settings(choice: Choice) -> str:
     return ", ".join(words)
 
 
-def flags(choice: Choice) -> list[str]:
-    """The flags of train and prove that run the choice; those at their defaults are left out."""
-    words = ["--mesh", choice.mesh]
-    if choice.accumulation > 1:
-        words += ["--accumulation", str(choice.accumulation)]
-    if choice.remat != "none":
-        words += ["--compute.remat", choice.remat]
-    if choice.sequence_parallel:
-        words.append("--compute.sequence-parallel")
-    if choice.mlp_chunk:
-        words += ["--compute.mlp-chunk", str(choice.mlp_chunk)]
-    if choice.sp > 1 and choice.strategy != "auto":
-        words += ["--context-parallel", choice.strategy]
-    return words
-
-
-def job_flags(job: Job) -> list[str]:
-    """The flags of train and prove that say the job; those at their defaults are left out."""
-    words = ["--batch", str(job.batch), "--seq", str(job.seq)]
-    if job.optimizer != "adamw":
-        words += ["--optimizer.name", job.optimizer]
-    if job.param_dtype != "float32":
-        words += ["--compute.param-dtype", job.param_dtype]
-    if job.loss_chunk != Job.loss_chunk:
-        words += ["--loss.chunk", str(job.loss_chunk)]
-    if not job.scan:
-        words.append("--compute.no-scan")
-    if job.overlap:
-        words.append("--compute.overlap")
-    return words
-
-
 def next_commands(plan: Plan, choice: Choice) -> list[str]:
     """What to type next: have the compiler prove it, then run it; to serve: see where it lies."""
     job = plan.job
-    model = job.name or "MODEL"
     if job.kind == "serve":
         words = ["meshwright", "show", "--mesh", choice.mesh, "--on", str(plan.machine)]
         return [shlex.join(words)]
-    size = job_flags(job)
-    if job.dtype != default_dtype("auto", plan.machine.chip.platform):
-        size += ["--compute.dtype", job.dtype]
+    config = apply(plan.config, choice)
     if job.seq > job.model.max_seq:  # Plan.warnings says so
         factor = -(-job.seq // job.model.max_seq)
-        size += ["--override", "rope.scaling=linear", f"rope.factor={factor}"]
-    prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags(choice), *size]
-    train = ["meshwright", "train", model, *flags(choice), *size]
-    return [shlex.join(prove), shlex.join(train)]
+        config = with_settings(
+            config, {"override": ("rope.scaling=linear", f"rope.factor={factor}")}
+        )
+    model, flags = job.name or "MODEL", settings_flags(config)
+    prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags]
+    return [shlex.join(prove), shlex.join(["meshwright", "train", model, *flags])]
 
 
 def folded(command: str, width: int) -> str:

@@ -1,0 +1,85 @@
+"""Between the settings of train and the planner: a config's job and choice, and a choice applied.
+
+job = job_of(config, machine)
+best = apply(config, plan(config, machine).best.choice)
+"""
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+from meshwright.errors import MeshwrightError
+from meshwright.machines import Machine
+from meshwright.models import default_dtype, model_config, override
+from meshwright.planner import constraints
+from meshwright.planner.candidates import with_strategy
+from meshwright.planner.constraints import Constraints
+from meshwright.planner.result import Choice, Job
+from meshwright.train import (
+    AUTO,
+    TrainConfig,
+    flat_settings,
+    training_spec,
+    with_settings,
+)
+
+# what is chosen with the mesh: fields of Choice, and the settings that they are
+CHOSEN = {
+    "accumulation": "accumulation",
+    "remat": "compute.remat",
+    "sequence_parallel": "compute.sequence_parallel",
+    "strategy": "context_parallel",
+    "mlp_chunk": "compute.mlp_chunk",
+}
+
+
+def job_of(
+    config: TrainConfig,
+    machine: Machine,
+    model: Any = None,
+    kind: Literal["train", "serve"] = "train",
+) -> Job:
+    """What the planner counts with; `model` takes the place of the one that the config names."""
+    if config.rules != "standard":
+        raise MeshwrightError(
+            f"the plan knows the standard rules; with --rules {config.rules} name the mesh"
+        )
+    model = model_config(config.model) if model is None else model
+    compute = config.compute
+    return Job(
+        override(model, config.override, config.seq), config.batch, config.seq, config.model, kind,
+        optimizer=config.optimizer.name, param_dtype=compute.param_dtype,
+        dtype=default_dtype(compute.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
+        scan=compute.scan, overlap=compute.overlap, attention=compute.attention,
+    )  # fmt: skip
+
+
+def choice_of(config: TrainConfig, job: Job, machine: Machine) -> Choice:
+    """How the config says to run its job, with the strategy that `auto` is on this machine."""
+    values = flat_settings(config)
+    chosen = {field: values[setting] for field, setting in CHOSEN.items()}
+    chosen |= dict(training_spec(config).resolve(machine.num_devices).axes)
+    return with_strategy(job, Choice(**chosen), machine)
+
+
+def apply(config: TrainConfig, choice: Choice) -> TrainConfig:
+    """The config that runs its job as chosen."""
+    changes = {setting: getattr(choice, field) for field, setting in CHOSEN.items()}
+    if choice.sp == 1:  # nothing for a strategy to split
+        del changes["context_parallel"]
+    return with_settings(config, {"mesh": choice.mesh} | changes)
+
+
+def constraints_of(config: TrainConfig, named: Collection[str] = ()) -> Constraints:
+    """What a config leaves to be chosen: the mesh, and settings that have their default value.
+
+    Settings in `named`, by their dotted names, are kept in any case.
+    """
+    values, usual = flat_settings(config), flat_settings(TrainConfig(config.model))
+    free = config.mesh in (AUTO, usual["mesh"])
+    limits = constraints.parse(None if free else str(training_spec(config)).removeprefix("!"))
+    fixed = {
+        field: values[setting]
+        for field, setting in CHOSEN.items()
+        if setting in named or values[setting] != usual[setting]
+    }
+    return Constraints(limits.limits, fixed)
