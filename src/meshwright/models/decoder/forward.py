@@ -70,7 +70,7 @@ def hidden_states_and_keys(
 
 
 def _restored(x: jax.Array, rows: SequencePlan, layouts: ActivationLayouts) -> jax.Array:
-    if rows.order == "contiguous":
+    if rows.context.order == "contiguous":
         return x
     return reshard(rows.restored(reshard(x, layouts.block)), layouts.residual)
 
@@ -292,8 +292,7 @@ def _attention(
         project(name, h, layout) for name, h, layout in zip("qkv", normed, each, strict=True)
     )
     mixed = attention(
-        q, k, v, segments, rows.mask, strategy=rows.strategy, order=rows.order,
-        kernel=compute.kernel,
+        q, k, v, segments, rows.mask, context=rows.context, kernel=compute.kernel,
     )  # fmt: skip
     out = jnp.einsum(
         "blhd,hde->ble", mixed, all_gather(w["wo"], layouts.token_axes),
