@@ -52,7 +52,7 @@ def test_the_bias_of_a_pair_is_that_of_its_distance(
         bias = relative_bias(
             table, queries, keys, max_distance=16, bidirectional=bidirectional, token_axes=("fsdp",)
         )
-        local = lambda bias, weights: jax.lax.psum((bias * weights).sum(), ("fsdp", "tp"))  # noqa: E731
+        local = lambda bias, weights: jax.lax.psum((bias[None] * weights).sum(), ("fsdp", "tp"))  # noqa: E731
         kinds = jax.typeof(bias).sharding.spec, P("fsdp", "tp")
         return jax.shard_map(local, in_specs=kinds, out_specs=P())(bias, weights)
 
