@@ -416,7 +416,7 @@ def _hf_folder(stage: Stage, value: float) -> Path:
 
     from meshwright.models import preset
     from meshwright.models.decoder import abstract_arrays
-    from meshwright.models.decoder.hf_save import save_hf
+    from meshwright.models.decoder.hf_folder import save_hf
 
     model = preset("tiny")
     described = abstract_arrays(model)

@@ -126,8 +126,7 @@ def check(name: str, folder: Path) -> tuple[float, list[str]]:
     import jax.numpy as jnp
 
     from meshwright.models.decoder.hf_config import from_hf_config
-    from meshwright.models.decoder.hf_load import load_hf
-    from meshwright.models.decoder.hf_save import save_hf
+    from meshwright.models.decoder.hf_folder import load_hf, save_hf
 
     config = from_hf_config(REFERENCE / name)
     params = load_hf(REFERENCE / name, config)

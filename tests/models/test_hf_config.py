@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from meshwright import MeshwrightError
 from meshwright.models.decoder import PRESETS, DecoderConfig
 from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
-from meshwright.models.decoder.hf_fields import HARMLESS, HONOURED, ONLY
+from meshwright.models.decoder.hf_fields import HONOURED, ONLY
+from meshwright.models.huggingface import HARMLESS
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 SIZES: dict[str, Any] = {

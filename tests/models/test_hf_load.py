@@ -18,9 +18,7 @@ import meshwright as mw
 from meshwright import MeshwrightError
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
 from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.models.decoder.hf_load import load_hf
-from meshwright.models.decoder.hf_names import NAMES, hf_arrays
-from meshwright.models.decoder.hf_save import save_hf
+from meshwright.models.decoder.hf_folder import NAMES, hf_model, load_hf, save_hf
 
 REFERENCE = Path(__file__).parent / "hf_reference"
 
@@ -68,7 +66,7 @@ def test_values_are_those_of_the_safetensors_library(name: str, mesh: str) -> No
 
 def test_the_names_are_those_transformers_wrote() -> None:
     for folder in REFERENCE.iterdir():
-        arrays = hf_arrays(from_hf_config(folder)).values()
+        arrays = hf_model(from_hf_config(folder)).arrays.values()
         ours = {name: array.shape for array in arrays for name in array.names}
         assert ours == {name: tensor.shape for name, tensor in plain_read(folder).items()}
     assert len({name for name, _ in NAMES.values()}) == len(NAMES)
@@ -202,7 +200,7 @@ def test_a_config_of_another_model_is_an_error() -> None:
 
 
 def test_what_is_no_folder_or_no_dtype_for_weights_is_an_error() -> None:
-    with pytest.raises(MeshwrightError, match="None is not the path of a folder"):
+    with pytest.raises(MeshwrightError, match="None is not a Hugging Face config"):
         load_hf(None)  # type: ignore[arg-type]
     with pytest.raises(MeshwrightError, match="weights cannot be read as"):
         load_hf(REFERENCE / "llama-mha", dtype=jnp.int32)

@@ -16,8 +16,7 @@ import meshwright as mw
 from meshwright.models import Compute
 from meshwright.models.decoder import abstract_arrays, decoder_rules, logits
 from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.models.decoder.hf_load import load_hf
-from meshwright.models.decoder.hf_save import save_hf
+from meshwright.models.decoder.hf_folder import load_hf, save_hf
 
 REFERENCE = Path(__file__).parent / "hf_reference"
 FOLDERS = sorted(path for path in REFERENCE.iterdir() if path.is_dir())

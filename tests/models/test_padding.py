@@ -20,7 +20,7 @@ from meshwright.models.decoder import (
     logits,
     t5x_rules,
 )
-from meshwright.models.decoder.hf_save import save_hf
+from meshwright.models.decoder.hf_folder import save_hf
 
 CONFIG = DecoderConfig(vocab=61, layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
 RULES = decoder_rules()

@@ -311,7 +311,7 @@ def test_rows_longer_than_the_models_are_warned_of_and_the_commands_run() -> Non
         assert "--override rope.scaling=linear rope.factor=4" in command
     config = train_settings(shlex.split(next_commands(found, found.best.choice)[1])[2:])
     model = override(found.job.model, config.override, 16384)
-    shape, rules = found.best.choice.sizes, choose_rules(config)
+    shape, rules = found.best.choice.sizes, choose_rules(config, model)
     check_sizes(config, model, rules, shape)
     with pytest.raises(MeshwrightError, match="longer than the model"):
         check_sizes(config, found.job.model, rules, shape)

@@ -23,7 +23,7 @@ from meshwright.checkpoint import Checkpoints
 from meshwright.layouts.padding import fit
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules, t5x_rules
 from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.models.decoder.hf_save import save_hf
+from meshwright.models.decoder.hf_folder import save_hf
 from meshwright.serve.generate import generate
 from meshwright.serve.load import generation_mesh, load_for_generation
 from meshwright.serve.sampling import Sampling

@@ -30,7 +30,7 @@ def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
 OTHERS: dict[str, Any] = {
     "run": Path("elsewhere"), "mesh": "dp=-1", "steps": 30, "stop_at": 3, "batch": 16, "seq": 32,
     "context_parallel": "ring", "accumulation": 2, "seed": 1, "max_skipped": 3, "hang_timeout": 5.0,
-    "cpu_devices": 2, "rope.theta": 1e5, "optimizer.name": "lion", "optimizer.learning_rate": 1e-3,
+    "cpu_devices": 2, "override": ("rope.theta=1e5",), "num_partitions": 2, "optimizer.name": "lion", "optimizer.learning_rate": 1e-3,
     "optimizer.schedule": "linear", "optimizer.warmup_steps": 3, "optimizer.final_fraction": 0.5,
     "optimizer.decay_fraction": 0.5, "optimizer.b1": 0.5, "optimizer.b2": 0.5, "optimizer.eps": 1e-6,
     "optimizer.weight_decay": 0.2, "optimizer.clip_norm": None, "loss.z_loss": 0.1, "loss.chunk": 8,

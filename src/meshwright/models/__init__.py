@@ -3,9 +3,9 @@
 from meshwright.models.activations import ActivationLayouts, activation_layouts
 from meshwright.models.compute import Compute, default_dtype
 from meshwright.models.decoder import DecoderConfig, decoder_rules
-from meshwright.models.decoder.hf_fields import SOURCE, SPECIAL_TOKENS
 from meshwright.models.divisibility import indivisible
 from meshwright.models.family import Generation, HuggingFace, ModelFamily
+from meshwright.models.huggingface import SOURCE, SPECIAL_TOKENS
 from meshwright.models.loss import LmHead, LossConfig, next_token_loss
 from meshwright.models.padding import describe_padding, padded_vocab
 from meshwright.models.registry import (

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.decoder import DECODER
-from meshwright.models.decoder.hf_config import read_hf_config
-from meshwright.models.decoder.hf_fields import short
 from meshwright.models.family import ModelFamily
+from meshwright.models.huggingface import read_hf_config, short
 
 FAMILIES: tuple[ModelFamily, ...] = (DECODER,)
 PRESETS: dict[str, Any] = {
@@ -112,7 +111,7 @@ def load_hf(
 def save_hf(folder: str | os.PathLike[str], params: Any, config: Any, **options: Any) -> Path:
     """Write a model as a Hugging Face folder that transformers reads.
 
-    Options are `dtype`, `max_file_bytes` and `tokenizer`: see models/decoder/hf_save.py.
+    Options are `dtype`, `max_file_bytes` and `tokenizer`: see models/huggingface/save.py.
     """
     saved: Path = family_of(config).hugging_face.save(folder, params, config, **options)
     return saved

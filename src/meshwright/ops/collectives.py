@@ -145,8 +145,10 @@ tie_gradients.defvjp(_as_they_are, _together)
 def varying_like(x: jax.Array, *others: jax.Array) -> jax.Array:
     """Inside shard_map: `x` with the type of something that differs wherever one of these does."""
     axes = {axis for other in others for axis in jax.typeof(other).manual_axis_type.varying}
-    missing = tuple(sorted(axes - set(jax.typeof(x).manual_axis_type.varying)))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    kind = jax.typeof(x).manual_axis_type
+    for state in (axes & kind.reduced, axes - kind.varying - kind.reduced):
+        x = lax.pcast(x, tuple(sorted(state)), to="varying") if state else x
+    return x
 
 
 def untyped(run: Callable[..., Any], *arrays: Any) -> Any:

@@ -17,7 +17,7 @@ import meshwright
 from meshwright.data import Mixture
 from meshwright.errors import MeshwrightError
 from meshwright.launch import Fact, Joined, Store, compare_processes
-from meshwright.models import model_to_dict
+from meshwright.models import model_config, model_to_dict
 from meshwright.train.config import TrainConfig, flat_settings
 from meshwright.train.setup import choose_rules, model_of
 
@@ -48,15 +48,14 @@ def check_same_settings(config: TrainConfig, store: Store | None, joined: Joined
 
 def settings_facts(config: TrainConfig) -> dict[str, Fact]:
     """All that must be the same, by the name a user knows it by."""
-    model_config = model_of(config)
-    model = model_to_dict(model_config)
+    model = model_to_dict(model_config(config.model))
     data = Mixture.parse(config.data).describe()
     for source in data["sources"]:
         del source["name"]
     contents: dict[str, tuple[str, Any]] = {
         "MODEL": (config.model, model),
         "--data": (config.data, data),
-        "--rules": (config.rules, str(choose_rules(config, model_config))),
+        "--rules": (config.rules, str(choose_rules(config, model_of(config)))),
         "--init-from": (str(config.init_from), weights_sample(config.init_from)),
     }
     facts = {name: _by_content(*content) for name, content in contents.items()}

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tests.ops.attention.reference import Arrays, Sees, documents, in_float64, inputs, zigzag
 
 import meshwright as mw
-from meshwright.ops.attention import Mask, Split, attention, sequence_order
+from meshwright.ops.attention import ContextParallel, Mask, Split, attention, sequence_order
 
 # most of a test's time is the compiler's: what it spends on faster code is not earned back
 QUICKLY = {"xla_backend_optimization_level": 0}
@@ -64,8 +64,8 @@ class Case:
 
     def attention(self, q: Any, k: Any, v: Any, segments: Any = None) -> jax.Array:
         return attention(
-            q, k, v, segments, self.mask, strategy=self.strategy, order=self.sequence_order,
-            kernel=self.kernel,
+            q, k, v, segments, self.mask, kernel=self.kernel,
+            context=ContextParallel(self.strategy, self.sequence_order),
         )  # fmt: skip
 
     def shapes(self, head_dim: int = 8) -> tuple[Any, ...]:

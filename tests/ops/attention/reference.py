@@ -53,31 +53,38 @@ def documents(batch: int, length: int) -> np.ndarray:
 
 def in_float64(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, given: np.ndarray,
-    segments: np.ndarray | None = None, sees: Sees | None = None,
+    segments: np.ndarray | tuple[np.ndarray, np.ndarray] | None = None, sees: Sees | None = None,
+    bias: np.ndarray | None = None,
 ) -> tuple[np.ndarray, Arrays]:  # fmt: skip
-    """The output, and the gradients of q, k and v by the rule of the softmax."""
+    """The output, and the gradients of q, k, v and the bias by the rule of the softmax."""
     q, k, v, given = (x.astype("f8") for x in (q, k, v, given))
     heads, kv_heads, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
     seen = (sees or Sees()).table(q.shape[1], k.shape[1])[None]
     if segments is not None:
-        seen = seen & (segments[:, :, None] == segments[:, None, :])
+        of_q, of_k = segments if isinstance(segments, tuple) else (segments, segments)
+        seen = seen & (of_q[:, :, None] == of_k[:, None, :])
     all_k, all_v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
     scores = np.einsum("bihd,bjhd->bhij", q, all_k) * scale
+    if bias is not None:
+        scores = scores + bias
     weights = np.where(seen[:, None], np.exp(scores), 0.0)  # float64 holds e^100 without care
-    weights /= weights.sum(-1, keepdims=True)
+    total = weights.sum(-1, keepdims=True)
+    weights /= np.where(total == 0, 1, total)  # a query that sees nothing
     out = np.einsum("bhij,bjhd->bihd", weights, all_v)
     of_weights = np.einsum("bihd,bjhd->bhij", given, all_v)
-    of_scores = weights * (of_weights - np.sum(weights * of_weights, -1, keepdims=True)) * scale
+    of_biased = weights * (of_weights - np.sum(weights * of_weights, -1, keepdims=True))
+    of_scores = of_biased * scale
 
     def shared(x: np.ndarray) -> np.ndarray:
         """Query heads that share a key head, added up."""
         return x.reshape(*x.shape[:2], kv_heads, heads // kv_heads, -1).sum(3)
 
-    return out, (
+    gradients = (
         np.einsum("bhij,bjhd->bihd", of_scores, all_k),
         shared(np.einsum("bhij,bihd->bjhd", of_scores, q)),
         shared(np.einsum("bhij,bihd->bjhd", weights, given)),
     )
+    return out, gradients if bias is None else (*gradients, of_biased.sum(0))
 
 
 def zigzag(length: int, ways: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from tests.ops.attention.reference import Arrays, Sees, documents, in_float64, i
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError
-from meshwright.ops.attention import Mask, attention
+from meshwright.ops.attention import ContextParallel, Mask, attention
 
 ALL = Mask(causal=False)
 
@@ -194,7 +194,13 @@ def attend(
         given = (
             None if segments is None else jax.device_put(np.zeros(segments[0], "i"), segments[1])
         )
-        jax.eval_shape(lambda q, k, v, s: attention(q, k, v, s, mask, **options), *arrays, given)
+        split = ("strategy", "order")
+        context = ContextParallel(**{name: options.pop(name) for name in split if name in options})
+        jax.eval_shape(
+            lambda q, k, v, s: attention(q, k, v, s, mask, context=context, **options),
+            *arrays,
+            given,
+        )
 
 
 HEADS, KV = (2, 16, 4, 8), (2, 16, 2, 8)

@@ -14,7 +14,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.ops.attention import EVERYTHING, Call, Mask, attention, fused, kernels
+from meshwright.ops.attention import (
+    EVERYTHING,
+    Call,
+    ContextParallel,
+    Mask,
+    attention,
+    fused,
+    kernels,
+)
 from meshwright.ops.attention.block import Block, Gradients, Partial
 from meshwright.ops.attention.cudnn import cudnn
 
@@ -105,7 +113,9 @@ def test_a_ring_of_it_has_the_types_of_each_device(
 
     def run(q: Any, k: Any, v: Any, segments: Any, given: Any) -> Any:
         def call(q: Any, k: Any, v: Any) -> Any:
-            return attention(q, k, v, segments, strategy="ring", order="zigzag", kernel="cudnn")
+            return attention(
+                q, k, v, segments, context=ContextParallel("ring", "zigzag"), kernel="cudnn"
+            )
 
         out, back = jax.vjp(call, q, k, v)
         return out, back(given)

@@ -122,7 +122,7 @@ def check(names: list[str], rows: list[list[int]], bias_up_to: int, program: Any
     wanted_out, wanted = in_float64(q, k, v, given, segments)
     for row, name in enumerate(names):
         np.testing.assert_allclose(out[row], wanted_out[row], atol=2e-6, err_msg=name)
-        for of, got, want in zip("qkv", gradients, wanted, strict=True):
+        for of, got, want in zip("qkv", gradients[:3], wanted, strict=True):
             np.testing.assert_allclose(got[row], want[row], atol=5e-6, err_msg=f"{name}, {of}")
 
 

@@ -24,7 +24,16 @@ from tests.ops.attention.programs import (
 from tests.ops.attention.reference import Sees, documents, in_float64, inputs
 
 from meshwright.errors import MeshwrightError
-from meshwright.ops.attention import EVERYTHING, KERNELS, Call, Mask, attention, choose, splash
+from meshwright.ops.attention import (
+    EVERYTHING,
+    KERNELS,
+    Call,
+    ContextParallel,
+    Mask,
+    attention,
+    choose,
+    splash,
+)
 from meshwright.ops.attention.block import Block, merge
 
 INTERPRETED = dataclasses.replace(splash.splash_kernel(interpret=True), refuses=lambda call: None)
@@ -249,7 +258,9 @@ def test_the_kernel_is_that_of_the_mesh_in_force_not_of_this_machine(
         return jax.ShapeDtypeStruct((1, 1024, heads, 128), "bfloat16", sharding=layout)
 
     def gradient(*arrays: Any) -> Any:
-        out, backward = jax.vjp(lambda *x: attention(*x, strategy="ring", order="zigzag"), *arrays)
+        out, backward = jax.vjp(
+            lambda *x: attention(*x, context=ContextParallel("ring", "zigzag")), *arrays
+        )
         return backward(out)
 
     with jax.sharding.use_abstract_mesh(mesh):

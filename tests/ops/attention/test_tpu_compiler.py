@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.ops.attention import Mask, attention
+from meshwright.ops.attention import ContextParallel, Mask, attention
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,7 +40,7 @@ def program(devices: list[jax.Device]) -> str:
     mesh = mw.mesh("sp=8", devices=devices, axis_types="explicit")
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out = attention(q, k, v, mask=Mask(), strategy="ring", order="zigzag")
+        out = attention(q, k, v, mask=Mask(), context=ContextParallel("ring", "zigzag"))
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     with jax.set_mesh(mesh):

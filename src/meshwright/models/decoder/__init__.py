@@ -1,9 +1,10 @@
 """Dense decoder language models (Llama and its kin)."""
 
+from meshwright.models.blocks import REMAT
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.family import DECODER
-from meshwright.models.decoder.forward import REMAT, hidden_states, lm_head, logits
+from meshwright.models.decoder.forward import hidden_states, lm_head, logits
 from meshwright.models.decoder.presets import PRESETS
 from meshwright.models.decoder.rules import decoder_rules, t5x_rules
 

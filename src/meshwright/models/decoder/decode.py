@@ -23,9 +23,10 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from meshwright.layouts import Rules, axes_of
+from meshwright.models.blocks import Params
 from meshwright.models.compute import Compute
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.forward import Params, hidden_states_and_keys, lm_head
+from meshwright.models.decoder.forward import hidden_states_and_keys, lm_head
 from meshwright.models.decoder.rules import decoder_rules
 from meshwright.ops import (
     add_bias,

@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 
+from meshwright.models.blocks import REMAT
 from meshwright.models.decoder import decode
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.cache import Cache, appended, filled
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.forward import REMAT, hidden_states, lm_head, loss
+from meshwright.models.decoder.forward import hidden_states, lm_head, loss
 from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
 from meshwright.models.decoder.hf_families import FAMILIES
-from meshwright.models.decoder.hf_load import load_hf
-from meshwright.models.decoder.hf_save import save_hf
+from meshwright.models.decoder.hf_folder import load_hf, save_hf
 from meshwright.models.decoder.override import override
 from meshwright.models.decoder.presets import PRESETS
 from meshwright.models.decoder.rules import decoder_rules, t5x_rules

@@ -16,7 +16,15 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from meshwright.models.activations import ActivationLayouts
-from meshwright.models.compute import Compute, remat_policy
+from meshwright.models.blocks import (
+    Params,
+    along_residual,
+    enter,
+    mlp,
+    prepare_weights,
+    through_layers,
+)
+from meshwright.models.compute import Compute
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
 from meshwright.models.loss import LmHead, LossConfig, next_token_loss
@@ -25,17 +33,12 @@ from meshwright.ops import (
     all_gather,
     embed,
     norm_alone,
-    norm_beside,
-    over_chunks,
     partial_sums,
     reduce_to,
     rms_norm,
     rotate,
-    split_axes,
 )
 from meshwright.ops.attention import attention
-
-Params = dict[str, Any]
 
 
 def hidden_states(
@@ -70,7 +73,7 @@ def hidden_states_and_keys(
 
 
 def _restored(x: jax.Array, rows: SequencePlan, layouts: ActivationLayouts) -> jax.Array:
-    if rows.order == "contiguous":
+    if rows.context.order == "contiguous":
         return x
     return reshard(rows.restored(reshard(x, layouts.block)), layouts.residual)
 
@@ -103,7 +106,7 @@ def _through_layers(
         segments=None if segments is None else placed(segments),
         rows=rows,
     )
-    weights = _prepare(params["layers"], layouts, compute)
+    weights = prepare_weights(params["layers"], layouts, compute)
     if keep_keys:
 
         def with_keys(x: jax.Array, w: Params) -> Any:
@@ -112,21 +115,11 @@ def _through_layers(
 
         (x, keys), update = lax.scan(with_keys, x, weights), None
     else:
-        keys = update = None
-        once = functools.partial(jax.checkpoint, policy=remat_policy(compute.remat, REMAT))
-        if compute.scan:  # what a loop hands on is written and read again: one array, not two
-
-            def added(x: jax.Array, w: Params) -> jax.Array:
-                x, update, _ = layer(x, None, w)
-                return x + update
-
-            kept = once(added, prevent_cse=False)
-            x, _ = lax.scan(lambda x, w: (kept(x, w), None), x, weights)
-        else:
-            kept = once(lambda x, update, w: layer(x, update, w)[:2])
-            for layer_weights in _unstack(weights, config.layers):
-                x, update = kept(x, update, layer_weights)
-    scale = _along_residual(params["norm"], layouts)
+        keys = None
+        x, update = through_layers(
+            lambda x, update, w: layer(x, update, w)[:2], x, weights, config.layers, compute
+        )
+    scale = along_residual(params["norm"], layouts)
     return norm_alone(x, scale, config.norm_eps, update), keys, rows
 
 
@@ -179,47 +172,6 @@ def loss(
     return next_token_loss(x, head, targets, scale, config.vocab, compute, settings)
 
 
-def _prepare(layers: Params, layouts: ActivationLayouts, compute: Compute) -> Params:
-    """The stacked weights, ready for the loop.
-
-    Matrices are cast while they are split. Vectors (norms, biases) are small and whole: marked
-    here, their gradients are added up once for all layers, after the loop.
-    """
-
-    def ready(name: str, w: jax.Array) -> jax.Array:
-        match name:
-            case "norm" | "bo":
-                return _along_residual(w, layouts)
-            case "bq" | "bk" | "bv":
-                return all_gather(w, layouts.token_axes)
-            case "q_norm" | "k_norm":
-                return all_gather(w, split_axes(layouts.heads.partitions))
-            case _:
-                return w.astype(compute.dtype)
-
-    return {
-        block: {name: ready(name, w) for name, w in arrays.items()}
-        for block, arrays in layers.items()
-    }
-
-
-def _unstack(weights: Params, layers: int) -> list[Params]:
-    """The weights of each layer; by split, whose gradient is one concatenation."""
-    leaves, treedef = jax.tree.flatten(weights)
-    parts = [lax.split(leaf, (1,) * layers, axis=0) for leaf in leaves]
-    return [
-        jax.tree.unflatten(treedef, [lax.squeeze(part[i], (0,)) for part in parts])
-        for i in range(layers)
-    ]
-
-
-def _along_residual(vector: jax.Array, layouts: ActivationLayouts) -> jax.Array:
-    """A vector over embed, split as the residual stream is."""
-    *tokens, embed_axes = layouts.residual.partitions
-    vector = reshard(vector, P(*(None,) * (vector.ndim - 1), embed_axes))
-    return all_gather(vector, split_axes(tokens))
-
-
 def _layer(
     x: jax.Array,
     update: jax.Array | None,
@@ -231,32 +183,13 @@ def _layer(
     segments: jax.Array | None,
     rows: SequencePlan,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    """The residual stream after one layer but for its last addition, that, and keys and values.
-
-    An addition waits for the norm behind it, which can be made together with the sum.
-    """
+    """The residual stream after one layer but for its last addition, that, and keys and values."""
     with jax.named_scope("attention"):
         attended = _attention(x, update, w["attention"], config, compute, rope, segments, rows)
         x, update, keys = attended
     with jax.named_scope("mlp"):
-        x, update = _mlp(x, update, w["mlp"], config, compute)
+        x, update = mlp(x, update, w["mlp"], config.norm_eps, compute)
     return x, update, keys
-
-
-def _entered(
-    x: jax.Array,
-    update: jax.Array | None,
-    scale: jax.Array,
-    uses: int,
-    name: str,
-    config: DecoderConfig,
-    compute: Compute,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """A block's first step: `x + update`, by name, and its norm; together if kept together."""
-    kept = REMAT[compute.remat]
-    if update is not None and (name in kept) != ("normed" in kept):
-        x, update = checkpoint_name(x + update, name), None
-    return norm_beside(x, scale, config.norm_eps, uses, update, name)
 
 
 def _attention(
@@ -273,7 +206,7 @@ def _attention(
     layouts = compute.layouts
     over, eps = layouts.axes(layouts.heads), config.norm_eps
     # [batch, length, embed], for q, k and v; where it is gathered, once for all
-    x, normed = _entered(x, update, w["norm"], 1 if over else 3, "input", config, compute)
+    x, normed = enter(x, update, w["norm"], 1 if over else 3, "input", eps, compute)
     normed = normed if not over else [all_gather(normed[0], over)] * 3
 
     def project(name: str, h: jax.Array, layout: Any) -> jax.Array:
@@ -292,8 +225,7 @@ def _attention(
         project(name, h, layout) for name, h, layout in zip("qkv", normed, each, strict=True)
     )
     mixed = attention(
-        q, k, v, segments, rows.mask, strategy=rows.strategy, order=rows.order,
-        kernel=compute.kernel,
+        q, k, v, segments, rows.mask, context=rows.context, kernel=compute.kernel,
     )  # fmt: skip
     out = jnp.einsum(
         "blhd,hde->ble", mixed, all_gather(w["wo"], layouts.token_axes),
@@ -301,46 +233,3 @@ def _attention(
     )  # fmt: skip
     out = reduce_to(out, over, layouts.residual)
     return x, (add_bias(out, w["bo"].astype(out.dtype)) if config.output_bias else out), (k, v)
-
-
-def _mlp(
-    x: jax.Array, update: jax.Array, w: Params, config: DecoderConfig, compute: Compute
-) -> tuple[jax.Array, jax.Array]:
-    """x with the update, and what is to be added to it next."""
-    layouts = compute.layouts
-    over = layouts.axes(layouts.mlp)
-    whole = not compute.mlp_chunk
-    uses = 2 if whole and not over else 1
-    x, normed = _entered(x, update, w["norm"], uses, "middle", config, compute)
-    weights = [all_gather(w[name], layouts.token_axes) for name in ("gate", "up", "down")]
-
-    def forward(target: P, *given: jax.Array) -> Any:
-        *normed, gate, up, down = given
-        normed = normed if not over else [all_gather(normed[0], over)]  # [batch, length, embed]
-        gated, lifted = (
-            checkpoint_name(jnp.einsum("ble,em->blm", h, weight, out_sharding=layouts.mlp), name)
-            for name, h, weight in (("gate", normed[0], gate), ("up", normed[-1], up))
-        )
-        activated = checkpoint_name(jax.nn.silu(gated) * lifted, "activated")
-        out = jnp.einsum(
-            "blm,me->ble", activated, down, out_sharding=partial_sums(layouts.block, over)
-        )
-        return reduce_to(out, over, target)
-
-    if whole:
-        return x, forward(layouts.residual, *normed, *weights)
-    # a chunk's sums are added whole, since its tokens are not those that tp splits between blocks
-    chunk = functools.partial(forward, layouts.block)
-    out = over_chunks(chunk, reshard(normed[0], layouts.block), weights, compute.mlp_chunk)
-    return x, reshard(out, layouts.residual)
-
-
-# what a layer keeps for its backward pass, by the names given above; the rest is made again, and
-# gathered weights are gathered again
-_MATMULS = frozenset({"input", "q", "k", "v", "attention", "middle", "gate", "up"})
-REMAT: dict[str, frozenset[str]] = {
-    "none": _MATMULS | {"normed", "activated"},  # everything that costs time to make
-    "elementwise": _MATMULS,  # norms and activations twice
-    "mlp": _MATMULS - {"gate", "up"},  # and the first half of the mlp: a third of the memory
-    "full": frozenset({"input"}),  # every layer's forward twice
-}

@@ -8,7 +8,6 @@
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,16 +16,19 @@ from typing import Any
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.hf_families import Family, family_of, named_family
-from meshwright.models.decoder.hf_fields import (
+from meshwright.models.decoder.hf_fields import KNOWN
+from meshwright.models.decoder.hf_rope import rope_from_hf, rope_to_hf
+from meshwright.models.huggingface import (
     HARMLESS,
     SOURCE,
     check_fields,
     flag,
     number,
+    read_hf_config,
+    remembered,
     short,
     whole,
 )
-from meshwright.models.decoder.hf_rope import rope_from_hf, rope_to_hf
 
 _DEFAULT_WINDOW = 4096  # of Mistral and Qwen, where config.json does not say
 
@@ -39,7 +41,7 @@ def from_hf_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> Decode
     """
     fields, where = read_hf_config(source)
     family = named_family(fields, where)
-    check_fields(fields, where)
+    check_fields(fields, KNOWN, where)
     layers = whole(fields, "num_hidden_layers", where)
     max_seq = whole(fields, "max_position_embeddings", where, family.max_seq)
     heads = whole(fields, "num_attention_heads", where)
@@ -63,7 +65,7 @@ def from_hf_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> Decode
             output_bias=output_bias,
             qk_norm=family.qk_norm,
             sliding_window=_sliding_window(fields, family, layers, where),
-            hf_config=_remembered(fields, None if isinstance(source, Mapping) else Path(where)),
+            hf_config=remembered(fields, None if isinstance(source, Mapping) else Path(where)),
         )
     except MeshwrightError as error:
         text = str(error)
@@ -110,11 +112,6 @@ def to_hf_config(
         ]
         raise MeshwrightError(f"a config.json of {fields['architectures'][0]} cannot say {lost}")
     return fields
-
-
-def _remembered(fields: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
-    kept = {name: value for name, value in fields.items() if name != SOURCE}
-    return kept if file is None else kept | {SOURCE: str(file.absolute().parent)}
 
 
 def _is_read_as(config: DecoderConfig, fields: Mapping[str, Any]) -> bool:
@@ -164,37 +161,6 @@ def _fields(config: DecoderConfig, family: Family) -> dict[str, Any]:
         fields["use_sliding_window"] = config.sliding_window is not None
         fields["max_window_layers"] = 0 if config.sliding_window is not None else config.layers
     return fields
-
-
-def read_hf_config(
-    source: str | os.PathLike[str] | Mapping[str, Any],
-) -> tuple[dict[str, Any], str]:
-    """The fields of a config.json, and how to name it in a message."""
-    if isinstance(source, Mapping):
-        try:
-            return json.loads(json.dumps(dict(source))), "config"
-        except (TypeError, ValueError, RecursionError) as error:
-            raise MeshwrightError(f"the config is not what JSON can say: {error}") from None
-    if not isinstance(source, str | os.PathLike):
-        raise MeshwrightError(
-            f"{short(source)} is not a Hugging Face config; give a path to config.json, its folder "
-            "or a dict"
-        )
-    path = Path(source)
-    try:
-        path = path / "config.json" if path.is_dir() else path
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MeshwrightError(
-            f"{path} is not there; give a path to a Hugging Face config.json, or to its folder"
-        ) from None
-    except OSError as error:
-        raise MeshwrightError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # JSON, its encoding, or a null byte in the path
-        raise MeshwrightError(f"{path} is not readable JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise MeshwrightError(f"{path} holds {short(fields)}; a config.json is a JSON object")
-    return fields, str(path)
 
 
 def _kv_heads(fields: Mapping[str, Any], family: Family, heads: int, where: str) -> int:

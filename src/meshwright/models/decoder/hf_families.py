@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.hf_fields import short
+from meshwright.models.huggingface import short
 
 
 @dataclasses.dataclass(frozen=True)

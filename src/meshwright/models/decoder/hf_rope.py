@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.models.decoder.hf_fields import number, short, whole
+from meshwright.models.huggingface import number, short, whole
 from meshwright.ops import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
 
 _DEFAULT_THETA = 10000.0

@@ -14,6 +14,7 @@ from meshwright.models.activations import ActivationLayouts
 from meshwright.models.compute import Compute
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.ops.attention import (
+    ContextParallel,
     Mask,
     Split,
     choose_strategy,
@@ -26,27 +27,26 @@ from meshwright.ops.attention import (
 @dataclasses.dataclass(frozen=True)
 class SequencePlan:
     mask: Mask
-    strategy: str  # none where rows are whole
-    order: str
+    context: ContextParallel
 
     def arranged(self, x: jax.Array) -> jax.Array:
         """[batch, length, ..] from the order of the text to that of the devices."""
         with jax.named_scope("order"):
-            return to_zigzag(x) if self.order == "zigzag" else x
+            return to_zigzag(x) if self.context.order == "zigzag" else x
 
     def restored(self, x: jax.Array) -> jax.Array:
         """The reverse."""
         with jax.named_scope("order"):
-            return from_zigzag(x) if self.order == "zigzag" else x
+            return from_zigzag(x) if self.context.order == "zigzag" else x
 
 
 def sequence_plan(config: DecoderConfig, compute: Compute, length: int) -> SequencePlan:
     """The plan for rows of this length on the current mesh."""
     split = sequence_split(config, compute.layouts, jax.sharding.get_abstract_mesh().shape, length)
     if split.ways == 1:
-        return SequencePlan(split.mask, "none", "contiguous")
+        return SequencePlan(split.mask, ContextParallel())
     strategy = choose_strategy(split, compute.context_parallel)
-    return SequencePlan(split.mask, strategy, sequence_order(split, strategy))
+    return SequencePlan(split.mask, ContextParallel(strategy, sequence_order(split, strategy)))
 
 
 def sequence_split(

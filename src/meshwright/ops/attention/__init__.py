@@ -20,6 +20,7 @@ from meshwright.ops.attention.splash import backward_kernels, padded_length
 from meshwright.ops.attention.strategy import (
     FLOPS_PER_BYTE,
     STRATEGIES,
+    ContextParallel,
     Split,
     choose_strategy,
     explain_strategy,
@@ -34,6 +35,7 @@ __all__ = [
     "ROWS",
     "STRATEGIES",
     "Call",
+    "ContextParallel",
     "Mask",
     "Split",
     "attention",

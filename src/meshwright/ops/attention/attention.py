@@ -1,6 +1,7 @@
 """The attention function, on any mesh: a strategy where the length is split, one call elsewhere."""
 
 import math
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -11,71 +12,98 @@ from meshwright.ops.attention import ring, ulysses
 from meshwright.ops.attention.block import Block
 from meshwright.ops.attention.kernels import one_call
 from meshwright.ops.attention.mask import Mask
-from meshwright.ops.attention.strategy import ORDERS, Split, choose_strategy, sequence_order
-from meshwright.ops.collectives import drop_trivial_axes, nontrivial_axes, spec_of
+from meshwright.ops.attention.strategy import (
+    ORDERS,
+    ContextParallel,
+    Split,
+    choose_strategy,
+    sequence_order,
+)
+from meshwright.ops.collectives import drop_trivial_axes, nontrivial_axes, spec_of, varying_like
+
+# [batch, length]; for queries and keys of two sequences, those of each
+Segments = jax.Array | tuple[jax.Array, jax.Array]
 
 
 def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segments: jax.Array | None = None,
+    segments: Segments | None = None,
     mask: Mask | None = None,
     *,
-    strategy: str = "auto",
-    order: str = "contiguous",
+    bias: jax.Array | None = None,
+    context: ContextParallel | None = None,
     kernel: str = "auto",
 ) -> jax.Array:
     """Attention as the mask says, within each document, laid out as `q`.
 
-    `order` is how rows lie over the devices that split them: see sequence_order and to_zigzag.
+    `bias` [heads, queries, keys] is added to the scaled scores of every sequence of the batch, and
+    has a gradient; it is split over heads as `q` is, and whole along the length.
     """
-    _check(q, k, v, segments)
-    mask = (Mask() if mask is None else mask).within(q.shape[1], k.shape[1])
+    _check(q, k, v, *_of_both(segments))
+    mask = (mask or Mask()).within(q.shape[1], k.shape[1])
+    context = context or ContextParallel()
     specs = spec_of(q), spec_of(k)
     over = axes_of(specs[0][1], specs[0])
-    split = split_of(q, k, mask)
-    strategy = choose_strategy(split, strategy) if split.ways > 1 else "none"
-    _check_order(order, split, strategy)
+    split = split_of(q, k, mask, biased=bias is not None)
+    strategy = choose_strategy(split, context.strategy) if split.ways > 1 else "none"
+    _check_order(context.order, split, strategy)
     if split.ways > 1 and mask.causal and q.shape[1] != k.shape[1]:
         raise MeshwrightError(
             f"a causal mask over rows that are split takes as many keys as queries, not "
             f"{k.shape[1]} and {q.shape[1]}"
         )
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, *given: jax.Array) -> jax.Array:
-        documents = given[0] if given else None
-        here = Block(q, k, v, documents, documents)
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, more: Any) -> jax.Array:
+        here = Block(q, k, v, *_of_both(more.get("segments")), bias=more.get("bias"))
+        if here.bias is not None:  # its gradient is summed over the devices that split the batch
+            here = here._replace(bias=varying_like(here.bias, q))
         match strategy:
             case "none":
                 return one_call(here, mask, kernel)
             case "ulysses":
                 return ulysses.attend(here, mask, over, split.ways, kernel)
             case _:
-                return ring.attend(here, mask, over, split.ways, strategy, order, kernel)
+                return ring.attend(here, mask, over, split.ways, strategy, context.order, kernel)
 
-    given = () if segments is None else (segments,)
+    more: dict[str, Any] = {} if segments is None else {"segments": segments}
+    if bias is not None:
+        more["bias"] = _checked_bias(bias, q, k)
     if jax.sharding.get_abstract_mesh().empty:
-        return local(q, k, v, *given)
-    in_specs = (*specs, specs[1], *(spec_of(x) for x in given))
-    return jax.shard_map(local, in_specs=in_specs, out_specs=specs[0])(q, k, v, *given)
+        return local(q, k, v, more)
+    types = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, more)
+    return jax.shard_map(local, in_specs=(*specs, specs[1], types), out_specs=specs[0])(
+        q, k, v, more
+    )
 
 
-def split_of(q: jax.Array, k: jax.Array, mask: Mask) -> Split:
+def _of_both(segments: Segments | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Of the queries and of the keys."""
+    return segments if isinstance(segments, tuple) else (segments, segments)
+
+
+def split_of(q: jax.Array, k: jax.Array, mask: Mask, biased: bool = False) -> Split:
     """How an attention's rows are split, from the types of its queries and keys."""
     sizes, spec = jax.sharding.get_abstract_mesh().shape, spec_of(q)
     length, heads = (math.prod(sizes[axis] for axis in axes_of(spec[d], spec)) for d in (1, 2))
     return Split(
         ways=length, length=q.shape[1], heads=q.shape[2] // heads, kv_heads=k.shape[2] // heads,
-        head_dim=q.shape[3], mask=mask,
+        head_dim=q.shape[3], mask=mask, biased=biased,
     )  # fmt: skip
 
 
-def _check(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> None:
+def _check(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_segments: jax.Array | None,
+    k_segments: jax.Array | None,
+) -> None:
     """Shapes, dtypes and layouts that fit together: on a device, heads lie with their keys."""
     wide = nontrivial_axes()
     spec, *others = (drop_trivial_axes(spec_of(x), wide) for x in (q, k, v))
-    batch, length, heads, head_dim = q.shape if q.ndim == 4 else (0,) * 4
+    batch, _, heads, head_dim = q.shape if q.ndim == 4 else (0,) * 4
     if q.ndim != 4 or k.shape != v.shape or k.shape[::3] != (batch, head_dim):
         raise MeshwrightError(
             f"attention takes q as [batch, length, heads, head_dim], k and v as [batch, length, "
@@ -95,19 +123,38 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None)
             f"attention takes q, k and v laid out alike, and head_dim whole: not as {spec}, "
             f"{others[0]} and {others[1]}"
         )
-    if segments is None:
-        return
-    if segments.shape != (batch, length) or k.shape[1] != length:
+    for numbers, x, of in ((q_segments, q, "queries"), (k_segments, k, "keys")):
+        if numbers is None:
+            continue
+        if numbers.shape != x.shape[:2]:
+            raise MeshwrightError(
+                f"segments of shape {numbers.shape} do not number the documents of {x.shape[1]} "
+                f"{of} in {batch} rows; they are [batch, length], or a pair of these for queries "
+                "and keys of different lengths"
+            )
+        if drop_trivial_axes(spec_of(numbers), wide) != P(*spec[:2]):
+            raise MeshwrightError(
+                f"segments are laid out as {spec_of(numbers)}, queries as {spec}; batch and length "
+                "must go the same way"
+            )
+
+
+def _checked_bias(bias: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
+    """The bias, of the right shape and split over heads as the queries are."""
+    shape = q.shape[2], q.shape[1], k.shape[1]
+    if bias.shape != shape:
         raise MeshwrightError(
-            f"segments of shape {segments.shape} do not number the documents of {length} queries "
-            f"and {k.shape[1]} keys in {batch} rows; they are [batch, length], queries and keys "
-            "alike"
+            f"a bias of attention is [heads, queries, keys], here {list(shape)}, not "
+            f"{list(bias.shape)}"
         )
-    if drop_trivial_axes(spec_of(segments), wide) != P(*spec[:2]):
+    wide = nontrivial_axes()
+    wanted = P(drop_trivial_axes(spec_of(q), wide)[2], None, None)
+    if drop_trivial_axes(spec_of(bias), wide) != wanted:
         raise MeshwrightError(
-            f"segments are laid out as {spec_of(segments)}, queries as {spec}; batch and length "
-            "must go the same way"
+            f"a bias of attention is split over heads as the queries are: {wanted}, not "
+            f"{spec_of(bias)}"
         )
+    return bias
 
 
 def _check_order(order: str, split: Split, strategy: str) -> None:

@@ -28,6 +28,7 @@ class Block(NamedTuple):
     # [queries], int32: a query sees the keys before this index, where the mask is not known until
     # the program runs; None: what the mask says
     k_end: jax.Array | None = None
+    bias: jax.Array | None = None  # [heads, queries, keys], float32: added to the scaled scores
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -43,11 +44,12 @@ class Partial(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of a block's queries, keys and values."""
+    """Gradients of a block's queries, keys and values, and of the bias if there is one."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
+    bias: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Call:
     segmented: bool
     dynamic: bool = False  # which keys a query sees is known only when the program runs (k_end)
     partial: bool = False  # results are parts of sums, asked for in float32
+    biased: bool = False  # a bias is added to the scores
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -122,7 +125,8 @@ def with_gradient(
 
     def gradients(kept: Any, given: jax.Array) -> Any:
         arrays, whole = kept
-        return *backward(Block(*arrays), whole, given), *(None,) * (len(arrays) - 3)
+        *of_qkv, of_bias = backward(Block(*arrays), whole, given)
+        return *of_qkv, *(None,) * (len(arrays) - 4), of_bias
 
     run.defvjp(keep, gradients)
     return lambda block: run(*block)

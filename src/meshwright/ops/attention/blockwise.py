@@ -24,6 +24,7 @@ class _Queries(NamedTuple):
     q: jax.Array  # [batch, queries, heads, head_dim]
     segments: jax.Array | None  # [batch, queries]
     k_end: jax.Array | None  # [1, queries]
+    bias: jax.Array | None  # [heads, queries, keys]
     first: jax.Array  # the index of the first of them
 
 
@@ -71,24 +72,29 @@ def _backward(
         scores = _scores(grouped, queries, block, mask)
         weights = jnp.where(jnp.isneginf(scores), 0.0, jnp.exp(scores - log_sum))
         of_weights = _product("bqkgd,bskd->bqkgs", given, block.v)
-        of_scores = weights * (of_weights - delta) * q.shape[-1] ** -0.5
-        of_scores = of_scores.astype(q.dtype)
+        of_biased = weights * (of_weights - delta)
+        of_scores = (of_biased * q.shape[-1] ** -0.5).astype(q.dtype)
         of_q = _product("bqkgs,bskd->bqkgd", of_scores, block.k).reshape(q.shape)
         of_k += _product("bqkgs,bqkgd->bskd", of_scores, grouped)
         of_v += _product("bqkgs,bqkgd->bskd", weights.astype(q.dtype), given)
-        return (of_k, of_v), of_q.astype(dtype)
+        of_bias = None if block.bias is None else _sum_over_batch(of_biased)
+        return (of_k, of_v), (of_q.astype(dtype), of_bias)
 
     length = block.q.shape[1]
     zero = varying_like(jnp.zeros(block.k.shape, jnp.float32), block.q, block.k, given)
     parts = tuple(_cut(x, rows) for x in (whole.log_sum, given, delta))
-    (of_k, of_v), of_q = lax.scan(some, (zero, zero), (_queries(block, rows), *parts))
-    return Gradients(_joined(of_q, length), of_k.astype(dtype), of_v.astype(dtype))
+    (of_k, of_v), by_block = lax.scan(some, (zero, zero), (_queries(block, rows), *parts))
+    of_q, of_bias = jax.tree.map(lambda x: _joined(x, length), by_block)
+    return Gradients(of_q, of_k.astype(dtype), of_v.astype(dtype), of_bias)
 
 
 def _scores(grouped: jax.Array, queries: _Queries, block: Block, mask: Mask) -> jax.Array:
     """[batch, queries, kv_heads, group, keys], -inf where a key is not seen."""
     number, head_dim = grouped.shape[1], grouped.shape[-1]
     scores = _product("bqkgd,bskd->bqkgs", grouped, block.k) * head_dim**-0.5
+    if queries.bias is not None:
+        bias = jnp.moveaxis(queries.bias, 0, 1)  # [queries, heads, keys]
+        scores += bias.reshape(1, *scores.shape[1:]).astype(jnp.float32)
     keys = jnp.arange(block.k.shape[1])
     seen = mask.seen(queries.first + jnp.arange(number), keys)
     seen = None if seen is None else seen[None]
@@ -99,6 +105,12 @@ def _scores(grouped: jax.Array, queries: _Queries, block: Block, mask: Mask) -> 
         same = queries.segments[:, :, None] == block.k_segments[:, None, :]
         seen = same if seen is None else seen & same
     return scores if seen is None else jnp.where(seen[:, :, None, None], scores, -jnp.inf)
+
+
+def _sum_over_batch(of_biased: jax.Array) -> jax.Array:
+    """[batch, queries, kv_heads, group, keys] to the gradient of the bias."""
+    total = jnp.sum(of_biased, axis=0)
+    return jnp.moveaxis(total.reshape(total.shape[0], -1, total.shape[-1]), 0, 1)
 
 
 def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:
@@ -112,7 +124,8 @@ def _queries(block: Block, rows: int | None) -> _Queries:
     q = _cut(block.q, rows)
     segments = None if block.q_segments is None else _cut(block.q_segments, rows)
     k_end = None if block.k_end is None else _cut(block.k_end[None], rows)
-    return _Queries(q, segments, k_end, jnp.arange(q.shape[0]) * q.shape[2])
+    bias = None if block.bias is None else _cut(block.bias, rows)
+    return _Queries(q, segments, k_end, bias, jnp.arange(q.shape[0]) * q.shape[2])
 
 
 def _cut(x: jax.Array, rows: int | None) -> jax.Array:

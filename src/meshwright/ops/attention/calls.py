@@ -30,8 +30,9 @@ def calls_of(
     def call(queries: int, keys: int, mask: Mask, dynamic: bool = False) -> Call:
         mask = mask.within(queries, keys)
         return Call(
-            platform, dtype, queries, keys, split.head_dim, mask, segmented, dynamic, not whole
-        )
+            platform, dtype, queries, keys, split.head_dim, mask, segmented, dynamic, not whole,
+            split.biased,
+        )  # fmt: skip
 
     whole = split.ways == 1 or strategy == "ulysses"
     if whole:

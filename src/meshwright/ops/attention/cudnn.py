@@ -34,6 +34,8 @@ def _refuses(call: Call) -> str | None:
         return f"it computes in bfloat16 and float16, not {call.dtype}"
     if call.head_dim > 128 or call.head_dim % 8:
         return f"head_dim {call.head_dim} is not a multiple of 8 up to 128"
+    if call.biased:
+        return "it adds no bias to the scores"
     if call.dynamic:
         return "which keys a query sees must be known when it is compiled"
     if call.mask.block is not None:

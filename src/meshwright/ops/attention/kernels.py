@@ -97,7 +97,7 @@ def _kernel(block: Block, mask: Mask, kernel: str, partial: bool) -> tuple[Kerne
     call = Call(
         current_platform(), str(block.q.dtype), *block.lengths, block.q.shape[-1], mask,
         segmented=block.q_segments is not None, dynamic=block.k_end is not None,
-        partial=partial,
+        partial=partial, biased=block.bias is not None,
     )  # fmt: skip
     chosen = KERNELS[choose(call, kernel)]
     return chosen, chosen.lengths(call)

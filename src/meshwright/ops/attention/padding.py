@@ -49,7 +49,7 @@ def cut_output(found: Partial, lengths: Lengths) -> Partial:
 
 def cut_gradients(found: Gradients, lengths: Lengths) -> Gradients:
     queries, keys = lengths
-    return Gradients(found.q[:, :queries], found.k[:, :keys], found.v[:, :keys])
+    return found._replace(q=found.q[:, :queries], k=found.k[:, :keys], v=found.v[:, :keys])
 
 
 def _pad(x: jax.Array, length: int, value: float = 0) -> jax.Array:

@@ -180,7 +180,7 @@ def gradients_of_ring_step(
         )
         seen = keys_seen(turns, step)
         if seen is not None and mask is not turns.first:
-            found = where(seen, found, Gradients(*(jnp.zeros((), x.dtype) for x in found)))
+            found = where(seen, found, jax.tree.map(lambda x: jnp.zeros((), x.dtype), found))
     of_keys = jnp.stack([found.k, found.v]).astype(jnp.float32)
     return found.q.astype(jnp.float32), of_keys, under_way
 

@@ -291,6 +291,8 @@ def _refuses(call: Call) -> str | None:
         return "it runs on TPUs"
     if call.dtype not in ("bfloat16", "float32"):
         return f"it computes in bfloat16 and float32, not {call.dtype}"
+    if call.biased:
+        return "it adds no bias to the scores"
     if call.dynamic:
         return "which keys a query sees must be known when it is compiled"
     if call.mask.causal:

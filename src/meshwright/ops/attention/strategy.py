@@ -20,6 +20,16 @@ _log = logging.getLogger("meshwright")
 
 STRATEGIES = ("ring", "allgather", "ulysses")
 ORDERS = ("contiguous", "zigzag")
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextParallel:
+    """How attention is computed where the length is split."""
+
+    strategy: str = "auto"
+    order: str = "contiguous"  # of each sequence over the devices: see sequence_order, to_zigzag
+
+
 # FLOP/s of a chip for each byte/s of a link to its neighbour, where the chip is not known: TPU v5p
 # has 5,100, H200 over NVLink 2,200
 FLOPS_PER_BYTE = 5000.0
@@ -36,6 +46,7 @@ class Split:
     head_dim: int
     mask: Mask
     flops_per_byte: float = FLOPS_PER_BYTE  # of the machine, between neighbours along the axis
+    biased: bool = False  # a bias is added to the scores
 
     @property
     def part(self) -> int:
@@ -73,6 +84,8 @@ def refusal(split: Split, strategy: str) -> str | None:
                 )
         parts = split.ways
     else:
+        if split.biased:
+            return "it adds no bias to the scores of its steps"
         offset = split.mask.offset
         if offset:
             return f"its masks begin at the first key, not {offset} places behind it"

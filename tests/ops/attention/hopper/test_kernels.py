@@ -14,7 +14,15 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.ops import mosaic
-from meshwright.ops.attention import EVERYTHING, Call, Mask, attention, choose, kernels
+from meshwright.ops.attention import (
+    EVERYTHING,
+    Call,
+    ContextParallel,
+    Mask,
+    attention,
+    choose,
+    kernels,
+)
 from meshwright.ops.attention.block import Block
 from meshwright.ops.attention.hopper import hopper
 
@@ -175,7 +183,7 @@ def test_rows_that_are_split_take_it_in_a_loop_over_layers_with_checkpoints(
 
     def layer(x: jax.Array, segments: jax.Array | None) -> jax.Array:
         return attention(
-            x, x[:, :, :4], x[:, :, :4], segments, mask, strategy=strategy, order=order
+            x, x[:, :, :4], x[:, :, :4], segments, mask, context=ContextParallel(strategy, order)
         )
 
     def loss(x: jax.Array, *segments: jax.Array) -> jax.Array:

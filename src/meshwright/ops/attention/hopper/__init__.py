@@ -45,6 +45,8 @@ def _refuses(call: Call) -> str | None:
     if call.head_dim not in HEAD_DIMS:
         known = " or ".join(map(str, HEAD_DIMS))
         return f"it is for a head_dim of {known}, not {call.head_dim}"
+    if call.biased:
+        return "it adds no bias to the scores"
     if call.dynamic:
         return "which keys a query sees must be known when it is compiled"
     return None

@@ -3,11 +3,10 @@
 Each array is made shard by shard, each shard from the bytes of the files that are in it: no host
 holds the model, and none reads what its devices do not need.
 
-    config = from_hf_config(folder)
-    shardings = mw.shardings(abstract_arrays(config), decoder_rules(), mesh=mesh)
-    params = load_hf(folder, config, shardings, jnp.bfloat16)
+    params = load_folder(folder, hf_model(config), shardings, jnp.bfloat16)
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +21,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec, tree_paths
-from meshwright.models.decoder.arrays import abstract_arrays
-from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.models.decoder.hf_names import HfArray, hf_arrays
+from meshwright.models.huggingface.arrays import HfArray, HfModel
 from meshwright.models.safetensors_read import (
     MappedFiles,
     StoredTensor,
@@ -38,46 +34,42 @@ OnRead = Callable[[str, int], None]
 _ROWS = 64  # at once, of a matrix that is turned: so many stay in the processor's cache
 
 
-def load_hf(
+def load_folder(
     folder: str | os.PathLike[str],
-    config: DecoderConfig | None = None,
+    model: HfModel,
     shardings: Any = None,
     dtype: Any = jnp.float32,
     on_read: OnRead | None = None,
 ) -> dict[str, Any]:
     """The parameter tree of a Hugging Face folder, every array placed as `shardings` says.
 
-    `config` is what config.json says if not given. `shardings` is a tree like
-    `abstract_arrays(config)`, or one sharding for all; without it, the first device. `on_read`, if
-    given, is called with (path of the array, bytes) after each read.
+    `shardings` is a tree like the model's arrays, or one sharding for all; without it, the first
+    device. `on_read`, if given, is called with (path of the array, bytes) after each read.
     """
     if not isinstance(folder, str | os.PathLike):
         raise MeshwrightError(f"{folder!r} is not the path of a folder")
     folder = Path(folder)
-    config = from_hf_config(folder) if config is None else config
-    specs = abstract_arrays(config, dtype)
-    if not jnp.issubdtype(specs["embedding"].dtype, jnp.floating):
-        raise MeshwrightError(f"weights cannot be read as {dtype!r}; give jnp.bfloat16 or the like")
+    specs = jax.tree.map(lambda spec: dataclasses.replace(spec, dtype=dtype), model.specs)
     paths, leaves = tree_paths(specs), jax.tree.leaves(specs)
+    if not jnp.issubdtype(leaves[0].dtype, jnp.floating):
+        raise MeshwrightError(f"weights cannot be read as {dtype!r}; give jnp.bfloat16 or the like")
     targets = _targets(specs, leaves, paths, shardings)
     tensors = read_folder(folder)
-    arrays = hf_arrays(config)
-    check_tensors(tensors, arrays, folder)
+    check_tensors(tensors, model, folder)
     files = MappedFiles(tensors)
-    _check_tied(files, tensors, config)
+    _check_copies(files, tensors, model.copies)
     loaded = []
     for path, spec, target in zip(paths, leaves, targets, strict=True):
         note = (lambda read: None) if on_read is None else _noting(on_read, path)
-        loaded.append(_load_array(arrays[path], spec, target, files, note))
+        loaded.append(_load_array(model.arrays[path], spec, target, files, note))
         files.release()
-    return jax.tree.unflatten(jax.tree.structure(specs), loaded)
+    params: dict[str, Any] = jax.tree.unflatten(jax.tree.structure(specs), loaded)
+    return params
 
 
-def check_tensors(
-    tensors: Mapping[str, StoredTensor], arrays: Mapping[str, HfArray], folder: Path
-) -> None:
+def check_tensors(tensors: Mapping[str, StoredTensor], model: HfModel, folder: Path) -> None:
     """Every tensor is there, in its shape and a dtype that is read, and no other is."""
-    expected = {name: array.shape for array in arrays.values() for name in array.names}
+    expected = {name: array.shape for array in model.arrays.values() for name in array.names}
     missing = [name for name in expected if name not in tensors]
     if missing:
         hint = ""
@@ -92,13 +84,10 @@ def check_tensors(
                 f"tensor {name!r} in {tensor.file} has shape {list(tensor.shape)}; the config "
                 f"makes it {list(shape)}"
             )
-    # older files hold the rotary frequencies, which follow from the config
     extra = [
         name
         for name in tensors
-        if name not in expected
-        and name != "lm_head.weight"
-        and not name.endswith("rotary_emb.inv_freq")
+        if name not in expected and name not in model.copies and not name.endswith(model.ignored)
     ]
     if extra:
         raise MeshwrightError(
@@ -131,27 +120,32 @@ def _targets(specs: Any, leaves: list[ArraySpec], paths: list[str], shardings: A
     return targets
 
 
-def _check_tied(
-    files: MappedFiles, tensors: Mapping[str, StoredTensor], config: DecoderConfig
+def _check_copies(
+    files: MappedFiles, tensors: Mapping[str, StoredTensor], copies: Mapping[str, str]
 ) -> None:
     """A head beside a tied embedding must be the embedding: else one of the two would be lost."""
-    if not config.tied_embeddings or "lm_head.weight" not in tensors:
-        return
-    head, table = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
-    alike = (head.shape, head.dtype) == (table.shape, table.dtype)
-    if alike:
-        one, other = files.array(head.name), files.array(table.name)
-        rows = max(1, 2**24 // max(1, one[:1].nbytes))
-        alike = all(
-            one[i : i + rows].tobytes() == other[i : i + rows].tobytes()
-            for i in range(0, one.shape[0], rows)
-        )
-        files.release()
-    if not alike:
+    for name, original in copies.items():
+        if name not in tensors or _are_equal(files, tensors[name], tensors[original]):
+            continue
+        hint = ""
+        if name == "lm_head.weight":
+            hint = "; set tie_word_embeddings to false to use it"
         raise MeshwrightError(
-            f"tie_word_embeddings is true, but 'lm_head.weight' in {head.file} is not the same as "
-            "'model.embed_tokens.weight'; set tie_word_embeddings to false to use it"
+            f"{name!r} in {tensors[name].file} is not the same as {original!r}, which the config "
+            f"says{hint}"
         )
+
+
+def _are_equal(files: MappedFiles, one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors have the same bytes."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    a, b = files.array(one.name), files.array(other.name)
+    rows = max(1, 2**24 // max(1, a[:1].nbytes))
+    starts = range(0, a.shape[0], rows)
+    equal = all(a[i : i + rows].tobytes() == b[i : i + rows].tobytes() for i in starts)
+    files.release()
+    return equal
 
 
 def _load_array(

@@ -6,6 +6,7 @@ appears when it is whole.
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import shutil
@@ -21,11 +22,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec, tree_paths
-from meshwright.models.decoder.arrays import abstract_arrays
-from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.hf_config import read_hf_config, to_hf_config
-from meshwright.models.decoder.hf_fields import SOURCE, SPECIAL_TOKENS
-from meshwright.models.decoder.hf_names import HfArray, hf_arrays
+from meshwright.models.huggingface.arrays import HfArray, HfModel
+from meshwright.models.huggingface.fields import SPECIAL_TOKENS, read_hf_config
 from meshwright.models.safetensors_read import DTYPES
 from meshwright.models.safetensors_write import (
     PlannedTensor,
@@ -46,10 +44,10 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def save_hf(
+def save_folder(
     folder: str | os.PathLike[str],
     params: Any,
-    config: DecoderConfig,
+    model: HfModel,
     *,
     dtype: Any = None,
     max_file_bytes: int = 5 * 10**9,
@@ -60,9 +58,9 @@ def save_hf(
     Arguments:
         dtype: of the weights in the files; by default each array is written in its own.
         tokenizer: a folder whose tokenizer files, generation_config.json and special tokens (of
-            its config.json) are copied; by default the folder that `config` was read from.
+            its config.json) are copied; by default the folder that the config was read from.
 
-    config.json has every field of the one that `config` was read from; see `to_hf_config`. With
+    config.json has every field of the one that the config was read from. With
     several processes all of them call this; the first writes.
     """
     if not isinstance(folder, str | os.PathLike):
@@ -71,10 +69,10 @@ def save_hf(
     kind = None if dtype is None else _checked_dtype(dtype)
     if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise MeshwrightError(f"max_file_bytes={max_file_bytes!r} must be a whole number from 1")
-    leaves = _checked_leaves(params, config)
+    leaves = _checked_leaves(params, model.specs)
     dtypes = {path: kind or _stored_dtype(path, leaf) for path, leaf in leaves.items()}
-    fields = to_hf_config(config, dtype=dtypes["embedding"].name)
-    arrays = hf_arrays(config)
+    arrays = dict(model.arrays)
+    fields = model.write_config(dtypes[next(iter(arrays))].name)
     source = {name: (array, i) for array in arrays.values() for i, name in enumerate(array.names)}
     planned = [
         PlannedTensor(name, dtypes[source[name][0].path], source[name][0].shape)
@@ -88,7 +86,7 @@ def save_hf(
     problem = None
     try:
         if writes:
-            beside = _tokenizer_folder(config) if tokenizer is None else Path(tokenizer)
+            beside = _tokenizer_folder(model.source) if tokenizer is None else Path(tokenizer)
             problem = _try(folder, lambda: _start(folder, partial, fields, beside))
         _raise_everywhere(problem)
         for file, part in files.items():
@@ -109,10 +107,12 @@ def save_hf(
 
 def _in_order(arrays: dict[str, HfArray]) -> list[str]:
     """Names as a reader would expect them in the files: the embedding, layer by layer, the rest."""
-    stacked = [array for array in arrays.values() if array.layers is not None]
-    single = [array.name for array in arrays.values() if array.layers is None]
-    by_layer = zip(*(array.names for array in stacked), strict=True)
-    return [*single[:1], *(name for names in by_layer for name in names), *single[1:]]
+    ordered: list[str] = []
+    # arrays of the same layers stand together
+    for _, stack in itertools.groupby(arrays.values(), lambda array: array.stack):
+        by_layer = zip(*(array.names for array in stack), strict=True)
+        ordered += [name for names in by_layer for name in names]
+    return ordered
 
 
 def _values(
@@ -187,9 +187,8 @@ def _stored_dtype(path: str, value: Any) -> np.dtype[Any]:
     return kind
 
 
-def _checked_leaves(params: Any, config: DecoderConfig) -> dict[str, Any]:
+def _checked_leaves(params: Any, specs: Any) -> dict[str, Any]:
     """The arrays by path, each of the shape the config gives it."""
-    specs = abstract_arrays(config)
     wanted = dict(zip(tree_paths(specs), jax.tree.leaves(specs), strict=True))
     given = dict(zip(tree_paths(params), jax.tree.leaves(params), strict=True))
     differ = sorted(wanted.keys() ^ given.keys())
@@ -253,9 +252,8 @@ def _finish(folder: Path, partial: Path, files: dict[str, list[PlannedTensor]]) 
     os.replace(partial, folder)
 
 
-def _tokenizer_folder(config: DecoderConfig) -> Path | None:
+def _tokenizer_folder(source: str | None) -> Path | None:
     """The folder that the config was read from, if it has files of a tokenizer."""
-    source = (config.hf_config or {}).get(SOURCE)
     if source is None:
         return None
     if not Path(source).is_dir():

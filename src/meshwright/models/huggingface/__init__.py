@@ -1,0 +1,38 @@
+"""Hugging Face folders of any family: fields of config.json, tensors read and written."""
+
+from meshwright.models.huggingface.arrays import HfArray, HfModel, hf_arrays
+from meshwright.models.huggingface.fields import (
+    HARMLESS,
+    SOURCE,
+    SPECIAL_TOKENS,
+    KnownFields,
+    check_fields,
+    flag,
+    number,
+    read_hf_config,
+    remembered,
+    short,
+    whole,
+)
+from meshwright.models.huggingface.load import OnRead, load_folder
+from meshwright.models.huggingface.save import save_folder
+
+__all__ = [
+    "HARMLESS",
+    "SOURCE",
+    "SPECIAL_TOKENS",
+    "HfArray",
+    "HfModel",
+    "KnownFields",
+    "OnRead",
+    "check_fields",
+    "flag",
+    "hf_arrays",
+    "load_folder",
+    "number",
+    "read_hf_config",
+    "remembered",
+    "save_folder",
+    "short",
+    "whole",
+]
