@@ -1,4 +1,4 @@
-"""Read the next batches in the background while the device works: Grain's threads."""
+"""Read the next batches in background threads (Grain) while the devices compute."""
 
 import functools
 import importlib
@@ -18,7 +18,7 @@ Read = TypeVar("Read")
 def read_ahead(
     read: Callable[[int], Read], start: int, stop: int | None, threads: int, ahead: int
 ) -> Iterator[tuple[int, Read]]:
-    """(step, read(step)) for each step from `start`, up to `ahead` of them read early.
+    """Yield (step, read(step)) for each step from `start`, reading up to `ahead` steps early.
 
     >>> list(read_ahead(lambda step: step * step, 2, 5, threads=1, ahead=2))
     [(2, 4), (3, 9), (4, 16)]
@@ -56,6 +56,6 @@ def _plain(
 @functools.cache
 def _say_once() -> None:
     logger.warning(
-        "grain is not installed: batches are read ahead by a plain thread "
-        "(pip install grain for the usual path)"
+        "grain is not installed: one plain thread reads batches ahead "
+        "(to use Grain: pip install grain)"
     )

@@ -1,4 +1,4 @@
-"""What a trained model can do, measured."""
+"""Evaluation of trained models."""
 
 from meshwright.evaluate.needle import RULES, Group, Retrieval, check_needle, retrieve
 
