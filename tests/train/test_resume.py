@@ -79,7 +79,7 @@ def test_other_data_is_told_by_what_differs() -> None:
         "99998888) + news (share 0.25, content 33334444). The run would repeat or miss tokens. "
         "Give the old value again, or start a new run: --run with another folder"
     )
-    with pytest.raises(MeshwrightError, match=r"--eval\.rows was 0, is now 4\. "):
+    with pytest.raises(MeshwrightError, match=r"--eval\.sequences was 0, is now 4\. "):
         _check_data(before, described(held_out=4), "step 4 of run")
 
 

@@ -1,6 +1,6 @@
 """Text to batches: tokenizers, the packed token store, mixtures, and batch = f(step).
 
-pack -> TokenStore -> Mixture -> Loader; every step's batch is a pure function of its number.
+pack -> TokenStore -> Mixture -> Loader; the batch of a step is a pure function of the step.
 """
 
 from meshwright.data.check import check_data

@@ -56,8 +56,8 @@ class CheckpointConfig:
 class EvalConfig:
     every: int = 500
     """Steps from one evaluation to the next; there is one at the end too."""
-    rows: int = 0
-    """Rows at the end of each store that are not trained on but evaluated; 0: no evaluation."""
+    sequences: int = 0
+    """Sequences held out at the end of each token store for evaluation; 0: no evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ MOST = 2**31 - 1  # steps and dims of arrays are counted in int32
 _LEAST_FLOAT32, _MOST_FLOAT32 = 1.2e-38, 3.4e38
 _AT_LEAST = {
     "steps": 1, "stop_at": 1, "batch": 1, "seq": 1, "accumulation": 1, "max_skipped": 1,
-    "cpu_devices": 1, "num_partitions": 1, "eval.rows": 0, "eval.every": 1, "log.every": 1,
+    "cpu_devices": 1, "num_partitions": 1, "eval.sequences": 0, "eval.every": 1, "log.every": 1,
     "checkpoint.every": 1, "checkpoint.keep_last": 1, "checkpoint.keep_every": 1,
 }  # fmt: skip
 

@@ -166,7 +166,7 @@ class _Run:
             why = f" ({self.stop.reason})" if self.stop.requested else ""
             live.print(f"saved step {last}{why} in {self.checkpoints.folder}")
             # who sends a signal does not wait for long
-            if config.eval.rows and last not in (first, self.evaluated) and not self.signalled:
+            if config.eval.sequences and last not in (first, self.evaluated) and not self.signalled:
                 self._evaluate(state, last, log, live)
         if self.speaks:
             try:
@@ -200,7 +200,7 @@ class _Run:
                 waiting.append((done, report))
                 if len(waiting) > LAG:
                     self._look(waiting.popleft(), log, live, state)
-                if done % config.eval.every == 0 and config.eval.rows and done < config.steps:
+                if done % config.eval.every == 0 and config.eval.sequences and done < config.steps:
                     self._look_at_all(waiting, log, live, state)
                     self._evaluate(state, done, log, live)
                 save_is_due |= done % config.checkpoint.every == 0

@@ -92,7 +92,7 @@ def prepare(config: TrainConfig) -> Setup:
         vocab=model.vocab,
         seq=config.seq,
         batch=config.batch,
-        held_out=config.eval.rows,
+        held_out=config.eval.sequences,
         tokenizer=tokenizer,
     )
     model = dataclasses.replace(model, hf_config=_hf_config(config, model, mixture.tokenizer))
@@ -103,13 +103,13 @@ def prepare(config: TrainConfig) -> Setup:
         seq=config.seq,
         accumulation=config.accumulation,
         seed=config.seed,
-        held_out=config.eval.rows,
+        held_out=config.eval.sequences,
     )
     eval_loader = None
-    if config.eval.rows:
+    if config.eval.sequences:
         rows = config.batch // config.accumulation
         eval_loader = held_out_loader(
-            mixture, batch=rows, seq=config.seq, held_out=config.eval.rows
+            mixture, batch=rows, seq=config.seq, held_out=config.eval.sequences
         )
     vocab = padded_vocab(model, rules, placed.shape)
     arrays = family_of(model).arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
