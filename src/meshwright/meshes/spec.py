@@ -152,8 +152,9 @@ class MeshSpec:
         known = dict.fromkeys(ROLES) | FIELD_ROLES | dict(self.roles)
         if name not in known:
             raise MeshwrightError(
-                f"mesh {self.quoted}: axis {name!r} has no role; write {name}=SIZE:ROLE, with a "
-                f"role of {', '.join(ROLES)}"
+                f"mesh {self.quoted}: axis {name!r} has no role; the axes are "
+                f"{', '.join(STANDARD_AXES)}, and a name of your own takes one of these as its "
+                f"role: {name}=SIZE:tp"
             )
         return known[name] or name
 
