@@ -10,7 +10,7 @@ import pytest
 from meshwright.data import load_tokenizer, pack
 from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
 from meshwright.train.config import TrainConfig, decoder_from_dict, decoder_to_dict
-from meshwright.train.setup import Setup, prepare
+from meshwright.train.prepare import Setup, prepare
 
 MISTRAL = Path(__file__).parents[1] / "models/hf_reference/mistral-wide-heads"
 SPECIAL = {"bos_token_id": 1, "eos_token_id": [0, 2], "pad_token_id": 0}
