@@ -17,7 +17,7 @@ from meshwright.train.config import (
     config_to_dict,
     settings_flags,
 )
-from meshwright.train.setup import Setup
+from meshwright.train.prepare import Setup
 
 _SHOWN = 8
 
