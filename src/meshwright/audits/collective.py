@@ -8,7 +8,7 @@ from typing import Any, Literal
 from meshwright.audits.program import array_bytes
 
 Phase = Literal["forward", "backward", "optimizer"]
-_EXCHANGES = re.compile(r"meshwright/ops/(exchange|attention/permute)\.py:\d+$")
+_EXCHANGES = re.compile(r"meshwright/ops/(collectives|attention/permute)\.py:\d+$")
 OPERATIONS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
