@@ -1,9 +1,9 @@
 """batch = f(step): the arrays of any step; each process reads only what its devices hold."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -19,12 +19,29 @@ from meshwright.data.samples import (
     TrainingSamples,
     training_sequences,
 )
-from meshwright.data.sequences import FIELDS, Batch, empty_sequences, read_sequences
+from meshwright.data.sequences import FIELDS, NO_TARGET, Batch, empty_sequences, read_sequences
 from meshwright.errors import MeshwrightError
 from meshwright.present import nearest_multiples
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) for each dim of a batch
 DeviceBatch = dict[str, jax.Array]
+
+
+class Objective(Protocol):
+    """What an example is: from the tokens of a sequence to the fields of a batch."""
+
+    @property
+    def lengths(self) -> Mapping[str, int]:
+        """The length of each field."""
+        ...
+
+    def fields(self, tokens: np.ndarray[Any, Any], samples: np.ndarray[Any, Any]) -> Batch:
+        """Fields [examples, length] from tokens [examples, seq]; `samples` number the examples."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data that decides the fields."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,7 @@ class Loader:
     seq: int
     accumulation: int = 1
     steps: int | None = None  # None: endless
+    objective: Objective | None = None  # None: predict the next token
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "accumulation"):
@@ -52,6 +70,11 @@ class Loader:
     def shape(self) -> tuple[int, int, int]:
         """[accumulation, batch // accumulation, seq]."""
         return self.accumulation, self.batch // self.accumulation, self.seq
+
+    @property
+    def lengths(self) -> Mapping[str, int]:
+        """The length of each field of a batch."""
+        return dict.fromkeys(FIELDS, self.seq) if self.objective is None else self.objective.lengths
 
     def host_batch(self, step: int) -> Batch:
         """The whole batch as NumPy arrays."""
@@ -70,8 +93,13 @@ class Loader:
                 part = read_sequences(store, sequences[mine].tolist(), self.seq, start, stop)
                 for name in FIELDS:
                     batch[name][mine] = part[name]
-        shape = (a1 - a0, r1 - r0, stop - start)
-        return {name: batch[name].reshape(shape) for name in FIELDS}
+        if self.objective is not None:
+            batch = self.objective.fields(batch["tokens"], samples)
+            batch["targets"] = np.where(
+                (sequences == PADDING)[:, None], NO_TARGET, batch["targets"]
+            )
+        shape = (a1 - a0, r1 - r0)
+        return {name: array.reshape(*shape, -1) for name, array in batch.items()}
 
     def device_batch(self, step: int, sharding: NamedSharding) -> DeviceBatch:
         """The batch as global arrays; this process reads only what its own devices hold."""
@@ -111,12 +139,17 @@ class Loader:
     def describe(self) -> dict[str, Any]:
         """Plain data that determines every batch: equal descriptions mean equal batches."""
         samples = self.samples
-        return self.mixture.describe() | {
-            "batch": self.batch,
-            "seq": self.seq,
-            "held_out": getattr(samples, "held_out", 0),
-            "seed": getattr(samples, "seed", None),
-        }
+        objective = {} if self.objective is None else {"objective": self.objective.describe()}
+        return (
+            self.mixture.describe()
+            | objective
+            | {
+                "batch": self.batch,
+                "seq": self.seq,
+                "held_out": getattr(samples, "held_out", 0),
+                "seed": getattr(samples, "seed", None),
+            }
+        )
 
     def _local_parts(self, step: int, sharding: NamedSharding) -> dict[Bounds, Batch]:
         # a part that several devices hold is read once
@@ -129,12 +162,16 @@ class Loader:
             return lambda index: parts[self._bounds(index)][name]
 
         return {
-            name: jax.make_array_from_callback(self.shape, sharding, part(name), dtype=np.int32)
-            for name in FIELDS
+            name: jax.make_array_from_callback(
+                (*self.shape[:2], length), sharding, part(name), dtype=np.int32
+            )
+            for name, length in self.lengths.items()
         }
 
     def _bounds(self, index: Any) -> Bounds:
-        return tuple(part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True))
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True))
+        # the fields of an objective are made of whole sequences
+        return bounds if self.objective is None else (*bounds[:2], (0, self.seq))
 
 
 def training_loader(
@@ -146,6 +183,7 @@ def training_loader(
     seed: int = 0,
     shuffle: bool = True,
     held_out: int = 0,
+    objective: Objective | None = None,
 ) -> Loader:
     """Endless batches of shuffled, mixed sequences; the last `held_out` of each store are left out.
 
@@ -156,18 +194,21 @@ def training_loader(
     samples = TrainingSamples(
         mixture, seq, whole_number(held_out, "held_out"), seed if shuffle else None
     )
-    loader = Loader(mixture, samples, batch, seq, accumulation)
+    loader = Loader(mixture, samples, batch, seq, accumulation, objective=objective)
     for store in mixture.stores:
         training_sequences(store, seq, held_out)  # fail here, not in a reading thread
     return loader
 
 
-def held_out_loader(mixture: Mixture, *, batch: int, seq: int, held_out: int) -> Loader:
+def held_out_loader(
+    mixture: Mixture, *, batch: int, seq: int, held_out: int, objective: Objective | None = None
+) -> Loader:
     """The held-out sequences once, in order; padding fills the last batch."""
     if whole_number(held_out, "held_out") < 1:
         raise MeshwrightError("evaluation needs held-out sequences; give at least 1")
     samples = HeldOutSamples(mixture, seq, held_out)
-    loader = Loader(mixture, samples, batch, seq, steps=-(-samples.count // max(batch, 1)))
+    steps = -(-samples.count // max(batch, 1))
+    loader = Loader(mixture, samples, batch, seq, steps=steps, objective=objective)
     for store in mixture.stores:
         training_sequences(store, seq, held_out)
     return loader

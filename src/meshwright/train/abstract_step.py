@@ -24,6 +24,7 @@ from meshwright.train.setup import (
     choose_rules,
     compute_of,
     model_of,
+    objective_of,
     training_mesh,
 )
 from meshwright.train.state import TrainState, abstract_state
@@ -80,11 +81,17 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
         model, compute, optimizer, rate, mesh,
         loss=config.loss, clip_norm=config.optimizer.clip_norm, overlap=config.compute.overlap,
     )  # fmt: skip
-    shape = (config.accumulation, config.batch // config.accumulation, config.seq)
-    row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=functions.batch_sharding)
+    objective = objective_of(config, model)
+    fields = family_of(model).batch_fields
+    lengths = dict.fromkeys(fields, config.seq) if objective is None else objective.lengths
+
+    def field(length: int) -> jax.ShapeDtypeStruct:
+        shape = (config.accumulation, config.batch // config.accumulation, length)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=functions.batch_sharding)
+
     return AbstractStep(
         config, model, mesh, rules, compute, arrays, optimizer, functions,
         state=abstract_state(arrays, rules, optimizer, mesh),
-        batch=dict.fromkeys(family_of(model).batch_fields, row),
+        batch={name: field(length) for name, length in lengths.items()},
         attention=attention,
     )  # fmt: skip

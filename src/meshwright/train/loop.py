@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from meshwright.checkpoint import Channel, Checkpoints, not_a_folder
-from meshwright.data import FIELDS
 from meshwright.errors import MeshwrightError
 from meshwright.launch import (
     Stop,
@@ -380,13 +379,9 @@ class _Run:
     # what is told
 
     def _compile(self, state: TrainState) -> Any:
-        loader, functions = self.setup.loader, self.setup.step.functions
-        described = {
-            name: jax.ShapeDtypeStruct(loader.shape, "int32", sharding=functions.batch_sharding)
-            for name in FIELDS
-        }
+        step = self.setup.step
         with _heard(self._say):
-            lowered = functions.train.lower(state, described)
+            lowered = step.functions.train.lower(state, step.batch)
         start = time.monotonic()
         with waiting_line("compiling", shown=self.speaks):
             compiled = lowered.compile()

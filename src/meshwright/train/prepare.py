@@ -22,6 +22,7 @@ from meshwright.models import SOURCE, SPECIAL_TOKENS, describe_padding, from_hf_
 from meshwright.train.abstract_step import AbstractStep, abstract_step
 from meshwright.train.config import TrainConfig
 from meshwright.train.run.trackers import check_trackers
+from meshwright.train.setup import objective_of
 from meshwright.train.state import TrainState, stored_state
 
 
@@ -49,10 +50,12 @@ def prepare(config: TrainConfig) -> Setup:
     tokenizer = None
     if config.init_from is not None and (config.init_from / "tokenizer.json").exists():
         tokenizer = load_tokenizer(str(config.init_from))
+    objective = objective_of(config, model, mixture.tokenizer)
+    seq = config.seq if objective is None else objective.raw_length
     check_data(
         mixture,
         vocab=model.vocab,
-        seq=config.seq,
+        seq=seq,
         batch=config.batch,
         held_out=config.eval.sequences,
         tokenizer=tokenizer,
@@ -60,16 +63,17 @@ def prepare(config: TrainConfig) -> Setup:
     loader = training_loader(
         mixture,
         batch=config.batch,
-        seq=config.seq,
+        seq=seq,
         accumulation=config.accumulation,
         seed=config.seed,
         held_out=config.eval.sequences,
+        objective=objective,
     )
     eval_loader = None
     if config.eval.sequences:
         rows = config.batch // config.accumulation
         eval_loader = held_out_loader(
-            mixture, batch=rows, seq=config.seq, held_out=config.eval.sequences
+            mixture, batch=rows, seq=seq, held_out=config.eval.sequences, objective=objective
         )
     return Setup(
         step,

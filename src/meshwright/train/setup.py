@@ -9,7 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
-from meshwright.errors import MeshwrightError
+from meshwright.data import OBJECTIVES, EncoderDecoderObjective, Tokenizer, sentinel_top
+from meshwright.errors import MeshwrightError, one_of
 from meshwright.layouts import Rules
 from meshwright.machines import Machine, chip_of_kind
 from meshwright.meshes import STANDARD_AXES, MeshSpec, mesh, tile_mesh
@@ -37,6 +38,27 @@ from meshwright.train.config import TrainConfig
 def model_of(config: TrainConfig) -> Any:
     """The model that the settings name, with their changes to it."""
     return override(model_config(config.model), config.override, config.seq)
+
+
+def objective_of(
+    config: TrainConfig, model: Any, tokenizer: Tokenizer | None = None
+) -> EncoderDecoderObjective | None:
+    """The training objective; None for next tokens. Without data's tokenizer, its lengths alone."""
+    known = family_of(model).objectives
+    name = known[0] if config.objective == "auto" else config.objective
+    if name not in known:
+        raise MeshwrightError(
+            f"objective={name!r} is not one of this model; it trains on {one_of(known)}"
+        )
+    if name == "next-token":
+        return None
+    end, vocab = 1, model.vocab
+    if tokenizer is not None:
+        end, vocab = tokenizer.end_of_document, sentinel_top(tokenizer, model.vocab)
+    found = OBJECTIVES[name](config.seq, vocab, end, model.start_token, config.seed)
+    if tokenizer is not None:
+        found.check_sentinels(tokenizer)
+    return found
 
 
 def training_spec(config: TrainConfig) -> MeshSpec:
