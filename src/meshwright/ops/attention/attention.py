@@ -1,4 +1,4 @@
-"""The attention function, on any mesh: a strategy where the length is split, one call elsewhere."""
+"""The attention function on any mesh; context parallelism where the length is split."""
 
 import math
 
@@ -26,9 +26,10 @@ def attention(
     order: str = "contiguous",
     kernel: str = "auto",
 ) -> jax.Array:
-    """Attention as the mask says, within each document, laid out as `q`.
+    """Attention with a mask, within each packed document; the result is sharded as `q`.
 
-    `order` is how rows lie over the devices that split them: see sequence_order and to_zigzag.
+    `order` is the order of a sequence over the devices that share it: see sequence_order and
+    to_zigzag.
     """
     _check(q, k, v, segments)
     mask = (Mask() if mask is None else mask).within(q.shape[1], k.shape[1])
@@ -39,30 +40,30 @@ def attention(
     _check_order(order, split, strategy)
     if split.ways > 1 and mask.causal and q.shape[1] != k.shape[1]:
         raise MeshwrightError(
-            f"a causal mask over rows that are split takes as many keys as queries, not "
+            f"a causal mask with context parallelism needs as many keys as queries, not "
             f"{k.shape[1]} and {q.shape[1]}"
         )
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, *given: jax.Array) -> jax.Array:
-        documents = given[0] if given else None
-        here = Block(q, k, v, documents, documents)
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, *optional: jax.Array) -> jax.Array:
+        ids = optional[0] if optional else None
+        block = Block(q, k, v, ids, ids)
         match strategy:
             case "none":
-                return one_call(here, mask, kernel)
+                return one_call(block, mask, kernel)
             case "ulysses":
-                return ulysses.attend(here, mask, over, split.ways, kernel)
+                return ulysses.attend(block, mask, over, split.ways, kernel)
             case _:
-                return ring.attend(here, mask, over, split.ways, strategy, order, kernel)
+                return ring.attend(block, mask, over, split.ways, strategy, order, kernel)
 
-    given = () if segments is None else (segments,)
+    optional = () if segments is None else (segments,)
     if jax.sharding.get_abstract_mesh().empty:
-        return local(q, k, v, *given)
-    in_specs = (*specs, specs[1], *(spec_of(x) for x in given))
-    return jax.shard_map(local, in_specs=in_specs, out_specs=specs[0])(q, k, v, *given)
+        return local(q, k, v, *optional)
+    in_specs = (*specs, specs[1], *(spec_of(x) for x in optional))
+    return jax.shard_map(local, in_specs=in_specs, out_specs=specs[0])(q, k, v, *optional)
 
 
 def split_of(q: jax.Array, k: jax.Array, mask: Mask) -> Split:
-    """How an attention's rows are split, from the types of its queries and keys."""
+    """How devices share the sequences, from the types of queries and keys."""
     sizes, spec = jax.sharding.get_abstract_mesh().shape, spec_of(q)
     length, heads = (math.prod(sizes[axis] for axis in axes_of(spec[d], spec)) for d in (1, 2))
     return Split(
@@ -72,9 +73,9 @@ def split_of(q: jax.Array, k: jax.Array, mask: Mask) -> Split:
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> None:
-    """Shapes, dtypes and layouts that fit together: on a device, heads lie with their keys."""
-    wide = nontrivial_axes()
-    spec, *others = (drop_trivial_axes(spec_of(x), wide) for x in (q, k, v))
+    """Check that shapes, dtypes and shardings match; query heads are where their keys are."""
+    nontrivial = nontrivial_axes()
+    spec, *others = (drop_trivial_axes(spec_of(x), nontrivial) for x in (q, k, v))
     batch, length, heads, head_dim = q.shape if q.ndim == 4 else (0,) * 4
     if q.ndim != 4 or k.shape != v.shape or k.shape[::3] != (batch, head_dim):
         raise MeshwrightError(
@@ -92,34 +93,33 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None)
         )
     if others != [spec, spec] or spec[3] is not None:
         raise MeshwrightError(
-            f"attention takes q, k and v laid out alike, and head_dim whole: not as {spec}, "
-            f"{others[0]} and {others[1]}"
+            f"attention needs q, k and v with the same sharding and head_dim not sharded; they are "
+            f"{spec}, {others[0]} and {others[1]}"
         )
     if segments is None:
         return
     if segments.shape != (batch, length) or k.shape[1] != length:
         raise MeshwrightError(
-            f"segments of shape {segments.shape} do not number the documents of {length} queries "
-            f"and {k.shape[1]} keys in {batch} rows; they are [batch, length], queries and keys "
-            "alike"
+            f"segments have shape {segments.shape}; they must be [batch, length] = "
+            f"({batch}, {length}), with as many keys as queries, not {k.shape[1]} and {length}"
         )
-    if drop_trivial_axes(spec_of(segments), wide) != P(*spec[:2]):
+    if drop_trivial_axes(spec_of(segments), nontrivial) != P(*spec[:2]):
         raise MeshwrightError(
-            f"segments are laid out as {spec_of(segments)}, queries as {spec}; batch and length "
-            "must go the same way"
+            f"segments are sharded as {spec_of(segments)}, queries as {spec}; batch and length "
+            "must be sharded alike"
         )
 
 
 def _check_order(order: str, split: Split, strategy: str) -> None:
     if order not in ORDERS:
         raise MeshwrightError(
-            f"order={order!r} is not an order of rows{did_you_mean(order, ORDERS)}"
+            f"order={order!r} is not a sequence order{did_you_mean(order, ORDERS)}"
         )
     if order == "contiguous" or split.ways == 1:
         return
-    # without a mask any order is as good; a mask counts places, and zig-zag is known for some
+    # without a mask the order does not matter; only some masks are implemented for zig-zag
     if strategy == "ulysses" or (split.mask.causal and sequence_order(split, strategy) != order):
         raise MeshwrightError(
-            f"attention by {strategy} with {split.mask} takes rows in contiguous order, not in "
+            f"{strategy} attention with {split.mask} needs sequences in contiguous order, not in "
             f"{order}"
         )
