@@ -19,7 +19,6 @@ from meshwright.cli import commands as cli
 from meshwright.cli import prove as prove_cli
 from meshwright.cli import train as train_cli
 from meshwright.planner.report.words import next_commands
-from meshwright.train import described
 
 ROOT = Path(__file__).parents[2]
 # the changelog is not one of them: it may name what is no more
@@ -100,7 +99,7 @@ def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda _: plan("tiny", "cpu:8", 16, 128),
     )
     monkeypatch.setattr(audit_cli, "_text_in", parsed)
-    monkeypatch.setattr(described, "step_of", parsed)
+    monkeypatch.setattr("meshwright.train.abstract_step", parsed)
     monkeypatch.setattr("meshwright.launch.cpu.simulate_devices", lambda _: None)
 
 
