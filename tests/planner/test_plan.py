@@ -377,7 +377,7 @@ def test_a_row_too_short_for_two_chunks_a_device_is_refused() -> None:
     four = [one.choice for one in found.ranked if one.choice.sp == 4]
     assert {(one.strategy, one.tp) for one in four} == {("ulysses", 1)}
     why = {(one.choice.tp, one.choice.sp): one.why for one in found.refused}
-    assert "seq=1004 is not divisible by 8 (two chunks a device" in why[2, 4]
+    assert "seq=1004 is not divisible by 8 (two chunks per device" in why[2, 4]
     assert why[1, 8] == "seq=1004 is not divisible by sp=8; seq=1000 or 1008 would fit"
 
 

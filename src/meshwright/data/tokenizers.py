@@ -152,7 +152,7 @@ def load_tokenizer(name: str | Path, end_token: str | None = None) -> Tokenizer:
 
 
 def tokenizer_from_json(saved: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `to_json` described."""
+    """Rebuild a tokenizer from the data of `to_json`."""
     if saved.get("kind") == ByteTokenizer.kind:
         return ByteTokenizer()
     if saved.get("kind") == HuggingFaceTokenizer.kind:
