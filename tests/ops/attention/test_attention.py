@@ -233,7 +233,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "head_dim split": ({"layouts": (P(None, None, None, "tp"),) * 3}, "head_dim not sharded"),
     "documents of other rows": (
         {"segments": ((2, 8), P(None, "sp"))},
-        r"segments have shape \(2, 8\); they must be \[batch, length\] = \(2, 16\)",
+        r"segments have shape \(2, 8\); for the queries they must be \[batch, length\] = \(2, 16\)",
     ),
     "documents laid out otherwise": (
         {"segments": ((2, 16), P(None, None))}, "batch and length must be sharded alike"
