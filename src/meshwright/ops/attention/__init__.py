@@ -8,7 +8,7 @@ padding). Runs on each device's rows and heads; where the length is split, by a 
 travel around a ring, are gathered, or heads change places with the length (ulysses).
 """
 
-from meshwright.ops.attention.attention import attention, split_of
+from meshwright.ops.attention.attention import Segments, attention, split_of
 from meshwright.ops.attention.block import Call
 from meshwright.ops.attention.blockwise import ROWS
 from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
@@ -37,6 +37,7 @@ __all__ = [
     "Call",
     "ContextParallel",
     "Mask",
+    "Segments",
     "Split",
     "attention",
     "backward_kernels",
