@@ -27,18 +27,14 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 from pathlib import Path
 from meshwright.train.config import ComputeConfig, TrainConfig
-from meshwright.train.setup import prepare
+from meshwright.train.abstract_step import abstract_step
 
-setup = prepare(TrainConfig(
+step = abstract_step(TrainConfig(
     "llama-3.1-8b", mesh="fsdp=4,tp=2", batch=8, seq=2048,
     compute=ComputeConfig(dtype="bfloat16", remat="full", attention="blockwise"),
 ))
-batch = {
-    name: jax.ShapeDtypeStruct(setup.loader.shape, "int32", sharding=setup.functions.batch_sharding)
-    for name in ("tokens", "targets", "segments", "positions")
-}
 start = time.perf_counter()
-lowered = setup.functions.train.lower(setup.target, batch)
+lowered = step.lower()
 lowering = time.perf_counter() - start
 lowered.compile()
 print(lowering, time.perf_counter() - start - lowering)

@@ -120,10 +120,10 @@ for moment, condition in {
     fault("kill", f"SIGKILL {moment}", KILLED)(kill)
 
 
-@fault("kill", "SIGKILL while it evaluates", KILLED, resume=("--eval.rows", "8"))
+@fault("kill", "SIGKILL while it evaluates", KILLED, resume=("--eval.sequences", "8"))
 def _kill_evaluation(stage: Stage) -> list[End]:
     shutil.rmtree(stage.run)  # evaluation sets data aside: a run of its own
-    command = stage.start("--eval.rows", "8", "--eval.every", "1", steps=10_000)
+    command = stage.start("--eval.sequences", "8", "--eval.every", "1", steps=10_000)
     command.wait_for_text("eval loss")
     command.wait_for(lambda: len(stage.complete()) >= 2)
     command.signal(signal.SIGKILL)
@@ -550,7 +550,7 @@ def _resumed(stage: Stage, fault: Fault, undisturbed: float) -> list[str]:
     again = stage.start(*fault.resume, steps=max(6, done + 2)).end()
     if again.code:
         return [f"could not be resumed: {again.message}"]
-    if "--eval.rows" in fault.resume:  # data is set aside: other losses
+    if "--eval.sequences" in fault.resume:  # data is set aside: other losses
         return []
     found = stage.losses().get(6)
     if found is None or abs(found / undisturbed - 1) > 1e-5:

@@ -132,12 +132,12 @@ def attention_in_float32(block: Block, mask: Mask, given: jax.Array) -> tuple[Pa
         total = jnp.sum(weights, axis=-1, keepdims=True)
         some = jnp.where(total == 0, 1, total)  # queries that see nothing
         out = jnp.einsum("bhqk,bkhd->bqhd", weights / some, v, precision="highest")
-        log_sum = jnp.where(total == 0, -jnp.inf, jnp.log(some) + most)[..., 0]
-        return Partial(out, jnp.swapaxes(log_sum, 1, 2))
+        lse = jnp.where(total == 0, -jnp.inf, jnp.log(some) + most)[..., 0]
+        return Partial(out, jnp.swapaxes(lse, 1, 2))
 
     q, k, v, given = (x.astype(jnp.float32) for x in (*block[:3], given))
     found, gradients = jax.vjp(attend, q, k, v)
-    return found, Gradients(*gradients(Partial(given, jnp.zeros_like(found.log_sum))))
+    return found, Gradients(*gradients(Partial(given, jnp.zeros_like(found.lse))))
 
 
 def attention(batch: int, length: int, head_dim: int, documents: int) -> list[Case]:
@@ -229,11 +229,11 @@ def checked(check: Check) -> str:
         block, given
     )
     found = jax.jit(lambda block: hopper.forward(block, check.mask))(block)
-    whole = Partial(right.out.astype(q.dtype), right.log_sum)
+    whole = Partial(right.out.astype(q.dtype), right.lse)
     back = jax.jit(lambda *x: hopper.backward(x[0], check.mask, *x[1:]))(block, whole, given)
-    unseen = jnp.isneginf(right.log_sum)
-    alike = bool(jnp.all(unseen == jnp.isneginf(found.log_sum)))
-    sums = [jnp.where(unseen, 0.0, x.log_sum) for x in (found, right)]
+    unseen = jnp.isneginf(right.lse)
+    alike = bool(jnp.all(unseen == jnp.isneginf(found.lse)))
+    sums = [jnp.where(unseen, 0.0, x.lse) for x in (found, right)]
     worst = error((found.out, sums[0], *back), (right.out, sums[1], *gradients))
     documents = "" if check.documents == "one" else f", documents {check.documents}"
     name = f"{check.name}, {check.heads}/{check.kv_heads} heads of {check.head_dim}{documents}"

@@ -48,25 +48,19 @@ class Step(NamedTuple):
 
 def compile_step(seq: int, device: Any) -> Step:
     import jax
-    import jax.numpy as jnp
 
     import meshwright as mw
-    from meshwright.models import Compute
-    from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
-    from meshwright.train.optimizer import OptimizerConfig, make_optimizer
-    from meshwright.train.state import abstract_state, new_state
-    from meshwright.train.step import step_functions
+    from meshwright.models import DecoderConfig
+    from meshwright.train.abstract_step import abstract_step
+    from meshwright.train.config import ComputeConfig, TrainConfig
+    from meshwright.train.state import new_state
 
-    config = DecoderConfig(**SIZES, max_seq=seq)
+    model = DecoderConfig(**SIZES, max_seq=seq)
     mesh = mw.mesh("dp=1,fsdp=1,tp=1,sp=1", devices=[device], axis_types="explicit")
-    arrays, rules = abstract_arrays(config), decoder_rules(sp=True)
-    optimizer, rate = make_optimizer(OptimizerConfig(), 1000, arrays)
-    compute = Compute(rules, jnp.bfloat16, remat="full", mlp_chunk=MLP_CHUNK)
-    functions = step_functions(config, compute, optimizer, rate, mesh)
-    target = abstract_state(arrays, rules, optimizer, mesh)
-    tokens = jax.ShapeDtypeStruct((1, 1, seq), jnp.int32, sharding=functions.batch_sharding)
-    batch = {"tokens": tokens, "targets": tokens}
-    compiled = functions.train.lower(target, batch).compile()
+    compute = ComputeConfig(dtype="bfloat16", remat="full", mlp_chunk=MLP_CHUNK)
+    step = abstract_step(TrainConfig("", batch=1, seq=seq, compute=compute), mesh, model)
+    batch = {name: step.batch[name] for name in ("tokens", "targets")}
+    compiled = step.functions.train.lower(step.state, batch).compile()
 
     memory = compiled.memory_analysis()
 
@@ -76,8 +70,8 @@ def compile_step(seq: int, device: Any) -> Step:
 
     return Step(
         run=run,
-        new_state=lambda: new_state(arrays, target, optimizer, mesh),
-        batch_sharding=functions.batch_sharding,
+        new_state=lambda: new_state(step.arrays, step.state, step.optimizer, mesh),
+        batch_sharding=step.functions.batch_sharding,
         bytes=memory.argument_size_in_bytes
         + memory.temp_size_in_bytes
         + memory.output_size_in_bytes

@@ -23,7 +23,7 @@ import numpy as np
 from meshwright.ops.attention.block import Block, Gradients, Kernel, Partial
 from meshwright.ops.attention.kernels import KERNELS
 from meshwright.ops.attention.mask import Mask
-from meshwright.ops.attention.ring_steps import Keys, Step, add_ring_step, ring_steps_of
+from meshwright.ops.attention.ring_steps import Keys, RingStep, add_ring_step, ring_steps_of
 from results import here, write_section
 
 CHUNK = 4  # tokens; no ratio depends on it
@@ -81,7 +81,7 @@ def computed(
     mask = None if turn else turns.first
     KERNELS["noting"] = Kernel(note, _no_backward, lambda call: None)
     try:
-        both, step = jnp.stack([tokens(keys)] * 2), Step(jnp.int32(device), turn, ways)
+        both, step = jnp.stack([tokens(keys)] * 2), RingStep(jnp.int32(device), turn, ways)
         with jax.disable_jit():  # so that the kernel is given numbers, and of a branch only its own
             add_ring_step(done, mine, Keys(both, None), turns, step, mask, "noting")
     finally:

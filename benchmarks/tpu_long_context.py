@@ -53,32 +53,24 @@ RUNS = [
 def compiled(run: Run) -> dict[str, Any]:
     """What the compiler says of a run: seconds, bytes, and what travels while kernels run."""
     import jax
-    import jax.numpy as jnp
     from jax.experimental import topologies
 
     from meshwright.meshes import mesh
-    from meshwright.models import Compute, preset
-    from meshwright.models.decoder import abstract_arrays, decoder_rules
+    from meshwright.models import preset
     from meshwright.ops.rope import Rope
-    from meshwright.train.optimizer import OptimizerConfig, make_optimizer
-    from meshwright.train.state import abstract_state
-    from meshwright.train.step import step_functions
+    from meshwright.train.abstract_step import abstract_step
+    from meshwright.train.config import ComputeConfig, TrainConfig
 
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name=MACHINE, chip_config_name="megacore", wrap=[True] * 3
     )
     placed = mesh(run.mesh, MACHINE, list(topology.devices), axis_types="explicit")
     model = dataclasses.replace(preset(MODEL), max_seq=SEQ, rope=Rope(5e7))
-    rules = decoder_rules(sp=True, sequence_parallel=run.sequence_parallel)
-    compute = Compute(rules, jnp.bfloat16, remat="full", context_parallel="ring")
-    arrays = abstract_arrays(model, jnp.dtype("float32"))
-    optimizer, rate = make_optimizer(OptimizerConfig(), 1000, arrays)
-    functions = step_functions(model, compute, optimizer, rate, placed)
-    batch = {
-        name: jax.ShapeDtypeStruct((1, run.rows, SEQ), "int32", sharding=functions.batch_sharding)
-        for name in ("tokens", "targets", "segments", "positions")
-    }
-    lowered = functions.train.lower(abstract_state(arrays, rules, optimizer, placed), batch)
+    compute = ComputeConfig(remat="full", sequence_parallel=run.sequence_parallel)
+    config = TrainConfig(
+        MODEL, mesh=run.mesh, batch=run.rows, seq=SEQ, context_parallel="ring", compute=compute
+    )
+    lowered = abstract_step(config, placed, model).lower()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:

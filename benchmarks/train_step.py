@@ -63,25 +63,21 @@ def step_time(step: Callable[[], Any], wait: Callable[[Any], Any], steps: int) -
 
 def ours(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[str, Any]:
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
     import meshwright as mw
-    from meshwright.models import Compute, LossConfig
-    from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
-    from meshwright.train.optimizer import OptimizerConfig, make_optimizer
-    from meshwright.train.state import abstract_state, new_state
-    from meshwright.train.step import step_functions
+    from meshwright.models import DecoderConfig
+    from meshwright.train.abstract_step import abstract_step
+    from meshwright.train.config import ComputeConfig, TrainConfig, with_settings
+    from meshwright.train.state import new_state
 
-    config = DecoderConfig(**SIZES, max_seq=seq)
+    model = DecoderConfig(**SIZES, max_seq=seq)
     mesh = mw.mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1], axis_types="explicit")
-    arrays, rules = abstract_arrays(config), decoder_rules(sp=True)
-    optimizer, rate = make_optimizer(OptimizerConfig(), 1000, arrays)
-    compute = Compute(rules, jnp.bfloat16, remat=options.remat, scan=options.scan)
-    functions = step_functions(
-        config, compute, optimizer, rate, mesh, loss=LossConfig(chunk=options.chunk)
-    )
-    state = new_state(arrays, abstract_state(arrays, rules, optimizer, mesh), optimizer, mesh)
+    compute = ComputeConfig(dtype="bfloat16", remat=options.remat, scan=options.scan)
+    config = TrainConfig("", batch=batch, seq=seq, compute=compute)
+    abstract = abstract_step(with_settings(config, {"loss.chunk": options.chunk}), mesh, model)
+    functions = abstract.functions
+    state = new_state(abstract.arrays, abstract.state, abstract.optimizer, mesh)
     tokens = np.random.default_rng(0).integers(0, SIZES["vocab"], (1, batch, seq), dtype=np.int32)
     data = {
         "tokens": jax.device_put(tokens, functions.batch_sharding),

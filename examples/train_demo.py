@@ -14,7 +14,7 @@ SETTINGS = [
     "tiny", "--data", "embedded", "--batch", "8", "--seq", "128", "--cpu-devices", "8",
     "--optimizer.name", "muon", "--optimizer.learning-rate", "1e-2",
     "--optimizer.warmup-steps", "10",
-    "--eval.rows", "32", "--eval.every", "1000",
+    "--eval.sequences", "32", "--eval.every", "1000",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The one error a user's mistake raises, and the phrases error messages are made of.
+"""MeshwrightError, which every mistake of a user raises, and phrases of its messages.
 
 Every message says what was given, which rule it broke and what would fit:
 
@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 
 class MeshwrightError(ValueError):
-    """A mistake a person can mend; the message says how."""
+    """A mistake that a person can fix; the message says how."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Ends a sentence: `"; did you mean 'fsdp'?"` if one is close, else all that are known."""
+    """The end of a sentence: `"; did you mean 'fsdp'?"` if one is close, else all known names."""
     known = list(dict.fromkeys(known))
     likeness = {other: _likeness(str(name).lower(), other.lower()) for other in known}
     best = max(likeness.values(), default=0.0)

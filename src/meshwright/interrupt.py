@@ -1,16 +1,16 @@
-"""Ctrl-C at a terminal: one line, and the process ends. At any moment, also while jax is imported.
+"""Ctrl-C in a terminal prints one line and ends the process, also while jax is imported.
 
     end_on_ctrl_c()                                   # the command line does, before it imports jax
     with ctrl_c_says(lambda: "stopped after 3 files"):
         with before_end(lambda: shutil.rmtree(scratch)):
             …
 
-KeyboardInterrupt does not do: raised in the middle of an import it is a traceback of someone else's
-library, raised in a callback (jax has one for the garbage collector) it is printed and forgotten,
-and while the main thread is in a compiler it is not raised at all. So a thread of its own hears of
-the signal and ends the process.
+KeyboardInterrupt is not enough: during an import it prints a traceback of another library, in a
+callback (jax has one for the garbage collector) it is printed and ignored, and while the main
+thread is in a compiler it is not raised at all. So a separate thread receives the signal and ends
+the process.
 
-Nothing here changes a program that only imports meshwright: there Ctrl-C stays KeyboardInterrupt.
+A program that only imports meshwright is not affected: there Ctrl-C raises KeyboardInterrupt.
 """
 
 import atexit

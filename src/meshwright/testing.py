@@ -1,11 +1,11 @@
-"""For tests of your own: what a function may send between devices.
+"""Check the collectives of a function in your own tests.
 
     from meshwright.testing import assert_collectives
 
-    def test_my_step_gathers_weights_and_scatters_gradients():
+    def test_my_step_is_fsdp():
         assert_collectives(step, {"fsdp": ["all-gather", "reduce-scatter"]}, params, batch)
 
-It fails with a table of what is sent besides, each with its line of source, and of what is missing.
+It fails with a table of unexpected collectives, with their source lines, and of missing ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,14 +39,14 @@ def assert_collectives(
     bookkeeping: int = BOOKKEEPING,
     **keywords: Any,
 ) -> Audit:
-    """Fail unless a function sends what is expected, all of it and nothing else.
+    """Fail unless a function has exactly the expected collectives.
 
     `function` is a jitted or plain function with its arguments (arrays, or jax.ShapeDtypeStructs
-    with shardings), or a compiled program; nnx.jit and eqx.filter_jit do as well. `expected` goes
-    from mesh axes ("tp", or ("fsdp", "sp") together) to operations; `{}` says that nothing is sent,
-    `"reduce-scatter/all-reduce"` that the compiler may make one of the other. Up to `bookkeeping`
-    bytes of a run, such as the sum of a loss, may go over any axis that is named; 0: none. With
-    `allow_missing`, less may be sent. The mesh is found in the shardings, or given:
+    with shardings), or a compiled program; nnx.jit and eqx.filter_jit do as well. `expected` maps
+    mesh axes ("tp", or ("fsdp", "sp") together) to operations; `{}` means no collectives,
+    `"reduce-scatter/all-reduce"` that the compiler may rewrite the first as the second. Up to
+    `bookkeeping` bytes of a run, such as the sum of a loss, may go over any axis that is named; 0:
+    none. With `allow_missing`, less may be sent. The mesh is found in the shardings, or given:
     `mesh="fsdp=4,tp=2"`.
     """
     if not isinstance(expected, Mapping):
@@ -68,7 +68,7 @@ def assert_collectives(
         lines += [table_text(rows_table(found.surprises))]
         lines += [f"  {row_line(row)}" for row in found.surprises]
     if not allow_missing:
-        lines += [f"expected, but not there: {one}" for one in found.missing]
+        lines += [f"expected, but missing: {one}" for one in found.missing]
     raise AssertionError("\n".join(lines))
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 LAYERS, WIDTH, HIDDEN, TOKENS = 3, 512, 2048, 4096
 
 
-def described(mesh: Mesh, dtype: Any = jnp.bfloat16) -> tuple[Any, jax.ShapeDtypeStruct]:
+def abstract(mesh: Mesh, dtype: Any = jnp.bfloat16) -> tuple[Any, jax.ShapeDtypeStruct]:
     """Weights split over fsdp, tokens over all axes."""
 
     def one(shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
@@ -39,7 +39,7 @@ def automatic_step(weights: Any, x: jax.Array) -> Any:
 
 def compiled_step(mesh: Mesh, **options: Any) -> Any:
     """The step with new weights laid out as the old ones."""
-    weights, x = described(mesh)
+    weights, x = abstract(mesh)
     kept = jax.tree.map(lambda leaf: leaf.sharding, weights)
     lowered = jax.jit(automatic_step, out_shardings=kept).trace(weights, x).lower(**options)
     return lowered.compile()

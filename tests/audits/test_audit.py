@@ -36,7 +36,7 @@ def test_the_mesh_is_that_of_the_shardings() -> None:
     ((row,),) = (found.rows,)
     assert (row.operation, row.axes, row.bytes) == ("all-reduce", ("tp",), 4 * 1024 * 256)
     assert re.search(r"tests/audits/test_audit\.py:\d+$", row.source)
-    assert found.surprises == ()  # nothing was said of what to expect
+    assert found.surprises == ()  # no expectations
 
 
 def test_only_a_program_that_sends_needs_a_mesh() -> None:
@@ -66,7 +66,7 @@ def test_the_mesh_may_be_said_in_several_ways() -> None:
         (["fsdp", "tp"], "list is not a mesh"),
         ({}, "names with sizes from 1"),
         ({"fsdp": "4"}, "names with sizes from 1"),
-        ("fsdp=-1", "every size must be said"),
+        ("fsdp=-1", "give every size"),
         (jnp.ones(8), "is not a mesh"),
     ):
         with pytest.raises(MeshwrightError, match=message):
@@ -261,7 +261,7 @@ def test_assert_collectives_fails_readably() -> None:
     text = str(failure.value)
     assert "1 surprise:" in text
     assert re.search(r"all-reduce over tp of f32\[1024,256\], 1 time, .*test_audit\.py:\d+", text)
-    assert "expected, but not there: all-gather over fsdp" in text
+    assert "expected, but missing: all-gather over fsdp" in text
 
 
 def test_assert_collectives_can_demand_silence() -> None:
@@ -270,7 +270,7 @@ def test_assert_collectives_can_demand_silence() -> None:
         assert_collectives(product, {}, X, W)
     # without a mesh, too
     assert_collectives(jnp.sin, {}, jnp.ones(8))
-    with pytest.raises(AssertionError, match="not there: all-gather over fsdp"):
+    with pytest.raises(AssertionError, match="missing: all-gather over fsdp"):
         assert_collectives(jnp.sin, {"fsdp": ["all-gather"]}, jnp.ones(8))
 
 

@@ -27,7 +27,7 @@ def test_a_text_is_shown_by_axis_and_by_row(capsys: pytest.CaptureFixture[str]) 
     assert shown.startswith(
         "mesh fsdp=16: 18 collectives in a run, 45.0 MiB sent by each device; not judged"
     )
-    assert "surprise" not in shown  # nothing was said of what to expect
+    assert "surprise" not in shown  # no expectations
     assert "bf16[512,2048]" in shown
     assert "audit/programs.py:31" in shown
     assert "largest buffers on a device" in shown
@@ -40,7 +40,7 @@ def test_a_surprise_is_named_and_can_fail_a_build(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert shown.count("surprise: all-reduce over fsdp of bf16[") == 2
     assert "tests/audit/programs.py:31" in shown
-    assert "expected, but not there: reduce-scatter over fsdp" in shown
+    assert "expected, but missing: reduce-scatter over fsdp" in shown
     audit_command(
         ["--text", str(TEXTS / "gpu_8.txt"), "--mesh=fsdp=8", *EXPECT, "--fail-on=surprise"]
     )
@@ -78,7 +78,7 @@ def test_what_names_a_row_is_never_cut(
         row = next(line for line in lines if operation in line and array in line)
         assert {operation, "fsdp", array} <= set(row.split())
     head = next(line.split() for line in lines if line.split()[:2] == ["sent", "times"])
-    left_out = next((line for line in lines if line.startswith("left out")), "")
+    left_out = next((line for line in lines if line.startswith("omitted")), "")
     columns = ("sent", "times", "operation", "axes", "array", "phase", "how", "scope", "source")
     assert all((name in head) != (name in left_out) for name in columns)
     assert "source" in head
@@ -112,11 +112,14 @@ def test_data_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--text", "nowhere.hlo", "--mesh", "fsdp=4"], "'nowhere.hlo' cannot be read"),
         (BAD[:2], "--text needs --mesh"),
-        ([*BAD[:2], "--mesh", "fsdp=-1"], "every size must be said"),
+        ([*BAD[:2], "--mesh", "fsdp=-1"], "give every size"),
         ([*BAD[:2], "--mesh", "fsdp=4"], "device 15, mesh 'fsdp=4' has 4"),
         ([*BAD, "--batch", "8"], "--text takes --mesh only, not --batch 8"),
-        ([*BAD, "--fail-on", "surprise"], "needs to know what a program may send"),
-        ([*BAD, "--fail-on", "rewrite"], "--fail-on rewrite needs to know what a program may send"),
+        ([*BAD, "--fail-on", "surprise"], "needs the expected collectives of a program"),
+        (
+            [*BAD, "--fail-on", "rewrite"],
+            "--fail-on rewrite needs the expected collectives of a program",
+        ),
         ([*BAD, "--fail-on", "warning"], "it can be: surprise, rewrite"),
         ([*BAD, "--expect", "fsdq:all-gather"], "no axis 'fsdq'; did you mean 'fsdp'?"),
         ([*BAD, "--expect", "fsdp:reduce-scatter/all-reduc"], "did you mean 'all-reduce'"),
@@ -144,7 +147,8 @@ def test_a_step_on_axes_of_its_own_must_be_told_what_to_expect(
     )
     words = ["tiny", "--mesh", "data=16", "--rules", str(rules), "--batch", "16", "--seq", "64"]
     with pytest.raises(
-        MeshwrightError, match="a step on mesh 'data=16', of its own axes, may send"
+        MeshwrightError,
+        match="the expected collectives of a step on mesh 'data=16' with custom axes; give",
     ):
         audit_command([*words, "--fail-on", "surprise"])
     with pytest.raises(MeshwrightError, match="no axis 'fsdp'; known: data"):

@@ -87,5 +87,5 @@ def test_a_mesh_that_is_too_small_is_a_mistake() -> None:
 
 
 def test_groups_that_cannot_be_read_are_a_mistake() -> None:
-    with pytest.raises(MeshwrightError, match="spelling that is not known"):
+    with pytest.raises(MeshwrightError, match="unknown notation of device groups"):
         replica_groups("replica_groups=<<0,1>>", 8)

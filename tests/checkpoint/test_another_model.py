@@ -44,10 +44,10 @@ def test_differences_are_listed_with_both_shapes(checkpoints: Checkpoints) -> No
         checkpoints.restore(100, asked)
     folder = checkpoints.folder / "step-00000100"
     assert str(error.value).splitlines() == [
-        f"checkpoint {folder} holds another model than asked for; 3 arrays differ:",
-        "  params/embed: (256, 64) float32 saved, (512, 64) float32 asked for",
-        "  params/layers/wk: not saved, (2, 4) float32 asked for",
-        "  params/head: (64, 256) float32 saved, not asked for",
+        f"checkpoint {folder} holds a different model; 3 arrays differ:",
+        "  params/embed: (256, 64) float32 saved, (512, 64) float32 requested",
+        "  params/layers/wk: not saved, (2, 4) float32 requested",
+        "  params/head: (64, 256) float32 saved, not requested",
         "build the model from the config saved with it, or choose this model's checkpoint",
     ]
 
@@ -67,12 +67,12 @@ def test_many_differences_are_counted_and_the_first_shown(checkpoints: Checkpoin
         ({}, "targets are empty"),
         ({"params": {"embed": 3}}, "'params/embed' is a int"),
         ({"params": {"embed": jax.ShapeDtypeStruct((2,), jnp.float32)}}, "'params/embed' has no sharding"),
-        ({"key": target(2, dtype=jnp.uint32)}, r"key: \(\) key<fry> saved, \(2,\) uint32 asked for"),
-        ({"count": target(dtype=jnp.float32)}, r"count: \(\) int32 saved, \(\) float32 asked for"),
-        ({"key": target(dtype=jnp.uint32)}, r"key: \(\) key<fry> saved, \(\) uint32 asked for"),
+        ({"key": target(2, dtype=jnp.uint32)}, r"key: \(\) key<fry> saved, \(2,\) uint32 requested"),
+        ({"count": target(dtype=jnp.float32)}, r"count: \(\) int32 saved, \(\) float32 requested"),
+        ({"key": target(dtype=jnp.uint32)}, r"key: \(\) key<fry> saved, \(\) uint32 requested"),
         (
             {"params": {"embed": jax.ShapeDtypeStruct((3, 4), jnp.float32, sharding=mw.sharding("a b -> a@tp b", mesh="tp=16"))}},
-            r"'params/embed' of shape \(3, 4\) cannot be laid out so",
+            r"'params/embed' of shape \(3, 4\) does not fit its sharding",
         ),
     ],
 )  # fmt: skip

@@ -128,7 +128,7 @@ def test_a_lost_chunk_is_named(folder: Path, state: dict[str, Any], orbax_looks:
         assert line + "true" in metadata.read_text()
         metadata.write_text(metadata.read_text().replace(line + "true", line + "false"))
     set_right(step)
-    said = "cannot be read" if orbax_looks else "came back with other values"
+    said = "cannot be read" if orbax_looks else "differ from those saved"
     with pytest.raises(mw.MeshwrightError, match=f"is damaged.*'params/embed' {said}") as error:
         Checkpoints(folder).restore(2, targets_of(state))
     assert "params/wq" not in str(error.value)
@@ -155,7 +155,9 @@ def test_altered_values_are_named(folder: Path, state: dict[str, Any]) -> None:
     value = np.asarray(store[3, 4].read().result())
     store[3, 4] = np.nextafter(value, np.float32(9))
     set_right(step)
-    with pytest.raises(mw.MeshwrightError, match=r"'params/wq' came back with other values"):
+    with pytest.raises(
+        mw.MeshwrightError, match=r"the values of 'params/wq' differ from those saved"
+    ):
         Checkpoints(folder).restore(2, targets_of(state))
     part = {"step": state["step"]}
     assert int(Checkpoints(folder).restore(2, targets_of(part))["step"]) == 2
@@ -164,7 +166,7 @@ def test_altered_values_are_named(folder: Path, state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda text: text[: len(text) // 2], "not whole JSON"),
+        (lambda text: text[: len(text) // 2], "not complete JSON"),
         (lambda text: text.replace('"seed": 3', '"seed": 4'), "checksum"),
         (lambda text: "[]", "damaged"),
         (lambda text: "{}", "damaged"),
@@ -219,7 +221,7 @@ def test_intact_checkpoints_are_listed_with_the_command_to_use_one(
     )
     with pytest.raises(mw.MeshwrightError, match=r"is damaged: the file .* is missing\. " + said):
         checkpoints.restore(2, targets_of(state))
-    with pytest.raises(mw.MeshwrightError, match=r"is damaged: it is not whole JSON.*" + said):
+    with pytest.raises(mw.MeshwrightError, match=r"is damaged: it is not complete JSON.*" + said):
         checkpoints.meta(4)
     shutil.rmtree(folder / "step-00000001")
     with pytest.raises(mw.MeshwrightError, match=r"No other checkpoint in .* is intact"):

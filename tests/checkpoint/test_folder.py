@@ -158,7 +158,7 @@ def test_a_file_in_the_place_of_the_folder_is_said(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(mw.MeshwrightError, match="is a file"):
         Checkpoints(tmp_path / "run")
-    with pytest.raises(mw.MeshwrightError, match=r"run/below lies below .*run, a file"):
+    with pytest.raises(mw.MeshwrightError, match=r"run/below is inside .*run, which is a file"):
         Checkpoints(tmp_path / "run" / "below")
     with pytest.raises(mw.MeshwrightError, match="cannot be used: File name too long"):
         Checkpoints(tmp_path / ("a" * 300))

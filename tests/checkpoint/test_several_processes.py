@@ -158,7 +158,7 @@ def test_two_save_and_one_restores(tmp_path: Path) -> None:
         assert found["full"]["seconds"] < 20
         assert found["steps"] == [1, 3]
         assert "must be on a disk that all processes share" in found["apart"]["error"]
-        assert "'x' lies in this process only" in found["alone"]["error"]
+        assert "'x' is on this process only" in found["alone"]["error"]
         assert (
             "process 0 is at saving step 5, process 1 at saving step 6"
             in found["steps differ"]["error"]

@@ -24,7 +24,7 @@ def test_pack_writes_a_store_and_says_what_is_in_it(
 ) -> None:
     main(["data", "pack", "books", "--out", "a.store", "--split-on", r"\n\n"])
     assert capsys.readouterr().out == (
-        "wrote a.store: 10 tokens, 2 documents of 1 file\nnot read, of another kind: notes.md\n"
+        "wrote a.store: 10 tokens, 2 documents from 1 file\nignored files of other types: notes.md\n"
     )
     store = TokenStore.open("a.store")
     assert [store.text(i) for i in range(2)] == ["One.", "Two."]
@@ -36,8 +36,8 @@ def test_pack_takes_several_sources_a_field_and_leaves_out_bad_lines(
     arguments = ["lines.jsonl", "books/a.txt", "--out", "a.store", "--field", "body", "--skip-bad"]
     main(["data", "pack", *arguments])
     printed = capsys.readouterr()
-    assert "2 documents of 2 files; left out 1 empty document and 1 bad document" in printed.out
-    assert "left out: 'lines.jsonl', line 3 is not JSON" in printed.err
+    assert "2 documents from 2 files; skipped 1 empty document and 1 bad document" in printed.out
+    assert "skipped: 'lines.jsonl', line 3 is not JSON" in printed.err
 
 
 def test_info_shows_a_store_and_its_documents(
@@ -47,7 +47,7 @@ def test_info_shows_a_store_and_its_documents(
     capsys.readouterr()
     main(["data", "info", "a.store", "--seq", "4", "--verify"])
     shown = " ".join(capsys.readouterr().out.split())
-    for part in ("tokens 12 (uint16)", "rows 3 of 4", "bytes, vocabulary 257", "as packed"):
+    for part in ("tokens 12 (uint16)", "sequences 3 of 4", "bytes, vocabulary 257", "verified"):
         assert part in shown
     main(["data", "info", "a.store", "--document", "0"])
     assert capsys.readouterr().out == "One.\n\nTwo.\n\n"
@@ -55,17 +55,17 @@ def test_info_shows_a_store_and_its_documents(
     assert "640" in capsys.readouterr().out
 
 
-def test_needle_writes_rows_that_can_be_read(
+def test_needle_writes_sequences_that_can_be_read(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["data", "needle", "a.store", "--rows", "3", "--seq", "64", "--questions", "2"])
+    main(["data", "needle", "a.store", "--sequences", "3", "--seq", "64", "--questions", "2"])
     assert capsys.readouterr().out == (
-        "wrote a.store: 3 rows of 64 tokens, each 4 needles and 2 questions; train with --data "
+        "wrote a.store: 3 sequences of 64 tokens, each with 4 needles and 2 questions; train with --data "
         "a.store --seq 64\n"
     )
     main(["data", "info", "a.store", "--document", "2"])
-    row = capsys.readouterr().out
-    assert (row.count("!"), row.count("?")) == (4, 2)
+    sequence = capsys.readouterr().out
+    assert (sequence.count("!"), sequence.count("?")) == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -73,16 +73,22 @@ def test_needle_writes_rows_that_can_be_read(
     [
         (["pack", "--out", "a.store"], ["give files or folders"]),
         (["pack", "nowhere", "--out", "a.store"], ["'nowhere' does not exist"]),
-        (["pack", "books", "--out", "books"], ["'books' exists", "--overwrite"]),
+        (["pack", "books", "--out", "books"], ["'books' already exists", "--overwrite"]),
         (["pack", "books", "--out", "books", "--overwrite"], ["is not overwritten"]),
         (["pack", "lines.jsonl", "--out", "a.store"], ["line 1 has no field 'text'", "--field"]),
         (["pack", "books", "--out", "a.store", "--tokenizer", "gpt"], ["tokenizer 'gpt'"]),
         (["pack", "books", "--out", "a.store", "--split-on", ""], ["--split-on is empty"]),
         (["pack", "books", "--out", "a.store", "--split-on", "\\"], ["--split-on"]),
         (["pack", "books", "--out", "books/a.txt/b"], ["cannot be written: Not a directory"]),
-        (["needle", "a.store", "--rows", "4", "--seq", "40"], ["seq=40 is too short", "or more"]),
-        (["needle", "a.store", "--rows", "0", "--seq", "64"], ["rows=0 asks for nothing"]),
-        (["needle", "books", "--rows", "4", "--seq", "64"], ["'books' exists"]),
+        (
+            ["needle", "a.store", "--sequences", "4", "--seq", "40"],
+            ["seq=40 is too short", "or more"],
+        ),
+        (
+            ["needle", "a.store", "--sequences", "0", "--seq", "64"],
+            ["sequences=0 leaves nothing to ask"],
+        ),
+        (["needle", "books", "--sequences", "4", "--seq", "64"], ["'books' already exists"]),
         (["info", "nowhere"], ["'nowhere' does not exist", "meshwright data pack"]),
         (["info", "books"], ["'books' is not a token store"]),
         (["info", "embedded", "--document", "640"], ["no document 640"]),

@@ -16,7 +16,7 @@ from meshwright.models.decoder import DecoderConfig, abstract_arrays
 from meshwright.models.decoder.hf_folder import save_hf
 
 CONFIG = DecoderConfig(258, 1, 16, 2, 2, 8, 32, max_seq=200)
-ROWS = ["--seq", "64", "--rows", "5"]
+SEQUENCES = ["--seq", "64", "--sequences", "5"]
 
 
 def params_that_say_e() -> dict[str, object]:
@@ -47,22 +47,22 @@ def right_by_chance() -> int:
 
 
 def test_it_counts_by_depth_and_by_distance(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["eval", "needle", run, *ROWS, "--depths", "4", "--mesh", "fsdp=2,sp=2"])
+    main(["eval", "needle", run, *SEQUENCES, "--depths", "4", "--mesh", "fsdp=2,sp=2"])
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
-    assert lines[0].split() == ["needle", "at", "asked", "found", "%"]
-    assert any(line.startswith("needle before the answer by") for line in lines)
+    assert lines[0].split() == ["needle", "position", "asked", "found", "%"]
+    assert any(line.startswith("distance to the answer") for line in lines)
     assert "16 to 31" in printed.out
     right = right_by_chance()
-    assert lines[-1] == f"found {right} of 20: {5 * right:.1f}% (5 rows of 64 tokens)"
+    assert lines[-1] == f"found {right} of 20: {5 * right:.1f}% (5 sequences of 64 tokens)"
     assert printed.err.startswith(f"step 7 of {run}, mesh fsdp=2,sp=2,dp=1,tp=1 on 4 devices of 16")
-    assert "rows split over sp: " in printed.err
+    assert "context parallelism over sp: " in printed.err
 
 
 def test_json_is_plain_data(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["eval", "needle", run, *ROWS, "--json"])
+    main(["eval", "needle", run, *SEQUENCES, "--json"])
     data = json.loads(capsys.readouterr().out)
-    assert (data["rows"], data["seq"], data["asked"]) == (5, 64, 20)
+    assert (data["sequences"], data["seq"], data["asked"]) == (5, 64, 20)
     assert data["right"] == right_by_chance()
     assert data["share"] == data["right"] / 20
     for groups in (data["by_depth"], data["by_distance"]):
@@ -74,22 +74,22 @@ def test_a_hugging_face_folder_is_asked_as_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(save_hf(tmp_path / "hf", params_that_say_e(), CONFIG, dtype=jnp.float32))
-    main(["eval", "needle", folder, *ROWS, "--tokenizer", "bytes", "--json"])
+    main(["eval", "needle", folder, *SEQUENCES, "--tokenizer", "bytes", "--json"])
     assert json.loads(capsys.readouterr().out)["right"] == right_by_chance()
     with pytest.raises(SystemExit):
-        main(["eval", "needle", folder, *ROWS])
+        main(["eval", "needle", folder, *SEQUENCES])
     assert "no tokenizer.json; name one with --tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--seq", "40"], ["seq=40 is too short", "or more would do"]),
-        (["--seq", "208"], ["seq=208 is longer than the model allows; 200"]),
-        (["--rows", "0"], ["rows=0 asks for nothing"]),
+        (["--seq", "40"], ["seq=40 is too short", "or more"]),
+        (["--seq", "208"], ["seq=208 is longer than the model allows; use 200"]),
+        (["--sequences", "0"], ["sequences=0 leaves nothing to ask"]),
         (["--depths", "0"], ["--depths 0"]),
         (["--needles", "11"], ["key_length=1; give a longer key"]),
-        (["--questions", "5"], ["questions=5 of needles=4"]),
+        (["--questions", "5"], ["questions=5 with needles=4"]),
         (["--seq", "66", "--mesh", "sp=4", "--context-parallel", "ring"], ["64 or 72 would fit"]),
         (["--mesh", "tp=4"], ["tp=4 does not divide the model's kv_heads=2"]),
         (["--mesh", "sq=2"], ["axis 'sq'"]),

@@ -48,7 +48,7 @@ def test_it_continues_the_prompt_and_says_how_fast(
     assert printed.out == "abcdefgh\n"
     first, last = printed.err.splitlines()
     assert first == (f"step 7 of {run}, mesh dp=1,fsdp=1,tp=1,sp=1 on 1 device of 16, float32")
-    assert last.startswith("5 tokens, the first after ")
+    assert last.startswith("5 tokens, first token after ")
     assert last.endswith(" tokens/s")
 
 
@@ -100,12 +100,12 @@ def test_the_seed_decides(run: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["nothing to continue", "--prompt"]),
+        ([], ["no prompt", "--prompt"]),
         (["--prompt", ""], ["prompt 1 is empty"]),
-        (["--prompt", "-", "--prompt", "-"], ["give it once"]),
+        (["--prompt", "-", "--prompt", "-"], ["give it only once"]),
         (["--prompt", "a", "--max-new", "200"], ["prompt 1 has 1 token", "max_new=199 would fit"]),
         (["--prompt", "a", "--temperature", "-1"], ["temperature=-1.0"]),
-        (["--prompt", "a", "--top-p", "2"], ["top_p=2.0 is a probability"]),
+        (["--prompt", "a", "--top-p", "2"], ["top_p=2.0 must be a probability"]),
         (["--prompt", "a", "--step", "8"], ["no checkpoint of step 8", "7"]),
         (["--prompt", "a", "--mesh", "tp=4"], ["tp=4 does not divide the model's kv_heads=2"]),
         (["--prompt", "a", "--mesh", "fsdp=64"], ["needs 64 devices, 16 are here"]),

@@ -62,22 +62,24 @@ def store(tmp_path: Path) -> Path:
 def everything(path: Path) -> dict[str, Any]:
     """All that training could read of a store."""
     store = TokenStore.open(path)
-    rows = read_sequences(store, range(sequence_count(store, SEQ)), SEQ)
+    sequences = read_sequences(store, range(sequence_count(store, SEQ)), SEQ)
     parts = read_sequences(store, range(sequence_count(store, SEQ)), SEQ, 3, 9)
     texts = [store.text(i) for i in range(store.documents)]
-    return {name: (rows[name].tolist(), parts[name].tolist()) for name in FIELDS} | {
+    return {name: (sequences[name].tolist(), parts[name].tolist()) for name in FIELDS} | {
         "identity": store.identity,
         "texts": texts,
     }
 
 
-def test_rows_of_a_store_in_many_blocks_equal_those_in_memory(store: Path) -> None:
+def test_sequences_of_a_store_in_many_blocks_equal_those_in_memory(store: Path) -> None:
     opened, made = TokenStore.open(store), TokenStore.of_documents(STORIES, BYTES, name="made")
     assert os.path.getsize(store / "offsets.crc") == 4 * 6  # 41 offsets, 8 in a block
     for seq in (1, 7, 16, 33, 1000):
-        rows = range(sequence_count(made, seq))
+        sequences = range(sequence_count(made, seq))
         for start, stop in ((0, seq), (seq // 3, seq // 2 + 1)):
-            read, expected = (read_sequences(one, rows, seq, start, stop) for one in (opened, made))
+            read, expected = (
+                read_sequences(one, sequences, seq, start, stop) for one in (opened, made)
+            )
             for name in FIELDS:
                 np.testing.assert_array_equal(read[name], expected[name])
     opened.verify()
@@ -186,13 +188,15 @@ def test_a_store_without_checksums_is_upgraded_on_request(
 ) -> None:
     before = everything(store)
     meta = to_version_1(store)
-    with pytest.raises(MeshwrightError, match=f"no checksums.*meshwright data upgrade {store}"):
+    with pytest.raises(
+        MeshwrightError, match=f"without block checksums.*meshwright data upgrade {store}"
+    ):
         TokenStore.open(store)
     main(["data", "upgrade", str(store)])
     assert "tokens match their hashes" in capsys.readouterr().out
     assert everything(store) == before
     assert TokenStore.open(store).meta["sources"] == meta["sources"]
-    with pytest.raises(MeshwrightError, match="is of version 2 already"):
+    with pytest.raises(MeshwrightError, match="already has version 2"):
         upgrade(store)
 
 
@@ -201,7 +205,7 @@ def test_a_damaged_store_is_not_upgraded(store: Path, file: str) -> None:
     to_version_1(store)
     change(store, file, 5, b"\x01")
     names = sorted(os.listdir(store))
-    with pytest.raises(MeshwrightError, match=f"{file} is not what was packed"):
+    with pytest.raises(MeshwrightError, match=f"{file} differs from what was packed"):
         upgrade(store)
     assert sorted(os.listdir(store)) == names
 
@@ -219,7 +223,7 @@ def test_files_of_another_store_are_noticed(store: Path, tmp_path: Path) -> None
     with pytest.raises(MeshwrightError, match=r"block 0 of tokens.bin"):
         everything(store)
     shutil.copy(other / "tokens.crc", store / "tokens.crc")
-    with pytest.raises(MeshwrightError, match=r"tokens.crc is not what was packed"):
+    with pytest.raises(MeshwrightError, match=r"tokens.crc differs from what was packed"):
         TokenStore.open(store)
 
 
@@ -230,10 +234,10 @@ def test_what_changes_while_a_store_is_open_is_noticed(store: Path) -> None:
     with pytest.raises(MeshwrightError, match=r"block 2 of tokens.bin"):
         read_sequences(opened, [4], SEQ)
     os.truncate(store / "tokens.bin", 80)
-    with pytest.raises(MeshwrightError, match=r"tokens.bin was cut short while it was read"):
+    with pytest.raises(MeshwrightError, match=r"tokens.bin was truncated while it was read"):
         read_sequences(opened, [4], SEQ)
     os.truncate(store / "offsets.bin", 80)
-    with pytest.raises(MeshwrightError, match=r"offsets.bin was cut short while it was read"):
+    with pytest.raises(MeshwrightError, match=r"offsets.bin was truncated while it was read"):
         read_sequences(opened, [0], SEQ)
 
 
@@ -281,21 +285,21 @@ def change_meta(**changes: object) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (cut, "tokens.bin holds 100 bytes of 1,9"),
-        (grow, "offsets.bin holds 336 bytes of 328: something was added"),
+        (cut, "tokens.bin has 100 bytes instead of 1,9"),
+        (grow, "offsets.bin has 336 bytes instead of 328: bytes were appended"),
         (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin is missing"),
         (lambda folder: (folder / "tokens.crc").unlink(), "tokens.crc is missing"),
         (lambda folder: (folder / "meta.json").unlink(), "is not a token store"),
         (lambda folder: (folder / "meta.json").write_text("{"), "meta.json cannot be read"),
-        (lambda folder: (folder / "meta.json").write_text("[]"), "of something else"),
+        (lambda folder: (folder / "meta.json").write_text("[]"), "has another format"),
         (lambda folder: (folder / "meta.json").write_bytes(b"\xff"), "meta.json cannot be read"),
         (lambda folder: change(folder, "meta.json", 60, b"0"), "meta.json "),
-        (change_meta(version=3), "is of version 3, this meshwright reads version 2"),
+        (change_meta(version=3), "has version 3, this meshwright reads version 2"),
         (change_meta(tokens=20), "contradicts itself about tokens.bin"),
-        (change_meta(files={}), "does not hold what it should"),
-        (change_meta(tokens="many"), "does not hold what it should"),
-        (change_meta(identity="me"), "does not hold what it should"),
-        (change_meta(tokenizer={}), "is not the one the tokens were made with"),
+        (change_meta(files={}), "has missing or wrong fields"),
+        (change_meta(tokens="many"), "has missing or wrong fields"),
+        (change_meta(identity="me"), "has missing or wrong fields"),
+        (change_meta(tokenizer={}), "is not the tokenizer that made the tokens"),
         (shutil.rmtree, "does not exist; make one with: meshwright data pack"),
     ],
 )
@@ -333,8 +337,8 @@ class Wrong(ByteTokenizer):
 @pytest.mark.parametrize("wrong", [-1, 257, 70_000])
 def test_ids_outside_the_vocabulary_are_not_packed(tmp_path: Path, wrong: int) -> None:
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(MeshwrightError, match=f"gave the id {wrong}, outside its vocabulary"):
+    with pytest.raises(MeshwrightError, match=f"returned the id {wrong}, outside its vocabulary"):
         pack([tmp_path / "a.txt"], tmp_path / "a.store", Wrong(wrong))
     assert not (tmp_path / "a.store").exists()
-    with pytest.raises(MeshwrightError, match=f"gave the id {wrong}, outside its vocabulary"):
+    with pytest.raises(MeshwrightError, match=f"returned the id {wrong}, outside its vocabulary"):
         TokenStore.of_documents(["x"], Wrong(wrong), name="x")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.data import embedded_corpus, embedded_text
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_corpus_is_small_plain_english() -> None:

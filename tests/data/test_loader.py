@@ -94,7 +94,7 @@ def test_each_token_is_read_once_and_only_where_a_device_holds_it(
     loader = training_loader(Mixture.of([store]), batch=8, seq=16)
     sharding = NamedSharding(mesh, P(None, "dp", None))  # 4 devices hold each half
     loader.device_batch(0, sharding)
-    # the last token of a row is the target of its last position, and may open another row
+    # the last token of a sequence is the target of its last position, and may open another sequence
     assert set(watched.read.tolist()) <= {0, 1, 2}
     assert watched.read.sum() == 8 * 17
 
@@ -169,7 +169,7 @@ def test_evaluation_meets_every_held_out_token_once(mesh: jax.sharding.Mesh) -> 
     assert (segments[:13].max(axis=1) > 0).all()
     assert (segments[13:] == 0).all()
     assert (np.asarray(batches[1]["targets"])[0, 5:] == NO_TARGET).all()
-    # its first row is the one training stops before
+    # its first sequence is the one training stops before
     first = (sequence_count(embedded_corpus(), 64) - 13) * 64
     np.testing.assert_array_equal(
         np.asarray(batches[0]["tokens"])[0, 0], embedded_corpus().tokens[first : first + 64]
@@ -271,5 +271,5 @@ def test_two_processes_each_read_their_half_of_the_batch() -> None:
         found = json.loads(out.strip().splitlines()[-1])
         assert found["right"]
         assert found["sums"] == sums
-        # 4 of the 8 rows, each in two halves of 16 tokens and a target
+        # 4 of the 8 sequences, each in two halves of 16 tokens and a target
         assert found["read"] == 4 * 2 * 17

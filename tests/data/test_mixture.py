@@ -63,8 +63,8 @@ def test_the_text_says_what_is_mixed(
         ("a.store,,b.store", "names an empty source"),
         ("a.store:0.7,b.store", "'b.store' has no weight"),
         ("a.store:1,a.store:2", "names 'a.store' twice"),
-        ("a.store:0", "must be more than 0"),
-        ("a.store:1,b.store:-2", "must be more than 0"),
+        ("a.store:0", "must be above 0"),
+        ("a.store:1,b.store:-2", "must be above 0"),
         ("a.store:1.2.3", "is not a number"),
         ("c.store", "'c.store' does not exist"),
         ("a.txt", "is not a token store"),
@@ -103,7 +103,7 @@ def test_stores_of_different_tokenizers_do_not_mix(tmp_path: Path) -> None:
         Mixture.of(stores)
     with pytest.raises(MeshwrightError, match="at least one store"):
         Mixture.of([])
-    with pytest.raises(MeshwrightError, match="1 weights do not fit 2 stores"):
+    with pytest.raises(MeshwrightError, match="1 weights for 2 stores"):
         Mixture.of([made("a", 9), made("b", 9)], [1])
 
 
@@ -111,30 +111,30 @@ def test_stores_of_different_tokenizers_do_not_mix(tmp_path: Path) -> None:
     sizes=st.lists(st.integers(40, 200), min_size=1, max_size=4), seed=st.integers(0, 99),
     held_out=st.integers(0, 3), seq=st.integers(4, 9),
 )  # fmt: skip
-def test_training_meets_every_row_of_a_store_before_any_again_and_none_that_is_held_out(
+def test_training_meets_every_sequence_of_a_store_before_any_again_and_none_that_is_held_out(
     sizes: list[int], seed: int, held_out: int, seq: int
 ) -> None:
     mixture = Mixture.of([made("abcd"[i], size) for i, size in enumerate(sizes)])
-    source, row = TrainingSamples(mixture, seq, held_out, seed).locate(np.arange(2000))
+    source, sequence = TrainingSamples(mixture, seq, held_out, seed).locate(np.arange(2000))
     for i, store in enumerate(mixture.stores):
-        rows = sequence_count(store, seq) - held_out
-        mine = row[source == i]
-        for start in range(0, len(mine) - rows, rows):
-            assert sorted(mine[start : start + rows].tolist()) == list(range(rows))
+        sequences = sequence_count(store, seq) - held_out
+        mine = sequence[source == i]
+        for start in range(0, len(mine) - sequences, sequences):
+            assert sorted(mine[start : start + sequences].tolist()) == list(range(sequences))
 
 
 @given(sizes=st.lists(st.integers(40, 200), min_size=1, max_size=4), held_out=st.integers(1, 3))
-def test_held_out_rows_come_once_and_then_padding(sizes: list[int], held_out: int) -> None:
+def test_held_out_sequences_come_once_and_then_padding(sizes: list[int], held_out: int) -> None:
     mixture = Mixture.of([made("abcd"[i], size) for i, size in enumerate(sizes)])
     samples = HeldOutSamples(mixture, 8, held_out)
-    source, row = samples.locate(np.arange(samples.count + 3))
+    source, sequence = samples.locate(np.arange(samples.count + 3))
     expected = [
         (i, sequence_count(store, 8) - held_out + k)
         for i, store in enumerate(mixture.stores)
         for k in range(held_out)
     ]
-    assert list(zip(source.tolist(), row.tolist(), strict=True))[: samples.count] == expected
-    assert row[samples.count :].tolist() == [PADDING] * 3
+    assert list(zip(source.tolist(), sequence.tolist(), strict=True))[: samples.count] == expected
+    assert sequence[samples.count :].tolist() == [PADDING] * 3
 
 
 def test_the_order_of_a_store_does_not_depend_on_what_it_is_mixed_with() -> None:
@@ -159,8 +159,8 @@ def test_data_that_cannot_train_the_model_is_refused(tmp_path: Path) -> None:
     other = load_tokenizer(word_tokenizer(tmp_path, "b"), "</s>")
     for asked, words in [
         ({"vocab": 256}, "vocabulary of 257, the model's is 256"),
-        ({"batch": 10_000}, "fewer than one batch of 10000"),
-        ({"held_out": 10_000}, "none would be left to train on"),
+        ({"batch": 10_000}, "less than one batch of 10000"),
+        ({"held_out": 10_000}, "leaves none to train on"),
         ({"tokenizer": other}, "another tokenizer than the model's"),
     ]:
         with pytest.raises(MeshwrightError) as said:

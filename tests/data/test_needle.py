@@ -1,4 +1,4 @@
-"""Rows of hay: what they hide is what they ask for, where they say it is."""
+"""Sequences of hay: what they hide is what they ask for, where they say it is."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def pairs(text: str, mark: str, kind: Needles) -> list[re.Match[str]]:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_a_row_hides_and_asks_what_it_says_it_does(data: st.DataObject) -> None:
+def test_a_sequence_hides_and_asks_what_it_says_it_does(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 4))
     needles = data.draw(st.integers(1, min(20, 10**length)))
     kind = Needles(
@@ -36,10 +36,10 @@ def test_a_row_hides_and_asks_what_it_says_it_does(data: st.DataObject) -> None:
         data.draw(st.integers(1, 5)),
     )
     seq = kind.shortest + data.draw(st.integers(0, 90))
-    rows = needle_sequences(kind, 2, seq, data.draw(st.integers(0, 9)))
-    assert rows.tokens.shape == (2, seq)
-    for row in range(2):
-        *body, end = rows.tokens[row].tolist()
+    sequences = needle_sequences(kind, 2, seq, data.draw(st.integers(0, 9)))
+    assert sequences.tokens.shape == (2, seq)
+    for sequence in range(2):
+        *body, end = sequences.tokens[sequence].tolist()
         assert end == 256
         text = bytes(body).decode()
         told = {found[1]: found for found in pairs(text, "!", kind)}
@@ -47,7 +47,7 @@ def test_a_row_hides_and_asks_what_it_says_it_does(data: st.DataObject) -> None:
         assert text.count("!") == len(told) == kind.needles
         assert text.count("?") == len({found[1] for found in asked}) == kind.asked
         assert all(told[found[1]][2] == found[2] for found in asked)
-        # questions are the end of the row, and what else is left is hay
+        # questions are the end of the sequence, and what else is left is hay
         assert text[asked[0].start() :] == "".join(found[0] for found in asked)
         _, *hay = re.sub(r"!\w+ ", "", text[: asked[0].start()]).split()
         assert len(set(hay)) <= 3
@@ -55,27 +55,31 @@ def test_a_row_hides_and_asks_what_it_says_it_does(data: st.DataObject) -> None:
         letters = [{letter for found in told.values() for letter in found[i]} for i in (1, 2)]
         assert not letters[0] & letters[1]
         assert not set("".join(hay)) & (letters[0] | letters[1])
-        assert rows.asked[row].tolist() == [found.start(2) for found in asked]
-        assert rows.told[row].tolist() == [told[found[1]].start(2) for found in asked]
-        spoken = [bytes(answer.astype(np.uint8)).decode() for answer in rows.answers[row]]
+        assert sequences.asked[sequence].tolist() == [found.start(2) for found in asked]
+        assert sequences.told[sequence].tolist() == [told[found[1]].start(2) for found in asked]
+        spoken = [bytes(answer.astype(np.uint8)).decode() for answer in sequences.answers[sequence]]
         assert spoken == [found[2] for found in asked]
 
 
-def test_a_row_depends_on_seed_and_number_alone() -> None:
+def test_a_sequence_depends_on_seed_and_number_alone() -> None:
     kind = Needles()
-    rows = needle_sequences(kind, 8, 200, seed=3).tokens
-    np.testing.assert_array_equal(rows[5:], needle_sequences(kind, 3, 200, seed=3, first=5).tokens)
+    sequences = needle_sequences(kind, 8, 200, seed=3).tokens
+    np.testing.assert_array_equal(
+        sequences[5:], needle_sequences(kind, 3, 200, seed=3, first=5).tokens
+    )
     others = [
         needle_sequences(kind, 8, 200, seed=4).tokens,
         needle_sequences(kind, 8, 200, seed=3, fresh=True).tokens,
     ]
-    texts = [row.tobytes() for tokens in (rows, *others) for row in tokens]
+    texts = [sequence.tobytes() for tokens in (sequences, *others) for sequence in tokens]
     assert len(set(texts)) == len(texts)
 
 
-def test_rows_of_the_store_are_the_rows_training_reads(tmp_path: Path) -> None:
+def test_sequences_of_the_store_are_the_sequences_training_reads(tmp_path: Path) -> None:
     kind = Needles(3, value_length=2)
-    store = write_needles(kind, tmp_path / "a", rows=300, seq=65, seed=2)  # more than one piece
+    store = write_needles(
+        kind, tmp_path / "a", sequences=300, seq=65, seed=2
+    )  # more than one piece
     assert sequence_count(store, 65) == store.documents == 300
     read = read_sequences(store, range(300), seq=65)
     np.testing.assert_array_equal(read["tokens"], needle_sequences(kind, 300, 65, seed=2).tokens)
@@ -86,12 +90,12 @@ def test_rows_of_the_store_are_the_rows_training_reads(tmp_path: Path) -> None:
 
 
 def test_needles_are_at_every_depth_and_mostly_on_another_device() -> None:
-    rows = needle_sequences(Needles(), 200, 256)
+    sequences = needle_sequences(Needles(), 200, 256)
     hay = 256 - 4 * 4
-    tenths = np.histogram(rows.told, bins=10, range=(0, hay))[0]
+    tenths = np.histogram(sequences.told, bins=10, range=(0, hay))[0]
     assert tenths.min() > 0.6 * tenths.mean()
     for held in ([0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3, 3, 2, 1, 0]):  # contiguous and zig-zag
-        told, asked = (np.array(held)[places // 32] for places in (rows.told, rows.asked))
+        told, asked = (np.array(held)[places // 32] for places in (sequences.told, sequences.asked))
         assert (told == asked).mean() < 0.25
 
 
@@ -99,8 +103,8 @@ def test_needles_are_at_every_depth_and_mostly_on_another_device() -> None:
     ("arguments", "words"),
     [
         ({"needles": 0}, "needles=0 must be at least 1"),
-        ({"needles": 11}, "there are 10 of key_length=1; give a longer key"),
-        ({"questions": 9}, "questions=9 of needles=4: each needle is asked for once at most"),
+        ({"needles": 11}, "there are only 10 of key_length=1; give a longer key"),
+        ({"questions": 9}, "questions=9 with needles=4: each needle is asked for at most once"),
         ({"questions": 0}, "give 1 to 4"),
         ({"value_length": 0}, "value_length=0 must be at least 1"),
         ({"key_length": 1.5}, "key_length=1.5 is not a whole number"),
@@ -111,11 +115,13 @@ def test_needles_that_cannot_be_are_refused(arguments: dict[str, int], words: st
         Needles(**arguments)
 
 
-def test_a_row_too_short_says_how_long_it_must_be(tmp_path: Path) -> None:
+def test_a_sequence_too_short_says_how_long_it_must_be(tmp_path: Path) -> None:
     kind = Needles()
-    with pytest.raises(mw.MeshwrightError, match=f"seq=50 is too short .* {kind.shortest} or more"):
-        write_needles(kind, tmp_path / "a", rows=4, seq=50)
+    with pytest.raises(
+        mw.MeshwrightError, match=f"seq=50 is too short .* seq={kind.shortest} or more"
+    ):
+        write_needles(kind, tmp_path / "a", sequences=4, seq=50)
     assert not (tmp_path / "a").exists()
     needle_sequences(kind, 1, kind.shortest)
-    with pytest.raises(mw.MeshwrightError, match="rows=0 asks for nothing"):
+    with pytest.raises(mw.MeshwrightError, match="sequences=0 leaves nothing to ask"):
         needle_sequences(kind, 0, 200)

@@ -10,19 +10,19 @@ SEEDS = st.integers(-(2**70), 2**70)
 
 
 @given(count=st.integers(1, 3000), seed=SEEDS, epoch=st.integers(0, 10**6))
-def test_every_epoch_meets_every_row_once(count: int, seed: int, epoch: int) -> None:
-    rows = shuffled(np.arange(count) + epoch * count, count, seed)
-    assert sorted(rows.tolist()) == list(range(count))
+def test_every_epoch_meets_every_sequence_once(count: int, seed: int, epoch: int) -> None:
+    sequences = shuffled(np.arange(count) + epoch * count, count, seed)
+    assert sorted(sequences.tolist()) == list(range(count))
 
 
 @given(count=st.integers(1, 2**40), seed=SEEDS, at=st.lists(st.integers(0, 2**44), min_size=1))
 def test_a_position_asked_for_alone_gives_the_same_row(
     count: int, seed: int, at: list[int]
 ) -> None:
-    rows = shuffled(at, count, seed)
-    assert rows.tolist() == [shuffled([one], count, seed)[0] for one in at]
-    assert (rows >= 0).all()
-    assert (rows < count).all()
+    sequences = shuffled(at, count, seed)
+    assert sequences.tolist() == [shuffled([one], count, seed)[0] for one in at]
+    assert (sequences >= 0).all()
+    assert (sequences < count).all()
 
 
 @given(seed=st.integers(0, 10**9))
@@ -39,8 +39,8 @@ def test_seeds_and_epochs_give_different_orders(seed: int) -> None:
             assert (one == other).sum() < 15
 
 
-def test_rows_fall_evenly_everywhere() -> None:
-    """Pearson's statistic of (position, row) over many seeds, for sizes around a square."""
+def test_sequences_fall_evenly_everywhere() -> None:
+    """Pearson's statistic of (position, sequence) over many seeds, for sizes around a square."""
     for count in (7, 16, 17, 30):
         seeds = 1500
         table = np.zeros((count, count))
@@ -53,12 +53,12 @@ def test_rows_fall_evenly_everywhere() -> None:
 
 
 def test_neighbours_do_not_stay_neighbours() -> None:
-    rows = shuffled(np.arange(100_000), 100_000, seed=0)
-    steps = np.abs(np.diff(rows))
+    sequences = shuffled(np.arange(100_000), 100_000, seed=0)
+    steps = np.abs(np.diff(sequences))
     # the mean distance of two random places is a third of the length
     assert abs(steps.mean() / 100_000 - 1 / 3) < 0.01
     assert (steps < 10).mean() < 0.001
 
 
-def test_without_a_shuffle_rows_come_in_order() -> None:
+def test_without_a_shuffle_sequences_come_in_order() -> None:
     assert in_order(range(7), 3).tolist() == [0, 1, 2, 0, 1, 2, 0]

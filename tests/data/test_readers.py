@@ -157,7 +157,7 @@ def test_parquet_arrow_and_saved_datasets_give_their_column(tmp_path: Path) -> N
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
     assert "cannot be read after row 0" in read(tmp_path / "broken.parquet")[1][0]
     (saved / "data-1.arrow").unlink()
-    with pytest.raises(MeshwrightError, match=r"misses 1 file of 2: data-1\.arrow"):
+    with pytest.raises(MeshwrightError, match=r"lacks 1 file of 2: data-1\.arrow"):
         find_files(saved)
 
 
@@ -179,10 +179,10 @@ def test_mistakes_about_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, words in [
         ("nowhere", "does not exist"),
-        ("x.md", "of no kind that is read: '.txt'"),
+        ("x.md", "unsupported file type; it can be '.txt'"),
         ("splits", "splits/train' or "),
         ("state", "does not list data files"),
-        ("empty", "holds no file that is read"),
+        ("empty", "holds no file of a supported type"),
     ]:
         with pytest.raises(MeshwrightError) as said:
             find_files(tmp_path / name)
@@ -197,5 +197,5 @@ def test_a_document_too_large_for_memory_is_refused(
     (tmp_path / "a.txt").write_text("x" * 101)
     with pytest.raises(MeshwrightError, match="--split-on"):
         read(tmp_path / "a.txt")
-    with pytest.raises(MeshwrightError, match="what stands between"):
+    with pytest.raises(MeshwrightError, match="the separator between"):
         read(tmp_path / "a.txt", Reading(split_on="y"))

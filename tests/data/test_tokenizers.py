@@ -155,10 +155,13 @@ def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
     definition["added_tokens"] = []
     (tmp_path / "alone.json").write_text(json.dumps(definition))
     cases = [
-        (lambda: load_tokenizer("nowhere"), "there is no file 'nowhere'"),
+        (lambda: load_tokenizer("nowhere"), "file 'nowhere' does not exist"),
         (lambda: load_tokenizer(tmp_path), "give 'bytes', a tokenizer.json or a folder"),
         (lambda: load_tokenizer(tmp_path / "broken.json"), "cannot be read"),
-        (lambda: load_tokenizer(tmp_path / "other.json", "x"), "not one this library reads"),
+        (
+            lambda: load_tokenizer(tmp_path / "other.json", "x"),
+            "library cannot read tokenizer.json",
+        ),
         (lambda: load_tokenizer(tmp_path / "alone.json"), "--end-token"),
         (lambda: load_tokenizer(folder, "</p>"), "did you mean '</s>'"),
         (lambda: load_tokenizer("bytes", "</s>"), "leave it out"),

@@ -29,7 +29,7 @@ COMMAND = re.compile(rf"meshwright ({'|'.join(cli.COMMANDS)})\b")
 FLAG = re.compile(r"(?<![\w/<!-])--[a-z][\w.-]*\w")
 BEFORE = {"--version", "--config"}  # read before the flags of a command
 # of XLA, Slurm, LWM, benchmarks/ and tools/
-THEIRS = re.compile(r"--(xla\w*|nodes|ntasks.*|(mp_)?mesh_dim|documents|check)")
+THEIRS = re.compile(r"--(xla\w*|nodes|ntasks.*|(mp_)?mesh_dim|tp$|documents|check)")
 
 
 class ParsedError(Exception):

@@ -18,7 +18,7 @@ from meshwright.train.state import abstract_state
 
 CONFIG = DecoderConfig(320, 2, 32, 8, 4, 8, 64, max_seq=256)
 RULES = decoder_rules(sp=True)
-ROWS = needle_sequences(Needles(4, 3, value_length=2), 5, 64)
+SEQUENCES = needle_sequences(Needles(4, 3, value_length=2), 5, 64)
 
 
 def random_source(config: DecoderConfig = CONFIG) -> Source:
@@ -42,7 +42,7 @@ def model_on(mesh: str, config: DecoderConfig = CONFIG) -> Model:
 
 @functools.cache
 def reference(config: DecoderConfig, documents: int = 1) -> np.ndarray:
-    """The likeliest tokens by the logits of whole rows, on one device."""
+    """The likeliest tokens by the logits of whole sequences, on one device."""
     model = model_on("dp=1", config)
 
     @jax.jit
@@ -50,8 +50,8 @@ def reference(config: DecoderConfig, documents: int = 1) -> np.ndarray:
         return logits(params, tokens, config, Compute(RULES), segments=segments)
 
     with jax.set_mesh(model.mesh):
-        found = whole(model.params, ROWS.tokens, cut_into(documents))
-    return np.asarray(found).argmax(-1)[np.arange(5)[:, None, None], ROWS.places - 1]
+        found = whole(model.params, SEQUENCES.tokens, cut_into(documents))
+    return np.asarray(found).argmax(-1)[np.arange(5)[:, None, None], SEQUENCES.positions - 1]
 
 
 def cut_into(documents: int) -> np.ndarray:
@@ -69,14 +69,14 @@ def cut_into(documents: int) -> np.ndarray:
     ],
 )
 def test_answers_are_those_of_the_whole_logits_on_one_device(mesh: str, sequence: str) -> None:
-    said = answers(model_on(mesh), ROWS, context_parallel=sequence)
+    said = answers(model_on(mesh), SEQUENCES, context_parallel=sequence)
     np.testing.assert_array_equal(said, reference(CONFIG))
     assert len(np.unique(said)) > 5, said.ravel()  # not the same everywhere
 
 
 def test_tied_embeddings_are_the_head() -> None:
     tied = dataclasses.replace(CONFIG, tied_embeddings=True)
-    said = answers(model_on("tp=2,sp=2", tied), ROWS, context_parallel="ring")
+    said = answers(model_on("tp=2,sp=2", tied), SEQUENCES, context_parallel="ring")
     np.testing.assert_array_equal(said, reference(tied))
 
 
@@ -84,11 +84,13 @@ def test_an_answer_is_never_padding_of_the_vocabulary() -> None:
     odd = dataclasses.replace(CONFIG, vocab=257)
     model = model_on("tp=2,sp=2", odd)
     assert model.params["output"].shape[1] == 258
-    np.testing.assert_array_equal(answers(model, ROWS, context_parallel="ring"), reference(odd))
+    np.testing.assert_array_equal(
+        answers(model, SEQUENCES, context_parallel="ring"), reference(odd)
+    )
 
 
-def test_rows_can_be_cut_into_documents() -> None:
-    said = answers(model_on("sp=4"), ROWS, context_parallel="ring", segments=cut_into(4))
+def test_sequences_can_be_cut_into_documents() -> None:
+    said = answers(model_on("sp=4"), SEQUENCES, context_parallel="ring", segments=cut_into(4))
     np.testing.assert_array_equal(said, reference(CONFIG, 4))
     assert (said != reference(CONFIG)).any()
 
@@ -103,13 +105,13 @@ def test_weights_lie_as_training_keeps_them() -> None:
 
 
 def test_an_answer_is_right_if_all_of_it_is_and_groups_count_them() -> None:
-    rows = needle_sequences(Needles(2, value_length=2), 3, 100)
+    sequences = needle_sequences(Needles(2, value_length=2), 3, 100)
     right = np.array([[True, False], [True, True], [False, False]])
-    found = Retrieval(right, rows)
+    found = Retrieval(right, sequences)
     assert found.share == 0.5
     for groups, places in (
-        (found.by_depth(4), rows.told),
-        (found.by_distance(4), rows.asked - rows.told),
+        (found.by_depth(4), sequences.told),
+        (found.by_distance(4), sequences.asked - sequences.told),
     ):
         assert sum(group.asked for group in groups) == 6
         for group in groups:
@@ -117,12 +119,12 @@ def test_an_answer_is_right_if_all_of_it_is_and_groups_count_them() -> None:
             assert group.stop - group.start == 25
             assert (group.asked, group.right) == (inside.sum(), (right & inside).sum())
     model = model_on("dp=1")
-    said = answers(model, rows)
+    said = answers(model, sequences)
     expected = [
         [bool((s == a).all()) for s, a in zip(*r, strict=True)]
-        for r in zip(said, rows.answers, strict=True)
+        for r in zip(said, sequences.answers, strict=True)
     ]
-    assert retrieve(model, rows).right.tolist() == expected
+    assert retrieve(model, sequences).right.tolist() == expected
 
 
 def test_a_model_that_cannot_be_asked_says_why() -> None:
@@ -135,14 +137,14 @@ def test_a_model_that_cannot_be_asked_says_why() -> None:
 
     assert check_needle(source, mesh, 64, "ring") == "ring"
     assert check_needle(source, generation_mesh("dp=2"), 64) is None
-    refused("seq=300 is longer than the model allows; 256 or less", seq=300)
+    refused("seq=300 is longer than the model allows; use 256 or less", seq=300)
     refused(
         "seq=68 is not divisible by 8 .* seq=64 or 72 would fit", seq=68, context_parallel="ring"
     )
     small = dataclasses.replace(CONFIG, vocab=256)
-    refused("vocabulary of 256; needle rows need 257", source=random_source(small))
+    refused("vocabulary of 256; needle sequences need 257", source=random_source(small))
     words = type("Words", (ByteTokenizer,), {"kind": "huggingface"})()
     refused(
-        "kind 'huggingface', and needle rows are bytes",
+        "kind 'huggingface', but needle sequences are bytes",
         dataclasses.replace(source, tokenizer=words),
     )

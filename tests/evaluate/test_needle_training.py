@@ -1,4 +1,4 @@
-"""A small model trained on rows split over sp finds needles, and only through other devices' keys."""
+"""A small model trained on sequences split over sp finds needles, and only through other devices' keys."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def test_a_model_trained_over_sp_finds_needles_and_not_where_parts_cannot_see_ea
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    meshwright("data", "needle", tmp_path / "needles", "--rows", 8000, "--seq", SEQ)
+    meshwright("data", "needle", tmp_path / "needles", "--sequences", 8000, "--seq", SEQ)
     meshwright(
         "train", tmp_path / "config.json", "--data", tmp_path / "needles", "--seq", SEQ,
         "--mesh", "sp=4", "--cpu-devices", 4, "--context-parallel", "ring", "--steps", 500,
@@ -47,13 +47,15 @@ def test_a_model_trained_over_sp_finds_needles_and_not_where_parts_cannot_see_ea
     model = load(
         look_into(str(tmp_path / "run")), generation_mesh("sp=4"), rules=decoder_rules(sp=True)
     )
-    rows = needle_sequences(Needles(), rows=64, seq=SEQ, fresh=True)
-    found = retrieve(model, rows, context_parallel="ring")
+    sequences = needle_sequences(Needles(), sequences=64, seq=SEQ, fresh=True)
+    found = retrieve(model, sequences, context_parallel="ring")
     assert found.share >= 0.95
-    # the same weights, where each of the four parts of a row sees its own keys only
-    parts = np.broadcast_to(np.arange(SEQ, dtype=np.int32) * 4 // SEQ + 1, rows.tokens.shape)
-    broken = retrieve(model, rows, context_parallel="ring", segments=np.ascontiguousarray(parts))
+    # the same weights, where each of the four parts of a sequence sees its own keys only
+    parts = np.broadcast_to(np.arange(SEQ, dtype=np.int32) * 4 // SEQ + 1, sequences.tokens.shape)
+    broken = retrieve(
+        model, sequences, context_parallel="ring", segments=np.ascontiguousarray(parts)
+    )
     assert broken.share < 0.5
-    elsewhere = rows.told // (SEQ // 4) != rows.asked // (SEQ // 4)
+    elsewhere = sequences.told // (SEQ // 4) != sequences.asked // (SEQ // 4)
     assert elsewhere.mean() > 0.5
     assert broken.right[elsewhere].mean() < 0.2 < 0.95 <= found.right[elsewhere].mean()

@@ -131,4 +131,4 @@ def test_different_numbers_of_processes_are_told() -> None:
         for i, number in enumerate((2, 3))
     ]
     errors = [process.communicate(timeout=60)[1] for process in processes]
-    assert sum("every process must be told the same number" in error for error in errors) == 1
+    assert sum("every process needs the same number" in error for error in errors) == 1

@@ -144,8 +144,8 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stopped", "said"),
     [
-        (1, r"process 1 \(\S+\) has said nothing for \d s: stopped"),
-        (0, r"process 0, the coordinator, has not answered for \d s"),
+        (1, r"process 1 \(\S+\) has not reported for \d s: it is stopped"),
+        (0, r"process 0, the coordinator, has not responded for \d s"),
     ],
 )
 def test_a_process_that_is_stopped_is_named(tmp_path: Path, stopped: int, said: str) -> None:

@@ -39,8 +39,8 @@ def test_silence_is_told_before_the_limit_is_reached() -> None:
     reports = [report(0, 41, 70), report(1, 41, 5, silent_s=65)]
     said = verdict(reports, 0, 60)
     assert said == (
-        "step 41 has not finished for 70 s: process 1 (node-1) has said nothing for 65 s: stopped, "
-        "swapped out or cut off; the other waits in step 41"
+        "step 41 has not finished for 70 s: process 1 (node-1) has not reported for 65 s: "
+        "it is stopped, swapped out or disconnected; the other waits in step 41"
     )
     assert verdict(reports, 0, 66) is None
 
@@ -50,11 +50,11 @@ def test_in_the_same_step_the_one_that_is_elsewhere_is_named() -> None:
     said = verdict(reports, 0, 600)
     assert said is not None
     assert "all 4 processes are in it; a collective or the network hangs" in said
-    reports[2] = dataclasses.replace(reports[2], where="reader.py:88 next_rows")
+    reports[2] = dataclasses.replace(reports[2], where="reader.py:88 next_batch")
     said = verdict(reports, 0, 600)
     assert said is not None
     assert (
-        "process 2 (node-2) was last seen at step 41, in reader.py:88 next_rows; the other 3"
+        "process 2 (node-2) was last seen at step 41, in reader.py:88 next_batch; the other 3"
         in said
     )
 

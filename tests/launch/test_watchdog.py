@@ -13,12 +13,12 @@ from meshwright.launch import Watchdog
 PROGRAM = """
 import sys, time
 from meshwright.launch import Watchdog
-def next_rows():
+def next_batch():
     time.sleep(100)
 with Watchdog(sys.argv[1], timeout_s=0.5, pause_timeout_s=20, poll_s=0.1) as watchdog:
     for step in range(1, 4):
         watchdog.beat(step)
-    next_rows()
+    next_batch()
 """
 
 
@@ -34,11 +34,11 @@ def test_a_reader_that_hangs_ends_the_process_and_leaves_its_stack(tmp_path: Pat
         [sys.executable, "-c", PROGRAM, tmp_path], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 75
-    said = "step 3 has not finished for 1 s: this process is in <string>:5 next_rows"
+    said = "step 3 has not finished for 1 s: this process is in <string>:5 next_batch"
     assert f"error: {said}" in done.stderr
     assert said in (tmp_path / "watchdog.txt").read_text()
     stacks = (tmp_path / "watchdog-stacks-0.txt").read_text()
-    assert "in next_rows" in stacks
+    assert "in next_batch" in stacks
 
 
 def test_steps_that_go_on_are_left_alone(tmp_path: Path) -> None:

@@ -15,27 +15,27 @@ from meshwright.layouts.initial import create
 from meshwright.layouts.padding import fit, stored
 
 
-def described(shape: tuple[int, ...], spec: P, mesh: str) -> jax.ShapeDtypeStruct:
+def abstract(shape: tuple[int, ...], spec: P, mesh: str) -> jax.ShapeDtypeStruct:
     count = math.prod(mw.MeshSpec.parse(mesh).sizes)
     placed = mw.mesh(mesh, devices=jax.devices()[:count], axis_types="explicit")
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(placed, spec))
 
 
 def test_what_is_stored_is_split_as_finely_along_another_dim() -> None:
-    target = described((260, 64), P("tp", "fsdp"), "fsdp=2,tp=4")
+    target = abstract((260, 64), P("tp", "fsdp"), "fsdp=2,tp=4")
     on_disk = stored(target, (257, 64))
     assert on_disk.shape == (257, 64)
     assert on_disk.sharding.spec == P(None, ("fsdp", "tp"))
 
 
 def test_what_no_other_dim_can_take_is_stored_whole() -> None:
-    assert stored(described((260,), P("tp"), "tp=4"), (257,)).sharding.spec == P(None)
-    both = stored(described((260, 2), P("tp", "fsdp"), "fsdp=2,tp=4"), (257, 2))
+    assert stored(abstract((260,), P("tp"), "tp=4"), (257,)).sharding.spec == P(None)
+    both = stored(abstract((260, 2), P("tp", "fsdp"), "fsdp=2,tp=4"), (257, 2))
     assert both.sharding.spec == P(None, "fsdp")
 
 
 def test_an_array_without_padding_is_stored_as_it_is() -> None:
-    target = described((260, 64), P("tp", "fsdp"), "fsdp=2,tp=4")
+    target = abstract((260, 64), P("tp", "fsdp"), "fsdp=2,tp=4")
     assert stored(target, (260, 64)) is target
 
 
@@ -50,7 +50,7 @@ def test_an_array_without_padding_is_stored_as_it_is() -> None:
 def test_padding_goes_off_and_on_without_a_bit_changed(
     padded: tuple[int, ...], spec: P, shape: tuple[int, ...]
 ) -> None:
-    target = described(padded, spec, "fsdp=2,tp=4")
+    target = abstract(padded, spec, "fsdp=2,tp=4")
     on_disk = stored(target, shape)
     values = np.random.default_rng(0).normal(size=shape).astype("f")
     there = fit({"w": jax.device_put(values, on_disk.sharding)}, {"w": target})["w"]
@@ -64,7 +64,7 @@ def test_padding_goes_off_and_on_without_a_bit_changed(
 
 
 def test_initial_values_do_not_depend_on_padding() -> None:
-    target = described((260, 64), P("tp", "fsdp"), "fsdp=2,tp=4")
+    target = abstract((260, 64), P("tp", "fsdp"), "fsdp=2,tp=4")
     init = mw.Normal(0.02)
     padded = mw.ArraySpec((260, 64), "vocab embed", init=init, unpadded=(257, 64))
     found = np.asarray(create({"w": padded}, {"w": target.sharding})["w"])

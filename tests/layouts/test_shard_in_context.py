@@ -128,8 +128,8 @@ def test_in_a_partly_manual_shard_map_the_other_axes_can_be_constrained(mesh: Me
 
 
 def test_a_constraint_on_a_mesh_without_devices_is_refused() -> None:
-    described = mw.mesh("fsdp=2,tp=4", machine="v5e:2x4")
-    for absent in (described, described.abstract_mesh):
+    abstract = mw.mesh("fsdp=2,tp=4", machine="v5e:2x4")
+    for absent in (abstract, abstract.abstract_mesh):
         with pytest.raises(MeshwrightError, match="would do nothing"):
             jax.jit(lambda x, absent=absent: mw.shard(x, LAYOUT, mesh=absent))(jnp.ones((8, 16)))
 

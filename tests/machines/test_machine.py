@@ -150,7 +150,7 @@ def test_mistakes_say_what_would_work(text: str, words: list[str]) -> None:
 
 
 def test_a_machine_larger_than_any_is_refused() -> None:
-    with pytest.raises(MeshwrightError, match="at most 1,000,000 are described"):
+    with pytest.raises(MeshwrightError, match="at most 1,000,000 are supported"):
         Machine(CHIPS["v5e"], (9999999, 9999999))
 
 

@@ -132,21 +132,21 @@ def test_gpus_keep_the_last_axis_inside_a_host() -> None:
     assert mesh.coords[3][5] == (3, 5)
 
 
-def test_real_devices_can_be_laid_out_as_a_described_machine(eight: list[jax.Device]) -> None:
-    described = mw.mesh("fsdp=2,tp=4", machine="v5e:2x4")
+def test_real_devices_can_be_laid_out_as_an_absent_machine(eight: list[jax.Device]) -> None:
+    planned = mw.mesh("fsdp=2,tp=4", machine="v5e:2x4")
     mesh = mw.mesh("fsdp=2,tp=4", machine="v5e:2x4", devices=eight)
-    listed = {d.id: i for i, d in enumerate(described.machine.devices)}
-    expected = [listed[d.id] for d in described.devices.flat]
+    listed = {d.id: i for i, d in enumerate(planned.machine.devices)}
+    expected = [listed[d.id] for d in planned.devices.flat]
     assert ids(mesh).ravel().tolist() == expected
 
 
 def test_tpu_devices_are_matched_by_their_coordinates() -> None:
-    described = mw.mesh("fsdp=4,tp=4", machine="v5e:4x4")
-    shuffled = list(reversed(described.machine.devices))
-    mesh = described.to_jax(shuffled)
-    assert [d.coords for d in mesh.devices.flat] == [d.coords for d in described.devices.flat]
+    planned = mw.mesh("fsdp=4,tp=4", machine="v5e:4x4")
+    shuffled = list(reversed(planned.machine.devices))
+    mesh = planned.to_jax(shuffled)
+    assert [d.coords for d in mesh.devices.flat] == [d.coords for d in planned.devices.flat]
     with pytest.raises(MeshwrightError, match="they are v5e:2x8"):
-        described.to_jax(Machine(CHIPS["v5e"], (2, 8)).devices)
+        planned.to_jax(Machine(CHIPS["v5e"], (2, 8)).devices)
 
 
 @pytest.mark.parametrize("text", ["v5p:2x2x2", "v5e:2x4", "v6e:2x4", "v3:4x4", "2*v5e:4x4"])
@@ -159,10 +159,10 @@ def test_the_mesh_planned_is_the_mesh_built_whatever_the_chip_is_called(text: st
         assert [d.id for d in built.devices.flat] == [d.id for d in planned.devices.flat]
 
 
-def test_a_described_mesh_keeps_its_axis_types(eight: list[jax.Device]) -> None:
-    described = mw.mesh("fsdp=2,tp=4", machine="v5e:2x4", axis_types="explicit")
-    assert described.to_jax(eight).axis_types == (AxisType.Explicit,) * 2
-    assert described.abstract_mesh.axis_types == (AxisType.Explicit,) * 2
+def test_a_machine_mesh_keeps_its_axis_types(eight: list[jax.Device]) -> None:
+    planned = mw.mesh("fsdp=2,tp=4", machine="v5e:2x4", axis_types="explicit")
+    assert planned.to_jax(eight).axis_types == (AxisType.Explicit,) * 2
+    assert planned.abstract_mesh.axis_types == (AxisType.Explicit,) * 2
 
 
 def test_devices_that_leave_a_hole_still_make_a_mesh(caplog: pytest.LogCaptureFixture) -> None:

@@ -204,7 +204,7 @@ def test_axes_have_roles(text: str, by_role: str) -> None:
     [
         ("data=8:dt,tp=2", "'dt' is not the role of an axis; known: dp, fsdp"),
         ("dp=8:tp", "axis 'dp' has the role of its name"),
-        ("lanes=8", "axis 'lanes' has no role; write lanes=SIZE:ROLE"),
+        ("lanes=8", "axis 'lanes' has no role; the axes are dp, fsdp, tp, sp"),
         ("a=2:dp,tp=2,b=2:dp", "of another axis that does not stand beside it"),
         ("pp=2,tp=2", "the models here have no pipeline stages, so pp must be 1"),
         ("expert=4", "the models here have no experts, so ep must be 1"),

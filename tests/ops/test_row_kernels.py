@@ -47,11 +47,11 @@ def exact(x: jax.Array) -> np.ndarray:
 
 
 def gradients_in_float64(
-    x: np.ndarray, scale: np.ndarray, through: np.ndarray | float, given: np.ndarray
+    x: np.ndarray, scale: np.ndarray, dsum: np.ndarray | float, given: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of x, which also goes on, and of scale."""
     of_x, of_scale = gradients_of_norm(x, scale, given)
-    return through + of_x, of_scale
+    return dsum + of_x, of_scale
 
 
 def kernels(function: Any, *shapes: Any) -> int:
@@ -72,9 +72,9 @@ def kernels(function: Any, *shapes: Any) -> int:
         (("gpu", "NVIDIA A100-SXM4-80GB"), 2048, jnp.bfloat16, True, "it runs on the GPUs"),
         (H200, 2048, jnp.float32, False, "not float32"),
         (H200, 2048, jnp.float8_e4m3fn, False, "not float8_e4m3fn"),
-        (H200, 32000 + 64, jnp.bfloat16, False, "32064 columns do not divide by 128"),
-        (H200, 1024 + 128, jnp.bfloat16, True, "rows of 1152 are not held at once"),
-        (H200, 4096, jnp.bfloat16, True, "rows of 4096 are not held at once"),
+        (H200, 32000 + 64, jnp.bfloat16, False, "32064 columns are not divisible by 128"),
+        (H200, 1024 + 128, jnp.bfloat16, True, "rows of 1152 columns do not fit into registers"),
+        (H200, 4096, jnp.bfloat16, True, "rows of 4096 columns do not fit into registers"),
     ],
 )
 def test_rows_are_refused_for_a_reason(
@@ -196,17 +196,17 @@ def test_a_sum_is_rounded_once_and_its_norm_is_the_formula(shape: tuple[int, int
     np.testing.assert_allclose(exact(normed), right, rtol=2**-8)
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("returns_sum", [True, False])
 @pytest.mark.parametrize("uses", [1, 3])
-def test_gradients_of_a_norm_are_the_formula(uses: int, goes_on: bool) -> None:
-    x, through, *given = (some(6, 1024, seed=seed) for seed in range(2 + uses))
+def test_gradients_of_a_norm_are_the_formula(uses: int, returns_sum: bool) -> None:
+    x, dsum, *given = (some(6, 1024, seed=seed) for seed in range(2 + uses))
     scale = some(1024, seed=9, dtype=jnp.float32)
     with interpreted():
         of_x, of_scale = row_kernels.norm_gradient(
-            x, scale, EPS, through if goes_on else None, *given
+            x, scale, EPS, dsum if returns_sum else None, *given
         )
     gradient = sum(exact(part) for part in given)
-    on = exact(through) if goes_on else 0.0
+    on = exact(dsum) if returns_sum else 0.0
     right_x, right_scale = gradients_in_float64(exact(x), exact(scale), on, gradient)
     assert of_x.dtype == jnp.bfloat16
     np.testing.assert_allclose(exact(of_x), right_x, rtol=2**-8, atol=1e-5)
@@ -258,8 +258,8 @@ def test_a_norm_beside_a_sum_has_the_values_and_gradients_of_the_formula(
     wide, scale = exact(total), exact(args[2])
     for one in normed:
         np.testing.assert_allclose(exact(one), norm_in_float64(wide, scale), rtol=2**-8)
-    through, *rest = (exact(part) for part in given)
-    right_x, right_scale = gradients_in_float64(wide, scale, through, rest[0] + rest[1])
+    dsum, *rest = (exact(part) for part in given)
+    right_x, right_scale = gradients_in_float64(wide, scale, dsum, rest[0] + rest[1])
     for one in gradients[:2]:
         np.testing.assert_allclose(exact(one), right_x, rtol=2**-8, atol=1e-5)
     np.testing.assert_allclose(exact(gradients[2]), right_scale, rtol=1e-5, atol=1e-5)
@@ -269,7 +269,7 @@ def test_a_norm_beside_a_sum_has_the_values_and_gradients_of_the_formula(
 
     normed_alone, gradients = in_kernels(alone, text, spec, args, given[0])
     np.testing.assert_array_equal(exact(normed_alone), exact(normed[0]))
-    right_x, right_scale = gradients_in_float64(wide, scale, 0.0, through)
+    right_x, right_scale = gradients_in_float64(wide, scale, 0.0, dsum)
     for one in gradients[:2]:
         np.testing.assert_allclose(exact(one), right_x, rtol=2**-8, atol=1e-5)
     np.testing.assert_allclose(exact(gradients[2]), right_scale, rtol=1e-5, atol=1e-5)

@@ -38,7 +38,7 @@ def test_a_slower_kernel_takes_longer_and_its_scores_take_memory() -> None:
     job = Job(MODEL, 16, 4096)
     slow = dataclasses.replace(job, attention="blockwise")
     assert slow_attention(job, FSDP, V5E) is None
-    assert slow_attention(slow, FSDP, V5E) == ("blockwise", "as asked")
+    assert slow_attention(slow, FSDP, V5E) == ("blockwise", "as requested")
     ratio = attention_seconds(slow, V5E) / attention_seconds(job, V5E)
     assert ratio == pytest.approx(PLAIN_ATTENTION["tpu"])
     scores = 3 * 4 * 512 * MODEL.heads * 4096
@@ -74,7 +74,7 @@ def test_train_and_prove_say_so_too() -> None:
 
     assert "slower kernel" not in (words(config) or "")
     asked = dataclasses.replace(config, compute=ComputeConfig(attention="blockwise"))
-    assert (words(asked) or "").endswith("; in the slower kernel blockwise (as asked)")
+    assert (words(asked) or "").endswith("; in the slower kernel blockwise (as requested)")
     mesh.shape = {"dp": 1, "fsdp": 4, "tp": 1, "sp": 1}
     assert words(config) is None
-    assert words(asked) == "in the slower kernel blockwise (as asked)"
+    assert words(asked) == "in the slower kernel blockwise (as requested)"

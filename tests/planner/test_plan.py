@@ -253,6 +253,16 @@ def test_what_settings_say_otherwise_than_usual_is_kept(changes: dict[str, objec
         assert with_settings(chosen, changes | {"mesh": chosen.mesh}) == chosen
 
 
+@pytest.mark.parametrize("tile", [{"num_partitions": 4}, {"submesh": "2,2,1,1"}])
+def test_the_tile_of_a_replica_limits_the_mesh_that_takes_its_place(
+    tile: dict[str, object],
+) -> None:
+    found = plan(with_settings(CONFIG, {"batch": 64, "seq": 2048} | tile), "v5p:4x4x4")
+    (one,) = found.ranked
+    assert one.choice.sizes == {"dp": 16, "fsdp": 1, "tp": 4, "sp": 1}
+    assert apply(found.config, one.choice).mesh == "dp=16,fsdp=1,tp=4,sp=1"
+
+
 def test_a_choice_applied_to_settings_is_the_choice_of_those_settings() -> None:
     found = plan(CONFIG, "v5p:4x4x4")
     assert {one.choice.strategy for one in found.ranked} > {"auto"}
@@ -367,7 +377,7 @@ def test_a_row_too_short_for_two_chunks_a_device_is_refused() -> None:
     four = [one.choice for one in found.ranked if one.choice.sp == 4]
     assert {(one.strategy, one.tp) for one in four} == {("ulysses", 1)}
     why = {(one.choice.tp, one.choice.sp): one.why for one in found.refused}
-    assert "seq=1004 is not divisible by 8 (two chunks a device" in why[2, 4]
+    assert "seq=1004 is not divisible by 8 (two chunks per device" in why[2, 4]
     assert why[1, 8] == "seq=1004 is not divisible by sp=8; seq=1000 or 1008 would fit"
 
 

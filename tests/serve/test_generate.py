@@ -91,7 +91,7 @@ def test_tokens_come_before_the_last_is_made(random_model: RandomModel) -> None:
 @pytest.mark.parametrize(
     ("prompts", "new", "words"),
     [
-        ([], 5, "there is no prompt"),
+        ([], 5, "no prompt"),
         ([[1], []], 5, "prompt 2 is empty"),
         ([[1, 64]], 5, "prompt 1 has token 64; the model has 0 to 63"),
         ([[1], [1] * 250], 7, "prompt 2 has 250 tokens.*max_new=6 would fit"),

@@ -137,12 +137,12 @@ def test_what_is_missing_or_wrong_in_a_run_is_said(run: Path, tmp_path: Path) ->
     (run / "tokenizer_state.json").write_text("[1]")
     refused("does not describe a tokenizer")
     (run / "tokenizer_state.json").unlink()
-    refused("tokenizer_state.json is not there", "--tokenizer")
+    refused("tokenizer_state.json does not exist", "--tokenizer")
     assert look_into(run, tokenizer="bytes").config == CONFIG
     rewrite(run / "config.json", model_config=model_to_dict(CONFIG) | {"vocab": 200})
     refused("the tokenizer has 257 tokens", "200", tokenizer="bytes")
     rewrite(run / "config.json", model_config={"vocab": 200})
-    refused("'model_config' is not one of this version")
+    refused("'model_config' does not match this version")
     rewrite(run / "config.json", model_config=None)
     refused("neither a run's", "nor Hugging Face's")
     (run / "config.json").write_text("{")
@@ -162,7 +162,7 @@ def test_a_hugging_face_folder_without_a_tokenizer_says_so(tmp_path: Path, model
     folder = save_hf(tmp_path / "hf", model.params, CONFIG, dtype=jnp.float32)
     with pytest.raises(mw.MeshwrightError, match=r"no tokenizer\.json; name one with --tokenizer"):
         look_into(folder)
-    with pytest.raises(mw.MeshwrightError, match="it has no step 3"):
+    with pytest.raises(mw.MeshwrightError, match="which has no step 3"):
         look_into(folder, step=3)
     assert look_into(folder, tokenizer="bytes").ends == {256}
 

@@ -127,12 +127,12 @@ def test_tokens_that_the_tokenizer_lacks_are_never_taken() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"temperature": -0.1}, "temperature=-0.1 must be a number from 0"),
-        ({"top_k": 0}, "top_k=0 would leave no token"),
+        ({"temperature": -0.1}, "temperature=-0.1 must be a number >= 0"),
+        ({"top_k": 0}, "top_k=0 would remove every token"),
         ({"top_k": 1.5}, "top_k=1.5 is not a whole number"),
-        ({"top_p": 0.0}, "top_p=0 would leave no token"),
-        ({"top_p": 1.1}, "top_p=1.1 is a probability"),
-        ({"min_p": -1}, "min_p=-1 is a probability"),
+        ({"top_p": 0.0}, "top_p=0 would remove every token"),
+        ({"top_p": 1.1}, "top_p=1.1 must be a probability"),
+        ({"min_p": -1}, "min_p=-1 must be a probability"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**32}, "must be a whole number from 0 to 4294967295"),
         ({"temperature": math.nan}, "temperature=nan"),

@@ -33,12 +33,12 @@ def drawn(*parts: object, width: int = 120) -> str:
 def test_shards_are_where_jax_puts_them(
     mesh: str, machine: str, shape: tuple[int, ...], layout: str, eight: list[jax.Device]
 ) -> None:
-    described = mw.mesh(mesh, machine=machine)
-    array = scene(described, [(shape, layout)]).arrays[0]
-    shards = array.shard_of_device(described).reshape(8, -1)
-    real = mw.sharding(layout, mesh=described.to_jax(eight)).devices_indices_map(shape)
-    for device, index in zip(described.devices.flat, shards, strict=True):
-        steps = array.layout.shard_shape(shape, described.shape)
+    planned = mw.mesh(mesh, machine=machine)
+    array = scene(planned, [(shape, layout)]).arrays[0]
+    shards = array.shard_of_device(planned).reshape(8, -1)
+    real = mw.sharding(layout, mesh=planned.to_jax(eight)).devices_indices_map(shape)
+    for device, index in zip(planned.devices.flat, shards, strict=True):
+        steps = array.layout.shard_shape(shape, planned.shape)
         expected = [s.indices(n)[:2] for s, n in zip(real[eight[device.id]], shape, strict=True)]
         assert [(i * n, (i + 1) * n) for i, n in zip(index, steps, strict=True)] == expected
 
@@ -79,11 +79,11 @@ def test_the_terminal_shows_which_chip_sits_at_which_position() -> None:
     ],
 )
 def test_any_machine_can_be_drawn(mesh: str, machine: str, words: dict[str, str] | None) -> None:
-    described = mw.mesh(mesh, machine=machine)
+    planned = mw.mesh(mesh, machine=machine)
     for axis, text in (words or {}).items():
-        assert lies_on(described, axis) == text
-    assert all(len(line) <= 200 for line in drawn(machine_grid(described), width=200).splitlines())
-    assert all(name in drawn(axis_table(described)) for name in described.axis_names)
+        assert lies_on(planned, axis) == text
+    assert all(len(line) <= 200 for line in drawn(machine_grid(planned), width=200).splitlines())
+    assert all(name in drawn(axis_table(planned)) for name in planned.axis_names)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_any_machine_can_be_drawn(mesh: str, machine: str, words: dict[str, str]
 def test_the_hops_of_a_ring_are_told(
     mesh: str, machine: str, lines: list[str], counts: dict[str, int] | None
 ) -> None:
-    described = mw.mesh(mesh, machine=machine)
-    assert ring_lines(described) == lines
-    shown = scene(described)
+    planned = mw.mesh(mesh, machine=machine)
+    assert ring_lines(planned) == lines
+    shown = scene(planned)
     axis = shown.data()["axes"][-1]
     assert axis.get("hops_by_links") == counts
     assert ([f"sp: {axis['ring']}"] if "ring" in axis else []) == lines

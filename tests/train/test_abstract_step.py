@@ -7,7 +7,7 @@ import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.train.abstract_step import abstract_step
 from meshwright.train.config import TrainConfig
-from meshwright.train.setup import prepare
+from meshwright.train.prepare import prepare
 
 EIGHT = mw.mesh("dp=1,fsdp=4,tp=2,sp=1", devices=jax.devices()[:8], axis_types="explicit")
 
@@ -15,12 +15,12 @@ EIGHT = mw.mesh("dp=1,fsdp=4,tp=2,sp=1", devices=jax.devices()[:8], axis_types="
 def test_the_described_step_is_the_one_that_train_prepares() -> None:
     config = TrainConfig("tiny", mesh="dp=2,fsdp=4,tp=2", batch=16, seq=64, accumulation=2)
     run, found = prepare(config), abstract_step(config)
-    assert found.mesh == run.mesh
-    same = jax.tree.map(lambda a, b: a == b, found.state, run.target)
+    assert found.mesh == run.step.mesh
+    same = jax.tree.map(lambda a, b: a == b, found.state, run.step.state)
     assert all(jax.tree.leaves(same))
     assert {row.shape for row in found.batch.values()} == {(2, 8, 64)}
-    assert found.functions.batch_sharding == run.functions.batch_sharding
-    assert found.compute == abstract_step(config, run.mesh).compute
+    assert found.functions.batch_sharding == run.step.functions.batch_sharding
+    assert found.compute == abstract_step(config, run.step.mesh).compute
 
 
 def test_the_mesh_given_counts_not_the_devices_here() -> None:

@@ -58,7 +58,7 @@ def given(name: str, value: Any) -> TrainConfig:
         ("max_skipped", 0, "at least 1"),
         ("hang_timeout", 0.0, "above 0, such as 600"),
         ("cpu_devices", 100_000, "at most 1,024 devices"),
-        ("eval.rows", -1, "at least 0"),
+        ("eval.sequences", -1, "at least 0"),
         ("eval.every", 0, "at least 1"),
         ("log.every", 0, "at least 1"),
         ("checkpoint.every", 0, "at least 1"),

@@ -11,7 +11,7 @@ from meshwright.data import load_tokenizer, pack
 from meshwright.models import model_from_dict, model_to_dict
 from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
 from meshwright.train.config import TrainConfig
-from meshwright.train.setup import Setup, prepare
+from meshwright.train.prepare import Setup, prepare
 
 MISTRAL = Path(__file__).parents[1] / "models/hf_reference/mistral-wide-heads"
 SPECIAL = {"bos_token_id": 1, "eos_token_id": [0, 2], "pad_token_id": 0}

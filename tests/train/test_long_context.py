@@ -21,18 +21,14 @@ PROGRAM = """
 import sys
 from meshwright.launch.cpu import simulate_devices
 simulate_devices(64)
-import jax, jax.numpy as jnp, json
+import json
 from meshwright.cli.train import settings
-from meshwright.train.setup import prepare
-setup = prepare(settings(sys.argv[1:]))
-row = jax.ShapeDtypeStruct(
-    (1, setup.config.batch, setup.config.seq), jnp.int32, sharding=setup.functions.batch_sharding
-)
-batch = {name: row for name in ("tokens", "targets", "segments", "positions")}
-text = setup.functions.train.lower(setup.target, batch).as_text()
+from meshwright.train.prepare import prepare
+step = prepare(settings(sys.argv[1:])).step
+text = step.lower().as_text()
 print(json.dumps({
-    "mesh": dict(setup.mesh.shape), "attention": setup.attention,
-    "theta": setup.model.rope.theta, "permutes": text.count("collective_permute"),
+    "mesh": dict(step.mesh.shape), "attention": step.attention,
+    "theta": step.model.rope.theta, "permutes": text.count("collective_permute"),
 }))
 """
 

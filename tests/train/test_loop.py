@@ -110,7 +110,7 @@ def test_a_signal_in_the_loop_saves_and_ends_with_zero(
 ) -> None:
     run = tmp_path / "run"
     settings = ["--batch", "4", "--seq", "32", "--steps", "100000", "--run", str(run)]
-    settings += ["--eval.rows", "4", "--eval.every", "100000"]
+    settings += ["--eval.sequences", "4", "--eval.every", "100000"]
     process = subprocess.Popen(
         command(model, *settings, "--cpu-devices", "1"), stdout=subprocess.PIPE, text=True
     )
@@ -255,7 +255,7 @@ def test_a_refused_resume_leaves_the_settings_as_they_were(model: str, tmp_path:
 def test_each_step_is_evaluated_once(model: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(
-        model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--eval.rows", "4",
+        model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--eval.sequences", "4",
         "--eval.every", "3", "--stop-at", "6",
     )  # fmt: skip
     assert read_metrics(run).column("eval_loss")[0] == [3, 6]

@@ -79,7 +79,7 @@ def test_other_data_is_told_by_what_differs() -> None:
         "99998888) + news (share 0.25, content 33334444). The run would repeat or miss tokens. "
         "Give the old value again, or start a new run: --run with another folder"
     )
-    with pytest.raises(MeshwrightError, match=r"--eval\.rows was 0, is now 4\. "):
+    with pytest.raises(MeshwrightError, match=r"--eval\.sequences was 0, is now 4\. "):
         _check_data(before, described(held_out=4), "step 4 of run")
 
 
@@ -166,7 +166,7 @@ def test_a_file_in_the_place_of_a_run_is_told(tmp_path: Path) -> None:
         ["eval", "needle", str(file)],
     )
     assert trained.err == f"error: --run {str(file)!r} is a file; give a folder\n"
-    assert below.err == f"error: --run {str(file / 'below')!r} lies below {file}, a file\n"
+    assert below.err == f"error: --run {str(file / 'below')!r} is inside {file}, which is a file\n"
     for ended in (generated, asked):
         assert ended.err.startswith(f"error: {file} is a file; give the folder of a run")
     assert {ended.code for ended in (trained, below, generated, asked)} == {2}

@@ -37,7 +37,7 @@ OTHERS: dict[str, Any] = {
     "compute.dtype": "bfloat16", "compute.param_dtype": "bfloat16", "compute.remat": "full",
     "compute.scan": False, "compute.attention": "dense", "compute.sequence_parallel": True,
     "compute.mlp_chunk": 8, "compute.overlap": True, "checkpoint.every": 5, "checkpoint.keep_last": 1,
-    "checkpoint.keep_every": 5, "eval.every": 5, "eval.rows": 2,
+    "checkpoint.keep_every": 5, "eval.every": 5, "eval.sequences": 2,
 }  # fmt: skip
 
 

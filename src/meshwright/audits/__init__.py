@@ -1,4 +1,4 @@
-"""What a compiled program really sends: every collective as a row, planned or a surprise."""
+"""Audit a compiled program: a table of its collectives, each planned or a surprise."""
 
 from meshwright.audits.audit import Audit, Sum, audit, jax_stage
 from meshwright.audits.collective import OPERATIONS, Collective

@@ -1,4 +1,4 @@
-"""`audit(compiled)`: every collective of a compiled program, and what else it holds.
+"""`audit(compiled)`: every collective of a compiled program, and its largest arrays.
 
 found = audit(jax.jit(f).lower(x).compile(), expected=expected_of({"tp": ["all-reduce"]}))
 print(found)
@@ -32,7 +32,7 @@ class Sum:
     times: int  # executions, of all rows
     bytes: int  # of all executions
     wire_bytes: float  # a device sends, in all executions
-    hidden_bytes: float  # of those, in operations that compute goes on beside
+    hidden_bytes: float  # of those, overlapped with compute
     part_of_axes: bool = False
     rewritten: int = 0  # of the rows, by the compiler
 
@@ -48,8 +48,8 @@ class Audit:
     rows: tuple[Collective, ...]
     buffers: tuple[Buffer, ...]
     replicated: tuple[Replicated, ...]
-    expected: tuple[Expected, ...] | None = None  # None: nothing was said, nothing is a surprise
-    notes: tuple[str, ...] = ()  # what to know when reading the numbers
+    expected: tuple[Expected, ...] | None = None  # None: no expectations, so no surprises
+    notes: tuple[str, ...] = ()  # remarks about the numbers
 
     @property
     def surprises(self) -> tuple[Collective, ...]:
@@ -59,18 +59,18 @@ class Audit:
 
     @property
     def rewritten(self) -> tuple[Collective, ...]:
-        """The rows that a compiler made of something else that was expected, most bytes first."""
+        """The rows that the compiler rewrote from an expected collective, most bytes first."""
         rows = [row for row in self.rows if row.rewritten]
         return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.times))
 
     @property
     def judged(self) -> bool:
-        """Whether something was said of what to expect: else no row can be a surprise."""
+        """Whether there are expectations; without them no row is a surprise."""
         return self.expected is not None
 
     @property
     def missing(self) -> tuple[Expected, ...]:
-        """What was expected and is not there."""
+        """Expected collectives that the program does not have."""
         return missing(self.rows, self.expected or ())
 
     def by_axis(self) -> tuple[Sum, ...]:
@@ -144,8 +144,9 @@ def audit(
     """Read a compiled jax program: `jax.jit(f).lower(…).compile()`, or its text and a mesh.
 
     The mesh (also as text, "fsdp=4,tp=2", or axis sizes) is found in the program's shardings where
-    it is not given. With `expected`, rows that match nothing are surprises, but for `bookkeeping`
-    bytes of each operation in a run. What nnx.jit and eqx.filter_jit compile is read too.
+    it is not given. With `expected`, rows that match nothing are surprises, except for
+    `bookkeeping` bytes of each operation per run. Programs of nnx.jit and eqx.filter_jit are read
+    too.
     """
     compiled = jax_stage(compiled)
     text = compiled if isinstance(compiled, str) else _text(compiled)
@@ -165,7 +166,7 @@ def audit(
 
 
 def jax_stage(compiled: Any) -> Any:
-    """What jax compiled or lowered, inside the wrappers of flax's nnx.jit and eqx.filter_jit."""
+    """The jax object inside the wrappers of flax's nnx.jit and eqx.filter_jit."""
     for name, stage in (("compiled", jax.stages.Compiled), ("lowered", jax.stages.Lowered)):
         inside = getattr(compiled, name, None)
         if not isinstance(compiled, stage) and isinstance(inside, stage):
@@ -176,7 +177,7 @@ def jax_stage(compiled: Any) -> Any:
 def _notes(
     compiled: Any, mesh: Any, program: Program, rows: Sequence[Collective]
 ) -> tuple[str, ...]:
-    """That a CPU sends bfloat16 as float32, where it may have."""
+    """A note that CPUs send bfloat16 as float32, if the program may contain that."""
     devices: Any = getattr(mesh, "devices", np.empty(0))  # an abstract mesh has none
     platforms = {device.platform for device in devices.flat}
     instructions = [one for body in program.computations.values() for one in body]
@@ -184,8 +185,8 @@ def _notes(
     on_cpu = platforms == {"cpu"} or (
         isinstance(compiled, str) and any("_promoted" in one.rest for one in instructions)
     )
-    narrow = any(dtype == "bf16" for one in instructions for dtype, _ in one.arrays)
-    if on_cpu and narrow and any(row.dtype == "f32" for row in rows):
+    has_bfloat16 = any(dtype == "bf16" for one in instructions for dtype, _ in one.arrays)
+    if on_cpu and has_bfloat16 and any(row.dtype == "f32" for row in rows):
         return (
             "compiled for CPUs, which send bfloat16 as float32: a row of f32 may be half as large "
             "on TPUs and GPUs",
@@ -215,9 +216,9 @@ def _text(compiled: Any) -> str:
 
 
 def _shape(compiled: Any, mesh: Any, program: Program) -> Mapping[str, int]:
-    """Axis sizes of the mesh given, or of that of the program's shardings.
+    """Axis sizes of the mesh given, or of the mesh in the program's shardings.
 
-    A program that sends nothing needs none.
+    A program without collectives needs none.
     """
     if mesh is None and not isinstance(compiled, str):
         mesh = _mesh_of(compiled)

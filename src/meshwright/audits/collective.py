@@ -1,4 +1,4 @@
-"""One row of an audit: what a program sends between devices, where and how often."""
+"""One row of an audit: a collective, with its mesh axes, bytes, executions and source."""
 
 import dataclasses
 import math
@@ -14,16 +14,16 @@ OPERATIONS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "colle
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """An array that goes between devices.
+    """An array that a collective sends between devices.
 
-    `bytes` are those of the whole array a device takes part in with, once: of an all-gather its
-    output, of a reduce-scatter its input, of an all-reduce the array, of an all-to-all the array,
-    of a permute what a device sends. A combined operation gives a row for each of its arrays.
+    `bytes`: size of the full logical array in one execution (all-gather: output; reduce-scatter:
+    input; all-reduce, all-to-all: the array; permute: what a device sends), not bytes on the wire.
+    A combined operation has a row for each of its arrays.
     """
 
     operation: str
     axes: tuple[str, ...]  # of the mesh, in its order; see part_of_axes
-    devices: int  # in a group
+    devices: int  # per group
     dtype: str
     shape: tuple[int, ...]  # of the result, on a device
     loops: tuple[int, ...] = ()  # trip counts of the loops around it, the outermost first
@@ -31,16 +31,18 @@ class Collective:
     stack: tuple[str, ...] = ()  # "file.py:line", innermost first
     asynchronous: bool = False
     hidden_under: int = 0  # compute instructions between start and done
-    hidden_bytes: int = 0  # what those make
-    unsure: bool = False  # in a loop whose trips the text does not say: counted once
+    hidden_bytes: int = 0  # their results
+    unsure: bool = False  # in a loop with unknown trip count: counted once
     branch: str = ""  # of a conditional: "2 of 3"; of nested ones the outer first, "1 of 2, 2 of 2"
-    counted: bool = True  # False: another branch sends more, and sums are of that one
-    collective_matmul: bool = False  # a permute that stands for a gather or scatter beside a matmul
+    counted: bool = True  # False: another branch sends more, and only that one counts
+    collective_matmul: bool = (
+        False  # a permute of a collective matmul, instead of an all-gather or reduce-scatter
+    )
     part_of_axes: bool = False  # its groups are not all the devices along its axes
-    between_slices: bool = False  # over the network between TPU slices; else inside of each
+    between_slices: bool = False  # over the network between TPU slices
     planned: bool = True
-    rewritten: str = ""  # what the compiler made it of: "reduce-scatter over fsdp"
-    why: str = ""  # of `planned`: what it was matched with, or what is wrong
+    rewritten: str = ""  # the collective that the compiler rewrote: "reduce-scatter over fsdp"
+    why: str = ""  # the reason for `planned`
 
     @property
     def over(self) -> str:
@@ -59,7 +61,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """What a device sends in one execution, by the formulas of a ring."""
+        """Bytes a device sends in one execution of a ring algorithm."""
         n = max(self.devices, 1)
         if self.operation == "collective-permute":
             return float(self.bytes)
@@ -83,9 +85,9 @@ class Collective:
 
     @property
     def source(self) -> str:
-        """The line that sends, as "file.py:12"; "" if the text does not say.
+        """The source line, as "file.py:12"; "" if the text has none.
 
-        Of the built-in models it is the line that calls for an exchange, not the exchange itself.
+        In the built-in models it is the line that calls ops.collectives.
         """
         lines = [line for line in self.stack if not _EXCHANGES.search(line)]
         return next(iter(lines or self.stack), "")

@@ -1,13 +1,13 @@
-"""What a program is expected to send, and which of its rows are that.
+"""Expected collectives of a program, and the rows that match them.
 
     expected_of({"fsdp": ["all-gather", "reduce-scatter"], "tp": ["all-reduce"]})
 
-A row is planned if an Expected has its operation and exactly its axes, and its phase where one is
-given. What is small is planned too, as bookkeeping: the count of tokens, the norm of a gradient, a
-norm's weights; but only over axes that something is expected on, and only while all executions of
-one operation over the same axes add up to little. An Expected with `rewrite_of` says
-what a compiler may make of something else: a row that only it fits is marked as rewritten. All else
-is a surprise.
+A row is planned if an Expected has its operation and exactly its axes, and its phase if one is
+given. Small rows are planned too, as bookkeeping (the count of tokens, the norm of a gradient, the
+weights of a norm); but only over axes with an expected collective, and only while the total bytes
+of one operation over the same axes are small. An Expected with `rewrite_of` is what a compiler may
+make of another collective: a row that only it matches is marked as rewritten. All other rows are
+surprises.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from meshwright.audits.collective import OPERATIONS, Collective, Phase
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.present import bytes_text
 
-BOOKKEEPING = 64 * 1024  # bytes of a run up to which they are small: arrays × times they are sent
+BOOKKEEPING = 64 * 1024  # bytes per run, over all executions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Expected:
     axes: tuple[str, ...]  # any order
     phase: Phase | None = None  # None: any
     what: str = ""  # in words: "weights of a layer"
-    at_most: int | None = None  # bytes of an array; what is larger is something else
-    rewrite_of: str = ""  # what a compiler makes it of: "reduce-scatter over fsdp"
+    at_most: int | None = None  # bytes of an array; larger ones do not match
+    rewrite_of: str = ""  # the collective that a compiler rewrites: "reduce-scatter over fsdp"
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
@@ -42,7 +42,7 @@ class Expected:
     def is_of(self, row: Collective) -> bool:
         """Whether a row is of this kind."""
         operations = {row.operation}
-        if row.collective_matmul:  # goes around in turns, each beside a part of the product
+        if row.collective_matmul:  # a ring of permutes, each overlapped with a part of the matmul
             operations |= {"all-gather", "reduce-scatter"}
         phases = (None, row.phase)
         fits = self.at_most is None or row.bytes <= self.at_most
@@ -122,10 +122,10 @@ def judged(
 
 
 def _small(rows: Sequence[Collective], expected: Sequence[Expected], bookkeeping: int) -> set[int]:
-    """The places of rows that are bookkeeping.
+    """The indices of rows that are bookkeeping.
 
-    Of each operation over the same axes the smallest, as long as all of their bytes, each as often
-    as it is sent, are no more than `bookkeeping`.
+    For each operation over the same axes: the smallest rows, as long as their bytes times
+    executions are at most `bookkeeping` in total.
     """
     used = {axis for one in expected for axis in one.axes}
     left: dict[tuple[str, tuple[str, ...], bool], int] = {}
@@ -143,7 +143,7 @@ def _small(rows: Sequence[Collective], expected: Sequence[Expected], bookkeeping
 
 
 def missing(rows: Sequence[Collective], expected: Sequence[Expected]) -> tuple[Expected, ...]:
-    """What was expected and is not there."""
+    """Expected collectives that the program does not have."""
     origins = [row.rewritten.partition(" over ") for row in rows if row.rewritten]
     rewritten = {(operation, frozenset(axes.split("+"))) for operation, _, axes in origins}
     return tuple(
@@ -168,7 +168,7 @@ def _judge(row: Collective, expected: Sequence[Expected], small: bool) -> Collec
 
 
 def _unlike(row: Collective, origin: str) -> tuple[bool, bool]:
-    """For an order by how likely a row was made of this: as its scope says, else by its phase."""
+    """Sort key: how likely a row was rewritten from this, by its scope, else by its phase."""
     operation = origin.partition(" over ")[0]
     named = operation.replace("-", "_") in row.scope.rpartition("/")[2]
     return not named, (operation == "all-gather") != (row.phase == "forward")
@@ -182,7 +182,7 @@ def _instead(row: Collective, origin: str) -> str:
 
 
 def _wrong(row: Collective, expected: Sequence[Expected]) -> str:
-    """In words, what is not as expected."""
+    """Why a row is a surprise, in words."""
     over = "+".join(row.axes)
     here = [one for one in expected if set(one.axes) == set(row.axes)]
     same = [one for one in here if one.operation == row.operation]

@@ -1,4 +1,4 @@
-"""Which mesh axes a collective goes over, from the groups of devices in its text.
+"""The mesh axes of a collective, from the device groups in its text.
 
 A program numbers its devices in the order of its mesh (`mesh.devices.flat`), so the axes are those
 along which the numbers of a group differ. Groups are spelled in several ways:
@@ -37,7 +37,7 @@ def replica_groups(text: str, devices: int) -> list[list[int]]:
     if named:
         return _named(named[1], named[2], named[3])
     if re.search(r"(?:replica_groups|source_target_pairs)=", text):
-        raise MeshwrightError(f"groups of devices in a spelling that is not known: {text[:200]}")
+        raise MeshwrightError(f"unknown notation of device groups: {text[:200]}")
     return [list(range(devices))]
 
 
@@ -48,7 +48,7 @@ def axes_between(groups: Sequence[Sequence[int]], shape: Mapping[str, int]) -> t
         return ()
     if max(map(max, groups)) >= math.prod(sizes):
         raise MeshwrightError(
-            f"the program speaks of device {max(map(max, groups))}, mesh '{mesh_text(shape)}' has "
+            f"the program uses device {max(map(max, groups))}, mesh '{mesh_text(shape)}' has "
             f"{math.prod(sizes)}; give the mesh it was compiled for"
         )
     differ: set[int] = set()

@@ -1,4 +1,4 @@
-"""How often a loop runs, from its text; and a program's instructions, each with its loops."""
+"""Trip counts of loops, and a program's instructions with the loops around them."""
 
 import dataclasses
 import re
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from meshwright.audits.program import Instruction, Program, read_program
 
 _KNOWN = re.compile(r'"?known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)"?\}')
-# what gives its operand on unchanged
+# operations that return their operand unchanged
 _SAME = {"copy", "bitcast", "copy-start", "copy-done", "convert", "reshape", "opt-barrier"}
 
 
 def instructions(text: str | Program) -> list[Instruction]:
-    """Every instruction that has a buffer: of the entry, loops and branches, not inside fusions."""
+    """Every instruction with a buffer: in the entry, loops and branches, not inside fusions."""
     program = read_program(text) if isinstance(text, str) else text
 
     def walk(name: str, loops: tuple[int, ...]) -> Iterator[Instruction]:
@@ -20,8 +20,8 @@ def instructions(text: str | Program) -> list[Instruction]:
             yield dataclasses.replace(one, loops=loops)
             if one.operation == "while":
                 trips = trip_count(program, name, one)
-                turns = 1 if trips is None else trips
-                yield from walk(one.called("body") or "", (*loops, turns))
+                count = 1 if trips is None else trips
+                yield from walk(one.called("body") or "", (*loops, count))
             elif one.operation == "call":
                 yield from walk(one.called("to_apply") or "", loops)
             elif one.operation == "conditional":
@@ -32,10 +32,10 @@ def instructions(text: str | Program) -> list[Instruction]:
 
 
 def trip_count(program: Program, computation: str, loop: Instruction) -> int | None:
-    """RingSteps of a while loop of a computation; None if the text does not say.
+    """Trip count of a while loop; None if the text does not contain it.
 
-    The compilers for CPUs and GPUs write it beside the loop. The one for TPUs does not: there it is
-    found from the constant of the condition, the first value and the step.
+    The CPU and GPU compilers print it. The TPU compiler does not: there it follows from the
+    constant of the condition, the initial value and the increment.
     """
     known = _KNOWN.search(loop.rest)
     if known:
@@ -59,7 +59,7 @@ def trip_count(program: Program, computation: str, loop: Instruction) -> int | N
 
 
 def _compared(program: Program, name: str | None) -> tuple[int, int, str] | None:
-    """Of a condition `counter < constant`: the counter's place in the state, and the constant."""
+    """Of a condition `counter < constant`: the counter's index in the state, and the constant."""
     by_name = _by_name(program, name)
     root = next((one for one in by_name.values() if one.root), None)
     while root is not None and root.operation in ("copy", "bitcast"):
@@ -95,7 +95,7 @@ def _compared(program: Program, name: str | None) -> tuple[int, int, str] | None
 
 
 def _step(program: Program, body: str, index: int) -> int | None:
-    """What a turn adds to the counter at a place of the state."""
+    """The increment of the loop counter, at an index of the loop state."""
     by_name = _by_name(program, body)
     root = next((one for one in by_name.values() if one.root), None)
     if root is None or root.operation != "tuple" or index >= len(root.operands):
@@ -132,7 +132,7 @@ def _step(program: Program, body: str, index: int) -> int | None:
 
 
 def _tuple_part(program: Program, computation: str, name: str, index: int) -> int | None:
-    """The constant at a place of a tuple."""
+    """The constant at an index of a tuple."""
     by_name = _by_name(program, computation)
     state = _through(by_name, name)
     if state is None or state.operation != "tuple" or index >= len(state.operands):

@@ -1,4 +1,4 @@
-"""The largest buffers of a program, and the arrays that devices hold copies of."""
+"""The largest buffers of a program, and its replicated arrays."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from meshwright.audits.program import Program, array_bytes
 from meshwright.layouts import axes_of
 
 MIB = 2**20
-# these stand for arrays that others made, or for nothing yet
+# these alias other arrays, or have no content
 _NO_BUFFER = {
     "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "opt-barrier",
     "after-all", "partition-id", "replica-id",
@@ -22,12 +22,12 @@ _NO_BUFFER = {
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array on a device. Its bytes are without the padding of tiled layouts."""
+    """An array on a device; its bytes do not include the padding of tiled layouts."""
 
     bytes: int
     dtype: str
     shape: tuple[int, ...]
-    operation: str  # that makes it; parameter: an argument
+    operation: str  # that creates it; parameter: an argument
     scope: str
     source: str
     count: int  # how many of this shape come from this scope
@@ -38,13 +38,13 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-    """An argument or output that is whole over axes of the mesh."""
+    """An argument or output that is replicated over axes of the mesh."""
 
     name: str  # "argument [0].params['embedding']"
     dtype: str
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the full array
     bytes: int  # on a device
-    axes: tuple[str, ...]  # over which devices hold copies
+    axes: tuple[str, ...]  # over which it is replicated
     copies: int
 
     def data(self) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def largest_buffers(program: Program, most: int = 20) -> tuple[Buffer, ...]:
 def replicated(
     compiled: Any, shape: Mapping[str, int], at_least: int = MIB
 ) -> tuple[Replicated, ...]:
-    """Arguments and outputs of at least so many bytes a device that devices hold copies of."""
+    """Replicated arguments and outputs of at least so many bytes per device."""
     found: list[Replicated] = []
-    for kind, arrays, shardings in _described(compiled):
+    for kind, arrays, shardings in _arguments_and_outputs(compiled):
         named = jax.tree_util.tree_leaves_with_path(arrays)
         # None is a leaf of neither, and the two trees are alike
         for (path, array), sharding in zip(named, jax.tree.leaves(shardings), strict=False):
@@ -104,7 +104,7 @@ def replicated(
     return tuple(sorted(found, key=lambda one: -one.bytes))
 
 
-def _described(compiled: Any) -> list[tuple[str, Any, Any]]:
+def _arguments_and_outputs(compiled: Any) -> list[tuple[str, Any, Any]]:
     """Arguments and outputs, where the compiled program tells them."""
     parts = []
     try:

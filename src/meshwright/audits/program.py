@@ -1,10 +1,10 @@
-"""A compiled program's text, read into computations of instructions.
+"""Parse the text of a compiled program into computations and instructions.
 
     program = read_program(compiled.as_text())
     program.computations[program.entry]
 
 It is the text that XLA prints for CPUs, GPUs and TPUs. Metadata may span lines (that of Pallas
-kernels does), types may nest, and a name may stand with or without its `%`.
+kernels does), types may nest, and names may have a `%` or not.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Instruction:
     operation: str
     arrays: tuple[Array, ...]  # of its result: one, or the parts of a tuple
     operands: tuple[str, ...]
-    rest: str  # all that stands after the operands
+    rest: str  # everything after the operands
     scope: str  # op_name: where in the program it comes from
     root: bool = False
     loops: tuple[int, ...] = ()  # trip counts of the loops around it, the outermost first
@@ -155,7 +155,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def _to_closing(text: str) -> tuple[str, str]:
-    """What stands before the parenthesis that closes, and what after it."""
+    """The text before and after the closing parenthesis."""
     depth = 1
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1

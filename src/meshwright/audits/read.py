@@ -3,10 +3,10 @@
     for c in collectives(compiled.as_text(), mesh):
         print(c.operation, c.axes, c.bytes, c.times, c.scope)
 
-Compilers rewrite collectives; what is read is what happens. Loops count by their trips. A start and
-its done are one row, and so is a collective that a TPU program prints in every fusion it is spread
-over. A fusion of an all-reduce and the slice a device keeps is the reduce-scatter it
-runs as. Of a conditional every branch is listed, and the one that sends most counts.
+Compilers rewrite collectives; this reads what runs. Loops multiply by their trip counts. A start
+and its done are one row, and so is a collective that a TPU program prints in several fusions. A
+fusion of an all-reduce and the slice that a device keeps is a reduce-scatter. Every branch of a
+conditional is listed, and the one that sends most counts.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def sends_anything(program: Program) -> bool:
 
 
 def _with_first_hops(rows: list[Collective]) -> list[Collective]:
-    """The hops before and after the loop of a matmul in turns belong to it too."""
+    """Permutes before and after the loop of a collective matmul belong to it too."""
 
     def kind(row: Collective, loops: tuple[int, ...]) -> tuple[Any, ...]:
         return row.operation, row.axes, row.dtype, math.prod(row.shape), row.scope, loops
@@ -140,7 +140,7 @@ class _Reader:
         self, one: Instruction, place: _Place, body: tuple[Instruction, ...], position: int,
         chains: set[str],
     ) -> Iterator[Collective]:  # fmt: skip
-        """What a fusion sends: a reduce-scatter, or a part of a collective spread over several."""
+        """The collective of a fusion: a reduce-scatter, or a part of a spread collective."""
         name = one.called("calls")
         if not self.sends(name):
             return
@@ -169,7 +169,7 @@ class _Reader:
                 yield row
 
     def end_of_chain(self, body: tuple[Instruction, ...], position: int, chain: str) -> int:
-        """The place of the last fusion that a spread collective is printed in."""
+        """The index of the last fusion of a spread collective."""
         last = position
         for i in range(position + 1, len(body)):
             called = body[i].called("calls") if body[i].operation == "fusion" else None
@@ -267,7 +267,7 @@ class _Reader:
     def across_slices(
         self, one: Instruction, place: _Place, body: tuple[Instruction, ...], position: int
     ) -> Iterator[Collective]:
-        """What goes over the network between TPU slices: host transfers, which name no devices."""
+        """Collectives between TPU slices: host transfers, which name no devices."""
         said = re.search(r'_xla_megascale_transfer_type="?([\w-]+)', one.rest)
         name = (said[1] if said else "").lower().replace("_", "-")
         operation = next((known for known in OPERATIONS if known in name), "collective-permute")
@@ -326,7 +326,7 @@ def _split_slices(shape: Mapping[str, int], slices: int) -> tuple[dict[str, int]
 
 
 def _hidden(row: Collective, between: tuple[Instruction, ...]) -> Collective:
-    """The row with what is computed while it travels."""
+    """The row with the compute that overlaps it."""
     work = [
         one for one in between if one.operation in _COMPUTE and not _NO_COMPUTE.search(one.rest)
     ]

@@ -3,7 +3,7 @@
     axis_sizes("fsdp=4,tp=2")    # {"fsdp": 4, "tp": 2}; or a jax Mesh, a MeshSpec, a mapping
 
 A program does not name its axes. Given the wrong mesh, or the right one in another order, its
-groups of devices lie across the axes instead of along them.
+device groups cross the axes instead of following them.
 """
 
 import itertools
@@ -27,7 +27,7 @@ def axis_sizes(mesh: Any) -> dict[str, int]:
         mesh = MeshSpec.parse(mesh)
     if isinstance(mesh, MeshSpec):
         if not mesh.is_resolved:
-            raise MeshwrightError(f"mesh '{mesh}': every size must be said here, none be -1")
+            raise MeshwrightError(f"mesh '{mesh}': give every size; -1 is not possible here")
         return dict(mesh.axes)
     said = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
     if not isinstance(said, Mapping):
@@ -44,7 +44,7 @@ def axis_sizes(mesh: Any) -> dict[str, int]:
 
 
 def check_mesh(program: Program, rows: Sequence[Collective], sizes: Mapping[str, int]) -> None:
-    """Raise if most of what a program sends goes over parts of axes: it is of another mesh."""
+    """Raise if most collectives go over parts of axes, which means another mesh."""
     devices = math.prod(sizes.values())
     across = any("_xla_megascale_transfer_type" in one.rest for one in _instructions(program))
     if rows and program.devices and not across and devices != program.devices:
@@ -64,11 +64,11 @@ def check_mesh(program: Program, rows: Sequence[Collective], sizes: Mapping[str,
     other = _other_order(program, sizes)
     if other is not None:
         raise MeshwrightError(f"{said}; in the order '{mesh_text(other)}' all fit")
-    raise MeshwrightError(f"{said}; give that one, with the axes that these groups lie along")
+    raise MeshwrightError(f"{said}; give that one, with axes that match these groups")
 
 
 def _other_order(program: Program, sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """The same axes in an order in which every group lies along whole axes."""
+    """The same axes in an order in which every group covers complete axes."""
     devices = math.prod(sizes.values())
     spelled = [
         replica_groups(one.rest, devices) for one in _instructions(program)

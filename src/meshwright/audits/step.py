@@ -1,8 +1,8 @@
-"""What the built-in train step is expected to send, from its layouts.
+"""The expected collectives of the built-in train step, from its layouts.
 
-Weights are kept split over fsdp and sp and used whole over the axes that split the tokens: gathered
-going forward, scattered coming back, and added up over what is left of those axes (dp). tp adds up
-what its parts of heads and mlp give, or gathers and scatters along the sequence.
+Weights are sharded over fsdp and sp: all-gathered before use over the axes that split the tokens;
+gradients are reduce-scattered, and all-reduced over the rest of those axes (dp). tp all-reduces the
+partial sums of heads and mlp, or all-gathers and reduce-scatters along the sequence.
 """
 
 import math
@@ -15,17 +15,17 @@ from meshwright.ops import nontrivial_axes, split_axes
 
 
 def expected_of_step(step: Any) -> tuple[Expected, ...]:
-    """Of an abstract step (`train.abstract_step`), on a mesh of the standard axes.
+    """Expected collectives of an AbstractStep, on a mesh of the standard axes.
 
-    Rules of one's own are held to what the standard rules send.
+    Custom rules are compared with what the standard rules send.
     """
     rules = family_of(step.model).rules(
         sp=True, sequence_parallel=step.config.compute.sequence_parallel
     )
-    wide = nontrivial_axes(step.mesh.shape)
-    layouts = activation_layouts(rules, wide)
+    nontrivial = nontrivial_axes(step.mesh.shape)
+    layouts = activation_layouts(rules, nontrivial)
     order = list(step.mesh.axis_names)
-    kept = tuple(axis for axis in rules.layout("embed").axes[0] if axis in wide)
+    kept = tuple(axis for axis in rules.layout("embed").axes[0] if axis in nontrivial)
     tokens = layouts.token_axes
     found: list[Expected] = []
 
@@ -38,10 +38,10 @@ def expected_of_step(step: Any) -> tuple[Expected, ...]:
 
     expect("all-gather", kept, "weights")
     expect("reduce-scatter", kept, "gradients of weights")
-    # the sum over micro-batches may be added up after its loop, which says nothing of a phase
+    # the sum over micro-batches may be reduced after its loop, which has no phase
     rest = [axis for axis in tokens if axis not in kept]
     expect("all-reduce", rest, "gradients of weights")
-    # vectors of all layers, in float32: over the same axes a matrix must be scattered
+    # vectors of all layers, in float32; a matrix must be reduce-scattered over these axes
     model = step.model
     most = 4 * model.layers * max(model.embed, model.heads * model.head_dim)
     between_blocks = split_axes(layouts.residual.partitions[:2])
@@ -58,7 +58,7 @@ def expected_of_step(step: Any) -> tuple[Expected, ...]:
         expect("reduce-scatter", inside, "output of a block")
     if not between or step.config.compute.mlp_chunk:
         expect("all-reduce", inside, "output of a block, gradient of its input")
-    # of each token the largest logit, their sum and the one that is asked for, over the vocabulary
+    # per token: maximum, sum of exp, and the target's logit, reduced over the vocabulary
     parts = math.prod(step.mesh.shape[axis] for axis in tokens)
     of_tokens = 4 * step.config.batch * step.config.seq // parts
     expect("all-reduce", inside, "sums of the loss over the vocabulary", at_most=of_tokens)
@@ -68,14 +68,14 @@ def expected_of_step(step: Any) -> tuple[Expected, ...]:
 
 
 def _expect_sequence(step: Any, layouts: Any, expect: Any) -> None:
-    """Attention over split rows."""
+    """Attention with context parallelism."""
     length = split_axes(layouts.tokens.partitions[1:])
     if not length:
         return
     strategy = step.compute.context_parallel
     if strategy == "auto":
         strategy = (step.attention or "ring").split()[0]
-    if strategy != "ulysses":  # which keeps the order of the text
+    if strategy != "ulysses":  # which keeps text order
         expect("collective-permute", length, "order of tokens", "forward")
     if strategy == "ring":
         expect("collective-permute", length, "keys and values")
@@ -87,7 +87,7 @@ def _expect_sequence(step: Any, layouts: Any, expect: Any) -> None:
 
 
 def _expect_optimizer(step: Any, splits: tuple[str, ...], expect: Any) -> None:
-    """What an optimizer sends that looks at whole matrices or at their rows and columns."""
+    """Collectives of optimizers that use full matrices, or sums of their rows and columns."""
     name = step.config.optimizer.name
     if name == "muon":
         expect("all-to-all", splits, "whole layers", "optimizer")

@@ -1,6 +1,6 @@
-"""Tables of an audit on a terminal of any width: what names a row is never cut.
+"""Tables of an audit on a terminal of any width: the name of a row is never cut.
 
-A narrow terminal loses whole columns, the least telling first, and is told which.
+A small terminal omits complete columns, the least important first, and lists them.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 
 from meshwright.audits.text import Table
 
-WIDE = 120  # columns of a terminal from which on there is room for scopes
+FULL_WIDTH = 120  # columns of a terminal from which on there is room for scopes
 _GAP = 3  # columns between two cells
 _LEAST = {"scope": 24, "source": 16, "which": 16}  # these break over lines, to no less than this
 _LEFT_OUT_FIRST = ("scope", "how", "phase", "beside compute", "made by", "count", "source")
@@ -35,14 +35,16 @@ def print_table(console: Console, table: Table, title: str | None = None) -> Non
     console.print(shown)
     left_out = [name for name in columns if name not in names]
     if left_out:
-        said = f"left out, for {console.width} columns are too few: {', '.join(left_out)}"
+        said = (
+            f"omitted, since the terminal has only {console.width} columns: {', '.join(left_out)}"
+        )
         console.print(said, style="dim", highlight=False)
 
 
 def fitting(table: Table, width: int) -> list[str]:
     """The names of the columns that fit into a width."""
     columns, lines = table
-    names = [name for name in columns if not (name == "scope" and width < WIDE)]
+    names = [name for name in columns if not (name == "scope" and width < FULL_WIDTH)]
     need = {
         name: max(len(line[place]) for line in (columns, *lines))
         for place, name in enumerate(columns)

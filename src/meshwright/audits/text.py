@@ -25,7 +25,7 @@ def headline(audit: Audit) -> str:
     said = f"{on}: {count(times, 'collective')} in a run, "
     said += f"{bytes_text(round(sent))} sent by each device"
     if not audit.judged:
-        return f"{said}; not judged: nothing was said of what to expect"
+        return f"{said}; not judged: no expectations were given"
     found = len(audit.surprises)
     said += f"; {count(found, 'surprise') if found else 'no surprises'}"
     if audit.rewritten:
@@ -48,7 +48,7 @@ def sums_table(audit: Audit) -> Table:
 
 
 def rows_table(rows: Iterable[Collective]) -> Table:
-    """Rows alike but for where they stand are one line. See `marks` for what ~ and ! mean."""
+    """Rows that differ only in their position are one line. See `marks` for ~ and !."""
     columns = ("sent", "times", "operation", "axes", "array", "phase", "how", "scope", "source")
     lines: list[Sequence[str]] = []
     for row, alike in merged(rows):
@@ -103,7 +103,7 @@ def plain_text(audit: Audit) -> str:
     if audit.rewritten:
         parts += ["", "rewritten by the compiler:", *map(row_line, audit.rewritten)]
     if audit.missing:
-        parts += ["", *(f"expected, but not there: {one}" for one in audit.missing)]
+        parts += ["", *(f"expected, but missing: {one}" for one in audit.missing)]
     if audit.buffers:
         parts += ["", "largest buffers on a device:", table_text(buffers_table(audit))]
     if audit.replicated:
@@ -155,7 +155,7 @@ def row_line(row: Collective) -> str:
 
 
 def how(row: Collective) -> str:
-    """Whether compute goes on beside it."""
+    """Whether it overlaps with compute."""
     if not row.asynchronous:
         return "waits"
     return (
@@ -184,7 +184,7 @@ def short_source(source: str) -> str:
 
 
 def relative_source(source: str) -> str:
-    """From the folder of packages or the working directory, where it lies inside one of them."""
+    """Relative to the folder of packages or the working directory, if it is inside one of them."""
     packages = Path(__file__).resolve().parents[2]
     for folder in (packages, Path.cwd()):
         if Path(source).is_relative_to(folder) and folder != Path(os.sep):

@@ -1,9 +1,9 @@
-"""All processes learn whether one of them failed, so that none waits for ever.
+"""Tell all processes whether one of them failed, so that none waits forever.
 
-A failure is seen by one process: its disk is full, a file it reads is damaged. The others would go
-on into a collective and hang. So each process says how it went, process 0 collects, and all get the
-same verdict. It goes through the key-value store of jax.distributed and touches no device: safe in
-a background thread while training runs.
+One process notices a failure: its disk is full, or a file it reads is damaged. The others would
+continue into a collective and hang. So each process reports its result, process 0 collects the
+reports, and all receive the same verdict. This uses the key-value store of jax.distributed and no
+device, so it is safe in a background thread during training.
 """
 
 import itertools
@@ -20,7 +20,7 @@ _instances = itertools.count()
 
 
 class Channel:
-    """A line of agreements, the same in every process; each has the next number.
+    """A numbered series of agreements, the same in every process.
 
     >>> Channel("example").agree("")
     ''
@@ -32,35 +32,35 @@ class Channel:
         self._number = itertools.count()
 
     def agree(self, problem: str, about: str = "", timeout: float = TIMEOUT) -> str:
-        """The problem of the lowest process that has one, "" if none has. Every process must call.
+        """The problem of the first process that has one, "" if none has. Every process must call.
 
-        `about` says what this is about; that it is not the same everywhere is a problem too.
+        `about` names the operation; a difference between processes is a problem too.
         """
         if jax.process_count() == 1:
             return problem
         client = _client()
         number = next(self._number)
-        here = f"{self._prefix}/{number}"
+        key = f"{self._prefix}/{number}"
         milliseconds = int(timeout * 1000)
         process = jax.process_index()
         try:
             if process:
-                client.key_value_set(f"{here}/{process}", json.dumps([problem, about]))
-                return client.blocking_key_value_get(f"{here}/verdict", milliseconds)
-            said = [(problem, about)]
+                client.key_value_set(f"{key}/{process}", json.dumps([problem, about]))
+                return client.blocking_key_value_get(f"{key}/verdict", milliseconds)
+            reports = [(problem, about)]
             for other in range(1, jax.process_count()):
-                text = client.blocking_key_value_get(f"{here}/{other}", milliseconds)
-                said.append(tuple(json.loads(text)))
-            verdict = _verdict(said)
-            client.key_value_set(f"{here}/verdict", verdict)
-            if number > 1:  # all have read it: they have spoken twice since
+                text = client.blocking_key_value_get(f"{key}/{other}", milliseconds)
+                reports.append(tuple(json.loads(text)))
+            verdict = _verdict(reports)
+            client.key_value_set(f"{key}/verdict", verdict)
+            if number > 1:  # all have read it, since they have reported twice after it
                 client.key_value_delete(f"{self._prefix}/{number - 2}")
             return verdict
         except jax.errors.JaxRuntimeError as error:
             raise _timed_out(timeout, error) from None
 
     def from_first(self, text: str, timeout: float = TIMEOUT) -> str:
-        """The text of process 0, in every process: what it found on a disk that others see later.
+        """The text of process 0, in every process; used for what only process 0 sees on disk yet.
 
         Every process must call.
         """
@@ -76,20 +76,19 @@ class Channel:
             raise _timed_out(timeout, error) from None
 
     def check(self, problem: str, about: str = "") -> None:
-        """`agree`, and the problem, if there is one, as an error in every process."""
+        """Raise the agreed problem, if there is one, in every process."""
         if verdict := self.agree(problem, about):
             raise MeshwrightError(verdict)
 
 
-def _verdict(said: list[tuple[str, str]]) -> str:
-    for process, (problem, about) in enumerate(said):
+def _verdict(reports: list[tuple[str, str]]) -> str:
+    for process, (problem, about) in enumerate(reports):
         if problem:
-            # one that was agreed on before already says whose it is
+            # a problem agreed on before already names its process
             return problem if problem.startswith("process ") else f"process {process}: {problem}"
-        if about != said[0][1]:
-            return (
-                f"process 0 is at {said[0][1]}, process {process} at {about}; all must do the same"
-            )
+        if about != reports[0][1]:
+            first = reports[0][1]
+            return f"process 0 is at {first}, process {process} at {about}; all must do the same"
     return ""
 
 
@@ -101,7 +100,7 @@ def _timed_out(timeout: float, error: Exception) -> MeshwrightError:
 
 
 def _client() -> Any:
-    from jax._src import distributed  # as Orbax does: jax has no public name for it
+    from jax._src import distributed  # private, as in Orbax: jax has no public name for it
 
     client = distributed.global_state.client
     if client is None:

@@ -5,7 +5,7 @@
     …
     state = checkpoints.restore(checkpoints.latest(), targets)  # on this mesh or any other
 
-Under jax.distributed every process makes the same calls, on a folder that all of them see.
+Under jax.distributed every process makes the same calls, on a shared folder.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ from meshwright.errors import MeshwrightError
 class Checkpoints:
     """The checkpoints in one folder.
 
-    Kept are the last `keep_last` (None: all), every step that is a multiple of `keep_every`, and
-    the newest healthy one (see `confirm`). Opening a folder changes nothing in it, so a running
-    training can be read from. `command`: what a person types to take a step, for messages.
+    It keeps the last `keep_last` (None: all), every multiple of `keep_every`, and the newest
+    healthy one (see `confirm`). Opening a folder changes nothing in it, so checkpoints of a
+    running job can be read. `command`: the shell command that uses a step, for messages.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Checkpoints:
                 raise MeshwrightError(f"{name}=0 would keep nothing; give 1 or more, or None")
         self.keep_last, self.keep_every = keep_last, keep_every
         self._command = command
-        self._confirmed: set[int] = set()  # by this process; the mark may not be on disk yet
+        self._confirmed: set[int] = set()  # by this process; maybe not marked on disk yet
         self._ahead, self._behind = Channel("foreground"), Channel("background")
         self._writer: Writer | None = None
         self._thread: threading.Thread | None = None
-        self._met = False  # whether this process told the others that its part is written
+        self._met = False  # whether this process has reported that its part is written
         self._failure: list[str] = []  # at most one, not yet raised
         weakref.finalize(self, _say_unraised, self._failure)
 
@@ -71,9 +71,9 @@ class Checkpoints:
     def save(self, step: int, tree: Any, meta: dict[str, Any], wait: bool = False) -> None:
         """Save `tree`, a pytree of jax arrays, and `meta`, a JSON-able dict, as checkpoint `step`.
 
-        Returns once the arrays are copied off the devices; they may be donated then. The rest
-        happens in the background, unless `wait`. First waits for the save before, and raises what
-        went wrong with it: nothing was begun then, and the same call may be made again.
+        Returns when the arrays are copied off the devices, so they may be donated. The rest runs in
+        the background, unless `wait`. First waits for the previous save, and raises its error; in
+        that case nothing was started, and the call may be repeated.
         """
         self.wait()
         step = whole_number(step, "step")
@@ -82,13 +82,13 @@ class Checkpoints:
         meta = as_json(meta)
         leaves = named_leaves(tree)
         if not leaves:
-            raise MeshwrightError("tree holds no arrays; there is nothing to save")
+            raise MeshwrightError("the tree has no arrays; there is nothing to save")
         for name, leaf in leaves.items():
             check_leaf(name, leaf)
         self._ahead.check(self._begin(step), about=f"saving step {step}")
         saving = folders.saving_folder(self.folder, step)
         unseen = (
-            f"{saving}, which process 0 made, is not seen by this process; "
+            f"{saving}, which process 0 created, is not visible to this process; "
             "the checkpoint folder must be on a disk that all processes share"
         )
         self._ahead.check("" if saving.is_dir() else unseen)
@@ -100,17 +100,17 @@ class Checkpoints:
         try:
             if self._writer is None:
                 self._writer = Writer(self._meet, TIMEOUT)
-            # Orbax refuses arrays without elements; their shape says all there is to say
+            # Orbax refuses arrays without elements; their shape is enough
             self._writer.start(saving / folders.ARRAYS, {n: a for n, a in arrays.items() if a.size})
-        except Exception as error:  # told to the other processes in the background, as any other
+        except Exception as error:  # reported to the other processes in the background
             problem = self._why_not_saved(step, size, error)
-        described = {
+        specs = {
             name: (tuple(leaf.shape), str(leaf.dtype), key_kind(leaf))
             for name, leaf in leaves.items()
         }
         self._thread = threading.Thread(
             target=self._finish,
-            args=(step, described, sums, meta, size, problem),
+            args=(step, specs, sums, meta, size, problem),
             name="meshwright-save",
         )
         self._thread.start()
@@ -118,7 +118,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Return when the last save is complete; raise if it failed."""
+        """Wait until the last save is complete; raise if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -126,7 +126,7 @@ class Checkpoints:
             raise MeshwrightError(self._failure.pop())
 
     def close(self) -> None:
-        """Wait, and end. Call it: a failure that nobody waits for is only printed at exit."""
+        """Wait for the last save and close. Otherwise its failure is only printed at exit."""
         try:
             self.wait()
         finally:
@@ -163,7 +163,7 @@ class Checkpoints:
     def _finish(
         self,
         step: int,
-        described: dict[str, tuple[tuple[int, ...], str, str | None]],
+        specs: dict[str, tuple[tuple[int, ...], str, str | None]],
         sums: dict[str, jax.Array],
         meta: dict[str, Any],
         size: int,
@@ -172,7 +172,7 @@ class Checkpoints:
         """In the background: wait for Orbax, complete the checkpoint, delete old ones."""
         try:
             if jax.process_index() == 0:
-                self._delete_old(step)  # those that were kept until a later one was healthy
+                self._delete_old(step)  # those kept until a later one was healthy
             try:
                 if not problem:
                     assert self._writer is not None
@@ -186,7 +186,7 @@ class Checkpoints:
                     saving = folders.saving_folder(self.folder, step)
                     arrays = {
                         name: SavedArray(shape, dtype, fingerprint_text(sums[name]), key)
-                        for name, (shape, dtype, key) in described.items()
+                        for name, (shape, dtype, key) in specs.items()
                     }
                     write_record(saving, Record(step, arrays, meta, list_files(saving)))
                     folders.complete(self.folder, step)
@@ -233,10 +233,10 @@ class Checkpoints:
     # which are healthy
 
     def confirm(self, step: int) -> None:
-        """A training step computed from checkpoint `step` had a finite loss and gradient norm.
+        """Mark checkpoint `step` as healthy: a step from it had a finite loss and gradient.
 
-        The checkpoint is *healthy* from now on: the newest healthy one is never deleted. It may
-        still be in the background; a mark that cannot be written is written with the next one.
+        The newest healthy checkpoint is never deleted. Its save may still run in the background; a
+        mark that cannot be written now is written with the next one.
         """
         self._confirmed.add(whole_number(step, "step"))
         self._mark_confirmed()
@@ -265,7 +265,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def meta(self, step: int) -> dict[str, Any]:
-        """What was saved beside the arrays."""
+        """The `meta` that was saved with the arrays."""
         return read_step(self.folder, step, self._command).meta
 
     def arrays(self, step: int) -> dict[str, SavedArray]:
@@ -273,21 +273,21 @@ class Checkpoints:
         return read_step(self.folder, step, self._command).arrays
 
     def restore(self, step: int, targets: Any, cast: bool = False) -> Any:
-        """Read a checkpoint into the layout `targets` asks for, on any mesh and process count.
+        """Read a checkpoint into the shardings of `targets`, on any mesh and number of processes.
 
         `targets` is a tree of jax.ShapeDtypeStruct with shardings, like the tree that was saved, or
-        some of its first-level parts: `{"params": …}`. Everything under those parts must be there
-        with the same shapes, and dtypes unless `cast`. Each process reads what its devices need;
-        then the values are checked against what was saved, on the devices.
+        some of its first-level parts: `{"params": …}`. Everything under those parts must exist
+        with the same shapes, and the same dtypes unless `cast`. Each process reads what its devices
+        need; then the fingerprints of the values are verified on the devices.
         """
         self.wait()
         return restore_tree(self.folder, step, targets, cast, self._ahead, self._command)
 
     def set_aside_after(self, step: int, copied: Path) -> tuple[list[int], Path] | None:
-        """Move the checkpoints after `step` to a folder of their own, where they are not read.
+        """Move the checkpoints after `step` to a separate folder, where they are not read.
 
-        A run that is resumed from `step` would mistake them for its own. `copied`: a file that is
-        copied along, if it is there. Process 0 gets the steps and the folder, if there are any.
+        A run resumed from `step` would mistake them for its own. `copied`: a file to copy there, if
+        it exists. Process 0 returns the steps and the folder, if there are any.
         """
         self.wait()
         problem, moved = "", None

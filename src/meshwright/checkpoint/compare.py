@@ -1,8 +1,8 @@
-"""Does a checkpoint hold what is asked for? Answered from names, shapes and dtypes alone.
+"""Compare a checkpoint with the requested arrays, by names, shapes and dtypes.
 
-checkpoint step-00000100 holds another model than asked for; 2 arrays differ:
-  params/embed: (256, 64) float32 saved, (512, 64) float32 asked for
-  params/head: (64, 256) float32 saved, not asked for
+checkpoint step-00000100 holds a different model; 2 arrays differ:
+  params/embed: (256, 64) float32 saved, (512, 64) float32 requested
+  params/head: (64, 256) float32 saved, not requested
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _SHOWN = 6
 
 
 def check_targets(targets: dict[str, Any]) -> None:
-    """Every target says its shape, its dtype and where it goes."""
+    """Check that every target has a shape, a dtype and a sharding."""
     if not targets:
         raise MeshwrightError("targets are empty; give a tree of jax.ShapeDtypeStruct")
     for name, target in targets.items():
@@ -30,21 +30,21 @@ def check_targets(targets: dict[str, Any]) -> None:
             )
         if not isinstance(getattr(target, "sharding", None), jax.sharding.Sharding):
             raise MeshwrightError(
-                f"target {name!r} has no sharding; say where it goes: "
+                f"target {name!r} has no sharding; give one: "
                 "jax.ShapeDtypeStruct(shape, dtype, sharding=mw.sharding(…))"
             )
         try:
             target.sharding.shard_shape(tuple(target.shape))
         except ValueError as error:
             raise MeshwrightError(
-                f"target {name!r} of shape {tuple(target.shape)} cannot be laid out so: {error}"
+                f"target {name!r} of shape {tuple(target.shape)} does not fit its sharding: {error}"
             ) from None
 
 
 def check_same_arrays(
     where: str, saved: dict[str, SavedArray], targets: dict[str, Any], cast: bool
 ) -> None:
-    """One error lists the first differences; parts that are not asked for at all may differ."""
+    """Raise an error that lists the first differences; parts that are not requested may differ."""
     parts = {_part(name) for name in targets}
     known = {_part(name) for name in saved}
     for part in sorted(parts - known):
@@ -62,17 +62,17 @@ def check_same_arrays(
         lines.append(
             f"  {name}: {'not' if here is None else here} saved, "
             + ("not" if there is None else f"{tuple(there.shape)} {there.dtype}")
-            + " asked for"
+            + " requested"
         )
     if not lines:
         return
     more = [f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     differ = f"{count(len(lines), 'array')} differ{'s' if len(lines) == 1 else ''}"
     if same_shapes:
-        head = f"{where} is in another dtype than asked for; {differ}:"
+        head = f"{where} has a different dtype; {differ}:"
         tail = "restore(…, cast=True) converts floating-point arrays after reading them"
     else:
-        head = f"{where} holds another model than asked for; {differ}:"
+        head = f"{where} holds a different model; {differ}:"
         tail = "build the model from the config saved with it, or choose this model's checkpoint"
     raise MeshwrightError("\n".join([head, *lines[:_SHOWN], *more, tail]))
 

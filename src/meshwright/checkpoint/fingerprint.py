@@ -1,4 +1,4 @@
-"""64 bits that stand for an array's values, the same on every mesh.
+"""A 64-bit fingerprint of an array's values, the same on every mesh.
 
     >>> whole = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
     >>> cut = mw.shard(whole, "a b -> a@fsdp b@tp", mesh="fsdp=8,tp=2")
@@ -7,11 +7,12 @@
     >>> fingerprint_text(fingerprint(whole)) == fingerprint_text(fingerprint(whole.at[3, 3].set(0)))
     False
 
-Each element's bits are mixed with its position in the whole array, and the results are summed
-modulo 2**32. Whole numbers add up the same in any order, so shards can be summed where they lie:
-one pass over the device's own memory and an all-reduce of 8 bytes. Two such sums, mixed in other
-ways, make 64 bits. A change of one element (of up to 32 bits) always changes them, as the mixing
-can be undone; any other, a lost shard or two in each other's place, goes unseen once in 2**64.
+The bits of each element are hashed with its position in the full array, and the results are summed
+modulo 2**32. An integer sum does not depend on the order, so each device sums its own shard: one
+pass over its memory and an all-reduce of 8 bytes. Two such sums, with different hashes, make 64
+bits. A change of one element (of up to 32 bits) always changes them, since the hash is a bijection;
+any other change, such as a lost shard or two swapped shards, goes unnoticed with probability
+2**-64.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ def fingerprint(array: jax.Array) -> jax.Array:
             f"an array of shape {array.shape} is placed by {type(sharding).__name__}; "
             "place it with a NamedSharding (mw.shard)"
         )
-    if sharding.memory_kind == "pinned_host":  # jit computes on what is in device memory
+    if sharding.memory_kind == "pinned_host":  # jit needs device memory
         sharding = sharding.with_memory_kind("device")
         array = jax.device_put(array, sharding)
     with on_mesh_of(sharding):
@@ -56,7 +57,7 @@ def fingerprint(array: jax.Array) -> jax.Array:
 
 
 def on_mesh_of(sharding: Sharding | None) -> contextlib.AbstractContextManager[Any]:
-    """Computing on an array wants its own mesh set, whichever the caller has set."""
+    """Set the array's own mesh as the current mesh, whatever the caller has set."""
     mesh = getattr(sharding, "mesh", None)
     return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext()
 
@@ -73,7 +74,7 @@ def _alone(array: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=4096)
 def _on_mesh(mesh: Any, spec: P, shape: tuple[int, ...]) -> Any:
-    """One compiled function per placed shape: parameters and their moments share it."""
+    """One compiled function per shape and sharding, shared by parameters and their moments."""
     axes_of = [_as_tuple(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     splitting = tuple(axis for axes in axes_of for axis in axes)
 
@@ -85,7 +86,7 @@ def _on_mesh(mesh: Any, spec: P, shape: tuple[int, ...]) -> Any:
             for axes, size in zip(axes_of, part.shape, strict=True)
         ]
         found = sums_of_part(part, starts, shape)
-        # copies over the other axes are not counted twice: only the axes that split are summed
+        # sum only over the axes that shard the array, so that copies count once
         return lax.psum(found, splitting) if splitting else found
 
     return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=P()))
@@ -101,7 +102,7 @@ def sums_of_part(part: jax.Array, starts: Sequence[jax.Array], shape: Sequence[i
         salt = np.uint32(0x9E3779B9 * (2 * number + 1) % _RANGE)
         first = first + _mix(word ^ (key + salt), _FIRST)
         second = second + _mix(word ^ (key * np.uint32(0xB5297A4D) + salt), _SECOND)
-    # one reduction for both, so that nothing of the array's size is ever written to memory
+    # one reduction for both, so that no array-sized intermediate is written to memory
     zero = jnp.uint32(0)
     both = lax.reduce(
         (first, second), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), range(part.ndim)
@@ -112,20 +113,20 @@ def sums_of_part(part: jax.Array, starts: Sequence[jax.Array], shape: Sequence[i
 def _position_key(
     part_shape: Sequence[int], starts: Sequence[jax.Array], shape: Sequence[int]
 ) -> jax.Array:
-    """A number for each element that depends on where it is in the whole array.
+    """A hash of each element's position in the full array.
 
-    The row-major index of an array beyond 2**32 elements does not fit 32 bits. So the dims are
-    taken in runs small enough to index exactly, and the runs are mixed one after the other.
+    The row-major index of an array with more than 2**32 elements does not fit 32 bits. So the dims
+    are grouped into runs small enough to index exactly, and the runs are hashed one after another.
     """
     key: jax.Array = jnp.full(part_shape, 0x6A09E667, jnp.uint32)
     for run in _runs(shape):
         index = jnp.zeros(part_shape, jnp.uint32)
         for dim in run:
             stride = np.uint32(math.prod(shape[d] for d in run if d > dim) % _RANGE)
-            here = lax.broadcasted_iota(jnp.uint32, part_shape, dim) + lax.broadcast(
+            coordinate = lax.broadcasted_iota(jnp.uint32, part_shape, dim) + lax.broadcast(
                 starts[dim], part_shape
             )
-            index = index + here * stride
+            index = index + coordinate * stride
         key = _mix(key + index, _POSITION)
     return key
 
@@ -144,7 +145,7 @@ def _runs(shape: Sequence[int]) -> list[list[int]]:
 
 
 def _words(array: jax.Array) -> list[jax.Array]:
-    """The bits of each element as one uint32, or two where it is wider."""
+    """The bits of each element as one uint32, or two for 64-bit types."""
     if array.dtype == jnp.bool_:
         return [array.astype(jnp.uint32)]
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -161,7 +162,7 @@ def _whole_numbers(array: jax.Array) -> bool:
 
 
 def _mix(x: jax.Array, rounds: tuple[int, int, int, int, int]) -> jax.Array:
-    """A bijection of 32 bits in which each bit of the input moves half the bits of the output."""
+    """A bijection of 32 bits in which each input bit affects half of the output bits."""
     a, first, b, second, c = (np.uint32(number) for number in rounds)
     x = (x ^ (x >> a)) * first
     x = (x ^ (x >> b)) * second

@@ -1,16 +1,16 @@
-"""Where checkpoints lie, and the one rename that makes a checkpoint exist.
+"""The checkpoint folder, and the rename that completes a checkpoint.
 
     run/checkpoints/
-      step-00000100/       complete: it got this name after everything in it was written
-        checkpoint.json    what is in it, with a checksum
+      step-00000100/       complete: it gets this name after everything in it is written
+        checkpoint.json    its contents, with a checksum
         arrays/            Orbax
         healthy            an empty file: a training step from these weights was finite
       set-aside-1/         checkpoints after the step that a run was resumed from, never read
       .saving-00000200/    being written, or left by a process that was killed
       .deleting-00000050/  being deleted
 
-A folder named `step-…` is complete at every moment of its life: it gets the name last, by a rename,
-and loses it first, by a rename. A leading dot is never looked at, and cleared before the next save.
+A folder named `step-…` is always complete: it gets the name last, by a rename, and loses it first,
+by a rename. Folders with a leading dot are never read, and deleted before the next save.
 """
 
 import contextlib
@@ -49,17 +49,19 @@ def checked_folder(folder: Any) -> Path:
 
 
 def not_a_folder(path: Path) -> str:
-    """Why `path` can neither be nor become a folder, '' if it can: ends "folder PATH …"."""
+    """Why `path` cannot be a folder, '' if it can; completes the sentence "folder PATH …"."""
     for place in (path, *path.parents):
         try:
             mode = os.stat(place).st_mode
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except OSError as reason:  # a name too long, a parent that may not be looked into
+        except OSError as reason:  # a name too long, a parent without permission
             return f"cannot be used: {reason.strerror}"
         if stat.S_ISDIR(mode):
             return ""
-        return "is a file; give a folder" if place == path else f"lies below {place}, a file"
+        return (
+            "is a file; give a folder" if place == path else f"is inside {place}, which is a file"
+        )
     return ""
 
 
@@ -81,12 +83,12 @@ def complete_steps(folder: Path) -> list[int]:
         raise MeshwrightError(f"checkpoint folder {folder} cannot be read: {error}") from None
     found = [match for entry in entries if (match := _COMPLETE.fullmatch(entry.name))]
     steps = [int(match[1]) for match in found if (folder / match[0]).is_dir()]
-    # a zero too many is another name: complete_folder() would not find it
+    # extra zeros make another name, which complete_folder() would not find
     return sorted(step for step in steps if complete_folder(folder, step).is_dir())
 
 
 def misnamed(folder: Path) -> list[str]:
-    """Folders that hold a checkpoint, but not under the name of a step."""
+    """Folders that hold a checkpoint but do not have the name of a step."""
     if not folder.is_dir():
         return []
     steps = {complete_folder(folder, step).name for step in complete_steps(folder)}
@@ -100,7 +102,7 @@ def misnamed(folder: Path) -> list[str]:
 
 
 def mark_healthy(folder: Path, step: int) -> None:
-    """Record, to stay, that a training step from this checkpoint was finite."""
+    """Record on disk that a training step from this checkpoint was finite."""
     place = complete_folder(folder, step)
     (place / _HEALTHY).touch()
     flush(place)
@@ -120,10 +122,10 @@ def set_aside(folder: Path, steps: list[int], copied: Path) -> Path:
     try:
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(copied, place / copied.name)
-    except OSError:  # a full disk: leave everything as it was
+    except OSError:  # a full disk: undo
         shutil.rmtree(place, ignore_errors=True)
         raise
-    for step in sorted(steps, reverse=True):  # the newest first: what stays has no gap
+    for step in sorted(steps, reverse=True):  # newest first, so that the rest has no gap
         os.rename(complete_folder(folder, step), complete_folder(place, step))
     flush(place)
     flush(folder)
@@ -131,7 +133,7 @@ def set_aside(folder: Path, steps: list[int], copied: Path) -> Path:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete what killed saves and killed deletions left; nothing else is touched."""
+    """Delete only what interrupted saves and deletions left."""
     for entry in list(os.scandir(folder)):
         if _LEFTOVER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)
@@ -147,14 +149,14 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def complete(folder: Path, step: int) -> None:
-    """What was written becomes a checkpoint: the rename happens or does not, nothing between."""
+    """Turn the written folder into a checkpoint by an atomic rename."""
     flush(saving_folder(folder, step))
     os.rename(saving_folder(folder, step), complete_folder(folder, step))
     flush(folder)
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold what was written to `path`, a file or a folder's list of names."""
+    """fsync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -163,13 +165,13 @@ def flush(path: Path) -> None:
 
 
 def give_up(folder: Path, step: int) -> None:
-    """Delete a save that failed, to give its space back."""
+    """Delete a failed save, to free its space."""
     shutil.rmtree(saving_folder(folder, step), ignore_errors=True)
 
 
 def delete(folder: Path, step: int) -> None:
     deleting = folder / f".deleting-{step:08d}"
-    with contextlib.suppress(FileNotFoundError):  # deleted by hand meanwhile: what was wanted
+    with contextlib.suppress(FileNotFoundError):  # already deleted by hand
         os.rename(complete_folder(folder, step), deleting)
         shutil.rmtree(deleting)
 
@@ -180,7 +182,7 @@ def steps_to_delete(
     keep_every: int | None,
     healthy: Collection[int] = (),
 ) -> list[int]:
-    """Which of `steps` are neither among the last, nor at a round number, nor the newest healthy.
+    """Steps that are neither among the last, nor multiples of keep_every, nor the newest healthy.
 
     >>> steps_to_delete([10, 20, 30, 40, 50], keep_last=2, keep_every=20)
     [10, 30]

@@ -1,4 +1,4 @@
-"""What of a leaf goes to disk, and how it comes back: random keys, other dtypes, empty arrays."""
+"""Convert leaves for storage and back: random keys, other dtypes, empty arrays."""
 
 from typing import Any
 
@@ -11,18 +11,20 @@ from meshwright.errors import MeshwrightError
 
 
 def check_leaf(name: str, leaf: Any) -> None:
-    """A leaf that can be saved: a jax array of all processes."""
+    """Raise a MeshwrightError unless the leaf is a jax array of all processes."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         raise MeshwrightError(
             f"{name!r} is a {type(leaf).__name__}, not a jax array; convert it with jnp.asarray, "
             "or put it into meta"
         )
     if leaf.is_deleted():
-        raise MeshwrightError(f"{name!r} was donated or deleted; save what the step gave back")
+        raise MeshwrightError(
+            f"{name!r} was donated or deleted; save the array that the step returned"
+        )
     if leaf.is_fully_addressable and jax.process_count() > 1:
         raise MeshwrightError(
-            f"{name!r} lies in this process only, and there are {jax.process_count()}; place it on "
-            "the mesh of all of them, replicated if it is small"
+            f"{name!r} is on this process only, of {jax.process_count()}; put it on the mesh of "
+            "all processes, replicated if it is small"
         )
 
 
@@ -36,7 +38,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def as_stored(leaf: jax.Array) -> jax.Array:
-    """The numbers of a leaf: a random key's data, anything else as it is."""
+    """The stored form of a leaf: the data of a random key, any other array unchanged."""
     if not is_key(leaf):
         return leaf
     with on_mesh_of(leaf.sharding):
@@ -44,7 +46,7 @@ def as_stored(leaf: jax.Array) -> jax.Array:
 
 
 def stored_target(target: Any, saved: SavedArray) -> jax.ShapeDtypeStruct:
-    """How to read an array: in the dtype it was saved in, in the layout it is wanted in."""
+    """The target for reading: the saved dtype with the requested sharding."""
     if saved.key is None:
         return jax.ShapeDtypeStruct(saved.shape, jnp.dtype(saved.dtype), sharding=target.sharding)
     plain = jax.ShapeDtypeStruct(saved.shape, target.dtype)
@@ -53,7 +55,7 @@ def stored_target(target: Any, saved: SavedArray) -> jax.ShapeDtypeStruct:
 
 
 def as_wanted(array: jax.Array, target: Any, saved: SavedArray) -> jax.Array:
-    """An array that was read, as the target asks for it."""
+    """An array that was read, converted to the target's dtype."""
     with on_mesh_of(target.sharding):
         if saved.key is not None:
             return jax.random.wrap_key_data(array, impl=saved.key)
@@ -63,6 +65,6 @@ def as_wanted(array: jax.Array, target: Any, saved: SavedArray) -> jax.Array:
 
 
 def without_elements(target: jax.ShapeDtypeStruct) -> jax.Array:
-    """Orbax does not take arrays of no elements; their shape says all there is to say."""
+    """An array without elements, which Orbax does not store."""
     with on_mesh_of(target.sharding):
         return jax.device_put(jnp.zeros(target.shape, target.dtype), target.sharding)

@@ -1,11 +1,11 @@
-"""The name of every array of a tree: its path, without the Python classes on the way.
+"""The name of every array of a tree: its path, without Python classes.
 
     >>> state = optax.TraceState(trace={"w": 1})
     >>> list(named_leaves({"optimizer": (state, optax.EmptyState()), "step": 2}))
     ['optimizer/0/trace/w', 'step']
 
-A field of a namedtuple, a key of a dict and an attribute count by their name, an item of a list by
-its number. So the names on disk outlive the classes: only what the fields are called matters.
+A field of a namedtuple, a key of a dict and an attribute contribute their name, a list item its
+index. So names on disk do not depend on classes, only on the names of fields.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from meshwright.layouts import path_text
 
 
 def named_leaves(tree: Any, what: str = "tree") -> dict[str, Any]:
-    """Name → leaf, in the tree's own order; what cannot be told apart by name is a mistake."""
+    """Name → leaf, in the tree's order; two leaves with the same name are an error."""
     found: dict[str, Any] = {}
     on_disk: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:

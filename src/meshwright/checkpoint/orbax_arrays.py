@@ -1,4 +1,4 @@
-"""Named arrays to and from disk with Orbax, and Orbax's own voice turned off."""
+"""Write and read named arrays with Orbax, without its log output."""
 
 import contextlib
 import functools
@@ -14,26 +14,26 @@ import jax
 from meshwright.checkpoint.names import nested
 from meshwright.errors import MeshwrightError
 
-# A reader on another mesh wants a part of what one device wrote; it decodes whole chunks.
+# A reader on another mesh needs a part of what one device wrote, and decodes complete chunks.
 _CHUNK_BYTES = 64 << 20
 
 
 class Writer:
     """Writes one set of arrays at a time, in the background.
 
-    `barrier` is called in every process once its own part is on disk, before process 0 puts the
-    parts together; it raises if another process failed.
+    `barrier` is called in every process when its own part is on disk, before process 0 commits;
+    it raises if another process failed.
     """
 
     def __init__(self, barrier: Callable[[], None], timeout: float) -> None:
         ocp = _orbax()
 
         def barrier_sync(*, key: str, timeout_ms: int) -> None:
-            if "write_complete" in key:  # the other one, after the commit, is ours to make
+            if "write_complete" in key:  # we handle the other barrier, after the commit
                 barrier()
 
         self._checkpointer = ocp.AsyncCheckpointer(
-            # weights hardly compress (8%), and zstd took three times as long as the writing
+            # weights compress by 8% only, and zstd takes three times as long as writing
             ocp.PyTreeCheckpointHandler(use_compression=False),
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=int(timeout), barrier_sync_fn=barrier_sync
@@ -41,7 +41,7 @@ class Writer:
         )
 
     def start(self, folder: Path, arrays: dict[str, jax.Array]) -> None:
-        """Copy the arrays off the devices, then go on in the background."""
+        """Copy the arrays off the devices, then write in the background."""
         ocp = _orbax()
         tree = nested(arrays)
         chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
@@ -51,15 +51,15 @@ class Writer:
         self._checkpointer.wait_until_finished()
 
     def close(self) -> None:
-        """End; what went wrong with the last save was raised by `wait`, and is not raised again."""
+        """Close; `wait` has raised any error of the last save."""
         with contextlib.suppress(Exception):
             self._checkpointer.close()
 
 
 def read_arrays(folder: Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Each array in its target's layout; a process reads what its own devices need.
+    """Read each array in its target's sharding; a process reads what its own devices need.
 
-    There is no meeting of processes in here: a failure is this process's own.
+    Processes do not synchronize here, so an error is local to this process.
     """
     ocp = _orbax()
     from etils import epath  # type: ignore[import-untyped]
@@ -95,7 +95,7 @@ def _at(tree: Any, name: str) -> Any:
 
 
 def _blamed(text: str, names: dict[str, Any]) -> str:
-    """The array an error of TensorStore is about: it quotes the array's path, 'params.embed/'."""
+    """The array that a TensorStore error is about; it quotes the path, 'params.embed/'."""
     for name in names:
         if re.search(rf"['\"/]{re.escape(name.replace('/', '.'))}/", text):
             return f"array {name!r}"
@@ -106,7 +106,7 @@ def _blamed(text: str, names: dict[str, Any]) -> str:
 def _orbax() -> Any:
     import orbax.checkpoint as ocp
 
-    # progress notes, tracebacks of errors that we raise ourselves, tasks of a save that failed
+    # progress messages, tracebacks of errors that we raise, tasks of a failed save
     logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
     logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
     _drop_stragglers()
@@ -114,11 +114,11 @@ def _orbax() -> Any:
 
 
 def _drop_stragglers() -> None:
-    """After one read or write failed, do not print how the others fared.
+    """After one failed read or write, do not print the errors of the others.
 
-    Orbax closes its event loop at the first failure. Reads still under way then end in Python's
-    hook for errors that have no caller: as coroutines of Orbax thrown away half done, and as calls
-    from TensorStore's native threads (which have no object) into the closed loop.
+    Orbax closes its event loop at the first failure. Reads in flight then end in Python's
+    unraisable hook: as unfinished coroutines of Orbax, and as calls from TensorStore's native
+    threads (which have no object) into the closed loop.
     """
     others = sys.unraisablehook
 

@@ -1,7 +1,7 @@
-"""checkpoint.json: which arrays a checkpoint holds, their fingerprints, and the caller's own data.
+"""checkpoint.json: the arrays of a checkpoint with their fingerprints, and the caller's data.
 
-It protects itself by a checksum of its content, and the files beside it by their sizes (and a
-checksum where they are small). The arrays are protected by their fingerprints.
+It contains a checksum of itself, and the sizes of the other files (with a checksum of small ones).
+The arrays are protected by their fingerprints.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _SMALL = 1 << 20  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class SavedArray:
-    """One array of a checkpoint. A random key is saved as its data: then `key` names its kind."""
+    """One array of a checkpoint. A random key is saved as its data, and `key` names its type."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,7 +38,7 @@ class SavedArray:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What checkpoint.json says."""
+    """The content of checkpoint.json."""
 
     step: int
     arrays: dict[str, SavedArray]
@@ -64,19 +64,19 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def read_record(folder: Path) -> Record:
-    """The record of a checkpoint; a MeshwrightError if it is missing or not as it was written."""
+    """The record of a checkpoint; a MeshwrightError if it is missing or damaged."""
     path = folder / RECORD
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
         checksum = content.pop("checksum")
         if checksum != _checksum(content):
-            raise ValueError("its content does not fit its checksum")
+            raise ValueError("its content does not match its checksum")
     except FileNotFoundError:
         raise MeshwrightError(f"{path} is missing") from None
     except OSError as error:
         raise MeshwrightError(f"{path} cannot be read: {error}") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        why = error if "checksum" in str(error) else "it is not whole JSON"
+        why = error if "checksum" in str(error) else "it is not complete JSON"
         raise MeshwrightError(
             f"{path} is damaged: {why}; it was truncated or altered after it was saved"
         ) from None
@@ -101,7 +101,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def list_files(folder: Path) -> dict[str, tuple[int, int | None]]:
-    """Every other file below `folder`: its size, and a checksum if small and no array data."""
+    """All other files in `folder`: size, and a checksum of small files without array data."""
     return {
         str(path.relative_to(folder)): (path.stat().st_size, _small_checksum(path))
         for path in sorted(_files(folder))
@@ -110,7 +110,7 @@ def list_files(folder: Path) -> dict[str, tuple[int, int | None]]:
 
 
 def check_files(folder: Path, files: dict[str, tuple[int, int | None]]) -> None:
-    """All files are there, in full; a MeshwrightError names the first that is not."""
+    """Raise a MeshwrightError for the first file that is missing or differs."""
     for name, (size, checksum) in files.items():
         path = folder / name
         try:
@@ -119,7 +119,7 @@ def check_files(folder: Path, files: dict[str, tuple[int, int | None]]) -> None:
             if found != size:
                 wrong = f"has {found:,} bytes instead of {size:,}"
             elif checksum is not None and zlib.crc32(path.read_bytes()) != checksum:
-                wrong = "does not fit its checksum"
+                wrong = "does not match its checksum"
         except FileNotFoundError:
             wrong = "is missing"
         except OSError as error:
@@ -141,7 +141,7 @@ def _small_checksum(path: Path) -> int | None:
 
 
 def as_json(value: Any, where: str = "meta") -> Any:
-    """`value` as JSON gives it back (tuples become lists); an error names what JSON cannot hold."""
+    """`value` after a JSON round trip (tuples become lists); an error names unsupported values."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -149,7 +149,7 @@ def as_json(value: Any, where: str = "meta") -> Any:
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
-        raise MeshwrightError(f"{where} is {value}, which JSON has no word for; write it as text")
+        raise MeshwrightError(f"{where} is {value}, which JSON does not support; write it as text")
     if isinstance(value, list | tuple):
         return [as_json(item, f"{where}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: compared with what is asked for, read, and verified, in this order."""
+"""Restore a checkpoint: compare with the targets, read, verify."""
 
 import math
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from meshwright.errors import MeshwrightError
 _SHOWN = 6
 
 
-Command = Callable[[int], str]  # how a person takes the checkpoint of a step, for messages
+Command = Callable[[int], str]  # step → the shell command that uses it, for messages
 
 
 def read_step(folder: Path, step: Any, command: Command | None = None) -> Record:
-    """The record of a checkpoint that must be there."""
+    """The record of a checkpoint; a MeshwrightError if there is none."""
     step = whole_number(step, "step")
     place = complete_folder(folder, step)
     if not place.is_dir():
@@ -43,7 +43,7 @@ def read_step(folder: Path, step: Any, command: Command | None = None) -> Record
         raise MeshwrightError(f"{error}. {advice(folder, step, command)}") from None
     if record.step != step:
         right = complete_folder(folder, record.step)
-        there = " (which is there, too)" if right.exists() else ""
+        there = " (which also exists)" if right.exists() else ""
         raise MeshwrightError(
             f"{place} holds the checkpoint of step {record.step}: the folder was renamed or "
             f"copied. Rename it to {right.name}{there}, or move it out of {folder}"
@@ -52,7 +52,7 @@ def read_step(folder: Path, step: Any, command: Command | None = None) -> Record
 
 
 def others(folder: Path, but: int | None = None) -> str:
-    """Ends a sentence: which complete checkpoints there are."""
+    """The end of a sentence: the complete checkpoints."""
     steps = [str(step) for step in complete_steps(folder) if step != but]
     none = "there is no complete checkpoint" if but is None else "there is no other"
     text = f"complete checkpoints there: {', '.join(steps[-8:])}" if steps else none
@@ -62,7 +62,7 @@ def others(folder: Path, but: int | None = None) -> str:
 
 
 def advice(folder: Path, damaged: int, command: Command | None = None) -> str:
-    """A sentence: which other checkpoints look intact, and how to take the newest of them."""
+    """A sentence: the other intact checkpoints, and how to use the newest of them."""
     steps = [step for step in complete_steps(folder) if step != damaged][-_SHOWN:]
     intact = [step for step in steps if _looks_intact(folder, step)]
     if not intact:
@@ -73,7 +73,7 @@ def advice(folder: Path, damaged: int, command: Command | None = None) -> str:
 
 
 def _looks_intact(folder: Path, step: int) -> bool:
-    """Everything but the values of the arrays, which takes reading them."""
+    """Check everything but the values of the arrays, without reading these."""
     place = complete_folder(folder, step)
     try:
         record = read_record(place)
@@ -91,7 +91,7 @@ def restore_tree(
     channel: Channel,
     command: Command | None = None,
 ) -> Any:
-    """The checkpoint in the layout of `targets`; all processes succeed or all raise."""
+    """The checkpoint in the shardings of `targets`; all processes succeed or all raise."""
     wanted: dict[str, Any] = {}
     saved: dict[str, SavedArray] = {}
     problem = ""
@@ -123,7 +123,7 @@ def restore_tree(
     wrong = _other_values(read, saved)
     if wrong:
         raise MeshwrightError(
-            f"checkpoint {place} is damaged: {wrong} came back with other values than were saved; "
+            f"checkpoint {place} is damaged: the values of {wrong} differ from those saved; "
             f"data was lost or altered on disk. {advice(folder, step, command)}"
         )
     for name, target in wanted.items():
@@ -133,7 +133,7 @@ def restore_tree(
 
 
 def _other_values(read: dict[str, jax.Array], saved: dict[str, SavedArray]) -> str:
-    """The arrays whose values are not those saved, '' if none. All processes see the same sums."""
+    """Arrays whose values differ from those saved, '' if none; the same in all processes."""
     sums = {name: fingerprint(array) for name, array in read.items()}
     wrong = [
         name for name, sum_ in sums.items() if fingerprint_text(sum_) != saved[name].fingerprint

@@ -1,4 +1,4 @@
-"""`meshwright audit`: what a train step, or any compiled program, sends between devices."""
+"""`meshwright audit`: list the collectives of a train step or of any compiled program."""
 
 import gzip
 import json
@@ -32,18 +32,18 @@ from meshwright.present import mesh_text
 HELP = """meshwright audit MODEL --mesh … [the settings of train] [--json] [--fail-on WHAT]
 meshwright audit --text FILE --mesh fsdp=4,tp=2 [--json] [--fail-on WHAT]
 
-Compile the step that `meshwright train` with these settings would run, on the devices here or on
---cpu-devices N, and list every collective in it: operation, mesh axes, bytes, times, source. What
-the layout does not call for is a surprise. No data is needed.
+Compile the step that `meshwright train` with these settings would run, on the devices of this
+machine or on --cpu-devices N, and list every collective in it: operation, mesh axes, bytes,
+executions, source. A collective that the layout does not need is a surprise. No data is needed.
 
-  --text FILE          read a compiled program's text instead: compiled.as_text(), XLA's dump, or
-                       the program.hlo.gz that prove keeps
-  --expect AXES:OPS    what it may send: fsdp:all-gather,reduce-scatter; repeatable.
-                       reduce-scatter/all-reduce: the compiler may rewrite the one as the other
-  --rows N             rows to show, most bytes first (default 30; 0: all)
-  --json               plain data
-  --fail-on WHAT       exit status 1: surprise (what nothing expects), or rewrite (a surprise, or
-                       what the compiler made of something else)
+  --text FILE          read the text of a compiled program instead: compiled.as_text(), an XLA dump,
+                       or the program.hlo.gz of prove
+  --expect AXES:OPS    expected collectives: fsdp:all-gather,reduce-scatter; repeatable.
+                       reduce-scatter/all-reduce: the compiler may rewrite the first as the second
+  --rows N             number of table rows to show, most bytes first (default 30; 0: all)
+  --json               print JSON
+  --fail-on WHAT       exit with status 1 on: surprise (an unexpected collective), or rewrite (a
+                       surprise, or a collective that the compiler rewrote)
 
 meshwright train --help lists the other settings."""
 
@@ -53,7 +53,7 @@ def audit_command(arguments: Sequence[str]) -> None:
 
     meshwright audit tiny --cpu-devices 8 --mesh fsdp=4,tp=2 --batch 8 --seq 64
     """
-    words = list(arguments)  # the flags of audit are taken out, the rest are train's
+    words = list(arguments)  # audit's own flags are removed, the rest are train's
     if "--help" in words or "-h" in words or not words:
         print(HELP)
         return
@@ -79,7 +79,7 @@ def audit_command(arguments: Sequence[str]) -> None:
 
 
 def show(found: Audit, console: Console, most: int = 30) -> None:
-    """Sums first, then rows by what they send, then what is large."""
+    """Print the sums, then the rows, most bytes first, then the largest arrays."""
     console.print(headline(found), highlight=False, soft_wrap=True)
     print_table(console, sums_table(found))
     ordered = sorted(found.rows, key=lambda row: -row.wire_bytes * row.times)
@@ -98,7 +98,7 @@ def show(found: Audit, console: Console, most: int = 30) -> None:
         console.print(f"rewritten: {row_line(row)}{also}", style="yellow", highlight=False,
                       soft_wrap=True, markup=False)  # fmt: skip
     for one in found.missing:
-        console.print(f"expected, but not there: {one}", style="yellow", highlight=False)
+        console.print(f"expected, but missing: {one}", style="yellow", highlight=False)
     for title, table in (
         ("largest buffers on a device", buffers_table(found)),
         ("arrays with copies", replicated_table(found)),
@@ -108,32 +108,32 @@ def show(found: Audit, console: Console, most: int = 30) -> None:
     for note in found.notes:
         console.print(f"note: {note}", style="dim", highlight=False, soft_wrap=True)
     if any(row.unsure for row in found.rows):
-        console.print("? a loop around it does not say how often it turns: counted once")
+        console.print("? in a loop with an unknown trip count: counted once")
 
 
 def _unknown(fail_on: str, what: str) -> MeshwrightError:
     return MeshwrightError(
-        f"--fail-on {fail_on} needs to know what {what} may send; say it: "
+        f"--fail-on {fail_on} needs the expected collectives of {what}; give: "
         "--expect fsdp:all-gather,reduce-scatter"
     )
 
 
 def _of_text(file: str, words: list[str], expect: list[str]) -> Audit:
-    """Of a dumped program; of train's settings only the mesh is used."""
+    """The audit of a dumped program; only the mesh of train's settings is used."""
     mesh = take(words, "--mesh")
     if mesh is None:
-        raise MeshwrightError("--text needs --mesh, the one the program was compiled for")
+        raise MeshwrightError("--text needs --mesh, the mesh that the program was compiled for")
     if words:
         raise MeshwrightError(f"--text takes --mesh only, not {' '.join(words)}")
     spec = MeshSpec.parse(mesh)
     if not spec.is_resolved:
-        raise MeshwrightError(f"--mesh {mesh!r}: with --text every size must be said, none be -1")
+        raise MeshwrightError(f"--mesh {mesh!r}: with --text, give every size; -1 is not possible")
     expected = _expectations(expect, spec.names)
     return read_audit(_text_in(file), spec, expected=expected)
 
 
 def _text_in(file: str) -> str:
-    """A file's text, packed with gzip or not."""
+    """The text of a file, gzipped or not."""
     try:
         content = Path(file).read_bytes()
         if content.startswith(b"\x1f\x8b"):
@@ -144,7 +144,7 @@ def _text_in(file: str) -> str:
 
 
 def _of_step(words: list[str], expect: list[str], fail_on: str | None) -> Audit:
-    """Of the step these settings of train give."""
+    """The audit of the train step with these settings."""
     from meshwright.audits import expected_of_step
     from meshwright.cli.train import settings
     from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
@@ -159,7 +159,7 @@ def _of_step(words: list[str], expect: list[str], fail_on: str | None) -> Audit:
     if expected is None and set(step.mesh.axis_names) <= set(STANDARD_AXES):
         expected = expected_of_step(step)
     if expected is None and fail_on:
-        raise _unknown(fail_on, f"a step on mesh '{mesh_text(step.mesh.shape)}', of its own axes,")
+        raise _unknown(fail_on, f"a step on mesh '{mesh_text(step.mesh.shape)}' with custom axes")
     print(f"compiling the step of {config.model} …", file=sys.stderr)
     return read_audit(step.lower().compile(), step.mesh, expected=expected)
 

@@ -1,4 +1,4 @@
-"""`meshwright data`: text, or rows to find needles in, into a token store; what is in one."""
+"""`meshwright data`: make token stores from text or as a needle task, and inspect them."""
 
 import codecs
 import sys
@@ -30,85 +30,85 @@ from meshwright.present import count
 
 @dataclass(frozen=True)
 class Pack:
-    """Turn text into a packed token store to train on.
+    """Tokenize text and pack it into a token store for training.
 
     meshwright data pack books/ --out books.store --tokenizer llama/tokenizer.json
     """
 
     sources: tyro.conf.Positional[tuple[str, ...]]
-    """Files (.txt, .jsonl, .parquet, .arrow; .txt.gz, .jsonl.gz) and folders of them."""
+    """Input files (.txt, .jsonl, .parquet, .arrow, .txt.gz, .jsonl.gz), or folders of them."""
     out: Path
-    """The folder to write the store to."""
+    """Folder of the new token store."""
     tokenizer: str = "bytes"
-    """"bytes", a Hugging Face tokenizer.json, or a folder that holds one."""
+    """Tokenizer: "bytes", a Hugging Face tokenizer.json, or a folder that contains one."""
     end_token: str | None = None
-    """The token that ends each document; by default the tokenizer's eos_token."""
+    """Token that ends each document; the tokenizer's eos_token by default."""
     field: str = "text"
-    """The field of a JSON line, or the column, that holds the text."""
+    """JSON field or table column that contains the text."""
     split_on: str | None = None
-    """What stands between documents in text files, such as '\\n\\n'; else each file is one."""
+    """Separator between documents in text files, such as '\\n\\n'; without it, a file is one."""
     special_tokens: bool = False
-    """Also add what the tokenizer puts around a text, such as begin-of-text."""
+    """Also add the tokenizer's special tokens, such as begin-of-text."""
     skip_bad: bool = False
-    """Leave out and count documents that cannot be read, instead of stopping."""
+    """Skip and count unreadable documents instead of stopping."""
     overwrite: bool = False
-    """Replace the store if there is one."""
+    """Replace an existing token store."""
 
 
 @dataclass(frozen=True)
 class Needle:
-    """Make rows that hide `!key value` pairs in hay and ask for them at the end.
+    """Generate a needle-in-a-haystack task: filler text hides key-value pairs and asks for them.
 
-    meshwright data needle needle.store --rows 10000 --seq 256
+    meshwright data needle needle.store --sequences 10000 --seq 256
     """
 
     out: tyro.conf.Positional[Path]
-    """The folder to write the store to; train on it with the same --seq."""
-    rows: int
-    """How many."""
+    """Folder of the new token store; train on it with the same --seq."""
+    sequences: int
+    """Number of sequences to generate."""
     seq: int
-    """Tokens of a row."""
+    """Sequence length in tokens."""
     needles: int = Needles.needles
-    """Pairs hidden in a row, each with a key of its own."""
+    """Key-value pairs hidden in each sequence; keys are distinct."""
     questions: int | None = None
-    """How many of them are asked for, each once; by default all."""
+    """Pairs asked for at the end of each sequence; all of them by default."""
     key_length: int = Needles.key_length
-    """Letters of a key."""
+    """Letters in a key."""
     value_length: int = Needles.value_length
-    """Letters of a value."""
+    """Letters in a value."""
     seed: int = 0
-    """The same seed gives the same rows."""
+    """Random seed; the same seed gives the same sequences."""
     overwrite: bool = False
-    """Replace the store if there is one."""
+    """Replace an existing token store."""
 
 
 @dataclass(frozen=True)
 class Info:
-    """Show what a token store holds."""
+    """Show the contents of a token store."""
 
     store: tyro.conf.Positional[str]
-    """The folder of a store, or "embedded"."""
+    """Folder of a token store, or "embedded"."""
     seq: int = 2048
-    """Tokens in a row, to say how many rows there are."""
+    """Sequence length, used to count the sequences in the store."""
     document: int | None = None
-    """Print the text of this document instead; the first is 0."""
+    """Print the text of this document instead, counted from 0."""
     verify: bool = False
-    """Read the whole store and compare it with its checksums and hashes."""
+    """Read the whole store and verify its checksums and hashes."""
 
 
 @dataclass(frozen=True)
 class Upgrade:
-    """Check a store packed by an older version and add the checksums of its blocks.
+    """Verify a store packed by an older version, and add block checksums.
 
     meshwright data upgrade books.store
     """
 
     store: tyro.conf.Positional[Path]
-    """The folder of the store; its tokens and its identity stay as they are."""
+    """Folder of the token store; its tokens and identity do not change."""
 
 
 def data(
-    # what is asked for, not the work itself: tyro would dress the work's errors as its own
+    # settings only: tyro would present errors of the work itself as its own
     command: tyro.conf.OmitSubcommandPrefixes[
         Annotated[Pack, tyro.conf.subcommand("pack")]
         | Annotated[Needle, tyro.conf.subcommand("needle")]
@@ -116,7 +116,7 @@ def data(
         | Annotated[Upgrade, tyro.conf.subcommand("upgrade")]
     ],
 ) -> None:
-    """Make token stores, and look into them."""
+    """Make and inspect token stores."""
     if isinstance(command, Pack):
         pack(command)
     elif isinstance(command, Needle):
@@ -129,7 +129,7 @@ def data(
 
 
 def pack(asked: Pack) -> None:
-    """Pack, show how far it is on a terminal, and say what was done."""
+    """Pack with progress on the terminal, and print a summary."""
     split_on = None if asked.split_on is None else _unescaped(asked.split_on)
     tokenizer = load_tokenizer(asked.tokenizer, asked.end_token)
     started = time.monotonic()
@@ -149,22 +149,24 @@ def pack(asked: Pack) -> None:
         )
     print(_summary(done, asked.out))
     for problem in done.first_bad:
-        print(f"  left out: {problem}", file=sys.stderr)
+        print(f"  skipped: {problem}", file=sys.stderr)
 
 
 def needle(asked: Needle) -> None:
-    """Write the rows and say how to go on."""
+    """Write the sequences and print the command that trains on them."""
     settings = Needles(asked.needles, asked.questions, asked.key_length, asked.value_length)
-    store = write_needles(settings, asked.out, asked.rows, asked.seq, asked.seed, asked.overwrite)
+    store = write_needles(
+        settings, asked.out, asked.sequences, asked.seq, asked.seed, asked.overwrite
+    )
     print(
-        f"wrote {asked.out}: {count(store.documents, 'row')} of {asked.seq:,} tokens, each "
-        f"{count(settings.needles, 'needle')} and {count(settings.asked, 'question')}; train with "
-        f"--data {asked.out} --seq {asked.seq}"
+        f"wrote {asked.out}: {count(store.documents, 'sequence')} of {asked.seq:,} tokens, each "
+        f"with {count(settings.needles, 'needle')} and {count(settings.asked, 'question')}; train "
+        f"with --data {asked.out} --seq {asked.seq}"
     )
 
 
 def info(asked: Info) -> None:
-    """Print a store's facts, or one of its documents."""
+    """Print a summary of a store, or one of its documents."""
     if asked.seq < 1:
         raise MeshwrightError(f"--seq {asked.seq} must be at least 1")
     store = embedded_corpus() if asked.store == EMBEDDED else TokenStore.open(asked.store)
@@ -178,20 +180,19 @@ def info(asked: Info) -> None:
 
 def _summary(done: Packed, out: Path) -> str:
     store = done.store
-    left_out = [
+    skipped = [
         count(number, what)
         for number, what in ((done.empty, "empty document"), (done.bad, "bad document"))
         if number
     ]
     lines = [
-        f"wrote {out}: {len(store.tokens):,} tokens, {count(store.documents, 'document')} of "
-        f"{count(done.files, 'file')}"
-        + (f"; left out {' and '.join(left_out)}" if left_out else "")
+        f"wrote {out}: {len(store.tokens):,} tokens, {count(store.documents, 'document')} from "
+        f"{count(done.files, 'file')}" + (f"; skipped {' and '.join(skipped)}" if skipped else "")
     ]
     if done.other_files:
         names = ", ".join(Path(name).name for name in done.other_files[:4])
         more = ", …" if len(done.other_files) > 4 else ""
-        lines.append(f"not read, of another kind: {names}{more}")
+        lines.append(f"ignored files of other types: {names}{more}")
     return "\n".join(lines)
 
 
@@ -203,15 +204,15 @@ def _facts(store: TokenStore, seq: int, verified: bool) -> Table:
     facts = {
         "store": store.name,
         "tokens": f"{len(store.tokens):,} ({store.tokens.dtype.name})",
-        "documents": f"{store.documents:,}, {lengths:,.0f} tokens each on average",
-        "rows": f"{sequence_count(store, seq):,} of {seq:,} tokens",
-        "tokenizer": f"{tokenizer.kind}, vocabulary {tokenizer.vocab:,}, document ends with {end}",
-        "left out": ", ".join(
+        "documents": f"{store.documents:,}, {lengths:,.0f} tokens on average",
+        "sequences": f"{sequence_count(store, seq):,} of {seq:,} tokens",
+        "tokenizer": f"{tokenizer.kind}, vocabulary {tokenizer.vocab:,}, end of document {end}",
+        "skipped": ", ".join(
             f"{store.meta[why]:,} {why}" for why in ("empty", "bad") if store.meta.get(why)
         ),
         "sources": ", ".join(source["path"] for source in store.meta.get("sources", [])),
         "identity": store.identity,
-        "checksums": "as packed" if verified else "",
+        "checksums": "verified" if verified else "",
     }
     for name, fact in facts.items():
         if fact:
@@ -220,11 +221,11 @@ def _facts(store: TokenStore, seq: int, verified: bool) -> Table:
 
 
 def _unescaped(text: str) -> str:
-    """`\\n` as typed in a shell becomes a line end; other characters stay as they are."""
+    """Interpret escapes such as `\\n`; other characters do not change."""
     try:
         value = codecs.decode(text.encode("latin-1", "backslashreplace"), "unicode_escape")
     except UnicodeDecodeError as reason:
-        raise MeshwrightError(f"--split-on {text!r} is not readable: {reason.reason}") from None
+        raise MeshwrightError(f"--split-on {text!r} cannot be read: {reason.reason}") from None
     if not value:
-        raise MeshwrightError("--split-on is empty; give what stands between two documents")
+        raise MeshwrightError("--split-on is empty; give the separator between documents")
     return value

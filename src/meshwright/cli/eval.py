@@ -1,4 +1,4 @@
-"""`meshwright eval needle`: ask a model for what it read far back, and say where it finds it."""
+"""`meshwright eval needle`: needle in a haystack, by depth and by distance."""
 
 import json
 import sys
@@ -22,63 +22,63 @@ from meshwright.serve import check_fits, generation_mesh, load, look_into
 
 @dataclass(frozen=True)
 class Needle:
-    """Ask for values hidden far back in fresh rows, as `meshwright data needle` makes them.
+    """Needle in a haystack: ask for hidden values in new sequences of `meshwright data needle`.
 
-    meshwright eval needle runs/needle --mesh sp=4 --seq 256 --rows 64
+    meshwright eval needle runs/needle --mesh sp=4 --seq 256 --sequences 64
     """
 
     model: tyro.conf.Positional[str]
-    """The folder of a run, or of a Hugging Face model that reads bytes."""
+    """Folder of a run, or of a Hugging Face model with a byte vocabulary."""
     seq: int = 256
-    """Tokens of a row."""
-    rows: int = 64
-    """Rows to ask."""
+    """Sequence length in tokens."""
+    sequences: int = 64
+    """Number of sequences to evaluate."""
     needles: int = Needles.needles
-    """Pairs hidden in a row."""
+    """Key-value pairs hidden in each sequence."""
     questions: int | None = None
-    """How many of them are asked for; by default all."""
+    """Pairs asked for at the end of each sequence; all of them by default."""
     key_length: int = Needles.key_length
-    """Letters of a key."""
+    """Letters in a key."""
     value_length: int = Needles.value_length
-    """Letters of a value; an answer is right if all are."""
+    """Letters in a value; an answer is correct if all its letters are."""
     depths: int = 10
-    """Equal parts of the row that are counted apart."""
+    """Number of equal depth ranges that results are reported for."""
     seed: int = 0
-    """Of the rows; they are never those of training."""
+    """Random seed; the sequences always differ from the training sequences."""
     mesh: str = "dp=1,fsdp=1,tp=1,sp=1"
-    """Where the model and the rows lie: sp splits rows. The default is one device."""
+    """Mesh axes and sizes; sp splits the sequences. The default is one device."""
     context_parallel: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
-    """How attention is done where sp splits the rows."""
+    """Context parallelism over sp: the attention method where sp splits sequences."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """What matrices are kept and multiplied in; auto: bfloat16 on accelerators, float32 on CPUs."""
+    """Data type of weights and matmuls; auto: bfloat16 on accelerators, float32 on CPUs."""
     step: int | None = None
-    """The checkpoint to take; by default the last."""
+    """Step of the checkpoint to load; the latest by default."""
     tokenizer: str | None = None
-    """"bytes", for a Hugging Face model that reads bytes and does not say so."""
+    """Give "bytes" for a Hugging Face model that reads bytes but has no tokenizer files."""
     json: bool = False
-    """Print plain data."""
+    """Print JSON instead of tables."""
     cpu_devices: int | None = None
-    """Simulate this many devices on the CPU."""
+    """Simulate this number of devices on the CPU."""
 
 
 def evaluate(
     command: tyro.conf.OmitSubcommandPrefixes[
         Annotated[Needle, tyro.conf.subcommand("needle")]
-        # one subcommand is none to tyro; a second that is not shown makes it one
+        # tyro needs two alternatives to make a subcommand; this one is hidden
         | Annotated[None, tyro.conf.Suppress]
     ],
 ) -> None:
-    """Measure what a trained model can do."""
+    """Evaluate a trained model."""
     assert command is not None
     needle(command)
 
 
 def needle(asked: Needle) -> None:
-    """Check everything, load the model, ask, and print."""
+    """Check the settings, load the model, evaluate and print."""
     settings = Needles(asked.needles, asked.questions, asked.key_length, asked.value_length)
     if asked.depths < 1:
         raise MeshwrightError(f"--depths {asked.depths} must be at least 1")
-    rows = needle_sequences(settings, asked.rows, asked.seq, asked.seed, fresh=True)
+    sequences = needle_sequences(settings, asked.sequences, asked.seq, asked.seed, fresh=True)
     make_room_for_cpu_collectives()
     if asked.cpu_devices is not None:
         simulate_devices(asked.cpu_devices)
@@ -90,25 +90,25 @@ def needle(asked: Needle) -> None:
     used = (
         f"{source.name}, mesh {mesh_text(placed.shape)} on {count(placed.size, 'device')} of "
         f"{len(jax.devices())}, {kind}"
-        + (f", rows split over sp: {strategy}" if strategy is not None else "")
+        + (f", context parallelism over sp: {strategy}" if strategy is not None else "")
     )
     padded = describe_padding(source.config, needle_rules(source.config), placed.shape)
     used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
     model = load(source, placed, jnp.dtype(kind), needle_rules(source.config))
-    found = retrieve(model, rows, context_parallel=asked.context_parallel)
+    found = retrieve(model, sequences, context_parallel=asked.context_parallel)
     if asked.json:
         print(json.dumps({"model": used, **_data(found, asked)}))
         return
     for title, groups in (
-        ("needle at", found.by_depth(asked.depths)),
-        ("needle before the answer by", found.by_distance(asked.depths)),
+        ("needle position", found.by_depth(asked.depths)),
+        ("distance to the answer", found.by_distance(asked.depths)),
     ):
         Console().print(_table(title, groups))
     right = int(found.right.sum())
     print(
         f"found {right:,} of {found.right.size:,}: {100 * found.share:.1f}% "
-        f"({count(asked.rows, 'row')} of {asked.seq:,} tokens)"
+        f"({count(asked.sequences, 'sequence')} of {asked.seq:,} tokens)"
     )
 
 
@@ -126,7 +126,7 @@ def _table(title: str, groups: list[Group]) -> Table:
 
 def _data(found: Retrieval, asked: Needle) -> dict[str, object]:
     return {
-        "rows": asked.rows,
+        "sequences": asked.sequences,
         "seq": asked.seq,
         "asked": found.right.size,
         "right": int(found.right.sum()),

@@ -1,4 +1,4 @@
-"""`meshwright generate`: continue prompts with a trained model, as the tokens come."""
+"""`meshwright generate`: generate text from prompts, streamed to the terminal."""
 
 import collections
 import dataclasses
@@ -53,29 +53,29 @@ def generate(
     json: bool = False,
     cpu_devices: int | None = None,
 ) -> None:
-    """Continue prompts with a model: a training run's, or a Hugging Face folder's.
+    """Generate text with the model of a training run or of a Hugging Face folder.
 
     meshwright generate runs/first --prompt "Once upon a time" --max-new 200 --mesh fsdp=-1
 
     Args:
-        run: The folder of a run, or of a Hugging Face model.
-        prompt: What to continue; - reads it from standard input. Repeatable.
-        max_new: Tokens to add to each prompt at most; an end-of-document token ends it earlier.
-        temperature: 0 takes the likeliest token always; 1 samples as the model predicts.
-        top_k: Sample from the k likeliest tokens only.
-        top_p: Of these, from the likeliest that together have this probability; 1 is all.
-        min_p: Of these, from those at least this times as likely as the likeliest.
-        seed: The same seed gives the same text, on every mesh.
-        mesh: Where the model lies: fsdp=-1 takes all devices, auto what the plan would choose for
-            the shortest wait. The default is one device.
-        dtype: Of weights and cache. auto: bfloat16 on accelerators, float32 on CPUs.
-        step: The checkpoint to take; by default the last.
-        tokenizer: "bytes", a tokenizer.json or its folder, in place of the run's own.
-        end_token: The token that ends a document, where the tokenizer does not say.
-        special_tokens: Whether prompts get what the tokenizer puts around a text, such as
-            begin-of-text; by default with a Hugging Face model only.
-        json: Print plain data at the end instead of text as it comes.
-        cpu_devices: Simulate this many devices on the CPU.
+        run: Folder of a run, or of a Hugging Face model.
+        prompt: Text to continue; - reads it from standard input. Repeatable.
+        max_new: Maximum number of new tokens per prompt; an end-of-document token ends it earlier.
+        temperature: Sampling temperature; 0 is greedy, 1 samples the model's own distribution.
+        top_k: Top-k sampling: keep the k most probable tokens.
+        top_p: Nucleus sampling: keep the smallest set of tokens whose probability reaches p.
+        min_p: Keep tokens with at least p times the probability of the most probable token.
+        seed: Random seed for sampling; the same seed gives the same text on every mesh.
+        mesh: Mesh axes and sizes: fsdp=-1 uses all devices; auto uses the mesh that the planner
+            expects to have the lowest latency. The default is one device.
+        dtype: Data type of weights and KV cache; auto: bfloat16 on accelerators, float32 on CPUs.
+        step: Step of the checkpoint to load; the latest by default.
+        tokenizer: "bytes", a tokenizer.json or its folder, instead of the run's own.
+        end_token: Token that ends a document, if the tokenizer files do not name it.
+        special_tokens: Whether to add the tokenizer's special tokens to prompts, such as
+            begin-of-text; by default only for a Hugging Face model.
+        json: Print JSON at the end instead of streaming text.
+        cpu_devices: Simulate this number of devices on the CPU.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     texts = _texts(prompt)
@@ -103,59 +103,65 @@ def generate(
     used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
     model = load(source, placed, jnp.dtype(kind))
-    coming = _Coming(stream(model, prompts, max_new, sampling), len(prompts), source.ends)
+    tokens = _TokenStream(stream(model, prompts, max_new, sampling), len(prompts), source.ends)
     try:
-        with ctrl_c_says(lambda: f"\nstopped; {coming.summary()}"):
+        with ctrl_c_says(lambda: f"\nstopped; {tokens.summary()}"):
             if json:
-                rows = [list(coming.row(row)) for row in range(len(prompts))]
-                found = [_result(*each, source) for each in zip(texts, prompts, rows, strict=True)]
-                print(jsonlib.dumps({"model": used, "results": found, **coming.speed()}))
+                generated = [list(tokens.of_prompt(i)) for i in range(len(prompts))]
+                results = [
+                    _result(*each, source) for each in zip(texts, prompts, generated, strict=True)
+                ]
+                print(jsonlib.dumps({"model": used, "results": results, **tokens.speed()}))
             else:
-                _print(coming, prompts, source)
-    except BrokenPipeError:  # whoever read the text has enough
+                _print(tokens, prompts, source)
+    except BrokenPipeError:  # the reader of the text has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
-    print(coming.summary(), file=sys.stderr)
+    print(tokens.summary(), file=sys.stderr)
 
 
 @dataclasses.dataclass
-class _Coming:
-    """Tokens as they come, asked for row by row: those of other rows are kept for later."""
+class _TokenStream:
+    """Tokens as they are generated, read prompt by prompt; those of other prompts are buffered."""
 
     steps: Iterator[tuple[int, int]]
-    rows: int
+    prompts: int
     ends: frozenset[int]
 
     def __post_init__(self) -> None:
-        self.kept: list[collections.deque[int]] = [collections.deque() for _ in range(self.rows)]
+        self.buffers: list[collections.deque[int]] = [
+            collections.deque() for _ in range(self.prompts)
+        ]
         self.started = time.perf_counter()
         self.first: float | None = None
         self.first_tokens = self.tokens = 0
         self.last = self.started
 
-    def row(self, row: int) -> Iterator[int]:
+    def of_prompt(self, index: int) -> Iterator[int]:
+        """The tokens generated for one prompt."""
         while True:
-            while not self.kept[row]:
+            while not self.buffers[index]:
                 if not self._next():
                     return
-            token = self.kept[row].popleft()
+            token = self.buffers[index].popleft()
             yield token
             if token in self.ends:
                 return
 
     def _next(self) -> bool:
-        came = next(self.steps, None)
-        if came is None:
+        generated = next(self.steps, None)
+        if generated is None:
             return False
+        prompt, token = generated
         self.last = time.perf_counter()
         self.tokens += 1
-        if self.tokens <= self.rows:  # the first of each row come together
+        if self.tokens <= self.prompts:  # the first tokens of all prompts arrive together
             self.first, self.first_tokens = self.last, self.tokens
-        self.kept[came[0]].append(came[1])
+        self.buffers[prompt].append(token)
         return True
 
     def speed(self) -> dict[str, Any]:
-        """Both programs are compiled when the first tokens come, so speed is counted from there."""
+        """Tokens per second after the first tokens, whose time includes compilation."""
         after = self.tokens - self.first_tokens
         first = self.last if self.first is None else self.first
         return {
@@ -168,17 +174,19 @@ class _Coming:
         speed = self.speed()
         rate = speed["tokens_per_second"]
         fast = "" if rate is None else f", then {rate:,} tokens/s"
-        first = f"the first after {speed['seconds_to_first']:.1f} s (with compiling)"
+        first = f"first token after {speed['seconds_to_first']:.1f} s (including compilation)"
         return f"{count(self.tokens, 'token')}, {first}{fast}"
 
 
-def _print(coming: _Coming, prompts: list[list[int]], source: Source) -> None:
-    """Each prompt with its continuation, text as it comes; the first prompt's first."""
-    for row, prompt in enumerate(prompts):
-        if row:
+def _print(tokens: _TokenStream, prompts: list[list[int]], source: Source) -> None:
+    """Stream each prompt with its continuation, in the order of the prompts."""
+    for index, prompt in enumerate(prompts):
+        if index:
             print("\n---")
-        # together, since how a token reads may depend on the one before it
-        for text in decode_stream(source.tokenizer, itertools.chain(prompt, coming.row(row))):
+        # one stream, since the text of a token may depend on the token before it
+        for text in decode_stream(
+            source.tokenizer, itertools.chain(prompt, tokens.of_prompt(index))
+        ):
             print(text, end="", flush=True)
     print(flush=True)
 
@@ -198,9 +206,9 @@ def _result(text: str, prompt: list[int], tokens: list[int], source: Source) -> 
 
 def _texts(prompts: tuple[str, ...]) -> list[str]:
     if not prompts:
-        raise MeshwrightError('there is nothing to continue; give --prompt "Once upon a time"')
+        raise MeshwrightError('no prompt; give --prompt "Once upon a time"')
     if prompts.count("-") > 1:
-        raise MeshwrightError("--prompt - reads all of standard input; give it once")
+        raise MeshwrightError("--prompt - reads all of standard input; give it only once")
     return [_standard_input() if text == "-" else text for text in prompts]
 
 

@@ -11,10 +11,10 @@ from meshwright.machines import CHIPS, Chip, find_chip
 
 
 def machines(chip: Annotated[str | None, tyro.conf.Positional] = None) -> None:
-    """List the chips that machines can be made of.
+    """List the chips in the catalogue.
 
     Args:
-        chip: Show one chip, each figure with its source.
+        chip: Show one chip, with the source of each figure.
     """
     console = Console()
     if chip is not None:

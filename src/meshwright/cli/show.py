@@ -1,4 +1,4 @@
-"""`meshwright show`: a mesh on its machine, arrays under layouts, a model's table."""
+"""`meshwright show`: draw a mesh on its machine, sharded arrays, and the table of a model."""
 
 import json as jsonlib
 import re
@@ -26,19 +26,19 @@ def show(
     html: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Show a mesh on its machine; with it arrays cut into shards, and a whole model's table.
+    """Draw a mesh on its machine, with sharded arrays and the table of a model.
 
     meshwright show --mesh fsdp=4,tp=4 --on v5e:4x4 --array "64x32 embed mlp -> embed@fsdp mlp@tp"
 
     Args:
-        mesh: The mesh: fsdp=-1,tp=4 or 1,-1,4,1.
-        on: The machine: v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8, here.
-        axes: Names of your own for the mesh axes, as in "rows,cols"; sizes may then be positional.
-        array: An array's shape and layout: "4096x1024 embed mlp -> embed@fsdp mlp@tp". Repeatable.
-        model: A model preset whose arrays to place, such as llama-3.1-8b.
-        rules: A file of rules for the model: "dim -> axis" or "regex => layout", one a line.
-        html: Write one self-contained page here instead of drawing in the terminal.
-        json: Print plain data instead of drawing.
+        mesh: Mesh axes and sizes: fsdp=-1,tp=4 or 1,-1,4,1.
+        on: Machine: v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8, here.
+        axes: Your own names of the mesh axes, as in "data,model"; sizes may then be positional.
+        array: Shape and layout of an array: "4096x1024 embed mlp -> embed@fsdp mlp@tp". Repeatable.
+        model: Model preset whose arrays to show, such as llama-3.1-8b.
+        rules: File of rules for the model: "dim -> axis" or "regex => layout", one per line.
+        html: Write a self-contained HTML page to this file instead of drawing in the terminal.
+        json: Print JSON instead of drawing.
     """
     placed = _mesh(mesh, on, axes)
     arrays = [_array(text) for text in array]
@@ -74,9 +74,7 @@ def _mesh(text: str, on: str, axes: str | None) -> MachineMesh:
     except MeshwrightError as mistake:
         if on != "here":
             raise
-        raise MeshwrightError(
-            f"{mistake}. To see it on a machine that is not here, name one: --on v5e:4x4"
-        ) from None
+        raise MeshwrightError(f"{mistake}. For an absent machine, name it: --on v5e:4x4") from None
 
 
 def _array(text: str) -> tuple[tuple[int, ...], str]:

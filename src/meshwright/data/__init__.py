@@ -1,13 +1,20 @@
 """Text to batches: tokenizers, the packed token store, mixtures, and batch = f(step).
 
-pack -> TokenStore -> Mixture -> Loader; every step's batch is a pure function of its number.
+pack -> TokenStore -> Mixture -> Loader; the batch of a step is a pure function of the step.
 """
 
 from meshwright.data.check import check_data
 from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
-from meshwright.data.loader import Loader, held_out_loader, training_loader
+from meshwright.data.loader import Loader, Objective, held_out_loader, training_loader
 from meshwright.data.mixture import Mixture
 from meshwright.data.needle import Needles, NeedleSequences, needle_sequences, write_needles
+from meshwright.data.objectives import (
+    OBJECTIVES,
+    EncoderDecoderObjective,
+    PrefixLM,
+    SpanCorruption,
+    sentinel_top,
+)
 from meshwright.data.packing import Packed, pack, upgrade
 from meshwright.data.readers import Reading
 from meshwright.data.sequences import FIELDS, NO_TARGET, read_sequences, sequence_count
@@ -24,13 +31,18 @@ __all__ = [
     "EMBEDDED",
     "FIELDS",
     "NO_TARGET",
+    "OBJECTIVES",
     "ByteTokenizer",
+    "EncoderDecoderObjective",
     "Loader",
     "Mixture",
     "NeedleSequences",
     "Needles",
+    "Objective",
     "Packed",
+    "PrefixLM",
     "Reading",
+    "SpanCorruption",
     "TokenStore",
     "Tokenizer",
     "check_data",
@@ -42,6 +54,7 @@ __all__ = [
     "needle_sequences",
     "pack",
     "read_sequences",
+    "sentinel_top",
     "sequence_count",
     "tokenizer_from_json",
     "training_loader",

@@ -1,4 +1,4 @@
-"""Read the next batches in background threads while the device works."""
+"""Read the next batches in background threads while the devices compute."""
 
 import sys
 from collections import deque
@@ -12,7 +12,7 @@ Read = TypeVar("Read")
 def read_ahead(
     read: Callable[[int], Read], start: int, stop: int | None, threads: int, ahead: int
 ) -> Iterator[tuple[int, Read]]:
-    """(step, read(step)) for each step from `start`, up to `ahead` of them read early.
+    """Yield (step, read(step)) for each step from `start`, reading up to `ahead` steps early.
 
     >>> list(read_ahead(lambda step: step * step, 2, 5, threads=1, ahead=2))
     [(2, 4), (3, 9), (4, 16)]

@@ -1,4 +1,4 @@
-"""Files of a token store in blocks, each with a checksum that is compared whenever it is read.
+"""Files of a token store in blocks; the checksum of a block is verified at every read.
 
 tokens.bin   the data, cut every BLOCK_BYTES
 tokens.crc   the CRC-32 of each block, uint32, in the same order
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from meshwright.errors import MeshwrightError
 
-# A block is read whole for any part of it, so small ones cost a short sequence less
+# Any read covers full blocks, so small blocks make short sequences cheaper
 # (benchmarks/store_reading.py). Checksums take 0.02% of the store.
 BLOCK_BYTES = 1 << 14
 CHECKSUM_DTYPE = np.dtype("<u4")
@@ -28,17 +28,17 @@ def checksum_name(name: str) -> str:
 
 
 class BlockArray:
-    """A one-dimensional array in a file; a slice of it is read and verified block by block.
+    """A one-dimensional array in a file; slices are read and verified block by block.
 
-    Reading copies (`pread`): what is verified is what is returned, even if the file changes, and a
-    file cut short or a broken disk is an error instead of the signal a memory map would raise.
+    Reading copies (`pread`): the verified bytes are the returned bytes, even if the file changes. A
+    truncated file or a broken disk raises an error instead of the signal of a memory map.
 
     Arguments:
-        file: the data; its checksums lie beside it.
+        file: the data; the checksum file is in the same folder.
         dtype: of an element, unsigned or, for an increasing array, signed.
         noun: what an element is, for messages: "token id".
         below: every element must be less than this.
-        limit: what sets that, for messages: "the vocabulary of 257".
+        limit: the reason for `below`, for messages: "the vocabulary of 257".
         increasing: every element must be larger than the one before it.
     """
 
@@ -68,7 +68,7 @@ class BlockArray:
     def __getitem__(self, part: slice) -> npt.NDArray[Any]:
         start, stop, step = part.indices(len(self))
         if step != 1:
-            raise IndexError("only slices of neighbours are read")
+            raise IndexError("only contiguous slices can be read")
         if start >= stop:
             return np.empty(0, self.dtype)
         first, last = start // self._per_block, (stop - 1) // self._per_block
@@ -85,7 +85,7 @@ class BlockArray:
         """
         low, high = 0, (len(self) - 1) // self._per_block
         while low < high:
-            # a look at single elements, not verified: the block it leads to is
+            # binary search reads single elements unverified; the block it finds is verified
             middle = (low + high + 1) // 2
             element = self._read(self._data, middle * BLOCK_BYTES, self.dtype.itemsize)
             if int.from_bytes(element, "little") <= start:
@@ -98,7 +98,7 @@ class BlockArray:
             number *= 2
             elements = self[first : first + number]
         if not elements[0] <= start < stop <= elements[-1]:
-            self.verify()  # names the block that led astray
+            self.verify()  # names the damaged block
             raise damaged(self.file, f"{self.file.name} changed while it was read")
         begin = int(np.searchsorted(elements, start, side="right")) - 1
         return elements[begin : int(np.searchsorted(elements, stop)) + 1]
@@ -117,7 +117,7 @@ class BlockArray:
         except OSError as reason:
             raise unreadable(self.file, reason) from None
         if size:
-            raise damaged(self.file, f"{self.file.name} was cut short while it was read")
+            raise damaged(self.file, f"{self.file.name} was truncated while it was read")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _verify(self, data: bytes, values: npt.NDArray[Any], first: int) -> None:
@@ -130,9 +130,9 @@ class BlockArray:
             if zlib.crc32(part) != int.from_bytes(stored[block * width :][:width], "little"):
                 raise self._mismatch(first + block, np.frombuffer(part, self.dtype))
         if values.max() >= self._below or values[0] < 0:
-            offset, said = self._out_of_range(first, values)
+            offset, message = self._out_of_range(first, values)
             block = first + offset // self._per_block
-            raise damaged(self.file, f"{said} (block {block:,} of {self.file.name})")
+            raise damaged(self.file, f"{message} (block {block:,} of {self.file.name})")
         if self._increasing and (values[1:] <= values[:-1]).any():
             index = first * self._per_block + int(np.argmax(values[1:] <= values[:-1])) + 1
             raise damaged(
@@ -143,18 +143,18 @@ class BlockArray:
 
     def _mismatch(self, block: int, values: npt.NDArray[Any]) -> MeshwrightError:
         offset = block * BLOCK_BYTES
-        said = (
+        message = (
             f"block {block:,} of {self.file.name} (bytes {offset:,} to "
             f"{offset + values.nbytes:,}) does not match its checksum"
         )
         if values.max() >= self._below or values[0] < 0:
-            said += f"; {self._out_of_range(block, values)[1]}"
-        return damaged(self.file, said)
+            message += f"; {self._out_of_range(block, values)[1]}"
+        return damaged(self.file, message)
 
     def _out_of_range(self, block: int, values: npt.NDArray[Any]) -> tuple[int, str]:
         offset = int(np.argmax((values >= self._below) | (values < 0)))
-        place = block * self._per_block + offset
-        return offset, f"{self._noun} {values[offset]} at offset {place:,} is outside {self._limit}"
+        index = block * self._per_block + offset
+        return offset, f"{self._noun} {values[offset]} at offset {index:,} is outside {self._limit}"
 
 
 class HashedFile:
@@ -171,7 +171,7 @@ class HashedFile:
         self._bytes += len(data)
 
     def finish(self) -> dict[str, Any]:
-        """Bring it to disk; gives back what meta.json says about it."""
+        """Flush it to disk; returns its entry in meta.json."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self.close()
@@ -182,7 +182,7 @@ class HashedFile:
 
 
 class BlockChecksums:
-    """Writes the checksums of a file whose data is handed over in pieces of any size."""
+    """Writes the checksums of a file whose data arrives in pieces of any size."""
 
     def __init__(self, file: Path) -> None:
         self._file = HashedFile(file)
@@ -212,15 +212,15 @@ class BlockChecksums:
 
 
 def damaged(file: Path, what: str) -> MeshwrightError:
-    """The error for a file of a store that is not as it was packed."""
+    """The error for a store file that differs from what was packed."""
     return MeshwrightError(
-        f"token store '{file.parent}' is damaged: {what}. Copy it here again, or pack it again "
+        f"token store '{file.parent}' is damaged: {what}. Copy it again, or pack it again "
         "with --overwrite"
     )
 
 
 def unreadable(file: Path, reason: OSError) -> MeshwrightError:
-    """The error for a file of a store that the system does not let us read."""
+    """The error for a store file that the system cannot read."""
     return MeshwrightError(
         f"token store '{file.parent}': {file.name} cannot be read: {reason.strerror or reason}"
     )

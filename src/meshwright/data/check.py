@@ -1,4 +1,4 @@
-"""What can be wrong between data and model, said before anything is compiled."""
+"""Check that data fits the model, before anything is compiled."""
 
 from meshwright.data.mixture import Mixture
 from meshwright.data.samples import training_sequences
@@ -16,27 +16,28 @@ def check_data(
     held_out: int = 0,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """A MeshwrightError if this data cannot train that model; else nothing.
+    """Raise a MeshwrightError if the model cannot be trained on this data.
 
-    `vocab` is the model's; `tokenizer` is the one that came with its weights, if any did.
+    `vocab` is the model's vocabulary size; `tokenizer` is the one that came with its weights, if
+    any.
     """
     names = ", ".join(f"'{store.name}'" for store in mixture.stores)
     if mixture.vocab > vocab:
         raise MeshwrightError(
             f"data {names} was packed with a vocabulary of {mixture.vocab:,}, the model's is "
-            f"{vocab:,}: larger ids would not exist; pack it with the model's tokenizer, or use a "
-            f"model of vocab={mixture.vocab} or more"
+            f"{vocab:,}: larger token ids have no embedding; pack with the model's tokenizer, or "
+            f"use a model with vocab={mixture.vocab} or more"
         )
     if tokenizer is not None and tokenizer.identity != mixture.tokenizer.identity:
         raise MeshwrightError(
-            f"data {names} was packed with another tokenizer than the model's (vocabulary "
-            f"{mixture.vocab:,} and {tokenizer.vocab:,}); pack it with the model's"
+            f"data {names} was packed with a tokenizer that is not the model's (vocabulary "
+            f"{mixture.vocab:,} and {tokenizer.vocab:,}); pack it with the model's tokenizer"
         )
-    rows = sum(training_sequences(store, seq, held_out) for store in mixture.stores)
-    if rows < batch:
+    sequences = sum(training_sequences(store, seq, held_out) for store in mixture.stores)
+    if sequences < batch:
         tokens = sum(len(store.tokens) for store in mixture.stores)
         raise MeshwrightError(
-            f"data {names} has {count(rows, 'row')} of {seq} tokens to train on "
-            f"({tokens:,} tokens, {held_out} rows of each store held out), fewer than one batch of "
-            f"{batch}; use a smaller batch or seq, or more data"
+            f"data {names} has {count(sequences, 'sequence')} of {seq} tokens to train on "
+            f"({tokens:,} tokens, {held_out} sequences of each store held out), less than one "
+            f"batch of {batch}; use a smaller batch or seq, or more data"
         )

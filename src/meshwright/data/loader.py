@@ -1,9 +1,9 @@
-"""batch = f(step): the arrays of any step, each process reading only the rows of its devices."""
+"""batch = f(step): the arrays of any step; each process reads only what its devices hold."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -19,12 +19,29 @@ from meshwright.data.samples import (
     TrainingSamples,
     training_sequences,
 )
-from meshwright.data.sequences import FIELDS, Batch, empty_sequences, read_sequences
+from meshwright.data.sequences import FIELDS, NO_TARGET, Batch, empty_sequences, read_sequences
 from meshwright.errors import MeshwrightError
 from meshwright.present import nearest_multiples
 
-Bounds = tuple[tuple[int, int], ...]  # from and to, for each dim of a batch
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) for each dim of a batch
 DeviceBatch = dict[str, jax.Array]
+
+
+class Objective(Protocol):
+    """What an example is: from the tokens of a sequence to the fields of a batch."""
+
+    @property
+    def lengths(self) -> Mapping[str, int]:
+        """The length of each field."""
+        ...
+
+    def fields(self, tokens: np.ndarray[Any, Any], samples: np.ndarray[Any, Any]) -> Batch:
+        """Fields [examples, length] from tokens [examples, seq]; `samples` number the examples."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data that decides the fields."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,10 +50,11 @@ class Loader:
 
     mixture: Mixture
     samples: Samples
-    batch: int  # rows a step, all processes and micro-batches together
+    batch: int  # sequences per step, over all processes and micro-batches
     seq: int
     accumulation: int = 1
-    steps: int | None = None  # None: without end
+    steps: int | None = None  # None: endless
+    objective: Objective | None = None  # None: predict the next token
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "accumulation"):
@@ -53,35 +71,45 @@ class Loader:
         """[accumulation, batch // accumulation, seq]."""
         return self.accumulation, self.batch // self.accumulation, self.seq
 
+    @property
+    def lengths(self) -> Mapping[str, int]:
+        """The length of each field of a batch."""
+        return dict.fromkeys(FIELDS, self.seq) if self.objective is None else self.objective.lengths
+
     def host_batch(self, step: int) -> Batch:
         """The whole batch as NumPy arrays."""
         return self.read(step, tuple((0, size) for size in self.shape))
 
     def read(self, step: int, bounds: Bounds) -> Batch:
-        """The part of a batch inside the bounds, and nothing else is read."""
+        """The part of a batch inside the bounds; only that part is read."""
         (a0, a1), (r0, r1), (start, stop) = bounds
-        micro, row = np.meshgrid(np.arange(a0, a1), np.arange(r0, r1), indexing="ij")
-        samples = step * self.batch + micro.ravel() * self.shape[1] + row.ravel()
-        sources, rows = self.samples.locate(samples)
+        micro, index = np.meshgrid(np.arange(a0, a1), np.arange(r0, r1), indexing="ij")
+        samples = step * self.batch + micro.ravel() * self.shape[1] + index.ravel()
+        sources, sequences = self.samples.locate(samples)
         batch = empty_sequences(len(samples), stop - start)
         for i, store in enumerate(self.mixture.stores):
-            (mine,) = np.nonzero((sources == i) & (rows != PADDING))
+            (mine,) = np.nonzero((sources == i) & (sequences != PADDING))
             if len(mine):
-                part = read_sequences(store, rows[mine].tolist(), self.seq, start, stop)
+                part = read_sequences(store, sequences[mine].tolist(), self.seq, start, stop)
                 for name in FIELDS:
                     batch[name][mine] = part[name]
-        shape = (a1 - a0, r1 - r0, stop - start)
-        return {name: batch[name].reshape(shape) for name in FIELDS}
+        if self.objective is not None:
+            batch = self.objective.fields(batch["tokens"], samples)
+            batch["targets"] = np.where(
+                (sequences == PADDING)[:, None], NO_TARGET, batch["targets"]
+            )
+        shape = (a1 - a0, r1 - r0)
+        return {name: array.reshape(*shape, -1) for name, array in batch.items()}
 
     def device_batch(self, step: int, sharding: NamedSharding) -> DeviceBatch:
-        """The batch as global arrays; this process reads what its own devices hold."""
+        """The batch as global arrays; this process reads only what its own devices hold."""
         self.check_sharding(sharding)
         return self._place(self._local_parts(step, sharding), sharding)
 
     def iterate(
         self, from_step: int, sharding: NamedSharding, *, threads: int = 2, ahead: int = 4
     ) -> Iterator[tuple[int, DeviceBatch]]:
-        """(step, batch) from `from_step` on, the next `ahead` batches read in the background."""
+        """Yield (step, batch) from `from_step`, reading `ahead` batches in the background."""
         self.check_sharding(sharding)
 
         def read(step: int) -> dict[Bounds, Batch]:
@@ -91,7 +119,7 @@ class Loader:
             yield step, self._place(parts, sharding)
 
     def check_sharding(self, sharding: NamedSharding) -> None:
-        """A sharding that does not cut the batch evenly is a mistake in sizes, named here."""
+        """Raise a MeshwrightError if the sharding does not divide the batch evenly."""
         spec = tuple(sharding.spec)
         if len(spec) > 3:
             raise MeshwrightError(
@@ -109,17 +137,22 @@ class Loader:
                 )
 
     def describe(self) -> dict[str, Any]:
-        """Plain data that decides every batch; two loaders with it give the same."""
+        """Plain data that determines every batch: equal descriptions mean equal batches."""
         samples = self.samples
-        return self.mixture.describe() | {
-            "batch": self.batch,
-            "seq": self.seq,
-            "held_out": getattr(samples, "held_out", 0),
-            "seed": getattr(samples, "seed", None),
-        }
+        objective = {} if self.objective is None else {"objective": self.objective.describe()}
+        return (
+            self.mixture.describe()
+            | objective
+            | {
+                "batch": self.batch,
+                "seq": self.seq,
+                "held_out": getattr(samples, "held_out", 0),
+                "seed": getattr(samples, "seed", None),
+            }
+        )
 
     def _local_parts(self, step: int, sharding: NamedSharding) -> dict[Bounds, Batch]:
-        # copies of one part on several devices are read once
+        # a part that several devices hold is read once
         indices = sharding.addressable_devices_indices_map(self.shape).values()
         wanted = dict.fromkeys(self._bounds(index) for index in indices)
         return {bounds: self.read(step, bounds) for bounds in wanted}
@@ -129,12 +162,16 @@ class Loader:
             return lambda index: parts[self._bounds(index)][name]
 
         return {
-            name: jax.make_array_from_callback(self.shape, sharding, part(name), dtype=np.int32)
-            for name in FIELDS
+            name: jax.make_array_from_callback(
+                (*self.shape[:2], length), sharding, part(name), dtype=np.int32
+            )
+            for name, length in self.lengths.items()
         }
 
     def _bounds(self, index: Any) -> Bounds:
-        return tuple(part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True))
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True))
+        # the fields of an objective are made of whole sequences
+        return bounds if self.objective is None else (*bounds[:2], (0, self.seq))
 
 
 def training_loader(
@@ -146,8 +183,9 @@ def training_loader(
     seed: int = 0,
     shuffle: bool = True,
     held_out: int = 0,
+    objective: Objective | None = None,
 ) -> Loader:
-    """Endless batches of shuffled, mixed rows; the last `held_out` rows of each store are not met.
+    """Endless batches of shuffled, mixed sequences; the last `held_out` of each store are left out.
 
     >>> loader = training_loader(Mixture.parse("embedded"), batch=8, seq=64, accumulation=2)
     >>> loader.host_batch(step=1000)["tokens"].shape
@@ -156,20 +194,21 @@ def training_loader(
     samples = TrainingSamples(
         mixture, seq, whole_number(held_out, "held_out"), seed if shuffle else None
     )
-    loader = Loader(mixture, samples, batch, seq, accumulation)
+    loader = Loader(mixture, samples, batch, seq, accumulation, objective=objective)
     for store in mixture.stores:
-        training_sequences(
-            store, seq, held_out
-        )  # a mistake in held_out shows here, not in a thread
+        training_sequences(store, seq, held_out)  # fail here, not in a reading thread
     return loader
 
 
-def held_out_loader(mixture: Mixture, *, batch: int, seq: int, held_out: int) -> Loader:
-    """The held-out rows once, in order; rows of padding fill the last batch."""
+def held_out_loader(
+    mixture: Mixture, *, batch: int, seq: int, held_out: int, objective: Objective | None = None
+) -> Loader:
+    """The held-out sequences once, in order; padding fills the last batch."""
     if whole_number(held_out, "held_out") < 1:
-        raise MeshwrightError("evaluation needs rows that are held out; give at least 1")
+        raise MeshwrightError("evaluation needs held-out sequences; give at least 1")
     samples = HeldOutSamples(mixture, seq, held_out)
-    loader = Loader(mixture, samples, batch, seq, steps=-(-samples.count // max(batch, 1)))
+    steps = -(-samples.count // max(batch, 1))
+    loader = Loader(mixture, samples, batch, seq, steps=steps, objective=objective)
     for store in mixture.stores:
         training_sequences(store, seq, held_out)
     return loader

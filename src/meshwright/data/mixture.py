@@ -1,4 +1,4 @@
-"""One or several stores to train on, with weights: `a.store` or `a.store:0.7,b.store:0.3`."""
+"""A weighted mixture of token stores: `a.store` or `a.store:0.7,b.store:0.3`."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ _WEIGHT = re.compile(r"(?P<path>.+):\s*(?P<weight>[-+]?[0-9.][0-9.eE+-]*)")
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Stores of one tokenizer, each with its weight.
+    """Token stores with the same tokenizer, each with a weight.
 
     >>> mixture = Mixture.parse("embedded")
     >>> mixture.vocab, [store.name for store in mixture.stores]
@@ -34,18 +34,20 @@ class Mixture:
 
     @classmethod
     def parse(cls, text: str) -> "Mixture":
-        """Open what the text names; without weights, each store counts by its tokens."""
+        """Open the stores that the text names; the default weights are token counts."""
         parts = [_source(part, text) for part in text.split(",")]
         weights = [weight for _, weight in parts if weight is not None]
         if weights and len(weights) != len(parts):
             without = next(path for path, weight in parts if weight is None)
             raise MeshwrightError(
-                f"data {text!r}: '{without}' has no weight and others have; give all of them one, "
-                "or none"
+                f"data {text!r}: '{without}' has no weight but others have; give every store a "
+                "weight, or none"
             )
         repeated = first_repeated([path for path, _ in parts])
         if repeated is not None:
-            raise MeshwrightError(f"data {text!r} names '{repeated}' twice; add its weights up")
+            raise MeshwrightError(
+                f"data {text!r} names '{repeated}' twice; give it once with the sum of its weights"
+            )
         stores = [_open(path) for path, _ in parts]
         return cls.of(stores, weights or None)
 
@@ -53,17 +55,19 @@ class Mixture:
     def of(
         cls, stores: Sequence[TokenStore], weights: Sequence[str | float] | None = None
     ) -> "Mixture":
-        """A mixture of open stores; without weights, each counts by its tokens."""
+        """A mixture of open stores; the default weights are token counts."""
         if not stores:
             raise MeshwrightError(f"a mixture needs at least one store; {GRAMMAR}")
         if weights is not None and len(weights) != len(stores):
-            raise MeshwrightError(f"{len(weights)} weights do not fit {len(stores)} stores")
+            raise MeshwrightError(
+                f"{len(weights)} weights for {len(stores)} stores; give one per store"
+            )
         first = stores[0]
         for other in stores[1:]:
             if other.tokenizer.identity != first.tokenizer.identity:
                 raise MeshwrightError(
                     f"stores '{first.name}' and '{other.name}' were packed with different "
-                    f"tokenizers ({_named(first)} and {_named(other)}); pack one of them again"
+                    f"tokenizers ({_named(first)} and {_named(other)}); pack both with one of them"
                 )
         sizes = [Fraction(len(store.tokens)) for store in stores]
         return cls(tuple(stores), Schedule.of_weights(sizes if weights is None else weights))
@@ -74,16 +78,16 @@ class Mixture:
 
     @property
     def vocab(self) -> int:
-        """The vocabulary a model needs at least."""
+        """The smallest vocabulary size a model needs."""
         return self.tokenizer.vocab
 
     @functools.cached_property
     def shares(self) -> tuple[float, ...]:
-        """The part of all samples that comes from each store."""
+        """The fraction of samples that comes from each store."""
         return tuple(quota / self.schedule.period for quota in self.schedule.quotas)
 
     def describe(self) -> dict[str, Any]:
-        """Plain data that decides which tokens come when; to be kept with a checkpoint."""
+        """Plain data that determines the order of tokens; kept with a checkpoint."""
         return {
             "tokenizer": self.tokenizer.identity,
             "vocab": self.vocab,

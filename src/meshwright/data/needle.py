@@ -1,17 +1,17 @@
-"""Needles in a haystack: rows of hay that hide `!kv` pairs and ask for them at the end, as `?kv`.
+"""Needle in a haystack: filler text hides `!key value` pairs and asks for them at the end.
 
->>> rows = needle_sequences(Needles(needles=3), rows=1, seq=80)
->>> print(rows.text(0))
+>>> made = needle_sequences(Needles(needles=3), sequences=1, seq=80)
+>>> print(made.text(0))
 yg lzc yg yg lzc yg yg !qr yg lzc yg tek !dw lzc yg yg lzc !xn lzc ?qr ?dw ?xn
->>> [rows.text(0)[at] for at in rows.asked[0]], [rows.text(0)[at] for at in rows.told[0]]
+>>> [made.text(0)[at] for at in made.asked[0]], [made.text(0)[at] for at in made.told[0]]
 (['r', 'w', 'n'], ['r', 'w', 'n'])
 
-Hay is three words that come again and again, other words in every row. A needle is said once: who
-predicts what follows `?r` must have looked at `!rx`, far back. A letter is of the hay, of keys or
-of values, in each row another, so hay teaches what needles need (to look for what followed this
-letter before) on every token, and a small model learns it in minutes.
+The hay (filler text) repeats three words, which differ from sequence to sequence. A needle occurs
+once: to predict the value after `?q`, a model must attend to `!qr`, far back. Within a sequence, a
+letter belongs to the hay, to keys or to values. So the hay teaches induction (copy what followed
+this letter before) on every token, and a small model learns the task in minutes.
 
-Every row is a document of exactly `seq` tokens, so rows of training are these rows.
+Every sequence is one document of exactly `seq` tokens, so training reads exactly these sequences.
 """
 
 import string
@@ -31,25 +31,25 @@ from meshwright.machines import check_host_memory
 from meshwright.present import count
 
 LETTERS = string.ascii_lowercase
-STRAWS = 3  # words the hay is made of
+STRAWS = 3  # distinct words in the hay of a sequence
 SHORTEST_STRAW, LONGEST_STRAW = 2, 4
-KEY_LETTERS = 10  # at most, so that at least four are left for values
-_ROWS_AT_A_TIME = 256
+KEY_LETTERS = 10  # at most, so that at least four letters are left for values
+_SEQUENCES_AT_A_TIME = 256
 _TRAINING, _FRESH = 0, 1
 
 
 @dataclass(frozen=True)
 class Needles:
-    """How hard the rows are."""
+    """Settings of the task: how many needles and questions, and how long keys and values are."""
 
     needles: int = 4
-    """Pairs hidden in a row, each with a key of its own."""
+    """Key-value pairs hidden in each sequence; keys are distinct."""
     questions: int | None = None
-    """How many of them are asked for, each once; by default all."""
+    """Pairs asked for at the end of a sequence, each once; all of them by default."""
     key_length: int = 1
-    """Letters of a key; from two on, keys share letters."""
+    """Letters in a key; keys of two or more letters share letters."""
     value_length: int = 1
-    """Letters of a value."""
+    """Letters in a value."""
 
     def __post_init__(self) -> None:
         for name in ("needles", "key_length", "value_length"):
@@ -57,13 +57,13 @@ class Needles:
                 raise MeshwrightError(f"{name}={getattr(self, name)} must be at least 1")
         if self.needles > KEY_LETTERS**self.key_length:
             raise MeshwrightError(
-                f"needles={self.needles} need a key each, and there are "
+                f"needles={self.needles} need distinct keys, and there are only "
                 f"{KEY_LETTERS**self.key_length} of key_length={self.key_length}; give a longer key"
             )
         if self.questions is not None and not 1 <= self.questions <= self.needles:
             raise MeshwrightError(
-                f"questions={self.questions} of needles={self.needles}: each needle is asked for "
-                f"once at most; give 1 to {self.needles}"
+                f"questions={self.questions} with needles={self.needles}: each needle is asked for "
+                f"at most once; give 1 to {self.needles}"
             )
 
     @property
@@ -72,101 +72,115 @@ class Needles:
 
     @property
     def pair(self) -> int:
-        """Characters of a needle or a question, with the space after it."""
+        """Characters in a needle or a question, including the space after it."""
         return self.key_length + self.value_length + 2
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest row: a straw for each needle, and the end of document."""
+        """The shortest possible sequence: a word of hay per needle, and the end of document."""
         straws = self.needles * (LONGEST_STRAW + 1)
         return (self.needles + self.asked) * self.pair + straws + 1
 
     def check_room(self, seq: int) -> None:
-        """A MeshwrightError if a row of `seq` tokens cannot hold them with hay between."""
+        """Raise a MeshwrightError if `seq` tokens cannot hold the needles with hay between them."""
         if seq < self.shortest:
             raise MeshwrightError(
                 f"seq={seq} is too short for {count(self.needles, 'needle')} and "
-                f"{count(self.asked, 'question')} of {self.pair} characters each, with hay "
-                f"between; {self.shortest} or more would do, or fewer needles"
+                f"{count(self.asked, 'question')} of {self.pair} characters each, with hay between "
+                f"them; use seq={self.shortest} or more, or fewer needles"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class NeedleSequences:
-    """Rows, and where in each the answers stand."""
+    """Sequences, with the position of every answer and of its needle."""
 
-    tokens: npt.NDArray[np.int32]  # [rows, seq]; the last of a row ends the document
-    asked: npt.NDArray[np.int32]  # [rows, questions]: the first character of an answer
-    told: npt.NDArray[np.int32]  # [rows, questions]: of the same value in the hay
+    tokens: npt.NDArray[np.int32]  # [sequences, seq]; the last token ends the document
+    asked: npt.NDArray[np.int32]  # [sequences, questions]: position of an answer's first character
+    told: npt.NDArray[np.int32]  # [sequences, questions]: position of that value in the hay
     value_length: int
 
     @property
-    def places(self) -> npt.NDArray[np.int32]:
-        """Every character of every answer, [rows, questions, value_length]."""
+    def positions(self) -> npt.NDArray[np.int32]:
+        """Positions of all characters of all answers, [sequences, questions, value_length]."""
         within: npt.NDArray[np.int32] = np.arange(self.value_length, dtype=np.int32)
         return self.asked[:, :, None] + within
 
     @property
     def answers(self) -> npt.NDArray[np.int32]:
-        """What stands there."""
-        rows = np.arange(len(self.tokens))[:, None, None]
-        return self.tokens[rows, self.places]
+        """The tokens at those positions: the expected answers."""
+        index = np.arange(len(self.tokens))[:, None, None]
+        return self.tokens[index, self.positions]
 
-    def text(self, row: int) -> str:
-        return ByteTokenizer().decode(self.tokens[row]).rstrip()
+    def text(self, index: int) -> str:
+        return ByteTokenizer().decode(self.tokens[index]).rstrip()
 
 
 def needle_sequences(
-    needles: Needles, rows: int, seq: int, seed: int = 0, *, first: int = 0, fresh: bool = False
+    needles: Needles,
+    sequences: int,
+    seq: int,
+    seed: int = 0,
+    *,
+    first: int = 0,
+    fresh: bool = False,
 ) -> NeedleSequences:
-    """Rows `first`, `first + 1` …: each depends on the seed and its number alone.
+    """Sequences `first`, `first + 1` …; each depends only on the seed and its index.
 
-    `fresh` rows are never those that training has seen with the same or another seed.
+    `fresh` sequences differ from every training sequence, whatever the seed.
     """
     needles.check_room(seq)
-    for name, number in (("rows", rows), ("first", first)):
+    for name, number in (("sequences", sequences), ("first", first)):
         whole_number(number, name)
     check_seed(seed)
-    if not rows:
-        raise MeshwrightError("rows=0 asks for nothing; give 1 or more")
-    check_host_memory(4 * rows * seq, f"rows={rows} of seq={seq}", "ask for fewer rows")
-    tokens = np.full((rows, seq), ByteTokenizer.end_of_document, np.int32)
-    asked, told = (np.zeros((rows, needles.asked), np.int32) for _ in range(2))
-    for row in range(rows):
-        random = np.random.default_rng([_FRESH if fresh else _TRAINING, seed, first + row])
-        text, asked[row], told[row] = _row(needles, seq - 1, random)
-        tokens[row, :-1] = np.frombuffer(text.encode(), np.uint8)
+    if not sequences:
+        raise MeshwrightError("sequences=0 leaves nothing to ask; give 1 or more")
+    check_host_memory(
+        4 * sequences * seq, f"sequences={sequences} of seq={seq}", "use fewer sequences"
+    )
+    tokens = np.full((sequences, seq), ByteTokenizer.end_of_document, np.int32)
+    asked, told = (np.zeros((sequences, needles.asked), np.int32) for _ in range(2))
+    for index in range(sequences):
+        random = np.random.default_rng([_FRESH if fresh else _TRAINING, seed, first + index])
+        text, asked[index], told[index] = _sequence(needles, seq - 1, random)
+        tokens[index, :-1] = np.frombuffer(text.encode(), np.uint8)
     return NeedleSequences(tokens, asked, told, needles.value_length)
 
 
 def write_needles(
-    needles: Needles, out: str | Path, rows: int, seq: int, seed: int = 0, overwrite: bool = False
+    needles: Needles,
+    out: str | Path,
+    sequences: int,
+    seq: int,
+    seed: int = 0,
+    overwrite: bool = False,
 ) -> TokenStore:
-    """The rows as a token store, for `meshwright train --data out --seq seq`."""
-    needle_sequences(needles, min(rows, 1), seq, seed)  # a mistake shows before anything is written
-    about = {"path": f"needles, seed {seed}", "documents": rows, "seq": seq}
+    """Write the sequences as a token store, for `meshwright train --data out --seq seq`."""
+    needle_sequences(needles, min(sequences, 1), seq, seed)  # fail before anything is written
+    about = {"path": f"needles, seed {seed}", "documents": sequences, "seq": seq}
     with new_store(out, ByteTokenizer(), overwrite=overwrite) as store:
-        for texts in _texts(needles, rows, seq, seed):
+        for texts in _texts(needles, sequences, seq, seed):
             store.add(texts)
         store.finish({"sources": [about], "empty": 0, "bad": 0})
     return TokenStore.open(out)
 
 
-def _texts(needles: Needles, rows: int, seq: int, seed: int) -> Iterator[list[str]]:
-    for first in range(0, rows, _ROWS_AT_A_TIME):
-        some = needle_sequences(needles, min(_ROWS_AT_A_TIME, rows - first), seq, seed, first=first)
-        yield [bytes(row[:-1].astype(np.uint8)).decode() for row in some.tokens]
+def _texts(needles: Needles, sequences: int, seq: int, seed: int) -> Iterator[list[str]]:
+    for first in range(0, sequences, _SEQUENCES_AT_A_TIME):
+        number = min(_SEQUENCES_AT_A_TIME, sequences - first)
+        made = needle_sequences(needles, number, seq, seed, first=first)
+        yield [bytes(tokens[:-1].astype(np.uint8)).decode() for tokens in made.tokens]
 
 
-def _row(
+def _sequence(
     needles: Needles, length: int, random: np.random.Generator
 ) -> tuple[str, list[int], list[int]]:
-    """One row of `length` characters, where its answers stand and where they are told."""
+    """One sequence of `length` characters, the positions of its answers and of their needles."""
     straws, keys, values = _words(needles, random)
     chosen = random.permutation(needles.needles)[: needles.asked]
     questions = [f"?{keys[i]}{values[i]} " for i in chosen]
     hay = _hay(straws, length - (needles.needles + needles.asked) * needles.pair, random)
-    # each needle after another straw
+    # no two needles follow the same word of hay
     after = np.sort(random.choice(len(hay), needles.needles, replace=False)) + 1
     ends = np.cumsum([len(straw) for straw in hay])
     parts: list[str] = []
@@ -182,7 +196,7 @@ def _row(
 
 
 def _words(needles: Needles, random: np.random.Generator) -> tuple[list[str], list[str], list[str]]:
-    """The straws, keys and values of a row; no two of the three share a letter."""
+    """The words of hay, keys and values of a sequence; no two of the three share a letter."""
     letters = [str(letter) for letter in random.permutation(list(LETTERS))]
 
     def take(number: int) -> list[str]:
@@ -197,7 +211,7 @@ def _words(needles: Needles, random: np.random.Generator) -> tuple[list[str], li
     key_letters = take(of_keys)
     numbers = _distinct(of_keys**needles.key_length, needles.needles, random)
     keys = [
-        "".join(key_letters[n // of_keys**place % of_keys] for place in range(needles.key_length))
+        "".join(key_letters[n // of_keys**digit % of_keys] for digit in range(needles.key_length))
         for n in numbers
     ]
     values = ["".join(random.choice(letters, needles.value_length)) for _ in keys]
@@ -212,7 +226,7 @@ def _distinct(below: int, number: int, random: np.random.Generator) -> list[int]
 
 
 def _hay(straws: list[str], length: int, random: np.random.Generator) -> list[str]:
-    """Straws in any order, `length` characters together; the first may be cut."""
+    """Words of hay in random order, `length` characters in total; the first may be cut."""
     drawn = random.integers(STRAWS, size=length // (SHORTEST_STRAW + 1) + 1)
     ends = np.cumsum([len(straws[straw]) for straw in drawn])
     hay = [straws[straw] for straw in drawn[: np.searchsorted(ends, length) + 1]]

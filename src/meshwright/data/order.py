@@ -1,10 +1,10 @@
-"""A shuffle that is a formula: the n-th row of a random order, with no table of it.
+"""A shuffle computed by formula: the n-th index of a random order, without a table.
 
-Any position can be asked for alone, so a run resumes at any step and on any number of hosts.
+Any position can be computed alone, so a run resumes at any step and on any number of hosts.
 
->>> shuffled(range(7), 7, seed=1).tolist()  # the first epoch of 7 rows
+>>> shuffled(range(7), 7, seed=1).tolist()  # the first epoch of 7 sequences
 [6, 2, 5, 0, 4, 3, 1]
->>> shuffled(range(7, 14), 7, seed=1).tolist()  # the second is in another order
+>>> shuffled(range(7, 14), 7, seed=1).tolist()  # the second has a different order
 [3, 6, 0, 2, 5, 1, 4]
 """
 
@@ -14,34 +14,34 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Rows = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
 ROUNDS = 8
 
 
-def in_order(positions: npt.ArrayLike, count: int) -> Rows:
-    """Position to row, without a shuffle: every epoch reads rows 0 to count - 1."""
+def in_order(positions: npt.ArrayLike, count: int) -> Indices:
+    """Position → index without a shuffle: every epoch reads 0 to count - 1."""
     return np.asarray(positions, np.int64) % count
 
 
-def shuffled(positions: npt.ArrayLike, count: int, seed: int) -> Rows:
-    """Position to row: each epoch of `count` positions meets every row once, in its own order."""
+def shuffled(positions: npt.ArrayLike, count: int, seed: int) -> Indices:
+    """Position → index: an epoch of `count` positions visits every index once, in its own order."""
     epoch, place = np.divmod(np.atleast_1d(np.asarray(positions, np.int64)), count)
-    # mixed before the epoch is added: one seed's second epoch is not the next seed's first
+    # hash the seed before adding the epoch, so that (seed, 1) and (seed + 1, 0) differ
     keys = _mixed(_mixed(np.array([seed % (1 << 64)], np.uint64)) + _words(epoch))
-    rows = _permuted(place, count, keys)
-    # the permutation is of a grid a little larger than count: those that fell outside go on
-    # walking their cycle until they come back in
-    while (outside := rows >= count).any():
-        rows[outside] = _permuted(rows[outside], count, keys[outside])
-    return rows
+    indices = _permuted(place, count, keys)
+    # cycle walking: the permutation is of a grid slightly larger than count, so repeat it for
+    # indices that fell outside
+    while (outside := indices >= count).any():
+        indices[outside] = _permuted(indices[outside], count, keys[outside])
+    return indices
 
 
-def _permuted(place: Rows, count: int, keys: _Words) -> Rows:
+def _permuted(place: Indices, count: int, keys: _Words) -> Indices:
     """A bijection of a grid of height × width >= count: a Feistel network in mixed radix.
 
-    Each round shifts one coordinate by a hash of the other, which can be undone: so can all.
+    Each round shifts one coordinate by a hash of the other, so every round is invertible.
     """
     height = math.isqrt(count - 1) + 1
     width = -(-count // height)
@@ -52,8 +52,8 @@ def _permuted(place: Rows, count: int, keys: _Words) -> Rows:
     return np.asarray(high * width + low)
 
 
-def _hash(values: Rows, keys: _Words, number: int, below: int) -> Rows:
-    # a step of its own for each round, far from the small differences between values
+def _hash(values: Indices, keys: _Words, number: int, below: int) -> Indices:
+    # a distinct constant for each round, much larger than the differences between values
     step = np.uint64((number + 1) * 0xD1342543DE82EF95 % (1 << 64))
     return (_mixed(_mixed(keys + step) + _words(values)) % np.uint64(below)).astype(np.int64)
 
@@ -63,7 +63,7 @@ def _words(values: npt.NDArray[Any]) -> _Words:
 
 
 def _mixed(words: _Words) -> _Words:
-    """Spread every bit over all 64: the finalizer of the SplitMix64 generator."""
+    """Mix every input bit into all 64: the finalizer of SplitMix64."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

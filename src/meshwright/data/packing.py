@@ -1,4 +1,4 @@
-"""Text files into a token store, in one pass and bounded memory."""
+"""Pack text files into a token store, in one pass and with bounded memory."""
 
 import hashlib
 import json
@@ -34,21 +34,21 @@ from meshwright.errors import MeshwrightError
 from meshwright.interrupt import before_end
 from meshwright.present import count
 
-BATCH_CHARACTERS = 2_000_000  # tokenized at once: what bounds the memory
+BATCH_CHARACTERS = 2_000_000  # tokenized at once; bounds the memory
 BATCH_DOCUMENTS = 4096
-NEW_META = META + ".new"  # until it takes the place of the old one
+NEW_META = META + ".new"  # until it replaces the old one
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What packing did."""
+    """The result of packing."""
 
     store: TokenStore
     files: int
     empty: int  # documents without any token, left out
-    bad: int  # documents that could not be read, left out when asked to
-    first_bad: tuple[str, ...]  # what was wrong with the first of them
-    other_files: tuple[str, ...]  # files in the folders that are of no kind that is read
+    bad: int  # unreadable documents, left out with skip_bad
+    first_bad: tuple[str, ...]  # the errors of the first of them
+    other_files: tuple[str, ...]  # files in the folders of an unsupported kind
 
 
 def pack(
@@ -62,19 +62,19 @@ def pack(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> Packed:
-    """Pack files and folders into the token store `out`, whole or not at all.
+    """Pack files and folders into the token store `out`, atomically.
 
-    Each document ends with the tokenizer's end-of-document id. `special_tokens` also adds what
-    the tokenizer itself puts around a text, such as Llama's begin-of-text.
+    Each document ends with the tokenizer's end-of-document id. `special_tokens` also adds the
+    tokens the tokenizer puts around a text, such as Llama's begin-of-text.
     """
     found = [(str(source), *find_files(source)) for source in sources]
     if not found:
-        raise MeshwrightError("there is nothing to pack: give files or folders")
+        raise MeshwrightError("nothing to pack; give files or folders")
     problems: list[str] = []
 
     def bad(problem: str) -> None:
         if not skip_bad:
-            raise MeshwrightError(f"{problem}. To leave such documents out: --skip-bad")
+            raise MeshwrightError(f"{problem}. To skip such documents: --skip-bad")
         problems.append(problem if len(problems) < 8 else "")
 
     with new_store(out, tokenizer, special_tokens, overwrite) as writer:
@@ -100,7 +100,7 @@ def pack(
 def new_store(
     out: str | Path, tokenizer: Tokenizer, special_tokens: bool = False, overwrite: bool = False
 ) -> Iterator["StoreWriter"]:
-    """A store to add texts to and to finish; it stands at `out` whole when the block ends well."""
+    """A store to add texts to; it appears at `out` complete, when the block ends without error."""
     target = Path(out)
     _check_target(target, overwrite)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
@@ -117,7 +117,7 @@ def new_store(
             f"token store '{target}' cannot be written: {reason.strerror or reason}"
         ) from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
+        shutil.rmtree(partial, ignore_errors=True)  # already renamed after a success
 
 
 def _documents(files: list[Path], reading: Reading, bad: Bad) -> Iterator[str]:
@@ -139,7 +139,7 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 class StoreWriter:
-    """Appends documents to the files of a store, with checksums and hashes on the way."""
+    """Appends documents to the files of a store and computes their checksums and hashes."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, special_tokens: bool):
         self.folder, self.tokenizer, self.special_tokens = folder, tokenizer, special_tokens
@@ -152,7 +152,7 @@ class StoreWriter:
 
     def add(self, texts: list[str]) -> None:
         encoded = self.tokenizer.encode_batch(texts, self.special_tokens)
-        # some tokenizers add the end themselves: it stands there once
+        # some tokenizers add the end token themselves; keep only one
         last = self.tokenizer.end_of_document
         bare = [ids[:-1] if len(ids) and ids[-1] == last else ids for ids in encoded]
         kept = [
@@ -174,7 +174,7 @@ class StoreWriter:
     def finish(self, facts: dict[str, Any]) -> None:
         if not self.documents:
             raise MeshwrightError(
-                "there is nothing to pack: no document holds any text "
+                "nothing to pack: no document contains text "
                 f"({count(self.empty, 'empty document')})"
             )
         files = {name: file.finish() for name, file in self._files.items()}
@@ -198,9 +198,9 @@ class StoreWriter:
 
 
 def upgrade(path: str | Path) -> TokenStore:
-    """Check a store of version 1 against its hashes and add the checksums of its blocks.
+    """Verify a store of version 1 with its hashes, and add block checksums.
 
-    The tokens and the store's identity stay as they are, so runs on it resume.
+    The tokens and the store's identity do not change, so runs on it resume.
     """
     folder = Path(path)
     old = read_meta(folder, version=1)
@@ -236,7 +236,9 @@ def _add_checksums(file: Path, facts: dict[str, Any]) -> dict[str, Any]:
             found.update(data)
             checksums.update(data)
         if found.hexdigest() != facts["sha256"]:
-            raise damaged(file, f"{file.name} is not what was packed (its hash differs)")
+            raise damaged(
+                file, f"{file.name} differs from what was packed (its hash does not match)"
+            )
         return checksums.finish()
 
 
@@ -251,19 +253,21 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
-        raise MeshwrightError(f"'{target}' exists; choose another --out, or add --overwrite")
-    # only what packing made is ever removed
+        raise MeshwrightError(
+            f"'{target}' already exists; choose another --out, or add --overwrite"
+        )
+    # only token stores are ever removed
     try:
         read_meta(target)
     except MeshwrightError:
         if not _looks_packed(target):
             raise MeshwrightError(
-                f"'{target}' is not a token store and is not overwritten; choose another --out"
+                f"'{target}' is not a token store, so it is not overwritten; choose another --out"
             ) from None
 
 
 def _looks_packed(target: Path) -> bool:
-    """A damaged store, or one of another version, may be packed again over itself."""
+    """Whether this is a token store, even if damaged or of another version."""
     ours = {*IN_BLOCKS, *CHECKSUMS, TOKENIZER, META, NEW_META}
     return target.is_dir() and TOKENS in (names := set(os.listdir(target))) and names <= ours
 

@@ -1,6 +1,6 @@
-"""Documents out of files: text, JSON lines, Parquet, Arrow and Hugging Face dataset folders.
+"""Read documents from files: text, JSON lines, Parquet, Arrow, Hugging Face dataset folders.
 
-Every reader streams. What cannot be read goes to `bad`, which raises or counts.
+Every reader streams. Errors go to the callback `bad`, which raises or counts them.
 """
 
 import gzip
@@ -17,14 +17,14 @@ from meshwright.present import count
 
 KINDS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet", ".arrow")
 CHUNK = 1 << 20
-LARGEST_DOCUMENT = 1 << 30  # bytes of one text file that is one document: it must fit in memory
+LARGEST_DOCUMENT = 1 << 30  # bytes; a document must fit in memory
 
 Bad = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How to find documents in files: the field of a record, what parts a text file."""
+    """How to find documents in files: the field of a record, the separator in a text file."""
 
     field: str = "text"
     split_on: str | None = None
@@ -34,18 +34,22 @@ PLAIN = Reading()
 
 
 def find_files(source: str | Path) -> tuple[list[Path], list[Path]]:
-    """The files to read of a file or folder, in order; and those that are of no known kind."""
+    """The files to read of a file or folder, in order; and the files of unsupported kinds."""
     path = Path(source)
     if not path.exists():
         raise MeshwrightError(f"data '{source}' does not exist")
     if not path.is_dir():
         if kind_of(path) is None:
-            raise MeshwrightError(f"data '{source}' is of no kind that is read: {one_of(KINDS)}")
+            raise MeshwrightError(
+                f"data '{source}' has an unsupported file type; it can be {one_of(KINDS)}"
+            )
         return [path], []
     if (path / "dataset_dict.json").is_file():
         splits = _json_file(path / "dataset_dict.json").get("splits") or ["train"]
         choices = one_of([str(path / str(split)) for split in splits])
-        raise MeshwrightError(f"data '{source}' is a dataset of several splits; give {choices}")
+        raise MeshwrightError(
+            f"data '{source}' is a dataset with several splits; choose one: {choices}"
+        )
     if (path / "state.json").is_file():
         return _saved_dataset(path), []
     files = sorted(
@@ -57,13 +61,13 @@ def find_files(source: str | Path) -> tuple[list[Path], list[Path]]:
     known = [file for file in files if kind_of(file)]
     if not known:
         raise MeshwrightError(
-            f"data folder '{source}' holds no file that is read ({', '.join(KINDS)})"
+            f"data folder '{source}' holds no file of a supported type ({', '.join(KINDS)})"
         )
     return known, [file for file in files if not kind_of(file)]
 
 
 def kind_of(file: Path) -> str | None:
-    """`".jsonl.gz"` of `"part.JSONL.gz"`; None if it is of no kind that is read."""
+    """`".jsonl.gz"` of `"part.JSONL.gz"`; None if it is not supported."""
     name = file.name.lower()
     return max((kind for kind in KINDS if name.endswith(kind)), key=len, default=None)
 
@@ -79,7 +83,7 @@ def read_documents(file: Path, reading: Reading, bad: Bad) -> Iterator[str]:
         else:
             yield from _columns(file, reading.field, bad)
     except (OSError, EOFError, zlib.error) as reason:
-        # a gzip file that was cut short ends here too; what came before it is kept if bad counts
+        # also a truncated gzip file; with --skip-bad, what came before is kept
         bad(f"'{file}' cannot be read to its end: {reason}")
 
 
@@ -93,8 +97,8 @@ def _text(file: Path, split_on: str | None, bad: Bad) -> Iterator[str]:
             data = stream.read(LARGEST_DOCUMENT + 1)
         if len(data) > LARGEST_DOCUMENT:
             raise MeshwrightError(
-                f"'{file}' is one document of more than {LARGEST_DOCUMENT >> 30} GiB; say what "
-                r"stands between its documents, as in --split-on '\n\n'"
+                f"'{file}' is one document of more than {LARGEST_DOCUMENT >> 30} GiB; give the "
+                r"separator between its documents, as in --split-on '\n\n'"
             )
         text = _decoded(data, str(file), bad)
         if text is not None:
@@ -107,11 +111,11 @@ def _text(file: Path, split_on: str | None, bad: Bad) -> Iterator[str]:
 
 
 def _split(file: Path, split_on: str) -> Iterator[bytes]:
-    # bytes, not text, so that one broken character costs one document and not the file
+    # split bytes, not text, so that an invalid character affects only its document
     separator = _with_plain_line_ends(split_on).encode()
     held, half_line_end = b"", b""
     with _open(file) as stream:
-        # reading as much as is held keeps the copying linear where documents are long
+        # read as much as is buffered, so that copying stays linear for long documents
         while data := stream.read(max(CHUNK, len(held))):
             data = half_line_end + data
             half_line_end = data[-1:] if data.endswith(b"\r") else b""
@@ -121,11 +125,10 @@ def _split(file: Path, split_on: str) -> Iterator[bytes]:
             if len(held) > LARGEST_DOCUMENT:
                 raise MeshwrightError(
                     f"'{file}' holds a document of more than {LARGEST_DOCUMENT >> 30} GiB: is "
-                    f"{split_on!r} what stands between its documents?"
+                    f"{split_on!r} the separator between its documents?"
                 )
-    if last := (held + half_line_end).strip(
-        b"\r\n"
-    ):  # a separator that ends the file opens nothing
+    last = (held + half_line_end).strip(b"\r\n")
+    if last:  # empty after a separator at the end of the file
         yield last
 
 
@@ -244,7 +247,7 @@ def _saved_dataset(folder: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         raise MeshwrightError(
-            f"dataset '{folder}' misses {count(len(missing), 'file')} of {len(files)}: "
+            f"dataset '{folder}' lacks {count(len(missing), 'file')} of {len(files)}: "
             f"{', '.join(missing[:4])}; copy it here again"
         )
     return files

@@ -1,4 +1,4 @@
-"""Sample index to (store, row): training rows shuffled and mixed, held-out rows in order."""
+"""Sample index → (store, sequence index): shuffled and mixed for training, in order if held out."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,45 +14,45 @@ from meshwright.errors import MeshwrightError
 from meshwright.present import count
 
 Counts = npt.NDArray[np.int64]
-PADDING = -1  # the row of a sample that is past the end
+PADDING = -1  # sequence index of a sample past the end
 
 
 class Samples(Protocol):
-    """Where a sample comes from, as a pure function of its index."""
+    """Where each sample comes from: a pure function of the sample index."""
 
     def locate(self, samples: npt.ArrayLike) -> tuple[Counts, Counts]:
-        """The store and the row of each sample; row -1 is a row of padding."""
+        """The store index and the sequence index of each sample; index -1 is padding."""
 
 
 @dataclass(frozen=True)
 class TrainingSamples:
-    """Endless: each store goes through its own epochs, every epoch in another order."""
+    """Endless samples: each store has its own epochs, and every epoch has a new order."""
 
     mixture: Mixture
     seq: int
     held_out: int = 0
-    seed: int | None = 0  # None: in the order they were packed
+    seed: int | None = 0  # None: in packed order
 
     def locate(self, samples: npt.ArrayLike) -> tuple[Counts, Counts]:
         source, number = self.mixture.schedule.assign(samples)
-        row = np.zeros_like(number)
+        sequence = np.zeros_like(number)
         for i, store in enumerate(self.mixture.stores):
             mine = source == i
             if not mine.any():
                 continue
-            rows = training_sequences(store, self.seq, self.held_out)
+            sequences = training_sequences(store, self.seq, self.held_out)
             if self.seed is None:
-                row[mine] = in_order(number[mine], rows)
+                sequence[mine] = in_order(number[mine], sequences)
             else:
-                # an order of its own for each store, whatever it is mixed with
+                # a store's order does not depend on the rest of the mixture
                 own = self.seed + int(store.identity[:12], 16)
-                row[mine] = shuffled(number[mine], rows, own)
-        return source, row
+                sequence[mine] = shuffled(number[mine], sequences, own)
+        return source, sequence
 
 
 @dataclass(frozen=True)
 class HeldOutSamples:
-    """The last `held_out` rows of each store, once, one store after the other; then padding."""
+    """The last `held_out` sequences of each store, once, store by store; then padding."""
 
     mixture: Mixture
     seq: int
@@ -72,11 +72,11 @@ class HeldOutSamples:
 
 
 def training_sequences(store: TokenStore, seq: int, held_out: int) -> int:
-    """How many rows of the store are trained on, the last `held_out` set apart."""
-    rows = sequence_count(store, seq)
-    if held_out >= rows:
+    """Number of sequences to train on: all but the last `held_out` of the store."""
+    sequences = sequence_count(store, seq)
+    if held_out >= sequences:
         raise MeshwrightError(
-            f"store '{store.name}' has {count(rows, 'row')} of {seq} tokens and {held_out} are to "
-            f"be held out: none would be left to train on; hold out fewer than {rows}"
+            f"store '{store.name}' has {count(sequences, 'sequence')} of {seq} tokens; holding out "
+            f"{held_out} leaves none to train on; hold out fewer than {sequences}"
         )
-    return rows - held_out
+    return sequences - held_out

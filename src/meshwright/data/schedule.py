@@ -1,10 +1,10 @@
-"""Which source each sample of a mixture comes from, as a pure function of its index.
+"""Which source each sample of a mixture comes from: a pure function of the sample index.
 
 >>> schedule = Schedule.of_weights(["0.5", "0.25", "0.25"])
 >>> source, number = schedule.assign(range(8))
 >>> source.tolist()  # half of any prefix comes from source 0, to within one sample
 [0, 1, 2, 0, 0, 1, 2, 0]
->>> number.tolist()  # the how-manieth of its source
+>>> number.tolist()  # index of the sample within its source
 [0, 0, 0, 1, 2, 1, 1, 3]
 """
 
@@ -25,11 +25,11 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A period of samples that repeats: in it source s stands `quotas[s]` times."""
+    """A repeating period of samples in which source s occurs `quotas[s]` times."""
 
     quotas: tuple[int, ...]
     table: Counts  # [period] the source of each sample
-    rank: Counts  # [period] how many of its source stand before it
+    rank: Counts  # [period] samples of the same source before it
 
     @property
     def period(self) -> int:
@@ -37,7 +37,7 @@ class Schedule:
 
     @classmethod
     def of_weights(cls, weights: Sequence[str | float | Fraction]) -> "Schedule":
-        """Exact for weights of up to four decimals that add up to 1; others to 1 in 10,000."""
+        """Exact for weights of up to four decimals with sum 1; others round to 1 in 10,000."""
         quotas = _quotas([_fraction(weight) for weight in weights])
         table = np.array(_spread(quotas), np.int64)
         rank = np.zeros_like(table)
@@ -46,7 +46,7 @@ class Schedule:
         return cls(tuple(quotas), table, rank)
 
     def assign(self, samples: npt.ArrayLike) -> tuple[Counts, Counts]:
-        """For each sample index: its source, and how many of that source came before it."""
+        """For each sample index: its source, and its index within that source."""
         period, place = np.divmod(np.asarray(samples, np.int64), self.period)
         source = self.table[place]
         return source, period * np.array(self.quotas)[source] + self.rank[place]
@@ -63,9 +63,7 @@ def _fraction(weight: str | float | Fraction) -> Fraction:
     except (ValueError, ZeroDivisionError, OverflowError):
         raise MeshwrightError(f"weight {weight!r} is not a number; write 0.7 or 2") from None
     if value <= 0:
-        raise MeshwrightError(
-            f"weight {weight!r} must be more than 0; leave the source out instead"
-        )
+        raise MeshwrightError(f"weight {weight!r} must be above 0; leave the source out instead")
     return value
 
 
@@ -74,7 +72,7 @@ def _quotas(weights: list[Fraction]) -> list[int]:
     shares = [weight / total for weight in weights]
     period = math.lcm(*(share.denominator for share in shares))
     if period > LONGEST_PERIOD:
-        # whole shares of the longest period; what is left over goes to the largest remainders
+        # round down in the longest period, then give the rest to the largest remainders
         period = LONGEST_PERIOD
         quotas = [max(1, math.floor(share * period)) for share in shares]
         by_need = sorted(range(len(shares)), key=lambda s: quotas[s] - shares[s] * period)
@@ -85,19 +83,19 @@ def _quotas(weights: list[Fraction]) -> list[int]:
 
 
 def _spread(quotas: list[int]) -> list[int]:
-    """The sources in an order whose every prefix of n holds n·quota/period of each, to within 1.
+    """An order in which every prefix of n samples holds n·quota/period of each source, within 1.
 
-    This is the chairman assignment problem; Tijdeman's rule solves it: among the sources that are
-    behind enough, take the one that must come soonest.
+    This is the chairman assignment problem, solved by Tijdeman's rule: among the sources that are
+    far enough behind, take the one with the earliest deadline.
     """
     period, sources = sum(quotas), len(quotas)
     if sources == 1:
         return [0] * period
-    # everything in whole numbers: shares times `scale`, the rule's slack 1/(2·sources - 2) times it
+    # integers only: shares and the rule's slack 1/(2·sources - 2), both multiplied by `scale`
     scale = period * (2 * sources - 2)
     slack = period
     shares = [quota * (2 * sources - 2) for quota in quotas]
-    behind = [0] * sources  # n·share - how often it came
+    behind = [0] * sources  # n·share - occurrences so far
     order = []
     for _ in range(period):
         behind = [due + share for due, share in zip(behind, shares, strict=True)]

@@ -1,11 +1,11 @@
-"""The token store: one long array of token ids and where its documents start.
+"""The token store: one long array of token ids, and the offsets of its documents.
 
 books.store/
-  tokens.bin            every document's ids and its end-of-document id, one after the other
-  offsets.bin           where each document starts, int64, and the total at the end
+  tokens.bin            the ids of all documents, each followed by its end-of-document id
+  offsets.bin           the start of each document, int64, and the total at the end
   tokens.crc            a checksum for each block of tokens.bin; see blocks.py
   offsets.crc           the same for offsets.bin
-  saved_tokenizer.json  what encoded and decodes them
+  saved_tokenizer.json  the tokenizer that encoded them
   meta.json             counts, the size and hash of each file, and a hash of itself
 """
 
@@ -33,7 +33,7 @@ OFFSET_DTYPE = np.dtype("<i8")
 
 
 def token_dtype(vocab: int) -> np.dtype[Any]:
-    """Two bytes a token where the vocabulary allows it, else four."""
+    """uint16 where the vocabulary allows it, else uint32."""
     return np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
 
 
@@ -60,11 +60,11 @@ class TokenStore:
 
     @property
     def identity(self) -> str:
-        """A hash of the tokens, documents and tokenizer: two stores with it hold the same."""
+        """A hash of the tokens, documents and tokenizer: equal for stores with equal content."""
         return str(self.meta["identity"])
 
     def document(self, number: int) -> Ids:
-        """The ids of one document, its end-of-document id included."""
+        """The ids of one document, including its end-of-document id."""
         if not 0 <= number < self.documents:
             raise MeshwrightError(
                 f"store '{self.name}' has no document {number}; it holds "
@@ -91,8 +91,8 @@ class TokenStore:
     def open(cls, path: str | Path) -> "TokenStore":
         """Open the store in that folder.
 
-        Everything but the two large files is compared with its hash here; those are verified block
-        by block whenever a part of them is read.
+        The hashes of the small files are checked here. The two large files are verified block by
+        block whenever a part of them is read.
         """
         folder = Path(path)
         meta = read_meta(folder)
@@ -102,7 +102,7 @@ class TokenStore:
                 check_hash(folder / name, facts["sha256"])
         tokenizer = read_tokenizer(folder / TOKENIZER, meta["files"][TOKENIZER]["sha256"])
         if describe_tokenizer(tokenizer) != meta["tokenizer"]:
-            raise damaged(folder / META, f"{TOKENIZER} is not the one the tokens were made with")
+            raise damaged(folder / META, f"{TOKENIZER} is not the tokenizer that made the tokens")
         dtype = token_dtype(tokenizer.vocab)
         tokens, documents = meta["tokens"], meta["documents"]
         for name, size in ((TOKENS, tokens * dtype.itemsize), (OFFSETS, (documents + 1) * 8)):
@@ -132,7 +132,7 @@ class TokenStore:
 
     @classmethod
     def of_documents(cls, texts: Iterable[str], tokenizer: Tokenizer, name: str) -> "TokenStore":
-        """A store in memory, nothing written."""
+        """An in-memory store; nothing is written."""
         parts = [
             np.append(ids, np.int32(tokenizer.end_of_document))
             for ids in tokenizer.encode_batch(list(texts))
@@ -147,7 +147,7 @@ class TokenStore:
         return cls(name, tokens, offsets, tokenizer, meta)
 
     def verify(self) -> None:
-        """Read everything; a MeshwrightError names the block or the file that differs."""
+        """Read the whole store; a MeshwrightError names the block or file that differs."""
         if self.path is None:
             return
         for array in (self.tokens, self.offsets):
@@ -158,12 +158,12 @@ class TokenStore:
 
 
 def as_tokens(ids: Ids, tokenizer: Tokenizer) -> npt.NDArray[Any]:
-    """The ids in the dtype of a store; an id outside the tokenizer's vocabulary is an error."""
+    """The ids in the store's dtype; an id outside the tokenizer's vocabulary is an error."""
     outside = (ids < 0) | (ids >= tokenizer.vocab)
     if outside.any():
         raise MeshwrightError(
-            f"the {tokenizer.kind} tokenizer gave the id {ids[outside][0]}, outside its vocabulary "
-            f"of {tokenizer.vocab:,}; nothing can be trained on that"
+            f"the {tokenizer.kind} tokenizer returned the id {ids[outside][0]}, outside its "
+            f"vocabulary of {tokenizer.vocab:,}; use a tokenizer whose files match"
         )
     return ids.astype(token_dtype(tokenizer.vocab))
 
@@ -171,7 +171,7 @@ def as_tokens(ids: Ids, tokenizer: Tokenizer) -> npt.NDArray[Any]:
 def describe(
     tokenizer: Tokenizer, tokens: int, documents: int, tokens_sha256: str, offsets_sha256: str
 ) -> dict[str, Any]:
-    """The part of meta.json that every store has."""
+    """The fields of meta.json that every store has."""
     identity = hashlib.sha256(f"{tokenizer.identity} {tokens_sha256} {offsets_sha256}".encode())
     return {
         "format": FORMAT,
@@ -185,7 +185,7 @@ def describe(
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What meta.json says about the tokenizer."""
+    """The tokenizer's entry in meta.json."""
     return {
         "kind": tokenizer.kind,
         "identity": tokenizer.identity,
@@ -195,13 +195,13 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def hash_of_meta(meta: dict[str, Any]) -> str:
-    """The hash that meta.json keeps of the rest of itself."""
+    """The hash of meta.json, without the hash field itself."""
     rest = {name: value for name, value in meta.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def read_meta(folder: Path, version: int = VERSION) -> dict[str, Any]:
-    """meta.json of a store of that version; anything else that stands there is a clear error."""
+    """meta.json of a store of that version; anything else is a MeshwrightError."""
     file = folder / META
     try:
         found, has_meta = folder.exists(), file.is_file()
@@ -225,10 +225,10 @@ def read_meta(folder: Path, version: int = VERSION) -> dict[str, Any]:
     except (ValueError, RecursionError) as reason:
         raise damaged(file, f"{META} cannot be read: {reason}") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise MeshwrightError(f"'{folder}' is not a token store: its {META} is of something else")
+        raise MeshwrightError(f"'{folder}' is not a token store: its {META} has another format")
     _check_version(folder, meta.get("version"), version)
     if version == VERSION and meta.get("sha256") != hash_of_meta(meta):
-        raise damaged(file, f"{META} was changed after packing (its hash differs)")
+        raise damaged(file, f"{META} was changed after packing (its hash does not match)")
     _check_fields(file, meta, (*IN_BLOCKS, TOKENIZER, *(CHECKSUMS if version == VERSION else ())))
     return meta
 
@@ -245,7 +245,7 @@ def _check_fields(file: Path, meta: dict[str, Any], names: tuple[str, ...]) -> N
         for text in texts:
             int(text, 16)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise damaged(file, f"{META} does not hold what it should") from None
+        raise damaged(file, f"{META} has missing or wrong fields") from None
 
 
 def _check_version(folder: Path, found: Any, wanted: int) -> None:
@@ -253,30 +253,30 @@ def _check_version(folder: Path, found: Any, wanted: int) -> None:
         return
     if found == 1:
         raise MeshwrightError(
-            f"token store '{folder}' is of version 1, which has no checksums of its blocks; check "
-            f"it and add them with: meshwright data upgrade {folder}"
+            f"token store '{folder}' has version 1, without block checksums; verify it and add "
+            f"them with: meshwright data upgrade {folder}"
         )
     if found == VERSION:
-        raise MeshwrightError(f"token store '{folder}' is of version {VERSION} already")
+        raise MeshwrightError(f"token store '{folder}' already has version {VERSION}")
     raise MeshwrightError(
-        f"token store '{folder}' is of version {found!r}, this meshwright reads version {VERSION}; "
-        "pack it again, or use the meshwright that packed it"
+        f"token store '{folder}' has version {found!r}, this meshwright reads version "
+        f"{VERSION}; pack it again, or use the meshwright that packed it"
     )
 
 
 def check_hash(file: Path, sha256: str) -> None:
-    """A MeshwrightError if the file's content is not what was packed."""
+    """Raise a MeshwrightError if the file differs from what was packed."""
     try:
         with file.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as reason:
         raise unreadable(file, reason) from None
     if found != sha256:
-        raise damaged(file, f"{file.name} is not what was packed (its hash differs)")
+        raise damaged(file, f"{file.name} differs from what was packed (its hash does not match)")
 
 
 def read_tokenizer(file: Path, sha256: str) -> Tokenizer:
-    """The tokenizer of a store, its file compared with the hash first."""
+    """The tokenizer of a store, after its file was compared with the hash."""
     check_hash(file, sha256)
     try:
         return tokenizer_from_json(json.loads(file.read_text(encoding="utf-8")))
@@ -296,5 +296,5 @@ def _check_size(file: Path, size: int) -> None:
     except OSError as reason:
         raise unreadable(file, reason) from None
     if found != size:
-        what = "it was cut short" if found < size else "something was added"
-        raise damaged(file, f"{file.name} holds {found:,} bytes of {size:,}: {what}")
+        what = "it was truncated" if found < size else "bytes were appended"
+        raise damaged(file, f"{file.name} has {found:,} bytes instead of {size:,}: {what}")

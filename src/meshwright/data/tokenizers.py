@@ -21,18 +21,18 @@ from meshwright.errors import MeshwrightError, did_you_mean
 Ids = npt.NDArray[np.int32]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# what published models call the end of a document, for a tokenizer.json that comes alone
+# usual end-of-document tokens, for a tokenizer.json without a config beside it
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>")
 
 
 class Tokenizer(Protocol):
-    """What packing, training and sampling need of a tokenizer."""
+    """The tokenizer interface that packing, training and sampling use."""
 
     kind: ClassVar[str]
 
     @property
     def vocab(self) -> int:
-        """One more than the largest id."""
+        """Vocabulary size: the largest id plus one."""
 
     @property
     def end_of_document(self) -> int:
@@ -40,19 +40,19 @@ class Tokenizer(Protocol):
 
     @property
     def identity(self) -> str:
-        """A hash of everything that decides ids: equal for tokenizers that do the same."""
+        """A hash of everything that affects ids: equal for equivalent tokenizers."""
 
     def encode(self, text: str) -> Ids:
-        """The ids of one text, no special ones added."""
+        """The ids of one text, without special tokens."""
 
     def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[Ids]:
         """The ids of several texts, in parallel where the tokenizer can."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of any ids. Cut characters and unknown ids become `�`, special ids nothing."""
+        """The text of any ids. Cut characters and unknown ids become `�`; special ids vanish."""
 
     def to_json(self) -> dict[str, Any]:
-        """Everything `tokenizer_from_json` needs to make this tokenizer again."""
+        """Everything `tokenizer_from_json` needs to rebuild this tokenizer."""
 
 
 class ByteTokenizer:
@@ -70,7 +70,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        # 0xff is in no UTF-8 text, so an id outside the vocabulary shows as one that is broken
+        # 0xff never occurs in UTF-8, so an id outside the vocabulary becomes �
         known = (i if 0 <= i < 256 else 255 for i in map(int, ids) if i != 256)
         return bytes(known).decode("utf-8", errors="replace")
 
@@ -84,7 +84,7 @@ class HuggingFaceTokenizer:
     kind: ClassVar[str] = "huggingface"
 
     def __init__(self, definition: dict[str, Any], end_token: str):
-        # a tokenizer.json may ask to cut or pad every text: meant for inference, wrong for packing
+        # a tokenizer.json may truncate or pad texts, which is meant for inference, not for packing
         self._definition = definition | {"truncation": None, "padding": None}
         self._end_token = end_token
         text = json.dumps(self._definition, ensure_ascii=False, sort_keys=True)
@@ -137,22 +137,22 @@ def load_tokenizer(name: str | Path, end_token: str | None = None) -> Tokenizer:
     if str(name) == "bytes":
         if end_token is not None:
             raise MeshwrightError(
-                f"end token {end_token!r}: the byte tokenizer has its own, the id 256; leave it out"
+                f"end token {end_token!r}: the byte tokenizer always uses id 256; leave it out"
             )
         return ByteTokenizer()
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise MeshwrightError(
-            f"tokenizer {str(name)!r}: there is no file '{file}'; give 'bytes', a tokenizer.json "
-            "or a folder that holds one"
+            f"tokenizer {str(name)!r}: file '{file}' does not exist; give 'bytes', a "
+            "tokenizer.json or a folder that holds one"
         )
     definition = _read_json(file)
     return HuggingFaceTokenizer(definition, end_token or _find_end_token(file, definition))
 
 
 def tokenizer_from_json(saved: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `to_json` described."""
+    """Rebuild a tokenizer from the data of `to_json`."""
     if saved.get("kind") == ByteTokenizer.kind:
         return ByteTokenizer()
     if saved.get("kind") == HuggingFaceTokenizer.kind:
@@ -164,13 +164,13 @@ def tokenizer_from_json(saved: dict[str, Any]) -> Tokenizer:
 
 
 def decode_stream(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Text as ids arrive, a character only once all its ids are there.
+    """Yield text as ids arrive; a character is complete before it is yielded.
 
     >>> list(decode_stream(ByteTokenizer(), "né".encode()))
     ['n', 'é']
     """
-    # what an id reads as depends on its neighbours (spaces, cut characters): always decode from the
-    # last piece that was shown, and show what is new
+    # the text of an id depends on its neighbours (spaces, multi-byte characters): decode from the
+    # last piece shown, and yield only the new text
     held: list[int] = []
     shown = 0  # how many of `held` are already shown
     for each in ids:
@@ -190,7 +190,7 @@ def _utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as reason:
         # JSON can spell half of a surrogate pair, which is no character
-        raise MeshwrightError(f"text holds half a character ({reason.reason})") from None
+        raise MeshwrightError(f"text contains an unpaired surrogate ({reason.reason})") from None
 
 
 def _runs(ids: Iterable[int], vocab: int) -> Iterator[tuple[bool, list[int]]]:
@@ -217,7 +217,9 @@ def _from_definition(text: str) -> Any:
     try:
         return Inner.from_str(text)
     except Exception as reason:  # the library raises plain Exception
-        raise MeshwrightError(f"tokenizer.json is not one this library reads: {reason}") from None
+        raise MeshwrightError(
+            f"the 'tokenizers' library cannot read tokenizer.json: {reason}"
+        ) from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:

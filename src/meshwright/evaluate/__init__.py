@@ -1,4 +1,4 @@
-"""What a trained model can do, measured."""
+"""Evaluation of trained models."""
 
 from meshwright.evaluate.needle import Group, Retrieval, check_needle, needle_rules, retrieve
 

@@ -1,11 +1,12 @@
-"""Does a model find what it read far back? Rows with needles through the forward pass of training.
+"""Needle in a haystack, evaluated with the forward pass of training.
 
     model = load(look_into("runs/needle"), generation_mesh("sp=4"), rules=RULES)
-    found = retrieve(model, needle_sequences(Needles(), rows=32, seq=256, fresh=True))
-    found.share
+    result = retrieve(model, needle_sequences(Needles(), sequences=32, seq=256, fresh=True))
+    result.share
 
-One forward pass with the answers standing in the row: at each of an answer's tokens the likeliest
-must be the right one. No cache: what is tested is attention over the mesh, as training does it.
+One forward pass over sequences that contain the answers (teacher forcing): an answer is correct if
+each of its tokens is the most probable one. There is no KV cache, so this tests the attention that
+training uses on the mesh.
 """
 
 import functools
@@ -30,7 +31,7 @@ from meshwright.ops import nontrivial_axes, spec_of
 from meshwright.ops.attention import choose_strategy
 from meshwright.serve import Model, Source
 
-_TOKENS = 65536  # of the rows that go through together, a group of devices that share a row
+_TOKENS = 65536  # per forward pass and per group of devices that share sequences
 
 
 def needle_rules(config: Any) -> Rules:
@@ -40,36 +41,36 @@ def needle_rules(config: Any) -> Rules:
 
 @dataclass(frozen=True, eq=False)
 class Retrieval:
-    """Which answers were right, and where their needles are."""
+    """Which answers were correct, and where their needles are."""
 
-    right: npt.NDArray[np.bool_]  # [rows, questions]
-    rows: NeedleSequences
+    right: npt.NDArray[np.bool_]  # [sequences, questions]
+    sequences: NeedleSequences
 
     @property
     def share(self) -> float:
         return float(self.right.mean())
 
     def by_depth(self, parts: int = 10) -> "list[Group]":
-        """By where in the row the needle is, the row cut into equal parts."""
-        return self._groups(self.rows.told, parts)
+        """Grouped by the needle's position, in equal ranges of the sequence."""
+        return self._groups(self.sequences.told, parts)
 
     def by_distance(self, parts: int = 10) -> "list[Group]":
-        """By how far before the answer the needle is."""
-        return self._groups(self.rows.asked - self.rows.told, parts)
+        """Grouped by the distance from the needle to its answer."""
+        return self._groups(self.sequences.asked - self.sequences.told, parts)
 
-    def _groups(self, places: npt.NDArray[np.int32], parts: int) -> "list[Group]":
-        seq = self.rows.tokens.shape[1]
+    def _groups(self, values: npt.NDArray[np.int32], parts: int) -> "list[Group]":
+        seq = self.sequences.tokens.shape[1]
         edges = [number * seq // parts for number in range(parts + 1)]
         groups = []
         for start, stop in itertools.pairwise(edges):
-            here = self.right[(places >= start) & (places < stop)]
-            groups.append(Group(start, stop, here.size, int(here.sum())))
+            right = self.right[(values >= start) & (values < stop)]
+            groups.append(Group(start, stop, right.size, int(right.sum())))
         return [group for group in groups if group.asked]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Answers whose needle is from `start` to before `stop`."""
+    """Answers whose needle position (or distance) is in [start, stop)."""
 
     start: int
     stop: int
@@ -79,67 +80,70 @@ class Group:
 
 def retrieve(
     model: Model,
-    rows: NeedleSequences,
+    sequences: NeedleSequences,
     *,
     context_parallel: str = "auto",
     segments: npt.NDArray[np.int32] | None = None,
 ) -> Retrieval:
-    """Ask everything that the rows ask. The model's weights lie by `needle_rules`.
+    """Evaluate all questions of the sequences. The model must be loaded with `needle_rules`.
 
-    `context_parallel` is the method of attention where sp splits sequences. `segments` [batch, seq]
-    cuts sequences into documents that do not see each other; by default each is one.
+    `context_parallel` is the attention method where sp splits sequences. `segments`
+    [sequences, seq] are segment ids of packed documents; by default a sequence is one document.
     """
-    said = answers(model, rows, context_parallel=context_parallel, segments=segments)
-    return Retrieval((said == rows.answers).all(-1), rows)
+    predicted = answers(model, sequences, context_parallel=context_parallel, segments=segments)
+    return Retrieval((predicted == sequences.answers).all(-1), sequences)
 
 
 def answers(
     model: Model,
-    rows: NeedleSequences,
+    sequences: NeedleSequences,
     *,
     context_parallel: str = "auto",
     segments: npt.NDArray[np.int32] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """The likeliest token at every place of every answer, [rows, questions, value_length]."""
-    number, seq = rows.tokens.shape
+    """The most probable token at every position of every answer.
+
+    Returns [sequences, questions, value_length].
+    """
+    number, seq = sequences.tokens.shape
     dtype = model.params["embedding"].dtype
     compute = Compute(needle_rules(model.config), dtype, context_parallel=context_parallel)
     program = _program(model.config, compute, model.mesh)
     groups = model.mesh.shape["dp"] * model.mesh.shape["fsdp"]
-    together = min(max(1, _TOKENS // seq), -(-number // groups)) * groups
-    before = rows.places.reshape(number, -1) - 1  # whose next token is the answer's
-    found = []
-    for start in range(0, number, together):
-        # the last rows are filled up with the first again
-        some = np.arange(start, start + together) % number
-        documents = None if segments is None else segments[some]
-        said = program(model.params, rows.tokens[some], before[some], documents)
-        found.append(np.asarray(said)[: number - start])
-    return np.concatenate(found).reshape(rows.places.shape)
+    batch = min(max(1, _TOKENS // seq), -(-number // groups)) * groups
+    positions = sequences.positions.reshape(number, -1) - 1  # which predict the answers' tokens
+    predicted = []
+    for start in range(0, number, batch):
+        # the first sequences fill up the last batch
+        chosen = np.arange(start, start + batch) % number
+        ids = None if segments is None else segments[chosen]
+        tokens = program(model.params, sequences.tokens[chosen], positions[chosen], ids)
+        predicted.append(np.asarray(tokens)[: number - start])
+    return np.concatenate(predicted).reshape(sequences.positions.shape)
 
 
 def check_needle(
     source: Source, mesh: Mesh, seq: int, context_parallel: str = "auto"
 ) -> str | None:
-    """How rows of `seq` bytes would attend on this mesh, None where they are not split.
+    """The context-parallel method for sequences of `seq` bytes on this mesh; None without one.
 
-    A MeshwrightError says why the model cannot be asked them.
+    Raises a MeshwrightError if the model cannot be evaluated.
     """
     config = source.config
     if source.tokenizer.kind != ByteTokenizer.kind:
         raise MeshwrightError(
-            f"{source.name} has a tokenizer of kind {source.tokenizer.kind!r}, and needle rows are "
-            "bytes; train a model on rows of 'meshwright data needle', or say --tokenizer bytes "
-            "if it reads bytes"
+            f"{source.name} has a tokenizer of kind {source.tokenizer.kind!r}, but needle "
+            "sequences are bytes; train a model on the output of 'meshwright data needle', or give "
+            "--tokenizer bytes if the model reads bytes"
         )
     if config.vocab < ByteTokenizer.vocab:
         raise MeshwrightError(
-            f"{source.name} has a vocabulary of {config.vocab}; needle rows need "
-            f"{ByteTokenizer.vocab}, the bytes and an end of document"
+            f"{source.name} has a vocabulary of {config.vocab}; needle sequences need "
+            f"{ByteTokenizer.vocab} tokens, the bytes and an end of document"
         )
     if seq > config.max_seq:
         raise MeshwrightError(
-            f"seq={seq} is longer than the model allows; {config.max_seq} or less would fit"
+            f"seq={seq} is longer than the model allows; use {config.max_seq} or less"
         )
     layouts = activation_layouts(needle_rules(config), nontrivial_axes(mesh.shape))
     split = family_of(config).sequence_split(config, layouts, dict(mesh.shape), seq)
@@ -151,55 +155,55 @@ Program = Callable[[Any, Any, Any, Any], jax.Array]
 
 @functools.lru_cache(maxsize=16)
 def _program(config: Any, compute: Compute, mesh: Mesh) -> Program:
-    """(params, tokens, places, segments) to the likeliest token after each place [rows, places]."""
+    """(params, tokens, positions, segments) → the most probable token after each position."""
     family = family_of(config)
 
-    def likeliest(
-        params: Any, tokens: jax.Array, places: jax.Array, segments: jax.Array | None
+    def most_probable(
+        params: Any, tokens: jax.Array, positions: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
         x = family.hidden_states(params, tokens, config, compute, segments=segments)
         vocab = compute.layouts.logits.partitions[2]
-        # only the places asked for meet the head: logits of whole rows would not fit
-        x = _at(x, places)
+        # LM head only at the requested positions: logits of full sequences would not fit
+        x = _at(x, positions)
         stored = family.lm_head(params, config)
         dims = "ve" if stored.tied else "ev"
         spec = P(*(vocab if dim == "v" else None for dim in dims))
         head = reshard(stored.weight.astype(compute.dtype), spec)
-        rows = spec_of(x)[0]
+        batch = spec_of(x)[0]
         logits = jnp.einsum(
             f"bpe,{dims}->bpv", x, head,
-            preferred_element_type=jnp.float32, out_sharding=P(rows, None, vocab),
+            preferred_element_type=jnp.float32, out_sharding=P(batch, None, vocab),
         )  # fmt: skip
-        whole = reshard(logits, P(rows, None, None))[..., : config.vocab]  # without padding
-        chosen = jnp.argmax(whole, axis=-1)
+        logits = reshard(logits, P(batch, None, None))[..., : config.vocab]  # without padding
+        chosen = jnp.argmax(logits, axis=-1)
         return reshard(chosen.astype(jnp.int32), P(None, None))
 
-    jitted = jax.jit(likeliest)
+    jitted = jax.jit(most_probable)
 
-    def run(params: Any, tokens: Any, places: Any, segments: Any) -> jax.Array:
+    def run(params: Any, tokens: Any, positions: Any, segments: Any) -> jax.Array:
         with jax.set_mesh(mesh):
-            along = NamedSharding(mesh, compute.layouts.tokens)
-            by_row = NamedSharding(mesh, P(compute.layouts.tokens.partitions[0], None))
-            given = (tokens, along), (places, by_row), (segments, along)
-            return jitted(params, *(x if x is None else jax.device_put(x, s) for x, s in given))
+            by_token = NamedSharding(mesh, compute.layouts.tokens)
+            by_sequence = NamedSharding(mesh, P(compute.layouts.tokens.partitions[0], None))
+            inputs = (tokens, by_token), (positions, by_sequence), (segments, by_token)
+            return jitted(params, *(x if x is None else jax.device_put(x, s) for x, s in inputs))
 
     return run
 
 
-def _at(x: jax.Array, places: jax.Array) -> jax.Array:
-    """[rows, length, embed] at places [rows, places] of the row, wherever the length is split."""
+def _at(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """x [batch, length, embed] at positions [batch, n], also where mesh axes split the length."""
     spec = spec_of(x)
-    rows, length, embed = spec.partitions
+    batch, length, embed = spec.partitions
     over = axes_of(length, spec)
 
-    def local(x: jax.Array, places: jax.Array) -> jax.Array:
-        part = x.shape[1]
-        places = places - (lax.axis_index(over) * part if over else 0)
-        here = (places >= 0) & (places < part)
-        found = jnp.take_along_axis(x, jnp.where(here, places, 0)[..., None], axis=1)
-        found = jnp.where(here[..., None], found, jnp.zeros((), x.dtype))
-        return lax.psum(found, over) if over else found  # one device has it, the others zeros
+    def take(x: jax.Array, positions: jax.Array) -> jax.Array:
+        shard_length = x.shape[1]
+        positions = positions - (lax.axis_index(over) * shard_length if over else 0)
+        local = (positions >= 0) & (positions < shard_length)
+        states = jnp.take_along_axis(x, jnp.where(local, positions, 0)[..., None], axis=1)
+        states = jnp.where(local[..., None], states, jnp.zeros((), x.dtype))
+        return lax.psum(states, over) if over else states  # zeros on all devices but one
 
-    return jax.shard_map(local, in_specs=(spec, P(rows, None)), out_specs=P(rows, None, embed))(
-        x, places
+    return jax.shard_map(take, in_specs=(spec, P(batch, None)), out_specs=P(batch, None, embed))(
+        x, positions
     )

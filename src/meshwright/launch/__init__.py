@@ -1,4 +1,4 @@
-"""Processes of a run: joined, compared, watched, stopped together; devices simulated on the CPU."""
+"""Multi-process runs: join, compare settings, watchdog, signals; simulated CPU devices."""
 
 from meshwright.launch.comparison import Fact, compare_processes
 from meshwright.launch.coordinator import CoordinatorLostError, Store, coordinator_store

@@ -1,4 +1,4 @@
-"""All processes of a run compare what they were started with, before anything is compiled.
+"""Compare the settings of all processes of a run, before anything is compiled.
 
     compare_processes({"--batch": Fact("8")}, store, process_id=1, processes=2)
 
@@ -28,7 +28,7 @@ _comparisons = itertools.count()  # the same in every process: each compares in 
 
 
 class Fact(NamedTuple):
-    """A value to compare, as text; of a file, a checksum of what is in it, and its name."""
+    """A value to compare, as text; for a file, a checksum of its content, and its name."""
 
     value: str
     name: str = ""
@@ -47,9 +47,9 @@ def compare_processes(
     poll_s: float = POLL_S,
     folder: str = "",
 ) -> None:
-    """An AgreedError in every process if one's facts differ. Every process must call.
+    """Raise an AgreedError in every process if facts differ. Every process must call.
 
-    In place of facts a process that could not read its settings gives the reason, a text.
+    A process that could not read its settings gives the reason, a text, instead of facts.
     """
     folder = folder or f"meshwright/settings/{next(_comparisons)}"
     store.put(f"{folder}/of/{process_id:06d}", json.dumps(facts))
@@ -59,7 +59,7 @@ def compare_processes(
         told = _collected(store, f"{folder}/of/", processes, patience_s, interval_s)
         verdict = store.put_once(verdict_key, _verdict(told, processes, patience_s) or SAME)
     else:
-        # process 0 gives up first, and knows who is missing
+        # process 0 times out first, and knows which process is missing
         found = _waited(lambda: store.get(verdict_key), patience_s + 30, interval_s)
         verdict = found or "process 0 did not compare the settings of the processes in time"
     if verdict != SAME:
@@ -69,7 +69,7 @@ def compare_processes(
 def _collected(
     store: Store, folder: str, processes: int, patience_s: float, interval_s: float
 ) -> dict[int, Facts | str]:
-    """What each process wrote; those that wrote nothing in time are missing."""
+    """The facts of each process; those that did not report in time are missing."""
     texts: dict[str, str] = {}
 
     def all_there() -> bool | None:
@@ -94,12 +94,12 @@ def _waited(look: Callable[[], _T | None], patience_s: float, interval_s: float)
 
 
 def _verdict(told: Mapping[int, Facts | str], processes: int, patience_s: float) -> str:
-    """Why the run cannot begin, in one line; empty if it can."""
+    """Why the run cannot start, in one line; empty if it can."""
     missing = [process for process in range(processes) if process not in told]
     if missing:
         return (
             f"{_named(missing)} did not report its settings within {patience_s:g} s of joining the "
-            "run: it has ended or hangs; look at its log, and start every process again"
+            "run: it has exited or hangs; see its log, and restart every process"
         )
     problems = {process: text for process, text in told.items() if isinstance(text, str)}
     if problems:
@@ -115,12 +115,12 @@ def _verdict(told: Mapping[int, Facts | str], processes: int, patience_s: float)
         "the processes were started with different settings: "
         + "; ".join(differences[:MOST_TOLD])
         + (f"; and {more} more" if more > 0 else "")
-        + ". Start every process with the same command, but for --process-id"
+        + ". Start every process with the same command, except for --process-id"
     )
 
 
 def differing(facts: Mapping[int, Facts]) -> list[str]:
-    """`"--batch: 8 in processes 0 and 2, 16 in process 1"` for each fact that is not the same."""
+    """`"--batch: 8 in processes 0 and 2, 16 in process 1"` for each fact that differs."""
     found = []
     for setting in dict.fromkeys(name for one in facts.values() for name in one):
         by_value: dict[str, list[int]] = {}

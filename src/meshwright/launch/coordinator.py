@@ -1,9 +1,9 @@
-"""The small key-value store that the coordinator of a several-process run keeps.
+"""The key-value store of the coordinator of a multi-process run.
 
     store = coordinator_store()           # None in a run of one process
     store.put_once("meshwright/stop/0", "41")
 
-jax has no public door to it. `_client` is the only place that knows the private one.
+jax has no public API for it. Only `_client` uses the private one.
 """
 
 from typing import Any, Protocol
@@ -14,27 +14,27 @@ from meshwright.errors import MeshwrightError
 
 
 class CoordinatorLostError(MeshwrightError):
-    """The coordinator does not answer any more."""
+    """The coordinator no longer responds."""
 
 
 class Store(Protocol):
-    """Text by name, seen by every process."""
+    """Text by key, visible to every process."""
 
     def get(self, key: str) -> str | None:
-        """What stands there; None if nothing does."""
+        """The text of a key; None if there is none."""
 
     def get_all(self, folder: str) -> dict[str, str]:
         """Every key that starts with `folder`, and its text."""
 
     def put(self, key: str, text: str) -> None:
-        """Write; what stood there is gone."""
+        """Write, replacing any previous text."""
 
     def put_once(self, key: str, text: str) -> str:
-        """Write unless something stands there; gives back what stands there now."""
+        """Write unless the key exists; returns the text of the key."""
 
 
 def coordinator_store() -> Store | None:
-    """The store of this run; None where there is one process only."""
+    """The store of this run; None for a single process."""
     client = _client()
     return None if client is None else CoordinatorStore(client)
 
@@ -78,7 +78,7 @@ class CoordinatorStore:
 def _lost(reason: Exception) -> CoordinatorLostError:
     first_line = str(reason).partition("\n")[0]
     return CoordinatorLostError(
-        "the coordinator (process 0) does not answer: it has ended, or the network between is "
+        "the coordinator (process 0) does not respond: it has exited, or the network is "
         f"down ({first_line})"
     )
 

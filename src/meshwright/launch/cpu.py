@@ -1,4 +1,4 @@
-"""Devices simulated on the CPU, and room for what they wait on; asked for before jax is used."""
+"""Simulate devices on the CPU, with enough threads; call before jax is used."""
 
 import os
 
@@ -7,9 +7,9 @@ import jax
 from meshwright.errors import MeshwrightError
 
 # XLA's CPU runtime starts collectives that do not depend on one another in any order, which can
-# differ from device to device, and each holds a thread while it waits for the others. With a thread
-# a core, devices that began with different collectives wait for each other for ever (jax 0.10 to
-# 0.12). With room for all that can be under way at once they cannot.
+# differ from device to device, and each holds a thread while it waits for the others. With one
+# thread per core, devices that started different collectives deadlock (jax 0.10 to 0.12). With
+# enough threads for all collectives in flight they cannot.
 _THREADS = 128
 
 # Each simulated device has a thread. On two cores jax starts 1,024 devices in 0.3 s and 4,096 in
@@ -23,7 +23,7 @@ def make_room_for_cpu_collectives() -> None:
 
 
 def check_simulated(number: int, given: str = "") -> None:
-    """That so many devices can be simulated here; `given` is what the user wrote."""
+    """Raise a MeshwrightError for too many devices; `given` is what the user wrote."""
     given = given or f"--cpu-devices {number}"
     if number < 1:
         raise MeshwrightError(f"{given} must be at least 1")
@@ -35,7 +35,7 @@ def check_simulated(number: int, given: str = "") -> None:
 
 
 def simulate_devices(number: int) -> None:
-    """This many devices on the CPU; call it before jax is used."""
+    """Simulate this number of devices on the CPU; call before jax is used."""
     check_simulated(number)
     try:
         jax.config.update("jax_platforms", "cpu")

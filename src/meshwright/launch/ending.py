@@ -1,8 +1,8 @@
-"""How a process of a several-process run ends when something went wrong: at once, and not alone.
+"""End all processes of a multi-process run when one of them fails.
 
-A Python exception in one process would leave the run standing: the others wait in a collective for
-it, and it waits for them in jax's shutdown. So the first process that fails writes down why,
-where all can read it, and ends; the watchdog of each other process reads it and ends too.
+After a Python exception in one process, the others would wait for it in a collective, and it would
+wait for them in jax's shutdown. So the first process that fails writes the reason to the store and
+exits; the watchdog of every other process reads it and exits too.
 """
 
 import contextlib
@@ -19,23 +19,23 @@ from meshwright.launch.coordinator import CoordinatorLostError, Store
 from meshwright.launch.verdict import REPORTS, read_reports
 
 VERDICT = "meshwright/verdict"
-EXIT_CODE = 75  # EX_TEMPFAIL: worth another try, from the last checkpoint
-MISTAKE_CODE = 2  # a person must mend something: another try would end the same way
+EXIT_CODE = 75  # EX_TEMPFAIL: worth a restart, from the last checkpoint
+MISTAKE_CODE = 2  # a person must fix something: a restart would fail the same way
 _MISTAKE = re.compile(r"process \d+ stopped: ")
-POLL_S = 1.0  # how often each process looks whether another has ended
+POLL_S = 1.0  # how often each process checks whether another has exited
 
 
 class AgreedError(MeshwrightError):
-    """A mistake that all processes raise, with the same words: none has to tell the others."""
+    """An error that all processes raise with the same text, so none must tell the others."""
 
 
 @contextlib.contextmanager
 def ends_together(
     store: Store | None, process_id: int = 0, processes: int = 1, poll_s: float = POLL_S
 ) -> Iterator[None]:
-    """What is raised inside ends this process at once and is told to the others.
+    """An exception inside ends this process at once and is reported to the others.
 
-    In a run of one process (`store` is None) exceptions pass through untouched.
+    In a run of one process (`store` is None) exceptions pass through unchanged.
     """
     interval_s = look_interval_s(processes, poll_s)
 
@@ -66,7 +66,7 @@ def _end_failed(store: Store, process_id: int, failure: BaseException, interval_
     text = f"process {process_id} {'stopped' if mistake else 'failed'}: {about}"
     lost = None
     if not isinstance(failure, MeshwrightError | KeyboardInterrupt | SystemExit):
-        # perhaps a broken connection (jax raises it in several types), and the failure is another's
+        # maybe a broken connection (of several exception types), caused by another process
         lost = _gone(store, process_id, interval_s)
         text = text if lost is None else f"{lost} ({about})"
     verdict = agree_on_verdict(store, text)
@@ -82,7 +82,7 @@ def _end_failed(store: Store, process_id: int, failure: BaseException, interval_
 
 
 def _gone(store: Store, process_id: int, interval_s: float) -> str | None:
-    """The processes whose watchdog has fallen silent; None if all still speak."""
+    """The processes whose watchdog no longer reports; None if all report."""
     try:
         before = read_reports(store.get_all(REPORTS))
         time.sleep(2.5 * interval_s)
@@ -101,20 +101,20 @@ def _gone(store: Store, process_id: int, interval_s: float) -> str | None:
 
 
 def look_interval_s(processes: int, poll_s: float) -> float:
-    """A thousand processes must not all ask one store every second."""
+    """Poll interval: a thousand processes must not poll one store every second."""
     return max(poll_s, processes / 50)
 
 
 def farewell_s(process_id: int, interval_s: float) -> float:
-    """How long a process stays after it said why it ends.
+    """How long a process waits after it has written the reason.
 
-    The others should read it before a connection breaks. Process 0 keeps the store: it goes last.
+    The others should read it before a connection breaks. Process 0 hosts the store and exits last.
     """
     return 2.5 * interval_s if process_id else 5 * interval_s + 1
 
 
 def agree_on_verdict(store: Store, text: str) -> str:
-    """Why the run ends: the first process to say so is believed by all."""
+    """The reason why the run ends: the first one written counts for all."""
     try:
         return store.put_once(VERDICT, text)
     except CoordinatorLostError:
@@ -122,13 +122,13 @@ def agree_on_verdict(store: Store, text: str) -> str:
 
 
 def exit_code(verdict: str) -> int:
-    """The code that a verdict ends this process with, wherever it was spoken."""
+    """The exit code for a verdict of any process."""
     return MISTAKE_CODE if _MISTAKE.match(verdict) else EXIT_CODE
 
 
 def end_process(text: str, code: int = EXIT_CODE, wait_s: float = 0.0) -> None:
-    """Say why and end, without Python's exit: jax's would wait for processes that hang."""
-    if ending_by_ctrl_c():  # which says why itself; this is its echo, read by the watchdog
+    """Print the reason and exit, without jax's shutdown, which would wait for hanging processes."""
+    if ending_by_ctrl_c():  # which prints the reason itself; the watchdog reads it again
         time.sleep(LONGEST_END_S)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

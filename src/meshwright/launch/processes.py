@@ -1,10 +1,10 @@
-"""Joining a run of several processes: the same command in each, and a number of its own.
+"""Join a run of several processes: the same command in each, with its own process id.
 
-    join("10.0.0.1:1234", processes=4, process_id=2)   # said here
-    join()                                             # said by JAX_COORDINATOR_ADDRESS, …
-    join("auto")                                       # found by jax: Slurm, Kubernetes, Cloud TPU
+    join("10.0.0.1:1234", processes=4, process_id=2)   # explicit
+    join()                                             # from JAX_COORDINATOR_ADDRESS, …
+    join("auto")                                       # detected: Slurm, Kubernetes, Cloud TPU
 
-Call it before anything touches a device.
+Call it before anything uses a device.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ PATIENCE_S = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Which process this is, of how many."""
+    """The index of this process, and the number of processes."""
 
     process_id: int = 0
     processes: int = 1
@@ -47,9 +47,9 @@ def join(
     *,
     patience_s: float = PATIENCE_S,
 ) -> Joined:
-    """Join the run; what is not given is read from the environment. One process joins nothing.
+    """Join the run; missing values come from the environment. A single process joins nothing.
 
-    `patience_s`: how long to wait for the coordinator and for the processes that are missing.
+    `patience_s`: how long to wait for the coordinator and for missing processes.
     """
     if coordinator == "auto":
         return _join_detected(processes, process_id, patience_s)
@@ -67,7 +67,7 @@ def join(
         coordinator_address=given["coordinator"],
         num_processes=wanted.processes,
         process_id=wanted.process_id,
-        cluster_detection_method="deactivate",  # what was said holds
+        cluster_detection_method="deactivate",  # explicit values win
     )
     _agree_on_the_number(wanted)
     return wanted
@@ -159,8 +159,8 @@ def _joined_before(wanted: Joined) -> Joined:
 def _join_detected(processes: int | None, process_id: int | None, patience_s: float) -> Joined:
     if processes is not None or process_id is not None:
         raise MeshwrightError(
-            "--coordinator auto finds the number of processes and this one's id itself: leave "
-            "--processes and --process-id away"
+            "--coordinator auto detects the number of processes and the process id: leave out "
+            "--processes and --process-id"
         )
     if not jax.distributed.is_initialized():
         _initialize(patience_s, None)
@@ -168,7 +168,7 @@ def _join_detected(processes: int | None, process_id: int | None, patience_s: fl
 
 
 def _initialize(patience_s: float, wanted: Joined | None, **arguments: Any) -> None:
-    # jax's own service would take SIGTERM and the run could not save
+    # jax's own service would handle SIGTERM, and the run could not save
     config: Any = jax.config
     config.update("jax_enable_preemption_service", False)
     if config.jax_cpu_collectives_implementation in (None, "none"):
@@ -177,9 +177,9 @@ def _initialize(patience_s: float, wanted: Joined | None, **arguments: Any) -> N
 
     def connect() -> None:
         try:
-            # past its own timeout jax aborts the process with a C++ trace: ours comes first
+            # at its own timeout jax aborts the process with a C++ trace, so ours must be shorter
             jax.distributed.initialize(**arguments, initialization_timeout=int(patience_s) + 3600)
-        except Exception as reason:  # told below, in words
+        except Exception as reason:  # reported below
             failures.append(reason)
 
     # in a thread, so that this one can stop waiting
@@ -194,7 +194,7 @@ def _initialize(patience_s: float, wanted: Joined | None, **arguments: Any) -> N
 
 def _nobody_came(patience_s: float, wanted: Joined | None, arguments: dict[str, Any]) -> str:
     if wanted is None:
-        return f"jax found a cluster, but its processes did not all come within {patience_s:g} s"
+        return f"jax found a cluster, but not all of its processes joined within {patience_s:g} s"
     address = arguments["coordinator_address"]
     if wanted.process_id:
         try:
@@ -205,7 +205,7 @@ def _nobody_came(patience_s: float, wanted: Joined | None, arguments: dict[str, 
                 f"({reason.strerror or reason}): is process 0 running there, and is the port open?"
             )
     return (
-        f"not all {wanted.processes} processes came to {address} within {patience_s:g} s: "
+        f"not all {wanted.processes} processes joined {address} within {patience_s:g} s: "
         f"start the same command {wanted.processes} times, with --process-id 0 to "
         f"{wanted.processes - 1}, each once"
     )
@@ -217,8 +217,8 @@ def _explained(
     text = str(reason).partition("\n")[0]
     if "before any JAX" in text:
         return MeshwrightError(
-            "join a run of several processes before anything uses a device: jax has set up its "
-            "devices already"
+            "join a run of several processes before anything uses a device: jax has already "
+            "initialized its devices"
         )
     if wanted is None:
         return MeshwrightError(
@@ -235,5 +235,5 @@ def _agree_on_the_number(wanted: Joined) -> None:
     if agreed != str(wanted.processes):
         raise MeshwrightError(
             f"--processes {wanted.processes} was given here and --processes {agreed} in another "
-            "process: every process must be told the same number"
+            "process: every process needs the same number"
         )

@@ -11,21 +11,21 @@ second one later (in a program that calls `train`, both are KeyboardInterrupt).
 
 ## Why all processes stop before the same step
 
-One process alone may get the signal, and all must leave the loop at the same step, or those that
-stay wait for ever in a collective. Let `lag` be how far the loop runs ahead of results: before step
-n begins, each process has looked at the loss of step n − lag − 1 (lag 0: of the step before).
+Maybe only one process receives the signal, but all must leave the loop at the same step; otherwise
+the rest would wait forever in a collective. Let `lag` be how far the loop runs ahead of results:
+before step n begins, each process has read the loss of step n − lag − 1 (lag 0: the previous step).
 
-The signalled process, before it begins step s, writes `stop = s + lag + 1` where all can read,
-and goes on. Another process is about to begin step n:
+The signalled process, before it begins step s, writes `stop = s + lag + 1` to the store, and
+continues. Another process is about to begin step n:
 
-- n < stop: it may or may not see the text; either way it goes on.
-- n = stop: it has looked at the loss of step s. That loss is a mean over all processes, so the
-  signalled process had begun s, after its write. The text is seen: it stops.
-- n > stop cannot be: it would have stopped at n = stop.
+- n < stop: it may or may not see the text; in both cases it continues.
+- n = stop: it has read the loss of step s. That loss is a mean over all processes, so the
+  signalled process had begun s, after its write. The text is visible: it stops.
+- n > stop is impossible: it would have stopped at n = stop.
 
-If several are signalled, the first text stands (`put_once`) and the rest read it; the same argument
-holds for its writer. Nobody waits for anybody, so nothing can deadlock. The price is one look into
-the store a step (0.3 ms on one machine, no device involved); `every` spreads it over several.
+If several processes are signalled, the first text counts (`put_once`) and the others read it; the
+same argument holds for its writer. No process waits for another, so there is no deadlock. The cost
+is one read of the store per step (0.3 ms on one machine, no device involved); `every` reduces it.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _runs = itertools.count()  # the same in every process: each opens its loops in 
 
 
 class Stop:
-    """That this process was asked to stop, and why; `agree` says when. `request` asks by hand."""
+    """Whether and why this process should stop; `agree` decides when."""
 
     def __init__(self, key: str | None = None) -> None:
         self.reason: str | None = None
@@ -56,16 +56,16 @@ class Stop:
         return self.reason is not None
 
     def request(self, reason: str) -> None:
-        """Ask to stop after this step; the first reason is kept."""
+        """Request a stop after this step; the first reason is kept."""
         self.reason = self.reason or reason
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Catch SIGTERM and Ctrl-C inside; the handlers that stood before are put back after.
+    """Catch SIGTERM and Ctrl-C inside the block; the previous handlers are restored after it.
 
-    Python delivers signals to the main thread only: elsewhere nothing is caught, and `request`
-    is the way to stop.
+    Python delivers signals to the main thread only: in other threads nothing is caught; use
+    `request` to stop.
     """
     stop = Stop()
 
@@ -101,7 +101,7 @@ def agree(stop: Stop, step: int, store: Store | None = None, lag: int = 1, every
     """Whether every process leaves the loop now, before `step`. Call it once before each step.
 
     `store`: `coordinator_store()`, None for one process. `lag`: see the top of this file.
-    `every`: look only before each so-many-th step, where thousands of processes share one store.
+    `every`: check only before every n-th step, for thousands of processes with one store.
     """
     stop.stepping = True
     if store is None:

@@ -1,28 +1,28 @@
-"""Which process holds the others up: what each one last said, and one sentence about it.
+"""Find the process that the others wait for, from the last report of each process.
 
 step 41 has not finished for 120 s: process 3 (node-3) was last seen at step 40, in
-reader.py:88 next_rows; the other 7 wait in step 41
+reader.py:88 next_batch; the other 7 wait in step 41
 """
 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
-REPORTS = "meshwright/watchdog/"  # where in the coordinator's store they stand
+REPORTS = "meshwright/watchdog/"  # prefix of their keys in the store
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one process says of itself, and how long it has said nothing new."""
+    """The state that one process reports, and how long it has not changed."""
 
     process: int
     host: str = "host unknown"
     step: int | None = None  # the step it last began; None: before the first
     doing: str = ""  # "saving", "compiling"; empty: an ordinary step
-    seconds: float = 0.0  # since it last got on
+    seconds: float = 0.0  # since its last progress
     limit_s: float = 0.0  # how long that may take
     where: str = ""  # the line its main thread is at
-    count: int = 0  # grows with every report, so that an old one can be told from a new one
+    count: int = 0  # increases with every report
     left: bool = False  # it has left the loop
     silent_s: float = 0.0  # by the reader's clock: since `count` last grew
 
@@ -35,7 +35,7 @@ class Report:
 
 
 def read_reports(texts: Mapping[str, str]) -> dict[int, Report]:
-    """By process; what cannot be read is another version's and left out."""
+    """Reports by process; unreadable ones, of another version, are ignored."""
     reports = {}
     for text in texts.values():
         try:
@@ -47,10 +47,10 @@ def read_reports(texts: Mapping[str, str]) -> dict[int, Report]:
 
 
 def verdict(reports: Sequence[Report], mine: int, silence_s: float) -> str | None:
-    """Why the run must end, in one line; None while there is hope.
+    """Why the run must end, in one line; None if it need not.
 
-    It must end when this process is over its limit, and so is every process that it may be waiting
-    for (those no further than itself); or when one of those has said nothing for `silence_s`.
+    It must end when this process and every process it may wait for (those not ahead of it) are over
+    their limits; or when one of those has not reported for `silence_s`.
     """
     me = next(report for report in reports if report.process == mine)
     others = [report for report in reports if report.process != mine]
@@ -115,11 +115,11 @@ def _named(guilty: Sequence[Report]) -> str:
 
 def _silent(silent: Sequence[Report]) -> str:
     told = [
-        f"process {report.process} ({report.host}) has said nothing for {report.silent_s:.0f} s"
+        f"process {report.process} ({report.host}) has not reported for {report.silent_s:.0f} s"
         for report in silent[:4]
     ]
     more = f", and {len(silent) - 4} more" if len(silent) > 4 else ""
-    return "; ".join(told) + more + ": stopped, swapped out or cut off"
+    return "; ".join(told) + more + ": it is stopped, swapped out or disconnected"
 
 
 def _rest(reports: Sequence[Report], guilty: Sequence[Report]) -> str:

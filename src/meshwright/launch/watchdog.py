@@ -1,4 +1,4 @@
-"""Notices a process that hangs, and ends the run instead of waiting for ever.
+"""Detects a hanging process and ends the run.
 
     with Watchdog(run_folder) as watchdog:
         for step in …:
@@ -9,11 +9,11 @@
             with watchdog.paused("saving"):
                 save(state)
 
-Where `beat` stands matters: a process that hangs in its data reader has not begun the step that the
-others wait in, so it is the one that is behind.
+The position of `beat` matters: a process that hangs in its data reader has not begun the step that
+the others wait in, so it is the one that is behind.
 
-Two threads in each process. One keeps the others informed through the coordinator's store and may
-get stuck there, if process 0 is stopped; the other decides and never waits for anything.
+Each process has two threads. One reports to the coordinator's store and may block there if process
+0 is stopped; the other decides and never blocks.
 """
 
 import contextlib
@@ -42,19 +42,19 @@ from meshwright.launch.ending import (
 )
 from meshwright.launch.verdict import REPORTS, Report, read_reports, verdict
 
-HANG_TIMEOUT_S = 600.0  # without a step begun, the default of --hang-timeout
+HANG_TIMEOUT_S = 600.0  # without a new step; the default of --hang-timeout
 SILENCE_S = 60.0  # jax gives up on a stopped process after 100 s, and says less
 LIBRARY = sysconfig.get_paths()["stdlib"]
-STEPS_WITH_GRACE = 2  # both may hold a compilation, of this process or of one it waits for
+STEPS_WITH_GRACE = 2  # both may include a compilation, of this process or of another one
 
 
 def pause_timeout_s(timeout_s: float) -> float:
-    """The limit of compiling, saving and evaluating, where steps may take `timeout_s`."""
+    """The limit for compiling, saving and evaluating, if `timeout_s` is the limit for steps."""
     return max(3600.0, 4 * timeout_s)
 
 
 class Watchdog:
-    """Ends the process with code 75 when no step is begun for `timeout_s`.
+    """Ends the process with exit code 75 when no step begins for `timeout_s`.
 
     `pause_timeout_s` is the limit before and during the first two steps (compilation) and inside
     `paused`. `store` is `coordinator_store()`, None for one process. Files, in `run_folder`:
@@ -91,7 +91,7 @@ class Watchdog:
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
         self._peers: dict[int, Report] = {}
-        self._grew: dict[int, float] = {}  # when each peer's count was last seen to grow
+        self._grew: dict[int, float] = {}  # when the count of each peer last increased
         self._noted = 0.0  # when the peers were last read
         self._told = time.monotonic()  # when the store last answered
         self._judged_elsewhere: str | None = None
@@ -124,7 +124,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self, doing: str) -> Iterator[None]:
-        """Something longer than a step: "saving", "evaluating". It has the longer limit."""
+        """A block with the longer limit: "saving", "evaluating"."""
         before = self._mine
         self._got_on(doing=doing, limit_s=self._pause_timeout_s)
         try:
@@ -155,11 +155,11 @@ class Watchdog:
             try:
                 self._store.put(f"{REPORTS}{self._process_id}", now.text())
                 self._judged_elsewhere = self._store.get(VERDICT)
-                # what the others do matters only once this one waits
+                # the reports of others matter only if this process waits
                 if now.seconds > min(10.0, self._timeout_s / 4):
                     self._note(self._store.get_all(REPORTS))
             except CoordinatorLostError:
-                return  # `_decide` sees that the store went quiet
+                return  # `_decide` notices that the store does not respond
             self._told = time.monotonic()
 
     def _note(self, texts: dict[str, str]) -> None:
@@ -180,7 +180,7 @@ class Watchdog:
             now = time.monotonic()
             slept = now - last - tick
             last = now
-            if slept > max(5.0, tick):  # Ctrl-Z, a closed lid: nobody's fault
+            if slept > max(5.0, tick):  # Ctrl-Z or a closed lid is not a hang
                 self._since += slept
                 self._told += slept
                 self._grew = {process: at + slept for process, at in self._grew.items()}
@@ -197,7 +197,7 @@ class Watchdog:
             step = "the first step" if mine.step is None else f"step {mine.step}"
             return (
                 f"{step} has not finished for {mine.seconds:.0f} s: process 0, the coordinator, "
-                f"has not answered for {now - self._told:.0f} s"
+                f"has not responded for {now - self._told:.0f} s"
             )
         if self._noted < self._since or mine.seconds <= min(self._silence_s, mine.limit_s):
             return None
@@ -227,7 +227,7 @@ class Watchdog:
         )
 
     def _told_to_all(self, line: str) -> str:
-        # in a thread: the store may be what hangs
+        # in a thread, since the store itself may hang
         agreed = [line]
 
         def tell() -> None:
@@ -241,7 +241,7 @@ class Watchdog:
 
 
 def place_of(frame: FrameType) -> str:
-    """`reader.py:88 next_rows`: the innermost line that is not a library's, else the innermost."""
+    """`reader.py:88 next_batch`: the innermost line outside of libraries, else the innermost."""
     inner: FrameType | None = frame
     while inner is not None:
         path = inner.f_code.co_filename

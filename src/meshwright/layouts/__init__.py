@@ -1,4 +1,4 @@
-"""The notation: expressions, path rules and logical-axis rules, to one value, the Layout."""
+"""The notation: expressions, path rules and logical rules, which all give a Layout."""
 
 from meshwright.layouts.arrays import ArraySpec, is_abstract
 from meshwright.layouts.decide import path_text, tree_paths

@@ -1,4 +1,4 @@
-"""An array described before it exists."""
+"""Abstract arrays: shape, dtype, dims and initializer, before the array exists."""
 
 import dataclasses
 import math
@@ -14,14 +14,14 @@ from meshwright.present import count
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """Shape, dtype and the names of the dims, from which placement follows.
+    """Shape, dtype, dim names and initializer of an array.
 
     >>> ArraySpec((4096, 14336), dims="embed mlp")
     ArraySpec(shape=(4096, 14336), dims=('embed', 'mlp'), dtype=dtype('float32'))
 
-    `init` says its first values: `mw.Normal(0.02)`, `mw.Constant(1.0)`, or any function of
+    `init` is its initializer: `mw.Normal(0.02)`, `mw.Constant(1.0)`, or any function of
     (key, shape, dtype). `unpadded` is the shape of its values where that is smaller: the rest of
-    the array is zeros, there so that its dims divide. `inputs` counts the dims that a matmul sums
+    the array is zeros, so that its dims are divisible. `inputs` counts the dims that a matmul sums
     over, after a leading `layers`: 1 for `layers embed heads head_dim`. With 0 the array is a
     vector, such as a norm or a bias: optimizers do not decay it, and it is not cast for matmuls.
     """
@@ -100,5 +100,5 @@ def dim_names(dims: Sequence[str | None]) -> tuple[str | None, ...]:
 
 
 def is_abstract(leaf: Any) -> bool:
-    """Whether a leaf is something with a shape and a dtype."""
+    """Whether a leaf has a shape and a dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")

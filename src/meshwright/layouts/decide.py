@@ -1,6 +1,6 @@
-"""Where every array of a tree goes, who decided, and what is wrong with it.
+"""Decide the layout of every array of a tree, with the rule that decided, and list problems.
 
-One walk serves `shard`, `shardings` and `explain`; they differ in what they do with the answer.
+`shard`, `shardings` and `explain` all use this.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from meshwright.meshes import AnyMesh
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A placement: the layout, the mesh it speaks of, the rule that decided, who lost and why."""
+    """A layout, its mesh, the rule that decided, and the rules that lost with the reason."""
 
     layout: Layout
     mesh: AnyMesh
@@ -35,13 +35,13 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class TreeDecisions:
-    """One decision for each leaf; arrays of one shape under one rule share theirs."""
+    """One decision per leaf; arrays with the same shape and rule share one."""
 
     tree: Any
     leaves: list[Any]
     treedef: Any
     decisions: list[Decision]
-    problems: list[str]  # what strict placement refuses
+    problems: list[str]  # errors with strict=True
 
     @property
     def paths(self) -> list[str]:
@@ -85,12 +85,12 @@ def decide(tree: Any, rules: Any, mesh: AnyMesh, dims: Any = None) -> TreeDecisi
         decide_one = functools.partial(_as_given, mesh)
     # arrays that share a key (their dims, their rules, their layout) and a shape share the answer
     known: dict[Any, Decision] = {}
-    mistakes: dict[Any, list[str]] = {}  # the message, then the paths it also holds for
+    mistakes: dict[Any, list[str]] = {}  # the message, then the paths with the same problem
     decisions = []
     for i, (leaf, key) in enumerate(zip(leaves, keys, strict=True)):
         shape = leaf.shape if hasattr(leaf, "shape") else None
-        described = leaf.dims if isinstance(leaf, ArraySpec) else _is_array(leaf)
-        same = (key, shape, described)
+        own_dims = leaf.dims if isinstance(leaf, ArraySpec) else _is_array(leaf)
+        same = (key, shape, own_dims)
         decision = known.get(same)
         if decision is None:
             path = paths()[i]
@@ -137,7 +137,7 @@ def _by_dims(
         )
     if isinstance(leaf, ArraySpec) and dims is not None and dims != leaf.dims:
         raise MeshwrightError(
-            f"{_named(path)} is described with dims {leaf.dims}, dims= says {dims}; give one"
+            f"{_named(path)} has dims {leaf.dims} in its ArraySpec, but dims= says {dims}; give one"
         )
     outcome = rules.outcome(dims or ())
     outcome.layout.check(mesh.shape, shape, _named(path))
@@ -162,7 +162,7 @@ def _by_path(
     rule = rules.match(path)
     if rule.layout.counts_devices:
         layout, own = resolve(rule.layout, len(shape), mesh)
-    else:  # a rule may keep arrays whole without counting copies
+    else:  # a rule that splits nothing need not count devices
         layout, own = Layout.of_expression(rule.layout, len(shape)), mesh
     layout.check(own.shape, shape, _named(path), rule.given or rule.layout)
     lost = tuple(f"{rules.rules[i].pattern!r} (comes later)" for i in found[1:])
@@ -172,10 +172,10 @@ def _by_path(
 def _as_given(mesh: AnyMesh, path: str, shape: tuple[int, ...], given: Any, leaf: Any) -> Decision:
     layout, own = resolve(given, len(shape), mesh)
     layout.check(own.shape, shape, _named(path), given)
-    described = leaf.dims if isinstance(leaf, ArraySpec) else layout.dims
-    if layout.dims != described and sorted(layout.dims) == sorted(map(str, described)):
+    own_dims = leaf.dims if isinstance(leaf, ArraySpec) else layout.dims
+    if layout.dims != own_dims and sorted(layout.dims) == sorted(map(str, own_dims)):
         raise MeshwrightError(
-            f"{_named(path)} has dims {' '.join(map(str, described))}, layout '{given}' names them "
+            f"{_named(path)} has dims {' '.join(map(str, own_dims))}, layout '{given}' names them "
             "in another order; a layout reads dims in the order of the array"
         )
     return Decision(layout, own, "given")
@@ -192,10 +192,10 @@ def _dims_never_seen(rules: Rules, keys: Sequence[Any]) -> list[str]:
 
 
 def one_layout_each(layouts: Any, tree: Any) -> list[Any]:
-    """One layout for each leaf of `tree`, from one for all or from a tree that is a prefix of it.
+    """One layout for each leaf of `tree`, from a single layout or a prefix tree of layouts.
 
-    The tree of arrays decides what a tuple is: beside a tuple of arrays it holds a layout for each,
-    beside anything else it is one layout, as a PartitionSpec would be.
+    The tree of arrays decides what a tuple means: for a tuple of arrays it holds one layout each,
+    for anything else it is one layout, like a PartitionSpec.
     """
     spread: list[Any] = []
     if not _spread(layouts, tree, spread):
@@ -238,7 +238,7 @@ def _is_leaf(tree: Any) -> bool:
 
 
 def _mismatch(layouts: Any, tree: Any, path: str) -> str:
-    """In words, where `layouts` is no layout and no tree of layouts for `tree`."""
+    """Why `layouts` is neither a layout nor a tree of layouts for `tree`, in words."""
     parts, shape = _one_level(layouts)
     arrays, tree_shape = _one_level(tree)
     if shape == tree_shape and not _is_leaf(layouts):
@@ -265,7 +265,7 @@ def _mismatch(layouts: Any, tree: Any, path: str) -> str:
     if missing:
         words.append(f"there is no layout for {', '.join(map(repr, missing[:3]))}")
     difference = " and ".join(words) or (
-        f"a {type(layouts).__name__} of layouts stands beside a {type(tree).__name__} of arrays"
+        f"a {type(layouts).__name__} of layouts does not match a {type(tree).__name__} of arrays"
         f"{where}"
     )
     return (
@@ -275,7 +275,7 @@ def _mismatch(layouts: Any, tree: Any, path: str) -> str:
 
 
 def is_layout(value: Any) -> bool:
-    """Whether a value is one layout wherever it stands; None keeps an array whole."""
+    """Whether a value is always a single layout; None splits nothing."""
     return value is None or (
         isinstance(value, Layout | PartitionSpec | NamedSharding | Expression)
         or (isinstance(value, str) and "->" in value)
@@ -303,7 +303,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def array_shape(leaf: Any, path: str) -> tuple[int, ...]:
-    """The shape of an array, described or real, or of a number."""
+    """The shape of an array, abstract or real, or of a number."""
     if _is_array(leaf):
         return tuple(getattr(leaf, "shape", ()))
     kind = leaf.dtype if is_abstract(leaf) else type(leaf).__name__
@@ -315,7 +315,7 @@ def array_shape(leaf: Any, path: str) -> tuple[int, ...]:
 
 
 def _whole(leaf: Any) -> Layout:
-    """Nothing split; names only where each is told once, since this also stands in for mistakes."""
+    """A layout that splits nothing; without names if they repeat, since it also replaces errors."""
     names = leaf.dims if isinstance(leaf, ArraySpec) else ()
     if not names or first_repeated(names) is not None:
         names = (None,) * len(getattr(leaf, "shape", ()))

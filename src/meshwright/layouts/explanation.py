@@ -1,11 +1,11 @@
-"""The table of a placement: every array, where it goes, what it costs, who decided, what lost.
+"""The table of a placement: each array's layout, bytes, the rule that decided, and what lost.
 
     >>> arrays = {"w": ArraySpec((64, 256), "embed mlp")}
     >>> table = explain(arrays, Rules([("embed", "fsdp"), ("mlp", "tp")]), "fsdp=8,tp=4")
     >>> table.summary()
     '1 array, 16,384 elements, 64.0 KiB on 32 devices (fsdp=8,tp=4): 2.0 KiB per device, ...'
 
-As text it is a table for people; `.data()` is plain data, `.markdown()` goes into a document.
+`print` shows a table; `.data()` is plain data, `.markdown()` a Markdown table.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from meshwright.layouts.resolve import MeshLike, find_mesh, is_device_line
 from meshwright.meshes import AnyMesh, MeshSpec
 from meshwright.present import bytes_text, count, mesh_text
 
-LARGE = 16 * 2**20  # bytes on every device from which an array that is not split is worth a warning
+LARGE = 16 * 2**20  # bytes per device from which a replicated array gets a warning
 _COLUMNS = (
     "array", "shape", "dtype", "layout", "bytes/device", "copies", "decided by", "lost"
 )  # fmt: skip
@@ -81,12 +81,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """Every array's placement, what is wrong with it, and what is worth knowing."""
+    """The placement of every array, with problems and notes."""
 
     rows: tuple[Row, ...]
     mesh_shape: Mapping[str, int]
     problems: tuple[str, ...]  # mistakes (only with strict=False; otherwise they were raised)
-    notes: tuple[str, ...]  # worth knowing: large arrays with copies
+    notes: tuple[str, ...]  # large replicated arrays
 
     @property
     def num_elements(self) -> int:
@@ -101,7 +101,7 @@ class Explanation:
         return sum(row.bytes_per_device * row.count for row in self.rows)
 
     def collapsed(self) -> "Explanation":
-        """Rows that differ only in the numbers of their paths (the layers) made one."""
+        """Merge rows that differ only in the numbers of their paths (the layers)."""
         groups: dict[Any, list[Row]] = {}
         for row in self.rows:
             alike = dataclasses.replace(row, path=_LAYER_NUMBER.sub("*", row.path))
@@ -213,7 +213,7 @@ class Explanation:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is worth reading: problems first, then notes."""
+        """Problems first, then notes."""
         return (*self.problems, *self.notes)
 
 
@@ -226,7 +226,7 @@ def explain(
     dims: Any = None,
     strict: bool = True,
 ) -> Explanation:
-    """What `rules` make of every array of `tree` on `mesh`.
+    """The layout of every array of `tree` under `rules` on `mesh`, as a table.
 
     Takes what `shard` takes; the arrays and the devices need not exist. `mesh` may be text with
     all sizes given. Mistakes (an unknown name, a rule that matches nothing, dims that do not
@@ -306,12 +306,12 @@ def _dtype(leaf: Any) -> tuple[str, int]:
 
 
 def _replicated(rows: list[Row], mesh_shape: Mapping[str, int]) -> list[str]:
-    """Large arrays held whole along axes that split others (or that split nothing at all)."""
-    wide = {axis for axis, size in mesh_shape.items() if size > 1}
-    used = wide & {axis for row in rows for axis in row.layout.used_axes}
+    """Large arrays that are replicated along axes that split others (or split nothing at all)."""
+    nontrivial = {axis for axis, size in mesh_shape.items() if size > 1}
+    used = nontrivial & {axis for row in rows for axis in row.layout.used_axes}
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        along = wide - set(row.layout.used_axes)
+        along = nontrivial - set(row.layout.used_axes)
         idle = along & used if row.layout.used_axes else along
         if idle and row.bytes_per_device >= LARGE:
             found.setdefault(tuple(axis for axis in mesh_shape if axis in idle), []).append(row)
@@ -319,7 +319,9 @@ def _replicated(rows: list[Row], mesh_shape: Mapping[str, int]) -> list[str]:
     for axes, large in found.items():
         names = ", ".join(row.path or "the array" for row in large[:3])
         more = f" and {len(large) - 3} more" if len(large) > 3 else ""
-        where = "every device" if set(axes) == wide else f"every device along {'+'.join(axes)}"
+        where = (
+            "every device" if set(axes) == nontrivial else f"every device along {'+'.join(axes)}"
+        )
         total = bytes_text(sum(row.bytes_per_device for row in large))
         notes.append(
             f"the same on {where}: {names}{more}, {total} on each; split a dim, or leave it so if "

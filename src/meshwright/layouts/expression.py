@@ -1,11 +1,11 @@
-"""One expression places one array.
+"""Expressions: one line gives the layout of one array.
 
     x y -> x y*                               numbers and stars: y over all devices
     a b -> 2 a2* b*                           2 copies; a and b in the ratio 2 : 1
     batch seq embed -> batch@dp+fsdp seq embed@tp    mesh axes by name
 
 Left: the dims in order, at most one `...`. Right: the same dims, in device order (major first):
-`a` whole, `a4` split in 4, `a*` `a2*` a share of what is left; `4`, `*`, `2*` copies;
+`a` not split, `a4` split in 4, `a*` `a2*` a share of what is left; `4`, `*`, `2*` copies;
 `a@tp` `a@dp+fsdp` split over named mesh axes. Names are letters and `_`.
 """
 
@@ -81,11 +81,11 @@ class Expression:
 
     @property
     def ndim(self) -> int | None:
-        """The rank it says, None with an ellipsis."""
+        """The rank, None with an ellipsis."""
         return None if ELLIPSIS in self.left else len(self.left)
 
     def dims(self, ndim: int | None = None) -> tuple[str | None, ...]:
-        """The dim names for an array of rank `ndim`; None where the ellipsis stands."""
+        """The dim names for an array of rank `ndim`; None for dims of the ellipsis."""
         if ELLIPSIS not in self.left:
             if ndim is not None and ndim != len(self.left):
                 more = f", or write ... for the rest: '{self._with_ellipsis()}'"
@@ -121,40 +121,40 @@ class Expression:
 
 @functools.lru_cache(maxsize=4096)
 def _parse(text: str) -> Expression:
-    given = f"layout {text!r}"
+    source = f"layout {text!r}"
     sides = text.split("->")
     if len(sides) != 2:
         raise MeshwrightError(
-            f"{given} needs one '->' between the dims and where they go, as in 'x y -> x y*'"
+            f"{source} needs one '->' between the dims and where they go, as in 'x y -> x y*'"
         )
     left = tuple(sides[0].split())
     for token in left:
         if token != ELLIPSIS and not is_dim_name(token):
-            hint = "; numbers, stars and @ stand right of the arrow" if _has_name(token) else ""
+            hint = "; numbers, stars and @ go right of the arrow" if _has_name(token) else ""
             raise MeshwrightError(
-                f"{given}: {token!r} left of the arrow is not a dim name (letters and _){hint}"
+                f"{source}: {token!r} left of the arrow is not a dim name (letters and _){hint}"
             )
-    right = tuple(_entry(token, given) for token in sides[1].split())
-    _check_sides(left, right, given)
+    right = tuple(_entry(token, source) for token in sides[1].split())
+    _check_sides(left, right, source)
     expression = Expression(left, right)
     if expression.names_axes and expression.counts_devices:
         mixed = next(
             e for e in right if e.dim != ELLIPSIS and not e.axes and str(e) != (e.dim or "")
         )
         raise MeshwrightError(
-            f"{given} mixes named axes (@) and numbers ('{mixed}'); with named axes every "
+            f"{source} mixes named axes (@) and numbers ('{mixed}'); with named axes every "
             "axis not named holds copies already: use one form"
         )
     axes = [axis for entry in right for axis in entry.axes]
     twice = first_repeated(axes)
     if twice is not None:
         raise MeshwrightError(
-            f"{given} uses mesh axis {twice!r} twice; an axis can split one dim of an array"
+            f"{source} uses mesh axis {twice!r} twice; an axis can split one dim of an array"
         )
     return expression
 
 
-def _entry(token: str, given: str) -> Entry:
+def _entry(token: str, source: str) -> Entry:
     if token == ELLIPSIS:
         return Entry(ELLIPSIS)
     dim, at, axes_text = token.partition("@")
@@ -162,7 +162,7 @@ def _entry(token: str, given: str) -> Entry:
         axes = tuple(axes_text.split("+"))
         if not is_dim_name(dim) or not all(_AXIS.fullmatch(axis) for axis in axes):
             raise MeshwrightError(
-                f"{given}: {token!r} is not 'dim@axis' or 'dim@axis+axis' (dims are letters and _)"
+                f"{source}: {token!r} is not 'dim@axis' or 'dim@axis+axis' (dims are letters and _)"
             )
         return Entry(dim, axes=axes)
     name_end = next((i for i, c in enumerate(token) if not _is_letter(c)), len(token))
@@ -170,47 +170,47 @@ def _entry(token: str, given: str) -> Entry:
     star = rest.endswith("*")
     digits = rest[:-1] if star else rest
     if digits and (not _NUMBER.fullmatch(digits) or len(digits) > _MAX_DIGITS):
-        hint = "; the number stands before the star, as in 'a2*'" if rest.startswith("*") else ""
+        hint = "; the number goes before the star, as in 'a2*'" if rest.startswith("*") else ""
         raise MeshwrightError(
-            f"{given}: {token!r} right of the arrow is not 'a', 'a4', 'a*', 'a2*', '4', '*', '2*', "
-            f"'a@axis' or '...'{hint}"
+            f"{source}: {token!r} right of the arrow is not 'a', 'a4', 'a*', 'a2*', '4', '*', "
+            f"'2*', 'a@axis' or '...'{hint}"
         )
     if digits and int(digits) == 0:
-        raise MeshwrightError(f"{given}: {token!r} splits in 0; use 1 or more")
+        raise MeshwrightError(f"{source}: {token!r} splits in 0; use 1 or more")
     if not name and not digits and not star:
-        raise MeshwrightError(f"{given}: {token!r} is not part of the notation")
+        raise MeshwrightError(f"{source}: {token!r} is not part of the notation")
     return Entry(name or None, int(digits or 1), star)
 
 
-def _check_sides(left: tuple[str, ...], right: tuple[Entry, ...], given: str) -> None:
+def _check_sides(left: tuple[str, ...], right: tuple[Entry, ...], source: str) -> None:
     right_names = [entry.dim for entry in right if entry.dim is not None]
     for side, names in (("left", left), ("right", right_names)):
         twice = first_repeated(names)
         if twice is not None:
             what = "two ellipses" if twice == ELLIPSIS else f"dim {twice!r} twice"
-            raise MeshwrightError(f"{given} has {what} on the {side}; each stands once a side")
+            raise MeshwrightError(f"{source} has {what} on the {side}; give each once per side")
     if (ELLIPSIS in left) != (ELLIPSIS in right_names):
         side, other = ("left", "right") if ELLIPSIS in left else ("right", "left")
         raise MeshwrightError(
-            f"{given} has an ellipsis on the {side} only; add ... on the {other} as well"
+            f"{source} has an ellipsis on the {side} only; add ... on the {other} as well"
         )
     extra = [name for name in right_names if name not in left]
     if extra:
         raise MeshwrightError(
-            f"{given}: {extra[0]!r} right of the arrow is not a dim on the left"
+            f"{source}: {extra[0]!r} right of the arrow is not a dim on the left"
             f"{did_you_mean(extra[0], [name for name in left if name != ELLIPSIS])}"
         )
     missing = [name for name in left if name not in right_names]
     if missing:
         raise MeshwrightError(
-            f"{given} does not say where {missing[0]!r} goes; write it right of the arrow too "
+            f"{source} does not say where {missing[0]!r} goes; write it right of the arrow too "
             f"(plain '{missing[0]}' keeps it whole)"
         )
 
 
 @functools.lru_cache(maxsize=4096)
 def _factors(expression: Expression, num_devices: int, where: str) -> tuple[Factor, ...]:
-    given = f"layout '{expression}'"
+    source = f"layout '{expression}'"
     entries = [entry for entry in expression.right if entry.dim != ELLIPSIS]
     numbers = math.prod(entry.number for entry in entries)
     stars = sum(entry.star for entry in entries)
@@ -222,20 +222,20 @@ def _factors(expression: Expression, num_devices: int, where: str) -> tuple[Fact
             else f"numbers that multiply to {num_devices} would fit"
         )
         raise MeshwrightError(
-            f"{given} uses {count(numbers, 'device')}, {num_devices} "
+            f"{source} uses {count(numbers, 'device')}, {num_devices} "
             f"{'is' if num_devices == 1 else 'are'} {where}; {fix}"
         )
     rest, remainder = divmod(num_devices, numbers)
     if remainder or not rest:
         raise MeshwrightError(
-            f"{given}: its numbers multiply to {numbers}, which does not divide {num_devices} "
+            f"{source}: its numbers multiply to {numbers}, which does not divide {num_devices} "
             f"devices; {_fitting_numbers(expression, num_devices)}"
         )
     ratio = integer_root(rest, stars) if stars else 1
     if ratio is None:
         counts = sorted(numbers * r**stars for r in _around(rest, stars))
         raise MeshwrightError(
-            f"{given} has no integer ratio on {num_devices} devices: {count(stars, 'star')} share "
+            f"{source} has no integer ratio on {num_devices} devices: {count(stars, 'star')} share "
             f"{rest}, which is not a whole number to the power {stars}; it fits "
             f"{' or '.join(map(str, counts))} devices{_uneven(expression, rest, stars)}"
         )
@@ -289,7 +289,7 @@ def _is_letter(character: str) -> bool:
 
 
 def is_dim_name(token: str) -> bool:
-    """Letters of any script and `_`: digits would read as a split."""
+    """Letters of any script and `_`; digits would mean a split."""
     return bool(token) and all(map(_is_letter, token))
 
 

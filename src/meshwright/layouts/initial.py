@@ -1,4 +1,4 @@
-"""First values of arrays, the same on every mesh.
+"""Initializers of arrays, with the same values on every mesh.
 
 >>> Normal(0.02)(jax.random.key(0), (2, 3), jnp.float32).shape
 (2, 3)
@@ -44,10 +44,10 @@ class Constant:
 
 
 def create(specs: Any, shardings: Any, seed: int = 0) -> Any:
-    """The arrays `specs` describe, each created on its devices: no device ever holds a whole one.
+    """Create the arrays of `specs`, sharded: no device ever holds a complete array.
 
-    A value depends on the seed, the array's path and the place in it, not on the mesh, nor on how
-    far the array is padded.
+    A value depends on the seed, the array's path and the position in it, but not on the mesh or on
+    the padding of the array.
     """
     check_seed(seed)
     is_spec = lambda leaf: isinstance(leaf, ArraySpec)  # noqa: E731

@@ -1,4 +1,4 @@
-"""A layout: for each dim of a tensor, the mesh axes that split it. One value, said in many ways.
+"""A layout: for each dim of a tensor, the mesh axes that split it. All notations give this value.
 
 >>> layout = Layout.parse("embed mlp -> embed@fsdp mlp@tp")
 >>> layout.spec
@@ -76,7 +76,7 @@ class Layout:
         dims: Sequence[str | None] = (),
         ndim: int | None = None,
     ) -> "Layout":
-        """From a PartitionSpec; with `ndim`, dims it leaves out are whole."""
+        """From a PartitionSpec; with `ndim`, dims it leaves out are not split."""
         if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
             raise MeshwrightError(f"{spec} holds partial sums; a layout says where dims go only")
         axes = tuple(axes_of(entry, spec) for entry in spec)
@@ -103,7 +103,7 @@ class Layout:
 
     @functools.cached_property
     def spec(self) -> PartitionSpec:
-        """For jax. Trailing whole dims are left out, a single axis is not a tuple."""
+        """The PartitionSpec, without trailing Nones; a single axis is not a tuple."""
         entries = [axes[0] if len(axes) == 1 else (axes or None) for axes in self.axes]
         while entries and entries[-1] is None:
             entries.pop()
@@ -136,10 +136,10 @@ class Layout:
             else:
                 runs.append((dim, [axis]))
         for i, axes in enumerate(self.axes):
-            wide = [axis for axis in axes if mesh_shape[axis] > 1]
-            if wide and (i, wide) not in runs:
+            used = [axis for axis in axes if mesh_shape[axis] > 1]
+            if used and (i, used) not in runs:
                 raise MeshwrightError(
-                    f"layout '{self}' cannot be written in numbers on this mesh: {'+'.join(wide)} "
+                    f"layout '{self}' cannot be written in numbers on this mesh: {'+'.join(used)} "
                     f"are not neighbours in the mesh order ({', '.join(mesh_shape)}); keep the "
                     "named form"
                 )
@@ -155,17 +155,17 @@ class Layout:
         return Expression(names, (*entries, *rest))
 
     def shard_shape(self, shape: Sequence[int], mesh_shape: Mapping[str, int]) -> tuple[int, ...]:
-        """What one device holds of an array of `shape`."""
+        """The shape of one shard of an array of `shape`."""
         return tuple(
             size // math.prod(mesh_shape[axis] for axis in axes)
             for size, axes in zip(shape, self.axes, strict=True)
         )
 
     def copies(self, mesh_shape: Mapping[str, int]) -> int:
-        """How many devices hold the same part."""
+        """The number of devices that hold the same shard."""
         return math.prod(size for axis, size in mesh_shape.items() if axis not in self.used_axes)
 
-    # Checks: each raises or gives the layout back. `what` and `given` are for the message: which
+    # Checks: each raises or returns the layout. `what` and `given` are for the message: which
     # array, and the layout as the user wrote it.
 
     def check(

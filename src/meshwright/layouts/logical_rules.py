@@ -6,7 +6,7 @@
 
 Rules are walked in order. A rule fires if its dim is in the array and not yet assigned and none of
 its mesh axes is used in the array yet; a losing rule is skipped and a later one for the same dim is
-the fallback. None keeps the dim whole and is final. Several axes are all or nothing.
+the fallback. None means that the dim is not split, and is final. Several axes are all or nothing.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _NONE = "none"
 @dataclasses.dataclass(frozen=True)
 class LogicalRule:
     dim: str
-    axes: tuple[str, ...]  # empty: stays whole
+    axes: tuple[str, ...]  # empty: not split
 
     @property
     def axes_text(self) -> str:
@@ -40,7 +40,7 @@ class LogicalRule:
 
 @dataclasses.dataclass(frozen=True)
 class RuleOutcome:
-    """What the rules made of one array: the layout, who decided each dim, and who lost to what."""
+    """The layout of one array, the rule that decided each dim, and the rules that lost."""
 
     layout: Layout
     fired: tuple[LogicalRule, ...]
@@ -117,7 +117,7 @@ class Rules:
         shape: Sequence[int] | None = None,
         mesh: MeshLike | None = None,
     ) -> PartitionSpec:
-        """Where an array with these dims goes; with `shape` and `mesh`, checked against them."""
+        """The PartitionSpec of an array with these dims, checked with `shape` and `mesh`."""
         return self.layout(dims, shape, mesh).spec
 
     def layout(

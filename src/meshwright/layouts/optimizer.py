@@ -1,4 +1,4 @@
-"""Where optimizer state goes: each array of it follows the parameter it belongs to.
+"""Layouts of optimizer state: each array follows the parameter it belongs to.
 
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 256), jnp.float32)}
     >>> state = jax.eval_shape(optax.adafactor(1e-3).init, params)
@@ -37,8 +37,8 @@ def optimizer_layouts(
     """A tree of Layouts like `state`.
 
     `state` and `params` may be abstract; `param_layouts` is a tree of layouts or shardings like
-    `params` (from `layouts`), or one for all. State that belongs to no parameter stays whole up to
-    1,024 elements (counts, coefficients); `extra` places what is larger, by its path.
+    `params` (from `layouts`), or one for all. State that belongs to no parameter is replicated up
+    to 1,024 elements (counts, coefficients); `extra` places larger arrays, by their path.
     """
     if extra is not None and not isinstance(extra, PathRules):
         raise MeshwrightError(f"extra={extra!r} is not mw.PathRules")
@@ -115,9 +115,9 @@ def reduce_layout(
 ) -> Layout | None:
     """What is left of a parameter's layout for an array that lacks some of its dims.
 
-    Dims of size 1 stay whole. Which dims are left can be ambiguous (a square matrix): then optax's
-    names decide (`v_row` lacks the largest dim, `v_col` the second largest; SM3 keeps one each),
-    and without a name that tells there is no answer (None) unless all readings agree.
+    Dims of size 1 are not split. Which dims are left can be ambiguous (a square matrix): then
+    optax's names decide (`v_row` lacks the largest dim, `v_col` the second largest; SM3 keeps one
+    each), and without a name that tells there is no answer (None) unless all readings agree.
     """
     if shape == param_shape:
         return layout
@@ -125,7 +125,7 @@ def reduce_layout(
         return _whole(shape)
     extra_dims = len(shape) - len(param_shape)
     if extra_dims > 0 and shape[extra_dims:] == param_shape:
-        # a history of the parameter, as L-BFGS keeps: the new leading dims stay whole
+        # a history of the parameter, as L-BFGS keeps: the new leading dims are not split
         return Layout(((),) * extra_dims + layout.axes)
     if len(shape) == len(param_shape):
         kept = [

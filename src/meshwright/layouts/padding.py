@@ -1,12 +1,12 @@
-"""Arrays with zeros behind their values, where a dim does not divide over the mesh.
+"""Zero-padded arrays, where the mesh does not divide a dim.
 
     >>> over_tp = sharding("vocab embed -> vocab@tp embed@fsdp", mesh="fsdp=8,tp=2")
     >>> in_memory = jax.ShapeDtypeStruct((258, 64), jnp.float32, sharding=over_tp)
     >>> stored(in_memory, (257, 64)).sharding.spec
     P(None, ('fsdp', 'tp'))
 
-In memory a vocabulary of 257 is 258 over two devices. A checkpoint holds 257: what is written and
-read has the dim whole, and the axes that split it split another one, so that no device holds more.
+A vocabulary of 257 over two devices is padded to 258 in memory. A checkpoint stores 257: the dim is
+not split on disk, and its mesh axes split another dim instead, so that no device holds more.
 """
 
 import functools
@@ -23,7 +23,7 @@ from meshwright.layouts.layout import axes_of
 
 
 def resized(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """`x` cut down to `shape`, or filled up to it with zeros; the same array where it has it."""
+    """`x` cut or zero-padded to `shape`."""
     if x.shape == tuple(shape):
         return x
     kept = x[tuple(slice(size) for size in shape)]

@@ -1,10 +1,10 @@
-"""Path rules: a regex found in an array's path gives its layout; the first that is found wins.
+"""Path rules: a regex on an array's path gives its layout; the first match wins.
 
     >>> rules = PathRules([("embed", ("tp", "fsdp")), ("w[qkv]", "x y -> x@fsdp y@tp"), (".*", ())])
     >>> str(rules.match("layers/0/wq/kernel").layout)
     'x y -> x@fsdp y@tp'
 
-Paths are joined with '/'. Scalars and one-element arrays stay whole on every device.
+Paths are joined with '/'. Scalars and one-element arrays are replicated.
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ class PathRules:
     def never_decided(
         self, found: Iterable[tuple[int, ...]], paths: Callable[[], Sequence[str]]
     ) -> list[str]:
-        """Why each rule that decides for no path does not; a last `.*` may stand unused.
+        """Why each rule that decides for no path does not; a last `.*` may be unused.
 
         `found`: what the matcher found in the paths, each once.
         """
@@ -189,7 +189,7 @@ def _expression(layout: Any, item: Any) -> Expression:
         layout = ()
     if isinstance(layout, PartitionSpec | tuple | list):
         exact = Layout.of_spec(layout).expression
-        # as in jax, a spec may be shorter than the array: the dims it leaves out are whole
+        # as in jax, a spec may be shorter than the array: the dims it leaves out are not split
         return Expression((*exact.left, ELLIPSIS), (*exact.right, Entry(ELLIPSIS)))
     raise MeshwrightError(
         f"path rule {item!r}: {layout!r} is not a layout; give an expression, a PartitionSpec, a "

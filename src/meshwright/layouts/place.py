@@ -162,16 +162,16 @@ def _is_tracing() -> bool:
     """Inside jit, grad, scan …, where even a new constant is traced."""
     try:
         return isinstance(jnp.zeros((), bool), jax.core.Tracer)
-    except ValueError:  # a mesh without devices is in force, so nothing can be made at all
+    except ValueError:  # the current mesh has no devices, so no array can be created
         return False
 
 
 def _constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
     """Constrain a traced value, on the current mesh where that says the same."""
-    in_force = jax.sharding.get_abstract_mesh()
+    current = jax.sharding.get_abstract_mesh()
     wanted = target.mesh if isinstance(target.mesh, AbstractMesh) else target.mesh.abstract_mesh
-    alike = in_force.axis_names == wanted.axis_names and in_force.axis_sizes == wanted.axis_sizes
-    kinds = dict(zip(in_force.axis_names, in_force.axis_types, strict=True))
+    alike = current.axis_names == wanted.axis_names and current.axis_sizes == wanted.axis_sizes
+    kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
     used = Layout.of_spec(target.spec).used_axes
     if AxisType.Manual in kinds.values():
         manual = [axis for axis, kind in kinds.items() if kind == AxisType.Manual]
@@ -180,11 +180,11 @@ def _constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
                 f"inside shard_map {', '.join(manual)} are manual: each device has its own part "
                 "already, and mw.shard cannot move it over them; use jax.lax collectives there"
             )
-        return jax.lax.with_sharding_constraint(value, NamedSharding(in_force, target.spec))
+        return jax.lax.with_sharding_constraint(value, NamedSharding(current, target.spec))
     if isinstance(target.mesh, AbstractMesh) and not alike:
         raise MeshwrightError(
             f"the mesh ({mesh_text(wanted.shape)}) has no devices, so a constraint on it would do "
-            "nothing; give a mesh with devices, or put it in force: with jax.set_mesh(mesh)"
+            "nothing; give a mesh with devices, or make it current: with jax.set_mesh(mesh)"
         )
     explicit = AxisType.Explicit in (*kinds.values(), *wanted.axis_types)
     if not explicit:
@@ -192,8 +192,8 @@ def _constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
     if not alike:
         raise MeshwrightError(
             "with explicit axes a value inside jit is placed on the current mesh, which is "
-            f"({mesh_text(in_force.shape)}), not ({mesh_text(wanted.shape)}): put that in force, "
-            "with jax.set_mesh(mesh)"
+            f"({mesh_text(current.shape)}), not ({mesh_text(wanted.shape)}): make that "
+            "current, with jax.set_mesh(mesh)"
         )
     automatic = [axis for axis in used if kinds[axis] != AxisType.Explicit]
     if automatic:
@@ -202,12 +202,12 @@ def _constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
             f"{', '.join(automatic)}, which is automatic: constrain over one kind at a time"
         )
     # explicit axes carry the sharding in the type: a constraint would only assert it
-    return jax.sharding.reshard(value, NamedSharding(in_force, target.spec))
+    return jax.sharding.reshard(value, NamedSharding(current, target.spec))
 
 
 def _need_devices(mesh: AnyMesh) -> None:
     if not isinstance(mesh, Mesh):
-        what = "abstract" if isinstance(mesh, AbstractMesh) else f"described ({mesh!r})"
+        what = "abstract" if isinstance(mesh, AbstractMesh) else f"of an absent machine ({mesh!r})"
         raise MeshwrightError(
             f"arrays cannot be put on a mesh without devices: this one is {what}; use "
             "mw.mesh(text, machine=…, devices=jax.devices()), or shard jax.ShapeDtypeStruct"

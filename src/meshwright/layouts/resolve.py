@@ -1,10 +1,10 @@
-"""From what a user wrote to a placement: a layout on a concrete mesh.
+"""Resolve what a user wrote to a layout on a concrete mesh.
 
-Named layouts stay on the mesh given; expressions in numbers use the mesh axes they line up with.
-Without a mesh they are placed on the devices in jax's order, cut into prime factors: one mesh for
-every expression, so that arrays placed by different ones meet in one jit. (With a mesh made to
-measure for each expression jax often cannot name the sharding of a result, and on numbers of
-devices that mix primes the compiler can abort the process.)
+Named layouts use the mesh given; expressions in numbers use the mesh axes they line up with.
+Without a mesh they use the devices in jax's order, factored into primes: one mesh for every
+expression, so that arrays placed by different expressions can be used in one jit. (With a separate
+mesh for each expression, jax often cannot name the sharding of a result, and with mixed prime
+factors the compiler can abort the process.)
 """
 
 import functools
@@ -23,10 +23,10 @@ from meshwright.meshes import RESERVED_AXIS, AnyMesh, MachineMesh, MeshSpec, dev
 from meshwright.present import mesh_text
 
 LayoutLike = str | Layout | PartitionSpec | NamedSharding | tuple[Any, ...] | Expression | None
-"""What may stand for a layout: an expression, a Layout, a PartitionSpec or a tuple like one."""
+"""Anything that means a layout: an expression, a Layout, a PartitionSpec, a tuple like one."""
 
 MeshLike = AnyMesh | MeshSpec | str
-"""What may stand for a mesh: one of jax's, a described one, or text."""
+"""Anything that means a mesh: one of jax, a MachineMesh, or text."""
 
 NOT_A_LAYOUT = (
     "is not a layout; give an expression ('x y -> x y*'), a PartitionSpec, a tuple of axes, or a "
@@ -36,43 +36,43 @@ NOT_A_MESH = "is not a mesh; give text ('fsdp=2,tp=4'), mw.mesh(…) or a jax Me
 
 
 def find_mesh(given: MeshLike | None, devices: Sequence[Any] | None = None) -> AnyMesh:
-    """The mesh to place on: the one given, the one in force (jax.set_mesh), or all devices."""
+    """The mesh to place on: `given`, the current mesh (jax.set_mesh), or all devices."""
     if given is not None and devices is not None and not isinstance(given, str | MeshSpec):
         raise MeshwrightError("give mesh= or devices=, not both: a mesh has its devices")
     if isinstance(given, str | MeshSpec):
-        in_force = jax.sharding.get_abstract_mesh()
-        if devices is None and _is_mesh_of(in_force, given):
-            return _with_devices(in_force)
+        current = jax.sharding.get_abstract_mesh()
+        if devices is None and _is_mesh_of(current, given):
+            return _with_devices(current)
         return mesh(given, devices=devices)
     if isinstance(given, Mesh | AbstractMesh | MachineMesh):
         return given
     if given is not None:
         raise MeshwrightError(f"mesh={given!r} {NOT_A_MESH}")
     if devices is None:
-        in_force = jax.sharding.get_abstract_mesh()
-        if not in_force.empty:
-            return _with_devices(in_force)
+        current = jax.sharding.get_abstract_mesh()
+        if not current.empty:
+            return _with_devices(current)
     return device_line(tuple(jax.devices() if devices is None else device_list(devices)))
 
 
-def _is_mesh_of(in_force: AbstractMesh, text: str | MeshSpec) -> bool:
-    """Whether the current mesh is what the text says: it may have explicit axes."""
-    if in_force.empty:
+def _is_mesh_of(current: AbstractMesh, text: str | MeshSpec) -> bool:
+    """Whether the current mesh, maybe with explicit axes, matches the text."""
+    if current.empty:
         return False
     try:
         spec = MeshSpec.parse(text)
-    except MeshwrightError:  # told where the mesh is made
+    except MeshwrightError:  # reported where the mesh is built
         return False
-    sizes = zip(spec.sizes, in_force.axis_sizes, strict=False)
-    return spec.names == in_force.axis_names and all(s in (-1, size) for s, size in sizes)
+    sizes = zip(spec.sizes, current.axis_sizes, strict=False)
+    return spec.names == current.axis_names and all(s in (-1, size) for s, size in sizes)
 
 
-def _with_devices(in_force: AbstractMesh) -> Mesh | AbstractMesh:
+def _with_devices(current: AbstractMesh) -> Mesh | AbstractMesh:
     try:
         concrete = jax.sharding.get_mesh()
-    except ValueError:  # inside jit jax gives out the axes only
-        return in_force
-    return concrete if concrete.abstract_mesh == in_force else in_force
+    except ValueError:  # inside jit, jax knows the axes only
+        return current
+    return concrete if concrete.abstract_mesh == current else current
 
 
 @functools.lru_cache(maxsize=256)
@@ -94,7 +94,7 @@ def _line_axes(number: int) -> tuple[str, ...]:
 
 
 def resolve(layout: LayoutLike, ndim: int | None, mesh: AnyMesh) -> tuple[Layout, AnyMesh]:
-    """The layout, and the mesh it speaks of: `mesh`, unless a sharding brings its own."""
+    """The layout and its mesh: `mesh`, unless a NamedSharding has its own."""
     if isinstance(layout, str):
         layout = Expression.parse(layout)
     if isinstance(layout, Expression) and (
@@ -105,7 +105,7 @@ def resolve(layout: LayoutLike, ndim: int | None, mesh: AnyMesh) -> tuple[Layout
 
 
 def as_layout(layout: LayoutLike, ndim: int | None) -> Layout:
-    """Whatever may stand for a layout, as one; numbers cannot, since they need a mesh."""
+    """Convert to a Layout; expressions in numbers cannot be, since they need a mesh."""
     if isinstance(layout, Layout):
         return layout
     if isinstance(layout, str):
@@ -121,7 +121,7 @@ def as_layout(layout: LayoutLike, ndim: int | None) -> Layout:
 
 @functools.lru_cache(maxsize=4096)
 def _counted(expression: Expression, ndim: int | None, mesh: AnyMesh) -> Layout:
-    """Numbers as the mesh axes they line up with."""
+    """Convert numbers to the mesh axes they line up with."""
     dims = expression.dims(ndim)
     where = "here" if is_device_line(mesh) else "in the mesh"
     factors = [factor for factor in expression.factors(mesh.size, where) if factor.size > 1]
@@ -136,7 +136,7 @@ def _counted(expression: Expression, ndim: int | None, mesh: AnyMesh) -> Layout:
 def _align(
     factors: Sequence[Factor], mesh_shape: Mapping[str, int]
 ) -> list[tuple[str, ...]] | None:
-    """The run of mesh axes that makes up each factor, None if they do not line up."""
+    """The consecutive mesh axes of each factor, None if they do not line up."""
     axes = [(axis, size) for axis, size in mesh_shape.items() if size > 1]
     runs = []
     for factor in factors:
@@ -160,9 +160,9 @@ def _does_not_line_up(expression: Expression, factors: Sequence[Factor], mesh: A
             f"{letter}={f.size}" for letter, f in zip("ijklmnop", factors, strict=False)
         )
         return (
-            f"layout '{expression}' cuts {mesh.size} devices another way than their prime factors "
-            f"go, largest first ({primes}), so arrays placed by other expressions could not meet "
-            f"it in one jit; give all of them one mesh that is cut so: mesh=mw.mesh('{axes}')"
+            f"layout '{expression}' does not follow the prime factors of {mesh.size} devices, "
+            f"largest first ({primes}), so it could not be used in one jit with arrays of other "
+            f"expressions; give all of them one mesh: mesh=mw.mesh('{axes}')"
         )
     alone = isinstance(mesh, Mesh) and ", or place by numbers alone: devices=mesh.devices"
     return (
@@ -173,7 +173,7 @@ def _does_not_line_up(expression: Expression, factors: Sequence[Factor], mesh: A
 
 
 def named_sharding(layout: Layout, mesh: AnyMesh) -> NamedSharding:
-    """A layout on its mesh, for jax; a described mesh becomes an abstract one."""
+    """The NamedSharding of a layout on a mesh; a MachineMesh becomes an AbstractMesh."""
     return NamedSharding(mesh.abstract_mesh if isinstance(mesh, MachineMesh) else mesh, layout.spec)
 
 

@@ -1,4 +1,4 @@
-"""What hardware is: chips and their figures, slices, hosts; named, or found from jax.devices()."""
+"""Hardware: chips with sourced figures, slices, hosts; by name, or from jax.devices()."""
 
 from meshwright.machines.chips import CHIPS, Chip, find_chip
 from meshwright.machines.host_memory import check_host_memory, host_bytes

@@ -1,4 +1,4 @@
-"""The catalogue of chips: every figure once, each with where it comes from.
+"""The catalogue of chips: every figure once, with its source.
 
     >>> CHIPS["v5p"].bf16_flops
     459000000000000.0
@@ -25,7 +25,7 @@ USABLE_SHARE = 0.945
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of chip; `sources` says where each figure comes from ("*": the others)."""
+    """One kind of chip; `sources` has the source of each figure ("*": all others)."""
 
     name: str
     platform: Literal["tpu", "gpu", "cpu"]
@@ -49,7 +49,7 @@ class Chip:
 
     @property
     def usable_bytes(self) -> int:
-        """Of one device, what programs can use."""
+        """Memory of one device that programs can use, in bytes."""
         if self.usable_gib is not None:
             return int(self.usable_gib * GIB)
         return int(USABLE_SHARE * self.memory_bytes / self.cores_per_chip)

@@ -1,7 +1,7 @@
-"""The memory of this host, compared with what is about to be allocated on its CPU devices.
+"""Compare the memory of this host with what CPU devices are about to allocate.
 
-Linux lets a process ask for more memory than there is and kills it when it uses it, without a
-word. So what is known to be needed is compared before it is allocated.
+Linux lets a process allocate more memory than exists, and kills it without a message when it runs
+out of memory. So known needs are checked before the allocation.
 """
 
 import math
@@ -24,7 +24,7 @@ _FILES = (
 
 
 def check_host_memory(needed: int, what: str, remedy: str) -> None:
-    """A MeshwrightError if `needed` bytes are more than this host can give now.
+    """Raise a MeshwrightError if `needed` bytes exceed the free memory of this host.
 
     `what` begins the message ("tiny with batch=64"), `remedy` ends it.
     """
@@ -37,7 +37,7 @@ def check_host_memory(needed: int, what: str, remedy: str) -> None:
 
 
 def host_bytes(tree: Any) -> int:
-    """What abstract arrays with shardings take of this host: all its CPU devices together."""
+    """Bytes of abstract arrays with shardings on all CPU devices of this host."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         devices = [one for one in leaf.sharding.addressable_devices if one.platform == "cpu"]

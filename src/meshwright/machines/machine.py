@@ -1,9 +1,9 @@
-"""What a machine is: chips of one kind, how they are wired, which share a host.
+"""Machines: chips of one kind, their network, and their hosts.
 
     >>> Machine.parse("v3:4x4").slice_shape
     (4, 4, 1, 2)
 
-A machine is a description. No such device needs to exist where it is used.
+A Machine describes hardware; its devices need not exist.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ MAX_DEVICES = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class AbstractDevice:
-    """A device of a described machine, with the attributes jax gives a real one."""
+    """A device that need not exist, with the attributes of a jax device."""
 
     id: int
     process_index: int
@@ -67,7 +67,7 @@ class Machine:
         if self.num_devices > MAX_DEVICES:
             raise MeshwrightError(
                 f"{self.chip.name} of shape {self.shape} x {count(self.slices, 'slice')} has "
-                f"{self.num_devices:,} devices; at most {MAX_DEVICES:,} are described"
+                f"{self.num_devices:,} devices; at most {MAX_DEVICES:,} are supported"
             )
 
     @classmethod
@@ -86,7 +86,7 @@ class Machine:
 
     @classmethod
     def of_devices(cls, devices: Sequence[Any]) -> "Machine":
-        """The machine that a list of jax devices makes up."""
+        """The machine of a list of jax devices."""
         return cls(*recognize(devices))
 
     def __str__(self) -> str:

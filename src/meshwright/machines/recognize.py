@@ -1,4 +1,4 @@
-"""Which machine a list of jax devices makes up."""
+"""Recognize the machine of a list of jax devices."""
 
 import math
 from collections import Counter
@@ -27,7 +27,7 @@ def recognize(devices: Sequence[Any]) -> tuple[Chip, tuple[int, ...], int]:
     if chip.platform == "cpu":
         return chip, (len(devices),), 1
     if chip.platform == "gpu":
-        # jax gives each group of linked GPUs a slice_index of its own: hosts tell more
+        # jax gives each group of linked GPUs its own slice_index; hosts are more useful
         hosts = Counter(device.process_index for device in devices)
         if len(set(hosts.values())) > 1:
             raise MeshwrightError(

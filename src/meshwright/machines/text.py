@@ -31,7 +31,7 @@ def read_machine(text: str) -> tuple[Chip, tuple[int, ...], int]:
     name, colon, sizes_text = (part.strip() for part in rest.partition(":"))
     if name == "here":
         raise MeshwrightError(
-            f"machine {text!r}: 'here' stands alone, it is the machine this process runs on"
+            f"machine {text!r}: 'here' takes no shape: it is the machine this process runs on"
         )
     if not colon:
         if is_cloud_name(name):

@@ -1,4 +1,4 @@
-"""From what the user said (MeshSpec) to devices in order: meshes, tiles on a torus, slices."""
+"""Meshes: MeshSpec → devices in order; T5X tiles on a torus; slices."""
 
 from meshwright.meshes.arrange import axes_across_slices, device_list
 from meshwright.meshes.boxes import Share, Shares, all_shares, closes, sharing

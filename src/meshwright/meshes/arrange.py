@@ -1,6 +1,6 @@
-"""Devices in order: which device sits at which position of a logical mesh.
+"""Device order: the device at each position of a logical mesh.
 
-Works on real jax devices and on the devices of a described machine alike, so a mesh planned for an
+It treats real jax devices and abstract devices of an absent machine alike, so a mesh planned for an
 absent machine is the mesh that machine will build.
 """
 
@@ -23,8 +23,8 @@ def arrange(sizes: Sequence[int], devices: Sequence[Any], plain: bool = False) -
     """`devices` as an object array of shape `sizes`; sizes must multiply to len(devices).
 
     `plain`: row-major, as listed. Otherwise the last axes get the nearest neighbours: logical axes
-    are laid on physical torus dims, splitting a physical dim where no whole one fits, and slices
-    are joined along the first axes that can hold them.
+    are mapped to physical torus dims, splitting a physical dim where no complete one fits, and
+    slices are joined along the first axes that can hold them.
     """
     assert math.prod(sizes) == len(devices), (sizes, len(devices))
     if plain:
@@ -40,7 +40,7 @@ def arrange(sizes: Sequence[int], devices: Sequence[Any], plain: bool = False) -
             )
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     except (AssertionError, NotImplementedError, ValueError) as reason:
-        # e.g. devices that do not fill a box: there is no torus to lay the axes on
+        # e.g. devices that do not fill a box, so there is no torus
         logger.warning(
             "no topology-aware order for mesh sizes %s: using the order listed (%s)",
             tuple(sizes),
@@ -50,7 +50,7 @@ def arrange(sizes: Sequence[int], devices: Sequence[Any], plain: bool = False) -
 
 
 def axes_across_slices(sizes: Sequence[int], slices: int) -> list[int]:
-    """How much of each axis crosses the slower network: the first axes that can take it.
+    """The part of each axis that crosses slices (the slower network): the first axes that can.
 
     >>> axes_across_slices([2, 128, 4], 4)
     [2, 2, 1]
@@ -77,5 +77,5 @@ def device_list(devices: Any) -> list[Any]:
         )
     twice = first_repeated(flat)
     if twice is not None:
-        raise MeshwrightError(f"devices= holds {twice} twice; each device stands once")
+        raise MeshwrightError(f"devices= contains {twice} twice; give each device once")
     return flat

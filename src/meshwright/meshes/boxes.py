@@ -1,4 +1,4 @@
-"""Which part of the torus each mesh axis gets, and when a ring axis should get another part.
+"""The part of the torus that each mesh axis gets, and when a ring axis should get another one.
 
 A mesh on a torus is a table of shares: for each axis, into how many places it divides x, y, z and
 core. Of a dim that several axes divide, the last axis has neighbouring places, the one before it

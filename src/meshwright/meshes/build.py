@@ -56,15 +56,15 @@ def mesh(
     axes: Sequence[str] | None = None,
     axis_types: AxisTypes = "auto",
 ) -> Mesh | MachineMesh:
-    """A mesh over the devices here, or over a described machine.
+    """A mesh over the devices of this process, or of an absent machine.
 
-    >>> mesh("dp=1,fsdp=-1,tp=4,sp=1").axis_names               # over the devices here
+    >>> mesh("dp=1,fsdp=-1,tp=4,sp=1").axis_names               # over all local devices
     ('dp', 'fsdp', 'tp', 'sp')
     >>> mesh("fsdp=-1,tp=8", machine="v5p:4x4x8")               # devices need not exist
     MachineMesh('fsdp=16,tp=8' on 'v5p:4x4x8')
 
-    With `devices` (default: all here) it is a jax Mesh. With `machine` alone, the same mesh as a
-    description. With both, the devices are laid out as that machine's would be. `axis_types`
+    With `devices` (default: all) it is a jax Mesh. With `machine` alone, it is a MachineMesh, whose
+    devices need not exist. With both, the devices have the order of that machine. `axis_types`
     chooses jax's automatic or explicit sharding.
     """
     kinds = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -88,15 +88,15 @@ def mesh(
     placed = arrange(spec.sizes, machine.devices, spec.plain)
     if not spec.plain:
         placed = lay_rings(placed, spec.names, machine)
-    described = MachineMesh(machine, spec.names, placed, kinds[axis_types])
-    return described if devices is None else described.to_jax(devices)
+    planned = MachineMesh(machine, spec.names, placed, kinds[axis_types])
+    return planned if devices is None else planned.to_jax(devices)
 
 
 def _torus_of(devices: Sequence[Any]) -> Machine | None:
-    """The TPU machine these devices are, if it can be told.
+    """The TPU machine of these devices, None if it cannot be recognized.
 
-    The mesh is then laid out on its description, so that a mesh planned for an absent machine is
-    the mesh the real one builds, whatever name its runtime gives the chip.
+    The mesh then uses its abstract devices, so that a mesh planned for an absent machine is the
+    mesh the real one builds, whatever name its runtime gives the chip.
     """
     if not devices or devices[0].platform != "tpu":
         return None

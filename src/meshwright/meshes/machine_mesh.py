@@ -1,4 +1,4 @@
-"""A mesh on a described machine: which physical chip sits at which logical position."""
+"""A mesh on an absent machine: the physical chip at each logical position."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ class MachineMesh:
 
     @functools.cached_property
     def coords(self) -> np.ndarray:
-        """The physical position at each logical one; `coords[i][j]` is (x, y, z, core) on a TPU."""
+        """The physical position of each logical one; `coords[i][j]` is (x, y, z, core) on a TPU."""
         positions = np.empty(self.devices.shape, dtype=object)
         for index, device in np.ndenumerate(self.devices):
             positions[index] = device.position
@@ -69,13 +69,13 @@ class MachineMesh:
         return {name: extent for name, extent in extents.items() if extent > 1}
 
     def ring_hops(self, axis: str) -> tuple[int, ...]:
-        """How many links each hop round a ring axis (sp) takes, the last hop being to the first.
+        """The number of links of each hop around a ring axis (sp); the last hop goes to the first.
 
         >>> mw.mesh("sp=8", machine="v5e:2x4").ring_hops("sp")
         (1, 1, 1, 1, 1, 1, 1, 1)
 
-        Of all groups the longest, since they hop together. Empty where no links can be counted: an
-        axis that is no ring or has two devices, one across slices, GPUs.
+        The maximum over all groups, since they send at the same time. Empty where links cannot be
+        counted: an axis that is not a ring or has two devices, an axis across slices, GPUs.
         """
         index = self._axis_index(axis)
         if (
@@ -88,7 +88,7 @@ class MachineMesh:
         return tuple(hops.max(axis=1).tolist())
 
     def to_jax(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """A jax Mesh of `devices` (default: all), each where its described twin sits.
+        """A jax Mesh of `devices` (default: all), each at the position of its abstract counterpart.
 
         TPU devices are matched by slice and coordinates, others by their order.
         """
@@ -96,14 +96,14 @@ class MachineMesh:
         if len(devices) != self.size:
             raise MeshwrightError(
                 f"machine '{self.machine}' has {self.size} devices, {len(devices)} were given; "
-                f"pass as many, or describe the machine you have (it is {len(devices)} devices)"
+                f"pass as many, or name the machine you have (it has {len(devices)} devices)"
             )
         if self.machine.is_tpu and devices[0].platform == "tpu":
             real = _by_place(devices)
             twins = _by_place(self.machine.devices)
             if real.keys() != twins.keys():
                 raise MeshwrightError(
-                    f"the TPU devices given do not sit where machine '{self.machine}' has them; "
+                    f"the TPU devices given are not at the positions of machine '{self.machine}'; "
                     f"they are {Machine.of_devices(devices)}"
                 )
             found = {id(twin): real[place] for place, twin in twins.items()}

@@ -1,12 +1,13 @@
-"""Rings on a torus: the order along a mesh axis in which every hop is one link.
+"""Rings on a torus: an order along a mesh axis in which every hop is one link.
 
     >>> mesh = mw.mesh("sp=8", machine="v5e:2x4")
     >>> [place[:2] for place in mesh.coords]
     [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3), (0, 3), (0, 2), (0, 1)]
 
-Blocks of a sequence travel from each position of the axis to the next, and from the last to the
-first, all at once. jax's order runs row by row, so at the end of each row it jumps. Here rows are
-walked to and fro and one column is kept for the way back.
+A ring exchange sends blocks of a sequence from each position of the axis to the next, and from the
+last to the first, all at the same time. jax's order is row-major over the chips, so it jumps at the
+end of each row of chips. Ours alternates the direction of rows, and keeps one column for the
+return.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from meshwright.meshes.boxes import with_closed_rings
 
 logger = logging.getLogger("meshwright")
 
-RING_AXES = ("sp",)  # axes along which blocks go round
+RING_AXES = ("sp",)  # axes with ring exchanges
 
 
 def is_ring(axis: str, size: int, ring_axes: Sequence[str] = RING_AXES) -> bool:

@@ -1,4 +1,4 @@
-"""What a user says about a mesh: axis names and sizes, before any device is looked at.
+"""MeshSpec: axis names and sizes, before any device is known.
 
     >>> str(MeshSpec.parse("1,-1,4,1"))
     'dp=1,fsdp=-1,tp=4,sp=1'
@@ -89,7 +89,7 @@ class MeshSpec:
         if items == [""]:
             raise MeshwrightError(f"{given} is empty; write 'dp=1,fsdp=-1,tp=4' or '1,-1,4,1'")
         if "" in items:
-            raise MeshwrightError(f"{given} has an empty entry; one size stands between two commas")
+            raise MeshwrightError(f"{given} has an empty entry; give one size between two commas")
         named = [("=" in item or ":" in item) for item in items]
         if any(named) and not all(named):
             bare = items[named.index(False)]
@@ -152,8 +152,9 @@ class MeshSpec:
         known = dict.fromkeys(ROLES) | FIELD_ROLES | dict(self.roles)
         if name not in known:
             raise MeshwrightError(
-                f"mesh {self.quoted}: axis {name!r} has no role; write {name}=SIZE:ROLE, with a "
-                f"role of {', '.join(ROLES)}"
+                f"mesh {self.quoted}: axis {name!r} has no role; the axes are "
+                f"{', '.join(STANDARD_AXES)}, and a name of your own takes one of these as its "
+                f"role: {name}=SIZE:tp"
             )
         return known[name] or name
 
@@ -338,7 +339,7 @@ def _check_names(names: Sequence[str], given: str) -> None:
             raise MeshwrightError(f"{given}: names that start with {RESERVED_AXIS!r} are taken")
     twice = first_repeated(names)
     if twice is not None:
-        raise MeshwrightError(f"{given} names axis {twice!r} twice; each axis stands once")
+        raise MeshwrightError(f"{given} names axis {twice!r} twice; name each axis once")
 
 
 def _check_sizes(pairs: Sequence[tuple[str, int]], given: str) -> None:
@@ -364,8 +365,8 @@ def _check_all_present(names: Sequence[str], axes: Sequence[str], given: str) ->
     missing = [axis for axis in axes if axis not in names]
     if missing:
         raise MeshwrightError(
-            f"{given} gives no size to {' and '.join(missing)}; every one of {','.join(axes)} "
-            f"stands once: add {','.join(f'{axis}=1' for axis in missing)}"
+            f"{given} gives no size to {' and '.join(missing)}; give each of {','.join(axes)} "
+            f"once: add {','.join(f'{axis}=1' for axis in missing)}"
         )
 
 

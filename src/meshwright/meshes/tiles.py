@@ -1,10 +1,10 @@
-"""T5X's way to a mesh: a tile of the slice for one model replica, data × model over the tiles.
+"""T5X's meshes: one tile of the slice per model replica, data × model over the tiles.
 
     >>> mesh = tile_mesh("v3:4x4", submesh=(2, 1, 1, 2))
     >>> mesh.shape
     {'data': 8, 'model': 4}
 
-Positions are T5X's, exactly, wherever T5X has an answer. Beyond it: any count that divides the
+Positions equal T5X's wherever T5X supports the case. We also support any count that divides the
 slice, every TPU generation, GPUs and several slices.
 """
 

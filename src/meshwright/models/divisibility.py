@@ -19,12 +19,14 @@ def indivisible(
     rules: Rules,
     mesh_shape: Mapping[str, int],
     batch: int,
-    seq: int,
+    seq: int | None,
     accumulation: int = 1,
 ) -> str | None:
     """Why a mesh cannot split this model and batch, with what would fit; None if it can.
 
     "kv_heads=8 cannot be split in tp=16; tp=8 would fit"
+
+    With `seq` None the length is not checked.
     """
     dim_axes, batch_axes, lengths = _split_axes(
         rules, tuple(mesh_shape), family_of(model).split_dims
@@ -40,7 +42,7 @@ def indivisible(
         return _not_divisible("batch", batch, over, parts)
     for axes in lengths:
         parts = _parts(axes, mesh_shape)
-        if seq % parts:
+        if seq is not None and seq % parts:
             return _not_divisible("seq", seq, "·".join(axes), parts)
     return None
 

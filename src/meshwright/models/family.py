@@ -52,6 +52,8 @@ class ModelFamily:
     t5x_rules: Callable[[int, int], Rules]
     batch_fields: tuple[str, ...]
     """The arrays of a batch, each [micro-batches, batch, length]."""
+    objectives: tuple[str, ...]
+    """Training objectives (see data/objectives.py), the default first."""
     loss: Callable[..., Any]
     """(params, batch, scale, config, compute, LossConfig) → scaled loss, summed entropy."""
     hidden_states: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""What models are made of: attention, rotary embedding, norms, the fused cross-entropy."""
+"""Operations of models: attention, rotary embedding, norms, fused cross-entropy."""
 
 from meshwright.ops.chunks import over_chunks
 from meshwright.ops.collectives import (

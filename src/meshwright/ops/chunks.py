@@ -1,8 +1,8 @@
-"""A function of tokens, computed on a few of each device's tokens at a time.
+"""Apply a function of tokens in chunks of each device's tokens.
 
 out = over_chunks(lambda h, w: jax.nn.silu(h @ w) @ w.T, h, [w], size=1024)
 
-What lies between input and output then exists for a chunk only, forward and backward.
+Intermediate values then exist for one chunk at a time, forward and backward.
 """
 
 import functools
@@ -24,7 +24,7 @@ def over_chunks(
 ) -> jax.Array:
     """function(x, *weights) for x [batch, length, embed], in chunks of at most `size` tokens.
 
-    The length may be split: each device cuts its own part. The result is laid out as `x`.
+    The length may be sharded: each device chunks its own part. The result is sharded as `x`.
     """
     batch, length, embed = x.shape
     spec = spec_of(x)

@@ -1,10 +1,10 @@
-"""Collectives in the types: what is gathered going forward is scattered coming back.
+"""Collectives with sharding in types: the gradient of an all-gather is a reduce-scatter.
 
-On explicit mesh axes jax tracks, beside where an array is split, over which axes it is *reduced*
-(equal everywhere, and its gradient will arrive as partial sums) and *unreduced* (partial sums
-itself). A weight gathered over fsdp and marked reduced there gets its gradient summed and split
-again in one reduce-scatter, whatever the compiler; plain automatic partitioning often makes an
-all-reduce of it, which sends twice the bytes.
+On explicit mesh axes jax tracks how an array is sharded, and also over which axes it is *reduced*
+(equal on all devices, and its gradient arrives as partial sums) or *unreduced* (it holds partial
+sums itself). A weight that is all-gathered over fsdp and marked reduced there gets its gradient by
+one reduce-scatter, on every compiler. Plain automatic partitioning often emits an all-reduce, which
+sends twice the bytes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,12 +18,12 @@ from meshwright.layouts import axes_of
 
 
 def current_platform() -> str:
-    """The platform of the current mesh, which may be a machine that is not here; else this one."""
+    """The platform of the current mesh, which may be of an absent machine; else of this machine."""
     return current_device()[0]
 
 
 def current_device() -> tuple[str, str]:
-    """The platform of the current mesh and its kind of device, as jax names them."""
+    """The platform and the device kind of the current mesh, in jax's names."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return str(device.platform), str(device.device_kind)
 
@@ -34,35 +34,32 @@ def split_axes(spec: Iterable[Any]) -> tuple[str, ...]:
 
 
 def spec_of(x: jax.Array) -> P:
-    """Where an array is split, one entry for each dim, from its type."""
+    """The PartitionSpec of an array's type, with one entry for each dim."""
     spec = jax.typeof(x).sharding.spec.partitions
     return P(*spec, *(None,) * (x.ndim - len(spec)))
 
 
 def nontrivial_axes(mesh_shape: Mapping[str, int] | None = None) -> frozenset[str]:
-    """The axes with more than one device, of the current mesh unless one is given.
-
-    The others split nothing.
-    """
+    """The axes of size > 1, of the current mesh unless one is given."""
     shape = jax.sharding.get_abstract_mesh().shape if mesh_shape is None else mesh_shape
     return frozenset(axis for axis, size in shape.items() if size > 1)
 
 
-def drop_trivial_axes(spec: P, wide: frozenset[str]) -> P:
-    """A spec without the axes that split nothing: in types, every axis named must be dealt with."""
+def drop_trivial_axes(spec: P, nontrivial: frozenset[str]) -> P:
+    """A spec without axes of size 1, since every axis named in a type must be handled."""
     entries = (axes_of(entry, spec) for entry in spec.partitions)
-    return P(*(tuple(a for a in axes if a in wide) or None for axes in entries))
+    return P(*(tuple(a for a in axes if a in nontrivial) or None for axes in entries))
 
 
 def all_gather(x: jax.Array, onto: Sequence[str]) -> jax.Array:
-    """`x` whole over the axes `onto`, its gradient summed over them and split as `x` is.
+    """All-gather `x` over the axes `onto`; its gradient is reduce-scattered.
 
-    Where `x` is split over one of them it is gathered; where it is not, each device has it already
-    and only the gradient is summed.
+    Over an axis that does not shard `x`, each device has it already, and only the gradient is
+    summed (all-reduce).
     """
-    wide = nontrivial_axes()
-    onto = tuple(axis for axis in onto if axis in wide)
-    source = drop_trivial_axes(spec_of(x), wide)
+    nontrivial = nontrivial_axes()
+    onto = tuple(axis for axis in onto if axis in nontrivial)
+    source = drop_trivial_axes(spec_of(x), nontrivial)
     x = jax.sharding.reshard(x, source)
     held = tuple(axes_of(entry, source) for entry in source)
     kept = tuple(tuple(axis for axis in axes if axis not in onto) for axes in held)
@@ -76,31 +73,31 @@ def all_gather(x: jax.Array, onto: Sequence[str]) -> jax.Array:
         for dim, axes in enumerate(held):
             gone = tuple(axis for axis in axes if axis in onto)
             if gone:
-                part = _gathered(part, gone, dim)
+                part = _all_gather_dim(part, gone, dim)
         return part
 
     target = P(*(axes or None for axes in kept), reduced=frozenset(onto))
     return jax.shard_map(local, in_specs=source, out_specs=target)(x)
 
 
-def _gathered(part: jax.Array, over: tuple[str, ...], dim: int) -> jax.Array:
-    """Inside shard_map: whole along a dim; the gradient is scattered along it."""
+def _all_gather_dim(part: jax.Array, over: tuple[str, ...], dim: int) -> jax.Array:
+    """Inside shard_map: all-gather along a dim; the gradient is reduce-scattered along it."""
     if current_platform() != "tpu":
         return lax.all_gather(part, over, axis=dim, tiled=True, to="reduced")
-    # one axis after the other, the innermost first: together they lie on the torus in an order that
-    # the TPU compiler gathers by adding up arrays filled with zeros
+    # one axis at a time, innermost first: for several axes at once, whose device order on the torus
+    # it does not support, the TPU compiler emits an all-reduce of zero-padded arrays
     for axis in reversed(over):
         part = lax.all_gather(part, (axis,), axis=dim, tiled=True, to="reduced")
     return part
 
 
 def partial_sums(spec: P, over: Sequence[str]) -> P:
-    """The type of partial sums that are still to be added over these axes."""
+    """The type of partial sums that must still be reduced over these axes."""
     return P(*spec, unreduced=frozenset(over)) if over else spec
 
 
 def reduce_to(x: jax.Array, over: Sequence[str], target: P) -> jax.Array:
-    """Partial sums over `over`, added; where `target` splits a dim over them, only that part."""
+    """Reduce partial sums: reduce-scatter where `target` shards a dim, else all-reduce."""
     if not over:
         return x
     source = jax.typeof(x).sharding.spec
@@ -122,28 +119,28 @@ def reduce_to(x: jax.Array, over: Sequence[str], target: P) -> jax.Array:
 
 @jax.custom_vjp
 def tie_gradients(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both as they are; going back, neither gradient is handed on before the other is there.
+    """The identity; in the backward pass, each gradient waits for the other.
 
-    A scheduler may put off whatever nothing waits for. Here the gradient of `x`, with which the
-    backward pass goes on, waits for that of `weight`, so what that is made of need not be kept.
+    A scheduler may delay what nothing waits for. Here the gradient of `x`, with which the backward
+    pass continues, waits for that of `weight`, so the inputs of the latter can be freed.
     """
     return x, weight
 
 
-def _as_they_are(x: jax.Array, weight: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+def _identity(x: jax.Array, weight: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
     return (x, weight), None
 
 
-def _together(_: None, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _barrier(_: None, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     x, weight = lax.optimization_barrier(gradients)
     return x, weight
 
 
-tie_gradients.defvjp(_as_they_are, _together)
+tie_gradients.defvjp(_identity, _barrier)
 
 
 def varying_like(x: jax.Array, *others: jax.Array) -> jax.Array:
-    """Inside shard_map: `x` with the type of something that differs wherever one of these does."""
+    """Inside shard_map: `x`, cast to vary over all mesh axes that `others` vary over."""
     axes = {axis for other in others for axis in jax.typeof(other).manual_axis_type.varying}
     kind = jax.typeof(x).manual_axis_type
     for state in (axes & kind.reduced, axes - kind.varying - kind.reduced):
@@ -152,7 +149,7 @@ def varying_like(x: jax.Array, *others: jax.Array) -> jax.Array:
 
 
 def untyped(run: Callable[..., Any], *arrays: Any) -> Any:
-    """Inside shard_map: run what does not say in its types over which axes its results differ."""
+    """Inside shard_map: run a function whose results lack varying axes, and add these."""
     from jax._src import config
 
     with config._check_vma(False):

@@ -1,11 +1,11 @@
-"""Cross-entropy fused with the output projection.
+"""Cross-entropy fused with the LM head.
 
     loss, entropy = cross_entropy(hidden, head, targets, scale)
 
-Logits never exist in full: they are made for a chunk of tokens at a time, and while they are there
-so is their gradient, which is folded at once into the gradients of `hidden` and `head`. The
-backward pass only hands these out. The vocabulary may be split: maxima and sums are then taken over
-its axes, and the result is exact.
+Logits never exist in full: they are computed for one chunk of tokens at a time. Their gradient is
+computed at the same time, and accumulated into the gradients of `hidden` and `head`, which the
+backward pass only returns. The vocabulary may be sharded: maxima and sums are then reduced over its
+mesh axes, and the result is exact.
 """
 
 import functools
@@ -25,7 +25,7 @@ from meshwright.ops.collectives import (
     split_axes,
 )
 
-IGNORED = -1  # a target that does not count
+IGNORED = -1  # a target that the loss ignores
 
 
 def cross_entropy(
@@ -39,12 +39,12 @@ def cross_entropy(
     tied: bool = False,
     vocab: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums over counted tokens: `scale` times (entropy + z_loss · logsumexp²), and the entropy.
+    """Sums over tokens: `scale` times (entropy + z_loss · logsumexp²), and the entropy.
 
     `hidden` [batch, length, embed], `head` [embed, vocab] (`tied`: [vocab, embed]), `targets`
-    [batch, length], IGNORED where they do not count. Only the first has a gradient. `chunk` is how
-    many tokens' logits a device holds at a time. Of a padded head only the first `vocab` entries
-    are tokens: the others have probability 0 and no gradient.
+    [batch, length], IGNORED where they do not count. Only the first sum has a gradient. `chunk` is
+    the number of tokens whose logits a device computes at a time. In a padded head only the first
+    `vocab` entries are tokens: the others have probability 0 and no gradient.
     """
     hidden_type, head_type = (jax.typeof(x).sharding.spec for x in (hidden, head))
     targets_spec = drop_trivial_axes(spec_of(targets), nontrivial_axes())
@@ -67,10 +67,10 @@ def cross_entropy(
 
 
 def keeps_logit_gradients(tokens: int, embed: int, item_bytes: int) -> bool:
-    """Whether the gradients of all logits are no larger than the head's gradient in float32.
+    """Whether the gradients of all logits are no larger than the LM head's gradient in float32.
 
-    If so they are kept, and the head's gradient is one matmul of all tokens. If not, it is summed
-    over chunks in float32. TPUs always sum.
+    If so they are kept, and the gradient of the head is one matmul over all tokens. If not, it is
+    accumulated over chunks in float32. TPUs always accumulate.
     """
     return item_bytes * tokens <= 4 * embed
 
@@ -84,9 +84,9 @@ def _fused(
     tied: bool,
     tokens_of_head: int | None,
 ) -> Any:
-    """The function of one device's part, with its own backward pass.
+    """The loss on one device, with its own backward pass.
 
-    `tokens_of_head`: how many entries of the head are tokens, None if all are.
+    `tokens_of_head`: number of entries of the head that are tokens, None if all are.
     """
     to_logits = "te,ve->tv" if tied else "te,ev->tv"
     to_hidden = "tv,ve->te" if tied else "tv,ev->te"
@@ -96,7 +96,7 @@ def _fused(
         return reduce(x, vocab_over) if vocab_over else x
 
     def logsumexp(logits: jax.Array) -> jax.Array:
-        """Of each token, over the whole vocabulary; float32."""
+        """Of each token, over the full vocabulary; float32."""
         if row_kernels.refuses(logits.shape[1], logits.dtype, whole_row=False) is None:
             most_here, total_here = row_kernels.log_sum_exp(logits)
             most = over_vocab(lax.pmax, most_here)
@@ -109,39 +109,39 @@ def _fused(
     def one_chunk(h: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array) -> Any:
         """Sums of a chunk [tokens], and the gradient of its logits.
 
-        Logits are kept in the dtype of the matmul; everything made of them is float32.
+        Logits have the dtype of the matmul; everything computed from them is float32.
         """
         vocab = head.shape[0 if tied else 1]
         logits = jnp.einsum(to_logits, h, head)
         first = lax.axis_index(vocab_over) * vocab if vocab_over else 0
         if tokens_of_head is not None:
             entry = first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-            # not -inf: a device may hold padding alone, and -inf less its own maximum is NaN
+            # not -inf: a device may hold only padding, and -inf - -inf is NaN
             nothing = jnp.finfo(logits.dtype).min
             logits = jnp.where(entry < tokens_of_head, logits, jnp.full((), nothing, logits.dtype))
         normalizer = logsumexp(logits)
-        place = targets - first
-        here = (place >= 0) & (place < vocab)
-        place = jnp.where(here, place, 0)
-        found = jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0].astype(jnp.float32)
-        at_target = over_vocab(lax.psum, jnp.where(here, found, 0.0))
+        index = targets - first
+        local = (index >= 0) & (index < vocab)
+        index = jnp.where(local, index, 0)
+        at_index = jnp.take_along_axis(logits, index[:, None], axis=1)[:, 0].astype(jnp.float32)
+        at_target = over_vocab(lax.psum, jnp.where(local, at_index, 0.0))
         counts = (targets != IGNORED).astype(jnp.float32)
         entropy = jnp.sum((normalizer - at_target) * counts)
         weighted = scale * (entropy + z_loss * jnp.sum(normalizer**2 * counts))
-        steepness = counts * scale * (1 + 2 * z_loss * normalizer)
-        gradient = jnp.exp(logits.astype(jnp.float32) - normalizer[:, None]) * steepness[:, None]
-        # at the target it is less by one: set there, which costs less than asking everywhere
-        below = jnp.exp(found - normalizer) * steepness - counts * scale
+        dnormalizer = counts * scale * (1 + 2 * z_loss * normalizer)
+        gradient = jnp.exp(logits.astype(jnp.float32) - normalizer[:, None]) * dnormalizer[:, None]
+        # minus one at the target: a scatter, which costs less than a comparison everywhere
+        below = jnp.exp(at_index - normalizer) * dnormalizer - counts * scale
         gradient = gradient.astype(h.dtype)
         tokens = jnp.arange(targets.size)
-        place = jnp.where(here, place, vocab)  # out of range: dropped
-        gradient = gradient.at[tokens, place].set(
+        index = jnp.where(local, index, vocab)  # out of range: dropped
+        gradient = gradient.at[tokens, index].set(
             below.astype(h.dtype), mode="drop", unique_indices=True
         )
         return (weighted, entropy), gradient
 
     def chunks(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[chunks, tokens, embed] and [chunks, tokens], the last filled with ignored tokens."""
+        """[chunks, tokens, embed] and [chunks, tokens], padded with ignored tokens."""
         tokens = targets.size
         size = min(chunk, tokens)
         missing = -tokens % size
@@ -177,7 +177,7 @@ def _fused(
     def head_gradient_at_once(h: jax.Array, head: jax.Array, t: jax.Array, scale: Any) -> Any:
         """The sums, and the gradients of head and hidden [chunks, tokens, embed].
 
-        The head's is one matmul of all tokens.
+        The gradient of the head is one matmul over all tokens.
         """
 
         def step(sums: Any, part: Any) -> Any:
@@ -187,7 +187,7 @@ def _fused(
 
         zero = varying(jnp.zeros(()), tokens_over)
         start = (zero, zero)
-        if len(t) == 1:  # one is not worth a loop
+        if len(t) == 1:  # a single chunk needs no loop
             sums, made = step(start, (h[0], t[0]))
             gradients, hidden_gradient = (x[None] for x in made)
         else:
@@ -196,32 +196,32 @@ def _fused(
         return sums, jnp.einsum(to_head, *(flat(x) for x in operands)), hidden_gradient
 
     def head_gradient_by_chunks(h: jax.Array, head: jax.Array, t: jax.Array, scale: Any) -> Any:
-        """The same; each chunk's part of the head's gradient is added up in float32."""
+        """The same, with the gradient of the head accumulated over chunks in float32."""
 
         def fold(i: Any) -> Any:
-            """A chunk's sums with its part of the head's gradient, and its own gradient."""
-            here, targets = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (h, t))
-            sums, gradient = one_chunk(here, head, targets, scale)
-            operands = (gradient, here) if tied else (here, gradient)
+            """A chunk's sums, its part of the head's gradient, and its hidden gradient."""
+            chunk_hidden, targets = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (h, t))
+            sums, gradient = one_chunk(chunk_hidden, head, targets, scale)
+            operands = (gradient, chunk_hidden) if tied else (chunk_hidden, gradient)
             head_gradient = jnp.einsum(to_head, *operands, preferred_element_type=jnp.float32)
             return (sums, head_gradient), jnp.einsum(to_hidden, gradient, head)
 
         def step(i: Any, carry: Any) -> Any:
-            (folded, hidden_gradient), (more, here) = carry, fold(i)
-            hidden_gradient = lax.dynamic_update_index_in_dim(hidden_gradient, here, i, 0)
+            (folded, hidden_gradient), (more, chunk_gradient) = carry, fold(i)
+            hidden_gradient = lax.dynamic_update_index_in_dim(hidden_gradient, chunk_gradient, i, 0)
             return jax.tree.map(jnp.add, folded, more), hidden_gradient
 
-        # the first chunk starts the sums: zeros as large as the head would be written and read
-        first, here = fold(0)
-        carry = first, jnp.pad(here[None], ((0, len(t) - 1), (0, 0), (0, 0)))
+        # start with the first chunk: zeros would cost a write and a read of the head
+        first, chunk_gradient = fold(0)
+        carry = first, jnp.pad(chunk_gradient[None], ((0, len(t) - 1), (0, 0), (0, 0)))
         if len(t) > 1:
             carry = lax.fori_loop(1, len(t), step, carry)
         (sums, head_gradient), hidden_gradient = carry
         return sums, head_gradient, hidden_gradient
 
-    def backward(gradients: Any, given: Any) -> Any:
+    def backward(gradients: Any, cotangents: Any) -> Any:
         hidden_gradient, head_gradient = gradients
-        weight = given[0]  # of the first sum; the entropy is a report
+        weight = cotangents[0]  # of the first sum; the entropy is only reported
         hidden_gradient = hidden_gradient * weight.astype(hidden_gradient.dtype)
         head_gradient = head_gradient * weight.astype(head_gradient.dtype)
         if vocab_over:

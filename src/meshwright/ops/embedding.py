@@ -1,4 +1,4 @@
-"""Rows of the embedding table for tokens, with the table split over the vocabulary."""
+"""Embedding lookup, with a table that may be sharded over the vocabulary."""
 
 from typing import Any
 
@@ -18,29 +18,29 @@ from meshwright.ops.collectives import (
 
 
 def embed(table: jax.Array, tokens: jax.Array, target: P) -> jax.Array:
-    """Table [vocab, embed] at tokens [batch, length]: [batch, length, embed] laid out as `target`.
+    """Table [vocab, embed] at tokens [batch, length]: [batch, length, embed] sharded as `target`.
 
-    Each device looks up the tokens whose rows it holds and gives zeros for others; adding up over
-    the axes that split the vocabulary makes them whole.
+    Each device looks up the tokens in its part of the vocabulary, with zeros for the others; a
+    reduction over the axes that shard the vocabulary adds them.
     """
     over = axes_of(spec_of(table)[0], "table")
     tokens_spec = spec_of(tokens)
-    # tokens may be split more finely in `target`: the sum then scatters
+    # where `target` shards tokens further, the reduction is a reduce-scatter
     out = partial_sums(P(*tokens_spec, None), over)
 
-    def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    def local_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
         lookup = _lookup(table.shape, table.dtype, split_axes(tokens_spec.partitions), over)
         if not over:
             return lookup(table, tokens)
-        rows = table.shape[0]
-        tokens = tokens - lax.axis_index(over) * rows
-        here = (tokens >= 0) & (tokens < rows)
-        found = lookup(table, jnp.where(here, tokens, 0))
-        found = jnp.where(here[..., None], found, jnp.zeros((), table.dtype))
-        return lax.pcast(found, over, to="unreduced")
+        size = table.shape[0]
+        tokens = tokens - lax.axis_index(over) * size
+        local = (tokens >= 0) & (tokens < size)
+        vectors = lookup(table, jnp.where(local, tokens, 0))
+        vectors = jnp.where(local[..., None], vectors, jnp.zeros((), table.dtype))
+        return lax.pcast(vectors, over, to="unreduced")
 
     table_spec = jax.typeof(table).sharding.spec
-    looked_up = jax.shard_map(local, in_specs=(table_spec, tokens_spec), out_specs=out)(
+    looked_up = jax.shard_map(local_lookup, in_specs=(table_spec, tokens_spec), out_specs=out)(
         table, tokens
     )
     return reduce_to(looked_up, over, target) if over else jax.sharding.reshard(looked_up, target)
@@ -51,7 +51,7 @@ def _lookup(
 ) -> Any:
     """table[tokens], whose gradient is summed in float32.
 
-    In bfloat16 the many small parts of a common token's row would be lost one by one.
+    In bfloat16, the many small contributions to the gradient of a frequent token would be lost.
     """
 
     @jax.custom_vjp
@@ -66,7 +66,7 @@ def _lookup(
         if tokens_over or vocab_over:
             zero = lax.pcast(zero, (*tokens_over, *vocab_over), to="varying")
         if current_platform() != "tpu":
-            # zeros that wait for nothing may be made before the layers' backward pass, and stay
+            # without the barrier, zeros may be allocated before the backward pass of the layers
             zero, gradient = lax.optimization_barrier((zero, gradient))
         sums = jnp.full(shape, zero).at[tokens].add(gradient.astype(jnp.float32)).astype(dtype)
         return (lax.pcast(sums, tokens_over, to="unreduced") if tokens_over else sums), None

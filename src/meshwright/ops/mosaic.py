@@ -1,6 +1,6 @@
-"""jax's Mosaic GPU, by which kernels for NVIDIA GPUs are written here, in the versions there are.
+"""jax's Mosaic GPU, in which our kernels for NVIDIA GPUs are written, across jax versions.
 
-Imported when a kernel is made: it takes a while, and only GPUs need it.
+Imported when a kernel is built, since the import is slow and only GPUs need it.
 """
 
 import functools
@@ -18,9 +18,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.ops.collectives import current_device
 
 HOPPER = frozenset({"H100", "H200", "H800", "H20", "GH200"})
-OLDEST = (0, 11)  # jax; before, no kernel could add to an array inside a jit
-SWITCH = "MESHWRIGHT_MOSAIC"  # 0: no kernels of our own, those of the libraries and of XLA instead
-LOG2_E = math.log2(math.e)  # exp2 is what GPUs have
+OLDEST = (0, 11)  # jax version; before, a kernel could not add to an array inside jit
+SWITCH = "MESHWRIGHT_MOSAIC"  # 0: use kernels of libraries and XLA instead of our own
+LOG2_E = math.log2(math.e)  # GPUs have exp2
 
 _log = logging.getLogger("meshwright")
 
@@ -38,21 +38,23 @@ def unavailable(chips: frozenset[str]) -> str | None:
 
 
 def switched_on() -> bool:
-    """Whether kernels of our own are wanted: what the environment says."""
-    said = os.environ.get(SWITCH, "1")
-    if said not in ("0", "1"):
+    """Whether the environment allows our own kernels."""
+    value = os.environ.get(SWITCH, "1")
+    if value not in ("0", "1"):
         raise MeshwrightError(
-            f"{SWITCH}={said!r} in the environment is neither 0 (no GPU kernels of our own) nor 1 "
-            "(where they are the faster, as without it)"
+            f"{SWITCH}={value!r} in the environment is neither 0 (do not use Meshwright's GPU "
+            "kernels) nor 1 (use them where they are faster, the default)"
         )
-    return said == "1"
+    return value == "1"
 
 
 @functools.lru_cache(maxsize=64)
 def say(kernel: str, why_not: str | None) -> None:
-    """Once, on a GPU: that a kernel of our own is used, or why it is not."""
+    """Log once, on a GPU, that our kernel is used, or why not."""
     if current_device()[0] in ("gpu", "cuda"):
-        _log.info(f"{kernel}: " + ("our own kernel" if why_not is None else f"not ours: {why_not}"))
+        _log.info(
+            f"{kernel}: " + ("Meshwright's kernel" if why_not is None else f"XLA ({why_not})")
+        )
 
 
 def pallas() -> Any:
@@ -74,9 +76,9 @@ def when(condition: jax.Array) -> Callable[[Callable[[], None]], None]:
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
-    """What a reference holds, in registers laid out so."""
+    """The value of a reference, in registers with this layout."""
     function = mosaic().load
-    asked = inspect.signature(function).parameters.get("idx")  # up to jax 0.10 it must be said
-    said = {"idx": ()} if asked is not None and asked.default is asked.empty else {}
-    found: jax.Array = function(ref, layout=layout, **said)
+    asked = inspect.signature(function).parameters.get("idx")  # required up to jax 0.10
+    index = {"idx": ()} if asked is not None and asked.default is asked.empty else {}
+    found: jax.Array = function(ref, layout=layout, **index)
     return found

@@ -51,7 +51,7 @@ class Rope:
     scaling: Scaling | None = None
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians a position, of each pair of a head: [head_dim / 2]."""
+        """Radians per position, for each pair of a head: [head_dim / 2]."""
         pair = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
         plain = 1.0 / self.theta**pair
         match self.scaling:
@@ -67,7 +67,7 @@ class Rope:
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied with; 1 but for YaRN."""
+        """Factor of cosines and sines; 1 except for YaRN."""
         if not isinstance(self.scaling, YarnScaling):
             return 1.0
         if self.scaling.attention_factor is not None:
@@ -82,26 +82,26 @@ class Rope:
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn pair i of each head, (x[i], x[i + head_dim / 2]), by its angle; x is [.., head_dim]."""
+    """Rotate pair i of each head, (x[i], x[i + head_dim / 2]), by its angle; x: [.., head_dim]."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     wavelength = 2 * np.pi / plain
-    turns = scaling.original_max_seq / wavelength  # over the original context
+    rotations = scaling.original_max_seq / wavelength  # over the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
     return kept * plain + (1 - kept) * plain / scaling.factor
 
 
 def _yarn(plain: np.ndarray, scaling: YarnScaling, theta: float, head_dim: int) -> np.ndarray:
-    def pair_with(turns: float) -> float:
-        """Which pair makes this many turns over the original context."""
+    def pair_with(rotations: float) -> float:
+        """Index of the pair that makes this many rotations over the original context."""
         return (
             head_dim
-            * math.log(scaling.original_max_seq / (turns * 2 * math.pi))
+            * math.log(scaling.original_max_seq / (rotations * 2 * math.pi))
             / (2 * math.log(theta))
         )
 

@@ -1,8 +1,7 @@
 """Kernels that read each row of an array once, for Hopper GPUs (Mosaic GPU).
 
-XLA takes a row's maximum, the sum that needs it, and what needs the sum in one pass over memory
-each; here a warpgroup holds what it has read. Rows are [rows, columns]; whoever calls asks
-`refuses` first.
+XLA reads a row once for its maximum, once for the sum and once for the result; here a warpgroup
+keeps it in registers. Arrays are [rows, columns]; callers must check `refuses` first.
 """
 
 import functools
@@ -17,15 +16,15 @@ from meshwright.ops.collectives import varying_like
 from meshwright.ops.mosaic import HOPPER, LOG2_E, load, mosaic, pallas, say, unavailable
 
 LANES = 128  # threads of a warpgroup
-_CHUNK = 1024  # columns read at a time: 16 bytes of bfloat16 a thread
-_AHEAD = 4  # chunks of a long row that are under way at once
-_WHOLE = 2 * _CHUNK  # the longest row held at once; longer ones were not measured yet
+_CHUNK = 1024  # columns per read: 16 bytes of bfloat16 per thread
+_AHEAD = 4  # chunks of a long row in flight
+_WHOLE = 2 * _CHUNK  # the longest row kept in registers; longer ones are not measured yet
 
 
 def refuses(columns: int, dtype: Any, *, whole_row: bool) -> str | None:
-    """Why such rows cannot be read here, None if they can; `whole_row`: held at once."""
+    """Why these kernels cannot be used, None if they can; `whole_row`: keep a row in registers."""
     why = _why_not(columns, dtype, whole_row)
-    say(f"{'norms' if whole_row else 'log-sums'} over {columns} columns", why)
+    say(f"{'norms' if whole_row else 'log-sum-exp'} over {columns} columns", why)
     return why
 
 
@@ -34,16 +33,16 @@ def _why_not(columns: int, dtype: Any, whole_row: bool) -> str | None:
     if why is not None:
         return why
     if jnp.dtype(dtype).itemsize != 2:
-        return f"rows are of bfloat16 or float16, not {jnp.dtype(dtype)}"
+        return f"it reads bfloat16 or float16, not {jnp.dtype(dtype)}"
     if columns % LANES:
-        return f"{columns} columns do not divide by {LANES}"
+        return f"{columns} columns are not divisible by {LANES}"
     if whole_row and (columns > _WHOLE or columns % _CHUNK):
-        return f"rows of {columns} are not held at once"
+        return f"rows of {columns} columns do not fit into registers"
     return None
 
 
 def log_sum_exp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of each row its maximum, and the sum of exp(x - maximum); float32."""
+    """The maximum of each row, and the sum of exp(x - maximum); float32."""
     rows, columns = x.shape
     whole = columns // (_AHEAD * _CHUNK)
 
@@ -51,10 +50,10 @@ def log_sum_exp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         row = lax.axis_index("row")
 
         def chunk(start: Any, size: int = _CHUNK) -> jax.Array:
-            return _wide(x_ref, row, start, size) * LOG2_E
+            return _float32(x_ref, row, start, size) * LOG2_E
 
         def fold(sums: Any, chunks: list[jax.Array]) -> Any:
-            """Each thread's own maximum and sum, of the columns it reads."""
+            """Running maximum and sum of each thread, over the columns it reads."""
             before, total = sums
             most = functools.reduce(jnp.maximum, chunks, before)
             total = total * jnp.exp2(before - most)
@@ -64,7 +63,7 @@ def log_sum_exp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             first = i * (_AHEAD * _CHUNK)
             return fold(sums, [chunk(first + j * _CHUNK) for j in range(_AHEAD)])
 
-        # less than any logit, and still a number: -inf less itself would not be
+        # smaller than any logit, but finite: -inf - -inf is NaN
         nothing = _full(-1e30, _CHUNK), _full(0.0, _CHUNK)
         sums = lax.fori_loop(0, whole, step, nothing)
         rest = [chunk(start, size) for start, size in _rest(columns, whole * _AHEAD * _CHUNK)]
@@ -85,7 +84,7 @@ def add_and_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """`x + update`, rounded to their dtype, and the rms norm of that sum times scale."""
     rows, columns = x.shape
-    each = math.gcd(rows, 4)  # rows that a warpgroup takes one after the other
+    each = math.gcd(rows, 4)  # rows per warpgroup
 
     def kernel(x_ref: Any, update_ref: Any, scale_ref: Any, sum_ref: Any, normed_ref: Any) -> None:
         group, whole = lax.axis_index("row"), pallas().ds(0, columns)
@@ -96,9 +95,9 @@ def add_and_norm(
             x_row, update_row = (_load(ref.at[row, whole], columns) for ref in (x_ref, update_ref))
             total = x_row + update_row
             sum_ref[row, whole] = total
-            wide = total.astype(jnp.float32)
-            shrink = lax.rsqrt(jnp.sum(wide * wide) / columns + eps)
-            normed_ref[row, whole] = (wide * shrink * weight).astype(normed_ref.dtype)
+            x32 = total.astype(jnp.float32)
+            shrink = lax.rsqrt(jnp.sum(x32 * x32) / columns + eps)
+            normed_ref[row, whole] = (x32 * shrink * weight).astype(normed_ref.dtype)
 
         lax.fori_loop(0, each, one, None)
 
@@ -109,48 +108,48 @@ def add_and_norm(
 
 
 def norm_gradient(
-    x: jax.Array, scale: jax.Array, eps: float, through: jax.Array | None, *given: jax.Array
+    x: jax.Array, scale: jax.Array, eps: float, dsum: jax.Array | None, *dnormed: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of x and of scale, where x goes on and into an rms norm beside.
+    """Gradients of x and scale, where both x and its rms norm are used.
 
-    `through` is the gradient of x as it goes on, None where it does not; `given` those of its norm,
-    one for each use.
+    `dsum` is the cotangent of x itself, None if x has no other use; `dnormed` are the cotangents of
+    its norm, one per use.
     """
     rows, columns = x.shape
-    each = math.gcd(rows, 32)  # rows that a warpgroup takes one after the other
+    each = math.gcd(rows, 32)  # rows per warpgroup
 
     def kernel(x_ref: Any, scale_ref: Any, *refs: Any) -> None:
         *gradient_refs, x_gradient_ref, scale_gradient_ref = refs
-        through_refs, given_refs = gradient_refs[: -len(given)], gradient_refs[-len(given) :]
+        dsum_refs, dnormed_refs = gradient_refs[: -len(dnormed)], gradient_refs[-len(dnormed) :]
         group = lax.axis_index("row")
         weight = _load(scale_ref.at[pallas().ds(0, columns)], columns)
 
         def one(i: Any, scale_gradient: jax.Array) -> jax.Array:
             row = group * each + i
-            wide, *on = (_wide(ref, row, 0, columns) for ref in (x_ref, *through_refs))
+            x32, *on = (_float32(ref, row, 0, columns) for ref in (x_ref, *dsum_refs))
             gradient = functools.reduce(
-                jnp.add, (_wide(ref, row, 0, columns) for ref in given_refs)
+                jnp.add, (_float32(ref, row, 0, columns) for ref in dnormed_refs)
             )
             weighted = gradient * weight
-            squares, product = jnp.sum(wide * wide), jnp.sum(weighted * wide)
+            squares, product = jnp.sum(x32 * x32), jnp.sum(weighted * x32)
             shrink = lax.rsqrt(squares / columns + eps)
-            turned = weighted - wide * (product * shrink * shrink / columns)
-            x_gradient = functools.reduce(jnp.add, on, shrink * turned)
+            projected = weighted - x32 * (product * shrink * shrink / columns)
+            x_gradient = functools.reduce(jnp.add, on, shrink * projected)
             x_gradient_ref[row, pallas().ds(0, columns)] = x_gradient.astype(x_gradient_ref.dtype)
-            return scale_gradient + gradient * wide * shrink
+            return scale_gradient + gradient * x32 * shrink
 
         total = lax.fori_loop(0, each, one, _full(0.0, columns))
         scale_gradient_ref[group, pallas().ds(0, columns)] = total
 
     groups = rows // each
     out = (x.shape, x.dtype), ((groups, columns), jnp.float32)
-    gradients = given if through is None else (through, *given)
+    gradients = dnormed if dsum is None else (dsum, *dnormed)
     x_gradient, parts = _call(kernel, groups, out, x, scale.astype(jnp.float32), *gradients)
     return x_gradient, jnp.sum(parts, axis=0)
 
 
 def _rest(columns: int, start: int) -> list[tuple[int, int]]:
-    """From `start` on in pieces of _CHUNK columns, then of halves of it."""
+    """Columns from `start` in pieces of _CHUNK, then of halves of it."""
     pieces, size = [], _CHUNK
     while start < columns:
         while size > columns - start:
@@ -161,7 +160,7 @@ def _rest(columns: int, start: int) -> list[tuple[int, int]]:
 
 
 def _call(kernel: Any, groups: int, out: tuple[tuple[Any, Any], ...], *arrays: jax.Array) -> Any:
-    """The kernel, once for each group of rows; results differ wherever an array does."""
+    """Run the kernel, once per group of rows."""
     arrays = tuple(varying_like(x, *arrays) for x in arrays)
     results = mosaic().kernel(
         kernel,
@@ -170,10 +169,12 @@ def _call(kernel: Any, groups: int, out: tuple[tuple[Any, Any], ...], *arrays: j
         grid_names=("row",),
         compiler_params=mosaic().CompilerParams(approx_math=True),
     )(*arrays)
-    return tuple(varying_like(x, *arrays) for x in results)  # inside, types are not looked at
+    return tuple(
+        varying_like(x, *arrays) for x in results
+    )  # kernels drop the varying axes of types
 
 
-def _wide(ref: Any, row: Any, start: Any, size: int) -> jax.Array:
+def _float32(ref: Any, row: Any, start: Any, size: int) -> jax.Array:
     return _load(ref.at[row, pallas().ds(start, size)], size).astype(jnp.float32)
 
 
@@ -186,5 +187,5 @@ def _full(value: float, size: int) -> jax.Array:
 
 
 def _layout(size: int) -> Any:
-    """Columns in order over the threads, up to 8 side by side in one."""
+    """Columns in order over the threads, up to 8 consecutive ones per thread."""
     return mosaic().Layout.WG_STRIDED((size,), vec_size=min(8, size // LANES))

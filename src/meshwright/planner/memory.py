@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from meshwright.machines import Machine
 from meshwright.models.decoder import REMAT
 from meshwright.ops import keeps_logit_gradients
-from meshwright.ops.attention import ROWS as PLAIN_QUERIES
+from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
 from meshwright.planner.candidates import with_strategy
 from meshwright.planner.efficiency import told_to_overlap
 from meshwright.planner.kernels import slow_attention

@@ -66,7 +66,8 @@ def apply(config: TrainConfig, choice: Choice) -> TrainConfig:
     changes = {setting: getattr(choice, field) for field, setting in CHOSEN.items()}
     if choice.sp == 1:  # nothing for a strategy to split
         del changes["context_parallel"]
-    return with_settings(config, {"mesh": choice.mesh} | changes)
+    whole = {"mesh": choice.mesh, "num_partitions": None, "submesh": None}
+    return with_settings(config, whole | changes)
 
 
 def constraints_of(config: TrainConfig, named: Collection[str] = ()) -> Constraints:
@@ -75,8 +76,8 @@ def constraints_of(config: TrainConfig, named: Collection[str] = ()) -> Constrai
     Settings in `named`, by their dotted names, are kept in any case.
     """
     values, usual = flat_settings(config), flat_settings(TrainConfig(config.model))
-    free = config.mesh in (AUTO, usual["mesh"])
-    limits = constraints.parse(None if free else str(training_spec(config)).removeprefix("!"))
+    mesh = AUTO if config.mesh == AUTO else str(training_spec(config)).removeprefix("!")
+    limits = constraints.parse(None if mesh in (AUTO, usual["mesh"]) else mesh)
     fixed = {
         field: values[setting]
         for field, setting in CHOSEN.items()

@@ -291,7 +291,7 @@ def _rows_over_sp(job: Job, choice: Choice) -> Iterator[Sent]:
 def _hops(job: Job, choice: Choice) -> int:
     """How far keys travel around a ring."""
     split = split_of(job, choice)
-    return ring_steps_of(split.mask, sequence_order(split, "ring"), choice.sp, split.part).hops
+    return ring_steps_of(split.mask, sequence_order(split, "ring"), choice.sp, split.part).exchanges
 
 
 def _optimizer(job: Job, choice: Choice) -> Iterator[Sent]:

@@ -1,4 +1,4 @@
-"""What people read: numbers, tables and self-contained HTML pages; one of each."""
+"""Output for people: number formatting, tables and self-contained HTML pages."""
 
 from meshwright.present.numbers import (
     GIB,

@@ -10,7 +10,7 @@ BASE = Path(__file__).with_name("base.html")
 
 
 def render(template: Path, *, title: str, data: Any, **values: Any) -> str:
-    """The page's HTML; it needs nothing from outside.
+    """The page's HTML; it loads no other files.
 
     `data` is what the page's script draws, there as `data`; `values` are the template's own names.
     """
@@ -24,6 +24,6 @@ def render(template: Path, *, title: str, data: Any, **values: Any) -> str:
         autoescape=True,
         undefined=StrictUndefined,
     )
-    # JSON has no NaN: a browser would refuse all of it, so it is refused here
+    # JSON has no NaN, and a browser would refuse the page: fail here
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return environment.get_template(template.name).render(title=title, data=text, **values)

@@ -1,4 +1,4 @@
-"""Text from a model: the cache, sampling, generation from a run or a Hugging Face folder."""
+"""Text generation with the model of a run or a Hugging Face folder: KV cache, sampling."""
 
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Model, Source, check_fits, generation_mesh, load, look_into

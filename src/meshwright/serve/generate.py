@@ -1,7 +1,7 @@
-"""Prompts in, tokens out as they come, on any mesh.
+"""Generate tokens from prompts, streamed, on any mesh.
 
 model = load_for_generation("runs/first", generation_mesh("tp=2"))
-for row, token in stream(model, [source.encode("Once"), source.encode("The end of")]):
+for prompt, token in stream(model, [source.encode("Once"), source.encode("The end of")]):
     …
 """
 
@@ -25,15 +25,15 @@ from meshwright.present import count
 from meshwright.serve.load import Model
 from meshwright.serve.sampling import Sampling, sample
 
-_BLOCK = 64  # prompts and caches grow by this much, so that few lengths are compiled
+_BLOCK = 64  # lengths are multiples of this, so that few programs are compiled
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
     tokens: tuple[int, ...]
-    """Without the one that ended it."""
+    """Generated tokens, without the end token."""
     ended: bool
-    """By an end-of-document token; else it is as long as was asked for."""
+    """Whether an end-of-document token ended it; otherwise it has max_new tokens."""
 
 
 def generate(
@@ -42,11 +42,11 @@ def generate(
     max_new: int = 100,
     sampling: Sampling | None = None,
 ) -> list[Continuation]:
-    """A continuation of each prompt."""
+    """Generate a continuation of each prompt."""
     tokens: list[list[int]] = [[] for _ in prompts]
-    for row, token in stream(model, prompts, max_new, sampling):
-        tokens[row].append(token)
-    return [_continuation(row, model.source.ends) for row in tokens]
+    for index, token in stream(model, prompts, max_new, sampling):
+        tokens[index].append(token)
+    return [_continuation(generated, model.source.ends) for generated in tokens]
 
 
 def _continuation(tokens: list[int], ends: Collection[int]) -> Continuation:
@@ -60,9 +60,10 @@ def stream(
     max_new: int = 100,
     sampling: Sampling | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """(row, token) as each comes, rows in order within a step; a row's last may be its end token.
+    """Yield (prompt index, token) as tokens are generated; a prompt's last may be its end token.
 
-    Prompts are token ids, of any lengths. All mistakes are raised by the call itself.
+    Prompts are token ids, of any lengths. Within a step, prompts come in order. The call itself
+    raises all errors.
     """
     check_prompts(prompts, max_new, model.config)
     room = _in_blocks(max(map(len, prompts)) + max_new)
@@ -76,7 +77,7 @@ def stream(
         logits, cache = start(model.params, *padded(prompts, model.config, model.mesh))
         tokens = choose(logits, cache.lengths)
         for _ in range(max_new - 1):
-            # the next step is on its way before this one's tokens are looked at
+            # dispatch the next step before reading the tokens of this one
             logits, cache = advance(model.params, cache, tokens)
             following = choose(logits, cache.lengths)
             yield from _live_ones(tokens, live, model.source.ends)
@@ -88,14 +89,14 @@ def stream(
     return steps()
 
 
-def _check_cache(model: Model, rows: int, room: int) -> None:
-    """On CPUs, whether the host's memory can hold the cache."""
+def _check_cache(model: Model, batch: int, room: int) -> None:
+    """On CPUs, check that the cache fits into the host's memory."""
     per_token = family_of(model.config).generation.cached_numbers(model.config)
     itemsize = model.params["embedding"].dtype.itemsize
     if model.mesh.devices.flat[0].platform == "cpu":
         check_host_memory(
-            rows * room * per_token * itemsize,
-            f"a cache of {count(rows, 'prompt')} of up to {room} tokens",
+            batch * room * per_token * itemsize,
+            f"a KV cache for {count(batch, 'prompt')} of up to {room} tokens",
             "give fewer prompts, or a smaller max_new",
         )
 
@@ -103,21 +104,21 @@ def _check_cache(model: Model, rows: int, room: int) -> None:
 def _live_ones(
     tokens: jax.Array, live: set[int], ends: Collection[int]
 ) -> Iterator[tuple[int, int]]:
-    """The tokens of rows that have not ended; those that end now leave `live`."""
-    came = np.asarray(tokens)
-    for row in sorted(live):
-        token = int(came[row])
+    """The tokens of prompts that have not ended; those that end now leave `live`."""
+    generated = np.asarray(tokens)
+    for index in sorted(live):
+        token = int(generated[index])
         if token in ends:
-            live.remove(row)
-        yield row, token
+            live.remove(index)
+        yield index, token
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new: int, config: Any) -> None:
-    """There are prompts, of tokens the model has, and room for what is to come."""
+    """Raise a MeshwrightError for missing prompts, unknown tokens, or too long sequences."""
     if whole_number(max_new, "max_new") < 1:
-        raise MeshwrightError("max_new=0 asks for no token; give 1 or more")
+        raise MeshwrightError("max_new=0 generates nothing; give 1 or more")
     if not prompts:
-        raise MeshwrightError("there is no prompt; give at least one")
+        raise MeshwrightError("no prompt; give at least one")
     for number, prompt in enumerate(prompts, start=1):
         if not len(prompt):
             raise MeshwrightError(f"prompt {number} is empty; a model continues at least one token")
@@ -138,21 +139,21 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new: int, config: Any) -
 def padded(
     prompts: Sequence[Sequence[int]], config: Any, mesh: Mesh
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens [batch, length] and lengths [batch]: as many rows and places as the mesh divides.
+    """Tokens [batch, length] and lengths [batch], padded to sizes that the mesh divides.
 
-    A prompt starts at its row's first place. Rows that are only there to fill up hold one token.
+    A prompt starts at position 0. Sequences that only pad the batch have one token.
     """
     multiple = family_of(config).generation.batch_multiple(mesh.shape)
-    rows = -(-len(prompts) // multiple) * multiple
-    places = math.lcm(_BLOCK, 2 * mesh.shape.get("sp", 1))  # two chunks for each part of a row
+    batch = -(-len(prompts) // multiple) * multiple
+    block = math.lcm(_BLOCK, 2 * mesh.shape.get("sp", 1))  # two chunks per device of a ring
     longest = max(map(len, prompts))
-    tokens = np.zeros((rows, round_up(longest, places)), np.int32)
-    lengths = np.ones(rows, np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-        lengths[row] = len(prompt)
-    whole = NamedSharding(mesh, P())
-    return jax.device_put(tokens, whole), jax.device_put(lengths, whole)
+    tokens = np.zeros((batch, round_up(longest, block)), np.int32)
+    lengths = np.ones(batch, np.int32)
+    for index, prompt in enumerate(prompts):
+        tokens[index, : len(prompt)] = prompt
+        lengths[index] = len(prompt)
+    replicated = NamedSharding(mesh, P())
+    return jax.device_put(tokens, replicated), jax.device_put(lengths, replicated)
 
 
 Start = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -162,10 +163,10 @@ Choose = Callable[[jax.Array, jax.Array], jax.Array]
 
 @functools.lru_cache(maxsize=16)
 def model_functions(config: Any, mesh: Mesh, room: int) -> tuple[Start, Advance]:
-    """Two programs that give logits [batch, vocab] and a cache; they compile on first use.
+    """Prefill and decode programs, which return logits [batch, vocab] and a cache.
 
-    The first takes prompts and their lengths, the second the cache (which it uses up) and the next
-    tokens [batch].
+    Prefill takes prompts and their lengths; decode takes the cache (donated) and the next tokens
+    [batch]. They compile on first use.
     """
 
     generation = family_of(config).generation
@@ -181,15 +182,15 @@ def model_functions(config: Any, mesh: Mesh, room: int) -> tuple[Start, Advance]
 
 @functools.lru_cache(maxsize=64)
 def chooser(mesh: Mesh, sampling: Sampling, vocab: int) -> Choose:
-    """The program that takes a token [batch] for each row of logits, at its position [batch].
+    """The program that samples a token [batch] from logits [batch, vocab] at positions [batch].
 
-    A program of its own, so that another temperature does not compile the model again. Tokens are
-    given back whole on every device.
+    It is separate, so that another temperature does not recompile the model. Tokens are replicated
+    over all devices.
     """
 
     def choose(logits: jax.Array, positions: jax.Array) -> jax.Array:
-        rows = jnp.arange(logits.shape[0])
-        return reshard(sample(logits, rows, positions, sampling, vocab), P(None))
+        indices = jnp.arange(logits.shape[0])
+        return reshard(sample(logits, indices, positions, sampling, vocab), P(None))
 
     return _on(mesh, jax.jit(choose))
 

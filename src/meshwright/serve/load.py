@@ -1,4 +1,4 @@
-"""A model to use: from a run's checkpoint or a Hugging Face folder, onto any mesh.
+"""Load the model of a run's checkpoint or a Hugging Face folder onto any mesh.
 
 model = load_for_generation("runs/first", generation_mesh("fsdp=4,tp=2"))
 """
@@ -36,18 +36,18 @@ from meshwright.present import mesh_text
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A folder with a model in it, looked into; its weights are still to be read."""
+    """A model in a folder: its config and tokenizer, with weights still to be read."""
 
     config: Any
     tokenizer: Tokenizer
     ends: frozenset[int]
-    """The tokens that end a document."""
+    """Token ids that end a document."""
     special_tokens: bool
-    """Whether the tokenizer adds its own to a prompt, such as begin-of-text."""
+    """Whether to add the tokenizer's special tokens to a prompt, such as begin-of-text."""
     name: str
-    """Where it is from, in words."""
+    """The source, for messages."""
     read: Callable[[Any], Any]
-    """The weights, from a tree of described arrays with shardings."""
+    """Reads the weights for a tree of abstract arrays with shardings."""
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt."""
@@ -68,7 +68,7 @@ class Model:
 
 
 def generation_mesh(text: str = "dp=1,fsdp=1,tp=1,sp=1") -> Mesh:
-    """The mesh of that text: standard axes not named have size 1, devices left over are not used.
+    """The mesh for a text: missing standard axes have size 1, remaining devices are unused.
 
     >>> dict(generation_mesh("tp=1").shape)
     {'tp': 1, 'dp': 1, 'fsdp': 1, 'sp': 1}
@@ -101,9 +101,9 @@ def look_into(
     tokenizer: str | None = None,
     end_token: str | None = None,
 ) -> Source:
-    """What is in a run's folder or a Hugging Face folder, without reading weights.
+    """The model in a run's folder or a Hugging Face folder, without reading weights.
 
-    `tokenizer` and `end_token` stand in for the folder's own (see load_tokenizer).
+    `tokenizer` and `end_token` replace the folder's own (see load_tokenizer).
     """
     folder = Path(path)
     fields = _config_file(folder)
@@ -112,18 +112,20 @@ def look_into(
         return _run(folder, fields, step, own)
     if "architectures" not in fields:
         raise MeshwrightError(
-            f"{folder / 'config.json'} is neither a run's (it has no 'model_config') nor Hugging "
-            "Face's (no 'architectures'); give the folder of a run or of a Hugging Face model"
+            f"{folder / 'config.json'} belongs neither to a run (it has no 'model_config') nor to "
+            "Hugging Face (no 'architectures'); give the folder of a run or of a Hugging Face model"
         )
     if step is not None:
-        raise MeshwrightError(f"{folder} is a Hugging Face folder; it has no step {step}")
+        raise MeshwrightError(
+            f"{folder} is a Hugging Face folder, which has no step {step}; leave --step out"
+        )
     return _hugging_face(folder, fields, own, end_token)
 
 
 def load(source: Source, mesh: Mesh, dtype: Any = jnp.float32, rules: Rules | None = None) -> Model:
-    """Its weights onto the mesh, matrices in `dtype`; each device reads its part.
+    """Load the weights onto the mesh, matrices in `dtype`; each device reads its shard.
 
-    They lie by `rules`, those of generation unless others are given.
+    `rules` shard them; the default is the rules of generation.
     """
     check_fits(source.config, mesh)
     padded = targets(source.config, mesh, dtype, rules)
@@ -139,32 +141,32 @@ def load(source: Source, mesh: Mesh, dtype: Any = jnp.float32, rules: Rules | No
 
 
 def check_fits(config: Any, mesh: Mesh) -> None:
-    """The mesh splits this model's dims evenly; the vocabulary is padded."""
+    """Raise a MeshwrightError if the mesh does not divide the model's dims."""
     for axes, dims in ((("tp",), ("kv_heads", "mlp")), (("fsdp", "sp"), ("embed",))):
         parts = math.prod(mesh.shape[axis] for axis in axes)
         for dim in dims:
             size = getattr(config, dim)
             if size % parts:
-                said = " · ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+                sizes = " · ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
                 fits = [str(n) for n in range(1, mesh.size + 1) if size % n == 0][-3:]
                 raise MeshwrightError(
-                    f"mesh '{mesh_text(mesh.shape)}': {said} does not divide the model's "
+                    f"mesh '{mesh_text(mesh.shape)}': {sizes} does not divide the model's "
                     f"{dim}={size}; {' or '.join(fits)} would"
                 )
 
 
 def targets(config: Any, mesh: Mesh, dtype: Any, rules: Rules | None = None) -> Any:
-    """Every parameter described, with its place on the mesh; norms and biases in float32.
+    """Abstract parameters with shardings; norms and biases in float32.
 
     The vocabulary is padded where the mesh does not divide it.
     """
     rules = family_of(config).generation.rules() if rules is None else rules
     arrays = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
-    wide = nontrivial_axes(mesh.shape)
+    nontrivial = nontrivial_axes(mesh.shape)
 
     def target(spec: ArraySpec, layout: Layout) -> jax.ShapeDtypeStruct:
         kept = dtype if spec.is_matrix else jnp.float32
-        place = NamedSharding(mesh, drop_trivial_axes(P(*layout.axes), wide))
+        place = NamedSharding(mesh, drop_trivial_axes(P(*layout.axes), nontrivial))
         return jax.ShapeDtypeStruct(spec.shape, kept, sharding=place)
 
     places = layout_tree(arrays, rules, mesh=mesh)
@@ -201,7 +203,7 @@ def _run(
         config = dataclasses.replace(config, hf_config=fields.get("hf_config"))
     except (KeyError, TypeError, ValueError) as reason:
         raise MeshwrightError(
-            f"{folder / 'config.json'}: 'model_config' is not one of this version: {reason}"
+            f"{folder / 'config.json'}: 'model_config' does not match this version: {reason}"
         ) from None
     if tokenizer is None:
         tokenizer = _run_tokenizer(folder / "tokenizer_state.json")
@@ -215,12 +217,12 @@ def _run(
             f"{folder / 'checkpoints'} holds no complete checkpoint; the run saves one when it "
             f"ends and every --checkpoint.every steps{_renamed(checkpoints.folder)}"
         )
-    checkpoints.arrays(chosen)  # or a message which there are
+    checkpoints.arrays(chosen)  # or an error that lists them
     return Source(
         config=config,
         tokenizer=tokenizer,
         ends=frozenset({tokenizer.end_of_document}),
-        special_tokens=False,  # as `meshwright data pack` leaves them out
+        special_tokens=False,  # as in `meshwright data pack`
         name=f"step {chosen} of {folder}",
         read=lambda targets: checkpoints.restore(chosen, {"params": targets}, cast=True)["params"],
     )
@@ -262,7 +264,7 @@ def _hugging_face(
 
 def _run_tokenizer(file: Path) -> Tokenizer:
     if not file.is_file():
-        raise MeshwrightError(f"{file} is not there; name the run's tokenizer with --tokenizer")
+        raise MeshwrightError(f"{file} does not exist; name the run's tokenizer with --tokenizer")
     try:
         return tokenizer_from_json(_json(file))
     except (KeyError, TypeError, AttributeError):
@@ -273,16 +275,16 @@ def _check_vocabulary(tokenizer: Tokenizer, config: Any, folder: Path) -> None:
     if tokenizer.vocab > config.vocab:
         raise MeshwrightError(
             f"the tokenizer has {tokenizer.vocab} tokens, the model in {folder} {config.vocab}: "
-            "they do not belong together"
+            "they do not match; name the model's tokenizer with --tokenizer"
         )
 
 
 def _hf_ends(folder: Path, fields: dict[str, Any]) -> frozenset[int]:
-    """What the model's files say ends its text: an id or several, in either file."""
+    """The eos_token_id (one or several) of config.json and generation_config.json."""
     beside = folder / "generation_config.json"
-    said = [fields, _json(beside)] if beside.is_file() else [fields]
+    sizes = [fields, _json(beside)] if beside.is_file() else [fields]
     ends: set[int] = set()
-    for data in said:
+    for data in sizes:
         value = data.get("eos_token_id") if isinstance(data, dict) else None
         ends |= {i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)}
     return frozenset(ends)

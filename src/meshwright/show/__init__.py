@@ -1,4 +1,4 @@
-"""A placement drawn, in the terminal or as a page: a mesh on its machine, arrays in shards."""
+"""Draw a mesh on its machine and sharded arrays, in the terminal or as an HTML page."""
 
 from meshwright.show.page import page
 from meshwright.show.scene import Scene, ShownArray, scene

@@ -9,5 +9,5 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def page(scene: Scene) -> str:
-    """The page's HTML; it needs nothing from outside."""
+    """The page's HTML; it loads no other files."""
     return render(TEMPLATE, title=scene.title, data=scene.data())

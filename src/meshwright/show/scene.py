@@ -1,4 +1,4 @@
-"""What there is to draw: a mesh on a machine, and arrays laid out on it."""
+"""The data of a drawing: a mesh on a machine, and sharded arrays."""
 
 import dataclasses
 import math
@@ -72,7 +72,7 @@ class Scene:
             "host": list(machine.host_grid),
             "wraps": list(machine.wraps) if machine.is_tpu else [],
             "slices": machine.slices,
-            # in mesh order, so a device's place in the list is its logical position
+            # in mesh order, so the index of a device is its logical position
             "devices": [
                 [d.id, d.slice_index, d.process_index, *_drawn_at(machine, d.position)]
                 for d in self.mesh.devices.flat
@@ -126,7 +126,7 @@ def _ring(hops: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _drawn_at(machine: Machine, position: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """A device's place as (x, y, z, core); GPUs stand in rows by host."""
+    """A device's position in the drawing as (x, y, z, core); GPUs are in rows by host."""
     if machine.is_tpu:
         x, y, z, core = position
         return x, y, z, core

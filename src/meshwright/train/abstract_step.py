@@ -24,6 +24,7 @@ from meshwright.train.setup import (
     choose_rules,
     compute_of,
     model_of,
+    objective_of,
     training_mesh,
 )
 from meshwright.train.state import TrainState, abstract_state
@@ -40,6 +41,7 @@ class AbstractStep:
     rules: Rules
     compute: Compute
     arrays: Any  # ArraySpecs of the parameters
+    optimizer: Any
     functions: StepFunctions
     state: TrainState  # jax.ShapeDtypeStructs with shardings
     batch: dict[str, jax.ShapeDtypeStruct]  # [micro-batches, rows, length]
@@ -68,8 +70,10 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
         raise MeshwrightError(
             "the step runs on explicit mesh axes; make the mesh with axis_types='explicit'"
         )
-    check_sizes(config, model, rules, mesh.shape)
+    # the length last: one that sp divides may still not suit the strategy
+    check_sizes(config, model, rules, mesh.shape, split_length=False)
     compute, attention = compute_of(config, model, rules, mesh)
+    check_sizes(config, model, rules, mesh.shape)
     vocab = padded_vocab(model, rules, mesh.shape)
     arrays = family_of(model).arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
@@ -77,11 +81,17 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
         model, compute, optimizer, rate, mesh,
         loss=config.loss, clip_norm=config.optimizer.clip_norm, overlap=config.compute.overlap,
     )  # fmt: skip
-    shape = (config.accumulation, config.batch // config.accumulation, config.seq)
-    row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=functions.batch_sharding)
+    objective = objective_of(config, model)
+    fields = family_of(model).batch_fields
+    lengths = dict.fromkeys(fields, config.seq) if objective is None else objective.lengths
+
+    def field(length: int) -> jax.ShapeDtypeStruct:
+        shape = (config.accumulation, config.batch // config.accumulation, length)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=functions.batch_sharding)
+
     return AbstractStep(
-        config, model, mesh, rules, compute, arrays, functions,
+        config, model, mesh, rules, compute, arrays, optimizer, functions,
         state=abstract_state(arrays, rules, optimizer, mesh),
-        batch=dict.fromkeys(family_of(model).batch_fields, row),
+        batch={name: field(length) for name, length in lengths.items()},
         attention=attention,
     )  # fmt: skip

@@ -56,8 +56,8 @@ class CheckpointConfig:
 class EvalConfig:
     every: int = 500
     """Steps from one evaluation to the next; there is one at the end too."""
-    rows: int = 0
-    """Rows at the end of each store that are not trained on but evaluated; 0: no evaluation."""
+    sequences: int = 0
+    """Sequences held out at the end of each token store for evaluation; 0: no evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +83,8 @@ class TrainConfig:
     """As in T5X: the tile of a model replica as x,y,z,cores, such as 2,1,1,2; the rest is dp."""
     data: str = "embedded"
     """A token store, several with weights (a.store:0.7,b.store:0.3), or the embedded stories."""
+    objective: Literal["auto", "next-token", "span-corruption", "prefix-lm"] = "auto"
+    """What is predicted; auto: next tokens for decoders, corrupted spans for T5."""
     steps: int = 1000
     """Optimizer steps, in all."""
     stop_at: int | None = None
@@ -173,7 +175,7 @@ MOST = 2**31 - 1  # steps and dims of arrays are counted in int32
 _LEAST_FLOAT32, _MOST_FLOAT32 = 1.2e-38, 3.4e38
 _AT_LEAST = {
     "steps": 1, "stop_at": 1, "batch": 1, "seq": 1, "accumulation": 1, "max_skipped": 1,
-    "cpu_devices": 1, "num_partitions": 1, "eval.rows": 0, "eval.every": 1, "log.every": 1,
+    "cpu_devices": 1, "num_partitions": 1, "eval.sequences": 0, "eval.every": 1, "log.every": 1,
     "checkpoint.every": 1, "checkpoint.keep_last": 1, "checkpoint.keep_every": 1,
 }  # fmt: skip
 

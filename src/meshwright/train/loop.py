@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from meshwright.checkpoint import Channel, Checkpoints, not_a_folder
-from meshwright.data import FIELDS
 from meshwright.errors import MeshwrightError
 from meshwright.launch import (
     Stop,
@@ -39,6 +38,7 @@ from meshwright.models import load_hf, model_to_dict
 from meshwright.present import bytes_text, count, duration_text, mesh_text
 from meshwright.train.config import LATEST, NONE, TrainConfig, config_to_dict
 from meshwright.train.optimizer import DEFAULT_WARMUP
+from meshwright.train.prepare import bytes_per_device, prepare
 from meshwright.train.resume import check_resume, resume_command, resume_step
 from meshwright.train.run import (
     LiveLine,
@@ -56,7 +56,6 @@ from meshwright.train.run import (
 )
 from meshwright.train.run.metrics import FILE as METRICS
 from meshwright.train.same_settings import check_same_settings
-from meshwright.train.setup import bytes_per_device, prepare
 from meshwright.train.state import TrainState, new_state, params_are_finite
 
 LAG = 1  # a step is started before the result of the one before it is looked at
@@ -159,14 +158,14 @@ class _Run:
                 )
             )
             if self.saved is not None:
-                log.note(first, "resumed", mesh=mesh_text(self.setup.mesh.shape))
+                log.note(first, "resumed", mesh=mesh_text(self.setup.step.mesh.shape))
             live = stack.enter_context(LiveLine(config.steps, shown=self.speaks))
             state, last = self._steps(state, first, step_function, log, live)
             self._save_for_good(state, last, live)
             why = f" ({self.stop.reason})" if self.stop.requested else ""
             live.print(f"saved step {last}{why} in {self.checkpoints.folder}")
             # who sends a signal does not wait for long
-            if config.eval.rows and last not in (first, self.evaluated) and not self.signalled:
+            if config.eval.sequences and last not in (first, self.evaluated) and not self.signalled:
                 self._evaluate(state, last, log, live)
         if self.speaks:
             try:
@@ -182,7 +181,7 @@ class _Run:
         config = self.config
         # reports of steps begun but not looked at, oldest first
         waiting: collections.deque[tuple[int, Any]] = collections.deque()
-        sharding = self.setup.functions.batch_sharding
+        sharding = self.setup.step.functions.batch_sharding
         batches: Any = self.setup.loader.iterate(first, sharding)
         done, save_is_due = first, False
         with contextlib.closing(batches):
@@ -200,7 +199,7 @@ class _Run:
                 waiting.append((done, report))
                 if len(waiting) > LAG:
                     self._look(waiting.popleft(), log, live, state)
-                if done % config.eval.every == 0 and config.eval.rows and done < config.steps:
+                if done % config.eval.every == 0 and config.eval.sequences and done < config.steps:
                     self._look_at_all(waiting, log, live, state)
                     self._evaluate(state, done, log, live)
                 save_is_due |= done % config.checkpoint.every == 0
@@ -236,8 +235,8 @@ class _Run:
         if took is not None and self.clock.seconds:
             per_step = config.batch * config.seq
             flops = setup.model.flops_per_token(config.seq)
-            peak = peak_flops(list(setup.mesh.devices.flat))
-            speed = throughput(flops, per_step, self.clock.seconds, setup.mesh.size, peak)
+            peak = peak_flops(list(setup.step.mesh.devices.flat))
+            speed = throughput(flops, per_step, self.clock.seconds, setup.step.mesh.size, peak)
             row |= {"step_seconds": self.clock.seconds} | speed.metrics()
         held = memory()
         row |= {} if held is None else held.metrics()
@@ -281,7 +280,7 @@ class _Run:
         return self.channel.from_first(text)
 
     def _evaluate(self, state: TrainState, step: int, log: MetricsLog, live: LiveLine) -> None:
-        loader, functions = self.setup.eval_loader, self.setup.functions
+        loader, functions = self.setup.eval_loader, self.setup.step.functions
         assert loader is not None
         with self.watchdog.paused("evaluating"), self.clock.paused():
             entropy, tokens = 0.0, 0
@@ -301,7 +300,7 @@ class _Run:
             "step": step,
             "tokens": self.tokens,
             "data": self.setup.loader.describe(),
-            "mesh": mesh_text(self.setup.mesh.shape),
+            "mesh": mesh_text(self.setup.step.mesh.shape),
             "model_config": model_to_dict(self.setup.model),
             "config": config_to_dict(self.config),
         }
@@ -317,7 +316,7 @@ class _Run:
         """A save that fails loses nothing that was saved before: training goes on."""
         with self.watchdog.paused("saving"), self.clock.paused():
             self._finish_last_save(live)
-            if not params_are_finite(state, self.setup.mesh):
+            if not params_are_finite(state, self.setup.step.mesh):
                 live.print(f"warning: step {step} is not saved: its weights are not finite")
                 return
             try:
@@ -332,7 +331,7 @@ class _Run:
             self._finish_last_save(live)
             if step in self.checkpoints.steps():
                 return
-            if not params_are_finite(state, self.setup.mesh):
+            if not params_are_finite(state, self.setup.step.mesh):
                 raise MeshwrightError(
                     f"the weights of step {step} are not finite, so they are not saved. "
                     f"{self._newest_healthy()}"
@@ -360,33 +359,29 @@ class _Run:
             )
 
     def _first_state(self) -> TrainState:
-        setup = self.setup
+        setup, step = self.setup, self.setup.step
         if self.saved is not None:
-            with jax.set_mesh(setup.mesh):
+            with jax.set_mesh(step.mesh):
                 restored: TrainState = self.checkpoints.restore(self.saved, setup.stored)
-                restored = fit(restored, setup.target)
-                none = jax.device_put(np.int32(0), setup.target.step.sharding)
+                restored = fit(restored, step.state)
+                none = jax.device_put(np.int32(0), step.state.step.sharding)
             return dataclasses.replace(restored, skipped_in_a_row=none)
         params = None
         if self.config.init_from is not None:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.stored.params)
             dtype = self.config.compute.param_dtype
             params = load_hf(self.config.init_from, setup.model, shardings, dtype)
-            params = fit(params, setup.target.params)
+            params = fit(params, step.state.params)
         return new_state(
-            setup.arrays, setup.target, setup.optimizer, setup.mesh, self.config.seed, params
+            step.arrays, step.state, step.optimizer, step.mesh, self.config.seed, params
         )
 
     # what is told
 
     def _compile(self, state: TrainState) -> Any:
-        loader, functions = self.setup.loader, self.setup.functions
-        described = {
-            name: jax.ShapeDtypeStruct(loader.shape, "int32", sharding=functions.batch_sharding)
-            for name in FIELDS
-        }
+        step = self.setup.step
         with _heard(self._say):
-            lowered = functions.train.lower(state, described)
+            lowered = step.functions.train.lower(state, step.batch)
         start = time.monotonic()
         with waiting_line("compiling", shown=self.speaks):
             compiled = lowered.compile()
@@ -407,7 +402,7 @@ class _Run:
         return compiled
 
     def _check_state_memory(self) -> None:
-        target = self.setup.target
+        target = self.setup.step.state
         check_host_memory(
             host_bytes(target) + host_bytes(target.params),  # gradients are as large as parameters
             f"{self.config.model} with parameters, gradients and optimizer state",
@@ -415,7 +410,7 @@ class _Run:
         )
 
     def _check_step_memory(self, per_device: int) -> None:
-        devices = [one for one in self.setup.mesh.local_devices if one.platform == "cpu"]
+        devices = [one for one in self.setup.step.mesh.local_devices if one.platform == "cpu"]
         config = self.config
         check_host_memory(
             per_device * len(devices),
@@ -425,17 +420,17 @@ class _Run:
 
     def _announce(self, first: int) -> None:
         setup, config = self.setup, self.config
-        devices = list(setup.mesh.devices.flat)
+        devices = list(setup.step.mesh.devices.flat)
         self._say(
-            f"{config.model} on mesh {mesh_text(setup.mesh.shape)}: "
+            f"{config.model} on mesh {mesh_text(setup.step.mesh.shape)}: "
             f"{count(len(devices), devices[0].device_kind + ' device')}"
             + (f", {jax.process_count()} processes" if jax.process_count() > 1 else "")
         )
         self._say(setup.explanation.summary())
         kinds = {
-            "parameters": bytes_per_device(setup.target.params),
-            "gradients": bytes_per_device(setup.target.params),
-            "optimizer": bytes_per_device(setup.target.optimizer),
+            "parameters": bytes_per_device(setup.step.state.params),
+            "gradients": bytes_per_device(setup.step.state.params),
+            "optimizer": bytes_per_device(setup.step.state.optimizer),
         }
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in kinds.items())
         self._say(f"per device: {parts}")
@@ -451,8 +446,8 @@ class _Run:
                 f"note: the warm-up is shortened from {DEFAULT_WARMUP} to {count(warmup, 'step')}, "
                 "to suit the length of the run; --optimizer.warmup-steps sets it"
             )
-        if setup.attention is not None:
-            self._say(f"attention: {setup.attention}")
+        if setup.step.attention is not None:
+            self._say(f"attention: {setup.step.attention}")
         if setup.padding is not None:
             self._say(f"{setup.padding} (in memory only)")
         for remark in setup.explanation.remarks:
@@ -472,8 +467,8 @@ class _Run:
             "name": folder.name,
             "model": self.config.model,
             "parameters": f"{setup.explanation.num_elements:,}",
-            "mesh": mesh_text(setup.mesh.shape),
-            "machine": f"{setup.mesh.size} × {setup.mesh.devices.flat[0].device_kind}",
+            "mesh": mesh_text(setup.step.mesh.shape),
+            "machine": f"{setup.step.mesh.size} × {setup.step.mesh.devices.flat[0].device_kind}",
             "data": self.config.data,
         }
         write_description(folder, settings, about, setup.loader.mixture.tokenizer.to_json())

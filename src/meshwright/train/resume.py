@@ -17,7 +17,7 @@ from meshwright.train.config import (
     config_to_dict,
     settings_flags,
 )
-from meshwright.train.setup import Setup
+from meshwright.train.prepare import Setup
 
 _SHOWN = 8
 
@@ -109,7 +109,7 @@ def check_resume(
 
 # what Loader.describe() names, and the flag that sets it
 _FLAGS = {"sources": "--data", "batch": "--batch", "seq": "--seq", "seed": "--seed"}
-_FLAGS |= {"held_out": "--eval.rows"}
+_FLAGS |= {"held_out": "--eval.sequences"}
 
 
 def _check_data(before: dict[str, Any], now: dict[str, Any], where: str) -> None:

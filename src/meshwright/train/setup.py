@@ -1,42 +1,27 @@
-"""From settings to everything a run needs, with every mistake found before anything is compiled."""
+"""What settings say of a step: the model, the mesh, the rules, how it is computed."""
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
-from meshwright.data import (
-    Loader,
-    Mixture,
-    Tokenizer,
-    check_data,
-    held_out_loader,
-    load_tokenizer,
-    training_loader,
-)
-from meshwright.errors import MeshwrightError
-from meshwright.layouts import Explanation, Rules, explain
+from meshwright.data import OBJECTIVES, EncoderDecoderObjective, Tokenizer, sentinel_top
+from meshwright.errors import MeshwrightError, one_of
+from meshwright.layouts import Rules
 from meshwright.machines import Machine, chip_of_kind
 from meshwright.meshes import STANDARD_AXES, MeshSpec, mesh, tile_mesh
 from meshwright.models import (
-    SOURCE,
-    SPECIAL_TOKENS,
     Compute,
     activation_layouts,
     default_dtype,
-    describe_padding,
     family_of,
-    from_hf_config,
     indivisible,
     model_config,
     override,
-    padded_vocab,
 )
 from meshwright.ops import nontrivial_axes
 from meshwright.ops.attention import (
@@ -48,94 +33,32 @@ from meshwright.ops.attention import (
     slow_kernel,
 )
 from meshwright.train.config import TrainConfig
-from meshwright.train.optimizer import make_optimizer
-from meshwright.train.run.trackers import check_trackers
-from meshwright.train.state import TrainState, abstract_state, stored_state
-from meshwright.train.step import StepFunctions, step_functions
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """A run, made ready: nothing is on a device yet."""
-
-    config: TrainConfig
-    model: Any  # its config
-    mesh: Mesh
-    rules: Rules
-    arrays: Any  # ArraySpecs of the parameters
-    optimizer: Any
-    functions: StepFunctions
-    target: TrainState  # described
-    stored: TrainState  # the same as a checkpoint holds it, without padding
-    loader: Loader
-    eval_loader: Loader | None
-    explanation: Explanation
-    attention: str | None  # how it is split over sp, and a kernel that is slow, in words
-    padding: str | None  # what is padded in memory, in words
-
-
-def prepare(config: TrainConfig) -> Setup:
-    """Read model, mesh, rules and data, and check them against each other."""
-    check_trackers(config.log.tensorboard, config.log.wandb is not None)
-    model = model_of(config)
-    rules = choose_rules(config, model)
-    placed = training_mesh(config)
-    check_sizes(config, model, rules, placed.shape)
-    if config.init_from is not None:
-        _check_weights(config, model)
-    mixture = Mixture.parse(config.data)
-    tokenizer = None
-    if config.init_from is not None and (config.init_from / "tokenizer.json").exists():
-        tokenizer = load_tokenizer(str(config.init_from))
-    check_data(
-        mixture,
-        vocab=model.vocab,
-        seq=config.seq,
-        batch=config.batch,
-        held_out=config.eval.rows,
-        tokenizer=tokenizer,
-    )
-    model = dataclasses.replace(model, hf_config=_hf_config(config, model, mixture.tokenizer))
-    compute, attention = compute_of(config, model, rules, placed)
-    loader = training_loader(
-        mixture,
-        batch=config.batch,
-        seq=config.seq,
-        accumulation=config.accumulation,
-        seed=config.seed,
-        held_out=config.eval.rows,
-    )
-    eval_loader = None
-    if config.eval.rows:
-        rows = config.batch // config.accumulation
-        eval_loader = held_out_loader(
-            mixture, batch=rows, seq=config.seq, held_out=config.eval.rows
-        )
-    vocab = padded_vocab(model, rules, placed.shape)
-    arrays = family_of(model).arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
-    explanation = explain(arrays, rules, placed)
-    optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
-    functions = step_functions(
-        model,
-        compute,
-        optimizer,
-        rate,
-        placed,
-        loss=config.loss,
-        clip_norm=config.optimizer.clip_norm,
-        overlap=config.compute.overlap,
-    )
-    target = abstract_state(arrays, rules, optimizer, placed)
-    return Setup(
-        config, model, placed, rules, arrays, optimizer, functions, target,
-        stored_state(arrays, target, optimizer), loader, eval_loader, explanation, attention,
-        describe_padding(model, rules, placed.shape),
-    )  # fmt: skip
 
 
 def model_of(config: TrainConfig) -> Any:
     """The model that the settings name, with their changes to it."""
     return override(model_config(config.model), config.override, config.seq)
+
+
+def objective_of(
+    config: TrainConfig, model: Any, tokenizer: Tokenizer | None = None
+) -> EncoderDecoderObjective | None:
+    """The training objective; None for next tokens. Without data's tokenizer, its lengths alone."""
+    known = family_of(model).objectives
+    name = known[0] if config.objective == "auto" else config.objective
+    if name not in known:
+        raise MeshwrightError(
+            f"objective={name!r} is not one of this model; it trains on {one_of(known)}"
+        )
+    if name == "next-token":
+        return None
+    end, vocab = 1, model.vocab
+    if tokenizer is not None:
+        end, vocab = tokenizer.end_of_document, sentinel_top(tokenizer, model.vocab)
+    found = OBJECTIVES[name](config.seq, vocab, end, model.start_token, config.seed)
+    if tokenizer is not None:
+        found.check_sentinels(tokenizer)
+    return found
 
 
 def training_spec(config: TrainConfig) -> MeshSpec:
@@ -258,66 +181,20 @@ def flops_per_byte(device: Any) -> float:
 
 
 def check_sizes(
-    config: TrainConfig, model: Any, rules: Rules, mesh_shape: Mapping[str, int]
+    config: TrainConfig,
+    model: Any,
+    rules: Rules,
+    mesh_shape: Mapping[str, int],
+    split_length: bool = True,
 ) -> None:
-    """The model, the batch and the sequence length against the mesh and against each other."""
+    """The model, the batch and, if it is to be, the split length against the mesh."""
     if config.seq > model.max_seq:
         raise MeshwrightError(
             f"seq={config.seq} is longer than the model allows; {model.max_seq} or less would fit, "
             "or say how its positions reach further: --override rope.theta=…, or rope.scaling=… "
             "with rope.factor=…"
         )
-    why = indivisible(model, rules, mesh_shape, config.batch, config.seq, config.accumulation)
+    seq = config.seq if split_length else None
+    why = indivisible(model, rules, mesh_shape, config.batch, seq, config.accumulation)
     if why is not None:
         raise MeshwrightError(why)
-
-
-def _check_weights(config: TrainConfig, model: Any) -> None:
-    """Weights made for other settings (a rope, a norm) would fit and be wrong."""
-    folder = config.init_from
-    assert folder is not None
-    theirs = override(from_hf_config(folder), config.override, config.seq)
-    differ = [
-        field.name
-        for field in dataclasses.fields(model)
-        if field.compare
-        and field.name != "max_seq"
-        and getattr(model, field.name) != getattr(theirs, field.name)
-    ]
-    if differ:
-        said = ", ".join(
-            f"{name} {getattr(theirs, name)} there, {getattr(model, name)} here" for name in differ
-        )
-        raise MeshwrightError(
-            f"init_from {str(folder)!r} holds the weights of another model: {said}; give that "
-            f"folder as the model too: meshwright train {folder} --init-from {folder}"
-        )
-
-
-def _hf_config(config: TrainConfig, model: Any, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What `save_hf` will need of the folder that the weights or the model came from.
-
-    Special tokens and tokenizer files are kept if the data was packed with that tokenizer.
-    """
-    source = model if config.init_from is None else from_hf_config(config.init_from)
-    fields = dict(source.hf_config or {})
-    folder = None if SOURCE not in fields else Path(fields[SOURCE])
-    if folder is not None and (folder / "tokenizer.json").is_file():
-        with contextlib.suppress(MeshwrightError):  # one that cannot be read is another one
-            if load_tokenizer(folder).identity == tokenizer.identity:
-                return fields
-    elif config.init_from is not None:
-        return fields  # no tokenizer contradicts its special tokens
-    kept = {name: fields[name] for name in fields if name not in (SOURCE, *SPECIAL_TOKENS)}
-    return kept | {"eos_token_id": tokenizer.end_of_document}
-
-
-def bytes_per_device(tree: Any) -> int:
-    """Of described arrays with shardings, what one device holds."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        elements = 1
-        for size in leaf.sharding.shard_shape(leaf.shape):
-            elements *= size
-        total += elements * leaf.dtype.itemsize
-    return total

@@ -225,18 +225,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "of one dtype, not bfloat16, float32 and float32",
     ),
     "keys whole where queries are split": (
-        {"layouts": (OVER_SP, WHOLE, WHOLE)}, "takes q, k and v laid out alike"
+        {"layouts": (OVER_SP, WHOLE, WHOLE)}, "needs q, k and v with the same sharding"
     ),
     "key heads whole where heads are split": (
-        {"layouts": (OVER_TP, WHOLE, WHOLE)}, "takes q, k and v laid out alike"
+        {"layouts": (OVER_TP, WHOLE, WHOLE)}, "needs q, k and v with the same sharding"
     ),
-    "head_dim split": ({"layouts": (P(None, None, None, "tp"),) * 3}, "head_dim whole"),
+    "head_dim split": ({"layouts": (P(None, None, None, "tp"),) * 3}, "head_dim not sharded"),
     "documents of other rows": (
         {"segments": ((2, 8), P(None, "sp"))},
-        r"segments of shape \(2, 8\) do not number the documents of 16 queries",
+        r"segments have shape \(2, 8\); they must be \[batch, length\] = \(2, 16\)",
     ),
     "documents laid out otherwise": (
-        {"segments": ((2, 16), P(None, None))}, "batch and length must go the same way"
+        {"segments": ((2, 16), P(None, None))}, "batch and length must be sharded alike"
     ),
     "fewer queries than keys": (
         {"shapes": ((2, 8, 4, 8), KV, KV), "strategy": "ring"},
@@ -244,25 +244,25 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an offset": (
         {"mask": Mask(offset=2), "strategy": "ring"},
-        "'ring' cannot serve this: its masks begin at the first key, not 2 places behind",
+        "'ring' is not possible: it has no mask with an offset of 2",
     ),
-    "order": ({"order": "zig-zag"}, "order='zig-zag' is not an order of rows; did you mean 'zigzag'"),
+    "order": ({"order": "zig-zag"}, "order='zig-zag' is not a sequence order; did you mean 'zigzag'"),
     "a window in zigzag": (
         {"order": "zigzag", "mask": Mask(window=3), "strategy": "ring"},
-        "attention by ring with .*window=3.* takes rows in contiguous order, not in zigzag",
+        "ring attention with .*window=3.* needs sequences in contiguous order, not in zigzag",
     ),
     "blocks over the edge of a chunk": (
         {"order": "zigzag", "mask": Mask(block=4), "strategy": "allgather"},
-        "attention by allgather with .*block=4.* takes rows in contiguous order",
+        "allgather attention with .*block=4.* needs sequences in contiguous order",
     ),
     "ulysses in zigzag": (
         {"shapes": ((2, 16, 4, 8),) * 3, "order": "zigzag", "strategy": "ulysses"},
-        "attention by ulysses .* takes rows in contiguous order",
+        "ulysses attention with .* needs sequences in contiguous order",
     ),
     "strategy": ({"strategy": "rign"}, "'rign' is not a strategy; did you mean 'ring'"),
     "kernel": ({"kernel": "blokwise", "strategy": "ring"}, "did you mean 'blockwise'"),
     "a kernel of another machine": (
-        {"kernel": "cudnn", "strategy": "ring"}, "'cudnn' cannot serve this: it runs on NVIDIA GPUs"
+        {"kernel": "cudnn", "strategy": "ring"}, "'cudnn' does not support this: it runs on NVIDIA GPUs"
     ),
 }  # fmt: skip
 

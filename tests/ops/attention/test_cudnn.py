@@ -80,7 +80,7 @@ def test_each_pass_is_one_call_with_the_same_mask_and_scale(
         assert options["dropout_rate"] == 0
 
 
-def test_the_backward_pass_is_given_log_sums_head_by_head_and_keeps_key_heads_few() -> None:
+def test_the_backward_pass_is_given_lse_head_by_head_and_keeps_key_heads_few() -> None:
     *_, (_, _, types) = lowered(Mask(), packed=False)
     given, got = types.split(" -> ")
     assert f"tensor<{BATCH}x{HEADS}x{LENGTH}xf32>" in given
@@ -150,9 +150,9 @@ CALL = Call("gpu", "bfloat16", 4096, 4096, 128, Mask(), segmented=False)
         ({"dtype": "float32"}, "not float32"),
         ({"head_dim": 136}, "head_dim 136 is not a multiple of 8 up to 128"),
         ({"mask": Mask(block=16)}, "no block-causal mask"),
-        ({"mask": Mask(offset=64)}, "begin at the first key"),
+        ({"mask": Mask(offset=64)}, "causal masks have no offset"),
         ({"mask": Mask(window=64), "segmented": True}, "not both"),
-        ({"dynamic": True}, "known when it is compiled"),
+        ({"dynamic": True}, "the mask at compile time"),
     ],
 )
 def test_what_it_cannot_do_is_said(changes: dict[str, Any], why: str) -> None:
@@ -181,7 +181,7 @@ def test_a_jax_that_calls_cudnn_otherwise_is_not_called(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(fused_attention_stablehlo, "_dot_product_attention_bwd_rule", rule)
     fused._unknown_calls.cache_clear()
-    assert "in a way that is not known here (softcap)" in str(cudnn.refuses(CALL))
+    assert "has an unknown interface to cuDNN (softcap)" in str(cudnn.refuses(CALL))
     monkeypatch.undo()
     fused._unknown_calls.cache_clear()
     assert cudnn.refuses(CALL) is None

@@ -16,13 +16,13 @@ from tests.ops.attention.reference import in_float64, inputs
 
 from meshwright.ops.attention.block import Block, Gradients, Partial, merge
 from meshwright.ops.attention.documents import backward, forward, padded_length, parts_of
-from meshwright.ops.attention.fused import Rows
+from meshwright.ops.attention.fused import Inputs
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 QUICKLY = {"xla_backend_optimization_level": 0}  # most of the time here is the compiler's
 
 
-def weights_of(rows: Rows, log_sum: Any = None) -> tuple[Any, Any, Any]:
+def weights_of(rows: Inputs, lse: Any = None) -> tuple[Any, Any, Any]:
     """[rows, heads, queries, keys]: by the log-sum given, or by their own."""
     k = jnp.repeat(rows.k, rows.q.shape[2] // rows.k.shape[2], axis=2)
     scores = jnp.einsum("bihd,bjhd->bhij", rows.q, k) * HEAD_DIM**-0.5
@@ -35,10 +35,10 @@ def weights_of(rows: Rows, log_sum: Any = None) -> tuple[Any, Any, Any]:
         is_query = queries[None] < rows.counts[0][:, None]
         is_key = keys[None] < rows.counts[1][:, None]
         scores = jnp.where((is_query[:, :, None] & is_key[:, None, :])[:, None], scores, -jnp.inf)
-    if log_sum is None:
-        log_sum = jax.nn.logsumexp(scores, axis=-1).swapaxes(1, 2)
-    weights = jnp.exp(scores - log_sum.swapaxes(1, 2)[..., None])
-    return jnp.where(jnp.isneginf(scores), 0.0, weights), log_sum, k
+    if lse is None:
+        lse = jax.nn.logsumexp(scores, axis=-1).swapaxes(1, 2)
+    weights = jnp.exp(scores - lse.swapaxes(1, 2)[..., None])
+    return jnp.where(jnp.isneginf(scores), 0.0, weights), lse, k
 
 
 def spoiled(x: Any, count: Any) -> Any:
@@ -47,16 +47,16 @@ def spoiled(x: Any, count: Any) -> Any:
     return jnp.where(inside.reshape(*inside.shape, *(1,) * (x.ndim - 2)), x, jnp.nan)
 
 
-def plain_forward(rows: Rows) -> Partial:
+def plain_forward(rows: Inputs) -> Partial:
     assert rows.bias is None or rows.bias.dtype == rows.q.dtype
-    weights, log_sum, _ = weights_of(rows)
+    weights, lse, _ = weights_of(rows)
     v = jnp.repeat(rows.v, rows.q.shape[2] // rows.v.shape[2], axis=2)
-    found = Partial(jnp.einsum("bhij,bjhd->bihd", weights, v), log_sum)
+    found = Partial(jnp.einsum("bhij,bjhd->bihd", weights, v), lse)
     return found if rows.counts is None else Partial(*(spoiled(x, rows.counts[0]) for x in found))
 
 
-def plain_backward(rows: Rows, whole: Partial, given: Any) -> Gradients:
-    weights, _, k = weights_of(rows, whole.log_sum)
+def plain_backward(rows: Inputs, whole: Partial, given: Any) -> Gradients:
+    weights, _, k = weights_of(rows, whole.lse)
     group = rows.q.shape[2] // rows.k.shape[2]
     v = jnp.repeat(rows.v, group, axis=2)
     delta = jnp.sum(whole.out * given, axis=-1).swapaxes(1, 2)[..., None]
@@ -77,7 +77,7 @@ def plain_backward(rows: Rows, whole: Partial, given: Any) -> Gradients:
 
 
 def run(q: Any, k: Any, v: Any, given: Any, segments: Any, bias_up_to: int) -> tuple[Any, Any]:
-    """Rows in one causal part."""
+    """Inputs in one causal part."""
     block = Block(q, k, v, segments, segments)
     whole = forward(plain_forward, block, True, bias_up_to)
     return whole.out, backward(plain_backward, block, True, whole, given, bias_up_to)
@@ -86,7 +86,7 @@ def run(q: Any, k: Any, v: Any, given: Any, segments: Any, bias_up_to: int) -> t
 def run_in_halves(
     q: Any, k: Any, v: Any, given: Any, segments: Any, bias_up_to: int
 ) -> tuple[Any, Any]:
-    """Rows in two parts, as two devices hold them: causal within, full from second to first."""
+    """Inputs in two parts, as two devices hold them: causal within, full from second to first."""
     half = q.shape[1] // 2
     first, second = slice(None, half), slice(half, None)
 
@@ -163,7 +163,7 @@ def test_documents_may_be_numbered_in_any_way(rows: list[list[int]]) -> None:
 def test_nothing_is_computed_for_parts_that_share_no_document() -> None:
     calls: list[str] = []
 
-    def counted(rows: Rows) -> Partial:
+    def counted(rows: Inputs) -> Partial:
         if rows.counts is not None:
             jax.debug.callback(lambda: calls.append("called"))
         return plain_forward(rows)

@@ -72,7 +72,7 @@ def test_a_slower_kernel_is_said_to_be_slower(caplog: pytest.LogCaptureFixture) 
     automatic, asked = caplog.messages
     assert automatic.startswith("attention kernel: blockwise, slower than splash (")
     assert "not splash: it computes in bfloat16 and float32, not float16" in automatic
-    assert asked == "attention kernel: blockwise, slower than splash (as asked)"
+    assert asked == "attention kernel: blockwise, slower than splash (as requested)"
 
 
 def test_a_kernel_that_is_named_is_taken() -> None:
@@ -87,7 +87,9 @@ def test_a_kernel_that_is_not_there_or_cannot_serve_is_an_error() -> None:
         MeshwrightError, match=r"known: auto, hopper, cudnn, splash, dense, blockwise"
     ):
         choose(CPU, "x")
-    with pytest.raises(MeshwrightError, match="'cudnn' cannot serve this: it runs on NVIDIA GPUs"):
+    with pytest.raises(
+        MeshwrightError, match="'cudnn' does not support this: it runs on NVIDIA GPUs"
+    ):
         choose(CPU, "cudnn")
-    with pytest.raises(MeshwrightError, match="'splash' cannot serve this: it runs on TPUs"):
+    with pytest.raises(MeshwrightError, match="'splash' does not support this: it runs on TPUs"):
         choose(CPU, "splash")

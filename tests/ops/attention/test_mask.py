@@ -48,7 +48,7 @@ def test_the_simplest_form_says_the_same(mask: Mask, queries: int, keys: int) ->
         ({"window": -3}, "window=-3 is not a whole number"),
         ({"window": 2.5}, "window=2.5 is not a whole number"),
         ({"block": "8"}, "block='8' is not a whole number"),
-        ({"causal": False, "window": 8}, "window=8 looks back only; leave causal=True"),
+        ({"causal": False, "window": 8}, "window=8 is causal; leave causal=True"),
         ({"window": 8, "block": 4}, r"a window \(8\) or a block \(4\), not both"),
     ],
 )

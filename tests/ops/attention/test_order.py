@@ -80,9 +80,11 @@ def test_rows_that_are_whole_stay_as_they_are() -> None:
         np.testing.assert_array_equal(to_zigzag(x), x)
 
 
-def test_rows_without_two_chunks_a_device_are_an_error() -> None:
+def test_sequences_without_two_chunks_a_device_are_an_error() -> None:
     with (
         jax.set_mesh(mesh("sp=4")),
-        pytest.raises(MeshwrightError, match=r"rows of 12 over 4 devices .*; 8 or 16 would fit"),
+        pytest.raises(
+            MeshwrightError, match=r"sequences of 12 tokens over 4 devices .*; 8 or 16 would fit"
+        ),
     ):
         to_zigzag(jax.device_put(np.zeros((1, 12), "i"), P(None, "sp")))

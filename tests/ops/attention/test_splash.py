@@ -148,7 +148,7 @@ def test_two_runs_of_keys_put_together_are_attention_to_all_of_them(
     if segments is not None:
         seen = seen & (segments[:, HALF:, None] == segments[:, None, :HALF])
     nothing = np.broadcast_to(~seen.any(-1), (batch, HALF))
-    assert (np.isneginf(first.log_sum) == nothing[..., None]).all()
+    assert (np.isneginf(first.lse) == nothing[..., None]).all()
     assert (np.asarray(first.out)[nothing] == 0).all()
 
 
@@ -234,7 +234,7 @@ def test_it_says_what_it_cannot_do() -> None:
     for change, why in (
         ({"platform": "gpu"}, "TPUs"),
         ({"dtype": "float16"}, "float16"),
-        ({"dynamic": True}, "known when it is compiled"),
+        ({"dynamic": True}, "the mask at compile time"),
         ({"queries": 2**20, "keys": 2**20}, "1,048,576 entries"),
     ):
         refusal = splash.splash.refuses(dataclasses.replace(able, **change))
@@ -242,7 +242,9 @@ def test_it_says_what_it_cannot_do() -> None:
         assert why in refusal
     everything = dataclasses.replace(able, queries=2**20, keys=2**20, mask=EVERYTHING)
     assert splash.splash.refuses(everything) is None  # needs no table
-    with pytest.raises(MeshwrightError, match="attention='splash' cannot serve this: it runs on"):
+    with pytest.raises(
+        MeshwrightError, match="attention='splash' does not support this: it runs on"
+    ):
         choose(dataclasses.replace(able, platform="cpu"), "splash")
 
 

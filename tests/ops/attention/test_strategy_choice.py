@@ -32,23 +32,27 @@ def changed(**what: Any) -> Split:
 @pytest.mark.parametrize(
     ("split", "chosen", "why"),
     [
-        (LONG, "ring", "a turn has 262,144 FLOPs for each byte that hops, the machine needs 5,000"),
-        # a turn has length / ways / 2 for each byte of ungrouped heads
-        (changed(length=80_000, kv_heads=32), "ring", "a turn has 5,000 FLOPs"),
-        (changed(length=79_984, kv_heads=32), "ulysses", "parts of 9998 tokens are too short"),
+        (LONG, "ring", "a ring step has 262,144 FLOPs per byte sent, and the machine needs 5,000"),
+        # a ring step has length / ways / 2 for each byte of ungrouped heads
+        (changed(length=80_000, kv_heads=32), "ring", "a ring step has 5,000 FLOPs"),
+        (changed(length=79_984, kv_heads=32), "ulysses", "9998 tokens per device are too few"),
         (changed(length=79_984, kv_heads=32, flops_per_byte=2000.0), "ring", "needs 2,000"),
-        (changed(length=8192), "ulysses", "moving heads sends less than moving keys to 8 devices"),
+        (
+            changed(length=8192),
+            "ulysses",
+            "an all-to-all of heads sends less than keys to 8 devices",
+        ),
         # 4 devices: heads cost (32 + 8) / 4 of a part's tokens, keys 8
-        (changed(length=8192, ways=4), "allgather", "keys of 8 heads are few"),
-        (changed(length=8192, ways=4, kv_heads=32), "ulysses", "moving heads sends less"),
-        (changed(length=1024, kv_heads=1), "allgather", "keys of 1 head are few"),
-        (changed(length=8192, mask=Mask(window=2000)), "ring", "reaches 2 parts back, no more"),
-        (changed(length=8192, mask=Mask(window=100)), "ring", "reaches 1 part back, no more"),
-        (changed(mask=Mask(block=1000)), "ring", "a turn has 262,144 FLOPs"),
+        (changed(length=8192, ways=4), "allgather", "keys of 8 heads are small"),
+        (changed(length=8192, ways=4, kv_heads=32), "ulysses", "an all-to-all of heads sends less"),
+        (changed(length=1024, kv_heads=1), "allgather", "keys of 1 head are small"),
+        (changed(length=8192, mask=Mask(window=2000)), "ring", "needs only 2 ring exchanges"),
+        (changed(length=8192, mask=Mask(window=100)), "ring", "needs only 1 ring exchange"),
+        (changed(mask=Mask(block=1000)), "ring", "a ring step has 262,144 FLOPs"),
         (
             changed(length=8 * 4097, heads=8, kv_heads=8),
             "ulysses",
-            "ring and allgather cannot: seq=",
+            "ring and allgather are not possible: seq=",
         ),
     ],
 )
@@ -64,7 +68,7 @@ def test_autos_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         choose_strategy(LONG)
         choose_strategy(LONG)
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("sequence parallel: ring (a turn has")
+    assert caplog.messages[0].startswith("context parallelism: ring (a ring step has")
 
 
 # ---- refusals
@@ -72,7 +76,7 @@ def test_autos_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 REFUSALS: dict[str, tuple[Split, str, str]] = {
     "seq, for two chunks": (
         changed(length=1000, ways=16, mask=Mask()), "ring",
-        r"seq=1000 is not divisible by 32 \(two chunks a device, to balance a causal mask\); "
+        r"seq=1000 is not divisible by 32 \(two chunks per device, to balance a causal mask\); "
         r"seq=992 or 1024 would fit$",
     ),
     "seq, in order": (
@@ -87,20 +91,20 @@ REFUSALS: dict[str, tuple[Split, str, str]] = {
         changed(length=5), "allgather", r"seq=5 is not divisible by 16 .*; seq=16 would fit$"
     ),
     "seq that ulysses can": (
-        changed(length=8 * 125), "ring", r"seq=992 or 1008 would fit; ulysses can$"
+        changed(length=8 * 125), "ring", r"seq=992 or 1008 would fit; ulysses would work$"
     ),
     "heads": (
         changed(heads=36, kv_heads=36), "ulysses",
-        r"each of sp=8 devices its own heads, and 36 heads on a device are not divisible by 8; "
-        r"ring and allgather can$",
+        r"splits the heads over sp=8 devices, and 36 heads on a device are not divisible by 8; "
+        r"ring and allgather would work$",
     ),
     "key heads": (
         changed(kv_heads=4), "ulysses",
-        r"4 kv_heads on a device are not divisible by 8; ring and allgather can$",
+        r"4 kv_heads on a device are not divisible by 8; ring and allgather would work$",
     ),
     "queries behind their keys": (
         changed(mask=Mask(offset=7)), "ring",
-        r"its masks begin at the first key, not 7 places behind it; ulysses can$",
+        r"it has no mask with an offset of 7; ulysses would work$",
     ),
 }  # fmt: skip
 
@@ -110,16 +114,16 @@ def test_what_a_strategy_cannot_do_is_said_with_what_can(name: str) -> None:
     split, strategy, words = REFUSALS[name]
     with pytest.raises(MeshwrightError, match=words) as error:
         choose_strategy(split, strategy)
-    assert str(error.value).startswith(f"context_parallel={strategy!r} cannot serve this: ")
+    assert str(error.value).startswith(f"context_parallel={strategy!r} is not possible: ")
 
 
 def test_where_none_can_every_reason_is_said() -> None:
     with pytest.raises(MeshwrightError) as error:
         choose_strategy(changed(length=1001, kv_heads=4), "auto")
     message = str(error.value)
-    assert message.startswith("no strategy can split this attention over sp=8: ring: seq=1001 is")
+    assert message.startswith("context parallelism over sp=8 is not possible: ring: seq=1001 is")
     assert "; allgather: seq=1001 is not divisible by 16" in message
-    assert "; ulysses: it gives each of sp=8 devices its own heads, and 4 kv_heads" in message
+    assert "; ulysses: it splits the heads over sp=8 devices, and 4 kv_heads" in message
 
 
 def test_a_name_that_is_not_a_strategy_is_an_error() -> None:
@@ -159,13 +163,15 @@ def test_lengths_that_are_said_to_fit_do(split: Split, strategy: str) -> None:
 @given(split=splits)
 def test_what_auto_takes_can_serve(split: Split) -> None:
     if all(refusal(split, name) for name in STRATEGIES):
-        with pytest.raises(MeshwrightError, match="no strategy can"):
+        with pytest.raises(
+            MeshwrightError, match=r"context parallelism over sp=.* is not possible"
+        ):
             explain_strategy(split)
     else:
         assert refusal(split, explain_strategy(split)[0]) is None
 
 
-# ---- the order of rows
+# ---- the order of sequences
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Keys and values of the tokens so far, on the mesh.
+"""The KV cache: keys and values of the tokens so far, on the mesh.
 
-Kept at the size of the key heads, never repeated for the query heads. Rows may differ in length;
-what stands behind a row's length is nobody's.
+It stores the key heads, never repeated for the query heads. Sequences may differ in length;
+positions >= length are uninitialized.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from meshwright.models.decoder.decode import decode_layouts
 class Cache:
     keys: jax.Array  # [layers, batch, kv_heads, length, head_dim]
     values: jax.Array
-    lengths: jax.Array  # [batch] tokens of each row that are in it
+    lengths: jax.Array  # [batch] tokens of each sequence in the cache
 
 
 def filled(keys: jax.Array, values: jax.Array, lengths: jax.Array, room: int) -> Cache:
-    """A cache of `room` tokens a row that begins with what prefill gave.
+    """A cache for `room` tokens per sequence, filled with the keys and values of prefill.
 
-    That is [layers, batch, length, kv_heads, head_dim].
+    These are [layers, batch, length, kv_heads, head_dim].
     """
     layouts = decode_layouts()
     free = ((0, 0), (0, 0), (0, 0), (0, room - keys.shape[2]), (0, 0))
@@ -36,14 +36,14 @@ def filled(keys: jax.Array, values: jax.Array, lengths: jax.Array, room: int) ->
 
 
 def appended(cache: Cache, keys: jax.Array, values: jax.Array) -> Cache:
-    """The cache with one token more in each row; keys and values are [layers, batch, ...]."""
+    """The cache with one more token per sequence; keys and values are [layers, batch, ...]."""
     layouts = decode_layouts()
     layers, batch, kv_heads, _, head_dim = layouts.cache.partitions
 
     def write(held: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
-        rows = jnp.arange(at.shape[0])
+        sequences = jnp.arange(at.shape[0])
         # jax puts the dims of index arrays first: [batch, layers, kv_heads, head_dim]
-        return held.at[:, rows, :, at].set(jnp.swapaxes(new, 0, 1), unique_indices=True)
+        return held.at[:, sequences, :, at].set(jnp.swapaxes(new, 0, 1), unique_indices=True)
 
     write = jax.shard_map(
         write,

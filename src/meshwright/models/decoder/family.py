@@ -72,6 +72,7 @@ DECODER = ModelFamily(
     rules=decoder_rules,
     t5x_rules=t5x_rules,
     batch_fields=("tokens", "targets", "segments", "positions"),
+    objectives=("next-token",),
     loss=loss,
     hidden_states=hidden_states,
     lm_head=lm_head,

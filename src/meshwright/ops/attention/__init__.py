@@ -1,16 +1,16 @@
-"""Attention: one function, on any mesh, by the fastest kernel that can serve the call.
+"""Attention: one function on any mesh, with the fastest kernel that supports the call.
 
     out = attention(q, k, v, segments, Mask(window=4096))
 
-q is [batch, length, heads, head_dim], k and v [batch, length, kv_heads, head_dim]: query heads
-share key heads in order. A token sees what the mask says, of its own document (`segments`, 0 is
-padding). Runs on each device's rows and heads; where the length is split, by a strategy: keys
-travel around a ring, are gathered, or heads change places with the length (ulysses).
+q is [batch, length, heads, head_dim], k and v are [batch, length, kv_heads, head_dim]; consecutive
+query heads share a key head. The mask applies within each packed document (`segments` are segment
+ids, 0 is padding). Each device computes its own sequences and heads. Where devices share a sequence
+(context parallelism), the methods are a ring, an all-gather of keys, or Ulysses (all-to-all).
 """
 
 from meshwright.ops.attention.attention import Segments, attention, split_of
 from meshwright.ops.attention.block import Call
-from meshwright.ops.attention.blockwise import ROWS
+from meshwright.ops.attention.blockwise import BLOCK_QUERIES
 from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
 from meshwright.ops.attention.kernels import KERNELS, choose
 from meshwright.ops.attention.mask import EVERYTHING, Mask
@@ -29,10 +29,10 @@ from meshwright.ops.attention.strategy import (
 )
 
 __all__ = [
+    "BLOCK_QUERIES",
     "EVERYTHING",
     "FLOPS_PER_BYTE",
     "KERNELS",
-    "ROWS",
     "STRATEGIES",
     "Call",
     "ContextParallel",

@@ -1,4 +1,4 @@
-"""The attention function, on any mesh: a strategy where the length is split, one call elsewhere."""
+"""The attention function on any mesh; context parallelism where the length is split."""
 
 import math
 from typing import Any
@@ -36,7 +36,7 @@ def attention(
     context: ContextParallel | None = None,
     kernel: str = "auto",
 ) -> jax.Array:
-    """Attention as the mask says, within each document, laid out as `q`.
+    """Attention with a mask, within each packed document; the result is sharded as `q`.
 
     `bias` [heads, queries, keys] is added to the scaled scores of every sequence of the batch, and
     has a gradient; it is split over heads as `q` is, and whole along the length.
@@ -51,21 +51,21 @@ def attention(
     _check_order(context.order, split, strategy)
     if split.ways > 1 and mask.causal and q.shape[1] != k.shape[1]:
         raise MeshwrightError(
-            f"a causal mask over rows that are split takes as many keys as queries, not "
+            f"a causal mask with context parallelism needs as many keys as queries, not "
             f"{k.shape[1]} and {q.shape[1]}"
         )
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, more: Any) -> jax.Array:
-        here = Block(q, k, v, *_of_both(more.get("segments")), bias=more.get("bias"))
-        if here.bias is not None:  # its gradient is summed over the devices that split the batch
-            here = here._replace(bias=varying_like(here.bias, q))
+        block = Block(q, k, v, *_of_both(more.get("segments")), bias=more.get("bias"))
+        if block.bias is not None:  # its gradient is summed over the devices that split the batch
+            block = block._replace(bias=varying_like(block.bias, q))
         match strategy:
             case "none":
-                return one_call(here, mask, kernel)
+                return one_call(block, mask, kernel)
             case "ulysses":
-                return ulysses.attend(here, mask, over, split.ways, kernel)
+                return ulysses.attend(block, mask, over, split.ways, kernel)
             case _:
-                return ring.attend(here, mask, over, split.ways, strategy, context.order, kernel)
+                return ring.attend(block, mask, over, split.ways, strategy, context.order, kernel)
 
     more: dict[str, Any] = {} if segments is None else {"segments": segments}
     if bias is not None:
@@ -84,7 +84,7 @@ def _of_both(segments: Segments | None) -> tuple[jax.Array | None, jax.Array | N
 
 
 def split_of(q: jax.Array, k: jax.Array, mask: Mask, biased: bool = False) -> Split:
-    """How an attention's rows are split, from the types of its queries and keys."""
+    """How devices share the sequences, from the types of queries and keys."""
     sizes, spec = jax.sharding.get_abstract_mesh().shape, spec_of(q)
     length, heads = (math.prod(sizes[axis] for axis in axes_of(spec[d], spec)) for d in (1, 2))
     return Split(
@@ -100,9 +100,9 @@ def _check(
     q_segments: jax.Array | None,
     k_segments: jax.Array | None,
 ) -> None:
-    """Shapes, dtypes and layouts that fit together: on a device, heads lie with their keys."""
-    wide = nontrivial_axes()
-    spec, *others = (drop_trivial_axes(spec_of(x), wide) for x in (q, k, v))
+    """Check that shapes, dtypes and shardings match; query heads are where their keys are."""
+    nontrivial = nontrivial_axes()
+    spec, *others = (drop_trivial_axes(spec_of(x), nontrivial) for x in (q, k, v))
     batch, _, heads, head_dim = q.shape if q.ndim == 4 else (0,) * 4
     if q.ndim != 4 or k.shape != v.shape or k.shape[::3] != (batch, head_dim):
         raise MeshwrightError(
@@ -120,22 +120,22 @@ def _check(
         )
     if others != [spec, spec] or spec[3] is not None:
         raise MeshwrightError(
-            f"attention takes q, k and v laid out alike, and head_dim whole: not as {spec}, "
-            f"{others[0]} and {others[1]}"
+            f"attention needs q, k and v with the same sharding and head_dim not sharded; they are "
+            f"{spec}, {others[0]} and {others[1]}"
         )
     for numbers, x, of in ((q_segments, q, "queries"), (k_segments, k, "keys")):
         if numbers is None:
             continue
         if numbers.shape != x.shape[:2]:
             raise MeshwrightError(
-                f"segments of shape {numbers.shape} do not number the documents of {x.shape[1]} "
-                f"{of} in {batch} rows; they are [batch, length], or a pair of these for queries "
-                "and keys of different lengths"
+                f"segments have shape {numbers.shape}; for the {of} they must be [batch, length] = "
+                f"({batch}, {x.shape[1]}), or a pair of these for queries and keys of different "
+                "lengths"
             )
-        if drop_trivial_axes(spec_of(numbers), wide) != P(*spec[:2]):
+        if drop_trivial_axes(spec_of(numbers), nontrivial) != P(*spec[:2]):
             raise MeshwrightError(
-                f"segments are laid out as {spec_of(numbers)}, queries as {spec}; batch and length "
-                "must go the same way"
+                f"segments are sharded as {spec_of(numbers)}, queries as {spec}; batch and length "
+                "must be sharded alike"
             )
 
 
@@ -147,9 +147,9 @@ def _checked_bias(bias: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
             f"a bias of attention is [heads, queries, keys], here {list(shape)}, not "
             f"{list(bias.shape)}"
         )
-    wide = nontrivial_axes()
-    wanted = P(drop_trivial_axes(spec_of(q), wide)[2], None, None)
-    if drop_trivial_axes(spec_of(bias), wide) != wanted:
+    nontrivial = nontrivial_axes()
+    wanted = P(drop_trivial_axes(spec_of(q), nontrivial)[2], None, None)
+    if drop_trivial_axes(spec_of(bias), nontrivial) != wanted:
         raise MeshwrightError(
             f"a bias of attention is split over heads as the queries are: {wanted}, not "
             f"{spec_of(bias)}"
@@ -160,13 +160,13 @@ def _checked_bias(bias: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
 def _check_order(order: str, split: Split, strategy: str) -> None:
     if order not in ORDERS:
         raise MeshwrightError(
-            f"order={order!r} is not an order of rows{did_you_mean(order, ORDERS)}"
+            f"order={order!r} is not a sequence order{did_you_mean(order, ORDERS)}"
         )
     if order == "contiguous" or split.ways == 1:
         return
-    # without a mask any order is as good; a mask counts places, and zig-zag is known for some
+    # without a mask the order does not matter; only some masks are implemented for zig-zag
     if strategy == "ulysses" or (split.mask.causal and sequence_order(split, strategy) != order):
         raise MeshwrightError(
-            f"attention by {strategy} with {split.mask} takes rows in contiguous order, not in "
+            f"{strategy} attention with {split.mask} needs sequences in contiguous order, not in "
             f"{order}"
         )

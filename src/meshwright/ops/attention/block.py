@@ -1,9 +1,9 @@
-"""Attention of one run of queries to one run of keys, forward and backward: what kernels compute.
+"""Blocks: attention of some queries to some keys, forward and backward. Kernels compute these.
 
-A kernel gives each query's output and the log of its sum of weights, so that outputs over several
-runs of keys can be put together; its backward pass takes the output and the sum over *all* keys,
-and gives this run's part of the gradients. Where several parts are summed they are asked for in
-float32: rounding every part to bfloat16 first would add an error for each.
+A kernel returns the output and the log-sum-exp (lse) of each query, so that outputs over several
+blocks of keys can be merged. Its backward pass takes the output and lse over *all* keys, and
+returns this block's part of the gradients. Partial results are float32: rounding each of them to
+bfloat16 would add an error per block.
 """
 
 import dataclasses
@@ -18,15 +18,17 @@ from meshwright.ops.attention.mask import Mask
 
 
 class Block(NamedTuple):
-    """Queries and keys that lie on one device; query heads share key heads in order."""
+    """Queries and keys on one device; consecutive query heads share a key head."""
 
     q: jax.Array  # [batch, queries, heads, head_dim]
     k: jax.Array  # [batch, keys, kv_heads, head_dim]
     v: jax.Array
-    q_segments: jax.Array | None = None  # [batch, queries]: documents; only equals see each other
+    q_segments: jax.Array | None = (
+        None  # [batch, queries] segment ids; attention stays within a segment
+    )
     k_segments: jax.Array | None = None
-    # [queries], int32: a query sees the keys before this index, where the mask is not known until
-    # the program runs; None: what the mask says
+    # [queries], int32: a query attends to the keys before this index, where the mask is known only
+    # at run time; None: the static mask applies
     k_end: jax.Array | None = None
     bias: jax.Array | None = None  # [heads, queries, keys], float32: added to the scaled scores
 
@@ -37,10 +39,10 @@ class Block(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """The output over some of the keys, and the log of the sum of their weights."""
+    """The output over some of the keys, and its log-sum-exp."""
 
     out: jax.Array  # [batch, queries, heads, head_dim]
-    log_sum: jax.Array  # [batch, queries, heads], float32; -inf where nothing was seen
+    lse: jax.Array  # [batch, queries, heads], float32; -inf where a query has no key
 
 
 class Gradients(NamedTuple):
@@ -54,7 +56,7 @@ class Gradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a kernel is asked to do; each says whether it can, from this alone."""
+    """The static description of a kernel call; a kernel accepts or refuses it."""
 
     platform: str
     dtype: str
@@ -63,8 +65,8 @@ class Call:
     head_dim: int
     mask: Mask
     segmented: bool
-    dynamic: bool = False  # which keys a query sees is known only when the program runs (k_end)
-    partial: bool = False  # results are parts of sums, asked for in float32
+    dynamic: bool = False  # the mask is known only at run time (k_end)
+    partial: bool = False  # results are partial, in float32
     biased: bool = False  # a bias is added to the scores
 
     @property
@@ -74,58 +76,58 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Forward and backward, each in two steps where what a fused call gives needs finishing.
+    """Forward and backward passes, each with an optional post-processing function.
 
-    Both take the dtype of their results last, None for that of their inputs; a kernel that can only
-    give the latter gives that.
+    Both take the dtype of their results last, None for that of their inputs. A kernel that supports
+    only the latter ignores it.
     """
 
     forward: Callable[..., Any]  # block, mask, dtype
     backward: Callable[..., Any]  # block, mask, output over all keys, its cotangent, dtype
-    refuses: Callable[[Call], str | None]  # why not, None if it can
-    partial: Callable[[Any], Partial] = lambda found: found  # from what forward gives
-    gradients: Callable[[Any], Gradients] = lambda found: found  # from what backward gives
-    # queries and keys it computes with: the call's lengths, or what they must be padded to
+    refuses: Callable[[Call], str | None]  # the reason, None if it supports the call
+    partial: Callable[[Any], Partial] = lambda result: result  # after forward
+    gradients: Callable[[Any], Gradients] = lambda result: result  # after backward
+    # numbers of queries and keys after padding
     lengths: Callable[[Call], tuple[int, int]] = lambda call: call.lengths
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Outputs over two sets of keys as one over both, in float32."""
-    most = jnp.maximum(a.log_sum, b.log_sum)
+    """Merge the outputs over two sets of keys, in float32."""
+    most = jnp.maximum(a.lse, b.lse)
     most = jnp.where(jnp.isneginf(most), 0.0, most)
-    of_a, of_b = jnp.exp(a.log_sum - most), jnp.exp(b.log_sum - most)
+    of_a, of_b = jnp.exp(a.lse - most), jnp.exp(b.lse - most)
     total = of_a + of_b
-    some = jnp.where(total == 0, 1.0, total)  # a query that has seen nothing yet
+    some = jnp.where(total == 0, 1.0, total)  # a query without any key so far
     out = a.out.astype(jnp.float32) * (of_a / some)[..., None]
     out += b.out.astype(jnp.float32) * (of_b / some)[..., None]
     return Partial(out, jnp.log(total) + most)
 
 
 def where(condition: jax.Array, a: Any, b: Any) -> Any:
-    """One tree or the other, by a condition that holds for all of it."""
+    """jnp.where over trees, with one condition for all leaves."""
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
 def with_gradient(
     forward: Callable[[Block], Partial], backward: Callable[[Block, Partial, jax.Array], Gradients]
 ) -> Callable[[Block], jax.Array]:
-    """The output alone, as a function that jax can differentiate by the backward given."""
+    """The output alone, as a function of a block, with `backward` as its vjp."""
 
     @jax.custom_vjp
     def run(*arrays: Any) -> jax.Array:
         return forward(Block(*arrays)).out
 
     def keep(*arrays: Any) -> Any:
-        # as a checkpoint: in a loop over layers jax would compute what is the same in all of them
-        # (masks, constants) before the loop, of all turns of a ring, and keep it
+        # jax.checkpoint: otherwise jax hoists what all layers share (masks, constants), of all ring
+        # steps, out of the loop over layers and keeps it
         found = jax.checkpoint(forward, prevent_cse=False)(Block(*arrays))
-        # by name, so that what is kept for the backward pass need not be made again
-        whole = jax.tree.map(lambda x: checkpoint_name(x, "attention"), found)
-        return whole.out, (arrays, whole)
+        # named, so that a remat policy can keep them for the backward pass
+        output = jax.tree.map(lambda x: checkpoint_name(x, "attention"), found)
+        return output.out, (arrays, output)
 
-    def gradients(kept: Any, given: jax.Array) -> Any:
-        arrays, whole = kept
-        *of_qkv, of_bias = backward(Block(*arrays), whole, given)
+    def gradients(kept: Any, dout: jax.Array) -> Any:
+        arrays, output = kept
+        *of_qkv, of_bias = backward(Block(*arrays), output, dout)
         return *of_qkv, *(None,) * (len(arrays) - 4), of_bias
 
     run.defvjp(keep, gradients)

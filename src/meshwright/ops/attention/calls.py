@@ -1,11 +1,11 @@
-"""What kernels are asked to compute for an attention, before anything is traced.
+"""The kernel calls of an attention, known before anything is traced.
 
 >>> whole = Split(ways=1, length=1000, heads=8, kv_heads=8, head_dim=128, mask=Mask())
 >>> calls = calls_of(whole, "none", "tpu", "bfloat16", segmented=True)
 >>> slow_kernel(calls, "auto", "TPU v5 lite"), padding(calls, "auto", "TPU v5 lite")
 (None, 1.048576)
 >>> slow_kernel(calls, "blockwise", "TPU v5 lite")
-('blockwise', 'as asked')
+('blockwise', 'as requested')
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from meshwright.ops.attention.strategy import Split, sequence_order
 def calls_of(
     split: Split, strategy: str, platform: str, dtype: str, *, segmented: bool
 ) -> tuple[Call, ...]:
-    """The calls of a forward pass on one device, each kind once."""
+    """The distinct kernel calls of a forward pass on one device."""
 
     def call(queries: int, keys: int, mask: Mask, dynamic: bool = False) -> Call:
         mask = mask.within(queries, keys)
@@ -38,21 +38,21 @@ def calls_of(
     if whole:
         return (call(split.length, split.length, split.mask),)
     part = split.part
-    turns = ring_steps_of(split.mask, sequence_order(split, strategy), split.ways, part)
-    dynamic = turns.block is not None
-    found = [call(part, part, turns.first, dynamic)]
-    if turns.alike and turns.order == "zigzag":
+    steps = ring_steps_of(split.mask, sequence_order(split, strategy), split.ways, part)
+    dynamic = steps.block is not None
+    found = [call(part, part, steps.first, dynamic)]
+    if steps.full and steps.order == "zigzag":
         found += [call(part, part // 2, EVERYTHING), call(part // 2, part, EVERYTHING)]
-    elif turns.alike:
+    elif steps.full:
         found.append(call(part, part, EVERYTHING, dynamic))
-    found += [call(part, part, mask) for mask in turns.last]
+    found += [call(part, part, mask) for mask in steps.masked]
     return tuple(dict.fromkeys(found))
 
 
 def slow_kernel(calls: Sequence[Call], kernel: str, device_kind: str) -> tuple[str, str] | None:
-    """The kernel in plain JAX that serves one of these calls, and why; None if all are fused.
+    """The plain-JAX kernel that computes one of these calls, and why; None if all are fused.
 
-    A CPU has no others: None.
+    None on CPUs, which have no fused kernel.
     """
     for call in calls:
         able = FUSED.get(call.platform, ())
@@ -61,13 +61,13 @@ def slow_kernel(calls: Sequence[Call], kernel: str, device_kind: str) -> tuple[s
             if not able or name in able:
                 continue
             if kernel != "auto":
-                return name, "as asked"
+                return name, "as requested"
             return name, "; ".join(f"not {each}: {KERNELS[each].refuses(call)}" for each in able)
     return None
 
 
 def padding(calls: Sequence[Call], kernel: str, device_kind: str) -> float:
-    """The pairs of queries and keys that are computed, for each one that there is."""
+    """Query-key pairs computed, divided by those needed: the cost of padding."""
     needed = computed = 0
     for call in calls:
         with _on(call.platform, device_kind):
@@ -78,7 +78,7 @@ def padding(calls: Sequence[Call], kernel: str, device_kind: str) -> float:
 
 
 def _on(platform: str, device_kind: str) -> AbstractContextManager[Any]:
-    """Kernels ask for the device of the current mesh; here it may be one that is not there."""
+    """A current mesh of one abstract device, which kernels are asked about."""
     device = AbstractDevice(device_kind=device_kind, num_cores=None, platform=platform)
     mesh = AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)

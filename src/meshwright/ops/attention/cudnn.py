@@ -1,4 +1,4 @@
-"""NVIDIA's fused attention as a kernel of blocks."""
+"""cuDNN's fused attention as a kernel."""
 
 from typing import Any
 
@@ -12,19 +12,19 @@ from meshwright.ops.attention.mask import Mask
 def _forward(block: Block, mask: Mask, dtype: Any = None) -> Partial:
     if block.q_segments is not None:
         return documents.forward(fused.forward, block, mask.causal)
-    return fused.forward(_rows(block, mask))
+    return fused.forward(_inputs(block, mask))
 
 
 def _backward(
-    block: Block, mask: Mask, whole: Partial, given: jax.Array, dtype: Any = None
+    block: Block, mask: Mask, output: Partial, dout: jax.Array, dtype: Any = None
 ) -> Gradients:
     if block.q_segments is not None:
-        return documents.backward(fused.backward, block, mask.causal, whole, given)
-    return fused.backward(_rows(block, mask), whole, given)
+        return documents.backward(fused.backward, block, mask.causal, output, dout)
+    return fused.backward(_inputs(block, mask), output, dout)
 
 
-def _rows(block: Block, mask: Mask) -> fused.Rows:
-    return fused.Rows(block.q, block.k, block.v, causal=mask.causal, window=mask.window)
+def _inputs(block: Block, mask: Mask) -> fused.Inputs:
+    return fused.Inputs(block.q, block.k, block.v, causal=mask.causal, window=mask.window)
 
 
 def _refuses(call: Call) -> str | None:
@@ -37,18 +37,18 @@ def _refuses(call: Call) -> str | None:
     if call.biased:
         return "it adds no bias to the scores"
     if call.dynamic:
-        return "which keys a query sees must be known when it is compiled"
+        return "it needs the mask at compile time"
     if call.mask.block is not None:
         return "it has no block-causal mask"
     if call.mask.causal and (call.mask.offset or call.queries != call.keys):
-        return "its masks begin at the first key"
+        return "its causal masks have no offset"
     if call.segmented and call.mask.window is not None:
         return "it takes a sliding window or packed documents, not both"
     return fused.unavailable()
 
 
 def _lengths(call: Call) -> tuple[int, int]:
-    """Of packed documents even lengths, which can be halved until a bias of their mask is small."""
+    """With packed documents: even lengths that can be halved until the [n, n] bias is small."""
     if not call.segmented:
         return call.lengths
     return documents.padded_length(call.queries), documents.padded_length(call.keys)

@@ -1,8 +1,8 @@
-"""cuDNN's fused attention, one pass at a time, by the primitives jax has for it.
+"""cuDNN's fused attention, forward and backward passes, by jax's private primitives.
 
-jax's public functions give the output, or its gradient as a whole; a ring needs one block's part of
-the gradient from the output over all blocks. The primitives take just that. They are jax's own, so
-what they must look like is checked here, and `unavailable` says what is amiss.
+jax's public functions compute the output, or the complete gradient. A ring needs one block's part
+of the gradient, from the output over all blocks; the primitives compute that. They are private, so
+their signature is checked here, and `unavailable` returns what does not match.
 """
 
 import functools
@@ -16,7 +16,7 @@ from meshwright.ops.attention.block import Gradients, Partial
 from meshwright.ops.collectives import varying_like
 
 _PASSES = ("_dot_product_attention_fwd_p_wrapper", "_dot_product_attention_bwd_p_wrapper")
-# what jax's rule for the backward pass is told; score_mod came with jax 0.12
+# arguments of jax's rule for the backward pass; score_mod came with jax 0.12
 _KNOWN = frozenset({
     "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout",
     "sliding_window_length", "score_mod", "is_training", "cudnn_version", "return_residual", "res",
@@ -24,74 +24,74 @@ _KNOWN = frozenset({
 })  # fmt: skip
 
 
-class Rows(NamedTuple):
-    """What one call reads, and how it is masked."""
+class Inputs(NamedTuple):
+    """Inputs of one call, with its mask."""
 
-    q: jax.Array  # [rows, queries, heads, head_dim]
-    k: jax.Array  # [rows, keys, kv_heads, head_dim]
+    q: jax.Array  # [batch, queries, heads, head_dim]
+    k: jax.Array  # [batch, keys, kv_heads, head_dim]
     v: jax.Array
     causal: bool = False
-    window: int | None = None  # the nearest so many, itself counted; causal only
-    bias: jax.Array | None = None  # [rows, 1, queries, keys], added to the scores
-    counts: tuple[jax.Array, jax.Array] | None = None  # of each row, the queries and keys that are
+    window: int | None = None  # sliding window size, including itself; causal only
+    bias: jax.Array | None = None  # [batch, 1, queries, keys], added to the scores
+    counts: tuple[jax.Array, jax.Array] | None = None  # per sequence: valid queries and keys
 
 
-def forward(rows: Rows) -> Partial:
-    """Output and log-sum (natural, of scaled scores); past a row's counts they are undefined."""
-    out, log_sum = _bind(_PASSES[0], rows, (), is_training=True)
-    return Partial(out, jnp.swapaxes(log_sum, 1, 2))
+def forward(inputs: Inputs) -> Partial:
+    """Output and lse (natural log, scaled scores); undefined past the counts of a sequence."""
+    out, lse = _bind(_PASSES[0], inputs, (), is_training=True)
+    return Partial(out, jnp.swapaxes(lse, 1, 2))
 
 
-def backward(rows: Rows, whole: Partial, given: jax.Array) -> Gradients:
-    """Gradients by these keys, where `whole` may be over more keys than these."""
-    log_sum = jnp.swapaxes(whole.log_sum, 1, 2)
-    out, given = whole.out.astype(rows.q.dtype), given.astype(rows.q.dtype)
-    return Gradients(*_bind(_PASSES[1], rows, (log_sum, out, given)))
+def backward(inputs: Inputs, output: Partial, dout: jax.Array) -> Gradients:
+    """Gradients from these keys; `output` may be over more keys."""
+    lse = jnp.swapaxes(output.lse, 1, 2)
+    out, dout = output.out.astype(inputs.q.dtype), dout.astype(inputs.q.dtype)
+    return Gradients(*_bind(_PASSES[1], inputs, (lse, out, dout)))
 
 
 def unavailable() -> str | None:
-    """Why the calls cannot be made, None if they can."""
+    """Why cuDNN cannot be used, None if it can."""
     from jax._src import xla_bridge
     from jax._src.lib import cuda_versions
 
-    # elsewhere the program is only lowered, for a machine that is not here; and a plan must not
-    # start this machine's devices to ask
+    # on other backends the program is only lowered, for an absent machine; and planning must not
+    # initialize this machine's backend
     started = xla_bridge.backends_are_initialized()
     if cuda_versions is None and started and jax.default_backend() == "gpu":
-        return "cuDNN is not installed beside jax"
+        return "cuDNN is not installed"
     return _unknown_calls()
 
 
 @functools.cache
 def _unknown_calls() -> str | None:
-    """Why jax's way of calling cuDNN is not the one known here, None if it is."""
+    """Why jax's private interface to cuDNN is unknown, None if it is known."""
     unknown = sorted(_backward_arguments() - _KNOWN)
     if unknown or not all(hasattr(_jax(), name) for name in _PASSES):
         said = f" ({', '.join(unknown)})" if unknown else ""
-        return f"jax {jax.__version__} calls cuDNN in a way that is not known here{said}"
+        return f"jax {jax.__version__} has an unknown interface to cuDNN{said}"
     return None
 
 
-def _bind(name: str, rows: Rows, more: tuple[jax.Array, ...], **options: Any) -> Any:
+def _bind(name: str, inputs: Inputs, more: tuple[jax.Array, ...], **options: Any) -> Any:
     jaxs = _jax()
     names = {(False, False): "NO_MASK", (True, False): "CAUSAL"}
     names |= {(False, True): "PADDING", (True, True): "PADDING_CAUSAL"}
-    unused = jnp.zeros(0, rows.q.dtype)
-    bias = unused if rows.bias is None else rows.bias
-    counts = (unused, unused) if rows.counts is None else rows.counts
-    arrays = (rows.q, rows.k, rows.v, bias, *counts, *(unused,) * 4, *more)
+    unused = jnp.zeros(0, inputs.q.dtype)
+    bias = unused if inputs.bias is None else inputs.bias
+    counts = (unused, unused) if inputs.counts is None else inputs.counts
+    arrays = (inputs.q, inputs.k, inputs.v, bias, *counts, *(unused,) * 4, *more)
     if "score_mod" in _backward_arguments():
         options["score_mod"] = None
-    # results take their type from single operands: all must vary over the same mesh axes
+    # a result takes its type from one operand, so all must vary over the same mesh axes
     return getattr(jaxs, name).bind(
         *(varying_like(x, *arrays) for x in arrays),
-        scale=rows.q.shape[-1] ** -0.5,
+        scale=inputs.q.shape[-1] ** -0.5,
         seed=42,
         dropout_rate=0.0,
-        variadic_args=(rows.bias is not None, False),  # a bias, and no gradient of it
-        mask_type=jaxs.MaskType[names[rows.causal, rows.counts is not None]],
+        variadic_args=(inputs.bias is not None, False),  # a bias, and no gradient of it
+        mask_type=jaxs.MaskType[names[inputs.causal, inputs.counts is not None]],
         layout=jaxs.AttentionLayout.BTNH.value,
-        sliding_window_length=rows.window,
+        sliding_window_length=inputs.window,
         **options,
     )
 

@@ -1,4 +1,4 @@
-"""The kernels, and the choice among them: the fastest that can serve."""
+"""The attention kernels, and the choice of the fastest one that supports a call."""
 
 import functools
 import logging
@@ -33,7 +33,7 @@ KERNELS: dict[str, Kernel] = {
     "dense": dense,
     "blockwise": blockwise,
 }
-# the fused kernels of a platform; the others are plain JAX, and slower there
+# fused kernels per platform; the others are plain JAX, and slower
 FUSED = {"tpu": ("splash",), "gpu": ("hopper", "cudnn"), "cuda": ("hopper", "cudnn")}
 
 
@@ -41,59 +41,59 @@ def forward(
     block: Block,
     mask: Mask,
     kernel: str,
-    under_way: Any = (),
+    in_flight: Any = (),
     dtype: Any = jnp.float32,
 ) -> tuple[Partial, Any]:
-    """Output and log-sum by the named kernel, or by the fastest that can (auto).
+    """Output and log-sum-exp by the named kernel, or by the fastest that supports the call (auto).
 
-    `under_way` is what other devices are sending: it is given back with what the kernel found, and
-    neither is used before both are there. So compilers begin to receive before the kernel and end
-    after it; left alone, they wait with what does not look long until the kernel is done. `dtype`
-    is that of the output: float32 where it is one part of a sum, None for that of the queries.
+    `in_flight` is what other devices are sending. A barrier ties it to the kernel's result, so that
+    the compiler overlaps the transfer with the kernel; otherwise it may start the transfer after
+    the kernel. `dtype` is that of the output: float32 for a partial result that will be merged,
+    None for the dtype of the queries.
     """
     mask = mask.within(*block.lengths)
     chosen, lengths = _kernel(block, mask, kernel, partial=dtype is not None)
     padded = pad_block(block, mask, lengths)
-    found, under_way = _meet(chosen.forward(padded, mask, dtype), under_way)
-    return cut_output(chosen.partial(found), block.lengths), under_way
+    found, in_flight = _meet(chosen.forward(padded, mask, dtype), in_flight)
+    return cut_output(chosen.partial(found), block.lengths), in_flight
 
 
 def backward(
     block: Block,
     mask: Mask,
-    whole: Partial,
-    given: jax.Array,
+    output: Partial,
+    dout: jax.Array,
     kernel: str,
-    under_way: Any = (),
+    in_flight: Any = (),
     dtype: Any = jnp.float32,
 ) -> tuple[Gradients, Any]:
-    """This block's part of the gradients; `whole` is the output over all keys."""
+    """This block's part of the gradients; `output` is over all keys."""
     mask = mask.within(*block.lengths)
     chosen, lengths = _kernel(block, mask, kernel, partial=dtype is not None)
     padded, queries = pad_block(block, mask, lengths), lengths[0]
-    whole, given = pad_output(whole, queries), pad_cotangent(given, queries)
-    found = chosen.backward(padded, mask, whole, given, dtype)
-    found, under_way = _meet(found, under_way)
-    return cut_gradients(chosen.gradients(found), block.lengths), under_way
+    output, dout = pad_output(output, queries), pad_cotangent(dout, queries)
+    found = chosen.backward(padded, mask, output, dout, dtype)
+    found, in_flight = _meet(found, in_flight)
+    return cut_gradients(chosen.gradients(found), block.lengths), in_flight
 
 
-def _meet(found: Any, under_way: Any) -> Any:
-    """Neither is used before both are there."""
-    if not jax.tree.leaves(under_way):
-        return found, under_way
-    return lax.optimization_barrier((found, under_way))
+def _meet(found: Any, in_flight: Any) -> Any:
+    """Make each wait for the other."""
+    if not jax.tree.leaves(in_flight):
+        return found, in_flight
+    return lax.optimization_barrier((found, in_flight))
 
 
 def one_call(block: Block, mask: Mask, kernel: str) -> jax.Array:
-    """The output of queries and keys that are all here."""
+    """Attention of one block, without context parallelism."""
     return with_gradient(
         lambda block: forward(block, mask, kernel, dtype=None)[0],
-        lambda block, whole, given: backward(block, mask, whole, given, kernel, dtype=None)[0],
+        lambda block, output, dout: backward(block, mask, output, dout, kernel, dtype=None)[0],
     )(block)
 
 
 def _kernel(block: Block, mask: Mask, kernel: str, partial: bool) -> tuple[Kernel, tuple[int, int]]:
-    """The kernel, and the numbers of queries and keys it computes with."""
+    """The kernel, and the padded numbers of queries and keys."""
     call = Call(
         current_platform(), str(block.q.dtype), *block.lengths, block.q.shape[-1], mask,
         segmented=block.q_segments is not None, dynamic=block.k_end is not None,
@@ -105,14 +105,14 @@ def _kernel(block: Block, mask: Mask, kernel: str, partial: bool) -> tuple[Kerne
 
 @functools.lru_cache(maxsize=256)
 def _say(text: str) -> None:
-    """Once, however many calls it is true of."""
+    """Log a text once."""
     _log.info(text)
 
 
 def _fastest_first(call: Call) -> list[str]:
     names = list(KERNELS)
     on_gpu = call.platform in ("gpu", "cuda")
-    # measured: 0.9 of hopper's time; but it rounds what it gives to bfloat16, also parts of a sum
+    # measured: 0.9 of hopper's time; but it rounds results to bfloat16, also partial ones
     if on_gpu and call.head_dim == 128 and not call.segmented and not call.partial:
         names.remove("cudnn")
         names.insert(0, "cudnn")
@@ -120,7 +120,7 @@ def _fastest_first(call: Call) -> list[str]:
 
 
 def choose(call: Call, kernel: str = "auto") -> str:
-    """The first kernel that can serve the call; what was passed over and why is logged once."""
+    """The fastest kernel that supports the call; logs once why faster ones do not."""
     name, why = explain_kernel(call, kernel)
     fused = FUSED.get(call.platform, ())
     slower = f", slower than {' and '.join(fused)}" if fused and name not in fused else ""
@@ -130,7 +130,7 @@ def choose(call: Call, kernel: str = "auto") -> str:
 
 
 def explain_kernel(call: Call, kernel: str = "auto") -> tuple[str, str]:
-    """The kernel that serves the call, and why none before it does."""
+    """The kernel for the call, and why the faster ones do not support it."""
     if kernel != "auto" and kernel not in KERNELS:
         raise MeshwrightError(
             f"attention={kernel!r} is not a kernel{did_you_mean(kernel, ['auto', *KERNELS])}"
@@ -141,10 +141,10 @@ def explain_kernel(call: Call, kernel: str = "auto") -> tuple[str, str]:
         if kernel == name:
             if why is not None and name != "dense":
                 raise MeshwrightError(
-                    f"attention={name!r} cannot serve this: {why}; auto takes the fastest that can"
+                    f"attention={name!r} does not support this: {why}; auto chooses one that does"
                 )
-            return name, "as asked"
+            return name, "as requested"
         if kernel == "auto" and why is None:
             return name, "; ".join(passed)
         passed.append(f"not {name}: {why}")
-    raise AssertionError("the last kernel serves every call")
+    raise AssertionError("the last kernel supports every call")

@@ -1,14 +1,14 @@
-"""Which keys a query may see, by their places in the row.
+"""Attention masks: which keys a query attends to, by position.
 
->>> Mask()                                  # causal: itself and those before
+>>> Mask()                                  # causal
 Mask(causal=True, window=None, block=None, offset=0)
->>> Mask(window=4096)                       # causal, the nearest 4096
+>>> Mask(window=4096)                       # causal with a sliding window
 Mask(causal=True, window=4096, block=None, offset=0)
->>> Mask(window=8).within(4, 4)             # of 4 queries and 4 keys it leaves nothing out
+>>> Mask(window=8).within(4, 4)             # a window that covers all 4 keys
 Mask(causal=True, window=None, block=None, offset=0)
->>> Mask(block=6).within(4, 4)              # nor does a block that holds them all
+>>> Mask(block=6).within(4, 4)              # a block that covers all 4 keys
 Mask(causal=False, window=None, block=None, offset=0)
->>> Mask(offset=4).within(4, 4)             # queries behind all keys see them all
+>>> Mask(offset=4).within(4, 4)             # all queries come after all keys
 Mask(causal=False, window=None, block=None, offset=0)
 """
 
@@ -23,9 +23,9 @@ from meshwright.errors import MeshwrightError
 @dataclasses.dataclass(frozen=True)
 class Mask:
     causal: bool = True
-    window: int | None = None  # the nearest so many, itself counted
-    block: int | None = None  # block-causal: a token sees its own block of so many whole
-    offset: int = 0  # how many places the first query stands behind the first key
+    window: int | None = None  # sliding window size, including the token itself
+    block: int | None = None  # block-causal: attention within a block is bidirectional
+    offset: int = 0  # position of the first query minus position of the first key
 
     def __post_init__(self) -> None:
         for name in ("window", "block"):
@@ -36,7 +36,7 @@ class Mask:
                 raise MeshwrightError(f"an attention mask's {name}={size} must be at least 1")
             if not self.causal:
                 raise MeshwrightError(
-                    f"an attention mask with {name}={size} looks back only; leave causal=True"
+                    f"an attention mask with {name}={size} is causal; leave causal=True"
                 )
         if self.window is not None and self.block is not None:
             raise MeshwrightError(
@@ -45,11 +45,11 @@ class Mask:
             )
 
     def seen(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
-        """[queries, keys], from their places in their own arrays; None if all are seen."""
+        """The mask [queries, keys] from their indices; None if nothing is masked."""
         return self.pairs_seen(queries[:, None], keys[None, :])
 
     def pairs_seen(self, query: jax.Array, key: jax.Array) -> jax.Array | None:
-        """Whether each of these queries sees the key beside it; None if all do."""
+        """Whether each query attends to the key with the same index; None if all do."""
         if not self.causal:
             return None
         query = query + self.offset
@@ -59,7 +59,7 @@ class Mask:
         return seen if self.window is None else seen & (query - key < self.window)
 
     def within(self, queries: int, keys: int) -> "Mask":
-        """The simplest mask that says the same of so many queries and keys."""
+        """The simplest equivalent mask for these numbers of queries and keys."""
         if not self.causal:
             return EVERYTHING
         window = self.window
@@ -70,11 +70,11 @@ class Mask:
         return dataclasses.replace(self, window=window)
 
     def ends_within(self, queries: int, keys: int) -> bool:
-        """Whether no query would see past the last key if there were more of them."""
+        """Whether keys appended after the last one would be masked for every query."""
         return self.causal and self._end(queries - 1) <= keys
 
     def _end(self, query: int) -> int:
-        """The index of the first key after those that a query sees; causal masks only."""
+        """The index after the last key that a query attends to; causal masks only."""
         block = self.block or 1
         return (query + self.offset) // block * block + block
 

@@ -1,10 +1,10 @@
-"""Rows in zig-zag order: device i of n holds chunks i and 2n-1-i of 2n.
+"""Sequences in zig-zag order: device i of n holds chunks i and 2n-1-i of 2n.
 
 x = to_zigzag(x)        # [batch, length, ..], the length split over devices
 x = from_zigzag(x)
 
-Each way is two permutations: of the chunks with even numbers and of those with odd ones, since a
-device's two chunks are always one of each.
+Each direction is two ppermutes, one of the even chunks and one of the odd chunks: a device always
+has one of each.
 """
 
 import jax
@@ -19,12 +19,12 @@ from meshwright.present import nearest_multiples
 
 
 def to_zigzag(x: jax.Array) -> jax.Array:
-    """From rows in contiguous order."""
+    """From contiguous to zig-zag order."""
     return _reordered(x, back=False)
 
 
 def from_zigzag(x: jax.Array) -> jax.Array:
-    """To rows in contiguous order."""
+    """From zig-zag to contiguous order."""
     return _reordered(x, back=True)
 
 
@@ -43,8 +43,8 @@ def _reordered(x: jax.Array, back: bool) -> jax.Array:
         ways *= jax.sharding.get_abstract_mesh().shape[axis]
     if x.shape[1] % (2 * ways):
         raise MeshwrightError(
-            f"rows of {x.shape[1]} over {ways} devices have no zigzag order: two chunks a device; "
-            f"{nearest_multiples(x.shape[1], 2 * ways)} would fit"
+            f"sequences of {x.shape[1]} tokens over {ways} devices have no zigzag order, which "
+            f"needs two chunks per device; {nearest_multiples(x.shape[1], 2 * ways)} would fit"
         )
     # contiguous order has chunks 2i and 2i+1 on device i
     even = [(i, holder(2 * i, ways)) for i in range(ways)]

@@ -1,8 +1,8 @@
-"""Sequences padded to the lengths a kernel computes with, and its results cut back.
+"""Pad sequences to the lengths a kernel needs, and cut its results.
 
-Padded keys carry a segment id that no query has, so no query sees them. Padded queries come after
-the others: their outputs are cut off, and their cotangents are zero, so they add nothing to the
-gradients of keys and values.
+Padded keys have a segment id that no query has, so no query attends to them. Padded queries come
+last: their outputs are cut off, and their cotangents are zero, so they add nothing to the gradients
+of keys and values.
 """
 
 import jax
@@ -13,12 +13,12 @@ from meshwright.ops.attention.mask import Mask
 
 Lengths = tuple[int, int]  # of queries and keys
 
-# segment ids of padding: the largest, so that ids stay in ascending order where they were
+# segment ids of padding: the largest, so that ascending ids stay ascending
 _OF_QUERIES, _OF_KEYS = jnp.iinfo(jnp.int32).max - 1, jnp.iinfo(jnp.int32).max
 
 
 def pad_block(block: Block, mask: Mask, lengths: Lengths) -> Block:
-    """The block with as many queries and keys as `lengths` says."""
+    """The block, padded to `lengths`."""
     if block.lengths == lengths:
         return block
     queries, keys = lengths
@@ -33,27 +33,27 @@ def pad_block(block: Block, mask: Mask, lengths: Lengths) -> Block:
     return Block(_pad(block.q, queries), k, v, q_segments, k_segments)
 
 
-def pad_output(whole: Partial, queries: int) -> Partial:
-    """What was found over all keys; a finite log-sum keeps the weights of padding finite."""
-    return Partial(_pad(whole.out, queries), _pad(whole.log_sum, queries))
+def pad_output(output: Partial, queries: int) -> Partial:
+    """The padded output; a finite lse keeps the weights of padding finite."""
+    return Partial(_pad(output.out, queries), _pad(output.lse, queries))
 
 
 def pad_cotangent(dout: jax.Array, queries: int) -> jax.Array:
     return _pad(dout, queries)
 
 
-def cut_output(found: Partial, lengths: Lengths) -> Partial:
-    """Without what was found for padding."""
-    return Partial(found.out[:, : lengths[0]], found.log_sum[:, : lengths[0]])
+def cut_output(result: Partial, lengths: Lengths) -> Partial:
+    """The output without padding."""
+    return Partial(result.out[:, : lengths[0]], result.lse[:, : lengths[0]])
 
 
-def cut_gradients(found: Gradients, lengths: Lengths) -> Gradients:
+def cut_gradients(result: Gradients, lengths: Lengths) -> Gradients:
     queries, keys = lengths
-    return found._replace(q=found.q[:, :queries], k=found.k[:, :keys], v=found.v[:, :keys])
+    return result._replace(q=result.q[:, :queries], k=result.k[:, :keys], v=result.v[:, :keys])
 
 
 def _pad(x: jax.Array, length: int, value: float = 0) -> jax.Array:
-    """[batch, length, ..], filled up with a value."""
+    """[batch, length, ..], padded with a value."""
     missing = length - x.shape[1]
     if not missing:
         return x

@@ -1,10 +1,10 @@
-"""Attention over rows that are split over devices: keys travel around a ring, or are gathered.
+"""Context parallelism: attention over sequences that devices share, by a ring or an all-gather.
 
-Ring: keys and values hop to the next device while the present ones are computed with, so that
-nothing with a whole row exists anywhere. Backward it is the same ring again; the gradients of keys
-and values travel with them, one turn behind, and a last hop takes them home. All-gather: keys and
-values are gathered once and the turns read their parts; their gradients are added up and scattered
-once.
+Ring: a ppermute sends keys and values to the next device while attention to the current ones is
+computed, so no device ever holds a full sequence. The backward pass is the same ring again. The
+gradients of keys and values follow them one ring step behind, and a last ppermute returns them.
+All-gather: keys and values are all-gathered once, and every ring step reads its part. A
+reduce-scatter returns their gradients.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from meshwright.ops.attention.mask import Mask
 from meshwright.ops.attention.permute import permute
 from meshwright.ops.attention.ring_steps import (
     Keys,
+    RingStep,
     RingSteps,
-    Step,
     add_ring_step,
     gradients_of_ring_step,
     ring_steps_of,
@@ -30,18 +30,18 @@ from meshwright.ops.collectives import varying_like
 
 
 class Transport(NamedTuple):
-    """How keys come to where they are needed, and how their gradients go home."""
+    """How keys reach the devices that need them, and how their gradients return."""
 
-    start: Any  # what a device holds at turn 0
-    onward: Callable[[Any], Any]  # what it holds at the next turn
-    keys: Callable[[Any, Any], Keys]  # the keys of a turn, from what it holds
-    along: Callable[[Any], Any]  # the sums of gradients so far, where the next turn needs them
-    collect: Callable[[Any, Any, jax.Array], Any]  # those, turn, this turn's gradient
-    home: Callable[[Any], jax.Array]  # the sums, where their keys live
+    start: Any  # what a device holds at ring step 0
+    onward: Callable[[Any], Any]  # what it holds at the next ring step
+    keys: Callable[[Any, Any], Keys]  # (held, index) → the keys of a ring step
+    along: Callable[[Any], Any]  # sums of gradients so far, sent to the device of the next step
+    collect: Callable[[Any, Any, jax.Array], Any]  # (sums, index, gradient of the step) → sums
+    returned: Callable[[Any], jax.Array]  # the sums, on the devices that own the keys
 
 
 def attend(
-    here: Block,
+    local: Block,
     mask: Mask,
     over: tuple[str, ...],
     ways: int,
@@ -49,62 +49,62 @@ def attend(
     order: str,
     kernel: str,
 ) -> jax.Array:
-    """Inside shard_map: attention of this device's part of the rows, split over `over`."""
-    turns = ring_steps_of(mask, order, ways, here.q.shape[1])
+    """Inside shard_map: attention of this device's part of the sequences, split over `over`."""
+    steps = ring_steps_of(mask, order, ways, local.q.shape[1])
 
     def transport(block: Block) -> Transport:
         keys = Keys(jnp.stack([block.k, block.v]), block.k_segments)
         if strategy == "ring":
-            return _ring(keys, over, ways, turns.hops)
-        return _gathered(keys, over, ways)
+            return _ring(keys, over, ways, steps.exchanges)
+        return _all_gather(keys, over, ways)
 
-    def step(turn: Any) -> Step:
-        return Step(lax.axis_index(over), turn, ways)
+    def at(index: Any) -> RingStep:
+        return RingStep(lax.axis_index(over), index, ways)
 
     return with_gradient(
-        lambda block: _forward(block, turns, transport(block), step, kernel),
-        lambda block, whole, given: _backward(
-            block, turns, transport(block), step, whole, given, kernel
+        lambda block: _forward(block, steps, transport(block), at, kernel),
+        lambda block, output, dout: _backward(
+            block, steps, transport(block), at, output, dout, kernel
         ),
-    )(here)
+    )(local)
 
 
-def _ring(keys: Keys, axes: tuple[str, ...], ways: int, hops: int) -> Transport:
-    """Keys hop from each device to the next, and so do their gradients."""
+def _ring(keys: Keys, axes: tuple[str, ...], ways: int, exchanges: int) -> Transport:
+    """Each device sends its keys to the next one, and so their gradients."""
 
-    def hop(tree: Any, by: int = 1) -> Any:
-        places = [(i, (i + by) % ways) for i in range(ways)]
-        return jax.tree.map(lambda x: permute(x, axes, places), tree)
+    def send(tree: Any, by: int = 1) -> Any:
+        pairs = [(i, (i + by) % ways) for i in range(ways)]
+        return jax.tree.map(lambda x: permute(x, axes, pairs), tree)
 
-    def collect(sums: jax.Array | None, turn: Any, more: jax.Array) -> jax.Array:
+    def collect(sums: jax.Array | None, index: Any, more: jax.Array) -> jax.Array:
         return more if sums is None else sums + more
 
     return Transport(
         start=keys,
-        onward=hop,
-        keys=lambda held, turn: held,
-        along=hop,
+        onward=send,
+        keys=lambda held, index: held,
+        along=send,
         collect=collect,
-        home=lambda sums: hop(sums, ways - hops) if hops else sums,
+        returned=lambda sums: send(sums, ways - exchanges) if exchanges else sums,
     )
 
 
-def _gathered(keys: Keys, axes: tuple[str, ...], ways: int) -> Transport:
-    """All keys at once; a turn reads those of its device."""
-    everyone = jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0), keys)
+def _all_gather(keys: Keys, axes: tuple[str, ...], ways: int) -> Transport:
+    """All keys at once; a ring step reads those of one device."""
+    all_keys = jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0), keys)
 
-    def owner(turn: Any) -> jax.Array:
-        return (lax.axis_index(axes) - turn) % ways
+    def owner(index: Any) -> jax.Array:
+        return (lax.axis_index(axes) - index) % ways
 
-    def at(_: Any, turn: Any) -> Keys:
+    def at(_: Any, index: Any) -> Keys:
         return jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, owner(turn), keepdims=False), everyone
+            lambda x: lax.dynamic_index_in_dim(x, owner(index), keepdims=False), all_keys
         )
 
-    def collect(sums: jax.Array | None, turn: Any, more: jax.Array) -> jax.Array:
+    def collect(sums: jax.Array | None, index: Any, more: jax.Array) -> jax.Array:
         if sums is None:
             sums = varying_like(jnp.zeros((ways, *more.shape), more.dtype), more)
-        return lax.dynamic_update_index_in_dim(sums, more, owner(turn), 0)
+        return lax.dynamic_update_index_in_dim(sums, more, owner(index), 0)
 
     return Transport(
         start=(),
@@ -112,70 +112,72 @@ def _gathered(keys: Keys, axes: tuple[str, ...], ways: int) -> Transport:
         keys=at,
         along=lambda sums: sums,
         collect=collect,
-        home=lambda sums: lax.psum_scatter(sums, axes, scatter_dimension=0),
+        returned=lambda sums: lax.psum_scatter(sums, axes, scatter_dimension=0),
     )
 
 
 def _forward(
-    here: Block, turns: RingSteps, transport: Transport, step: Callable[[Any], Step], kernel: str
+    local: Block,
+    steps: RingSteps,
+    transport: Transport,
+    at: Callable[[Any], RingStep],
+    kernel: str,
 ) -> Partial:
-    """The output of this device's queries over all keys they see."""
+    """The output of this device's queries over all keys they attend to."""
 
-    def visit(done: Partial | None, held: Any, coming: Any, turn: Any, mask: Mask | None) -> Any:
-        keys = transport.keys(held, turn)
-        return add_ring_step(done, here, keys, turns, step(turn), mask, kernel, under_way=coming)
+    def visit(done: Partial | None, held: Any, coming: Any, index: Any, mask: Mask | None) -> Any:
+        keys = transport.keys(held, index)
+        return add_ring_step(done, local, keys, steps, at(index), mask, kernel, in_flight=coming)
 
-    whole: Partial = _around(turns, transport, visit, here.q)
-    return whole._replace(out=whole.out.astype(here.q.dtype))
+    output: Partial = _all_steps(steps, transport, visit, local.q)
+    return output._replace(out=output.out.astype(local.q.dtype))
 
 
 def _backward(
-    here: Block,
-    turns: RingSteps,
+    local: Block,
+    steps: RingSteps,
     transport: Transport,
-    step: Callable[[Any], Step],
-    whole: Partial,
-    given: jax.Array,
+    at: Callable[[Any], RingStep],
+    output: Partial,
+    dout: jax.Array,
     kernel: str,
 ) -> Gradients:
-    """Gradients of this device's queries, and of its keys from all queries that see them."""
+    """Gradients of this device's queries, and of its keys from all queries that attend to them."""
 
-    def visit(sums: Any, held: Any, coming: Any, turn: Any, mask: Mask | None) -> Any:
-        keys = transport.keys(held, turn)
+    def visit(sums: Any, held: Any, coming: Any, index: Any, mask: Mask | None) -> Any:
+        keys = transport.keys(held, index)
         done, arriving = (None, None) if sums is None else (sums[0], transport.along(sums[1]))
-        of_q, of_keys, (coming, arriving) = gradients_of_ring_step(
-            whole, given, here, keys, turns, step(turn), mask, kernel, under_way=(coming, arriving)
+        dq, dkeys, (coming, arriving) = gradients_of_ring_step(
+            output, dout, local, keys, steps, at(index), mask, kernel, in_flight=(coming, arriving)
         )
-        of_q = of_q if done is None else done + of_q
-        return (of_q, transport.collect(arriving, turn, of_keys)), coming
+        dq = dq if done is None else done + dq
+        return (dq, transport.collect(arriving, index, dkeys)), coming
 
-    of_q, of_keys = _around(turns, transport, visit, here.q)
-    of_k, of_v = transport.home(of_keys)
-    return Gradients(
-        of_q.astype(here.q.dtype), of_k.astype(here.k.dtype), of_v.astype(here.v.dtype)
-    )
+    dq, dkeys = _all_steps(steps, transport, visit, local.q)
+    dk, dv = transport.returned(dkeys)
+    return Gradients(dq.astype(local.q.dtype), dk.astype(local.k.dtype), dv.astype(local.v.dtype))
 
 
-def _around(turns: RingSteps, transport: Transport, visit: Any, q: jax.Array) -> Any:
-    """Every turn's visit, one after the other; keys move on meanwhile, but not after the last."""
+def _all_steps(steps: RingSteps, transport: Transport, visit: Any, q: jax.Array) -> Any:
+    """Run `visit` for every ring step; each but the last also sends the keys on."""
 
-    def turn_of(carry: Any, turn: Any, mask: Mask | None, moves: bool) -> Any:
+    def one_step(carry: Any, index: Any, mask: Mask | None, sends: bool) -> Any:
         state, held = carry
-        coming = transport.onward(held) if moves else ()
-        return visit(state, held, coming, turn, mask)
+        coming = transport.onward(held) if sends else ()
+        return visit(state, held, coming, index, mask)
 
-    last = turns.hops
-    carry = turn_of((None, transport.start), 0, turns.first, moves=last > 0)
-    looped = turns.alike if turns.last else turns.alike - 1  # all that move keys on
+    last = steps.exchanges
+    carry = one_step((None, transport.start), 0, steps.first, sends=last > 0)
+    looped = steps.full if steps.masked else steps.full - 1  # those that send keys on
     if looped > 0:
         carry, _ = lax.scan(
-            lambda carry, turn: (turn_of(carry, turn, None, moves=True), None),
+            lambda carry, index: (one_step(carry, index, None, sends=True), None),
             carry,
             jnp.arange(1, looped + 1),
             unroll=unrolled(looped, q),
         )
-    if turns.alike and not turns.last:
-        carry = turn_of(carry, turns.alike, None, moves=False)
-    for turn, mask in enumerate(turns.last, turns.alike + 1):
-        carry = turn_of(carry, turn, mask, moves=turn < last)
+    if steps.full and not steps.masked:
+        carry = one_step(carry, steps.full, None, sends=False)
+    for index, mask in enumerate(steps.masked, steps.full + 1):
+        carry = one_step(carry, index, mask, sends=index < last)
     return carry[0]

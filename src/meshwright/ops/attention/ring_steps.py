@@ -1,17 +1,17 @@
-"""What a device does with the keys of each other one, turn by turn.
+"""Ring steps: what a device computes with the keys of each other device.
 
-n devices along the ring each hold a part of every row. At turn t device i has the keys of device
-i - t (mod n). In *contiguous* order device i holds the i-th part. In *zig-zag* order a row is cut
-into 2n chunks and device i holds chunks i and 2n-1-i: of a causal mask every device then has the
-same work at every turn. At turn 0 its own two chunks, causal. After that, keys of an earlier device
-are seen in their first chunk only, by all queries; keys of a later one are seen whole, by the
-queries of the second chunk only: two chunks' worth of full attention either way. So no turn but the
-first needs a mask, and none computes what is thrown away.
+Each of the n devices of the ring holds a part of every sequence. At ring step t, device i has the
+keys of device i - t (mod n). In *contiguous* order, device i holds part i. In *zig-zag* order, a
+sequence has 2n chunks and device i holds chunks i and 2n-1-i, which balances a causal mask: every
+device has the same work at every ring step. Step 0 is causal attention within its own two chunks.
+After that, all queries attend to the first chunk of an earlier device's keys; or the queries of the
+second chunk attend to both chunks of a later device's keys. Either is full attention over two pairs
+of chunks. So only step 0 needs a mask, and no step computes scores that are masked out.
 
-Block-causal masks whose blocks lie across the edges of parts keep contiguous order. A block may
-then reach into the parts of later devices. Blocks of whole parts need no mask: a part sees another
-entirely or not at all. Any other block gives every device a mask of its own, which is made from the
-positions while the program runs (Block.k_end).
+Block-causal masks whose blocks cross the boundaries of parts keep contiguous order. A block may
+then reach into the parts of later devices. Blocks of complete parts need no mask: a part attends to
+another entirely or not at all. Any other block size needs a different mask on every device, which
+is computed from the positions at run time (Block.k_end).
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ from meshwright.ops.attention.block import Block, Gradients, Partial, merge, whe
 from meshwright.ops.attention.mask import EVERYTHING, Mask
 from meshwright.ops.collectives import current_platform
 
-MOST_UNROLLED = 2**29  # bytes of output of all turns, which are then kept side by side
+MOST_UNROLLED = 2**29  # bytes of output of all ring steps, which an unrolled ring keeps
 
 
 class Keys(NamedTuple):
-    """What travels: keys and values in one array, and their documents."""
+    """What the ring sends: keys and values in one array, and their segment ids."""
 
     both: jax.Array  # [2, batch, length, kv_heads, head_dim]
     segments: jax.Array | None  # [batch, length]
@@ -38,170 +38,170 @@ class Keys(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RingSteps:
-    """The turns of a mask over n devices: one at home, some all alike, some with their own mask."""
+    """The ring steps of a mask: step 0, then steps of full attention, then steps with a mask."""
 
-    first: Mask
-    alike: int  # turns 1 .. alike: full attention, by the order
-    last: tuple[Mask, ...]  # turns after those
+    first: Mask  # of step 0
+    full: int  # number of steps after step 0 with full attention (see order)
+    masked: tuple[Mask, ...]  # masks of the steps after those
     order: str
-    earlier_only: bool  # whether keys of later devices are not seen at all
-    parts_in_block: int | None = None  # a block is so many whole parts, which see each other
-    block: int | None = None  # tokens of a block that lies across the edges of parts
+    earlier_only: bool  # no query attends to keys of later devices
+    parts_in_block: int | None = None  # parts in a block, if it is a multiple of a part
+    block: int | None = None  # block size in tokens, if blocks cross parts
 
     @property
-    def hops(self) -> int:
-        """How often keys move on; after the last turn they need not."""
-        return self.alike + len(self.last)
+    def exchanges(self) -> int:
+        """Number of times keys are sent on: once after every step but the last."""
+        return self.full + len(self.masked)
 
 
 def ring_steps_of(mask: Mask, order: str, ways: int, length: int) -> RingSteps:
-    """The turns for rows split `ways` ways, `length` tokens of each on a device."""
+    """The ring steps for sequences split over `ways` devices, `length` tokens on each."""
     others = ways - 1
     if not mask.causal:
         return RingSteps(EVERYTHING, others, (), "contiguous", earlier_only=False)
     if mask.block is not None and length % mask.block:
-        turns = RingSteps(EVERYTHING, others, (), "contiguous", earlier_only=False)
+        steps = RingSteps(EVERYTHING, others, (), "contiguous", earlier_only=False)
         if mask.block % length:
-            return dataclasses.replace(turns, block=mask.block)
-        return dataclasses.replace(turns, parts_in_block=mask.block // length)
+            return dataclasses.replace(steps, block=mask.block)
+        return dataclasses.replace(steps, parts_in_block=mask.block // length)
     if order == "zigzag":
         return RingSteps(mask, others, (), order, earlier_only=False)
     if mask.window is None:
         return RingSteps(mask, others, (), order, earlier_only=True)
-    # a window: the last device whose keys the first query reaches, and those seen whole
+    # a window: how many devices back it reaches, and how many of those it covers completely
     reach = min(others, (mask.window + length - 2) // length)
-    whole = min(reach, mask.window // length - 1) if mask.window >= length else 0
-    rest = range(whole + 1, reach + 1)
-    masks = tuple(dataclasses.replace(mask, offset=turn * length) for turn in rest)
-    return RingSteps(mask, whole, masks, order, earlier_only=True)
+    full = min(reach, mask.window // length - 1) if mask.window >= length else 0
+    rest = range(full + 1, reach + 1)
+    masks = tuple(dataclasses.replace(mask, offset=index * length) for index in rest)
+    return RingSteps(mask, full, masks, order, earlier_only=True)
 
 
-class Step(NamedTuple):
-    """A turn on a device."""
+class RingStep(NamedTuple):
+    """A ring step on one device."""
 
     device: jax.Array  # its index along the ring
-    turn: Any
+    index: Any  # of the step
     ways: int
 
     @property
     def before(self) -> jax.Array:
         """Whether the keys are those of an earlier device, or its own."""
-        return self.device >= self.turn
+        return self.device >= self.index
 
     @property
     def owner(self) -> jax.Array:
-        """The device whose keys are here."""
-        return (self.device - self.turn) % self.ways
+        """The device that owns the current keys."""
+        return (self.device - self.index) % self.ways
 
 
-def keys_seen(turns: RingSteps, step: Step) -> jax.Array | None:
-    """Whether the keys of this turn are seen at all; None if they always are."""
-    if turns.parts_in_block is not None:
-        return step.device // turns.parts_in_block >= step.owner // turns.parts_in_block
-    return step.before if turns.earlier_only else None
+def keys_seen(steps: RingSteps, step: RingStep) -> jax.Array | None:
+    """Whether any query attends to the keys of this step; None if that is always so."""
+    if steps.parts_in_block is not None:
+        return step.device // steps.parts_in_block >= step.owner // steps.parts_in_block
+    return step.before if steps.earlier_only else None
 
 
-def key_ends(turns: RingSteps, step: Step, part: int) -> jax.Array | None:
-    """Where the keys end that each query sees, by its position; None where a mask says it."""
-    if turns.block is None:
+def key_ends(steps: RingSteps, step: RingStep, part: int) -> jax.Array | None:
+    """For each query, the end of the keys it attends to; None where a static mask covers it."""
+    if steps.block is None:
         return None
     positions = step.device * part + jnp.arange(part)
-    return (positions // turns.block + 1) * turns.block - step.owner * part
+    return (positions // steps.block + 1) * steps.block - step.owner * part
 
 
-def unrolled(turns: int, q: jax.Array) -> bool:
-    """Whether turns are written out instead of looped over.
+def unrolled(steps: int, q: jax.Array) -> bool:
+    """Whether to unroll the loop over ring steps.
 
-    A GPU copies what a loop carries at every turn, which short turns feel. Written out, the outputs
-    of all turns are added up at the end in one go, and until then kept.
+    A GPU copies the loop carry at every step, which matters for short steps. Unrolled, the outputs
+    of all steps are kept until they are merged at the end.
     """
-    small = turns * q.size * q.dtype.itemsize <= MOST_UNROLLED
+    small = steps * q.size * q.dtype.itemsize <= MOST_UNROLLED
     return small and current_platform() == "gpu"
 
 
 def add_ring_step(
-    done: Partial | None, here: Block, keys: Keys, turns: RingSteps, step: Step,
-    mask: Mask | None, kernel: str, under_way: Any = (),
+    done: Partial | None, local: Block, keys: Keys, steps: RingSteps, step: RingStep,
+    mask: Mask | None, kernel: str, in_flight: Any = (),
 ) -> tuple[Partial, Any]:  # fmt: skip
-    """The outputs so far and those of this turn, together; and what was under way meanwhile.
+    """Merge the output of this ring step into the output so far; also returns `in_flight`.
 
-    `mask` is None in the turns that are alike.
+    `mask` is None in the steps of full attention. `in_flight` is what the devices send meanwhile.
     """
-    if mask is None and turns.order == "zigzag":
+    if mask is None and steps.order == "zigzag":
         assert done is not None
 
-        # the sums so far stay outside, a conditional would copy them in and out; and so does what
-        # every turn takes of the queries, cut once
-        _, second = _chunks(here)
+        # keep the sums so far out of the conditional, which would copy them; split the queries
+        # once, not in every step
+        _, second = _chunks(local)
 
         def earlier() -> Partial:
-            return kernels.forward(_earlier(here, keys), EVERYTHING, kernel)[0]
+            return kernels.forward(_earlier(local, keys), EVERYTHING, kernel)[0]
 
         def later() -> Partial:
-            found = kernels.forward(_with(second, keys), EVERYTHING, kernel)[0]
-            return Partial(_behind(found.out, 0), _behind(found.log_sum, -jnp.inf))
+            partial = kernels.forward(_with(second, keys), EVERYTHING, kernel)[0]
+            return Partial(_behind(partial.out, 0), _behind(partial.lse, -jnp.inf))
 
-        found = lax.cond(step.before, earlier, later)
-        found, under_way = lax.optimization_barrier((found, under_way))
-        return merge(done, found), under_way
-    block = _with(here, keys, key_ends(turns, step, here.q.shape[1]))
-    found, under_way = kernels.forward(block, mask or EVERYTHING, kernel, under_way)
+        partial = lax.cond(step.before, earlier, later)
+        partial, in_flight = lax.optimization_barrier((partial, in_flight))
+        return merge(done, partial), in_flight
+    block = _with(local, keys, key_ends(steps, step, local.q.shape[1]))
+    partial, in_flight = kernels.forward(block, mask or EVERYTHING, kernel, in_flight)
     if done is None:
-        return Partial(found.out.astype(jnp.float32), found.log_sum), under_way
-    seen = keys_seen(turns, step)
+        return Partial(partial.out.astype(jnp.float32), partial.lse), in_flight
+    seen = keys_seen(steps, step)
     if seen is not None:
-        found = found._replace(log_sum=jnp.where(seen, found.log_sum, -jnp.inf))
-    return merge(done, found), under_way
+        partial = partial._replace(lse=jnp.where(seen, partial.lse, -jnp.inf))
+    return merge(done, partial), in_flight
 
 
 def gradients_of_ring_step(
-    whole: Partial, given: jax.Array, here: Block, keys: Keys, turns: RingSteps, step: Step,
-    mask: Mask | None, kernel: str, under_way: Any = (),
+    output: Partial, dout: jax.Array, local: Block, keys: Keys, steps: RingSteps, step: RingStep,
+    mask: Mask | None, kernel: str, in_flight: Any = (),
 ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
-    """This turn's part of the gradients, of the queries here and of keys and values, in float32;
-    and what was under way meanwhile."""
-    if mask is None and turns.order == "zigzag":
-        _, (second, some, gradient) = _chunks((here, whole, given))
+    """dq and stacked (dk, dv) of this ring step, in float32; also returns `in_flight`."""
+    if mask is None and steps.order == "zigzag":
+        _, (second, output2, dout2) = _chunks((local, output, dout))
 
         def earlier() -> Gradients:
-            found = kernels.backward(_earlier(here, keys), EVERYTHING, whole, given, kernel)[0]
-            return Gradients(found.q, _ahead(found.k), _ahead(found.v))
+            gradients = kernels.backward(_earlier(local, keys), EVERYTHING, output, dout, kernel)[0]
+            return Gradients(gradients.q, _ahead(gradients.k), _ahead(gradients.v))
 
         def later() -> Gradients:
-            found = kernels.backward(_with(second, keys), EVERYTHING, some, gradient, kernel)[0]
-            return found._replace(q=_behind(found.q, 0))
+            gradients = kernels.backward(_with(second, keys), EVERYTHING, output2, dout2, kernel)[0]
+            return gradients._replace(q=_behind(gradients.q, 0))
 
-        found = lax.cond(step.before, earlier, later)
-        found, under_way = lax.optimization_barrier((found, under_way))
+        gradients = lax.cond(step.before, earlier, later)
+        gradients, in_flight = lax.optimization_barrier((gradients, in_flight))
     else:
-        block = _with(here, keys, key_ends(turns, step, here.q.shape[1]))
-        found, under_way = kernels.backward(
-            block, mask or EVERYTHING, whole, given, kernel, under_way
+        block = _with(local, keys, key_ends(steps, step, local.q.shape[1]))
+        gradients, in_flight = kernels.backward(
+            block, mask or EVERYTHING, output, dout, kernel, in_flight
         )
-        seen = keys_seen(turns, step)
-        if seen is not None and mask is not turns.first:
-            found = where(seen, found, jax.tree.map(lambda x: jnp.zeros((), x.dtype), found))
-    of_keys = jnp.stack([found.k, found.v]).astype(jnp.float32)
-    return found.q.astype(jnp.float32), of_keys, under_way
+        seen = keys_seen(steps, step)
+        if seen is not None and mask is not steps.first:
+            zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), gradients)
+            gradients = where(seen, gradients, zeros)
+    dkeys = jnp.stack([gradients.k, gradients.v]).astype(jnp.float32)
+    return gradients.q.astype(jnp.float32), dkeys, in_flight
 
 
-def _with(here: Block, keys: Keys, k_end: jax.Array | None = None) -> Block:
-    return here._replace(k=keys.both[0], v=keys.both[1], k_segments=keys.segments, k_end=k_end)
+def _with(local: Block, keys: Keys, k_end: jax.Array | None = None) -> Block:
+    return local._replace(k=keys.both[0], v=keys.both[1], k_segments=keys.segments, k_end=k_end)
 
 
-def _earlier(here: Block, keys: Keys) -> Block:
-    """An earlier device's keys: all queries see the first chunk of them."""
-    first, _ = _chunks(_with(here, keys))
-    return here._replace(k=first.k, v=first.v, k_segments=first.k_segments)
+def _earlier(local: Block, keys: Keys) -> Block:
+    """An earlier device's keys: all queries attend to their first chunk."""
+    first, _ = _chunks(_with(local, keys))
+    return local._replace(k=first.k, v=first.v, k_segments=first.k_segments)
 
 
 def _behind(second: jax.Array, nothing: float) -> jax.Array:
-    """What was found for the second chunk, with nothing for the first."""
+    """Results of the second chunk, with `nothing` for the first."""
     return jnp.concatenate([jnp.full_like(second, nothing), second], axis=1)
 
 
 def _ahead(first: jax.Array) -> jax.Array:
-    """What was found for the first chunk, with zeros for the second."""
+    """Results of the first chunk, with zeros for the second."""
     return jnp.concatenate([first, jnp.zeros_like(first)], axis=1)
 
 

@@ -1,11 +1,11 @@
-"""TPU's fused attention: the splash kernels that come with jax, forward and backward.
+"""Splash attention: jax's fused kernels for TPUs, forward and backward.
 
-They are made for one row of one key head and its query heads, and mapped over the others: mapped
-dims are the ones a chip with two cores divides between them. They do not scale, so queries are
-scaled before and their gradients after. Blocks of queries and keys that do not see each other are
-skipped: a table says which keys each block of queries sees. Here it is written down at once, since
-the seen keys of all our masks lie in one run; jax's own way looks at every element of the mask.
-Results have the dtype of the inputs, and no other: what is asked for in float32 is rounded first.
+The kernels compute one sequence of one key head and its query heads; vmap adds batch and heads. A
+chip with two cores splits mapped dims over them. The kernels do not scale, so queries are scaled
+before and their gradients after. A table lists the blocks of keys for each block of queries; masked
+blocks are skipped. We compute the table directly, since the keys of a query are contiguous in all
+our masks; jax's own way inspects every element of the mask. Results always have the dtype of the
+inputs: float32 results are rounded first.
 """
 
 import functools
@@ -22,21 +22,21 @@ from meshwright.ops.attention.block import Block, Call, Gradients, Kernel, Parti
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.collectives import untyped
 
-LANES = 128  # blocks are multiples of this, and so are the lengths computed with
+LANES = 128  # block sizes and padded lengths are multiples of this
 LARGEST = 1024  # tokens in a block
-MOST_PADDING = 1 / 4  # of a length, for the sake of larger blocks; assumed, no TPU was there
-COMPUTED = 512  # keys of a block whose scores are held at once
-# A table lies in the chip's memory for scalars (1 MiB), 3 bytes an entry; one of them has twice as
-# many, since its blocks of keys are those whose scores are held at once
+MOST_PADDING = 1 / 4  # of a length, to allow larger blocks; an estimate, not measured on a TPU
+COMPUTED = 512  # keys per block whose scores are computed at once
+# The table is in scalar memory (1 MiB), 3 bytes per entry; that of dq has twice as many entries,
+# since its blocks of keys are half as long (COMPUTED)
 LARGEST_TABLE = 2**17
-# The backward pass in one kernel, which multiplies less, writes the gradients of queries once for
-# each block of keys: done for so many of them. In a ring, half the queries to all keys and all
-# queries to half the keys come out the same, as they must: devices do one while others do the other
+# The fused backward kernel needs fewer matmuls, but writes dq once per block of keys: used up to
+# this size. In a zig-zag ring, (half the queries, all keys) and (all queries, half the keys) give
+# the same choice, as they must: devices compute either at the same ring step
 ONE_KERNEL = 2**16
 
 
 def splash_kernel(interpret: bool = False) -> Kernel:
-    """The kernel; `interpret` runs it in plain JAX on any platform, to test it."""
+    """The kernel; `interpret` runs it on any platform, for tests."""
     return Kernel(
         functools.partial(_forward, interpret=interpret),
         functools.partial(_backward, interpret=interpret),
@@ -68,30 +68,30 @@ def _forward(
     )
 
     def one(q: Any, k: Any, v: Any, documents: Any) -> Any:
-        out, (log_sum,) = kernel(q, k, v, documents and kernels.SegmentIds(*documents))
-        return out, log_sum
+        out, (lse,) = kernel(q, k, v, documents and kernels.SegmentIds(*documents))
+        return out, lse
 
     kv_heads = block.k.shape[2]
     return untyped(
-        _over_rows_and_heads(one),
+        _over_batch_and_heads(one),
         _by_head(_scaled(block.q), kv_heads), *_keys(block), _documents(block),
     )  # fmt: skip
 
 
 def _partial(found: tuple[jax.Array, jax.Array]) -> Partial:
-    out, log_sum = found
-    # a query that sees nothing: its sum is log 0, or its scores are all the value that masks
-    nothing = log_sum < float(np.finfo(np.float32).min) / 4
+    out, lse = found
+    # a query without keys: lse is log 0, or all its scores are the mask value
+    nothing = lse < float(np.finfo(np.float32).min) / 4
     out = jnp.where(nothing[..., None], jnp.zeros((), out.dtype), out)
-    log_sum = jnp.where(nothing, -jnp.inf, log_sum)
-    return Partial(_by_token(out), _by_token(log_sum))
+    lse = jnp.where(nothing, -jnp.inf, lse)
+    return Partial(_by_token(out), _by_token(lse))
 
 
 def _backward(
     block: Block,
     mask: Mask,
-    whole: Partial,
-    given: jax.Array,
+    output: Partial,
+    dout: jax.Array,
     dtype: Any = None,
     *,
     interpret: bool,
@@ -106,23 +106,23 @@ def _backward(
     of_queries = None
     if not sizes.use_fused_bwd_kernel:
         of_queries = info(sizes.block_q_dq, sizes.block_kv_dq, by_keys=False)
-    said = (
+    options = (
         False, kernels.DEFAULT_MASK_VALUE, True, sizes, None, _seen(mask), None, interpret,
     )  # fmt: skip
 
-    def one(q: Any, k: Any, v: Any, documents: Any, out: Any, log_sum: Any, given: Any) -> Any:
+    def one(q: Any, k: Any, v: Any, documents: Any, out: Any, lse: Any, dout: Any) -> Any:
         documents = documents and kernels.SegmentIds(*documents)
-        kept = (q, k, v, documents, None, out, log_sum, of_queries, of_keys)
-        gradients = kernels._splash_attention_bwd(*said, kept, given)
+        kept = (q, k, v, documents, None, out, lse, of_queries, of_keys)
+        gradients = kernels._splash_attention_bwd(*options, kept, dout)
         return gradients[3:6]
 
     kv_heads = block.k.shape[2]
-    # a query that sees nothing anywhere: any sum will do, its weights are all 0
-    log_sum = jnp.where(jnp.isneginf(whole.log_sum), 0.0, whole.log_sum)
+    # a query without keys: any finite lse works, its weights are all 0
+    lse = jnp.where(jnp.isneginf(output.lse), 0.0, output.lse)
     return untyped(
-        _over_rows_and_heads(one),
+        _over_batch_and_heads(one),
         _by_head(_scaled(block.q), kv_heads), *_keys(block), _documents(block),
-        *(_by_head(x, kv_heads) for x in (whole.out, log_sum, given)),
+        *(_by_head(x, kv_heads) for x in (output.out, lse, dout)),
     )  # fmt: skip
 
 
@@ -132,20 +132,20 @@ def _gradients(found: tuple[jax.Array, jax.Array, jax.Array]) -> Gradients:
 
 
 def _kernels() -> Any:
-    """jax's; imported when they are needed, since that takes its time."""
+    """jax's kernels, imported when needed, since the import is slow."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     return splash_attention_kernel
 
 
-def _over_rows_and_heads(one: Callable[..., Any]) -> Callable[..., Any]:
-    """`one` over rows and key heads; documents, the fourth argument, are the same for all heads."""
+def _over_batch_and_heads(one: Callable[..., Any]) -> Callable[..., Any]:
+    """vmap over batch and key heads; segment ids (the fourth argument) are shared by all heads."""
 
-    def rows(q: Any, k: Any, v: Any, documents: Any, *more: Any) -> Any:
+    def sequence(q: Any, k: Any, v: Any, documents: Any, *more: Any) -> Any:
         heads = jax.vmap(lambda q, k, v, *more: one(q, k, v, documents, *more))
         return heads(q, k, v, *more)
 
-    return jax.vmap(rows)
+    return jax.vmap(sequence)
 
 
 def _scaled(x: jax.Array) -> jax.Array:
@@ -177,7 +177,7 @@ def _documents(block: Block) -> tuple[jax.Array, jax.Array] | None:
 
 
 def padded_length(length: int) -> int:
-    """What a length is padded to: a multiple of 128, or of a larger block where that adds little.
+    """The padded length: a multiple of 128, or of a larger block where that adds little.
 
     >>> [padded_length(n) for n in (100, 1000, 1100, 3648, 4000, 3712)]
     [128, 1024, 1280, 4096, 4096, 3712]
@@ -191,7 +191,7 @@ def padded_length(length: int) -> int:
 
 
 def backward_kernels(length: int) -> int:
-    """Kernels of the backward pass over `length` tokens: 1, or 2: one for dq, one for dk and dv."""
+    """Number of kernels of the backward pass: 1, or 2 (one for dq, one for dk and dv)."""
     length = padded_length(length)
     return 1 if length // LARGEST * length <= ONE_KERNEL else 2
 
@@ -222,7 +222,7 @@ def _largest_block(length: int, most: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _seen(mask: Mask) -> Callable[..., Any] | None:
-    """Whether queries see keys, elementwise, from their places; None if all are seen."""
+    """The mask as an elementwise function of positions; None if nothing is masked."""
     if not mask.causal:
         return None
 
@@ -241,7 +241,7 @@ def _mask_info(
 ) -> Any:
     """The kernels' table: for each block of queries (or of keys) the blocks of the others to visit.
 
-    `whole`: with a place for every block, seen or not.
+    `output`: with a visit_index for every block, seen or not.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import (
         MaskInfo,
@@ -262,25 +262,29 @@ def _mask_info(
 def table(
     mask: Mask, queries: int, keys: int, of_q: int, of_k: int, *, by_keys: bool, whole: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which blocks of keys each block of queries visits in turn, and whether it sees them.
+    """The blocks of keys that each block of queries visits, and whether they are unmasked.
 
-    Both [blocks of queries, visits]. `by_keys`: which queries each block of keys visits, both
-    [visits, blocks of keys].
+    Both [blocks of queries, visits]. `by_keys`: the blocks of queries that each block of keys
+    visits, both [visits, blocks of keys].
     """
     window, block = mask.window or queries + keys + mask.offset, mask.block or 1
-    if by_keys:  # the first and the last query that see any of a block's keys
+    if by_keys:  # the first and the last query that attend to any key of a block
         own, other, size = np.arange(keys // of_k) * of_k, queries, of_q
         low = own // block * block - mask.offset
         high = own + of_k - 1 + window - 1 - mask.offset
-    else:  # the first and the last key that any of a block's queries see
+    else:  # the first and the last key that any query of a block attends to
         own, other, size = np.arange(queries // of_q) * of_q + mask.offset, keys, of_k
         low = own - window + 1
         high = (own + of_q - 1) // block * block + block - 1
     first, last = np.maximum(low, 0) // size, np.minimum(high, other - 1) // size
-    places = other // size if whole else max(1, int(np.max(last - first)) + 1)
-    place = np.arange(places)[None]
-    # visits end with the last block seen; what is fetched before the first is the first, early
-    at = np.broadcast_to(place, (len(own), places)) if whole else place + last[:, None] - places + 1
+    visits = other // size if whole else max(1, int(np.max(last - first)) + 1)
+    visit_index = np.arange(visits)[None]
+    # visits end with the last unmasked block; earlier visits prefetch the first one
+    at = (
+        np.broadcast_to(visit_index, (len(own), visits))
+        if whole
+        else visit_index + last[:, None] - visits + 1
+    )
     seen = (at >= first[:, None]) & (at <= last[:, None])
     visit = np.clip(np.clip(at, first[:, None], last[:, None]), 0, other // size - 1)
     return (visit.T, seen.T) if by_keys else (visit, seen)
@@ -294,15 +298,14 @@ def _refuses(call: Call) -> str | None:
     if call.biased:
         return "it adds no bias to the scores"
     if call.dynamic:
-        return "which keys a query sees must be known when it is compiled"
+        return "it needs the mask at compile time"
     if call.mask.causal:
         queries, keys = _lengths(call)
         sizes = _sizes(queries, keys)
         entries = queries // sizes.block_q * (keys // sizes.block_kv)
         if entries > LARGEST_TABLE:
             return (
-                f"its table of which blocks see each other would have {entries:,} entries, more "
-                f"than {LARGEST_TABLE:,}"
+                f"its table of blocks would have {entries:,} entries, more than {LARGEST_TABLE:,}"
             )
     return None
 

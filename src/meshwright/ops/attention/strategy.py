@@ -1,4 +1,4 @@
-"""How attention is done over a split length: which strategy, and in which order the row lies.
+"""Context parallelism: the choice of a strategy, and the order of a sequence over the devices.
 
 >>> over = Split(ways=8, length=65536, heads=32, kv_heads=8, head_dim=128, mask=Mask())
 >>> choose_strategy(over, "ring")
@@ -30,17 +30,17 @@ class ContextParallel:
     order: str = "contiguous"  # of each sequence over the devices: see sequence_order, to_zigzag
 
 
-# FLOP/s of a chip for each byte/s of a link to its neighbour, where the chip is not known: TPU v5p
-# has 5,100, H200 over NVLink 2,200
+# FLOP/s of a chip per byte/s of a link to its neighbour, if the chip is unknown: TPU v5p has 5,100,
+# H200 over NVLink 2,200
 FLOPS_PER_BYTE = 5000.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """An attention whose rows are split over `ways` devices."""
+    """An attention whose sequences `ways` devices share."""
 
     ways: int
-    length: int  # of a whole row
+    length: int  # full sequence length
     heads: int  # on a device
     kv_heads: int
     head_dim: int
@@ -50,12 +50,12 @@ class Split:
 
     @property
     def part(self) -> int:
-        """Tokens of a row on a device."""
+        """Tokens of a sequence on a device."""
         return self.length // self.ways
 
 
 def choose_strategy(split: Split, strategy: str = "auto") -> str:
-    """The strategy, with every reason it cannot be checked; auto's choice is logged once."""
+    """The strategy; a MeshwrightError says why it is not possible. Logs the choice of auto."""
     if strategy == "auto":
         return explain_strategy(split)[0]
     if strategy not in STRATEGIES:
@@ -66,21 +66,21 @@ def choose_strategy(split: Split, strategy: str = "auto") -> str:
     why = refusal(split, strategy)
     if why is not None:
         able = [name for name in STRATEGIES if refusal(split, name) is None]
-        can = f"; {' and '.join(able)} can" if able else ""
-        raise MeshwrightError(f"context_parallel={strategy!r} cannot serve this: {why}{can}")
+        can = f"; {' and '.join(able)} would work" if able else ""
+        raise MeshwrightError(f"context_parallel={strategy!r} is not possible: {why}{can}")
     return strategy
 
 
 def refusal(split: Split, strategy: str) -> str | None:
-    """Why a strategy cannot serve, None if it can."""
+    """Why a strategy is not possible, None if it is."""
     if split.ways == 1:
         return None
     if strategy == "ulysses":
         for name, heads in (("heads", split.heads), ("kv_heads", split.kv_heads)):
             if heads % split.ways:
                 return (
-                    f"it gives each of sp={split.ways} devices its own heads, and {heads} {name} "
-                    f"on a device are not divisible by {split.ways}"
+                    f"it splits the heads over sp={split.ways} devices, and {heads} {name} on a "
+                    f"device are not divisible by {split.ways}"
                 )
         parts = split.ways
     else:
@@ -88,10 +88,10 @@ def refusal(split: Split, strategy: str) -> str | None:
             return "it adds no bias to the scores of its steps"
         offset = split.mask.offset
         if offset:
-            return f"its masks begin at the first key, not {offset} places behind it"
+            return f"it has no mask with an offset of {offset}"
         parts = split.ways * (2 if sequence_order(split, strategy) == "zigzag" else 1)
     if split.length % parts:
-        chunks = " (two chunks a device, to balance a causal mask)" if parts > split.ways else ""
+        chunks = " (two chunks per device, to balance a causal mask)" if parts > split.ways else ""
         return (
             f"seq={split.length} is not divisible by {parts}{chunks}; seq="
             f"{nearest_multiples(split.length, parts)} would fit"
@@ -100,7 +100,7 @@ def refusal(split: Split, strategy: str) -> str | None:
 
 
 def sequence_order(split: Split, strategy: str) -> str:
-    """How a row lies over the devices: zigzag where that balances a causal mask."""
+    """The order of a sequence over the devices: zigzag where that balances a causal mask."""
     mask = split.mask
     if split.ways == 1 or strategy == "ulysses" or not mask.causal or mask.window is not None:
         return "contiguous"
@@ -109,44 +109,47 @@ def sequence_order(split: Split, strategy: str) -> str:
     return "zigzag"
 
 
-def _hops(split: Split) -> int:
-    """How far keys travel around a ring."""
-    return ring_steps_of(split.mask, sequence_order(split, "ring"), split.ways, split.part).hops
+def _exchanges(split: Split) -> int:
+    """Number of times a ring sends keys on."""
+    return ring_steps_of(
+        split.mask, sequence_order(split, "ring"), split.ways, split.part
+    ).exchanges
 
 
 @functools.lru_cache(maxsize=256)
 def explain_strategy(split: Split) -> tuple[str, str]:
-    """The strategy auto takes, and why in a sentence."""
+    """The strategy that auto chooses, and why, in one sentence."""
     able = [name for name in STRATEGIES if refusal(split, name) is None]
     if not able:
         raise MeshwrightError(
-            f"no strategy can split this attention over sp={split.ways}: "
+            f"context parallelism over sp={split.ways} is not possible: "
             + "; ".join(f"{name}: {refusal(split, name)}" for name in STRATEGIES)
         )
-    work = split.heads / split.kv_heads * split.part / 2  # FLOPs of a turn for each byte of its hop
+    work = split.heads / split.kv_heads * split.part / 2  # FLOPs of a ring step per byte sent
     if able == ["ulysses"]:
         chosen = "ulysses"
-        why = f"ring and allgather cannot: {refusal(split, 'ring')}"
-    elif (hops := _hops(split)) < split.ways - 1:
+        why = f"ring and allgather are not possible: {refusal(split, 'ring')}"
+    elif (exchanges := _exchanges(split)) < split.ways - 1:
         chosen = "ring"
-        why = f"a window of {split.mask.window} tokens reaches {count(hops, 'part')} back, no more"
+        needed = count(exchanges, "ring exchange")
+        why = f"a window of {split.mask.window} tokens needs only {needed}"
     elif work >= split.flops_per_byte:
         chosen = "ring"
         why = (
-            f"a turn has {work:,.0f} FLOPs for each byte that hops, the machine needs "
-            f"{split.flops_per_byte:,.0f} to hide it"
+            f"a ring step has {work:,.0f} FLOPs per byte sent, and the machine needs "
+            f"{split.flops_per_byte:,.0f} to hide the transfer"
         )
     elif "ulysses" in able and split.ways > 1 + split.heads / split.kv_heads:
         chosen = "ulysses"
         why = (
-            f"parts of {split.part} tokens are too short to hide a hop, and moving heads sends "
-            f"less than moving keys to {split.ways} devices"
+            f"{split.part} tokens per device are too few to hide a ring exchange, and an "
+            f"all-to-all of heads sends less than keys to {split.ways} devices"
         )
     else:
         chosen = "allgather"
         why = (
-            f"parts of {split.part} tokens are too short to hide a hop, and keys of "
-            f"{count(split.kv_heads, 'head')} are few"
+            f"{split.part} tokens per device are too few to hide a ring exchange, and keys of "
+            f"{count(split.kv_heads, 'head')} are small"
         )
-    _log.info("sequence parallel: %s (%s)", chosen, why)
+    _log.info("context parallelism: %s (%s)", chosen, why)
     return chosen, why

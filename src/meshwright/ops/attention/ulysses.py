@@ -1,4 +1,4 @@
-"""Ulysses: each device exchanges its part of the length for its own heads, and back."""
+"""Ulysses: one all-to-all gives a device full sequences of some heads, another returns them."""
 
 import jax
 import jax.numpy as jnp
@@ -9,26 +9,26 @@ from meshwright.ops.attention.kernels import one_call
 from meshwright.ops.attention.mask import Mask
 
 
-def attend(here: Block, mask: Mask, over: tuple[str, ...], ways: int, kernel: str) -> jax.Array:
-    """Inside shard_map: attention of this device's part of the rows, split over `over`."""
+def attend(local: Block, mask: Mask, over: tuple[str, ...], ways: int, kernel: str) -> jax.Array:
+    """Inside shard_map: attention of this device's part of the sequences, split over `over`."""
 
-    def whole_rows(x: jax.Array) -> jax.Array:
+    def full_sequences(x: jax.Array) -> jax.Array:
         return lax.all_to_all(x, over, split_axis=2, concat_axis=1, tiled=True)
 
-    def whole_segments(segments: jax.Array) -> jax.Array:
-        """Every device needs them all: a copy for each is sent."""
+    def all_segments(segments: jax.Array) -> jax.Array:
+        """Every device needs all of them: send each a copy."""
         batch, part = segments.shape
         copies = jnp.broadcast_to(segments[:, None], (batch, ways, part))
         gathered = lax.all_to_all(copies, over, split_axis=1, concat_axis=1, tiled=True)
         return gathered.reshape(batch, ways * part)
 
-    q, k, v = (whole_rows(x) for x in (here.q, here.k, here.v))
+    q, k, v = (full_sequences(x) for x in (local.q, local.k, local.v))
     q_segments = k_segments = None
-    if here.q_segments is not None and here.k_segments is not None:
-        q_segments = whole_segments(here.q_segments)
-        shared = here.k_segments is here.q_segments
-        k_segments = q_segments if shared else whole_segments(here.k_segments)
-    bias = here.bias
+    if local.q_segments is not None and local.k_segments is not None:
+        q_segments = all_segments(local.q_segments)
+        shared = local.k_segments is local.q_segments
+        k_segments = q_segments if shared else all_segments(local.k_segments)
+    bias = local.bias
     if bias is not None:  # whole over the length on every device: each takes its own heads
         heads = bias.shape[0] // ways
         bias = lax.dynamic_slice_in_dim(bias, lax.axis_index(over) * heads, heads)

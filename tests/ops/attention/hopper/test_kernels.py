@@ -45,9 +45,9 @@ ABLE = Call("gpu", "bfloat16", 1024, 1024, 64, Mask(), segmented=False)
         ({"queries": 192, "keys": 128, "mask": Mask(block=32)}, None),
         ({"head_dim": 128, "segmented": True}, None),
         ({"head_dim": 128}, None),
-        ({"head_dim": 96}, "a head_dim of 64 or 128, not 96"),
+        ({"head_dim": 96}, "head_dim 64 or 128, not 96"),
         ({"queries": 1000, "keys": 1001}, None),
-        ({"dynamic": True}, "known when it is compiled"),
+        ({"dynamic": True}, "the mask at compile time"),
         ({"dtype": "float16"}, "in bfloat16, not float16"),
         ({"platform": "tpu"}, "it runs on Hopper GPUs"),
     ],
@@ -75,7 +75,9 @@ def test_it_is_taken_where_it_is_the_fastest_that_can_serve() -> None:
     ):
         assert choose(dataclasses.replace(ABLE, **said)) == name
     assert choose(dataclasses.replace(ABLE, head_dim=128), "hopper") == "hopper"
-    with pytest.raises(MeshwrightError, match=r"attention='hopper' cannot serve this: .* not 96"):
+    with pytest.raises(
+        MeshwrightError, match=r"attention='hopper' does not support this: .* not 96"
+    ):
         choose(dataclasses.replace(ABLE, head_dim=96), "hopper")
 
 

@@ -1,5 +1,6 @@
-"""Kernels of our own for Hopper GPUs: any mask and packed documents, of which only what is seen is
-computed. cuDNN knows no documents: a mask of them is a bias it reads, and it computes everything.
+"""Attention kernels for Hopper GPUs with any mask and packed documents; masked blocks are skipped.
+
+cuDNN has no segment ids: it needs the mask as a bias, and computes all blocks.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from meshwright.ops.attention.hopper.spans import RUNS, Documents
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.mosaic import HOPPER, unavailable
 
-HEAD_DIMS = (64, 128)  # what registers have room for
+HEAD_DIMS = (64, 128)  # limited by registers
 
 
 def _forward(block: Block, mask: Mask, dtype: Any = None) -> Partial:
@@ -21,10 +22,10 @@ def _forward(block: Block, mask: Mask, dtype: Any = None) -> Partial:
 
 
 def _backward(
-    block: Block, mask: Mask, whole: Partial, given: jax.Array, dtype: Any = None
+    block: Block, mask: Mask, output: Partial, dout: jax.Array, dtype: Any = None
 ) -> Gradients:
     q, k, v = block[:3]
-    return backward.backward(q, k, v, whole, given, mask, _documents(block), dtype)
+    return backward.backward(q, k, v, output, dout, mask, _documents(block), dtype)
 
 
 def _documents(block: Block) -> Documents | None:
@@ -44,16 +45,16 @@ def _refuses(call: Call) -> str | None:
         return f"it computes in bfloat16, not {call.dtype}"
     if call.head_dim not in HEAD_DIMS:
         known = " or ".join(map(str, HEAD_DIMS))
-        return f"it is for a head_dim of {known}, not {call.head_dim}"
+        return f"it needs head_dim {known}, not {call.head_dim}"
     if call.biased:
         return "it adds no bias to the scores"
     if call.dynamic:
-        return "which keys a query sees must be known when it is compiled"
+        return "it needs the mask at compile time"
     return None
 
 
 def _lengths(call: Call) -> tuple[int, int]:
-    """Whole runs of queries and keys."""
+    """Multiples of the tile sizes."""
     return round_up(call.queries, RUNS.q), round_up(call.keys, RUNS.k)
 
 

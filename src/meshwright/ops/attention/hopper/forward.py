@@ -1,14 +1,14 @@
-"""The forward pass of attention on Hopper GPUs, by jax's Mosaic GPU.
+"""The forward pass of attention on Hopper GPUs, in Mosaic GPU.
 
-Each block of threads holds queries of one head, 64 for each of two or three warpgroups, as many as
-have room in registers; one more fetches runs of keys and values, which all of them read:
+Each thread block has queries of one head, 64 for each of two or three compute warpgroups (limited
+by registers). One more warpgroup fetches runs (tiles) of keys and values, which all of them read:
 
     scores                            S = Q Kᵀ
     weights                           P = exp(S - most),    sum += P
     output                            out += P V
 
-`most` is the greatest score so far of each query; when it grows, what was summed up shrinks. While
-one warpgroup makes weights, another's matmuls run.
+`most` is the running maximum of each query's scores; when it grows, the sums are rescaled. While
+one warpgroup computes weights, another runs its matmuls.
 """
 
 from typing import Any, NamedTuple
@@ -23,8 +23,8 @@ from meshwright.ops.attention.mask import Mask
 from meshwright.ops.collectives import untyped
 from meshwright.ops.mosaic import LOG2_E, load, mosaic, pallas, when
 
-_STAGES = 2  # runs of keys under way
-_LEAST = -1e30  # where no score was seen: finite, so that it can be subtracted from itself
+_STAGES = 2  # runs of keys in flight
+_LEAST = -1e30  # the maximum without scores: finite, so that it can be subtracted from itself
 
 
 def forward(
@@ -35,10 +35,10 @@ def forward(
     documents: Documents | None,
     dtype: Any = None,
 ) -> Partial:
-    """Output and log-sum; zero and -inf of a query that sees none of these keys.
+    """Output and lse; zero and -inf for a query without any of these keys.
 
-    The output is of the queries' dtype; or float32, which is written as two numbers of that dtype,
-    the second what the first leaves out: there is no room for more in shared memory.
+    The output has the queries' dtype; or float32, written as two arrays of that dtype (the value
+    and its rounding error), since shared memory has no room for float32.
     """
     in_two = dtype is not None and jnp.dtype(dtype) != q.dtype
     batch, queries, heads, head_dim = q.shape
@@ -61,9 +61,9 @@ def forward(
         )(*arrays)
         return found
 
-    log_sum, *outs = untyped(run, q, k, v, *guided)
+    lse, *outs = untyped(run, q, k, v, *guided)
     out = outs[0].astype(jnp.float32) + outs[1].astype(jnp.float32) if in_two else outs[0]
-    return Partial(out, jnp.swapaxes(log_sum, 1, 2))
+    return Partial(out, jnp.swapaxes(lse, 1, 2))
 
 
 class _Sizes(NamedTuple):
@@ -74,12 +74,12 @@ class _Sizes(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Warpgroups that compute."""
+        """Number of compute warpgroups."""
         return 3 if self.head_dim == 64 else 2
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that computes, and of one that fetches."""
+        """Registers per thread: of compute warpgroups, and of the one that fetches."""
         return (160, 32) if self.groups == 3 else (240, 24)
 
     def tiles(self, queries: int) -> int:
@@ -87,23 +87,23 @@ class _Sizes(NamedTuple):
 
 
 class _Refs(NamedTuple):
-    """What a block reads, writes and keeps. Barriers are named for what they say."""
+    """Global memory, shared memory (`_here`) and barriers (`_came`, `_used`) of a thread block."""
 
-    q: Any  # in memory: [batch, queries, heads, head_dim]
+    q: Any  # global memory: [batch, queries, heads, head_dim]
     k: Any
     v: Any
     q_documents: Any  # [batch, queries]
     k_documents: Any
     spans: Any  # [batch or 1, runs of queries, 4]
-    log_sum: Any  # [batch, heads, queries]
+    lse: Any  # [batch, heads, queries]
     out: Any
-    out_rest: Any  # None where the output is one number each
-    q_here: Any  # in shared memory: [groups, 64, head_dim]
+    out_rest: Any  # None unless the output is float32
+    q_here: Any  # shared memory: [groups, 64, head_dim]
     k_here: Any  # [stages, 128, head_dim]
     v_here: Any
     q_documents_here: Any  # [groups, 64]
     k_documents_here: Any  # [stages, 128]
-    log_sum_here: Any  # [groups, 64]
+    lse_here: Any  # [groups, 64]
     q_came: Any
     k_came: Any
     v_came: Any
@@ -139,9 +139,9 @@ def _scratch(dtype: Any, sizes: _Sizes) -> list[Any]:
 
 
 class _Place(NamedTuple):
-    """What a block works on, and the runs of keys that any of its warpgroups looks at."""
+    """What a thread block computes, and the runs of keys that any of its warpgroups needs."""
 
-    row: Any
+    sequence: Any
     head: Any
     kv_head: Any
     first: Any
@@ -149,27 +149,27 @@ class _Place(NamedTuple):
 
 
 def _block(sizes: _Sizes, mask: Mask, refs: _Refs) -> None:
-    """What one block of threads does."""
+    """The program of one thread block."""
     plgpu = mosaic()
     group, block = lax.axis_index("group"), lax.axis_index("block")
     runs = refs.q.shape[1] // RUNS.q
     tiles = sizes.tiles(refs.q.shape[1])
-    tile, pair = tiles - 1 - lax.rem(block, tiles), lax.div(block, tiles)  # the longest first
-    row, head = lax.div(pair, sizes.heads), lax.rem(pair, sizes.heads)
-    row_of_spans = row if refs.spans.shape[0] > 1 else jnp.int32(0)
+    tile, pair = tiles - 1 - lax.rem(block, tiles), lax.div(block, tiles)  # longest first
+    sequence, head = lax.div(pair, sizes.heads), lax.rem(pair, sizes.heads)
+    span_index = sequence if refs.spans.shape[0] > 1 else jnp.int32(0)
 
     def run_of(group: Any) -> Any:
-        return jnp.minimum(tile * sizes.groups + group, runs - 1)  # the last may be done twice
+        return jnp.minimum(tile * sizes.groups + group, runs - 1)  # the last may be computed twice
 
     def span(group: Any) -> Span:
-        return Span(*(refs.spans[row_of_spans, run_of(group), number] for number in range(4)))
+        return Span(*(refs.spans[span_index, run_of(group), number] for number in range(4)))
 
     first, end = jnp.int32(2**30), jnp.int32(0)
     for one in map(span, range(sizes.groups)):
         first = jnp.where(one.end > one.first, jnp.minimum(first, one.first), first)
         end = jnp.maximum(end, one.end)
     first = jnp.minimum(first, end)
-    place = _Place(row, head, lax.div(head, sizes.group), first, end)
+    place = _Place(sequence, head, lax.div(head, sizes.group), first, end)
     of_computing, of_fetching = sizes.registers
 
     @when(group == sizes.groups)
@@ -185,27 +185,27 @@ def _block(sizes: _Sizes, mask: Mask, refs: _Refs) -> None:
 
 
 def _fetch(refs: _Refs, place: _Place, sizes: _Sizes) -> None:
-    """Bring in keys and values as room is made for them."""
+    """Fetch keys and values as stages become free."""
     plgpu = mosaic()
 
     def fetch(run: Any, carry: None) -> None:
-        turn = run - place.first
-        stage, keys = lax.rem(turn, _STAGES), pallas().ds(run * RUNS.k, RUNS.k)
-        at = place.row, keys, place.kv_head
+        iteration = run - place.first
+        stage, keys = lax.rem(iteration, _STAGES), pallas().ds(run * RUNS.k, RUNS.k)
+        at = place.sequence, keys, place.kv_head
 
-        @when(turn >= _STAGES)
+        @when(iteration >= _STAGES)
         def _() -> None:
             plgpu.barrier_wait(refs.k_used.at[stage])
 
         plgpu.copy_gmem_to_smem(refs.k.at[at], refs.k_here.at[stage], refs.k_came.at[stage])
         if sizes.documents:
             plgpu.copy_gmem_to_smem(
-                refs.k_documents.at[place.row, keys],
+                refs.k_documents.at[place.sequence, keys],
                 refs.k_documents_here.at[stage],
                 refs.k_came.at[stage],
             )
 
-        @when(turn >= _STAGES)
+        @when(iteration >= _STAGES)
         def _() -> None:
             plgpu.barrier_wait(refs.v_used.at[stage])
 
@@ -223,11 +223,11 @@ class _Sums(NamedTuple):
 def _compute(
     refs: _Refs, place: _Place, sizes: _Sizes, mask: Mask, span: Span, group: Any, start: Any
 ) -> None:
-    """A warpgroup's output, of the queries from `start` on."""
+    """The output of a warpgroup, for the queries from `start`."""
     pl, plgpu = pallas(), mosaic()
     layout, tile = plgpu.Layout.WGMMA, (RUNS.q, RUNS.k)
     scale, queries = sizes.head_dim**-0.5 * LOG2_E, pl.ds(start, RUNS.q)
-    at = place.row, queries, place.head
+    at = place.sequence, queries, place.head
     plgpu.copy_gmem_to_smem(refs.q.at[at], refs.q_here.at[group], refs.q_came.at[group])
     if sizes.documents:
         plgpu.copy_gmem_to_smem(
@@ -281,7 +281,7 @@ def _compute(
         return _Sums(out, most, total)
 
     def pass_over(run: Any, carry: None) -> None:
-        """Keys that came for other warpgroups."""
+        """Skip keys that only other warpgroups need."""
         stage = lax.rem(run - place.first, _STAGES)
         for came, used in ((refs.k_came, refs.k_used), (refs.v_came, refs.v_used)):
             plgpu.barrier_wait(came.at[stage])
@@ -303,12 +303,12 @@ def _compute(
     out = out / along_keys(some, sizes.head_dim)
     cast_out = out.astype(refs.q.dtype)
     refs.q_here[group] = cast_out
-    log_sum = (most + jnp.log(some) * LOG2_E) / LOG2_E
-    refs.log_sum_here[group] = jnp.where(total == 0, -jnp.inf, log_sum)
+    lse = (most + jnp.log(some) * LOG2_E) / LOG2_E
+    refs.lse_here[group] = jnp.where(total == 0, -jnp.inf, lse)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(refs.q_here.at[group], refs.out.at[at])
     plgpu.copy_smem_to_gmem(
-        refs.log_sum_here.at[group], refs.log_sum.at[place.row, place.head, queries]
+        refs.lse_here.at[group], refs.lse.at[place.sequence, place.head, queries]
     )
     plgpu.wait_smem_to_gmem(0)
     if refs.out_rest is not None:

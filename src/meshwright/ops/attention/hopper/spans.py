@@ -1,10 +1,10 @@
-"""Which runs of keys a run of queries sees, and which it sees whole: what kernels go over.
+"""Which tiles of keys each tile of queries attends to, and which need no mask.
 
 >>> guide("queries", Mask(), None, Lengths(256, 256)).spans[0].tolist()  # causal
 [[0, 1, 1, 1], [0, 1, 1, 1], [0, 0, 1, 2], [0, 0, 1, 2]]
 
-Each line is of one run of 64 queries, and counts runs of 128 keys: it looks at those from the first
-number to before the last; those between the middle two it sees whole, so that no mask is needed.
+Each entry is for one run (tile) of 64 queries and counts runs of 128 keys: attention covers runs
+[first, last), and those between the two middle numbers need no mask.
 """
 
 import functools
@@ -22,18 +22,18 @@ class Lengths(NamedTuple):
     k: int
 
 
-RUNS = Lengths(q=64, k=128)  # what kernels take at a time
+RUNS = Lengths(q=64, k=128)  # tile sizes of the kernels
 
 
 class Documents(NamedTuple):
-    """Numbers of the documents that queries and keys belong to."""
+    """Segment ids of queries and keys."""
 
-    q: jax.Array  # [rows, queries]
-    k: jax.Array  # [rows, keys]
+    q: jax.Array  # [batch, queries]
+    k: jax.Array  # [batch, keys]
 
 
 class Span(NamedTuple):
-    """The runs that one run looks at, and those it sees whole."""
+    """The runs that one run attends to, and those that need no mask."""
 
     first: Any
     whole: Any
@@ -42,11 +42,11 @@ class Span(NamedTuple):
 
 
 class Guide(NamedTuple):
-    """What a kernel reads beside queries, keys and values."""
+    """Inputs of a kernel besides queries, keys and values."""
 
-    q_documents: Any  # [rows, queries]; without documents something that is not read
+    q_documents: Any  # [batch, queries]; without documents a placeholder
     k_documents: Any
-    spans: Any  # [rows or 1, runs, 4]
+    spans: Any  # [batch or 1, runs, 4]
 
 
 def guide(
@@ -56,9 +56,9 @@ def guide(
     lengths: Lengths,
     runs: Lengths = RUNS,
 ) -> Guide:
-    """Of runs of queries which keys they see; or of runs of keys which queries see them.
+    """Spans of keys for runs of queries; or spans of queries for runs of keys.
 
-    Without documents one row of spans stands for all, and is known before the program runs.
+    Without documents the spans are the same for all sequences, and known at compile time.
     """
     if documents is None:
         found = _without_documents(of, mask, lengths, runs)
@@ -75,7 +75,7 @@ def masked(
     key: jax.Array,
     documents: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
-    """Scores of pairs, by their places and the documents of both: -inf where they are not seen."""
+    """Scores of query-key pairs, -inf where positions or documents mask them."""
     seen = mask.pairs_seen(query, key)
     if documents is not None:
         same = documents[0] == documents[1]
@@ -93,7 +93,7 @@ def _without_documents(
 
 
 def _by_place(on: Any, mask: Mask, lengths: Lengths, runs: Lengths) -> tuple[Any, Any]:
-    """[1, runs of queries, runs of keys]: whether any, and whether every, key may be seen.
+    """[1, runs of queries, runs of keys]: whether any pair, and whether every pair, is unmasked.
 
     `on` is numpy, or jax's.
     """
@@ -114,8 +114,8 @@ def _by_place(on: Any, mask: Mask, lengths: Lengths, runs: Lengths) -> tuple[Any
 
 
 def _by_document(documents: Documents, runs: Lengths) -> tuple[jax.Array, jax.Array]:
-    """The same, [rows, ..]. Only the range of numbers in each run is looked at: that may call a run
-    seen of which nothing is, where numbers are in no order; never the other way around."""
+    """The same by documents, [batch, ..]. Only the range of ids in each run is compared: with ids
+    out of order a run may count as unmasked although it is masked, never the other way around."""
     q_least, q_most = (x[:, :, None] for x in _range(documents.q, runs.q))
     k_least, k_most = (x[:, None, :] for x in _range(documents.k, runs.k))
     some = (q_least <= k_most) & (k_least <= q_most)
@@ -128,7 +128,7 @@ def _range(segments: jax.Array, run: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _ends(on: Any, some: Any, whole: Any, of: Literal["queries", "keys"]) -> Any:
-    """[rows, runs, 4], a Span each, of what is seen of the other side."""
+    """[batch, runs, 4]: the Span of each run."""
     if of == "keys":
         some, whole = some.transpose(0, 2, 1), whole.transpose(0, 2, 1)
     number = some.shape[2]

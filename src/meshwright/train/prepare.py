@@ -1,0 +1,135 @@
+"""From settings to everything a run needs, with every mistake found before anything is compiled."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshwright.data import (
+    Loader,
+    Mixture,
+    Tokenizer,
+    check_data,
+    held_out_loader,
+    load_tokenizer,
+    training_loader,
+)
+from meshwright.errors import MeshwrightError
+from meshwright.layouts import Explanation, explain
+from meshwright.models import SOURCE, SPECIAL_TOKENS, describe_padding, from_hf_config, override
+from meshwright.train.abstract_step import AbstractStep, abstract_step
+from meshwright.train.config import TrainConfig
+from meshwright.train.run.trackers import check_trackers
+from meshwright.train.setup import objective_of
+from meshwright.train.state import TrainState, stored_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A run, made ready: nothing is on a device yet."""
+
+    step: AbstractStep
+    model: Any  # with what `save_hf` needs
+    stored: TrainState  # the step's state as a checkpoint holds it, without padding
+    loader: Loader
+    eval_loader: Loader | None
+    explanation: Explanation
+    padding: str | None  # what is padded in memory, in words
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Read model, mesh, rules and data, and check them against each other."""
+    check_trackers(config.log.tensorboard, config.log.wandb is not None)
+    step = abstract_step(config)
+    model = step.model
+    if config.init_from is not None:
+        _check_weights(config.init_from, config, model)
+    mixture = Mixture.parse(config.data)
+    tokenizer = None
+    if config.init_from is not None and (config.init_from / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(str(config.init_from))
+    objective = objective_of(config, model, mixture.tokenizer)
+    seq = config.seq if objective is None else objective.raw_length
+    check_data(
+        mixture,
+        vocab=model.vocab,
+        seq=seq,
+        batch=config.batch,
+        held_out=config.eval.sequences,
+        tokenizer=tokenizer,
+    )
+    loader = training_loader(
+        mixture,
+        batch=config.batch,
+        seq=seq,
+        accumulation=config.accumulation,
+        seed=config.seed,
+        held_out=config.eval.sequences,
+        objective=objective,
+    )
+    eval_loader = None
+    if config.eval.sequences:
+        rows = config.batch // config.accumulation
+        eval_loader = held_out_loader(
+            mixture, batch=rows, seq=seq, held_out=config.eval.sequences, objective=objective
+        )
+    return Setup(
+        step,
+        dataclasses.replace(model, hf_config=_hf_config(config, model, mixture.tokenizer)),
+        stored_state(step.arrays, step.state, step.optimizer),
+        loader,
+        eval_loader,
+        explain(step.arrays, step.rules, step.mesh),
+        describe_padding(model, step.rules, step.mesh.shape),
+    )
+
+
+def _check_weights(folder: Path, config: TrainConfig, model: Any) -> None:
+    """Weights made for other settings (a rope, a norm) would fit and be wrong."""
+    theirs = override(from_hf_config(folder), config.override, config.seq)
+    differ = [
+        field.name
+        for field in dataclasses.fields(model)
+        if field.compare
+        and field.name != "max_seq"
+        and getattr(model, field.name) != getattr(theirs, field.name)
+    ]
+    if differ:
+        said = ", ".join(
+            f"{name} {getattr(theirs, name)} there, {getattr(model, name)} here" for name in differ
+        )
+        raise MeshwrightError(
+            f"init_from {str(folder)!r} holds the weights of another model: {said}; give that "
+            f"folder as the model too: meshwright train {folder} --init-from {folder}"
+        )
+
+
+def _hf_config(config: TrainConfig, model: Any, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What `save_hf` will need of the folder that the weights or the model came from.
+
+    Special tokens and tokenizer files are kept if the data was packed with that tokenizer.
+    """
+    source = model if config.init_from is None else from_hf_config(config.init_from)
+    fields = dict(source.hf_config or {})
+    folder = None if SOURCE not in fields else Path(fields[SOURCE])
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        with contextlib.suppress(MeshwrightError):  # one that cannot be read is another one
+            if load_tokenizer(folder).identity == tokenizer.identity:
+                return fields
+    elif config.init_from is not None:
+        return fields  # no tokenizer contradicts its special tokens
+    kept = {name: fields[name] for name in fields if name not in (SOURCE, *SPECIAL_TOKENS)}
+    return kept | {"eos_token_id": tokenizer.end_of_document}
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Of described arrays with shardings, what one device holds."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        elements = 1
+        for size in leaf.sharding.shard_shape(leaf.shape):
+            elements *= size
+        total += elements * leaf.dtype.itemsize
+    return total
