@@ -14,7 +14,7 @@ from meshwright.models.huggingface.fields import (
     short,
     whole,
 )
-from meshwright.models.huggingface.load import OnRead, load_folder
+from meshwright.models.huggingface.load import OnRead, has_tensor, load_folder
 from meshwright.models.huggingface.save import save_folder
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "OnRead",
     "check_fields",
     "flag",
+    "has_tensor",
     "hf_arrays",
     "load_folder",
     "number",

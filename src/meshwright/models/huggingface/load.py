@@ -23,6 +23,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models.huggingface.arrays import HfArray, HfModel
 from meshwright.models.safetensors_read import (
+    INDEX,
+    SINGLE,
     MappedFiles,
     StoredTensor,
     read_folder,
@@ -65,6 +67,13 @@ def load_folder(
         files.release()
     params: dict[str, Any] = jax.tree.unflatten(jax.tree.structure(specs), loaded)
     return params
+
+
+def has_tensor(folder: Path, name: str) -> bool | None:
+    """Whether a folder's files hold a tensor of that name; None where there are no files."""
+    if not any((folder / file).exists() for file in (INDEX, SINGLE)):
+        return None
+    return name in read_folder(folder)
 
 
 def check_tensors(tensors: Mapping[str, StoredTensor], model: HfModel, folder: Path) -> None:

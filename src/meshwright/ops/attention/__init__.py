@@ -8,7 +8,7 @@ ids, 0 is padding). Each device computes its own sequences and heads. Where devi
 (context parallelism), the methods are a ring, an all-gather of keys, or Ulysses (all-to-all).
 """
 
-from meshwright.ops.attention.attention import attention, split_of
+from meshwright.ops.attention.attention import Segments, attention, split_of
 from meshwright.ops.attention.block import Call
 from meshwright.ops.attention.blockwise import BLOCK_QUERIES
 from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
@@ -37,6 +37,7 @@ __all__ = [
     "Call",
     "ContextParallel",
     "Mask",
+    "Segments",
     "Split",
     "attention",
     "backward_kernels",

@@ -1,0 +1,25 @@
+"""T5: encoder-decoder language models (T5 1.0 and 1.1, FLAN-T5, UL2)."""
+
+from meshwright.models.t5.arrays import abstract_arrays
+from meshwright.models.t5.config import T5Config
+from meshwright.models.t5.forward import hidden_states, lm_head, logits, loss
+from meshwright.models.t5.hf_config import from_hf_config, to_hf_config
+from meshwright.models.t5.hf_folder import load_hf, save_hf
+from meshwright.models.t5.presets import PRESETS
+from meshwright.models.t5.rules import t5_rules, t5x_rules
+
+__all__ = [
+    "PRESETS",
+    "T5Config",
+    "abstract_arrays",
+    "from_hf_config",
+    "hidden_states",
+    "lm_head",
+    "load_hf",
+    "logits",
+    "loss",
+    "save_hf",
+    "t5_rules",
+    "t5x_rules",
+    "to_hf_config",
+]
