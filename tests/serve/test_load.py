@@ -144,7 +144,7 @@ def test_what_is_missing_or_wrong_in_a_run_is_said(run: Path, tmp_path: Path) ->
     rewrite(run / "config.json", model_config={"vocab": 200})
     refused("'model_config' does not match this version")
     rewrite(run / "config.json", model_config=None)
-    refused("neither a run's", "nor Hugging Face's")
+    refused("neither to a run", "nor to Hugging Face")
     (run / "config.json").write_text("{")
     refused("is not readable JSON")
     (run / "config.json").write_text("[]")
