@@ -8,6 +8,8 @@ partial sums of heads and mlp, or all-gathers and reduce-scatters along the sequ
 import math
 from typing import Any
 
+import jax
+
 from meshwright.audits.collective import Phase
 from meshwright.audits.expected import Expected
 from meshwright.models import activation_layouts, family_of
@@ -42,13 +44,13 @@ def expected_of_step(step: Any) -> tuple[Expected, ...]:
     rest = [axis for axis in tokens if axis not in kept]
     expect("all-reduce", rest, "gradients of weights")
     # vectors of all layers, in float32; a matrix must be reduce-scattered over these axes
-    model = step.model
-    most = 4 * model.layers * max(model.embed, model.heads * model.head_dim)
+    vectors = [spec for spec in jax.tree.leaves(step.arrays) if not spec.is_matrix]
+    most = 4 * max(spec.size for spec in vectors)
     between_blocks = split_axes(layouts.residual.partitions[:2])
     expect("all-reduce", between_blocks, "gradients of norms", at_most=most)
-    if model.qkv_bias or model.output_bias:
+    if any({"heads", "kv_heads"} & set(spec.dims) for spec in vectors):
         expect("all-reduce", tokens, "gradients of biases", at_most=most)
-    if model.qk_norm:
+    if any(spec.dims == ("layers", "head_dim") for spec in vectors):
         heads = split_axes(layouts.heads.partitions)
         expect("all-reduce", heads, "gradients of the norms of heads", at_most=most)
     inside = layouts.axes(layouts.heads)

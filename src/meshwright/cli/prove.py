@@ -19,11 +19,21 @@ from meshwright.cli.flags import take, take_switch
 from meshwright.cli.train import settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.planner import Choice, Job, Plan, apply, choice_of, job_of, memory, padding
+from meshwright.planner import (
+    Choice,
+    Job,
+    Plan,
+    apply,
+    choice_of,
+    is_planned,
+    job_of,
+    memory,
+    padding,
+)
 from meshwright.planner.report import read_plan
 from meshwright.present import bytes_text, count
 from meshwright.proofs import Compared, Proof, compare, expected, prove
-from meshwright.train import AUTO, TrainConfig, training_spec
+from meshwright.train import AUTO, TrainConfig, model_of, training_spec
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
 meshwright prove --plan FILE [--choice N]
@@ -86,15 +96,17 @@ def prove_command(arguments: Sequence[str]) -> None:
     if config.mesh == AUTO:
         config, chosen = planned(config, machine, words)
         print(chosen, file=sys.stderr)
-    if fail_on in ("surprise", "rewrite") and config.rules != "standard":
+    has_plan = config.rules == "standard" and is_planned(model or model_of(config))
+    if fail_on in ("surprise", "rewrite") and not has_plan:
         raise MeshwrightError(
-            f"--fail-on {fail_on} needs to know what belongs to the step, and of own rules the "
-            "plan knows nothing; audit the program with --expect: meshwright audit --text FILE"
+            f"--fail-on {fail_on} needs to know what belongs to the step, and the plan knows the "
+            "standard rules and dense decoders alone; audit the program with --expect: "
+            "meshwright audit --text FILE"
         )
     with _shown(f"{config.model} on {machine}") as progress:
         proof = prove(config, machine, model=model, cache=not again, progress=progress)
     known = None
-    if config.rules == "standard":
+    if has_plan:
         job = job_of(config, machine, model)
         known = job, choice_of(config, job, machine)
     found, compared = _read(config, proof, known)

@@ -6,7 +6,7 @@ from meshwright.planner.parts import length, padding, strategy_of
 from meshwright.planner.planner import plan, plan_config
 from meshwright.planner.result import Choice, Estimate, Job, Memory, Plan, Refusal, Transfer
 from meshwright.planner.rewrites import compiled_rows, compiled_traffic, in_stages
-from meshwright.planner.settings import CHOSEN, apply, choice_of, constraints_of, job_of
+from meshwright.planner.settings import CHOSEN, apply, choice_of, constraints_of, is_planned, job_of
 from meshwright.planner.shares import AXES, place_axes
 from meshwright.planner.traffic import traffic
 
@@ -26,6 +26,7 @@ __all__ = [
     "compiled_traffic",
     "constraints_of",
     "in_stages",
+    "is_planned",
     "job_of",
     "length",
     "memory",
