@@ -158,7 +158,8 @@ def test_another_dtype_is_an_error_unless_asked_for(saved: tuple[Checkpoints, An
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), state["params"]
     )
     with pytest.raises(
-        mw.MeshwrightError, match=r"another dtype.*\n.*params/layers/wq: .*bfloat16 saved.*float32"
+        mw.MeshwrightError,
+        match=r"a different dtype.*\n.*params/layers/wq: .*bfloat16 saved.*float32",
     ) as error:
         checkpoints.restore(3, {"params": asked})
     assert "cast=True" in str(error.value)

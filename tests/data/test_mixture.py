@@ -161,7 +161,7 @@ def test_data_that_cannot_train_the_model_is_refused(tmp_path: Path) -> None:
         ({"vocab": 256}, "vocabulary of 257, the model's is 256"),
         ({"batch": 10_000}, "less than one batch of 10000"),
         ({"held_out": 10_000}, "leaves none to train on"),
-        ({"tokenizer": other}, "another tokenizer than the model's"),
+        ({"tokenizer": other}, "a tokenizer that is not the model's"),
     ]:
         with pytest.raises(MeshwrightError) as said:
             check_data(mixture, **({"vocab": 320, "seq": 64} | asked))  # type: ignore[arg-type]

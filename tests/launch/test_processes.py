@@ -38,7 +38,7 @@ def test_one_process_joins_nothing(given: dict[str, object]) -> None:
         ({"coordinator": "h", "processes": 2, "process_id": 0}, r"'h' is not HOST:PORT.*10\.0\.0\.1:1234"),
         ({"coordinator": "h:99999", "processes": 2, "process_id": 0}, r"is not HOST:PORT"),
         ({"coordinator": ":1234", "processes": 2, "process_id": 0}, r"is not HOST:PORT"),
-        ({"coordinator": "auto", "processes": 2}, r"leave --processes and --process-id away"),
+        ({"coordinator": "auto", "processes": 2}, r"leave out --processes and --process-id"),
     ],
 )  # fmt: skip
 def test_a_wrong_combination_is_told_before_anything_waits(
@@ -98,7 +98,7 @@ def test_a_coordinator_that_is_not_there_is_told_after_the_time_given() -> None:
 
 def test_processes_that_do_not_come_are_told_after_the_time_given() -> None:
     said = told(f"'127.0.0.1:{free_port()}', 3, 0, patience_s=2")
-    assert "not all 3 processes came" in said
+    assert "not all 3 processes joined" in said
     assert "with --process-id 0 to 2, each once" in said
 
 

@@ -20,7 +20,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.interrupt import ctrl_c_says
 from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
 from meshwright.machines import Machine
-from meshwright.models import default_dtype, describe_padding, family_of
+from meshwright.models import default_dtype, describe_padding, generation_of
 from meshwright.present import count, mesh_text
 from meshwright.serve import (
     Sampling,
@@ -97,9 +97,7 @@ def generate(
         f"{source.name}, mesh {mesh_text(placed.shape)} on {count(placed.size, 'device')} of "
         f"{len(jax.devices())}, {kind}"
     )
-    padded = describe_padding(
-        source.config, family_of(source.config).generation.rules(), placed.shape
-    )
+    padded = describe_padding(source.config, generation_of(source.config).rules(), placed.shape)
     used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
     model = load(source, placed, jnp.dtype(kind))

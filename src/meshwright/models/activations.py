@@ -7,12 +7,16 @@ tokens (fsdp, and sp beside it): FSDP is that difference. Between blocks activat
 
 import dataclasses
 import functools
+import math
+from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules, axes_of
 from meshwright.ops import drop_trivial_axes
+from meshwright.ops.attention import Mask, Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,4 +82,22 @@ def activation_layouts(rules: Rules, wide: frozenset[str]) -> ActivationLayouts:
         kv_heads=kv_heads,
         mlp=mlp,
         logits=logits,
+    )
+
+
+def attention_split(
+    config: Any, layouts: ActivationLayouts, sizes: Mapping[str, int], length: int, mask: Mask
+) -> Split:
+    """How the devices of a mesh share the length and the heads of attention."""
+    _, along, heads, _ = layouts.heads.partitions
+    ways, tensor = (
+        math.prod(sizes[axis] for axis in axes_of(entry, "heads")) for entry in (along, heads)
+    )
+    return Split(
+        ways=ways,
+        length=length,
+        heads=config.heads // tensor,
+        kv_heads=config.kv_heads // tensor,
+        head_dim=config.head_dim,
+        mask=mask,
     )

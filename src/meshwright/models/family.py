@@ -64,6 +64,8 @@ class ModelFamily:
     """(config, activation layouts, mesh shape, length) → how attention is split."""
     remat: Mapping[str, frozenset[str]]
     """Remat policies: the names of the activations that each saves."""
+    flops: Callable[[Any, Mapping[str, int]], float]
+    """(config, length of each batch field) → FLOPs of a training step for one example."""
     split_dims: tuple[str, ...]
     """Dims of the model that the mesh must divide; the vocabulary is padded."""
     override: Callable[[Any, Mapping[str, str], int], Any]
@@ -71,4 +73,4 @@ class ModelFamily:
     to_dict: Callable[[Any], dict[str, Any]]
     from_dict: Callable[[Mapping[str, Any]], Any]
     hugging_face: HuggingFace
-    generation: Generation
+    generation: Generation | None = None

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.decoder import DECODER
-from meshwright.models.family import ModelFamily
+from meshwright.models.family import Generation, ModelFamily
 from meshwright.models.huggingface import read_hf_config, short
+from meshwright.models.t5.family import T5
 
-FAMILIES: tuple[ModelFamily, ...] = (DECODER,)
+FAMILIES: tuple[ModelFamily, ...] = (DECODER, T5)
 PRESETS: dict[str, Any] = {
     name: config for family in FAMILIES for name, config in family.presets.items()
 }
@@ -25,6 +26,14 @@ def family_of(config: Any) -> ModelFamily:
             return family
     names = ", ".join(family.config.__name__ for family in FAMILIES)
     raise MeshwrightError(f"{config!r} is not the config of a model; give one of {names}")
+
+
+def generation_of(config: Any) -> Generation:
+    """How the model generates; an error for one that cannot yet."""
+    family = family_of(config)
+    if family.generation is None:
+        raise MeshwrightError(f"models of the family {family.name!r} cannot generate text yet")
+    return family.generation
 
 
 def preset(name: str) -> Any:

@@ -57,7 +57,7 @@ def relative_bias(
     # distances 0 to keys - 1, one that is not used, and 1 - queries to -1
     distances = np.concatenate([np.arange(keys + 1), np.arange(1 - queries, 0)])
     number = relative_buckets(distances, table.shape[0], max_distance, bidirectional=bidirectional)
-    by_distance = all_gather(_rows(table.astype(jnp.float32), number), token_axes)
+    by_distance = all_gather(_entries(table.astype(jnp.float32), number), token_axes)
     kind = jax.typeof(by_distance).sharding.spec
     return jax.shard_map(
         functools.partial(_spread, queries=queries, keys=keys),
@@ -66,8 +66,8 @@ def relative_bias(
     )(by_distance)
 
 
-def _rows(table: jax.Array, number: npt.NDArray[np.int64]) -> jax.Array:
-    """The table's rows of these numbers, on each device's heads."""
+def _entries(table: jax.Array, number: npt.NDArray[np.int64]) -> jax.Array:
+    """The table's entries of these numbers, on each device's heads."""
     spec = spec_of(table)
     return jax.shard_map(
         lambda table: jnp.take(table, number, axis=0), in_specs=spec, out_specs=spec
@@ -75,10 +75,10 @@ def _rows(table: jax.Array, number: npt.NDArray[np.int64]) -> jax.Array:
 
 
 def _spread(by_distance: jax.Array, *, queries: int, keys: int) -> jax.Array:
-    """[distances, heads] to row i with the numbers of all keys' distances, shifted by i.
+    """[distances, heads] → [heads, queries, keys]: query i has the distances shifted by i.
 
-    Without a gather of every pair: of a vector of n numbers that is repeated, rows cut every n - 1
-    are each shifted by one more.
+    Without an index for every pair: a vector of n numbers, repeated and cut every n - 1 numbers,
+    is shifted by one more in each piece.
     """
     every, heads = by_distance.shape
     repeated = jnp.broadcast_to(by_distance.T[:, None], (heads, queries, every))

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.arithmetic import round_up, whole_number
 from meshwright.errors import MeshwrightError
 from meshwright.machines import check_host_memory
-from meshwright.models import family_of
+from meshwright.models import generation_of
 from meshwright.present import count
 from meshwright.serve.load import Model
 from meshwright.serve.sampling import Sampling, sample
@@ -91,7 +91,7 @@ def stream(
 
 def _check_cache(model: Model, batch: int, room: int) -> None:
     """On CPUs, check that the cache fits into the host's memory."""
-    per_token = family_of(model.config).generation.cached_numbers(model.config)
+    per_token = generation_of(model.config).cached_numbers(model.config)
     itemsize = model.params["embedding"].dtype.itemsize
     if model.mesh.devices.flat[0].platform == "cpu":
         check_host_memory(
@@ -143,7 +143,7 @@ def padded(
 
     A prompt starts at position 0. Sequences that only pad the batch have one token.
     """
-    multiple = family_of(config).generation.batch_multiple(mesh.shape)
+    multiple = generation_of(config).batch_multiple(mesh.shape)
     batch = -(-len(prompts) // multiple) * multiple
     block = math.lcm(_BLOCK, 2 * mesh.shape.get("sp", 1))  # two chunks per device of a ring
     longest = max(map(len, prompts))
@@ -169,7 +169,7 @@ def model_functions(config: Any, mesh: Mesh, room: int) -> tuple[Start, Advance]
     [batch]. They compile on first use.
     """
 
-    generation = family_of(config).generation
+    generation = generation_of(config)
 
     def start(params: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
         return generation.prefill(params, tokens, lengths, config, room)

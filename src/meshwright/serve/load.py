@@ -24,8 +24,8 @@ from meshwright.meshes import MeshSpec
 from meshwright.meshes import mesh as build_mesh
 from meshwright.models import (
     abstract_arrays,
-    family_of,
     from_hf_config,
+    generation_of,
     load_hf,
     model_from_dict,
     padded_vocab,
@@ -160,7 +160,7 @@ def targets(config: Any, mesh: Mesh, dtype: Any, rules: Rules | None = None) -> 
 
     The vocabulary is padded where the mesh does not divide it.
     """
-    rules = family_of(config).generation.rules() if rules is None else rules
+    rules = generation_of(config).rules() if rules is None else rules
     arrays = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
     nontrivial = nontrivial_axes(mesh.shape)
 

@@ -47,6 +47,21 @@ class AbstractStep:
     batch: dict[str, jax.ShapeDtypeStruct]  # [micro-batches, rows, length]
     attention: str | None  # how it is split over sp, and a kernel that is slow, in words
 
+    @property
+    def tokens_of_example(self) -> int:
+        """Tokens that the model reads, of an encoder and of a decoder."""
+        lengths = self._lengths
+        return lengths["tokens"] + lengths.get("encoder_tokens", 0)
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of a training step, for each token that the model reads."""
+        return family_of(self.model).flops(self.model, self._lengths) / self.tokens_of_example
+
+    @property
+    def _lengths(self) -> dict[str, int]:
+        return {name: field.shape[2] for name, field in self.batch.items()}
+
     def lower(self) -> Any:
         """The train step, lowered for the mesh's platform; `.compile()` compiles it."""
         return self.functions.train.lower(self.state, self.batch)

@@ -233,8 +233,8 @@ class _Run:
             "skipped_steps": values["skipped"],
         }
         if took is not None and self.clock.seconds:
-            per_step = config.batch * config.seq
-            flops = setup.model.flops_per_token(config.seq)
+            per_step = config.batch * setup.step.tokens_of_example
+            flops = setup.step.flops_per_token
             peak = peak_flops(list(setup.step.mesh.devices.flat))
             speed = throughput(flops, per_step, self.clock.seconds, setup.step.mesh.size, peak)
             row |= {"step_seconds": self.clock.seconds} | speed.metrics()

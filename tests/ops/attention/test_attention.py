@@ -99,7 +99,7 @@ def test_an_axis_of_one_device_splits_nothing(caplog: pytest.LogCaptureFixture) 
         q, k, v = (jax.device_put(x, P(None, "sp", "tp", None)) for x in arrays[:3])
         out = attention(q, k, v)
     np.testing.assert_allclose(out, in_float64(*arrays)[0], rtol=0, atol=2e-6)
-    assert "sequence parallel" not in caplog.text
+    assert "context parallelism" not in caplog.text
 
 
 def test_without_a_mesh_it_is_the_same() -> None:
@@ -233,7 +233,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "head_dim split": ({"layouts": (P(None, None, None, "tp"),) * 3}, "head_dim not sharded"),
     "documents of other rows": (
         {"segments": ((2, 8), P(None, "sp"))},
-        r"segments have shape \(2, 8\); they must be \[batch, length\] = \(2, 16\)",
+        r"segments have shape \(2, 8\); for the queries they must be \[batch, length\] = \(2, 16\)",
     ),
     "documents laid out otherwise": (
         {"segments": ((2, 16), P(None, None))}, "batch and length must be sharded alike"

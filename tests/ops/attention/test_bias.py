@@ -83,7 +83,7 @@ CASES: dict[str, tuple[int, int, int, bool, Mask]] = {
 def test_a_bias_is_added_and_has_a_gradient(
     case: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blockwise, "ROWS", 5)  # several blocks, the last of them padded
+    monkeypatch.setattr(blockwise, "BLOCK_QUERIES", 5)  # several blocks, the last of them padded
     queries, keys, kv_heads, is_padded, mask = CASES[case]
     arrays, bias = cross(queries, keys, kv_heads), some_bias(queries, keys)
     segments = None
@@ -156,7 +156,7 @@ def test_rings_refuse_a_bias_and_name_what_can(strategy: str) -> None:
     with jax.set_mesh(mesh):
         x = jax.device_put(np.zeros((2, 8, 4, 8), "f"), P(None, "sp"))
         context = ContextParallel(strategy)
-        with pytest.raises(MeshwrightError, match=r"it adds no bias .*; ulysses can"):
+        with pytest.raises(MeshwrightError, match=r"it adds no bias .*; ulysses would work"):
             jax.eval_shape(
                 lambda x, bias: attention(x, x, x, bias=bias, context=context),
                 x,

@@ -78,6 +78,7 @@ DECODER = ModelFamily(
     lm_head=lm_head,
     sequence_split=sequence_split,
     remat=REMAT,
+    flops=lambda config, lengths: lengths["tokens"] * config.flops_per_token(lengths["tokens"]),
     split_dims=("heads", "kv_heads", "mlp", "embed"),
     override=override,
     to_dict=to_dict,

@@ -2,15 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.overrides import override_fields, value_of
 from meshwright.ops import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 _ROPE = ("rope.theta", "rope.scaling", "rope.factor")
 _SCALINGS = ("linear", "yarn", "llama3")
-_KINDS: dict[Any, Any] = {int: int, float: float, bool: {"true": True, "false": False}.__getitem__}
 
 
 def override(config: DecoderConfig, changes: Mapping[str, str], seq: int) -> DecoderConfig:
@@ -20,37 +19,15 @@ def override(config: DecoderConfig, changes: Mapping[str, str], seq: int) -> Dec
     >>> override(tiny, {"layers": "2", "rope.theta": "5e7"}, 32768).max_seq
     32768
     """
-    fields = {
-        field.name: field.type
-        for field in dataclasses.fields(DecoderConfig)
-        if field.type in (int, float, bool)
-    }
-    for name in changes:
-        if name not in (*fields, *_ROPE):
-            raise MeshwrightError(
-                f"override: {name!r} is not a field of the model"
-                f"{did_you_mean(name, (*_ROPE, *fields))}"
-            )
-    plain = {
-        name: _value(name, text, fields[name]) for name, text in changes.items() if name in fields
-    }
-    return _with_rope(dataclasses.replace(config, **plain), changes, seq)
-
-
-def _value(name: str, text: str, kind: Any) -> Any:
-    try:
-        return _KINDS[kind](text)
-    except (KeyError, ValueError):
-        what = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
-        raise MeshwrightError(f"override {name}={text} must be {what}") from None
+    return _with_rope(override_fields(config, changes, _ROPE), changes, seq)
 
 
 def _with_rope(config: DecoderConfig, changes: Mapping[str, str], seq: int) -> DecoderConfig:
     """Rotary positions other than the model's own, for longer contexts."""
     if not set(changes) & set(_ROPE):
         return config
-    theta = _value("rope.theta", changes.get("rope.theta", str(config.rope.theta)), float)
-    factor = _value("rope.factor", changes.get("rope.factor", "1"), float)
+    theta = value_of("rope.theta", changes.get("rope.theta", str(config.rope.theta)), float)
+    factor = value_of("rope.factor", changes.get("rope.factor", "1"), float)
     name, scaling = changes.get("rope.scaling"), config.rope.scaling
     if not 1 < theta < 1e30:  # nan too
         raise MeshwrightError(f"override rope.theta={theta} must be above 1, such as 500000")

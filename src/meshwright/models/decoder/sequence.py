@@ -5,12 +5,10 @@ tokens = rows.arranged(tokens)       # in the order the devices hold them
 """
 
 import dataclasses
-import math
 
 import jax
 
-from meshwright.layouts import axes_of
-from meshwright.models.activations import ActivationLayouts
+from meshwright.models.activations import ActivationLayouts, attention_split
 from meshwright.models.compute import Compute
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.ops.attention import (
@@ -53,15 +51,5 @@ def sequence_split(
     config: DecoderConfig, layouts: ActivationLayouts, sizes: dict[str, int], length: int
 ) -> Split:
     """How attention is split, from the layouts alone."""
-    _, along, heads, _ = layouts.heads.partitions
-    ways, tensor = (
-        math.prod(sizes[axis] for axis in axes_of(entry, "heads")) for entry in (along, heads)
-    )
-    return Split(
-        ways=ways,
-        length=length,
-        heads=config.heads // tensor,
-        kv_heads=config.kv_heads // tensor,
-        head_dim=config.head_dim,
-        mask=Mask(window=config.sliding_window).within(length, length),
-    )
+    mask = Mask(window=config.sliding_window).within(length, length)
+    return attention_split(config, layouts, sizes, length, mask)

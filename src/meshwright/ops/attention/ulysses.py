@@ -19,8 +19,8 @@ def attend(local: Block, mask: Mask, over: tuple[str, ...], ways: int, kernel: s
         """Every device needs all of them: send each a copy."""
         batch, part = segments.shape
         copies = jnp.broadcast_to(segments[:, None], (batch, ways, part))
-        gathered = lax.all_to_all(copies, over, split_axis=1, concat_axis=1, tiled=True)
-        return gathered.reshape(batch, ways * part)
+        received = lax.all_to_all(copies, over, split_axis=1, concat_axis=1, tiled=True)
+        return received.reshape(batch, ways * part)
 
     q, k, v = (full_sequences(x) for x in (local.q, local.k, local.v))
     q_segments = k_segments = None

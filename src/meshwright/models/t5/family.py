@@ -1,0 +1,73 @@
+"""T5 as a model family."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.models.activations import ActivationLayouts, attention_split
+from meshwright.models.blocks import REMAT
+from meshwright.models.family import HuggingFace, ModelFamily
+from meshwright.models.overrides import override_fields
+from meshwright.models.t5.arrays import abstract_arrays
+from meshwright.models.t5.config import T5Config
+from meshwright.models.t5.forward import hidden_states, lm_head, loss
+from meshwright.models.t5.hf_config import ARCHITECTURE, MODEL_TYPE, from_hf_config, to_hf_config
+from meshwright.models.t5.hf_folder import load_hf, save_hf
+from meshwright.models.t5.presets import PRESETS
+from meshwright.models.t5.rules import t5_rules, t5x_rules
+from meshwright.ops.attention import EVERYTHING, Split
+
+
+def sequence_split(
+    config: T5Config, layouts: ActivationLayouts, sizes: Mapping[str, int], length: int
+) -> Split:
+    """How the encoder's attention is split; its length is not."""
+    split = attention_split(config, layouts, sizes, length, EVERYTHING)
+    if split.ways > 1:
+        raise MeshwrightError(
+            "a T5 cannot be trained with context parallelism: its decoder has another length than "
+            "its encoder, and a ring adds no bias to scores; set sp=1 and use fsdp and tp"
+        )
+    return dataclasses.replace(split, biased=True)
+
+
+def _override(config: T5Config, changes: Mapping[str, str], seq: int) -> T5Config:
+    """Relative positions have no end: a longer sequence needs no change."""
+    changed: T5Config = override_fields(config, changes)
+    return dataclasses.replace(changed, max_seq=max(changed.max_seq, seq))
+
+
+def _to_dict(config: T5Config) -> dict[str, Any]:
+    data = dataclasses.asdict(config)
+    del data["hf_config"]
+    return data
+
+
+T5 = ModelFamily(
+    name="t5",
+    config=T5Config,
+    presets=PRESETS,
+    arrays=abstract_arrays,
+    rules=t5_rules,
+    t5x_rules=t5x_rules,
+    batch_fields=("encoder_tokens", "encoder_segments", "tokens", "targets"),
+    objectives=("span-corruption", "prefix-lm"),
+    loss=loss,
+    hidden_states=hidden_states,
+    lm_head=lm_head,
+    sequence_split=sequence_split,
+    remat=REMAT,
+    flops=lambda config, lengths: config.flops(lengths["encoder_tokens"], lengths["tokens"]),
+    split_dims=("heads", "mlp", "embed"),
+    override=_override,
+    to_dict=_to_dict,
+    from_dict=lambda data: T5Config(**data),
+    hugging_face=HuggingFace(
+        architectures={ARCHITECTURE: MODEL_TYPE},
+        read_config=from_hf_config,
+        write_config=to_hf_config,
+        load=load_hf,
+        save=save_hf,
+    ),
+)
