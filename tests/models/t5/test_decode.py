@@ -1,6 +1,5 @@
 """Generation with a cache: what transformers generates, and what the forward pass computes."""
 
-import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,11 @@ import pytest
 from tests.models.t5.test_logits import FOLDERS, REFERENCE, by_name
 
 import meshwright as mw
-from meshwright.models.t5 import abstract_arrays, from_hf_config, load_hf
-from meshwright.models.t5.decode import generation_rules, prefill, step
+from meshwright.models import Compute
+from meshwright.models.t5 import abstract_arrays, from_hf_config, load_hf, t5_rules
+from meshwright.models.t5 import logits as whole_logits
+from meshwright.models.t5.decode import generation_rules
+from meshwright.serve.generate import model_functions, padded
 
 
 def greedy(folder: Path, mesh_text: str, new: int) -> tuple[np.ndarray, np.ndarray]:
@@ -21,19 +23,18 @@ def greedy(folder: Path, mesh_text: str, new: int) -> tuple[np.ndarray, np.ndarr
     config = from_hf_config(folder)
     size = math.prod(mw.MeshSpec.parse(mesh_text).sizes)
     mesh = mw.mesh(mesh_text, devices=jax.devices()[:size], axis_types="explicit")
-    inputs = np.load(folder / "encoder_tokens.npy")
-    lengths = (inputs != 0).sum(1).astype(np.int32)
     with jax.set_mesh(mesh):
         shardings = mw.shardings(abstract_arrays(config), generation_rules(), mesh=mesh)
         params = load_hf(folder, config, shardings)
-        start = jax.jit(functools.partial(prefill, config=config, room=20))
-        advance = jax.jit(functools.partial(step, config=config), donate_argnums=1)
-        logits, cache = start(params, jnp.asarray(inputs), jnp.asarray(lengths))
-        tokens, all_logits = [], []
-        for _ in range(new):
-            all_logits.append(np.asarray(logits))
-            tokens.append(all_logits[-1].argmax(-1).astype(np.int32))
-            logits, cache = advance(params, cache, jnp.asarray(tokens[-1]))
+    start, advance = model_functions(config, mesh, room=20)
+    prompts = [row[row != 0].tolist() for row in np.load(folder / "encoder_tokens.npy")]
+    logits, cache = start(params, *padded(prompts, config, mesh))
+    tokens, all_logits = [], []
+    for _ in range(new):
+        all_logits.append(np.asarray(logits)[: len(prompts)])
+        tokens.append(all_logits[-1].argmax(-1).astype(np.int32))
+        following = np.pad(tokens[-1], (0, len(logits) - len(prompts)))
+        logits, cache = advance(params, cache, jnp.asarray(following))
     ids = np.stack(tokens, axis=1)
     ended = np.cumsum(ids == 1, axis=1) - (ids == 1) > 0
     return np.where(ended, 0, ids), np.stack(all_logits, axis=1)
@@ -66,10 +67,6 @@ def test_logits_of_a_step_are_the_same_on_a_mesh(mesh: str) -> None:
 
 
 def test_a_step_has_the_logits_of_the_whole_sequence() -> None:
-    from meshwright.models import Compute
-    from meshwright.models.t5 import logits as whole_logits
-    from meshwright.models.t5 import t5_rules
-
     folder = REFERENCE / "ul2"
     tokens, found = greedy(folder, "dp=1,fsdp=1,tp=1,sp=1", 12)
     config, inputs = from_hf_config(folder), np.load(folder / "encoder_tokens.npy")
