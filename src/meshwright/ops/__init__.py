@@ -16,7 +16,7 @@ from meshwright.ops.cross_entropy import IGNORED, cross_entropy, keeps_logit_gra
 from meshwright.ops.embedding import embed
 from meshwright.ops.mosaic import switched_on
 from meshwright.ops.norms import add_bias, norm_alone, norm_beside, rms_norm
-from meshwright.ops.relative_bias import relative_bias
+from meshwright.ops.relative_bias import relative_bias, relative_bias_at
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, rotate
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "partial_sums",
     "reduce_to",
     "relative_bias",
+    "relative_bias_at",
     "rms_norm",
     "rotate",
     "spec_of",

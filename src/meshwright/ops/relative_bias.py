@@ -84,3 +84,24 @@ def _spread(by_distance: jax.Array, *, queries: int, keys: int) -> jax.Array:
     repeated = jnp.broadcast_to(by_distance.T[:, None], (heads, queries, every))
     flat = repeated.reshape(heads, queries * every)[:, : queries * (every - 1)]
     return flat.reshape(heads, queries, every - 1)[:, :, :keys]
+
+
+def relative_bias_at(
+    table: jax.Array, position: jax.Array, keys: int, *, max_distance: int
+) -> jax.Array:
+    """The bias [heads, 1, keys] of one query, which looks back, at a position that may be traced.
+
+    Keys start at position 0; those ahead have the bias of distance 0.
+    """
+    # by how far back a key is
+    number = relative_buckets(-np.arange(keys), table.shape[0], max_distance, bidirectional=False)
+    table = all_gather(table.astype(jnp.float32), ())  # without axes that split nothing
+    spec = spec_of(table)
+
+    def local(table: jax.Array, position: jax.Array) -> jax.Array:
+        back = jnp.clip(position - jnp.arange(keys), 0, keys - 1)
+        return table[jnp.asarray(number)[back]].T[:, None]
+
+    return jax.shard_map(local, in_specs=(spec, P()), out_specs=P(spec[1], None, None))(
+        table, position
+    )

@@ -7,8 +7,10 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.models.activations import ActivationLayouts, attention_split
 from meshwright.models.blocks import REMAT
-from meshwright.models.family import HuggingFace, ModelFamily
+from meshwright.models.decoder.decode import batch_multiple
+from meshwright.models.family import Generation, HuggingFace, ModelFamily
 from meshwright.models.overrides import override_fields
+from meshwright.models.t5 import decode
 from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
 from meshwright.models.t5.forward import hidden_states, lm_head, loss
@@ -69,5 +71,13 @@ T5 = ModelFamily(
         write_config=to_hf_config,
         load=load_hf,
         save=save_hf,
+    ),
+    generation=Generation(
+        rules=decode.generation_rules,
+        prefill=decode.prefill,
+        step=decode.step,
+        batch_multiple=batch_multiple,
+        # of the decoder's tokens and, made once, of the encoder's
+        cached_numbers=lambda config: 4 * config.decoder_layers * config.heads * config.head_dim,
     ),
 )

@@ -7,15 +7,15 @@ from meshwright.models.decoder.rules import t5x_rules as decoder_t5x_rules
 
 def t5_rules(sp: bool = False, sequence_parallel: bool = False) -> Rules:
     """The rules of a decoder; the tables of relative positions are split over heads alone."""
-    return _with_encoder(decoder_rules(sp, sequence_parallel), ("relpos_buckets", None))
+    return with_encoder(decoder_rules(sp, sequence_parallel), ("relpos_buckets", None))
 
 
 def t5x_rules(activation_dims: int = 1, parameter_dims: int = 1) -> Rules:
     """T5X's standard sets: data is (dp, fsdp), model is tp."""
-    return _with_encoder(decoder_t5x_rules(activation_dims, parameter_dims))
+    return with_encoder(decoder_t5x_rules(activation_dims, parameter_dims))
 
 
-def _with_encoder(rules: Rules, *more: tuple[str, None]) -> Rules:
+def with_encoder(rules: Rules, *more: tuple[str, None]) -> Rules:
     """The encoder's length goes the way of the decoder's."""
     along = [("encoder_length", rule.axes) for rule in rules.rules if rule.dim == "length"]
     return Rules([*rules.rules, *along, *more], optional=(*rules.optional, "encoder_length"))
