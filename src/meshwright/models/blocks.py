@@ -114,7 +114,7 @@ def enter(
 
 def mlp(
     x: jax.Array,
-    update: jax.Array,
+    update: jax.Array | None,
     w: Params,
     eps: float,
     compute: Compute,
