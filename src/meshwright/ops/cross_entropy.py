@@ -211,11 +211,18 @@ def _fused(
             hidden_gradient = lax.dynamic_update_index_in_dim(hidden_gradient, here, i, 0)
             return jax.tree.map(jnp.add, folded, more), hidden_gradient
 
-        # the first chunk starts the sums: zeros as large as the head would be written and read
-        first, here = fold(0)
-        carry = first, jnp.pad(here[None], ((0, len(t) - 1), (0, 0), (0, 0)))
-        if len(t) > 1:
-            carry = lax.fori_loop(1, len(t), step, carry)
+        if platform_in_force() == "tpu" and len(t) > 1:
+            # all chunks in the loop: to logits outside of it the compiler gives memory of their own
+            zero = varying(jnp.zeros(()), tokens_over)
+            everywhere = (*tokens_over, *vocab_over)
+            head_sum = varying(jnp.zeros(head.shape, jnp.float32), everywhere)
+            carry, first = (((zero, zero), head_sum), varying(jnp.zeros_like(h), everywhere)), 0
+        else:
+            # the first chunk starts the sums: zeros as large as the head would be written and read
+            sums, here = fold(0)
+            carry, first = (sums, jnp.pad(here[None], ((0, len(t) - 1), (0, 0), (0, 0)))), 1
+        if first < len(t):
+            carry = lax.fori_loop(first, len(t), step, carry)
         (sums, head_gradient), hidden_gradient = carry
         return sums, head_gradient, hidden_gradient
 
