@@ -188,11 +188,15 @@ def loss_sums(
 def _hidden_and_head(x: jax.Array, params: Any, config: DecoderConfig, compute: Compute) -> Any:
     """The hidden states and the gathered output head, whose gradient is made before x's is used.
 
-    XLA for GPUs would put the matmuls of the head's gradient off until after the backward pass of
-    all layers, and keep what they multiply. A head of its own has its gradient scattered first, a
-    tied one after that of the embedding was added. On one device there is nothing to scatter.
+    XLA would put the matmuls of the head's gradient off until after the backward pass of all
+    layers, and keep what they multiply. A head of its own has its gradient scattered first, a tied
+    one after that of the embedding was added. On TPUs it is the sum in float32 that would wait:
+    there this is for tied heads and for sequences split over sp. On one device there is nothing to
+    scatter.
     """
-    if platform_in_force() == "tpu" or not compute.layouts.token_axes:
+    _, along = compute.layouts.tokens.partitions
+    first = platform_in_force() != "tpu" or config.tied_embeddings or bool(along)
+    if not compute.layouts.token_axes or not first:
         return x, output_head(params, config, compute)
     if config.tied_embeddings:
         return gradients_together(x, output_head(params, config, compute))
