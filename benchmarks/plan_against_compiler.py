@@ -77,6 +77,7 @@ CASES = [
     case("llama-3.2-1b", "2*v5e:4x4", "dp=1,fsdp=32,tp=1,sp=1", 64, 2048, "none"),
     case("llama-3.1-8b", "2*v6e:4x4", "dp=2,fsdp=8,tp=2,sp=1", 32, 4096),
     case("llama-3.2-3b", "4*v5p:2x2x4", "dp=8,fsdp=8,tp=1,sp=1", 64, 4096, "none"),
+    case("llama-3.2-1b", "7x:2x2x1", "dp=1,fsdp=8,tp=1,sp=1", 16, 2048),
     # long sequences, split over sp
     case("llama-3.1-8b", "v5e:16x16", "dp=1,fsdp=8,tp=1,sp=32", 8, 131072),
     case("llama-3.1-8b", "v5e:16x16", "dp=1,fsdp=16,tp=1,sp=16", 16, 65536),
