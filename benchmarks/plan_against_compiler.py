@@ -77,6 +77,16 @@ CASES = [
     case("llama-3.2-1b", "2*v5e:4x4", "dp=1,fsdp=32,tp=1,sp=1", 64, 2048, "none"),
     case("llama-3.1-8b", "2*v6e:4x4", "dp=2,fsdp=8,tp=2,sp=1", 32, 4096),
     case("llama-3.2-3b", "4*v5p:2x2x4", "dp=8,fsdp=8,tp=1,sp=1", 64, 4096, "none"),
+    case("llama-3.2-1b", "7x:2x2x1", "dp=1,fsdp=8,tp=1,sp=1", 16, 2048),
+    # long sequences, split over sp
+    case("llama-3.1-8b", "v5e:16x16", "dp=1,fsdp=8,tp=1,sp=32", 8, 131072),
+    case("llama-3.1-8b", "v5e:16x16", "dp=1,fsdp=16,tp=1,sp=16", 16, 65536),
+    case("qwen3-8b", "v5e:16x16", "dp=1,fsdp=32,tp=1,sp=8", 32, 32768, context_parallel="ring"),
+    case("llama-3.1-8b", "v6e:16x16", "dp=1,fsdp=8,tp=1,sp=32", 8, 131072),
+    case("llama-3.2-3b", "v6e:8x8", "dp=1,fsdp=4,tp=1,sp=16", 8, 131072),
+    case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=8,tp=1,sp=8", 8, 32768, context_parallel="ring"),
+    # a length that the fused kernel pads
+    case("llama-3.2-1b", "v5e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 16, 4000),
 ]  # fmt: skip
 
 GPU_CASES = [
@@ -412,6 +422,8 @@ def main() -> None:
         f"{start} The roofline of the compiled program and its memory with `--compute.overlap`, "
         "each over that without; and of the bytes gathered in loops the share that is asynchronous."
     )
+    if mixed := [entry for entry in record.values() if {"without", "seconds"} <= entry.keys()]:
+        said += f" {len(mixed)} have the memory of a later program than the roofline."
     _out("Gathers while layers compute, on TPUs", said, overlap_table(record), options.write)
     lines, worst = choice_table(record)
     least, most = times_of_roofline(record)

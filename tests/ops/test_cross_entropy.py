@@ -1,6 +1,7 @@
 """The fused cross-entropy: against log_softmax over all logits at once, on any mesh."""
 
 import dataclasses
+import importlib
 import re
 from typing import Any
 
@@ -116,6 +117,22 @@ def test_loss_entropy_and_gradients_are_those_of_all_logits_at_once(case: Case) 
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture
+def as_on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code that TPUs run, on whatever is here."""
+    module = importlib.import_module("meshwright.ops.cross_entropy")
+    monkeypatch.setattr(module, "current_platform", lambda: "tpu")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.usefixtures("as_on_tpus")
+def test_the_sum_that_starts_with_zeros_is_the_same(case: Case) -> None:
+    found = fused(case)
+    expected = in_float64(*inputs(case.tied), case)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -213,6 +230,15 @@ def test_one_chunk_is_no_loop_and_no_loop_starts_with_zeros_for_the_head(
     assert text.count("stablehlo.while") == loops
     assert "tensor<8x40xf32>" in text  # the gradient as it is summed
     assert not re.search(r"(broadcast_in_dim|constant).*tensor<8x40xf32>$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("chunk", "loops"), [(48, 0), (24, 1), (16, 1)])
+@pytest.mark.usefixtures("as_on_tpus")
+def test_on_tpus_every_chunk_is_in_the_loop(chunk: int, loops: int) -> None:
+    text = lowered_gradients(embed=8, chunk=chunk)
+    assert text.count("stablehlo.while") == loops
+    # a chunk's logits are made in one place: a second would have memory of its own
+    assert len(re.findall(rf"dot_general.*-> tensor<{chunk}x40xbf16>", text)) == 1
 
 
 @pytest.mark.parametrize(("chunk", "loops"), [(48, 0), (16, 1)])

@@ -48,7 +48,9 @@ CHOICES = [
 
 MODELS = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-4b", "mistral-7b")
 SETTINGS = list(
-    itertools.product(("v5p:2x2x2", "h100:8"), (256, 8192), ("adamw", "muon", "lion", "adafactor"))
+    itertools.product(
+        ("v5e:2x4", "v5p:2x2x2", "h100:8"), (256, 8192), ("adamw", "muon", "lion", "adafactor")
+    )
 )
 
 

@@ -12,8 +12,9 @@ import optax
 import pytest
 from tests.train.toy import CONFIG, ONE, Parts, Setting, packed_batch, parts
 
-from meshwright.models import Compute
+from meshwright.models import Compute, loss
 from meshwright.models.decoder import REMAT, decoder_rules, logits
+from meshwright.ops import tie_gradients
 from meshwright.train.state import new_state
 
 slow = pytest.mark.slow
@@ -249,3 +250,28 @@ def test_the_backward_pass_waits_for_the_heads_gradient_where_that_is_summed_ove
     text = run.functions.train.lower(run.target, batch).as_text()
     gradients = f"tensor<{rows}x{length}x{embed}xf32>, tensor<{embed}x{CONFIG.vocab}xf32>"
     assert (re.search(rf"optimization_barrier .* : {gradients}$", text, re.M) is not None) is waits
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tied", "waits"),
+    [
+        ("dp=1,fsdp=4,tp=1,sp=2", False, True),
+        ("dp=1,fsdp=8,tp=1,sp=1", True, True),
+        ("dp=1,fsdp=8,tp=1,sp=1", False, False),
+    ],
+)
+def test_on_tpus_layers_wait_for_the_heads_gradient_if_it_is_tied_or_sequences_are_split(
+    monkeypatch: pytest.MonkeyPatch, mesh: str, tied: bool, waits: bool
+) -> None:
+    calls = []
+
+    def seen(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        calls.append(weight.shape)
+        return tie_gradients(x, weight)
+
+    monkeypatch.setattr(loss, "tie_gradients", seen)
+    monkeypatch.setattr(loss, "current_platform", lambda: "tpu")
+    model = dataclasses.replace(CONFIG, tied_embeddings=tied)
+    run = parts(Setting(mesh, config=model))
+    run.functions.train.lower(run.target, run.put(packed_batch(0)))
+    assert bool(calls) == waits

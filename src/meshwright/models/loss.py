@@ -69,11 +69,15 @@ def next_token_loss(
 def _gathered(hidden: jax.Array, head: LmHead, compute: Compute) -> Any:
     """The hidden states and the gathered LM head, whose gradient is made before hidden's is used.
 
-    XLA for GPUs would put the matmuls of the head's gradient off until after the backward pass of
-    all layers, and keep what they multiply. An untied head has its gradient scattered first, a
-    tied one after that of the embedding was added. On one device there is nothing to scatter.
+    XLA would put the matmuls of the head's gradient off until after the backward pass of all
+    layers, and keep what they multiply. An untied head has its gradient scattered first, a tied
+    one after that of the embedding was added. On TPUs it is the sum in float32 that would wait:
+    there this is for tied heads and for context parallelism. On one device there is nothing to
+    scatter.
     """
-    if current_platform() == "tpu" or not compute.layouts.token_axes:
+    _, length_axes = compute.layouts.tokens.partitions
+    early = current_platform() != "tpu" or head.tied or bool(length_axes)
+    if not compute.layouts.token_axes or not early:
         return hidden, head.gathered(compute)
     if head.tied:
         return tie_gradients(hidden, head.gathered(compute))

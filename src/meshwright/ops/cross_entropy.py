@@ -211,11 +211,19 @@ def _fused(
             hidden_gradient = lax.dynamic_update_index_in_dim(hidden_gradient, chunk_gradient, i, 0)
             return jax.tree.map(jnp.add, folded, more), hidden_gradient
 
-        # start with the first chunk: zeros would cost a write and a read of the head
-        first, chunk_gradient = fold(0)
-        carry = first, jnp.pad(chunk_gradient[None], ((0, len(t) - 1), (0, 0), (0, 0)))
-        if len(t) > 1:
-            carry = lax.fori_loop(1, len(t), step, carry)
+        if current_platform() == "tpu" and len(t) > 1:
+            # all chunks in the loop: logits outside of it would get memory of their own
+            zero = varying(jnp.zeros(()), tokens_over)
+            everywhere = (*tokens_over, *vocab_over)
+            head_sum = varying(jnp.zeros(head.shape, jnp.float32), everywhere)
+            carry, start = (((zero, zero), head_sum), varying(jnp.zeros_like(h), everywhere)), 0
+        else:
+            # start with the first chunk: zeros would cost a write and a read of the head
+            first, chunk_gradient = fold(0)
+            carry = first, jnp.pad(chunk_gradient[None], ((0, len(t) - 1), (0, 0), (0, 0)))
+            start = 1
+        if start < len(t):
+            carry = lax.fori_loop(start, len(t), step, carry)
         (sums, head_gradient), hidden_gradient = carry
         return sums, head_gradient, hidden_gradient
 

@@ -2,11 +2,11 @@
 
 Memory can be fullest at several moments of a step. *Loss*: all that the layers keep is there, and
 with it the output head, its gradient and a chunk of logits. *Backward*: what the layers keep is
-there, and one layer's weights, its gradients and all it computes with. *Attention*, counted apart
-on GPUs: the same layer when its mlp is done but for the weights' gradients, and attention has its
-turn. *End*: what was kept is gone, the gradients of all weights are there, and the embedding's lies
-whole. The largest counts; tests hold the sum to the buffer assignments of the compilers for TPUs
-and GPUs and to a GPU's measured peak.
+there, and one layer's weights, its gradients and all it computes with. *Attention*: the same layer
+when its mlp is done but for the weights' gradients, and attention has its turn. *End*: what was
+kept is gone, the gradients of all weights are there, and the embedding's lies whole. The largest
+counts; tests hold the sum to the buffer assignments of the compilers for TPUs and GPUs and to a
+GPU's measured peak.
 """
 
 import math
@@ -16,8 +16,9 @@ from meshwright.machines import Machine
 from meshwright.models.decoder import REMAT
 from meshwright.ops import keeps_logit_gradients
 from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
+from meshwright.ops.attention import sequence_order
 from meshwright.planner.candidates import with_strategy
-from meshwright.planner.efficiency import told_to_overlap
+from meshwright.planner.efficiency import hides, told_to_overlap
 from meshwright.planner.kernels import slow_attention
 from meshwright.planner.parts import (
     LANES,
@@ -28,6 +29,7 @@ from meshwright.planner.parts import (
     mlp_chunks,
     mlp_weights,
     rows,
+    split_of,
     strategy_of,
     tokens,
     vocab,
@@ -35,6 +37,7 @@ from meshwright.planner.parts import (
 from meshwright.planner.result import Choice, Job, Memory
 
 TOKEN_FIELDS = 4  # tokens, targets, segments, positions: 4 bytes each
+MLP_ARRAYS_LEFT = {True: 3, False: 4}  # by is_tpu: of the mlp's, there in attention's turn
 AHEAD = 0.5  # of the output head, with overlap: steps compiled with it took -1.3 to 2.1 of it more
 PROMPT = 8192  # tokens of a prompt that are taken at a time, serving
 KINDS = (
@@ -132,9 +135,8 @@ def _moments(job: Job, choice: Choice, machine: Machine) -> dict[str, dict[str, 
         "gradients": used * layers,
         "gathered weights": 2 * layer if is_split else layer,
         "working activations": _working(job, choice, 5),
-        "attention": _attention(job, choice) + _scores(job, choice, machine),
         "loss": used * ends
-        if head_scattered(job, choice, machine)
+        if head_scattered(job, choice)
         else kept_head(job, choice, machine) * table,
     }
     # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
@@ -142,21 +144,21 @@ def _moments(job: Job, choice: Choice, machine: Machine) -> dict[str, dict[str, 
         "gradients": used * (layers + ends) + 4 * table + used * table + stream,
         "gathered weights": layer if gradient_under_way(choice, machine) else 0.0,
     }
-    if model.tied_embeddings and not machine.is_tpu:  # the head's is added to it there
+    if model.tied_embeddings:  # the head's is added to it there
         end["loss"] = kept_head(job, choice, machine) * table
-    found = {"loss": loss, "backward": backward, "end": end}
+    attention = backward | {
+        "working activations": _working(job, choice, MLP_ARRAYS_LEFT[machine.is_tpu]),
+        "attention": _attention_turn(job, choice, machine),
+    }
+    found = {"loss": loss, "backward": backward, "attention": attention, "end": end}
+    if gap := gap_of_embedding(job, choice, machine):
+        loss["gathered weights"] = used * gap / choice.tp
     if recomputes_early(choice, machine):
         loss["attention"] = _attention_forward(job, choice)
     if not machine.is_tpu:
         # the gradients of the layer before it are still to be scattered
         weights = used * attention_weights(model) / choice.tp
-        attention = {
-            "gathered weights": layer + weights if is_split else layer,
-            "working activations": _working(job, choice, 4),
-            "attention": _attention_backward(job, choice) + _scores(job, choice, machine),
-        }
-        found["attention"] = backward | attention
-        backward["attention"] = 0.0
+        attention["gathered weights"] = layer + weights if is_split else layer
     for name, moment in found.items():
         if item_bytes(job.param_dtype) != used and (name != "end" or casts_at_end(choice, machine)):
             moment["weights in bfloat16"] = used * layers
@@ -188,13 +190,28 @@ def head_at_once(job: Job, choice: Choice, machine: Machine) -> bool:
     return not machine.is_tpu and keeps_logit_gradients(tokens_filled, embed, used)
 
 
-def head_scattered(job: Job, choice: Choice, machine: Machine) -> bool:
+def head_scattered(job: Job, choice: Choice) -> bool:
     """Whether in the backward pass a device has only its part of the output head's gradient.
 
-    On GPUs that of a tied one waits, whole, for the embedding's.
+    That of a tied one waits, whole, for the embedding's.
     """
-    whole = job.model.tied_embeddings and not machine.is_tpu
-    return choice.fsdp * choice.sp > 1 and not whole
+    return choice.fsdp * choice.sp > 1 and not job.model.tied_embeddings
+
+
+def gap_of_embedding(job: Job, choice: Choice, machine: Machine) -> int:
+    """Numbers of the embedding, gathered, in whose place there is nothing at the loss.
+
+    A TPU's buffers are placed in the order of its program. Where gathers go on while others compute
+    and tokens are sent to their places first, the embedding is gathered meanwhile; what the layers
+    save is placed above it and stays there. One chunk's logits fit into the gap.
+    """
+    by_itself = machine.is_tpu and hides(machine.chip, "all-gather", overlap=False) > 0
+    sent = sequence_order(split_of(job, choice), strategy_of(job, choice)) == "zigzag"
+    if not (by_itself and sent) or job.model.tied_embeddings:  # a tied one is the head at the loss
+        return 0
+    _, chunk = loss_chunks(job, choice)
+    left = job.model.embed - (chunk if chunk <= job.model.embed else 0)
+    return left * vocab(job, choice)
 
 
 def kept_head(job: Job, choice: Choice, machine: Machine) -> int:
@@ -301,6 +318,14 @@ def _working(job: Job, choice: Choice, of_mlp: int) -> float:
     here = tokens(job, choice)
     mlp = model.mlp / choice.tp / mlp_chunks(job, choice)
     return used * here * (of_mlp * mlp + 4 * model.embed)
+
+
+def _attention_turn(job: Job, choice: Choice, machine: Machine) -> float:
+    """What attention's backward pass has beside the layer's other activations."""
+    scores = _scores(job, choice, machine)
+    if machine.is_tpu:
+        return _attention(job, choice) + scores
+    return _attention_backward(job, choice) + scores
 
 
 def _attention(job: Job, choice: Choice) -> float:

@@ -10,11 +10,13 @@ from meshwright.machines import Machine
 from meshwright.planner.candidates import with_strategy
 from meshwright.planner.memory import (
     AHEAD,
+    MLP_ARRAYS_LEFT,
     PROMPT,
     TOKEN_FIELDS,
     attention_arrays,
     casts_at_end,
     casts_kept,
+    gap_of_embedding,
     gathers_ahead,
     gradient_under_way,
     head_scattered,
@@ -139,6 +141,8 @@ def _loss(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
         "loss": f"{summed} bytes · {_table(job, choice)} + {used} bytes · {logits:,} tokens "
         f"· {vocab(job, choice):,} / tp {choice.tp} + {streams}",
     }
+    if gap := gap_of_embedding(job, choice, machine):
+        found["gathered weights"] = f"{used} bytes · {gap:,} / tp {choice.tp}"
     if recomputes_early(choice, machine):
         _, keys = attention_arrays(job, choice)
         arrays = f"{job.model.embed:,} + {_heads(job, choice, 4, keys)}"
@@ -160,18 +164,15 @@ def _backward(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
     gradients = f"{_layers(job)} / {_split(choice)} devices"
     if choice.accumulation > 1:
         gradients = _matrices(job, choice)
-    found = {
+    return {
         "saved activations": _saved(job, choice, machine),
         "gradients": f"{used} bytes · {gradients}",
         "gathered weights": f"{2 if is_split else 1} · {used} bytes · {layer}",
         "working activations": _working(job, choice, 5),
         "loss": f"{used} bytes · {ends:,} / {_split(choice)} devices"
-        if head_scattered(job, choice, machine)
+        if head_scattered(job, choice)
         else f"{kept_head(job, choice, machine)} bytes · {_table(job, choice)}",
     }
-    attention = [_attention(job, choice), _scores(job, choice, machine)] if machine.is_tpu else []
-    said = " + ".join(filter(None, attention))
-    return found | ({"attention": said} if said else {})
 
 
 def _scores(job: Job, choice: Choice, machine: Machine) -> str:
@@ -194,20 +195,21 @@ def _working(job: Job, choice: Choice, of_mlp: int) -> str:
 
 def _turn_of_attention(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
     model, used = job.model, item_bytes(job.dtype)
-    layer = attention_weights(model) + mlp_weights(model)
-    gathered = f"{layer:,}"
-    if choice.fsdp * choice.sp > 1:
-        gathered = f"({layer:,} + {attention_weights(model):,})"
-    queries, keys = attention_arrays(job, choice)
-    heads = _heads(job, choice, queries, keys)
-    attention = f"{used} bytes · {tokens(job, choice):,} tokens · {heads}"
-    more = ["" if strategy_of(job, choice) == "ring" else _attention(job, choice)]
-    more.append(_scores(job, choice, machine))
-    return _backward(job, choice, machine) | {
-        "gathered weights": f"{used} bytes · {gathered} / tp {choice.tp}",
-        "working activations": _working(job, choice, 4),
-        "attention": " + ".join(filter(None, [attention, *more])),
-    }
+    found = _backward(job, choice, machine)
+    found["working activations"] = _working(job, choice, MLP_ARRAYS_LEFT[machine.is_tpu])
+    gathered = "" if strategy_of(job, choice) == "ring" else _attention(job, choice)
+    if machine.is_tpu:
+        parts = [_attention(job, choice)]
+    else:
+        layer = attention_weights(model) + mlp_weights(model)
+        weights = f"{layer:,}"
+        if choice.fsdp * choice.sp > 1:
+            weights = f"({layer:,} + {attention_weights(model):,})"
+        found["gathered weights"] = f"{used} bytes · {weights} / tp {choice.tp}"
+        heads = _heads(job, choice, *attention_arrays(job, choice))
+        parts = [f"{used} bytes · {tokens(job, choice):,} tokens · {heads}", gathered]
+    parts.append(_scores(job, choice, machine))
+    return found | {"attention": " + ".join(filter(None, parts))}
 
 
 def _attention(job: Job, choice: Choice) -> str:
@@ -228,7 +230,7 @@ def _end(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
         "gradients": f"{used} bytes · {_matrices(job, choice)} + (4 + {used}) bytes · "
         f"{_table(job, choice)} + {_stream(job, choice)}"
     }
-    if model.tied_embeddings and not machine.is_tpu:
+    if model.tied_embeddings:
         found["loss"] = f"{kept_head(job, choice, machine)} bytes · {_table(job, choice)}"
     if gradient_under_way(choice, machine):
         layer = attention_weights(model) + mlp_weights(model)
