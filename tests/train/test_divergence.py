@@ -84,7 +84,7 @@ def test_a_run_that_gives_up_names_the_newest_healthy_checkpoint_and_how_to_resu
 
 def test_the_run_continues_from_the_healthy_checkpoint(runs: Runs) -> None:
     assert runs.mended.code == 0, runs.mended.err
-    assert "going on from step 4" in runs.mended.out
+    assert "resuming from step 4" in runs.mended.out
     checkpoints = Checkpoints(runs.folder / "run" / "checkpoints")
     assert checkpoints.steps() == [4, 5, 6]
     assert checkpoints.healthy() == [4, 5], "no step was computed from the last one yet"

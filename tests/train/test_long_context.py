@@ -61,7 +61,7 @@ def test_a_million_tokens_over_lwms_mesh_is_said_and_lowers(long_store: Path) ->
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["mesh"] == {"dp": 1, "fsdp": 1, "tp": 16, "sp": 4}
     assert found["theta"] == 5e7
-    assert "ring over 4 parts of a row, in zigzag order" in found["attention"]
+    assert "ring over 4 parts of a sequence, in zigzag order" in found["attention"]
     # tokens, targets, segments and positions are put in order by two each; the rest is the ring's
     assert found["permutes"] > 4 * 2
 

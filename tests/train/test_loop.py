@@ -87,7 +87,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_on_another_mesh_within_rounding(
     train(model, *SETTINGS, *mesh, "--run", str(through))
     train(model, *SETTINGS, *mesh, "--run", str(stopped), "--stop-at", "5")
     train(model, *SETTINGS, *mesh, "--run", str(moved), "--stop-at", "5")
-    assert "going on from step 5" in train(model, *SETTINGS, *mesh, "--run", str(stopped))
+    assert "resuming from step 5" in train(model, *SETTINGS, *mesh, "--run", str(stopped))
     other = ["--cpu-devices", "2", "--mesh", "dp=2"]
     train(model, *SETTINGS, *other, "--run", str(moved))
     assert losses(stopped) == losses(through)

@@ -135,7 +135,7 @@ def test_another_checkpoint_is_used_as_the_message_says(runs: Runs) -> None:
     assert runs.generated.code == 0, runs.generated.err
     assert "step 2 of " in runs.generated.err
     assert runs.resumed.code == 0, runs.resumed.err
-    assert "going on from step 2" in runs.resumed.out
+    assert "resuming from step 2" in runs.resumed.out
     assert f"set aside in {runs.folder}/run/checkpoints/set-aside-1: 1 later" in runs.resumed.out
     assert "saved step 4" in runs.resumed.out
 

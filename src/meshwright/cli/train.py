@@ -18,9 +18,9 @@ def train(config: tyro.conf.OmitArgPrefixes[TrainConfig]) -> None:
 
     meshwright train tiny --mesh fsdp=4,tp=2 --data embedded --steps 200 --run runs/first
 
-    The same command goes on where the run stopped, on this mesh or another. `--mesh auto` has the
-    plan choose it. `--config FILE` takes settings from a file (a run's own config.json, say); flags
-    after it win.
+    The same command resumes a stopped run, on this mesh or another. `--mesh auto` takes the mesh
+    that the plan puts first. `--config FILE` takes settings from a file (a run's own config.json,
+    say); flags after it win.
     """
     run_training(config)
 

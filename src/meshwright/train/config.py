@@ -21,21 +21,21 @@ LATEST, NONE = "latest", "none"  # of resume_from, besides a step
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """What matrices are multiplied in; auto: bfloat16 on accelerators, float32 on CPUs."""
+    """Dtype of matmuls; auto: bfloat16 on accelerators, float32 on CPUs."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What weights and moments are kept in."""
+    """Dtype of parameters and optimizer state."""
     remat: Literal["none", "elementwise", "mlp", "full"] = "none"
-    """What is computed again in the backward pass instead of kept, from nothing to everything."""
+    """Activation checkpointing: what the backward pass recomputes, from nothing to every layer."""
     scan: bool = True
-    """A loop over layers, which compiles fast; --compute.no-scan unrolls it, which runs faster."""
+    """Scan over layers, which compiles fast; --compute.no-scan unrolls them, which runs faster."""
     attention: Literal["auto", "hopper", "cudnn", "splash", "dense", "blockwise"] = "auto"
-    """The kernel; auto takes the fastest that can serve."""
+    """Attention kernel; auto: the fastest that supports the call."""
     sequence_parallel: bool = False
-    """Split activations between blocks over tp, along the sequence."""
+    """Megatron's sequence parallelism: shard activations between blocks over tp."""
     mlp_chunk: int = 0
-    """Tokens of a row on a device whose feed-forward is computed at a time; 0: all of them."""
+    """Tokens per device in the feed-forward at a time; 0: all of them."""
     overlap: bool = False
-    """On TPUs, gather a layer's weights while another computes; GPUs and v5e do so anyway."""
+    """On TPUs, overlap the all-gather of weights with compute; GPUs and v5e do so anyway."""
 
     def __post_init__(self) -> None:
         if self.mlp_chunk < 0:
@@ -76,7 +76,7 @@ class TrainConfig:
     run: Path = Path("runs/latest")
     """The run's folder. If it holds checkpoints, the run resumes: see --resume-from."""
     mesh: str = DEFAULT_MESH
-    """Where every axis goes; one size may be -1: what is left. auto: what `plan` would choose."""
+    """Sizes of the mesh axes; one may be -1: all devices left. auto: what `plan` chooses."""
     num_partitions: int | None = None
     """As in T5X: devices of a model replica (tp), a compact tile of the machine; the rest is dp."""
     submesh: str | None = None
@@ -86,26 +86,26 @@ class TrainConfig:
     objective: Literal["auto", "next-token", "span-corruption", "prefix-lm"] = "auto"
     """What is predicted; auto: next tokens for decoders, corrupted spans for T5."""
     steps: int = 1000
-    """Optimizer steps, in all."""
+    """Number of optimizer steps."""
     stop_at: int | None = None
     """Save and stop at this step, at most `steps`; the learning rate still follows `steps`."""
     resume_from: str = LATEST
     """Checkpoint to resume from: a step, latest, or none to start anew. Later ones are set aside,
     not deleted."""
     batch: int = 32
-    """Rows of an optimizer step, over all devices and micro-batches."""
+    """Global batch size in sequences, over all devices and micro-batches."""
     seq: int = 512
-    """Tokens of a row."""
+    """Sequence length in tokens."""
     context_parallel: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
-    """How attention is done where sp splits the rows; auto says what it takes and why."""
+    """Context parallelism over sp: how attention is computed; auto prints its choice and why."""
     accumulation: int = 1
-    """Micro-batches of an optimizer step; each is batch / accumulation rows."""
+    """Gradient accumulation: micro-batches per optimizer step."""
     seed: int = 0
     """Random seed for initialization and data order, from 0 to 2**32 - 1."""
     init_from: Path | None = None
     """Start from the weights of a Hugging Face folder."""
     rules: str = "standard"
-    """Where dims go: standard, T5X's sets (t5x:1,1 t5x:2,1 t5x:1,2 t5x:2,2), or a file of rules."""
+    """Sharding rules: standard, a set of T5X (t5x:1,1 t5x:2,1 t5x:1,2 t5x:2,2), or a file."""
     override: tuple[str, ...] = ()
     """Changes to the model's config, each NAME=VALUE: rope.theta=5e7, layers=4."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)

@@ -313,7 +313,7 @@ class _Run:
             live.print(f"warning: {problem}")
 
     def _save_if_possible(self, state: TrainState, step: int, live: LiveLine) -> None:
-        """A save that fails loses nothing that was saved before: training goes on."""
+        """A save that fails loses nothing that was saved before: training continues."""
         with self.watchdog.paused("saving"), self.clock.paused():
             self._finish_last_save(live)
             if not params_are_finite(state, self.setup.step.mesh):
@@ -323,7 +323,7 @@ class _Run:
                 self.checkpoints.save(step, fit(state, self.setup.stored), self._meta(step))
                 self.unconfirmed.append(step)
             except MeshwrightError as problem:
-                live.print(f"warning: {problem}; training goes on")
+                live.print(f"warning: {problem}; training continues")
 
     def _save_for_good(self, state: TrainState, step: int, live: LiveLine) -> None:
         """The last save of a run: waited for, and tried again if the one of this step failed."""
@@ -434,10 +434,10 @@ class _Run:
         }
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in kinds.items())
         self._say(f"per device: {parts}")
-        rows = config.batch // config.accumulation
+        sequences = count(config.batch // config.accumulation, "sequence")
         self._say(
             f"batch {config.batch} × {config.seq} tokens as "
-            f"{count(config.accumulation, 'micro-batch')} of {rows} rows; data {config.data}; "
+            f"{count(config.accumulation, 'micro-batch')} of {sequences}; data {config.data}; "
             f"steps {first} to {config.steps}"
         )
         warmup = config.optimizer.warmup(config.steps)
@@ -453,7 +453,7 @@ class _Run:
         for remark in setup.explanation.remarks:
             self._say(f"note: {remark}")
         if self.saved is not None:
-            self._say(f"going on from step {self.saved} in {self.checkpoints.folder}")
+            self._say(f"resuming from step {self.saved} in {self.checkpoints.folder}")
 
     def _write_description(self) -> None:
         if not self.speaks:

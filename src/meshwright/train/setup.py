@@ -161,7 +161,7 @@ def compute_of(
         if strategy == "auto":
             strategy, why = explain_strategy(split)
         order = sequence_order(split, choose_strategy(split, strategy))
-        words = f"{strategy} over {split.ways} parts of a row, in {order} order ({why})"
+        words = f"{strategy} over {split.ways} parts of a sequence, in {order} order ({why})"
     calls = calls_of(split, strategy, device.platform, dtype.name, segmented=True)
     slow = slow_kernel(calls, said.attention, device.device_kind)
     if slow is not None:
