@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help demo demo-layout test test-all test-newest lint format lock bench clean
 
 help:
-	@echo "make demo         train a small model on 8 simulated devices, resume on another mesh, write"
+	@echo "make demo         train a small model on 8 simulated devices, resume on another mesh, generate"
 	@echo "make demo-layout  the layout demo, in the terminal and as demo.html"
 	@echo "make test         lint, types and the tests that take seconds"
 	@echo "make test-all     the slow tests too"
