@@ -36,6 +36,31 @@ def test_a_flag_of_another_system_names_the_command_here(theirs: str, ours: str)
     settings(shlex.split(command)[2:])  # which this command takes
 
 
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ("tiny --tp two", "'two' is not a size"),
+        ("tiny --fsdp --dp", "contradict each other"),
+        ("tiny --mesh_dim 1,-1,4,1 --tp 2", "contradict each other"),
+        ("tiny --mp 2 --tensor_parallel_size 4", "contradict each other"),
+        ("tiny --seq_length", "--seq_length needs a value; here it is --seq"),
+        ("tiny --activation_partitioning_dims 3", "are 1 or 2, not 3, 1"),
+        (
+            "tiny --mesh fsdp=4,tp=2 --tp 2",
+            "the same here: meshwright train tiny --mesh fsdp=-1,tp=2",
+        ),
+        (
+            "tiny --fsdp=False --mp_mesh_dim 4,1",
+            "the same here: meshwright train tiny --mesh dp=-1,tp=4",
+        ),
+    ],
+)
+def test_what_cannot_be_translated_is_said(theirs: str, words: str) -> None:
+    with pytest.raises(MeshwrightError) as said:
+        check_flags("train", theirs.split())
+    assert words in str(said.value)
+
+
 def test_own_flags_are_left_alone() -> None:
     words = "tiny --mesh fsdp=8 --num-partitions 4 --submesh 2,1,1,2 --compute.remat full --seq=64"
     check_flags("train", words.split())

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright import ArraySpec, MeshwrightError, PathRules, Rules
-from meshwright.models import PRESETS, abstract_arrays, decoder_rules, preset
+from meshwright.models import PRESETS, abstract_arrays, decoder_rules, family_of, preset
 
 TREE = {
     "embedding": ArraySpec((1024, 64), "vocab embed", jnp.bfloat16),
@@ -148,8 +148,9 @@ def test_arrays_without_dim_names_are_told_how_to_get_them() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_splits_evenly_under_its_own_rules(name: str) -> None:
+    config = preset(name)
     # the smallest have two key heads
-    table = mw.explain(abstract_arrays(preset(name)), decoder_rules(), "dp=1,fsdp=8,tp=2,sp=1")
+    table = mw.explain(abstract_arrays(config), family_of(config).rules(), "dp=1,fsdp=8,tp=2,sp=1")
     assert table.notes == ()
     assert table.bytes_per_device < 1.1 * table.bytes_total / 16
     assert sum(math.prod(r.shape) for r in table.rows) == table.num_elements

@@ -188,7 +188,6 @@ def test_a_mesh_that_is_refused_recommends_no_flag_that_does_not_exist(text: str
         ("dp:2,fsdp:-1,mp:2", "dp=2,fsdp=-1,tp=2"),
         ("replica=2:dp,shard=4:fsdp,ring=2:sp", "dp=2,fsdp=4,sp=2"),
         ("hosts=2:dp,chips=4:dp,tp=2", "dp=8,tp=2"),
-        ("a=2:tp,b=-1:tp", "tp=-1"),
         ("!data=4:fsdp", "!fsdp=4"),
         ("expert=1,tp=2", "ep=1,tp=2"),
     ],
@@ -203,7 +202,9 @@ def test_axes_have_roles(text: str, by_role: str) -> None:
     ("text", "words"),
     [
         ("data=8:dt,tp=2", "'dt' is not the role of an axis; known: dp, fsdp"),
-        ("dp=8:tp", "axis 'dp' has the role of its name"),
+        ("dp=8:tp", "axis 'dp' has the role of its name; write tp=8, or a name of your own"),
+        ("data=-1,replica=2", "axes of one role, here 'dp', are one axis"),
+        ("data=4=dp", "is not NAME=SIZE:ROLE"),
         ("lanes=8", "axis 'lanes' has no role; the axes are dp, fsdp, tp, sp"),
         ("a=2:dp,tp=2,b=2:dp", "of another axis that does not stand beside it"),
         ("pp=2,tp=2", "the models here have no pipeline stages, so pp must be 1"),

@@ -22,7 +22,7 @@ from meshwright.cli.train import settings as train_settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.meshes import mesh as build_mesh
-from meshwright.models import PRESETS
+from meshwright.models.decoder import PRESETS
 from meshwright.ops.rope import LinearScaling, Rope, YarnScaling
 from meshwright.planner.report import (
     explain,

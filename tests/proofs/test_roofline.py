@@ -356,7 +356,7 @@ def test_a_kernel_that_is_not_known_is_said() -> None:
 )
 def test_everything_that_audit_reads_is_sent_once(name: str, on: str, choice: Choice) -> None:
     """In loops, fusions that a gather is spread over, other cores' threads and between slices."""
-    text = (Path(__file__).parents[1] / "audit" / "texts" / f"{name}.txt").read_text()
+    text = (Path(__file__).parents[1] / "audits" / "texts" / f"{name}.txt").read_text()
     machine = Machine.parse(on)
     mesh = {axis: size for axis, size in choice.sizes.items() if size > 1}
     found = roofline(text, mesh, machine, JOB, choice)
@@ -372,7 +372,7 @@ def test_everything_that_audit_reads_is_sent_once(name: str, on: str, choice: Ch
 
 
 def test_on_v5e_gathers_are_partly_hidden_as_they_are_compiled() -> None:
-    text = (Path(__file__).parents[1] / "audit" / "texts" / "tpu_v5e_16.txt").read_text()
+    text = (Path(__file__).parents[1] / "audits" / "texts" / "tpu_v5e_16.txt").read_text()
     machine = Machine.parse("v5e:4x4")
     found = roofline(text, {"fsdp": 16}, machine, JOB, Choice(fsdp=16))
     assert found.hidden["fsdp"] > 0

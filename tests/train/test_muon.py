@@ -19,11 +19,11 @@ CONFIG = OptimizerConfig("muon", learning_rate=0.01, warmup_steps=0, schedule="c
 
 def arrays_of(layers: int) -> Any:
     return {
-        "embedding": ArraySpec((32, 64), "vocab embed"),
+        "embedding": ArraySpec((32, 64), "vocab embed", inputs=1),
         "norm": ArraySpec((layers, 64), "layers norm"),
-        "wk": ArraySpec((layers, 64, 8, 4), "layers embed kv_heads head_dim"),
-        "wo": ArraySpec((layers, 8, 16, 64), "layers heads head_dim embed"),
-        "up": ArraySpec((layers, 64, 96), "layers embed mlp"),
+        "wk": ArraySpec((layers, 64, 8, 4), "layers embed kv_heads head_dim", inputs=1),
+        "wo": ArraySpec((layers, 8, 16, 64), "layers heads head_dim embed", inputs=2),
+        "up": ArraySpec((layers, 64, 96), "layers embed mlp", inputs=1),
     }
 
 

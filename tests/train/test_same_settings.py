@@ -68,7 +68,7 @@ def test_every_setting_is_compared_or_listed_as_free_to_differ() -> None:
 
 
 def store(folder: Path, seed: int) -> TokenStore:
-    return write_needles(Needles(), folder, rows=20, seq=64, seed=seed)
+    return write_needles(Needles(), folder, sequences=20, seq=64, seed=seed)
 
 
 def test_data_is_compared_by_content_not_by_path(tmp_path: Path) -> None:

@@ -42,6 +42,9 @@ WITH_SETTINGS: dict[str, Callable[[Sequence[str]], None]] = {
 }
 
 
+WITH_MESH = ("train", "audit", "prove", "plan", "generate", "eval")
+
+
 def run(arguments: list[str]) -> None:
     """Run one command; a user's mistake is one readable line and exit status 2."""
     for stream in (sys.stdout, sys.stderr):
@@ -57,7 +60,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    if arguments[:1] and arguments[0] in COMMANDS:
+    if arguments[:1] and arguments[0] in WITH_MESH:
         check_flags(arguments[0], arguments[1:])
     if arguments[:1] and arguments[0] in WITH_SETTINGS:
         WITH_SETTINGS[arguments[0]](arguments[1:])

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Sequence
 
+from meshwright.cli.flags import take_all
 from meshwright.errors import MeshwrightError
 from meshwright.meshes import STANDARD_AXES, MeshSpec
 
@@ -22,7 +23,8 @@ _MESHES = frozenset({"mesh_dim", "mp_mesh_dim", "jax_mesh"})
 _RULES = {"activation_partitioning_dims": 0, "parameter_partitioning_dims": 1}
 _RENAMED = {
     "total_steps": "--steps", "train_steps": "--steps", "train_iters": "--steps",
-    "seq_length": "--seq", "sequence_length": "--seq", "max_target_length": "--seq",
+    "seq_length": "--seq", "seq_len": "--seq", "sequence_length": "--seq",
+    "max_target_length": "--seq",
     "global_batch_size": "--batch", "load_checkpoint": "--init-from",
     "model_parallel_submesh": "--submesh",
 }  # fmt: skip
@@ -36,6 +38,8 @@ def check_flags(command: str, words: Sequence[str]) -> None:
     theirs: list[str] = []
     found: dict[str, str] = {}
     for name, value, written in _flags(words):
+        if name in _RENAMED and not value:
+            raise MeshwrightError(f"{written[0]} needs a value; here it is {_RENAMED[name]}")
         if name == "num_partitions" and "." in written[0]:
             ours += ["--num-partitions", value]
         elif name in _RENAMED:
@@ -48,7 +52,10 @@ def check_flags(command: str, words: Sequence[str]) -> None:
         theirs.append(" ".join(written))
     if not theirs:
         return
-    ours += [*_mesh(found), *_rules(found)]
+    mesh = _mesh(found)
+    if mesh:
+        take_all(ours, "--mesh")  # theirs says it
+    ours += [*mesh, *_rules(found)]
     what = "this is a flag" if len(theirs) == 1 else "these are flags"
     raise MeshwrightError(
         f"{', '.join(theirs)}: {what} of another system; the same here: "
@@ -76,27 +83,54 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _mesh(found: dict[str, str]) -> list[str]:
-    """`--mesh` with all that the flags say of it."""
-    whole = [name for name in _MESHES if name in found]
-    if whole and whole[0] == "mp_mesh_dim":
-        return [
-            "--mesh",
-            str(MeshSpec.from_mp_mesh_dim(found[whole[0]], "fsdp" in found).by_role()),
-        ]
+    """`--mesh` with all that the flags say of it; an error if that is no mesh."""
+    whole = [name for name in found if name in _MESHES]
+    named = {name: value for name, value in found.items() if name in _AXES}
     if whole:
+        switches = named if whole == ["mp_mesh_dim"] else {}  # EasyLM's --fsdp beside it
+        if len(whole) > 1 or named.keys() - {"fsdp"} or (named and not switches):
+            raise MeshwrightError(_ONE_MESH)
+        if whole[0] == "mp_mesh_dim":
+            is_fsdp = _size("fsdp", switches["fsdp"]) != 0 if "fsdp" in switches else False
+            return ["--mesh", str(MeshSpec.from_mp_mesh_dim(found[whole[0]], is_fsdp).by_role())]
         return ["--mesh", str(MeshSpec.parse(found[whole[0]]).by_role())]
-    sizes = {_AXES[name]: value for name, value in found.items() if name in _AXES}
+    sizes: dict[str, int] = {}
+    for name, value in named.items():
+        axis, size = _AXES[name], _size(name, value)
+        if axis in sizes or (size == -1 and -1 in sizes.values()):
+            raise MeshwrightError(_ONE_MESH)
+        sizes |= {axis: size} if size else {}
     if not sizes:
         return []
-    # a switch such as --fsdp takes all devices that are left; so does an axis that is not named
-    sizes = {a: size if size.lstrip("-").isdecimal() else "-1" for a, size in sizes.items()}
-    if "-1" not in sizes.values():
-        sizes = {"fsdp" if "fsdp" not in sizes else "dp": "-1"} | sizes
+    # an axis that is not named takes all devices that are left
+    if -1 not in sizes.values():
+        sizes = {"fsdp" if "fsdp" not in sizes else "dp": -1} | sizes
     return ["--mesh", ",".join(f"{axis}={sizes[axis]}" for axis in STANDARD_AXES if axis in sizes)]
+
+
+_ONE_MESH = (
+    "flags of other systems contradict each other; the mesh here is one setting, such as --mesh "
+    "dp=1,fsdp=-1,tp=4,sp=1"
+)
+
+
+def _size(name: str, value: str) -> int:
+    """Of an axis: a switch such as --fsdp takes all devices, --fsdp=False none."""
+    switch = {"": -1, "true": -1, "false": 0}.get(value.lower())
+    if switch is not None:
+        return switch
+    if not value.removeprefix("-").isdecimal():
+        raise MeshwrightError(
+            f"--{name} {value}: {value!r} is not a size; the mesh here is one setting, such as "
+            "--mesh fsdp=-1,tp=2"
+        )
+    return int(value)
 
 
 def _rules(found: dict[str, str]) -> list[str]:
     if not found.keys() & _RULES.keys():
         return []
     dims = [found.get(name, "1") for name in _RULES]
+    if not set(dims) <= {"1", "2"}:
+        raise MeshwrightError(f"T5X's partitioning dims are 1 or 2, not {', '.join(dims)}")
     return ["--rules", f"t5x:{','.join(dims)}"]

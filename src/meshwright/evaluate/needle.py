@@ -130,6 +130,11 @@ def check_needle(
     Raises a MeshwrightError if the model cannot be evaluated.
     """
     config = source.config
+    if "encoder_tokens" in family_of(config).batch_fields:
+        raise MeshwrightError(
+            f"{source.name} is an encoder-decoder model; needles are for models that read one "
+            "sequence"
+        )
     if source.tokenizer.kind != ByteTokenizer.kind:
         raise MeshwrightError(
             f"{source.name} has a tokenizer of kind {source.tokenizer.kind!r}, but needle "

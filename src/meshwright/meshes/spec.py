@@ -172,8 +172,12 @@ class MeshSpec:
                     f"mesh {self.quoted}: axis {name!r} has the role {role!r} of another axis that "
                     "does not stand beside it; move them together"
                 )
-            both = found.get(role, 1), size
-            found[role] = -1 if -1 in both else math.prod(both)
+            if role in found and -1 in (found[role], size):
+                raise MeshwrightError(
+                    f"mesh {self.quoted}: axes of one role, here {role!r}, are one axis, so none "
+                    "of them can be -1; give each a size"
+                )
+            found[role] = found.get(role, 1) * size
         return dataclasses.replace(self, axes=tuple(found.items()), roles=())
 
     def with_standard_axes(self) -> Self:
@@ -283,9 +287,11 @@ def _without_roles(items: list[str], given: str) -> tuple[list[str], dict[str, s
                 )
             if name in ROLES and name != role:
                 raise MeshwrightError(
-                    f"{given}: axis {name!r} has the role of its name; call an axis of role "
-                    f"{role!r} {role!r}, or by a name of your own"
+                    f"{given}: axis {name!r} has the role of its name; write {role}={size}, or a "
+                    f"name of your own: NAME={size}:{role}"
                 )
+            if "=" in item.partition(":")[2] or item.count("=") > 1:
+                raise MeshwrightError(f"{given}: {item!r} is not NAME=SIZE:ROLE, as in data=8:dp")
             item = f"{name}={size}"
             roles |= {} if name == role else {name: role}
         plain.append(item)

@@ -38,8 +38,8 @@ class ModelFamily:
     """One kind of model: a config type, its arrays, rules, forward pass and file formats.
 
     Only `models/<family>/` and the registry name a concrete family. `config` below is an instance
-    of the family's config type; it has at least `vocab`, `max_seq`, `hf_config` and
-    `flops_per_token(seq)`.
+    of the family's config type; it has at least `vocab`, `max_seq`, `hf_config`, `heads`,
+    `kv_heads` and `head_dim`.
     """
 
     name: str

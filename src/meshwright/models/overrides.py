@@ -27,7 +27,7 @@ def override_fields(config: Any, changes: Mapping[str, str], others: Sequence[st
 def value_of(name: str, text: str, kind: Any) -> Any:
     """The text as a number or a switch."""
     try:
-        return _KINDS[kind](text)
+        return _KINDS[kind](text.lower())
     except (KeyError, ValueError):
         what = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
         raise MeshwrightError(f"override {name}={text} must be {what}") from None

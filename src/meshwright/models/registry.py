@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from meshwright.arithmetic import first_repeated
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.decoder import DECODER
 from meshwright.models.family import Generation, ModelFamily
@@ -54,8 +55,9 @@ def override(config: Any, changes: Sequence[str], seq: int) -> Any:
     for change, (name, equals, value) in zip(changes, pairs, strict=True):
         if not (name and equals and value):
             raise MeshwrightError(f"override {change!r} is not NAME=VALUE, such as rope.theta=5e7")
-    if not pairs:
-        return config
+    twice = first_repeated([name for name, _, _ in pairs])
+    if twice is not None:
+        raise MeshwrightError(f"override names {twice!r} twice; give it once")
     return family_of(config).override(config, {name: value for name, _, value in pairs}, seq)
 
 

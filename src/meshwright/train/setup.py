@@ -101,7 +101,7 @@ def _tile(config: TrainConfig) -> tuple[int, ...] | None:
     if config.submesh is None:
         return None
     sizes = config.submesh.strip("()[] ").split(",")
-    if not all(size.strip().isdecimal() for size in sizes):
+    if not all(size.strip().isdecimal() and int(size) for size in sizes):
         raise MeshwrightError(
             f"submesh={config.submesh!r} is not a tile; write its sides x,y,z,cores: 2,1,1,2"
         )

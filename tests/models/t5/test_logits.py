@@ -125,5 +125,5 @@ def test_logits_are_the_same_on_every_mesh(mesh: str) -> None:
 
 
 def test_a_ring_is_refused_since_it_adds_no_bias() -> None:
-    with pytest.raises(MeshwrightError, match="'ring' cannot serve this: it adds no bias"):
+    with pytest.raises(MeshwrightError, match="'ring' is not possible: it adds no bias"):
         our_logits(REFERENCE / "ul2", "dp=1,fsdp=1,tp=1,sp=2", context_parallel="ring")

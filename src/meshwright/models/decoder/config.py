@@ -43,6 +43,8 @@ class DecoderConfig:
             raise MeshwrightError(
                 f"head_dim={self.head_dim} is odd; rotary embedding turns pairs, so it must be even"
             )
+        if not 0 < self.norm_eps < 1:  # nan too
+            raise MeshwrightError(f"norm_eps={self.norm_eps} must be above 0, such as 1e-5")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise MeshwrightError(f"sliding_window={self.sliding_window} must be at least 1")
 

@@ -54,6 +54,8 @@ class T5Config:
                 f"max_distance={self.max_distance} must be above buckets / 2 = {self.buckets // 2},"
                 " which have a distance each"
             )
+        if not 0 < self.norm_eps < 1:  # nan too
+            raise MeshwrightError(f"norm_eps={self.norm_eps} must be above 0, such as 1e-6")
         if not 0 <= self.start_token < self.vocab:
             raise MeshwrightError(f"start_token={self.start_token} is not one of {self.vocab}")
 
