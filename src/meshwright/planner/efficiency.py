@@ -88,11 +88,12 @@ HOP_DATA_CENTER = 50e-6
 # ---- overlap: of what could hide under a layer, how much does
 
 # compiled: the TPU compiler's all-gathers for v4, v5p and v6e are synchronous, and so are the
-# reduce-scatters (seen on v4); on v5e 13 fusions of a step's gathers are asynchronous. With
+# reduce-scatters (seen on v4); on v5e 13 fusions of a step's gathers are asynchronous, on 7x all
+# gathers in the loops of the step that was compiled. With
 # `overlap` (train.tpu) 76 to 100% of the bytes gathered in the loops of fifteen steps are, on v4,
 # v5p and v6e; 57% with sequence_parallel. How much of an asynchronous one hides is assumed, and
 # all of it on GPUs.
-HIDE_GATHERS = {"gpu": 0.75, "v5e": 0.75}
+HIDE_GATHERS = {"gpu": 0.75, "v5e": 0.75, "7x": 0.75}
 HIDE_GATHERS_TOLD = 0.75
 HIDE_SCATTERS = {"gpu": 0.75}
 # fitted: to the same runs of MaxText: sums over hosts come after the sums inside a host, and go on
@@ -163,5 +164,5 @@ def hides(chip: Chip, operation: str, overlap: bool) -> float:
 
 
 def told_to_overlap(chip: Chip) -> bool:
-    """Whether overlap changes anything: GPUs and v5e gather while they compute by themselves."""
+    """Whether overlap changes anything: GPUs, v5e and 7x overlap by themselves."""
     return hides(chip, "all-gather", True) > hides(chip, "all-gather", False)
