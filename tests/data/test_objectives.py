@@ -1,5 +1,7 @@
 """Span corruption and prefix LM: lengths of T5X, and every token of the text is found again."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -75,12 +77,13 @@ def test_a_prefix_and_its_rest_are_the_text() -> None:
     objective = PrefixLM(seq=64, vocab=VOCAB, end=END)
     tokens = text(objective, 50)
     batch = objective.fields(tokens, np.arange(50))
-    places = batch["encoder_segments"].sum(axis=1)
+    places = batch["encoder_segments"].sum(axis=1) - 1  # without the end token
     assert places.min() < 16
     assert places.max() > 48
     for i, place in enumerate(places):
         rest = 64 - place
         np.testing.assert_array_equal(batch["encoder_tokens"][i, :place], tokens[i, :place])
+        assert batch["encoder_tokens"][i, place] == END
         np.testing.assert_array_equal(batch["targets"][i, :rest], tokens[i, place:])
         assert batch["targets"][i, rest] == END
         assert (batch["targets"][i, rest + 1 :] == NO_TARGET).all()
@@ -106,6 +109,33 @@ def test_sentinels_are_ids_that_no_text_has() -> None:
         MeshwrightError, match="takes 57 sentinels, ids that no text has; there are 3"
     ):
         SpanCorruption(1024, 260, 256).check_sentinels(bytes_)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ((99, 98, 97), None),
+        ((97, 98, 99), "count down by one; they are 97, 98"),
+        ((99, 50, 49), "they are 99, 50"),
+    ],
+)
+def test_a_tokenizers_own_sentinels_count_down(ids: tuple[int, ...], words: str | None) -> None:
+    added = [{"content": f"<extra_id_{i}>", "id": id_} for i, id_ in enumerate(ids)]
+
+    class Sentinels(ByteTokenizer):
+        vocab = 100
+
+        def to_json(self) -> dict[str, Any]:
+            return {"definition": {"added_tokens": added}}
+
+    objective = SpanCorruption(24, sentinel_top(Sentinels(), 128), END)
+    assert objective.vocab == ids[0] + 1
+    assert objective.spans <= 3
+    if words is None:
+        objective.check_sentinels(Sentinels())
+    else:
+        with pytest.raises(MeshwrightError, match=words):
+            objective.check_sentinels(Sentinels())
 
 
 def test_sizes_that_cannot_be_are_refused() -> None:

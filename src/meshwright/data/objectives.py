@@ -7,6 +7,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -129,7 +130,13 @@ class SpanCorruption(EncoderDecoderObjective):
         return sum(self._sizes(self._raw)) + 1
 
     def check_sentinels(self, tokenizer: Tokenizer) -> None:
-        free = len(_sentinels(tokenizer)) or self.vocab - tokenizer.vocab
+        own = _sentinels(tokenizer)
+        if own != list(range(self.vocab - 1, self.vocab - 1 - len(own), -1)):
+            raise MeshwrightError(
+                f"the sentinels of the data's tokenizer, <extra_id_0> to <extra_id_{len(own) - 1}>,"
+                f" must have ids that count down by one; they are {own[0]}, {own[1]} …"
+            )
+        free = len(own) or self.vocab - tokenizer.vocab
         if free < self.spans:
             raise MeshwrightError(
                 f"span corruption of seq={self.seq} takes {self.spans} sentinels, ids that no text "
@@ -171,7 +178,8 @@ class PrefixLM(EncoderDecoderObjective):
 
     def pair(self, tokens: Ids, random: np.random.Generator) -> tuple[Ids, Ids]:
         place = int(random.integers(1, len(tokens)))
-        return tokens[:place], np.append(tokens[place:], np.int32(self.end))
+        end = np.int32(self.end)
+        return np.append(tokens[:place], end), np.append(tokens[place:], end)
 
 
 OBJECTIVES: dict[str, type[EncoderDecoderObjective]] = {
@@ -181,12 +189,15 @@ OBJECTIVES: dict[str, type[EncoderDecoderObjective]] = {
 
 def sentinel_top(tokenizer: Tokenizer, vocab: int) -> int:
     """One above the first sentinel: <extra_id_0> of the tokenizer, else the model's last token."""
-    return max(_sentinels(tokenizer), default=vocab - 1) + 1
+    return next(iter(_sentinels(tokenizer)), vocab - 1) + 1
 
 
 def _sentinels(tokenizer: Tokenizer) -> list[int]:
+    """The ids of <extra_id_0>, <extra_id_1> …"""
     added = tokenizer.to_json().get("definition", {}).get("added_tokens", [])
-    return [one["id"] for one in added if str(one["content"]).startswith("<extra_id_")]
+    ids = {str(one["content"]): int(one["id"]) for one in added}
+    names = itertools.takewhile(ids.__contains__, (f"<extra_id_{i}>" for i in itertools.count()))
+    return [ids[name] for name in names]
 
 
 def _parts(total: int, parts: int, random: np.random.Generator) -> npt.NDArray[np.int64]:

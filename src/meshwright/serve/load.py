@@ -24,6 +24,7 @@ from meshwright.meshes import MeshSpec
 from meshwright.meshes import mesh as build_mesh
 from meshwright.models import (
     abstract_arrays,
+    family_of,
     from_hf_config,
     generation_of,
     load_hf,
@@ -51,7 +52,10 @@ class Source:
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt."""
-        return [int(i) for i in self.tokenizer.encode_batch([prompt], self.special_tokens)[0]]
+        tokens = [int(i) for i in self.tokenizer.encode_batch([prompt], self.special_tokens)[0]]
+        if not self.special_tokens and "encoder_tokens" in family_of(self.config).batch_fields:
+            tokens.append(self.tokenizer.end_of_document)  # as the encoder's inputs in training
+        return tokens
 
 
 @dataclasses.dataclass(frozen=True)
