@@ -115,7 +115,7 @@ _ONE_MESH = (
 
 
 def _size(name: str, value: str) -> int:
-    """Of an axis: a switch such as --fsdp takes all devices, --fsdp=False none."""
+    """The size of an axis; a switch without a value takes all devices, one that is false none."""
     switch = {"": -1, "true": -1, "false": 0}.get(value.lower())
     if switch is not None:
         return switch
