@@ -5,6 +5,7 @@
 (568, 512, 114)
 """
 
+import abc
 import dataclasses
 import functools
 import itertools
@@ -22,7 +23,7 @@ Ids = npt.NDArray[np.int32]
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderDecoderObjective:
+class EncoderDecoderObjective(abc.ABC):
     """What span corruption and prefix LM share: fields of an encoder and of a decoder."""
 
     seq: int
@@ -37,25 +38,27 @@ class EncoderDecoderObjective:
     name: ClassVar[str]
 
     @property
+    @abc.abstractmethod
     def raw_length(self) -> int:
         """Tokens of text that an example is made of."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def target_length(self) -> int:
-        raise NotImplementedError
+        """Tokens of the decoder's sequence."""
 
     @property
     def lengths(self) -> Mapping[str, int]:
         of_decoder = dict.fromkeys(("tokens", "targets"), self.target_length)
         return dict.fromkeys(("encoder_tokens", "encoder_segments"), self.seq) | of_decoder
 
+    @abc.abstractmethod
     def pair(self, tokens: Ids, random: np.random.Generator) -> tuple[Ids, Ids]:
         """The inputs and the targets of one example."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def check_sentinels(self, tokenizer: Tokenizer) -> None:
-        """Whether there are enough ids for sentinels that no text has."""
+        """Raise if there are not enough ids for sentinels that no text has."""
 
     def fields(self, tokens: npt.NDArray[Any], samples: npt.NDArray[Any]) -> Batch:
         """Encoder inputs, and decoder inputs with the targets that follow them.
@@ -175,6 +178,9 @@ class PrefixLM(EncoderDecoderObjective):
     @property
     def target_length(self) -> int:
         return self.seq
+
+    def check_sentinels(self, tokenizer: Tokenizer) -> None:
+        """It takes none."""
 
     def pair(self, tokens: Ids, random: np.random.Generator) -> tuple[Ids, Ids]:
         place = int(random.integers(1, len(tokens)))
