@@ -13,19 +13,21 @@ import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+import numpy as np
 
 from meshwright.layouts.decide import TreeDecisions, decide
 from meshwright.layouts.expression import Expression
 from meshwright.layouts.layout import Layout
 from meshwright.layouts.path_rules import PathRules
-from meshwright.layouts.resolve import MeshLike, find_mesh, is_device_line
-from meshwright.meshes import AnyMesh, MeshSpec
+from meshwright.layouts.resolve import is_device_line, mesh_for_layouts
+from meshwright.layouts.trees import with_jax
+from meshwright.meshes import MeshShape
 from meshwright.present import bytes_text, count, mesh_text
+
+if TYPE_CHECKING:
+    from meshwright.layouts.jax_arrays import MeshLike
 
 LARGE = 16 * 2**20  # bytes per device from which a replicated array gets a warning
 _COLUMNS = (
@@ -220,7 +222,7 @@ class Explanation:
 def explain(
     tree: Any,
     rules: Any,
-    mesh: MeshLike | None = None,
+    mesh: "MeshLike | None" = None,
     *,
     devices: Sequence[Any] | None = None,
     dims: Any = None,
@@ -232,22 +234,14 @@ def explain(
     all sizes given. Mistakes (an unknown name, a rule that matches nothing, dims that do not
     divide) raise, or with `strict=False` are listed with the table.
     """
-    concrete = _mesh(mesh, devices)
+    concrete = mesh_for_layouts(mesh, devices)
     decided = decide(tree, rules, concrete, dims)
     if strict:
         decided.raise_problems()
     return _explanation(decided, concrete)
 
 
-def _mesh(mesh: MeshLike | None, devices: Sequence[Any] | None) -> AnyMesh:
-    if devices is None and isinstance(mesh, str | MeshSpec):
-        spec = MeshSpec.parse(mesh)
-        if spec.is_resolved:
-            return AbstractMesh(spec.sizes, spec.names)
-    return find_mesh(mesh, devices)
-
-
-def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
+def _explanation(decided: TreeDecisions, mesh: MeshShape) -> Explanation:
     rows, shared = [], []
     for path, leaf, decision in zip(decided.paths, decided.leaves, decided.decisions, strict=True):
         shape = tuple(int(size) for size in getattr(leaf, "shape", ()))
@@ -289,20 +283,18 @@ def _columns_that_fit(cells: list[tuple[str, ...]], width: int) -> tuple[list[in
     return columns, sorted(left_out)
 
 
-def _as_text(layout: Layout, mesh: AnyMesh) -> Expression:
+def _as_text(layout: Layout, mesh: MeshShape) -> Expression:
     return layout.numbers(mesh.shape) if is_device_line(mesh) else layout.expression
 
 
 def _dtype(leaf: Any) -> tuple[str, int]:
     """Name and bytes of the dtype as jax will hold it: float64 is float32 unless x64 is enabled."""
-    if not hasattr(leaf, "dtype"):
-        if not isinstance(leaf, bool | int | float | complex):
-            return type(leaf).__name__, 0  # no array at all: listed among the problems
-        leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # PRNG keys
-        return str(leaf.dtype), leaf.dtype.itemsize
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    return dtype.name, dtype.itemsize
+    if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+        return type(leaf).__name__, 0  # no array at all: listed among the problems
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    if (jax_arrays := with_jax()) is not None:
+        dtype = jax_arrays.held_dtype(leaf)
+    return str(dtype), dtype.itemsize
 
 
 def _replicated(rows: list[Row], mesh_shape: Mapping[str, int]) -> list[str]:

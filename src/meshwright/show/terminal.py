@@ -109,7 +109,7 @@ def _plane(
 def array_grid(array: ShownArray, mesh: MachineMesh) -> RenderableType:
     """The array cut into its shards, each with the ids of the devices that hold it."""
     parts = array.parts(mesh)
-    shards = array.shard_of_device(mesh).reshape(-1, len(parts))
+    shards = array.layout.shard_indices(mesh.shape).reshape(-1, len(parts))
     holders: dict[tuple[int, ...], list[int]] = {}
     for shard, device in zip(shards, mesh.devices.flat, strict=True):
         holders.setdefault(tuple(int(i) for i in shard), []).append(device.id)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from meshwright.data import OBJECTIVES, EncoderDecoderObjective, Tokenizer, sentinel_top
 from meshwright.errors import MeshwrightError, one_of
@@ -89,7 +89,7 @@ def training_mesh(
         tiles,
         axis_names=STANDARD_AXES,
         devices=tiles.devices.reshape(data, 1, model, 1),
-        axis_type=AxisType.Explicit,
+        axis_types="explicit",
     )
     return placed if machine is not None and devices is None else placed.to_jax(devices)
 
