@@ -120,7 +120,7 @@ def test_one_file_of_a_package_for_any_backend_imports_jax(package: str) -> None
 def test_layouts_work_where_jax_is_not_installed() -> None:
     code = """
 import sys
-sys.modules["jax"] = sys.modules["ml_dtypes"] = None
+sys.modules["jax"] = sys.modules["ml_dtypes"] = sys.modules["rich"] = None
 import numpy as np
 import meshwright as mw
 from meshwright import layouts, machines, meshes

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from meshwright.audits import Audit
 from meshwright.audits import audit as read_audit
@@ -31,7 +30,7 @@ from meshwright.planner import (
     padding,
 )
 from meshwright.planner.report import read_plan
-from meshwright.present import bytes_text, count
+from meshwright.present import Column, Row, aligned, bytes_text, count
 from meshwright.proofs import Compared, Proof, compare, expected, prove
 from meshwright.train import AUTO, TrainConfig, model_of, training_spec
 
@@ -179,17 +178,17 @@ def _print(
         )
         console.print(f"by the plan: {kinds}", highlight=False, soft_wrap=True)
     if buffers:
-        table = Table("bytes", "largest buffers", box=None, pad_edge=False)
-        for one in buffers[:6]:
-            table.add_row(bytes_text(one.bytes), one.arrays.replace("[", "\\["))
-        console.print(table)
+        rows = [Row((bytes_text(buffer.bytes), buffer.arrays)) for buffer in buffers[:6]]
+        columns = [Column("bytes"), Column("largest buffers", right=False, least=40)]
+        console.print(*aligned(columns, rows, console.width), sep="\n")
     if compared:
-        table = Table("", "plan", "compiler", "off", box=None, pad_edge=False)
+        rows = []
         for number in compared:
             off = "" if number.off is None else f"{100 * number.off:+.1f}%"
             sizes = (bytes_text(int(size)) for size in (number.planned, number.compiled))
-            table.add_row(number.what, *sizes, off)
-        console.print(table)
+            rows.append(Row((number.what, *sizes, off)))
+        columns = [Column("", right=False), *map(Column, ("plan", "compiler", "off"))]
+        console.print(*aligned(columns, rows, console.width), sep="\n")
     if found is not None:
         show_audit(found, console, most)
     kept = "the program and the compiler's report are" if proof.footprint else "all it said is"

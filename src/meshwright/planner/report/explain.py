@@ -8,10 +8,20 @@ from meshwright.planner.memory import memory as count_memory
 from meshwright.planner.memory import moments
 from meshwright.planner.memory_formulas import formulas
 from meshwright.planner.report import figures
-from meshwright.planner.report.rows import Column, Row, aligned, paragraph
 from meshwright.planner.report.words import settings, short_mesh
 from meshwright.planner.result import RESERVE, Choice, Estimate, Memory, Plan, Refusal
-from meshwright.present import amount, bar, count, gib, percent, seconds_text
+from meshwright.present import (
+    Column,
+    Row,
+    aligned,
+    amount,
+    bar,
+    count,
+    gib,
+    paragraph,
+    percent,
+    seconds_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
