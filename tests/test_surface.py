@@ -151,6 +151,26 @@ print(table)
     assert "embed@fsdp mlp@tp" in done.stdout
 
 
+# more than 8 parameters, and why
+MANY_PARAMETERS = {
+    "ops/attention/ring_steps.py:gradients_of_ring_step": "a kernel: what a ring step holds",
+    "planner/planner.py:plan": "mw.plan: settings of a user, by keyword",
+    "models/decoder/presets.py:_qwen": "a table of presets, one line each",
+}
+
+
+def test_functions_have_at_most_eight_parameters() -> None:
+    many = set()
+    for file in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            names = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+            if len([name for name in names if name not in ("self", "cls")]) > 8:
+                many.add(f"{file.relative_to(SOURCE)}:{node.name}")
+    assert many <= MANY_PARAMETERS.keys(), many - MANY_PARAMETERS.keys()
+
+
 def test_every_package_has_its_place() -> None:
     there = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert there - {"__init__", "__pycache__", "py"} == set(ORDER)
