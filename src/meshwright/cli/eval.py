@@ -94,39 +94,39 @@ def needle(asked: Needle) -> None:
     used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
     model = load(source, placed, jnp.dtype(kind), needle_rules(source.config))
-    found = retrieve(model, sequences, context_parallel=asked.context_parallel)
+    retrieval = retrieve(model, sequences, context_parallel=asked.context_parallel)
     if asked.json:
-        print(json.dumps({"model": used, **_data(found, asked)}))
+        print(json.dumps({"model": used, **_data(retrieval, asked)}))
         return
     for title, groups in (
-        ("needle position", found.by_depth(asked.depths)),
-        ("distance to the answer", found.by_distance(asked.depths)),
+        ("needle position", retrieval.by_depth(asked.depths)),
+        ("distance to the answer", retrieval.by_distance(asked.depths)),
     ):
         _print_table(title, groups)
-    right = int(found.right.sum())
+    right = int(retrieval.right.sum())
     print(
-        f"found {right:,} of {found.right.size:,}: {100 * found.share:.1f}% "
+        f"found {right:,} of {retrieval.right.size:,}: {100 * retrieval.share:.1f}% "
         f"({count(asked.sequences, 'sequence')} of {asked.seq:,} tokens)"
     )
 
 
 def _print_table(title: str, groups: list[Group]) -> None:
-    rows = []
+    lines = []
     for group in groups:
         share = f"{100 * group.right / group.asked:.0f}"
         span = f"{group.start:,} to {group.stop - 1:,}"
-        rows.append(Row((span, f"{group.asked:,}", f"{group.right:,}", share)))
+        lines.append(Row((span, f"{group.asked:,}", f"{group.right:,}", share)))
     columns = [Column(title, right=False), *map(Column, ("asked", "found", "%"))]
-    print(table_text(columns, rows))
+    print(table_text(columns, lines))
 
 
-def _data(found: Retrieval, asked: Needle) -> dict[str, object]:
+def _data(retrieval: Retrieval, asked: Needle) -> dict[str, object]:
     return {
         "sequences": asked.sequences,
         "seq": asked.seq,
-        "asked": found.right.size,
-        "right": int(found.right.sum()),
-        "share": found.share,
-        "by_depth": [asdict(group) for group in found.by_depth(asked.depths)],
-        "by_distance": [asdict(group) for group in found.by_distance(asked.depths)],
+        "asked": retrieval.right.size,
+        "right": int(retrieval.right.sum()),
+        "share": retrieval.share,
+        "by_depth": [asdict(group) for group in retrieval.by_depth(asked.depths)],
+        "by_distance": [asdict(group) for group in retrieval.by_distance(asked.depths)],
     }

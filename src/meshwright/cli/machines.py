@@ -18,13 +18,13 @@ def machines(chip: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     """
     console = Console()
     if chip is not None:
-        found = find_chip(chip)
-        if found is None:
+        known = find_chip(chip)
+        if known is None:
             raise MeshwrightError(f"chip {chip!r} is not known{did_you_mean(chip, CHIPS)}")
-        _print_figures(console, found)
+        _print_figures(console, known)
         return
     names = ("bf16", "fp8", "memory", "bandwidth", "links", "chips/host")
-    rows = [
+    lines = [
         Row(
             (
                 each.name,
@@ -39,14 +39,14 @@ def machines(chip: Annotated[str | None, tyro.conf.Positional] = None) -> None:
         for each in CHIPS.values()
     ]
     columns = [Column("chip", right=False), *map(Column, names)]
-    console.print(*aligned(columns, rows, console.width), sep="\n")
+    console.print(*aligned(columns, lines, console.width), sep="\n")
     console.print("Figures are per chip, links per direction. Sources: meshwright machines CHIP")
 
 
 def _print_figures(console: Console, chip: Chip) -> None:
     columns = [Column("figure", right=False), Column("value")]
     columns += [Column("source", right=False, least=24)]
-    rows = []
+    lines = []
     for figure in (
         "bf16_flops",
         "fp8_flops",
@@ -60,8 +60,8 @@ def _print_figures(console: Console, chip: Chip) -> None:
     ):
         value = getattr(chip, figure)
         number = "none" if value is None else f"{value:,.0f}"
-        rows.append(Row((figure, number, chip.source(figure))))
-    console.print(*aligned(columns, rows, console.width), sep="\n")
+        lines.append(Row((figure, number, chip.source(figure))))
+    console.print(*aligned(columns, lines, console.width), sep="\n")
 
 
 def _tera(value: float | None, unit: str) -> str:
