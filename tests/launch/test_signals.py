@@ -103,7 +103,7 @@ def simulate(
             for p in range(processes)
             if p not in left and min(next_step) >= next_step[p] - lag  # all began n - lag - 1
         ]
-        assert able, f"nobody can go on: {next_step}, left {left}"
+        assert able, f"nobody can continue: {next_step}, left {left}"
         # one process is often faster: that reaches the ends of what the lag allows
         process = fast if fast in able and order.random() < 0.7 else order.choice(able)
         step = next_step[process]
