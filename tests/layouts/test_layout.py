@@ -1,5 +1,6 @@
 """The Layout value: read, printed in every notation, checked against meshes and shapes."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +50,20 @@ def test_printed_in_numbers_it_is_the_same_placement_or_a_readable_error(
         return
     counted = mw.sharding(numbers, ndim=layout.ndim, mesh=mesh)
     assert named.devices_indices_map(sizes) == counted.devices_indices_map(sizes)
+
+
+@given(layouts(), st.permutations(["dp", "fsdp", "tp", "sp"]))
+def test_slices_are_those_of_jax(layout: Layout, order: list[str]) -> None:
+    shape = dict(zip(order, (2, 2, 1, 4), strict=True))
+    mesh = mw.mesh("!" + ",".join(f"{a}={s}" for a, s in shape.items()), devices=_sixteen())
+    sizes = tuple(16 * (dim + 1) for dim in range(layout.ndim))
+    indices = mw.sharding(layout, ndim=layout.ndim, mesh=mesh).devices_indices_map(sizes)
+    slices = layout.slices(sizes, shape)
+    assert slices.shape == mesh.devices.shape
+    for place in np.ndindex(*slices.shape):
+        expected = [s.indices(n) for s, n in zip(indices[mesh.devices[place]], sizes, strict=True)]
+        found = [s.indices(n) for s, n in zip(slices[place], sizes, strict=True)]
+        assert found == expected
 
 
 def _sixteen() -> list[object]:

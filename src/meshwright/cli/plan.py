@@ -12,6 +12,7 @@ from rich.console import Console
 from meshwright.errors import MeshwrightError
 from meshwright.planner import plan as make_plan
 from meshwright.planner.report import explain, find_mesh, found_data, page, plan_data, report
+from meshwright.present import write_page
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def plan(settings: tyro.conf.OmitArgPrefixes[PlanSettings]) -> None:
     )
     mesh = None if settings.explain is None else find_mesh(ranking, settings.explain)
     if settings.html is not None:
-        _write(settings.html, page(ranking))
+        write_page(settings.html, page(ranking))
         print(f"wrote {settings.html}", file=sys.stderr if settings.json else sys.stdout)
     if settings.json:
         print(json.dumps(plan_data(ranking) if mesh is None else found_data(ranking, mesh)))
@@ -93,10 +94,3 @@ def plan(settings: tyro.conf.OmitArgPrefixes[PlanSettings]) -> None:
         console.print(explain(ranking, mesh, console.width))
     else:
         console.print(report(ranking, console.width, top=settings.top, refused=settings.refused))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as reason:
-        raise MeshwrightError(f"--html {str(path)!r} cannot be written: {reason}") from None

@@ -13,6 +13,7 @@ from meshwright.machines import Machine
 from meshwright.meshes import MachineMesh, MeshSpec
 from meshwright.meshes import mesh as build_mesh
 from meshwright.models import abstract_arrays, family_of, padded_vocab, preset
+from meshwright.present import write_page
 from meshwright.show import array_grid, axis_table, machine_grid, page, ring_lines, scene
 
 
@@ -47,7 +48,7 @@ def show(
     table = None if model is None else _explained(model, rules, placed)
     drawn = scene(placed, arrays, table)
     if html is not None:
-        _write(html, page(drawn))
+        write_page(html, page(drawn))
         print(f"wrote {html}", file=sys.stderr if json else sys.stdout)
     if json:
         data = drawn.data() | ({} if table is None else {"model": table.data()})
@@ -113,10 +114,3 @@ def _standard(placed: MachineMesh) -> MachineMesh:
             "--rules"
         )
     return placed
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as reason:
-        raise MeshwrightError(f"--html {str(path)!r} cannot be written: {reason}") from None

@@ -103,6 +103,21 @@ def dim_names(dims: Sequence[str | None]) -> tuple[str | None, ...]:
     return names
 
 
+def pairs_and_optional(
+    rules: Any, optional: Any, name: str, pair: str
+) -> tuple[Sequence[Any], frozenset[str]]:
+    """Rules as a list, and the names that need not match; `name`, `pair`: for messages."""
+    if not isinstance(rules, tuple | list):
+        raise MeshwrightError(
+            f"{name} {rules!r} are not a list of pairs ({pair}); read text with .parse"
+        )
+    optional = (optional,) if isinstance(optional, str) else optional
+    if not isinstance(optional, tuple | list | set | frozenset):
+        first = pair.partition(",")[0]
+        raise MeshwrightError(f"optional={optional!r} is not a list of names ({first})")
+    return rules, frozenset(map(str, optional))
+
+
 def is_abstract(leaf: Any) -> bool:
     """Whether a leaf has a shape and a dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")

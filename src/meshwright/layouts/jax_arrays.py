@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,7 +48,6 @@ LayoutLike = str | Layout | PartitionSpec | NamedSharding | tuple[Any, ...] | Ex
 
 MeshLike = AnyMesh | MeshSpec | str
 """Anything that means a mesh: one of jax, a MachineMesh, or text."""
-Init = Callable[[jax.Array, Sequence[int], Any], jax.Array]
 
 
 def find_mesh(given: MeshLike | None, devices: Sequence[Any] | None = None) -> AnyMesh:

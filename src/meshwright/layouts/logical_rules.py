@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.arithmetic import first_repeated, whole_numbers
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.layouts.arrays import dim_names
+from meshwright.layouts.arrays import dim_names, pairs_and_optional
 from meshwright.layouts.layout import Layout, name_dims
 from meshwright.layouts.resolve import mesh_shape_of
 
@@ -60,16 +60,9 @@ class Rules:
     optional: frozenset[str] = frozenset()
 
     def __init__(self, rules: Iterable[Any], optional: Iterable[str] = ()) -> None:
-        if not isinstance(rules, tuple | list):
-            raise MeshwrightError(
-                f"rules {rules!r} are not a list of pairs (dim, axis); for text use Rules.parse"
-            )
-        optional = (optional,) if isinstance(optional, str) else optional
-        if not isinstance(optional, tuple | list | set | frozenset):
-            raise MeshwrightError(f"optional={optional!r} is not a list of dims")
-        optional = tuple(map(str, optional))
-        object.__setattr__(self, "rules", tuple(_rule(item) for item in rules))
-        object.__setattr__(self, "optional", frozenset(optional))
+        pairs, names = pairs_and_optional(rules, optional, "rules", "dim, axis")
+        object.__setattr__(self, "rules", tuple(_rule(item) for item in pairs))
+        object.__setattr__(self, "optional", names)
         unknown = sorted(self.optional - {rule.dim for rule in self.rules})
         if unknown:
             raise MeshwrightError(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.layouts.arrays import pairs_and_optional
 from meshwright.layouts.expression import ELLIPSIS, Entry, Expression
 from meshwright.layouts.layout import Layout, is_of_jax
 
@@ -43,17 +44,9 @@ class PathRules:
     optional: frozenset[str] = frozenset()
 
     def __init__(self, rules: Iterable[Any], optional: Iterable[str] = ()) -> None:
-        if not isinstance(rules, tuple | list):
-            raise MeshwrightError(
-                f"path rules {rules!r} are not a list of pairs (regex, layout); for text use "
-                "PathRules.parse"
-            )
-        optional = (optional,) if isinstance(optional, str) else optional
-        if not isinstance(optional, tuple | list | set | frozenset):
-            raise MeshwrightError(f"optional={optional!r} is not a list of patterns")
-        optional = tuple(map(str, optional))
-        object.__setattr__(self, "rules", tuple(_rule(item) for item in rules))
-        object.__setattr__(self, "optional", frozenset(optional))
+        pairs, names = pairs_and_optional(rules, optional, "path rules", "regex, layout")
+        object.__setattr__(self, "rules", tuple(_rule(item) for item in pairs))
+        object.__setattr__(self, "optional", names)
         unknown = self.optional - {rule.pattern for rule in self.rules}
         if unknown:
             raise MeshwrightError(f"optional={min(unknown)!r} is not a pattern of these rules")

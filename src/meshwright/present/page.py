@@ -27,3 +27,11 @@ def render(template: Path, *, title: str, data: Any, **values: Any) -> str:
     # JSON has no NaN, and a browser would refuse the page: fail here
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return environment.get_template(template.name).render(title=title, data=text, **values)
+
+
+def write_page(file: Path, html: str) -> None:
+    """Write the page to the file that `--html` names."""
+    try:
+        file.write_text(html, encoding="utf-8")
+    except OSError as reason:
+        raise MeshwrightError(f"--html {str(file)!r} cannot be written: {reason}") from None

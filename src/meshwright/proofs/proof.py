@@ -22,6 +22,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.interrupt import before_end
 from meshwright.machines import Machine, check_slice
 from meshwright.ops import switched_on
+from meshwright.present import bytes_text
 from meshwright.proofs.cache import cache_folder, request_key
 from meshwright.proofs.footprint import Footprint, OutOfMemory, footprint, out_of_memory
 from meshwright.proofs.target import check_extra, child_environment, compiler_versions
@@ -191,7 +192,7 @@ def _compile(
 
 def _gib(used: Footprint | OutOfMemory) -> str:
     needed = used.total if isinstance(used, Footprint) else used.needed
-    return f"{needed / 2**30:.2f} of {used.limit / 2**30:.2f} GiB a device"
+    return f"{bytes_text(needed)} of {bytes_text(used.limit)} a device"
 
 
 def _read(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +131,7 @@ def _hf_config(config: TrainConfig, model: Any, tokenizer: Tokenizer) -> dict[st
 
 def bytes_per_device(tree: Any) -> int:
     """Bytes of abstract arrays with shardings on one device."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        elements = 1
-        for size in leaf.sharding.shard_shape(leaf.shape):
-            elements *= size
-        total += elements * leaf.dtype.itemsize
-    return total
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

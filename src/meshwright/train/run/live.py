@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
-from meshwright.present import count_text, duration_text
+from meshwright.present import GIB, count_text, duration_text
 from meshwright.train.run.files import print_line
 
-GIB = 2**30
 PLAIN_EVERY_S = 10.0
 
 
