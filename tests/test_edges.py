@@ -37,6 +37,8 @@ EDGES = {
     "Layout.parse": lambda a, b: mw.Layout.parse(a),
     "ArraySpec": lambda a, b: mw.ArraySpec(a, b),
     "ArraySpec dtype": lambda a, b: mw.ArraySpec((8,), "a", a),
+    "Layout.slices": lambda a, b: mw.Layout((("dp",), ())).slices(a, b),
+    "layout_tree": lambda a, b: mw.layout_tree(a, b, mesh="tp=4"),
     "Rules": lambda a, b: mw.Rules(a, b),
     "Rules.parse": lambda a, b: mw.Rules.parse(a),
     "Rules.spec": lambda a, b: RULES.spec(a, shape=b),

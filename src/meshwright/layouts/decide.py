@@ -90,7 +90,7 @@ def decide(tree: Any, rules: Any, mesh: MeshShape, dims: Any = None) -> TreeDeci
     mistakes: dict[Any, list[str]] = {}  # the message, then the paths with the same problem
     decisions = []
     for i, (leaf, key) in enumerate(zip(leaves, keys, strict=True)):
-        shape = leaf.shape if hasattr(leaf, "shape") else None
+        shape = leaf.shape if is_abstract(leaf) else None
         own_dims = leaf.dims if isinstance(leaf, ArraySpec) else _is_array(leaf)
         same = (key, shape, own_dims)
         decision = known.get(same)
@@ -332,7 +332,7 @@ def _whole(leaf: Any) -> Layout:
     """A layout that splits nothing; without names if they repeat, since it also replaces errors."""
     names = leaf.dims if isinstance(leaf, ArraySpec) else ()
     if not names or first_repeated(names) is not None:
-        names = (None,) * len(getattr(leaf, "shape", ()))
+        names = (None,) * (len(leaf.shape) if is_abstract(leaf) else 0)
     return Layout.whole(names)
 
 

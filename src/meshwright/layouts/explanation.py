@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshwright.layouts.arrays import is_abstract
 from meshwright.layouts.decide import TreeDecisions, decide
 from meshwright.layouts.expression import Expression
 from meshwright.layouts.layout import Layout
@@ -241,7 +242,7 @@ def explain(
 def _explanation(decided: TreeDecisions, mesh: MeshShape) -> Explanation:
     rows, shared = [], []
     for path, leaf, decision in zip(decided.paths, decided.leaves, decided.decisions, strict=True):
-        shape = tuple(int(size) for size in getattr(leaf, "shape", ()))
+        shape = tuple(int(size) for size in leaf.shape) if is_abstract(leaf) else ()
         dtype, itemsize = _dtype(leaf)
         layout, mesh_shape = decision.layout, decision.mesh.shape
         total = math.prod(shape) * itemsize

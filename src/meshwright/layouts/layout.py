@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.arithmetic import divisors, first_repeated
+from meshwright.arithmetic import divisors, first_repeated, whole_numbers
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts.expression import Entry, Expression, is_dim_name
 from meshwright.meshes import RESERVED_AXIS, STANDARD_AXES
@@ -183,6 +183,10 @@ class Layout:
         >>> Layout.parse("a b -> a@x b").slices((8, 2), {"x": 4})[1]
         (slice(2, 4, None), slice(0, 2, None))
         """
+        shape = whole_numbers(shape, "shape")
+        if not isinstance(mesh_shape, Mapping):
+            raise MeshwrightError(f"mesh_shape={mesh_shape!r} is not axis sizes; give mesh.shape")
+        whole_numbers(mesh_shape.values(), "mesh sizes", at_least=1)
         shard = self.check(mesh_shape, shape).shard_shape(shape, mesh_shape)
         found = np.empty(tuple(mesh_shape.values()), dtype=object)
         indices = self.shard_indices(mesh_shape)

@@ -66,7 +66,7 @@ def mesh(
     devices need not exist. With both, the devices have the order of that machine. `axis_types`
     chooses jax's automatic or explicit sharding.
     """
-    if axis_types not in ("auto", "explicit"):
+    if not isinstance(axis_types, str) or axis_types not in ("auto", "explicit"):
         raise MeshwrightError(f"axis_types={axis_types!r} is not one of 'auto', 'explicit'")
     spec = MeshSpec.parse(text, axes)
     devices = None if devices is None else device_list(devices)
