@@ -69,6 +69,7 @@ ALLOWED = {
     "src/meshwright/meshes/": (ROW, "of chips"),
     "docs/notation/mesh.md": (ROW, "of chips, and a user's axis"),
     "docs/coming-from/t5x.md": (ROW, "of chips"),
+    "src/meshwright/train/state.py": (ROW, "skipped_in_a_row, an array of every checkpoint"),
     "src/meshwright/data/readers.py": (ROW, "of a Parquet or Arrow table"),
 }
 

@@ -31,7 +31,7 @@ from meshwright.planner import (
 )
 from meshwright.planner.report import read_plan
 from meshwright.present import Column, Row, aligned, bytes_text, count
-from meshwright.proofs import Compared, Proof, compare, expected, prove
+from meshwright.proofs import Comparison, Proof, compare, expected, prove
 from meshwright.train import AUTO, TrainConfig, model_of, training_spec
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
@@ -140,7 +140,7 @@ def _planned(plan: Plan, file: str, choice: str | None) -> TrainConfig:
 
 def _read(
     config: TrainConfig, proof: Proof, known: tuple[Job, Choice] | None
-) -> tuple[Audit | None, tuple[Compared, ...]]:
+) -> tuple[Audit | None, tuple[Comparison, ...]]:
     """The audit, with what the plan expects, and the comparison."""
     if proof.footprint is None:
         return None, () if known is None else compare(*known, proof, None)
@@ -152,7 +152,7 @@ def _read(
 
 
 def _print(
-    config: TrainConfig, proof: Proof, audit: Audit | None, compared: Sequence[Compared],
+    config: TrainConfig, proof: Proof, audit: Audit | None, compared: Sequence[Comparison],
     known: tuple[Job, Choice] | None, most: int,
 ) -> None:  # fmt: skip
     console = Console()
@@ -215,7 +215,7 @@ def _headline(config: TrainConfig, proof: Proof) -> str:
 
 
 def _data(
-    config: TrainConfig, proof: Proof, audit: Audit | None, compared: Sequence[Compared]
+    config: TrainConfig, proof: Proof, audit: Audit | None, compared: Sequence[Comparison]
 ) -> dict[str, Any]:
     import dataclasses
 

@@ -19,8 +19,8 @@ from meshwright.proofs.proof import Proof
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
-    """One number, as planned and as compiled."""
+class Comparison:
+    """A number, as planned and as compiled."""
 
     what: str
     planned: float
@@ -90,14 +90,14 @@ def _combined(job: Job, choice: Choice, machine: Machine) -> Counter[tuple[str, 
     return total
 
 
-def compare(job: Job, choice: Choice, proof: Proof, audit: Audit | None) -> tuple[Compared, ...]:
+def compare(job: Job, choice: Choice, proof: Proof, audit: Audit | None) -> tuple[Comparison, ...]:
     """Memory, and the bytes of every kind of collective over every set of axes."""
     compared = []
     need = memory(job, choice, proof.machine)
     if proof.footprint is not None:
-        compared.append(Compared("memory of a device", need.total, proof.footprint.total))
+        compared.append(Comparison("memory of a device", need.total, proof.footprint.total))
     elif proof.out_of_memory is not None:
-        compared.append(Compared("memory of a device", need.total, proof.out_of_memory.needed))
+        compared.append(Comparison("memory of a device", need.total, proof.out_of_memory.needed))
     if audit is None:
         return tuple(compared)
     planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -109,7 +109,7 @@ def compare(job: Job, choice: Choice, proof: Proof, audit: Audit | None) -> tupl
             compiled[row.operation, row.axes] += row.bytes * row.times
     kinds = sorted({*planned, *compiled}, key=lambda kind: -compiled[kind])
     compared += [
-        Compared(
+        Comparison(
             f"{operation} over {'+'.join(axes)}",
             planned[operation, axes],
             compiled[operation, axes],

@@ -121,7 +121,7 @@ class _Run:
         with watchdog.paused("preparing"):
             self.setup = prepare(config)
         self.unconfirmed: list[int] = [] if self.saved is None else [self.saved]
-        self.consecutive_skips = 0
+        self.skipped_in_a_row = 0
         self.evaluated: int | None = None
         self.signalled = False
         self.tokens = 0
@@ -206,7 +206,7 @@ class _Run:
                 if save_is_due and done < config.steps:
                     self._look_at_all(waiting, log, live, state)
                     # weights from which a step was skipped are in doubt: wait for a good one
-                    if not self.consecutive_skips:
+                    if not self.skipped_in_a_row:
                         self._save_if_possible(state, done, live)
                         save_is_due = False
         self._look_at_all(waiting, log, live, state)
@@ -243,7 +243,7 @@ class _Run:
         if step % config.log.every == 0 or step == config.steps:
             log.write(step, metrics)
         live.update({"step": step} | metrics)
-        self.consecutive_skips = consecutive = int(values["consecutive_skips"])
+        self.skipped_in_a_row = consecutive = int(values["skipped_in_a_row"])
         if consecutive:
             live.print(f"step {step}: loss or gradient is not finite; the step is skipped")
         else:  # the first good step after a save is computed from the weights that were saved
@@ -365,7 +365,7 @@ class _Run:
                 restored: TrainState = self.checkpoints.restore(self.saved, setup.stored)
                 restored = fit(restored, step.state)
                 none = jax.device_put(np.int32(0), step.state.step.sharding)
-            return dataclasses.replace(restored, consecutive_skips=none)
+            return dataclasses.replace(restored, skipped_in_a_row=none)
         params = None
         if self.config.init_from is not None:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.stored.params)

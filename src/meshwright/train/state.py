@@ -30,7 +30,7 @@ class TrainState:
     params: Any
     optimizer: Any
     skipped: Any  # steps left out because loss or gradient was not finite
-    consecutive_skips: Any
+    skipped_in_a_row: Any
 
 
 def abstract_state(
@@ -59,7 +59,7 @@ def abstract_state(
         params=jax.tree.map(placed, arrays, param_layouts),
         optimizer=jax.tree.map(placed, moments, moment_layouts),
         skipped=counter,
-        consecutive_skips=counter,
+        skipped_in_a_row=counter,
     )
 
 

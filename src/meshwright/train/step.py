@@ -27,7 +27,7 @@ Report = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class OnMesh:
+class MeshFunction:
     """A jitted function that runs and lowers with its current mesh."""
 
     jitted: Any
@@ -53,8 +53,8 @@ class OnMesh:
 
 @dataclasses.dataclass(frozen=True)
 class StepFunctions:
-    train: OnMesh  # (TrainState, Batch) to (TrainState, Report); the state is donated
-    evaluate: OnMesh  # (params, Batch) to Report
+    train: MeshFunction  # (TrainState, Batch) to (TrainState, Report); the state is donated
+    evaluate: MeshFunction  # (params, Batch) to Report
     batch_sharding: NamedSharding  # of every array of a batch
 
 
@@ -100,7 +100,7 @@ def step_functions(
             params=jax.tree.map(keep, new_params, state.params),
             optimizer=jax.tree.map(keep, new_moments, state.optimizer),
             skipped=state.skipped + (1 - ok.astype(jnp.int32)),
-            consecutive_skips=jnp.where(ok, 0, state.consecutive_skips + 1),
+            skipped_in_a_row=jnp.where(ok, 0, state.skipped_in_a_row + 1),
         )
         report = {
             "loss": entropy * scale,
@@ -109,7 +109,7 @@ def step_functions(
             "learning_rate": _rate_at(rate, state.step - state.skipped),
             "tokens": counted,
             "skipped": new.skipped,
-            "consecutive_skips": new.consecutive_skips,
+            "skipped_in_a_row": new.skipped_in_a_row,
         }
         return new, report
 
@@ -126,8 +126,8 @@ def step_functions(
 
     options = dict(compiler_options(mesh.devices.flat[0].platform, overlap)) or None
     return StepFunctions(
-        train=OnMesh(jax.jit(train, donate_argnums=0, compiler_options=options), mesh),
-        evaluate=OnMesh(jax.jit(evaluate, compiler_options=options), mesh),
+        train=MeshFunction(jax.jit(train, donate_argnums=0, compiler_options=options), mesh),
+        evaluate=MeshFunction(jax.jit(evaluate, compiler_options=options), mesh),
         batch_sharding=NamedSharding(mesh, P(None, *tokens.partitions)),
     )
 
