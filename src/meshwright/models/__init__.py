@@ -24,6 +24,7 @@ from meshwright.models.registry import (
     save_hf,
     to_hf_config,
 )
+from meshwright.models.work import Attention, Block, Stack
 
 __all__ = [
     "FAMILIES",
@@ -31,6 +32,8 @@ __all__ = [
     "SOURCE",
     "SPECIAL_TOKENS",
     "ActivationLayouts",
+    "Attention",
+    "Block",
     "Compute",
     "DecoderConfig",
     "Generation",
@@ -38,6 +41,7 @@ __all__ = [
     "LmHead",
     "LossConfig",
     "ModelFamily",
+    "Stack",
     "abstract_arrays",
     "activation_layouts",
     "decoder_rules",

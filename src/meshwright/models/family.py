@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshwright.layouts import Rules
+from meshwright.models.work import Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,8 @@ class ModelFamily:
     """(config, activation layouts, mesh shape, length) → how attention is split."""
     remat: Mapping[str, frozenset[str]]
     """Remat policies: the names of the activations that each saves."""
+    work: Callable[[Any], tuple[Stack, ...]]
+    """Of a config: its stacks of layers, the one before the LM head last."""
     flops: Callable[[Any, Mapping[str, int]], float]
     """(config, length of each batch field) → FLOPs of a training step for one example."""
     split_dims: tuple[str, ...]

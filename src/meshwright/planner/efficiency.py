@@ -144,7 +144,7 @@ def attention(chip: Chip, head_dim: int, row: float) -> float:
     return best * row / (row + half)
 
 
-def turns(part: float) -> float:
+def ring_steps(part: float) -> float:
     """Of attention's speed, what is left where keys come in parts of this many tokens."""
     return part / (part + RING_STEPS_HALF)
 

@@ -13,7 +13,6 @@ from typing import Literal
 from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.models.decoder import REMAT
 from meshwright.planner.candidates import meshes, refusal, strategies, with_strategy
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.memory import memory
@@ -173,7 +172,8 @@ def _fitting(
     smallest: bool,
     enough: Callable[[Memory], bool],
 ) -> tuple[list[Fit], Fit | None]:
-    kinds = (limits.fixed["remat"],) if "remat" in limits.fixed else tuple(REMAT)
+    policies = tuple(job.remat)
+    kinds = (limits.fixed["remat"],) if "remat" in limits.fixed else policies
     accumulation = limits.fixed.get("accumulation")
     fits: list[Fit] = []
     least: Fit | None = None
@@ -245,9 +245,12 @@ def _fewest(
         )  # fmt: skip
         return choice, memory(job, choice, machine)
 
-    first, last = at(0), at(len(numbers) - 1)
-    if enough(first[1]) or not enough(last[1]):
-        return first if enough(first[1]) else last
+    first = at(0)
+    if enough(first[1]) or len(numbers) == 1:
+        return first
+    last = at(len(numbers) - 1)
+    if not enough(last[1]):
+        return last
     low, high, best = 0, len(numbers) - 1, last  # low does not fit, high does
     while high - low > 1:
         middle = (low + high) // 2

@@ -14,6 +14,7 @@ from meshwright.train.loop import AUTO, train
 from meshwright.train.setup import (
     check_sizes,
     choose_rules,
+    field_lengths,
     model_of,
     training_mesh,
     training_spec,
@@ -29,6 +30,7 @@ __all__ = [
     "config_from_dict",
     "config_from_file",
     "config_to_dict",
+    "field_lengths",
     "flat_settings",
     "model_of",
     "settings_flags",

@@ -20,7 +20,9 @@ from meshwright.models.decoder.presets import PRESETS
 from meshwright.models.decoder.rules import decoder_rules, t5x_rules
 from meshwright.models.decoder.sequence import sequence_split
 from meshwright.models.family import Generation, HuggingFace, ModelFamily
+from meshwright.models.work import Attention, Stack, attention_block, mlp_block
 from meshwright.ops import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from meshwright.ops.attention import Mask
 
 _SCALINGS: dict[str, Any] = {
     kind.__name__: kind for kind in (LinearScaling, Llama3Scaling, YarnScaling)
@@ -64,6 +66,11 @@ def _step(
     return decode.next_logits(params, hidden, config), appended(cache, keys, values)
 
 
+def _work(config: DecoderConfig) -> tuple[Stack, ...]:
+    attention = Attention(Mask(window=config.sliding_window))
+    return (Stack(("layers",), "tokens", (attention_block(attention), mlp_block())),)
+
+
 DECODER = ModelFamily(
     name="decoder",
     config=DecoderConfig,
@@ -78,6 +85,7 @@ DECODER = ModelFamily(
     lm_head=lm_head,
     sequence_split=sequence_split,
     remat=REMAT,
+    work=_work,
     flops=lambda config, lengths: lengths["tokens"] * config.flops_per_token(lengths["tokens"]),
     split_dims=("heads", "kv_heads", "mlp", "embed"),
     override=override,

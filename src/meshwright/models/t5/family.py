@@ -18,7 +18,8 @@ from meshwright.models.t5.hf_config import ARCHITECTURE, MODEL_TYPE, from_hf_con
 from meshwright.models.t5.hf_folder import load_hf, save_hf
 from meshwright.models.t5.presets import PRESETS
 from meshwright.models.t5.rules import t5_rules, t5x_rules
-from meshwright.ops.attention import EVERYTHING, Split
+from meshwright.models.work import Attention, Stack, attention_block, mlp_block
+from meshwright.ops.attention import EVERYTHING, Mask, Split
 
 
 def sequence_split(
@@ -38,6 +39,18 @@ def _override(config: T5Config, changes: Mapping[str, str], seq: int) -> T5Confi
     """Relative positions have no end: a longer sequence needs no change."""
     changed: T5Config = override_fields(config, changes)
     return dataclasses.replace(changed, max_seq=max(changed.max_seq, seq))
+
+
+def _work(config: T5Config) -> tuple[Stack, ...]:
+    mlp = mlp_block(config.gated)
+    to_own = Attention(EVERYTHING, biased=True)
+    causal = Attention(Mask(), biased=True)
+    to_encoder = Attention(EVERYTHING, keys_from="encoder_tokens")
+    cross = attention_block(to_encoder, "cross_attention", enters="middle")
+    return (
+        Stack(("encoder", "layers"), "encoder_tokens", (attention_block(to_own), mlp)),
+        Stack(("decoder", "layers"), "tokens", (attention_block(causal), cross, mlp)),
+    )
 
 
 def _to_dict(config: T5Config) -> dict[str, Any]:
@@ -60,6 +73,7 @@ T5 = ModelFamily(
     lm_head=lm_head,
     sequence_split=sequence_split,
     remat=REMAT,
+    work=_work,
     flops=lambda config, lengths: config.flops(lengths["encoder_tokens"], lengths["tokens"]),
     split_dims=("heads", "mlp", "embed"),
     override=_override,
