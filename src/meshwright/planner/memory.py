@@ -33,6 +33,7 @@ from meshwright.planner.parts import (
     mlp_chunks,
     sequences,
     split_of,
+    splits_of,
     strategy_of,
     vocab,
 )
@@ -114,7 +115,8 @@ class Device:
         self.layers, self.tables = self.layers_up_to[-1], tables / self.devices
         # norms and biases; biases are split over tp with their heads
         vectors = sizes.residual_vectors.numbers + sizes.other_vectors.numbers
-        self.vectors = number(vectors + sizes.head_vectors.numbers // choice.tp)
+        of_heads = sizes.head_vectors.numbers + sizes.position_vectors.numbers
+        self.vectors = number(vectors + of_heads // choice.tp)
 
     @property
     def table(self) -> Number:
@@ -164,7 +166,19 @@ class DeviceStack:
             if lse:
                 of_token = of_token + device.float32 * device.number(lse)
             each = each + device.number(device.sequences * length, "tokens") * of_token
-        return self.layers * each
+        return self.layers * each + self.bias
+
+    @property
+    def bias(self) -> Number:
+        """Bytes of the bias that is added to scores: one for all layers and sequences."""
+        device, total = self.device, 0
+        for stack, attention, split in splits_of(device.job, device.choice):
+            if stack is self.sizes and attention.biased:
+                heads = device.number(split.heads, "heads")
+                queries = device.number(split.part, "queries")
+                keys = device.number(split.keys or split.length, "keys")
+                total = total + device.float32 * heads * queries * keys
+        return total
 
     @property
     def _stored_by(self) -> "tuple[_Stored, ...]":
@@ -252,7 +266,7 @@ class DeviceStack:
         """Bytes of attention's backward pass beside the layer's other activations."""
         device = self.device
         if device.is_tpu:
-            return self.context_parallel + self.scores
+            return self.context_parallel + self.scores + self.bias
         gathered = 0 if device.strategy == "ring" else self.context_parallel
         return device.used * self.tokens * self.heads(*self.gpu_arrays) + gathered + self.scores
 
@@ -367,7 +381,8 @@ def _moments(device: Device) -> dict[str, Kinds]:
     # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
     table = device.table
     end: Kinds = {
-        "gradients": used * device.layers_and_tables + (device.float32 + used) * table
+        "gradients": used * device.layers_and_tables
+        + (len(device.stacks) * device.float32 + used) * table
         + last.stream,
         "gathered weights": last.layer if _gradient_in_flight(device) else 0,
     }  # fmt: skip

@@ -6,10 +6,12 @@
 
 The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 512 chips):
 - emits an all-reduce, and slices afterwards, instead of a reduce-scatter over all devices of a
-  slice: twice the bytes on the wire. Over a part of a slice it scatters;
+  slice: twice the bytes on the wire. Over a part of a slice it scatters, and over a flat slice
+  that is not square (seen on v5e:4x8);
 - emits an all-reduce instead of a reduce-scatter when a shard's last dim is not a multiple of 128
   lanes: the embedding's gradient where embed is split so, and the LM head's where the vocabulary is
-  not a multiple either; the LM head's also where the vocabulary is one;
+  not a multiple either; the LM head's also where the vocabulary is one, and where the loss takes
+  all tokens at once; the embedding's also where an encoder and a decoder look it up;
 - does the same for what it would scatter along the last dim in shards of exactly 128: the
   gradients of the weights that lead back to the residual stream (wo, down) and of the embedding;
 - adds the two gradients of a tied embedding before they are sent, not after (as the GPU compiler
@@ -32,18 +34,21 @@ from meshwright.machines import Machine
 from meshwright.meshes import axes_across_slices
 from meshwright.planner.candidates import with_strategy
 from meshwright.planner.links import WITHIN_SLICES
-from meshwright.planner.parts import LANES, item_bytes, vocab
+from meshwright.planner.parts import LANES, item_bytes, loss_chunks, vocab
 from meshwright.planner.result import Choice, Job, Transfer
 from meshwright.planner.terms import MakeNumber, floor, plain
 from meshwright.planner.traffic import Carries, Send, sends
 
-SMALLEST = 16  # devices; smaller slices were seen to scatter
+SMALLEST = 16  # devices; of smaller slices only 2x2x2 was seen not to scatter
 
 
 def scattered_by(ways: int, machine: Machine) -> str:
     """The operation by which the machine's compiler scatters sums over so many devices."""
-    whole = machine.is_tpu and machine.slices == 1 and ways >= max(machine.num_devices, SMALLEST)
-    return "all-reduce" if whole else "reduce-scatter"
+    if not machine.is_tpu or machine.slices > 1 or ways < machine.num_devices:
+        return "reduce-scatter"
+    if len(set(machine.shape)) > 1 and len(machine.shape) == 2:
+        return "reduce-scatter"
+    return "all-reduce" if machine.shape == (2, 2, 2) or ways >= SMALLEST else "reduce-scatter"
 
 
 def compiled_traffic(job: Job, choice: Choice, machine: Machine) -> tuple[Transfer, ...]:
@@ -117,8 +122,8 @@ def _program(job: Job, choice: Choice, machine: Machine) -> _Program:
     ragged = vocab(job, choice) // choice.tp % LANES != 0
     exact = embed // choice.fsdp == LANES
     summed = {
-        Carries.EMBEDDING_GRADIENT: narrow or exact,
-        Carries.HEAD_GRADIENT: narrow or exact or not ragged,
+        Carries.EMBEDDING_GRADIENT: narrow or exact or len(job.sizes.stacks) > 1,
+        Carries.HEAD_GRADIENT: narrow or exact or not ragged or loss_chunks(job, choice)[0] == 1,
     }
     scattered = {axis: scattered_by(choice.sizes[axis], machine) for axis in ("fsdp", "sp")}
     across = _across(choice, machine)

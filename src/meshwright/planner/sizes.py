@@ -98,6 +98,7 @@ class ModelSizes:
     tables: int  # embedding and LM head: 1 if they are tied
     residual_vectors: Vectors  # over embed
     head_vectors: Vectors  # over heads, which tp splits
+    position_vectors: Vectors  # biases of relative positions, over heads
     other_vectors: Vectors  # replicated over all axes
     fields: tuple[str, ...]  # of a batch
 
@@ -150,12 +151,12 @@ def sizes_of(model: Any) -> ModelSizes:
         if dim is not None and dim != "layers"
     }
     declared = family.work(model)
-    vectors: dict[str, list[ArraySpec]] = {"residual": [], "heads": [], "other": []}
+    vectors: dict[str, list[ArraySpec]] = {
+        "residual": [], "position": [], "heads": [], "other": []
+    }  # fmt: skip
     for array in leaves:
         if not array.inputs:
-            names = set(array.dims)
-            kind = "heads" if names & {"heads", "kv_heads"} else "other"
-            vectors["residual" if "norm" in names else kind].append(array)
+            vectors[_kind_of_vector(set(array.dims))].append(array)
     counted = {
         kind: Vectors(sum(math.prod(one.shape) for one in some), len(some))
         for kind, some in vectors.items()
@@ -166,9 +167,18 @@ def sizes_of(model: Any) -> ModelSizes:
         tables=sum("vocab" in array.dims for array in leaves),
         residual_vectors=counted["residual"],
         head_vectors=counted["heads"],
+        position_vectors=counted["position"],
         other_vectors=counted["other"],
         fields=family.batch_fields,
     )
+
+
+def _kind_of_vector(dims: set[str | None]) -> str:
+    if "norm" in dims:
+        return "residual"
+    if "relpos_buckets" in dims:
+        return "position"
+    return "heads" if dims & {"heads", "kv_heads"} else "other"
 
 
 def _leaves(tree: Any) -> Iterator[ArraySpec]:

@@ -170,6 +170,17 @@ class _Step:
                 carries, vectors.arrays,
             )  # fmt: skip
 
+        # those of relative positions are summed by distance, before distances share a bucket
+        heads = self.number(self.sizes.dims["heads"], "heads")
+        for stack in self.sizes.stacks:
+            if any(block.attention and block.attention.biased for block in stack.blocks):
+                distances = 2 * self.number(self.length(stack), "tokens")
+                yield Send(
+                    "gradients of the biases of relative positions", "all-reduce", tokens,
+                    self.four * heads * distances // self.tp, self.micro_batches, "backward",
+                    Carries.VECTOR_GRADIENTS,
+                )  # fmt: skip
+
     def blocks(self) -> Iterator[Send]:
         """Blocks whose heads or mlp tp splits: partial sums added, inputs all-gathered."""
         over = self.over("tp")
@@ -361,7 +372,7 @@ class _Step:
             self.over(*axes) for axes in (("dp", "fsdp", "sp"), ("dp", "fsdp"), ("fsdp", "sp"))
         )
         norm = "norm of the gradient"
-        split = sizes.matrices + sizes.head_vectors.arrays
+        split = sizes.matrices + sizes.head_vectors.arrays + sizes.position_vectors.arrays
         for what, axes, many, phase in (
             ("loss and entropy", tokens, times, "forward"),
             ("number of targets", batch, 1, "forward"),
