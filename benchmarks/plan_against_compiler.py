@@ -186,9 +186,9 @@ def job_and_choice(one: dict[str, Any]) -> Any:
 
 def recorded(one: dict[str, Any], proof: Any) -> dict[str, Any]:
     """What the compiler said of a case."""
+    from compiled_roofline import roofline
     from meshwright.audits import audit
     from meshwright.proofs.compare import expected
-    from meshwright.proofs.roofline import roofline
 
     said: dict[str, Any] = {"case": one, "compiler": proof.compiler, "times": dict(proof.times)}
     if proof.footprint is None:

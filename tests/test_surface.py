@@ -107,6 +107,70 @@ def test_imports_go_one_way_and_through_packages(file: Path) -> None:
         assert found.is_dir() or top_level, f"import from the package, not from {module}"
 
 
+@pytest.mark.parametrize("package", ["machines", "meshes", "layouts"])
+def test_one_file_of_a_package_for_any_backend_imports_jax(package: str) -> None:
+    files = [
+        file.name
+        for file in sorted((SOURCE / package).rglob("*.py"))
+        if any(module.split(".")[0] == "jax" for module in imports(file))
+    ]
+    assert len(files) == 1, files
+
+
+def test_layouts_work_where_jax_is_not_installed() -> None:
+    code = """
+import sys
+sys.modules["jax"] = sys.modules["ml_dtypes"] = sys.modules["rich"] = None
+import numpy as np
+import meshwright as mw
+from meshwright import layouts, machines, meshes
+spec = mw.MeshSpec.parse("dp=2,fsdp=-1,tp=2").resolve(8)
+arrays = {"w": mw.ArraySpec((8, 4), "embed mlp"), "norms": [mw.ArraySpec((8,), "embed")]}
+rules = mw.Rules([("embed", "fsdp"), ("mlp", "tp")])
+placed = mw.layout_tree(arrays, rules, mesh=spec)
+assert str(placed["w"]) == "embed mlp -> embed@fsdp mlp@tp"
+assert placed["norms"][0].axes == (("fsdp",),)
+slices = placed["w"].slices((8, 4), spec.shape)
+assert slices.shape == (2, 2, 2)
+assert slices[0, 1, 1] == (slice(4, 8), slice(2, 4))
+whole, parts = np.arange(32).reshape(8, 4), {}
+for place in np.ndindex(*slices.shape):
+    parts[place[1:]] = whole[slices[place]]
+joined = np.block([[parts[0, 0], parts[0, 1]], [parts[1, 0], parts[1, 1]]])
+assert (joined == whole).all()
+by_path = mw.PathRules([("w", ("fsdp", "tp")), (".*", ())])
+assert mw.layout_tree(arrays, by_path, mesh=spec)["w"].axes == (("fsdp",), ("tp",))
+on_gpus = mw.mesh("fsdp=2,tp=4", machine="h100:8")
+assert on_gpus.devices[1, 0].id == 4
+table = mw.explain(arrays, rules, on_gpus)
+print(table)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "norms/0" in done.stdout
+    assert "embed@fsdp mlp@tp" in done.stdout
+
+
+# more than 8 parameters, and why
+MANY_PARAMETERS = {
+    "ops/attention/ring_steps.py:gradients_of_ring_step": "a kernel: what a ring step holds",
+    "planner/planner.py:plan": "mw.plan: settings of a user, by keyword",
+    "models/decoder/presets.py:_qwen": "a table of presets, one line each",
+}
+
+
+def test_functions_have_at_most_eight_parameters() -> None:
+    many = set()
+    for file in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            names = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+            if len([name for name in names if name not in ("self", "cls")]) > 8:
+                many.add(f"{file.relative_to(SOURCE)}:{node.name}")
+    assert many <= MANY_PARAMETERS.keys(), many - MANY_PARAMETERS.keys()
+
+
 def test_every_package_has_its_place() -> None:
     there = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert there - {"__init__", "__pycache__", "py"} == set(ORDER)

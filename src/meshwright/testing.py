@@ -22,10 +22,9 @@ from meshwright.audits import (
     jax_stage,
     row_line,
     rows_table,
-    table_text,
 )
 from meshwright.errors import MeshwrightError
-from meshwright.present import count
+from meshwright.present import count, table_text
 
 __all__ = ["assert_collectives"]
 
@@ -65,7 +64,7 @@ def assert_collectives(
     lines = [headline(found)]
     if found.surprises:
         lines += [f"{count(len(found.surprises), 'surprise')}:"]
-        lines += [table_text(rows_table(found.surprises))]
+        lines += [table_text(*rows_table(found.surprises))]
         lines += [f"  {row_line(row)}" for row in found.surprises]
     if not allow_missing:
         lines += [f"expected, but missing: {one}" for one in found.missing]

@@ -43,7 +43,7 @@ def test_weights_are_gathered_once_forward_and_once_backward(name: str) -> None:
 @pytest.mark.parametrize("name", MESHES)
 def test_gradients_are_added_once(name: str) -> None:
     operation = "all-reduce" if name == "tpu_v5e_16" else "reduce-scatter"
-    rows = [row for row in found_in(name).rows if row.axes == ("fsdp",) and row.backward]
+    rows = [row for row in found_in(name).rows if row.axes == ("fsdp",) and row.phase == "backward"]
     added = [row for row in rows if row.operation != "all-gather"]
     assert {row.operation for row in added} == {operation}
     assert sum(row.bytes * row.times for row in added) == WEIGHTS

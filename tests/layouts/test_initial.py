@@ -11,7 +11,7 @@ import pytest
 import meshwright as mw
 from meshwright.audits import collectives, instructions
 from meshwright.errors import MeshwrightError
-from meshwright.layouts.initial import create
+from meshwright.layouts import create
 from meshwright.models import preset
 from meshwright.models.decoder import abstract_arrays, decoder_rules, t5x_rules
 

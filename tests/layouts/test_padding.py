@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.layouts.initial import create
-from meshwright.layouts.padding import fit, stored
+from meshwright.layouts import create, fit, stored
 
 
 def abstract(shape: tuple[int, ...], spec: P, mesh: str) -> jax.ShapeDtypeStruct:

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.machines import host_memory
-from meshwright.machines.host_memory import check_host_memory, free_host_memory, host_bytes
+from meshwright.machines import host_bytes, host_memory
+from meshwright.machines.host_memory import check_host_memory, free_host_memory
 
 GIB = 2**30
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshwright import Constant, MeshwrightError, Normal
-from meshwright.layouts.decide import tree_paths
+from meshwright.layouts import tree_paths
 from meshwright.models import preset
 from meshwright.models.decoder import DecoderConfig, abstract_arrays
 

@@ -35,7 +35,7 @@ def test_shards_are_where_jax_puts_them(
 ) -> None:
     planned = mw.mesh(mesh, machine=machine)
     array = scene(planned, [(shape, layout)]).arrays[0]
-    shards = array.shard_of_device(planned).reshape(8, -1)
+    shards = array.layout.shard_indices(planned.shape).reshape(8, -1)
     real = mw.sharding(layout, mesh=planned.to_jax(eight)).devices_indices_map(shape)
     for device, index in zip(planned.devices.flat, shards, strict=True):
         steps = array.layout.shard_shape(shape, planned.shape)

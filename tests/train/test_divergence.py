@@ -90,7 +90,7 @@ def test_the_run_continues_from_the_healthy_checkpoint(runs: Runs) -> None:
     assert checkpoints.healthy() == [4, 5], "no step was computed from the last one yet"
     metrics = read_metrics(runs.folder / "run")
     assert metrics.column("loss")[0] == [1, 2, 3, 4, 5, 6]
-    assert metrics.rows[-1]["loss"] < 10
+    assert metrics.records[-1]["loss"] < 10
 
 
 def test_later_checkpoints_are_set_aside_when_an_earlier_one_is_resumed(runs: Runs) -> None:

@@ -218,7 +218,7 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(model: str, tmp_p
     )  # fmt: skip
     assert "3 steps in a row" in said
     assert "weights are not saved" in said
-    rows = read_metrics(run).rows
+    rows = read_metrics(run).records
     assert rows[-1]["skipped_steps"] >= 3
 
 

@@ -11,8 +11,7 @@ import optax
 import pytest
 
 from meshwright.errors import MeshwrightError
-from meshwright.layouts import ArraySpec
-from meshwright.layouts.decide import tree_paths
+from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models import preset
 from meshwright.models.decoder import abstract_arrays
 from meshwright.train.optimizer import (

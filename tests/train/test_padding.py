@@ -20,7 +20,7 @@ from tests.train.test_loop import train as train_command
 from tests.train.toy import CONFIG, ONE, Parts, Setting, packed_batch, parts, train
 
 from meshwright.checkpoint import Checkpoints
-from meshwright.layouts.padding import fit
+from meshwright.layouts import fit
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules, t5x_rules
 from meshwright.models.decoder.hf_config import from_hf_config
 from meshwright.models.decoder.hf_folder import save_hf

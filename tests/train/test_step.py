@@ -159,18 +159,18 @@ def test_a_step_that_is_not_finite_is_left_out_and_counted(mesh: str) -> None:
 
     state, report = step(poisoned(), good)
     assert np.isfinite(report["loss"])
-    assert [int(x) for x in (state.step, state.skipped, state.skipped_in_a_row)] == [1, 0, 0]
+    assert [int(x) for x in (state.step, state.skipped, state.consecutive_skips)] == [1, 0, 0]
     first_rate = float(report["learning_rate"])
     kept = bits((state.params, state.optimizer))
     for count in (1, 2):
         state, report = step(state, bad)
         assert not np.isfinite(report["total_loss"])
         assert bits((state.params, state.optimizer)) == kept
-        numbers = (state.step, state.skipped, state.skipped_in_a_row)
+        numbers = (state.step, state.skipped, state.consecutive_skips)
         assert [int(x) for x in numbers] == [1 + count, count, count]
-        assert int(report["skipped"]) == int(report["skipped_in_a_row"]) == count
+        assert int(report["skipped"]) == int(report["consecutive_skips"]) == count
     state, report = step(state, good)
-    numbers = (state.step, state.skipped, state.skipped_in_a_row)
+    numbers = (state.step, state.skipped, state.consecutive_skips)
     assert [int(x) for x in numbers] == [4, 2, 0]
     assert bits(state.params) != kept[: len(bits(state.params))]
     # the schedule counts what was done: this is its second step

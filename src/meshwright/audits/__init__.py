@@ -19,7 +19,6 @@ from meshwright.audits.text import (
     row_line,
     rows_table,
     sums_table,
-    table_text,
 )
 
 __all__ = [
@@ -54,6 +53,5 @@ __all__ = [
     "row_line",
     "rows_table",
     "sums_table",
-    "table_text",
     "trip_count",
 ]

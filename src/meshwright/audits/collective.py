@@ -6,9 +6,9 @@ import re
 from typing import Any, Literal
 
 from meshwright.audits.program import array_bytes
+from meshwright.ops import WRAPPER_FILES
 
 Phase = Literal["forward", "backward", "optimizer"]
-_EXCHANGES = re.compile(r"meshwright/ops/(collectives|attention/permute)\.py:\d+$")
 OPERATIONS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -75,21 +75,10 @@ class Collective:
         return "backward" if back else "forward"
 
     @property
-    def backward(self) -> bool:
-        return self.phase == "backward"
-
-    @property
-    def in_layers(self) -> bool:
-        """Whether it belongs to a layer of a built-in model, in a loop or unrolled."""
-        return bool(re.search(r"[/(](attention|mlp)[/)]", self.scope))
-
-    @property
     def source(self) -> str:
-        """The source line, as "file.py:12"; "" if the text has none.
-
-        In the built-in models it is the line that calls ops.collectives.
-        """
-        lines = [line for line in self.stack if not _EXCHANGES.search(line)]
+        """The source line, as "file.py:12"; "" if the text has none; not that of a wrapper."""
+        files = ((line, line.rpartition(":")[0]) for line in self.stack)
+        lines = [line for line, file in files if not file.endswith(WRAPPER_FILES)]
         return next(iter(lines or self.stack), "")
 
     def data(self) -> dict[str, Any]:

@@ -8,12 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.audits.collective import Collective
-from meshwright.present import bytes_text, count, mesh_text
+from meshwright.present import (
+    Column,
+    Row,
+    bytes_text,
+    count,
+    mesh_text,
+    table_markdown,
+    table_text,
+)
 
 if TYPE_CHECKING:
     from meshwright.audits.audit import Audit
 
-Table = tuple[Sequence[str], list[Sequence[str]]]  # names of columns, and lines
+Table = tuple[list[Column], list[Row]]
+_RIGHT = ("sent", "times", "bytes", "count", "copies", "bytes a device")
+_LEAST = {"scope": 28, "source": 16, "which": 16}  # these break over lines, to no less than this
+# a small terminal omits these, the first of them first
+_OMITTED = ("scope", "how", "phase", "beside compute", "made by", "count", "source")
 
 
 def headline(audit: Audit) -> str:
@@ -44,7 +56,7 @@ def sums_table(audit: Audit) -> Table:
         )
         for one in audit.by_axis()
     ]  # fmt: skip
-    return ("axes", "operation", "times", "bytes", "sent", "beside compute"), lines
+    return _table(("axes", "operation", "times", "bytes", "sent", "beside compute"), lines)
 
 
 def rows_table(rows: Iterable[Collective]) -> Table:
@@ -61,7 +73,7 @@ def rows_table(rows: Iterable[Collective]) -> Table:
                 short_source(row.source),
             )
         )  # fmt: skip
-    return columns, lines
+    return _table(columns, lines)
 
 
 def mark(row: Collective) -> str:
@@ -95,7 +107,12 @@ def merged(rows: Iterable[Collective]) -> list[tuple[Collective, int]]:
 
 def plain_text(audit: Audit) -> str:
     """Sums, rows, surprises, the largest buffers and arrays with copies."""
-    parts = [headline(audit), table_text(sums_table(audit)), "", table_text(rows_table(audit.rows))]
+    parts = [
+        headline(audit),
+        table_text(*sums_table(audit)),
+        "",
+        table_text(*rows_table(audit.rows)),
+    ]
     parts += [marks(audit)] if marks(audit) else []
     parts += [f"note: {note}" for note in audit.notes]
     if audit.surprises:
@@ -105,18 +122,15 @@ def plain_text(audit: Audit) -> str:
     if audit.missing:
         parts += ["", *(f"expected, but missing: {one}" for one in audit.missing)]
     if audit.buffers:
-        parts += ["", "largest buffers on a device:", table_text(buffers_table(audit))]
+        parts += ["", "largest buffers on a device:", table_text(*buffers_table(audit))]
     if audit.replicated:
-        parts += ["", "arrays with copies:", table_text(replicated_table(audit))]
+        parts += ["", "arrays with copies:", table_text(*replicated_table(audit))]
     return "\n".join(parts)
 
 
 def markdown(audit: Audit) -> str:
-    tables = [sums_table(audit), rows_table(audit.rows)]
     parts = [headline(audit)]
-    for columns, lines in tables:
-        shown = [f"| {' | '.join(line)} |" for line in (columns, *lines)]
-        parts.append("\n".join([shown[0], "|" + "---|" * len(columns), *shown[1:]]))
+    parts += [table_markdown(*table) for table in (sums_table(audit), rows_table(audit.rows))]
     parts += [f"- surprise: {row_line(row)}" for row in audit.surprises]
     parts += [f"- rewritten: {row_line(row)}" for row in audit.rewritten]
     parts += [f"- note: {note}" for note in audit.notes]
@@ -131,7 +145,7 @@ def buffers_table(audit: Audit) -> Table:
         )
         for one in audit.buffers[:10]
     ]  # fmt: skip
-    return ("bytes", "count", "array", "made by", "scope", "source"), lines
+    return _table(("bytes", "count", "array", "made by", "scope", "source"), lines)
 
 
 def replicated_table(audit: Audit) -> Table:
@@ -142,7 +156,7 @@ def replicated_table(audit: Audit) -> Table:
         )
         for one in audit.replicated[:20]
     ]  # fmt: skip
-    return ("bytes a device", "copies", "whole over", "array", "which"), lines
+    return _table(("bytes a device", "copies", "replicated over", "array", "which"), lines)
 
 
 def row_line(row: Collective) -> str:
@@ -196,11 +210,14 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else ""
 
 
-def table_text(table: Table) -> str:
-    """In columns, one line a row."""
-    columns, lines = table
-    widths = [max(len(line[i]) for line in (columns, *lines)) for i in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (columns, *lines)
-    )
+def _table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    columns = [
+        Column(
+            name,
+            right=name in _RIGHT,
+            importance=1 + _OMITTED.index(name) if name in _OMITTED else 0,
+            least=_LEAST.get(name, 0),
+        )
+        for name in names
+    ]
+    return columns, [Row(cells) for cells in lines]

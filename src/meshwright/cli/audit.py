@@ -67,53 +67,53 @@ def audit_command(arguments: Sequence[str]) -> None:
     if text is not None:
         if fail_on and not expect:
             raise _unknown(fail_on, "a program")
-        found = _of_text(text, words, expect)
+        audit = _of_text(text, words, expect)
     else:
-        found = _of_step(words, expect, fail_on)
+        audit = _of_step(words, expect, fail_on)
     if as_json:
-        print(json.dumps(found.data()))
+        print(json.dumps(audit.data()))
     else:
-        show(found, Console(), 30 if most is None else int(most))
-    if (fail_on and found.surprises) or (fail_on == "rewrite" and found.rewritten):
+        show(audit, Console(), 30 if most is None else int(most))
+    if (fail_on and audit.surprises) or (fail_on == "rewrite" and audit.rewritten):
         raise SystemExit(1)
 
 
-def show(found: Audit, console: Console, most: int = 30) -> None:
+def show(audit: Audit, console: Console, most: int = 30) -> None:
     """Print the sums, then the rows, most bytes first, then the largest arrays."""
-    console.print(headline(found), highlight=False, soft_wrap=True)
-    print_table(console, sums_table(found))
-    ordered = sorted(found.rows, key=lambda row: -row.wire_bytes * row.times)
+    console.print(headline(audit), highlight=False, soft_wrap=True)
+    print_table(console, sums_table(audit))
+    ordered = sorted(audit.rows, key=lambda row: -row.wire_bytes * row.times)
     columns, lines = rows_table(ordered)
     shown = lines if most == 0 else lines[:most]
     print_table(console, (columns, shown))
-    if marks(found):
-        console.print(marks(found), style="dim")
+    if marks(audit):
+        console.print(marks(audit), style="dim")
     if len(lines) > len(shown):
         console.print(f"and {len(lines) - len(shown)} smaller; --rows 0 shows all", style="dim")
-    for row in found.surprises:
+    for row in audit.surprises:
         console.print(f"surprise: {row_line(row)}", style="bold red", highlight=False,
                       soft_wrap=True, markup=False)  # fmt: skip
-    for row, alike in merged(found.rewritten):
+    for row, alike in merged(audit.rewritten):
         also = f" (and {alike - 1} alike)" if alike > 1 else ""
         console.print(f"rewritten: {row_line(row)}{also}", style="yellow", highlight=False,
                       soft_wrap=True, markup=False)  # fmt: skip
-    for one in found.missing:
-        console.print(f"expected, but missing: {one}", style="yellow", highlight=False)
+    for collective in audit.missing:
+        console.print(f"expected, but missing: {collective}", style="yellow", highlight=False)
     for title, table in (
-        ("largest buffers on a device", buffers_table(found)),
-        ("arrays with copies", replicated_table(found)),
+        ("largest buffers on a device", buffers_table(audit)),
+        ("arrays with copies", replicated_table(audit)),
     ):
         if table[1]:
             print_table(console, table, title)
-    for note in found.notes:
+    for note in audit.notes:
         console.print(f"note: {note}", style="dim", highlight=False, soft_wrap=True)
-    if any(row.unsure for row in found.rows):
+    if any(row.unsure for row in audit.rows):
         console.print("? in a loop with an unknown trip count: counted once")
 
 
-def _unknown(fail_on: str, what: str) -> MeshwrightError:
+def _unknown(fail_on: str, program: str) -> MeshwrightError:
     return MeshwrightError(
-        f"--fail-on {fail_on} needs the expected collectives of {what}; give: "
+        f"--fail-on {fail_on} needs the expected collectives of {program}; give: "
         "--expect fsdp:all-gather,reduce-scatter"
     )
 
@@ -164,18 +164,19 @@ def _of_step(words: list[str], expect: list[str], fail_on: str | None) -> Audit:
     return read_audit(step.lower().compile(), step.mesh, expected=expected)
 
 
-def _expectations(said: list[str], axes: Iterable[str]) -> tuple[Expected, ...] | None:
+def _expectations(words: list[str], axes: Iterable[str]) -> tuple[Expected, ...] | None:
     """`fsdp:all-gather,reduce-scatter`, over axes of the mesh."""
-    found: list[Expected] = []
-    for text in said:
+    expected: list[Expected] = []
+    for text in words:
         over, colon, operations = text.partition(":")
         if not colon or not operations:
             raise MeshwrightError(
                 f"--expect {text!r} is not AXES:OPERATIONS; write fsdp:all-gather,reduce-scatter "
                 "or fsdp+sp:all-gather"
             )
-        found += expected_of({over: [one.strip() for one in operations.split(",")]}, axes)
-    return tuple(found) if said else None
+        names = [operation.strip() for operation in operations.split(",")]
+        expected += expected_of({over: names}, axes)
+    return tuple(expected) if words else None
 
 
 if __name__ == "__main__":

@@ -20,21 +20,21 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
     # --compute.no-scan says as much of compute.scan as --compute.scan does
     flags = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
     named = {flag.replace(".no_", ".") for flag in flags}
-    found = plan_config(config, machine, constraints_of(config, named))
-    chosen = apply(config, found.best.choice)
+    ranking = plan_config(config, machine, constraints_of(config, named))
+    chosen = apply(config, ranking.best.choice)
     values = flat_settings(chosen)
-    said = {name.rpartition(".")[2]: values[name] for name in ("mesh", *CHOSEN.values())}
-    with_it = ", ".join(f"{name} {value}" for name, value in said.items() if value)
-    warned = "".join(f"\nwarning: {one}" for one in found.warnings)
-    return chosen, f"mesh auto: {with_it} ({found.best.reason}){warned}"
+    chosen_values = {name.rpartition(".")[2]: values[name] for name in ("mesh", *CHOSEN.values())}
+    with_it = ", ".join(f"{name} {value}" for name, value in chosen_values.items() if value)
+    warned = "".join(f"\nwarning: {warning}" for warning in ranking.warnings)
+    return chosen, f"mesh auto: {with_it} ({ranking.best.reason}){warned}"
 
 
-def planned_to_serve(model: Any, machine: Machine, rows: int, longest: int, dtype: str) -> str:
-    """The mesh over all devices on which a token of so many rows, that long, comes soonest."""
+def planned_to_serve(model: Any, machine: Machine, sequences: int, longest: int, dtype: str) -> str:
+    """The mesh over all devices with the lowest latency per token for so many long sequences."""
     from meshwright.planner import plan
 
-    found = plan(
-        model, machine, rows, longest,
+    ranking = plan(
+        model, machine, sequences, longest,
         kind="serve", objective="latency", dtype=default_dtype(dtype, machine.chip.platform),
     )  # fmt: skip
-    return found.mesh
+    return ranking.mesh

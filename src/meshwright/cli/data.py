@@ -181,8 +181,8 @@ def info(asked: Info) -> None:
 def _summary(done: Packed, out: Path) -> str:
     store = done.store
     skipped = [
-        count(number, what)
-        for number, what in ((done.empty, "empty document"), (done.bad, "bad document"))
+        count(number, kind)
+        for number, kind in ((done.empty, "empty document"), (done.bad, "bad document"))
         if number
     ]
     lines = [

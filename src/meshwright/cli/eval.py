@@ -8,15 +8,13 @@ from typing import Annotated, Literal
 import jax
 import jax.numpy as jnp
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from meshwright.data import Needles, needle_sequences
 from meshwright.errors import MeshwrightError
 from meshwright.evaluate import Group, Retrieval, check_needle, needle_rules, retrieve
 from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
 from meshwright.models import default_dtype, describe_padding
-from meshwright.present import count, mesh_text
+from meshwright.present import Column, Row, count, mesh_text, table_text
 from meshwright.serve import check_fits, generation_mesh, load, look_into
 
 
@@ -96,41 +94,39 @@ def needle(asked: Needle) -> None:
     used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
     model = load(source, placed, jnp.dtype(kind), needle_rules(source.config))
-    found = retrieve(model, sequences, context_parallel=asked.context_parallel)
+    retrieval = retrieve(model, sequences, context_parallel=asked.context_parallel)
     if asked.json:
-        print(json.dumps({"model": used, **_data(found, asked)}))
+        print(json.dumps({"model": used, **_data(retrieval, asked)}))
         return
     for title, groups in (
-        ("needle position", found.by_depth(asked.depths)),
-        ("distance to the answer", found.by_distance(asked.depths)),
+        ("needle position", retrieval.by_depth(asked.depths)),
+        ("distance to the answer", retrieval.by_distance(asked.depths)),
     ):
-        Console().print(_table(title, groups))
-    right = int(found.right.sum())
+        _print_table(title, groups)
+    right = int(retrieval.right.sum())
     print(
-        f"found {right:,} of {found.right.size:,}: {100 * found.share:.1f}% "
+        f"found {right:,} of {retrieval.right.size:,}: {100 * retrieval.share:.1f}% "
         f"({count(asked.sequences, 'sequence')} of {asked.seq:,} tokens)"
     )
 
 
-def _table(title: str, groups: list[Group]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(title)
-    for name in ("asked", "found", "%"):
-        table.add_column(name, justify="right")
+def _print_table(title: str, groups: list[Group]) -> None:
+    lines = []
     for group in groups:
         share = f"{100 * group.right / group.asked:.0f}"
-        where = f"{group.start:,} to {group.stop - 1:,}"
-        table.add_row(where, f"{group.asked:,}", f"{group.right:,}", share)
-    return table
+        span = f"{group.start:,} to {group.stop - 1:,}"
+        lines.append(Row((span, f"{group.asked:,}", f"{group.right:,}", share)))
+    columns = [Column(title, right=False), *map(Column, ("asked", "found", "%"))]
+    print(table_text(columns, lines))
 
 
-def _data(found: Retrieval, asked: Needle) -> dict[str, object]:
+def _data(retrieval: Retrieval, asked: Needle) -> dict[str, object]:
     return {
         "sequences": asked.sequences,
         "seq": asked.seq,
-        "asked": found.right.size,
-        "right": int(found.right.sum()),
-        "share": found.share,
-        "by_depth": [asdict(group) for group in found.by_depth(asked.depths)],
-        "by_distance": [asdict(group) for group in found.by_distance(asked.depths)],
+        "asked": retrieval.right.size,
+        "right": int(retrieval.right.sum()),
+        "share": retrieval.share,
+        "by_depth": [asdict(group) for group in retrieval.by_depth(asked.depths)],
+        "by_distance": [asdict(group) for group in retrieval.by_distance(asked.depths)],
     }

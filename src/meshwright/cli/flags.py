@@ -5,13 +5,13 @@ from meshwright.errors import MeshwrightError
 
 def take(words: list[str], flag: str) -> str | None:
     """The last value of a flag, taken out of the words."""
-    found = take_all(words, flag)
-    return found[-1] if found else None
+    values = take_all(words, flag)
+    return values[-1] if values else None
 
 
 def take_all(words: list[str], flag: str) -> list[str]:
     """Every value of a flag, taken out of the words: `--flag value` or `--flag=value`."""
-    found = []
+    values = []
     place = 0
     while place < len(words):
         name, equals, value = words[place].partition("=")
@@ -23,8 +23,8 @@ def take_all(words: list[str], flag: str) -> list[str]:
             if place >= len(words):
                 raise MeshwrightError(f"{flag} needs a value")
             value = words.pop(place)
-        found.append(value)
-    return found
+        values.append(value)
+    return values
 
 
 def take_switch(words: list[str], flag: str) -> bool:

@@ -3,12 +3,12 @@
 import collections
 import dataclasses
 import itertools
-import json as jsonlib
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,60 +35,71 @@ from meshwright.serve import (
 from meshwright.train import AUTO
 
 
-def generate(
-    run: Annotated[str, tyro.conf.Positional],
-    prompt: tuple[str, ...] = (),
-    max_new: int = 100,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = 0.95,
-    min_p: float | None = None,
-    seed: int = 0,
-    mesh: str = "dp=1,fsdp=1,tp=1,sp=1",
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto",
-    step: int | None = None,
-    tokenizer: str | None = None,
-    end_token: str | None = None,
-    special_tokens: bool | None = None,
-    json: bool = False,
-    cpu_devices: int | None = None,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class GenerateSettings:
+    """Model, prompts, sampling, placement and output."""
+
+    run: tyro.conf.Positional[str]
+    """Folder of a run, or of a Hugging Face model."""
+    prompt: tuple[str, ...] = ()
+    """Text to continue; - reads it from standard input. Repeatable."""
+    max_new: int = 100
+    """Maximum number of new tokens per prompt; an end-of-document token ends it earlier."""
+    temperature: float = 0.8
+    """Sampling temperature; 0 is greedy, 1 samples the model's own distribution."""
+    top_k: int | None = None
+    """Top-k sampling: keep the k most probable tokens."""
+    top_p: float | None = 0.95
+    """Nucleus sampling: keep the smallest set of tokens whose probability reaches p."""
+    min_p: float | None = None
+    """Keep tokens with at least p times the probability of the most probable token."""
+    seed: int = 0
+    """Random seed for sampling; the same seed gives the same text on every mesh."""
+    mesh: str = "dp=1,fsdp=1,tp=1,sp=1"
+    """Mesh axes and sizes: fsdp=-1 uses all devices; auto uses the mesh that the planner expects
+    to have the lowest latency. The default is one device."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of weights and KV cache; auto: bfloat16 on accelerators, float32 on CPUs."""
+    step: int | None = None
+    """Step of the checkpoint to load; the latest by default."""
+    tokenizer: str | None = None
+    """"bytes", a tokenizer.json or its folder, instead of the run's own."""
+    end_token: str | None = None
+    """Token that ends a document, if the tokenizer files do not name it."""
+    special_tokens: bool | None = None
+    """Whether to add the tokenizer's special tokens to prompts, such as begin-of-text; by default
+    only for a Hugging Face model."""
+    json: bool = False
+    """Print JSON at the end instead of streaming text."""
+    cpu_devices: int | None = None
+    """Simulate this number of devices on the CPU."""
+
+
+def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
     """Generate text with the model of a training run or of a Hugging Face folder.
 
     meshwright generate runs/first --prompt "Once upon a time" --max-new 200 --mesh fsdp=-1
-
-    Args:
-        run: Folder of a run, or of a Hugging Face model.
-        prompt: Text to continue; - reads it from standard input. Repeatable.
-        max_new: Maximum number of new tokens per prompt; an end-of-document token ends it earlier.
-        temperature: Sampling temperature; 0 is greedy, 1 samples the model's own distribution.
-        top_k: Top-k sampling: keep the k most probable tokens.
-        top_p: Nucleus sampling: keep the smallest set of tokens whose probability reaches p.
-        min_p: Keep tokens with at least p times the probability of the most probable token.
-        seed: Random seed for sampling; the same seed gives the same text on every mesh.
-        mesh: Mesh axes and sizes: fsdp=-1 uses all devices; auto uses the mesh that the planner
-            expects to have the lowest latency. The default is one device.
-        dtype: Data type of weights and KV cache; auto: bfloat16 on accelerators, float32 on CPUs.
-        step: Step of the checkpoint to load; the latest by default.
-        tokenizer: "bytes", a tokenizer.json or its folder, instead of the run's own.
-        end_token: Token that ends a document, if the tokenizer files do not name it.
-        special_tokens: Whether to add the tokenizer's special tokens to prompts, such as
-            begin-of-text; by default only for a Hugging Face model.
-        json: Print JSON at the end instead of streaming text.
-        cpu_devices: Simulate this number of devices on the CPU.
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-    texts = _texts(prompt)
+    sampling = Sampling(
+        settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed
+    )
+    texts = _texts(settings.prompt)
     make_room_for_cpu_collectives()
-    if cpu_devices is not None:
-        simulate_devices(cpu_devices)
-    source = look_into(run, step=step, tokenizer=tokenizer, end_token=end_token)
-    if special_tokens is not None:
-        source = dataclasses.replace(source, special_tokens=special_tokens)
+    if settings.cpu_devices is not None:
+        simulate_devices(settings.cpu_devices)
+    source = look_into(
+        settings.run,
+        step=settings.step,
+        tokenizer=settings.tokenizer,
+        end_token=settings.end_token,
+    )
+    if settings.special_tokens is not None:
+        source = dataclasses.replace(source, special_tokens=settings.special_tokens)
     prompts = [source.encode(text) for text in texts]
-    check_prompts(prompts, max_new, source.config)
+    check_prompts(prompts, settings.max_new, source.config)
+    mesh, dtype = settings.mesh, settings.dtype
     if mesh == AUTO:
-        longest = max(map(len, prompts)) + max_new
+        longest = max(map(len, prompts)) + settings.max_new
         mesh = planned_to_serve(source.config, Machine.here(), len(prompts), longest, dtype)
     placed = generation_mesh(mesh)
     check_fits(source.config, placed)
@@ -101,15 +112,17 @@ def generate(
     used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
     model = load(source, placed, jnp.dtype(kind))
-    tokens = _TokenStream(stream(model, prompts, max_new, sampling), len(prompts), source.ends)
+    tokens = _TokenStream(
+        stream(model, prompts, settings.max_new, sampling), len(prompts), source.ends
+    )
     try:
         with ctrl_c_says(lambda: f"\nstopped; {tokens.summary()}"):
-            if json:
+            if settings.json:
                 generated = [list(tokens.of_prompt(i)) for i in range(len(prompts))]
                 results = [
                     _result(*each, source) for each in zip(texts, prompts, generated, strict=True)
                 ]
-                print(jsonlib.dumps({"model": used, "results": results, **tokens.speed()}))
+                print(json.dumps({"model": used, "results": results, **tokens.speed()}))
             else:
                 _print(tokens, prompts, source)
     except BrokenPipeError:  # the reader of the text has closed the pipe

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import CHIPS, Chip, find_chip
+from meshwright.present import Column, Row, aligned
 
 
 def machines(chip: Annotated[str | None, tyro.conf.Positional] = None) -> None:
@@ -18,32 +18,35 @@ def machines(chip: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     """
     console = Console()
     if chip is not None:
-        found = find_chip(chip)
-        if found is None:
+        known = find_chip(chip)
+        if known is None:
             raise MeshwrightError(f"chip {chip!r} is not known{did_you_mean(chip, CHIPS)}")
-        console.print(_figures(found))
+        _print_figures(console, known)
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("chip", "bf16", "fp8", "memory", "bandwidth", "links", "chips/host"):
-        table.add_column(name, justify="left" if name == "chip" else "right")
-    for each in CHIPS.values():
-        table.add_row(
-            each.name,
-            _tera(each.bf16_flops, "FLOP/s"),
-            _tera(each.fp8_flops, "FLOP/s"),
-            f"{each.memory_bytes / 1e9:.0f} GB",
-            f"{each.memory_bandwidth / 1e12:.2f} TB/s",
-            f"{each.links} × {each.link_bandwidth / 1e9:.0f} GB/s",
-            str(each.chips_per_host),
+    names = ("bf16", "fp8", "memory", "bandwidth", "links", "chips/host")
+    lines = [
+        Row(
+            (
+                each.name,
+                _tera(each.bf16_flops, "FLOP/s"),
+                _tera(each.fp8_flops, "FLOP/s"),
+                f"{each.memory_bytes / 1e9:.0f} GB",
+                f"{each.memory_bandwidth / 1e12:.2f} TB/s",
+                f"{each.links} × {each.link_bandwidth / 1e9:.0f} GB/s",
+                str(each.chips_per_host),
+            )
         )
-    console.print(table)
+        for each in CHIPS.values()
+    ]
+    columns = [Column("chip", right=False), *map(Column, names)]
+    console.print(*aligned(columns, lines, console.width), sep="\n")
     console.print("Figures are per chip, links per direction. Sources: meshwright machines CHIP")
 
 
-def _figures(chip: Chip) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("figure", "value", "source"):
-        table.add_column(name, justify="right" if name == "value" else "left", overflow="fold")
+def _print_figures(console: Console, chip: Chip) -> None:
+    columns = [Column("figure", right=False), Column("value")]
+    columns += [Column("source", right=False, least=24)]
+    lines = []
     for figure in (
         "bf16_flops",
         "fp8_flops",
@@ -56,8 +59,9 @@ def _figures(chip: Chip) -> Table:
         "chips_per_host",
     ):
         value = getattr(chip, figure)
-        table.add_row(figure, "none" if value is None else f"{value:,.0f}", chip.source(figure))
-    return table
+        number = "none" if value is None else f"{value:,.0f}"
+        lines.append(Row((figure, number, chip.source(figure))))
+    console.print(*aligned(columns, lines, console.width), sep="\n")
 
 
 def _tera(value: float | None, unit: str) -> str:

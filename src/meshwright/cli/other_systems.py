@@ -36,7 +36,7 @@ def check_flags(command: str, words: Sequence[str]) -> None:
     """Raise for flags of other systems, with the same command in the flags of this one."""
     ours: list[str] = []
     theirs: list[str] = []
-    found: dict[str, str] = {}
+    given_flags: dict[str, str] = {}
     for name, value, written in _flags(words):
         if name in _RENAMED and not value:
             raise MeshwrightError(f"{written[0]} needs a value; here it is {_RENAMED[name]}")
@@ -45,20 +45,20 @@ def check_flags(command: str, words: Sequence[str]) -> None:
         elif name in _RENAMED:
             ours += [_RENAMED[name], value]
         elif name in _KNOWN:
-            found[name] = value
+            given_flags[name] = value
         else:
             ours += written
             continue
         theirs.append(" ".join(written))
     if not theirs:
         return
-    mesh = _mesh(found)
+    mesh = _mesh(given_flags)
     if mesh:
         take_all(ours, "--mesh")  # theirs says it
-    ours += [*mesh, *_rules(found)]
-    what = "this is a flag" if len(theirs) == 1 else "these are flags"
+    ours += [*mesh, *_rules(given_flags)]
+    subject = "this is a flag" if len(theirs) == 1 else "these are flags"
     raise MeshwrightError(
-        f"{', '.join(theirs)}: {what} of another system; the same here: "
+        f"{', '.join(theirs)}: {subject} of another system; the same here: "
         f"meshwright {command} {shlex.join(ours)}"
     )
 
@@ -82,18 +82,20 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
         yield name, value.strip("'\"()[] "), written
 
 
-def _mesh(found: dict[str, str]) -> list[str]:
+def _mesh(given_flags: dict[str, str]) -> list[str]:
     """`--mesh` with all that the flags say of it; an error if that is no mesh."""
-    whole = [name for name in found if name in _MESHES]
-    named = {name: value for name, value in found.items() if name in _AXES}
-    if whole:
-        switches = named if whole == ["mp_mesh_dim"] else {}  # EasyLM's --fsdp beside it
-        if len(whole) > 1 or named.keys() - {"fsdp"} or (named and not switches):
+    mesh_flags = [name for name in given_flags if name in _MESHES]
+    named = {name: value for name, value in given_flags.items() if name in _AXES}
+    if mesh_flags:
+        switches = named if mesh_flags == ["mp_mesh_dim"] else {}  # EasyLM's --fsdp beside it
+        if len(mesh_flags) > 1 or named.keys() - {"fsdp"} or (named and not switches):
             raise MeshwrightError(_ONE_MESH)
-        if whole[0] == "mp_mesh_dim":
+        if mesh_flags[0] == "mp_mesh_dim":
             is_fsdp = _size("fsdp", switches["fsdp"]) != 0 if "fsdp" in switches else False
-            return ["--mesh", str(MeshSpec.from_mp_mesh_dim(found[whole[0]], is_fsdp).by_role())]
-        return ["--mesh", str(MeshSpec.parse(found[whole[0]]).by_role())]
+            spec = MeshSpec.from_mp_mesh_dim(given_flags[mesh_flags[0]], is_fsdp)
+        else:
+            spec = MeshSpec.parse(given_flags[mesh_flags[0]])
+        return ["--mesh", str(spec.by_role())]
     sizes: dict[str, int] = {}
     for name, value in named.items():
         axis, size = _AXES[name], _size(name, value)
@@ -127,10 +129,10 @@ def _size(name: str, value: str) -> int:
     return int(value)
 
 
-def _rules(found: dict[str, str]) -> list[str]:
-    if not found.keys() & _RULES.keys():
+def _rules(given_flags: dict[str, str]) -> list[str]:
+    if not given_flags.keys() & _RULES.keys():
         return []
-    dims = [found.get(name, "1") for name in _RULES]
+    dims = [given_flags.get(name, "1") for name in _RULES]
     if not set(dims) <= {"1", "2"}:
         raise MeshwrightError(f"T5X's partitioning dims are 1 or 2, not {', '.join(dims)}")
     return ["--rules", f"t5x:{','.join(dims)}"]

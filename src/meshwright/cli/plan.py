@@ -1,96 +1,98 @@
-"""`meshwright plan`: every mesh of a machine for a model, ranked, with the reasons."""
+"""`meshwright plan`: rank every mesh of a machine for a model, with the reasons."""
 
-import json as jsonlib
+import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 from rich.console import Console
 
 from meshwright.errors import MeshwrightError
 from meshwright.planner import plan as make_plan
-from meshwright.planner.report import explain as explained
-from meshwright.planner.report import find_mesh, found_data, page, plan_data, report
+from meshwright.planner.report import explain, find_mesh, found_data, page, plan_data, report
 
 
-def plan(
-    model: Annotated[str, tyro.conf.Positional],
-    on: str,
-    batch: int,
-    seq: int,
-    mesh: str | None = None,
-    objective: Literal["throughput", "latency", "memory"] = "throughput",
-    remat: Literal["none", "elementwise", "mlp", "full"] | None = None,
-    accumulation: int | None = None,
-    optimizer: str | None = None,
-    param_dtype: Literal["float32", "bfloat16"] = "float32",
-    overlap: bool = False,
-    serve: bool = False,
-    cost_per_hour: float | None = None,
-    top: int = 8,
-    refused: bool = False,
-    explain: str | None = None,
-    json: bool = False,
-    html: Path | None = None,
-) -> None:
-    """Rank every mesh of a machine for a model: time, memory, what it waits for, and why.
+@dataclass(frozen=True)
+class PlanSettings:
+    """Model, machine, batch, what is fixed in the search, and how to show the plan."""
+
+    model: tyro.conf.Positional[str]
+    """Model preset (llama-3.1-8b), a Hugging Face config.json, or a folder that holds one."""
+    on: str
+    """Machine: v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8, here."""
+    batch: int
+    """Global batch size in sequences; with --serve, sequences decoded at a time."""
+    seq: int
+    """Sequence length in tokens."""
+    mesh: str | None = None
+    """Only meshes that match: "fsdp=*,tp<=8,sp=1"."""
+    objective: Literal["throughput", "latency", "memory"] = "throughput"
+    """What to rank by: tokens per second, free memory, or with --serve the time per token."""
+    remat: Literal["none", "elementwise", "mlp", "full"] | None = None
+    """Only this remat policy; by default the fastest that fits."""
+    accumulation: int | None = None
+    """Only this number of micro-batches; by default the fastest that fits."""
+    optimizer: str | None = None
+    """Optimizer, whose state takes memory; adamw by default."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of parameters and optimizer state."""
+    overlap: bool = False
+    """Plan with train's --compute.overlap: TPUs all-gather weights during compute."""
+    serve: bool = False
+    """Plan decoding with a KV cache instead of training."""
+    cost_per_hour: float | None = None
+    """Price of one chip per hour; the report then shows the cost of a trillion tokens."""
+    top: int = 8
+    """Number of meshes to list."""
+    refused: bool = False
+    """List every refused mesh with the reason."""
+    explain: str | None = None
+    """Explain this mesh: every formula with its numbers."""
+    json: bool = False
+    """Print JSON, which `meshwright prove --plan FILE` reads."""
+    html: Path | None = None
+    """Write a self-contained HTML page to this file."""
+
+
+def plan(settings: tyro.conf.OmitArgPrefixes[PlanSettings]) -> None:
+    """Rank every mesh of a machine for a model: step time, memory, what limits it, and why.
 
     Meshes whose times cannot be told apart are one group, the simplest first.
 
     meshwright plan llama-3.1-8b --on v5p:4x4x4 --batch 256 --seq 4096
-
-    Args:
-        model: A preset (llama-3.1-8b), a Hugging Face config.json, or a folder that holds one.
-        on: The machine: v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8, here.
-        batch: Rows of an optimizer step, over all devices; with --serve, rows that are decoded.
-        seq: Tokens of a row.
-        mesh: Only meshes like this: "fsdp=*,tp<=8,sp=1".
-        objective: What comes first: tokens a second, room in memory, or, serving, a short wait for
-            each token.
-        remat: Only this; otherwise the fastest that fits.
-        accumulation: Only so many micro-batches; otherwise the fastest number that fits.
-        optimizer: The optimizer, whose state is kept: adamw if not said.
-        param_dtype: What parameters and the optimizer's state are kept in.
-        overlap: With train's --compute.overlap: TPUs gather weights while they compute.
-        serve: Plan decoding with a KV cache instead of training.
-        cost_per_hour: Of one chip; gives the money for a trillion tokens.
-        top: How many meshes to list.
-        refused: List every mesh that was refused, and why.
-        explain: One mesh in full: its formulas with numbers filled in.
-        json: Print plain data instead; `meshwright prove --plan FILE` reads it.
-        html: Write one self-contained page here instead.
     """
-    if top < 1:
-        raise MeshwrightError(f"--top {top} must be a whole number from 1")
-    made = make_plan(
-        model,
-        on,
-        batch,
-        seq,
-        objective=objective,
-        mesh=mesh,
-        remat=remat,
-        accumulation=accumulation,
-        kind="serve" if serve else "train",
-        optimizer=optimizer,
-        param_dtype=param_dtype,
-        overlap=overlap,
-        cost_per_hour=cost_per_hour,
+    if settings.top < 1:
+        raise MeshwrightError(f"--top {settings.top} must be a whole number from 1")
+    ranking = make_plan(
+        settings.model,
+        settings.on,
+        settings.batch,
+        settings.seq,
+        objective=settings.objective,
+        mesh=settings.mesh,
+        remat=settings.remat,
+        accumulation=settings.accumulation,
+        kind="serve" if settings.serve else "train",
+        optimizer=settings.optimizer,
+        param_dtype=settings.param_dtype,
+        overlap=settings.overlap,
+        cost_per_hour=settings.cost_per_hour,
     )
-    found = None if explain is None else find_mesh(made, explain)
-    if html is not None:
-        _write(html, page(made))
-        print(f"wrote {html}", file=sys.stderr if json else sys.stdout)
-    if json:
-        print(jsonlib.dumps(plan_data(made) if found is None else found_data(made, found)))
-    if json or html is not None:
+    mesh = None if settings.explain is None else find_mesh(ranking, settings.explain)
+    if settings.html is not None:
+        _write(settings.html, page(ranking))
+        print(f"wrote {settings.html}", file=sys.stderr if settings.json else sys.stdout)
+    if settings.json:
+        print(json.dumps(plan_data(ranking) if mesh is None else found_data(ranking, mesh)))
+    if settings.json or settings.html is not None:
         return
     console = Console()
-    if found is not None:
-        console.print(explained(made, found, console.width))
+    if mesh is not None:
+        console.print(explain(ranking, mesh, console.width))
     else:
-        console.print(report(made, console.width, top=top, refused=refused))
+        console.print(report(ranking, console.width, top=settings.top, refused=settings.refused))
 
 
 def _write(path: Path, text: str) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from meshwright.audits import Audit
 from meshwright.audits import audit as read_audit
@@ -30,7 +29,7 @@ from meshwright.planner import (
     padding,
 )
 from meshwright.planner.report import read_plan
-from meshwright.present import bytes_text, count
+from meshwright.present import Column, Row, aligned, bytes_text, count
 from meshwright.proofs import Compared, Proof, compare, expected, prove
 from meshwright.train import AUTO, TrainConfig, training_spec
 
@@ -107,14 +106,14 @@ def prove_command(arguments: Sequence[str]) -> None:
     if has_plan:
         job = job_of(config, machine, model)
         known = job, choice_of(config, job, machine)
-    found, compared = _read(config, proof, known)
+    audit, compared = _read(config, proof, known)
     if as_json:
-        print(json.dumps(_data(config, proof, found, compared)))
+        print(json.dumps(_data(config, proof, audit, compared)))
     else:
-        _print(config, proof, found, compared, known, 12 if most is None else int(most))
+        _print(config, proof, audit, compared, known, 12 if most is None else int(most))
     wrong = {
-        "surprise": found is not None and found.surprises,
-        "rewrite": found is not None and (found.surprises or found.rewritten),
+        "surprise": audit is not None and audit.surprises,
+        "rewrite": audit is not None and (audit.surprises or audit.rewritten),
         "memory": not proof.fits,
     }
     if fail_on is not None and wrong[fail_on]:
@@ -146,12 +145,12 @@ def _read(
     shape = dict(training_spec(config).resolve(proof.machine.num_devices).axes)
     if known is None:
         return read_audit(proof.text, shape), ()
-    found = read_audit(proof.text, shape, expected=expected(*known, proof.machine))
-    return found, compare(*known, proof, found)
+    audit = read_audit(proof.text, shape, expected=expected(*known, proof.machine))
+    return audit, compare(*known, proof, audit)
 
 
 def _print(
-    config: TrainConfig, proof: Proof, found: Audit | None, compared: Sequence[Compared],
+    config: TrainConfig, proof: Proof, audit: Audit | None, compared: Sequence[Compared],
     known: tuple[Job, Choice] | None, most: int,
 ) -> None:  # fmt: skip
     console = Console()
@@ -177,19 +176,19 @@ def _print(
         )
         console.print(f"by the plan: {kinds}", highlight=False, soft_wrap=True)
     if buffers:
-        table = Table("bytes", "largest buffers", box=None, pad_edge=False)
-        for one in buffers[:6]:
-            table.add_row(bytes_text(one.bytes), one.arrays.replace("[", "\\["))
-        console.print(table)
+        lines = [Row((bytes_text(buffer.bytes), buffer.arrays)) for buffer in buffers[:6]]
+        columns = [Column("bytes"), Column("largest buffers", right=False, least=40)]
+        console.print(*aligned(columns, lines, console.width), sep="\n")
     if compared:
-        table = Table("", "plan", "compiler", "off", box=None, pad_edge=False)
+        lines = []
         for number in compared:
             off = "" if number.off is None else f"{100 * number.off:+.1f}%"
             sizes = (bytes_text(int(size)) for size in (number.planned, number.compiled))
-            table.add_row(number.what, *sizes, off)
-        console.print(table)
-    if found is not None:
-        show_audit(found, console, most)
+            lines.append(Row((number.what, *sizes, off)))
+        columns = [Column("", right=False), *map(Column, ("plan", "compiler", "off"))]
+        console.print(*aligned(columns, lines, console.width), sep="\n")
+    if audit is not None:
+        show_audit(audit, console, most)
     kept = "the program and the compiler's report are" if proof.footprint else "all it said is"
     console.print(f"{kept} in {proof.folder}", soft_wrap=True)
 
@@ -199,22 +198,22 @@ def _headline(config: TrainConfig, proof: Proof) -> str:
     when = "compiled before" if proof.cached else "compiled"
     how = f"{when} in {seconds:.0f} s by {proof.compiler}"
     devices = count(proof.machine.num_devices, "device")
-    what = f"{config.model} on {proof.machine} ({devices}), mesh {config.mesh}"
+    subject = f"{config.model} on {proof.machine} ({devices}), mesh {config.mesh}"
     if proof.footprint is not None:
         total, limit = proof.footprint.total, proof.footprint.limit
         verdict = "fits" if proof.fits else "does not fit"
-        return f"{verdict}: {bytes_text(total)} of {bytes_text(limit)} a device; {what}; {how}"
+        return f"{verdict}: {bytes_text(total)} of {bytes_text(limit)} a device; {subject}; {how}"
     lacks = proof.out_of_memory
     assert lacks is not None
     if not lacks.needed:
-        return f"does not fit, by the compiler's own word; {what}; {how}"
+        return f"does not fit, by the compiler's own word; {subject}; {how}"
     count_ = ", by the compiler's first count" if lacks.early else ""
-    said = f"needs {bytes_text(lacks.needed)} of {bytes_text(lacks.limit)} a device{count_}"
-    return f"does not fit: {said}; {what}; {how}"
+    verdict = f"needs {bytes_text(lacks.needed)} of {bytes_text(lacks.limit)} a device{count_}"
+    return f"does not fit: {verdict}; {subject}; {how}"
 
 
 def _data(
-    config: TrainConfig, proof: Proof, found: Audit | None, compared: Sequence[Compared]
+    config: TrainConfig, proof: Proof, audit: Audit | None, compared: Sequence[Compared]
 ) -> dict[str, Any]:
     import dataclasses
 
@@ -230,20 +229,20 @@ def _data(
         "compiler": proof.compiler,
         "cached": proof.cached,
         "attention": proof.attention,
-        "audit": None if found is None else found.data(),
-        "compared": [dataclasses.asdict(one) | {"off": one.off} for one in compared],
+        "audit": None if audit is None else audit.data(),
+        "compared": [dataclasses.asdict(number) | {"off": number.off} for number in compared],
     }
 
 
 @contextlib.contextmanager
-def _shown(what: str) -> Iterator[Any]:
+def _shown(subject: str) -> Iterator[Any]:
     """A line on stderr that says the stage and how long it has taken; plain lines in a pipe."""
     console = Console(stderr=True)
     stage, start, done = "starting", time.perf_counter(), threading.Event()
     if not console.is_terminal:
 
         def line(name: str, _: float) -> None:
-            print(f"{STAGES.get(name, name)}: {what}", file=sys.stderr, flush=True)
+            print(f"{STAGES.get(name, name)}: {subject}", file=sys.stderr, flush=True)
 
         yield line
         return
@@ -252,7 +251,7 @@ def _shown(what: str) -> Iterator[Any]:
         def tick() -> None:
             while not done.wait(0.2):
                 passed = time.perf_counter() - start
-                status.update(f"{STAGES.get(stage, stage)}: {what}, {passed:.0f} s")
+                status.update(f"{STAGES.get(stage, stage)}: {subject}, {passed:.0f} s")
 
         def move(name: str, _: float) -> None:
             nonlocal stage

@@ -45,14 +45,14 @@ def settings(arguments: Sequence[str], default: TrainConfig | None = None) -> Tr
     if file is not None and default is not None:
         raise MeshwrightError("--config and --plan both give all settings; leave one out")
     default = default if file is None else config_from_file(file)
-    given: dict[str, Any] = {} if default is None else {"default": default}
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
     return tyro.cli(
         TrainConfig,
         prog="meshwright train",
         description=train.__doc__,
         args=rest,
         config=(tyro.conf.PositionalRequiredArgs,),
-        **given,
+        **defaults,
     )
 
 

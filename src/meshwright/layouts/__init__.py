@@ -1,16 +1,30 @@
 """The notation: expressions, path rules and logical rules, which all give a Layout."""
 
+from typing import TYPE_CHECKING, Any
+
 from meshwright.layouts.arrays import ArraySpec, is_abstract
-from meshwright.layouts.decide import path_text, tree_paths
+from meshwright.layouts.decide import layout_tree
 from meshwright.layouts.explanation import Explanation, explain
-from meshwright.layouts.initial import Constant, Normal, create
 from meshwright.layouts.layout import Layout, axes_of
 from meshwright.layouts.logical_rules import Rules, standard_rules
 from meshwright.layouts.optimizer import optimizer_layouts
-from meshwright.layouts.padding import fit, resized_like, stored
 from meshwright.layouts.path_rules import PathRules
-from meshwright.layouts.place import layout_tree, shard, sharding, shardings
-from meshwright.layouts.resolve import LayoutLike, resolve
+from meshwright.layouts.resolve import resolve
+from meshwright.layouts.trees import path_text, tree_paths
+
+if TYPE_CHECKING:
+    from meshwright.layouts.jax_arrays import (
+        Constant,
+        LayoutLike,
+        Normal,
+        create,
+        fit,
+        resized_like,
+        shard,
+        sharding,
+        shardings,
+        stored,
+    )
 
 __all__ = [
     "ArraySpec",
@@ -38,3 +52,12 @@ __all__ = [
     "stored",
     "tree_paths",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs jax is imported when it is used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from meshwright.layouts import jax_arrays
+
+    return getattr(jax_arrays, name)

@@ -1,15 +1,19 @@
 """Abstract arrays: shape, dtype, dims and initializer, before the array exists."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 
 from meshwright.arithmetic import whole_numbers
 from meshwright.errors import MeshwrightError
 from meshwright.present import count
+
+with contextlib.suppress(ImportError):
+    import ml_dtypes  # noqa: F401  # teaches NumPy bfloat16 and float8; comes with jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +32,7 @@ class ArraySpec:
 
     shape: tuple[int, ...]
     dims: Sequence[str | None]  # or one text: "embed mlp"
-    dtype: Any = jnp.float32
+    dtype: Any = np.float32
     init: Any = dataclasses.field(default=None, repr=False)
     unpadded: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
     inputs: int = dataclasses.field(default=0, repr=False)
@@ -37,9 +41,9 @@ class ArraySpec:
         object.__setattr__(self, "shape", whole_numbers(self.shape, "shape"))
         object.__setattr__(self, "dims", dim_names(self.dims))
         try:
-            if is_abstract(self.dtype):
+            if is_abstract(self.dtype) and not isinstance(self.dtype, type):
                 raise TypeError
-            object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+            object.__setattr__(self, "dtype", np.dtype(self.dtype))
         except TypeError:
             raise MeshwrightError(
                 f"{self.dtype!r} is not a dtype; give jnp.bfloat16, 'float32' or the like"

@@ -6,21 +6,23 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.arithmetic import first_repeated
 from meshwright.errors import MeshwrightError
 from meshwright.layouts.arrays import ArraySpec, dim_names, is_abstract
 from meshwright.layouts.expression import Expression
-from meshwright.layouts.layout import Layout
+from meshwright.layouts.layout import AxesByDim, Layout, is_of_jax
 from meshwright.layouts.logical_rules import Rules
 from meshwright.layouts.path_rules import PathRules
-from meshwright.layouts.resolve import NOT_A_LAYOUT, resolve
-from meshwright.meshes import AnyMesh
+from meshwright.layouts.resolve import NOT_A_LAYOUT, is_device_line, mesh_for_layouts, resolve
+from meshwright.layouts.trees import flatten, flatten_with_paths, path_text, tree_paths
+from meshwright.meshes import MeshShape
+
+if TYPE_CHECKING:
+    from meshwright.layouts.jax_arrays import MeshLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Decision:
     """A layout, its mesh, the rule that decided, and the rules that lost with the reason."""
 
     layout: Layout
-    mesh: AnyMesh
+    mesh: MeshShape
     rule: str
     lost: tuple[str, ...] = ()
 
@@ -57,16 +59,16 @@ class TreeDecisions:
         raise MeshwrightError("\n- ".join([f"{len(self.problems)} mistakes:", *listed]))
 
 
-def decide(tree: Any, rules: Any, mesh: AnyMesh, dims: Any = None) -> TreeDecisions:
+def decide(tree: Any, rules: Any, mesh: MeshShape, dims: Any = None) -> TreeDecisions:
     """Decide for every leaf of `tree`.
 
     `rules`: one layout for all, Rules (dims from ArraySpec leaves or from `dims`), PathRules, or a
     tree of layouts (a prefix of `tree`).
     """
     try:
-        leaves, treedef = jax.tree.flatten(tree)
-    except ValueError as reason:  # keys that cannot be sorted
-        raise MeshwrightError(f"this is no tree that jax can walk: {reason}") from None
+        leaves, treedef = flatten(tree)
+    except (ValueError, TypeError) as reason:  # keys that cannot be sorted
+        raise MeshwrightError(f"this is no tree of arrays: {reason}") from None
     paths = functools.cache(lambda: tree_paths(tree))  # slow for large trees, and rarely needed
     if dims is not None and not isinstance(rules, Rules):
         raise MeshwrightError(
@@ -111,19 +113,28 @@ def decide(tree: Any, rules: Any, mesh: AnyMesh, dims: Any = None) -> TreeDecisi
     return TreeDecisions(tree, leaves, treedef, decisions, problems)
 
 
-def tree_paths(tree: Any) -> list[str]:
-    """The path of every leaf: `layers/0/wq/kernel`."""
-    with_paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [path_text(path) for path, _ in with_paths]
-
-
-def path_text(path: Sequence[Any]) -> str:
-    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+def layout_tree(
+    tree: Any,
+    rules: Any,
+    *,
+    mesh: "MeshLike | None" = None,
+    devices: Sequence[Any] | None = None,
+    dims: Any = None,
+) -> Any:
+    """A tree of Layouts like `tree`: what the rules say, as values."""
+    base = mesh_for_layouts(mesh, devices)
+    decided = decide(tree, rules, base, dims)
+    decided.raise_problems()
+    if is_device_line(base):
+        raise MeshwrightError(
+            "layouts say which mesh axes split each dim, and no mesh is given; pass mesh="
+        )
+    return decided.treedef.unflatten([decision.layout for decision in decided.decisions])
 
 
 def _by_dims(
     rules: Rules,
-    mesh: AnyMesh,
+    mesh: MeshShape,
     path: str,
     shape: tuple[int, ...],
     dims: tuple[str, ...] | None,
@@ -151,7 +162,7 @@ def _by_dims(
 
 def _by_path(
     rules: PathRules,
-    mesh: AnyMesh,
+    mesh: MeshShape,
     path: str,
     shape: tuple[int, ...],
     found: tuple[int, ...],
@@ -169,7 +180,9 @@ def _by_path(
     return Decision(layout, own, repr(rule.pattern), lost)
 
 
-def _as_given(mesh: AnyMesh, path: str, shape: tuple[int, ...], given: Any, leaf: Any) -> Decision:
+def _as_given(
+    mesh: MeshShape, path: str, shape: tuple[int, ...], given: Any, leaf: Any
+) -> Decision:
     layout, own = resolve(given, len(shape), mesh)
     layout.check(own.shape, shape, _named(path), given)
     own_dims = leaf.dims if isinstance(leaf, ArraySpec) else layout.dims
@@ -207,9 +220,9 @@ def _spread(layouts: Any, tree: Any, spread: list[Any]) -> bool:
     """Append a layout for each leaf; False where the two trees do not match."""
     if type(layouts) is tuple and type(tree) is not tuple:
         # with every entry it has, so that one too many for the array is noticed
-        layouts = PartitionSpec(*(axes or None for axes in Layout.of_spec(layouts).axes))
+        layouts = AxesByDim(axes or None for axes in Layout.of_spec(layouts).axes)
     if is_layout(layouts):
-        spread += [layouts] * (1 if is_abstract(tree) else len(jax.tree.leaves(tree)))
+        spread += [layouts] * (1 if is_abstract(tree) else len(flatten(tree)[0]))
         return True
     if type(layouts) is dict and type(tree) is dict:  # by far the most common, and in jax's order
         return layouts.keys() == tree.keys() and all(
@@ -223,12 +236,12 @@ def _spread(layouts: Any, tree: Any, spread: list[Any]) -> bool:
 
 
 def _one_level(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree, is_leaf=lambda node: node is not tree)
+    return flatten(tree, is_leaf=lambda node: node is not tree)
 
 
 def _one_level_names(tree: Any) -> list[str]:
-    with_paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda n: n is not tree)
-    return [path_text(path) for path, _ in with_paths]
+    below = flatten_with_paths(tree, is_leaf=lambda node: node is not tree)
+    return [path_text(path) for path, _ in below]
 
 
 def _is_leaf(tree: Any) -> bool:
@@ -277,7 +290,8 @@ def _mismatch(layouts: Any, tree: Any, path: str) -> str:
 def is_layout(value: Any) -> bool:
     """Whether a value is always a single layout; None splits nothing."""
     return value is None or (
-        isinstance(value, Layout | PartitionSpec | NamedSharding | Expression)
+        isinstance(value, Layout | AxesByDim | Expression)
+        or is_of_jax(value, "PartitionSpec", "NamedSharding")
         or (isinstance(value, str) and "->" in value)
     )
 

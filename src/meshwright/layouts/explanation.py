@@ -9,36 +9,55 @@
 """
 
 import dataclasses
-import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+import numpy as np
 
 from meshwright.layouts.decide import TreeDecisions, decide
 from meshwright.layouts.expression import Expression
 from meshwright.layouts.layout import Layout
 from meshwright.layouts.path_rules import PathRules
-from meshwright.layouts.resolve import MeshLike, find_mesh, is_device_line
-from meshwright.meshes import AnyMesh, MeshSpec
-from meshwright.present import bytes_text, count, mesh_text
+from meshwright.layouts.resolve import is_device_line, mesh_for_layouts
+from meshwright.layouts.trees import with_jax
+from meshwright.meshes import MeshShape
+from meshwright.present import (
+    Column,
+    Row,
+    aligned,
+    bytes_text,
+    count,
+    mesh_text,
+    omitted_columns,
+    paragraph,
+    table_markdown,
+    table_text,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from meshwright.layouts.jax_arrays import MeshLike
 
 LARGE = 16 * 2**20  # bytes per device from which a replicated array gets a warning
-_COLUMNS = (
-    "array", "shape", "dtype", "layout", "bytes/device", "copies", "decided by", "lost"
-)  # fmt: skip
-_DTYPE, _RULE, _LOST = (_COLUMNS.index(name) for name in ("dtype", "decided by", "lost"))
+_COLUMNS = [
+    Column("array", right=False),
+    Column("shape"),
+    Column("dtype", right=False, importance=2),
+    Column("layout", right=False, least=24),
+    Column("bytes/device"),
+    Column("copies"),
+    Column("decided by", right=False, importance=3),
+    Column("lost", right=False, importance=1),
+]
 
 # a path segment that is a number, or ends in _number: layers/3, layers_3; not w1
 _LAYER_NUMBER = re.compile(r"(?:(?<=/)|(?<=_)|^)\d+(?=/|$)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class PlacedArray:
     """One array's placement."""
 
     path: str
@@ -83,7 +102,7 @@ class Row:
 class Explanation:
     """The placement of every array, with problems and notes."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlacedArray, ...]
     mesh_shape: Mapping[str, int]
     problems: tuple[str, ...]  # mistakes (only with strict=False; otherwise they were raised)
     notes: tuple[str, ...]  # large replicated arrays
@@ -102,7 +121,7 @@ class Explanation:
 
     def collapsed(self) -> "Explanation":
         """Merge rows that differ only in the numbers of their paths (the layers)."""
-        groups: dict[Any, list[Row]] = {}
+        groups: dict[Any, list[PlacedArray]] = {}
         for row in self.rows:
             alike = dataclasses.replace(row, path=_LAYER_NUMBER.sub("*", row.path))
             groups.setdefault(alike, []).append(row)
@@ -161,55 +180,35 @@ class Explanation:
 
     def markdown(self, collapse: bool = True) -> str:
         table = self.collapsed() if collapse else self
-        lines = [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
-        for row in table.rows:
-            lines.append("| " + " | ".join(c.replace("|", "\\|") for c in row.cells()) + " |")
-        lines += ["", self.summary()]
+        rows = [Row(array.cells()) for array in table.rows]
+        lines = [table_markdown(_COLUMNS, rows), "", self.summary()]
         lines += [f"- {line}" for line in self.remarks]
         return "\n".join(lines) + "\n"
 
     def text(self, collapse: bool = True, width: int = 160) -> str:
         """The table as plain text; `print(explanation)` is the same."""
-        from rich.console import Console
-
-        buffer = io.StringIO()
-        table = self.collapsed() if collapse else self
-        console = Console(file=buffer, width=width, color_system=None)
-        for part in table.renderables(width):
-            console.print(part)
-        lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
-        return "\n".join(filter(None, lines))
+        columns, rows = (self.collapsed() if collapse else self)._table()
+        lines = [table_text(columns, rows, width), wrapped(self.summary(), width)]
+        lines += [wrapped(f"! {line}", width) for line in self.remarks]
+        lines += [wrapped(line, width) for line in _omitted(columns, rows, width)]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.text()
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield from self.collapsed().renderables(options.max_width)
+        columns, rows = self.collapsed()._table()
+        width = options.max_width
+        yield from aligned(columns, rows, width)
+        yield paragraph(self.summary(), width, 0)
+        yield from (paragraph(f"! {line}", width, 0, style="yellow") for line in self.remarks)
+        for line in _omitted(columns, rows, width):
+            yield paragraph(line, width, 0, style="dim")
 
-    def renderables(self, width: int) -> list[Any]:
-        """The table, the sum and the remarks for rich; what is too wide to fit is left out."""
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        cells = [row.cells() for row in self.rows]
-        columns, left_out = _columns_that_fit(cells, width)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for i in columns:
-            numeric = _COLUMNS[i] in ("bytes/device", "copies", "shape")
-            table.add_column(
-                _COLUMNS[i],
-                justify="right" if numeric else "left",
-                overflow="fold",
-                no_wrap=_COLUMNS[i] in ("array", "bytes/device"),
-            )
-        for row in cells:
-            table.add_row(*(Text(row[i]) for i in columns))
-        remarks = [Text(f"! {line}", style="yellow") for line in self.remarks]
-        if left_out:
-            names = ", ".join(_COLUMNS[i] for i in left_out)
-            remarks.append(Text(f"left out for lack of width: {names}", style="dim"))
-        return [table, Text(self.summary()), *remarks]
+    def _table(self) -> tuple[list[Column], list[Row]]:
+        """Without the last column where nothing lost."""
+        last = None if any(array.lost for array in self.rows) else -1
+        return _COLUMNS[:last], [Row(array.cells()[:last]) for array in self.rows]
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -220,7 +219,7 @@ class Explanation:
 def explain(
     tree: Any,
     rules: Any,
-    mesh: MeshLike | None = None,
+    mesh: "MeshLike | None" = None,
     *,
     devices: Sequence[Any] | None = None,
     dims: Any = None,
@@ -232,22 +231,14 @@ def explain(
     all sizes given. Mistakes (an unknown name, a rule that matches nothing, dims that do not
     divide) raise, or with `strict=False` are listed with the table.
     """
-    concrete = _mesh(mesh, devices)
+    concrete = mesh_for_layouts(mesh, devices)
     decided = decide(tree, rules, concrete, dims)
     if strict:
         decided.raise_problems()
     return _explanation(decided, concrete)
 
 
-def _mesh(mesh: MeshLike | None, devices: Sequence[Any] | None) -> AnyMesh:
-    if devices is None and isinstance(mesh, str | MeshSpec):
-        spec = MeshSpec.parse(mesh)
-        if spec.is_resolved:
-            return AbstractMesh(spec.sizes, spec.names)
-    return find_mesh(mesh, devices)
-
-
-def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
+def _explanation(decided: TreeDecisions, mesh: MeshShape) -> Explanation:
     rows, shared = [], []
     for path, leaf, decision in zip(decided.paths, decided.leaves, decided.decisions, strict=True):
         shape = tuple(int(size) for size in getattr(leaf, "shape", ()))
@@ -255,7 +246,7 @@ def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
         layout, mesh_shape = decision.layout, decision.mesh.shape
         total = math.prod(shape) * itemsize
         rows.append(
-            Row(
+            PlacedArray(
                 path=path,
                 shape=shape,
                 dtype=dtype,
@@ -275,41 +266,30 @@ def _explanation(decided: TreeDecisions, mesh: AnyMesh) -> Explanation:
     return Explanation(tuple(rows), dict(mesh.shape), tuple(decided.problems), tuple(notes))
 
 
-def _columns_that_fit(cells: list[tuple[str, ...]], width: int) -> tuple[list[int], list[int]]:
-    """Which columns to show in `width` characters, and which had to go; empty ones just go."""
-    widths = [
-        max([len(name), *(len(row[i]) for row in cells)]) + 3 for i, name in enumerate(_COLUMNS)
-    ]
-    columns = [i for i in range(len(_COLUMNS)) if i != _LOST or any(row[i] for row in cells)]
-    left_out = []
-    for i in (_LOST, _DTYPE, _RULE):
-        if i in columns and sum(widths[j] for j in columns) > width:
-            columns.remove(i)
-            left_out.append(i)
-    return columns, sorted(left_out)
+def _omitted(columns: list[Column], rows: list[Row], width: int) -> list[str]:
+    names = omitted_columns(columns, rows, width)
+    return [f"left out for lack of width: {', '.join(names)}"] if names else []
 
 
-def _as_text(layout: Layout, mesh: AnyMesh) -> Expression:
+def _as_text(layout: Layout, mesh: MeshShape) -> Expression:
     return layout.numbers(mesh.shape) if is_device_line(mesh) else layout.expression
 
 
 def _dtype(leaf: Any) -> tuple[str, int]:
     """Name and bytes of the dtype as jax will hold it: float64 is float32 unless x64 is enabled."""
-    if not hasattr(leaf, "dtype"):
-        if not isinstance(leaf, bool | int | float | complex):
-            return type(leaf).__name__, 0  # no array at all: listed among the problems
-        leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # PRNG keys
-        return str(leaf.dtype), leaf.dtype.itemsize
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    return dtype.name, dtype.itemsize
+    if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+        return type(leaf).__name__, 0  # no array at all: listed among the problems
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    if (jax_arrays := with_jax()) is not None:
+        dtype = jax_arrays.held_dtype(leaf)
+    return str(dtype), dtype.itemsize
 
 
-def _replicated(rows: list[Row], mesh_shape: Mapping[str, int]) -> list[str]:
+def _replicated(rows: list[PlacedArray], mesh_shape: Mapping[str, int]) -> list[str]:
     """Large arrays that are replicated along axes that split others (or split nothing at all)."""
     nontrivial = {axis for axis, size in mesh_shape.items() if size > 1}
     used = nontrivial & {axis for row in rows for axis in row.layout.used_axes}
-    found: dict[tuple[str, ...], list[Row]] = {}
+    found: dict[tuple[str, ...], list[PlacedArray]] = {}
     for row in rows:
         along = nontrivial - set(row.layout.used_axes)
         idle = along & used if row.layout.used_axes else along

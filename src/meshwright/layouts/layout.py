@@ -10,15 +10,20 @@ True
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from jax.sharding import PartitionSpec
+import numpy as np
 
 from meshwright.arithmetic import divisors, first_repeated
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts.expression import Entry, Expression, is_dim_name
 from meshwright.meshes import RESERVED_AXIS, STANDARD_AXES
 from meshwright.present import count, mesh_text, nearest_multiples
+
+if TYPE_CHECKING:
+    from meshwright.layouts.jax_arrays import PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Layout:
         rank = ndim if ndim is not None else (len(dims) or len(axes))
         if len(axes) > rank:
             raise MeshwrightError(
-                f"{PartitionSpec(*spec)} names {count(len(axes), 'dim')}, the array has {rank}; "
+                f"{AxesByDim(spec)} names {count(len(axes), 'dim')}, the array has {rank}; "
                 "leave out what it does not have"
             )
         return cls(axes + ((),) * (rank - len(axes)), name_dims(dims))
@@ -102,11 +107,13 @@ class Layout:
         return tuple(axis for axes in self.axes for axis in axes)
 
     @functools.cached_property
-    def spec(self) -> PartitionSpec:
+    def spec(self) -> "PartitionSpec":
         """The PartitionSpec, without trailing Nones; a single axis is not a tuple."""
         entries = [axes[0] if len(axes) == 1 else (axes or None) for axes in self.axes]
         while entries and entries[-1] is None:
             entries.pop()
+        from meshwright.layouts.jax_arrays import PartitionSpec
+
         return PartitionSpec(*entries)
 
     @property
@@ -160,6 +167,29 @@ class Layout:
             size // math.prod(mesh_shape[axis] for axis in axes)
             for size, axes in zip(shape, self.axes, strict=True)
         )
+
+    def shard_indices(self, mesh_shape: Mapping[str, int]) -> np.ndarray:
+        """Which part of each dim every position of the mesh holds: [*mesh, dims]."""
+        position = dict(zip(mesh_shape, np.indices(tuple(mesh_shape.values())), strict=True))
+        indices = np.zeros((*mesh_shape.values(), self.ndim), dtype=int)
+        for dim, axes in enumerate(self.axes):
+            for axis in axes:
+                indices[..., dim] = indices[..., dim] * mesh_shape[axis] + position[axis]
+        return indices
+
+    def slices(self, shape: Sequence[int], mesh_shape: Mapping[str, int]) -> np.ndarray:
+        """The slice of an array of `shape` at every position of the mesh.
+
+        >>> Layout.parse("a b -> a@x b").slices((8, 2), {"x": 4})[1]
+        (slice(2, 4, None), slice(0, 2, None))
+        """
+        shard = self.check(mesh_shape, shape).shard_shape(shape, mesh_shape)
+        found = np.empty(tuple(mesh_shape.values()), dtype=object)
+        indices = self.shard_indices(mesh_shape)
+        for place in np.ndindex(*found.shape):
+            starts = indices[place] * shard
+            found[place] = tuple(map(slice, starts.tolist(), (starts + shard).tolist()))
+        return found
 
     def copies(self, mesh_shape: Mapping[str, int]) -> int:
         """The number of devices that hold the same shard."""
@@ -227,6 +257,21 @@ class Layout:
                     f"in {parts}{over} by layout '{given}'; make it "
                     f"{nearest_multiples(size, parts)}, or split it in at most {most}"
                 )
+
+
+class AxesByDim(tuple[Any, ...]):
+    """The mesh axes of the first dims of an array, which may have more, as in a PartitionSpec."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"P{tuple(self)!r}"
+
+
+def is_of_jax(value: object, *names: str) -> bool:
+    """Whether a value is of one of these classes of jax.sharding; jax is not imported for it."""
+    module = sys.modules.get("jax.sharding")
+    return module is not None and isinstance(value, tuple(getattr(module, name) for name in names))
 
 
 def axes_of(entry: object, given: object) -> tuple[str, ...]:

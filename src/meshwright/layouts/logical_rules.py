@@ -12,15 +12,16 @@ the fallback. None means that the dim is not split, and is final. Several axes a
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-from jax.sharding import PartitionSpec
+from typing import TYPE_CHECKING, Any
 
 from meshwright.arithmetic import first_repeated, whole_numbers
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts.arrays import dim_names
 from meshwright.layouts.layout import Layout, name_dims
-from meshwright.layouts.resolve import MeshLike, mesh_shape_of
+from meshwright.layouts.resolve import mesh_shape_of
+
+if TYPE_CHECKING:
+    from meshwright.layouts.jax_arrays import MeshLike, PartitionSpec
 
 _NONE = "none"
 
@@ -115,8 +116,8 @@ class Rules:
         self,
         dims: str | Sequence[str | None],
         shape: Sequence[int] | None = None,
-        mesh: MeshLike | None = None,
-    ) -> PartitionSpec:
+        mesh: "MeshLike | None" = None,
+    ) -> "PartitionSpec":
         """The PartitionSpec of an array with these dims, checked with `shape` and `mesh`."""
         return self.layout(dims, shape, mesh).spec
 
@@ -124,7 +125,7 @@ class Rules:
         self,
         dims: str | Sequence[str | None],
         shape: Sequence[int] | None = None,
-        mesh: MeshLike | None = None,
+        mesh: "MeshLike | None" = None,
     ) -> Layout:
         layout = self.outcome(dims).layout
         return layout.check(

@@ -15,13 +15,12 @@ import itertools
 import math
 from typing import Any
 
-import jax
-
 from meshwright.errors import MeshwrightError
-from meshwright.layouts.decide import array_shape, one_layout_each, path_text
+from meshwright.layouts.decide import array_shape, one_layout_each
 from meshwright.layouts.layout import Layout
 from meshwright.layouts.path_rules import PathRules
 from meshwright.layouts.resolve import as_layout
+from meshwright.layouts.trees import flatten, flatten_with_paths, path_text
 
 Path = tuple[Any, ...]
 _SMALL = 1024  # elements
@@ -43,17 +42,16 @@ def optimizer_layouts(
     if extra is not None and not isinstance(extra, PathRules):
         raise MeshwrightError(f"extra={extra!r} is not mw.PathRules")
     by_path = {}
-    arrays = jax.tree_util.tree_flatten_with_path(params)[0]
+    arrays = flatten_with_paths(params)
     for (path, leaf), given in zip(arrays, one_layout_each(param_layouts, params), strict=True):
         shape = array_shape(leaf, path_text(path))
         of_param = as_layout(given, len(shape))
         by_path[tuple(path)] = shape, of_param.check_rank(len(shape), path_text(path), given)
     longest = max(map(len, by_path), default=0)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     found = []
     problems = []
     placed_by_extra: list[str] = []
-    for path, leaf in leaves:
+    for path, leaf in flatten_with_paths(state):
         shape = array_shape(leaf, path_text(path))
         layout = _follow(tuple(path), shape, by_path, longest)
         if layout is None and extra is not None and extra.matcher.found_in(path_text(path)):
@@ -71,7 +69,7 @@ def optimizer_layouts(
         )
     if extra is not None and (unused := _never_placed(extra, placed_by_extra)):
         raise MeshwrightError(f"extra=: {'; '.join(unused)}")
-    return jax.tree.unflatten(jax.tree.structure(state), found)
+    return flatten(state)[1].unflatten(found)
 
 
 def _never_placed(extra: PathRules, paths: list[str]) -> list[str]:
@@ -86,7 +84,7 @@ def _follow(
 ) -> Layout | None:
     """The layout of the state array at `path`; None if it follows no parameter."""
     for start, stop in _spans(len(path), longest):
-        if start == 0 and stop < len(path) and isinstance(path[0], jax.tree_util.SequenceKey):
+        if start == 0 and stop < len(path) and hasattr(path[0], "idx"):
             continue  # the place in an optax chain, not in a list of parameters
         owner = params.get(path[start:stop])
         if owner is not None:

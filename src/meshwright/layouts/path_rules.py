@@ -13,11 +13,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
-
 from meshwright.errors import MeshwrightError
 from meshwright.layouts.expression import ELLIPSIS, Entry, Expression
-from meshwright.layouts.layout import Layout
+from meshwright.layouts.layout import Layout, is_of_jax
 
 _ARROW = " => "
 _CATCH_ALL = (".*", "")
@@ -187,7 +185,7 @@ def _expression(layout: Any, item: Any) -> Expression:
         return layout.expression
     if layout is None:
         layout = ()
-    if isinstance(layout, PartitionSpec | tuple | list):
+    if isinstance(layout, tuple | list) or is_of_jax(layout, "PartitionSpec"):
         exact = Layout.of_spec(layout).expression
         # as in jax, a spec may be shorter than the array: the dims it leaves out are not split
         return Expression((*exact.left, ELLIPSIS), (*exact.right, Entry(ELLIPSIS)))

@@ -9,24 +9,16 @@ factors the compiler can abort the process.)
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-
-from meshwright.arithmetic import prime_factors
 from meshwright.errors import MeshwrightError
 from meshwright.layouts.expression import Expression, Factor
-from meshwright.layouts.layout import Layout, name_dims
-from meshwright.meshes import RESERVED_AXIS, AnyMesh, MachineMesh, MeshSpec, device_list, mesh
+from meshwright.layouts.layout import Layout, is_of_jax, name_dims
+from meshwright.meshes import RESERVED_AXIS, MachineMesh, MeshShape, MeshSpec
 from meshwright.present import mesh_text
 
-LayoutLike = str | Layout | PartitionSpec | NamedSharding | tuple[Any, ...] | Expression | None
-"""Anything that means a layout: an expression, a Layout, a PartitionSpec, a tuple like one."""
-
-MeshLike = AnyMesh | MeshSpec | str
-"""Anything that means a mesh: one of jax, a MachineMesh, or text."""
+if TYPE_CHECKING:
+    from meshwright.layouts.jax_arrays import LayoutLike, MeshLike
 
 NOT_A_LAYOUT = (
     "is not a layout; give an expression ('x y -> x y*'), a PartitionSpec, a tuple of axes, or a "
@@ -35,65 +27,28 @@ NOT_A_LAYOUT = (
 NOT_A_MESH = "is not a mesh; give text ('fsdp=2,tp=4'), mw.mesh(…) or a jax Mesh"
 
 
-def find_mesh(given: MeshLike | None, devices: Sequence[Any] | None = None) -> AnyMesh:
-    """The mesh to place on: `given`, the current mesh (jax.set_mesh), or all devices."""
-    if given is not None and devices is not None and not isinstance(given, str | MeshSpec):
-        raise MeshwrightError("give mesh= or devices=, not both: a mesh has its devices")
-    if isinstance(given, str | MeshSpec):
-        current = jax.sharding.get_abstract_mesh()
-        if devices is None and _is_mesh_of(current, given):
-            return _with_devices(current)
-        return mesh(given, devices=devices)
-    if isinstance(given, Mesh | AbstractMesh | MachineMesh):
+def mesh_for_layouts(given: "MeshLike | None", devices: Sequence[Any] | None) -> MeshShape:
+    """What layouts need of a mesh, without jax if it is text with all sizes or a machine's mesh."""
+    if devices is None and isinstance(given, str | MeshSpec):
+        spec = MeshSpec.parse(given)
+        if spec.is_resolved:
+            return spec
+    if devices is None and isinstance(given, MachineMesh):
         return given
-    if given is not None:
-        raise MeshwrightError(f"mesh={given!r} {NOT_A_MESH}")
-    if devices is None:
-        current = jax.sharding.get_abstract_mesh()
-        if not current.empty:
-            return _with_devices(current)
-    return device_line(tuple(jax.devices() if devices is None else device_list(devices)))
+    from meshwright.layouts.jax_arrays import find_mesh
+
+    return find_mesh(given, devices)
 
 
-def _is_mesh_of(current: AbstractMesh, text: str | MeshSpec) -> bool:
-    """Whether the current mesh, maybe with explicit axes, matches the text."""
-    if current.empty:
-        return False
-    try:
-        spec = MeshSpec.parse(text)
-    except MeshwrightError:  # reported where the mesh is built
-        return False
-    sizes = zip(spec.sizes, current.axis_sizes, strict=False)
-    return spec.names == current.axis_names and all(s in (-1, size) for s, size in sizes)
+def is_device_line(mesh: MeshShape) -> bool:
+    return tuple(mesh.axis_names) == line_axes(len(mesh.axis_names))
 
 
-def _with_devices(current: AbstractMesh) -> Mesh | AbstractMesh:
-    try:
-        concrete = jax.sharding.get_mesh()
-    except ValueError:  # inside jit, jax knows the axes only
-        return current
-    return concrete if concrete.abstract_mesh == current else current
-
-
-@functools.lru_cache(maxsize=256)
-def device_line(devices: tuple[Any, ...]) -> Mesh:
-    """The devices in the order given, one axis for each prime factor of their number.
-
-    Large primes first: an odd factor is most often the number of hosts.
-    """
-    primes = prime_factors(len(devices))[::-1] or [1]
-    return Mesh(np.asarray(devices, dtype=object).reshape(primes), _line_axes(len(primes)))
-
-
-def is_device_line(mesh: AnyMesh) -> bool:
-    return mesh.axis_names == _line_axes(len(mesh.axis_names))
-
-
-def _line_axes(number: int) -> tuple[str, ...]:
+def line_axes(number: int) -> tuple[str, ...]:
     return tuple(f"{RESERVED_AXIS}{i}" for i in range(number))
 
 
-def resolve(layout: LayoutLike, ndim: int | None, mesh: AnyMesh) -> tuple[Layout, AnyMesh]:
+def resolve(layout: "LayoutLike", ndim: int | None, mesh: MeshShape) -> tuple[Layout, MeshShape]:
     """The layout and its mesh: `mesh`, unless a NamedSharding has its own."""
     if isinstance(layout, str):
         layout = Expression.parse(layout)
@@ -101,10 +56,11 @@ def resolve(layout: LayoutLike, ndim: int | None, mesh: AnyMesh) -> tuple[Layout
         layout.counts_devices or (is_device_line(mesh) and not layout.names_axes)
     ):
         return _counted(layout, ndim, mesh), mesh
-    return as_layout(layout, ndim), layout.mesh if isinstance(layout, NamedSharding) else mesh
+    own: Any = layout if is_of_jax(layout, "NamedSharding") else None
+    return as_layout(layout, ndim), mesh if own is None else own.mesh
 
 
-def as_layout(layout: LayoutLike, ndim: int | None) -> Layout:
+def as_layout(layout: Any, ndim: int | None) -> Layout:
     """Convert to a Layout; expressions in numbers cannot be, since they need a mesh."""
     if isinstance(layout, Layout):
         return layout
@@ -112,15 +68,15 @@ def as_layout(layout: LayoutLike, ndim: int | None) -> Layout:
         return Layout.parse(layout, ndim)
     if isinstance(layout, Expression):
         return Layout.of_expression(layout, ndim)
-    if isinstance(layout, NamedSharding):
+    if is_of_jax(layout, "NamedSharding"):
         return Layout.of_spec(layout.spec, ndim=ndim)
-    if layout is None or isinstance(layout, PartitionSpec | tuple):
+    if layout is None or isinstance(layout, tuple) or is_of_jax(layout, "PartitionSpec"):
         return Layout.of_spec(() if layout is None else layout, ndim=ndim)
     raise MeshwrightError(f"{layout!r} {NOT_A_LAYOUT}")
 
 
 @functools.lru_cache(maxsize=4096)
-def _counted(expression: Expression, ndim: int | None, mesh: AnyMesh) -> Layout:
+def _counted(expression: Expression, ndim: int | None, mesh: MeshShape) -> Layout:
     """Convert numbers to the mesh axes they line up with."""
     dims = expression.dims(ndim)
     where = "here" if is_device_line(mesh) else "in the mesh"
@@ -152,7 +108,7 @@ def _align(
     return runs
 
 
-def _does_not_line_up(expression: Expression, factors: Sequence[Factor], mesh: AnyMesh) -> str:
+def _does_not_line_up(expression: Expression, factors: Sequence[Factor], mesh: MeshShape) -> str:
     """Why the numbers cannot be placed on this mesh, and what can."""
     if is_device_line(mesh):
         primes = " x ".join(map(str, mesh.axis_sizes))
@@ -164,7 +120,7 @@ def _does_not_line_up(expression: Expression, factors: Sequence[Factor], mesh: A
             f"largest first ({primes}), so it could not be used in one jit with arrays of other "
             f"expressions; give all of them one mesh: mesh=mw.mesh('{axes}')"
         )
-    alone = isinstance(mesh, Mesh) and ", or place by numbers alone: devices=mesh.devices"
+    alone = is_of_jax(mesh, "Mesh") and ", or place by numbers alone: devices=mesh.devices"
     return (
         f"layout '{expression}' does not line up with the mesh ({mesh_text(mesh.shape)}): each "
         "number must be the product of neighbouring axes, in mesh order; name the axes instead "
@@ -172,12 +128,7 @@ def _does_not_line_up(expression: Expression, factors: Sequence[Factor], mesh: A
     )
 
 
-def named_sharding(layout: Layout, mesh: AnyMesh) -> NamedSharding:
-    """The NamedSharding of a layout on a mesh; a MachineMesh becomes an AbstractMesh."""
-    return NamedSharding(mesh.abstract_mesh if isinstance(mesh, MachineMesh) else mesh, layout.spec)
-
-
-def mesh_shape_of(mesh: MeshLike) -> Mapping[str, int]:
+def mesh_shape_of(mesh: "MeshLike") -> Mapping[str, int]:
     """Axis sizes of a mesh, or of mesh text whose sizes are all given."""
     if isinstance(mesh, str | MeshSpec):
         spec = MeshSpec.parse(mesh)
@@ -185,7 +136,7 @@ def mesh_shape_of(mesh: MeshLike) -> Mapping[str, int]:
             raise MeshwrightError(
                 f"mesh {spec.quoted} leaves a size open (-1); give it, or pass mw.mesh('{spec}')"
             )
-        return dict(spec.axes)
+        return spec.shape
     shape = getattr(mesh, "shape", None)
     if not isinstance(shape, Mapping):
         raise MeshwrightError(f"mesh={mesh!r} {NOT_A_MESH}")

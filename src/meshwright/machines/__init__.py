@@ -1,10 +1,15 @@
 """Hardware: chips with sourced figures, slices, hosts; by name, or from jax.devices()."""
 
+from typing import TYPE_CHECKING, Any
+
 from meshwright.machines.chips import CHIPS, Chip, find_chip
-from meshwright.machines.host_memory import check_host_memory, host_bytes
+from meshwright.machines.host_memory import check_host_memory
 from meshwright.machines.machine import AbstractDevice, Machine
 from meshwright.machines.recognize import chip_of_kind, slice_of
 from meshwright.machines.slices import check_slice, largest_slice, squarest
+
+if TYPE_CHECKING:
+    from meshwright.machines.jax_devices import host_bytes
 
 __all__ = [
     "CHIPS",
@@ -20,3 +25,12 @@ __all__ = [
     "slice_of",
     "squarest",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs jax is imported when it is used."""
+    if name != "host_bytes":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from meshwright.machines import jax_devices
+
+    return getattr(jax_devices, name)

@@ -4,13 +4,9 @@ Linux lets a process allocate more memory than exists, and kills it without a me
 out of memory. So known needs are checked before the allocation.
 """
 
-import math
 import os
 import re
 from pathlib import Path
-from typing import Any
-
-import jax
 
 from meshwright.errors import MeshwrightError
 from meshwright.present import bytes_text
@@ -34,16 +30,6 @@ def check_host_memory(needed: int, what: str, remedy: str) -> None:
             f"{what} needs {bytes_text(needed)} of this host's memory, which has "
             f"{bytes_text(free)} free; {remedy}"
         )
-
-
-def host_bytes(tree: Any) -> int:
-    """Bytes of abstract arrays with shardings on all CPU devices of this host."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        devices = [one for one in leaf.sharding.addressable_devices if one.platform == "cpu"]
-        shard = math.prod(leaf.sharding.shard_shape(leaf.shape))
-        total += shard * leaf.dtype.itemsize * len(devices)
-    return total
 
 
 def free_host_memory(root: Path = Path("/")) -> int | None:

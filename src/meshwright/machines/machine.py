@@ -13,8 +13,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from meshwright.arithmetic import whole_number, whole_numbers
 from meshwright.errors import MeshwrightError
 from meshwright.machines.chips import Chip
@@ -82,7 +80,9 @@ class Machine:
     @classmethod
     def here(cls) -> "Machine":
         """The machine this process runs on, from `jax.devices()`."""
-        return cls.of_devices(jax.devices())
+        from meshwright.machines.jax_devices import all_devices
+
+        return cls.of_devices(all_devices())
 
     @classmethod
     def of_devices(cls, devices: Sequence[Any]) -> "Machine":

@@ -1,12 +1,24 @@
 """Meshes: MeshSpec → devices in order; T5X tiles on a torus; slices."""
 
+from typing import TYPE_CHECKING, Any
+
 from meshwright.meshes.arrange import axes_across_slices, device_list
 from meshwright.meshes.boxes import Share, Shares, all_shares, closes, sharing
-from meshwright.meshes.build import AnyMesh, mesh
+from meshwright.meshes.build import mesh
 from meshwright.meshes.machine_mesh import MachineMesh
 from meshwright.meshes.rings import is_ring, ring_in_words
-from meshwright.meshes.spec import FIELD_ROLES, RESERVED_AXIS, ROLES, STANDARD_AXES, MeshSpec
+from meshwright.meshes.spec import (
+    FIELD_ROLES,
+    RESERVED_AXIS,
+    ROLES,
+    STANDARD_AXES,
+    MeshShape,
+    MeshSpec,
+)
 from meshwright.meshes.tiles import tile_mesh
+
+if TYPE_CHECKING:
+    from meshwright.meshes.jax_mesh import AnyMesh
 
 __all__ = [
     "FIELD_ROLES",
@@ -15,6 +27,7 @@ __all__ = [
     "STANDARD_AXES",
     "AnyMesh",
     "MachineMesh",
+    "MeshShape",
     "MeshSpec",
     "Share",
     "Shares",
@@ -28,3 +41,12 @@ __all__ = [
     "sharing",
     "tile_mesh",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs jax is imported when it is used."""
+    if name != "AnyMesh":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from meshwright.meshes import jax_mesh
+
+    return getattr(jax_mesh, name)

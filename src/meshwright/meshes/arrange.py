@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.experimental import mesh_utils
 
 from meshwright.arithmetic import first_repeated
 from meshwright.errors import MeshwrightError
@@ -27,18 +26,17 @@ def arrange(sizes: Sequence[int], devices: Sequence[Any], plain: bool = False) -
     slices are joined along the first axes that can hold them.
     """
     assert math.prod(sizes) == len(devices), (sizes, len(devices))
-    if plain:
-        return np.asarray(devices, dtype=object).reshape(sizes)
-    on_tpu = devices[0].platform == "tpu"
-    slices = {slice_of(device) for device in devices} if on_tpu else {0}
+    if plain or devices[0].platform != "tpu":
+        on_gpu = devices[0].platform == "gpu"  # whose order of jax is not that of the network
+        ordered = sorted(devices, key=lambda d: d.id) if on_gpu and not plain else devices
+        return np.asarray(ordered, dtype=object).reshape(sizes)
+    from meshwright.meshes.jax_mesh import torus_order
+
+    slices = {slice_of(device) for device in devices}
+    across = axes_across_slices(sizes, len(slices))
+    within = [size // factor for size, factor in zip(sizes, across, strict=True)]
     try:
-        if len(slices) > 1:
-            across = axes_across_slices(sizes, len(slices))
-            within = [size // factor for size, factor in zip(sizes, across, strict=True)]
-            return mesh_utils.create_hybrid_device_mesh(
-                within, across, devices, allow_split_physical_axes=True
-            )
-        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return torus_order(within, across, devices)
     except (AssertionError, NotImplementedError, ValueError) as reason:
         # e.g. devices that do not fill a box, so there is no torus
         logger.warning(

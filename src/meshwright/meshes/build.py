@@ -1,10 +1,7 @@
 """From text to a mesh: `mesh("fsdp=-1,tp=4")`."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
-
-import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
@@ -13,8 +10,10 @@ from meshwright.meshes.machine_mesh import MachineMesh
 from meshwright.meshes.rings import lay_rings
 from meshwright.meshes.spec import MeshSpec
 
+if TYPE_CHECKING:
+    from meshwright.meshes.jax_mesh import Mesh
+
 AxisTypes = Literal["auto", "explicit"]
-AnyMesh = Mesh | AbstractMesh | MachineMesh
 
 
 @overload
@@ -24,7 +23,7 @@ def mesh(
     devices: Sequence[Any] | None = None,
     axes: Sequence[str] | None = None,
     axis_types: AxisTypes = "auto",
-) -> Mesh: ...
+) -> "Mesh": ...
 @overload
 def mesh(
     text: str | MeshSpec,
@@ -40,7 +39,7 @@ def mesh(
     devices: Sequence[Any],
     axes: Sequence[str] | None = None,
     axis_types: AxisTypes = "auto",
-) -> Mesh: ...
+) -> "Mesh": ...
 @overload
 def mesh(
     text: str | MeshSpec,
@@ -48,14 +47,14 @@ def mesh(
     devices: Sequence[Any] | None = None,
     axes: Sequence[str] | None = None,
     axis_types: AxisTypes = "auto",
-) -> Mesh | MachineMesh: ...
+) -> "Mesh | MachineMesh": ...
 def mesh(
     text: str | MeshSpec,
     machine: Machine | str | None = None,
     devices: Sequence[Any] | None = None,
     axes: Sequence[str] | None = None,
     axis_types: AxisTypes = "auto",
-) -> Mesh | MachineMesh:
+) -> "Mesh | MachineMesh":
     """A mesh over the devices of this process, or of an absent machine.
 
     >>> mesh("dp=1,fsdp=-1,tp=4,sp=1").axis_names               # over all local devices
@@ -67,28 +66,25 @@ def mesh(
     devices need not exist. With both, the devices have the order of that machine. `axis_types`
     chooses jax's automatic or explicit sharding.
     """
-    kinds = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-    if not isinstance(axis_types, str) or axis_types not in kinds:
+    if axis_types not in ("auto", "explicit"):
         raise MeshwrightError(f"axis_types={axis_types!r} is not one of 'auto', 'explicit'")
     spec = MeshSpec.parse(text, axes)
     devices = None if devices is None else device_list(devices)
     if machine is None:
-        devices = jax.devices() if devices is None else devices
+        from meshwright.meshes.jax_mesh import all_devices, jax_mesh
+
+        devices = all_devices() if devices is None else devices
         spec = spec.resolve(len(devices))
         torus = None if spec.plain else _torus_of(devices)
         if torus is None:
-            return Mesh(
-                arrange(spec.sizes, devices, spec.plain),
-                spec.names,
-                axis_types=(kinds[axis_types],) * len(spec.names),
-            )
+            return jax_mesh(arrange(spec.sizes, devices, spec.plain), spec.names, axis_types)
         machine = torus
     machine = Machine.parse(machine)
     spec = spec.resolve(machine.num_devices, where=f"in '{machine}'")
     placed = arrange(spec.sizes, machine.devices, spec.plain)
     if not spec.plain:
         placed = lay_rings(placed, spec.names, machine)
-    planned = MachineMesh(machine, spec.names, placed, kinds[axis_types])
+    planned = MachineMesh(machine, spec.names, placed, axis_types)
     return planned if devices is None else planned.to_jax(devices)
 
 

@@ -3,17 +3,18 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import Machine, slice_of
 from meshwright.meshes.arrange import device_list
 from meshwright.meshes.rings import crosses, groups_along, hop_lengths, is_ring
 from meshwright.present import mesh_text
+
+if TYPE_CHECKING:
+    from meshwright.meshes.jax_mesh import AbstractMesh, Mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,7 +29,7 @@ class MachineMesh:
     machine: Machine
     axis_names: tuple[str, ...]
     devices: np.ndarray  # of AbstractDevice, one array dim per axis
-    axis_type: AxisType = AxisType.Auto
+    axis_types: Literal["auto", "explicit"] = "auto"  # for jax
 
     @property
     def shape(self) -> dict[str, int]:
@@ -51,10 +52,11 @@ class MachineMesh:
         return positions
 
     @property
-    def abstract_mesh(self) -> AbstractMesh:
+    def abstract_mesh(self) -> "AbstractMesh":
         """For jax: axis names and sizes without devices."""
-        kinds = (self.axis_type,) * len(self.axis_names)
-        return AbstractMesh(self.axis_sizes, self.axis_names, axis_types=kinds)
+        from meshwright.meshes.jax_mesh import abstract_mesh
+
+        return abstract_mesh(self.axis_sizes, self.axis_names, self.axis_types)
 
     def axis_extent(self, axis: str) -> dict[str, int]:
         """How far one axis reaches along each physical dim: `{"x": 4, "y": 2}`.
@@ -87,12 +89,14 @@ class MachineMesh:
         hops = hop_lengths(groups_along(self.devices, index), self.machine)
         return tuple(hops.max(axis=1).tolist())
 
-    def to_jax(self, devices: Sequence[Any] | None = None) -> Mesh:
+    def to_jax(self, devices: Sequence[Any] | None = None) -> "Mesh":
         """A jax Mesh of `devices` (default: all), each at the position of its abstract counterpart.
 
         TPU devices are matched by slice and coordinates, others by their order.
         """
-        devices = jax.devices() if devices is None else device_list(devices)
+        from meshwright.meshes.jax_mesh import all_devices, jax_mesh
+
+        devices = all_devices() if devices is None else device_list(devices)
         if len(devices) != self.size:
             raise MeshwrightError(
                 f"machine '{self.machine}' has {self.size} devices, {len(devices)} were given; "
@@ -113,7 +117,7 @@ class MachineMesh:
         array = np.empty(self.devices.shape, dtype=object)
         for index, twin in np.ndenumerate(self.devices):
             array[index] = found[id(twin)]
-        return Mesh(array, self.axis_names, axis_types=(self.axis_type,) * array.ndim)
+        return jax_mesh(array, self.axis_names, self.axis_types)
 
     def _axis_index(self, axis: str) -> int:
         if axis not in self.axis_names:

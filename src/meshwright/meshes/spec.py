@@ -17,8 +17,8 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import Protocol, Self
 
 from meshwright.arithmetic import divisors, first_repeated
 from meshwright.errors import MeshwrightError, did_you_mean, one_of
@@ -36,6 +36,20 @@ FIELD_ROLES = {
 RESERVED_AXIS = "devices_"  # axes of bare devices, where an expression is placed without a mesh
 _AXIS_NAME = re.compile(r"[^\W\d]\w*")
 _SIZE = re.compile(r"[+-]?[0-9]{1,9}")
+
+
+class MeshShape(Protocol):
+    """What layouts need of a mesh: a jax Mesh, a MachineMesh or a MeshSpec with all sizes."""
+
+    @property
+    def shape(self) -> Mapping[str, int]: ...
+    @property
+    def axis_names(self) -> tuple[str, ...]: ...
+    @property
+    def axis_sizes(self) -> tuple[int, ...]: ...
+    @property
+    def size(self) -> int: ...
+    def __hash__(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +150,16 @@ class MeshSpec:
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(size for _, size in self.axes)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    axis_names, axis_sizes = names, sizes  # as jax calls them
 
     @property
     def is_resolved(self) -> bool:

@@ -2,6 +2,7 @@
 
 from meshwright.ops.chunks import over_chunks
 from meshwright.ops.collectives import (
+    WRAPPER_FILES,
     all_gather,
     current_platform,
     drop_trivial_axes,
@@ -21,6 +22,7 @@ from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, Yar
 
 __all__ = [
     "IGNORED",
+    "WRAPPER_FILES",
     "LinearScaling",
     "Llama3Scaling",
     "Rope",

@@ -15,9 +15,22 @@ from meshwright.present.numbers import (
     seconds_text,
 )
 from meshwright.present.page import render
+from meshwright.present.tables import (
+    Column,
+    Row,
+    aligned,
+    omitted_columns,
+    paragraph,
+    table_markdown,
+    table_text,
+    wrapped,
+)
 
 __all__ = [
     "GIB",
+    "Column",
+    "Row",
+    "aligned",
     "amount",
     "bar",
     "bytes_text",
@@ -27,7 +40,12 @@ __all__ = [
     "gib",
     "mesh_text",
     "nearest_multiples",
+    "omitted_columns",
+    "paragraph",
     "percent",
     "render",
     "seconds_text",
+    "table_markdown",
+    "table_text",
+    "wrapped",
 ]

@@ -10,15 +10,15 @@ import meshwright
 
 # what decides the compiled step
 _PARTS = (
-    "machines/**/*.py", "mesh/**/*.py", "layout/**/*.py", "ops/**/*.py", "models/**/*.py",
-    "train/**/*.py", "prove/child.py", "prove/target.py", "arithmetic.py", "errors.py",
+    "machines/**/*.py", "meshes/**/*.py", "layouts/**/*.py", "ops/**/*.py", "models/**/*.py",
+    "train/**/*.py", "proofs/child.py", "proofs/target.py", "arithmetic.py", "errors.py",
 )  # fmt: skip
 
 
 def cache_folder() -> Path:
     """`$MESHWRIGHT_CACHE`, or meshwright in the user's cache folder."""
-    if said := os.environ.get("MESHWRIGHT_CACHE"):
-        return Path(said) / "prove"
+    if folder := os.environ.get("MESHWRIGHT_CACHE"):
+        return Path(folder) / "prove"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "meshwright" / "prove"
 

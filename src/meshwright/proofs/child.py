@@ -37,8 +37,8 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         placed = training_mesh(config, machine, devices)
         _stage("lowering")
         start = time.perf_counter()
-        described = abstract_step(config, placed, model_from_dict(request["model"]))
-        lowered = described.lower()
+        step = abstract_step(config, placed, model_from_dict(request["model"]))
+        lowered = step.lower()
     except MeshwrightError as mistake:
         return {"mistake": str(mistake)}
     lowering = time.perf_counter() - start
@@ -52,7 +52,7 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         except jax.errors.JaxRuntimeError as reason:
             times["compiling"] = time.perf_counter() - start
             (folder / "message.txt").write_text(str(reason), encoding="utf-8")
-            return {"times": times, "failure": str(reason), "attention": described.attention}
+            return {"times": times, "failure": str(reason), "attention": step.attention}
         times["compiling"] = time.perf_counter() - start
         _stage("reading")
         report = [path.read_text() for path in Path(dumped).glob("*memory-usage-report.txt")]
@@ -64,7 +64,7 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "times": times,
         "sizes": {kind: getattr(stats, f"{kind}_size_in_bytes") for kind in kinds},
-        "attention": described.attention,
+        "attention": step.attention,
         "devices": len(devices),
         "axes": dict(placed.shape),
     }

@@ -39,12 +39,14 @@ _PADDED = 1.13
 def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]:
     """What the plan would have the step send; anything larger of its kind is something else.
 
-    What a TPU's compiler may make of it instead is told apart: all-reduces of whole arrays in place
-    of gathers and scatters, hops of the edges of what it scatters in padded parts, and stages of
-    what goes over several slices, within them and between them.
+    What a TPU's compiler may make of it instead is told apart: all-reduces of full arrays in place
+    of all-gathers and reduce-scatters, permutes of the edges of padded parts, and stages of what is
+    sent over several slices, within them and between them.
     """
     intended = {
-        (one.what, axis): one.operation for one in traffic(job, choice) for axis in one.axes
+        (transfer.what, axis): transfer.operation
+        for transfer in traffic(job, choice)
+        for axis in transfer.axes
     }
     largest: dict[tuple[str, tuple[str, ...], str], tuple[int, str]] = {}
 
@@ -88,7 +90,7 @@ def _combined(job: Job, choice: Choice, machine: Machine) -> Counter[tuple[str, 
     return total
 
 
-def compare(job: Job, choice: Choice, proof: Proof, found: Audit | None) -> tuple[Compared, ...]:
+def compare(job: Job, choice: Choice, proof: Proof, audit: Audit | None) -> tuple[Compared, ...]:
     """Memory, and the bytes of every kind of collective over every set of axes."""
     compared = []
     need = memory(job, choice, proof.machine)
@@ -96,13 +98,13 @@ def compare(job: Job, choice: Choice, proof: Proof, found: Audit | None) -> tupl
         compared.append(Compared("memory of a device", need.total, proof.footprint.total))
     elif proof.out_of_memory is not None:
         compared.append(Compared("memory of a device", need.total, proof.out_of_memory.needed))
-    if found is None:
+    if audit is None:
         return tuple(compared)
     planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for one in compiled_traffic(job, choice, proof.machine):
-        planned[one.operation, one.axes] += one.bytes * one.times
+    for transfer in compiled_traffic(job, choice, proof.machine):
+        planned[transfer.operation, transfer.axes] += transfer.bytes * transfer.times
     compiled: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for row in found.rows:
+    for row in audit.rows:
         if row.counted:
             compiled[row.operation, row.axes] += row.bytes * row.times
     kinds = sorted({*planned, *compiled}, key=lambda kind: -compiled[kind])

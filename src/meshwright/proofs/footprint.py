@@ -48,17 +48,17 @@ def footprint(machine: Machine, sizes: Mapping[str, int], report: str | None) ->
     buffers: tuple[Buffer, ...] = ()
     if report is not None:
         # the report counts what lies in the device's own memory, at its fullest
-        found = re.search(r"color=0\)\nTotal bytes: (\d+)", report)
-        if found:
-            total = int(found[1]) + sizes["generated_code"]
+        peak = re.search(r"color=0\)\nTotal bytes: (\d+)", report)
+        if peak:
+            total = int(peak[1]) + sizes["generated_code"]
         buffers = tuple(_buffers(report))
     return Footprint(total, machine.usable_memory, kinds, buffers)
 
 
 def _buffers(report: str) -> list[Buffer]:
     first = report.split("Memory Space:")[1] if "Memory Space:" in report else report
-    found = re.findall(r"\);\s+([\d.]+)([KMGT]?)i?B;\s+\d+;\s+\d+; (.*)", first)
-    return [Buffer(int(float(n) * _UNITS[unit]), arrays) for n, unit, arrays in found[:20]]
+    lines = re.findall(r"\);\s+([\d.]+)([KMGT]?)i?B;\s+\d+;\s+\d+; (.*)", first)
+    return [Buffer(int(float(n) * _UNITS[unit]), arrays) for n, unit, arrays in lines[:20]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +77,10 @@ def out_of_memory(message: str) -> OutOfMemory | None:
         return None
     early = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)", message)
     late = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", message)
-    found = late or early
-    if found is None:
+    sizes = late or early
+    if sizes is None:
         return OutOfMemory(0, 0, True, ())
-    needed, limit = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
+    needed, limit = (float(sizes[i]) * _UNITS[sizes[i + 1]] for i in (1, 3))
     largest = re.findall(
         r"Size: ([\d.]+)([KMGT]?)\n\s+(?:Operator: op_name=\"([^\"]*)\".*\n\s+)?Shape: (\S+)",
         message,

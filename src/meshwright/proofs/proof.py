@@ -81,12 +81,12 @@ def prove(
     check_extra(machine)
     model = model_config(config.model) if model is None else model
     _check(config, model, machine)
-    said = config_to_dict(config)
+    settings = config_to_dict(config)
     for name in _WITHOUT_EFFECT:
-        said.pop(name, None)
+        settings.pop(name, None)
     request: dict[str, Any] = {
         "machine": str(machine),
-        "config": said,
+        "config": settings,
         "model": model_to_dict(model),
     }
     if machine.chip.platform == "gpu":
@@ -135,9 +135,9 @@ def _proof(
             folder, cached,
         )  # fmt: skip
     report = folder / "memory.txt.gz"
-    found = footprint(machine, result["sizes"], _read(report) if report.exists() else None)
+    used = footprint(machine, result["sizes"], _read(report) if report.exists() else None)
     return Proof(
-        machine, mesh, compiler, result["times"], found, None, result["attention"], folder, cached
+        machine, mesh, compiler, result["times"], used, None, result["attention"], folder, cached
     )
 
 
@@ -180,10 +180,10 @@ def _compile(
             kept = folder.parent / f"{folder.name}.failed.txt"
             shutil.copy(scratch / "noise.txt", kept)
             lines = kept.read_text(errors="replace").strip().splitlines()
-            said = lines[-1][:300] if lines else f"exit status {status}"
+            message = lines[-1][:300] if lines else f"exit status {status}"
             raise MeshwrightError(
-                f"compiling for '{machine}' ended with status {status}: {said}. All it said is in "
-                f"{kept}"
+                f"compiling for '{machine}' ended with status {status}: {message}. Its output is "
+                f"in {kept}"
             )
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)

@@ -47,9 +47,9 @@ def check_extra(machine: Machine) -> None:
         _missing(machine, "the GPU compiler (jax's CUDA plugin)", "cuda")
 
 
-def _missing(machine: Machine, what: str, extra: str) -> None:
+def _missing(machine: Machine, package: str, extra: str) -> None:
     raise MeshwrightError(
-        f"to compile for '{machine}' {what} must be installed, and is not: pip install "
+        f"to compile for '{machine}' {package} must be installed, and is not: pip install "
         f"'meshwright[{extra}]' (no {extra.upper() if extra == 'tpu' else 'GPU'} is needed)"
     )
 
@@ -64,13 +64,13 @@ def compiler_versions(machine: Machine) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     names = {"tpu": ["jax", "libtpu"], "gpu": ["jax", *_gpu_plugins()], "cpu": ["jax"]}
-    found = []
+    versions = []
     for name in names[machine.chip.platform]:
         try:
-            found.append(f"{name} {version(name.replace('_', '-'))}")
+            versions.append(f"{name} {version(name.replace('_', '-'))}")
         except PackageNotFoundError:
-            found.append(name)
-    return ", ".join(found)
+            versions.append(name)
+    return ", ".join(versions)
 
 
 def child_environment(machine: Machine) -> dict[str, str]:
@@ -102,18 +102,18 @@ def absent_devices(machine: Machine) -> list[Any]:
             options["chip_config_name"] = _TPU_CONFIGS[name]
         if machine.slices > 1:
             options["num_slices"] = machine.slices
-        described = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{_TPU_NAMES.get(name, name)}:{shape}", **options
         )
     else:
         hosts, gpus = machine.shape
-        described = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             platform="cuda",
             topology_name="",
             topology=f"{machine.slices}x{hosts}x{gpus}",
             target_config=gpu_description(machine),
         )
-    return list(described.devices)
+    return list(topology.devices)
 
 
 def gpu_description(machine: Machine) -> str:

@@ -27,20 +27,10 @@ class ShownArray:
         """Into how many parts each dim is split."""
         return tuple(math.prod(mesh.shape[a] for a in axes) for axes in self.layout.axes)
 
-    def shard_of_device(self, mesh: MachineMesh) -> np.ndarray:
-        """For every mesh position, which part of each dim it holds: shape (*mesh, ndim)."""
-        index = np.indices(mesh.axis_sizes)
-        out = np.zeros((*mesh.axis_sizes, len(self.shape)), dtype=int)
-        for dim, axes in enumerate(self.layout.axes):
-            for axis in axes:
-                position = mesh.axis_names.index(axis)
-                out[..., dim] = out[..., dim] * mesh.axis_sizes[position] + index[position]
-        return out
-
     def shard_numbers(self, mesh: MachineMesh) -> list[int]:
         """For every device in mesh order, the number of its shard, counted row-major."""
         numbers = np.zeros(mesh.axis_sizes, dtype=int)
-        of_device = self.shard_of_device(mesh)
+        of_device = self.layout.shard_indices(mesh.shape)
         for dim, parts in enumerate(self.parts(mesh)):
             numbers = numbers * parts + of_device[..., dim]
         return numbers.ravel().tolist()

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.meshes import MachineMesh, ring_in_words
-from meshwright.present import bytes_text, count
+from meshwright.present import Column, Row, aligned, bytes_text, count
 from meshwright.show.scene import ShownArray
 
 # readable on dark and light terminals
@@ -21,14 +21,14 @@ MAX_CELLS_ACROSS = 16
 MAX_PLANES = 4
 
 
-def axis_table(mesh: MachineMesh) -> Table:
+def axis_table(mesh: MachineMesh) -> RenderableType:
     """Each mesh axis: its size and the physical dims it lies on."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("axis", "size", "lies on"):
-        table.add_column(name, justify="right" if name == "size" else "left")
-    for i, (axis, size) in enumerate(mesh.shape.items()):
-        table.add_row(Text(axis, style=COLOURS[i % len(COLOURS)]), str(size), lies_on(mesh, axis))
-    return table
+    columns = [Column("axis", right=False), Column("size"), Column("lies on", right=False)]
+    rows = [
+        Row((axis, str(size), lies_on(mesh, axis)), style=COLOURS[i % len(COLOURS)])
+        for i, (axis, size) in enumerate(mesh.shape.items())
+    ]
+    return Group(*aligned(columns, rows, 10**6))
 
 
 def ring_lines(mesh: MachineMesh) -> list[str]:
@@ -109,7 +109,7 @@ def _plane(
 def array_grid(array: ShownArray, mesh: MachineMesh) -> RenderableType:
     """The array cut into its shards, each with the ids of the devices that hold it."""
     parts = array.parts(mesh)
-    shards = array.shard_of_device(mesh).reshape(-1, len(parts))
+    shards = array.layout.shard_indices(mesh.shape).reshape(-1, len(parts))
     holders: dict[tuple[int, ...], list[int]] = {}
     for shard, device in zip(shards, mesh.devices.flat, strict=True):
         holders.setdefault(tuple(int(i) for i in shard), []).append(device.id)

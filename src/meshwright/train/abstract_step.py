@@ -44,7 +44,7 @@ class AbstractStep:
     optimizer: Any
     functions: StepFunctions
     state: TrainState  # jax.ShapeDtypeStructs with shardings
-    batch: dict[str, jax.ShapeDtypeStruct]  # [micro-batches, rows, length]
+    batch: dict[str, jax.ShapeDtypeStruct]  # [micro-batches, sequences, length]
     attention: str | None  # how it is split over sp, and a kernel that is slow, in words
 
     @property
@@ -65,10 +65,6 @@ class AbstractStep:
     def lower(self) -> Any:
         """The train step, lowered for the mesh's platform; `.compile()` compiles it."""
         return self.functions.train.lower(self.state, self.batch)
-
-    def lower_evaluation(self) -> Any:
-        """The evaluation step of the same rows."""
-        return self.functions.evaluate.lower(self.state.params, self.batch)
 
 
 def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = None) -> AbstractStep:

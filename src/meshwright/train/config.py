@@ -115,7 +115,7 @@ class TrainConfig:
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     max_skipped: int = 10
-    """Steps in a row with a loss or gradient that is not finite, after which training stops."""
+    """Consecutive steps with a loss or gradient that is not finite, after which training stops."""
     hang_timeout: float = HANG_TIMEOUT_S
     """Seconds without a new step after which the run ends and names the process that hangs.
     Compiling, saving and evaluating may take an hour, or four times this."""
@@ -182,12 +182,12 @@ _AT_LEAST = {
 
 def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:
     """Every setting by its dotted name: `{"batch": 32, …, "optimizer.learning_rate": 3e-4}`."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
         nested = dataclasses.is_dataclass(value)
-        found |= flat_settings(value, f"{name}.") if nested else {name: value}
-    return found
+        flat |= flat_settings(value, f"{name}.") if nested else {name: value}
+    return flat
 
 
 def with_settings(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
@@ -235,9 +235,9 @@ def _check_number(name: str, value: Any) -> None:
     if isinstance(value, int) and name != "seed" and abs(value) >= 2**63:
         raise MeshwrightError(f"{name}={value} is too large; it must fit in 64 bits")
     if isinstance(value, float) and value and not _LEAST_FLOAT32 <= abs(value) <= _MOST_FLOAT32:
-        what = "infinite" if abs(value) > 1 else "0"
+        meaning = "infinite" if abs(value) > 1 else "0"
         raise MeshwrightError(
-            f"{name}={value} would be {what} in float32, which holds {_LEAST_FLOAT32} to "
+            f"{name}={value} would be {meaning} in float32, which holds {_LEAST_FLOAT32} to "
             f"{_MOST_FLOAT32}"
         )
 
@@ -292,7 +292,7 @@ def _from_dict(kind: Any, data: Mapping[str, Any], where: str) -> Any:
         elif isinstance(value, str) and Path in (types[name], *typing.get_args(types[name])):
             value = Path(value)
         elif typing.get_origin(types[name]) is tuple:
-            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
                 raise MeshwrightError(f"{where}: setting {name!r} must be a list of text")
             value = tuple(value)
         else:
@@ -303,15 +303,15 @@ def _from_dict(kind: Any, data: Mapping[str, Any], where: str) -> Any:
     return kind(**values)
 
 
-def _check_type(value: Any, kind: Any, what: str) -> None:
+def _check_type(value: Any, kind: Any, subject: str) -> None:
     options = typing.get_args(kind) or (kind,)
     if typing.get_origin(kind) is Literal:
         if value not in options:
-            raise MeshwrightError(f"{what} is {value!r}; one of {', '.join(map(str, options))}")
+            raise MeshwrightError(f"{subject} is {value!r}; one of {', '.join(map(str, options))}")
         return
     allowed = tuple(option for option in options if isinstance(option, type))
     number = isinstance(value, int) and not isinstance(value, bool)
     if type(value) in allowed or (float in allowed and number):
         return
     names = " or ".join("none" if option is type(None) else option.__name__ for option in allowed)
-    raise MeshwrightError(f"{what} is {value!r}; it must be {names}")
+    raise MeshwrightError(f"{subject} is {value!r}; it must be {names}")

@@ -121,7 +121,7 @@ class _Run:
         with watchdog.paused("preparing"):
             self.setup = prepare(config)
         self.unconfirmed: list[int] = [] if self.saved is None else [self.saved]
-        self.skipped_in_a_row = 0
+        self.consecutive_skips = 0
         self.evaluated: int | None = None
         self.signalled = False
         self.tokens = 0
@@ -206,7 +206,7 @@ class _Run:
                 if save_is_due and done < config.steps:
                     self._look_at_all(waiting, log, live, state)
                     # weights from which a step was skipped are in doubt: wait for a good one
-                    if not self.skipped_in_a_row:
+                    if not self.consecutive_skips:
                         self._save_if_possible(state, done, live)
                         save_is_due = False
         self._look_at_all(waiting, log, live, state)
@@ -225,7 +225,7 @@ class _Run:
         values = {name: value.item() for name, value in jax.device_get(report).items()}
         self.tokens += values["tokens"]
         took = self.clock.tick()
-        row: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "loss": values["loss"],
             "grad_norm": values["gradient_norm"],
             "learning_rate": values["learning_rate"],
@@ -237,28 +237,28 @@ class _Run:
             flops = setup.step.flops_per_token
             peak = peak_flops(list(setup.step.mesh.devices.flat))
             speed = throughput(flops, per_step, self.clock.seconds, setup.step.mesh.size, peak)
-            row |= {"step_seconds": self.clock.seconds} | speed.metrics()
+            metrics |= {"step_seconds": self.clock.seconds} | speed.metrics()
         held = memory()
-        row |= {} if held is None else held.metrics()
+        metrics |= {} if held is None else held.metrics()
         if step % config.log.every == 0 or step == config.steps:
-            log.write(step, row)
-        live.update({"step": step} | row)
-        self.skipped_in_a_row = in_a_row = int(values["skipped_in_a_row"])
-        if in_a_row:
+            log.write(step, metrics)
+        live.update({"step": step} | metrics)
+        self.consecutive_skips = consecutive = int(values["consecutive_skips"])
+        if consecutive:
             live.print(f"step {step}: loss or gradient is not finite; the step is skipped")
         else:  # the first good step after a save is computed from the weights that were saved
             for saved in self.unconfirmed:
                 self.checkpoints.confirm(saved)
             self.unconfirmed = []
-        if in_a_row >= config.max_skipped:
-            self._give_up(step, in_a_row, live)
+        if consecutive >= config.max_skipped:
+            self._give_up(step, consecutive, live)
 
-    def _give_up(self, step: int, in_a_row: int, live: LiveLine) -> None:
+    def _give_up(self, step: int, consecutive: int, live: LiveLine) -> None:
         """End the run. The weights are not saved: no step from them was finite."""
         with self.watchdog.paused("saving"):
             self._finish_last_save(live)
         raise MeshwrightError(
-            f"{in_a_row} steps in a row up to step {step} had a loss or gradient that is not "
+            f"{consecutive} consecutive steps up to step {step} had a loss or gradient that is not "
             f"finite, so training stopped, and these weights are not saved. "
             f"{self._newest_healthy()}"
         )
@@ -365,7 +365,7 @@ class _Run:
                 restored: TrainState = self.checkpoints.restore(self.saved, setup.stored)
                 restored = fit(restored, step.state)
                 none = jax.device_put(np.int32(0), step.state.step.sharding)
-            return dataclasses.replace(restored, skipped_in_a_row=none)
+            return dataclasses.replace(restored, consecutive_skips=none)
         params = None
         if self.config.init_from is not None:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.stored.params)
@@ -410,7 +410,8 @@ class _Run:
         )
 
     def _check_step_memory(self, per_device: int) -> None:
-        devices = [one for one in self.setup.step.mesh.local_devices if one.platform == "cpu"]
+        local = self.setup.step.mesh.local_devices
+        devices = [device for device in local if device.platform == "cpu"]
         config = self.config
         check_host_memory(
             per_device * len(devices),

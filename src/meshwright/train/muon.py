@@ -1,8 +1,8 @@
 """Muon: the momentum of each layer's matrix, made nearly orthogonal; Adam for all else.
 
-optax.contrib.muon's numbers and state. Its Newton-Schulz steps need whole matrices, and automatic
-partitioning gathers those of all layers on every device; here every device gathers layers of its
-own, one at a time.
+optax.contrib.muon's numbers and state. Its Newton-Schulz steps need full matrices, and automatic
+partitioning all-gathers those of all layers on every device; here every device receives layers of
+its own, one at a time.
 """
 
 import math
@@ -32,7 +32,7 @@ def muon(
     """`input_dims`: of each array, how many dims of a layer its matrix reads; 0 leaves it to Adam.
 
     Arrays are stacked, layers first. Its update takes `shardings`, a tree like the parameters, of
-    where their parts lie; without it the stacks must be whole, or the compiler gathers them.
+    where their parts lie; without it the compiler all-gathers stacks that are split.
     """
     labels = jax.tree.map(lambda dims: "muon" if dims else "adam", input_dims)
     orthogonal = optax.chain(
@@ -59,7 +59,7 @@ def scale_by_muon(input_dims: Any, *, eps: float) -> optax.GradientTransformatio
             optax.tree.bias_correction(updates, _BETA, count),
         )
 
-        def one(dims: int, stack: Any, sharding: Any) -> Any:
+        def update_array(dims: int, stack: Any, sharding: Any) -> Any:
             if not dims:
                 return stack  # Adam's: nothing is here
             spec = P() if sharding is None else sharding.spec
@@ -73,7 +73,7 @@ def scale_by_muon(input_dims: Any, *, eps: float) -> optax.GradientTransformatio
         if shardings is None:
             shardings = jax.tree.map(lambda _: None, input_dims)
         with jax.named_scope("newton_schulz"):
-            updates = jax.tree.map(one, input_dims, ahead, shardings)
+            updates = jax.tree.map(update_array, input_dims, ahead, shardings)
         return updates, optax.contrib.MuonState(count, momentum, state.ns_coeffs)
 
     return optax.GradientTransformationExtraArgs(optax.contrib.scale_by_muon().init, update)
@@ -82,10 +82,10 @@ def scale_by_muon(input_dims: Any, *, eps: float) -> optax.GradientTransformatio
 def _scale_by_shape(input_dims: Any) -> optax.GradientTransformation:
     """To the same root mean square for every shape of matrix."""
 
-    def one(dims: int, stack: Any) -> Any:
+    def scale(dims: int, stack: Any) -> Any:
         return stack * (_RMS * math.sqrt(max(_sides(stack.shape[1:], dims)))) if dims else stack
 
-    return optax.stateless(lambda updates, _: jax.tree.map(one, input_dims, updates))
+    return optax.stateless(lambda updates, _: jax.tree.map(scale, input_dims, updates))
 
 
 def _sides(layer: tuple[int, ...], dims: int) -> tuple[int, int]:

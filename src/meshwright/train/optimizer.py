@@ -109,7 +109,7 @@ Schedule = Callable[[Any], Any]
 def make_optimizer(
     config: OptimizerConfig, steps: int, arrays: Any
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    """The optax transformation and the learning rate by optimizer step, for arrays so described."""
+    """The optax transformation for arrays of these specs, and the learning rate by step."""
     rate = learning_rate(config, steps)
     return OPTIMIZERS[config.name](config, rate, arrays), rate
 
@@ -224,8 +224,8 @@ def each_layer(inner: optax.GradientTransformation, arrays: Any) -> optax.Gradie
 
         def update(updates: Any, state: Any, params: Any = None) -> Any:
             outer: Any = jax.tree.structure(updates)
-            given = (outer.flatten_up_to(tree) for tree in (updates, state, params))
-            done = [transformation.update(*one) for one in zip(*given, strict=True)]
+            leaves = (outer.flatten_up_to(tree) for tree in (updates, state, params))
+            done = [transformation.update(*array) for array in zip(*leaves, strict=True)]
             return tuple(outer.unflatten(part) for part in zip(*done, strict=True))
 
         return optax.GradientTransformation(init, update)

@@ -71,9 +71,13 @@ def prepare(config: TrainConfig) -> Setup:
     )
     eval_loader = None
     if config.eval.sequences:
-        rows = config.batch // config.accumulation
+        micro_batch = config.batch // config.accumulation
         eval_loader = held_out_loader(
-            mixture, batch=rows, seq=seq, held_out=config.eval.sequences, objective=objective
+            mixture,
+            batch=micro_batch,
+            seq=seq,
+            held_out=config.eval.sequences,
+            objective=objective,
         )
     return Setup(
         step,
@@ -97,12 +101,12 @@ def _check_weights(folder: Path, config: TrainConfig, model: Any) -> None:
         and getattr(model, field.name) != getattr(theirs, field.name)
     ]
     if differ:
-        said = ", ".join(
+        differences = ", ".join(
             f"{name} {getattr(theirs, name)} there, {getattr(model, name)} here" for name in differ
         )
         raise MeshwrightError(
-            f"init_from {str(folder)!r} holds the weights of another model: {said}; give that "
-            f"folder as the model too: meshwright train {folder} --init-from {folder}"
+            f"init_from {str(folder)!r} holds the weights of another model: {differences}; give "
+            f"that folder as the model too: meshwright train {folder} --init-from {folder}"
         )
 
 
@@ -125,7 +129,7 @@ def _hf_config(config: TrainConfig, model: Any, tokenizer: Tokenizer) -> dict[st
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Of described arrays with shardings, what one device holds."""
+    """Bytes of abstract arrays with shardings on one device."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         elements = 1

@@ -85,8 +85,10 @@ def check_resume(
     old = {"family": "decoder"} | meta["model_config"]  # earlier versions had no other
     if old != new:
         fields = [name for name in new if new[name] != old.get(name)]
-        said = ", ".join(f"{name} {old.get(name)} there, {new[name]} now" for name in fields)
-        raise MeshwrightError(f"{where} is of another model ({said}); give --run another folder")
+        differences = ", ".join(f"{name} {old.get(name)} there, {new[name]} now" for name in fields)
+        raise MeshwrightError(
+            f"{where} is of another model ({differences}); give --run another folder"
+        )
     _check_data(meta["data"], setup.loader.describe(), where)
     now, before = config_to_dict(config), meta["config"]
     for part, name in (("optimizer", "name"), ("compute", "param_dtype")):

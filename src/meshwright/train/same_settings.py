@@ -80,7 +80,7 @@ def weights_sample(folder: Path | None) -> Any:
     """Sizes of the files of weights, and a checksum of parts of each: all may be terabytes."""
     if folder is None:
         return None
-    found = {}
+    samples = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
             size, digest = file.stat().st_size, hashlib.sha256()
@@ -88,12 +88,12 @@ def weights_sample(folder: Path | None) -> Any:
                 for i in range(SAMPLES):
                     stream.seek(i * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
                     digest.update(stream.read(SAMPLE_BYTES))
-            found[file.name] = size, digest.hexdigest()
+            samples[file.name] = size, digest.hexdigest()
     except OSError as reason:
         raise MeshwrightError(
             f"init_from {str(folder)!r} cannot be read: {reason.strerror}"
         ) from None
-    return found
+    return samples
 
 
 def _version(package: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from meshwright.data import OBJECTIVES, EncoderDecoderObjective, Tokenizer, sentinel_top
 from meshwright.errors import MeshwrightError, one_of
@@ -50,10 +50,10 @@ def objective_of(
     end, vocab = 1, model.vocab
     if tokenizer is not None:
         end, vocab = tokenizer.end_of_document, sentinel_top(tokenizer, model.vocab)
-    found = OBJECTIVES[name](config.seq, vocab, end, model.start_token, config.seed)
+    objective = OBJECTIVES[name](config.seq, vocab, end, model.start_token, config.seed)
     if tokenizer is not None:
-        found.check_sentinels(tokenizer)
-    return found
+        objective.check_sentinels(tokenizer)
+    return objective
 
 
 def _objective_name(model: Any, objective: str) -> str:
@@ -102,7 +102,7 @@ def training_mesh(
         tiles,
         axis_names=STANDARD_AXES,
         devices=tiles.devices.reshape(data, 1, model, 1),
-        axis_type=AxisType.Explicit,
+        axis_types="explicit",
     )
     return placed if machine is not None and devices is None else placed.to_jax(devices)
 
@@ -161,9 +161,9 @@ def compute_of(
     config: TrainConfig, model: Any, rules: Rules, placed: Mesh
 ) -> tuple[Compute, str | None]:
     """How the forward is computed; and of attention, how it is split and whether it is slow."""
-    said = config.compute
+    settings = config.compute
     device = placed.devices.flat[0]
-    dtype = jnp.dtype(default_dtype(said.dtype, device.platform))
+    dtype = jnp.dtype(default_dtype(settings.dtype, device.platform))
     layouts = activation_layouts(rules, nontrivial_axes(placed.shape))
     split = family_of(model).sequence_split(model, layouts, placed.shape, config.seq)
     strategy: str = config.context_parallel
@@ -176,11 +176,19 @@ def compute_of(
         order = sequence_order(split, choose_strategy(split, strategy))
         words = f"{strategy} over {split.ways} parts of a sequence, in {order} order ({why})"
     calls = calls_of(split, strategy, device.platform, dtype.name, segmented=True)
-    slow = slow_kernel(calls, said.attention, device.device_kind)
+    slow = slow_kernel(calls, settings.attention, device.device_kind)
     if slow is not None:
         slower = f"in the slower kernel {slow[0]} ({slow[1]})"
         words = slower if words is None else f"{words}; {slower}"
-    compute = Compute(rules, dtype, said.remat, said.scan, said.attention, strategy, said.mlp_chunk)
+    compute = Compute(
+        rules,
+        dtype,
+        settings.remat,
+        settings.scan,
+        settings.attention,
+        strategy,
+        settings.mlp_chunk,
+    )
     return compute, words
 
 

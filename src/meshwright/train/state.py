@@ -30,18 +30,18 @@ class TrainState:
     params: Any
     optimizer: Any
     skipped: Any  # steps left out because loss or gradient was not finite
-    skipped_in_a_row: Any
+    consecutive_skips: Any
 
 
 def abstract_state(
     arrays: Any, rules: Rules, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """The state described: jax.ShapeDtypeStructs, each with its sharding on the mesh.
+    """The abstract state: jax.ShapeDtypeStructs, each with its sharding on the mesh.
 
     Optimizer state lies with its parameter. Axes of one device are left out, as in the forward's
     types. What does not divide is padded.
     """
-    wide = nontrivial_axes(mesh.shape)
+    nontrivial = nontrivial_axes(mesh.shape)
     unpadded = unpadded_arrays(arrays)
     param_layouts = layout_tree(arrays, rules, mesh=mesh)
     moments = jax.eval_shape(optimizer.init, unpadded)
@@ -50,7 +50,7 @@ def abstract_state(
     def placed(leaf: Any, layout: Layout) -> jax.ShapeDtypeStruct:
         parts = (math.prod(mesh.shape[axis] for axis in axes) for axes in layout.axes)
         shape = tuple(map(round_up, leaf.shape, parts))
-        sharding = NamedSharding(mesh, drop_trivial_axes(P(*layout.axes), wide))
+        sharding = NamedSharding(mesh, drop_trivial_axes(P(*layout.axes), nontrivial))
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
@@ -59,19 +59,19 @@ def abstract_state(
         params=jax.tree.map(placed, arrays, param_layouts),
         optimizer=jax.tree.map(placed, moments, moment_layouts),
         skipped=counter,
-        skipped_in_a_row=counter,
+        consecutive_skips=counter,
     )
 
 
 def unpadded_arrays(arrays: Any) -> Any:
-    """The parameters described without padding, as checkpoints hold and optimizers see them."""
+    """The abstract parameters without padding, as checkpoints hold and optimizers see them."""
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.unpadded_shape, spec.dtype), arrays)
 
 
 def stored_state(
     arrays: Any, target: TrainState, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """The described state `target` as a checkpoint holds it: without padding."""
+    """The abstract state `target` as a checkpoint holds it: without padding."""
     params = unpadded_arrays(arrays)
     moments = jax.eval_shape(optimizer.init, params)
 

@@ -21,7 +21,8 @@ from meshwright.ops import IGNORED, current_platform
 from meshwright.train.state import TrainState
 from meshwright.train.tpu import compiler_options
 
-Batch = dict[str, jax.Array]  # tokens, targets, segments, positions: [micro-batches, rows, length]
+# tokens, targets, segments, positions: [micro-batches, sequences, length]
+Batch = dict[str, jax.Array]
 Report = dict[str, jax.Array]
 
 
@@ -37,7 +38,7 @@ class OnMesh:
             return self.jitted(*arguments)
 
     def lower(self, *arguments: Any) -> Any:
-        """As jax.jit's: arguments may be described."""
+        """As jax.jit's: arguments may be abstract."""
         with jax.set_mesh(self.mesh):
             if jax.default_backend() != "gpu" and self.mesh.devices.flat[0].platform != "cpu":
                 return self._lower_for_absent(arguments)
@@ -99,7 +100,7 @@ def step_functions(
             params=jax.tree.map(keep, new_params, state.params),
             optimizer=jax.tree.map(keep, new_moments, state.optimizer),
             skipped=state.skipped + (1 - ok.astype(jnp.int32)),
-            skipped_in_a_row=jnp.where(ok, 0, state.skipped_in_a_row + 1),
+            consecutive_skips=jnp.where(ok, 0, state.consecutive_skips + 1),
         )
         report = {
             "loss": entropy * scale,
@@ -108,19 +109,19 @@ def step_functions(
             "learning_rate": _rate_at(rate, state.step - state.skipped),
             "tokens": counted,
             "skipped": new.skipped,
-            "skipped_in_a_row": new.skipped_in_a_row,
+            "consecutive_skips": new.consecutive_skips,
         }
         return new, report
 
     def evaluate(params: Any, batch: Batch) -> Report:
         params = cast_matrices(params, arrays, compute.dtype)
 
-        def one(carry: Any, part: Batch) -> Any:
+        def add_micro_batch(carry: Any, part: Batch) -> Any:
             _, entropy = sums(params, part, jnp.float32(1))
             counted = jnp.sum((part["targets"] != IGNORED).astype(jnp.int32))
             return (carry[0] + entropy, carry[1] + counted), None
 
-        (entropy, counted), _ = lax.scan(one, (jnp.float32(0), jnp.int32(0)), batch)
+        (entropy, counted), _ = lax.scan(add_micro_batch, (jnp.float32(0), jnp.int32(0)), batch)
         return {"entropy": entropy, "tokens": counted}
 
     options = dict(compiler_options(mesh.devices.flat[0].platform, overlap)) or None
@@ -161,7 +162,7 @@ def _over_micro_batches(sums: Any, params: Any, arrays: Any, batch: Batch, scale
     if batch["tokens"].shape[0] == 1:
         return value_and_gradient(params, {name: array[0] for name, array in batch.items()}, scale)
 
-    def one(carry: Any, part: Batch) -> Any:
+    def add_micro_batch(carry: Any, part: Batch) -> Any:
         (total, entropy), gradient = carry
         (more, more_entropy), more_gradient = value_and_gradient(params, part, scale)
         more_gradient = _before_it_is_added(more_gradient, arrays)
@@ -171,7 +172,7 @@ def _over_micro_batches(sums: Any, params: Any, arrays: Any, batch: Batch, scale
     # summed in float32, laid out as the parameters are kept
     nothing = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
     zero = jnp.float32(0)
-    return lax.scan(one, ((zero, zero), nothing), batch)[0]
+    return lax.scan(add_micro_batch, ((zero, zero), nothing), batch)[0]
 
 
 def _update(

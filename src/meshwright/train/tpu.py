@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-# libtpu makes gathers asynchronous only on v5e by itself. With these the compiler starts the next
-# gather of a loop inside the matmuls that do not need it; benchmarks/RESULTS.md says what it takes
+# libtpu makes all-gathers asynchronous only on v5e by itself. With these options the compiler
+# starts the next all-gather of a loop during matmuls that do not need it; benchmarks/RESULTS.md
+# has the cost
 _OVERLAP = {
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion": "true",

@@ -1,7 +1,7 @@
 """A function of a layer's whole array, where a stack of layers is kept split: each device takes
 layers of its own.
 
-    [16 layers, embed/8, mlp], 8 devices: in 2 rounds, each device gathers the parts of one layer,
+    [16 layers, embed/8, mlp], 8 devices: in 2 rounds, each device receives the parts of one layer,
     works on it, and sends the parts back.
 
 An all-to-all of a round turns every device's part of 8 layers into one whole layer a device, and
@@ -38,8 +38,8 @@ def map_layers(
 
     def local(part: jax.Array, *shared: jax.Array) -> jax.Array:
         def round_of_layers(parts: jax.Array) -> jax.Array:  # [devices, *part of a layer]
-            whole = _join(_exchange(parts, axes), cuts)
-            return _exchange(_cut(function(whole, *shared), cuts), axes)
+            layer = _join(_exchange(parts, axes), cuts)
+            return _exchange(_cut(function(layer, *shared), cuts), axes)
 
         layers, devices = part.shape[0], math.prod(cuts)
         rounds = -(-layers // devices)
@@ -62,13 +62,13 @@ def _join(parts: jax.Array, cuts: tuple[int, ...]) -> jax.Array:
     """Parts, in the devices' order, to the whole: [4 * 2, embed/4, heads/2] to [embed, heads]."""
     sizes, dims = parts.shape[1:], len(cuts)
     order = [place for dim in range(dims) for place in (dim, dims + dim)]
-    whole = [cut * size for cut, size in zip(cuts, sizes, strict=True)]
-    return parts.reshape(*cuts, *sizes).transpose(order).reshape(whole)
+    sizes_of_layer = [cut * size for cut, size in zip(cuts, sizes, strict=True)]
+    return parts.reshape(*cuts, *sizes).transpose(order).reshape(sizes_of_layer)
 
 
-def _cut(whole: jax.Array, cuts: tuple[int, ...]) -> jax.Array:
+def _cut(layer: jax.Array, cuts: tuple[int, ...]) -> jax.Array:
     """The whole to its parts, in the devices' order: _join's inverse."""
-    sizes = [size // cut for cut, size in zip(cuts, whole.shape, strict=True)]
+    sizes = [size // cut for cut, size in zip(cuts, layer.shape, strict=True)]
     pairs = [size for pair in zip(cuts, sizes, strict=True) for size in pair]
     order = [*range(0, len(pairs), 2), *range(1, len(pairs), 2)]
-    return whole.reshape(pairs).transpose(order).reshape(-1, *sizes)
+    return layer.reshape(pairs).transpose(order).reshape(-1, *sizes)

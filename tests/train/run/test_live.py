@@ -9,9 +9,9 @@ import pytest
 
 from meshwright.present import count_text, duration_text
 from meshwright.train.run import LiveLine, waiting_line
-from meshwright.train.run.live import eta_seconds, row_text
+from meshwright.train.run.live import eta_seconds, metrics_text
 
-ROW = {
+METRICS = {
     "step": 120,
     "loss": 2.3141,
     "tokens_per_second": 12345.0,
@@ -47,14 +47,14 @@ def test_durations_have_two_units(seconds: float, text: str) -> None:
 
 
 def test_the_line_shows_what_the_row_has() -> None:
-    assert row_text(ROW, 1000) == (
+    assert metrics_text(METRICS, 1000) == (
         "step   120/1,000  loss 2.314  12.3K tok/s  393 TFLOP/s 39.8% MFU  71.2/139.8 GiB  ETA 1h 02m"
     )
     # a CPU knows neither peak nor memory
-    assert row_text(
+    assert metrics_text(
         {"step": 1, "loss": 9.0, "tflops_per_device": 0.0123, "skipped_steps": 2}, 10
     ) == ("step  1/10  loss 9.000  0.0123 TFLOP/s  2 skipped")
-    assert "loss nan" in row_text({"step": 1, "loss": math.nan}, 10)
+    assert "loss nan" in metrics_text({"step": 1, "loss": math.nan}, 10)
     assert eta_seconds(12, 10, 1.0) == 0
 
 
@@ -79,7 +79,7 @@ def test_on_a_terminal_one_line_is_rewritten(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("COLUMNS", "160")
     file = Terminal()
     with LiveLine(1000, file=file) as line:
-        line.update(ROW)
+        line.update(METRICS)
         line.print("saved [step] 100")
     text = file.getvalue()
     assert "saved [step] 100" in text
@@ -91,8 +91,8 @@ def test_without_rich_a_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "rich.live", None)
     file = Terminal()
     with LiveLine(1000, file=file) as line:
-        line.update(ROW)
-    assert file.getvalue() == row_text(ROW, 1000) + "\n"
+        line.update(METRICS)
+    assert file.getvalue() == metrics_text(METRICS, 1000) + "\n"
 
 
 def test_waiting_is_told_once_without_a_terminal() -> None:
@@ -115,6 +115,6 @@ def test_waiting_counts_seconds_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
 def test_a_line_that_is_not_shown_prints_nothing() -> None:
     file = io.StringIO()
     with LiveLine(10, file=file, shown=False) as line:
-        line.update(ROW)
+        line.update(METRICS)
         line.print("never")
     assert file.getvalue() == ""

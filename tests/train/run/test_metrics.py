@@ -27,11 +27,11 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         log.write(2, {"loss": jnp.float32(math.nan), "grad_norm": math.inf})
         log.note(2, "resumed", mesh="fsdp=8")
         # every line is in the file before the next step begins
-        assert len(read_metrics(tmp_path / "new" / "run").rows) == 2
+        assert len(read_metrics(tmp_path / "new" / "run").records) == 2
     metrics = read_metrics(tmp_path / "new" / "run")
     assert metrics.column("loss")[0] == [1, 2]
-    assert metrics.rows[0]["tokens"] == 4096
-    assert math.isnan(metrics.rows[1]["loss"])
+    assert metrics.records[0]["tokens"] == 4096
+    assert math.isnan(metrics.records[1]["loss"])
     assert metrics.column("grad_norm") == ([1, 2], [0.5, math.inf])
     assert [(event["event"], event["mesh"]) for event in metrics.events] == [("resumed", "fsdp=8")]
     for line in (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines():
@@ -67,10 +67,10 @@ def test_a_line_cut_short_anywhere_loses_that_line_only(
     metrics = read_metrics(folder)
     # a line without only its newline is complete
     assert metrics.column("loss")[0][:complete] == list(range(min(complete, 6)))
-    assert len(metrics.rows) - complete in (0, 1)
+    assert len(metrics.records) - complete in (0, 1)
     written(folder, range(6, 9))
     steps = read_metrics(folder).column("loss")[0]
-    assert steps == [*range(len(metrics.rows)), 6, 7, 8]
+    assert steps == [*range(len(metrics.records)), 6, 7, 8]
     assert read_metrics(folder).unreadable == 0
 
 
@@ -80,7 +80,7 @@ def test_a_spoilt_line_in_the_middle_is_counted(tmp_path: Path) -> None:
     first, *rest = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(first + b'{"step": 7, "lo\n[1]\n\xff\n{"loss": 1}\n' + b"".join(rest))
     metrics = read_metrics(tmp_path)
-    assert (len(metrics.rows), metrics.unreadable) == (3, 4)
+    assert (len(metrics.records), metrics.unreadable) == (3, 4)
 
 
 def test_other_processes_write_nothing(tmp_path: Path) -> None:

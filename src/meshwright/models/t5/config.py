@@ -79,7 +79,3 @@ class T5Config:
         pairs += self.decoder_layers * seq * (seq // 2 + encoder_seq)
         weights = encoder_seq * per_encoder_token + seq * per_token
         return 6 * weights + 12 * self.heads * self.head_dim * pairs
-
-    def flops_per_token(self, seq: int) -> int:
-        """The same for each token of the decoder, where both sequences have `seq` tokens."""
-        return self.flops(seq, seq) // seq

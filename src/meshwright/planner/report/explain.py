@@ -9,11 +9,21 @@ from meshwright.planner.memory import formulas, moments
 from meshwright.planner.memory import memory as count_memory
 from meshwright.planner.parts import keys_seen, splits_of
 from meshwright.planner.report import figures
-from meshwright.planner.report.rows import Column, Row, aligned, paragraph
 from meshwright.planner.report.words import settings, short_mesh
 from meshwright.planner.result import RESERVE, Choice, Estimate, Job, Memory, Plan, Refusal
 from meshwright.planner.time import formulas as transfer_formulas
-from meshwright.present import amount, bar, count, gib, percent, seconds_text
+from meshwright.present import (
+    Column,
+    Row,
+    aligned,
+    amount,
+    bar,
+    count,
+    gib,
+    paragraph,
+    percent,
+    seconds_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

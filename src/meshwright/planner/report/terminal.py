@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meshwright.planner.report import figures
-from meshwright.planner.report.rows import Column, Row, aligned, paragraph
 from meshwright.planner.report.words import (
     folded,
     group_headings,
@@ -14,7 +13,18 @@ from meshwright.planner.report.words import (
     short_mesh,
 )
 from meshwright.planner.result import Estimate, Memory, Plan
-from meshwright.present import amount, bar, count, gib, percent, seconds_text
+from meshwright.present import (
+    Column,
+    Row,
+    aligned,
+    amount,
+    bar,
+    count,
+    gib,
+    paragraph,
+    percent,
+    seconds_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

@@ -19,13 +19,13 @@ _OUTPUT = "output"
 _warned: set[str] = set()  # what there was a warning about
 
 
-def cannot_be_written(what: Path | str, reason: OSError) -> MeshwrightError:
+def cannot_be_written(path: Path | str, reason: OSError) -> MeshwrightError:
     """The error of a file or folder that cannot be written, and what to do where that is known."""
-    return MeshwrightError(f"{_name(what)} cannot be written: {_why(reason)}")
+    return MeshwrightError(f"{_name(path)} cannot be written: {_why(reason)}")
 
 
-def _name(what: Path | str) -> str:
-    return what if isinstance(what, str) else repr(str(what))
+def _name(path: Path | str) -> str:
+    return path if isinstance(path, str) else repr(str(path))
 
 
 def _why(reason: OSError) -> str:
@@ -42,10 +42,10 @@ def disk_errors_in_one_line() -> Iterator[None]:
         if reason.errno not in _DISK:
             raise
         # without a name: what was open already, such as the output
-        what = "the output" if reason.filename is None else Path(os.fsdecode(reason.filename))
+        path = "the output" if reason.filename is None else Path(os.fsdecode(reason.filename))
         if reason.errno in _WRITING:
-            raise cannot_be_written(what, reason) from None
-        raise MeshwrightError(f"{_name(what)} cannot be read or written: {_why(reason)}") from None
+            raise cannot_be_written(path, reason) from None
+        raise MeshwrightError(f"{_name(path)} cannot be read or written: {_why(reason)}") from None
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
@@ -65,7 +65,7 @@ def write_whole(file: Path, content: str | bytes) -> None:
 
 
 def print_line(text: str, file: TextIO | None = None) -> None:
-    """Print a line at once; if the output cannot be written, warn once and go on."""
+    """Print a line at once; if the output cannot be written, warn once and continue."""
     try:
         print(text, file=file or sys.stdout, flush=True)
     except OSError as reason:

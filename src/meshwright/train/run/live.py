@@ -22,42 +22,42 @@ def eta_seconds(step: int, total_steps: int, step_seconds: float | None) -> floa
     return None if not step_seconds else max(0, total_steps - step) * step_seconds
 
 
-def row_text(row: Mapping[str, Any], total_steps: int) -> str:
-    """One line from a row of metrics; what the row does not have is left out.
+def metrics_text(metrics: Mapping[str, Any], total_steps: int) -> str:
+    """One line of text; metrics that are missing are left out.
 
-    >>> row_text({"step": 40, "loss": 2.5, "step_seconds": 0.5}, 100)
+    >>> metrics_text({"step": 40, "loss": 2.5, "step_seconds": 0.5}, 100)
     'step 40/100  loss 2.500  ETA 30s'
     """
-    step = int(row["step"])
+    step = int(metrics["step"])
     width = len(f"{total_steps:,}")
     parts = [f"step {step:>{width},}/{total_steps:,}" if total_steps else f"step {step:,}"]
     for name, label, form in (("loss", "loss", ".3f"), ("eval_loss", "eval", ".3f")):
-        if name in row:
-            parts.append(f"{label} {row[name]:{form}}")
-    if "tokens_per_second" in row:
-        parts.append(f"{count_text(row['tokens_per_second'])} tok/s")
+        if name in metrics:
+            parts.append(f"{label} {metrics[name]:{form}}")
+    if "tokens_per_second" in metrics:
+        parts.append(f"{count_text(metrics['tokens_per_second'])} tok/s")
     speed = []
-    if "tflops_per_device" in row:
-        tflops = row["tflops_per_device"]
+    if "tflops_per_device" in metrics:
+        tflops = metrics["tflops_per_device"]
         speed.append(f"{tflops:.0f} TFLOP/s" if tflops >= 10 else f"{tflops:.3g} TFLOP/s")
-    if row.get("mfu") is not None:
-        speed.append(f"{row['mfu']:.1%} MFU")
+    if metrics.get("mfu") is not None:
+        speed.append(f"{metrics['mfu']:.1%} MFU")
     if speed:
         parts.append(" ".join(speed))
-    if "memory_bytes" in row:
-        limit = row.get("memory_limit_bytes")
+    if "memory_bytes" in metrics:
+        limit = metrics.get("memory_limit_bytes")
         of = f"/{limit / GIB:.1f}" if limit else ""
-        parts.append(f"{row['memory_bytes'] / GIB:.1f}{of} GiB")
-    if row.get("skipped_steps"):
-        parts.append(f"{row['skipped_steps']:.0f} skipped")
-    left = eta_seconds(step, total_steps, row.get("step_seconds"))
+        parts.append(f"{metrics['memory_bytes'] / GIB:.1f}{of} GiB")
+    if metrics.get("skipped_steps"):
+        parts.append(f"{metrics['skipped_steps']:.0f} skipped")
+    left = eta_seconds(step, total_steps, metrics.get("step_seconds"))
     if left is not None and total_steps:
         parts.append(f"ETA {duration_text(left)}")
     return "  ".join(parts)
 
 
 class LiveLine:
-    """`update(row)` after each step, in process 0; `close()`, or use it in `with`.
+    """`update(metrics)` after each step, in process 0; `close()`, or use it in `with`.
 
     On a terminal with rich: one line that is rewritten in place, and `print` writes above it.
     Elsewhere: a plain line at the first and the last step and every `every_s` seconds.
@@ -81,10 +81,10 @@ class LiveLine:
         self._printed = ""
         self._live = _rich_live(self._file) if shown else None
 
-    def update(self, row: Mapping[str, Any]) -> None:
+    def update(self, metrics: Mapping[str, Any]) -> None:
         if not self._shown:
             return
-        self._last = row_text(row, self._total)
+        self._last = metrics_text(metrics, self._total)
         if self._live is not None:
             self._live.update(_styled(self._last))
         elif self._clock() >= self._next:
@@ -119,20 +119,22 @@ class LiveLine:
 
 
 @contextlib.contextmanager
-def waiting_line(what: str, *, shown: bool = True, file: TextIO | None = None) -> Iterator[None]:
+def waiting_line(
+    activity: str, *, shown: bool = True, file: TextIO | None = None
+) -> Iterator[None]:
     """`compiling … 12 s` while the block runs: counted up on a terminal, else one line of it."""
     file = file or sys.stdout
     live = _rich_live(file, transient=True) if shown else None
     if live is None:
         if shown:
-            print_line(f"{what} …", file)
+            print_line(f"{activity} …", file)
         yield
         return
     start = time.monotonic()
 
     class Elapsed:
         def __rich__(self) -> Any:
-            return _styled(f"{what} … {time.monotonic() - start:.0f} s")
+            return _styled(f"{activity} … {time.monotonic() - start:.0f} s")
 
     try:
         live.update(Elapsed())

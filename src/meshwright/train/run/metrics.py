@@ -29,16 +29,16 @@ FILE = "metrics.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """`rows`: step and numbers; `events`: step, `event` and what belongs to it."""
+    """`records`: step and numbers; `events`: step, `event` and what belongs to it."""
 
-    rows: tuple[dict[str, Any], ...] = ()
+    records: tuple[dict[str, Any], ...] = ()
     events: tuple[dict[str, Any], ...] = ()
     unreadable: int = 0  # lines cut short by a crash or a full disk
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """The steps that have `name`, and its values."""
-        rows = [row for row in self.rows if name in row]
-        return [row["step"] for row in rows], [row[name] for row in rows]
+        records = [record for record in self.records if name in record]
+        return [record["step"] for record in records], [record[name] for record in records]
 
 
 def read_metrics(run_folder: Path | str) -> Metrics:
@@ -52,18 +52,18 @@ def read_metrics(run_folder: Path | str) -> Metrics:
         ) from None
     except OSError as reason:
         raise MeshwrightError(f"{str(file)!r} cannot be read: {reason.strerror}") from None
-    rows, events, unreadable = [], [], 0
+    records, events, unreadable = [], [], 0
     for line in lines:
         if not line.strip():
             continue
-        row = _parsed(line)
-        if row is None:
+        record = _parsed(line)
+        if record is None:
             unreadable += 1
-        elif "event" in row:
-            events.append(row)
+        elif "event" in record:
+            events.append(record)
         else:
-            rows.append(row)
-    return Metrics(tuple(rows), tuple(events), unreadable)
+            records.append(record)
+    return Metrics(tuple(records), tuple(events), unreadable)
 
 
 class MetricsLog:
@@ -142,9 +142,9 @@ class MetricsLog:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _append(self, row: dict[str, Any]) -> None:
+    def _append(self, record: dict[str, Any]) -> None:
         # after a failed write half a line may stand there: begin a new one
-        line = (("\n" if self._failed else "") + json.dumps(_encoded(row)) + "\n").encode()
+        line = (("\n" if self._failed else "") + json.dumps(_encoded(record)) + "\n").encode()
         try:
             # unbuffered: a kill loses nothing that was written
             if self._file.write(line) != len(line):
@@ -165,26 +165,26 @@ def _number(name: str, value: Any) -> float | int:
         raise MeshwrightError(f"metric {name!r} is {value!r}, not a number") from None
 
 
-def _encoded(row: dict[str, Any]) -> dict[str, Any]:
+def _encoded(record: dict[str, Any]) -> dict[str, Any]:
     # JSON has no NaN: as text, which float() reads back
     return {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
+        for key, value in record.items()
     }
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        record = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
-    if "event" in row:
-        return row
+    if "event" in record:
+        return record
     with contextlib.suppress(TypeError, ValueError):
         return {
-            key: float(value) if isinstance(value, str) else value for key, value in row.items()
+            key: float(value) if isinstance(value, str) else value for key, value in record.items()
         }
     return None
 
@@ -197,8 +197,8 @@ def _keep_until(file: Path, step: int | None) -> None:
         return
     kept = []
     for line in lines:
-        row = _parsed(line) if line.strip() else None
-        if row is not None and (step is None or "event" in row or row["step"] <= step):
+        record = _parsed(line) if line.strip() else None
+        if record is not None and (step is None or "event" in record or record["step"] <= step):
             kept.append(line)
     text = b"".join(line + b"\n" for line in kept)
     if text == b"\n".join(lines):

@@ -39,7 +39,7 @@ CURVES = (
 
 def summary(metrics: Metrics) -> list[tuple[str, str]]:
     """Name and value, as shown; what the run did not measure is left out."""
-    steps = [row["step"] for row in metrics.rows]
+    steps = [record["step"] for record in metrics.records]
     told: list[tuple[str, str]] = [("steps", f"{max(steps, default=0):,}")]
     tokens = _finite(metrics, "tokens")
     if tokens:

@@ -50,7 +50,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run for one run folder: its id is kept there, and a resume goes on in it."""
+    """One W&B run for one run folder: its id is kept there, and a resumed run continues it."""
 
     def __init__(self, folder: Path, settings: str | Mapping[str, Any]) -> None:
         try:

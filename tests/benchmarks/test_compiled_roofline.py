@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from compiled_roofline import Roofline, roofline
+from instruction_times import FLOPS_PER_CYCLE, Prices
 from meshwright.audits import collectives, read_program
 from meshwright.errors import MeshwrightError
 from meshwright.machines import CHIPS, Machine
@@ -14,8 +16,6 @@ from meshwright.planner import efficiency
 from meshwright.planner.links import over
 from meshwright.planner.result import Choice, Job
 from meshwright.planner.shares import place_axes
-from meshwright.proofs.priced import FLOPS_PER_CYCLE, Prices
-from meshwright.proofs.roofline import Roofline, roofline
 
 approx = pytest.approx
 V5P = Machine.parse("v5p:4x4x4")

@@ -3,8 +3,8 @@
     found = roofline(proof.text, choice.sizes, machine, job, choice)
     found.seconds, found.overlapped, found.tokens_per_second
 
-Every instruction of the program is priced (prove.priced) and every collective takes the bytes that
-audit reads over the links of plan.links. The program is then gone through in its order: what is
+Every instruction of the program takes its time in instruction_times, and every collective the bytes
+that audit reads over the links of the planner. The program is then read in its order: what is
 sent synchronously is waited for, what is asynchronous only as far as the compute between its start
 and its done does not cover it. `overlapped` is what would be left if a layer's weights came, and
 its gradients went, under that layer's compute, which the compiler's usual options do not do.
@@ -16,12 +16,12 @@ from collections import ChainMap, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from instruction_times import Prices
 from meshwright.audits import Collective, Instruction, collectives, read_program, trip_count
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.planner import AXES, Choice, Job, over, place_axes
 from meshwright.present import mesh_text
-from meshwright.proofs.priced import Prices
 
 _SENDS = re.compile(
     r"(?:ragged-)?all-to-all|all-(?:gather|reduce)|reduce-scatter|collective-permute|send"
@@ -218,7 +218,9 @@ class _Timeline:
         if one.operation == "while":
             trips = trip_count(self.program, name, one)
             if trips is None:
-                self.notes.append(f"loop {one.name}: its turns are not said, one is counted")
+                self.notes.append(
+                    f"loop {one.name}: its trip count is unknown, so it is counted once"
+                )
             return self.run(one.called("body") or "", in_loop=True), 1 if trips is None else trips
         if one.operation == "call":
             return self.run(one.called("to_apply") or "", in_loop), 1
@@ -237,7 +239,9 @@ class _Timeline:
         finish = max(now, free.get(axes, 0.0)) + seconds
         free[axes] = finish
         # the ends say where they come from; a layer's sums that the compiler rewrote may not
-        of_layer = row.in_layers or (in_loop and not row.scope)
+        of_layer = bool(re.search(r"[/(](attention|mlp)[/)]", row.scope)) or (
+            in_loop and not row.scope
+        )
         could_hide = of_layer and "tp" not in names and row.operation in _HIDEABLE
         return _Sent(axes, seconds, finish, could_hide)
 
