@@ -39,7 +39,7 @@ def estimate(choice: Choice, step: float, parameters: int, bound: str, reason: s
                 "gradients": parameters,
                 "optimizer": 2 * parameters,
                 "activations": 9 * GIB,
-                "gathered weights": GIB,
+                "all-gathered weights": GIB,
                 "loss": GIB // 2,
                 "reserve": GIB,
             },

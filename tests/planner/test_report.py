@@ -243,7 +243,7 @@ def test_the_report_shows_every_mesh_with_its_reason(width: int) -> None:
         assert short_mesh(one.choice) in text
         assert one.reason in text
     for part in ("llama-3.1-8b on v5p:4x4x4", "64 chips", "1.05M tokens a step", "65%", "524K",
-                 "of 94.0 GiB", "19.5 21%", "4 meshes refused", "batch 512 in one micro-batch", "rows of 262,144 tokens",
+                 "of 94.0 GiB", "19.5 21%", "4 meshes refused", "batch 512 in one micro-batch", "sequences of 262,144 tokens",
                  "142,415 at 4.2 a chip and hour", "meshwright prove", "meshwright train"):  # fmt: skip
         assert part in text, part
 
@@ -267,7 +267,7 @@ def test_a_warning_and_a_tight_mesh_are_told_in_every_report() -> None:
 
 def test_a_longest_row_beyond_the_models_own_says_so() -> None:
     text = " ".join(" ".join(printed(report(made_plan(), 120), 120)).split())
-    assert "rows of 262,144 tokens" in text
+    assert "sequences of 262,144 tokens" in text
     assert "(the model's own length is 131,072)" in text
 
 

@@ -24,7 +24,7 @@ Params = dict[str, Any]
 Layer = Callable[[jax.Array, jax.Array | None, Params], tuple[jax.Array, jax.Array]]
 
 # what a layer keeps for its backward pass, by the names given above; the rest is made again, and
-# gathered weights are gathered again
+# all-gathered weights are gathered again
 _MATMULS = frozenset({"input", "q", "k", "v", "attention", "middle", "gate", "up"})
 REMAT: dict[str, frozenset[str]] = {
     "none": _MATMULS | {"normed", "activated"},  # everything that costs time to make

@@ -45,7 +45,7 @@ AHEAD = 0.5  # of the LM head, with overlap: steps compiled with it took -1.3 to
 PROMPT = 8192  # tokens of a prompt that are taken at a time, serving
 KINDS = (
     "parameters", "optimizer", "weights in bfloat16", "gradients", "saved activations",
-    "gathered weights", "working activations", "loss", "attention", "batch",
+    "all-gathered weights", "working activations", "loss", "attention", "batch",
 )  # fmt: skip
 Kinds = dict[str, Number]
 
@@ -120,7 +120,7 @@ class Device:
 
     @property
     def table(self) -> Number:
-        """The embedding or the LM head, gathered."""
+        """The embedding or the LM head, all-gathered."""
         return self.vocab * self.embed / self.tp
 
     @property
@@ -144,7 +144,7 @@ class DeviceStack:
 
     @property
     def layer(self) -> Number:
-        """Bytes of a layer's matrices, gathered."""
+        """Bytes of a layer's matrices, all-gathered."""
         return self.device.used * self.weights / self.device.tp
 
     @property
@@ -238,7 +238,7 @@ class DeviceStack:
 
     @property
     def context_parallel(self) -> Number:
-        """Bytes of keys in flight and their gradients; of the gathered keys in an all-gather."""
+        """Bytes of keys in flight, or all-gathered, and of their gradients."""
         device = self.device
         used, float32 = device.used, device.float32
         keys, queries = self.tokens * self.heads(0, 2), self.tokens * self.heads(1, 0)
@@ -267,8 +267,8 @@ class DeviceStack:
         device = self.device
         if device.is_tpu:
             return self.context_parallel + self.scores + self.bias
-        gathered = 0 if device.strategy == "ring" else self.context_parallel
-        return device.used * self.tokens * self.heads(*self.gpu_arrays) + gathered + self.scores
+        all_gathered = 0 if device.strategy == "ring" else self.context_parallel
+        return device.used * self.tokens * self.heads(*self.gpu_arrays) + all_gathered + self.scores
 
     @property
     def recomputed_attention(self) -> Number:
@@ -338,7 +338,7 @@ def _always(device: Device) -> Kinds:
     optimizer: dict[str, Callable[[], Number]] = {
         "adamw": lambda: 2 * stored * every,
         "lion": lambda: stored * every,
-        "adafactor": lambda: 0.01 * stored * every,  # a row and a column of each matrix
+        "adafactor": lambda: 0.01 * stored * every,  # two vectors of each matrix
         "muon": lambda: stored * (device.layers + 2 * (device.tables + device.vectors)),
     }
     batch = device.number(device.sequences * choice.accumulation, "sequences")
@@ -377,14 +377,14 @@ def _moments(device: Device) -> dict[str, Kinds]:
             # the gradients of the layer before it are still to be scattered
             attention = used * stack.attention_weights / device.tp
             layers = stack.layer + attention if device.is_sharded else stack.layer
-            found[f"attention{where}"]["gathered weights"] = layers
+            found[f"attention{where}"]["all-gathered weights"] = layers
     # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
     table = device.table
     end: Kinds = {
         "gradients": used * device.layers_and_tables
         + (len(device.stacks) * device.float32 + used) * table
         + last.stream,
-        "gathered weights": last.layer if _gradient_in_flight(device) else 0,
+        "all-gathered weights": last.layer if _gradient_in_flight(device) else 0,
     }  # fmt: skip
     if device.sizes.is_tied:  # the LM head's is added to it there
         end["loss"] = _head_gradient(device) * table
@@ -396,8 +396,10 @@ def _moments(device: Device) -> dict[str, Kinds]:
         if choice.accumulation > 1 and name != "loss":
             moment["gradients"] = max(moment["gradients"], used * device.layers_and_tables)
         if device.job.overlap and told_to_overlap(device.machine.chip) and device.is_sharded:
-            # what is sharded is gathered before it is needed
-            moment["gathered weights"] = moment.get("gathered weights", 0) + AHEAD * used * table
+            # what is sharded is all-gathered before it is needed
+            moment["all-gathered weights"] = (
+                moment.get("all-gathered weights", 0) + AHEAD * used * table
+            )
     return found
 
 
@@ -419,8 +421,8 @@ def _loss(device: Device) -> Kinds:
         "loss": bytes_of_head * device.table + of_logits + streams * last.stream,
     }
     if gap := _gap_of_embedding(device):
-        kinds["gathered weights"] = used * device.number(gap) / device.tp
-    # XLA for GPUs fills the time of gathering the LM head with the last layer's attention
+        kinds["all-gathered weights"] = used * device.number(gap) / device.tp
+    # XLA for GPUs fills the time of the LM head's all-gather with the last layer's attention
     if not device.is_tpu and device.is_sharded and not device.saves_attention:
         kinds["attention"] = last.recomputed_attention
     return kinds
@@ -435,7 +437,7 @@ def _backward(device: Device, number: int) -> Kinds:
     return {
         "saved activations": device.saved_up_to[number],
         "gradients": used * done,
-        "gathered weights": (2 if device.is_sharded else 1) * stack.layer,
+        "all-gathered weights": (2 if device.is_sharded else 1) * stack.layer,
         "working activations": stack.working(stack.mlp_arrays),
         "loss": used * device.tables if scattered else _head_gradient(device) * device.table,
     }
@@ -466,10 +468,10 @@ def _head_gradient(device: Device) -> Number:
 
 
 def _gap_of_embedding(device: Device) -> int:
-    """Numbers of the gathered embedding whose place is empty at the loss.
+    """Numbers of the all-gathered embedding whose place is empty at the loss.
 
-    A TPU's buffers are placed in the order of its program. Where gathers run while others compute
-    and tokens are reordered first, the embedding is gathered meanwhile; what the layers save is
+    A TPU's buffers are placed in the order of its program. Where all-gathers are asynchronous and
+    tokens are reordered first, the embedding is all-gathered meanwhile; what the layers save is
     placed above it and stays there. One chunk's logits fit into the gap.
     """
     by_itself = device.is_tpu and hides(device.machine.chip, "all-gather", overlap=False) > 0

@@ -100,7 +100,7 @@ class Choice:
 class Memory:
     """Bytes of a device at the fullest moment, by kind, in the order they are shown."""
 
-    kinds: Mapping[str, int]  # parameters, gradients, optimizer, activations, gathered weights …
+    kinds: Mapping[str, int]  # parameters, gradients, optimizer, activations …
     limit: int  # what the compiler gives out
 
     @property
@@ -194,7 +194,7 @@ class Plan:
     ranked: tuple[Estimate, ...]  # one for each mesh: with the best of the rest
     refused: tuple[Refusal, ...]
     largest_batch: int | None = None  # of the best mesh, at this seq
-    largest_seq: int | None = None  # of the best mesh, at one row a device
+    largest_seq: int | None = None  # of the best mesh, at one sequence a device
     cost_per_hour: float | None = None  # of one chip
     warnings: tuple[str, ...] = ()  # what would keep the printed commands from running as they are
 
@@ -222,6 +222,6 @@ class Plan:
         )
 
     def tokens_per_second(self, estimate: Estimate) -> float:
-        """Of the whole machine; serving, a step makes one token of each row."""
+        """Of the whole machine; serving, a step makes one token of each sequence."""
         tokens = self.job.seq if self.job.kind == "train" else 1
         return self.job.batch * tokens / estimate.step_seconds

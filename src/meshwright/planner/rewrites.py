@@ -19,10 +19,10 @@ The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 5
 - between slices sends only a device's part: an all-reduce is a reduce-scatter within slices, an
   all-reduce between them and an all-gather. Over all devices of one of several slices it does
   scatter, unless the axis continues in the others (seen on v5e);
-- gathers embedding and LM head anew for every micro-batch, and sums norms once for all of them;
+- all-gathers embedding and LM head anew for every micro-batch, and sums norms once for all of them;
 - lets the gradients of keys make their first ring step before they become float32.
-Not counted: where memory is nearly exhausted it may gather weights once more instead of keeping
-them. Weights that fsdp and sp split together are gathered one axis after the other there
+Not counted: where memory is nearly exhausted it may all-gather weights once more instead of keeping
+them. Weights that fsdp and sp split together are all-gathered one axis after the other there
 (ops.all_gather).
 """
 
@@ -118,12 +118,12 @@ class _Program(NamedTuple):
 
 def _program(job: Job, choice: Choice, machine: Machine) -> _Program:
     embed = job.sizes.embed
-    narrow = embed // (choice.fsdp * choice.sp) % LANES != 0
+    unaligned = embed // (choice.fsdp * choice.sp) % LANES != 0
     ragged = vocab(job, choice) // choice.tp % LANES != 0
     exact = embed // choice.fsdp == LANES
     summed = {
-        Carries.EMBEDDING_GRADIENT: narrow or exact or len(job.sizes.stacks) > 1,
-        Carries.HEAD_GRADIENT: narrow or exact or not ragged or loss_chunks(job, choice)[0] == 1,
+        Carries.EMBEDDING_GRADIENT: unaligned or exact or len(job.sizes.stacks) > 1,
+        Carries.HEAD_GRADIENT: unaligned or exact or not ragged or loss_chunks(job, choice)[0] == 1,
     }
     scattered = {axis: scattered_by(choice.sizes[axis], machine) for axis in ("fsdp", "sp")}
     across = _across(choice, machine)
@@ -134,7 +134,7 @@ Rule = Callable[[Send, _Program], Iterator[Send]]
 
 
 def _micro_batches(send: Send, program: _Program) -> Iterator[Send]:
-    """Embedding and LM head are gathered for each micro-batch; norms are summed once for all."""
+    """Embedding and LM head are all-gathered for each micro-batch; norms are summed once."""
     is_table = send.carries is Carries.TABLE
     yield send._replace(times=program.choice.accumulation if is_table else 1)
 

@@ -1,9 +1,9 @@
 """The best way to run a job on each mesh: remat, micro-batches, what tp splits, chunks of the mlp.
 
 For every mesh the fewest micro-batches that fit are taken for each kind of remat, since each more
-costs another round of gathers; of these the fastest is kept, or one with fewer micro-batches whose
-time cannot be told from those of its group (plan/ranking.py). A way that leaves memory's reserve
-free is taken before a faster one that does not.
+costs another round of all-gathers; of these the fastest is kept, or one with fewer micro-batches
+whose time cannot be told from those of its group (planner/ranking.py). A way that leaves memory's
+reserve free is taken before a faster one that does not.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from meshwright.planner.time import StepTime, step_time
 from meshwright.planner.work import Work, work
 from meshwright.present import count
 
-LONG = 16384  # tokens of a row on a device from which the mlp is tried in chunks
+LONG = 16384  # tokens of a sequence on a device from which the mlp is tried in chunks
 CHUNK = 4096
 TRY_ALL = 512  # devices up to which every strategy of attention is tried; beyond, auto's is taken
 Objective = Literal["throughput", "latency", "memory"]
@@ -56,7 +56,7 @@ def search(
             continue
         fits, least = fitting(job, mesh, machine, limits, objective == "memory")
         if not fits:
-            why = _no_rows(job, mesh, limits.fixed.get("accumulation", 1))
+            why = _indivisible(job, mesh, limits.fixed.get("accumulation", 1))
             refused.append(_too_large(*least) if least else Refusal(mesh, why))
             continue
         if objective == "memory":
@@ -230,12 +230,12 @@ def _fewest(
     most: bool,
     enough: Callable[[Memory], bool],
 ) -> Fit | None:
-    """With the fewest micro-batches that fit; the most if none does, None if rows do not divide."""
-    rows = job.batch // (base.dp * base.fsdp)
-    numbers = divisors(rows) if accumulation is None else (accumulation,)
+    """With the fewest micro-batches that fit, or the most if none does; None if none divides."""
+    sequences = job.batch // (base.dp * base.fsdp)
+    numbers = divisors(sequences) if accumulation is None else (accumulation,)
     if most:
         numbers = numbers[-1:]
-    if rows % numbers[-1]:
+    if sequences % numbers[-1]:
         return None
 
     def at(index: int) -> Fit:
@@ -269,11 +269,11 @@ def _too_large(choice: Choice, need: Memory) -> Refusal:
     return Refusal(choice, why, need)
 
 
-def _no_rows(job: Job, mesh: Choice, accumulation: int) -> str:
+def _indivisible(job: Job, mesh: Choice, accumulation: int) -> str:
     """Why the sequences of a device do not divide into so many micro-batches."""
-    rows = job.batch // (mesh.dp * mesh.fsdp)
-    able = ", ".join(map(str, divisors(rows)))
+    sequences = job.batch // (mesh.dp * mesh.fsdp)
+    able = ", ".join(map(str, divisors(sequences)))
     return (
-        f"accumulation={accumulation} does not divide the {count(rows, 'sequence')} of a device "
-        f"(batch={job.batch} over dp·fsdp={mesh.dp * mesh.fsdp}); {able} would fit"
+        f"accumulation={accumulation} does not divide the {count(sequences, 'sequence')} of a "
+        f"device (batch={job.batch} over dp·fsdp={mesh.dp * mesh.fsdp}); {able} would fit"
     )

@@ -22,8 +22,8 @@ def serving(
     """Every mesh of dp and tp: weights stay where they are used, so fsdp and sp are 1.
 
     The best first: by the time of a token (latency), or by tokens a second where each mesh serves
-    as many rows as it holds (throughput), or by memory. Times that cannot be told apart are one
-    group (plan/ranking.py). Meshes that need some of memory's reserve come after the others.
+    as many sequences as it holds (throughput), or by memory. Times that cannot be told apart are
+    one group (planner/ranking.py). Meshes that need some of memory's reserve come last.
     """
     found: list[tuple[float, Estimate]] = []
     refused: list[Refusal] = []
@@ -40,8 +40,8 @@ def serving(
             refused.append(Refusal(mesh, why, need))
             continue
         one = _estimate(job, mesh, machine, need)
-        rows, rate = _full(job, mesh, machine)
-        reason = f"{one.reason}; full, with {rows:,} sequences, {rate:,.0f} tokens/s"
+        sequences, rate = _full(job, mesh, machine)
+        reason = f"{one.reason}; full, with {sequences:,} sequences, {rate:,.0f} tokens/s"
         if need.tight:
             reason += f"; tight: {100 * need.total / need.limit:.0f}% of memory"
         if (padded := padding(job, mesh)) is not None:
@@ -60,11 +60,11 @@ def serving(
 
 
 def _full(job: Job, choice: Choice, machine: Machine) -> tuple[int, float]:
-    """The rows that a mesh holds, and the tokens a second it makes of so many."""
-    rows = largest_batch(job, choice, machine) or job.batch
-    filled = dataclasses.replace(job, batch=rows)
+    """The sequences that a mesh holds, and the tokens a second it makes of so many."""
+    sequences = largest_batch(job, choice, machine) or job.batch
+    filled = dataclasses.replace(job, batch=sequences)
     need = memory(filled, choice, machine)
-    return rows, rows / _estimate(filled, choice, machine, need).step_seconds
+    return sequences, sequences / _estimate(filled, choice, machine, need).step_seconds
 
 
 def _estimate(job: Job, choice: Choice, machine: Machine, need: Memory) -> Estimate:

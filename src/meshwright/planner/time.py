@@ -88,7 +88,7 @@ def _hides_under(send: Send, link: Link, machine: Machine, overlap: bool) -> tup
         return f"ring {send.phase}", efficiency.HIDE_RING
     if send.operation == "all-reduce" and link.network == "host network":
         return send.phase, efficiency.HIDE_SUMS_OVER_HOSTS
-    # under the first layer's gathers, and the last layer's sums, no other layer computes
+    # under the first layer's all-gathers, and the last layer's sums, no other layer computes
     others = 1.0 - 1.0 / send.layers
     return send.phase, others * efficiency.hides(machine.chip, send.operation, overlap)
 

@@ -133,7 +133,7 @@ def _summary(plan: Plan) -> list[tuple[str, str]]:
     if plan.largest_seq is not None:
         longest = plan.job.model.max_seq
         own = f" (model's own: {longest:,})" if plan.largest_seq > longest else ""
-        cells.append(("longest row", f"{plan.largest_seq:,}{own}"))
+        cells.append(("longest sequence", f"{plan.largest_seq:,}{own}"))
     cost = figures.cost_per_trillion(plan, best)
     if cost is not None:
         cells.append(("cost of 1T tokens", amount(cost)))
