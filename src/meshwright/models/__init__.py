@@ -5,6 +5,7 @@ from meshwright.models.compute import Compute, default_dtype
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.models.divisibility import indivisible
 from meshwright.models.family import Generation, HuggingFace, ModelFamily
+from meshwright.models.generation import batch_multiple, decode, prefill
 from meshwright.models.huggingface import SOURCE, SPECIAL_TOKENS
 from meshwright.models.loss import LmHead, LossConfig, next_token_loss
 from meshwright.models.padding import describe_padding, padded_vocab
@@ -40,6 +41,8 @@ __all__ = [
     "ModelFamily",
     "abstract_arrays",
     "activation_layouts",
+    "batch_multiple",
+    "decode",
     "decoder_rules",
     "default_dtype",
     "describe_padding",
@@ -54,6 +57,7 @@ __all__ = [
     "next_token_loss",
     "override",
     "padded_vocab",
+    "prefill",
     "preset",
     "save_hf",
     "to_hf_config",

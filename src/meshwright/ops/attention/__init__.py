@@ -11,6 +11,7 @@ ids, 0 is padding). Each device computes its own sequences and heads. Where devi
 from meshwright.ops.attention.attention import Segments, attention, split_of
 from meshwright.ops.attention.block import Call
 from meshwright.ops.attention.blockwise import BLOCK_QUERIES
+from meshwright.ops.attention.cached import cached_attention
 from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
 from meshwright.ops.attention.kernels import KERNELS, choose
 from meshwright.ops.attention.mask import EVERYTHING, Mask
@@ -41,6 +42,7 @@ __all__ = [
     "Split",
     "attention",
     "backward_kernels",
+    "cached_attention",
     "calls_of",
     "choose",
     "choose_strategy",
