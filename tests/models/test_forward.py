@@ -181,7 +181,7 @@ def test_an_unknown_way_to_compute_is_guessed_at() -> None:
     ("rules", "words"),
     [
         ([("kv_heads", None)], "query heads must be with their key heads: split both alike"),
-        ([("head_dim", "tp"), ("heads", None), ("kv_heads", None)], r"attention needs heads whole: \('head_dim', None\)"),
+        ([("head_dim", "tp"), ("heads", None), ("kv_heads", None)], r"attention needs it whole: \('head_dim', None\)"),
         ([("embed", "dp")], "put the rule for batch first"),
         ([("mlp", "dp")], "inside a block batch and length must go the same way"),
     ],

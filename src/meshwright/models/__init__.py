@@ -7,7 +7,7 @@ from meshwright.models.divisibility import indivisible
 from meshwright.models.family import Generation, HuggingFace, ModelFamily
 from meshwright.models.generation import batch_multiple, decode, prefill
 from meshwright.models.huggingface import SOURCE, SPECIAL_TOKENS
-from meshwright.models.loss import LmHead, LossConfig, next_token_loss
+from meshwright.models.loss import LmHead, LossConfig, lm_logits, next_token_loss
 from meshwright.models.padding import describe_padding, padded_vocab
 from meshwright.models.registry import (
     FAMILIES,
@@ -25,6 +25,7 @@ from meshwright.models.registry import (
     save_hf,
     to_hf_config,
 )
+from meshwright.models.states import PagedCache
 
 __all__ = [
     "FAMILIES",
@@ -39,6 +40,7 @@ __all__ = [
     "LmHead",
     "LossConfig",
     "ModelFamily",
+    "PagedCache",
     "abstract_arrays",
     "activation_layouts",
     "batch_multiple",
@@ -50,6 +52,7 @@ __all__ = [
     "from_hf_config",
     "generation_of",
     "indivisible",
+    "lm_logits",
     "load_hf",
     "model_config",
     "model_from_dict",

@@ -19,6 +19,8 @@ class Generation:
     """(params, prompts [batch, length], lengths [batch], config, room) → batch, state, Compute."""
     cached_numbers: Callable[[Any], int]
     """config → numbers that the cache holds for each token."""
+    serving_weights: Callable[..., Any] | None = None
+    """(params, config) → weights for an engine's steps; None: an engine cannot serve it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,10 @@
 | None | training: sequences from their first to their last token | None |
 | EmptyCache | prefill: the same, and their keys are kept | Cache |
 | Cache | decode: one more token per sequence, over a contiguous cache | Cache |
+| PagedCache | an engine's step: decode tokens and chunks of prompts, over pages | PagedCache |
 
-An engine brings its own state with a paged cache (serve/). A cache stores the key heads, never
-repeated for the query heads. Sequences may differ in length; positions >= length are uninitialized.
+A cache stores the key heads, never repeated for the query heads. Sequences may differ in length;
+positions >= length are uninitialized.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from jax.sharding import reshard
 
 from meshwright.models.activations import ActivationLayouts
 from meshwright.ops import spec_of
-from meshwright.ops.attention import cached_attention
+from meshwright.ops.attention import PagedTokens, cached_attention, paged_attention
 
 Bias = tuple[jax.Array, jax.Array]
 
@@ -117,3 +118,28 @@ class EmptyCache:
             reshard(jnp.pad(jnp.swapaxes(x, 2, 3), free), target) for x in (keys, values)
         )
         return Cache(keys, values, reshard(self.lengths, P(batch)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Keys and values in pages; the batch is one sequence [1, tokens] of all tokens of a step."""
+
+    layers: list[dict[str, jax.Array]]  # the pool of each layer
+    tokens: PagedTokens
+
+    def positions(self, tokens: jax.Array) -> jax.Array:
+        return self.tokens.all_positions()[None]
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        layer: dict[str, jax.Array],
+        window: int | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return paged_attention(q, k, v, layer, self.tokens, window=window)
+
+    def updated(self, kept: list[dict[str, jax.Array]]) -> "PagedCache":
+        return PagedCache(kept, self.tokens)

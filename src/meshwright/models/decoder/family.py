@@ -15,6 +15,7 @@ from meshwright.models.decoder.override import override
 from meshwright.models.decoder.presets import PRESETS
 from meshwright.models.decoder.rules import decoder_rules, generation_rules, t5x_rules
 from meshwright.models.decoder.sequence import sequence_split
+from meshwright.models.decoder.serving import serving_weights
 from meshwright.models.family import Generation, HuggingFace, ModelFamily
 from meshwright.ops import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
@@ -73,5 +74,6 @@ DECODER = ModelFamily(
         compute=generation_compute,
         start=start,
         cached_numbers=lambda config: 2 * config.layers * config.kv_heads * config.head_dim,
+        serving_weights=serving_weights,
     ),
 )

@@ -144,8 +144,10 @@ def _forward(
         return mixed, None if state is None else (sequences.restored(k), sequences.restored(v))
 
     layer = functools.partial(_layer, attend=attend, rope=rope, config=config, compute=compute)
-    weights = params["layers"]
-    if not isinstance(weights, list):
+    weights = params["layers"]  # stacked; of an engine, a list
+    if isinstance(weights, list):
+        weights = [prepare_weights(layer_weights, layouts, compute) for layer_weights in weights]
+    else:
         weights = prepare_weights(weights, layouts, compute)
     x, update, kept = through_layers(layer, x, weights, states, compute)
     scale = along_residual(params["norm"], layouts)
@@ -205,6 +207,14 @@ def _heads(
         weight = all_gather(w[f"w{name}"], layouts.weight_axes)
         return finish(name, project("ble,ehd->blhd", h, weight, layout, compute))
 
+    if "wqkv" in w:  # see serving_weights
+        batch, length, heads, _ = layouts.kv_heads.partitions
+        target = P(batch, length, heads, None, None)
+        merged = project("ble,ekgd->blkgd", normed[0], w["wqkv"], target, compute)
+        q = merged[:, :, :, :-2]
+        shape = (*q.shape[:2], config.heads, config.head_dim)
+        q = jnp.reshape(q, shape, out_sharding=layouts.heads)
+        return finish("q", q), finish("k", merged[:, :, :, -2]), finish("v", merged[:, :, :, -1])
     each = (layouts.heads, layouts.kv_heads, layouts.kv_heads)
     q, k, v = (projected(name, h, at) for name, h, at in zip("qkv", normed, each, strict=True))
     return q, k, v

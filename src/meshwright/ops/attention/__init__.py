@@ -16,6 +16,13 @@ from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
 from meshwright.ops.attention.kernels import KERNELS, choose
 from meshwright.ops.attention.mask import EVERYTHING, Mask
 from meshwright.ops.attention.order import from_zigzag, to_zigzag
+from meshwright.ops.attention.paged import (
+    PagedCall,
+    PagedTokens,
+    choose_paged,
+    paged_attention,
+    pool_shapes,
+)
 from meshwright.ops.attention.ring_steps import ring_steps_of
 from meshwright.ops.attention.splash import backward_kernels, padded_length
 from meshwright.ops.attention.strategy import (
@@ -38,6 +45,8 @@ __all__ = [
     "Call",
     "ContextParallel",
     "Mask",
+    "PagedCall",
+    "PagedTokens",
     "Segments",
     "Split",
     "attention",
@@ -45,11 +54,14 @@ __all__ = [
     "cached_attention",
     "calls_of",
     "choose",
+    "choose_paged",
     "choose_strategy",
     "explain_strategy",
     "from_zigzag",
     "padded_length",
     "padding",
+    "paged_attention",
+    "pool_shapes",
     "refusal",
     "ring_steps_of",
     "sequence_order",
