@@ -29,6 +29,10 @@ class ServeConfig:
     """Paged attention: auto, cudnn, ragged or plain."""
     batch_buckets: tuple[int, ...] | None = None
     """Batch sizes that decode is compiled for; the default is 1, 8, 32 … up to max_batch."""
+    chunk_shapes: tuple[tuple[int, int], ...] | None = None
+    """Shapes (prompts, tokens of each) of prefill programs; the default follows `chunk`."""
+    prompt_logprobs: bool = True
+    """Compile the programs that requests with `prompt_logprobs` need."""
     strict: bool = False
     """Make a compilation after the engine is ready an error."""
 
@@ -50,6 +54,8 @@ class ServeConfig:
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """Shapes (prompts, tokens of each) of the prefill part of a step."""
+        if self.chunk_shapes:
+            return self.chunk_shapes
         shapes = {(1, self.chunk)}
         for parts in (4, 16):
             if self.chunk >= 16 * parts and parts <= self.max_batch:

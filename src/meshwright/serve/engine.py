@@ -115,6 +115,11 @@ class Engine:
     def is_ready(self) -> bool:
         return self._programs.is_ready and not self._closed and self._failure is None
 
+    @property
+    def kernel(self) -> str:
+        """The kernel of paged attention."""
+        return self._programs.kernel
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Run requests to their end, in any order; the results are in the order of the requests."""
         done = threading.Event()
@@ -219,6 +224,8 @@ class Engine:
         scores_only = request.max_new == 0 and len(request.prompt) > 0
         prompt = request.prompt[:-1] or request.prompt if scores_only else request.prompt
         check_prompts([prompt], max(request.max_new, 1), limited)
+        if request.prompt_logprobs is not None and not self.config.prompt_logprobs:
+            raise MeshwrightError("this engine was started without prompt_logprobs")
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(request, name)
             if wanted is not None and not 0 <= wanted <= TOP:

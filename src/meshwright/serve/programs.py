@@ -172,6 +172,8 @@ class Programs:
         found = [Shape(decode) for decode in self.config.batches]
         for chunks, length in self.config.chunks:
             found += [Shape(full, chunks, length, first) for first in (True, False)]
+        if not self.config.prompt_logprobs:
+            return found
         chunks, length = scoring_shape(self.config)
         return found + [Shape(full, chunks, length, first, True) for first in (True, False)]
 

@@ -254,10 +254,18 @@ def _ragged(
     tables = jnp.concatenate([tokens.tables, tokens.chunk_tables])
     count = jnp.full((1,), decode + chunks, jnp.int32)
 
+    # jax looks its tuned block sizes up for the TPU of this process; without one, for an absent
+    # machine, any will do
+    size, width = pool["pages"].shape[1], tables.shape[1]
+    blocks = {}
+    if jax.default_backend() != "tpu":
+        blocks["num_kv_pages_per_block"] = max(min(1024 // size, width), 1)
+        blocks["num_queries_per_block"] = 32
+
     def run(q: jax.Array, pages: jax.Array) -> jax.Array:
         out: jax.Array = ragged_paged_attention(
             q, pages, lengths, tables, ends, count,
-            sm_scale=q.shape[-1] ** -0.5, sliding_window=window,
+            sm_scale=q.shape[-1] ** -0.5, sliding_window=window, **blocks,
         )  # fmt: skip
         return out
 
