@@ -16,9 +16,10 @@ from safetensors.numpy import load_file, save_file
 
 import meshwright as mw
 from meshwright import MeshwrightError
+from meshwright.models import load_hf, save_hf
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
 from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.models.decoder.hf_folder import NAMES, hf_model, load_hf, save_hf
+from meshwright.models.decoder.hf_folder import NAMES, hf_model
 
 REFERENCE = Path(__file__).parent / "hf_reference"
 

@@ -1,13 +1,34 @@
-"""Text generation with the model of a run or a Hugging Face folder: KV cache, sampling."""
+"""Serve a model: the inference engine, and generation with a fixed batch of prompts."""
 
+from meshwright.serve.config import ServeConfig
+from meshwright.serve.engine import Engine, OverloadedError
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Model, Source, check_fits, generation_mesh, load, look_into
+from meshwright.serve.request import (
+    AnyEngine,
+    Completion,
+    Delta,
+    EngineStats,
+    FinishReason,
+    Request,
+    TokenLogprobs,
+)
 from meshwright.serve.sampling import Sampling
 
 __all__ = [
+    "AnyEngine",
+    "Completion",
+    "Delta",
+    "Engine",
+    "EngineStats",
+    "FinishReason",
     "Model",
+    "OverloadedError",
+    "Request",
     "Sampling",
+    "ServeConfig",
     "Source",
+    "TokenLogprobs",
     "check_fits",
     "check_prompts",
     "generation_mesh",

@@ -29,6 +29,14 @@ class Sampling:
     """Nucleus sampling: keep the smallest set of tokens whose probability reaches p."""
     min_p: float | None = None
     """Keep tokens with at least p times the probability of the most probable token."""
+    repetition_penalty: float = 1.0
+    """Divide positive logits (multiply negative ones) of tokens that the prompt or output has."""
+    presence_penalty: float = 0.0
+    """Subtract this from the logits of tokens that the output has."""
+    frequency_penalty: float = 0.0
+    """Subtract this for each time that the output has a token."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, number that is added to its logit)."""
     seed: int = 0
 
     def __post_init__(self) -> None:

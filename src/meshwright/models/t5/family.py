@@ -7,15 +7,14 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.models.activations import ActivationLayouts, attention_split
 from meshwright.models.blocks import REMAT
-from meshwright.models.decoder.decode import batch_multiple
 from meshwright.models.family import Generation, HuggingFace, ModelFamily
 from meshwright.models.overrides import override_fields
-from meshwright.models.t5 import decode
 from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
-from meshwright.models.t5.forward import hidden_states, lm_head, loss
+from meshwright.models.t5.forward import forward, lm_head, loss
+from meshwright.models.t5.generation import generation_compute, generation_rules, start
 from meshwright.models.t5.hf_config import ARCHITECTURE, MODEL_TYPE, from_hf_config, to_hf_config
-from meshwright.models.t5.hf_folder import load_hf, save_hf
+from meshwright.models.t5.hf_folder import hf_model
 from meshwright.models.t5.presets import PRESETS
 from meshwright.models.t5.rules import t5_rules, t5x_rules
 from meshwright.models.work import Attention, Stack, attention_block, mlp_block
@@ -69,7 +68,7 @@ T5 = ModelFamily(
     batch_fields=("encoder_tokens", "encoder_segments", "tokens", "targets"),
     objectives=("span-corruption", "prefix-lm"),
     loss=loss,
-    hidden_states=hidden_states,
+    forward=forward,
     lm_head=lm_head,
     sequence_split=sequence_split,
     remat=REMAT,
@@ -83,14 +82,12 @@ T5 = ModelFamily(
         architectures={ARCHITECTURE: MODEL_TYPE},
         read_config=from_hf_config,
         write_config=to_hf_config,
-        load=load_hf,
-        save=save_hf,
+        model=hf_model,
     ),
     generation=Generation(
-        rules=decode.generation_rules,
-        prefill=decode.prefill,
-        step=decode.step,
-        batch_multiple=batch_multiple,
+        rules=generation_rules,
+        compute=generation_compute,
+        start=start,
         # of the decoder's tokens and, made once, of the encoder's
         cached_numbers=lambda config: 4 * config.decoder_layers * config.heads * config.head_dim,
     ),

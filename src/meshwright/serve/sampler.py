@@ -1,0 +1,138 @@
+"""The sampling programs of an engine, and their state on the device."""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from meshwright.serve import device_sampling
+from meshwright.serve.device_sampling import VARIANTS, Settings, has_penalties
+from meshwright.serve.programs import Programs
+from meshwright.serve.scheduler import Sequence
+
+if TYPE_CHECKING:
+    from meshwright.serve.engine import Job
+
+
+class Sampler:
+    def __init__(self, programs: Programs, vocab: int) -> None:
+        self._programs = programs
+        self._size = programs.model_config.vocab
+        self._vocab = min(vocab, self._size)  # of the tokenizer, if it has fewer tokens
+        slots = programs.config.max_batch + 1  # the last is for logits that nobody wants
+        self._settings = Settings.empty(slots, self._size)
+        self._on_device = self._upload()
+        self._holders: list[Sequence | None] = [None] * slots  # whose settings a slot has
+        in_prompt = programs.put(np.zeros((slots, self._size), np.int32))
+        self._counts = in_prompt, programs.put(np.zeros((slots, self._size), np.int32))
+
+    def prepare(self) -> None:
+        """Compile every program."""
+        config = self._programs.config
+        for rows in (*config.batches, config.max_batch + self._programs.chunk_places):
+            logits = jax.ShapeDtypeStruct(
+                (rows, self._size), np.float32, sharding=self._programs.put(np.zeros(1)).sharding
+            )
+            for variant in VARIANTS:
+                self._program(variant, logits)
+        self._row_program()
+
+    def choose(
+        self, logits: jax.Array, sampled: list[tuple[int, Sequence]]
+    ) -> tuple[jax.Array, Any]:
+        """Dispatch the choice of tokens: [rows], and log-probabilities if wanted by any."""
+        where = np.zeros((2, logits.shape[0]), np.int32)  # slots, positions
+        where[0] = self._programs.config.max_batch
+        variant, changed = 0, False
+        for row, sequence in sampled:
+            job: Job = sequence.owner
+            assert sequence.slot is not None
+            where[:, row] = sequence.slot, sequence.computed
+            variant = max(variant, VARIANTS.index(job.variant))
+            if self._holders[sequence.slot] is not sequence:
+                changed |= self._hold(sequence, job)
+        if changed:
+            self._on_device = self._upload()
+        programs = self._programs
+        run = self._program(VARIANTS[variant], logits)
+        counts = self._counts if VARIANTS[variant] == "full" else None
+        programs.last_tokens, tokens, logprobs, counts = run(
+            logits, programs.last_tokens, self._on_device, programs.put(where), counts
+        )
+        self._counts = counts or self._counts
+        return tokens, logprobs
+
+    def _hold(self, sequence: Sequence, job: "Job") -> bool:
+        """Note the settings of a sequence that has a new slot; True if the device needs them."""
+        slot = sequence.slot
+        assert slot is not None
+        self._holders[slot] = sequence
+        self._settings.set(slot, job.request, self._size)
+        if has_penalties(job.request):
+            split = sequence.prompt_length
+            parts = sequence.tokens[:split], sequence.tokens[split:]
+            rows = [np.bincount(part, minlength=self._size).astype(np.int32) for part in parts]
+            put = self._programs.put
+            self._counts = self._row_program()(
+                self._counts, put(np.int32(slot)), tuple(put(row) for row in rows)
+            )
+        return job.variant != "greedy"
+
+    def _upload(self) -> Settings:
+        # copies: on CPUs jax may use the host's memory
+        settings: Settings = jax.tree.map(
+            lambda array: self._programs.put(array.copy()), self._settings
+        )
+        return settings
+
+    def _program(self, variant: str, logits: Any) -> Any:
+        rows = logits.shape[0]
+
+        def lower() -> Any:
+            run = functools.partial(_choose, variant, self._vocab)
+            where = self._programs.put(np.zeros((2, rows), np.int32))
+            counts = self._counts if variant == "full" else None
+            return jax.jit(run, donate_argnums=4).lower(
+                logits, self._programs.last_tokens, self._on_device, where, counts
+            )
+
+        return self._programs.compiled(("sample", variant, rows), lower)
+
+    def _row_program(self) -> Any:
+        def lower() -> Any:
+            put = self._programs.put
+            row = put(np.zeros(self._size, np.int32))
+            return jax.jit(_set_row, donate_argnums=0).lower(
+                self._counts, put(np.int32(0)), (row, row)
+            )
+
+        return self._programs.compiled("counts", lower)
+
+
+def _choose(
+    variant: str,
+    vocab: int,
+    logits: jax.Array,
+    last_tokens: jax.Array,
+    settings: Settings,
+    where: jax.Array,
+    counts: tuple[jax.Array, jax.Array] | None,
+) -> Any:
+    slots, positions = where
+    logprobs: Any = ()
+    if variant == "greedy":
+        tokens = device_sampling.greedy(logits, vocab)
+    elif counts is None:
+        tokens = device_sampling.plain(logits, settings, slots, positions, vocab)
+    else:
+        tokens, logprobs = device_sampling.full(logits, settings, slots, positions, counts, vocab)
+        counts = counts[0], counts[1].at[slots, tokens].add(1)
+    return last_tokens.at[slots].set(tokens), tokens, logprobs, counts
+
+
+def _set_row(
+    counts: tuple[jax.Array, jax.Array], slot: jax.Array, rows: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    in_prompt, in_output = (x.at[slot].set(row) for x, row in zip(counts, rows, strict=True))
+    return in_prompt, in_output
