@@ -41,7 +41,9 @@ class HttpServer:
         config = service.config
         self.service = service
         self._socket = _listening(config.host, config.port)
+        self.url = _url(*self._socket.getsockname()[:2])
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
         self._server = _Uvicorn(
             uvicorn.Config(
                 application(service),
@@ -54,12 +56,6 @@ class HttpServer:
             )
         )
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
-
-    @property
-    def url(self) -> str:
-        host, port = self._socket.getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def __enter__(self) -> "HttpServer":
         self._thread.start()
@@ -81,9 +77,14 @@ class HttpServer:
 
     def stop(self, now: bool = False) -> None:
         """Finish what runs, refuse what is new, then end; `now`: finish nothing."""
+
+        def drain() -> None:
+            if self._draining is None or now:
+                self._draining = asyncio.create_task(self._drain(now))
+
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # it has ended
-            asyncio.run_coroutine_threadsafe(self._drain(now), self._loop)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(drain)
 
     def wait(self) -> None:
         """Until the server has ended."""
@@ -102,9 +103,7 @@ class HttpServer:
 
     async def _drain(self, now: bool) -> None:
         service = self.service
-        first, service.draining = not service.draining, True
-        if not first and not now:
-            return
+        service.draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (0 if now else service.config.limits.shutdown_seconds)
         while service.in_flight and loop.time() < deadline:
@@ -135,6 +134,11 @@ def run_until_stopped(server: HttpServer) -> None:
             server.wait()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _url(host: str, port: int) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _listening(host: str, port: int) -> socket.socket:
