@@ -1,7 +1,6 @@
 """lm-eval's local-completions, unmodified, with the server's tokenizer. `pip install lm-eval[api]`."""
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +12,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def model(server: Running) -> Iterator[Any]:
+def model(server: Running) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    yield LocalCompletionsAPI(
+    return LocalCompletionsAPI(
         model="bigram", base_url=f"{server.url}/v1/completions", tokenizer_backend="remote",
         max_length=512, batch_size=4, num_concurrent=2, max_retries=1,
     )  # fmt: skip

@@ -137,7 +137,7 @@ class Clients:
         data = request("/v1/completions", json.dumps(body).encode())
         if self.random.random() < 0.3:
             data = data[: self.random.randrange(len(data))]
-        async with self.connected() as (reader, writer):
+        async with self.connected() as (_, writer):
             writer.write(data)
             await writer.drain()
             await asyncio.sleep(self.random.random() * 0.02)
