@@ -65,7 +65,7 @@ def engine_of(name: str, dtype: str, **settings: Any) -> Any:
 
     from meshwright.layouts import create
     from meshwright.models import DecoderConfig, abstract_arrays
-    from meshwright.serve import Engine, ServeConfig, Source, generation_mesh, load
+    from meshwright.serve import Engine, EngineConfig, Source, generation_mesh, load
 
     config = DecoderConfig(**SIZES[name], max_seq=8192)
 
@@ -84,7 +84,7 @@ def engine_of(name: str, dtype: str, **settings: Any) -> Any:
         print(f"  {time.perf_counter() - start:5.1f} s  {text}", flush=True)
 
     engine = Engine(
-        model, ServeConfig(prompt_logprobs=False, **settings), progress=progress, release=True
+        model, EngineConfig(prompt_logprobs=False, **settings), progress=progress, release=True
     )
     print(f"  {time.perf_counter() - start:5.1f} s  ready: {engine.stats().pages_total} pages, "
           f"paged attention by {engine.kernel}")  # fmt: skip

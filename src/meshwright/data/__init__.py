@@ -3,6 +3,7 @@
 pack -> TokenStore -> Mixture -> Loader; the batch of a step is a pure function of the step.
 """
 
+from meshwright.data.chat_templates import ChatTemplate, load_chat_template
 from meshwright.data.check import check_data
 from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
 from meshwright.data.loader import Loader, Objective, held_out_loader, training_loader
@@ -33,6 +34,7 @@ __all__ = [
     "NO_TARGET",
     "OBJECTIVES",
     "ByteTokenizer",
+    "ChatTemplate",
     "EncoderDecoderObjective",
     "Loader",
     "Mixture",
@@ -50,6 +52,7 @@ __all__ = [
     "embedded_corpus",
     "embedded_text",
     "held_out_loader",
+    "load_chat_template",
     "load_tokenizer",
     "needle_sequences",
     "pack",

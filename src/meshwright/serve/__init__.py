@@ -1,6 +1,6 @@
 """Serve a model: the inference engine, and generation with a fixed batch of prompts."""
 
-from meshwright.serve.config import ServeConfig
+from meshwright.serve.config import EngineConfig, ServeConfig
 from meshwright.serve.engine import Engine, OverloadedError
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Model, Source, check_fits, generation_mesh, load, look_into
@@ -20,6 +20,7 @@ __all__ = [
     "Completion",
     "Delta",
     "Engine",
+    "EngineConfig",
     "EngineStats",
     "FinishReason",
     "Model",

@@ -1,12 +1,17 @@
-"""Settings of an inference engine."""
+"""All settings of `meshwright serve`, as one value."""
 
 import dataclasses
+import os
+from pathlib import Path
+from typing import Literal
 
 from meshwright.errors import MeshwrightError
 
+KEY_VARIABLE = "MESHWRIGHT_API_KEY"
+
 
 @dataclasses.dataclass(frozen=True)
-class ServeConfig:
+class EngineConfig:
     """Settings of an engine; see docs/serve/engine.md."""
 
     max_batch: int = 32
@@ -61,3 +66,124 @@ class ServeConfig:
             if self.chunk >= 16 * parts and parts <= self.max_batch:
                 shapes |= {(parts, self.chunk // parts), (1, self.chunk // parts)}
         return tuple(sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LimitsConfig:
+    requests: int = 1024
+    """Sequences that may run or wait at once; a request beyond that is answered with 429."""
+    body_bytes: int = 16 * 2**20
+    """Largest request body; a larger one is answered with 413."""
+    body_seconds: float = 30.0
+    """Time for a client to send its body."""
+    request_seconds: float = 600.0
+    """Time for a request, from its body to its last token; then it is cancelled."""
+    send_seconds: float = 60.0
+    """Time for a client to read what was sent to it; then its request is cancelled."""
+    shutdown_seconds: float = 30.0
+    """Time for running requests to finish after SIGTERM or Ctrl-C."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name == "shutdown_seconds" else 1e-3
+            if value < least:
+                raise MeshwrightError(f"limits.{field.name}={value} must be more than 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class EasyLMConfig:
+    """Settings of EasyLM's server, for its routes; their names are EasyLM's."""
+
+    input_length: int = 1024
+    """Longest prompt in tokens; of a longer one the end is used."""
+    seq_length: int = 2048
+    """Longest prompt and continuation in tokens, and the window of /loglikelihood-rolling."""
+    default_temperature: float = 1.0
+    """Sampling temperature of /generate and /chat where the request names none."""
+    top_k: int = 50
+    """Top-k sampling of /generate and /chat."""
+    greedy_until_max_length: int = 5000
+    """Maximum number of tokens that /greedy-until generates for a prompt."""
+    prepend_to_prefix: str = ""
+    append_to_prefix: str = ""
+    prepend_to_text: str = ""
+    append_to_text: str = ""
+    chat_prepend_text: str = ""
+    chat_user_prefix: str = ""
+    chat_user_suffix: str = ""
+    chat_lm_prefix: str = ""
+    chat_lm_suffix: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.input_length < self.seq_length:
+            raise MeshwrightError(
+                f"easylm.input_length={self.input_length} must be from 1 to less than "
+                f"easylm.seq_length={self.seq_length}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    model: str
+    """Folder of a run, or of a Hugging Face model."""
+    mesh: str = "dp=1,fsdp=1,tp=1,sp=1"
+    """Mesh axes and sizes: tp=-1 uses all devices. The default is one device."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of weights and KV cache; auto: bfloat16 on accelerators, float32 on CPUs."""
+    step: int | None = None
+    """Step of the checkpoint to load; the latest by default."""
+    tokenizer: str | None = None
+    """"bytes", a tokenizer.json or its folder, instead of the model's own."""
+    end_token: str | None = None
+    """Token that ends a document, if the tokenizer files do not name it."""
+    cpu_devices: int | None = None
+    """Simulate this number of devices on the CPU."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every network of the machine."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    name: str | None = None
+    """Name of the model in requests; the folder's name by default."""
+    chat_template: Path | None = None
+    """A jinja2 chat template, instead of the model's own."""
+    tool_calls: Literal["auto", "hermes", "llama", "none"] = "auto"
+    """Format of tool calls in the model's text; auto: by its chat template."""
+    api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    """Key that clients must send. Other users of the machine can see flags: prefer a file."""
+    api_key_file: Path | None = None
+    """File of API keys, one in each line."""
+    allow_origin: tuple[str, ...] = ()
+    """Web page that may call the server from a browser, such as https://chat.example.org."""
+    access_log: bool = True
+    """Log each request in one line, on standard error."""
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    limits: LimitsConfig = dataclasses.field(default_factory=LimitsConfig)
+    easylm: EasyLMConfig = dataclasses.field(default_factory=EasyLMConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise MeshwrightError(f"port={self.port} must be from 0 to 65535; 0 takes a free one")
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in requests."""
+        return self.name or Path(self.model).resolve().name
+
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys of the flag, the file and the environment; without any, clients need none."""
+        keys = [*self.api_key, *os.environ.get(KEY_VARIABLE, "").split()]
+        if self.api_key_file is not None:
+            try:
+                keys += self.api_key_file.read_text(encoding="utf-8").split()
+            except (OSError, UnicodeDecodeError) as reason:
+                raise MeshwrightError(
+                    f"--api-key-file {self.api_key_file} cannot be read: {reason}"
+                ) from None
+            if not keys:
+                raise MeshwrightError(
+                    f"--api-key-file {self.api_key_file} holds no key; write one in each line"
+                )
+        if any(not key.strip() for key in keys):
+            raise MeshwrightError("an API key is empty; leave --api-key out to need none")
+        return tuple(keys)

@@ -25,7 +25,7 @@ import numpy as np
 
 from meshwright.errors import MeshwrightError
 from meshwright.present import count
-from meshwright.serve.config import ServeConfig
+from meshwright.serve.config import EngineConfig
 from meshwright.serve.device_sampling import MAX_BIAS, TOP, variant_of
 from meshwright.serve.generate import check_prompts
 from meshwright.serve.load import Model
@@ -77,12 +77,12 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        config: ServeConfig | None = None,
+        config: EngineConfig | None = None,
         *,
         progress: Callable[[str], None] | None = None,
         release: bool = False,
     ) -> None:
-        self.config = config or ServeConfig()
+        self.config = config or EngineConfig()
         self.source = model.source
         self.max_length = min(self.config.max_length or model.config.max_seq, model.config.max_seq)
         self._model_config = model.config

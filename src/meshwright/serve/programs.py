@@ -23,7 +23,7 @@ from meshwright.layouts import Rules
 from meshwright.models import Compute, PagedCache, family_of, generation_of, lm_logits
 from meshwright.ops import current_platform, spec_of
 from meshwright.ops.attention import PagedCall, PagedTokens, choose_paged, pool_shapes
-from meshwright.serve.config import ServeConfig
+from meshwright.serve.config import EngineConfig
 from meshwright.serve.device_sampling import TOP, top_logprobs
 from meshwright.serve.load import Model
 
@@ -102,7 +102,7 @@ class StepInputs:
 class Programs:
     """Weights and pages on the devices, and compiled programs over them."""
 
-    def __init__(self, model: Model, config: ServeConfig, max_length: int, release: bool) -> None:
+    def __init__(self, model: Model, config: EngineConfig, max_length: int, release: bool) -> None:
         serving_weights = generation_of(model.config).serving_weights
         if serving_weights is None:
             raise MeshwrightError(

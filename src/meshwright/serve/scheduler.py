@@ -11,7 +11,7 @@ import dataclasses
 from collections import deque
 from typing import Any
 
-from meshwright.serve.config import ServeConfig
+from meshwright.serve.config import EngineConfig
 from meshwright.serve.pages import PagePool
 
 
@@ -79,7 +79,7 @@ class Step:
 
 
 class Scheduler:
-    def __init__(self, config: ServeConfig, pool: PagePool) -> None:
+    def __init__(self, config: EngineConfig, pool: PagePool) -> None:
         self.config = config
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
@@ -190,6 +190,6 @@ class Scheduler:
         sequence.slot = None
 
 
-def scoring_shape(config: ServeConfig) -> tuple[int, int]:
+def scoring_shape(config: EngineConfig) -> tuple[int, int]:
     """Of a step that computes the log-probabilities of a prompt."""
     return (1, min(config.chunk, 256))
