@@ -201,7 +201,7 @@ def test_a_config_of_another_model_is_an_error() -> None:
 
 
 def test_what_is_no_folder_or_no_dtype_for_weights_is_an_error() -> None:
-    with pytest.raises(MeshwrightError, match="None is not a Hugging Face config"):
+    with pytest.raises(MeshwrightError, match="None is not the path of a folder"):
         load_hf(None)  # type: ignore[arg-type]
     with pytest.raises(MeshwrightError, match="weights cannot be read as"):
         load_hf(REFERENCE / "llama-mha", dtype=jnp.int32)

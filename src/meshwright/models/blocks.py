@@ -17,7 +17,16 @@ from jax.sharding import reshard
 
 from meshwright.models.activations import ActivationLayouts
 from meshwright.models.compute import Compute, remat_policy
-from meshwright.ops import all_gather, norm_beside, over_chunks, partial_sums, reduce_to, split_axes
+from meshwright.ops import (
+    all_gather,
+    norm_alone,
+    norm_beside,
+    over_chunks,
+    partial_sums,
+    reduce_to,
+    rms_norm,
+    split_axes,
+)
 
 Params = dict[str, Any]
 # x, the update or None, the layer's weights, its part of the attention state
@@ -114,10 +123,22 @@ def enter(
     compute: Compute,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """A block's first step: `x + update`, by name, and its norm; together if saved together."""
+    if compute.stationary:  # no gradient; for few tokens XLA fuses this with what is around it
+        x = x if update is None else x + update
+        return x, [rms_norm(x, scale, eps)] * uses
     kept = REMAT[compute.remat]
     if update is not None and (name in kept) != ("normed" in kept):
         x, update = checkpoint_name(x + update, name), None
     return norm_beside(x, scale, eps, uses, update, name)
+
+
+def last_norm(
+    x: jax.Array, update: jax.Array | None, scale: jax.Array, eps: float, compute: Compute
+) -> jax.Array:
+    """The norm of `x + update`, after the last layer of a stack."""
+    if compute.stationary:
+        return rms_norm(x if update is None else x + update, scale, eps)
+    return norm_alone(x, scale, eps, update)
 
 
 def enter_attention(

@@ -4,6 +4,7 @@ from meshwright.serve.config import EngineConfig, ServeConfig
 from meshwright.serve.engine import Engine, OverloadedError
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Model, Source, check_fits, generation_mesh, load, look_into
+from meshwright.serve.replicas import Replicas, start_engine
 from meshwright.serve.request import (
     AnyEngine,
     Completion,
@@ -25,6 +26,7 @@ __all__ = [
     "FinishReason",
     "Model",
     "OverloadedError",
+    "Replicas",
     "Request",
     "Sampling",
     "ServeConfig",
@@ -35,5 +37,6 @@ __all__ = [
     "generation_mesh",
     "load",
     "look_into",
+    "start_engine",
     "stream",
 ]

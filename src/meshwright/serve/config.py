@@ -17,7 +17,8 @@ class EngineConfig:
     max_batch: int = 32
     """Most requests that are decoded together."""
     max_length: int | None = None
-    """Most tokens of a prompt and its continuation together; the default is the model's."""
+    """Most tokens of a prompt and its continuation together; the default is 8,192, or the model's
+    if that is less."""
     page_size: int = 64
     """Tokens per page of the KV cache."""
     pages: int | None = None
@@ -38,6 +39,8 @@ class EngineConfig:
     """Shapes (prompts, tokens of each) of prefill programs; the default follows `chunk`."""
     prompt_logprobs: bool = True
     """Compile the programs that requests with `prompt_logprobs` need."""
+    compile_first: bool = True
+    """Compile every program before the engine is ready; without, when it is first needed."""
     strict: bool = False
     """Make a compilation after the engine is ready an error."""
 

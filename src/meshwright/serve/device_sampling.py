@@ -66,16 +66,16 @@ class Settings:
             self.bias_tokens[slot, index], self.bias[slot, index] = token, bias
 
 
-def variant_of(request: Request) -> str:
-    """The simplest program that has what a request asks for."""
+def variant_of(request: Request) -> int:
+    """The index of the simplest program that has what a request asks for."""
     sampling = request.sampling
     filtered = any(x not in (None, 0) for x in (sampling.top_k, sampling.min_p))
     filtered |= sampling.top_p not in (None, 1)
     if request.logprobs is not None or sampling.logit_bias or has_penalties(request):
-        return "full"
+        return VARIANTS.index("full")
     if sampling.temperature < _GREEDY:
-        return "greedy"
-    return "full" if filtered else "plain"
+        return VARIANTS.index("greedy")
+    return VARIANTS.index("full" if filtered else "plain")
 
 
 def has_penalties(request: Request) -> bool:

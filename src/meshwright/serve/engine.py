@@ -40,6 +40,7 @@ from meshwright.serve.text import StopTexts, TextStream
 _log = logging.getLogger("meshwright")
 
 Sink = Callable[[Delta], None]
+DEFAULT_LENGTH = 8192  # a longer one costs memory: chunks copy the keys that precede them
 
 
 class OverloadedError(MeshwrightError):
@@ -55,7 +56,7 @@ class Job:
     ends: frozenset[int]
     text: TextStream | None  # None: its text is not wanted as it comes
     stops: StopTexts
-    variant: str
+    variant: int  # of device_sampling.VARIANTS
     sequence: Running | None = None
     scores: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
 
@@ -84,7 +85,7 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig()
         self.source = model.source
-        self.max_length = min(self.config.max_length or model.config.max_seq, model.config.max_seq)
+        self.max_length = min(self.config.max_length or DEFAULT_LENGTH, model.config.max_seq)
         self._model_config = model.config
         self._programs = Programs(model, self.config, self.max_length, release)
         self._sampler = Sampler(self._programs, model.source.tokenizer.vocab)
@@ -93,6 +94,7 @@ class Engine:
         )
         self._scheduler = Scheduler(self.config, pool)
         self._tables = np.zeros((self.config.max_batch, self._programs.width), np.int32)
+        self._filled: list[Any] = [None] * self.config.max_batch  # what each table was made of
         self._jobs: dict[str, Job] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -263,12 +265,13 @@ class Engine:
 
     def _compile(self, progress: Callable[[str], None]) -> None:
         """Compile every program."""
-        shapes = self._programs.shapes()
+        shapes = self._programs.shapes() if self.config.compile_first else []
         for number, shape in enumerate(shapes, 1):
             progress(f"compiling {number} of {len(shapes)}: {shape}")
             self._programs.prepare(shape)
-        progress(f"compiling {len(shapes)} of {len(shapes)}: sampling")
-        self._sampler.prepare()
+        if shapes:
+            progress("compiling sampling")
+            self._sampler.prepare()
         self._programs.is_ready = True
 
     def _loop(self) -> None:
@@ -301,7 +304,7 @@ class Engine:
         request = job.request
         if request.id in self._jobs:
             error = f"a request with the id {request.id!r} is running"
-            job.sink(Delta(finish_reason="error", error=error))
+            _emit(job, Delta(finish_reason="error", error=error))
             return
         job.sequence = Running(
             request.id, list(request.prompt), len(request.prompt), request.max_new,
@@ -325,24 +328,27 @@ class Engine:
         del self._jobs[job.request.id]
         self._finished[delta.finish_reason] += 1
         self._counts["cached"] += sequence.cached
-        job.sink(delta)
+        _emit(job, delta)
 
     def _dispatch(self, step: Step) -> Flight:
         self._counts["steps"] += 1
-        shape, sampled = self._shape(step), []
+        shape = self._shape(step)
+        sampled: list[tuple[int, Running]] = []
         inputs, flat = StepInputs.empty(shape, self._programs.width)
-        for row, sequence in enumerate(step.decode):
-            position = sequence.computed - 1
-            known = position < len(sequence.tokens)
-            inputs.slots[row] = sequence.slot
-            inputs.tokens[row] = sequence.tokens[position] if known else -1
-            inputs.positions[row] = position
-            inputs.tables[row] = self._table(sequence)
-            sampled.append((row, sequence))
+        if step.decode:
+            rows = slice(len(step.decode))
+            inputs.slots[rows] = [sequence.slot for sequence in step.decode]
+            inputs.positions[rows] = [sequence.computed - 1 for sequence in step.decode]
+            inputs.tokens[rows] = [_next_token(sequence) for sequence in step.decode]
+            for sequence in step.decode:
+                self._fill_table(sequence)
+            inputs.tables[rows] = self._tables[inputs.slots[rows]]
+            sampled += enumerate(step.decode)
         for row, chunk in enumerate(step.chunks):
             sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
             inputs.chunk_tokens[row, : chunk.count] = sequence.tokens[start:end]
-            inputs.chunk_tables[row] = self._table(sequence)
+            self._fill_table(sequence)
+            inputs.chunk_tables[row] = self._tables[sequence.slot]
             inputs.starts[row], inputs.counts[row] = start, chunk.count
             if shape.scored:
                 following = sequence.tokens[start + 1 : end + 1]
@@ -364,12 +370,15 @@ class Engine:
             return Shape(self.config.max_batch, *step.shape, first, step.scored)
         return Shape(min(size for size in self.config.batches if size >= len(step.decode)))
 
-    def _table(self, sequence: Running) -> Any:
-        assert sequence.slot is not None
-        table = self._tables[sequence.slot]
-        table[: len(sequence.pages)] = sequence.pages
-        table[len(sequence.pages) :] = 0
-        return table
+    def _fill_table(self, sequence: Running) -> None:
+        """Note the pages of a sequence in the table of its slot."""
+        pages, slot = sequence.pages, sequence.slot
+        assert slot is not None
+        if self._filled[slot] == (sequence, len(pages), sequence.preemptions):
+            return
+        self._tables[slot, : len(pages)] = pages
+        self._tables[slot, len(pages) :] = 0
+        self._filled[slot] = (sequence, len(pages), sequence.preemptions)
 
     def _read(self, flight: Flight) -> None:
         """Wait for a step, and hand out its tokens."""
@@ -411,10 +420,10 @@ class Engine:
         delta = Delta(
             (token,), text, logprobs, scores, reason, cached_tokens=sequence.cached,  # type: ignore[arg-type]
         )  # fmt: skip
-        if reason is None:
-            job.sink(delta)
-        else:
+        if reason is not None:
             self._finish(job, delta)
+        elif not _emit(job, delta):
+            self._cancel(job)
 
     def _read_scores(self, flight: Flight) -> None:
         scores = jax.tree.map(np.asarray, flight.scores)
@@ -430,8 +439,27 @@ class Engine:
                 _logprobs_at(scores, first + i, job.request.prompt_logprobs)
                 for i in range(min(chunk.count, left))
             ]
-            if job.request.max_new == 0 and chunk.start + chunk.count == sequence.prompt_length:
+            if chunk.start + chunk.count < sequence.prompt_length:
+                continue
+            sequence.scored = False  # should it be computed again
+            if job.request.max_new == 0:
                 self._finish(job, Delta(prompt_logprobs=tuple(job.scores), finish_reason="length"))
+
+
+def _emit(job: Job, delta: Delta) -> bool:
+    """Hand a delta to its client; False if the client is gone, such as a closed event loop."""
+    try:
+        job.sink(delta)
+    except Exception:
+        _log.info("the client of %s is gone", job.request.id, exc_info=True)
+        return False
+    return True
+
+
+def _next_token(sequence: Running) -> int:
+    """The token that a decode step takes; -1 if only the device knows it."""
+    position = sequence.computed - 1
+    return sequence.tokens[position] if position < len(sequence.tokens) else -1
 
 
 def _logprobs_at(arrays: Any, row: int, count: int) -> TokenLogprobs:

@@ -44,15 +44,15 @@ class Sampler:
         """Dispatch the choice of tokens: [rows], and log-probabilities if wanted by any."""
         where = np.zeros((2, logits.shape[0]), np.int32)  # slots, positions
         where[0] = self._programs.config.max_batch
-        variant, changed = 0, False
-        for row, sequence in sampled:
-            job: Job = sequence.owner
-            assert sequence.slot is not None
-            where[:, row] = sequence.slot, sequence.computed
-            variant = max(variant, VARIANTS.index(job.variant))
-            if self._holders[sequence.slot] is not sequence:
-                changed |= self._hold(sequence, job)
-        if changed:
+        rows = [row for row, _ in sampled]
+        sequences = [sequence for _, sequence in sampled]
+        where[0, rows] = np.asarray([sequence.slot for sequence in sequences], np.int32)
+        where[1, rows] = [sequence.computed for sequence in sequences]
+        variant = max(sequence.owner.variant for sequence in sequences)
+        for sequence in sequences:
+            if self._holders[sequence.slot or 0] is not sequence:
+                self._hold(sequence, sequence.owner)
+        if self._changed and variant > 0:  # greedy needs no settings
             self._on_device = self._upload()
         programs = self._programs
         run = self._program(VARIANTS[variant], logits)
@@ -63,12 +63,13 @@ class Sampler:
         self._counts = counts or self._counts
         return tokens, logprobs
 
-    def _hold(self, sequence: Sequence, job: "Job") -> bool:
-        """Note the settings of a sequence that has a new slot; True if the device needs them."""
+    def _hold(self, sequence: Sequence, job: "Job") -> None:
+        """Note the settings of a sequence that has a new slot."""
         slot = sequence.slot
         assert slot is not None
         self._holders[slot] = sequence
         self._settings.set(slot, job.request, self._size)
+        self._changed = True
         if has_penalties(job.request):
             split = sequence.prompt_length
             parts = sequence.tokens[:split], sequence.tokens[split:]
@@ -77,9 +78,9 @@ class Sampler:
             self._counts = self._row_program()(
                 self._counts, put(np.int32(slot)), tuple(put(row) for row in rows)
             )
-        return job.variant != "greedy"
 
     def _upload(self) -> Settings:
+        self._changed = False
         # copies: on CPUs jax may use the host's memory
         settings: Settings = jax.tree.map(
             lambda array: self._programs.put(array.copy()), self._settings

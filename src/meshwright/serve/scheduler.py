@@ -57,7 +57,10 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """Whether it is part of the decode tokens of a step."""
-        return self.wants_more and self.left == 1 and not self.in_scoring
+        length = len(self.tokens) + self.in_flight  # the properties, written out: called often
+        if length - self.computed != 1 or length - self.prompt_length >= self.max_new:
+            return False
+        return not self.ended and not self.in_scoring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +106,13 @@ class Scheduler:
 
         Its tokens are then counted as computed, and what it samples as in flight.
         """
+        self._admit()
         decode = []
         for sequence in list(self.running):  # oldest first; later ones may be preempted here
             if sequence.slot is None or not sequence.decodes:
                 continue
             if self._room(sequence, sequence.computed + 1):
                 decode.append(sequence)
-        self._admit()
         step = self._with_chunks(decode)
         for sequence in step.decode:
             sequence.computed += 1
@@ -147,11 +150,10 @@ class Scheduler:
         while self.waiting and self._slots and not self.waiting[0].in_flight:
             sequence = self.waiting[0]
             size = self.pool.page_size
-            needed = -(-(sequence.length + 1) // size)
+            # running sequences get what their prompts need, and a page each before long
+            promised = sum(1 + self._missing(each) for each in self.running)
             pages = [] if sequence.scored else self.pool.match(sequence.tokens)
-            # running sequences may need a page each before long
-            spare = len(self.running) if self.running else 0
-            if needed - len(pages) + spare > self.pool.available:
+            if self._missing(sequence) - len(pages) + promised > self.pool.available:
                 self.pool.release(pages)
                 return
             self.waiting.popleft()
@@ -161,9 +163,14 @@ class Scheduler:
             sequence.slot = self._slots.pop()
             self.running.append(sequence)
 
+    def _missing(self, sequence: Sequence) -> int:
+        """Pages that a sequence needs for its tokens so far and the next one."""
+        length = sequence.length + (sequence.generated < sequence.max_new)
+        return max(-(-length // self.pool.page_size) - len(sequence.pages), 0)
+
     def _room(self, sequence: Sequence, length: int) -> bool:
         """Give a sequence pages for `length` tokens, if need be by preempting later ones."""
-        while len(sequence.pages) * self.pool.page_size < length:
+        while len(sequence.pages) * self.pool.page_size < length:  # most often not
             page = self.pool.take()
             if page is not None:
                 sequence.pages.append(page)

@@ -20,6 +20,7 @@ from meshwright.models.blocks import (
     along_residual,
     attention_output,
     enter_attention,
+    last_norm,
     mlp,
     prepare_weights,
     project,
@@ -36,7 +37,6 @@ from meshwright.ops import (
     all_gather,
     embed,
     nontrivial_axes,
-    norm_alone,
     rms_norm,
     rotate,
 )
@@ -151,7 +151,7 @@ def _forward(
         weights = prepare_weights(weights, layouts, compute)
     x, update, kept = through_layers(layer, x, weights, states, compute)
     scale = along_residual(params["norm"], layouts)
-    x = norm_alone(x, scale, config.norm_eps, update)
+    x = last_norm(x, update, scale, config.norm_eps, compute)
     if isinstance(state, EmptyCache):
         keys, values = kept
         return x, state.filled(keys, values, generation_compute(params).layouts), sequences
