@@ -12,13 +12,13 @@ from tests.serve.test_decode import BASE, KINDS, whole_logits
 
 from meshwright.errors import MeshwrightError
 from meshwright.models import preset
-from meshwright.serve import Delta, Engine, Model, OverloadedError, Request, Sampling, ServeConfig
+from meshwright.serve import Delta, Engine, Model, OverloadedError, Request, Sampling, EngineConfig
 from meshwright.serve.generate import generate
 from meshwright.serve.load import generation_mesh, load_for_generation
 
 RandomModel = Callable[..., Model]
 GREEDY = Sampling(temperature=0)
-SMALL = ServeConfig(
+SMALL = EngineConfig(
     max_batch=4, max_length=128, page_size=8, chunk_shapes=((1, 16), (2, 8)), chunk=16,
     batch_buckets=(1,),
 )  # fmt: skip

@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.serve.config import ServeConfig
+from meshwright.serve.config import EngineConfig
 from meshwright.serve.pages import PagePool
 from meshwright.serve.scheduler import Scheduler, Sequence, Step
 
 
 def scheduler(pages: int = 64, **settings: object) -> Scheduler:
     defaults: dict[str, object] = {"max_batch": 4, "page_size": 4, "chunk": 8}
-    config = ServeConfig(**(defaults | {"chunk_shapes": ((1, 8), (2, 4))} | settings))  # type: ignore[arg-type]
+    config = EngineConfig(**(defaults | {"chunk_shapes": ((1, 8), (2, 4))} | settings))  # type: ignore[arg-type]
     return Scheduler(config, PagePool(pages, config.page_size))
 
 
