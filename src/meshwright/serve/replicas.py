@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from meshwright.serve.config import ServeConfig
+from meshwright.serve.config import EngineConfig
 from meshwright.serve.engine import Engine
 from meshwright.serve.load import Source, load
 from meshwright.serve.request import Completion, Delta, EngineStats, Request
@@ -28,7 +28,7 @@ def start_engine(
     source: Source,
     mesh: Mesh,
     dtype: Any = jnp.float32,
-    config: ServeConfig | None = None,
+    config: EngineConfig | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> "Engine | Replicas":
     """Load a model and compile its programs: one engine, or one for each index of dp."""
