@@ -36,7 +36,7 @@ class Roofline:
     compute: Mapping[str, float]  # matmuls, attention, elementwise
     exposed: Mapping[str, float]  # by axes, "fsdp" or "fsdp+sp": waited for, as compiled
     hidden: Mapping[str, float]  # by axes: under compute, as compiled
-    left: Mapping[str, float]  # by axes: waited for even if a layer's gathers and sums are hidden
+    left: Mapping[str, float]  # by axes: waited for even if those of layers are hidden
     flops: Mapping[str, float]  # matmuls, attention: with what is computed again
     tokens: int  # of a step, on all devices
     devices: int
@@ -49,7 +49,7 @@ class Roofline:
 
     @property
     def overlapped(self) -> float:
-        """With a layer's gathers and gradient sums under its compute."""
+        """With a layer's all-gathers and gradient sums under its compute."""
         return sum(self.compute.values()) + sum(self.left.values())
 
     @property
@@ -191,7 +191,7 @@ class _Timeline:
         return ran
 
     def _begun(self, one: Instruction) -> str:
-        """What a collective that begins here, or goes on, is known by at its end."""
+        """What a collective that begins here, or continues, is known by at its end."""
         chain = self._chain(one)
         return f"chain {chain}" if chain else _meeting(one) or one.name
 

@@ -48,7 +48,7 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
 
 
 def loss_rows() -> Case:
-    """The log-sum of a chunk of logits."""
+    """The log-sum-exp of a chunk of logits."""
 
     def ours(x: jax.Array) -> jax.Array:
         most, total = row_kernels.log_sum_exp(x)
@@ -62,7 +62,7 @@ def loss_rows() -> Case:
         return jax.nn.logsumexp(x.astype(jnp.float32), axis=-1)
 
     return Case(
-        "log-sums of 4096 x 128256", ours, other, (normal(0, 4096, 128256, scale=3),), right
+        "log-sum-exps of 4096 x 128256", ours, other, (normal(0, 4096, 128256, scale=3),), right
     )
 
 

@@ -1,4 +1,4 @@
-"""Long rows on one GPU: one device's share of ring attention, and the longest row that trains.
+"""Long sequences on one GPU: a device's share of ring attention, and the longest that trains.
 
     python benchmarks/long_context.py                # the share, checked and timed
     python benchmarks/long_context.py --longest      # the longest row, ours and the peer's
@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import longest_row
+import longest_sequence
 from results import write_section
 
 LENGTHS = (32768, 131072, 524288)
@@ -41,7 +41,7 @@ Report = Callable[..., None]
 
 
 def flops(length: int, ways: int, heads: int, head_dim: int) -> float:
-    """Useful ones of a causal row over so many devices, on one of them, forward and backward."""
+    """Useful FLOPs of one device, forward and backward, for a causal sequence over `ways` devices."""
     return 14.0 * heads * head_dim * length * length / 2 / ways
 
 
@@ -278,7 +278,7 @@ def medians(name: str, sides: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def time_shares(length: int, ways: int, head_dim: int, report: Report) -> None:
-    """The share of a row and single calls."""
+    """The share of a sequence and single calls."""
     sides = {
         "share": lambda: random_share(length, ways, head_dim, "cudnn"),
         "single": lambda: random_call(length, ways, head_dim),
@@ -295,7 +295,7 @@ def time_shares(length: int, ways: int, head_dim: int, report: Report) -> None:
 
 
 def time_documents(length: int, ways: int, head_dim: int, report: Report) -> None:
-    """The share of a row of packed documents: by counts, and by a bias of the mask."""
+    """The share of a sequence of packed documents: by counts, and by a bias of the mask."""
     add_kernel("by counts", 2**24)
     add_kernel("by a bias", 2**40)
     for tokens in (8192, length):
@@ -331,7 +331,7 @@ def ratio(speeds: dict[str, float]) -> float:
 
 def table(found: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| row, over devices | share, TFLOP/s | single call | of all heads | share / single |",
+        "| sequence, over devices | share, TFLOP/s | single call | of all heads | share / single |",
         "|---|---|---|---|---|",
     ]
     for one in found:
@@ -342,7 +342,7 @@ def table(found: list[dict[str, Any]]) -> list[str]:
             lines.append(f"| {one['name']} | {' | '.join(cells)} | {wanted} |")
     step_time = [one for one in found if one["kind"] == "documents" and len(one["numbers"]) == 2]
     if step_time:
-        lines += ["", "| share of packed rows | by counts | by a bias |", "|---|---|---|"]
+        lines += ["", "| share of packed sequences | by counts | by a bias |", "|---|---|---|"]
     for one in step_time:
         cells = [f"{taken * 1e3:.2f} ms" for taken in one["numbers"].values()]
         lines.append(f"| {one['name']} | {' | '.join(cells)} |")
@@ -407,19 +407,19 @@ def main() -> None:
     parser.add_argument("--ways", type=int, default=8, help="devices of the ring")
     parser.add_argument("--head-dims", default="128")
     parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--documents", action="store_true", help="shares of packed rows, too")
+    parser.add_argument("--documents", action="store_true", help="shares of packed sequences, too")
     parser.add_argument("--profile", help="folder for a kernel profile of the shortest share")
-    parser.add_argument("--longest", action="store_true", help="the longest row that trains")
+    parser.add_argument("--longest", action="store_true", help="the longest sequence that trains")
     parser.add_argument("--sides", default="peer,ours", help="of --longest")
-    parser.add_argument("--side", choices=longest_row.SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=longest_sequence.SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, default=120, help="seconds for each of them")
     parser.add_argument("--out", type=Path, help="a file for all numbers, as JSON")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.side:
-        longest_row.SIDES[options.side](options.limit)
+        longest_sequence.SIDES[options.side](options.limit)
     elif options.longest:
-        longest_row.run(options)
+        longest_sequence.run(options)
     else:
         run_shares(options)
 

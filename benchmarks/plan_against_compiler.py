@@ -38,7 +38,7 @@ def case(
     }
 
 
-# compiled as they are, and with weights gathered while layers compute (--compute.overlap)
+# compiled as they are, and with weights all-gathered while layers compute (--compute.overlap)
 BOTH_WAYS = [
     case("llama-3.2-3b", "v6e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 32, 4096, "mlp"),
     case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=64,tp=1,sp=1", 64, 4096),
@@ -113,7 +113,7 @@ GPU_CASES = [
     case("llama-3.1-405b", "a100-40:64x8", "dp=1,fsdp=512,tp=1,sp=1", 512, 4096),
 ]  # fmt: skip
 
-# model, machine, rows, tokens: the plan's choice is compiled, and the best of other kinds
+# model, machine, sequences, tokens: the plan's choice is compiled, and the best of other kinds
 SCENARIOS = [
     ("llama-3.2-1b", "v5e:4x4", 64, 2048),
     ("llama-3.2-1b", "v5e:4x4", 16, 8192),
@@ -219,7 +219,7 @@ def recorded(one: dict[str, Any], proof: Any) -> dict[str, Any]:
 
 
 def asynchronous(rows: Any) -> float:
-    """Of the bytes gathered inside of loops, the share that is gathered while others compute."""
+    """Of the bytes all-gathered inside of loops, the share that is sent during compute."""
     gathers = [row for row in rows if row.operation == "all-gather" and row.times > 1]
     sizes = {told: sum(row.bytes * row.times for row in gathers if row.asynchronous is told)
              for told in (False, True)}  # fmt: skip
@@ -420,11 +420,12 @@ def main() -> None:
     start = introduction(record)
     said = (
         f"{start} The roofline of the compiled program and its memory with `--compute.overlap`, "
-        "each over that without; and of the bytes gathered in loops the share that is asynchronous."
+        "each over that without; and of the bytes all-gathered in loops the share that is "
+        "asynchronous."
     )
     if mixed := [entry for entry in record.values() if {"without", "seconds"} <= entry.keys()]:
         said += f" {len(mixed)} have the memory of a later program than the roofline."
-    _out("Gathers while layers compute, on TPUs", said, overlap_table(record), options.write)
+    _out("All-gathers while layers compute, on TPUs", said, overlap_table(record), options.write)
     lines, worst = choice_table(record)
     least, most = times_of_roofline(record)
     if worst:

@@ -2,13 +2,13 @@
 
     python benchmarks/ring_balance.py [--check] [--write]
 
-In contiguous order a row is cut into one chunk for each device, in zig-zag order into two. A block
-is a chunk of queries and a chunk of keys; it is useful if the mask lets any of it through. Useful
-blocks, and useful pairs of a query and a key, are counted for every turn and device by going
+In contiguous order a sequence is cut into one chunk for each device, in zig-zag order into two. A
+block is a chunk of queries and a chunk of keys; it is useful if the mask lets any of it through. Useful
+blocks, and useful pairs of a query and a key, are counted for every ring step and device by going
 through all places, from the definitions of the mask and the orders alone. Beside them stands what
-the turns of meshwright.ops.attention really compute, as seen by a kernel that notes which queries
-and keys it is given. No device is needed. `--check` fails if zig-zag is not even, or computes a
-pair that is not useful, or misses one.
+the ring steps of meshwright.ops.attention really compute, as seen by a kernel that notes which
+queries and keys it is given. No device is needed. `--check` fails if zig-zag is not even, or computes
+a pair that is not useful, or misses one.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Pairs = Counter[tuple[int, int]]  # places of a query and a key, and how often
 
 
 class Visit(NamedTuple):
-    """What one device does at one turn."""
+    """What one device does at one ring step."""
 
     blocks: int  # useful ones
     useful: Pairs
@@ -40,28 +40,28 @@ class Visit(NamedTuple):
 
 
 def places_of(order: str, ways: int) -> list[list[int]]:
-    """The places of a row that each device holds, by the definition of the order."""
+    """The positions of a sequence that each device holds, by the definition of the order."""
     chunks = [[i, 2 * ways - 1 - i] if order == "zigzag" else [i] for i in range(ways)]
     return [[c * CHUNK + i for c in held for i in range(CHUNK)] for held in chunks]
 
 
 def visits(order: str, ways: int) -> list[list[Visit]]:
-    """Every turn's visits, one of each device."""
+    """Every ring step's visits, one of each device."""
     held = places_of(order, ways)
-    return [[visit(order, held, turn, device) for device in range(ways)] for turn in range(ways)]
+    return [[visit(order, held, step, device) for device in range(ways)] for step in range(ways)]
 
 
-def visit(order: str, held: list[list[int]], turn: int, device: int) -> Visit:
-    queries, keys = held[device], held[(device - turn) % len(held)]
+def visit(order: str, held: list[list[int]], step: int, device: int) -> Visit:
+    queries, keys = held[device], held[(device - step) % len(held)]
     useful = Counter((q, k) for q in queries for k in keys if k <= q)
     blocks = {(q // CHUNK, k // CHUNK) for q, k in useful}
-    return Visit(len(blocks), useful, computed(order, queries, keys, turn, device, len(held)))
+    return Visit(len(blocks), useful, computed(order, queries, keys, step, device, len(held)))
 
 
 def computed(
-    order: str, queries: list[int], keys: list[int], turn: int, device: int, ways: int
+    order: str, queries: list[int], keys: list[int], number: int, device: int, ways: int
 ) -> Pairs:
-    """The pairs that a kernel is given at this turn; tokens carry their places as their values."""
+    """The pairs that a kernel is given at a ring step; tokens have their positions as values."""
     noted: Pairs = Counter()
 
     def note(block: Block, mask: Mask, dtype: object) -> Partial:
@@ -76,14 +76,14 @@ def computed(
         return jnp.array(places, jnp.float32)[None, :, None, None]
 
     mine = Block(tokens(queries), tokens(queries), tokens(queries))
-    turns = ring_steps_of(Mask(), order, ways, len(queries))
-    done = Partial(jnp.zeros_like(mine.q), jnp.zeros(mine.q.shape[:3])) if turn else None
-    mask = None if turn else turns.first
+    steps = ring_steps_of(Mask(), order, ways, len(queries))
+    done = Partial(jnp.zeros_like(mine.q), jnp.zeros(mine.q.shape[:3])) if number else None
+    mask = None if number else steps.first
     KERNELS["noting"] = Kernel(note, _no_backward, lambda call: None)
     try:
-        both, step = jnp.stack([tokens(keys)] * 2), RingStep(jnp.int32(device), turn, ways)
+        both, step = jnp.stack([tokens(keys)] * 2), RingStep(jnp.int32(device), number, ways)
         with jax.disable_jit():  # so that the kernel is given numbers, and of a branch only its own
-            add_ring_step(done, mine, Keys(both, None), turns, step, mask, "noting")
+            add_ring_step(done, mine, Keys(both, None), steps, step, mask, "noting")
     finally:
         del KERNELS["noting"]
     return noted
@@ -99,26 +99,26 @@ def unevenness(counts: Iterable[int]) -> float:
     return max(counts) * len(counts) / sum(counts)
 
 
-def wrong(order: str, turns: list[list[Visit]]) -> list[str]:
+def wrong(order: str, steps: list[list[Visit]]) -> list[str]:
     """What is not as zig-zag order promises."""
     found = []
-    for number, turn in enumerate(turns):
-        if unevenness(v.blocks for v in turn) != 1 or unevenness(len(v.useful) for v in turn) != 1:
-            found.append(f"{order} over {len(turn)}: turn {number} is uneven")
-        if any(v.computed != v.useful for v in turn):
-            found.append(f"{order} over {len(turn)}: turn {number} computes other pairs")
+    for number, step in enumerate(steps):
+        if unevenness(v.blocks for v in step) != 1 or unevenness(len(v.useful) for v in step) != 1:
+            found.append(f"{order} over {len(step)}: step {number} is uneven")
+        if any(v.computed != v.useful for v in step):
+            found.append(f"{order} over {len(step)}: step {number} computes other pairs")
     return found
 
 
-def rows_of(order: str, turns: list[list[Visit]]) -> list[str]:
-    """Lines of the table: every turn, and all together."""
-    total = [sum(turn[device].blocks for turn in turns) for device in range(len(turns))]
-    pairs = [sum(len(turn[device].useful) for turn in turns) for device in range(len(turns))]
-    made = sum(v.computed.total() for turn in turns for v in turn)
+def rows_of(order: str, steps: list[list[Visit]]) -> list[str]:
+    """Lines of the table: every ring step, and all together."""
+    total = [sum(step[device].blocks for step in steps) for device in range(len(steps))]
+    pairs = [sum(len(step[device].useful) for step in steps) for device in range(len(steps))]
+    made = sum(v.computed.total() for step in steps for v in step)
     lines = [
-        f"| {order} | {number} | {' '.join(str(v.blocks) for v in turn)} | "
-        f"{unevenness(v.blocks for v in turn):.2f} | |"
-        for number, turn in enumerate(turns)
+        f"| {order} | {number} | {' '.join(str(v.blocks) for v in step)} | "
+        f"{unevenness(v.blocks for v in step):.2f} | |"
+        for number, step in enumerate(steps)
     ]
     wasted = 1 - sum(pairs) / made
     lines.append(
@@ -135,15 +135,15 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fail if zig-zag is not even")
     parser.add_argument("--write", action="store_true", help="write into benchmarks/RESULTS.md")
     arguments = parser.parse_args()
-    rows = ["| order | turn | useful blocks of device 0, 1, .. | max / mean | computed in vain |"]
+    rows = ["| order | step | useful blocks of device 0, 1, .. | max / mean | computed in vain |"]
     rows += ["|---|---|---|---|---|"]
     mistakes = []
     for ways in WAYS:
         for order in ("contiguous", "zigzag"):
-            turns = visits(order, ways)
-            lines = rows_of(f"{order}, sp={ways}", turns)
+            steps = visits(order, ways)
+            lines = rows_of(f"{order}, sp={ways}", steps)
             rows += lines if ways == max(WAYS) else lines[-1:]
-            mistakes += wrong(order, turns) if order == "zigzag" else []
+            mistakes += wrong(order, steps) if order == "zigzag" else []
     about = f"`python benchmarks/ring_balance.py --write`, {here()}; counted, causal mask."
     print("\n".join([about, "", *rows]))
     if arguments.write:

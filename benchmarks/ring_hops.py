@@ -64,7 +64,7 @@ def main() -> None:
         rows.append(f"| {machine} | {text} | {cells[0]} | {cells[1]} |")
         if max(hops) > limit:
             too_long.append(f"{text} on {machine}: {in_words(hops)}")
-    about = f"`python benchmarks/ring_hops.py --write`, {here()}; counted on described machines."
+    about = f"`python benchmarks/ring_hops.py --write`, {here()}; counted on absent machines."
     print("\n".join([about, "", *rows]))
     if arguments.write:
         write_section("Ring hops", about, rows)

@@ -83,7 +83,7 @@ def ours(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[
         "tokens": jax.device_put(tokens, functions.batch_sharding),
         "targets": jax.device_put(np.roll(tokens, -1, -1), functions.batch_sharding),
     }
-    if options.documents > 1:  # packed rows: that many documents in each
+    if options.documents > 1:  # packed sequences: that many documents in each
         places = np.arange(seq, dtype=np.int32) * options.documents // seq
         whole = np.broadcast_to(places + 1, tokens.shape)
         data["segments"] = jax.device_put(np.ascontiguousarray(whole), functions.batch_sharding)
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--remat", default="none")
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--chunk", type=int, default=8192)
-    parser.add_argument("--documents", type=int, default=1, help="in each row of ours")
+    parser.add_argument("--documents", type=int, default=1, help="in each sequence of ours")
     parser.add_argument("--profile", help="folder for a kernel profile of ours")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()

@@ -87,7 +87,7 @@ def make(name: str, folder: Path) -> None:
     model = getattr(transformers, f"{about['class']}ForCausalLM")(config)
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
-            # far from first values, so that a norm or a bias that is left out or put in the wrong
+            # far from initial values, so that a norm or a bias that is left out or put in the wrong
             # place shows
             if "norm" in weight_name:
                 weight.uniform_(0.5, 1.5)

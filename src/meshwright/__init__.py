@@ -40,36 +40,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CHIPS",
-    "ArraySpec",
-    "Audit",
-    "Chip",
-    "Constant",
-    "Layout",
-    "Machine",
-    "MachineMesh",
-    "MeshSpec",
-    "MeshwrightError",
-    "Normal",
-    "PathRules",
-    "Plan",
-    "Proof",
-    "Rules",
-    "audit",
-    "create",
-    "explain",
-    "layout_tree",
-    "mesh",
-    "optimizer_layouts",
-    "plan",
-    "prove",
-    "shard",
-    "sharding",
-    "shardings",
-    "standard_rules",
-    "testing",
-    "tile_mesh",
-]
+    "CHIPS", "ArraySpec", "Audit", "Chip", "Constant", "Layout", "Machine", "MachineMesh",
+    "MeshSpec", "MeshwrightError", "Normal", "PathRules", "Plan", "Proof", "Rules", "audit",
+    "create", "explain", "layout_tree", "mesh", "optimizer_layouts", "plan", "prove", "shard",
+    "sharding", "shardings", "standard_rules", "testing", "tile_mesh",
+]  # fmt: skip
 
 # All is loaded when it is first asked for: `import meshwright` takes no time, so that the command
 # line can take care of Ctrl-C before jax is imported, and audit and plan need all models and ops.

@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TypeVar
 
-EXIT_CODE = 130  # 128 + SIGINT, as shells have it
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}  # 128 + the number, as shells have it
 LONGEST_END_S = 30.0  # for what is cleaned up; a second Ctrl-C does not wait for it
 
 _T = TypeVar("_T")
 _listening = False
 _ending = threading.Event()
 # innermost last
-_takers: list[Callable[[], bool]] = []
+_takers: dict[int, list[Callable[[], bool]]] = {signal.SIGINT: [], signal.SIGTERM: []}
 _lines: list[Callable[[], str]] = [lambda: "stopped"]
 _before_end: list[Callable[[], object]] = []
 
@@ -48,26 +48,29 @@ def end_on_ctrl_c() -> None:
 
 
 @contextlib.contextmanager
-def ctrl_c_calls(take: Callable[[], bool]) -> Iterator[None]:
-    """Inside, Ctrl-C calls `take`; if that gives back False, it ends the process as before."""
-    with _registered(_takers, take):
-        if _listening or threading.current_thread() is not threading.main_thread():
+def signal_calls(number: signal.Signals, take: Callable[[], bool]) -> Iterator[None]:
+    """Inside, SIGINT (Ctrl-C) or SIGTERM calls `take`; if that is False, it ends the process."""
+    with _registered(_takers[number], take):
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.getsignal(signal.SIGINT)
+        before = signal.getsignal(number)
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if take():
+            if _listening or take():  # where there is a listener, it calls `take`
                 return
-            if not callable(before):
+            if callable(before):
+                before(number, frame)
+            elif number == signal.SIGINT:
                 raise KeyboardInterrupt
-            before(number, frame)
+            else:
+                raise SystemExit(EXIT_CODES[signal.SIGTERM])
 
-        signal.signal(signal.SIGINT, handle)
+        signal.signal(number, handle)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(number, before)
 
 
 def ctrl_c_says(line: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
@@ -80,8 +83,8 @@ def before_end(action: Callable[[], object]) -> contextlib.AbstractContextManage
     return _registered(_before_end, action)
 
 
-def ending_by_ctrl_c() -> bool:
-    """Whether Ctrl-C is ending this process now."""
+def ending_by_signal() -> bool:
+    """Whether Ctrl-C or SIGTERM is ending this process now."""
     return _ending.is_set()
 
 
@@ -96,28 +99,29 @@ def _registered(entries: list[_T], entry: _T) -> Iterator[None]:
 
 def _listen(read: int) -> None:
     while data := os.read(read, 64):
-        for _ in range(data.count(signal.SIGINT)):
-            _ctrl_c()
+        for number in data:
+            if number == signal.SIGINT or (number == signal.SIGTERM and _takers[number]):
+                _end_unless_taken(number)
 
 
-def _ctrl_c() -> None:
+def _end_unless_taken(number: int) -> None:
     if _ending.is_set():
-        os._exit(EXIT_CODE)
-    if _takers and _takers[-1]():
+        os._exit(EXIT_CODES[signal.Signals(number)])
+    if _takers[number] and _takers[number][-1]():
         return
     _ending.set()
     shown = "\x1b[?25h\n" if os.isatty(2) else ""  # a live line may have hidden the cursor
     with contextlib.suppress(OSError):
         os.write(2, f"{shown}{_lines[-1]()}\n".encode())
     # in a thread, so that this one hears a second Ctrl-C
-    threading.Thread(target=_end, daemon=True).start()
+    threading.Thread(target=_end, args=(EXIT_CODES[signal.Signals(number)],), daemon=True).start()
 
 
-def _end() -> None:
-    limit = threading.Timer(LONGEST_END_S, os._exit, (EXIT_CODE,))
+def _end(code: int) -> None:
+    limit = threading.Timer(LONGEST_END_S, os._exit, (code,))
     limit.daemon = True
     limit.start()
     for action in reversed(_before_end):
         with contextlib.suppress(Exception):
             action()
-    os._exit(EXIT_CODE)
+    os._exit(code)

@@ -24,7 +24,7 @@ def abstract(mesh: Mesh, dtype: Any = jnp.bfloat16) -> tuple[Any, jax.ShapeDtype
 
 
 def automatic_step(weights: Any, x: jax.Array) -> Any:
-    """FSDP left to the partitioner: it says nowhere what is to be gathered or scattered."""
+    """FSDP left to the partitioner: it says nowhere what is to be all-gathered or reduce-scattered."""
 
     def loss(weights: Any) -> jax.Array:
         def layer(x: jax.Array, weight: Any) -> Any:

@@ -30,7 +30,7 @@ def entry(*lines: str) -> str:
 
 
 def loop(limit: str, start: int = 0, step: int = 1, direction: str = "LT", add: str = "add") -> str:
-    """A loop that all-reduces over y in every turn, and does not say how many there are."""
+    """A loop that all-reduces over y in every iteration, and does not say how many there are."""
     return f"""HloModule m, num_partitions=8
 {ADD}
 %body (s: (s32[], f32[8])) -> (s32[], f32[8]) {{
@@ -62,7 +62,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
 
 
 @pytest.mark.parametrize(
-    ("limit", "start", "step", "direction", "add", "turns"),
+    ("limit", "start", "step", "direction", "add", "trips"),
     [
         (12, 0, 1, "LT", "add", len(range(12))),
         (12, 0, 5, "LT", "add", len(range(0, 12, 5))),
@@ -73,17 +73,17 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
         (0, 5, 1, "LT", "add", 0),
     ],
 )
-def test_turns_are_found_from_condition_start_and_step(
-    limit: int, start: int, step: int, direction: str, add: str, turns: int
+def test_trip_counts_are_found_from_condition_start_and_step(
+    limit: int, start: int, step: int, direction: str, add: str, trips: int
 ) -> None:
     text = loop(f"s32[] constant({limit})", start, step, direction, add)
     program = read_program(text)
     (one,) = (one for one in program.computations["main"] if one.operation == "while")
-    assert trip_count(program, "main", one) == turns
-    assert [row.times for row in collectives(text, MESH)] == ([turns] if turns else [])
+    assert trip_count(program, "main", one) == trips
+    assert [row.times for row in collectives(text, MESH)] == ([trips] if trips else [])
 
 
-def test_a_loop_that_does_not_say_how_often_it_turns_is_counted_once_and_marked() -> None:
+def test_a_loop_that_does_not_say_its_trip_count_is_counted_once_and_marked() -> None:
     text = loop("s32[] get-tuple-element(%s.1), index=0")
     (row,) = collectives(text, MESH)
     assert (row.times, row.unsure) == (1, True)
@@ -96,11 +96,11 @@ def test_what_a_program_says_of_a_loop_is_believed_first() -> None:
     assert [row.times for row in collectives(text, MESH)] == [7]
 
 
-@pytest.mark.parametrize(("turns", "surprises"), [(2, 0), (10_000, 1)])
-def test_what_is_small_is_counted_as_often_as_it_is_sent(turns: int, surprises: int) -> None:
-    text = loop(f"s32[] constant({turns})").replace("f32[8]", "f32[8192]")  # 32 KiB
+@pytest.mark.parametrize(("trips", "surprises"), [(2, 0), (10_000, 1)])
+def test_what_is_small_is_counted_as_often_as_it_is_sent(trips: int, surprises: int) -> None:
+    text = loop(f"s32[] constant({trips})").replace("f32[8]", "f32[8192]")  # 32 KiB
     found = audit(text, MESH, expected=expected_of({"y": ["all-gather"]}))
-    assert [row.times for row in found.rows] == [turns]
+    assert [row.times for row in found.rows] == [trips]
     assert len(found.surprises) == surprises
 
 
@@ -158,7 +158,7 @@ def test_what_stays_on_its_device_is_not_sent() -> None:
     assert collectives(text, MESH) == []
 
 
-def test_a_matmul_in_turns_stands_for_the_gather_that_is_expected() -> None:
+def test_a_collective_matmul_stands_for_the_all_gather_that_is_expected() -> None:
     """A collective matmul: permutes in a loop of that name, each beside a part of the product."""
     around = "collective-permute(%x), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
     text = loop("s32[] constant(3)").replace(f"all-reduce(%x), {OVER_Y}", around)

@@ -32,7 +32,7 @@ def found_in(name: str) -> Audit:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_weights_are_gathered_once_forward_and_once_backward(name: str) -> None:
+def test_weights_are_all_gathered_once_forward_and_once_backward(name: str) -> None:
     """However it is printed: in halves, in three fusions, or on another core's thread."""
     rows = [row for row in found_in(name).rows if row.operation == "all-gather"]
     assert {row.axes for row in rows} == {("fsdp",)}

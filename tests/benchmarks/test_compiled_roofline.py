@@ -26,8 +26,8 @@ LINKS = 6 * 90e9 * efficiency.ICI
 CHOICE = Choice(fsdp=64, remat="full")
 JOB = Job(model_config("llama-3.1-8b"), batch=64, seq=4096)
 
-# four layers, each: a weight is gathered, multiplied with, and the result scaled; the logits'
-# weight is gathered once
+# four layers, each: a weight is all-gathered, multiplied with, and the result scaled; the logits'
+# weight is all-gathered once
 TEXT = """\
 HloModule jit_train, is_scheduled=true, num_partitions=64
 
@@ -371,7 +371,7 @@ def test_everything_that_audit_reads_is_sent_once(name: str, on: str, choice: Ch
     assert math.isfinite(found.seconds)
 
 
-def test_on_v5e_gathers_are_partly_hidden_as_they_are_compiled() -> None:
+def test_on_v5e_all_gathers_are_partly_hidden_as_they_are_compiled() -> None:
     text = (Path(__file__).parents[1] / "audits" / "texts" / "tpu_v5e_16.txt").read_text()
     machine = Machine.parse("v5e:4x4")
     found = roofline(text, {"fsdp": 16}, machine, JOB, Choice(fsdp=16))

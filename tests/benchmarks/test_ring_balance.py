@@ -6,13 +6,13 @@ from ring_balance import unevenness, visits, wrong
 
 
 @pytest.mark.parametrize("ways", [2, 4, 8])
-def test_in_zigzag_order_every_device_does_the_same_at_every_turn_and_nothing_in_vain(
+def test_in_zigzag_order_every_device_does_the_same_at_every_ring_step_and_nothing_in_vain(
     ways: int,
 ) -> None:
-    turns = visits("zigzag", ways)
-    assert wrong("zigzag", turns) == []
-    assert [turn[0].blocks for turn in turns] == [3] + [2] * (ways - 1)
-    everything = [pair for turn in turns for visit in turn for pair in visit.computed.elements()]
+    steps = visits("zigzag", ways)
+    assert wrong("zigzag", steps) == []
+    assert [step[0].blocks for step in steps] == [3] + [2] * (ways - 1)
+    everything = [pair for step in steps for visit in step for pair in visit.computed.elements()]
     length = len({query for query, _ in everything})
     assert len(everything) == length * (length + 1) // 2
 
@@ -20,10 +20,10 @@ def test_in_zigzag_order_every_device_does_the_same_at_every_turn_and_nothing_in
 def test_in_contiguous_order_the_last_of_eight_devices_does_eight_times_the_work_of_the_first() -> (
     None
 ):
-    turns = visits("contiguous", 8)
-    assert [sum(turn[device].blocks for turn in turns) for device in range(8)] == [*range(1, 9)]
-    assert unevenness(visit.blocks for visit in turns[7]) == 8
-    for turn in turns:
-        for visit in turn:
+    steps = visits("contiguous", 8)
+    assert [sum(step[device].blocks for step in steps) for device in range(8)] == [*range(1, 9)]
+    assert unevenness(visit.blocks for visit in steps[7]) == 8
+    for step in steps:
+        for visit in step:
             assert not visit.useful - visit.computed
-    assert len(wrong("contiguous", turns)) == 14  # all but the turn at home: uneven, and in vain
+    assert len(wrong("contiguous", steps)) == 14  # all but the step at home: uneven, and in vain

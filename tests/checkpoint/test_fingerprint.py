@@ -104,7 +104,7 @@ def test_a_scalar_has_one_alone_and_on_a_mesh(dtype: str) -> None:
     assert text(scalar) != text(jnp.asarray(0, dtype))
 
 
-def test_wide_elements_count_with_all_their_bits() -> None:
+def test_large_elements_count_with_all_their_bits() -> None:
     with jax.enable_x64(True):
         array = jnp.asarray([1.0, 2.0, 3.0], jnp.float64)
         low_bit = jnp.asarray(np.nextafter(np.asarray(array), 9))

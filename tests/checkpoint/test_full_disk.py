@@ -1,4 +1,4 @@
-"""A disk that fills up while saving: said once, nothing lost, and saving goes on when there is space."""
+"""A disk that fills up while saving: said once, nothing lost, and saving continues when there is space."""
 
 import json
 import shutil

@@ -90,7 +90,10 @@ with before_end(lambda: time.sleep(25)):
     assert time.monotonic() - started < 20
 
 
-def test_ctrl_c_before_the_first_step_ends_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_the_first_step_ends_a_run_without_a_checkpoint(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-m", "meshwright.cli.main", "train", "tiny", "--cpu-devices", "1"]
     with subprocess.Popen(
@@ -99,8 +102,8 @@ def test_ctrl_c_before_the_first_step_ends_a_run_without_a_checkpoint(tmp_path: 
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline().startswith("tiny on mesh")  # it has yet to compile
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 130
+        process.send_signal(number)
+        assert process.wait(timeout=30) == code
         assert process.stderr.read() == "stopped before the first step\n"
     assert not (run / "checkpoints").exists()
 

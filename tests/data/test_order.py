@@ -16,7 +16,7 @@ def test_every_epoch_meets_every_sequence_once(count: int, seed: int, epoch: int
 
 
 @given(count=st.integers(1, 2**40), seed=SEEDS, at=st.lists(st.integers(0, 2**44), min_size=1))
-def test_a_position_asked_for_alone_gives_the_same_row(
+def test_a_position_asked_for_alone_gives_the_same_sequence(
     count: int, seed: int, at: list[int]
 ) -> None:
     sequences = shuffled(at, count, seed)

@@ -59,8 +59,10 @@ def test_only_a_second_ctrl_c_stops_at_once() -> None:
         send(signal.SIGTERM, signal.SIGINT, signal.SIGINT)
 
 
-def test_before_the_first_step_ctrl_c_interrupts_at_once_and_sigterm_asks() -> None:
-    assert send(signal.SIGTERM, stepping=False).reason == "SIGTERM"
+def test_before_the_first_step_a_signal_ends_at_once() -> None:
+    with pytest.raises(SystemExit) as ended:
+        send(signal.SIGTERM, stepping=False)
+    assert ended.value.code == 143
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT, stepping=False)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -101,7 +103,7 @@ def simulate(
             for p in range(processes)
             if p not in left and min(next_step) >= next_step[p] - lag  # all began n - lag - 1
         ]
-        assert able, f"nobody can go on: {next_step}, left {left}"
+        assert able, f"nobody can continue: {next_step}, left {left}"
         # one process is often faster: that reaches the ends of what the lag allows
         process = fast if fast in able and order.random() < 0.7 else order.choice(able)
         step = next_step[process]

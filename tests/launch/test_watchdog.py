@@ -41,7 +41,7 @@ def test_a_reader_that_hangs_ends_the_process_and_leaves_its_stack(tmp_path: Pat
     assert "in next_batch" in stacks
 
 
-def test_steps_that_go_on_are_left_alone(tmp_path: Path) -> None:
+def test_steps_that_continue_are_left_alone(tmp_path: Path) -> None:
     watchdog, lines = ended(tmp_path)
     with watchdog:
         for step in range(8):

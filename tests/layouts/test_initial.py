@@ -1,4 +1,4 @@
-"""First values: the same bits on every mesh, and made where they lie."""
+"""Initializers: the same bits on every mesh, and created in place."""
 
 import dataclasses
 import itertools
@@ -118,7 +118,7 @@ def test_no_device_ever_holds_a_whole_array(monkeypatch: pytest.MonkeyPatch) -> 
     assert collectives(program.as_text(), mesh) == []  # each device makes its own part
 
 
-def test_an_array_without_first_values_is_an_error() -> None:
+def test_an_array_without_an_initializer_is_an_error() -> None:
     specs = {"w": mw.ArraySpec((16,), "a")}
     with pytest.raises(MeshwrightError, match=r"array 'w' has no init; give ArraySpec"):
         create(specs, mw.shardings(specs, "a -> a@tp", mesh="tp=16"))

@@ -202,7 +202,7 @@ class TestKindsOfArrays:
         assert y.sharding.shard_shape(y.shape) == (4, 2)
 
     @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-    def test_inside_jit_the_mesh_in_force_is_used(
+    def test_inside_jit_the_current_mesh_is_used(
         self, axis_types: str, eight: list[jax.Device]
     ) -> None:
         mesh = mw.mesh("fsdp=2,tp=4", devices=eight, axis_types=axis_types)  # type: ignore[call-overload]

@@ -60,14 +60,14 @@ def test_gradients_scans_and_vmaps_pass_through(mesh: Mesh) -> None:
     assert batched.shape == (3, 8, 8)
 
 
-def test_text_means_the_mesh_in_force(eight: list[jax.Device]) -> None:
+def test_text_means_the_current_mesh(eight: list[jax.Device]) -> None:
     explicit = mw.mesh("fsdp=2,tp=4", devices=eight, axis_types="explicit")
     with jax.set_mesh(explicit):
         y = jax.jit(lambda: mw.shard(jnp.ones((8, 8)), LAYOUT, mesh="fsdp=2,tp=4"))()
     assert y.sharding.mesh == explicit
 
 
-def test_an_explicit_mesh_must_be_in_force(eight: list[jax.Device]) -> None:
+def test_an_explicit_mesh_must_be_current(eight: list[jax.Device]) -> None:
     explicit = mw.mesh("fsdp=2,tp=4", devices=eight, axis_types="explicit")
     with pytest.raises(MeshwrightError, match=r"with jax\.set_mesh"):
         jax.jit(lambda: mw.shard(jnp.ones((8, 8)), LAYOUT, mesh=explicit))()
@@ -134,7 +134,7 @@ def test_a_constraint_on_a_mesh_without_devices_is_refused() -> None:
             jax.jit(lambda x, absent=absent: mw.shard(x, LAYOUT, mesh=absent))(jnp.ones((8, 16)))
 
 
-def test_under_explicit_axes_a_mesh_alike_is_the_one_in_force_and_another_is_refused(
+def test_under_explicit_axes_a_mesh_alike_is_the_current_one_and_another_is_refused(
     mesh: Mesh, eight: list[jax.Device]
 ) -> None:
     explicit = mw.mesh("fsdp=2,tp=4", devices=eight, axis_types="explicit")
@@ -153,7 +153,7 @@ def test_axes_of_two_kinds_are_told_apart(eight: list[jax.Device]) -> None:
         jax.jit(lambda x: mw.shard(x * 2, LAYOUT))(np.ones((8, 16), np.float32))
 
 
-def test_an_abstract_mesh_in_force_is_used() -> None:
+def test_a_current_abstract_mesh_is_used() -> None:
     wanted = AbstractMesh((2, 4), ("fsdp", "tp"))
     struct = jax.ShapeDtypeStruct((8, 16), jnp.float32, weak_type=True)
     with jax.sharding.use_abstract_mesh(wanted):

@@ -72,7 +72,7 @@ def test_slices_of_three_dims_are_cubes_in_order_up_to_the_largest(
     assert all(one in slice_shapes(chip) for one in nearest_slices(chip, shape))
 
 
-def test_a_machine_that_does_not_exist_can_still_be_described_and_planned_but_not_proved() -> None:
+def test_a_machine_that_does_not_exist_can_still_be_named_and_planned_but_not_proved() -> None:
     machine = Machine(CHIPS["v6e"], (32, 32))
     assert machine.num_devices == 1024
     assert plan("llama-3.1-8b", machine, 1024, 4096).best.memory.fits

@@ -1,4 +1,4 @@
-"""Gathering and adding up: exact, and each the other's gradient."""
+"""All-gather and reduce-scatter: exact, and each the other's gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -34,19 +34,19 @@ def mesh_of(text: str) -> jax.sharding.Mesh:
         (P(None, None), (), P(None, None)),
     ],
 )
-def test_gathering_gives_the_same_array_with_fewer_splits(
+def test_all_gathering_gives_the_same_array_with_fewer_splits(
     layout: P, onto: tuple[str, ...], left: P
 ) -> None:
     mesh = mesh_of("fsdp=2,tp=2,sp=2")
     x = np.arange(64, dtype="f").reshape(8, 8)
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, layout)
-        gathered = all_gather(placed, onto)
-        assert spec_of(gathered) == left
-        np.testing.assert_array_equal(gathered, x)
+        full = all_gather(placed, onto)
+        assert spec_of(full) == left
+        np.testing.assert_array_equal(full, x)
 
 
-def test_what_was_gathered_gets_its_gradient_summed_and_split_again() -> None:
+def test_what_was_all_gathered_gets_its_gradient_summed_and_split_again() -> None:
     """y = (each device's tokens) @ w: the gradient of w is the sum over all tokens."""
     mesh = mesh_of("dp=2,fsdp=4")
     rng = np.random.default_rng(0)

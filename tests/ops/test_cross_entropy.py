@@ -35,7 +35,7 @@ def inputs(tied: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     targets = rng.integers(0, VOCAB, (BATCH, LENGTH)).astype("i")
     targets[0, :4] = (0, VOCAB - 1, VOCAB // 2, VOCAB // 2 - 1)
     targets[rng.random((BATCH, LENGTH)) < 0.2] = IGNORED
-    targets[3] = IGNORED  # a whole row: one device of dp=8 counts nothing
+    targets[3] = IGNORED  # a whole sequence: one device of dp=8 counts nothing
     return hidden, head, targets
 
 

@@ -51,8 +51,8 @@ def test_llama_3_scaling_is_metas_formula(factor: float, head_dim: int) -> None:
 def test_yarn_is_the_papers_formula(theta: float, factor: float, original: int) -> None:
     beta_fast, beta_slow, head_dim = 32.0, 1.0, 128
 
-    def correction(turns: float) -> float:  # d(r) of the paper, solved for the dim
-        return head_dim / 2 * math.log(original / (2 * math.pi * turns)) / math.log(theta)
+    def correction(rotations: float) -> float:  # d(r) of the paper, solved for the dim
+        return head_dim / 2 * math.log(original / (2 * math.pi * rotations)) / math.log(theta)
 
     first, last = math.floor(correction(beta_fast)), math.ceil(correction(beta_slow))
     expected = []
@@ -72,7 +72,7 @@ def test_yarns_attention_factor_can_be_given() -> None:
     assert Rope(1e4, YarnScaling(1.0, 4096)).magnitude == 1.0
 
 
-def test_pairs_turn_as_complex_numbers_do() -> None:
+def test_pairs_rotate_as_complex_numbers_do() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 5, 3, 16)).astype("f")
     positions = np.array([[0, 1, 2, 3, 4], [7, 0, 1, 400, 2047]], "i")

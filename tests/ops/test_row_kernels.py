@@ -49,7 +49,7 @@ def exact(x: jax.Array) -> np.ndarray:
 def gradients_in_float64(
     x: np.ndarray, scale: np.ndarray, dsum: np.ndarray | float, given: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of x, which also goes on, and of scale."""
+    """Of x, which is also passed on, and of scale."""
     of_x, of_scale = gradients_of_norm(x, scale, given)
     return dsum + of_x, of_scale
 

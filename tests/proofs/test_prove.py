@@ -127,7 +127,7 @@ def test_a_failure_of_the_compiler_is_digested_and_kept(tmp_path: Path) -> None:
     assert digest("x" * 500).endswith("….")
 
 
-def test_a_gpu_is_described_by_its_own_figures() -> None:
+def test_a_gpu_is_known_by_its_own_figures() -> None:
     text = gpu_description(mw.Machine.parse("h200:8"))
     assert "core_count: 132" in text
     assert f"device_memory_size: {mw.CHIPS['h200'].memory_bytes}" in text

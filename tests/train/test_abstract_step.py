@@ -1,4 +1,4 @@
-"""A step described without data: the same as train's, with the same mistakes found."""
+"""A step without data: the same as train's, with the same mistakes found."""
 
 import jax
 import pytest
@@ -12,7 +12,7 @@ from meshwright.train.prepare import prepare
 EIGHT = mw.mesh("dp=1,fsdp=4,tp=2,sp=1", devices=jax.devices()[:8], axis_types="explicit")
 
 
-def test_the_described_step_is_the_one_that_train_prepares() -> None:
+def test_the_abstract_step_is_the_one_that_train_prepares() -> None:
     config = TrainConfig("tiny", mesh="dp=2,fsdp=4,tp=2", batch=16, seq=64, accumulation=2)
     run, found = prepare(config), abstract_step(config)
     assert found.mesh == run.step.mesh

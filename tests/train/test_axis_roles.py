@@ -1,5 +1,7 @@
 """Meshes as other systems write them: the step is that of the same mesh by roles."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -33,6 +35,23 @@ def test_a_step_on_named_axes_is_the_step_by_roles(said: dict[str, str], by_role
     assert named.batch == roles.batch
 
 
+@pytest.mark.parametrize("names", [("data", "model"), ("fsdp", "tp")])
+def test_axes_keep_the_names_that_the_rules_of_a_file_use(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    """With a role for each axis, the file may use the names of the mesh or of the roles."""
+    data, model = names
+    file = tmp_path / "own.rules"
+    file.write_text(
+        f"batch -> {data}\nlength -> none\nvocab -> {model}\nembed -> {data}\nmlp -> {model}\n"
+        f"heads -> {model}\nkv_heads -> {model}\nhead_dim -> none\nlayers -> none\nnorm -> none\n"
+    )
+    mesh = "data=8:fsdp,model=2:tp"
+    step = abstract_step(TrainConfig("tiny", **SMALL, mesh=mesh, rules=str(file)))  # type: ignore[arg-type]
+    assert {axis: size for axis, size in step.mesh.shape.items() if size > 1} == {data: 8, model: 2}
+    assert step.state.params["embedding"].sharding.spec == jax.P(model, data)
+
+
 @pytest.mark.parametrize("said", [{"num_partitions": 4}, {"submesh": "2,1,1,2"}])
 def test_tiles_are_those_of_t5x(said: dict[str, object]) -> None:
     machine = Machine.parse("v3:4x4")
@@ -55,6 +74,7 @@ def test_a_tile_of_the_devices_here() -> None:
         ({"num_partitions": 3}, "num_partitions=3 does not divide the 16 devices"),
         ({"num_partitions": 0}, "num_partitions=0 must be at least 1"),
         ({"submesh": "2,x"}, "submesh='2,x' is not a tile"),
+        ({"submesh": "2,1,1,2"}, "num_partitions=4 chooses a tile on any machine"),
         ({"submesh": "2,1,1,2", "num_partitions": 4}, "not both"),
         ({"num_partitions": 4, "mesh": "tp=4"}, "both say where the axes go"),
         ({"mesh": "fsdp=8,foo=2"}, "axis 'foo' is not known"),

@@ -25,7 +25,7 @@ def train(tmp_path: Path) -> list[str]:
     return ["train", str(tmp_path / "config.json"), *SETTINGS]
 
 
-def test_a_run_on_a_disk_that_fills_up_goes_on_to_the_end_and_loses_no_checkpoint(
+def test_a_run_on_a_disk_that_fills_up_continues_to_the_end_and_loses_no_checkpoint(
     train: list[str], tmp_path: Path
 ) -> None:
     """The first run cannot write its page; in the second, no file may exceed 100 kB: no save fits."""

@@ -1,4 +1,4 @@
-"""Rows of a million tokens: the command says them, and the step lowers."""
+"""Sequences of a million tokens: the command says them, and the step lowers."""
 
 import json
 import re
@@ -77,7 +77,7 @@ def test_without_other_positions_the_models_own_length_holds(long_store: Path) -
     assert "--override rope.theta=" in done.stderr
 
 
-def test_positions_can_be_set_for_longer_rows() -> None:
+def test_positions_can_be_set_for_longer_sequences() -> None:
     own = preset("llama-2-7b")
     assert override(own, (), 8192) == own
     longer = override(own, ("rope.theta=1e6",), 32768)

@@ -79,7 +79,7 @@ np.savez(sys.argv[1], **{{jax.tree_util.keystr(p, simple=True, separator="/"): v
         return dict(arrays)
 
 
-def test_a_stopped_run_goes_on_bit_for_bit_and_on_another_mesh_within_rounding(
+def test_a_stopped_run_resumes_bit_for_bit_and_on_another_mesh_within_rounding(
     model: str, tmp_path: Path
 ) -> None:
     mesh = ["--cpu-devices", "4", "--mesh", "fsdp=2,tp=2"]
@@ -216,10 +216,10 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(model: str, tmp_p
         "--checkpoint.every", "1", "--optimizer.clip-norm", "None",
         expect=2,
     )  # fmt: skip
-    assert "3 steps in a row" in said
+    assert "3 consecutive steps" in said
     assert "weights are not saved" in said
-    rows = read_metrics(run).records
-    assert rows[-1]["skipped_steps"] >= 3
+    records = read_metrics(run).records
+    assert records[-1]["skipped_steps"] >= 3
 
 
 def test_a_save_that_fails_is_told_and_the_next_one_is_made(model: str, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from tests.train.toy import CONFIG, ONE, Setting, train
 from meshwright.models.decoder import decoder_rules, t5x_rules
 
 slow = pytest.mark.slow
-WIDE = dataclasses.replace(CONFIG, vocab=128, embed=128, mlp=256)
-TP_SEQUENCE = decoder_rules(sp=True, sequence_parallel=True)
+ALL_AXES = dataclasses.replace(CONFIG, vocab=128, embed=128, mlp=256)
+SEQUENCE_PARALLEL = decoder_rules(sp=True, sequence_parallel=True)
 
 
 @functools.cache
@@ -47,15 +47,15 @@ MESHES = [
     pytest.param(Setting("dp=1,fsdp=1,tp=1,sp=8", remat="elementwise"), marks=slow),
     pytest.param(Setting("dp=2,fsdp=4,tp=1,sp=1", remat="full"), marks=slow),
     pytest.param(Setting("dp=4,fsdp=2,tp=1,sp=1", remat="full", scan=False), marks=slow),
-    pytest.param(Setting("dp=2,fsdp=1,tp=4,sp=1", rules=TP_SEQUENCE), marks=slow),
+    pytest.param(Setting("dp=2,fsdp=1,tp=4,sp=1", rules=SEQUENCE_PARALLEL), marks=slow),
     Setting("dp=1,fsdp=4,tp=2,sp=1"),
     pytest.param(Setting("dp=1,fsdp=2,tp=4,sp=1", remat="mlp", scan=False), marks=slow),
     pytest.param(Setting("dp=1,fsdp=2,tp=1,sp=4", remat="mlp"), marks=slow),
     pytest.param(Setting("dp=2,fsdp=1,tp=2,sp=2", remat="elementwise"), marks=slow),
     Setting("dp=2,fsdp=2,tp=1,sp=2", remat="full"),
     pytest.param(Setting("dp=2,fsdp=2,tp=2,sp=1", remat="elementwise", scan=False), marks=slow),
-    pytest.param(Setting("dp=1,fsdp=1,tp=4,sp=2", rules=TP_SEQUENCE, remat="full"), marks=slow),
-    Setting("dp=1,fsdp=2,tp=2,sp=2", rules=TP_SEQUENCE, remat="mlp"),
+    pytest.param(Setting("dp=1,fsdp=1,tp=4,sp=2", rules=SEQUENCE_PARALLEL, remat="full"), marks=slow),
+    Setting("dp=1,fsdp=2,tp=2,sp=2", rules=SEQUENCE_PARALLEL, remat="mlp"),
     pytest.param(Setting("dp=1,fsdp=2,tp=2,sp=2", scan=False), marks=slow),
 ]  # fmt: skip
 
@@ -73,9 +73,12 @@ def test_training_on_a_mesh_is_training_on_one_device(setting: Setting) -> None:
         pytest.param("ring", "dp=1,fsdp=1,tp=1,sp=2", {"scan": False}, marks=slow),
         pytest.param("ring", "dp=2,fsdp=1,tp=1,sp=4", {}, marks=slow),
         pytest.param("ring", "dp=1,fsdp=2,tp=2,sp=2", {"remat": "mlp"}, marks=slow),
-        pytest.param("ring", "dp=1,fsdp=2,tp=2,sp=2", {"rules": TP_SEQUENCE}, marks=slow),
+        pytest.param("ring", "dp=1,fsdp=2,tp=2,sp=2", {"rules": SEQUENCE_PARALLEL}, marks=slow),
         pytest.param(
-            "ring", "dp=1,fsdp=2,tp=2,sp=2", {"rules": TP_SEQUENCE, "mlp_chunk": 2}, marks=slow
+            "ring",
+            "dp=1,fsdp=2,tp=2,sp=2",
+            {"rules": SEQUENCE_PARALLEL, "mlp_chunk": 2},
+            marks=slow,
         ),
         ("ring", "dp=1,fsdp=1,tp=1,sp=8", {"remat": "full", "mlp_chunk": 1}),
         pytest.param("allgather", "dp=1,fsdp=2,tp=1,sp=4", {"mlp_chunk": 2}, marks=slow),
@@ -85,7 +88,7 @@ def test_training_on_a_mesh_is_training_on_one_device(setting: Setting) -> None:
         pytest.param("ulysses", "dp=1,fsdp=1,tp=1,sp=8", {}, marks=slow),
     ],
 )
-def test_every_strategy_over_split_rows_trains_the_same(
+def test_every_strategy_over_split_sequences_trains_the_same(
     sequence: str, mesh: str, more: dict[str, Any]
 ) -> None:
     agrees(Setting(mesh, context_parallel=sequence, **more))
@@ -115,7 +118,7 @@ def test_t5xs_standard_rules_train_the_same(activation_dims: int, parameter_dims
 )
 def test_every_optimizer_trains_the_same_on_a_mesh(optimizer: str, mesh: str) -> None:
     # adafactor factors the moments of matrices from 128 on
-    config = WIDE if optimizer == "adafactor" else CONFIG
+    config = ALL_AXES if optimizer == "adafactor" else CONFIG
     # lion takes the sign of a gradient, and so does adafactor in its first step of what it does not
     # factor. With the batches from 0 on the sign of one number, of wo or down, is rounding
     first_batch = 0 if optimizer == "muon" else 100

@@ -1,4 +1,4 @@
-"""--compute.overlap: on TPUs weights are gathered while layers compute."""
+"""--compute.overlap: on TPUs weights are all-gathered while layers compute."""
 
 import importlib.util
 
@@ -20,7 +20,7 @@ def test_only_tpus_are_told_and_only_if_asked() -> None:
     assert not compiler_options("gpu", overlap=True)
 
 
-def test_the_plan_hides_gathers_on_a_tpu_that_is_told_to_and_says_the_flag() -> None:
+def test_the_plan_hides_all_gathers_on_a_tpu_that_is_told_to_and_says_the_flag() -> None:
     given = ("llama-3.1-8b", "v5p:4x4x4", 256, 4096)
     plain, told = (mw.plan(*given, mesh="fsdp=64", overlap=overlap) for overlap in (False, True))
     assert told.best.step_seconds < plain.best.step_seconds
@@ -39,7 +39,7 @@ def test_the_plan_hides_gathers_on_a_tpu_that_is_told_to_and_says_the_flag() -> 
         for overlap in (False, True)
     ]
     assert v5e[0].best.memory.total == v5e[1].best.memory.total
-    assert v5e[1].warnings == ("overlap changes nothing on v5e: it gathers so by itself",)
+    assert v5e[1].warnings == ("overlap changes nothing on v5e: it all-gathers so by itself",)
     with pytest.raises(MeshwrightError, match="overlap=True is of training, and serving is plan"):
         mw.plan(*given, kind="serve", overlap=True)
 
@@ -48,7 +48,7 @@ def test_the_plan_hides_gathers_on_a_tpu_that_is_told_to_and_says_the_flag() -> 
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install jax[tpu]"
 )
-def test_the_gathers_of_the_loop_are_asynchronous_on_v5p_for_some_memory() -> None:
+def test_the_all_gathers_of_the_loop_are_asynchronous_on_v5p_for_some_memory() -> None:
     shape = {"dp": 1, "fsdp": 8, "tp": 1, "sp": 1}
     found = {}
     for overlap in (False, True):

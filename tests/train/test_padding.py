@@ -101,7 +101,7 @@ def test_a_checkpoint_is_the_same_whatever_was_padded(tmp_path: Path) -> None:
         "dp=1,fsdp=1,tp=8,sp=1",
     )  # fmt: skip
     random = np.random.default_rng(0)
-    runs = {mesh: described(mesh) for mesh in meshes}
+    runs = {mesh: abstract(mesh) for mesh in meshes}
 
     def value(leaf: Any) -> np.ndarray:
         numbers = random.normal(size=leaf.shape) if leaf.ndim else np.array(7)
@@ -119,15 +119,15 @@ def test_a_checkpoint_is_the_same_whatever_was_padded(tmp_path: Path) -> None:
         else:
             read = folders[i - 1].restore(1, on_disk)
         state = fit(read, run.target)
-        described_shapes = jax.tree.map(lambda leaf: leaf.shape, run.target)
-        assert jax.tree.map(lambda leaf: leaf.shape, state) == described_shapes
+        abstract_shapes = jax.tree.map(lambda leaf: leaf.shape, run.target)
+        assert jax.tree.map(lambda leaf: leaf.shape, state) == abstract_shapes
         folders[i].save(1, fit(state, on_disk), {}, wait=True)
         jax.tree.map(np.testing.assert_array_equal, fit(state, on_disk), values)
         assert folders[i].arrays(1) == folders[0].arrays(1)  # shapes, dtypes and fingerprints
         folders[i].close()
 
 
-def described(mesh: str) -> tuple[Parts, TrainState]:
+def abstract(mesh: str) -> tuple[Parts, TrainState]:
     run = parts(Setting(mesh, config=ODD))
     return run, stored_state(run.arrays, run.target, run.optimizer)
 

@@ -83,6 +83,24 @@ def test_other_data_is_told_by_what_differs() -> None:
         _check_data(before, described(held_out=4), "step 4 of run")
 
 
+def test_another_objective_is_told_by_name_or_by_what_differs() -> None:
+    same = {"sources": [], "batch": 8}
+    span = {"name": "span-corruption", "seq": 32, "noise_density": 0.15}
+    for was, now, words in (
+        (span, {"name": "prefix-lm", "seq": 32}, "was span-corruption, is now prefix-lm. "),
+        (
+            span,
+            span | {"noise_density": 0.3},
+            "was span-corruption (noise_density 0.15), is now span-corruption (noise_density 0.3). ",
+        ),
+        (None, span, "was next-token, is now span-corruption. "),
+        (span, None, "was span-corruption, is now next-token. "),
+    ):
+        before, after = (same | ({} if one is None else {"objective": one}) for one in (was, now))
+        with pytest.raises(MeshwrightError, match=f"--objective {re.escape(words)}"):
+            _check_data(before, after, "step 4 of run")
+
+
 @dataclasses.dataclass(frozen=True)
 class Runs:
     """Commands on one run, of which step 3 was damaged after the first."""

@@ -114,7 +114,7 @@ def test_how_it_is_computed_does_not_change_the_gradient(setting: Setting) -> No
 
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(4, marks=slow)])
 def test_micro_batches_weigh_by_their_tokens_not_alike(micro_batches: int) -> None:
-    """Cut in another way, the same rows give the same step; their counts differ."""
+    """Cut in another way, the same sequences give the same step; their counts differ."""
     total, _, _, gradient = by_hand()
     batch = {n: x.reshape(micro_batches, -1, x.shape[-1]) for n, x in packed_batch(0).items()}
     counts = (batch["targets"] >= 0).sum((1, 2))

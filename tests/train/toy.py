@@ -19,7 +19,7 @@ from meshwright.train.step import StepFunctions, step_functions
 ONE = "dp=1,fsdp=1,tp=1,sp=1"
 # no biases: the gradient of a key bias is zero but for rounding, which Adam would blow up
 CONFIG = DecoderConfig(vocab=64, layers=2, embed=64, heads=16, kv_heads=8, head_dim=8, mlp=128)
-MICRO_BATCHES, ROWS, LENGTH = 2, 8, 16
+MICRO_BATCHES, SEQUENCES, LENGTH = 2, 8, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Parts:
     params_dtype: Any
 
     def new_state(self) -> TrainState:
-        """With first values made once for all tests: tests/layouts/test_initial.py shows they are
+        """With initial values made once for all tests: tests/layouts/test_initial.py shows they are
         the same bits on every mesh, and they take longer to compile than twenty steps to run."""
         kept = jax.tree.map(lambda leaf: leaf.sharding, self.target.params)
         made = first_params(self.config, self.params_dtype)
@@ -103,25 +103,25 @@ def first_params(config: DecoderConfig, dtype: Any) -> Any:
 
 
 def packed_batch(seed: int, vocab: int = CONFIG.vocab) -> dict[str, np.ndarray]:
-    """Rows of several documents and padding, each an arithmetic sequence: something to learn.
+    """Sequences of several documents and padding, each an arithmetic sequence: something to learn.
 
-    Rows have from 1 to 15 tokens that count, so no two devices weigh the same.
+    Sequences have from 1 to 15 tokens that count, so no two devices weigh the same.
     """
     rng = np.random.default_rng(seed)
-    shape = (MICRO_BATCHES, ROWS, LENGTH)
+    shape = (MICRO_BATCHES, SEQUENCES, LENGTH)
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     targets = np.full(shape, -1, np.int32)
-    for row in np.ndindex(shape[:2]):
+    for sequence in np.ndindex(shape[:2]):
         place, number = 0, 0
-        until = LENGTH if row[1] % 3 else int(rng.integers(2, LENGTH))
+        until = LENGTH if sequence[1] % 3 else int(rng.integers(2, LENGTH))
         while place < until:
             number += 1
             length = min(int(rng.integers(2, 12)), until - place)
             start, stride = rng.integers(0, vocab), rng.integers(1, 4)
             document = (start + stride * np.arange(length)) % vocab
-            here = (*row, slice(place, place + length))
+            here = (*sequence, slice(place, place + length))
             tokens[here], segments[here], positions[here] = document, number, np.arange(length)
-            targets[(*row, slice(place, place + length - 1))] = document[1:]
+            targets[(*sequence, slice(place, place + length - 1))] = document[1:]
             place += length
     return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions}
 

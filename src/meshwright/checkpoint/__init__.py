@@ -5,8 +5,5 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.folder import misnamed, not_a_folder
 
 __all__ = [
-    "Channel",
-    "Checkpoints",
-    "misnamed",
-    "not_a_folder",
-]
+    "Channel", "Checkpoints", "misnamed", "not_a_folder",
+]  # fmt: skip

@@ -3,9 +3,5 @@
 from meshwright.evaluate.needle import Group, Retrieval, check_needle, needle_rules, retrieve
 
 __all__ = [
-    "Group",
-    "Retrieval",
-    "check_needle",
-    "needle_rules",
-    "retrieve",
-]
+    "Group", "Retrieval", "check_needle", "needle_rules", "retrieve",
+]  # fmt: skip

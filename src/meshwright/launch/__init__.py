@@ -10,24 +10,8 @@ from meshwright.launch.signals import Stop, agree, stop_on_signals
 from meshwright.launch.watchdog import HANG_TIMEOUT_S, Watchdog, pause_timeout_s
 
 __all__ = [
-    "EXIT_CODE",
-    "HANG_TIMEOUT_S",
-    "AgreedError",
-    "CoordinatorLostError",
-    "Fact",
-    "Joined",
-    "Stop",
-    "Store",
-    "Watchdog",
-    "agree",
-    "check_simulated",
-    "compare_processes",
-    "coordinator_store",
-    "ends_together",
-    "join",
-    "make_room_for_cpu_collectives",
-    "pause_timeout_s",
-    "simulate_devices",
-    "stop_on_signals",
-    "take_most_gpu_memory",
-]
+    "EXIT_CODE", "HANG_TIMEOUT_S", "AgreedError", "CoordinatorLostError", "Fact", "Joined", "Stop",
+    "Store", "Watchdog", "agree", "check_simulated", "compare_processes", "coordinator_store",
+    "ends_together", "join", "make_room_for_cpu_collectives", "pause_timeout_s",
+    "simulate_devices", "stop_on_signals", "take_most_gpu_memory",
+]  # fmt: skip

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator
 
 from meshwright.errors import MeshwrightError
-from meshwright.interrupt import LONGEST_END_S, before_end, ending_by_ctrl_c
+from meshwright.interrupt import LONGEST_END_S, before_end, ending_by_signal
 from meshwright.launch.coordinator import CoordinatorLostError, Store
 from meshwright.launch.verdict import REPORTS, read_reports
 
@@ -41,7 +41,7 @@ def ends_together(
 
     def tell_the_others() -> None:
         if store is not None:
-            agree_on_verdict(store, f"process {process_id} was stopped by Ctrl-C")
+            agree_on_verdict(store, f"process {process_id} was stopped by a signal")
             time.sleep(farewell_s(process_id, interval_s))
 
     try:
@@ -128,7 +128,7 @@ def exit_code(verdict: str) -> int:
 
 def end_process(text: str, code: int = EXIT_CODE, wait_s: float = 0.0) -> None:
     """Print the reason and exit, without jax's shutdown, which would wait for hanging processes."""
-    if ending_by_ctrl_c():  # which prints the reason itself; the watchdog reads it again
+    if ending_by_signal():  # which prints the reason itself; the watchdog reads it again
         time.sleep(LONGEST_END_S)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -6,8 +6,8 @@
                 break                       # save, and end with 0
             …
 
-Before the first step there is nothing to save: there Ctrl-C ends the process at once, and so does a
-second one later (in a program that calls `train`, both are KeyboardInterrupt).
+Before the first step there is nothing to save: there either of them ends the process at once, and
+so does a second Ctrl-C later (in a program that calls `train`: KeyboardInterrupt, SystemExit).
 
 ## Why all processes stop before the same step
 
@@ -32,12 +32,10 @@ import contextlib
 import itertools
 import os
 import signal
-import threading
 from collections.abc import Iterator
-from types import FrameType
 
 from meshwright.errors import MeshwrightError
-from meshwright.interrupt import ctrl_c_calls, ctrl_c_says
+from meshwright.interrupt import ctrl_c_says, signal_calls
 from meshwright.launch.coordinator import Store
 
 _runs = itertools.count()  # the same in every process: each opens its loops in the same order
@@ -71,10 +69,12 @@ def stop_on_signals() -> Iterator[Stop]:
 
     interrupts = itertools.count()
 
-    def terminate(number: int, frame: FrameType | None) -> None:
-        if not stop.requested:
+    def take_sigterm() -> bool:
+        if stop.stepping and not stop.requested:
             _say("SIGTERM: stopping after this step")
-        stop.request("SIGTERM")
+        if stop.stepping:
+            stop.request("SIGTERM")
+        return stop.stepping
 
     def take_ctrl_c() -> bool:
         if not stop.stepping or next(interrupts):
@@ -87,14 +87,12 @@ def stop_on_signals() -> Iterator[Stop]:
     def line() -> str:
         return "stopped at once" if stop.stepping else "stopped before the first step"
 
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, terminate) if in_main else None
-    try:
-        with ctrl_c_calls(take_ctrl_c), ctrl_c_says(line):
-            yield stop
-    finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, before)
+    with (
+        signal_calls(signal.SIGTERM, take_sigterm),
+        signal_calls(signal.SIGINT, take_ctrl_c),
+        ctrl_c_says(line),
+    ):
+        yield stop
 
 
 def agree(stop: Stop, step: int, store: Store | None = None, lag: int = 1, every: int = 1) -> bool:

@@ -27,31 +27,11 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "ArraySpec",
-    "Constant",
-    "Explanation",
-    "Layout",
-    "LayoutLike",
-    "Normal",
-    "PathRules",
-    "Rules",
-    "axes_of",
-    "create",
-    "explain",
-    "fit",
-    "is_abstract",
-    "layout_tree",
-    "optimizer_layouts",
-    "path_text",
-    "resized_like",
-    "resolve",
-    "shard",
-    "sharding",
-    "shardings",
-    "standard_rules",
-    "stored",
-    "tree_paths",
-]
+    "ArraySpec", "Constant", "Explanation", "Layout", "LayoutLike", "Normal", "PathRules", "Rules",
+    "axes_of", "create", "explain", "fit", "is_abstract", "layout_tree", "optimizer_layouts",
+    "path_text", "resized_like", "resolve", "shard", "sharding", "shardings", "standard_rules",
+    "stored", "tree_paths",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

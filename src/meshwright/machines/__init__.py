@@ -12,19 +12,9 @@ if TYPE_CHECKING:
     from meshwright.machines.jax_devices import host_bytes
 
 __all__ = [
-    "CHIPS",
-    "AbstractDevice",
-    "Chip",
-    "Machine",
-    "check_host_memory",
-    "check_slice",
-    "chip_of_kind",
-    "find_chip",
-    "host_bytes",
-    "largest_slice",
-    "slice_of",
-    "squarest",
-]
+    "CHIPS", "AbstractDevice", "Chip", "Machine", "check_host_memory", "check_slice",
+    "chip_of_kind", "find_chip", "host_bytes", "largest_slice", "slice_of", "squarest",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -21,26 +21,10 @@ if TYPE_CHECKING:
     from meshwright.meshes.jax_mesh import AnyMesh
 
 __all__ = [
-    "FIELD_ROLES",
-    "RESERVED_AXIS",
-    "ROLES",
-    "STANDARD_AXES",
-    "AnyMesh",
-    "MachineMesh",
-    "MeshShape",
-    "MeshSpec",
-    "Share",
-    "Shares",
-    "all_shares",
-    "axes_across_slices",
-    "closes",
-    "device_list",
-    "is_ring",
-    "mesh",
-    "ring_in_words",
-    "sharing",
-    "tile_mesh",
-]
+    "FIELD_ROLES", "RESERVED_AXIS", "ROLES", "STANDARD_AXES", "AnyMesh", "MachineMesh",
+    "MeshShape", "MeshSpec", "Share", "Shares", "all_shares", "axes_across_slices", "closes",
+    "device_list", "is_ring", "mesh", "ring_in_words", "sharing", "tile_mesh",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

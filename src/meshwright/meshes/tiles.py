@@ -160,7 +160,8 @@ def _checked_tile(machine: Machine, submesh: Any) -> tuple[int, ...]:
     if len(tile) != len(grid):
         raise MeshwrightError(
             f"submesh {tuple(submesh)!r} has {count(len(tile), 'size')}; a tile of '{machine}' is "
-            f"{form}, and the slice is {grid}"
+            f"{form}, at most {grid}; "
+            f"num_partitions={math.prod(tile)} chooses a tile on any machine"
         )
     for name, size, whole in zip(names, tile, grid, strict=True):
         if size < 1 or whole % size:

@@ -27,25 +27,7 @@ from meshwright.present.tables import (
 )
 
 __all__ = [
-    "GIB",
-    "Column",
-    "Row",
-    "aligned",
-    "amount",
-    "bar",
-    "bytes_text",
-    "count",
-    "count_text",
-    "duration_text",
-    "gib",
-    "mesh_text",
-    "nearest_multiples",
-    "omitted_columns",
-    "paragraph",
-    "percent",
-    "render",
-    "seconds_text",
-    "table_markdown",
-    "table_text",
-    "wrapped",
-]
+    "GIB", "Column", "Row", "aligned", "amount", "bar", "bytes_text", "count", "count_text",
+    "duration_text", "gib", "mesh_text", "nearest_multiples", "omitted_columns", "paragraph",
+    "percent", "render", "seconds_text", "table_markdown", "table_text", "wrapped",
+]  # fmt: skip

@@ -5,12 +5,5 @@ from meshwright.proofs.footprint import Buffer, Footprint, OutOfMemory
 from meshwright.proofs.proof import Proof, prove
 
 __all__ = [
-    "Buffer",
-    "Compared",
-    "Footprint",
-    "OutOfMemory",
-    "Proof",
-    "compare",
-    "expected",
-    "prove",
-]
+    "Buffer", "Compared", "Footprint", "OutOfMemory", "Proof", "compare", "expected", "prove",
+]  # fmt: skip

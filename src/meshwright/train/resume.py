@@ -103,27 +103,40 @@ def check_resume(
             f"note: steps is {now['steps']}, was {before['steps']}: the learning rate goes by "
             "it, and changes here"
         )
-    changed = [name for name in now if name not in FREE and now[name] != before.get(name)]
-    for name in changed:
-        say(f"note: {name} is {now[name]}, was {before.get(name)} before this resume")
+    for name, value in _flat({name: now[name] for name in now if name not in FREE}).items():
+        was = _flat(before).get(name)
+        if value != was:
+            say(f"note: {name} is {value}, was {was} before this resume")
     return int(meta["tokens"])
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name: `{"loss.z_loss": 0.0}`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        below = _flat(value) if isinstance(value, dict) else None
+        flat |= {name: value} if below is None else {f"{name}.{key}": below[key] for key in below}
+    return flat
 
 
 # what Loader.describe() names, and the flag that sets it
 _FLAGS = {"sources": "--data", "batch": "--batch", "seq": "--seq", "seed": "--seed"}
-_FLAGS |= {"held_out": "--eval.sequences"}
+_FLAGS |= {"held_out": "--eval.sequences", "objective": "--objective"}
 
 
 def _check_data(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
     """The data comes in the same order as it did, or an error says what differs."""
     # a tokenizer changes with its store, whose name says more
-    for name in sorted(now, key=lambda name: name != "sources"):
-        was, is_now = before.get(name), now[name]
+    for name in sorted({**now, "objective": None}, key=lambda name: name != "sources"):
+        was: Any = before.get(name)
+        is_now: Any = now.get(name)
         if name == "sources":
             differ = _sources(before[name]) != _sources(is_now)
             was, is_now = _sources_text(before[name]), _sources_text(is_now)
         else:
             differ = was != is_now
+        if name == "objective":
+            was, is_now = _objective_text(was, is_now), _objective_text(is_now, was)
         if differ:
             flag = _FLAGS.get(name, f"the {name} of --data")
             raise MeshwrightError(
@@ -131,6 +144,15 @@ def _check_data(before: dict[str, Any], now: dict[str, Any], where: str) -> None
                 "The run would repeat or miss tokens. Give the old value again, or start a new "
                 "run: --run with another folder"
             )
+
+
+def _objective_text(objective: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
+    """Its name, and what differs from another of the same name."""
+    if objective is None:
+        return "next-token"
+    same = other if other is not None and other["name"] == objective["name"] else objective
+    differ = [f"{key} {value}" for key, value in objective.items() if same.get(key) != value]
+    return objective["name"] + (f" ({', '.join(differ)})" if differ else "")
 
 
 def _sources(sources: list[dict[str, Any]]) -> list[tuple[Any, Any]]:

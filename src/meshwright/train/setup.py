@@ -77,14 +77,15 @@ def field_lengths(model: Any, seq: int, objective: str = "auto") -> Mapping[str,
 def training_spec(config: TrainConfig) -> MeshSpec:
     """The mesh that is asked for, by role; standard axes that are not named have size 1.
 
-    With own rules the axes may have names of their own, those of the rules.
+    With rules from a file that name axes of this mesh, the axes keep their names.
     """
     tile = _tile(config)
     if tile is not None:
         return MeshSpec.parse(f"dp=-1,fsdp=1,tp={math.prod(tile)},sp=1")
     spec = MeshSpec.parse(config.mesh)
-    own_rules = config.rules != "standard" and not config.rules.startswith("t5x:")
-    if own_rules and not spec.roles and not set(spec.names) <= set(STANDARD_AXES):
+    rules = _file_rules(config)
+    axes = set() if rules is None else {axis for rule in rules.rules for axis in rule.axes}
+    if axes & (set(spec.names) - set(STANDARD_AXES)):
         return spec
     return spec.with_standard_axes()
 
@@ -132,17 +133,26 @@ def choose_rules(config: TrainConfig, model: Any) -> Rules:
             "compute.sequence_parallel is part of the standard rules; with own rules say it there: "
             "length -> sp+tp after the rules of heads, mlp and vocab"
         )
-    sets = {f"t5x:{a},{p}": (a, p) for a in (1, 2) for p in (1, 2)}
-    if config.rules in sets:
-        return family.t5x_rules(*sets[config.rules])
+    rules = _file_rules(config)
+    if rules is None:
+        return family.t5x_rules(*_T5X[config.rules])
+    return _with_activations(rules, config.rules, family.rules(sp=True))
+
+
+_T5X = {f"t5x:{a},{p}": (a, p) for a in (1, 2) for p in (1, 2)}
+
+
+def _file_rules(config: TrainConfig) -> Rules | None:
+    """The rules of a file; None for the standard rules and T5X's."""
+    if config.rules == "standard" or config.rules in _T5X:
+        return None
     try:
-        text = Path(config.rules).read_text(encoding="utf-8")
+        return Rules.parse(Path(config.rules).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as reason:
         raise MeshwrightError(
-            f"rules {config.rules!r} are neither 'standard', nor one of {', '.join(sets)}, nor a "
+            f"rules {config.rules!r} are neither 'standard', nor one of {', '.join(_T5X)}, nor a "
             f"file that can be read ({reason})"
         ) from None
-    return _with_activations(Rules.parse(text), config.rules, family.rules(sp=True))
 
 
 def _with_activations(rules: Rules, file: str, standard: Rules) -> Rules:

@@ -46,7 +46,7 @@ def test_durations_have_two_units(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
 
 
-def test_the_line_shows_what_the_row_has() -> None:
+def test_the_line_shows_what_the_metrics_have() -> None:
     assert metrics_text(METRICS, 1000) == (
         "step   120/1,000  loss 2.314  12.3K tok/s  393 TFLOP/s 39.8% MFU  71.2/139.8 GiB  ETA 1h 02m"
     )

@@ -88,7 +88,7 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_full_disk_is_told_once_and_training_goes_on(
+def test_a_full_disk_is_told_once_and_training_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with MetricsLog(tmp_path) as log:

@@ -29,7 +29,7 @@ class Clock:
 
 
 def test_speed_is_what_arithmetic_says() -> None:
-    # 1B parameters, 6 FLOPs each and token; 4 devices, 32 rows of 2048 in half a second
+    # 1B parameters, 6 FLOPs each and token; 4 devices, 32 sequences of 2048 in half a second
     speed = throughput(6e9, 32 * 2048, 0.5, 4, 1e15)
     assert speed.tokens_per_second == 131072
     assert speed.tflops_per_device == pytest.approx(6e9 * 131072 / 4 / 1e12)

@@ -18,7 +18,7 @@ def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path: Path) -> None
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(n, n / 2) for n in range(1, 10)]
 
 
-def test_a_resumed_run_goes_on_in_the_same_wandb_run(
+def test_a_resumed_run_continues_the_same_wandb_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")

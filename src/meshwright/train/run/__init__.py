@@ -16,21 +16,8 @@ from meshwright.train.run.throughput import (
 )
 
 __all__ = [
-    "LiveLine",
-    "Memory",
-    "Metrics",
-    "MetricsLog",
-    "StepClock",
-    "Throughput",
-    "disk_errors_in_one_line",
-    "memory",
-    "only_run_in",
-    "output_is_written",
-    "peak_flops",
-    "print_line",
-    "read_metrics",
-    "throughput",
-    "waiting_line",
-    "write_description",
+    "LiveLine", "Memory", "Metrics", "MetricsLog", "StepClock", "Throughput",
+    "disk_errors_in_one_line", "memory", "only_run_in", "output_is_written", "peak_flops",
+    "print_line", "read_metrics", "throughput", "waiting_line", "write_description",
     "write_run_page",
-]
+]  # fmt: skip

@@ -1,11 +1,11 @@
-"""The longest row a 1B model trains on, on one GPU: `python benchmarks/long_context.py --longest`.
+"""The longest sequence a 1B model trains on: `python benchmarks/long_context.py --longest`.
 
 The model is that of train_step.py, in batches of one row; AdamW, float32 master weights, bfloat16
 compute, each layer's forward made again in the backward pass. Ours: remat full, the mlp in chunks
 of tokens. The peer: transformers' LlamaForCausalLM with SDPA and gradient checkpointing, bfloat16
 autocast. Lengths are powers of two and one and a half times those. The peer does one step of each,
-until its memory is full. Of ours the compiler says what a step takes, which has been what it then
-took; a step is run of the longest compiled that fits into the time. Each side runs in its own
+until it is out of memory. Of ours the compiler says what a step takes, which has been what it
+then took; a step is run of the longest compiled that fits into the time. Each side runs in its own
 process and prints a line of JSON for each length.
 """
 
@@ -38,7 +38,7 @@ def expected_seconds(seq: int) -> float:
 
 
 class Step(NamedTuple):
-    """Our step for rows of one length, compiled."""
+    """Our step for sequences of one length, compiled."""
 
     run: Callable[[Any, Any], Any]
     new_state: Callable[[], Any]
@@ -221,7 +221,7 @@ def run(options: argparse.Namespace) -> None:
         found[side] = one_side(side, options.limit)
         if options.out:
             options.out.write_text(json.dumps(found, indent=1))
-    lines = ["| side | row | how it is known | s a step | memory |", "|---|---|---|---|---|"]
+    lines = ["| side | sequence | how it is known | s a step | memory |", "|---|---|---|---|---|"]
     for side, said in found.items():
         for one in (best(said, "run"), best(said, "compiled"), best(said, "out of memory")):
             if one is not None:
@@ -231,12 +231,12 @@ def run(options: argparse.Namespace) -> None:
     words = {one[key] for said in found.values() for one in said for key in WORDS if key in one}
     conditions = (
         f"`python benchmarks/long_context.py --longest --write`, {datetime.date.today()}, "
-        f"{'; '.join(sorted(words))}; one step of one row. `compiled`: the longest whose compiled "
-        "step fits by the compiler's own count; `run`: the longest whose step was run."
+        f"{'; '.join(sorted(words))}; one step of one sequence. `compiled`: the longest whose "
+        "compiled step fits by the compiler's own count; `run`: the longest whose step was run."
     )
     print("\n".join([conditions, "", *lines]))
     if options.write:
-        write_section("The longest row a 1B model trains on, on one GPU", conditions, lines)
+        write_section("The longest sequence a 1B model trains on, on one GPU", conditions, lines)
 
 
 WORDS = ("device", "versions")
