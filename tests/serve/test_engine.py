@@ -12,7 +12,17 @@ from tests.serve.test_decode import BASE, KINDS, whole_logits
 
 from meshwright.errors import MeshwrightError
 from meshwright.models import preset
-from meshwright.serve import Delta, Engine, Model, OverloadedError, Request, Sampling, EngineConfig
+from meshwright.serve import (
+    Delta,
+    Engine,
+    Model,
+    OverloadedError,
+    Replicas,
+    Request,
+    Sampling,
+    EngineConfig,
+    start_engine,
+)
 from meshwright.serve.generate import generate
 from meshwright.serve.load import generation_mesh, load_for_generation
 
@@ -328,3 +338,19 @@ def test_300_streams_each_give_what_they_give_alone(engine: Engine) -> None:
 
     found = asyncio.run(run())
     assert found == [alone[i % len(kinds)] for i in range(300)]
+
+
+def test_replicas_share_requests_and_give_the_same_tokens(
+    engine: Engine, random_model: RandomModel
+) -> None:
+    mesh = generation_mesh("dp=2,tp=2")
+    source = random_model(BASE, mesh).source
+    requests = [Request(prompt, GREEDY, 5) for prompt in PROMPTS[:3]]
+    config = dataclasses.replace(SMALL, compile_first=False)
+    with start_engine(source, mesh, config=config) as replicas:
+        assert isinstance(replicas, Replicas)
+        assert [done.tokens for done in replicas.generate(requests)] == [
+            engine.generate([request])[0].tokens for request in requests
+        ]
+        assert [each.stats().prompt_tokens for each in replicas.engines] == [51, 1]
+        assert replicas.stats().finished == {"length": 3}

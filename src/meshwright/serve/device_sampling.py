@@ -88,7 +88,7 @@ def has_penalties(request: Request) -> bool:
 
 
 def greedy(logits: jax.Array, vocab: int) -> jax.Array:
-    """[rows, vocab] → tokens; only the first `vocab` are chosen."""
+    """[n, vocab] → tokens; only the first `vocab` are chosen."""
     return jnp.argmax(logits[:, :vocab], axis=-1).astype(jnp.int32)
 
 

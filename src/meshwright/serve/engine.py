@@ -336,25 +336,25 @@ class Engine:
         sampled: list[tuple[int, Running]] = []
         inputs, flat = StepInputs.empty(shape, self._programs.width)
         if step.decode:
-            rows = slice(len(step.decode))
-            inputs.slots[rows] = [sequence.slot for sequence in step.decode]
-            inputs.positions[rows] = [sequence.computed - 1 for sequence in step.decode]
-            inputs.tokens[rows] = [_next_token(sequence) for sequence in step.decode]
+            part = slice(len(step.decode))
+            inputs.slots[part] = [sequence.slot for sequence in step.decode]
+            inputs.positions[part] = [sequence.computed - 1 for sequence in step.decode]
+            inputs.tokens[part] = [_next_token(sequence) for sequence in step.decode]
             for sequence in step.decode:
                 self._fill_table(sequence)
-            inputs.tables[rows] = self._tables[inputs.slots[rows]]
+            inputs.tables[part] = self._tables[inputs.slots[part]]
             sampled += enumerate(step.decode)
-        for row, chunk in enumerate(step.chunks):
+        for index, chunk in enumerate(step.chunks):
             sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
-            inputs.chunk_tokens[row, : chunk.count] = sequence.tokens[start:end]
+            inputs.chunk_tokens[index, : chunk.count] = sequence.tokens[start:end]
             self._fill_table(sequence)
-            inputs.chunk_tables[row] = self._tables[sequence.slot]
-            inputs.starts[row], inputs.counts[row] = start, chunk.count
+            inputs.chunk_tables[index] = self._tables[sequence.slot]
+            inputs.starts[index], inputs.counts[index] = start, chunk.count
             if shape.scored:
                 following = sequence.tokens[start + 1 : end + 1]
-                inputs.chunk_targets[row, : len(following)] = following
+                inputs.chunk_targets[index, : len(following)] = following
             if chunk.samples:
-                sampled.append((shape.decode + row, sequence))
+                sampled.append((shape.decode + index, sequence))
             self._scheduler.pool.remember(sequence.pages, sequence.tokens[: sequence.computed])
         logits, scores = self._programs.step(shape, flat)
         if not sampled:
@@ -390,16 +390,16 @@ class Engine:
         logprobs = None
         if any(sequence.owner.request.logprobs is not None for _, sequence in flight.sampled):
             logprobs = jax.tree.map(np.asarray, flight.logprobs)
-        for row, sequence in flight.sampled:
+        for index, sequence in flight.sampled:
             sequence.in_flight -= 1
             if sequence.ended:
                 continue
-            sequence.tokens.append(tokens[row])
+            sequence.tokens.append(tokens[index])
             self._counts["generated"] += 1
             job: Job = sequence.owner
             wanted = job.request.logprobs
-            each = () if wanted is None else (_logprobs_at(logprobs, row, wanted),)
-            self._deliver(job, tokens[row], each)
+            each = () if wanted is None else (_logprobs_at(logprobs, index, wanted),)
+            self._deliver(job, tokens[index], each)
 
     def _deliver(self, job: Job, token: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
         sequence = job.sequence
@@ -427,14 +427,14 @@ class Engine:
 
     def _read_scores(self, flight: Flight) -> None:
         scores = jax.tree.map(np.asarray, flight.scores)
-        for row, chunk in enumerate(flight.step.chunks):
+        for index, chunk in enumerate(flight.step.chunks):
             sequence, job = chunk.sequence, chunk.sequence.owner
             if sequence.ended:
                 continue
             if chunk.start == 0:
                 job.scores = [None]
             left = sequence.prompt_length - len(job.scores)
-            first = row * flight.step.shape[1]
+            first = index * flight.step.shape[1]
             job.scores += [
                 _logprobs_at(scores, first + i, job.request.prompt_logprobs)
                 for i in range(min(chunk.count, left))
@@ -462,7 +462,7 @@ def _next_token(sequence: Running) -> int:
     return sequence.tokens[position] if position < len(sequence.tokens) else -1
 
 
-def _logprobs_at(arrays: Any, row: int, count: int) -> TokenLogprobs:
-    logprob, rank, ids, values = (array[row] for array in arrays)
+def _logprobs_at(arrays: Any, index: int, count: int) -> TokenLogprobs:
+    logprob, rank, ids, values = (array[index] for array in arrays)
     top = tuple(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
     return TokenLogprobs(float(logprob), top, int(rank))

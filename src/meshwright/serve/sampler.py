@@ -30,24 +30,24 @@ class Sampler:
     def prepare(self) -> None:
         """Compile every program."""
         config = self._programs.config
-        for rows in (*config.batches, config.max_batch + self._programs.chunk_places):
+        for size in (*config.batches, config.max_batch + self._programs.chunk_places):
             logits = jax.ShapeDtypeStruct(
-                (rows, self._size), np.float32, sharding=self._programs.put(np.zeros(1)).sharding
+                (size, self._size), np.float32, sharding=self._programs.put(np.zeros(1)).sharding
             )
             for variant in VARIANTS:
                 self._program(variant, logits)
-        self._row_program()
+        self._counts_program()
 
     def choose(
         self, logits: jax.Array, sampled: list[tuple[int, Sequence]]
     ) -> tuple[jax.Array, Any]:
-        """Dispatch the choice of tokens: [rows], and log-probabilities if wanted by any."""
+        """Dispatch the choice of tokens [n], and log-probabilities if wanted by any."""
         where = np.zeros((2, logits.shape[0]), np.int32)  # slots, positions
         where[0] = self._programs.config.max_batch
-        rows = [row for row, _ in sampled]
+        indices = [index for index, _ in sampled]
         sequences = [sequence for _, sequence in sampled]
-        where[0, rows] = np.asarray([sequence.slot for sequence in sequences], np.int32)
-        where[1, rows] = [sequence.computed for sequence in sequences]
+        where[0, indices] = np.asarray([sequence.slot for sequence in sequences], np.int32)
+        where[1, indices] = [sequence.computed for sequence in sequences]
         variant = max(sequence.owner.variant for sequence in sequences)
         for sequence in sequences:
             if self._holders[sequence.slot or 0] is not sequence:
@@ -73,10 +73,10 @@ class Sampler:
         if has_penalties(job.request):
             split = sequence.prompt_length
             parts = sequence.tokens[:split], sequence.tokens[split:]
-            rows = [np.bincount(part, minlength=self._size).astype(np.int32) for part in parts]
+            new = [np.bincount(part, minlength=self._size).astype(np.int32) for part in parts]
             put = self._programs.put
-            self._counts = self._row_program()(
-                self._counts, put(np.int32(slot)), tuple(put(row) for row in rows)
+            self._counts = self._counts_program()(
+                self._counts, put(np.int32(slot)), tuple(map(put, new))
             )
 
     def _upload(self) -> Settings:
@@ -88,24 +88,24 @@ class Sampler:
         return settings
 
     def _program(self, variant: str, logits: Any) -> Any:
-        rows = logits.shape[0]
+        size = logits.shape[0]
 
         def lower() -> Any:
             run = functools.partial(_choose, variant, self._vocab)
-            where = self._programs.put(np.zeros((2, rows), np.int32))
+            where = self._programs.put(np.zeros((2, size), np.int32))
             counts = self._counts if variant == "full" else None
             return jax.jit(run, donate_argnums=4).lower(
                 logits, self._programs.last_tokens, self._on_device, where, counts
             )
 
-        return self._programs.compiled(("sample", variant, rows), lower)
+        return self._programs.compiled(("sample", variant, size), lower)
 
-    def _row_program(self) -> Any:
+    def _counts_program(self) -> Any:
         def lower() -> Any:
             put = self._programs.put
-            row = put(np.zeros(self._size, np.int32))
-            return jax.jit(_set_row, donate_argnums=0).lower(
-                self._counts, put(np.int32(0)), (row, row)
+            none = put(np.zeros(self._size, np.int32))
+            return jax.jit(_set_counts, donate_argnums=0).lower(
+                self._counts, put(np.int32(0)), (none, none)
             )
 
         return self._programs.compiled("counts", lower)
@@ -132,8 +132,8 @@ def _choose(
     return last_tokens.at[slots].set(tokens), tokens, logprobs, counts
 
 
-def _set_row(
-    counts: tuple[jax.Array, jax.Array], slot: jax.Array, rows: tuple[jax.Array, jax.Array]
+def _set_counts(
+    counts: tuple[jax.Array, jax.Array], slot: jax.Array, new: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    in_prompt, in_output = (x.at[slot].set(row) for x, row in zip(counts, rows, strict=True))
+    in_prompt, in_output = (x.at[slot].set(y) for x, y in zip(counts, new, strict=True))
     return in_prompt, in_output
