@@ -57,7 +57,10 @@ class Gate:
                     (b"x-content-type-options", b"nosniff"),
                 ]
                 message = {**message, "headers": [*message.get("headers", ()), *own]}
-            await send(message)
+            try:
+                await send(message)
+            except Exception as reason:  # a connection that takes no answer, as after broken HTTP
+                raise ClientGoneError from reason
 
         try:
             refusal = self._refusal(scope)

@@ -49,7 +49,7 @@ class HttpServer:
                 application(service),
                 lifespan="on",
                 log_config=None,
-                log_level="warning",
+                log_level="critical",  # failures are logged by the application
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=_LAST_WORDS_SECONDS,
