@@ -20,7 +20,6 @@ from meshwright.serve import (
     Source,
     check_fits,
     generation_mesh,
-    load,
     look_into,
 )
 
@@ -66,7 +65,7 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
 
 def _engine(source: Source, config: ServeConfig) -> AnyEngine:
     """The engine with the model on its mesh, compiled."""
-    from meshwright.serve import Engine  # type: ignore[attr-defined]
+    from meshwright.serve import start_engine  # type: ignore[attr-defined]
 
     mesh = generation_mesh(config.mesh)
     check_fits(source.config, mesh)
@@ -76,7 +75,7 @@ def _engine(source: Source, config: ServeConfig) -> AnyEngine:
         f"{len(jax.devices())}, {dtype}",
         file=sys.stderr,
     )
-    engine: AnyEngine = Engine(load(source, mesh, jnp.dtype(dtype)))
+    engine: AnyEngine = start_engine(source, mesh, jnp.dtype(dtype))
     return engine
 
 

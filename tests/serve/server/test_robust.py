@@ -16,7 +16,7 @@ import pytest
 from tests.serve.server.bigram_engine import BigramEngine
 from tests.serve.server.serving import Running, serving
 
-from meshwright.serve.config import LimitsConfig
+from meshwright.serve.settings import LimitsConfig
 
 KEY = "sesame"
 LARGEST = 1 << 16
