@@ -15,12 +15,12 @@ from meshwright.models import preset
 from meshwright.serve import (
     Delta,
     Engine,
+    EngineConfig,
     Model,
     OverloadedError,
     Replicas,
     Request,
     Sampling,
-    EngineConfig,
     start_engine,
 )
 from meshwright.serve.generate import generate

@@ -2,8 +2,8 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from meshwright.serve.config import EngineConfig
+
 from meshwright.serve.pages import PagePool
 from meshwright.serve.scheduler import Scheduler, Sequence, Step
 

@@ -16,13 +16,12 @@ from meshwright.models import default_dtype
 from meshwright.present import count, mesh_text
 from meshwright.serve import (
     AnyEngine,
-    Engine,
     ServeConfig,
     Source,
     check_fits,
     generation_mesh,
-    load,
     look_into,
+    start_engine,
 )
 
 
@@ -79,8 +78,7 @@ def _engine(source: Source, config: ServeConfig) -> AnyEngine:
     def progress(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    model = load(source, mesh, jnp.dtype(dtype))
-    return Engine(model, config.engine, progress=progress, release=True)
+    return start_engine(source, mesh, jnp.dtype(dtype), config.engine, progress)
 
 
 def serve_command(arguments: Sequence[str]) -> None:

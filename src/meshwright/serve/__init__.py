@@ -1,6 +1,6 @@
 """Serve a model: the inference engine, and generation with a fixed batch of prompts."""
 
-from meshwright.serve.config import EngineConfig, ServeConfig
+from meshwright.serve.config import EngineConfig
 from meshwright.serve.engine import Engine, OverloadedError
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Model, Source, check_fits, generation_mesh, load, look_into
@@ -15,6 +15,7 @@ from meshwright.serve.request import (
     TokenLogprobs,
 )
 from meshwright.serve.sampling import Sampling
+from meshwright.serve.settings import ServeConfig
 
 __all__ = [
     "AnyEngine",

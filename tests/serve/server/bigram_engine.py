@@ -127,9 +127,9 @@ class BigramEngine:
             if request.sampling.temperature > 0:
                 scaled = scaled / request.sampling.temperature + random.gumbel(size=257)
             last = int(scaled.argmax())
+            tokens.append(last)  # an end token is the last one, and has no text
             if (last == END and not request.ignore_end) or last in request.stop_tokens:
                 return tokens, True
-            tokens.append(last)
         return tokens, False
 
     @staticmethod

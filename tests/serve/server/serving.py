@@ -12,9 +12,9 @@ from tests.serve.server.bigram_engine import END, TOKENIZER, BigramEngine
 
 from meshwright.data import ChatTemplate
 from meshwright.models import preset
-from meshwright.serve.config import ServeConfig
 from meshwright.serve.load import Source
 from meshwright.serve.server import HttpServer, Service
+from meshwright.serve.settings import ServeConfig
 
 # ChatML, as Qwen has it, with tools
 QWEN = """{%- if tools %}<|im_start|>system

@@ -6,7 +6,7 @@ import pytest
 from tests.serve.server.bigram_engine import END, TOKENIZER, BigramEngine, greedy, loglikelihood
 from tests.serve.server.serving import Running, serving
 
-from meshwright.serve.config import EasyLMConfig
+from meshwright.serve.settings import EasyLMConfig
 
 
 def tokens(text: str) -> list[int]:

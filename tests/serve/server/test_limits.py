@@ -16,10 +16,10 @@ from tests.serve.server.bigram_engine import BigramEngine
 from tests.serve.server.serving import Answer, Running, config, serving
 
 from meshwright.errors import MeshwrightError
-from meshwright.serve.config import LimitsConfig
 from meshwright.serve.request import Delta, Request
 from meshwright.serve.server.run import HttpServer
 from meshwright.serve.server.service import Service
+from meshwright.serve.settings import LimitsConfig
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}

@@ -1,12 +1,14 @@
-"""LiteLLM, unmodified. `pip install litellm`, which needs an environment of its own."""
+"""LiteLLM, unmodified. `pip install litellm mcp`, which needs an environment of its own."""
 
 import json
+import os
 
 import pytest
 from tests.serve.server.bigram_engine import TOKENIZER, BigramEngine, greedy
 from tests.serve.server.serving import Running, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks the network for prices
 litellm = pytest.importorskip("litellm", reason="litellm is not installed")
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -24,8 +26,9 @@ def test_chats_streams_and_completions(server: Running) -> None:
     assert text == once.choices[0].message.content
     assert once.usage.completion_tokens == 8
     done = litellm.text_completion(
-        "text-completion-openai/bigram", "The old", max_tokens=5, temperature=0, **where
-    )
+        model="text-completion-openai/bigram", prompt="The old", max_tokens=5, temperature=0,
+        **where,
+    )  # fmt: skip
     assert done.choices[0].text == TOKENIZER.decode(greedy(list(b"The old"), 5))
     with pytest.raises(litellm.BadRequestError, match="would fit"):
         litellm.completion("openai/bigram", HI, max_tokens=9999, **where)

@@ -16,7 +16,7 @@ import pytest
 from tests.serve.server.bigram_engine import BigramEngine
 from tests.serve.server.serving import Running, serving
 
-from meshwright.serve.config import LimitsConfig
+from meshwright.serve.settings import LimitsConfig
 
 KEY = "sesame"
 LARGEST = 1 << 16
@@ -200,7 +200,7 @@ def is_idle(server: Running) -> bool:
 def attacked(number: int, rounds: int, caplog: pytest.LogCaptureFixture) -> None:
     """`rounds` times `number` requests of every kind, many at once."""
     limits = LimitsConfig(
-        requests=12, body_bytes=LARGEST, body_seconds=2, request_seconds=10, send_seconds=2
+        requests=12, body_bytes=LARGEST, body_seconds=0.5, request_seconds=10, send_seconds=2
     )
     sizes = []
     with serving(BigramEngine(delay=0.0005), limits=limits, api_key=(KEY,)) as server:

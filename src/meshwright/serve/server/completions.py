@@ -29,10 +29,6 @@ async def completions(http: HttpRequest, service: Service) -> Response:
     body = await read(http, CompletionBody, service.config.limits)
     service.check_model(body.model)
     _check(body)
-    if body.echo and body.logprobs is not None and body.max_tokens == 1:
-        # lm-eval scores a prompt like this and drops the last token: it must be there, also if it
-        # is an end token
-        body.ignore_eos = True
     prompts = await _prompts(service, body)
     answer = _Answer(service, body, prompts, http.scope["access"].usage)
     if body.stream:

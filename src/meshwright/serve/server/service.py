@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from meshwright.data import ChatTemplate
-from meshwright.serve.config import ServeConfig
 from meshwright.serve.load import Source
 from meshwright.serve.request import AnyEngine, Completion, Delta, Request
 from meshwright.serve.sampling import Sampling
 from meshwright.serve.server.bodies import GenerationBody
 from meshwright.serve.server.errors import ApiError, bad_request, unavailable
 from meshwright.serve.server.metrics import Metrics
+from meshwright.serve.settings import ServeConfig
 
 _LONG_TEXT = 20_000  # characters; tokenizing more would hold up the other requests
 _BUFFERED = 64  # deltas of a response with several choices

@@ -12,10 +12,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError
-from meshwright.serve.config import LimitsConfig
 from meshwright.serve.server.bodies import decoded
 from meshwright.serve.server.errors import ApiError, ClientGoneError, bad_request, unavailable
 from meshwright.serve.server.service import Service
+from meshwright.serve.settings import LimitsConfig
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
