@@ -2,10 +2,10 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.serve.config import EngineConfig
 
 from meshwright.serve.pages import PagePool
 from meshwright.serve.scheduler import Scheduler, Sequence, Step
+from meshwright.serve.settings import EngineConfig
 
 
 def scheduler(pages: int = 64, **settings: object) -> Scheduler:

@@ -1,6 +1,5 @@
 """Serve a model: the inference engine, and generation with a fixed batch of prompts."""
 
-from meshwright.serve.config import EngineConfig
 from meshwright.serve.engine import Engine, OverloadedError
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Model, Source, check_fits, generation_mesh, load, look_into
@@ -15,7 +14,7 @@ from meshwright.serve.request import (
     TokenLogprobs,
 )
 from meshwright.serve.sampling import Sampling
-from meshwright.serve.settings import ServeConfig
+from meshwright.serve.settings import EngineConfig, ServeConfig
 
 __all__ = [
     "AnyEngine",

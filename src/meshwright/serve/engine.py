@@ -25,7 +25,6 @@ import numpy as np
 
 from meshwright.errors import MeshwrightError
 from meshwright.present import count
-from meshwright.serve.config import EngineConfig
 from meshwright.serve.device_sampling import MAX_BIAS, TOP, variant_of
 from meshwright.serve.generate import check_prompts
 from meshwright.serve.load import Model
@@ -35,6 +34,7 @@ from meshwright.serve.request import Completion, Delta, EngineStats, Request, To
 from meshwright.serve.sampler import Sampler
 from meshwright.serve.scheduler import Scheduler, Step
 from meshwright.serve.scheduler import Sequence as Running
+from meshwright.serve.settings import EngineConfig
 from meshwright.serve.text import StopTexts, TextStream
 
 _log = logging.getLogger("meshwright")

@@ -23,9 +23,9 @@ from meshwright.layouts import Rules
 from meshwright.models import Compute, PagedCache, family_of, generation_of, lm_logits
 from meshwright.ops import current_platform, spec_of
 from meshwright.ops.attention import PagedCall, PagedTokens, choose_paged, pool_shapes
-from meshwright.serve.config import EngineConfig
 from meshwright.serve.device_sampling import TOP, top_logprobs
 from meshwright.serve.load import Model
+from meshwright.serve.settings import EngineConfig
 
 Ints = npt.NDArray[np.int32]
 _SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory together

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from meshwright.serve.config import EngineConfig
 from meshwright.serve.engine import Engine
 from meshwright.serve.load import Source, load
 from meshwright.serve.request import Completion, Delta, EngineStats, Request
+from meshwright.serve.settings import EngineConfig
 
 
 def start_engine(

@@ -11,8 +11,8 @@ import dataclasses
 from collections import deque
 from typing import Any
 
-from meshwright.serve.config import EngineConfig
 from meshwright.serve.pages import PagePool
+from meshwright.serve.settings import EngineConfig
 
 
 @dataclasses.dataclass(eq=False)

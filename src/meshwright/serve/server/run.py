@@ -8,12 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import uvicorn
 
 from meshwright.errors import MeshwrightError
-from meshwright.interrupt import ctrl_c_calls
+from meshwright.interrupt import signal_calls
 from meshwright.serve.server.app import application
 from meshwright.serve.server.service import Service
 
@@ -125,15 +125,8 @@ def run_until_stopped(server: HttpServer) -> None:
         server.stop(now=asked)
         return True
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        stop()
-
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        with ctrl_c_calls(stop):
-            server.wait()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with signal_calls(signal.SIGTERM, stop), signal_calls(signal.SIGINT, stop):
+        server.wait()
 
 
 def _url(host: str, port: int) -> str:
