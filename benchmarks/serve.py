@@ -42,10 +42,12 @@ def matmul_params(s: dict[str, int]) -> int:
     return s["layers"] * (attention + 3 * s["embed"] * s["mlp"]) + s["embed"] * s["vocab"]
 
 
-def limit(s: dict[str, int], batch: int, length: float, bandwidth: float, item: int) -> float:
-    """Tokens/s if a step only read its weights and keys once."""
+def limit(
+    s: dict[str, int], batch: int, length: float, bandwidth: float, items: tuple[int, int]
+) -> float:
+    """Tokens/s if a step only read its weights and keys once; `items`: bytes of each number."""
     cache = 2 * s["layers"] * s["kv_heads"] * s["head_dim"] * batch * length
-    return batch / (item * (matmul_params(s) + cache) / bandwidth)
+    return batch / ((items[0] * matmul_params(s) + items[1] * cache) / bandwidth)
 
 
 class AnyTokens:
@@ -127,9 +129,10 @@ def ours(args: argparse.Namespace, name: str) -> dict[str, Any]:
     device = jax.devices()[0]
     bandwidth = chip_of_kind(device.device_kind, device.platform).memory_bandwidth
     item = 4 if args.cpu else 2
+    items = (1 if args.weights else item, item)
     dtype = "float32" if args.cpu else "bfloat16"
     result: dict[str, Any] = {"device": device.device_kind, "decode": {}}
-    page = {"page_size": args.page_size}
+    page = {"page_size": args.page_size, "weights": args.weights}
     print(f"{name}: decode", flush=True)
     longest = max(args.batches)
     length = args.context + FEW + args.new
@@ -139,7 +142,7 @@ def ours(args: argparse.Namespace, name: str) -> dict[str, Any]:
     ) as engine:  # fmt: skip
         for batch in args.batches:
             speed, mean = decode_speed(engine, name, batch, args.context, args.new)
-            most = limit(SIZES[name], batch, mean, bandwidth, item)
+            most = limit(SIZES[name], batch, mean, bandwidth, items)
             result["decode"][batch] = {"tokens_per_s": speed, "of_limit": speed / most}
             print(f"  batch {batch}: {speed:,.0f} tok/s, {speed / most:.2f} of the limit "
                   f"({engine.stats().steps} steps)", flush=True)  # fmt: skip
@@ -252,6 +255,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128, help="decode steps that are timed")
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--weights", choices=["int8", "fp8"], help="quantize the weights")
     parser.add_argument("--offline", type=int, default=0, help="requests of 1,024 + 1,024 tokens")
     parser.add_argument("--max-batch", type=int, default=256, help="of the offline run")
     parser.add_argument("--no-peer", action="store_true")

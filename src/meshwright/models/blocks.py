@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -18,17 +17,21 @@ from jax.sharding import reshard
 from meshwright.models.activations import ActivationLayouts
 from meshwright.models.compute import Compute, remat_policy
 from meshwright.ops import (
+    Quantized,
     all_gather,
+    einsum,
     norm_alone,
     norm_beside,
     over_chunks,
     partial_sums,
     reduce_to,
     rms_norm,
+    scaled,
     split_axes,
 )
 
 Params = dict[str, Any]
+Weight = jax.Array | Quantized
 # x, the update or None, the layer's weights, its part of the attention state
 # → x, the next update, what the attention state keeps of this layer
 Layer = Callable[[jax.Array, jax.Array | None, Params, Any], tuple[jax.Array, jax.Array, Any]]
@@ -87,7 +90,7 @@ def prepare_weights(layers: Params, layouts: ActivationLayouts, compute: Compute
             case "q_norm" | "k_norm":
                 return all_gather(w, split_axes(layouts.heads.partitions))
             case _:
-                return w.astype(compute.dtype)
+                return w if isinstance(w, Quantized) else w.astype(compute.dtype)
 
     return {
         block: {name: ready(name, w) for name, w in arrays.items()}
@@ -157,15 +160,21 @@ def enter_attention(
     return x, normed if not over else [all_gather(normed[0], over)] * uses
 
 
+def gather_weight(weight: Weight, compute: Compute) -> Any:
+    """A weight as a matmul takes it: all-gathered, unless weights are stationary."""
+    if isinstance(weight, Quantized):
+        return weight
+    return all_gather(weight, compute.layouts.weight_axes)
+
+
 def project(
-    dims: str, x: jax.Array, weight: jax.Array, target: P, compute: Compute, **options: Any
+    dims: str, x: jax.Array, weight: Weight, target: P, compute: Compute, **options: Any
 ) -> jax.Array:
     """The product of x [batch, length, embed] and a weight, sharded as `target`."""
     layouts = compute.layouts
     out = partial_sums(layouts.beside_weight(target), layouts.summed)
-    return reduce_to(
-        jnp.einsum(dims, x, weight, out_sharding=out, **options), layouts.summed, target
-    )
+    y = einsum(dims, x, weight, out_sharding=out, **options)
+    return scaled(reduce_to(y, layouts.summed, target), weight)
 
 
 def attention_output(mixed: jax.Array, w: Params, compute: Compute) -> jax.Array:
@@ -174,11 +183,9 @@ def attention_output(mixed: jax.Array, w: Params, compute: Compute) -> jax.Array
     over = layouts.axes(layouts.heads)
     if layouts.stationary:
         mixed = reshard(mixed, layouts.beside_weight(layouts.heads))
-    out = jnp.einsum(
-        "blhd,hde->ble", mixed, all_gather(w["wo"], layouts.weight_axes),
-        out_sharding=partial_sums(layouts.block, over),
-    )  # fmt: skip
-    return reduce_to(out, over, layouts.residual)
+    weight = gather_weight(w["wo"], compute)
+    out = einsum("blhd,hde->ble", mixed, weight, out_sharding=partial_sums(layouts.block, over))
+    return scaled(reduce_to(out, over, layouts.residual), weight)
 
 
 def mlp(
@@ -200,9 +207,9 @@ def mlp(
     names = [name for name in ("gate_up", "gate", "up") if name in w]
     uses = len(names) if at_once and not inputs_over else 1
     x, normed = enter(x, update, w["norm"], uses, "middle", eps, compute)
-    weights = [all_gather(w[name], layouts.weight_axes) for name in (*names, "down")]
+    weights = [gather_weight(w[name], compute) for name in (*names, "down")]
 
-    def forward(target: P, *inputs: jax.Array) -> Any:
+    def forward(target: P, *inputs: Any) -> Any:
         *normed, down = inputs
         first = [normed.pop() for _ in names][::-1]
         # [batch, length, embed]
@@ -216,10 +223,8 @@ def mlp(
             hidden = [hidden[0][:, :, 0], hidden[0][:, :, 1]]
         gated = activation(hidden[0])
         activated = checkpoint_name(gated * hidden[1] if len(hidden) == 2 else gated, "activated")
-        out = jnp.einsum(
-            "blm,me->ble", activated, down, out_sharding=partial_sums(layouts.block, over)
-        )
-        return reduce_to(out, over, target)
+        out = einsum("blm,me->ble", activated, down, out_sharding=partial_sums(layouts.block, over))
+        return scaled(reduce_to(out, over, target), down)
 
     if at_once:
         return x, forward(layouts.residual, *normed, *weights)
@@ -229,7 +234,7 @@ def mlp(
     return x, reshard(out, layouts.residual)
 
 
-def _to_mlp(h: jax.Array, weight: jax.Array, compute: Compute) -> jax.Array:
+def _to_mlp(h: jax.Array, weight: Weight, compute: Compute) -> jax.Array:
     """[batch, length, mlp]; of a merged weight [batch, length, 2, mlp]."""
     target = compute.layouts.mlp
     if weight.ndim == 2:

@@ -21,7 +21,9 @@ class Generation:
     cached_numbers: Callable[[Any], int]
     """config → numbers that the cache holds for each token."""
     serving_weights: Callable[..., Any] | None = None
-    """(params, config) → weights for an engine's steps; None: an engine cannot serve it."""
+    """(params, config, dtype, release) → weights for an engine's steps: see decoder/serving.py.
+
+    None: an engine cannot serve it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jax.sharding import reshard
 from meshwright.errors import MeshwrightError
 from meshwright.models.blocks import project
 from meshwright.models.compute import Compute
-from meshwright.ops import all_gather, cross_entropy, current_platform, tie_gradients
+from meshwright.ops import Quantized, all_gather, cross_entropy, current_platform, tie_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,13 @@ class LossConfig:
 class LmHead:
     """The weight of the LM head as it is stored, padding included."""
 
-    weight: jax.Array  # [embed, vocab], or [vocab, embed] if it is the embedding
+    weight: Any  # [embed, vocab], or [vocab, embed] if it is the embedding
     tied: bool
 
-    def all_gathered(self, compute: Compute) -> jax.Array:
+    def all_gathered(self, compute: Compute) -> Any:
         """The weight in the dtype of matmuls, as a matmul takes it."""
+        if isinstance(self.weight, Quantized):
+            return self.weight
         return all_gather(self.weight.astype(compute.dtype), compute.layouts.weight_axes)
 
 

@@ -71,20 +71,11 @@ def variant_of(request: Request) -> int:
     sampling = request.sampling
     filtered = any(x not in (None, 0) for x in (sampling.top_k, sampling.min_p))
     filtered |= sampling.top_p not in (None, 1)
-    if request.logprobs is not None or sampling.logit_bias or has_penalties(request):
+    if request.logprobs is not None or sampling.is_adjusted:
         return VARIANTS.index("full")
     if sampling.temperature < _GREEDY:
         return VARIANTS.index("greedy")
     return VARIANTS.index("full" if filtered else "plain")
-
-
-def has_penalties(request: Request) -> bool:
-    sampling = request.sampling
-    return (
-        sampling.repetition_penalty != 1
-        or sampling.presence_penalty != 0
-        or sampling.frequency_penalty != 0
-    )
 
 
 def greedy(logits: jax.Array, vocab: int) -> jax.Array:

@@ -61,6 +61,9 @@ class Job:
     scores: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
 
 
+Letter = tuple[Job, "asyncio.Queue[Delta]", Delta]
+
+
 @dataclasses.dataclass(frozen=True)
 class Flight:
     """A step that was dispatched and not read."""
@@ -99,6 +102,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._names = itertools.count(1)
+        self._mail: dict[asyncio.AbstractEventLoop, list[Letter]] = {}
         self._closed = False
         self._failure: str | None = None
         self._counts: Counter[str] = Counter()
@@ -153,7 +157,7 @@ class Engine:
         deltas: asyncio.Queue[Delta] = asyncio.Queue()
 
         def sink(delta: Delta) -> None:
-            loop.call_soon_threadsafe(deltas.put_nowait, delta)
+            self._mail.setdefault(loop, []).append((job, deltas, delta))
 
         job = self._job(request, sink, streams=True)
         waiting = len(self._scheduler.waiting)
@@ -280,11 +284,13 @@ class Engine:
             while not self._closed:
                 while self._inbox:
                     self._inbox.popleft()()
+                self._post()
                 step = self._scheduler.next_step()
                 if step is not None:
                     flights.append(self._dispatch(step))
                 if flights and (step is None or len(flights) > 1):
                     self._read(flights.popleft())
+                    self._post()
                 if step is None and not flights:
                     with self._wake:
                         if not self._inbox and not self._closed:
@@ -299,6 +305,17 @@ class Engine:
             self._inbox.popleft()()
         for job in list(self._jobs.values()):
             self._finish(job, reason)
+        self._post()
+
+    def _post(self) -> None:
+        """Hand deltas to the event loops of their clients, with one (slow) call per loop."""
+        mail, self._mail = self._mail, {}
+        for loop, letters in mail.items():
+            try:
+                loop.call_soon_threadsafe(_put, letters)
+            except RuntimeError:  # the loop is closed, and its clients are gone
+                for job, _, _ in letters:
+                    self._cancel(job)
 
     def _start(self, job: Job) -> None:
         request = job.request
@@ -446,8 +463,13 @@ class Engine:
                 self._finish(job, Delta(prompt_logprobs=tuple(job.scores), finish_reason="length"))
 
 
+def _put(letters: list[Letter]) -> None:
+    for _, queue, delta in letters:
+        queue.put_nowait(delta)
+
+
 def _emit(job: Job, delta: Delta) -> bool:
-    """Hand a delta to its client; False if the client is gone, such as a closed event loop."""
+    """Hand a delta to its client; False if the client is gone."""
     try:
         job.sink(delta)
     except Exception:

@@ -66,6 +66,10 @@ def stream(
     raises all errors.
     """
     check_prompts(prompts, max_new, model.config)
+    if sampling is not None and sampling.is_adjusted:
+        raise MeshwrightError(
+            "generate has no penalties and no logit_bias; an engine (start_engine) has them"
+        )
     room = _in_blocks(max(map(len, prompts)) + max_new)
     _check_cache(model, len(prompts), room)
     start, advance = model_functions(model.config, model.mesh, room)

@@ -116,7 +116,7 @@ class Programs:
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self.is_ready = False
         with jax.set_mesh(self.mesh):
-            self.weights = serving_weights(model.params, model.config, release=release)
+            self.weights = serving_weights(model.params, model.config, config.weights, release)
             self.dtype = model.params["embedding"].dtype
             self.compute = Compute(_rules(), self.dtype, scan=False, stationary=True)
             call = PagedCall(

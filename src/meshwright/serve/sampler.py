@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from meshwright.serve import device_sampling
-from meshwright.serve.device_sampling import VARIANTS, Settings, has_penalties
+from meshwright.serve.device_sampling import VARIANTS, Settings
 from meshwright.serve.programs import Programs
 from meshwright.serve.scheduler import Sequence
 
@@ -70,7 +70,7 @@ class Sampler:
         self._holders[slot] = sequence
         self._settings.set(slot, job.request, self._size)
         self._changed = True
-        if has_penalties(job.request):
+        if job.request.sampling.has_penalties:
             split = sequence.prompt_length
             parts = sequence.tokens[:split], sequence.tokens[split:]
             new = [np.bincount(part, minlength=self._size).astype(np.int32) for part in parts]

@@ -56,6 +56,16 @@ class Sampling:
             raise MeshwrightError("top_p=0 would remove every token; for greedy use temperature=0")
         check_seed(self.seed)
 
+    @property
+    def has_penalties(self) -> bool:
+        penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
+        return any(penalties)
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether logits are changed by what was generated, or by a bias."""
+        return self.has_penalties or bool(self.logit_bias)
+
 
 def sample(
     logits: jax.Array,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.errors import MeshwrightError
+from meshwright.ops import QUANTIZED_DTYPES
 
 KEY_VARIABLE = "MESHWRIGHT_API_KEY"
 
@@ -27,6 +28,8 @@ class EngineConfig:
     """Part of the device's memory that weights and KV cache may use together."""
     chunk: int = 512
     """Most tokens of prompts that are computed in one step."""
+    weights: str | None = None
+    """Quantize weights to int8 or fp8, with a scale per output channel; None: as they are."""
     max_waiting: int | None = None
     """Most requests that wait; more are refused."""
     prefix_cache: bool = True
@@ -48,6 +51,9 @@ class EngineConfig:
         for name in ("max_batch", "page_size", "chunk"):
             if getattr(self, name) < 1:
                 raise MeshwrightError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.weights not in (None, *QUANTIZED_DTYPES):
+            known = " or ".join(QUANTIZED_DTYPES)
+            raise MeshwrightError(f"weights={self.weights!r} must be {known}, or left out")
         if not 0 < self.memory_fraction <= 1:
             raise MeshwrightError(
                 f"memory_fraction={self.memory_fraction} must be above 0 and at most 1"
