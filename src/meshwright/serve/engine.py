@@ -5,8 +5,9 @@
         async for delta in engine.stream(Request(prompt=(5, 9, 2))):
             …
 
-One thread schedules and dispatches. The next step is dispatched before the tokens of the last one
-are read: sampled tokens stay on the device, and the host works while the device computes. The last
+One thread schedules and reads tokens, another dispatches. The next step is dispatched while the
+tokens of the last one are read: sampled tokens stay on the device, and the host works while the
+device computes. The last
 token of a `Completion` may be an end token, which has no text.
 """
 
@@ -18,6 +19,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -59,6 +61,7 @@ class Job:
     variant: int  # of device_sampling.VARIANTS
     sequence: Running | None = None
     scores: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
+    delivered: int = 0  # tokens
 
 
 Letter = tuple[Job, "asyncio.Queue[Delta]", Delta]
@@ -108,6 +111,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._compile(progress or (lambda text: _log.info(text)))
+        self._dispatcher = ThreadPoolExecutor(1, "meshwright-dispatch")
         self._thread = threading.Thread(target=self._loop, name="meshwright-engine", daemon=True)
         self._thread.start()
 
@@ -206,6 +210,7 @@ class Engine:
         with self._wake:
             self._wake.notify()
         self._thread.join()
+        self._dispatcher.shutdown()
 
     # the request's side
 
@@ -279,19 +284,20 @@ class Engine:
         self._programs.is_ready = True
 
     def _loop(self) -> None:
-        flights: deque[Flight] = deque()
+        flight: Flight | None = None
         try:
             while not self._closed:
                 while self._inbox:
                     self._inbox.popleft()()
                 self._post()
                 step = self._scheduler.next_step()
-                if step is not None:
-                    flights.append(self._dispatch(step))
-                if flights and (step is None or len(flights) > 1):
-                    self._read(flights.popleft())
+                # the device's next step is dispatched while the tokens of the last one are read
+                dispatched = None if step is None else self._dispatch(step)
+                if flight is not None:
+                    self._read(flight)
                     self._post()
-                if step is None and not flights:
+                flight = None if dispatched is None else dispatched.result()
+                if flight is None:
                     with self._wake:
                         if not self._inbox and not self._closed:
                             self._wake.wait()
@@ -347,7 +353,11 @@ class Engine:
         self._counts["cached"] += sequence.cached
         _emit(job, delta)
 
-    def _dispatch(self, step: Step) -> Flight:
+    def _dispatch(self, step: Step) -> Future[Flight]:
+        """Prepare the arrays of a step, and have the other thread dispatch it.
+
+        That takes a millisecond or more, most of it outside of Python.
+        """
         self._counts["steps"] += 1
         shape = self._shape(step)
         sampled: list[tuple[int, Running]] = []
@@ -373,13 +383,19 @@ class Engine:
             if chunk.samples:
                 sampled.append((shape.decode + index, sequence))
             self._scheduler.pool.remember(sequence.pages, sequence.tokens[: sequence.computed])
-        logits, scores = self._programs.step(shape, flat)
-        if not sampled:
-            return Flight(step, None, None, scores, sampled)
-        tokens, logprobs = self._sampler.choose(logits, sampled)
-        for array in jax.tree.leaves((tokens, logprobs, scores)):
-            array.copy_to_host_async()
-        return Flight(step, tokens, logprobs, scores, sampled)
+        places = shape.decode + (self._programs.chunk_places if shape.chunks else 0)
+        chosen = self._sampler.arrange(places, sampled) if sampled else None
+
+        def dispatch() -> Flight:
+            logits, scores = self._programs.step(shape, flat)
+            tokens = logprobs = None
+            if chosen is not None:
+                tokens, logprobs = self._sampler.choose(logits, *chosen)
+            for array in jax.tree.leaves((tokens, logprobs, scores)):
+                array.copy_to_host_async()
+            return Flight(step, tokens, logprobs, scores, sampled)
+
+        return self._dispatcher.submit(dispatch)
 
     def _shape(self, step: Step) -> Shape:
         if step.chunks:
@@ -422,20 +438,26 @@ class Engine:
         sequence = job.sequence
         assert sequence is not None
         text, reason = "", None
+        generated = len(sequence.tokens) - sequence.prompt_length
+        is_last = token in job.ends or generated >= job.request.max_new
+        if not is_last and job.text is None and not logprobs and not job.scores:
+            return  # nobody waits for this token: it is delivered with the last one
         if token in job.ends:
             reason = "stop"
         elif job.text is not None:
             text = job.stops.add(job.text.add(token))
             if job.stops.found:
                 reason = "stop"
-        if reason is None and len(sequence.tokens) - sequence.prompt_length >= job.request.max_new:
+        if reason is None and generated >= job.request.max_new:
             reason = "length"
         if reason is not None and job.text is not None and not job.stops.found:
             text += job.stops.add(job.text.end())
             text += job.stops.end()
         scores, job.scores = tuple(job.scores), []
+        tokens = tuple(sequence.tokens[sequence.prompt_length + job.delivered :])
+        job.delivered = generated
         delta = Delta(
-            (token,), text, logprobs, scores, reason, cached_tokens=sequence.cached,  # type: ignore[arg-type]
+            tokens, text, logprobs, scores, reason, cached_tokens=sequence.cached,  # type: ignore[arg-type]
         )  # fmt: skip
         if reason is not None:
             self._finish(job, delta)

@@ -28,21 +28,19 @@ class Sampler:
         self._counts = in_prompt, programs.put(np.zeros((slots, self._size), np.int32))
 
     def prepare(self) -> None:
-        """Compile every program."""
+        """Compile every program, by running it for the slot that nobody has."""
         config = self._programs.config
         for size in (*config.batches, config.max_batch + self._programs.chunk_places):
-            logits = jax.ShapeDtypeStruct(
-                (size, self._size), np.float32, sharding=self._programs.put(np.zeros(1)).sharding
-            )
-            for variant in VARIANTS:
-                self._program(variant, logits)
-        self._counts_program()
+            logits = self._programs.put(np.zeros((size, self._size), np.float32))
+            where = np.zeros((2, size), np.int32)
+            where[0] = config.max_batch
+            for variant in range(len(VARIANTS)):
+                self.choose(logits, where, variant)
+        self._set_counts(config.max_batch, [np.zeros(self._size, np.int32)] * 2)
 
-    def choose(
-        self, logits: jax.Array, sampled: list[tuple[int, Sequence]]
-    ) -> tuple[jax.Array, Any]:
-        """Dispatch the choice of tokens [n], and log-probabilities if wanted by any."""
-        where = np.zeros((2, logits.shape[0]), np.int32)  # slots, positions
+    def arrange(self, size: int, sampled: list[tuple[int, Sequence]]) -> tuple[Any, int]:
+        """What `choose` needs for `size` logits: slots and positions, and the variant."""
+        where = np.zeros((2, size), np.int32)
         where[0] = self._programs.config.max_batch
         indices = [index for index, _ in sampled]
         sequences = [sequence for _, sequence in sampled]
@@ -54,12 +52,17 @@ class Sampler:
                 self._hold(sequence, sequence.owner)
         if self._changed and variant > 0:  # greedy needs no settings
             self._on_device = self._upload()
-        programs = self._programs
-        run = self._program(VARIANTS[variant], logits)
-        counts = self._counts if VARIANTS[variant] == "full" else None
-        programs.last_tokens, tokens, logprobs, counts = run(
-            logits, programs.last_tokens, self._on_device, programs.put(where), counts
-        )
+        return where, variant
+
+    def choose(self, logits: jax.Array, where: Any, variant: int) -> tuple[jax.Array, Any]:
+        """Dispatch the choice of tokens, and of log-probabilities if the variant has them."""
+        programs, name = self._programs, VARIANTS[variant]
+        choose = functools.partial(_choose, name, self._vocab)
+        counts = self._counts if name == "full" else None
+        programs.last_tokens, tokens, logprobs, counts = programs.run(
+            ("sample", name, logits.shape[0]), choose, 4,
+            logits, programs.last_tokens, self._on_device, programs.put(where), counts,
+        )  # fmt: skip
         self._counts = counts or self._counts
         return tokens, logprobs
 
@@ -74,10 +77,12 @@ class Sampler:
             split = sequence.prompt_length
             parts = sequence.tokens[:split], sequence.tokens[split:]
             new = [np.bincount(part, minlength=self._size).astype(np.int32) for part in parts]
-            put = self._programs.put
-            self._counts = self._counts_program()(
-                self._counts, put(np.int32(slot)), tuple(map(put, new))
-            )
+            self._set_counts(slot, new)
+
+    def _set_counts(self, slot: int, new: list[Any]) -> None:
+        put = self._programs.put
+        arguments = self._counts, put(np.int32(slot)), tuple(map(put, new))
+        self._counts = self._programs.run("counts", _set_counts, 0, *arguments)
 
     def _upload(self) -> Settings:
         self._changed = False
@@ -86,29 +91,6 @@ class Sampler:
             lambda array: self._programs.put(array.copy()), self._settings
         )
         return settings
-
-    def _program(self, variant: str, logits: Any) -> Any:
-        size = logits.shape[0]
-
-        def lower() -> Any:
-            run = functools.partial(_choose, variant, self._vocab)
-            where = self._programs.put(np.zeros((2, size), np.int32))
-            counts = self._counts if variant == "full" else None
-            return jax.jit(run, donate_argnums=4).lower(
-                logits, self._programs.last_tokens, self._on_device, where, counts
-            )
-
-        return self._programs.compiled(("sample", variant, size), lower)
-
-    def _counts_program(self) -> Any:
-        def lower() -> Any:
-            put = self._programs.put
-            none = put(np.zeros(self._size, np.int32))
-            return jax.jit(_set_counts, donate_argnums=0).lower(
-                self._counts, put(np.int32(0)), (none, none)
-            )
-
-        return self._programs.compiled("counts", lower)
 
 
 def _choose(
