@@ -7,12 +7,15 @@ import jax
 import numpy as np
 
 from meshwright.serve import device_sampling
-from meshwright.serve.device_sampling import VARIANTS, Settings
+from meshwright.serve.device_sampling import TOP, VARIANTS, Settings, top_logprobs
 from meshwright.serve.programs import Programs
 from meshwright.serve.scheduler import Sequence
 
 if TYPE_CHECKING:
     from meshwright.serve.engine import Job
+
+
+_WITH_COUNTS = ("full", "logprobs")
 
 
 class Sampler:
@@ -56,7 +59,7 @@ class Sampler:
             self._on_device = self._upload()
         programs = self._programs
         run = self._program(VARIANTS[variant], logits)
-        counts = self._counts if VARIANTS[variant] == "full" else None
+        counts = self._counts if VARIANTS[variant] in _WITH_COUNTS else None
         programs.last_tokens, tokens, logprobs, counts = run(
             logits, programs.last_tokens, self._on_device, programs.put(where), counts
         )
@@ -93,7 +96,7 @@ class Sampler:
         def lower() -> Any:
             run = functools.partial(_choose, variant, self._vocab)
             where = self._programs.put(np.zeros((2, size), np.int32))
-            counts = self._counts if variant == "full" else None
+            counts = self._counts if variant in _WITH_COUNTS else None
             return jax.jit(run, donate_argnums=4).lower(
                 logits, self._programs.last_tokens, self._on_device, where, counts
             )
@@ -127,8 +130,10 @@ def _choose(
     elif counts is None:
         tokens = device_sampling.plain(logits, settings, slots, positions, vocab)
     else:
-        tokens, logprobs = device_sampling.full(logits, settings, slots, positions, counts, vocab)
+        tokens = device_sampling.full(logits, settings, slots, positions, counts, vocab)
         counts = counts[0], counts[1].at[slots, tokens].add(1)
+        if variant == "logprobs":
+            logprobs = top_logprobs(logits, tokens, TOP)
     return last_tokens.at[slots].set(tokens), tokens, logprobs, counts
 
 
