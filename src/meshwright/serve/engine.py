@@ -32,7 +32,14 @@ from meshwright.serve.generate import check_prompts
 from meshwright.serve.load import Model
 from meshwright.serve.pages import PagePool
 from meshwright.serve.programs import Programs, Shape, StepInputs
-from meshwright.serve.request import Completion, Delta, EngineStats, Request, TokenLogprobs
+from meshwright.serve.request import (
+    Completion,
+    Delta,
+    EngineStats,
+    FinishReason,
+    Request,
+    TokenLogprobs,
+)
 from meshwright.serve.sampler import Sampler
 from meshwright.serve.scheduler import Scheduler, Step
 from meshwright.serve.scheduler import Sequence as Running
@@ -59,9 +66,12 @@ class Job:
     text: TextStream | None  # None: its text is not wanted as it comes
     stops: StopTexts
     variant: int  # of device_sampling.VARIANTS
+    streams: bool  # every token is handed out at once, not all at the end
     sequence: Running | None = None
     scores: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
-    delivered: int = 0  # tokens
+    new_tokens: list[int] = dataclasses.field(default_factory=list)
+    new_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    new_text: str = ""
 
 
 Letter = tuple[Job, "asyncio.Queue[Delta]", Delta]
@@ -224,7 +234,8 @@ class Engine:
         if not request.id:
             request = dataclasses.replace(request, id=f"request-{next(self._names)}")
         text = TextStream(self.source.tokenizer) if streams or request.stop else None
-        return Job(request, sink, ends, text, StopTexts(request.stop), variant_of(request))
+        stops = StopTexts(request.stop)
+        return Job(request, sink, ends, text, stops, variant_of(request), streams)
 
     def _check(self, request: Request) -> None:
         """Raise a MeshwrightError for a request that cannot be served."""
@@ -435,30 +446,28 @@ class Engine:
             self._deliver(job, tokens[index], each)
 
     def _deliver(self, job: Job, token: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """Note a new token, and hand it out if its request is streamed or has ended."""
         sequence = job.sequence
         assert sequence is not None
-        text, reason = "", None
-        generated = len(sequence.tokens) - sequence.prompt_length
-        is_last = token in job.ends or generated >= job.request.max_new
-        if not is_last and job.text is None and not logprobs and not job.scores:
-            return  # nobody waits for this token: it is delivered with the last one
-        if token in job.ends:
+        reason: FinishReason | None = "stop" if token in job.ends else None
+        job.new_tokens.append(token)
+        job.new_logprobs += logprobs
+        if job.text is not None and reason is None:
+            job.new_text += job.stops.add(job.text.add(token))
+        if len(sequence.tokens) - sequence.prompt_length >= job.request.max_new:
+            reason = reason or "length"
+        if job.text is not None and reason is not None and not job.stops.found:
+            job.new_text += job.stops.add(job.text.end())
+            job.new_text += job.stops.end()
+        if job.stops.found:
             reason = "stop"
-        elif job.text is not None:
-            text = job.stops.add(job.text.add(token))
-            if job.stops.found:
-                reason = "stop"
-        if reason is None and generated >= job.request.max_new:
-            reason = "length"
-        if reason is not None and job.text is not None and not job.stops.found:
-            text += job.stops.add(job.text.end())
-            text += job.stops.end()
-        scores, job.scores = tuple(job.scores), []
-        tokens = tuple(sequence.tokens[sequence.prompt_length + job.delivered :])
-        job.delivered = generated
+        if reason is None and not job.streams:
+            return
         delta = Delta(
-            tokens, text, logprobs, scores, reason, cached_tokens=sequence.cached,  # type: ignore[arg-type]
+            tuple(job.new_tokens), job.new_text, tuple(job.new_logprobs), tuple(job.scores), reason,
+            cached_tokens=sequence.cached,
         )  # fmt: skip
+        job.new_tokens, job.new_text, job.new_logprobs, job.scores = [], "", [], []
         if reason is not None:
             self._finish(job, delta)
         elif not _emit(job, delta):

@@ -7,12 +7,15 @@ import jax
 import numpy as np
 
 from meshwright.serve import device_sampling
-from meshwright.serve.device_sampling import VARIANTS, Settings
+from meshwright.serve.device_sampling import TOP, VARIANTS, Settings, top_logprobs
 from meshwright.serve.programs import Programs
 from meshwright.serve.scheduler import Sequence
 
 if TYPE_CHECKING:
     from meshwright.serve.engine import Job
+
+
+_WITH_COUNTS = ("full", "logprobs")
 
 
 class Sampler:
@@ -58,7 +61,7 @@ class Sampler:
         """Dispatch the choice of tokens, and of log-probabilities if the variant has them."""
         programs, name = self._programs, VARIANTS[variant]
         choose = functools.partial(_choose, name, self._vocab)
-        counts = self._counts if name == "full" else None
+        counts = self._counts if name in _WITH_COUNTS else None
         programs.last_tokens, tokens, logprobs, counts = programs.run(
             ("sample", name, logits.shape[0]), choose, 4,
             logits, programs.last_tokens, self._on_device, programs.put(where), counts,
@@ -109,8 +112,10 @@ def _choose(
     elif counts is None:
         tokens = device_sampling.plain(logits, settings, slots, positions, vocab)
     else:
-        tokens, logprobs = device_sampling.full(logits, settings, slots, positions, counts, vocab)
+        tokens = device_sampling.full(logits, settings, slots, positions, counts, vocab)
         counts = counts[0], counts[1].at[slots, tokens].add(1)
+        if variant == "logprobs":
+            logprobs = top_logprobs(logits, tokens, TOP)
     return last_tokens.at[slots].set(tokens), tokens, logprobs, counts
 
 
