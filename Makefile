@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-layout test test-all test-newest lint format lock bench clean
+.PHONY: help demo demo-layout serve test test-all test-newest lint format lock bench clean
 
 help:
 	@echo "make demo         train a small model on 8 simulated devices, resume on another mesh, generate"
+	@echo "make serve        serve the model of the demo, with a chat page, at http://127.0.0.1:8000/"
 	@echo "make demo-layout  the layout demo, in the terminal and as demo.html"
 	@echo "make test         lint, types and the tests that take seconds"
 	@echo "make test-all     the slow tests too"
@@ -25,6 +26,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	rm -rf demo-run
 	$(BIN)/python examples/train_demo.py --run demo-run
+
+serve: $(INSTALLED)
+	test -d demo-run/checkpoints || $(MAKE) demo
+	$(BIN)/meshwright serve demo-run
 
 demo-layout: $(INSTALLED)
 	$(BIN)/python examples/layout_demo.py --html demo.html

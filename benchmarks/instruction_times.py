@@ -117,7 +117,7 @@ class Prices:
         flops = each * math.prod(queries) * row * seen
         rate = efficiency.attention(self.chip, queries[-1], self.job.seq)
         if strategy_of(self.job, self.choice) in ("ring", "allgather"):
-            rate *= efficiency.turns(length(self.job, self.choice))
+            rate *= efficiency.ring_steps(length(self.job, self.choice))
         return Priced("attention", flops / (self.peak * rate), flops)
 
     def flops(self, one: Instruction, computation: str) -> float:

@@ -41,7 +41,7 @@ Report = Callable[..., None]
 
 
 def flops(length: int, ways: int, heads: int, head_dim: int) -> float:
-    """Useful FLOPs of one of `ways` devices for a causal sequence, forward and backward."""
+    """Useful FLOPs of a device, both passes, for a causal sequence over `ways` devices."""
     return 14.0 * heads * head_dim * length * length / 2 / ways
 
 

@@ -5,10 +5,10 @@
 In contiguous order a sequence is cut into one chunk for each device, in zig-zag order into two. A
 block is a chunk of queries and a chunk of keys; it is useful if the mask lets any of it through.
 Useful blocks, and useful pairs of a query and a key, are counted for every ring step and device by
-going through all positions, from the definitions of the mask and the orders alone. Beside them is
-what the ring steps of meshwright.ops.attention really compute, as seen by a kernel that notes which
-queries and keys it is given. No device is needed. `--check` fails if zig-zag is not even, or
-computes a pair that is not useful, or misses one.
+going through all places, from the definitions of the mask and the orders alone. Beside them stands
+what the ring steps of meshwright.ops.attention compute, as seen by a kernel that notes which
+queries and keys it is given. No device is needed. `--check` fails if zig-zag is not even, computes
+a pair that is not useful, or misses one.
 """
 
 import argparse

@@ -24,6 +24,7 @@ SETTINGS = [
 NEXT = """
 {seconds:.0f} s in all. What to try next:
   open {run}/run.html                 the curves of this run
+  make serve                          let this model continue your text, in a browser
   meshwright plan llama-3.1-8b --on v5p:4x4x4 --batch 64 --seq 8192
                                       which mesh for a real model, and why
   meshwright show --mesh fsdp=4,tp=4 --on v5e:4x4 --model llama-3.2-1b

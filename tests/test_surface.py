@@ -179,10 +179,10 @@ def test_every_package_has_its_place() -> None:
 def test_what_src_does_not_import_is_not_a_dependency() -> None:
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["track"], *extras["parquet"]]
+    wanted = [*project["dependencies"], *extras["track"], *extras["parquet"], *extras["serve"]]
     text = "\n".join(file.read_text() for file in SOURCE.rglob("*.py"))
     for requirement in wanted:
         package = re.split(r"[<>=\[]", requirement)[0]
-        module = {"orbax-checkpoint": "orbax.checkpoint"}.get(package, package)
+        module = package.replace("orbax-checkpoint", "orbax.checkpoint").replace("-", "_")
         imported = rf"^\s*(import|from) {module}\b|import_module\(\"{module}|\"{module}[\".]"
         assert re.search(imported, text, re.MULTILINE), f"nothing imports {package}"

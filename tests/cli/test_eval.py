@@ -11,9 +11,8 @@ import pytest
 from meshwright.checkpoint import Checkpoints
 from meshwright.cli.main import main
 from meshwright.data import Needles, needle_sequences
-from meshwright.models import model_to_dict
+from meshwright.models import model_to_dict, save_hf
 from meshwright.models.decoder import DecoderConfig, abstract_arrays
-from meshwright.models.decoder.hf_folder import save_hf
 
 CONFIG = DecoderConfig(258, 1, 16, 2, 2, 8, 32, max_seq=200)
 SEQUENCES = ["--seq", "64", "--sequences", "5"]

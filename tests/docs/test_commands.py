@@ -17,6 +17,7 @@ from meshwright import plan
 from meshwright.cli import audit as audit_cli
 from meshwright.cli import commands as cli
 from meshwright.cli import prove as prove_cli
+from meshwright.cli import serve as serve_cli
 from meshwright.cli import train as train_cli
 from meshwright.planner.report.words import next_commands
 
@@ -96,6 +97,7 @@ def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove_cli, "prove", parsed)
     monkeypatch.setattr(prove_cli, "read_plan", lambda _: plan("tiny", "cpu:8", 16, 128))
     monkeypatch.setattr(audit_cli, "_text_in", parsed)
+    monkeypatch.setattr(serve_cli, "serve", parsed)
     monkeypatch.setattr("meshwright.train.abstract_step", parsed)
     monkeypatch.setattr("meshwright.launch.simulate_devices", lambda _: None)
 

@@ -47,7 +47,7 @@ def reference(config: DecoderConfig, documents: int = 1) -> np.ndarray:
 
     @jax.jit
     def whole(params: Any, tokens: jax.Array, segments: jax.Array) -> jax.Array:
-        return logits(params, tokens, config, Compute(RULES), segments=segments)
+        return logits(params, {"tokens": tokens, "segments": segments}, config, Compute(RULES))
 
     with jax.set_mesh(model.mesh):
         found = whole(model.params, SEQUENCES.tokens, cut_into(documents))

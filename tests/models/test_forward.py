@@ -104,11 +104,9 @@ def ours(
     with jax.set_mesh(mesh):
         shardings = mw.shardings(abstract_arrays(config), rules, mesh=mesh)
         params = jax.device_put(weights(config), shardings)
-        out = run(
-            params, tokens, config, Compute(rules, **compute),
-            segments=segments, positions=positions,
-        )  # fmt: skip
-        return np.asarray(out)
+        fields = {"tokens": tokens, "segments": segments, "positions": positions}
+        batch = {name: x for name, x in fields.items() if x is not None}
+        return np.asarray(run(params, batch, config, Compute(rules, **compute)))
 
 
 def some_tokens(batch: int = 4, length: int = 16) -> np.ndarray:
@@ -182,8 +180,8 @@ def test_an_unknown_way_to_compute_is_guessed_at() -> None:
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ([("kv_heads", None)], "query heads must lie with their key heads: split both alike"),
-        ([("head_dim", "tp"), ("heads", None), ("kv_heads", None)], r"attention needs heads whole: \('head_dim', None\)"),
+        ([("kv_heads", None)], "query heads must be with their key heads: split both alike"),
+        ([("head_dim", "tp"), ("heads", None), ("kv_heads", None)], r"attention needs it whole: \('head_dim', None\)"),
         ([("embed", "dp")], "put the rule for batch first"),
         ([("mlp", "dp")], "inside a block batch and length must go the same way"),
     ],

@@ -16,9 +16,10 @@ from safetensors.numpy import load_file, save_file
 
 import meshwright as mw
 from meshwright import MeshwrightError
+from meshwright.models import load_hf, save_hf
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
 from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.models.decoder.hf_folder import NAMES, hf_model, load_hf, save_hf
+from meshwright.models.decoder.hf_folder import NAMES, hf_model
 
 REFERENCE = Path(__file__).parent / "hf_reference"
 
@@ -200,7 +201,7 @@ def test_a_config_of_another_model_is_an_error() -> None:
 
 
 def test_what_is_no_folder_or_no_dtype_for_weights_is_an_error() -> None:
-    with pytest.raises(MeshwrightError, match="None is not a Hugging Face config"):
+    with pytest.raises(MeshwrightError, match="None is not the path of a folder"):
         load_hf(None)  # type: ignore[arg-type]
     with pytest.raises(MeshwrightError, match="weights cannot be read as"):
         load_hf(REFERENCE / "llama-mha", dtype=jnp.int32)

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.models import Compute
+from meshwright.models import Compute, load_hf, save_hf
 from meshwright.models.decoder import abstract_arrays, decoder_rules, logits
 from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.models.decoder.hf_folder import load_hf, save_hf
 
 REFERENCE = Path(__file__).parent / "hf_reference"
 FOLDERS = sorted(path for path in REFERENCE.iterdir() if path.is_dir())
@@ -32,7 +31,8 @@ def our_logits(folder: Path, mesh_text: str, tokens: np.ndarray) -> np.ndarray:
         shardings = mw.shardings(abstract_arrays(config), rules, mesh=mesh)
         params = load_hf(folder, config, shardings)
         compute = Compute(rules)
-        return np.asarray(jax.jit(logits, static_argnums=(2, 3))(params, tokens, config, compute))
+        run = jax.jit(logits, static_argnums=(2, 3))
+        return np.asarray(run(params, {"tokens": tokens}, config, compute))
 
 
 def test_every_family_has_a_reference() -> None:

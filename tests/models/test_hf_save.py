@@ -18,9 +18,9 @@ from tests.processes import free_port
 
 import meshwright as mw
 from meshwright import MeshwrightError
+from meshwright.models import load_hf, save_hf
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
 from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.models.decoder.hf_folder import load_hf, save_hf
 
 REFERENCE = Path(__file__).parent / "hf_reference"
 LLAMA = REFERENCE / "llama-mha"
@@ -211,8 +211,8 @@ jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=proc
 import meshwright as mw
 from meshwright.models.decoder import abstract_arrays, decoder_rules
 from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.models.decoder.hf_folder import load_hf
-from meshwright.models.decoder.hf_folder import save_hf
+from meshwright.models import load_hf
+from meshwright.models import save_hf
 config = from_hf_config(source)
 mesh = mw.mesh("dp=1,fsdp=4,tp=2,sp=1", axis_types="explicit")
 shardings = mw.shardings(abstract_arrays(config), decoder_rules(), mesh=mesh)

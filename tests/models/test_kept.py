@@ -14,7 +14,7 @@ import pytest
 import meshwright as mw
 from meshwright.models import Compute
 from meshwright.models.decoder import REMAT, DecoderConfig, abstract_arrays, decoder_rules
-from meshwright.models.decoder import hidden_states as hidden
+from meshwright.models.decoder import forward as model_forward
 from meshwright.ops import row_kernels
 from meshwright.ops.collectives import varying_like
 from meshwright.ops.rope import Rope
@@ -32,6 +32,10 @@ KEPT = {
     "mlp": {1024: 2},
     "full": {1024: 1},
 }
+
+
+def hidden(params: Any, tokens: Any, config: DecoderConfig, compute: Compute) -> jax.Array:
+    return model_forward(params, {"tokens": tokens}, config, compute)[0]
 
 
 @contextlib.contextmanager

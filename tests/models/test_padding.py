@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.models import Compute, describe_padding, padded_vocab
+from meshwright.models import Compute, describe_padding, padded_vocab, save_hf
 from meshwright.models.decoder import (
     DecoderConfig,
     abstract_arrays,
@@ -20,7 +20,6 @@ from meshwright.models.decoder import (
     logits,
     t5x_rules,
 )
-from meshwright.models.decoder.hf_folder import save_hf
 
 CONFIG = DecoderConfig(vocab=61, layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
 RULES = decoder_rules()
@@ -87,7 +86,7 @@ def test_logits_have_the_models_vocabulary_and_are_those_of_one_device(tied: boo
         with jax.set_mesh(mesh):
             params = padded_on(mesh, config, fill)
             forward = jax.jit(logits, static_argnums=(2, 3))
-            found.append(np.asarray(forward(params, tokens, config, Compute(RULES))))
+            found.append(np.asarray(forward(params, {"tokens": tokens}, config, Compute(RULES))))
     assert found[1].shape == (2, 16, 61)
     np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-4)
 

@@ -19,15 +19,14 @@ def estimate(choice: Choice, step: float, parameters: int, bound: str, reason: s
     transfers = (
         transfer(
             "weights of a layer", "all-gather", ("fsdp",), 436_207_616, 64,
-            formula="218,103,808 weights of a layer × 2 bytes / tp=1",
         ),
         transfer(
             "gradients of a layer", "reduce-scatter", ("fsdp",), 436_207_616, 32,
-            phase="backward", seconds=0.03, hidden=0.03, formula="218,103,808 × 2 bytes",
+            phase="backward", seconds=0.03, hidden=0.03,
         ),
         transfer(
             "sums of a block's outputs", "all-reduce", ("tp",), 134_217_728, 128,
-            link="ICI z, closed", seconds=0.1, hidden=0.0, formula="4 × 4096 × 4096 × 2 bytes",
+            link="ICI z, closed", seconds=0.1, hidden=0.0,
         ),
     )  # fmt: skip
     kept = tuple(one for one in transfers if all(choice.sizes[axis] > 1 for axis in one.axes))
@@ -40,7 +39,7 @@ def estimate(choice: Choice, step: float, parameters: int, bound: str, reason: s
                 "gradients": parameters,
                 "optimizer": 2 * parameters,
                 "activations": 9 * GIB,
-                "gathered weights": GIB,
+                "all-gathered weights": GIB,
                 "loss": GIB // 2,
                 "reserve": GIB,
             },

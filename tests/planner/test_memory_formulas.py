@@ -15,8 +15,7 @@ from meshwright.machines import Machine
 from meshwright.models import preset
 from meshwright.models.decoder import abstract_arrays
 from meshwright.planner import Plan, plan
-from meshwright.planner.memory import memory, moments
-from meshwright.planner.memory_formulas import formulas
+from meshwright.planner.memory import formulas, memory, moments
 from meshwright.planner.report import explain
 from meshwright.planner.result import Choice, Estimate, Job
 

@@ -157,8 +157,8 @@ def _changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     ("path", "value", "words"),
     [
         (("format",), "something", "is not a plan; `meshwright plan"),
-        (("version",), 99, "is of version 99, this Meshwright reads 3; plan again"),
-        (("version",), 2, "is of version 2, this Meshwright reads 3; plan again"),
+        (("version",), 99, "is of version 99, this Meshwright reads 4; plan again"),
+        (("version",), 3, "is of version 3, this Meshwright reads 4; plan again"),
         (("config",), 8, "config should be an object, it is 8"),
         (("config", "batch"), KeyError, "config lacks the key 'batch'"),
         (("config", "batch"), "8", "config: setting 'batch' is '8'; it must be int"),
@@ -243,7 +243,7 @@ def test_the_report_shows_every_mesh_with_its_reason(width: int) -> None:
         assert short_mesh(one.choice) in text
         assert one.reason in text
     for part in ("llama-3.1-8b on v5p:4x4x4", "64 chips", "1.05M tokens a step", "65%", "524K",
-                 "of 94.0 GiB", "19.5 21%", "4 meshes refused", "batch 512 in one micro-batch", "rows of 262,144 tokens",
+                 "of 94.0 GiB", "19.5 21%", "4 meshes refused", "batch 512 in one micro-batch", "sequences of 262,144 tokens",
                  "142,415 at 4.2 a chip and hour", "meshwright prove", "meshwright train"):  # fmt: skip
         assert part in text, part
 
@@ -267,7 +267,7 @@ def test_a_warning_and_a_tight_mesh_are_told_in_every_report() -> None:
 
 def test_a_longest_row_beyond_the_models_own_says_so() -> None:
     text = " ".join(" ".join(printed(report(made_plan(), 120), 120)).split())
-    assert "rows of 262,144 tokens" in text
+    assert "sequences of 262,144 tokens" in text
     assert "(the model's own length is 131,072)" in text
 
 
@@ -375,7 +375,6 @@ def test_explain_fills_in_every_formula() -> None:
     for kind in two.memory.kinds:
         assert kind in text
     for one in two.transfers:
-        assert one.formula in text
         assert one.what in text
         assert one.link in text
     model = plan.job.model
@@ -394,7 +393,6 @@ def test_explain_names_small_transfers_without_a_row_for_each() -> None:
     one = dataclasses.replace(one, transfers=(*small, *one.transfers))
     text = " ".join(" ".join(printed(explain(plan, one, 120), 120)).split())
     assert "and 3 small ones, 3.00 µs in all: scalar 0, scalar 1, scalar 2" in text
-    assert "4 × 4096 × 4096 × 2 bytes" in text
 
 
 def test_explain_of_a_refused_mesh_says_why_and_what_is_too_large() -> None:

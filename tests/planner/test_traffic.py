@@ -8,7 +8,7 @@ from tests.planner.compiled import Case, sums
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.planner.candidates import with_strategy
-from meshwright.planner.traffic import rows_of, traffic
+from meshwright.planner.traffic import sends, traffic
 
 FAST = [
     Case("llama", "fsdp=8"),
@@ -77,11 +77,13 @@ def test_a_strategy_left_to_the_machine_is_never_guessed() -> None:
 
 @pytest.mark.parametrize("case", [one for one in (*FAST, *SLOW) if one.strategy != "auto"], ids=str)
 def test_what_is_said_to_be_of_layers_is_sent_as_often_as_there_are_layers(case: Case) -> None:
-    rows = rows_of(case.job, case.choice)
+    found = sends(case.job, case.choice)
     longer = Case(**{**case.__dict__, "layers": 2 * case.layers})
-    twice = {row[:2] + row[5:6]: row[4] for row in rows_of(longer.job, longer.choice)}
-    assert rows
-    for row in rows:
-        if row[8] != "step":
-            assert row[4] % (case.layers * case.accumulation) == 0
-            assert twice[row[:2] + row[5:6]] == 2 * row[4]
+    twice = {
+        (send.what, send.operation, send.phase): send for send in sends(longer.job, longer.choice)
+    }
+    assert found
+    for send in found:
+        if send.layers:
+            assert send.times % (case.layers * case.accumulation) == 0
+            assert twice[send.what, send.operation, send.phase].times == 2 * send.times

@@ -73,7 +73,7 @@ def mfu(found: StepTime, on: str) -> float:
 def test_a_step_on_one_gpu_takes_what_was_measured(batch: int, seq: int, measured: float) -> None:
     found = step("llama-3.2-1b", "h200:1", batch, seq, Choice(), scan=False)
     assert found.step == pytest.approx(measured, rel=0.05)
-    assert not found.rows
+    assert not found.sends
 
 
 # ---- published: MaxText's MFU. What it ran is assumed: 2K tokens on v5, 8K on v6e, two to eight rows

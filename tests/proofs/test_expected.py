@@ -83,7 +83,7 @@ def test_gradients_are_summed_whole_only_over_all_of_one_slice(
     known = job, choice_of(config, job, machine)
     mlp = [
         one for one in compiled_traffic(*known, machine)
-        if one.what == "gradient of a layer's mlp weights" and one.axes == ("fsdp",)
+        if one.what == "gradient of the mlp weights of a layer" and one.axes == ("fsdp",)
     ]  # fmt: skip
     assert {one.operation for one in mlp} == {"reduce-scatter" if scattered else "all-reduce"}
 
@@ -95,7 +95,7 @@ def test_only_a_devices_part_goes_between_slices() -> None:
     known = job, choice_of(config, job, machine)
     rows = [
         (one.operation, one.bytes) for one in compiled_traffic(*known, machine)
-        if one.what == "gradient of a layer's mlp weights" and one.axes == ("dp",)
+        if one.what == "gradient of the mlp weights of a layer" and one.axes == ("dp",)
     ]  # fmt: skip
     size = 2 * 3 * 3072 * 8192 // 16
     assert rows == [("reduce-scatter", size), ("all-reduce", size // 4), ("all-gather", size)]

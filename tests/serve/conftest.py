@@ -24,13 +24,14 @@ def random_model() -> Callable[..., Model]:
 
 def make_model(config: DecoderConfig, mesh: Mesh, ends: frozenset[int] = frozenset()) -> Model:
     """Random weights, larger than a training starts with, so that logits lie apart."""
-    random = np.random.default_rng(1)
-
-    def value(target: jax.ShapeDtypeStruct) -> jax.Array:
-        numbers = random.normal(scale=0.3, size=target.shape).astype(target.dtype)
-        return jax.device_put(numbers, target.sharding)
 
     def read(targets: Any) -> Any:
+        random = np.random.default_rng(1)
+
+        def value(target: jax.ShapeDtypeStruct) -> jax.Array:
+            numbers = random.normal(scale=0.3, size=target.shape).astype(target.dtype)
+            return jax.device_put(numbers, target.sharding)
+
         return jax.tree.map(value, targets)
 
     source = Source(config, ByteTokenizer(), ends, False, "random", read)

@@ -64,9 +64,8 @@ def whole_logits(params: Any, config: DecoderConfig, rows: list[list[int]]) -> n
         tokens[i, : len(row)] = row
     with jax.set_mesh(generation_mesh()):
         forward = jax.jit(logits, static_argnums=(2, 3))
-        return np.asarray(
-            forward(jax.tree.map(np.asarray, params), tokens, config, Compute(decoder_rules()))
-        )
+        params, batch = jax.tree.map(np.asarray, params), {"tokens": tokens}
+        return np.asarray(forward(params, batch, config, Compute(decoder_rules())))
 
 
 def check(params: Any, config: DecoderConfig, mesh: Mesh) -> None:

@@ -112,3 +112,9 @@ def test_numpy_prompts_are_as_good_as_lists(random_model: RandomModel) -> None:
     model = random_model(CONFIG, generation_mesh())
     arrays = [np.asarray(prompt, np.int32) for prompt in PROMPTS]
     assert generate(model, arrays, 3, SAMPLED) == generate(model, PROMPTS, 3, SAMPLED)  # type: ignore[arg-type]
+
+
+def test_penalties_are_refused_not_ignored(random_model: RandomModel) -> None:
+    model = random_model(CONFIG, generation_mesh())
+    with pytest.raises(mw.MeshwrightError, match="generate has no penalties and no logit_bias"):
+        stream(model, [[1]], 2, Sampling(repetition_penalty=1.2))

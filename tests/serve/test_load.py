@@ -14,9 +14,8 @@ import pytest
 
 import meshwright as mw
 from meshwright.checkpoint import Checkpoints
-from meshwright.models import model_to_dict
+from meshwright.models import model_to_dict, save_hf
 from meshwright.models.decoder import DecoderConfig
-from meshwright.models.decoder.hf_folder import save_hf
 from meshwright.ops.rope import Llama3Scaling, Rope
 from meshwright.serve.generate import model_functions, padded
 from meshwright.serve.load import Model, generation_mesh, load_for_generation, look_into

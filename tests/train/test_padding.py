@@ -21,9 +21,9 @@ from tests.train.toy import CONFIG, ONE, Parts, Setting, packed_batch, parts, tr
 
 from meshwright.checkpoint import Checkpoints
 from meshwright.layouts import fit
+from meshwright.models import save_hf
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules, t5x_rules
 from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.models.decoder.hf_folder import save_hf
 from meshwright.serve.generate import generate
 from meshwright.serve.load import generation_mesh, load_for_generation
 from meshwright.serve.sampling import Sampling

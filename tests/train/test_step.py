@@ -25,10 +25,7 @@ DESCENT = optax.sgd(1.0)  # the parameters then move by the gradient
 def plain_loss(params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array]:
     """Mean over the counted tokens, from all logits at once: total and entropy."""
     rows = {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items()}
-    out = logits(
-        params, rows["tokens"], CONFIG, Compute(decoder_rules()),
-        segments=rows["segments"], positions=rows["positions"],
-    )  # fmt: skip
+    out = logits(params, rows, CONFIG, Compute(decoder_rules()))
     counts = rows["targets"] >= 0
     at = jnp.maximum(rows["targets"], 0)[..., None]
     entropy = -jnp.take_along_axis(jax.nn.log_softmax(out), at, -1)[..., 0]

@@ -16,6 +16,7 @@ from meshwright.cli.machines import machines
 from meshwright.cli.other_systems import check_flags
 from meshwright.cli.plan import plan
 from meshwright.cli.prove import prove_command
+from meshwright.cli.serve import serve, serve_command
 from meshwright.cli.show import show
 from meshwright.cli.train import train, train_command
 from meshwright.errors import MeshwrightError
@@ -30,19 +31,21 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "data": data,
     "train": train,
     "generate": generate,
+    "serve": serve,
     "eval": evaluate,
 }
 
 
-# these take train's settings, whose defaults may come from a file
+# all settings are one value, whose groups have prefixes; train's may come from a file
 WITH_SETTINGS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": train_command,
     "audit": audit_command,
     "prove": prove_command,
+    "serve": serve_command,
 }
 
 
-WITH_MESH = ("train", "audit", "prove", "plan", "generate", "eval")
+WITH_MESH = ("train", "audit", "prove", "plan", "generate", "serve", "eval")
 
 
 def run(arguments: list[str]) -> None:

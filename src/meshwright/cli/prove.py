@@ -24,7 +24,6 @@ from meshwright.planner import (
     Plan,
     apply,
     choice_of,
-    is_planned,
     job_of,
     memory,
     padding,
@@ -32,7 +31,7 @@ from meshwright.planner import (
 from meshwright.planner.report import read_plan
 from meshwright.present import Column, Row, aligned, bytes_text, count
 from meshwright.proofs import Comparison, Proof, compare, expected, prove
-from meshwright.train import AUTO, TrainConfig, model_of, training_spec
+from meshwright.train import AUTO, TrainConfig, training_spec
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
 meshwright prove --plan FILE [--choice N]
@@ -95,12 +94,11 @@ def prove_command(arguments: Sequence[str]) -> None:
     if config.mesh == AUTO:
         config, chosen = planned(config, machine, words)
         print(chosen, file=sys.stderr)
-    has_plan = config.rules == "standard" and is_planned(model or model_of(config))
+    has_plan = config.rules == "standard"
     if fail_on in ("surprise", "rewrite") and not has_plan:
         raise MeshwrightError(
             f"--fail-on {fail_on} needs to know what belongs to the step, and the plan knows the "
-            "standard rules and dense decoders alone; audit the program with --expect: "
-            "meshwright audit --text FILE"
+            "standard rules alone; audit the program with --expect: meshwright audit --text FILE"
         )
     with _shown(f"{config.model} on {machine}") as progress:
         proof = prove(config, machine, model=model, cache=not again, progress=progress)

@@ -3,6 +3,7 @@
 pack -> TokenStore -> Mixture -> Loader; the batch of a step is a pure function of the step.
 """
 
+from meshwright.data.chat_templates import ChatTemplate, load_chat_template
 from meshwright.data.check import check_data
 from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
 from meshwright.data.loader import Loader, Objective, held_out_loader, training_loader
@@ -28,10 +29,12 @@ from meshwright.data.tokenizers import (
 )
 
 __all__ = [
-    "EMBEDDED", "FIELDS", "NO_TARGET", "OBJECTIVES", "ByteTokenizer", "EncoderDecoderObjective",
+    "EMBEDDED", "FIELDS", "NO_TARGET", "OBJECTIVES", "ByteTokenizer", "ChatTemplate",
+    "EncoderDecoderObjective",
     "Loader", "Mixture", "NeedleSequences", "Needles", "Objective", "Packed", "PrefixLM",
     "Reading", "SpanCorruption", "TokenStore", "Tokenizer", "check_data", "decode_stream",
-    "embedded_corpus", "embedded_text", "held_out_loader", "load_tokenizer", "needle_sequences",
+    "embedded_corpus", "embedded_text", "held_out_loader", "load_chat_template",
+    "load_tokenizer", "needle_sequences",
     "pack", "read_sequences", "sentinel_top", "sequence_count", "tokenizer_from_json",
     "training_loader", "upgrade", "write_needles",
 ]  # fmt: skip

@@ -51,6 +51,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of any ids. Cut characters and unknown ids become `�`; special ids vanish."""
 
+    def token_text(self, token: int) -> str:
+        """The text of one id: special tokens by name, a part of a character as `�`."""
+
     def to_json(self) -> dict[str, Any]:
         """Everything `tokenizer_from_json` needs to rebuild this tokenizer."""
 
@@ -73,6 +76,9 @@ class ByteTokenizer:
         # 0xff never occurs in UTF-8, so an id outside the vocabulary becomes �
         known = (i if 0 <= i < 256 else 255 for i in map(int, ids) if i != 256)
         return bytes(known).decode("utf-8", errors="replace")
+
+    def token_text(self, token: int) -> str:
+        return "<|endoftext|>" if token == 256 else self.decode([token])
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind}
@@ -119,6 +125,10 @@ class HuggingFaceTokenizer:
         for known, run in _runs(ids, self.vocab):
             text += self._inner.decode(run) if known else REPLACEMENT * len(run)
         return text
+
+    def token_text(self, token: int) -> str:
+        known = 0 <= token < self.vocab
+        return self._inner.decode([token], skip_special_tokens=False) if known else REPLACEMENT
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -166,7 +166,8 @@ def _program(config: Any, compute: Compute, mesh: Mesh) -> Program:
     def most_probable(
         params: Any, tokens: jax.Array, positions: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
-        x = family.hidden_states(params, tokens, config, compute, segments=segments)
+        batch = {"tokens": tokens} | ({} if segments is None else {"segments": segments})
+        x, _ = family.forward(params, batch, config, compute)
         vocab = compute.layouts.logits.partitions[2]
         # LM head only at the requested positions: logits of full sequences would not fit
         x = _at(x, positions)

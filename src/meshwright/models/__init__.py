@@ -5,8 +5,9 @@ from meshwright.models.compute import Compute, default_dtype
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.models.divisibility import indivisible
 from meshwright.models.family import Generation, HuggingFace, ModelFamily
+from meshwright.models.generation import batch_multiple, decode, prefill
 from meshwright.models.huggingface import SOURCE, SPECIAL_TOKENS
-from meshwright.models.loss import LmHead, LossConfig, next_token_loss
+from meshwright.models.loss import LmHead, LossConfig, lm_logits, next_token_loss
 from meshwright.models.padding import describe_padding, padded_vocab
 from meshwright.models.registry import (
     FAMILIES,
@@ -24,6 +25,8 @@ from meshwright.models.registry import (
     save_hf,
     to_hf_config,
 )
+from meshwright.models.states import PagedCache
+from meshwright.models.work import Attention, Block, Stack
 
 __all__ = [
     "FAMILIES",
@@ -31,6 +34,8 @@ __all__ = [
     "SOURCE",
     "SPECIAL_TOKENS",
     "ActivationLayouts",
+    "Attention",
+    "Block",
     "Compute",
     "DecoderConfig",
     "Generation",
@@ -38,8 +43,12 @@ __all__ = [
     "LmHead",
     "LossConfig",
     "ModelFamily",
+    "PagedCache",
+    "Stack",
     "abstract_arrays",
     "activation_layouts",
+    "batch_multiple",
+    "decode",
     "decoder_rules",
     "default_dtype",
     "describe_padding",
@@ -47,6 +56,7 @@ __all__ = [
     "from_hf_config",
     "generation_of",
     "indivisible",
+    "lm_logits",
     "load_hf",
     "model_config",
     "model_from_dict",
@@ -54,6 +64,7 @@ __all__ = [
     "next_token_loss",
     "override",
     "padded_vocab",
+    "prefill",
     "preset",
     "save_hf",
     "to_hf_config",

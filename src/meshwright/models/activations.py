@@ -1,8 +1,14 @@
-"""How a decoder's activations are laid out, from the same rules that place its weights.
+"""How activations are laid out, from the same rules that place the weights.
 
-Storage and compute: a weight is kept as the rules say and used whole over the axes that split the
-tokens (fsdp, and sp beside it): FSDP is that difference. Between blocks activations follow
-`batch length embed`; inside a block, where tp splits heads or mlp, what the rules give there.
+Storage and compute: a weight is stored as the rules say and all-gathered over the axes that split
+the tokens (fsdp, and sp beside it) before use: FSDP is that difference. Between blocks activations
+follow `batch length embed`; inside a block, where tp splits heads or mlp, the rules for these.
+
+A decode step has one token per sequence, so its activations are smaller than the weights. There
+weights are `stationary`: each device multiplies with its shard of a matrix, and partial sums are
+reduced. A model that fits only when it is split still works, and no device reads more than its
+shard. Beside a weight, whose embed dim takes fsdp, sequences are split over dp alone (the dim
+`sequences`); in attention they are split over all axes but tp (the dim `batch`).
 """
 
 import dataclasses
@@ -15,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules, axes_of
-from meshwright.ops import drop_trivial_axes
+from meshwright.ops import drop_trivial_axes, split_axes
 from meshwright.ops.attention import Mask, Split
 
 
@@ -23,16 +29,35 @@ from meshwright.ops.attention import Mask, Split
 class ActivationLayouts:
     tokens: P  # [batch, length]
     residual: P  # [batch, length, embed], between blocks
-    block: P  # the same inside a block: embed whole
-    heads: P  # [batch, length, heads, head_dim]
+    block: P  # the same inside a block: embed whole, unless weights are stationary
+    heads: P  # [batch, length, heads, head_dim], in attention
     kv_heads: P
     mlp: P  # [batch, length, mlp]
     logits: P  # [batch, length, vocab]
+    stationary: bool = False
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes that split the tokens; weights are gathered over them before use."""
-        return tuple(axis for entry in self.tokens.partitions for axis in axes_of(entry, "tokens"))
+        """The axes that split the tokens."""
+        return split_axes(self.tokens.partitions)
+
+    @property
+    def weight_axes(self) -> tuple[str, ...]:
+        """The axes over which weights are all-gathered before use."""
+        return () if self.stationary else self.token_axes
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The axes over which a projection from embed is reduced."""
+        return self.axes(self.residual) if self.stationary else ()
+
+    def all_gathered(self, layout: P) -> tuple[str, ...]:
+        """The axes over which the input of a projection to this layout is all-gathered."""
+        return () if self.stationary else self.axes(layout)
+
+    def beside_weight(self, layout: P) -> P:
+        """A layout of heads, mlp or vocab where it is multiplied with a weight."""
+        return P(self.residual.partitions[0], *layout.partitions[1:])
 
     def axes(self, layout: P) -> tuple[str, ...]:
         """The axes that split the third dim: heads, mlp or vocab."""
@@ -40,11 +65,26 @@ class ActivationLayouts:
 
 
 @functools.lru_cache(maxsize=64)
-def activation_layouts(rules: Rules, wide: frozenset[str]) -> ActivationLayouts:
-    """What the rules make of each kind of activation on a mesh with these `wide` axes."""
+def activation_layouts(
+    rules: Rules, nontrivial: frozenset[str], stationary: bool = False
+) -> ActivationLayouts:
+    """The layout of each kind of activation on a mesh with these non-trivial axes."""
 
     def spec(dims: str) -> P:
-        return drop_trivial_axes(P(*rules.layout(dims).axes), wide)
+        return drop_trivial_axes(P(*rules.layout(dims).axes), nontrivial)
+
+    if stationary:
+        residual = spec("sequences length embed")
+        return ActivationLayouts(
+            tokens=spec("sequences length"),
+            residual=residual,
+            block=residual,
+            heads=spec("batch length heads head_dim"),
+            kv_heads=spec("batch length kv_heads head_dim"),
+            mlp=spec("sequences length mlp"),
+            logits=spec("batch length vocab"),
+            stationary=True,
+        )
 
     heads, kv_heads, mlp = (
         spec("batch length heads head_dim"),
@@ -62,11 +102,11 @@ def activation_layouts(rules: Rules, wide: frozenset[str]) -> ActivationLayouts:
     if heads.partitions[2] != kv_heads.partitions[2]:
         raise MeshwrightError(
             f"the rules split heads over {heads.partitions[2]} and kv_heads over "
-            f"{kv_heads.partitions[2]}; query heads must lie with their key heads: split both alike"
+            f"{kv_heads.partitions[2]}; query heads must be with their key heads: split both alike"
         )
     if heads.partitions[3] is not None or kv_heads.partitions[3] is not None:
         raise MeshwrightError(
-            f"the rules split head_dim over {heads.partitions[3]}; attention needs heads whole: "
+            f"the rules split head_dim over {heads.partitions[3]}; attention needs it whole: "
             "('head_dim', None)"
         )
     if residual.partitions[0] != batch:

@@ -1,7 +1,7 @@
-"""What the layers of every transformer here have in common: weights, norms, the mlp, the loop.
+"""What the layers of all transformers have in common: weights, projections, the mlp, the loop.
 
-An addition to the residual stream waits for the norm behind it, which can be made together with the
-sum: so a block takes `x` and an `update` still to be added, and gives both again.
+An addition to the residual stream waits for the norm that follows, which can be computed together
+with the sum: so a block takes `x` and an `update` still to be added, and returns both.
 """
 
 import functools
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -17,17 +16,31 @@ from jax.sharding import reshard
 
 from meshwright.models.activations import ActivationLayouts
 from meshwright.models.compute import Compute, remat_policy
-from meshwright.ops import all_gather, norm_beside, over_chunks, partial_sums, reduce_to, split_axes
+from meshwright.ops import (
+    Quantized,
+    all_gather,
+    einsum,
+    norm_alone,
+    norm_beside,
+    over_chunks,
+    partial_sums,
+    reduce_to,
+    rms_norm,
+    scaled,
+    split_axes,
+)
 
 Params = dict[str, Any]
-# x, the update or None, the layer's weights → x, the next update
-Layer = Callable[[jax.Array, jax.Array | None, Params], tuple[jax.Array, jax.Array]]
+Weight = jax.Array | Quantized
+# x, the update or None, the layer's weights, its part of the attention state
+# → x, the next update, what the attention state keeps of this layer
+Layer = Callable[[jax.Array, jax.Array | None, Params, Any], tuple[jax.Array, jax.Array, Any]]
 
-# what a layer keeps for its backward pass, by the names given above; the rest is made again, and
-# gathered weights are gathered again
+# what a layer saves for its backward pass, by checkpoint_name; the rest is recomputed, and weights
+# are all-gathered again
 _MATMULS = frozenset({"input", "q", "k", "v", "attention", "middle", "gate", "up"})
 REMAT: dict[str, frozenset[str]] = {
-    "none": _MATMULS | {"normed", "activated"},  # everything that costs time to make
+    "none": _MATMULS | {"normed", "activated"},  # everything that takes time to compute
     "elementwise": _MATMULS,  # norms and activations twice
     "mlp": _MATMULS - {"gate", "up"},  # and the first half of the mlp: a third of the memory
     "full": frozenset({"input"}),  # every layer's forward twice
@@ -35,31 +48,37 @@ REMAT: dict[str, frozenset[str]] = {
 
 
 def through_layers(
-    layer: Layer, x: jax.Array, weights: Params, layers: int, compute: Compute
-) -> tuple[jax.Array, jax.Array | None]:
-    """x through all layers, and the update that is still to be added, if there is one."""
-    once = functools.partial(jax.checkpoint, policy=remat_policy(compute.remat, REMAT))
+    layer: Layer, x: jax.Array, weights: Any, states: Any, compute: Compute
+) -> tuple[jax.Array, jax.Array | None, Any]:
+    """x through all layers, the update still to be added (or None), and what the layers keep.
+
+    `weights` and `states` have one entry per layer, or are stacked: dim `layers` first.
+    """
+    checkpointed = functools.partial(jax.checkpoint, policy=remat_policy(compute.remat, REMAT))
     if not compute.scan:
-        kept, update = once(layer), None
-        for layer_weights in _unstack(weights, layers):
-            x, update = kept(x, update, layer_weights)
-        return x, update
+        layer, update, kept = checkpointed(layer), None, []
+        weights = weights if isinstance(weights, list) else _unstack(weights)
+        states = states if isinstance(states, list) else [None] * len(weights)
+        for layer_weights, state in zip(weights, states, strict=True):
+            x, update, keeps = layer(x, update, layer_weights, state)
+            kept.append(keeps)
+        return x, update, kept
 
-    # what a loop hands on is written and read again: one array, not two
-    def added(x: jax.Array, w: Params) -> jax.Array:
-        x, update = layer(x, None, w)
-        return x + update
+    # the carry of a loop is written and read again: one array, not two
+    def added(x: jax.Array, w: Params, state: Any) -> tuple[jax.Array, Any]:
+        x, update, keeps = layer(x, None, w, state)
+        return x + update, keeps
 
-    kept = once(added, prevent_cse=False)
-    x, _ = lax.scan(lambda x, w: (kept(x, w), None), x, weights)
-    return x, None
+    run = checkpointed(added, prevent_cse=False)
+    x, kept = lax.scan(lambda x, part: run(x, *part), x, (weights, states))
+    return x, None, kept
 
 
 def prepare_weights(layers: Params, layouts: ActivationLayouts, compute: Compute) -> Params:
     """The stacked weights of all layers, ready for the loop.
 
-    Matrices are cast while they are split. Vectors (norms, biases) are small and whole: marked
-    here, their gradients are added up once for all layers, after the loop.
+    Matrices are cast while they are sharded. Vectors (norms, biases) are small and replicated:
+    marked here, their gradients are reduced once for all layers, after the loop.
     """
 
     def ready(name: str, w: jax.Array) -> jax.Array:
@@ -67,11 +86,11 @@ def prepare_weights(layers: Params, layouts: ActivationLayouts, compute: Compute
             case "norm" | "bo":
                 return along_residual(w, layouts)
             case "bq" | "bk" | "bv":
-                return all_gather(w, layouts.token_axes)
+                return all_gather(w, split_axes(layouts.heads.partitions[:2]))
             case "q_norm" | "k_norm":
                 return all_gather(w, split_axes(layouts.heads.partitions))
             case _:
-                return w.astype(compute.dtype)
+                return w if isinstance(w, Quantized) else w.astype(compute.dtype)
 
     return {
         block: {name: ready(name, w) for name, w in arrays.items()}
@@ -79,9 +98,10 @@ def prepare_weights(layers: Params, layouts: ActivationLayouts, compute: Compute
     }
 
 
-def _unstack(weights: Params, layers: int) -> list[Params]:
+def _unstack(weights: Params) -> list[Params]:
     """The weights of each layer; by split, whose gradient is one concatenation."""
     leaves, treedef = jax.tree.flatten(weights)
+    layers = leaves[0].shape[0]
     parts = [lax.split(leaf, (1,) * layers, axis=0) for leaf in leaves]
     return [
         jax.tree.unflatten(treedef, [lax.squeeze(part[i], (0,)) for part in parts])
@@ -105,11 +125,67 @@ def enter(
     eps: float,
     compute: Compute,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """A block's first step: `x + update`, by name, and its norm; together if kept together."""
+    """A block's first step: `x + update`, by name, and its norm; together if saved together."""
+    if compute.stationary:  # no gradient; for few tokens XLA fuses this with what is around it
+        x = x if update is None else x + update
+        return x, [rms_norm(x, scale, eps)] * uses
     kept = REMAT[compute.remat]
     if update is not None and (name in kept) != ("normed" in kept):
         x, update = checkpoint_name(x + update, name), None
     return norm_beside(x, scale, eps, uses, update, name)
+
+
+def last_norm(
+    x: jax.Array, update: jax.Array | None, scale: jax.Array, eps: float, compute: Compute
+) -> jax.Array:
+    """The norm of `x + update`, after the last layer of a stack."""
+    if compute.stationary:
+        return rms_norm(x if update is None else x + update, scale, eps)
+    return norm_alone(x, scale, eps, update)
+
+
+def enter_attention(
+    x: jax.Array,
+    update: jax.Array | None,
+    scale: jax.Array,
+    uses: int,
+    name: str,
+    eps: float,
+    compute: Compute,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """x with the update, and its norm as so many projections to heads take it."""
+    over = compute.layouts.all_gathered(compute.layouts.heads)
+    x, normed = enter(x, update, scale, 1 if over else uses, name, eps, compute)
+    # all-gathered once for all uses
+    return x, normed if not over else [all_gather(normed[0], over)] * uses
+
+
+def gather_weight(weight: Weight, compute: Compute) -> Any:
+    """A weight as a matmul takes it: all-gathered, unless weights are stationary."""
+    if isinstance(weight, Quantized):
+        return weight
+    return all_gather(weight, compute.layouts.weight_axes)
+
+
+def project(
+    dims: str, x: jax.Array, weight: Weight, target: P, compute: Compute, **options: Any
+) -> jax.Array:
+    """The product of x [batch, length, embed] and a weight, sharded as `target`."""
+    layouts = compute.layouts
+    out = partial_sums(layouts.beside_weight(target), layouts.summed)
+    y = einsum(dims, x, weight, out_sharding=out, **options)
+    return scaled(reduce_to(y, layouts.summed, target), weight)
+
+
+def attention_output(mixed: jax.Array, w: Params, compute: Compute) -> jax.Array:
+    """What heads [batch, length, heads, head_dim] add to the residual stream."""
+    layouts = compute.layouts
+    over = layouts.axes(layouts.heads)
+    if layouts.stationary:
+        mixed = reshard(mixed, layouts.beside_weight(layouts.heads))
+    weight = gather_weight(w["wo"], compute)
+    out = einsum("blhd,hde->ble", mixed, weight, out_sharding=partial_sums(layouts.block, over))
+    return scaled(reduce_to(out, over, layouts.residual), weight)
 
 
 def mlp(
@@ -120,38 +196,48 @@ def mlp(
     compute: Compute,
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
 ) -> tuple[jax.Array, jax.Array]:
-    """x with the update, and what is to be added to it next.
+    """x with the update, and the next update.
 
     With a weight `gate` the activation of its product multiplies that of `up`; without, the mlp is
-    the activation between `up` and `down`.
+    the activation between `up` and `down`. `gate_up` [embed, 2, mlp] is both in one.
     """
     layouts = compute.layouts
-    over = layouts.axes(layouts.mlp)
-    whole = not compute.mlp_chunk
-    names = [name for name in ("gate", "up") if name in w]
-    uses = len(names) if whole and not over else 1
+    over, inputs_over = layouts.axes(layouts.mlp), layouts.all_gathered(layouts.mlp)
+    at_once = not compute.mlp_chunk
+    names = [name for name in ("gate_up", "gate", "up") if name in w]
+    uses = len(names) if at_once and not inputs_over else 1
     x, normed = enter(x, update, w["norm"], uses, "middle", eps, compute)
-    weights = [all_gather(w[name], layouts.token_axes) for name in (*names, "down")]
+    weights = [gather_weight(w[name], compute) for name in (*names, "down")]
 
-    def forward(target: P, *given: jax.Array) -> Any:
-        *normed, down = given
+    def forward(target: P, *inputs: Any) -> Any:
+        *normed, down = inputs
         first = [normed.pop() for _ in names][::-1]
-        normed = normed if not over else [all_gather(normed[0], over)]  # [batch, length, embed]
-        inputs = normed * len(names) if len(normed) == 1 else normed
+        # [batch, length, embed]
+        normed = normed if not inputs_over else [all_gather(normed[0], inputs_over)]
+        normed = normed * len(names) if len(normed) == 1 else normed
         hidden = [
-            checkpoint_name(jnp.einsum("ble,em->blm", h, weight, out_sharding=layouts.mlp), name)
-            for name, h, weight in zip(names, inputs, first, strict=True)
+            checkpoint_name(_to_mlp(h, weight, compute), name)
+            for name, h, weight in zip(names, normed, first, strict=True)
         ]
+        if names == ["gate_up"]:
+            hidden = [hidden[0][:, :, 0], hidden[0][:, :, 1]]
         gated = activation(hidden[0])
-        activated = checkpoint_name(gated * hidden[1] if len(names) == 2 else gated, "activated")
-        out = jnp.einsum(
-            "blm,me->ble", activated, down, out_sharding=partial_sums(layouts.block, over)
-        )
-        return reduce_to(out, over, target)
+        activated = checkpoint_name(gated * hidden[1] if len(hidden) == 2 else gated, "activated")
+        out = einsum("blm,me->ble", activated, down, out_sharding=partial_sums(layouts.block, over))
+        return scaled(reduce_to(out, over, target), down)
 
-    if whole:
+    if at_once:
         return x, forward(layouts.residual, *normed, *weights)
-    # a chunk's sums are added whole, since its tokens are not those that tp splits between blocks
+    # all-reduced, since a chunk's tokens are not those that tp splits between blocks
     chunk = functools.partial(forward, layouts.block)
     out = over_chunks(chunk, reshard(normed[0], layouts.block), weights, compute.mlp_chunk)
     return x, reshard(out, layouts.residual)
+
+
+def _to_mlp(h: jax.Array, weight: Weight, compute: Compute) -> jax.Array:
+    """[batch, length, mlp]; of a merged weight [batch, length, 2, mlp]."""
+    target = compute.layouts.mlp
+    if weight.ndim == 2:
+        return project("ble,em->blm", h, weight, target, compute)
+    batch, length, mlp_axes = target.partitions
+    return project("ble,ecm->blcm", h, weight, P(batch, length, None, mlp_axes), compute)

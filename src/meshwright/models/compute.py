@@ -25,16 +25,17 @@ class Compute:
     kernel: str = "auto"  # of attention
     context_parallel: str = "auto"  # the method of attention where sp splits sequences
     mlp_chunk: int = 0  # tokens of a sequence on a device in the mlp at a time; 0: all
+    stationary: bool = False  # weights stay sharded and activations move: see activations.py
 
     @property
     def layouts(self) -> ActivationLayouts:
-        return activation_layouts(self.rules, nontrivial_axes())
+        return activation_layouts(self.rules, nontrivial_axes(), self.stationary)
 
 
-def default_dtype(said: str, platform: str) -> str:
+def default_dtype(dtype: str, platform: str) -> str:
     """The dtype of matmuls; auto: bfloat16 on accelerators, float32 on CPUs."""
-    if said != "auto":
-        return said
+    if dtype != "auto":
+        return dtype
     return "float32" if platform == "cpu" else "bfloat16"
 
 

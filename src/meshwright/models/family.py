@@ -5,21 +5,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshwright.layouts import Rules
+from meshwright.models.huggingface import HfModel
+from meshwright.models.work import Stack
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Prefill and decode with a cache of keys and values."""
+    """How prefill and decode call `forward`: see models/generation.py."""
 
     rules: Callable[[], Rules]
-    prefill: Callable[..., Any]
-    """(params, prompts [batch, length], lengths [batch], config, room) → logits, cache."""
-    step: Callable[..., Any]
-    """(params, cache, next tokens [batch], config) → logits [batch, vocab], cache."""
-    batch_multiple: Callable[[Any], int]
-    """Of a mesh's shape: a batch must be a multiple of this."""
+    compute: Callable[[Any], Any]
+    """params → Compute of a decode step."""
+    start: Callable[..., Any]
+    """(params, prompts [batch, length], lengths [batch], config, room) → batch, state, Compute."""
     cached_numbers: Callable[[Any], int]
-    """Of a config: numbers that the cache holds for each token."""
+    """config → numbers that the cache holds for each token."""
+    serving_weights: Callable[..., Any] | None = None
+    """(params, config, dtype, release) → weights for an engine's steps: see decoder/serving.py.
+
+    None: an engine cannot serve it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +33,8 @@ class HuggingFace:
     architectures: Mapping[str, str]  # to model_type
     read_config: Callable[..., Any]  # a config.json, its folder or its fields → config
     write_config: Callable[[Any], dict[str, Any]]
-    load: Callable[..., Any]
-    save: Callable[..., Any]
+    model: Callable[[Any], HfModel]
+    """config → the arrays and files of a folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +60,18 @@ class ModelFamily:
     """Training objectives (see data/objectives.py), the default first."""
     loss: Callable[..., Any]
     """(params, batch, scale, config, compute, LossConfig) → scaled loss, summed entropy."""
-    hidden_states: Callable[..., Any]
-    """(params, tokens, config, compute, *, segments, positions) → [batch, length, embed]."""
+    forward: Callable[..., Any]
+    """(params, batch, config, compute, state=None) → hidden [batch, length, embed], state.
+
+    One function for training (no state), prefill and decode: see models/states.py."""
     lm_head: Callable[..., Any]
     """(params, config) → LmHead."""
     sequence_split: Callable[..., Any]
     """(config, activation layouts, mesh shape, length) → how attention is split."""
     remat: Mapping[str, frozenset[str]]
     """Remat policies: the names of the activations that each saves."""
+    work: Callable[[Any], tuple[Stack, ...]]
+    """Of a config: its stacks of layers, the one before the LM head last."""
     flops: Callable[[Any, Mapping[str, int]], float]
     """(config, length of each batch field) → FLOPs of a training step for one example."""
     split_dims: tuple[str, ...]

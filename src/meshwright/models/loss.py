@@ -1,13 +1,17 @@
-"""The loss of next tokens, fused with the LM head."""
+"""The LM head: logits, and the loss of next tokens fused with it."""
 
 import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
 
 from meshwright.errors import MeshwrightError
+from meshwright.models.blocks import project
 from meshwright.models.compute import Compute
-from meshwright.ops import all_gather, cross_entropy, current_platform, tie_gradients
+from meshwright.ops import Quantized, all_gather, cross_entropy, current_platform, tie_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +34,28 @@ class LossConfig:
 class LmHead:
     """The weight of the LM head as it is stored, padding included."""
 
-    weight: jax.Array  # [embed, vocab], or [vocab, embed] if it is the embedding
+    weight: Any  # [embed, vocab], or [vocab, embed] if it is the embedding
     tied: bool
 
-    def gathered(self, compute: Compute) -> jax.Array:
-        """The weight in the dtype of matmuls, whole over the axes that split tokens."""
-        return all_gather(self.weight.astype(compute.dtype), compute.layouts.token_axes)
+    def all_gathered(self, compute: Compute) -> Any:
+        """The weight in the dtype of matmuls, as a matmul takes it."""
+        if isinstance(self.weight, Quantized):
+            return self.weight
+        return all_gather(self.weight.astype(compute.dtype), compute.layouts.weight_axes)
+
+
+def lm_logits(x: jax.Array, head: LmHead, vocab: int, compute: Compute) -> jax.Array:
+    """Hidden states [batch, length, embed] to logits [batch, length, vocab], in float32."""
+    layouts = compute.layouts
+    logits = project(
+        "ble,ve->blv" if head.tied else "ble,ev->blv",
+        all_gather(x, layouts.all_gathered(layouts.logits)), head.all_gathered(compute),
+        layouts.logits, compute, preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    if logits.shape[2] == vocab:
+        return logits
+    # without padding the vocabulary is not divisible, so every device gets all of it
+    return reshard(logits, P(*layouts.logits.partitions[:2], None))[..., :vocab]
 
 
 def next_token_loss(
@@ -53,7 +73,7 @@ def next_token_loss(
     """
     layouts = compute.layouts
     with jax.named_scope("loss"):
-        hidden, weight = _gathered(hidden, head, compute)
+        hidden, weight = _all_gathered(hidden, head, compute)
         return cross_entropy(
             all_gather(hidden, layouts.axes(layouts.logits)),
             weight,
@@ -66,20 +86,19 @@ def next_token_loss(
         )
 
 
-def _gathered(hidden: jax.Array, head: LmHead, compute: Compute) -> Any:
-    """The hidden states and the gathered LM head, whose gradient is made before hidden's is used.
+def _all_gathered(hidden: jax.Array, head: LmHead, compute: Compute) -> Any:
+    """The hidden states and the all-gathered LM head; hidden's gradient waits for the head's.
 
-    XLA would put the matmuls of the head's gradient off until after the backward pass of all
-    layers, and keep what they multiply. An untied head has its gradient scattered first, a tied
-    one after that of the embedding was added. On TPUs it is the sum in float32 that would wait:
-    there this is for tied heads and for context parallelism. On one device there is nothing to
-    scatter.
+    XLA would delay the matmuls of the head's gradient until after the backward pass of all layers,
+    and keep their inputs. An untied head has its gradient reduce-scattered first, a tied one after
+    that of the embedding was added. On TPUs it is the sum in float32 that would wait: there this is
+    for tied heads and for context parallelism. On one device there is nothing to reduce.
     """
     _, length_axes = compute.layouts.tokens.partitions
     early = current_platform() != "tpu" or head.tied or bool(length_axes)
     if not compute.layouts.token_axes or not early:
-        return hidden, head.gathered(compute)
+        return hidden, head.all_gathered(compute)
     if head.tied:
-        return tie_gradients(hidden, head.gathered(compute))
+        return tie_gradients(hidden, head.all_gathered(compute))
     hidden, weight = tie_gradients(hidden, head.weight)
-    return hidden, dataclasses.replace(head, weight=weight).gathered(compute)
+    return hidden, dataclasses.replace(head, weight=weight).all_gathered(compute)

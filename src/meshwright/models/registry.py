@@ -11,7 +11,13 @@ from meshwright.arithmetic import first_repeated
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.decoder import DECODER
 from meshwright.models.family import Generation, ModelFamily
-from meshwright.models.huggingface import read_hf_config, short
+from meshwright.models.huggingface import (
+    OnRead,
+    load_folder,
+    read_hf_config,
+    save_folder,
+    short,
+)
 from meshwright.models.t5.family import T5
 
 FAMILIES: tuple[ModelFamily, ...] = (DECODER, T5)
@@ -105,7 +111,7 @@ def load_hf(
     config: Any = None,
     shardings: Any = None,
     dtype: Any = jnp.float32,
-    on_read: Any = None,
+    on_read: OnRead | None = None,
 ) -> Any:
     """The weights of a Hugging Face folder, every array placed as `shardings` says.
 
@@ -116,7 +122,8 @@ def load_hf(
     if not isinstance(folder, str | os.PathLike):
         raise MeshwrightError(f"{folder!r} is not the path of a folder")
     config = from_hf_config(folder) if config is None else config
-    return family_of(config).hugging_face.load(folder, config, shardings, dtype, on_read)
+    model = family_of(config).hugging_face.model(config)
+    return load_folder(folder, model, shardings, dtype, on_read)
 
 
 def save_hf(folder: str | os.PathLike[str], params: Any, config: Any, **options: Any) -> Path:
@@ -124,8 +131,7 @@ def save_hf(folder: str | os.PathLike[str], params: Any, config: Any, **options:
 
     Options are `dtype`, `max_file_bytes` and `tokenizer`: see models/huggingface/save.py.
     """
-    saved: Path = family_of(config).hugging_face.save(folder, params, config, **options)
-    return saved
+    return save_folder(folder, params, family_of(config).hugging_face.model(config), **options)
 
 
 def model_to_dict(config: Any) -> dict[str, Any]:

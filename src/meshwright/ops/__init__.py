@@ -17,13 +17,15 @@ from meshwright.ops.cross_entropy import IGNORED, cross_entropy, keeps_logit_gra
 from meshwright.ops.embedding import embed
 from meshwright.ops.mosaic import switched_on
 from meshwright.ops.norms import add_bias, norm_alone, norm_beside, rms_norm
+from meshwright.ops.quantized import QUANTIZED_DTYPES, Quantized, einsum, quantize, scaled
 from meshwright.ops.relative_bias import relative_bias, relative_bias_at
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, rotate
 
 __all__ = [
-    "IGNORED", "WRAPPER_FILES", "LinearScaling", "Llama3Scaling", "Rope", "Scaling", "YarnScaling",
-    "add_bias", "all_gather", "cross_entropy", "current_platform", "drop_trivial_axes", "embed",
-    "keeps_logit_gradients", "nontrivial_axes", "norm_alone", "norm_beside", "over_chunks",
-    "partial_sums", "reduce_to", "relative_bias", "relative_bias_at", "rms_norm", "rotate",
-    "spec_of", "split_axes", "switched_on", "tie_gradients",
+    "IGNORED", "QUANTIZED_DTYPES", "WRAPPER_FILES", "LinearScaling", "Llama3Scaling", "Quantized",
+    "Rope", "Scaling", "YarnScaling", "add_bias", "all_gather", "cross_entropy", "current_platform",
+    "drop_trivial_axes", "einsum", "embed", "keeps_logit_gradients", "nontrivial_axes",
+    "norm_alone", "norm_beside", "over_chunks", "partial_sums", "quantize", "reduce_to",
+    "relative_bias", "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes",
+    "switched_on", "tie_gradients",
 ]  # fmt: skip

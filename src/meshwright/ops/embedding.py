@@ -26,7 +26,7 @@ def embed(table: jax.Array, tokens: jax.Array, target: P) -> jax.Array:
     over = axes_of(spec_of(table)[0], "table")
     tokens_spec = spec_of(tokens)
     # where `target` shards tokens further, the reduction is a reduce-scatter
-    out = partial_sums(P(*tokens_spec, None), over)
+    out = partial_sums(P(*tokens_spec, spec_of(table)[1]), over)
 
     def local_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
         lookup = _lookup(table.shape, table.dtype, split_axes(tokens_spec.partitions), over)

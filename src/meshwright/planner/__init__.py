@@ -5,8 +5,8 @@ from meshwright.planner.memory import memory
 from meshwright.planner.parts import length, padding, strategy_of
 from meshwright.planner.planner import plan, plan_config
 from meshwright.planner.result import Choice, Estimate, Job, Memory, Plan, Refusal, Transfer
-from meshwright.planner.rewrites import compiled_rows, compiled_traffic, in_stages
-from meshwright.planner.settings import CHOSEN, apply, choice_of, constraints_of, is_planned, job_of
+from meshwright.planner.rewrites import compiled_sends, compiled_traffic, in_stages
+from meshwright.planner.settings import CHOSEN, apply, choice_of, constraints_of, job_of
 from meshwright.planner.shares import AXES, place_axes
 from meshwright.planner.traffic import traffic
 
@@ -22,11 +22,10 @@ __all__ = [
     "Transfer",
     "apply",
     "choice_of",
-    "compiled_rows",
+    "compiled_sends",
     "compiled_traffic",
     "constraints_of",
     "in_stages",
-    "is_planned",
     "job_of",
     "length",
     "memory",

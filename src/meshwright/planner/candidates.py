@@ -1,16 +1,14 @@
 """Every mesh of a number of devices, and why one cannot run a job."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 from meshwright.arithmetic import divisors
-from meshwright.layouts import Rules
 from meshwright.machines import Machine
-from meshwright.models import decoder_rules, indivisible
+from meshwright.models import indivisible
 from meshwright.ops.attention import FLOPS_PER_BYTE, STRATEGIES, choose_strategy
 from meshwright.ops.attention import refusal as strategy_refusal
-from meshwright.planner.parts import split_of
+from meshwright.planner.parts import split_of, standard_rules
 from meshwright.planner.result import Choice, Job
 
 
@@ -24,13 +22,8 @@ def meshes(devices: int) -> Iterator[Choice]:
 
 def refusal(job: Job, choice: Choice) -> str | None:
     """Why sizes do not divide, in a sentence; None if they do."""
-    rules = _rules(choice.sequence_parallel)
+    rules = standard_rules(job.model, choice.sequence_parallel)
     return indivisible(job.model, rules, choice.sizes, job.batch, job.seq, choice.accumulation)
-
-
-@functools.cache
-def _rules(sequence_parallel: bool) -> Rules:
-    return decoder_rules(sp=True, sequence_parallel=sequence_parallel)
 
 
 def with_strategy(job: Job, choice: Choice, machine: Machine) -> Choice:

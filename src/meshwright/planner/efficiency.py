@@ -35,7 +35,7 @@ SMALL_SIDE = 512
 # 2K tokens (28 ms), 309 at 8K (171 ms); head_dim 128: 550 at 128K if its count is 7 for our 6. Our
 # own kernels, which Hopper GPUs take for 64 now, are a tenth faster; not measured within a step
 ATTENTION_GPU = {64: 0.35, 128: 0.48}
-ATTENTION_GPU_HALF = 950.0  # tokens of a row at which half of that is reached
+ATTENTION_GPU_HALF = 950.0  # tokens of a sequence at which half of that is reached
 # assumed: half of the peak at head_dim 128, and half of that at 64, which fills half of the matrix
 # unit; no TPU was there to measure
 ATTENTION_TPU = {64: 0.25, 128: 0.50}
@@ -88,16 +88,15 @@ HOP_DATA_CENTER = 50e-6
 # ---- overlap: of what could hide under a layer, how much does
 
 # compiled: the TPU compiler's all-gathers for v4, v5p and v6e are synchronous, and so are the
-# reduce-scatters (seen on v4); on v5e 13 fusions of a step's gathers are asynchronous, on 7x all
-# gathers in the loops of the step that was compiled. With
-# `overlap` (train.tpu) 76 to 100% of the bytes gathered in the loops of fifteen steps are, on v4,
-# v5p and v6e; 57% with sequence_parallel. How much of an asynchronous one hides is assumed, and
-# all of it on GPUs.
-HIDE_GATHERS = {"gpu": 0.75, "v5e": 0.75, "7x": 0.75}
-HIDE_GATHERS_TOLD = 0.75
+# reduce-scatters (seen on v4). On v5e 13 fusions of a step's all-gathers are asynchronous, on 7x
+# all in the loops of the step that was compiled. With `overlap` (train.tpu) 76 to 100% of the bytes
+# all-gathered in the loops of fifteen steps are, on v4, v5p and v6e; 57% with sequence_parallel.
+# How much of an asynchronous one hides is assumed, and all of it on GPUs.
+HIDE_ALL_GATHERS = {"gpu": 0.75, "v5e": 0.75, "7x": 0.75}
+HIDE_ALL_GATHERS_TOLD = 0.75
 HIDE_SCATTERS = {"gpu": 0.75}
-# fitted: to the same runs of MaxText: sums over hosts come after the sums inside a host, and go on
-# when the layer has ended
+# fitted: to the same runs of MaxText: sums over hosts come after the sums inside a host, and
+# continue when the layer has ended
 HIDE_SUMS_OVER_HOSTS = 0.0
 # published: compute is 18.9% slower on average while the GPU sends (Lee et al., Characterizing
 # Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning, arXiv 2507.03114)
@@ -135,16 +134,16 @@ def matmul(chip: Chip, smallest_side: float) -> float:
     return full * min(1.0, 0.5 + 0.5 * smallest_side / SMALL_SIDE)
 
 
-def attention(chip: Chip, head_dim: int, row: float) -> float:
-    """Of the peak, in attention of rows this long on a device."""
+def attention(chip: Chip, head_dim: int, length: float) -> float:
+    """Of the peak, in attention of sequences this long on a device."""
     tpu = chip.platform == "tpu"
     table = ATTENTION_TPU if tpu else ATTENTION_GPU
     best = table[128] if head_dim >= 128 else table[64] * min(1.0, head_dim / 64)
     half = ATTENTION_TPU_HALF if tpu else ATTENTION_GPU_HALF
-    return best * row / (row + half)
+    return best * length / (length + half)
 
 
-def turns(part: float) -> float:
+def ring_steps(part: float) -> float:
     """Of attention's speed, what is left where keys come in parts of this many tokens."""
     return part / (part + RING_STEPS_HALF)
 
@@ -156,10 +155,10 @@ def host_network(chip: Chip, hosts: int) -> float:
 
 
 def hides(chip: Chip, operation: str, overlap: bool) -> float:
-    """Of the seconds of a layer's gathers or scatters, what goes on while it computes."""
+    """Of the seconds of a layer's all-gathers or reduce-scatters, the part that compute hides."""
     if overlap and operation == "all-gather" and chip.platform == "tpu":
-        return HIDE_GATHERS_TOLD
-    table = HIDE_GATHERS if operation == "all-gather" else HIDE_SCATTERS
+        return HIDE_ALL_GATHERS_TOLD
+    table = HIDE_ALL_GATHERS if operation == "all-gather" else HIDE_SCATTERS
     return table.get(chip.name, table.get(chip.platform, 0.0))
 
 

@@ -4,32 +4,52 @@ import functools
 from typing import Any
 
 from meshwright.machines import Machine
+from meshwright.models import Attention
 from meshwright.ops.attention import Split, calls_of, padding, slow_kernel
 from meshwright.planner import efficiency
-from meshwright.planner.parts import split_of, strategy_of
+from meshwright.planner.parts import keys_seen, splits_of, strategy_of
 from meshwright.planner.result import Choice, Job
+from meshwright.planner.sizes import StackSizes
 
 
 def slow_attention(job: Job, choice: Choice, machine: Machine) -> tuple[str, str] | None:
     """The kernel that is used where no fused one can be, and why; None where one can."""
-    return _kernel(*_asked(job, choice, machine))[0]
+    kernels = (_kernel_of(job, choice, machine, split) for _, _, split in splits_of(job, choice))
+    return next((slow for slow, _ in kernels if slow is not None), None)
 
 
-def attention_slowdown(job: Job, choice: Choice, machine: Machine) -> float:
-    """How much longer attention takes than in a fused kernel at its own lengths."""
-    slow, padded = _kernel(*_asked(job, choice, machine))
+def plain_attention(
+    job: Job, choice: Choice, machine: Machine
+) -> list[tuple[StackSizes, Attention, Split]]:
+    """Those of splits_of that no fused kernel computes."""
+    return [
+        one
+        for one in splits_of(job, choice)
+        if _kernel_of(job, choice, machine, one[2])[0] is not None
+    ]
+
+
+def attention_slowdown(job: Job, choice: Choice, machine: Machine, index: int = 0) -> float:
+    """How much longer an attention takes than in a fused kernel at its own lengths.
+
+    `index` is that of the attention in splits_of.
+    """
+    _, attention, split = splits_of(job, choice)[index]
+    slow, padded = _kernel_of(job, choice, machine, split)
     if slow is None:
         return padded
     # plain JAX computes all keys, also those outside a window; a causal mask sees half of them
-    computed = job.seq / 2 / job.model.keys_seen(job.seq)
+    keys = split.keys or split.length
+    masked = 1 if split.mask.causal else 2
+    computed = keys * masked / 2 / keys_seen(attention, split.length, keys)
     return efficiency.PLAIN_ATTENTION[machine.chip.platform] * computed
 
 
-def _asked(job: Job, choice: Choice, machine: Machine) -> tuple[Any, ...]:
+def _kernel_of(job: Job, choice: Choice, machine: Machine, split: Split) -> Any:
     chip = machine.chip
-    return (
-        split_of(job, choice), strategy_of(job, choice), chip.platform, chip.device_kinds[0],
-        job.dtype, job.attention, job.documents,
+    return _kernel(
+        split, strategy_of(job, choice), chip.platform, chip.device_kinds[0], job.dtype,
+        job.attention, job.documents,
     )  # fmt: skip
 
 

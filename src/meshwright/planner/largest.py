@@ -1,4 +1,4 @@
-"""The largest batch and the longest row that fit on a mesh."""
+"""The largest batch and the longest sequence that fit on a mesh."""
 
 import dataclasses
 import math
@@ -12,19 +12,19 @@ _MOST = 1 << 24
 
 
 def largest_batch(job: Job, choice: Choice, machine: Machine) -> int | None:
-    """Rows of a step without micro-batches, kept as the choice says; None if not even one each."""
+    """Sequences of a step without micro-batches, with the choice's remat; None if none fit."""
     ranks = choice.dp * choice.fsdp
     alone = dataclasses.replace(choice, accumulation=1)
 
-    def fits(rows: int) -> bool:
-        return memory(dataclasses.replace(job, batch=rows * ranks), alone, machine).fits
+    def fits(sequences: int) -> bool:
+        return memory(dataclasses.replace(job, batch=sequences * ranks), alone, machine).fits
 
-    rows = _most(fits)
-    return rows * ranks if rows else None
+    sequences = _most(fits)
+    return sequences * ranks if sequences else None
 
 
 def largest_seq(job: Job, choice: Choice, machine: Machine) -> int | None:
-    """Tokens of a row, one row on each data rank, everything made again that can be."""
+    """Tokens of a sequence, one on each data rank, with everything recomputed that can be."""
     ranks = choice.dp * choice.fsdp
     unit = math.lcm(1024, 2 * choice.sp * choice.tp)
     alone = dataclasses.replace(

@@ -1,15 +1,20 @@
-"""A device's part of a job under a choice: its rows, tokens, and how its rows are split."""
+"""A device's part of a job under a choice: its sequences, tokens, and how attention is split."""
 
+import dataclasses
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from meshwright.arithmetic import round_up
 from meshwright.errors import MeshwrightError
-from meshwright.models import DecoderConfig, decoder_rules, describe_padding
-from meshwright.ops.attention import Mask, Split
+from meshwright.models import Attention, activation_layouts, describe_padding, family_of
+from meshwright.ops.attention import Split
 from meshwright.planner.result import Choice, Job
+from meshwright.planner.sizes import StackSizes
 
 LANES = 128  # a TPU's arrays are this wide at least: a last dim of 64 takes the room of 128
+SUBLANES = 8  # and the dim before it is a multiple of this
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
@@ -18,29 +23,19 @@ def item_bytes(dtype: str) -> int:
     return _ITEM[dtype]
 
 
-def rows(job: Job, choice: Choice) -> int:
-    """Rows of a micro-batch on a device."""
+def sequences(job: Job, choice: Choice) -> int:
+    """Sequences of a micro-batch on a device."""
     return job.batch // (choice.dp * choice.fsdp * choice.accumulation)
 
 
 def length(job: Job, choice: Choice) -> int:
-    """Tokens of a row on a device."""
-    return job.seq // choice.sp
+    """Tokens on a device of the sequence that meets the LM head."""
+    return job.lengths["tokens"] // choice.sp
 
 
 def tokens(job: Job, choice: Choice) -> int:
-    """Tokens of a micro-batch on a device."""
-    return rows(job, choice) * length(job, choice)
-
-
-def attention_weights(model: DecoderConfig) -> int:
-    """Numbers in the matrices of a layer's attention."""
-    return 2 * model.embed * model.head_dim * (model.heads + model.kv_heads)
-
-
-def mlp_weights(model: DecoderConfig) -> int:
-    """Numbers in the matrices of a layer's mlp."""
-    return 3 * model.embed * model.mlp
+    """Tokens of a micro-batch on a device that meet the LM head."""
+    return sequences(job, choice) * length(job, choice)
 
 
 def vocab(job: Job, choice: Choice) -> int:
@@ -50,28 +45,49 @@ def vocab(job: Job, choice: Choice) -> int:
 
 def padding(job: Job, choice: Choice) -> str | None:
     """What is padded, in words: `vocab 128257 padded to 128258 for tp=2`."""
-    return describe_padding(job.model, decoder_rules(sp=True), choice.sizes)
+    return describe_padding(job.model, standard_rules(job.model), choice.sizes)
+
+
+@functools.lru_cache(maxsize=64)
+def standard_rules(model: Any, sequence_parallel: bool = False) -> Any:
+    """The rules that the planner counts with."""
+    return family_of(model).rules(sp=True, sequence_parallel=sequence_parallel)
 
 
 def split_of(job: Job, choice: Choice) -> Split:
-    """How attention is split over sp."""
-    return _split(job.model, job.seq, choice.tp, choice.sp)
+    """How the first attention of a model is split over sp; an error says why it cannot be."""
+    return splits_of(job, choice)[0][2]
 
 
-@functools.lru_cache(maxsize=4096)
-def _split(model: DecoderConfig, seq: int, tp: int, sp: int) -> Split:
-    return Split(
-        ways=sp,
-        length=seq,
-        heads=model.heads // tp,
-        kv_heads=model.kv_heads // tp,
-        head_dim=model.head_dim,
-        mask=Mask(window=model.sliding_window).within(seq, seq),
-    )
+def splits_of(job: Job, choice: Choice) -> tuple[tuple[StackSizes, Attention, Split], ...]:
+    """Every attention of a layer of each stack; an error says why sp cannot split it."""
+    key = choice.tp, choice.sp
+    found: tuple[tuple[StackSizes, Attention, Split], ...] | None = job.splits.get(key)
+    if found is None:
+        found = job.splits[key] = _splits(job, {"tp": choice.tp, "sp": choice.sp})
+    return found
+
+
+def _splits(job: Job, axes: Mapping[str, int]) -> tuple[tuple[StackSizes, Attention, Split], ...]:
+    nontrivial = frozenset(axis for axis, size in axes.items() if size > 1)
+    layouts = activation_layouts(standard_rules(job.model), nontrivial)
+    first = family_of(job.model).sequence_split(job.model, layouts, axes, job.seq)
+    found = []
+    for stack in job.sizes.stacks:
+        for attention in (block.attention for block in stack.blocks):
+            if attention is not None:
+                queries = job.lengths[stack.field]
+                keys = job.lengths[attention.keys_from or stack.field]
+                split = dataclasses.replace(
+                    first, length=queries, mask=attention.mask.within(queries, keys),
+                    biased=attention.biased, keys=None if keys == queries else keys,
+                )  # fmt: skip
+                found.append((stack, attention, split))
+    return tuple(found)
 
 
 def strategy_of(job: Job, choice: Choice) -> str:
-    """The strategy of attention over sp; none where rows are whole. It is not checked.
+    """The strategy of attention over sp; none where sequences are whole. It is not checked.
 
     `auto` depends on the machine: candidates.with_strategy makes it one of the others first.
     """
@@ -80,22 +96,30 @@ def strategy_of(job: Job, choice: Choice) -> str:
     if choice.strategy == "auto":
         raise MeshwrightError(
             f"'{choice.mesh}' leaves the strategy of attention over sp to the machine; "
-            "plan.candidates.with_strategy(job, choice, machine) names it"
+            "planner.candidates.with_strategy(job, choice, machine) names it"
         )
     return choice.strategy
 
 
-def mlp_chunks(job: Job, choice: Choice) -> int:
-    """In how many chunks the mlp takes a device's tokens: as ops.chunks cuts them."""
-    part = length(job, choice)
+def mlp_chunks(length: int, choice: Choice) -> int:
+    """In how many chunks the mlp takes so many tokens: as ops.chunks cuts them."""
     if not choice.mlp_chunk:
         return 1
-    least = math.ceil(part / choice.mlp_chunk)
-    return next(n for n in range(least, part + 1) if part % n == 0)
+    least = math.ceil(length / choice.mlp_chunk)
+    return next(n for n in range(least, length + 1) if length % n == 0)
 
 
 def loss_chunks(job: Job, choice: Choice) -> tuple[int, int]:
     """How many chunks of tokens the loss takes, and the tokens of one."""
-    here = tokens(job, choice)
-    size = min(job.loss_chunk, here)
-    return math.ceil(here / size), size
+    on_device = tokens(job, choice)
+    size = min(job.loss_chunk, on_device)
+    return math.ceil(on_device / size), size
+
+
+def keys_seen(attention: Attention, queries: int, keys: int) -> float:
+    """Keys that a query attends to, on average."""
+    mask = attention.mask.within(queries, keys)
+    if not mask.causal:
+        return keys
+    window = min(mask.window or keys, keys)
+    return window * (2 * keys - window) / keys / 2

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import Machine, largest_slice, squarest
-from meshwright.models import DecoderConfig, model_config
-from meshwright.models.decoder import REMAT
+from meshwright.models import family_of, model_config
 from meshwright.planner import constraints
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.efficiency import OPTIMIZER_BYTES, told_to_overlap
@@ -37,52 +36,40 @@ MOST_DEVICES = 65536  # to which a larger machine is looked for
 
 
 def plan(
-    model: str | DecoderConfig | TrainConfig,
+    model: Any,
     on: str | Machine,
     batch: int | None = None,
     seq: int | None = None,
     *,
     objective: Objective = "throughput",
     mesh: str | None = None,
-    remat: str | None = None,
-    accumulation: int | None = None,
     kind: Literal["train", "serve"] = "train",
-    optimizer: str | None = None,
-    param_dtype: str | None = None,
-    dtype: str | None = None,
-    scan: bool | None = None,
-    loss_chunk: int | None = None,
-    overlap: bool | None = None,
     cost_per_hour: float | None = None,
+    **settings: Any,
 ) -> Plan:
     """Every mesh for a model on a machine, ranked.
 
-    `model` is a preset, a config.json, a DecoderConfig, or a TrainConfig; `on` a machine, described
-    or in text; `batch` the sequences of a step, over all devices. `mesh` limits what may be chosen
-    (`fsdp=*,tp<=8,sp=1`), `remat` and `accumulation` fix what else would be chosen with it. The
-    others are settings of train and have its defaults.
+    `model` is a preset, a config.json, a model's config, or a TrainConfig; `on` a machine as a
+    value or in text; `batch` the sequences of a step, over all devices. `mesh` limits what may be
+    chosen (`fsdp=*,tp<=8,sp=1`). The `settings` remat and accumulation fix what else would be
+    chosen with it; loss_chunk, optimizer, param_dtype, dtype, scan and overlap are settings of
+    train and have its defaults.
 
     Of a TrainConfig the mesh, remat, accumulation, sequence_parallel, context_parallel and
     mlp_chunk are kept where they are not the defaults. Settings given here replace its own.
     """
     machine = Machine.parse(on)
-    _check(objective, remat, accumulation, cost_per_hour)
-    _check_kind(kind, objective, remat, accumulation, optimizer, overlap)
-    given = {
-        "batch": batch, "seq": seq, "loss_chunk": loss_chunk, "optimizer": optimizer,
-        "param_dtype": param_dtype, "dtype": dtype, "scan": scan, "overlap": overlap,
-    }  # fmt: skip
-    config = _config(model, {name: value for name, value in given.items() if value is not None})
+    given = {"batch": batch, "seq": seq} | settings
+    given = {name: value for name, value in given.items() if value is not None}
+    _check(objective, kind, cost_per_hour, given)
+    fixed = {name: given.pop(name) for name in CHOSEN_TOO if name in given}
+    config = _config(model, given)
     limits = constraints_of(config)
     if mesh is not None:
         limits = dataclasses.replace(limits, limits=constraints.parse(mesh).limits)
-    fixed = {"remat": remat, "accumulation": accumulation}
-    fixed = {name: value for name, value in fixed.items() if value is not None}
     limits = dataclasses.replace(limits, fixed={**limits.fixed, **fixed})
-    made = plan_config(
-        config, machine, limits,
-        model=model if isinstance(model, DecoderConfig) else None, kind=kind, objective=objective,
-    )  # fmt: skip
+    model = None if isinstance(model, str | TrainConfig) else model
+    made = plan_config(config, machine, limits, model=model, kind=kind, objective=objective)
     return dataclasses.replace(made, cost_per_hour=cost_per_hour)
 
 
@@ -91,13 +78,16 @@ def plan_config(
     machine: Machine,
     limits: Constraints,
     *,
-    model: DecoderConfig | None = None,
+    model: Any = None,
     kind: Literal["train", "serve"] = "train",
     objective: Objective = "throughput",
 ) -> Plan:
     """Every mesh within the limits for these settings, ranked; `model` as in `job_of`."""
     model = model_config(config.model) if model is None else model
     job = job_of(config, machine, model, kind)
+    remat, policies = limits.fixed.get("remat"), family_of(model).remat
+    if remat is not None and remat not in policies:
+        raise MeshwrightError(f"remat={remat!r} is not a policy{did_you_mean(remat, policies)}")
     _check_accumulation(job.batch, limits.fixed.get("accumulation", 1))
     if kind == "serve":
         estimates, refused = serving(job, machine, limits, objective)
@@ -128,15 +118,19 @@ _SETTINGS = {
     "overlap": "compute.overlap",
 }  # fmt: skip
 _KNOWN = {"optimizer": tuple(OPTIMIZER_BYTES), "param_dtype": DTYPES, "dtype": DTYPES}
+CHOSEN_TOO = ("remat", "accumulation")
 
 
-def _config(model: str | DecoderConfig | TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+def _config(model: Any, given: Mapping[str, Any]) -> TrainConfig:
     """The settings, with every mistake found."""
-    if not isinstance(model, str | DecoderConfig | TrainConfig):
-        raise MeshwrightError(
-            f"model {model!r} is neither a preset's name, nor a config.json, nor a DecoderConfig, "
-            "nor a TrainConfig"
-        )
+    if not isinstance(model, str | TrainConfig):
+        try:
+            family_of(model)
+        except MeshwrightError:
+            raise MeshwrightError(
+                f"model {model!r} is neither a preset's name, nor a config.json, nor a model's "
+                "config, nor a TrainConfig"
+            ) from None
     for name in ("batch", "seq", "loss_chunk"):
         if name in given:
             _check_number(name, given[name])
@@ -165,48 +159,40 @@ def _check_accumulation(batch: int, accumulation: int) -> None:
 
 
 def _check(
-    objective: str, remat: str | None, accumulation: int | None, cost_per_hour: float | None
+    objective: str, kind: str, cost_per_hour: float | None, given: Mapping[str, Any]
 ) -> None:
+    """Find mistakes in what plan was asked."""
+    known = (*_SETTINGS, *CHOSEN_TOO)
+    for name in given:
+        if name not in known:
+            raise MeshwrightError(f"plan has no setting {name!r}{did_you_mean(name, known)}")
     if objective not in OBJECTIVES:
         raise MeshwrightError(
             f"objective={objective!r} is not known{did_you_mean(objective, OBJECTIVES)}"
         )
-    if remat is not None and remat not in REMAT:
-        raise MeshwrightError(f"remat={remat!r} is not a policy{did_you_mean(remat, REMAT)}")
-    if accumulation is not None:
-        _check_number("accumulation", accumulation)
+    if "accumulation" in given:
+        _check_number("accumulation", given["accumulation"])
     price = cost_per_hour
     if price is not None and not (isinstance(price, int | float) and 0 < price < math.inf):
         raise MeshwrightError(
             f"cost_per_hour={price!r} is not a price; give what one chip costs for an hour, such "
             "as 4.2"
         )
-
-
-def _check_number(what: str, number: object) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST:
-        raise MeshwrightError(f"{what}={number!r} must be a whole number from 1 to {MOST}")
-
-
-def _check_kind(
-    kind: str, objective: str, remat: str | None, accumulation: int | None, optimizer: str | None,
-    overlap: bool | None,
-) -> None:  # fmt: skip
-    """What only training, or only serving, has."""
     if kind == "train" and objective == "latency":
         raise MeshwrightError(
             "objective='latency' is how long a token takes to serve; of a train step of a given "
             "batch the shortest is also the most tokens a second: objective='throughput'"
         )
-    said = {
-        "remat": remat, "accumulation": accumulation, "optimizer": optimizer,
-        "overlap": overlap or None,
-    }  # fmt: skip
-    for what, value in said.items():
-        if kind == "serve" and value is not None:
+    for name in ("remat", "accumulation", "optimizer", "overlap"):
+        if kind == "serve" and given.get(name):
             raise MeshwrightError(
-                f"{what}={value!r} is of training, and serving is planned; leave it out"
+                f"{name}={given[name]!r} is of training, and serving is planned; leave it out"
             )
+
+
+def _check_number(what: str, number: object) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST:
+        raise MeshwrightError(f"{what}={number!r} must be a whole number from 1 to {MOST}")
 
 
 def _warnings(job: Job, machine: Machine) -> tuple[str, ...]:
@@ -216,11 +202,11 @@ def _warnings(job: Job, machine: Machine) -> tuple[str, ...]:
     if job.overlap and not told_to_overlap(machine.chip):
         found.append(
             f"overlap changes nothing on {machine.chip.name}: "
-            + ("it gathers so by itself" if machine.is_tpu else "it is for TPUs")
+            + ("it overlaps by itself" if machine.is_tpu else "it is for TPUs")
         )
     said = f"seq={job.seq:,} is longer than the model's {longest:,} tokens"
     if job.seq > longest and job.kind == "serve":
-        found.append(f"{said}; weights made for longer rows are needed")
+        found.append(f"{said}; weights made for longer sequences are needed")
     elif job.seq > longest:
         found.append(
             f"{said}; train needs --override rope.theta=…, or rope.scaling and rope.factor (the "
@@ -232,7 +218,7 @@ def _warnings(job: Job, machine: Machine) -> tuple[str, ...]:
 def _estimate(job: Job, machine: Machine, one: Found) -> Estimate:
     timing = one.timing
     peak = machine.chip.bf16_flops / machine.chip.cores_per_chip
-    bound, reason = bound_and_reason(job, one.choice, timing)
+    bound, reason = bound_and_reason(one.choice, timing)
     slow = slow_attention(job, one.choice, machine)
     if slow is not None:
         reason += f"; attention in the slower kernel {slow[0]} ({slow[1]})"

@@ -1,6 +1,6 @@
 """Why a step takes as long as it does, in a sentence."""
 
-from meshwright.planner.result import Choice, Job
+from meshwright.planner.result import Choice
 from meshwright.planner.time import StepTime
 from meshwright.present import count
 
@@ -8,23 +8,24 @@ _PLURAL = {
     "all-gather": "all-gathers",
     "reduce-scatter": "reduce-scatters",
     "all-reduce": "all-reduces",
-    "collective-permute": "hops",
+    "collective-permute": "ring steps",
     "all-to-all": "all-to-alls",
 }
 
 
-def bound_and_reason(job: Job, choice: Choice, timing: StepTime) -> tuple[str, str]:
+def bound_and_reason(choice: Choice, timing: StepTime) -> tuple[str, str]:
     """What bounds it (compute, memory, axes, or idle), and the sentence."""
     waits: dict[tuple[str, ...], float] = {}
-    for row, _, seconds, hidden in timing.rows:
-        waits[row[2]] = waits.get(row[2], 0.0) + seconds - hidden
+    for timed in timing.sends:
+        axes = timed.send.axes
+        waits[axes] = waits.get(axes, 0.0) + timed.exposed
     parts, step = timing.seconds, timing.step
     compute = parts["matmuls"] + parts["attention"]
     memory = sum(parts[name] for name in ("elementwise", "loss", "optimizer", "loop over layers"))
     worst = max(waits, key=waits.__getitem__, default=())
     waited = waits.get(worst, 0.0)
     if worst and waited > max(memory, 0.5 * compute):
-        return "+".join(worst), _network(choice, timing, worst, waited, job)
+        return "+".join(worst), _network(choice, timing, worst, waited)
     if parts["idle"] > max(compute, memory, waited):
         idle = _percent(parts["idle"], step)
         return "idle", f"too small to fill the device: nothing runs in {idle} of the step"
@@ -38,35 +39,34 @@ def bound_and_reason(job: Job, choice: Choice, timing: StepTime) -> tuple[str, s
         said += f"; remat={choice.remat} makes {100 * again:.0f}% of the FLOPs again"
     if worst and waited > 0.03 * step:
         said += f"; {_percent(waited, step)} waits for {_axes(choice, worst)}"
-        said += f" ({_sends(choice, timing, worst, job)})"
+        said += f" ({_sends(choice, timing, worst)})"
     return "compute", said
 
 
-def _network(
-    choice: Choice, timing: StepTime, axes: tuple[str, ...], waited: float, job: Job
-) -> str:
+def _network(choice: Choice, timing: StepTime, axes: tuple[str, ...], waited: float) -> str:
     return (
-        f"{_axes(choice, axes)} is network-bound: {_sends(choice, timing, axes, job)}; "
+        f"{_axes(choice, axes)} is network-bound: {_sends(choice, timing, axes)}; "
         f"{_percent(waited, timing.step)} of the step waits for it"
     )
 
 
-def _sends(choice: Choice, timing: StepTime, axes: tuple[str, ...], job: Job) -> str:
+def _sends(choice: Choice, timing: StepTime, axes: tuple[str, ...]) -> str:
     """`4 all-reduces x 512 MB a layer over ICI x8, open`: the most waited for kind."""
-    here = [one for one in timing.rows if one[0][2] == axes]
-    row, link, _, _ = max(here, key=lambda one: one[2] - one[3])
-    operation, size = row[1], row[3]
-    alike = [one[0] for one in here if one[0][1] == operation and one[0][3] == size]
-    of_layers = row[8] != "step"
-    times = sum(one[4] for one in alike if (one[8] != "step") == of_layers)
+    over = [timed for timed in timing.sends if timed.send.axes == axes]
+    worst = max(over, key=lambda timed: timed.exposed)
+    operation, size, layers = worst.send.operation, worst.send.bytes, worst.send.layers
+    alike = (operation, size, layers)
+    times = sum(
+        send.times for send, *_ in over if (send.operation, send.bytes, send.layers) == alike
+    )
     many, where = times, "a step"
-    if of_layers:
-        many, where = times // (job.model.layers * choice.accumulation), "a layer"
+    if layers:
+        many, where = times // (layers * choice.accumulation), "a layer"
     words = _PLURAL[operation] if many > 1 else operation
     micro = ""
     if choice.accumulation > 1 and where == "a layer":
         micro = f" and micro-batch, {count(choice.accumulation, 'micro-batch')},"
-    return f"{many} {words} x {_size(size)} {where}{micro} over {link.words}"
+    return f"{many} {words} x {_size(size)} {where}{micro} over {worst.link.words}"
 
 
 def _axes(choice: Choice, axes: tuple[str, ...]) -> str:

@@ -3,15 +3,17 @@
 Bytes and seconds are of one device and of one optimizer step unless a name says otherwise.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.machines import Machine
-from meshwright.models import DecoderConfig
+from meshwright.models import family_of
+from meshwright.planner.sizes import ModelSizes, sizes_of
 from meshwright.present import mesh_text
-from meshwright.train import TrainConfig
+from meshwright.train import TrainConfig, field_lengths
 
 RESERVE = 0.05  # of memory
 Phase = Literal["forward", "backward", "optimizer"]
@@ -21,8 +23,8 @@ Phase = Literal["forward", "backward", "optimizer"]
 class Job:
     """What the planner counts with, as settings.job_of reads it from a TrainConfig."""
 
-    model: DecoderConfig
-    batch: int  # rows of an optimizer step, over all devices and micro-batches
+    model: Any  # its config
+    batch: int  # sequences of an optimizer step, over all devices and micro-batches
     seq: int
     name: str = ""  # of the model
     kind: Literal["train", "serve"] = "train"
@@ -31,9 +33,39 @@ class Job:
     dtype: str = "bfloat16"
     loss_chunk: int = 2048
     scan: bool = True
-    documents: bool = True  # rows are packed: segments and positions come with the tokens
+    documents: bool = True  # sequences are packed: segments and positions come with the tokens
     overlap: bool = False  # a TPU is told to gather weights while it computes
     attention: str = "auto"  # the kernel, as train's --compute.attention takes it
+    objective: str = "auto"  # what it is trained on, as train's --objective takes it
+
+    @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        """Of the model."""
+        return sizes_of(self.model)
+
+    @functools.cached_property
+    def lengths(self) -> Mapping[str, int]:
+        """The length of each field of a batch."""
+        return field_lengths(self.model, self.seq, self.objective)
+
+    @functools.cached_property
+    def arrays_by_length(self) -> Mapping[int, int]:
+        """Arrays of a batch of each length; without documents, tokens and targets alone."""
+        fields = dict(self.lengths)
+        if not self.documents:
+            for name in ("segments", "positions"):
+                fields.pop(name, None)
+        return collections.Counter(fields.values())
+
+    @functools.cached_property
+    def remat(self) -> Mapping[str, frozenset[str]]:
+        """Remat policies of the model: the activations that each saves."""
+        return family_of(self.model).remat
+
+    @functools.cached_property
+    def splits(self) -> dict[tuple[int, int], Any]:
+        """How attention is split, by (tp, sp), as far as it was asked for (parts.splits_of)."""
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +100,7 @@ class Choice:
 class Memory:
     """Bytes of a device at the fullest moment, by kind, in the order they are shown."""
 
-    kinds: Mapping[str, int]  # parameters, gradients, optimizer, activations, gathered weights …
+    kinds: Mapping[str, int]  # parameters, gradients, optimizer, activations …
     limit: int  # what the compiler gives out
 
     @property
@@ -97,14 +129,13 @@ class Transfer:
     what: str  # in words: "weights of a layer", "sums of a block's outputs"
     operation: str  # all-gather, reduce-scatter, all-reduce, collective-permute, all-to-all
     axes: tuple[str, ...]  # of the mesh, in its order
-    bytes: int  # of the whole array on a device, once (see audit.Collective.bytes)
+    bytes: int  # of the full array on a device, in one execution (see audits.Collective.bytes)
     times: int  # in a step
     phase: Phase
     pieces: int = 1  # operations that send these bytes each time: a layer's matrices go one by one
     link: str = ""  # what it goes over, in words: "ICI x+y, closed", "NVLink", "host network"
     seconds: float = 0.0  # all times together, if nothing hid it
     hidden: float = 0.0  # of those, the seconds that lie under compute
-    formula: str = ""  # how bytes came about, with numbers filled in
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -156,14 +187,14 @@ class Plan:
     """The ways to run a job on a machine, the best first."""
 
     config: TrainConfig  # settings.apply(config, choice) runs a choice
-    model: DecoderConfig  # the one that the config names, before its positions are changed
+    model: Any  # the one that the config names, before its positions are changed
     kind: Literal["train", "serve"]
     machine: Machine
     objective: Literal["throughput", "latency", "memory"]
     ranked: tuple[Estimate, ...]  # one for each mesh: with the best of the rest
     refused: tuple[Refusal, ...]
     largest_batch: int | None = None  # of the best mesh, at this seq
-    largest_seq: int | None = None  # of the best mesh, at one row a device
+    largest_seq: int | None = None  # of the best mesh, at one sequence a device
     cost_per_hour: float | None = None  # of one chip
     warnings: tuple[str, ...] = ()  # what would keep the printed commands from running as they are
 
@@ -191,6 +222,6 @@ class Plan:
         )
 
     def tokens_per_second(self, estimate: Estimate) -> float:
-        """Of the whole machine; serving, a step makes one token of each row."""
+        """Of the whole machine; serving, a step makes one token of each sequence."""
         tokens = self.job.seq if self.job.kind == "train" else 1
         return self.job.batch * tokens / estimate.step_seconds

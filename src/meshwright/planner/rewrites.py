@@ -1,150 +1,195 @@
-"""What a compiler makes of the collectives it is given.
+"""What a compiler makes of the collectives it is given, as rules over typed transfers.
 
 >>> from meshwright.machines import Machine
 >>> scattered_by(64, Machine.parse("v5p:4x4x4")), scattered_by(32, Machine.parse("v5p:4x4x4"))
 ('all-reduce', 'reduce-scatter')
 
 The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 512 chips):
-- sums gradients by an all-reduce, and cuts afterwards, where a reduce-scatter would go over all
-  devices of a slice: twice the bytes on the wire. Over a part of a slice it scatters;
-- sums whole what it would have to cut within its 128 lanes: the embedding's gradient where a
-  device's part of embed is no multiple of that, and the head's where the vocabulary is none either;
-- sums the head's whole, too, where the vocabulary is one;
-- sums whole what it would scatter along the last dim in parts of exactly 128: the gradients of the
-  weights that lead back to the residual stream (wo, down) and of the embedding;
-- adds the two of a tied embedding before they are sent, not after (as the GPU compiler does), but
-  where dp goes on in other slices;
-- of what goes on in other slices sends between them only a device's part: an all-reduce is a
-  reduce-scatter within slices, an all-reduce between them and an all-gather. Over all devices of
-  one of several slices it does scatter, unless the axis goes on in the others (seen on v5e);
-- gathers the ends anew for every micro-batch, and sums norms once for all of them;
-- lets the gradients of keys make their first hop before they become float32.
-Not counted: where memory is nearly full it may gather weights once more instead of keeping them.
-Weights that fsdp and sp split together are gathered one axis after the other there
-(ops.collectives.gather).
+- emits an all-reduce, and slices afterwards, instead of a reduce-scatter over all devices of a
+  slice: twice the bytes on the wire. Over a part of a slice it scatters, and over a flat slice
+  that is not square (seen on v5e:4x8);
+- emits an all-reduce instead of a reduce-scatter when a shard's last dim is not a multiple of 128
+  lanes: the embedding's gradient where embed is split so, and the LM head's where the vocabulary is
+  not a multiple either; the LM head's also where the vocabulary is one, and where the loss takes
+  all tokens at once; the embedding's also where an encoder and a decoder look it up;
+- does the same for what it would scatter along the last dim in shards of exactly 128: the
+  gradients of the weights that lead back to the residual stream (wo, down) and of the embedding;
+- adds the two gradients of a tied embedding before they are sent, not after (as the GPU compiler
+  does), except where dp continues in other slices;
+- between slices sends only a device's part: an all-reduce is a reduce-scatter within slices, an
+  all-reduce between them and an all-gather. Over all devices of one of several slices it does
+  scatter, unless the axis continues in the others (seen on v5e);
+- all-gathers embedding and LM head anew for every micro-batch, and sums norms once for all of them;
+- lets the gradients of keys make their first ring step before they become float32.
+Not counted: where memory is nearly exhausted it may all-gather weights once more instead of keeping
+them. Weights that fsdp and sp split together are all-gathered one axis after the other there
+(ops.all_gather).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from meshwright.machines import Machine
 from meshwright.meshes import axes_across_slices
 from meshwright.planner.candidates import with_strategy
 from meshwright.planner.links import WITHIN_SLICES
-from meshwright.planner.parts import LANES, item_bytes, vocab
+from meshwright.planner.parts import LANES, item_bytes, loss_chunks, vocab
 from meshwright.planner.result import Choice, Job, Transfer
-from meshwright.planner.traffic import EMBEDDING, HEAD, KEY_GRADIENTS, Row, rows_of
+from meshwright.planner.terms import MakeNumber, floor, plain
+from meshwright.planner.traffic import Carries, Send, sends
 
-SMALLEST = 16  # devices; smaller slices were seen to scatter
-TOGETHER = ("fsdp", "sp")
+SMALLEST = 16  # devices; of smaller slices only 2x2x2 was seen not to scatter
 
 
 def scattered_by(ways: int, machine: Machine) -> str:
     """The operation by which the machine's compiler scatters sums over so many devices."""
-    whole = machine.is_tpu and machine.slices == 1 and ways >= max(machine.num_devices, SMALLEST)
-    return "all-reduce" if whole else "reduce-scatter"
+    if not machine.is_tpu or machine.slices > 1 or ways < machine.num_devices:
+        return "reduce-scatter"
+    if len(set(machine.shape)) > 1 and len(machine.shape) == 2:
+        return "reduce-scatter"
+    return "all-reduce" if machine.shape == (2, 2, 2) or ways >= SMALLEST else "reduce-scatter"
 
 
 def compiled_traffic(job: Job, choice: Choice, machine: Machine) -> tuple[Transfer, ...]:
     """What one optimizer step sends on a machine, as its compiler has it."""
-    rows = compiled_rows(job, choice, machine)
-    parts = (part for row in rows for part in in_stages(row, choice, machine))
-    return tuple(Transfer(*row[:7], formula=row[7]) for row in parts)
-
-
-def in_stages(row: Row, choice: Choice, machine: Machine) -> tuple[Row, ...]:
-    """A row over axes that go on in other slices: what is sent within slices, and between them."""
-    what, operation, axes, size, times, phase, pieces, words, kind = row
-    sizes = choice.sizes
-    factors = axes_across_slices(list(sizes.values()), machine.slices)
-    across = dict(zip(sizes, factors, strict=True))
-    far = tuple(axis for axis in axes if across[axis] > 1)
-    near = tuple(axis for axis in axes if sizes[axis] > across[axis])
-    if not far or not near or operation not in WITHIN_SLICES:
-        return (row,)
-    ways = math.prod(sizes[axis] // across[axis] for axis in near)
-    less = f"{words} / {ways} of a slice"
-    between = what, operation, far, size // ways, times, phase, pieces, less, kind
-    before, after = WITHIN_SLICES[operation]
-    if operation == "reduce-scatter" and ways >= max(machine.devices_per_slice, SMALLEST):
-        before = ("all-reduce",)
-    return (
-        *((what, each, near, size, times, phase, pieces, words, kind) for each in before),
-        between,
-        *((what, each, near, size, times, phase, pieces, words, kind) for each in after),
+    return tuple(
+        stage.transfer()
+        for send in compiled_sends(job, choice, machine)
+        for stage in in_stages(send, choice, machine)
     )
 
 
-def compiled_rows(job: Job, choice: Choice, machine: Machine) -> list[Row]:
-    """traffic.rows_of, as the machine's compiler has them."""
+def compiled_sends(
+    job: Job, choice: Choice, machine: Machine, number: MakeNumber = plain
+) -> list[Send]:
+    """traffic.sends, as the machine's compiler has them."""
     if choice.strategy == "auto":
         choice = with_strategy(job, choice, machine)
-    rows = rows_of(job, choice)
-    if job.model.tied_embeddings and machine.chip.platform != "cpu":
-        rows = [row for row in rows if row[0] != HEAD or _apart(choice, machine)]
-    return list(_on_tpu(rows, job, choice, machine)) if machine.is_tpu else rows
+    found = sends(job, choice, number)
+    if job.sizes.is_tied and machine.chip.platform != "cpu":
+        apart = 1 < math.gcd(choice.dp, machine.slices) < choice.dp
+        found = [one for one in found if one.carries is not Carries.HEAD_GRADIENT or apart]
+    if machine.is_tpu:
+        program = _program(job, choice, machine)
+        found = [
+            changed
+            for send in found
+            for changed in (_rewritten(send, program) if send.carries in _TPU_RULES else (send,))
+        ]
+    return found
 
 
-def _apart(choice: Choice, machine: Machine) -> bool:
-    """Whether sums over dp have a stage within slices and one between them."""
-    return 1 < math.gcd(choice.dp, machine.slices) < choice.dp
-
-
-def _on_tpu(rows: list[Row], job: Job, choice: Choice, machine: Machine) -> Iterator[Row]:
-    model = job.model
-    narrow = model.embed // (choice.fsdp * choice.sp) % LANES != 0
-    ragged = vocab(job, choice) // choice.tp % LANES != 0
-    exact = model.embed // choice.fsdp == LANES  # what a scatter over fsdp leaves
-    whole = {
-        EMBEDDING: narrow or exact,
-        HEAD: narrow or exact or not ragged,
-    }
-    back = {  # of a gradient, what is scattered along the last dim
-        "attention": model.heads / (2 * (model.heads + model.kv_heads)),
-        "mlp": 1 / 3,
-    }
-    factors = axes_across_slices(list(choice.sizes.values()), machine.slices)
-    spans = {axis: n > 1 for axis, n in zip(choice.sizes, factors, strict=True)}
-    for row in rows:
-        what, operation, axes, size, times, phase, pieces, words, kind = row
-        if what in ("the embedding", "the output head"):
-            times = choice.accumulation
-        elif what in ("gradients of norms", "gradients of biases"):
-            times = 1
-        elif what == KEY_GRADIENTS and operation == "collective-permute":
-            first = model.layers * choice.accumulation
-            small = size * item_bytes(job.dtype) // 4
-            said = f"{words}, in {job.dtype}"
-            yield what, operation, axes, small, first, phase, pieces, said, kind
-            times -= first
-        row = what, operation, axes, size, times, phase, pieces, words, kind
-        is_weight = set(axes) <= set(TOGETHER) and _is_weight(what)
-        for part in _one_by_one(row, choice) if is_weight else (row,):
-            if is_weight and operation == "reduce-scatter":
-                ways = choice.fsdp if part[2] == ("fsdp",) else choice.sp
-                by = "all-reduce" if whole.get(what) else scattered_by(ways, machine)
-                if spans[part[2][0]]:  # in_stages says how it is summed within a slice
-                    by = operation
-                share = next((back[name] for name in back if name in what), 0.0)
-                if exact and by == "reduce-scatter" and part[2] == ("fsdp",) and share:
-                    cut = int(share * part[3])
-                    yield what, "all-reduce", part[2], cut, part[4], phase, 1, words, kind
-                    part = (what, by, part[2], part[3] - cut, *part[4:])
-                part = (what, by, *part[2:])
-            yield part
-
-
-def _is_weight(what: str) -> bool:
-    return "weights" in what or what in (EMBEDDING, HEAD, "the embedding", "the output head")
-
-
-def _one_by_one(row: Row, choice: Choice) -> tuple[Row, ...]:
-    """Over sp a device's part of fsdp, then over fsdp the whole."""
-    what, operation, axes, size, times, phase, pieces, words, kind = row
-    if axes != TOGETHER:
-        return (row,)
-    part, less = size // choice.fsdp, f"{words} / fsdp {choice.fsdp}"
+def in_stages(send: Send, choice: Choice, machine: Machine) -> tuple[Send, ...]:
+    """A send over axes that continue in other slices: what is sent within and between slices."""
+    sizes, across = choice.sizes, _across(choice, machine)
+    far = tuple(axis for axis in send.axes if across[axis] > 1)
+    near = tuple(axis for axis in send.axes if sizes[axis] > across[axis])
+    if not far or not near or send.operation not in WITHIN_SLICES:
+        return (send,)
+    ways = math.prod(sizes[axis] // across[axis] for axis in near)
+    before, after = WITHIN_SLICES[send.operation]
+    if send.operation == "reduce-scatter" and ways >= max(machine.devices_per_slice, SMALLEST):
+        before = ("all-reduce",)
     return (
-        (what, operation, ("sp",), part, times, phase, pieces, less, kind),
-        (what, operation, ("fsdp",), size, times, phase, pieces, words, kind),
+        *(send._replace(operation=each, axes=near) for each in before),
+        send._replace(axes=far, bytes=send.bytes // ways),
+        *(send._replace(operation=each, axes=near) for each in after),
     )
+
+
+def _across(choice: Choice, machine: Machine) -> Mapping[str, int]:
+    """How many slices each axis spans."""
+    sizes = choice.sizes
+    factors = axes_across_slices(list(sizes.values()), machine.slices)
+    return dict(zip(sizes, factors, strict=True))
+
+
+class _Program(NamedTuple):
+    """What the rules of the TPU compiler depend on."""
+
+    choice: Choice
+    dtype: str
+    scattered: Mapping[str, str]  # axis → the operation that scatters sums over it
+    exact: bool  # a scatter over fsdp leaves shards of exactly 128 lanes
+    summed: Mapping[Carries, bool]  # gradients that are all-reduced because of their shape
+    across: Mapping[str, int]
+
+
+def _program(job: Job, choice: Choice, machine: Machine) -> _Program:
+    embed = job.sizes.embed
+    unaligned = embed // (choice.fsdp * choice.sp) % LANES != 0
+    ragged = vocab(job, choice) // choice.tp % LANES != 0
+    exact = embed // choice.fsdp == LANES
+    summed = {
+        Carries.EMBEDDING_GRADIENT: unaligned or exact or len(job.sizes.stacks) > 1,
+        Carries.HEAD_GRADIENT: unaligned or exact or not ragged or loss_chunks(job, choice)[0] == 1,
+    }
+    scattered = {axis: scattered_by(choice.sizes[axis], machine) for axis in ("fsdp", "sp")}
+    across = _across(choice, machine)
+    return _Program(choice, job.dtype, scattered, exact, summed, across)
+
+
+Rule = Callable[[Send, _Program], Iterator[Send]]
+
+
+def _micro_batches(send: Send, program: _Program) -> Iterator[Send]:
+    """Embedding and LM head are all-gathered for each micro-batch; norms are summed once."""
+    is_table = send.carries is Carries.TABLE
+    yield send._replace(times=program.choice.accumulation if is_table else 1)
+
+
+def _first_ring_step(send: Send, program: _Program) -> Iterator[Send]:
+    """The gradients of keys make their first ring step in the dtype of the matmuls."""
+    if send.operation == "collective-permute":
+        first = send.layers * program.choice.accumulation
+        ratio = 4 // item_bytes(program.dtype)
+        yield send._replace(bytes=send.bytes // ratio, times=first)
+        send = send._replace(times=send.times - first)
+    yield send
+
+
+def _axis_by_axis(send: Send, program: _Program) -> Iterator[Send]:
+    """Weights over sp in a device's part of fsdp, then over fsdp in full."""
+    if send.axes == ("fsdp", "sp"):
+        yield send._replace(axes=("sp",), bytes=send.bytes // program.choice.fsdp)
+        send = send._replace(axes=("fsdp",))
+    yield send
+
+
+def _all_reduce_gradients(send: Send, program: _Program) -> Iterator[Send]:
+    """An all-reduce in place of some reduce-scatters of gradients."""
+    axes = send.axes
+    if send.operation != "reduce-scatter":
+        yield send
+        return
+    # over several slices in_stages says how it is summed within one
+    if program.across[axes[0]] == 1:
+        summed = program.summed.get(send.carries)
+        send = send._replace(operation="all-reduce" if summed else program.scattered[axes[0]])
+    if program.exact and send.operation == "reduce-scatter" and axes == ("fsdp",) and send.back:
+        part = floor(send.back * send.bytes)
+        yield send._replace(operation="all-reduce", bytes=part, pieces=1)
+        send = send._replace(bytes=send.bytes - part)
+    yield send
+
+
+_AXIS_BY_AXIS = (_axis_by_axis,)
+_GRADIENTS = (_axis_by_axis, _all_reduce_gradients)
+_TPU_RULES: Mapping[Carries, tuple[Rule, ...]] = {
+    Carries.LAYER_WEIGHTS: _AXIS_BY_AXIS,
+    Carries.TABLE: (_micro_batches, _axis_by_axis),
+    Carries.LAYER_GRADIENTS: _GRADIENTS,
+    Carries.EMBEDDING_GRADIENT: _GRADIENTS,
+    Carries.HEAD_GRADIENT: _GRADIENTS,
+    Carries.VECTOR_GRADIENTS: (_micro_batches,),
+    Carries.KEY_GRADIENTS: (_first_ring_step,),
+}
+
+
+def _rewritten(send: Send, program: _Program) -> list[Send]:
+    """What the rules for its kind make of a send, one after the other."""
+    found = [send]
+    for rule in _TPU_RULES[send.carries]:
+        found = [changed for one in found for changed in rule(one, program)]
+    return found

@@ -1,9 +1,9 @@
 """The best way to run a job on each mesh: remat, micro-batches, what tp splits, chunks of the mlp.
 
 For every mesh the fewest micro-batches that fit are taken for each kind of remat, since each more
-costs another round of gathers; of these the fastest is kept, or one with fewer micro-batches whose
-time cannot be told from those of its group (plan/ranking.py). A way that leaves memory's reserve
-free is taken before a faster one that does not.
+costs another round of all-gathers; of these the fastest is kept, or one with fewer micro-batches
+whose time cannot be told from those of its group (planner/ranking.py). A way that leaves memory's
+reserve free is taken before a faster one that does not.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from typing import Literal
 from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.models.decoder import REMAT
 from meshwright.planner.candidates import meshes, refusal, strategies, with_strategy
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.memory import memory
@@ -24,7 +23,7 @@ from meshwright.planner.time import StepTime, step_time
 from meshwright.planner.work import Work, work
 from meshwright.present import count
 
-LONG = 16384  # tokens of a row on a device from which the mlp is tried in chunks
+LONG = 16384  # tokens of a sequence on a device from which the mlp is tried in chunks
 CHUNK = 4096
 TRY_ALL = 512  # devices up to which every strategy of attention is tried; beyond, auto's is taken
 Objective = Literal["throughput", "latency", "memory"]
@@ -57,7 +56,7 @@ def search(
             continue
         fits, least = fitting(job, mesh, machine, limits, objective == "memory")
         if not fits:
-            why = _no_rows(job, mesh, limits.fixed.get("accumulation", 1))
+            why = _indivisible(job, mesh, limits.fixed.get("accumulation", 1))
             refused.append(_too_large(*least) if least else Refusal(mesh, why))
             continue
         if objective == "memory":
@@ -173,7 +172,8 @@ def _fitting(
     smallest: bool,
     enough: Callable[[Memory], bool],
 ) -> tuple[list[Fit], Fit | None]:
-    kinds = (limits.fixed["remat"],) if "remat" in limits.fixed else tuple(REMAT)
+    policies = tuple(job.remat)
+    kinds = (limits.fixed["remat"],) if "remat" in limits.fixed else policies
     accumulation = limits.fixed.get("accumulation")
     fits: list[Fit] = []
     least: Fit | None = None
@@ -230,12 +230,12 @@ def _fewest(
     most: bool,
     enough: Callable[[Memory], bool],
 ) -> Fit | None:
-    """With the fewest micro-batches that fit; the most if none does, None if rows do not divide."""
-    rows = job.batch // (base.dp * base.fsdp)
-    numbers = divisors(rows) if accumulation is None else (accumulation,)
+    """With the fewest micro-batches that fit, or the most if none does; None if none divides."""
+    sequences = job.batch // (base.dp * base.fsdp)
+    numbers = divisors(sequences) if accumulation is None else (accumulation,)
     if most:
         numbers = numbers[-1:]
-    if rows % numbers[-1]:
+    if sequences % numbers[-1]:
         return None
 
     def at(index: int) -> Fit:
@@ -245,9 +245,12 @@ def _fewest(
         )  # fmt: skip
         return choice, memory(job, choice, machine)
 
-    first, last = at(0), at(len(numbers) - 1)
-    if enough(first[1]) or not enough(last[1]):
-        return first if enough(first[1]) else last
+    first = at(0)
+    if enough(first[1]) or len(numbers) == 1:
+        return first
+    last = at(len(numbers) - 1)
+    if not enough(last[1]):
+        return last
     low, high, best = 0, len(numbers) - 1, last  # low does not fit, high does
     while high - low > 1:
         middle = (low + high) // 2
@@ -266,11 +269,11 @@ def _too_large(choice: Choice, need: Memory) -> Refusal:
     return Refusal(choice, why, need)
 
 
-def _no_rows(job: Job, mesh: Choice, accumulation: int) -> str:
+def _indivisible(job: Job, mesh: Choice, accumulation: int) -> str:
     """Why the sequences of a device do not divide into so many micro-batches."""
-    rows = job.batch // (mesh.dp * mesh.fsdp)
-    able = ", ".join(map(str, divisors(rows)))
+    sequences = job.batch // (mesh.dp * mesh.fsdp)
+    able = ", ".join(map(str, divisors(sequences)))
     return (
-        f"accumulation={accumulation} does not divide the {count(rows, 'sequence')} of a device "
-        f"(batch={job.batch} over dp·fsdp={mesh.dp * mesh.fsdp}); {able} would fit"
+        f"accumulation={accumulation} does not divide the {count(sequences, 'sequence')} of a "
+        f"device (batch={job.batch} over dp·fsdp={mesh.dp * mesh.fsdp}); {able} would fit"
     )

@@ -3,12 +3,13 @@
 import dataclasses
 
 from meshwright.machines import Machine
+from meshwright.models import family_of
 from meshwright.planner import efficiency
 from meshwright.planner.candidates import meshes, refusal
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.largest import largest_batch
 from meshwright.planner.links import over
-from meshwright.planner.memory import memory
+from meshwright.planner.memory import cached_tokens, memory
 from meshwright.planner.parts import item_bytes, padding
 from meshwright.planner.ranking import groups, simplicity
 from meshwright.planner.result import Choice, Estimate, Job, Memory, Refusal, Transfer
@@ -21,8 +22,8 @@ def serving(
     """Every mesh of dp and tp: weights stay where they are used, so fsdp and sp are 1.
 
     The best first: by the time of a token (latency), or by tokens a second where each mesh serves
-    as many rows as it holds (throughput), or by memory. Times that cannot be told apart are one
-    group (plan/ranking.py). Meshes that need some of memory's reserve come after the others.
+    as many sequences as it holds (throughput), or by memory. Times that cannot be told apart are
+    one group (planner/ranking.py). Meshes that need some of memory's reserve come last.
     """
     found: list[tuple[float, Estimate]] = []
     refused: list[Refusal] = []
@@ -39,8 +40,8 @@ def serving(
             refused.append(Refusal(mesh, why, need))
             continue
         one = _estimate(job, mesh, machine, need)
-        rows, rate = _full(job, mesh, machine)
-        reason = f"{one.reason}; full, with {rows:,} rows, {rate:,.0f} tokens/s"
+        sequences, rate = _full(job, mesh, machine)
+        reason = f"{one.reason}; full, with {sequences:,} sequences, {rate:,.0f} tokens/s"
         if need.tight:
             reason += f"; tight: {100 * need.total / need.limit:.0f}% of memory"
         if (padded := padding(job, mesh)) is not None:
@@ -59,38 +60,40 @@ def serving(
 
 
 def _full(job: Job, choice: Choice, machine: Machine) -> tuple[int, float]:
-    """The rows that a mesh holds, and the tokens a second it makes of so many."""
-    rows = largest_batch(job, choice, machine) or job.batch
-    filled = dataclasses.replace(job, batch=rows)
+    """The sequences that a mesh holds, and the tokens a second it makes of so many."""
+    sequences = largest_batch(job, choice, machine) or job.batch
+    filled = dataclasses.replace(job, batch=sequences)
     need = memory(filled, choice, machine)
-    return rows, rows / _estimate(filled, choice, machine, need).step_seconds
+    return sequences, sequences / _estimate(filled, choice, machine, need).step_seconds
 
 
 def _estimate(job: Job, choice: Choice, machine: Machine, need: Memory) -> Estimate:
-    model, chip, item = job.model, machine.chip, item_bytes(job.dtype)
+    sizes, chip, item = job.sizes, machine.chip, item_bytes(job.dtype)
     peak = chip.bf16_flops / chip.cores_per_chip
     bandwidth = chip.memory_bandwidth / chip.cores_per_chip * efficiency.MEMORY
-    rows = job.batch // choice.dp
-    weights = item * model.matmul_params / choice.tp
-    seen = min(job.seq, model.sliding_window or job.seq)
-    cache = item * 2 * model.layers * rows * seen * model.kv_heads * model.head_dim / choice.tp
-    flops = 2.0 * model.matmul_params * rows / choice.tp
-    matmuls = max(weights / bandwidth, flops / (peak * efficiency.matmul(chip, rows)))
+    sequences = job.batch // choice.dp
+    matmul_weights = sizes.last_weights
+    weights = item * matmul_weights / choice.tp
+    numbers = sum(stack.layers * seen for stack, seen in cached_tokens(job))
+    per_token = 2 * sizes.dims["kv_heads"] * sizes.dims["head_dim"]
+    cache = item * numbers * per_token * sequences / choice.tp
+    flops = 2.0 * matmul_weights * sequences / choice.tp
+    matmuls = max(weights / bandwidth, flops / (peak * efficiency.matmul(chip, sequences)))
     sent: tuple[Transfer, ...] = ()
     if choice.tp > 1:
         link = over(place_axes(machine, (choice.dp, 1, choice.tp, 1)), ("tp",))
-        size = item * rows * model.embed
-        seconds = 2 * model.layers * link.seconds("all-reduce", size)
+        size, stack = item * sequences * sizes.embed, sizes.stacks[-1]
+        times = len(stack.blocks) * stack.layers
         sent = (
             Transfer(
-                "sums of a layer's blocks, for each token", "all-reduce", ("tp",), size,
-                2 * model.layers, "forward", link=link.words, seconds=seconds,
-                formula=f"{item} bytes · {rows} rows · {model.embed}",
+                "sums of a layer's blocks, for each token", "all-reduce", ("tp",), size, times,
+                "forward", link=link.words, seconds=times * link.seconds("all-reduce", size),
             ),
         )  # fmt: skip
-    # the rows as they come in, all at once
-    prompt = model.flops_per_token(job.seq) / 3 * rows * job.seq / choice.tp
-    prefill = prompt / (peak * efficiency.matmul(chip, rows * job.seq))
+    # all prompts at once: a third of a training step
+    known = job.lengths
+    prompt = family_of(job.model).flops(job.model, known) / 3 * sequences / choice.tp
+    prefill = prompt / (peak * efficiency.matmul(chip, sequences * job.seq))
     parts = {
         "weights": matmuls,
         "cache": cache / bandwidth,
@@ -111,9 +114,9 @@ def _estimate(job: Job, choice: Choice, machine: Machine, need: Memory) -> Estim
         mfu=flops / step / peak,
         bound=bound,
         reason=(
-            f"a token of {job.batch} rows takes {1e3 * step:.1f} ms: weights "
+            f"a token of {job.batch} sequences takes {1e3 * step:.1f} ms: weights "
             f"{1e3 * matmuls:.1f}, cache {1e3 * parts['cache']:.1f}, links "
-            f"{1e3 * parts['waiting for links']:.1f}; a prompt of {job.seq} tokens in all rows "
+            f"{1e3 * parts['waiting for links']:.1f}; prompts of {job.seq} tokens "
             f"{prefill:.2f} s"
         ),
     )

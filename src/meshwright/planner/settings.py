@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.models import DecoderConfig, default_dtype, family_of, model_config, override
+from meshwright.models import default_dtype, model_config, override
 from meshwright.planner import constraints
 from meshwright.planner.candidates import with_strategy
 from meshwright.planner.constraints import Constraints
@@ -32,11 +32,6 @@ CHOSEN = {
 }
 
 
-def is_planned(model: Any) -> bool:
-    """Whether the planner can count with this model: with dense decoders, so far."""
-    return isinstance(model, DecoderConfig)
-
-
 def job_of(
     config: TrainConfig,
     machine: Machine,
@@ -49,17 +44,13 @@ def job_of(
             f"the plan knows the standard rules; with --rules {config.rules} name the mesh"
         )
     model = model_config(config.model) if model is None else model
-    if not is_planned(model):
-        raise MeshwrightError(
-            f"the plan does not know models of the family {family_of(model).name!r} yet; name the "
-            "mesh: meshwright train, prove and audit take them"
-        )
     compute = config.compute
     return Job(
         override(model, config.override, config.seq), config.batch, config.seq, config.model, kind,
         optimizer=config.optimizer.name, param_dtype=compute.param_dtype,
         dtype=default_dtype(compute.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
         scan=compute.scan, overlap=compute.overlap, attention=compute.attention,
+        objective=config.objective,
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def place_axes(machine: Machine, sizes: tuple[int, ...]) -> Placement:
     across = tuple(axes_across_slices(sizes, machine.slices))
     within = tuple(size // far for size, far in zip(sizes, across, strict=True))
     if not machine.is_tpu:
-        return Placement(machine, _row_by_row(within, machine.grid), across)
+        return Placement(machine, _in_listed_order(within, machine.grid), across)
     box = machine.slice_shape
     shares = _whole_dims(within, box) or _split_dims(within, box)
     torus = cast(Machine, _Torus(box, machine.wraps))
@@ -67,7 +67,7 @@ class _Torus(NamedTuple):
     wraps: tuple[bool, bool, bool]
 
 
-def _row_by_row(sizes: tuple[int, ...], grid: tuple[int, ...]) -> Shares:
+def _in_listed_order(sizes: tuple[int, ...], grid: tuple[int, ...]) -> Shares:
     """GPUs and CPUs in the order listed: the last axes inside a host."""
     left = grid[1]
     found: list[Share] = []

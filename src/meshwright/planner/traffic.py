@@ -1,350 +1,387 @@
 """Every collective of the built-in train step, in closed form.
 
-    for one in traffic(job, choice):
-        print(one.operation, one.axes, one.bytes, one.times, one.what)
+    for sent in traffic(job, choice):
+        print(sent.operation, sent.axes, sent.bytes, sent.times, sent.what)
 
-The step sends nothing by itself: each exchange is written out in models.decoder.forward, train.step
-and ops, and stands here once more as a formula. Tests hold both to the compiled program.
+Each collective of the step is written out in models, train.step and ops, and stands here once more
+as a formula over the model's declared work. Tests compare both with the compiled program.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Literal
+import enum
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from meshwright.meshes import STANDARD_AXES
 from meshwright.ops.attention import ring_steps_of, sequence_order
 from meshwright.planner.parts import (
-    attention_weights,
     item_bytes,
-    length,
     loss_chunks,
     mlp_chunks,
-    mlp_weights,
-    rows,
+    sequences,
     split_of,
     strategy_of,
     vocab,
 )
 from meshwright.planner.result import Choice, Job, Phase, Transfer
+from meshwright.planner.sizes import StackSizes
+from meshwright.planner.terms import MakeNumber, Number, plain, value_of
 
-FLOAT, INT = 4, 4
 PASSES: tuple[Phase, Phase] = ("forward", "backward")
-KEY_GRADIENTS = "gradients of keys and values"
-EMBEDDING, HEAD = "gradient of the embedding", "gradient of the output head"
 
 
-# what it belongs to: a layer's weights, which may be sent while another layer computes; a layer's
-# activations, which are needed at once; or the whole step
-Part = Literal["weights", "activations", "step"]
-# the first seven fields of a Transfer, and its formula
-Sent = tuple[str, str, tuple[str, ...], int, int, Phase, int, str]
-Row = tuple[str, str, tuple[str, ...], int, int, Phase, int, str, Part]
+class Carries(enum.IntEnum):
+    """What a transfer carries: what compilers do with it, and what hides it, depends on this."""
+
+    LAYER_WEIGHTS = enum.auto()
+    LAYER_GRADIENTS = enum.auto()
+    TABLE = enum.auto()  # the embedding or the LM head
+    EMBEDDING_GRADIENT = enum.auto()
+    HEAD_GRADIENT = enum.auto()  # of the LM head
+    VECTOR_GRADIENTS = enum.auto()  # of norms and biases
+    QK_NORM_GRADIENTS = enum.auto()
+    ACTIVATIONS = enum.auto()
+    KEY_GRADIENTS = enum.auto()
+    OTHER = enum.auto()  # ids, scalars, the optimizer's
+
+
+class Send(NamedTuple):
+    """One kind of collective of a step; `bytes` as Transfer has them."""
+
+    what: str
+    operation: str
+    axes: tuple[str, ...]
+    bytes: Number
+    times: int
+    phase: Phase
+    carries: Carries = Carries.OTHER
+    pieces: int = 1  # operations that send these bytes each time: a layer's matrices go one by one
+    layers: int = 0  # of the stack it belongs to; 0: to none
+    back: float = 0.0  # of a layer's weights, the part that leads back to the residual stream
+
+    def transfer(self, link: str = "", seconds: float = 0.0, hidden: float = 0.0) -> Transfer:
+        """As a plan shows it."""
+        return Transfer(
+            self.what, self.operation, self.axes, int(value_of(self.bytes)), self.times,
+            self.phase, self.pieces, link, seconds, hidden,
+        )  # fmt: skip
 
 
 def traffic(job: Job, choice: Choice) -> tuple[Transfer, ...]:
-    """What one optimizer step sends; links and seconds are filled in by plan.time."""
-    return tuple(Transfer(*row[:7], formula=row[7]) for row in rows_of(job, choice))
+    """What one optimizer step sends, as it is written; links and seconds are not filled in."""
+    return tuple(send.transfer() for send in sends(job, choice))
 
 
-def rows_of(job: Job, choice: Choice) -> list[Row]:
-    """The same as plain tuples: hundreds of choices are compared in a second."""
-    found: list[Row] = []
-    for part, kinds in _PARTS.items():
-        for kind in kinds:
-            found += [(*row, part) for row in kind(job, choice) if row[2] and row[3] and row[4]]
-    return found
-
-
-def _wide(choice: Choice, *axes: str) -> tuple[str, ...]:
-    """Those of the axes that have more than one device."""
-    return tuple(axis for axis in STANDARD_AXES if axis in axes and getattr(choice, axis) > 1)
-
-
-def _layer_weights(job: Job, choice: Choice) -> Iterator[Sent]:
-    """A layer's matrices: gathered over axes that split them and the tokens; gradients back."""
-    model, item = job.model, item_bytes(job.dtype)
-    over, copies = _wide(choice, "fsdp", "sp"), _wide(choice, "dp")
-    ways = choice.fsdp * choice.sp
-    each = model.layers * choice.accumulation
-    e, d, tp = model.embed, model.head_dim, choice.tp
-    groups = (
-        (
-            "attention weights", attention_weights(model), 4,
-            f"2·{e}·{d}·({model.heads} + {model.kv_heads}) / tp {tp}",
-        ),
-        ("mlp weights", mlp_weights(model), 3, f"3·{e}·{model.mlp} / tp {tp}"),
+def sends(job: Job, choice: Choice, number: MakeNumber = plain) -> list[Send]:
+    """The same for a search, which compares hundreds of choices in a second."""
+    step = _Step(job, choice, number)
+    kinds = (
+        step.layer_weights(), step.blocks(), step.keys(), step.tables(), step.vectors(),
+        step.vocabulary(), step.order_and_documents(), step.optimizer(), step.scalars(),
     )  # fmt: skip
-    for what, numbers, pieces, words in groups:
-        size = item * numbers // tp
-        words = f"{item} bytes · {words}"
-        for phase in PASSES:
-            yield f"{what} of a layer", "all-gather", over, size, each, phase, pieces, words
-        gradient = f"gradient of a layer's {what}"
-        yield gradient, "reduce-scatter", over, size, each, "backward", pieces, words
-        yield (
-            gradient, "all-reduce", copies, size // ways, each, "backward", pieces,
-            f"{words} / (fsdp {choice.fsdp} · sp {choice.sp})",
-        )  # fmt: skip
+    return [send for kind in kinds for send in kind if send.axes and send.bytes and send.times]
 
 
-def _ends(job: Job, choice: Choice) -> Iterator[Sent]:
-    """The embedding and the output head, in the same way."""
-    model, item = job.model, item_bytes(job.dtype)
-    over, copies = _wide(choice, "fsdp", "sp"), _wide(choice, "dp")
-    ways = choice.fsdp * choice.sp
-    end = item * vocab(job, choice) * model.embed // choice.tp
-    words = f"{item} bytes · {vocab(job, choice)}·{model.embed} / tp {choice.tp}"
-    # the same for all micro-batches: gathered once; tied, both ends are one array
-    ends = ("the embedding",) if model.tied_embeddings else ("the embedding", "the output head")
-    for what in ends:
-        yield what, "all-gather", over, end, 1, "forward", 1, words
-    for gradient in (EMBEDDING, HEAD):
-        times = choice.accumulation
-        yield gradient, "reduce-scatter", over, end, times, "backward", 1, words
-        yield (
-            gradient, "all-reduce", copies, end // ways, times, "backward", 1,
-            f"{words} / (fsdp {choice.fsdp} · sp {choice.sp})",
-        )  # fmt: skip
+class _Step:
+    """A step whose collectives are listed."""
 
+    def __init__(self, job: Job, choice: Choice, number: MakeNumber) -> None:
+        self.job, self.choice, self.number = job, choice, number
+        self.sizes, sizes = job.sizes, choice.sizes
+        self.nontrivial = [axis for axis in STANDARD_AXES if sizes[axis] > 1]
+        self.item = number(item_bytes(job.dtype), "bytes")
+        self.stored = number(item_bytes(job.param_dtype), "bytes")
+        self.four = number(4, "bytes")  # of float32 and int32
+        self.tp = number(choice.tp, name="tp")
+        self.fsdp, self.sp = number(choice.fsdp, name="fsdp"), number(choice.sp, name="sp")
+        self.embed = number(self.sizes.embed)
+        self.micro_batches = choice.accumulation
+        # sums over tp, which sequence parallelism leaves split
+        self.reduce = "reduce-scatter" if choice.sequence_parallel else "all-reduce"
 
-def _vectors(job: Job, choice: Choice) -> Iterator[Sent]:
-    """Norms and biases: whole everywhere, their gradients added once for all layers."""
-    model, item = job.model, item_bytes(job.param_dtype)
-    tokens_over = _wide(choice, "dp", "fsdp", "sp")
-    everywhere = _wide(choice, "dp", "fsdp", "tp", "sp")
-    residual = everywhere if choice.sequence_parallel else tokens_over
-    times = choice.accumulation
-    norms = 2 + model.output_bias
-    yield (
-        "gradients of norms", "all-reduce", residual,
-        item * (norms * model.layers + 1) * model.embed, times, "backward", norms + 1,
-        f"{item} bytes · ({norms}·{model.layers} + 1)·{model.embed}",
-    )  # fmt: skip
-    if model.qkv_bias:
-        heads = (model.heads + 2 * model.kv_heads) // choice.tp
-        yield (
-            "gradients of biases", "all-reduce", tokens_over,
-            item * model.layers * heads * model.head_dim, times, "backward", 3,
-            f"{item} bytes · {model.layers}·{heads}·{model.head_dim}",
-        )  # fmt: skip
-    if model.qk_norm:
-        yield (
-            "gradients of norms of queries and keys", "all-reduce", everywhere,
-            item * 2 * model.layers * model.head_dim, times, "backward", 2,
-            f"{item} bytes · 2·{model.layers}·{model.head_dim}",
-        )  # fmt: skip
+    def over(self, *axes: str) -> tuple[str, ...]:
+        """Those of the axes that have more than one device."""
+        return tuple(axis for axis in self.nontrivial if axis in axes)
 
+    def executions(self, stack: StackSizes) -> int:
+        """How often a step runs a layer of a stack."""
+        return stack.layers * self.micro_batches
 
-def _blocks(job: Job, choice: Choice) -> Iterator[Sent]:
-    """Blocks whose heads or mlp tp splits: partial sums added, inputs gathered."""
-    over = _wide(choice, "tp")
-    if not over:
-        return
-    size, words = _stream(job, choice)
-    each = job.model.layers * choice.accumulation
-    chunks = mlp_chunks(job, choice)
-    cut = chunks > 1
-    blocks = 1 if cut else 2
-    sums, again = "sums of a layer's blocks", "a block's sums, made again"
-    back = "gradients of the inputs of a layer's blocks"
-    add = "reduce-scatter" if choice.sequence_parallel else "all-reduce"
-    if choice.sequence_parallel:
-        inputs, gather = "inputs of a layer's blocks", "all-gather"
-        gradients = "gradients of a layer's blocks"
-        yield inputs, gather, over, size, 2 * each, "forward", 1, words
-        yield f"{inputs}, again", gather, over, size, 2 * each, "backward", 1, words
-        yield gradients, gather, over, size, 2 * each, "backward", 1, words
-    yield sums, add, over, size, blocks * each, "forward", 1, words
-    yield back, add, over, size, blocks * each, "backward", 1, words
-    if choice.remat == "full":
-        yield again, add, over, size, each, "backward", 1, words
-    if cut:
-        part, times, words = size // chunks, each * chunks, f"{words} / {chunks} chunks"
-        what = "sums of the mlp, by chunks"
-        yield what, "all-reduce", over, part, times, "forward", 1, words
-        what = "gradients of the mlp's input, by chunks"
-        yield what, "all-reduce", over, part, times, "backward", 1, words
+    def length(self, stack: StackSizes) -> int:
+        """Tokens of a stack's sequence on a device."""
+        return self.job.lengths[stack.field] // self.choice.sp
 
+    def stream(self, stack: StackSizes) -> Number:
+        """Bytes of a stack's residual stream, replicated over tp."""
+        number = self.number
+        on_device = number(sequences(self.job, self.choice), "sequences")
+        return self.item * on_device * number(self.length(stack), "tokens") * self.embed
 
-def _ends_over_tp(job: Job, choice: Choice) -> Iterator[Sent]:
-    """Embedding and loss, whose vocabulary tp splits."""
-    over = _wide(choice, "tp")
-    if not over:
-        return
-    item, once = item_bytes(job.dtype), choice.accumulation
-    size, words = _stream(job, choice)
-    add = "reduce-scatter" if choice.sequence_parallel else "all-reduce"
-    yield "rows of the embedding", add, over, size, once, "forward", 1, words
-    yield "gradient of the loss's input", add, over, size, once, "backward", 1, words
-    if choice.sequence_parallel:
-        what = "gradient of the embedding's rows"
-        yield what, "all-gather", over, size, once, "backward", 1, words
-        yield "input of the loss", "all-gather", over, size, once, "forward", 1, words
-    many, few = loss_chunks(job, choice)
-    yield (
-        "maxima over the vocabulary", "all-reduce", over, item * few, many * once, "forward", 1,
-        f"{item} bytes · {few} tokens",
-    )  # fmt: skip
-    yield (
-        "sums over the vocabulary", "all-reduce", over, 2 * FLOAT * few, many * once, "forward", 2,
-        f"2 · {FLOAT} bytes · {few} tokens",
-    )  # fmt: skip
+    def layer_weights(self) -> Iterator[Send]:
+        """A layer's matrices: all-gathered over the axes that split them and the tokens."""
+        shards, replicas = self.over("fsdp", "sp"), self.over("dp")
+        for stack in self.sizes.stacks:
+            times, of = self.executions(stack), f"of {_a_layer(stack)}"
+            for block in stack.blocks:
+                size = self.item * self.number(block.weights) // self.tp
+                name, pieces = block.name.replace("_", "-"), len(block.matrices)
+                weights, gradient = Carries.LAYER_WEIGHTS, Carries.LAYER_GRADIENTS
+                about = pieces, stack.layers, block.back
+                for phase in PASSES:
+                    what = f"{name} weights {of}"
+                    yield Send(what, "all-gather", shards, size, times, phase, weights, *about)
+                what = f"gradient of the {name} weights {of}"
+                later: Phase = "backward"
+                yield Send(what, "reduce-scatter", shards, size, times, later, gradient, *about)
+                part = size // (self.fsdp * self.sp)
+                yield Send(what, "all-reduce", replicas, part, times, later, gradient, *about)
 
+    def tables(self) -> Iterator[Send]:
+        """The embedding and the LM head, in the same way, once for all micro-batches."""
+        shards, replicas = self.over("fsdp", "sp"), self.over("dp")
+        size = self.item * (self.number(vocab(self.job, self.choice)) * self.embed) // self.tp
+        tables = ("the embedding",) if self.sizes.is_tied else ("the embedding", "the LM head")
+        for what in tables:
+            yield Send(what, "all-gather", shards, size, 1, "forward", Carries.TABLE)
+        times = self.micro_batches
+        for table, carries in (
+            ("embedding", Carries.EMBEDDING_GRADIENT),
+            ("LM head", Carries.HEAD_GRADIENT),
+        ):
+            what = f"gradient of the {table}"
+            yield Send(what, "reduce-scatter", shards, size, times, "backward", carries)
+            part = size // (self.fsdp * self.sp)
+            yield Send(what, "all-reduce", replicas, part, times, "backward", carries)
 
-def _stream(job: Job, choice: Choice) -> tuple[int, str]:
-    """Bytes of what goes from layer to layer, whole over tp, and how they come about."""
-    item, e = item_bytes(job.dtype), job.model.embed
-    r, t = rows(job, choice), length(job, choice)
-    return item * r * t * e, f"{item} bytes · {r} rows · {t} tokens · {e}"
-
-
-def _keys(job: Job, choice: Choice) -> Iterator[Sent]:
-    """Attention over split rows."""
-    over = _wide(choice, "sp")
-    if not over:
-        return
-    model, item = job.model, item_bytes(job.dtype)
-    split, strategy = split_of(job, choice), strategy_of(job, choice)
-    r, part = rows(job, choice), split.part
-    each = model.layers * choice.accumulation
-    kv, d = split.kv_heads, model.head_dim
-    keys = 2 * r * part * kv * d
-    words = f"2 · {r} rows · {part} tokens · {kv} heads · {d}"
-    if strategy == "ring":
-        hops = _hops(job, choice)
-        again = hops if choice.remat == "full" else 0
-        # the first hop of a ring that is made again serves the backward pass too
-        back = max(hops - 1, 0) if again else hops
-        permute = "collective-permute"
-        size = item * keys
-        yield (
-            "keys and values to the next device", permute, over, size, hops * each, "forward", 1,
-            f"{item} bytes · {words}",
-        )  # fmt: skip
-        yield (
-            "keys and values again", permute, over, size, (again + back) * each, "backward", 1,
-            f"{item} bytes · {words}",
-        )  # fmt: skip
-        yield (
-            KEY_GRADIENTS, permute, over, FLOAT * keys, (hops + 1) * each if hops else 0,
-            "backward", 1, f"{FLOAT} bytes · {words}",
-        )  # fmt: skip
-    elif strategy == "allgather":
-        whole = f"{words} · sp {choice.sp}"
-        for phase in PASSES:
-            yield (
-                "keys and values of whole rows", "all-gather", over, item * keys * choice.sp, each,
-                phase, 1, f"{item} bytes · {whole}",
+    def vectors(self) -> Iterator[Send]:
+        """Norms and biases: replicated, their gradients added once for all layers."""
+        tokens, every = self.over("dp", "fsdp", "sp"), self.over("dp", "fsdp", "tp", "sp")
+        residual = every if self.choice.sequence_parallel else tokens
+        for what, vectors, axes, split, carries in (
+            ("norms", self.sizes.residual_vectors, residual, 1, Carries.VECTOR_GRADIENTS),
+            ("biases", self.sizes.head_vectors, tokens, self.tp, Carries.VECTOR_GRADIENTS),
+            (
+                "norms of queries and keys", self.sizes.other_vectors, every, 1,
+                Carries.QK_NORM_GRADIENTS,
+            ),
+        ):  # fmt: skip
+            size = self.stored * self.number(vectors.numbers) // split
+            yield Send(
+                f"gradients of {what}", "all-reduce", axes, size, self.micro_batches, "backward",
+                carries, vectors.arrays,
             )  # fmt: skip
-        yield (
-            KEY_GRADIENTS, "reduce-scatter", over, FLOAT * keys * choice.sp, each, "backward", 1,
-            f"{FLOAT} bytes · {whole}",
-        )  # fmt: skip
-    else:
-        heads = 2 * split.heads + 2 * kv
-        size = item * r * part * heads * d
-        words = f"{item} bytes · {r} rows · {part} tokens · {heads} heads · {d}"
-        what = "queries, keys, values and outputs between rows and heads"
-        yield what, "all-to-all", over, size, each, "forward", 4, words
-        yield f"{what}, again", "all-to-all", over, size, each, "backward", 4, words
-        yield f"gradients of {what}", "all-to-all", over, size, each, "backward", 4, words
 
+        # those of relative positions are summed by distance, before distances share a bucket
+        heads = self.number(self.sizes.dims["heads"], "heads")
+        for stack in self.sizes.stacks:
+            if any(block.attention and block.attention.biased for block in stack.blocks):
+                distances = 2 * self.number(self.length(stack), "tokens")
+                yield Send(
+                    "gradients of the biases of relative positions", "all-reduce", tokens,
+                    self.four * heads * distances // self.tp, self.micro_batches, "backward",
+                    Carries.VECTOR_GRADIENTS,
+                )  # fmt: skip
 
-def _rows_over_sp(job: Job, choice: Choice) -> Iterator[Sent]:
-    """The order in which devices hold rows, and which document each key is of."""
-    over = _wide(choice, "sp")
-    if not over:
-        return
-    split, strategy = split_of(job, choice), strategy_of(job, choice)
-    r, part, ways = rows(job, choice), split.part, choice.sp
-    once = choice.accumulation
-    each = job.model.layers * once
-    documents = INT * r * part if job.documents else 0
-    words = f"{INT} bytes · {r} rows · {part} tokens"
-    if sequence_order(split, strategy) == "zigzag":
-        arrays = 4 if job.documents else 3
-        # half of them, and with two devices only one half moves
-        yield (
-            "tokens, targets, documents and positions into zig-zag order", "collective-permute",
-            over, INT * r * part // 2, (1 if ways == 2 else 2) * arrays * once, "forward", 1,
-            f"{words} / 2",
-        )  # fmt: skip
-    if strategy == "ring":
-        hops = _hops(job, choice)
-        if not hops:
+    def blocks(self) -> Iterator[Send]:
+        """Blocks whose heads or mlp tp splits: partial sums added, inputs all-gathered."""
+        over = self.over("tp")
+        if not over:
             return
-        # what the first turn needs is the same for all layers
-        rest = each * (hops - 1)
-        yield (
-            "documents of the keys", "collective-permute", over, documents, once + rest, "forward",
-            1, words,
-        )  # fmt: skip
-        yield (
-            "documents of the keys again", "collective-permute", over, documents,
-            rest * (2 if choice.remat == "full" else 1), "backward", 1, words,
-        )  # fmt: skip
-    else:
-        by = "all-gather" if strategy == "allgather" else "all-to-all"
-        what, words = "documents of whole rows", f"{words} · sp {ways}"
-        yield what, by, over, documents * ways, once, "forward", 1, words
+
+        for stack in self.sizes.stacks:
+            size, layers, of = self.stream(stack), stack.layers, f"of {_a_layer(stack)}"
+
+            def send(
+                what: str, operation: str, times: int, phase: Phase, size: Number = size,
+                layers: int = layers,
+            ) -> Send:  # fmt: skip
+                each = times * layers * self.micro_batches
+                carries = Carries.ACTIVATIONS
+                return Send(what, operation, over, size, each, phase, carries, layers=layers)
+
+            chunks = mlp_chunks(self.length(stack), self.choice)
+            blocks = len(stack.blocks)
+            whole = blocks if chunks == 1 else blocks - 1
+            if self.choice.sequence_parallel:
+                inputs, gather = f"inputs of the blocks {of}", "all-gather"
+                yield send(inputs, gather, blocks, "forward")
+                yield send(f"{inputs}, again", gather, blocks, "backward")
+                yield send(f"gradients of the blocks {of}", gather, blocks, "backward")
+            yield send(f"sums of the blocks {of}", self.reduce, whole, "forward")
+            what = f"gradients of the inputs of the blocks {of}"
+            yield send(what, self.reduce, whole, "backward")
+            if self.choice.remat == "full":  # all but the mlp's, which nothing needs again
+                what = f"sums of the blocks {of}, computed again"
+                yield send(what, self.reduce, blocks - 1, "backward")
+            if chunks > 1:
+                part = size // self.number(chunks, "chunks")
+                what = f"sums of the mlp {of}, by chunks"
+                yield send(what, "all-reduce", chunks, "forward", part)
+                what = f"gradients of the input of the mlp {of}, by chunks"
+                yield send(what, "all-reduce", chunks, "backward", part)
+        yield from self._encoder_output(over)
+
+    def _encoder_output(self, over: tuple[str, ...]) -> Iterator[Send]:
+        """A sequence that other layers attend to: its gradients are summed once for all of them."""
+        fields = {
+            block.attention.keys_from
+            for stack in self.sizes.stacks
+            for block in stack.blocks
+            if block.attention and block.attention.keys_from
+        }
+        for stack in self.sizes.stacks:
+            if stack.field in fields:
+                what, size, times = f"output of the {stack.name}", self.stream(stack), 1
+                times = self.micro_batches
+                kind = Carries.ACTIVATIONS
+                if self.choice.sequence_parallel:
+                    yield Send(what, "all-gather", over, size, times, "forward", kind)
+                what = f"gradient of the {what}"
+                yield Send(what, self.reduce, over, size, times, "backward", kind)
+
+    def vocabulary(self) -> Iterator[Send]:
+        """Embedding and loss, whose vocabulary tp splits."""
+        over, times = self.over("tp"), self.micro_batches
+        if not over:
+            return
+        for stack in self.sizes.stacks:
+            size = self.stream(stack)
+            yield Send("embedded tokens", self.reduce, over, size, times, "forward")
+            if self.choice.sequence_parallel:
+                what = "gradient of the embedded tokens"
+                yield Send(what, "all-gather", over, size, times, "backward")
+        size = self.stream(self.sizes.stacks[-1])
+        yield Send("gradient of the loss's input", self.reduce, over, size, times, "backward")
+        if self.choice.sequence_parallel:
+            yield Send("input of the loss", "all-gather", over, size, times, "forward")
+        chunks, chunk = loss_chunks(self.job, self.choice)
+        tokens = self.number(chunk, "tokens")
+        for what, size, pieces in (
+            ("maxima over the vocabulary", self.item * tokens, 1),
+            ("sums over the vocabulary", 2 * self.four * tokens, 2),
+        ):
+            each = chunks * times
+            yield Send(what, "all-reduce", over, size, each, "forward", pieces=pieces)
+
+    def keys(self) -> Iterator[Send]:
+        """Attention over split sequences."""
+        over = self.over("sp")
+        if not over:
+            return
+        (stack,) = self.sizes.stacks  # what attends to another sequence is not split
+        split, strategy = split_of(self.job, self.choice), strategy_of(self.job, self.choice)
+        times, number = self.executions(stack), self.number
+        tokens = number(sequences(self.job, self.choice), "sequences") * number(
+            split.part, "tokens"
+        )
+        keys = 2 * tokens * number(split.kv_heads, "heads") * number(split.head_dim)
+        gradients = "gradients of keys and values"
+
+        def send(
+            what: str, operation: str, size: Number, times: int, phase: Phase,
+            carries: Carries = Carries.ACTIVATIONS, pieces: int = 1,
+        ) -> Send:  # fmt: skip
+            return Send(what, operation, over, size, times, phase, carries, pieces, stack.layers)
+
+        if strategy == "ring":
+            steps = self._ring_exchanges()
+            again = steps if self.choice.remat == "full" else 0
+            # the first step of a ring that is computed again serves the backward pass too
+            back = max(steps - 1, 0) if again else steps
+            permute, size = "collective-permute", self.item * keys
+            what = "keys and values to the next device"
+            yield send(what, permute, size, steps * times, "forward")
+            yield send(f"{what}, again", permute, size, (again + back) * times, "backward")
+            many = (steps + 1) * times if steps else 0
+            yield send(
+                gradients, permute, self.four * keys, many, "backward", Carries.KEY_GRADIENTS
+            )
+        elif strategy == "allgather":
+            for phase in PASSES:
+                size = self.item * keys * self.sp
+                yield send("keys and values of full sequences", "all-gather", size, times, phase)
+            size = self.four * keys * self.sp
+            carries = Carries.KEY_GRADIENTS
+            yield send(gradients, "reduce-scatter", size, times, "backward", carries)
+        else:
+            heads = 2 * split.heads + 2 * split.kv_heads
+            size = self.item * tokens * number(heads, "heads") * number(split.head_dim)
+            what, operation = (
+                "queries, keys, values and outputs, from length to heads",
+                "all-to-all",
+            )
+            yield send(what, operation, size, times, "forward", pieces=4)
+            yield send(f"{what}, again", operation, size, times, "backward", pieces=4)
+            yield send(f"gradients of {what}", operation, size, times, "backward", pieces=4)
+
+    def order_and_documents(self) -> Iterator[Send]:
+        """The order in which devices hold sequences, and the document of each key."""
+        over = self.over("sp")
+        if not over:
+            return
+        (stack,) = self.sizes.stacks
+        split, strategy = split_of(self.job, self.choice), strategy_of(self.job, self.choice)
+        times, number = self.micro_batches, self.number
+        on_device = number(sequences(self.job, self.choice), "sequences")
+        ids = self.four * on_device * number(split.part, "tokens")
+        documents = ids if self.job.documents else 0
+        permute = "collective-permute"
+        if sequence_order(split, strategy) == "zigzag":
+            arrays = 4 if self.job.documents else 3
+            # half of them, and with two devices only one half moves
+            halves = (1 if self.choice.sp == 2 else 2) * arrays * times
+            what = "tokens, targets, segment ids and positions into zig-zag order"
+            yield Send(what, permute, over, ids // 2, halves, "forward")
+        if strategy == "ring":
+            exchanges = self._ring_exchanges()
+            if not exchanges:
+                return
+            # what the first ring step needs is the same for all layers
+            rest = self.executions(stack) * (exchanges - 1)
+            what = "segment ids of the keys"
+            yield Send(what, permute, over, documents, times + rest, "forward")
+            again = rest * (2 if self.choice.remat == "full" else 1)
+            yield Send(f"{what}, again", permute, over, documents, again, "backward")
+        else:
+            operation = "all-gather" if strategy == "allgather" else "all-to-all"
+            what = "segment ids of full sequences"
+            yield Send(what, operation, over, documents * self.sp, times, "forward")
+
+    def _ring_exchanges(self) -> int:
+        """How often keys are sent around a ring."""
+        split = split_of(self.job, self.choice)
+        order = sequence_order(split, "ring")
+        return ring_steps_of(split.mask, order, self.choice.sp, split.part).exchanges
+
+    def optimizer(self) -> Iterator[Send]:
+        """Muon needs full matrices: each device gets those of some layers."""
+        over = self.over("fsdp", "tp", "sp")
+        if self.job.optimizer != "muon" or not over:
+            return
+        devices = self.choice.fsdp * self.choice.tp * self.choice.sp
+        for stack in self.sizes.stacks:
+            layers = self.number(-(-stack.layers // devices), "layers a device")
+            size = self.four * self.number(stack.weights) * layers
+            pieces = sum(len(block.matrices) for block in stack.blocks)
+            what = f"full matrices of {_a_layer(stack)}, there and back"
+            yield Send(what, "all-to-all", over, size, 2, "optimizer", pieces=pieces)
+
+    def scalars(self) -> Iterator[Send]:
+        """The loss, the number of targets, and the gradient's norm."""
+        sizes, times = self.sizes, 2 * self.micro_batches
+        tokens, batch, shards = (
+            self.over(*axes) for axes in (("dp", "fsdp", "sp"), ("dp", "fsdp"), ("fsdp", "sp"))
+        )
+        norm = "norm of the gradient"
+        split = sizes.matrices + sizes.head_vectors.arrays + sizes.position_vectors.arrays
+        for what, axes, many, phase in (
+            ("loss and entropy", tokens, times, "forward"),
+            ("number of targets", batch, 1, "forward"),
+            ("number of targets", self.over("sp"), 1, "forward"),
+            (norm, shards, sizes.matrices, "optimizer"),
+            (norm, self.over("tp"), split, "optimizer"),
+        ):
+            yield Send(what, "all-reduce", axes, self.four, many, phase)  # type: ignore[arg-type]
 
 
-def _hops(job: Job, choice: Choice) -> int:
-    """How far keys travel around a ring."""
-    split = split_of(job, choice)
-    return ring_steps_of(split.mask, sequence_order(split, "ring"), choice.sp, split.part).exchanges
-
-
-def _optimizer(job: Job, choice: Choice) -> Iterator[Sent]:
-    """Muon makes layers' matrices whole, each device its own."""
-    over = _wide(choice, "fsdp", "tp", "sp")
-    if job.optimizer != "muon" or not over:
-        return
-    devices = choice.fsdp * choice.tp * choice.sp
-    rounds = -(-job.model.layers // devices)
-    numbers = attention_weights(job.model) + mlp_weights(job.model)
-    yield (
-        "whole matrices of a layer, there and back", "all-to-all", over, FLOAT * rounds * numbers,
-        2, "optimizer", 7, f"{FLOAT} bytes · {numbers} · {rounds} layers a device",
-    )  # fmt: skip
-
-
-def _scalars(job: Job, choice: Choice) -> Iterator[Sent]:
-    """The loss, how many tokens count, and the gradient's norm."""
-    model, words = job.model, f"{FLOAT} bytes"
-    matrices = 7 + (1 if model.tied_embeddings else 2)
-    biases = 3 if model.qkv_bias else 0
-    yield (
-        "loss and entropy", "all-reduce", _wide(choice, "dp", "fsdp", "sp"), FLOAT,
-        2 * choice.accumulation, "forward", 1, words,
-    )  # fmt: skip
-    yield (
-        "tokens that count",
-        "all-reduce",
-        _wide(choice, "dp", "fsdp"),
-        INT,
-        1,
-        "forward",
-        1,
-        words,
-    )
-    yield "tokens that count", "all-reduce", _wide(choice, "sp"), INT, 1, "forward", 1, words
-    split = _wide(choice, "fsdp", "sp")
-    yield "norm of the gradient", "all-reduce", split, FLOAT, matrices, "optimizer", 1, words
-    over = _wide(choice, "tp")
-    yield (
-        "norm of the gradient",
-        "all-reduce",
-        over,
-        FLOAT,
-        matrices + biases,
-        "optimizer",
-        1,
-        words,
-    )
-
-
-_PARTS: dict[Part, tuple[Callable[[Job, Choice], Iterator[Sent]], ...]] = {
-    "weights": (_layer_weights,),
-    "activations": (_blocks, _keys),
-    "step": (_ends, _vectors, _ends_over_tp, _rows_over_sp, _optimizer, _scalars),
-}
+def _a_layer(stack: StackSizes) -> str:
+    return f"a layer of the {stack.name}" if stack.name else "a layer"

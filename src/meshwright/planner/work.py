@@ -1,23 +1,23 @@
 """What one device computes in a step, and how long that takes if nothing is waited for."""
 
 import dataclasses
-import functools
 
 from meshwright.machines import Machine
+from meshwright.models import family_of
 from meshwright.ops.attention import backward_kernels
 from meshwright.planner import efficiency
 from meshwright.planner.candidates import with_strategy
 from meshwright.planner.kernels import attention_slowdown
 from meshwright.planner.parts import (
-    attention_weights,
     item_bytes,
-    length,
-    mlp_weights,
+    keys_seen,
+    sequences,
+    splits_of,
     strategy_of,
-    tokens,
     vocab,
 )
 from meshwright.planner.result import Choice, Job
+from meshwright.planner.sizes import BlockSizes, Matrix, StackSizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Work:
     """Of a device and a step; seconds of layers also by pass, for sends to hide under."""
 
     flops: float  # useful
-    computed: float  # with what remat makes again
+    computed: float  # with what remat computes again
     memory_bytes: float
     seconds: dict[str, float]  # by part
     forward: float  # seconds of the layers
@@ -34,110 +34,140 @@ class Work:
     attention_backward: float
 
 
+@dataclasses.dataclass
+class _Passes:
+    """FLOPs and seconds of one kind of work, summed over layers."""
+
+    computed: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
 def work(job: Job, choice: Choice, machine: Machine) -> Work:
     """The work of a train step on each device."""
     if choice.strategy == "auto":
         choice = with_strategy(job, choice, machine)
-    model, chip = job.model, machine.chip
-    peak = chip.bf16_flops / chip.cores_per_chip
+    chip, sizes = machine.chip, job.sizes
     memory = chip.memory_bandwidth / chip.cores_per_chip * efficiency.MEMORY
-    item, rounds, tp = item_bytes(job.dtype), choice.accumulation, choice.tp
-    here = tokens(job, choice)  # of a micro-batch
-    total = here * rounds
-
-    def matmul(weights: float, side: float, passes: float) -> tuple[float, float]:
-        """FLOPs and seconds of all micro-batches with these weights on a device."""
-        flops = 2.0 * weights * total * passes
-        rate = peak * efficiency.matmul(chip, min(side, here))
-        reading = item * weights * passes * rounds / memory
-        return flops, max(flops / rate, reading)
-
-    again = _made_again(choice.remat)
-    d = model.head_dim
-    attended = attention_weights(model) / tp
-    lifted = mlp_weights(model) / tp
-    side = min(model.heads * d / tp, model.embed)
-    parts = [
-        (attended, side, 1.0, 2.0 + again["projections"]),
-        (lifted, min(model.mlp / tp, model.embed), 1.0, 2.0 + again["mlp"]),
-    ]
-    computed = forward = backward = 0.0
-    for weights, smallest, ahead, back in parts:
-        flops, sooner = matmul(weights, smallest, ahead)
-        more, later = matmul(weights, smallest, back)
-        computed += model.layers * (flops + more)
-        forward += model.layers * sooner
-        backward += model.layers * later
-    vocab_here = vocab(job, choice) / tp
-    head_flops, head_seconds = matmul(vocab_here * model.embed, vocab_here, 3.0)
-    computed += head_flops
-    matmuls = forward + backward + head_seconds
-
-    # attention, by the causal count: 2 forward, 4 backward
-    unit = model.layers * model.heads * d / tp * 2 * model.keys_seen(job.seq) * total
-    rate = peak * efficiency.attention(chip, d, job.seq)
-    if strategy_of(job, choice) in ("ring", "allgather"):
-        rate *= efficiency.turns(length(job, choice))
-    rate /= attention_slowdown(job, choice, machine)
-    attention_forward = 2 * unit / rate
-    slower = _two_kernels(machine, job.seq // choice.sp)
-    attention_backward = (4 * slower + 2 * again["attention"]) * unit / rate
-    computed += (6 + 2 * again["attention"]) * unit
-
+    item, micro_batches, tp = item_bytes(job.dtype), choice.accumulation, choice.tp
+    saved = job.remat[choice.remat]
+    known, on_device = job.lengths, sequences(job, choice)
+    matmuls, elementwise = _Passes(), 0.0
+    weights_read = 0.0
     between = tp if choice.sequence_parallel else 1
-    numbers = (
-        efficiency.ELEMENTWISE_EMBED * model.embed / between
-        + efficiency.ELEMENTWISE_HEADS * model.heads * d / tp
-        + efficiency.ELEMENTWISE_MLP * model.mlp / tp
-    )
     repeated = 1 + efficiency.ELEMENTWISE_AGAIN[choice.remat]
-    elementwise = item * numbers * model.layers * total * repeated
-    logits = item * efficiency.LOSS_LOGITS * vocab_here * total
-    kept = _parameters(job) / (choice.fsdp * choice.sp * tp)
-    update = efficiency.OPTIMIZER_BYTES[job.optimizer] * kept
-    if rounds > 1:
-        update += efficiency.ACCUMULATION_BYTES * kept * rounds
+    for stack in sizes.stacks:
+        tokens = on_device * (known[stack.field] // choice.sp)
+        for block in stack.blocks:
+            _add_matmuls(matmuls, job, choice, machine, (stack, block, saved))
+        numbers = (
+            efficiency.ELEMENTWISE_EMBED * sizes.embed / between
+            + efficiency.ELEMENTWISE_HEADS * _heads(stack) / tp
+            + efficiency.ELEMENTWISE_MLP * stack.mlp.inner / tp
+        )
+        elementwise += item * numbers * stack.layers * tokens * micro_batches * repeated
+        weights_read += item * stack.weights / tp * stack.layers * micro_batches * 3
+    attention = _attention(job, choice, machine, again="attention" not in saved)
+    tokens = on_device * (known["tokens"] // choice.sp)
+    vocab_on_device = vocab(job, choice) / tp
+    head_flops, head_seconds = _matmul(
+        job, choice, machine, (vocab_on_device * sizes.embed, vocab_on_device, tokens), 3.0
+    )
+    logits = item * efficiency.LOSS_LOGITS * vocab_on_device * tokens * micro_batches
+    stored = sizes.parameters / (choice.fsdp * choice.sp * tp)
+    update = efficiency.OPTIMIZER_BYTES[job.optimizer] * stored
+    if micro_batches > 1:
+        update += efficiency.ACCUMULATION_BYTES * stored * micro_batches
     scan = 1.0
     if job.scan:
         scan = efficiency.SCAN_TPU if machine.is_tpu else efficiency.SCAN_GPU
     seconds = {
-        "matmuls": matmuls,
-        "attention": attention_forward + attention_backward,
+        "matmuls": matmuls.forward + matmuls.backward + head_seconds,
+        "attention": attention.forward + attention.backward,
         "elementwise": elementwise / memory,
         "loss": logits / memory,
         "optimizer": update / memory,
     }
-    layers = forward + backward + seconds["attention"] + seconds["elementwise"]
+    layers = matmuls.forward + matmuls.backward + seconds["attention"] + seconds["elementwise"]
     seconds["loop over layers"] = (scan - 1) * layers
     seconds["idle"] = efficiency.IDLE_STEP
-    weights_read = item * (attended + lifted) * model.layers * rounds * 3
     return Work(
-        flops=model.flops_per_token(job.seq) * job.batch * job.seq / choice.devices,
-        computed=computed,
+        flops=family_of(job.model).flops(job.model, known) * job.batch / choice.devices,
+        computed=matmuls.computed + head_flops + attention.computed,
         memory_bytes=elementwise + logits + update + weights_read,
         seconds=seconds,
-        forward=forward + attention_forward + seconds["elementwise"] / 3,
-        backward=backward + attention_backward + seconds["elementwise"] * 2 / 3,
-        attention_forward=attention_forward,
-        attention_backward=attention_backward,
+        forward=matmuls.forward + attention.forward + seconds["elementwise"] / 3,
+        backward=matmuls.backward + attention.backward + seconds["elementwise"] * 2 / 3,
+        attention_forward=attention.forward,
+        attention_backward=attention.backward,
     )
 
 
-def _made_again(remat: str) -> dict[str, float]:
-    """Of each part's forward, how much the backward pass makes again (see forward.REMAT)."""
-    if remat == "full":  # the mlp's last matmul gives only what the next layer kept
-        return {"projections": 1.0, "mlp": 2 / 3, "attention": 1.0}
-    return {"projections": 0.0, "mlp": 2 / 3 if remat == "mlp" else 0.0, "attention": 0.0}
+def _matmul(
+    job: Job, choice: Choice, machine: Machine, shape: tuple[float, float, int], passes: float
+) -> tuple[float, float]:
+    """FLOPs and seconds of all micro-batches: (weights on a device, smaller side, tokens)."""
+    weights, side, tokens = shape
+    chip, item, micro_batches = machine.chip, item_bytes(job.dtype), choice.accumulation
+    peak = chip.bf16_flops / chip.cores_per_chip
+    memory = chip.memory_bandwidth / chip.cores_per_chip * efficiency.MEMORY
+    flops = 2.0 * weights * tokens * micro_batches * passes
+    rate = peak * efficiency.matmul(chip, min(side, tokens))
+    reading = item * weights * passes * micro_batches / memory
+    return flops, max(flops / rate, reading)
 
 
-@functools.lru_cache(maxsize=64)
-def _parameters(job: Job) -> int:
-    model = job.model
-    layer = attention_weights(model) + mlp_weights(model)
-    ends = 1 if model.tied_embeddings else 2
-    return model.layers * layer + ends * model.vocab * model.embed
+def _add_matmuls(
+    total: _Passes,
+    job: Job,
+    choice: Choice,
+    machine: Machine,
+    part: tuple[StackSizes, BlockSizes, frozenset[str]],
+) -> None:
+    """Add the matmuls of a block in all layers of its stack; `part` has what is saved last."""
+    stack, block, saved = part
+    known, on_device = job.lengths, sequences(job, choice)
+    side = min(block.inner / choice.tp, job.sizes.embed)
+    keys_from = block.attention.keys_from if block.attention else ""
+    by_field: dict[str, list[Matrix]] = {}
+    for matrix in block.matrices:
+        field = keys_from if matrix.of_keys and keys_from else stack.field
+        by_field.setdefault(field, []).append(matrix)
+    for field, matrices in by_field.items():
+        tokens = on_device * (known[field] // choice.sp)
+        weights = sum(one.weights for one in matrices)
+        # a matmul is computed again unless what it makes is saved
+        repeated = sum(one.weights for one in matrices if one.output and one.output not in saved)
+        shape = weights / choice.tp, side, tokens
+        flops, forward = _matmul(job, choice, machine, shape, 1.0)
+        more, backward = _matmul(job, choice, machine, shape, 2.0 + repeated / weights)
+        total.computed += stack.layers * (flops + more)
+        total.forward += stack.layers * forward
+        total.backward += stack.layers * backward
 
 
-def _two_kernels(machine: Machine, part: int) -> float:
-    """On TPUs attention's backward pass over long parts of rows: 7 matmuls instead of 5."""
-    return 7 / 5 if machine.is_tpu and backward_kernels(part) == 2 else 1.0
+def _heads(stack: StackSizes) -> int:
+    """heads × head_dim of all attention of a layer."""
+    return sum(block.inner for block in stack.blocks if block.attention)
+
+
+def _attention(job: Job, choice: Choice, machine: Machine, again: bool) -> _Passes:
+    """Attention by the number of keys seen: 2 matmuls forward, 4 backward, 2 if computed again."""
+    chip, total = machine.chip, _Passes()
+    peak = chip.bf16_flops / chip.cores_per_chip
+    on_device = sequences(job, choice) * choice.accumulation
+    for index, (stack, attention, split) in enumerate(splits_of(job, choice)):
+        keys = split.keys or split.length
+        tokens = on_device * split.part
+        unit = stack.layers * split.heads * split.head_dim * 2.0
+        unit *= keys_seen(attention, split.length, keys) * tokens
+        rate = peak * efficiency.attention(chip, split.head_dim, keys)
+        if strategy_of(job, choice) in ("ring", "allgather"):
+            rate *= efficiency.ring_steps(split.part)
+        rate /= attention_slowdown(job, choice, machine, index)
+        # on TPUs the backward pass over long parts of sequences: 7 matmuls instead of 5
+        two_kernels = machine.is_tpu and backward_kernels(split.part) == 2
+        total.forward += 2 * unit / rate
+        total.backward += (4 * (7 / 5 if two_kernels else 1.0) + 2 * again) * unit / rate
+        total.computed += (6 + 2 * again) * unit
+    return total

@@ -9,7 +9,7 @@ from meshwright.machines import Machine
 from meshwright.planner import (
     Choice,
     Job,
-    compiled_rows,
+    compiled_sends,
     compiled_traffic,
     in_stages,
     memory,
@@ -56,12 +56,12 @@ def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]
 
     # sums over micro-batches may be sent after them all, in float32
     summed = 2 if machine.is_tpu and choice.accumulation > 1 else 1
-    for transfer in compiled_rows(job, choice, machine):
-        what, over = transfer[0], transfer[2]
-        meant = intended.get((what, over[0]), transfer[1])
+    for send in compiled_sends(job, choice, machine):
+        what, over = send.what, send.axes
+        meant = intended.get((what, over[0]), send.operation)
         origin = f"{meant} over {'+'.join(over)}"
-        for part in in_stages((what, meant, *transfer[2:]), choice, machine):
-            operation, axes, size = part[1], part[2], _PADDED * summed * part[3]
+        for stage in in_stages(send._replace(operation=meant), choice, machine):
+            operation, axes, size = stage.operation, stage.axes, _PADDED * summed * stage.bytes
             as_meant = (operation, axes) == (meant, over)
             add(operation, axes, size, what, "" if as_meant else origin)
             if machine.is_tpu and operation in ("all-gather", "reduce-scatter"):
@@ -84,9 +84,9 @@ def _combined(job: Job, choice: Choice, machine: Machine) -> Counter[tuple[str, 
     Gradients of norms and of biases, the loss and the gradient's norm are such.
     """
     total: Counter[tuple[str, ...]] = Counter()
-    for _, operation, axes, size, times, _, _, _, part in compiled_rows(job, choice, machine):
-        if operation == "all-reduce" and part == "step":
-            total[axes] += size * times
+    for send in compiled_sends(job, choice, machine):
+        if send.operation == "all-reduce" and not send.layers:
+            total[send.axes] += send.bytes * send.times
     return total
 
 

@@ -1,17 +1,42 @@
-"""Text generation with the model of a run or a Hugging Face folder: KV cache, sampling."""
+"""Serve a model: the inference engine, and generation with a fixed batch of prompts."""
 
+from meshwright.serve.engine import Engine, OverloadedError
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Model, Source, check_fits, generation_mesh, load, look_into
+from meshwright.serve.replicas import Replicas, start_engine
+from meshwright.serve.request import (
+    AnyEngine,
+    Completion,
+    Delta,
+    EngineStats,
+    FinishReason,
+    Request,
+    TokenLogprobs,
+)
 from meshwright.serve.sampling import Sampling
+from meshwright.serve.settings import EngineConfig, ServeConfig
 
 __all__ = [
+    "AnyEngine",
+    "Completion",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "FinishReason",
     "Model",
+    "OverloadedError",
+    "Replicas",
+    "Request",
     "Sampling",
+    "ServeConfig",
     "Source",
+    "TokenLogprobs",
     "check_fits",
     "check_prompts",
     "generation_mesh",
     "load",
     "look_into",
+    "start_engine",
     "stream",
 ]

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.arithmetic import round_up, whole_number
 from meshwright.errors import MeshwrightError
 from meshwright.machines import check_host_memory
-from meshwright.models import generation_of
+from meshwright.models import batch_multiple, decode, generation_of, prefill
 from meshwright.present import count
 from meshwright.serve.load import Model
 from meshwright.serve.sampling import Sampling, sample
@@ -66,6 +66,10 @@ def stream(
     raises all errors.
     """
     check_prompts(prompts, max_new, model.config)
+    if sampling is not None and sampling.is_adjusted:
+        raise MeshwrightError(
+            "generate has no penalties and no logit_bias; an engine (start_engine) has them"
+        )
     room = _in_blocks(max(map(len, prompts)) + max_new)
     _check_cache(model, len(prompts), room)
     start, advance = model_functions(model.config, model.mesh, room)
@@ -143,7 +147,7 @@ def padded(
 
     A prompt starts at position 0. Sequences that only pad the batch have one token.
     """
-    multiple = generation_of(config).batch_multiple(mesh.shape)
+    multiple = batch_multiple(config, mesh.shape)
     batch = -(-len(prompts) // multiple) * multiple
     block = math.lcm(_BLOCK, 2 * mesh.shape.get("sp", 1))  # two chunks per device of a ring
     longest = max(map(len, prompts))
@@ -169,13 +173,11 @@ def model_functions(config: Any, mesh: Mesh, room: int) -> tuple[Start, Advance]
     [batch]. They compile on first use.
     """
 
-    generation = generation_of(config)
-
     def start(params: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
-        return generation.prefill(params, tokens, lengths, config, room)
+        return prefill(params, tokens, lengths, config, room)
 
     def advance(params: Any, cache: Any, tokens: jax.Array) -> Any:
-        return generation.step(params, cache, tokens, config)
+        return decode(params, cache, tokens, config)
 
     return _on(mesh, jax.jit(start)), _on(mesh, jax.jit(advance, donate_argnums=1))
 

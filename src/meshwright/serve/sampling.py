@@ -29,6 +29,14 @@ class Sampling:
     """Nucleus sampling: keep the smallest set of tokens whose probability reaches p."""
     min_p: float | None = None
     """Keep tokens with at least p times the probability of the most probable token."""
+    repetition_penalty: float = 1.0
+    """Divide positive logits (multiply negative ones) of tokens that the prompt or output has."""
+    presence_penalty: float = 0.0
+    """Subtract this from the logits of tokens that the output has."""
+    frequency_penalty: float = 0.0
+    """Subtract this for each time that the output has a token."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, number that is added to its logit)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -47,6 +55,16 @@ class Sampling:
         if self.top_p == 0:
             raise MeshwrightError("top_p=0 would remove every token; for greedy use temperature=0")
         check_seed(self.seed)
+
+    @property
+    def has_penalties(self) -> bool:
+        penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
+        return any(penalties)
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether logits are changed by what was generated, or by a bias."""
+        return self.has_penalties or bool(self.logit_bias)
 
 
 def sample(

@@ -23,8 +23,8 @@ from meshwright.train.setup import (
     check_sizes,
     choose_rules,
     compute_of,
+    field_lengths,
     model_of,
-    objective_of,
     training_mesh,
 )
 from meshwright.train.state import TrainState, abstract_state
@@ -92,9 +92,7 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
         model, compute, optimizer, rate, mesh,
         loss=config.loss, clip_norm=config.optimizer.clip_norm, overlap=config.compute.overlap,
     )  # fmt: skip
-    objective = objective_of(config, model)
-    fields = family_of(model).batch_fields
-    lengths = dict.fromkeys(fields, config.seq) if objective is None else objective.lengths
+    lengths = field_lengths(model, config.seq, config.objective)
 
     def field(length: int) -> jax.ShapeDtypeStruct:
         shape = (config.accumulation, config.batch // config.accumulation, length)

@@ -44,12 +44,7 @@ def objective_of(
     config: TrainConfig, model: Any, tokenizer: Tokenizer | None = None
 ) -> EncoderDecoderObjective | None:
     """The training objective; None for next tokens. Without data's tokenizer, its lengths alone."""
-    known = family_of(model).objectives
-    name = known[0] if config.objective == "auto" else config.objective
-    if name not in known:
-        raise MeshwrightError(
-            f"objective={name!r} is not one of this model; it trains on {one_of(known)}"
-        )
+    name = _objective_name(model, config.objective)
     if name == "next-token":
         return None
     end, vocab = 1, model.vocab
@@ -59,6 +54,24 @@ def objective_of(
     if tokenizer is not None:
         objective.check_sentinels(tokenizer)
     return objective
+
+
+def _objective_name(model: Any, objective: str) -> str:
+    known = family_of(model).objectives
+    name = known[0] if objective == "auto" else objective
+    if name not in known:
+        raise MeshwrightError(
+            f"objective={name!r} is not one of this model; it trains on {one_of(known)}"
+        )
+    return name
+
+
+def field_lengths(model: Any, seq: int, objective: str = "auto") -> Mapping[str, int]:
+    """The length of each field of a batch."""
+    name = _objective_name(model, objective)
+    if name == "next-token":
+        return dict.fromkeys(family_of(model).batch_fields, seq)
+    return OBJECTIVES[name](seq, model.vocab, end=1).lengths
 
 
 def training_spec(config: TrainConfig) -> MeshSpec:

@@ -12,12 +12,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from meshwright import MeshwrightError
+from meshwright.models import load_hf
 from meshwright.models.t5 import (
     PRESETS,
     T5Config,
     abstract_arrays,
     from_hf_config,
-    load_hf,
     to_hf_config,
 )
 

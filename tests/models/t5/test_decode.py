@@ -11,10 +11,10 @@ import pytest
 from tests.models.t5.test_logits import FOLDERS, REFERENCE, by_name
 
 import meshwright as mw
-from meshwright.models import Compute
-from meshwright.models.t5 import abstract_arrays, from_hf_config, load_hf, t5_rules
+from meshwright.models import Compute, load_hf
+from meshwright.models.t5 import abstract_arrays, from_hf_config, t5_rules
 from meshwright.models.t5 import logits as whole_logits
-from meshwright.models.t5.decode import generation_rules
+from meshwright.models.t5.generation import generation_rules
 from meshwright.serve.generate import model_functions, padded
 
 

@@ -15,13 +15,11 @@ from safetensors.numpy import load_file
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.models import Compute
+from meshwright.models import Compute, load_hf, save_hf
 from meshwright.models.t5 import (
     abstract_arrays,
     from_hf_config,
-    load_hf,
     logits,
-    save_hf,
     t5_rules,
 )
 

@@ -4,7 +4,7 @@ from meshwright.models.blocks import REMAT
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.family import DECODER
-from meshwright.models.decoder.forward import hidden_states, lm_head, logits
+from meshwright.models.decoder.forward import forward, lm_head, logits
 from meshwright.models.decoder.presets import PRESETS
 from meshwright.models.decoder.rules import decoder_rules, t5x_rules
 
@@ -15,7 +15,7 @@ __all__ = [
     "DecoderConfig",
     "abstract_arrays",
     "decoder_rules",
-    "hidden_states",
+    "forward",
     "lm_head",
     "logits",
     "t5x_rules",

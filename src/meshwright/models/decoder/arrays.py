@@ -1,7 +1,7 @@
-"""Every parameter of a dense decoder, described: shape, dtype, dims, first values.
+"""Every parameter of a dense decoder: shape, dtype, dims, initializer.
 
-The layers' arrays are stacked: one array holds a weight of all layers, dim `layers` first. So a
-tree is short, a scan walks it without copying, and names do not depend on how the forward is run.
+The arrays of layers are stacked: one array holds a weight of all layers, dim `layers` first. So a
+tree is short, a scan iterates over it, and names do not depend on how the forward pass is run.
 """
 
 import math
@@ -18,7 +18,7 @@ _STD = 0.02
 def abstract_arrays(
     config: DecoderConfig, dtype: Any = jnp.float32, vocab: int | None = None
 ) -> dict[str, Any]:
-    """The parameter tree of ArraySpecs; matrices read input dims first, then output dims.
+    """The parameter tree of ArraySpecs; matrices have input dims first, then output dims.
 
     `vocab` is the vocabulary in memory, if it is padded (`padded_vocab`).
     """

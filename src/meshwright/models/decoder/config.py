@@ -1,4 +1,4 @@
-"""What a dense decoder is: its sizes and the choices in which Llama, Mistral and Qwen differ."""
+"""The config of a dense decoder: sizes, and where Llama, Mistral and Qwen differ."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class DecoderConfig:
     kv_heads: int
     head_dim: int
     mlp: int
-    tied_embeddings: bool = False  # the output head is the embedding, transposed
+    tied_embeddings: bool = False  # the LM head is the embedding, transposed
     max_seq: int = 4096
     rope: Rope = dataclasses.field(default_factory=Rope)
     norm_eps: float = 1e-5
@@ -41,7 +41,7 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise MeshwrightError(
-                f"head_dim={self.head_dim} is odd; rotary embedding turns pairs, so it must be even"
+                f"head_dim={self.head_dim} is odd; it must be even: rotary embedding rotates pairs"
             )
         if not 0 < self.norm_eps < 1:  # nan too
             raise MeshwrightError(f"norm_eps={self.norm_eps} must be above 0, such as 1e-5")
@@ -50,19 +50,19 @@ class DecoderConfig:
 
     @property
     def matmul_params(self) -> int:
-        """Weights each token is multiplied with: all matrices, the output head, no lookup."""
+        """Weights that each token is multiplied with: all matrices and the LM head."""
         attention = 2 * self.embed * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.embed * self.mlp) + self.embed * self.vocab
 
     def keys_seen(self, seq: int) -> float:
-        """Keys that a query of a row sees, on average: half of them, fewer within a window."""
+        """Keys that a query sees, on average: half of the sequence, fewer within a window."""
         window = min(self.sliding_window or seq, seq)
         return window * (2 * seq - window) / seq / 2
 
     def flops_per_token(self, seq: int) -> int:
-        """Of a training step, forward and backward: 6 a weight, and causal attention.
+        """Of a training step, forward and backward: 6 per weight, and causal attention.
 
-        Each key that is seen costs 12 for each number of a head: seq/2 of them without a window.
+        Each visible key costs 12 per number of a head; seq/2 keys are visible without a window.
         """
         attention = 12 * self.layers * self.heads * self.head_dim * self.keys_seen(seq)
         return 6 * self.matmul_params + round(attention)

@@ -4,23 +4,22 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from meshwright.models.blocks import REMAT
-from meshwright.models.decoder import decode
 from meshwright.models.decoder.arrays import abstract_arrays
-from meshwright.models.decoder.cache import Cache, appended, filled
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.forward import hidden_states, lm_head, loss
+from meshwright.models.decoder.forward import forward, generation_compute, lm_head, loss, start
 from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
 from meshwright.models.decoder.hf_families import FAMILIES
-from meshwright.models.decoder.hf_folder import load_hf, save_hf
+from meshwright.models.decoder.hf_folder import hf_model
 from meshwright.models.decoder.override import override
 from meshwright.models.decoder.presets import PRESETS
-from meshwright.models.decoder.rules import decoder_rules, t5x_rules
+from meshwright.models.decoder.rules import decoder_rules, generation_rules, t5x_rules
 from meshwright.models.decoder.sequence import sequence_split
+from meshwright.models.decoder.serving import serving_weights
 from meshwright.models.family import Generation, HuggingFace, ModelFamily
+from meshwright.models.work import Attention, Stack, attention_block, mlp_block
 from meshwright.ops import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from meshwright.ops.attention import Mask
 
 _SCALINGS: dict[str, Any] = {
     kind.__name__: kind for kind in (LinearScaling, Llama3Scaling, YarnScaling)
@@ -47,21 +46,9 @@ def from_dict(data: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(**values, rope=Rope(**rope, scaling=scaling))
 
 
-def _prefill(
-    params: Any, tokens: jax.Array, lengths: jax.Array, config: DecoderConfig, room: int
-) -> tuple[jax.Array, Cache]:
-    hidden, keys, values = decode.prefill(params, tokens, lengths, config)
-    cache = filled(keys, values, lengths, max(room, tokens.shape[1]))
-    return decode.next_logits(params, hidden, config), cache
-
-
-def _step(
-    params: Any, cache: Cache, tokens: jax.Array, config: DecoderConfig
-) -> tuple[jax.Array, Cache]:
-    hidden, keys, values = decode.step(
-        params, tokens, cache.lengths, cache.keys, cache.values, config
-    )
-    return decode.next_logits(params, hidden, config), appended(cache, keys, values)
+def _work(config: DecoderConfig) -> tuple[Stack, ...]:
+    attention = Attention(Mask(window=config.sliding_window))
+    return (Stack(("layers",), "tokens", (attention_block(attention), mlp_block())),)
 
 
 DECODER = ModelFamily(
@@ -74,27 +61,27 @@ DECODER = ModelFamily(
     batch_fields=("tokens", "targets", "segments", "positions"),
     objectives=("next-token",),
     loss=loss,
-    hidden_states=hidden_states,
+    forward=forward,
     lm_head=lm_head,
     sequence_split=sequence_split,
     remat=REMAT,
+    work=_work,
     flops=lambda config, lengths: lengths["tokens"] * config.flops_per_token(lengths["tokens"]),
     split_dims=("heads", "kv_heads", "mlp", "embed"),
     override=override,
     to_dict=to_dict,
     from_dict=from_dict,
     hugging_face=HuggingFace(
-        architectures={one.architecture: one.model_type for one in FAMILIES.values()},
+        architectures={family.architecture: family.model_type for family in FAMILIES.values()},
         read_config=from_hf_config,
         write_config=to_hf_config,
-        load=load_hf,
-        save=save_hf,
+        model=hf_model,
     ),
     generation=Generation(
-        rules=decode.generation_rules,
-        prefill=_prefill,
-        step=_step,
-        batch_multiple=decode.batch_multiple,
+        rules=generation_rules,
+        compute=generation_compute,
+        start=start,
         cached_numbers=lambda config: 2 * config.layers * config.kv_heads * config.head_dim,
+        serving_weights=serving_weights,
     ),
 )

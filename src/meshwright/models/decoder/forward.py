@@ -1,7 +1,8 @@
 """The forward pass of every dense decoder here: Llama, Mistral, Qwen.
 
-One code for every mesh: sharding is in the types (explicit mesh axes), and each step that sends
-something says so (gather, reduce_to, out_sharding).
+One code for every mesh, and for training, prefill and decode: sharding is in the types (explicit
+mesh axes), each step that sends something says so (all_gather, reduce_to, out_sharding), and the
+attention state is an argument.
 """
 
 import functools
@@ -10,141 +11,63 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from meshwright.models.activations import ActivationLayouts
 from meshwright.models.blocks import (
     Params,
     along_residual,
-    enter,
+    attention_output,
+    enter_attention,
+    last_norm,
     mlp,
     prepare_weights,
+    project,
     through_layers,
 )
 from meshwright.models.compute import Compute
 from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.rules import decoder_rules, generation_rules
 from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
-from meshwright.models.loss import LmHead, LossConfig, next_token_loss
+from meshwright.models.loss import LmHead, LossConfig, lm_logits, next_token_loss
+from meshwright.models.states import AttentionState, EmptyCache
 from meshwright.ops import (
     add_bias,
     all_gather,
     embed,
-    norm_alone,
-    partial_sums,
-    reduce_to,
+    nontrivial_axes,
     rms_norm,
     rotate,
 )
 from meshwright.ops.attention import attention
 
+Batch = Mapping[str, jax.Array]
 
-def hidden_states(
+
+def forward(
     params: Params,
-    tokens: jax.Array,
+    batch: Batch,
     config: DecoderConfig,
     compute: Compute,
-    *,
-    segments: jax.Array | None = None,
-    positions: jax.Array | None = None,
-    as_arranged: bool = False,
-) -> jax.Array:
-    """Tokens [batch, length] to [batch, length, embed] after the last norm.
+    state: AttentionState | EmptyCache | None = None,
+) -> tuple[jax.Array, Any]:
+    """Tokens [batch, length] to [batch, length, embed] after the last norm, and the next state.
 
-    `segments` numbers the documents of a row; `positions` count within them. Without: one document.
-    Where sequences are split, devices may hold them in another order (sequence_plan): the result is
-    in the order of the tokens, unless it is wanted `as_arranged`.
+    The batch has `tokens`, and for packed documents `segments` (their numbers) and `positions`
+    (which count within them). For states see models/states.py.
     """
-    x, _, rows = _through_layers(params, tokens, config, compute, segments, positions)
-    return x if as_arranged else _restored(x, rows, compute.layouts)
-
-
-def hidden_states_and_keys(
-    params: Params, tokens: jax.Array, config: DecoderConfig, compute: Compute
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """hidden_states, and every layer's keys and values [layers, batch, length, kv_heads, head_dim].
-
-    For a cache: rows are one document each, and everything is in the order of the tokens.
-    """
-    x, keys, rows = _through_layers(params, tokens, config, compute, keep_keys=True)
-    return _restored(x, rows, compute.layouts), *keys
-
-
-def _restored(x: jax.Array, rows: SequencePlan, layouts: ActivationLayouts) -> jax.Array:
-    if rows.context.order == "contiguous":
-        return x
-    return reshard(rows.restored(reshard(x, layouts.block)), layouts.residual)
-
-
-def _through_layers(
-    params: Params,
-    tokens: jax.Array,
-    config: DecoderConfig,
-    compute: Compute,
-    segments: jax.Array | None = None,
-    positions: jax.Array | None = None,
-    keep_keys: bool = False,
-) -> tuple[jax.Array, Any, SequencePlan]:
-    """The hidden states after the last norm as the devices hold them; keys in the tokens' order."""
+    x, state, sequences = _forward(params, batch, config, compute, state)
+    if sequences.context.order == "contiguous":
+        return x, state
     layouts = compute.layouts
-    rows = sequence_plan(config, compute, tokens.shape[1])
-    whole_rows = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    positions = whole_rows if positions is None else positions
-
-    def placed(x: jax.Array) -> jax.Array:
-        return rows.arranged(reshard(x, layouts.tokens))
-
-    table = all_gather(params["embedding"].astype(compute.dtype), layouts.token_axes)
-    x = embed(table, placed(tokens), layouts.residual)
-    layer = functools.partial(
-        _layer,
-        config=config,
-        compute=compute,
-        rope=config.rope.tables(placed(positions), config.head_dim),
-        segments=None if segments is None else placed(segments),
-        rows=rows,
-    )
-    weights = prepare_weights(params["layers"], layouts, compute)
-    if keep_keys:
-
-        def with_keys(x: jax.Array, w: Params) -> Any:
-            x, update, keys = layer(x, None, w)
-            return x + update, jax.tree.map(rows.restored, keys)
-
-        (x, keys), update = lax.scan(with_keys, x, weights), None
-    else:
-        keys = None
-        x, update = through_layers(
-            lambda x, update, w: layer(x, update, w)[:2], x, weights, config.layers, compute
-        )
-    scale = along_residual(params["norm"], layouts)
-    return norm_alone(x, scale, config.norm_eps, update), keys, rows
+    return reshard(sequences.restored(reshard(x, layouts.block)), layouts.residual), state
 
 
-def logits(
-    params: Params,
-    tokens: jax.Array,
-    config: DecoderConfig,
-    compute: Compute,
-    *,
-    segments: jax.Array | None = None,
-    positions: jax.Array | None = None,
-) -> jax.Array:
-    """Tokens [batch, length] to logits [batch, length, vocab], in float32."""
-    layouts = compute.layouts
-    x = hidden_states(params, tokens, config, compute, segments=segments, positions=positions)
-    x = all_gather(x, layouts.axes(layouts.logits))
-    head = lm_head(params, config)
-    found = jnp.einsum(
-        "ble,ve->blv" if head.tied else "ble,ev->blv",
-        x, head.gathered(compute), preferred_element_type=jnp.float32, out_sharding=layouts.logits,
-    )  # fmt: skip
-    if found.shape[2] == config.vocab:
-        return found
-    # without padding the vocabulary does not divide, so every device gets all of it
-    return reshard(found, P(*layouts.logits.partitions[:2], None))[..., : config.vocab]
+def logits(params: Params, batch: Batch, config: DecoderConfig, compute: Compute) -> jax.Array:
+    """[batch, length, vocab] in float32: see forward."""
+    x, _ = forward(params, batch, config, compute)
+    return lm_logits(x, lm_head(params, config), config.vocab, compute)
 
 
 def lm_head(params: Params, config: DecoderConfig) -> LmHead:
@@ -155,81 +78,143 @@ def lm_head(params: Params, config: DecoderConfig) -> LmHead:
 
 def loss(
     params: Params,
-    batch: Mapping[str, jax.Array],
+    batch: Batch,
     scale: jax.Array,
     config: DecoderConfig,
     compute: Compute,
     settings: LossConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """Of a micro-batch [batch, length]: `scale` × its summed loss, and the summed entropy."""
-    x = hidden_states(
-        params, batch["tokens"], config, compute,
-        segments=batch.get("segments"), positions=batch.get("positions"), as_arranged=True,
-    )  # fmt: skip
-    targets = reshard(batch["targets"], compute.layouts.tokens)
-    targets = sequence_plan(config, compute, targets.shape[1]).arranged(targets)
+    x, _, sequences = _forward(params, batch, config, compute)
+    targets = sequences.arranged(reshard(batch["targets"], compute.layouts.tokens))
     head = lm_head(params, config)
     return next_token_loss(x, head, targets, scale, config.vocab, compute, settings)
+
+
+def generation_compute(params: Params) -> Compute:
+    """In the dtype of the weights, which are stationary."""
+    return Compute(generation_rules(), params["embedding"].dtype, stationary=True)
+
+
+def start(
+    params: Params, prompts: jax.Array, lengths: jax.Array, config: DecoderConfig, room: int
+) -> tuple[Batch, EmptyCache, Compute]:
+    """The inputs of forward for prompts [batch, length] of these lengths [batch].
+
+    With context parallelism the length of prompts is split, as in training: activations are larger
+    than weights there.
+    """
+    compute = generation_compute(params)
+    if "sp" in nontrivial_axes():
+        compute = Compute(decoder_rules(sp=True), compute.dtype)
+    return {"tokens": prompts}, EmptyCache(lengths, room), compute
+
+
+def _forward(
+    params: Params,
+    batch: Batch,
+    config: DecoderConfig,
+    compute: Compute,
+    state: AttentionState | EmptyCache | None = None,
+) -> tuple[jax.Array, Any, SequencePlan]:
+    """As forward, but the hidden states are in the order in which the devices hold sequences."""
+    layouts = compute.layouts
+    tokens, segments = batch["tokens"], batch.get("segments")
+    sequences = sequence_plan(config, compute, tokens.shape[1])
+    in_order = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+
+    def placed(x: jax.Array, layout: P = layouts.tokens) -> jax.Array:
+        return sequences.arranged(reshard(x, layout))
+
+    table = all_gather(params["embedding"].astype(compute.dtype), layouts.weight_axes)
+    x = embed(table, placed(tokens), layouts.residual)
+    if state is None or isinstance(state, EmptyCache):
+        positions, states = batch.get("positions", in_order), None
+    else:
+        positions, states = state.positions(tokens), state.layers
+    by_head = P(*layouts.heads.partitions[:2])
+    rope = config.rope.tables(placed(positions, by_head), config.head_dim)
+    segments = None if segments is None else placed(segments)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+        if state is not None and not isinstance(state, EmptyCache):
+            return state.attend(q, k, v, layer, config.sliding_window)
+        context, mask = sequences.context, sequences.mask
+        mixed = attention(q, k, v, segments, mask, context=context, kernel=compute.kernel)
+        return mixed, None if state is None else (sequences.restored(k), sequences.restored(v))
+
+    layer = functools.partial(_layer, attend=attend, rope=rope, config=config, compute=compute)
+    weights = params["layers"]  # stacked; of an engine, a list
+    if isinstance(weights, list):
+        weights = [prepare_weights(layer_weights, layouts, compute) for layer_weights in weights]
+    else:
+        weights = prepare_weights(weights, layouts, compute)
+    x, update, kept = through_layers(layer, x, weights, states, compute)
+    scale = along_residual(params["norm"], layouts)
+    x = last_norm(x, update, scale, config.norm_eps, compute)
+    if isinstance(state, EmptyCache):
+        keys, values = kept
+        return x, state.filled(keys, values, generation_compute(params).layouts), sequences
+    return x, None if state is None else state.updated(kept), sequences
 
 
 def _layer(
     x: jax.Array,
     update: jax.Array | None,
     w: Params,
+    state: Any,
     *,
+    attend: Any,
+    rope: tuple[jax.Array, jax.Array],
     config: DecoderConfig,
     compute: Compute,
-    rope: tuple[jax.Array, jax.Array],
-    segments: jax.Array | None,
-    rows: SequencePlan,
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    """The residual stream after one layer but for its last addition, that, and keys and values."""
+) -> tuple[jax.Array, jax.Array, Any]:
+    """The residual stream after one layer but for the last update, that update, the state."""
     with jax.named_scope("attention"):
-        attended = _attention(x, update, w["attention"], config, compute, rope, segments, rows)
-        x, update, keys = attended
+        own, eps = w["attention"], config.norm_eps
+        x, normed = enter_attention(x, update, own["norm"], 3, "input", eps, compute)
+        q, k, v = _heads(normed, own, rope, config, compute)
+        mixed, state = attend(q, k, v, state)
+        update = attention_output(mixed, own, compute)
+        if config.output_bias:
+            update = add_bias(update, own["bo"].astype(update.dtype))
     with jax.named_scope("mlp"):
         x, update = mlp(x, update, w["mlp"], config.norm_eps, compute)
-    return x, update, keys
+    return x, update, state
 
 
-def _attention(
-    x: jax.Array,
-    update: jax.Array | None,
+def _heads(
+    normed: list[jax.Array],
     w: Params,
+    rope: tuple[jax.Array, jax.Array],
     config: DecoderConfig,
     compute: Compute,
-    rope: tuple[jax.Array, jax.Array],
-    segments: jax.Array | None,
-    rows: SequencePlan,
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    """x with the update, what is to be added to it next, and the keys and values."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values, with biases, norms and rotary positions."""
     layouts = compute.layouts
-    over, eps = layouts.axes(layouts.heads), config.norm_eps
-    # [batch, length, embed], for q, k and v; where it is gathered, once for all
-    x, normed = enter(x, update, w["norm"], 1 if over else 3, "input", eps, compute)
-    normed = normed if not over else [all_gather(normed[0], over)] * 3
 
-    def project(name: str, h: jax.Array, layout: Any) -> jax.Array:
-        weight = all_gather(w[f"w{name}"], layouts.token_axes)
-        y = jnp.einsum("ble,ehd->blhd", h, weight, out_sharding=layout)
+    def finish(name: str, y: jax.Array) -> jax.Array:
         if config.qkv_bias:
             y = add_bias(y, w[f"b{name}"].astype(y.dtype))
         if name == "v":
             return checkpoint_name(y, "v")
-        if config.qk_norm:  # whose gradient needs what went in
-            return rotate(rms_norm(checkpoint_name(y, name), w[f"{name}_norm"], eps), *rope)
+        if config.qk_norm:  # whose gradient needs its input
+            y = rms_norm(checkpoint_name(y, name), w[f"{name}_norm"], config.norm_eps)
+            return rotate(y, *rope)
         return checkpoint_name(rotate(y, *rope), name)
 
+    def projected(name: str, h: jax.Array, layout: P) -> jax.Array:
+        weight = all_gather(w[f"w{name}"], layouts.weight_axes)
+        return finish(name, project("ble,ehd->blhd", h, weight, layout, compute))
+
+    if "wqkv" in w:  # see serving_weights
+        batch, length, heads, _ = layouts.kv_heads.partitions
+        target = P(batch, length, heads, None, None)
+        merged = project("ble,ekgd->blkgd", normed[0], w["wqkv"], target, compute)
+        q = merged[:, :, :, :-2]
+        shape = (*q.shape[:2], config.heads, config.head_dim)
+        q = jnp.reshape(q, shape, out_sharding=layouts.heads)
+        return finish("q", q), finish("k", merged[:, :, :, -2]), finish("v", merged[:, :, :, -1])
     each = (layouts.heads, layouts.kv_heads, layouts.kv_heads)
-    q, k, v = (
-        project(name, h, layout) for name, h, layout in zip("qkv", normed, each, strict=True)
-    )
-    mixed = attention(
-        q, k, v, segments, rows.mask, context=rows.context, kernel=compute.kernel,
-    )  # fmt: skip
-    out = jnp.einsum(
-        "blhd,hde->ble", mixed, all_gather(w["wo"], layouts.token_axes),
-        out_sharding=partial_sums(layouts.block, over),
-    )  # fmt: skip
-    out = reduce_to(out, over, layouts.residual)
-    return x, (add_bias(out, w["bo"].astype(out.dtype)) if config.output_bias else out), (k, v)
+    q, k, v = (projected(name, h, at) for name, h, at in zip("qkv", normed, each, strict=True))
+    return q, k, v

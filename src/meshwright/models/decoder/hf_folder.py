@@ -1,30 +1,12 @@
 """A decoder's Hugging Face folder, read and written: their names and dims beside ours.
 
-Both turn pair i of a head as (x[i], x[i + head_dim / 2]), so rotary embedding needs no reordering.
-
-    config = from_hf_config(folder)
-    shardings = mw.shardings(abstract_arrays(config), decoder_rules(), mesh=mesh)
-    params = load_hf(folder, config, shardings, jnp.bfloat16)
+Both rotate pair i of a head as (x[i], x[i + head_dim / 2]): rotary embedding needs no reordering.
 """
-
-import functools
-import os
-from pathlib import Path
-from typing import Any
-
-import jax.numpy as jnp
 
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
-from meshwright.models.huggingface import (
-    SOURCE,
-    HfModel,
-    OnRead,
-    hf_arrays,
-    load_folder,
-    save_folder,
-)
+from meshwright.models.decoder.hf_config import to_hf_config
+from meshwright.models.huggingface import SOURCE, HfModel, hf_arrays
 
 _LAYER = "model.layers.{layer}."
 # ours: theirs, and its dims; those in brackets are one dim there
@@ -57,34 +39,8 @@ def hf_model(config: DecoderConfig) -> HfModel:
     return HfModel(
         specs=specs,
         arrays=hf_arrays(specs, NAMES),
-        write_config=functools.partial(_write_config, config),
+        write_config=lambda dtype: to_hf_config(config, dtype=dtype),
         source=(config.hf_config or {}).get(SOURCE),
         copies=tied,
         ignored=("rotary_emb.inv_freq",),  # of older files; they follow from the config
     )
-
-
-def _write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    return to_hf_config(config, dtype=dtype)
-
-
-def load_hf(
-    folder: str | os.PathLike[str],
-    config: DecoderConfig | None = None,
-    shardings: Any = None,
-    dtype: Any = jnp.float32,
-    on_read: OnRead | None = None,
-) -> dict[str, Any]:
-    """The parameter tree of a Hugging Face folder: see load_folder.
-
-    `config` is what config.json says if not given.
-    """
-    config = from_hf_config(folder) if config is None else config
-    return load_folder(folder, hf_model(config), shardings, dtype, on_read)
-
-
-def save_hf(
-    folder: str | os.PathLike[str], params: Any, config: DecoderConfig, **options: Any
-) -> Path:
-    """Write config.json and the weights into a new folder: see save_folder."""
-    return save_folder(folder, params, hf_model(config), **options)

@@ -1,4 +1,4 @@
-"""Where a dense decoder's arrays go on a mesh of (dp, fsdp, tp, sp)."""
+"""The rules that place the arrays of a dense decoder on a mesh of (dp, fsdp, tp, sp)."""
 
 from meshwright.layouts import Rules, standard_rules
 
@@ -8,8 +8,8 @@ def decoder_rules(sp: bool = False, sequence_parallel: bool = False) -> Rules:
 
     With `sp` the sequence is split over sp, and weights over fsdp and sp jointly. With
     `sequence_parallel` activations between blocks are split over tp too, along the sequence: each
-    all-reduce of tensor parallelism becomes a gather and a scatter, and norms and residuals are
-    kept once instead of tp times.
+    all-reduce of tensor parallelism becomes a reduce-scatter and an all-gather, and norms and
+    residuals are stored once instead of tp times.
     """
     embed = ("fsdp", "sp") if sp else ("fsdp",)
     between = ("sp", "tp") if sp else ("tp",)
@@ -45,3 +45,20 @@ def t5x_rules(activation_dims: int = 1, parameter_dims: int = 1) -> Rules:
         optional=standard.optional,
     )
     return rules.rename_axes(data=("dp", "fsdp"), model="tp")
+
+
+def generation_rules() -> Rules:
+    """Weights as in training with sp; attention and cache split `batch` over all axes but tp.
+
+    Where a weight is used its embed dim is over fsdp and sp, so `sequences` are over dp alone.
+    """
+    return Rules(
+        [
+            ("batch", ("dp", "fsdp", "sp")),
+            ("sequences", "dp"),
+            *((dim, "tp") for dim in ("vocab", "heads", "kv_heads", "mlp")),
+            ("embed", ("fsdp", "sp")),
+            *((dim, None) for dim in ("length", "head_dim", "layers", "norm")),
+        ],
+        optional=("batch", "sequences", "length"),
+    )

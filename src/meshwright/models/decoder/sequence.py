@@ -1,7 +1,7 @@
-"""How a decoder's rows lie over the devices that split them, and by which strategy they attend.
+"""Context parallelism of a decoder: the order of a sequence over devices, and the strategy.
 
-rows = sequence_plan(config, compute, length)
-tokens = rows.arranged(tokens)       # in the order the devices hold them
+plan = sequence_plan(config, compute, length)
+tokens = plan.arranged(tokens)       # in the order the devices hold them
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class SequencePlan:
 
 
 def sequence_plan(config: DecoderConfig, compute: Compute, length: int) -> SequencePlan:
-    """The plan for rows of this length on the current mesh."""
+    """The plan for sequences of this length on the current mesh."""
     split = sequence_split(config, compute.layouts, jax.sharding.get_abstract_mesh().shape, length)
     if split.ways == 1:
         return SequencePlan(split.mask, ContextParallel())

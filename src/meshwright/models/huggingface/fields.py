@@ -26,7 +26,7 @@ HARMLESS = SPECIAL_TOKENS | frozenset(
         "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
         "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version",
         "use_bfloat16", "use_cache",
-        # first values of weights: not needed where weights are read; ours are in arrays.py
+        # initializers: not needed where weights are read; ours are in arrays.py
         "initializer_range",
         # matmuls cut in pieces, with the same sum
         "pretraining_tp",

@@ -33,7 +33,7 @@ from meshwright.models.safetensors_read import (
 
 Slices = tuple[slice, ...]
 OnRead = Callable[[str, int], None]
-_ROWS = 64  # at once, of a matrix that is turned: so many stay in the processor's cache
+_SLICES = 64  # at once, of a matrix that is transposed: so many stay in the processor's cache
 
 
 def load_folder(
@@ -150,9 +150,9 @@ def _are_equal(files: MappedFiles, one: StoredTensor, other: StoredTensor) -> bo
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     a, b = files.array(one.name), files.array(other.name)
-    rows = max(1, 2**24 // max(1, a[:1].nbytes))
-    starts = range(0, a.shape[0], rows)
-    equal = all(a[i : i + rows].tobytes() == b[i : i + rows].tobytes() for i in starts)
+    size = max(1, 2**24 // max(1, a[:1].nbytes))
+    starts = range(0, a.shape[0], size)
+    equal = all(a[i : i + size].tobytes() == b[i : i + size].tobytes() for i in starts)
     files.release()
     return equal
 
@@ -207,18 +207,18 @@ def read_block(
 
 
 def _read_into(out: np.ndarray, array: HfArray, index: Slices, stored: np.ndarray) -> int:
-    """Copy a block of one tensor of theirs, turned into our dims; gives back the bytes read."""
+    """Copy a block of one tensor of theirs, transposed into our dims; gives back the bytes read."""
     order = array.order
     inverse = [order.index(dim) for dim in range(len(order))]
     wanted = stored.reshape(array.unfolded)[tuple(index[dim] for dim in inverse)]
-    turned = out.transpose(inverse)
+    transposed = out.transpose(inverse)
     if wanted.dtype == out.dtype:  # bits are faster to copy than bfloat16
         bits = np.dtype(f"u{out.dtype.itemsize}")
-        wanted, turned = wanted.view(bits), turned.view(bits)
-    step = max(1, _ROWS * array.unfolded[0] // array.shape[0])
+        wanted, transposed = wanted.view(bits), transposed.view(bits)
+    step = max(1, _SLICES * array.unfolded[0] // array.shape[0])
     for i in range(0, len(wanted), step):
-        # in two steps: cast along their rows, then turn a piece that is in the cache
-        turned[i : i + step] = _cast(wanted[i : i + step], turned.dtype)
+        # in two steps: cast in their order, then transpose a piece that is in the cache
+        transposed[i : i + step] = _cast(wanted[i : i + step], transposed.dtype)
     return wanted.nbytes
 
 

@@ -134,9 +134,9 @@ def _fetch(value: Any, array: HfArray, layer: int, dtype: np.dtype[Any]) -> np.n
         return one.transpose(theirs).astype(dtype).reshape(array.shape)
     mesh, value = _on_automatic_axes(value)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        tensor = _turn(value, layer, theirs, stacked, dtype)
+        tensor = _transpose(value, layer, theirs, stacked, dtype)
         if mesh is not None and not tensor.is_fully_addressable:
-            # parts of it lie with other processes: gathered, every device has it whole
+            # other processes have shards of it: all-gathered, every device has all of it
             tensor = jax.device_put(tensor, NamedSharding(mesh, PartitionSpec()))
             tensor = tensor.addressable_data(0)
     # without the padding of a vocabulary that the mesh does not divide
@@ -145,10 +145,10 @@ def _fetch(value: Any, array: HfArray, layer: int, dtype: np.dtype[Any]) -> np.n
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _turn(
+def _transpose(
     value: jax.Array, layer: jax.Array, order: tuple[int, ...], stacked: bool, dtype: Any
 ) -> jax.Array:
-    """One layer in their dims and dtype, still split as it was."""
+    """One layer in their dims and dtype, sharded as before."""
     if stacked:
         value = jax.lax.dynamic_index_in_dim(value, layer, axis=0, keepdims=False)
     return value.astype(dtype).transpose(order)

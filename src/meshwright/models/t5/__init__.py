@@ -2,9 +2,8 @@
 
 from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
-from meshwright.models.t5.forward import hidden_states, lm_head, logits, loss
+from meshwright.models.t5.forward import forward, lm_head, logits, loss
 from meshwright.models.t5.hf_config import from_hf_config, to_hf_config
-from meshwright.models.t5.hf_folder import load_hf, save_hf
 from meshwright.models.t5.presets import PRESETS
 from meshwright.models.t5.rules import t5_rules, t5x_rules
 
@@ -12,13 +11,11 @@ __all__ = [
     "PRESETS",
     "T5Config",
     "abstract_arrays",
+    "forward",
     "from_hf_config",
-    "hidden_states",
     "lm_head",
-    "load_hf",
     "logits",
     "loss",
-    "save_hf",
     "t5_rules",
     "t5x_rules",
     "to_hf_config",

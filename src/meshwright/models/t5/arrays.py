@@ -1,4 +1,4 @@
-"""Every parameter of a T5, described: shape, dtype, dims, initializer.
+"""Every parameter of a T5: shape, dtype, dims, initializer.
 
 The encoder's and the decoder's layers are stacked each, dim `layers` first. Keys and values have
 dim `kv_heads`, as in other families, with as many as there are heads.

@@ -7,18 +7,18 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.models.activations import ActivationLayouts, attention_split
 from meshwright.models.blocks import REMAT
-from meshwright.models.decoder.decode import batch_multiple
 from meshwright.models.family import Generation, HuggingFace, ModelFamily
 from meshwright.models.overrides import override_fields
-from meshwright.models.t5 import decode
 from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
-from meshwright.models.t5.forward import hidden_states, lm_head, loss
+from meshwright.models.t5.forward import forward, lm_head, loss
+from meshwright.models.t5.generation import generation_compute, generation_rules, start
 from meshwright.models.t5.hf_config import ARCHITECTURE, MODEL_TYPE, from_hf_config, to_hf_config
-from meshwright.models.t5.hf_folder import load_hf, save_hf
+from meshwright.models.t5.hf_folder import hf_model
 from meshwright.models.t5.presets import PRESETS
 from meshwright.models.t5.rules import t5_rules, t5x_rules
-from meshwright.ops.attention import EVERYTHING, Split
+from meshwright.models.work import Attention, Stack, attention_block, mlp_block
+from meshwright.ops.attention import EVERYTHING, Mask, Split
 
 
 def sequence_split(
@@ -40,6 +40,18 @@ def _override(config: T5Config, changes: Mapping[str, str], seq: int) -> T5Confi
     return dataclasses.replace(changed, max_seq=max(changed.max_seq, seq))
 
 
+def _work(config: T5Config) -> tuple[Stack, ...]:
+    mlp = mlp_block(config.gated)
+    to_own = Attention(EVERYTHING, biased=True)
+    causal = Attention(Mask(), biased=True)
+    to_encoder = Attention(EVERYTHING, keys_from="encoder_tokens")
+    cross = attention_block(to_encoder, "cross_attention", enters="middle")
+    return (
+        Stack(("encoder", "layers"), "encoder_tokens", (attention_block(to_own), mlp)),
+        Stack(("decoder", "layers"), "tokens", (attention_block(causal), cross, mlp)),
+    )
+
+
 def _to_dict(config: T5Config) -> dict[str, Any]:
     data = dataclasses.asdict(config)
     del data["hf_config"]
@@ -56,10 +68,11 @@ T5 = ModelFamily(
     batch_fields=("encoder_tokens", "encoder_segments", "tokens", "targets"),
     objectives=("span-corruption", "prefix-lm"),
     loss=loss,
-    hidden_states=hidden_states,
+    forward=forward,
     lm_head=lm_head,
     sequence_split=sequence_split,
     remat=REMAT,
+    work=_work,
     flops=lambda config, lengths: config.flops(lengths["encoder_tokens"], lengths["tokens"]),
     split_dims=("heads", "mlp", "embed"),
     override=_override,
@@ -69,14 +82,12 @@ T5 = ModelFamily(
         architectures={ARCHITECTURE: MODEL_TYPE},
         read_config=from_hf_config,
         write_config=to_hf_config,
-        load=load_hf,
-        save=save_hf,
+        model=hf_model,
     ),
     generation=Generation(
-        rules=decode.generation_rules,
-        prefill=decode.prefill,
-        step=decode.step,
-        batch_multiple=batch_multiple,
+        rules=generation_rules,
+        compute=generation_compute,
+        start=start,
         # of the decoder's tokens and, made once, of the encoder's
         cached_numbers=lambda config: 4 * config.decoder_layers * config.heads * config.head_dim,
     ),

@@ -1,43 +1,38 @@
-"""The forward pass of T5: an encoder, and a decoder that attends to what it gives.
+"""The forward pass of T5: an encoder, and a decoder that attends to its output.
 
 Each stack has one bias of relative positions, which all of its layers add to their scores. Scores
-are not scaled by head_dim. One code for every mesh, as in the decoder family. Layers of the decoder
-are the same in training and in generation: where keys and values come from is an argument (Attend).
+are not scaled by head_dim. One code for every mesh, and for training and generation: as in the
+decoder family, the attention state is an argument.
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from meshwright.models.blocks import (
     Params,
     along_residual,
-    enter,
+    attention_output,
+    enter_attention,
     mlp,
     prepare_weights,
+    project,
     through_layers,
 )
 from meshwright.models.compute import Compute
-from meshwright.models.loss import LmHead, LossConfig, next_token_loss
+from meshwright.models.loss import LmHead, LossConfig, lm_logits, next_token_loss
 from meshwright.models.t5.config import T5Config
-from meshwright.ops import (
-    all_gather,
-    embed,
-    norm_alone,
-    partial_sums,
-    reduce_to,
-    relative_bias,
-)
+from meshwright.models.t5.state import T5State
+from meshwright.ops import all_gather, embed, norm_alone, relative_bias
 from meshwright.ops.attention import EVERYTHING, ContextParallel, Mask, Segments, attention
 
 Batch = Mapping[str, jax.Array]
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v
+Attend = Callable[[jax.Array, jax.Array, jax.Array], Any]  # q, k, v
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
@@ -46,28 +41,10 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-class Attend(NamedTuple):
-    """How a layer of the decoder attends: to its own sequence, and to the encoder's."""
-
-    to_own: Attention
-    encoded_keys: Callable[[Params], tuple[jax.Array, jax.Array]]  # from the layer's weights
-    to_encoded: Attention
-
-
 def logits(params: Params, batch: Batch, config: T5Config, compute: Compute) -> jax.Array:
-    """[batch, length, vocab] in float32: see hidden_states."""
-    layouts = compute.layouts
-    head = lm_head(params, config)
-    x = hidden_states(params, batch, config, compute)
-    found = jnp.einsum(
-        "ble,ve->blv" if head.tied else "ble,ev->blv",
-        all_gather(x, layouts.axes(layouts.logits)), head.gathered(compute),
-        preferred_element_type=jnp.float32, out_sharding=layouts.logits,
-    )  # fmt: skip
-    if found.shape[2] == config.vocab:
-        return found
-    # without padding the vocabulary does not divide, so every device gets all of it
-    return reshard(found, P(*layouts.logits.partitions[:2], None))[..., : config.vocab]
+    """[batch, length, vocab] in float32: see forward."""
+    x, _ = forward(params, batch, config, compute)
+    return lm_logits(x, lm_head(params, config), config.vocab, compute)
 
 
 def loss(
@@ -79,7 +56,7 @@ def loss(
     settings: LossConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """Of a micro-batch: `scale` × its summed loss, and the summed entropy."""
-    x = hidden_states(params, batch, config, compute)
+    x, _ = forward(params, batch, config, compute)
     targets = reshard(batch["targets"], compute.layouts.tokens)
     head = lm_head(params, config)
     return next_token_loss(x, head, targets, scale, config.vocab, compute, settings)
@@ -91,95 +68,93 @@ def lm_head(params: Params, config: T5Config) -> LmHead:
     return LmHead(params["embedding" if tied else "output"], tied)
 
 
-def hidden_states(params: Params, batch: Batch, config: T5Config, compute: Compute) -> jax.Array:
-    """[batch, length, embed] as the LM head takes them, of the decoder's tokens.
+def forward(
+    params: Params,
+    batch: Batch,
+    config: T5Config,
+    compute: Compute,
+    state: T5State | None = None,
+) -> tuple[jax.Array, T5State | None]:
+    """[batch, length, embed] of the decoder's tokens as the LM head takes them, the next state.
 
-    The batch has `encoder_tokens` [batch, encoder_length] and `tokens` [batch, length]; where
-    examples are packed or padded also `encoder_segments` and `segments`, which number the examples
-    of a sequence from 1, padding 0: tokens of the decoder see the encoder's of the same number.
+    Without a state the batch has `encoder_tokens` [batch, encoder_length] and `tokens` [batch,
+    length]; where examples are packed or padded also `encoder_segments` and `segments`, which
+    number the examples of a sequence from 1, padding 0: tokens of the decoder see the encoder's of
+    the same number. With a state, which has the encoder's keys, the batch is the next `tokens`.
     """
-    layouts = compute.layouts
+    layouts, stack = compute.layouts, params["decoder"]
     batch = {name: reshard(x, layouts.tokens) for name, x in batch.items()}
-    table = gathered_embedding(params, compute)
-    encoded = encode(params, batch, config, compute, table)
-    of_decoder, of_encoder = batch.get("segments"), batch.get("encoder_segments")
-    if of_decoder is None and of_encoder is not None:
-        of_decoder = jnp.ones_like(batch["tokens"])
-    if of_encoder is None and of_decoder is not None:
-        of_encoder = jnp.ones_like(batch["encoder_tokens"])
-    both = None if of_decoder is None or of_encoder is None else (of_decoder, of_encoder)
-    length = batch["tokens"].shape[1]
-    bias = _bias(params["decoder"], length, config, compute, bidirectional=False)
+    table = all_gather(params["embedding"].astype(compute.dtype), layouts.weight_axes)
+    if state is None:
+        encoded = encode(params, batch, config, compute, table)
+        segments = _segments_of_both(batch)
+        bias = _bias(stack, batch["tokens"].shape[1], config, compute, bidirectional=False)
+        whole = attention_of(compute, Mask(), batch.get("segments"), bias)
+    else:
+        segments = jnp.ones_like(batch["tokens"]), state.encoder_segments
+        own_bias = state.bias(stack["relative_bias"], config.max_distance)
 
-    def layer(x: jax.Array, update: jax.Array | None, w: Params) -> tuple[jax.Array, jax.Array]:
-        attend = Attend(
-            to_own=attention_of(compute, Mask(), batch.get("segments"), bias),
-            encoded_keys=lambda w: keys_and_values(encoded, w, compute),
-            to_encoded=attention_of(compute, EVERYTHING, both),
-        )
-        return decoder_layer(x, update, w, attend, config, compute)
+    def layer(x: jax.Array, update: jax.Array | None, w: Params, cached: Any) -> Any:
+        cross, eps = w["cross_attention"], config.norm_eps
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+            if state is None:
+                return whole(q, k, v), None
+            return state.cache.attend(q, k, v, cached[:2], bias=own_bias)
+
+        with jax.named_scope("attention"):
+            x, update, kept = _self_attention(x, update, w["attention"], attend, config, compute)
+        with jax.named_scope("cross_attention"):
+            x, [h] = enter_attention(x, update, cross["norm"], 1, "middle", eps, compute)
+            q = _queries(h, cross, config, compute)
+            keys = keys_and_values(encoded, cross, compute) if state is None else cached[2:]
+            mixed = attention_of(compute, EVERYTHING, segments)(q, *keys)
+            update = attention_output(mixed, cross, compute)
+        return *_mlp(x, update, w, config, compute), kept
 
     x = embed(table, batch["tokens"], layouts.residual)
-    weights = prepare_weights(params["decoder"]["layers"], layouts, compute)
-    x, update = through_layers(layer, x, weights, config.decoder_layers, compute)
-    return for_lm_head(x, update, params, config, compute)
+    weights = prepare_weights(stack["layers"], layouts, compute)
+    states = None if state is None else state.layers
+    x, update, kept = through_layers(layer, x, weights, states, compute)
+    x = norm_alone(x, along_residual(stack["norm"], layouts), config.norm_eps, update)
+    x = x * config.embed**-0.5 if config.scaled_output else x
+    return x, None if state is None else state.updated(kept)
 
 
-def for_lm_head(
-    x: jax.Array, update: jax.Array | None, params: Params, config: T5Config, compute: Compute
-) -> jax.Array:
-    """The decoder's last norm, scaled if the model is."""
-    scale = along_residual(params["decoder"]["norm"], compute.layouts)
-    normed = norm_alone(x, scale, config.norm_eps, update)
-    return normed * config.embed**-0.5 if config.scaled_output else normed
-
-
-def gathered_embedding(params: Params, compute: Compute) -> jax.Array:
-    """The embedding as both stacks look it up."""
-    return all_gather(params["embedding"].astype(compute.dtype), compute.layouts.token_axes)
+def _segments_of_both(batch: Batch) -> Segments | None:
+    """Those of the decoder's tokens and of the encoder's, None if the batch has neither."""
+    own, others = batch.get("segments"), batch.get("encoder_segments")
+    if own is None and others is not None:
+        own = jnp.ones_like(batch["tokens"])
+    if others is None and own is not None:
+        others = jnp.ones_like(batch["encoder_tokens"])
+    return None if own is None or others is None else (own, others)
 
 
 def encode(
     params: Params, batch: Batch, config: T5Config, compute: Compute, table: jax.Array
 ) -> jax.Array:
-    """What the decoder attends to: [batch, encoder_length, embed], whole over embed."""
+    """What the decoder attends to: [batch, encoder_length, embed], not sharded over embed."""
     layouts = compute.layouts
     tokens = batch["encoder_tokens"]
     bias = _bias(params["encoder"], tokens.shape[1], config, compute, bidirectional=True)
-    attend = attention_of(compute, EVERYTHING, batch.get("encoder_segments"), bias)
+    whole = attention_of(compute, EVERYTHING, batch.get("encoder_segments"), bias)
 
-    def layer(x: jax.Array, update: jax.Array | None, w: Params) -> tuple[jax.Array, jax.Array]:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return whole(q, k, v), None
+
+    def layer(x: jax.Array, update: jax.Array | None, w: Params, _: None) -> Any:
         with jax.named_scope("attention"):
-            x, update = _self_attention(x, update, w["attention"], attend, config, compute)
-        return _mlp(x, update, w, config, compute)
+            x, update, _ = _self_attention(x, update, w["attention"], attend, config, compute)
+        return *_mlp(x, update, w, config, compute), None
 
     with jax.named_scope("encoder"):
         x = embed(table, tokens, layouts.residual)
         weights = prepare_weights(params["encoder"]["layers"], layouts, compute)
-        x, update = through_layers(layer, x, weights, config.encoder_layers, compute)
+        x, update, _ = through_layers(layer, x, weights, None, compute)
         scale = along_residual(params["encoder"]["norm"], layouts)
         normed = norm_alone(x, scale, config.norm_eps, update)
-        return all_gather(normed, layouts.axes(layouts.heads))
-
-
-def decoder_layer(
-    x: jax.Array,
-    update: jax.Array | None,
-    w: Params,
-    attend: Attend,
-    config: T5Config,
-    compute: Compute,
-) -> tuple[jax.Array, jax.Array]:
-    """The residual stream after one layer but for its last addition, and that."""
-    with jax.named_scope("attention"):
-        x, update = _self_attention(x, update, w["attention"], attend.to_own, config, compute)
-    with jax.named_scope("cross_attention"):
-        cross = w["cross_attention"]
-        x, [h] = _enter_attention(x, update, cross["norm"], 1, "middle", config, compute)
-        q = _queries(h, cross, config, compute)
-        mixed = attend.to_encoded(q, *attend.encoded_keys(cross))
-        update = _attention_output(mixed, cross, compute)
-    return _mlp(x, update, w, config, compute)
+        return all_gather(normed, layouts.all_gathered(layouts.heads))
 
 
 def keys_and_values(source: jax.Array, w: Params, compute: Compute) -> tuple[jax.Array, jax.Array]:
@@ -189,7 +164,7 @@ def keys_and_values(source: jax.Array, w: Params, compute: Compute) -> tuple[jax
 
 def attention_of(
     compute: Compute, mask: Mask, segments: Segments | None = None, bias: jax.Array | None = None
-) -> Attention:
+) -> Attend:
     """Attention of queries to keys by a mask, with a bias."""
     context = ContextParallel(compute.context_parallel)
 
@@ -212,31 +187,16 @@ def _self_attention(
     x: jax.Array,
     update: jax.Array | None,
     w: Params,
-    attend: Attention,
+    attend: Attend,
     config: T5Config,
     compute: Compute,
-) -> tuple[jax.Array, jax.Array]:
-    """x with the update, and what is to be added to it next."""
-    x, [of_q, of_k, of_v] = _enter_attention(x, update, w["norm"], 3, "input", config, compute)
+) -> tuple[jax.Array, jax.Array, Any]:
+    """x with the update, the next update, and what the state keeps."""
+    eps = config.norm_eps
+    x, [of_q, of_k, of_v] = enter_attention(x, update, w["norm"], 3, "input", eps, compute)
     q = _queries(of_q, w, config, compute)
-    mixed = attend(q, _project("k", of_k, w, compute), _project("v", of_v, w, compute))
-    return x, _attention_output(mixed, w, compute)
-
-
-def _enter_attention(
-    x: jax.Array,
-    update: jax.Array | None,
-    scale: jax.Array,
-    uses: int,
-    name: str,
-    config: T5Config,
-    compute: Compute,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """x with the update, and its norm whole over embed for so many projections."""
-    over = compute.layouts.axes(compute.layouts.heads)
-    x, normed = enter(x, update, scale, 1 if over else uses, name, config.norm_eps, compute)
-    # where it is gathered, once for all
-    return x, normed if not over else [all_gather(normed[0], over)] * uses
+    mixed, kept = attend(q, _project("k", of_k, w, compute), _project("v", of_v, w, compute))
+    return x, attention_output(mixed, w, compute), kept
 
 
 def _queries(h: jax.Array, w: Params, config: T5Config, compute: Compute) -> jax.Array:
@@ -246,19 +206,9 @@ def _queries(h: jax.Array, w: Params, config: T5Config, compute: Compute) -> jax
 
 def _project(name: str, h: jax.Array, w: Params, compute: Compute, by: float = 1.0) -> jax.Array:
     layouts = compute.layouts
-    weight = all_gather(w[f"w{name}"], layouts.token_axes)
-    y = jnp.einsum("ble,ehd->blhd", h, weight, out_sharding=layouts.heads)
+    weight = all_gather(w[f"w{name}"], layouts.weight_axes)
+    y = project("ble,ehd->blhd", h, weight, layouts.heads, compute)
     return checkpoint_name(y if by == 1.0 else y * by, name)
-
-
-def _attention_output(mixed: jax.Array, w: Params, compute: Compute) -> jax.Array:
-    layouts = compute.layouts
-    over = layouts.axes(layouts.heads)
-    out = jnp.einsum(
-        "blhd,hde->ble", mixed, all_gather(w["wo"], layouts.token_axes),
-        out_sharding=partial_sums(layouts.block, over),
-    )  # fmt: skip
-    return reduce_to(out, over, layouts.residual)
 
 
 def _mlp(

@@ -1,23 +1,9 @@
 """A T5's Hugging Face folder, read and written: their names and dims beside ours."""
 
-import functools
-import os
-from pathlib import Path
-from typing import Any
-
-import jax.numpy as jnp
-
-from meshwright.models.huggingface import (
-    SOURCE,
-    HfModel,
-    OnRead,
-    hf_arrays,
-    load_folder,
-    save_folder,
-)
+from meshwright.models.huggingface import SOURCE, HfModel, hf_arrays
 from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
-from meshwright.models.t5.hf_config import HEAD, from_hf_config, to_hf_config
+from meshwright.models.t5.hf_config import HEAD, to_hf_config
 
 _EMBEDDING = "shared.weight"
 
@@ -70,33 +56,9 @@ def hf_model(config: T5Config) -> HfModel:
     return HfModel(
         specs=specs,
         arrays=hf_arrays(specs, _names(config)),
-        write_config=functools.partial(_write_config, config),
+        write_config=lambda dtype: to_hf_config(config, dtype=dtype),
         source=(config.hf_config or {}).get(SOURCE),
         copies=dict.fromkeys(tied, _EMBEDDING),
         # of the first files that were published; no model uses it
         ignored=("EncDecAttention.relative_attention_bias.weight",),
     )
-
-
-def _write_config(config: T5Config, dtype: str) -> dict[str, Any]:
-    return to_hf_config(config, dtype=dtype)
-
-
-def load_hf(
-    folder: str | os.PathLike[str],
-    config: T5Config | None = None,
-    shardings: Any = None,
-    dtype: Any = jnp.float32,
-    on_read: OnRead | None = None,
-) -> dict[str, Any]:
-    """The parameter tree of a Hugging Face folder: see load_folder.
-
-    `config` is what config.json says if not given.
-    """
-    config = from_hf_config(folder) if config is None else config
-    return load_folder(folder, hf_model(config), shardings, dtype, on_read)
-
-
-def save_hf(folder: str | os.PathLike[str], params: Any, config: T5Config, **options: Any) -> Path:
-    """Write config.json and the weights into a new folder: see save_folder."""
-    return save_folder(folder, params, hf_model(config), **options)

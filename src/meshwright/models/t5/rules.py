@@ -1,4 +1,4 @@
-"""Where a T5's arrays go on a mesh: as those of a decoder, and its own dims."""
+"""The rules that place the arrays of a T5: those of a decoder, and its own dims."""
 
 from meshwright.layouts import Rules
 from meshwright.models.decoder.rules import decoder_rules
@@ -16,6 +16,6 @@ def t5x_rules(activation_dims: int = 1, parameter_dims: int = 1) -> Rules:
 
 
 def with_encoder(rules: Rules, *more: tuple[str, None]) -> Rules:
-    """The encoder's length goes the way of the decoder's."""
+    """The encoder's length is sharded as the decoder's."""
     along = [("encoder_length", rule.axes) for rule in rules.rules if rule.dim == "length"]
     return Rules([*rules.rules, *along, *more], optional=(*rules.optional, "encoder_length"))

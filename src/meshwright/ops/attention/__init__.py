@@ -11,10 +11,18 @@ ids, 0 is padding). Each device computes its own sequences and heads. Where devi
 from meshwright.ops.attention.attention import Segments, attention, split_of
 from meshwright.ops.attention.block import Call
 from meshwright.ops.attention.blockwise import BLOCK_QUERIES
+from meshwright.ops.attention.cached import cached_attention
 from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
 from meshwright.ops.attention.kernels import KERNELS, choose
 from meshwright.ops.attention.mask import EVERYTHING, Mask
 from meshwright.ops.attention.order import from_zigzag, to_zigzag
+from meshwright.ops.attention.paged import (
+    PagedCall,
+    PagedTokens,
+    choose_paged,
+    paged_attention,
+    pool_shapes,
+)
 from meshwright.ops.attention.ring_steps import ring_steps_of
 from meshwright.ops.attention.splash import backward_kernels, padded_length
 from meshwright.ops.attention.strategy import (
@@ -37,17 +45,23 @@ __all__ = [
     "Call",
     "ContextParallel",
     "Mask",
+    "PagedCall",
+    "PagedTokens",
     "Segments",
     "Split",
     "attention",
     "backward_kernels",
+    "cached_attention",
     "calls_of",
     "choose",
+    "choose_paged",
     "choose_strategy",
     "explain_strategy",
     "from_zigzag",
     "padded_length",
     "padding",
+    "paged_attention",
+    "pool_shapes",
     "refusal",
     "ring_steps_of",
     "sequence_order",

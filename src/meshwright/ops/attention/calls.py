@@ -36,7 +36,7 @@ def calls_of(
 
     whole = split.ways == 1 or strategy == "ulysses"
     if whole:
-        return (call(split.length, split.length, split.mask),)
+        return (call(split.length, split.keys or split.length, split.mask),)
     part = split.part
     steps = ring_steps_of(split.mask, sequence_order(split, strategy), split.ways, part)
     dynamic = steps.block is not None

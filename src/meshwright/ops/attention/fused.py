@@ -34,12 +34,18 @@ class Inputs(NamedTuple):
     window: int | None = None  # sliding window size, including itself; causal only
     bias: jax.Array | None = None  # [batch, 1, queries, keys], added to the scores
     counts: tuple[jax.Array, jax.Array] | None = None  # per sequence: valid queries and keys
+    tables: jax.Array | None = None  # [batch, width]: k and v are pools of pages (with counts)
 
 
 def forward(inputs: Inputs) -> Partial:
     """Output and lse (natural log, scaled scores); undefined past the counts of a sequence."""
     out, lse = _bind(_PASSES[0], inputs, (), is_training=True)
     return Partial(out, jnp.swapaxes(lse, 1, 2))
+
+
+def output(inputs: Inputs) -> jax.Array:
+    """The output alone."""
+    return _bind(_PASSES[0], inputs, (), is_training=False)[0]
 
 
 def backward(inputs: Inputs, output: Partial, dout: jax.Array) -> Gradients:
@@ -79,7 +85,8 @@ def _bind(name: str, inputs: Inputs, more: tuple[jax.Array, ...], **options: Any
     unused = jnp.zeros(0, inputs.q.dtype)
     bias = unused if inputs.bias is None else inputs.bias
     counts = (unused, unused) if inputs.counts is None else inputs.counts
-    arrays = (inputs.q, inputs.k, inputs.v, bias, *counts, *(unused,) * 4, *more)
+    tables = unused if inputs.tables is None else inputs.tables[:, None, :, None]
+    arrays = (inputs.q, inputs.k, inputs.v, bias, *counts, unused, unused, tables, tables, *more)
     if "score_mod" in _backward_arguments():
         options["score_mod"] = None
     # a result takes its type from one operand, so all must vary over the same mesh axes

@@ -3,7 +3,7 @@
     data = plan_data(plan)            # dicts, lists, numbers, texts: json.dumps takes it
     assert plan_from_data(data) == plan
 
-Keys are the names of the fields in plan/result.py. Beside them stand a few that follow from
+Keys are the names of the fields in planner/result.py. Beside them stand a few that follow from
 others: `mesh`, `tokens_per_second`, `total`, `exposed` … A file in which one of them says
 something else than those others was edited, and is refused.
 """
@@ -20,16 +20,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.errors import MeshwrightError
+from meshwright.models import FAMILIES
 from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.report import figures
 from meshwright.planner.result import Estimate, Memory, Plan, Refusal
 from meshwright.train import TrainConfig, config_from_dict, config_to_dict
 
-_hints = functools.cache(typing.get_type_hints)
-
 FORMAT = "meshwright plan"
-VERSION = 3
+VERSION = 4
 MEMORY_FOLLOWS = ("total", "fits", "reserve", "tight")
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a class's fields; a plan's model is the config of some family."""
+    hints = typing.get_type_hints(kind)
+    if kind is Plan:
+        hints["model"] = typing.Union[tuple(family.config for family in FAMILIES)]  # noqa: UP007
+    return hints
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from typing import TYPE_CHECKING
 
 from meshwright.errors import MeshwrightError
 from meshwright.meshes import STANDARD_AXES, MeshSpec
+from meshwright.models import family_of
+from meshwright.planner.memory import formulas, moments
 from meshwright.planner.memory import memory as count_memory
-from meshwright.planner.memory import moments
-from meshwright.planner.memory_formulas import formulas
+from meshwright.planner.parts import keys_seen, splits_of
 from meshwright.planner.report import figures
 from meshwright.planner.report.words import settings, short_mesh
-from meshwright.planner.result import RESERVE, Choice, Estimate, Memory, Plan, Refusal
+from meshwright.planner.result import RESERVE, Choice, Estimate, Job, Memory, Plan, Refusal
+from meshwright.planner.time import formulas as transfer_formulas
 from meshwright.present import (
     Column,
     Row,
@@ -64,7 +66,7 @@ def explain(plan: Plan, found: Estimate | Refusal, width: int = 120) -> "Group":
     parts.append(paragraph(found.reason, width, 0))
     parts += _memory(plan, found.choice, found.memory, width)
     parts += _work(plan, found, width)
-    parts += _transfers(found, width)
+    parts += _transfers(plan, found, width)
     parts += _time(plan, found, width)
     parts += _roofline(plan, found, width)
     return Group(*parts)
@@ -118,23 +120,14 @@ def _memory(plan: Plan, choice: Choice, memory: Memory, width: int) -> "list[Ren
 
 
 def _work(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
-    job, model = plan.job, plan.job.model
+    job = plan.job
     lines = []
     if job.kind == "train":
-        attention = f"{model.layers} layers × {model.heads} heads × {model.head_dim}"
-        if model.keys_seen(job.seq) == job.seq / 2:
-            attention = f"6 × {attention} × {job.seq:,}"
-        else:
-            seen = f"{model.keys_seen(job.seq):,.0f} keys seen on average"
-            attention = f"12 × {attention} × {seen}"
+        example = family_of(job.model).flops(job.model, job.lengths)
+        lines += _flops_of_tokens(job, estimate.choice)
         lines.append(
-            f"a token: 6 × {amount(model.matmul_params)} weights + {attention} = "
-            f"{amount(model.flops_per_token(job.seq), 'FLOP')}"
-        )
-        lines.append(
-            f"a device: {amount(model.flops_per_token(job.seq), 'FLOP')} × "
-            f"{job.batch * job.seq:,} tokens / {count(estimate.choice.devices, 'device')} = "
-            f"{amount(estimate.flops, 'FLOP')}"
+            f"a device: {amount(example, 'FLOP')} × {job.batch:,} sequences / "
+            f"{count(estimate.choice.devices, 'device')} = {amount(estimate.flops, 'FLOP')}"
         )
         again = estimate.computed_flops / estimate.flops - 1
         lines.append(
@@ -147,7 +140,36 @@ def _work(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
     return [*_heading("work", " of a step"), *(paragraph(line, width, hanging=4) for line in lines)]
 
 
-def _transfers(estimate: Estimate, width: int) -> "list[RenderableType]":
+def _flops_of_tokens(job: Job, choice: Choice) -> list[str]:
+    """FLOPs of a training step for each token of a stack."""
+    sizes, lines = job.sizes, []
+    for stack in sizes.stacks:
+        weights = stack.layers * stack.weights
+        if stack is sizes.stacks[-1]:
+            weights += sizes.dims["vocab"] * sizes.embed
+        parts = [f"6 × {amount(weights)} weights"]
+        for other, attention, split in splits_of(job, choice):
+            keys = split.keys or split.length
+            seen = keys_seen(attention, split.length, keys)
+            heads = f"{stack.layers} layers × {sizes.dims['heads']} heads × {split.head_dim}"
+            text = f"6 × {heads} × {keys:,}"
+            if seen != keys / 2:
+                text = f"12 × {heads} × {seen:,.0f} keys seen" + " on average" * (seen != keys)
+            parts += [text] if other is stack else []
+        name = f" of the {stack.name}" if stack.name else ""
+        lines.append(f"a token{name}: {' + '.join(parts)}")
+    flops = family_of(job.model).flops(job.model, job.lengths)
+    if len(lines) == 1:
+        tokens = job.lengths["tokens"]
+        lines[0] += (
+            f" = {amount(flops / tokens, 'FLOP')}, of {tokens:,} tokens {amount(flops, 'FLOP')}"
+        )
+    else:
+        lines.append(f"an example: {amount(flops, 'FLOP')}")
+    return lines
+
+
+def _transfers(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
     from rich.text import Text
 
     lines = _heading("transfers", " of a device; the longest first")
@@ -161,6 +183,8 @@ def _transfers(estimate: Estimate, width: int) -> "list[RenderableType]":
         Column("time"),
         Column("hidden"),
     ]
+    texts = transfer_formulas(plan.job, estimate, plan.machine)
+    said = dict(zip(estimate.transfers, texts, strict=True))
     ordered = sorted(estimate.transfers, key=lambda one: -one.seconds)
     large = [one for one in ordered if one.seconds >= SMALL * estimate.step_seconds] or ordered[:3]
     rows = []
@@ -168,9 +192,7 @@ def _transfers(estimate: Estimate, width: int) -> "list[RenderableType]":
         share = one.hidden / one.seconds if one.seconds else 0.0
         times = f"{amount(one.bytes, 'B')} × {one.times:,}"
         cells = [one.operation, "+".join(one.axes), times, one.link, seconds_text(one.seconds)]
-        what = f"{one.what}, {one.phase}" + (
-            f": {one.formula} = {one.bytes:,}" if one.formula else ""
-        )
+        what = f"{one.what}, {one.phase}" + (f": {said[one]} = {one.bytes:,}" if said[one] else "")
         rows.append(Row([*cells, percent(share)], note=what))
     lines += aligned(columns, rows, width, indent=2)
     rest = ordered[len(large) :]

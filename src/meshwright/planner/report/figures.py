@@ -51,7 +51,7 @@ def link_bandwidth(plan: Plan) -> float:
 
 
 def tokens_per_second(plan: Plan, estimate: Estimate) -> float:
-    """Of the whole machine: trained on, or, serving, generated: a token for each row and step."""
+    """Of the whole machine: trained on; or, serving, generated: one for each sequence."""
     return plan.tokens_per_second(estimate)
 
 

@@ -7,6 +7,7 @@ from meshwright.meshes import mesh as build_mesh
 from meshwright.planner.report import figures
 from meshwright.planner.report.words import group_headings, next_commands, settings, short_mesh
 from meshwright.planner.result import Estimate, Plan
+from meshwright.planner.time import formulas
 from meshwright.present import amount, count, gib, percent, render, seconds_text
 
 TEMPLATE = Path(__file__).with_name("plan.html")
@@ -100,9 +101,12 @@ def _row(
                 one.link,
                 one.seconds,
                 one.hidden,
-                one.formula,
+                formula,
             ]
-            for one in sorted(estimate.transfers, key=lambda one: -one.seconds)
+            for one, formula in sorted(
+                zip(estimate.transfers, formulas(plan.job, estimate, plan.machine), strict=True),
+                key=lambda pair: -pair[0].seconds,
+            )
         ]
     if rank < PLACED:
         placed = build_mesh(choice.mesh, machine=plan.machine)
@@ -129,7 +133,7 @@ def _summary(plan: Plan) -> list[tuple[str, str]]:
     if plan.largest_seq is not None:
         longest = plan.job.model.max_seq
         own = f" (model's own: {longest:,})" if plan.largest_seq > longest else ""
-        cells.append(("longest row", f"{plan.largest_seq:,}{own}"))
+        cells.append(("longest sequence", f"{plan.largest_seq:,}{own}"))
     cost = figures.cost_per_trillion(plan, best)
     if cost is not None:
         cells.append(("cost of 1T tokens", amount(cost)))

@@ -162,13 +162,13 @@ def _largest(plan: Plan, width: int) -> "list[RenderableType]":
     training = plan.job.kind == "train"
     parts = []
     if plan.largest_batch is not None:
-        rows = f"batch {plan.largest_batch:,}" + (" in one micro-batch" if training else "")
-        parts.append(f"{rows}, of {plan.job.seq:,} tokens")
+        batch = f"batch {plan.largest_batch:,}" + (" in one micro-batch" if training else "")
+        parts.append(f"{batch}, of {plan.job.seq:,} tokens")
     if plan.largest_seq is not None:
         how = ", one on each data rank, with remat full" if training else ", one at a time"
         longest = plan.job.model.max_seq
         own = f" (the model's own length is {longest:,})" if plan.largest_seq > longest else ""
-        parts.append(f"rows of {plan.largest_seq:,} tokens{how}{own}")
+        parts.append(f"sequences of {plan.largest_seq:,} tokens{how}{own}")
     texts = [f"largest that fits on {mesh}: {'; '.join(parts)}"] if parts else []
     cost = figures.cost_per_trillion(plan, plan.best)
     if cost is not None:

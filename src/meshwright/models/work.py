@@ -1,0 +1,69 @@
+"""The work of a model, as its family declares it: what the planner counts with.
+
+Sizes are those of the family's arrays. Declared is what arrays do not say: which sequence goes
+through which layers, what attends to what, and which activations a remat policy may save.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from meshwright.ops.attention import Mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Attention of a block: its mask, and where keys and values come from."""
+
+    mask: Mask
+    keys_from: str = ""
+    """The batch field whose sequence gives keys and values; its own if empty."""
+    biased: bool = False
+    """Whether a bias is added to the scores, which not every kernel can."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A part of a layer that reads the residual stream and adds to it."""
+
+    name: str
+    """Of its arrays in a layer."""
+    saved: Mapping[str, str]
+    """Activations that a remat policy may save: name → dims beside batch and length."""
+    outputs: Mapping[str, str]
+    """Matrix → the activation that it makes; "" for one that is saved by every policy."""
+    attention: Attention | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Layers through which one sequence of a batch goes."""
+
+    path: tuple[str, ...]
+    """Of its layers in the tree of arrays."""
+    field: str
+    """The batch field of the sequence."""
+    blocks: tuple[Block, ...]
+
+
+def attention_block(attention: Attention, name: str = "attention", enters: str = "input") -> Block:
+    """Attention as `blocks` and the families compute it; `enters` names the residual stream."""
+    heads, kv_heads = "heads head_dim", "kv_heads head_dim"
+    return Block(
+        name,
+        saved={
+            enters: "embed", "normed": "embed", "q": heads, "k": kv_heads, "v": kv_heads,
+            "attention": heads,
+        },
+        outputs={"wq": "q", "wk": "k", "wv": "v", "wo": "middle"},
+        attention=attention,
+    )  # fmt: skip
+
+
+def mlp_block(gated: bool = True) -> Block:
+    """The mlp of `blocks`."""
+    first = ("gate", "up") if gated else ("up",)
+    return Block(
+        "mlp",
+        saved={"middle": "embed", "normed": "embed", **dict.fromkeys((*first, "activated"), "mlp")},
+        outputs={**{name: name for name in first}, "down": ""},
+    )

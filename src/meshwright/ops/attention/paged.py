@@ -1,0 +1,300 @@
+"""Attention over a paged KV cache: write new keys and values into pages, attend over page tables.
+
+    out, pool = paged_attention(q, k, v, pool, tokens)
+
+A pool holds the pages of one layer; page 0 receives what is written for padding. A step has decode
+tokens, one per sequence, and then chunks of prompts: see PagedTokens. Kernels apply under
+conditions and give a reason when they do not, as in kernels.py:
+
+| kernel | platform | conditions |
+|---|---|---|
+| cudnn | NVIDIA | bfloat16 or float16, head_dim a multiple of 8 up to 128, no sliding window |
+| ragged | TPU | head_dim a multiple of 128 |
+| plain | all | none; it copies the pages of each sequence |
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.ops.attention import fused
+from meshwright.ops.attention.block import Partial, merge
+from meshwright.ops.collectives import current_platform, spec_of, untyped
+
+_log = logging.getLogger("meshwright")
+
+Pool = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedTokens:
+    """The tokens of a step: `decode` single tokens, then `chunks` of `length` tokens each."""
+
+    tables: jax.Array  # [decode, width]: the pages of each sequence in order, unused ones 0
+    positions: jax.Array  # [decode]: of the token in its sequence
+    chunk_tables: jax.Array  # [chunks, width]
+    starts: jax.Array  # [chunks]: position of the chunk's first token
+    counts: jax.Array  # [chunks]: tokens of the chunk, the rest is padding
+    length: int = dataclasses.field(metadata={"static": True})
+    first: bool = dataclasses.field(metadata={"static": True})  # every chunk starts at position 0
+
+    @property
+    def chunk_positions(self) -> jax.Array:
+        return self.starts[:, None] + jnp.arange(self.length, dtype=jnp.int32)[None]
+
+    def all_positions(self) -> jax.Array:
+        """[tokens], of padding as well."""
+        return jnp.concatenate([self.positions, self.chunk_positions.reshape(-1)])
+
+    def slots(self, page_size: int) -> tuple[jax.Array, jax.Array]:
+        """The page of each token and its place in it, [tokens] each; padding is in page 0."""
+        positions = self.positions[:, None], self.chunk_positions
+        inside = jnp.arange(self.length)[None] < self.counts[:, None]
+        pages = [
+            jnp.take_along_axis(tables, at // page_size, axis=1, mode="clip")
+            for tables, at in zip((self.tables, self.chunk_tables), positions, strict=True)
+        ]
+        pages[1] = jnp.where(inside, pages[1], 0)
+        flat = [jnp.concatenate([x.reshape(-1) for x in pair]) for pair in (pages, positions)]
+        return flat[0], flat[1] % page_size
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedCall:
+    """The static description of a call; a kernel accepts or refuses it."""
+
+    platform: str
+    dtype: str
+    head_dim: int
+    window: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedKernel:
+    refuses: Callable[[PagedCall], str | None]
+    attend: Callable[..., jax.Array]  # q, k, v [tokens, ..], pool, tokens, window → [tokens, ..]
+    merged: bool = False  # keys and values alternate along the heads of one array
+
+
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: Pool,
+    tokens: PagedTokens,
+    *,
+    window: int | None = None,
+) -> tuple[jax.Array, Pool]:
+    """Causal attention of q [1, tokens, heads, head_dim], and the pool with these keys and values.
+
+    The pool's arrays are those of `pool_shapes`, for the kernel that `choose_paged` returned.
+    """
+    name = _kernel_of(pool, PagedCall(current_platform(), str(q.dtype), q.shape[-1], window))
+    kernel = KERNELS[name]
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool, tokens: PagedTokens) -> Any:
+        q, k, v = q[0], k[0], v[0]
+        new = {"pages": _alternating(k, v)} if kernel.merged else {"keys": k, "values": v}
+        page, place = tokens.slots(next(iter(pool.values())).shape[1])
+        pool = {name: pool[name].at[page, place].set(x) for name, x in new.items()}
+        return kernel.attend(q, k, v, pool, tokens, window)[None], pool
+
+    heads, kv_heads = spec_of(q), spec_of(k)
+    pools = jax.tree.map(spec_of, pool)
+    specs = (heads, kv_heads, kv_heads, pools, jax.tree.map(lambda _: P(), tokens))
+    return jax.shard_map(local, in_specs=specs, out_specs=(heads, pools))(q, k, v, pool, tokens)
+
+
+def pool_shapes(
+    kernel: str, pages: int, page_size: int, kv_heads: int, head_dim: int
+) -> dict[str, tuple[int, ...]]:
+    """The arrays of a layer's pool, each [pages, page_size, heads, head_dim]."""
+    if KERNELS[kernel].merged:
+        return {"pages": (pages, page_size, 2 * kv_heads, head_dim)}
+    shape = (pages, page_size, kv_heads, head_dim)
+    return {"keys": shape, "values": shape}
+
+
+def choose_paged(call: PagedCall, kernel: str = "auto") -> str:
+    """The first kernel that supports the call, or the named one; logs once why others do not."""
+    if kernel not in ("auto", *KERNELS):
+        raise MeshwrightError(
+            f"paged attention {kernel!r} is not a kernel{did_you_mean(kernel, ['auto', *KERNELS])}"
+        )
+    reasons: list[str] = []
+    for name in KERNELS if kernel == "auto" else [kernel]:
+        why = KERNELS[name].refuses(call)
+        if why is None:
+            _say(f"paged attention: {name}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+            return name
+        reasons.append(f"not {name}: {why}")
+    raise MeshwrightError(f"paged attention {kernel!r} does not support this: {reasons[0]}")
+
+
+def _kernel_of(pool: Pool, call: PagedCall) -> str:
+    if "pages" in pool:
+        return "ragged"
+    return "cudnn" if KERNELS["cudnn"].refuses(call) is None else "plain"
+
+
+@functools.lru_cache(maxsize=64)
+def _say(text: str) -> None:
+    _log.info(text)
+
+
+def _alternating(k: jax.Array, v: jax.Array) -> jax.Array:
+    """[tokens, 2 · kv_heads, head_dim]: the key and the value of each head."""
+    return jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1])
+
+
+def _plain(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: Pool,
+    tokens: PagedTokens,
+    window: int | None,
+) -> jax.Array:
+    decode, chunks = tokens.positions.shape[0], tokens.starts.shape[0]
+    tail = q.shape[1:]
+    parts = [(q[:decode, None], tokens.tables, tokens.positions[:, None])] if decode else []
+    if chunks:
+        of_chunks = q[decode:].reshape(chunks, tokens.length, *tail)
+        parts.append((of_chunks, tokens.chunk_tables, tokens.chunk_positions))
+    out = [_plain_attention(*part, pool, window).reshape(-1, *tail) for part in parts]
+    return jnp.concatenate(out)
+
+
+def _plain_attention(
+    q: jax.Array, tables: jax.Array, positions: jax.Array, pool: Pool, window: int | None
+) -> jax.Array:
+    """q [n, length, heads, head_dim] over the pages of tables [n, width], softmax in float32."""
+    n, length, _, head_dim = q.shape
+    keys, values = (_contiguous(pool[name], tables) for name in ("keys", "values"))
+    grouped = q.reshape(n, length, keys.shape[2], -1, head_dim)
+    scores = jnp.einsum("nlkgd,nskd->nkgls", grouped, keys, preferred_element_type=jnp.float32)
+    distance = positions[:, :, None] - jnp.arange(keys.shape[1])[None, None]  # [n, length, keys]
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    return jnp.einsum("nkgls,nskd->nlkgd", weights, values).reshape(q.shape)
+
+
+def _contiguous(pages: jax.Array, tables: jax.Array) -> jax.Array:
+    """[n, width · page_size, kv_heads, head_dim]: the pages of each sequence, copied."""
+    return pages[tables].reshape(tables.shape[0], -1, *pages.shape[2:])
+
+
+def _cudnn(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: Pool,
+    tokens: PagedTokens,
+    window: int | None,
+) -> jax.Array:
+    decode, chunks = tokens.positions.shape[0], tokens.starts.shape[0]
+    out = []
+    if decode:
+        pages = fused.Inputs(
+            q[:decode, None], pool["keys"], pool["values"],
+            counts=(jnp.ones_like(tokens.positions), tokens.positions + 1), tables=tokens.tables,
+        )  # fmt: skip
+        out.append(fused.output(pages)[:, 0])
+    if chunks:
+        shape = (chunks, tokens.length)
+        of_q, of_k, of_v = (x[decode:].reshape(*shape, *x.shape[1:]) for x in (q, k, v))
+        own = fused.Inputs(of_q, of_k, of_v, causal=True)
+        if tokens.first:
+            mixed = fused.output(own)
+        else:
+            mixed = merge(fused.forward(own), _to_past(of_q, pool, tokens)).out.astype(q.dtype)
+        out.append(mixed.reshape(-1, *q.shape[1:]))
+    return jnp.concatenate(out)
+
+
+def _to_past(q: jax.Array, pool: Pool, tokens: PagedTokens) -> Partial:
+    """Attention of chunks to what precedes them."""
+    keys, values = (_contiguous(pool[name], tokens.chunk_tables) for name in ("keys", "values"))
+    queries = jnp.full_like(tokens.starts, tokens.length)
+    past = fused.Inputs(q, keys, values, counts=(queries, jnp.maximum(tokens.starts, 1)))
+    out, lse = fused.forward(past)
+    any_past = (tokens.starts > 0)[:, None, None]
+    return Partial(
+        jnp.where(any_past[..., None], out, jnp.zeros((), out.dtype)),
+        jnp.where(any_past, lse, -jnp.inf),
+    )
+
+
+def _ragged(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: Pool,
+    tokens: PagedTokens,
+    window: int | None,
+) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    decode, chunks = tokens.positions.shape[0], tokens.starts.shape[0]
+    # padding at the end of a chunk is computed too; it comes after the tokens that count
+    lengths = jnp.concatenate([tokens.positions + 1, tokens.starts + tokens.length])
+    queries = [1] * decode + [tokens.length] * chunks
+    ends = jnp.cumsum(jnp.asarray([0, *queries], jnp.int32))
+    tables = jnp.concatenate([tokens.tables, tokens.chunk_tables])
+    count = jnp.full((1,), decode + chunks, jnp.int32)
+
+    # jax looks its tuned block sizes up for the TPU of this process; without one, for an absent
+    # machine, any will do
+    size, width = pool["pages"].shape[1], tables.shape[1]
+    blocks = {}
+    if jax.default_backend() != "tpu":
+        blocks["num_kv_pages_per_block"] = max(min(1024 // size, width), 1)
+        blocks["num_queries_per_block"] = 32
+
+    def run(q: jax.Array, pages: jax.Array) -> jax.Array:
+        out: jax.Array = ragged_paged_attention(
+            q, pages, lengths, tables, ends, count,
+            sm_scale=q.shape[-1] ** -0.5, sliding_window=window, **blocks,
+        )  # fmt: skip
+        return out
+
+    mixed: jax.Array = untyped(run, q, pool["pages"])
+    return mixed
+
+
+def _cudnn_refuses(call: PagedCall) -> str | None:
+    if call.platform not in ("gpu", "cuda"):
+        return "it runs on NVIDIA GPUs"
+    if call.dtype not in ("bfloat16", "float16"):
+        return f"it computes in bfloat16 and float16, not {call.dtype}"
+    if call.head_dim > 128 or call.head_dim % 8:
+        return f"head_dim {call.head_dim} is not a multiple of 8 up to 128"
+    if call.window is not None:
+        return "it has no sliding window over pages"
+    return fused.unavailable()
+
+
+def _ragged_refuses(call: PagedCall) -> str | None:
+    if call.platform != "tpu":
+        return "it runs on TPUs"
+    if call.head_dim % 128:
+        return f"head_dim {call.head_dim} is not a multiple of 128"
+    return None
+
+
+KERNELS: dict[str, PagedKernel] = {
+    "cudnn": PagedKernel(_cudnn_refuses, _cudnn),
+    "ragged": PagedKernel(_ragged_refuses, _ragged, merged=True),
+    "plain": PagedKernel(lambda call: None, _plain),
+}

@@ -1,0 +1,217 @@
+"""The sizes of a model: what the planner counts with, from its family's arrays and declared work.
+
+>>> from meshwright.models import preset
+>>> sizes = sizes_of(preset("llama-3.1-8b"))
+>>> sizes.stacks[0].layers, sizes.stacks[0].weights
+(32, 218103808)
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshwright.layouts import ArraySpec
+from meshwright.models import Attention, Block, Stack, family_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A weight that tokens are multiplied with."""
+
+    name: str
+    weights: int  # of one layer
+    inner: int  # its other side than embed
+    output: str  # the activation that it makes; "" for one that every remat policy saves
+    adds_to_residual: bool  # its last dim is embed: it leads back to the residual stream
+    of_keys: bool  # it makes keys or values
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """A block of a layer."""
+
+    name: str
+    matrices: tuple[Matrix, ...]
+    saved: Mapping[str, tuple[str, ...]]  # activation → dims
+    attention: Attention | None
+
+    @functools.cached_property
+    def weights(self) -> int:
+        return sum(matrix.weights for matrix in self.matrices)
+
+    @functools.cached_property
+    def inner(self) -> int:
+        """The widest activation inside the block: heads × head_dim, or mlp."""
+        return max(matrix.inner for matrix in self.matrices)
+
+    @functools.cached_property
+    def back(self) -> float:
+        """Of its weights, the part that leads back to the residual stream."""
+        return sum(one.weights for one in self.matrices if one.adds_to_residual) / self.weights
+
+    @functools.cached_property
+    def arrays_inside(self) -> int:
+        """Matrices that lead from the residual stream into the block: gate and up of an mlp."""
+        return sum(not matrix.adds_to_residual for matrix in self.matrices)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackSizes:
+    """Layers of one kind."""
+
+    name: str  # "" for the only one
+    field: str  # the batch field of its sequence
+    layers: int
+    blocks: tuple[BlockSizes, ...]
+
+    @functools.cached_property
+    def weights(self) -> int:
+        """In the matrices of one layer."""
+        return sum(block.weights for block in self.blocks)
+
+    @functools.cached_property
+    def attention_weights(self) -> int:
+        return sum(block.weights for block in self.blocks if block.attention)
+
+    @functools.cached_property
+    def mlp(self) -> BlockSizes:
+        """The block without attention."""
+        return next(block for block in self.blocks if block.attention is None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vectors:
+    """Norms and biases: arrays that no token is multiplied with as a matrix."""
+
+    numbers: int  # of all layers
+    arrays: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelSizes:
+    """Everything the planner knows about a model; there is one for each config."""
+
+    dims: Mapping[str, int]
+    stacks: tuple[StackSizes, ...]
+    tables: int  # embedding and LM head: 1 if they are tied
+    residual_vectors: Vectors  # over embed
+    head_vectors: Vectors  # over heads, which tp splits
+    position_vectors: Vectors  # biases of relative positions, over heads
+    other_vectors: Vectors  # replicated over all axes
+    fields: tuple[str, ...]  # of a batch
+
+    @property
+    def embed(self) -> int:
+        return self.dims["embed"]
+
+    @property
+    def is_tied(self) -> bool:
+        return self.tables == 1
+
+    @functools.cached_property
+    def layer_weights(self) -> int:
+        """In the matrices of all layers."""
+        return sum(stack.layers * stack.weights for stack in self.stacks)
+
+    @functools.cached_property
+    def matrices(self) -> int:
+        """Arrays of matrices, those of a stack's layers being one each."""
+        return self.tables + sum(
+            len(block.matrices) for stack in self.stacks for block in stack.blocks
+        )
+
+    @functools.cached_property
+    def layers(self) -> int:
+        return sum(stack.layers for stack in self.stacks)
+
+    @property
+    def last_weights(self) -> int:
+        """Weights that a generated token meets: the last stack's and the LM head."""
+        stack = self.stacks[-1]
+        return stack.layers * stack.weights + self.dims["vocab"] * self.embed
+
+    @property
+    def parameters(self) -> int:
+        """In matrices, embedding and LM head."""
+        return self.layer_weights + self.tables * self.dims["vocab"] * self.embed
+
+
+@functools.lru_cache(maxsize=256)
+def sizes_of(model: Any) -> ModelSizes:
+    """The sizes of a model's config."""
+    family = family_of(model)
+    arrays = family.arrays(model)
+    leaves = list(_leaves(arrays))
+    dims = {
+        dim: size
+        for array in leaves
+        for dim, size in zip(array.dims, array.shape, strict=True)
+        if dim is not None and dim != "layers"
+    }
+    declared = family.work(model)
+    vectors: dict[str, list[ArraySpec]] = {
+        "residual": [], "position": [], "heads": [], "other": []
+    }  # fmt: skip
+    for array in leaves:
+        if not array.inputs:
+            vectors[_kind_of_vector(set(array.dims))].append(array)
+    counted = {
+        kind: Vectors(sum(math.prod(one.shape) for one in some), len(some))
+        for kind, some in vectors.items()
+    }
+    return ModelSizes(
+        dims=dims,
+        stacks=tuple(_stack(stack, arrays, len(declared) > 1) for stack in declared),
+        tables=sum("vocab" in array.dims for array in leaves),
+        residual_vectors=counted["residual"],
+        head_vectors=counted["heads"],
+        position_vectors=counted["position"],
+        other_vectors=counted["other"],
+        fields=family.batch_fields,
+    )
+
+
+def _kind_of_vector(dims: set[str | None]) -> str:
+    if "norm" in dims:
+        return "residual"
+    if "relpos_buckets" in dims:
+        return "position"
+    return "heads" if dims & {"heads", "kv_heads"} else "other"
+
+
+def _leaves(tree: Any) -> Iterator[ArraySpec]:
+    if isinstance(tree, Mapping):
+        for child in tree.values():
+            yield from _leaves(child)
+    else:
+        yield tree
+
+
+def _stack(stack: Stack, arrays: Any, named: bool) -> StackSizes:
+    for key in stack.path:
+        arrays = arrays[key]
+    first = next(_leaves(arrays))
+    return StackSizes(
+        name=stack.path[0] if named else "",
+        field=stack.field,
+        layers=first.shape[0],
+        blocks=tuple(_block(block, arrays[block.name]) for block in stack.blocks),
+    )
+
+
+def _block(block: Block, arrays: Mapping[str, ArraySpec]) -> BlockSizes:
+    matrices = []
+    for name, array in arrays.items():
+        if not array.inputs:
+            continue
+        sizes = dict(zip(array.dims, array.shape, strict=True))
+        layers, embed = sizes.pop("layers"), sizes["embed"]
+        weights = math.prod(array.shape) // layers
+        output = block.outputs[name]
+        back = array.dims[-1] == "embed"
+        of_keys = output in ("k", "v")
+        matrices.append(Matrix(name, weights, weights // embed, output, back, of_keys))
+    saved = {name: tuple(dims.split()) for name, dims in block.saved.items()}
+    return BlockSizes(block.name, tuple(matrices), saved, block.attention)

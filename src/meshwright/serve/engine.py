@@ -1,0 +1,521 @@
+"""The inference engine: continuous batching over a paged KV cache, on any mesh.
+
+    with Engine(load_for_generation("runs/first", generation_mesh("tp=2"))) as engine:
+        [completion] = engine.generate([Request(prompt=(5, 9, 2), max_new=20)])
+        async for delta in engine.stream(Request(prompt=(5, 9, 2))):
+            …
+
+One thread schedules and reads tokens, another dispatches. The next step is dispatched while the
+tokens of the last one are read: sampled tokens stay on the device, and the host works while the
+device computes. The last
+token of a `Completion` may be an end token, which has no text.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import itertools
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.errors import MeshwrightError
+from meshwright.present import count
+from meshwright.serve.device_sampling import MAX_BIAS, TOP, variant_of
+from meshwright.serve.generate import check_prompts
+from meshwright.serve.load import Model
+from meshwright.serve.pages import PagePool
+from meshwright.serve.programs import Programs, Shape, StepInputs
+from meshwright.serve.request import (
+    Completion,
+    Delta,
+    EngineStats,
+    FinishReason,
+    Request,
+    TokenLogprobs,
+)
+from meshwright.serve.sampler import Sampler
+from meshwright.serve.scheduler import Scheduler, Step
+from meshwright.serve.scheduler import Sequence as Running
+from meshwright.serve.settings import EngineConfig
+from meshwright.serve.text import StopTexts, TextStream
+
+_log = logging.getLogger("meshwright")
+
+Sink = Callable[[Delta], None]
+DEFAULT_LENGTH = 8192  # a longer one costs memory: chunks copy the keys that precede them
+
+
+class OverloadedError(MeshwrightError):
+    """Too many requests wait."""
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request, and what is known of its text."""
+
+    request: Request
+    sink: Sink
+    ends: frozenset[int]
+    text: TextStream | None  # None: its text is not wanted as it comes
+    stops: StopTexts
+    variant: int  # of device_sampling.VARIANTS
+    streams: bool  # every token is handed out at once, not all at the end
+    sequence: Running | None = None
+    scores: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
+    new_tokens: list[int] = dataclasses.field(default_factory=list)
+    new_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    new_text: str = ""
+
+
+Letter = tuple[Job, "asyncio.Queue[Delta]", Delta]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """A step that was dispatched and not read."""
+
+    step: Step
+    tokens: jax.Array | None
+    logprobs: Any
+    scores: Any
+    sampled: list[tuple[int, Running]]  # index of its logits, sequence
+
+
+class Engine:
+    """Serves a model. `release` frees the model's own weights, of which the engine has a copy."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig | None = None,
+        *,
+        progress: Callable[[str], None] | None = None,
+        release: bool = False,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.source = model.source
+        self.max_length = min(self.config.max_length or DEFAULT_LENGTH, model.config.max_seq)
+        self._model_config = model.config
+        self._programs = Programs(model, self.config, self.max_length, release)
+        self._sampler = Sampler(self._programs, model.source.tokenizer.vocab)
+        pool = PagePool(
+            self._programs.pages, self.config.page_size, remember=self.config.prefix_cache
+        )
+        self._scheduler = Scheduler(self.config, pool)
+        self._tables = np.zeros((self.config.max_batch, self._programs.width), np.int32)
+        self._filled: list[Any] = [None] * self.config.max_batch  # what each table was made of
+        self._jobs: dict[str, Job] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._names = itertools.count(1)
+        self._mail: dict[asyncio.AbstractEventLoop, list[Letter]] = {}
+        self._closed = False
+        self._failure: str | None = None
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._compile(progress or (lambda text: _log.info(text)))
+        self._dispatcher = ThreadPoolExecutor(1, "meshwright-dispatch")
+        self._thread = threading.Thread(target=self._loop, name="meshwright-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._programs.is_ready and not self._closed and self._failure is None
+
+    @property
+    def kernel(self) -> str:
+        """The kernel of paged attention."""
+        return self._programs.kernel
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run requests to their end, in any order; the results are in the order of the requests."""
+        done = threading.Event()
+        results: list[list[Delta]] = [[] for _ in requests]
+        left = len(requests)
+
+        def sink(index: int, delta: Delta) -> None:
+            nonlocal left
+            results[index].append(delta)
+            if delta.finish_reason is not None:
+                left -= 1
+                if not left:
+                    done.set()
+
+        jobs = [
+            self._job(request, functools.partial(sink, index), streams=False)
+            for index, request in enumerate(requests)
+        ]
+        if not jobs:
+            return []
+        for job in jobs:
+            self._send(functools.partial(self._start, job))
+        done.wait()
+        return [self._completion(job, deltas) for job, deltas in zip(jobs, results, strict=True)]
+
+    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+        """Yield deltas as they come; closing the iterator cancels the request."""
+        loop = asyncio.get_running_loop()
+        deltas: asyncio.Queue[Delta] = asyncio.Queue()
+
+        def sink(delta: Delta) -> None:
+            self._mail.setdefault(loop, []).append((job, deltas, delta))
+
+        job = self._job(request, sink, streams=True)
+        waiting = len(self._scheduler.waiting)
+        if self.config.max_waiting is not None and waiting >= self.config.max_waiting:
+            raise OverloadedError(f"{count(waiting, 'request')} wait already; try again later")
+        self._send(lambda: self._start(job))
+        finished = False
+        try:
+            while not finished:
+                delta = await deltas.get()
+                finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            if not finished:
+                self._send(lambda: self._cancel(job))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its last delta has the finish reason "cancelled"."""
+
+        def cancel() -> None:
+            job = self._jobs.get(request_id)
+            if job is not None:
+                self._cancel(job)
+
+        self._send(cancel)
+
+    def stats(self) -> EngineStats:
+        pool = self._scheduler.pool
+        return EngineStats(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            pages_total=pool.total,
+            pages_used=pool.used,
+            prompt_tokens=self._counts["prompt"],
+            generated_tokens=self._counts["generated"],
+            finished=dict(self._finished),
+            preemptions=self._scheduler.preemptions,
+            cached_prompt_tokens=self._counts["cached"],
+            steps=self._counts["steps"],
+            compilations_after_ready=self._programs.compilations,
+        )
+
+    def close(self) -> None:
+        """Cancel what runs and stop the thread."""
+        self._closed = True
+        with self._wake:
+            self._wake.notify()
+        self._thread.join()
+        self._dispatcher.shutdown()
+
+    # the request's side
+
+    def _job(self, request: Request, sink: Sink, *, streams: bool) -> Job:
+        if self._failure is not None or self._closed:
+            raise MeshwrightError(self._failure or "the engine is closed")
+        self._check(request)
+        ends = request.stop_tokens
+        if not request.ignore_end:
+            ends |= self.source.ends
+        if not request.id:
+            request = dataclasses.replace(request, id=f"request-{next(self._names)}")
+        text = TextStream(self.source.tokenizer) if streams or request.stop else None
+        stops = StopTexts(request.stop)
+        return Job(request, sink, ends, text, stops, variant_of(request), streams)
+
+    def _check(self, request: Request) -> None:
+        """Raise a MeshwrightError for a request that cannot be served."""
+        if request.max_new == 0 and request.prompt_logprobs is None:
+            raise MeshwrightError("max_new=0 generates nothing; give 1 or more")
+        limited = dataclasses.replace(self._model_config, max_seq=self.max_length)
+        # a request that only scores its prompt may fill all of max_length
+        scores_only = request.max_new == 0 and len(request.prompt) > 0
+        prompt = request.prompt[:-1] or request.prompt if scores_only else request.prompt
+        check_prompts([prompt], max(request.max_new, 1), limited)
+        if request.prompt_logprobs is not None and not self.config.prompt_logprobs:
+            raise MeshwrightError("this engine was started without prompt_logprobs")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(request, name)
+            if wanted is not None and not 0 <= wanted <= TOP:
+                raise MeshwrightError(f"{name}={wanted} must be from 0 to {TOP}")
+        if len(request.sampling.logit_bias) > MAX_BIAS:
+            raise MeshwrightError(
+                f"logit_bias has {len(request.sampling.logit_bias)} entries; {MAX_BIAS} are allowed"
+            )
+
+    def _completion(self, job: Job, deltas: list[Delta]) -> Completion:
+        last = deltas[-1]
+        if last.finish_reason == "error":
+            raise MeshwrightError(last.error)
+        tokens = tuple(token for delta in deltas for token in delta.tokens)
+        text = "".join(delta.text for delta in deltas)
+        if job.text is None:
+            ended = tokens and tokens[-1] in job.ends
+            text = self.source.tokenizer.decode(tokens[:-1] if ended else tokens)
+        return Completion(
+            tokens=tokens,
+            text=text,
+            finish_reason=last.finish_reason or "error",
+            logprobs=tuple(each for delta in deltas for each in delta.logprobs),
+            prompt_logprobs=deltas[0].prompt_logprobs,
+            cached_tokens=last.cached_tokens,
+        )
+
+    def _send(self, action: Callable[[], Any]) -> None:
+        """Have the engine's thread do something before the next step."""
+        with self._wake:
+            self._inbox.append(action)
+            self._wake.notify()
+
+    # the engine's thread
+
+    def _compile(self, progress: Callable[[str], None]) -> None:
+        """Compile every program."""
+        shapes = self._programs.shapes() if self.config.compile_first else []
+        for number, shape in enumerate(shapes, 1):
+            progress(f"compiling {number} of {len(shapes)}: {shape}")
+            self._programs.prepare(shape)
+        if shapes:
+            progress("compiling sampling")
+            self._sampler.prepare()
+        self._programs.is_ready = True
+
+    def _loop(self) -> None:
+        flight: Flight | None = None
+        try:
+            while not self._closed:
+                while self._inbox:
+                    self._inbox.popleft()()
+                self._post()
+                step = self._scheduler.next_step()
+                # the device's next step is dispatched while the tokens of the last one are read
+                dispatched = None if step is None else self._dispatch(step)
+                if flight is not None:
+                    self._read(flight)
+                    self._post()
+                flight = None if dispatched is None else dispatched.result()
+                if flight is None:
+                    with self._wake:
+                        if not self._inbox and not self._closed:
+                            self._wake.wait()
+        except Exception as error:  # every client must hear of it
+            _log.exception("the engine stopped")
+            self._failure = f"the engine stopped: {error}"
+        reason = Delta(finish_reason="cancelled")
+        if self._failure is not None:
+            reason = Delta(finish_reason="error", error=self._failure)
+        while self._inbox:
+            self._inbox.popleft()()
+        for job in list(self._jobs.values()):
+            self._finish(job, reason)
+        self._post()
+
+    def _post(self) -> None:
+        """Hand deltas to the event loops of their clients, with one (slow) call per loop."""
+        mail, self._mail = self._mail, {}
+        for loop, letters in mail.items():
+            try:
+                loop.call_soon_threadsafe(_put, letters)
+            except RuntimeError:  # the loop is closed, and its clients are gone
+                for job, _, _ in letters:
+                    self._cancel(job)
+
+    def _start(self, job: Job) -> None:
+        request = job.request
+        if request.id in self._jobs:
+            error = f"a request with the id {request.id!r} is running"
+            _emit(job, Delta(finish_reason="error", error=error))
+            return
+        job.sequence = Running(
+            request.id, list(request.prompt), len(request.prompt), request.max_new,
+            scored=request.prompt_logprobs is not None, owner=job,
+        )  # fmt: skip
+        self._jobs[request.id] = job
+        self._counts["prompt"] += len(request.prompt)
+        self._scheduler.add(job.sequence)
+
+    def _cancel(self, job: Job) -> None:
+        if job.request.id in self._jobs:
+            self._finish(job, Delta(finish_reason="cancelled"))
+
+    def _finish(self, job: Job, delta: Delta) -> None:
+        sequence = job.sequence
+        assert sequence is not None
+        assert delta.finish_reason is not None
+        known = sequence.tokens[: min(sequence.computed, len(sequence.tokens))]
+        self._scheduler.pool.remember(sequence.pages, known)
+        self._scheduler.remove(sequence)
+        del self._jobs[job.request.id]
+        self._finished[delta.finish_reason] += 1
+        self._counts["cached"] += sequence.cached
+        _emit(job, delta)
+
+    def _dispatch(self, step: Step) -> Future[Flight]:
+        """Prepare the arrays of a step, and have the other thread dispatch it.
+
+        That takes a millisecond or more, most of it outside of Python.
+        """
+        self._counts["steps"] += 1
+        shape = self._shape(step)
+        sampled: list[tuple[int, Running]] = []
+        inputs, flat = StepInputs.empty(shape, self._programs.width)
+        if step.decode:
+            part = slice(len(step.decode))
+            inputs.slots[part] = [sequence.slot for sequence in step.decode]
+            inputs.positions[part] = [sequence.computed - 1 for sequence in step.decode]
+            inputs.tokens[part] = [_next_token(sequence) for sequence in step.decode]
+            for sequence in step.decode:
+                self._fill_table(sequence)
+            inputs.tables[part] = self._tables[inputs.slots[part]]
+            sampled += enumerate(step.decode)
+        for index, chunk in enumerate(step.chunks):
+            sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
+            inputs.chunk_tokens[index, : chunk.count] = sequence.tokens[start:end]
+            self._fill_table(sequence)
+            inputs.chunk_tables[index] = self._tables[sequence.slot]
+            inputs.starts[index], inputs.counts[index] = start, chunk.count
+            if shape.scored:
+                following = sequence.tokens[start + 1 : end + 1]
+                inputs.chunk_targets[index, : len(following)] = following
+            if chunk.samples:
+                sampled.append((shape.decode + index, sequence))
+            self._scheduler.pool.remember(sequence.pages, sequence.tokens[: sequence.computed])
+        places = shape.decode + (self._programs.chunk_places if shape.chunks else 0)
+        chosen = self._sampler.arrange(places, sampled) if sampled else None
+
+        def dispatch() -> Flight:
+            logits, scores = self._programs.step(shape, flat)
+            tokens = logprobs = None
+            if chosen is not None:
+                tokens, logprobs = self._sampler.choose(logits, *chosen)
+            for array in jax.tree.leaves((tokens, logprobs, scores)):
+                array.copy_to_host_async()
+            return Flight(step, tokens, logprobs, scores, sampled)
+
+        return self._dispatcher.submit(dispatch)
+
+    def _shape(self, step: Step) -> Shape:
+        if step.chunks:
+            first = all(chunk.start == 0 for chunk in step.chunks)
+            return Shape(self.config.max_batch, *step.shape, first, step.scored)
+        return Shape(min(size for size in self.config.batches if size >= len(step.decode)))
+
+    def _fill_table(self, sequence: Running) -> None:
+        """Note the pages of a sequence in the table of its slot."""
+        pages, slot = sequence.pages, sequence.slot
+        assert slot is not None
+        if self._filled[slot] == (sequence, len(pages), sequence.preemptions):
+            return
+        self._tables[slot, : len(pages)] = pages
+        self._tables[slot, len(pages) :] = 0
+        self._filled[slot] = (sequence, len(pages), sequence.preemptions)
+
+    def _read(self, flight: Flight) -> None:
+        """Wait for a step, and hand out its tokens."""
+        if flight.step.scored:
+            self._read_scores(flight)
+        if flight.tokens is None:
+            return
+        tokens = np.asarray(flight.tokens).tolist()
+        logprobs = None
+        if any(sequence.owner.request.logprobs is not None for _, sequence in flight.sampled):
+            logprobs = jax.tree.map(np.asarray, flight.logprobs)
+        for index, sequence in flight.sampled:
+            sequence.in_flight -= 1
+            if sequence.ended:
+                continue
+            sequence.tokens.append(tokens[index])
+            self._counts["generated"] += 1
+            job: Job = sequence.owner
+            wanted = job.request.logprobs
+            each = () if wanted is None else (_logprobs_at(logprobs, index, wanted),)
+            self._deliver(job, tokens[index], each)
+
+    def _deliver(self, job: Job, token: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """Note a new token, and hand it out if its request is streamed or has ended."""
+        sequence = job.sequence
+        assert sequence is not None
+        reason: FinishReason | None = "stop" if token in job.ends else None
+        job.new_tokens.append(token)
+        job.new_logprobs += logprobs
+        if job.text is not None and reason is None:
+            job.new_text += job.stops.add(job.text.add(token))
+        if len(sequence.tokens) - sequence.prompt_length >= job.request.max_new:
+            reason = reason or "length"
+        if job.text is not None and reason is not None and not job.stops.found:
+            job.new_text += job.stops.add(job.text.end())
+            job.new_text += job.stops.end()
+        if job.stops.found:
+            reason = "stop"
+        if reason is None and not job.streams:
+            return
+        delta = Delta(
+            tuple(job.new_tokens), job.new_text, tuple(job.new_logprobs), tuple(job.scores), reason,
+            cached_tokens=sequence.cached,
+        )  # fmt: skip
+        job.new_tokens, job.new_text, job.new_logprobs, job.scores = [], "", [], []
+        if reason is not None:
+            self._finish(job, delta)
+        elif not _emit(job, delta):
+            self._cancel(job)
+
+    def _read_scores(self, flight: Flight) -> None:
+        scores = jax.tree.map(np.asarray, flight.scores)
+        for index, chunk in enumerate(flight.step.chunks):
+            sequence, job = chunk.sequence, chunk.sequence.owner
+            if sequence.ended:
+                continue
+            if chunk.start == 0:
+                job.scores = [None]
+            left = sequence.prompt_length - len(job.scores)
+            first = index * flight.step.shape[1]
+            job.scores += [
+                _logprobs_at(scores, first + i, job.request.prompt_logprobs)
+                for i in range(min(chunk.count, left))
+            ]
+            if chunk.start + chunk.count < sequence.prompt_length:
+                continue
+            sequence.scored = False  # should it be computed again
+            if job.request.max_new == 0:
+                self._finish(job, Delta(prompt_logprobs=tuple(job.scores), finish_reason="length"))
+
+
+def _put(letters: list[Letter]) -> None:
+    for _, queue, delta in letters:
+        queue.put_nowait(delta)
+
+
+def _emit(job: Job, delta: Delta) -> bool:
+    """Hand a delta to its client; False if the client is gone."""
+    try:
+        job.sink(delta)
+    except Exception:
+        _log.info("the client of %s is gone", job.request.id, exc_info=True)
+        return False
+    return True
+
+
+def _next_token(sequence: Running) -> int:
+    """The token that a decode step takes; -1 if only the device knows it."""
+    position = sequence.computed - 1
+    return sequence.tokens[position] if position < len(sequence.tokens) else -1
+
+
+def _logprobs_at(arrays: Any, index: int, count: int) -> TokenLogprobs:
+    logprob, rank, ids, values = (array[index] for array in arrays)
+    top = tuple(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
+    return TokenLogprobs(float(logprob), top, int(rank))

@@ -1,0 +1,282 @@
+"""The compiled programs of an engine: a step of the model, and the choice of tokens.
+
+A step computes decode tokens and chunks of prompts together, and returns the logits of the tokens
+that are followed by a new one. Sampling is a separate program, so that other settings of a request
+compile nothing. Everything a step needs from the host is one array of integers (StepInputs).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+from jax.sharding import NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import MeshwrightError
+from meshwright.layouts import Rules
+from meshwright.models import Compute, PagedCache, family_of, generation_of, lm_logits
+from meshwright.ops import current_platform, spec_of
+from meshwright.ops.attention import PagedCall, PagedTokens, choose_paged, pool_shapes
+from meshwright.serve.device_sampling import TOP, top_logprobs
+from meshwright.serve.load import Model
+from meshwright.serve.settings import EngineConfig
+
+Ints = npt.NDArray[np.int32]
+_SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory together
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a step is compiled for."""
+
+    decode: int
+    chunks: int = 0
+    length: int = 0  # tokens of a chunk
+    first: bool = True  # every chunk starts at position 0
+    scored: bool = False  # log-probabilities of the chunks' tokens are returned
+
+    def __str__(self) -> str:
+        text = f"decode {self.decode}"
+        if not self.chunks:
+            return text
+        kind = "score" if self.scored else "prefill"
+        return f"{text} + {kind} {self.chunks} x {self.length}{'' if self.first else ' continued'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """The host's arrays for a step; `packed` and `unpack` turn them into one array and back."""
+
+    slots: Any  # [decode]: where the last token of the sequence is
+    tokens: Any  # [decode]: -1 takes the last token of the slot
+    positions: Any  # [decode]
+    tables: Any  # [decode, width]
+    chunk_tokens: Any  # [chunks, length]
+    chunk_targets: Any  # [chunks, length]: the tokens after these, where they are scored
+    chunk_tables: Any  # [chunks, width]
+    starts: Any  # [chunks]
+    counts: Any  # [chunks]
+
+    @staticmethod
+    def shapes(shape: Shape, width: int) -> dict[str, tuple[int, ...]]:
+        decode, chunks, length = shape.decode, shape.chunks, shape.length
+        return {
+            "slots": (decode,),
+            "tokens": (decode,),
+            "positions": (decode,),
+            "tables": (decode, width),
+            "chunk_tokens": (chunks, length),
+            "chunk_targets": (chunks, length if shape.scored else 0),
+            "chunk_tables": (chunks, width),
+            "starts": (chunks,),
+            "counts": (chunks,),
+        }
+
+    @classmethod
+    def empty(cls, shape: Shape, width: int) -> "tuple[StepInputs, Ints]":
+        """Zeros to be filled, and the one array that they are views of."""
+        shapes = cls.shapes(shape, width)
+        flat = np.zeros(sum(int(np.prod(each)) for each in shapes.values()), np.int32)
+        return cls._views(flat, shapes), flat
+
+    @classmethod
+    def unpack(cls, flat: jax.Array, shape: Shape, width: int) -> "StepInputs":
+        return cls._views(flat, cls.shapes(shape, width))
+
+    @classmethod
+    def _views(cls, flat: Any, shapes: dict[str, tuple[int, ...]]) -> "StepInputs":
+        views, start = {}, 0
+        for name, shape in shapes.items():
+            size = int(np.prod(shape))
+            views[name] = flat[start : start + size].reshape(shape)
+            start += size
+        return cls(**views)
+
+
+class Programs:
+    """Weights and pages on the devices, and compiled programs over them."""
+
+    def __init__(self, model: Model, config: EngineConfig, max_length: int, release: bool) -> None:
+        serving_weights = generation_of(model.config).serving_weights
+        if serving_weights is None:
+            raise MeshwrightError(
+                f"the engine cannot serve models of the family {family_of(model.config).name!r}: "
+                "their decoder reads the keys of an encoder, which are in no page; use meshwright "
+                "generate"
+            )
+        self.model_config, self.mesh, self.config = model.config, model.mesh, config
+        self.width = -(-max_length // config.page_size)
+        self.compilations = 0
+        self._functions: dict[Any, Any] = {}  # jitted
+        self.is_ready = False
+        with jax.set_mesh(self.mesh):
+            self.weights = serving_weights(model.params, model.config, config.weights, release)
+            self.dtype = model.params["embedding"].dtype
+            self.compute = Compute(_rules(), self.dtype, scan=False, stationary=True)
+            call = PagedCall(
+                current_platform(), str(self.dtype), model.config.head_dim,
+                getattr(model.config, "sliding_window", None),
+            )  # fmt: skip
+            self.kernel = choose_paged(call, config.kernel)
+        self.pages = config.pages or self._pages_that_fit()
+        if self.pages <= self.width:
+            raise MeshwrightError(
+                f"{self.pages} pages of {config.page_size} tokens cannot hold one sequence of "
+                f"{max_length}: give at least {self.width + 1} pages, or a smaller max_length"
+            )
+        self.pools = self._new_pools()
+        self.last_tokens = self.put(np.zeros(config.max_batch + 1, np.int32))
+
+    @property
+    def chunk_places(self) -> int:
+        """Chunks of the largest shape: so many logits are computed for chunks in every step."""
+        return max(chunks for chunks, _ in self.config.chunks)
+
+    def put(self, array: Any) -> jax.Array:
+        """A host array on all devices, with the sharding that programs give their results."""
+        return jax.device_put(array, NamedSharding(self.mesh, P(*(None,) * np.ndim(array))))
+
+    def step(self, shape: Shape, inputs: Ints) -> Any:
+        """Dispatch a step: logits [decode + chunk places, vocab], and scores if wanted."""
+        step = functools.partial(self._run_step, shape)
+        arguments = self.weights, self.pools, self.last_tokens, self.put(inputs)
+        logits, self.pools, scores = self.run(("step", shape), step, 1, *arguments)
+        return logits, scores
+
+    def prepare(self, shape: Shape) -> None:
+        """Compile the step of a shape, by running it on page 0, which no sequence has."""
+        self.step(shape, StepInputs.empty(shape, self.width)[1])
+
+    def run(self, key: Any, function: Callable[..., Any], donated: int, *arguments: Any) -> Any:
+        """Run a function on the mesh; the first run with a key compiles it.
+
+        It is called through jax.jit: that takes half a millisecond less than a program that was
+        compiled ahead of time, for the hundred and more arrays of a step.
+        """
+        if key not in self._functions:
+            if self.is_ready and self.config.strict:
+                raise MeshwrightError(f"strict: {key} would be compiled while serving")
+            self._functions[key] = jax.jit(function, donate_argnums=donated)
+        run = self._functions[key]
+        known = run._cache_size()
+        with jax.set_mesh(self.mesh):
+            results = run(*arguments)
+        if self.is_ready:
+            self.compilations += run._cache_size() - known
+        return results
+
+    def shapes(self) -> list[Shape]:
+        """All shapes that steps have."""
+        from meshwright.serve.scheduler import scoring_shape
+
+        full = self.config.max_batch
+        found = [Shape(decode) for decode in self.config.batches]
+        for chunks, length in self.config.chunks:
+            found += [Shape(full, chunks, length, first) for first in (True, False)]
+        if not self.config.prompt_logprobs:
+            return found
+        chunks, length = scoring_shape(self.config)
+        return found + [Shape(full, chunks, length, first, True) for first in (True, False)]
+
+    def _run_step(
+        self, shape: Shape, weights: Any, pools: Any, last_tokens: jax.Array, flat: jax.Array
+    ) -> Any:
+        inputs = StepInputs.unpack(flat, shape, self.width)
+        decode_tokens = jnp.where(inputs.tokens < 0, last_tokens[inputs.slots], inputs.tokens)
+        tokens = jnp.concatenate([decode_tokens, inputs.chunk_tokens.reshape(-1)])
+        paged = PagedTokens(
+            inputs.tables, inputs.positions, inputs.chunk_tables, inputs.starts, inputs.counts,
+            shape.length, shape.first,
+        )  # fmt: skip
+        family, config = family_of(self.model_config), self.model_config
+        batch = {"tokens": tokens[None]}
+        state = PagedCache(pools, paged)
+        hidden, state = family.forward(weights, batch, config, self.compute, state)
+        head = family.lm_head(weights, config)
+
+        def logits_at(indices: jax.Array) -> jax.Array:
+            logits = lm_logits(_take(hidden, indices), head, config.vocab, self.compute)
+            return reshard(logits, P(None, None, None))[0]
+
+        ends = shape.decode + jnp.arange(shape.chunks) * shape.length + inputs.counts - 1
+        rest = jnp.zeros(self.chunk_places - shape.chunks if shape.chunks else 0, jnp.int32)
+        logits = logits_at(jnp.concatenate([jnp.arange(shape.decode), ends, rest]))
+        scores = None
+        if shape.scored:
+            scores = _scores(logits_at, shape, inputs.chunk_targets.reshape(-1))
+        return logits, state.layers, scores
+
+    def _new_pools(self) -> Any:
+        config = self.model_config
+        size = self.config.page_size
+        shapes = pool_shapes(self.kernel, self.pages, size, config.kv_heads, config.head_dim)
+        with jax.set_mesh(self.mesh):
+            heads = self.compute.layouts.kv_heads.partitions[2]
+
+            @jax.jit
+            def zeros() -> Any:
+                return {
+                    name: jnp.zeros(shape, self.dtype, out_sharding=P(None, None, heads, None))
+                    for name, shape in shapes.items()
+                }
+
+            return [zeros() for _ in range(config.layers)]
+
+    def _pages_that_fit(self) -> int:
+        config = self.model_config
+        most = self.config.max_batch * self.width + 1
+        device = self.mesh.devices.flat[0]
+        memory = device.memory_stats() if device.platform != "cpu" else None
+        if not memory:
+            return most
+        tensor = self.mesh.shape.get("tp", 1)
+        numbers = generation_of(config).cached_numbers(config) // tensor
+        page = numbers * self.config.page_size * self.dtype.itemsize
+        left = memory["bytes_limit"] * self.config.memory_fraction - memory["bytes_in_use"]
+        # logits in float32, and activations of a step
+        tokens = self.config.max_batch + self.config.chunk
+        left -= 3 * 4 * (self.config.max_batch + self.chunk_places) * config.vocab
+        left -= 16 * tokens * (config.embed + config.mlp)
+        return min(most, max(int(left // page), 0))
+
+
+def _rules() -> Rules:
+    """Weights as in generation; the tokens of a step are not split."""
+    return Rules(
+        [
+            *((dim, "tp") for dim in ("vocab", "heads", "kv_heads", "mlp")),
+            ("embed", ("fsdp", "sp")),
+            *((dim, None) for dim in ("batch", "sequences", "length", "head_dim")),
+            *((dim, None) for dim in ("layers", "norm")),
+        ],
+        optional=("batch", "sequences", "length"),
+    )
+
+
+def _take(x: jax.Array, indices: jax.Array) -> jax.Array:
+    """x [1, tokens, embed] at some tokens."""
+    spec = spec_of(x)
+    return jax.shard_map(
+        lambda x, indices: x[:, indices], in_specs=(spec, P(None)), out_specs=spec
+    )(x, indices)
+
+
+def _scores(logits_at: Callable[[jax.Array], jax.Array], shape: Shape, targets: jax.Array) -> Any:
+    """Log-probabilities of the tokens after those of the chunks, some at a time."""
+    size = min(_SCORED_AT_ONCE, targets.shape[0])
+    parts = -(-targets.shape[0] // size)
+    padded = jnp.pad(targets, (0, parts * size - targets.shape[0])).reshape(parts, size)
+    indices = shape.decode + jnp.minimum(jnp.arange(parts * size), targets.shape[0] - 1)
+
+    def score(part: tuple[jax.Array, jax.Array]) -> Any:
+        at, tokens = part
+        return top_logprobs(logits_at(at), tokens, TOP)
+
+    scores = lax.map(score, (indices.reshape(parts, size), padded))
+    return jax.tree.map(lambda x: x.reshape(parts * size, *x.shape[2:]), scores)

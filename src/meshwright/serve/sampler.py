@@ -1,0 +1,126 @@
+"""The sampling programs of an engine, and their state on the device."""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from meshwright.serve import device_sampling
+from meshwright.serve.device_sampling import TOP, VARIANTS, Settings, top_logprobs
+from meshwright.serve.programs import Programs
+from meshwright.serve.scheduler import Sequence
+
+if TYPE_CHECKING:
+    from meshwright.serve.engine import Job
+
+
+_WITH_COUNTS = ("full", "logprobs")
+
+
+class Sampler:
+    def __init__(self, programs: Programs, vocab: int) -> None:
+        self._programs = programs
+        self._size = programs.model_config.vocab
+        self._vocab = min(vocab, self._size)  # of the tokenizer, if it has fewer tokens
+        slots = programs.config.max_batch + 1  # the last is for logits that nobody wants
+        self._settings = Settings.empty(slots, self._size)
+        self._on_device = self._upload()
+        self._holders: list[Sequence | None] = [None] * slots  # whose settings a slot has
+        in_prompt = programs.put(np.zeros((slots, self._size), np.int32))
+        self._counts = in_prompt, programs.put(np.zeros((slots, self._size), np.int32))
+
+    def prepare(self) -> None:
+        """Compile every program, by running it for the slot that nobody has."""
+        config = self._programs.config
+        for size in (*config.batches, config.max_batch + self._programs.chunk_places):
+            logits = self._programs.put(np.zeros((size, self._size), np.float32))
+            where = np.zeros((2, size), np.int32)
+            where[0] = config.max_batch
+            for variant in range(len(VARIANTS)):
+                self.choose(logits, where, variant)
+        self._set_counts(config.max_batch, [np.zeros(self._size, np.int32)] * 2)
+
+    def arrange(self, size: int, sampled: list[tuple[int, Sequence]]) -> tuple[Any, int]:
+        """What `choose` needs for `size` logits: slots and positions, and the variant."""
+        where = np.zeros((2, size), np.int32)
+        where[0] = self._programs.config.max_batch
+        indices = [index for index, _ in sampled]
+        sequences = [sequence for _, sequence in sampled]
+        where[0, indices] = np.asarray([sequence.slot for sequence in sequences], np.int32)
+        where[1, indices] = [sequence.computed for sequence in sequences]
+        variant = max(sequence.owner.variant for sequence in sequences)
+        for sequence in sequences:
+            if self._holders[sequence.slot or 0] is not sequence:
+                self._hold(sequence, sequence.owner)
+        if self._changed and variant > 0:  # greedy needs no settings
+            self._on_device = self._upload()
+        return where, variant
+
+    def choose(self, logits: jax.Array, where: Any, variant: int) -> tuple[jax.Array, Any]:
+        """Dispatch the choice of tokens, and of log-probabilities if the variant has them."""
+        programs, name = self._programs, VARIANTS[variant]
+        choose = functools.partial(_choose, name, self._vocab)
+        counts = self._counts if name in _WITH_COUNTS else None
+        programs.last_tokens, tokens, logprobs, counts = programs.run(
+            ("sample", name, logits.shape[0]), choose, 4,
+            logits, programs.last_tokens, self._on_device, programs.put(where), counts,
+        )  # fmt: skip
+        self._counts = counts or self._counts
+        return tokens, logprobs
+
+    def _hold(self, sequence: Sequence, job: "Job") -> None:
+        """Note the settings of a sequence that has a new slot."""
+        slot = sequence.slot
+        assert slot is not None
+        self._holders[slot] = sequence
+        self._settings.set(slot, job.request, self._size)
+        self._changed = True
+        if job.request.sampling.has_penalties:
+            split = sequence.prompt_length
+            parts = sequence.tokens[:split], sequence.tokens[split:]
+            new = [np.bincount(part, minlength=self._size).astype(np.int32) for part in parts]
+            self._set_counts(slot, new)
+
+    def _set_counts(self, slot: int, new: list[Any]) -> None:
+        put = self._programs.put
+        arguments = self._counts, put(np.int32(slot)), tuple(map(put, new))
+        self._counts = self._programs.run("counts", _set_counts, 0, *arguments)
+
+    def _upload(self) -> Settings:
+        self._changed = False
+        # copies: on CPUs jax may use the host's memory
+        settings: Settings = jax.tree.map(
+            lambda array: self._programs.put(array.copy()), self._settings
+        )
+        return settings
+
+
+def _choose(
+    variant: str,
+    vocab: int,
+    logits: jax.Array,
+    last_tokens: jax.Array,
+    settings: Settings,
+    where: jax.Array,
+    counts: tuple[jax.Array, jax.Array] | None,
+) -> Any:
+    slots, positions = where
+    logprobs: Any = ()
+    if variant == "greedy":
+        tokens = device_sampling.greedy(logits, vocab)
+    elif counts is None:
+        tokens = device_sampling.plain(logits, settings, slots, positions, vocab)
+    else:
+        tokens = device_sampling.full(logits, settings, slots, positions, counts, vocab)
+        counts = counts[0], counts[1].at[slots, tokens].add(1)
+        if variant == "logprobs":
+            logprobs = top_logprobs(logits, tokens, TOP)
+    return last_tokens.at[slots].set(tokens), tokens, logprobs, counts
+
+
+def _set_counts(
+    counts: tuple[jax.Array, jax.Array], slot: jax.Array, new: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    in_prompt, in_output = (x.at[slot].set(y) for x, y in zip(counts, new, strict=True))
+    return in_prompt, in_output

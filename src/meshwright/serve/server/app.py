@@ -1,0 +1,169 @@
+"""The routes of the server, as an ASGI application."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from meshwright.errors import MeshwrightError
+from meshwright.present import render
+from meshwright.serve.server import easylm
+from meshwright.serve.server.chat import chat_completions
+from meshwright.serve.server.completions import completions
+from meshwright.serve.server.errors import ApiError, error_response, json_response, unavailable
+from meshwright.serve.server.gate import Gate
+from meshwright.serve.server.service import Service
+from meshwright.serve.server.tokens import detokenize, tokenize, tokenizer_info
+
+_LOG = logging.getLogger("meshwright.serve")
+_Endpoint = Callable[[HttpRequest, Service], Awaitable[Response]]
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def application(service: Service) -> Starlette:
+    """All routes; `service` is theirs."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.stopped = asyncio.get_running_loop().create_future()
+        yield
+
+    def route(path: str, endpoint: _Endpoint, method: str) -> Route:
+        async def handle(request: HttpRequest) -> Response:
+            return await endpoint(request, service)
+
+        return Route(path, functools.wraps(endpoint)(handle), methods=[method])
+
+    routes = [
+        *(route(path, endpoint, "GET") for path, endpoint in _GET.items()),
+        *(route(path, endpoint, "POST") for path, endpoint in _POST.items()),
+    ]
+    middleware = [Middleware(Gate, service=service, paths=(*_GET, *_POST))]
+    if service.config.allow_origin:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=service.config.allow_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+        middleware.insert(0, cors)
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=middleware,
+        exception_handlers={
+            ApiError: _api_error,
+            MeshwrightError: _mistake,
+            HTTPException: _http_error,
+            Exception: _failure,
+        },
+    )
+
+
+async def _models(http: HttpRequest, service: Service) -> Response:
+    return json_response({"object": "list", "data": [_model_card(service)]})
+
+
+async def _model(http: HttpRequest, service: Service) -> Response:
+    service.check_model(http.path_params["name"])
+    return json_response(_model_card(service))
+
+
+def _model_card(service: Service) -> dict[str, object]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "meshwright",
+        "max_model_len": service.engine.max_length,
+    }
+
+
+async def _health(http: HttpRequest, service: Service) -> Response:
+    if service.draining:
+        raise unavailable("the server is shutting down")
+    if not service.engine.is_ready:
+        raise unavailable("the model is not ready yet")
+    return json_response({"status": "ok"})
+
+
+async def _ready(http: HttpRequest, service: Service) -> Response:
+    await _health(http, service)
+    return PlainTextResponse("Ready!\n")
+
+
+async def _metrics(http: HttpRequest, service: Service) -> Response:
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def _page(http: HttpRequest, service: Service) -> Response:
+    settings = {
+        "model": service.name,
+        "needsKey": bool(service.keys),
+        "hasTemplate": service.template is not None,
+        "maxLength": service.engine.max_length,
+    }
+    text = render(Path(__file__).with_name("chat.html"), title=service.name, data=settings)
+    return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
+
+
+_GET: dict[str, _Endpoint] = {
+    "/": _page,
+    "/v1/models": _models,
+    "/v1/models/{name:path}": _model,
+    "/tokenizer_info": tokenizer_info,
+    "/health": _health,
+    "/ready": _ready,
+    "/metrics": _metrics,
+}
+_POST: dict[str, _Endpoint] = {
+    "/v1/completions": completions,
+    "/v1/chat/completions": chat_completions,
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+    "/generate": easylm.generate,
+    "/chat": easylm.chat,
+    "/loglikelihood": easylm.loglikelihood,
+    # EasyLM's documentation has an underscore, its server a hyphen
+    "/greedy-until": easylm.greedy_until,
+    "/greedy_until": easylm.greedy_until,
+    "/loglikelihood-rolling": easylm.loglikelihood_rolling,
+    "/loglikelihood_rolling": easylm.loglikelihood_rolling,
+}
+
+
+async def _api_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _mistake(http: HttpRequest, error: Exception) -> Response:
+    return error_response(ApiError(400, str(error)))
+
+
+async def _http_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    method, path = http.method, http.url.path[:200]
+    message = {
+        404: f"there is no {path} here; the routes are {', '.join((*_GET, *_POST))}",
+        405: f"{path} does not take {method}; use {'GET' if path in _GET else 'POST'}",
+    }.get(error.status_code, str(error.detail))
+    return error_response(ApiError(error.status_code, message, headers=error.headers))
+
+
+async def _failure(http: HttpRequest, error: Exception) -> Response:
+    _LOG.error("%s failed", http.url.path, exc_info=error)
+    return error_response(ApiError(500, "the server failed on this request; its log says why"))

@@ -1,0 +1,162 @@
+"""Bodies of requests: their fields, types and ranges. Everything else is a 400."""
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from meshwright.errors import did_you_mean
+from meshwright.serve.server.errors import ApiError, bad_request, field_of
+
+Natural = Annotated[int, Meta(ge=0, lt=2**31)]
+Positive = Annotated[int, Meta(ge=1, lt=2**31)]
+TokenId = Natural
+MOST_CHOICES = 128
+MOST_LOGPROBS = 20
+_Stop = str | list[str]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: Any = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    max_tokens: Natural | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    stop: _Stop | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    # accepted and without effect here
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """/v1/completions."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    suffix: str | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    best_of: Positive | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """/v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Natural | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+    # accepted and without effect here
+    verbosity: Any = None
+
+
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """/tokenize: a text, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """EasyLM's /loglikelihood and /loglikelihood-rolling."""
+
+    text: list[str]
+    prefix_text: list[str] | None = None
+    until: Any = None
+    temperature: Any = None
+
+
+class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """EasyLM's /generate."""
+
+    prefix_text: list[str]
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    text: Any = None
+    until: Any = None
+
+
+class GreedyUntilBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """EasyLM's /greedy-until."""
+
+    prefix_text: list[str]
+    until: list[str | list[str]]
+    text: Any = None
+    temperature: Any = None
+
+
+class EasyLMChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """EasyLM's /chat."""
+
+    prompt: str
+    context: str = ""
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+
+def decoded(data: bytes, kind: type[_Body]) -> _Body:
+    """The JSON in `data` as a body of this kind, or a 400 that names the field."""
+    if not data.strip():
+        raise bad_request("the request has no body; send a JSON object")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as reason:
+        raise _invalid(str(reason), kind) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as reason:
+        raise bad_request(f"the request body is not valid JSON: {reason}") from None
+    except RecursionError:
+        raise bad_request("the request body is nested too deeply") from None
+
+
+def _invalid(message: str, kind: type[msgspec.Struct]) -> ApiError:
+    unknown = message.startswith("Object contains unknown field")
+    if unknown and " - at " not in message:
+        name = message.split("`")[1]
+        known = kind.__struct_fields__
+        return bad_request(f"unknown field '{name}'{did_you_mean(name, known)}", name)
+    readable = message[0].lower() + message[1:].replace("`$.", "`").replace("`", "'")
+    return bad_request(f"request body: {readable}", field_of(message))

@@ -1,0 +1,173 @@
+"""/v1/completions: continue prompts, given as text or as tokens."""
+
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from meshwright.serve.request import Completion, Delta, Request, TokenLogprobs
+from meshwright.serve.server.bodies import CompletionBody
+from meshwright.serve.server.errors import bad_request, json_response
+from meshwright.serve.server.logprobs import LogprobWriter
+from meshwright.serve.server.service import Service, Usage, request_id
+from meshwright.serve.server.transport import event_stream, finish, read
+
+_MAX_TOKENS = 16  # OpenAI's default
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompt:
+    tokens: tuple[int, ...]
+    text: str
+    """What `echo` repeats."""
+
+
+async def completions(http: HttpRequest, service: Service) -> Response:
+    body = await read(http, CompletionBody, service.config.limits)
+    service.check_model(body.model)
+    _check(body)
+    prompts = await _prompts(service, body)
+    answer = _Answer(service, body, prompts, http.scope["access"].usage)
+    if body.stream:
+        return await event_stream(http, service, answer.events())
+    return json_response(await finish(http, service, answer.whole()))
+
+
+def _check(body: CompletionBody) -> None:
+    if body.suffix:
+        raise bad_request(
+            "suffix: this model continues text and cannot fill in before a suffix; leave it out",
+            "suffix",
+        )
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_request(
+            "best_of: the server does not rank completions; leave it out, or ask for n of them "
+            "with logprobs and rank them yourself",
+            "best_of",
+        )
+
+
+async def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
+    """The prompts: a text, tokens, or a list of both."""
+    given = body.prompt
+    if isinstance(given, str):
+        entries: Sequence[str | list[int]] = [given]
+    elif given and all(isinstance(entry, int) for entry in given):
+        entries = [[entry for entry in given if isinstance(entry, int)]]
+    else:
+        entries = [entry for entry in given if not isinstance(entry, int)]
+        if len(entries) != len(given):
+            raise bad_request(
+                "prompt mixes tokens with texts or lists; send one text, one list of tokens, or a "
+                "list of texts and lists of tokens",
+                "prompt",
+            )
+    if not entries:
+        raise bad_request("prompt is an empty list; send at least one prompt", "prompt")
+    special = body.add_special_tokens is not False
+    prompts = []
+    for entry in entries:
+        if isinstance(entry, str):
+            prompts.append(_Prompt(await service.encode(entry, special), entry))
+        else:
+            service.check_tokens(entry)
+            text = service.source.tokenizer.decode(entry) if body.echo else ""
+            prompts.append(_Prompt(tuple(entry), text))
+    return prompts
+
+
+class _Answer:
+    """The response to one body, at once or in events."""
+
+    def __init__(
+        self, service: Service, body: CompletionBody, prompts: list[_Prompt], usage: Usage
+    ) -> None:
+        self.service, self.body, self.usage = service, body, usage
+        self.names = LogprobWriter(service.source.tokenizer)
+        self.head = {
+            "id": request_id("cmpl"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.name,
+        }
+        # each prompt n times
+        self.prompts = [prompt for prompt in prompts for _ in range(body.n or 1)]
+        self.requests = [
+            request
+            for prompt in prompts
+            for request in service.requests(body, self._request(prompt))
+        ]
+        usage.prompt = sum(len(prompt.tokens) for prompt in prompts)
+
+    def _request(self, prompt: _Prompt) -> Request:
+        body = self.body
+        max_new = self.service.room(prompt.tokens, body.max_tokens, _MAX_TOKENS)
+        if not max_new and not body.echo:
+            raise bad_request(
+                "max_tokens=0 generates nothing; with echo=true it scores the prompt", "max_tokens"
+            )
+        scored = body.logprobs if body.echo else None
+        return Request(
+            prompt.tokens, max_new=max_new, logprobs=body.logprobs, prompt_logprobs=scored
+        )
+
+    async def whole(self) -> dict[str, Any]:
+        with self.service.admitted(len(self.requests)):
+            results = await self.service.completions(self.requests)
+        for result in results:
+            self._count(result)
+        choices = []
+        for index, (prompt, result) in enumerate(zip(self.prompts, results, strict=True)):
+            choices.append(self._choice(index, prompt, result, echo=bool(self.body.echo)))
+        return self.head | {"choices": choices, "usage": self.usage.data()}
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        options = self.body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        extra: dict[str, Any] = {"usage": None} if with_usage else {}
+        offsets = [len(prompt.text) if self.body.echo else 0 for prompt in self.prompts]
+        started = [False] * len(self.prompts)
+        with self.service.admitted(len(self.requests)):
+            async for index, delta in self.service.merged(self.requests):
+                self._count(delta)
+                echo = bool(self.body.echo) and not started[index]
+                if not (echo or delta.text or delta.logprobs or delta.finish_reason):
+                    continue
+                started[index] = True
+                choice = self._choice(index, self.prompts[index], delta, echo, offsets[index])
+                offsets[index] += len(delta.text)
+                yield self.head | {"choices": [choice]} | extra
+        if with_usage:
+            yield self.head | {"choices": [], "usage": self.usage.data()}
+
+    def _count(self, result: Completion | Delta) -> None:
+        self.usage.generated += len(result.tokens)
+        self.usage.cached += result.cached_tokens
+
+    def _choice(
+        self,
+        index: int,
+        prompt: _Prompt,
+        result: Completion | Delta,
+        echo: bool,
+        offset: int | None = None,
+    ) -> dict[str, Any]:
+        written = None
+        if self.body.logprobs is not None:
+            tokens: tuple[int, ...] = result.tokens
+            logprobs: tuple[TokenLogprobs | None, ...] = result.logprobs
+            if offset is None:
+                offset = 0
+            if echo:
+                offset = 0
+                tokens, logprobs = prompt.tokens + tokens, result.prompt_logprobs + logprobs
+            written = self.names.completion(tokens, logprobs, offset)
+        return {
+            "index": index,
+            "text": (prompt.text if echo else "") + result.text,
+            "logprobs": written,
+            "finish_reason": result.finish_reason,
+        }

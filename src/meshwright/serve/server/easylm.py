@@ -1,0 +1,243 @@
+"""The routes of EasyLM's server, with its request and response bodies."""
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from meshwright.serve.request import Completion, Request, TokenLogprobs
+from meshwright.serve.sampling import Sampling
+from meshwright.serve.server.bodies import (
+    EasyLMChatBody,
+    GenerateBody,
+    GreedyUntilBody,
+    ScoreBody,
+)
+from meshwright.serve.server.errors import bad_request, json_response
+from meshwright.serve.server.service import Service, request_id
+from meshwright.serve.server.transport import finish, read
+
+
+@dataclasses.dataclass(frozen=True)
+class _Score:
+    log_likelihood: float = 0.0
+    is_greedy: bool = True
+
+
+async def loglikelihood(http: HttpRequest, service: Service) -> Response:
+    """Log-likelihood of each text after its prefix, and whether greedy decoding gives it."""
+    body = await read(http, ScoreBody, service.config.limits)
+    prefixes = [""] * len(body.text) if body.prefix_text is None else body.prefix_text
+    if len(prefixes) != len(body.text):
+        raise bad_request(
+            f"prefix_text has {len(prefixes)} entries, text {len(body.text)}; they must be as many",
+            "prefix_text",
+        )
+    own = service.config.easylm
+    windows = []
+    for prefix, text in zip(prefixes, body.text, strict=True):
+        before = await _prompt(service, own.prepend_to_prefix + prefix + own.append_to_prefix)
+        after = await _text_tokens(service, text)
+        most = service.engine.max_length
+        if len(after) >= most:
+            raise bad_request(
+                f"a text has {len(after)} tokens, more than the model's {most} with a prefix; send "
+                "it to /loglikelihood-rolling",
+                "text",
+            )
+        before = before[len(after) - most :]  # the end of a long prefix
+        windows.append([(before + after, len(after))])
+    scores = await finish(http, service, _scores(service, windows))
+    return json_response(
+        {
+            "prefix_text": prefixes,
+            "text": body.text,
+            "log_likelihood": [score.log_likelihood for score in scores],
+            "is_greedy": [score.is_greedy for score in scores],
+        }
+    )
+
+
+async def loglikelihood_rolling(http: HttpRequest, service: Service) -> Response:
+    """Log-likelihood of each text, in windows of the longest sequence where it is longer."""
+    body = await read(http, ScoreBody, service.config.limits)
+    size = min(service.config.easylm.seq_length, service.engine.max_length - 1)
+    windows = []
+    for text in body.text:
+        tokens = (_start(service), *await _text_tokens(service, text))
+        own = []
+        for first in range(1, len(tokens), size):
+            end = min(first + size, len(tokens))
+            # the last window reaches back, and only its new tokens are scored
+            begin = max(end - size, 1)
+            own.append((tokens[begin - 1 : end], end - first))
+        windows.append(own)
+    scores = await finish(http, service, _scores(service, windows))
+    return json_response(
+        {
+            "text": body.text,
+            "log_likelihood": [score.log_likelihood for score in scores],
+            "is_greedy": [score.is_greedy for score in scores],
+        }
+    )
+
+
+async def generate(http: HttpRequest, service: Service) -> Response:
+    body = await read(http, GenerateBody, service.config.limits)
+    own = service.config.easylm
+    temperature = own.default_temperature if body.temperature is None else body.temperature
+    prompts = [own.prepend_to_prefix + text + own.append_to_prefix for text in body.prefix_text]
+    texts = await finish(http, service, _generated(service, prompts, temperature))
+    return json_response(
+        {"prefix_text": body.prefix_text, "output_text": texts, "temperature": temperature}
+    )
+
+
+async def chat(http: HttpRequest, service: Service) -> Response:
+    body = await read(http, EasyLMChatBody, service.config.limits)
+    own = service.config.easylm
+    temperature = own.default_temperature if body.temperature is None else body.temperature
+    context = (
+        body.context
+        + own.chat_user_prefix
+        + body.prompt
+        + own.chat_user_suffix
+        + own.chat_lm_prefix
+    )
+    work = _generated(service, [own.chat_prepend_text + context], temperature)
+    (text,) = await finish(http, service, work)
+    context += text + own.chat_lm_suffix
+    return json_response({"response": text, "context": context, "temperature": temperature})
+
+
+async def greedy_until(http: HttpRequest, service: Service) -> Response:
+    """Greedy continuation of each prefix, up to the first of its stop texts."""
+    body = await read(http, GreedyUntilBody, service.config.limits)
+    if len(body.until) != len(body.prefix_text):
+        raise bad_request(
+            f"until has {len(body.until)} entries, prefix_text {len(body.prefix_text)}; send a "
+            "text or a list of texts for each prefix",
+            "until",
+        )
+    own = service.config.easylm
+    stops = [(each,) if isinstance(each, str) else tuple(each) for each in body.until]
+    if not all(all(each) for each in stops):
+        raise bad_request("until has an empty text, which would stop at once", "until")
+    prompts = [own.prepend_to_prefix + text + own.append_to_prefix for text in body.prefix_text]
+    texts = await finish(http, service, _greedy_until(service, prompts, stops))
+    return json_response(
+        {
+            "prefix_text": body.prefix_text,
+            "until": body.until,
+            "max_length": own.greedy_until_max_length,
+            "output_text": texts,
+        }
+    )
+
+
+# ---- work ----------------------------------------------------------------------------------------
+
+_Window = tuple[tuple[int, ...], int]
+"""A prompt, and how many of its last tokens are scored."""
+
+
+async def _scores(service: Service, texts: Sequence[Sequence[_Window]]) -> list[_Score]:
+    """The score of each text, the sum of its windows'."""
+    windows = [window for text in texts for window in text if window[1]]
+    requests = [
+        Request(tokens, Sampling(temperature=0), 0, prompt_logprobs=1, id=request_id("seq"))
+        for tokens, _ in windows
+    ]
+    results = iter(await _run(service, requests))
+    scores = []
+    for text in texts:
+        scored: list[TokenLogprobs | None] = []
+        for _, size in text:
+            scored += next(results).prompt_logprobs[-size:] if size else ()
+        known = [each for each in scored if each is not None]
+        scores.append(
+            _Score(sum((e.logprob for e in known), 0.0), all(each.rank == 0 for each in known))
+        )
+    return scores
+
+
+async def _generated(service: Service, texts: Sequence[str], temperature: float) -> list[str]:
+    own, requests = service.config.easylm, []
+    for text in texts:
+        prompt = await _prompt(service, text)
+        prompt, max_new = _fitting(service, prompt)
+        sampling = _random(temperature, own.top_k)
+        requests.append(Request(prompt, sampling, max_new, id=request_id("seq")))
+    return [result.text for result in await _run(service, requests)]
+
+
+async def _greedy_until(
+    service: Service, texts: Sequence[str], stops: Sequence[tuple[str, ...]]
+) -> list[str]:
+    """As long as no stop text comes, generate again from the end of the text so far."""
+    tokens = [await _prompt(service, text) for text in texts]
+    generated = ["" for _ in texts]
+    left = dict.fromkeys(range(len(texts)), service.config.easylm.greedy_until_max_length)
+    while left:
+        requests = []
+        for index, most in left.items():
+            prompt, max_new = _fitting(service, tokens[index])
+            requests.append(
+                Request(
+                    prompt, Sampling(temperature=0), min(max_new, most), stops[index],
+                    id=request_id("seq"),
+                )
+            )  # fmt: skip
+        for index, result in zip([*left], await _run(service, requests), strict=True):
+            tokens[index] += result.tokens
+            generated[index] += result.text
+            left[index] -= len(result.tokens)
+            cut = min(
+                (at for stop in stops[index] if (at := generated[index].find(stop)) >= 0),
+                default=-1,
+            )
+            if cut >= 0:  # a stop text that began in the part before
+                generated[index] = generated[index][:cut]
+            if cut >= 0 or result.finish_reason != "length" or left[index] <= 0:
+                del left[index]
+    return generated
+
+
+async def _run(service: Service, requests: Sequence[Request]) -> list[Completion]:
+    """All results; no more requests at once than the server takes."""
+    results: list[Completion] = []
+    most = service.config.limits.requests
+    for first in range(0, len(requests), most):
+        part = requests[first : first + most]
+        with service.admitted(len(part)):
+            results += await service.completions(part)
+    return results
+
+
+def _random(temperature: float, top_k: int) -> Sampling:
+    return Sampling(temperature=temperature, top_k=top_k, seed=secrets.randbits(32))
+
+
+def _fitting(service: Service, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The end of the prompt that leaves room, and how many tokens to generate."""
+    own = service.config.easylm
+    longest = min(own.seq_length, service.engine.max_length)
+    most = min(own.input_length, longest // 2)
+    return prompt[-most:], longest - most
+
+
+def _start(service: Service) -> int:
+    """The token before a text: the one that prompts begin with, else the end of a document."""
+    beginning = service.source.encode("")
+    return beginning[0] if beginning else service.source.tokenizer.end_of_document
+
+
+async def _prompt(service: Service, text: str) -> tuple[int, ...]:
+    return await service.encode(text) or (_start(service),)
+
+
+async def _text_tokens(service: Service, text: str) -> tuple[int, ...]:
+    own = service.config.easylm
+    return await service.encode(own.prepend_to_text + text + own.append_to_text, False)

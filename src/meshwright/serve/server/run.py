@@ -1,0 +1,145 @@
+"""Run the server in a thread of its own, until it is told to stop."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+
+import uvicorn
+
+from meshwright.errors import MeshwrightError
+from meshwright.interrupt import signal_calls
+from meshwright.serve.server.app import application
+from meshwright.serve.server.service import Service
+
+_LOG = logging.getLogger("meshwright.serve")
+_BACKLOG = 2048
+_START_SECONDS = 30.0
+_LAST_WORDS_SECONDS = 2  # for errors to reach clients, after the time for finishing is over
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals are for the main thread
+
+
+class HttpServer:
+    """A server on a socket of this machine.
+
+    with HttpServer(service) as server:
+        print(server.url)
+        server.wait()
+    """
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        self.service = service
+        self._socket = _listening(config.host, config.port)
+        self.url = _url(*self._socket.getsockname()[:2])
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                application(service),
+                lifespan="on",
+                log_config=None,
+                log_level="critical",  # failures are logged by the application
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=_LAST_WORDS_SECONDS,
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    def __enter__(self) -> "HttpServer":
+        self._thread.start()
+        limit = time.monotonic() + _START_SECONDS
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > limit:
+                raise MeshwrightError(f"the HTTP server at {self.url} did not start")
+            time.sleep(0.005)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.stop(now=error is not None)
+        self.wait()
+
+    def stop(self, now: bool = False) -> None:
+        """Finish what runs, refuse what is new, then end; `now`: finish nothing."""
+
+        def drain() -> None:
+            if self._draining is None or now:
+                self._draining = asyncio.create_task(self._drain(now))
+
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(drain)
+
+    def wait(self) -> None:
+        """Until the server has ended."""
+        while self._thread.is_alive():
+            self._thread.join(0.2)  # so that signal handlers of this thread run
+
+    def _run(self) -> None:
+        async def main() -> None:
+            self._loop = asyncio.get_running_loop()
+            await self._server.serve(sockets=[self._socket])
+
+        try:
+            asyncio.run(main())
+        finally:
+            self._socket.close()
+
+    async def _drain(self, now: bool) -> None:
+        service = self.service
+        service.draining = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + (0 if now else service.config.limits.shutdown_seconds)
+        while service.in_flight and loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        if service.in_flight:
+            _LOG.warning("ending %d sequences that did not finish in time", service.in_flight)
+        if service.stopped is not None and not service.stopped.done():
+            service.stopped.set_result(None)
+        self._server.should_exit = True
+
+
+def run_until_stopped(server: HttpServer) -> None:
+    """Wait for SIGTERM or Ctrl-C, then finish what runs; a second one ends at once."""
+
+    def stop() -> bool:
+        asked = server.service.draining
+        if not asked:
+            _LOG.info("stopping: %d sequences are in flight", server.service.in_flight)
+        server.stop(now=asked)
+        return True
+
+    with signal_calls(signal.SIGTERM, stop), signal_calls(signal.SIGINT, stop):
+        server.wait()
+
+
+def _url(host: str, port: int) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as reason:
+        raise MeshwrightError(
+            f"cannot listen on {host}:{port}: {reason.strerror or reason}; choose another --port "
+            "(0 takes a free one) or --host"
+        ) from None

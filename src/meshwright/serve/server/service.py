@@ -1,0 +1,270 @@
+"""What every route needs: the engine, the tokenizer, admission, and requests that run."""
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+from meshwright.data import ChatTemplate
+from meshwright.serve.load import Source
+from meshwright.serve.request import AnyEngine, Completion, Delta, Request
+from meshwright.serve.sampling import Sampling
+from meshwright.serve.server.bodies import GenerationBody
+from meshwright.serve.server.errors import ApiError, bad_request, unavailable
+from meshwright.serve.server.metrics import Metrics
+from meshwright.serve.settings import ServeConfig
+
+_LONG_TEXT = 20_000  # characters; tokenizing more would hold up the other requests
+_BUFFERED = 64  # deltas of a response with several choices
+
+
+@dataclasses.dataclass
+class Service:
+    """One model behind one server."""
+
+    engine: AnyEngine
+    source: Source
+    config: ServeConfig
+    template: ChatTemplate | None
+    in_flight: int = 0
+    """Sequences that run or wait."""
+    draining: bool = False
+    """Whether the server is shutting down: it finishes what runs and takes nothing new."""
+    stopped: asyncio.Future[None] | None = None
+    """Done when the time for finishing is over; made by the event loop."""
+    seconds: float = 1.0
+    """Recent duration of a request, for Retry-After."""
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.engine.stats)
+        self.keys = self.config.api_keys()
+        self.created = int(time.time())
+
+    @property
+    def name(self) -> str:
+        return self.config.served_name
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise ApiError(
+                404,
+                f"model '{name}' is not served here; this server has '{self.name}'",
+                param="model",
+                code="model_not_found",
+            )
+
+    @contextlib.contextmanager
+    def admitted(self, sequences: int) -> Iterator[None]:
+        """Inside, the sequences count as in flight; refuses them if there is no room."""
+        limit = self.config.limits.requests
+        if self.draining:
+            raise unavailable("the server is shutting down; send the request again later")
+        if not self.engine.is_ready:
+            raise unavailable("the model is not ready yet; /health says when it is")
+        if sequences > limit:
+            raise bad_request(
+                f"the request has {sequences} sequences, the server takes {limit} at once; send "
+                "fewer prompts or a smaller n"
+            )
+        if self.in_flight + sequences > limit:
+            raise ApiError(
+                429,
+                f"the server is full: {self.in_flight} of {limit} sequences are in flight; try "
+                "again later",
+                headers={"Retry-After": str(min(60, max(1, round(self.seconds))))},
+            )
+        self.in_flight += sequences
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.in_flight -= sequences
+            self.seconds += 0.1 * (time.monotonic() - started - self.seconds)
+
+    # ---- prompts ---------------------------------------------------------------------------------
+
+    async def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
+        """The tokens of a text; `special_tokens`: as the model's prompts begin."""
+
+        def encoded() -> tuple[int, ...]:
+            if special_tokens:
+                return tuple(self.source.encode(text))
+            return tuple(int(token) for token in self.source.tokenizer.encode(text))
+
+        return encoded() if len(text) < _LONG_TEXT else await asyncio.to_thread(encoded)
+
+    def check_tokens(self, tokens: Sequence[int], param: str = "prompt") -> None:
+        vocab = self.source.config.vocab
+        wrong = next((token for token in tokens if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise bad_request(
+                f"token {wrong} does not exist; the model has 0 to {vocab - 1}", param
+            )
+
+    def room(self, prompt: Sequence[int], max_new: int | None, default: int | None = None) -> int:
+        """How many tokens to generate; refuses a prompt that leaves no room for them."""
+        longest = self.engine.max_length
+        if not prompt:
+            raise bad_request("the prompt is empty; a model continues at least one token", "prompt")
+        left = longest - len(prompt)
+        if max_new is None:
+            max_new = max(left, 1) if default is None else min(default, max(left, 1))
+        if max_new > left:
+            fits = f"max_tokens={left} would fit" if left > 0 else "send a shorter prompt"
+            raise bad_request(
+                f"the prompt has {len(prompt)} tokens; with max_tokens={max_new} that is more than "
+                f"the model's {longest}; {fits}",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+        return max_new
+
+    def requests(self, body: GenerationBody, base: Request) -> list[Request]:
+        """`base` with the body's sampling and stops, once for each of `n` choices."""
+        if body.response_format and body.response_format.get("type", "text") != "text":
+            raise bad_request(
+                "response_format: the engine has no constrained decoding, so it cannot promise "
+                "JSON; ask for JSON in the prompt and check the answer",
+                "response_format",
+            )
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        if any(not text for text in stop):
+            raise bad_request("a stop text is empty; leave it out", "stop")
+        self.check_tokens(body.stop_token_ids or (), "stop_token_ids")
+        self.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
+        first_seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+        return [
+            dataclasses.replace(
+                base,
+                sampling=_sampling(body, (first_seed + choice) % 2**32),
+                stop=tuple(stop),
+                stop_tokens=frozenset(body.stop_token_ids or ()),
+                ignore_end=bool(body.ignore_eos),
+                id=request_id("seq"),
+            )
+            for choice in range(body.n or 1)
+        ]
+
+    # ---- running ---------------------------------------------------------------------------------
+
+    async def deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """What the engine yields; closing this cancels the request."""
+        started = last = time.perf_counter()
+        stream = self.engine.stream(request)
+        finished = first = False
+        try:
+            async for delta in stream:
+                now = time.perf_counter()
+                if delta.tokens and not first:
+                    first = True
+                    self.metrics.first_token.observe(now - started)
+                elif delta.tokens:
+                    self.metrics.between_tokens.observe((now - last) / len(delta.tokens))
+                last = now if delta.tokens else last
+                if delta.finish_reason == "error":
+                    raise ApiError(500, delta.error or "the engine failed on this request")
+                if delta.finish_reason == "cancelled":
+                    raise unavailable("the engine cancelled the request; send it again later")
+                finished = delta.finish_reason is not None
+                yield delta
+            if not finished:
+                raise ApiError(500, "the engine ended the request without a result")
+            self.metrics.duration.observe(time.perf_counter() - started)
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+            elif not finished:
+                self.engine.cancel(request.id)
+
+    async def completions(self, requests: Sequence[Request]) -> list[Completion]:
+        """The results of all requests; one that fails cancels the others."""
+        async with contextlib.AsyncExitStack() as stack:
+            tasks = [asyncio.create_task(self._completion(request)) for request in requests]
+            stack.push_async_callback(_cancel, tasks)
+            return list(await asyncio.gather(*tasks))
+
+    async def _completion(self, request: Request) -> Completion:
+        parts = [delta async for delta in self.deltas(request)]
+        assert parts[-1].finish_reason is not None
+        return Completion(
+            tokens=tuple(token for part in parts for token in part.tokens),
+            text="".join(part.text for part in parts),
+            finish_reason=parts[-1].finish_reason,
+            logprobs=tuple(each for part in parts for each in part.logprobs),
+            prompt_logprobs=next((p.prompt_logprobs for p in parts if p.prompt_logprobs), ()),
+            cached_tokens=max(part.cached_tokens for part in parts),
+        )
+
+    async def merged(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(index of the request, delta) as they come."""
+        if len(requests) == 1:
+            async with contextlib.aclosing(self.deltas(requests[0])) as only:
+                async for only_delta in only:
+                    yield 0, only_delta
+            return
+        queue: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue(_BUFFERED)
+
+        async def forward(index: int, request: Request) -> None:
+            try:
+                async with contextlib.aclosing(self.deltas(request)) as deltas:
+                    async for delta in deltas:
+                        await queue.put((index, delta))
+            except Exception as reason:
+                await queue.put((index, reason))
+
+        tasks = [asyncio.create_task(forward(*each)) for each in enumerate(requests)]
+        try:
+            left = len(requests)
+            while left:
+                index, result = await queue.get()
+                if isinstance(result, Exception):
+                    raise result
+                left -= result.finish_reason is not None
+                yield index, result
+        finally:
+            await _cancel(tasks)
+
+
+def _sampling(body: GenerationBody, seed: int) -> Sampling:
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=body.top_k if body.top_k and body.top_k > 0 else None,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=tuple((body.logit_bias or {}).items()),
+        seed=seed,
+    )
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def request_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+@dataclasses.dataclass
+class Usage:
+    """Tokens of one HTTP request, for its response and the access log."""
+
+    prompt: int = 0
+    generated: int = 0
+    cached: int = 0
+
+    def data(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }

@@ -1,0 +1,184 @@
+"""HTTP around a request: its body, a client that leaves, server-sent events."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from meshwright.errors import MeshwrightError
+from meshwright.serve.server.bodies import decoded
+from meshwright.serve.server.errors import ApiError, ClientGoneError, bad_request, unavailable
+from meshwright.serve.server.service import Service
+from meshwright.serve.settings import LimitsConfig
+
+_T = TypeVar("_T")
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+_LOG = logging.getLogger("meshwright.serve")
+_STOPPED = "the server is shutting down and has ended this request; send it again later"
+
+
+async def read(request: Request, kind: type[_Body], limits: LimitsConfig) -> _Body:
+    """The request's JSON body, within the limits."""
+    too_large = ApiError(
+        413,
+        f"the request body is larger than {limits.body_bytes:,} bytes; send less at once",
+        headers={"Connection": "close"},
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limits.body_bytes:
+        raise too_large
+    data = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > limits.body_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the request body did not arrive within {limits.body_seconds:g} s",
+            headers={"Connection": "close", **_NO_RETRY},
+        ) from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    return decoded(bytes(data), kind)
+
+
+_NO_RETRY = {"X-Should-Retry": "false"}  # which OpenAI's clients follow
+
+
+def _too_slow(limits: LimitsConfig) -> ApiError:
+    return ApiError(
+        504,
+        f"the request took longer than {limits.request_seconds:g} s and was cancelled; ask for "
+        "fewer tokens",
+        headers=_NO_RETRY,
+    )
+
+
+async def finish(request: Request, service: Service, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`; cancels it if the client leaves, or at a limit of the server."""
+    limits = service.config.limits
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnect(request.receive))
+    assert service.stopped is not None
+    ends: set[asyncio.Future[Any]] = {task, gone, service.stopped}
+    try:
+        await asyncio.wait(
+            ends,
+            timeout=limits.request_seconds,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise ClientGoneError
+        raise unavailable(_STOPPED) if service.stopped.done() else _too_slow(limits)
+    finally:
+        await _end(task, gone)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def event_stream(
+    request: Request, service: Service, events: AsyncGenerator[Any, None]
+) -> "EventStream":
+    """A response of events. The first is awaited, so that its errors have their own status."""
+
+    async def first() -> Any:
+        return await anext(events)
+
+    try:
+        return EventStream(await finish(request, service, first()), events, service)
+    except StopAsyncIteration:
+        raise bad_request("there is nothing to stream") from None
+    except BaseException:
+        await events.aclose()
+        raise
+
+
+class EventStream(StreamingResponse):
+    """JSON values as server-sent events, ended by [DONE]; an error ends it without."""
+
+    def __init__(self, first: Any, events: AsyncGenerator[Any, None], service: Service) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._first, self._events, self._service = first, events, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send(send))
+        gone = asyncio.create_task(_disconnect(receive))
+        stopped = self._service.stopped
+        assert stopped is not None
+        try:
+            await asyncio.wait({sending, gone, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_sent = sending.done()
+            await _end(sending, gone)
+            await self._events.aclose()
+        if is_sent:
+            with contextlib.suppress(TimeoutError):  # the client does not read
+                sending.result()
+                return
+            scope["access"].gone = True
+        elif stopped.done():
+            with contextlib.suppress(TimeoutError):
+                await self._write(send, _event(unavailable(_STOPPED).body()))
+                await self._write(send, b"", more=False)
+        else:
+            scope["access"].gone = True
+
+    async def _send(self, send: Send) -> None:
+        limits = self._service.config.limits
+        deadline = asyncio.get_running_loop().time() + limits.request_seconds
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        event: Any = self._first
+        end = b"data: [DONE]\n\n"
+        while True:
+            await self._write(send, _event(event))
+            try:
+                async with asyncio.timeout_at(deadline):
+                    event = await anext(self._events)
+            except StopAsyncIteration:
+                break
+            except Exception as reason:
+                end = _event(_as_api_error(reason, limits).body())
+                break
+        await self._write(send, end)
+        await self._write(send, b"", more=False)
+
+    async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
+        # waits while the client does not read: uvicorn's flow control
+        async with asyncio.timeout(self._service.config.limits.send_seconds):
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _as_api_error(reason: Exception, limits: LimitsConfig) -> ApiError:
+    if isinstance(reason, ApiError):
+        return reason
+    if isinstance(reason, MeshwrightError):
+        return bad_request(str(reason))
+    if isinstance(reason, TimeoutError):
+        return _too_slow(limits)
+    _LOG.error("a stream failed", exc_info=reason)
+    return ApiError(500, "the server failed on this request; its log says why")
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"

@@ -1,0 +1,198 @@
+"""All settings of `meshwright serve`, as one value."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Literal
+
+from meshwright.errors import MeshwrightError
+from meshwright.ops import QUANTIZED_DTYPES
+
+KEY_VARIABLE = "MESHWRIGHT_API_KEY"
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine; see docs/serve/engine.md."""
+
+    max_batch: int = 32
+    """Most requests that are decoded together."""
+    max_length: int | None = None
+    """Most tokens of a prompt and its continuation together; the default is 8,192, or the model's
+    if that is less."""
+    page_size: int = 64
+    """Tokens per page of the KV cache."""
+    pages: int | None = None
+    """Pages of the KV cache; the default fills `memory_fraction` of the device's memory."""
+    memory_fraction: float = 0.9
+    """Part of the device's memory that weights and KV cache may use together."""
+    chunk: int = 512
+    """Most tokens of prompts that are computed in one step."""
+    weights: str | None = None
+    """Quantize weights to int8 or fp8, with a scale per output channel; None: as they are."""
+    max_waiting: int | None = None
+    """Most requests that wait; more are refused."""
+    prefix_cache: bool = True
+    """Reuse the keys and values of prompts that begin alike."""
+    kernel: str = "auto"
+    """Paged attention: auto, cudnn, ragged or plain."""
+    batch_buckets: tuple[int, ...] | None = None
+    """Batch sizes that decode is compiled for; the default is 1, 8, 32 … up to max_batch."""
+    chunk_shapes: tuple[tuple[int, int], ...] | None = None
+    """Shapes (prompts, tokens of each) of prefill programs; the default follows `chunk`."""
+    prompt_logprobs: bool = True
+    """Compile the programs that requests with `prompt_logprobs` need."""
+    compile_first: bool = True
+    """Compile every program before the engine is ready; without, when it is first needed."""
+    strict: bool = False
+    """Make a compilation after the engine is ready an error."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "page_size", "chunk"):
+            if getattr(self, name) < 1:
+                raise MeshwrightError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.weights not in (None, *QUANTIZED_DTYPES):
+            known = " or ".join(QUANTIZED_DTYPES)
+            raise MeshwrightError(f"weights={self.weights!r} must be {known}, or left out")
+        if not 0 < self.memory_fraction <= 1:
+            raise MeshwrightError(
+                f"memory_fraction={self.memory_fraction} must be above 0 and at most 1"
+            )
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batch sizes of decode programs, ascending; the last is max_batch."""
+        sizes = self.batch_buckets or (1, 8, 32, 64, 128, 256, 512, 1024)
+        return (*sorted(size for size in set(sizes) if 0 < size < self.max_batch), self.max_batch)
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """Shapes (prompts, tokens of each) of the prefill part of a step."""
+        if self.chunk_shapes:
+            return self.chunk_shapes
+        shapes = {(1, self.chunk)}
+        for parts in (4, 16):
+            if self.chunk >= 16 * parts and parts <= self.max_batch:
+                shapes |= {(parts, self.chunk // parts), (1, self.chunk // parts)}
+        return tuple(sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LimitsConfig:
+    requests: int = 1024
+    """Sequences that may run or wait at once; a request beyond that is answered with 429."""
+    body_bytes: int = 16 * 2**20
+    """Largest request body; a larger one is answered with 413."""
+    body_seconds: float = 30.0
+    """Time for a client to send its body."""
+    request_seconds: float = 600.0
+    """Time for a request, from its body to its last token; then it is cancelled."""
+    send_seconds: float = 60.0
+    """Time for a client to read what was sent to it; then its request is cancelled."""
+    shutdown_seconds: float = 30.0
+    """Time for running requests to finish after SIGTERM or Ctrl-C."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name == "shutdown_seconds" else 1e-3
+            if value < least:
+                raise MeshwrightError(f"limits.{field.name}={value} must be more than 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class EasyLMConfig:
+    """Settings of EasyLM's server, for its routes; their names are EasyLM's."""
+
+    input_length: int = 1024
+    """Longest prompt in tokens; of a longer one the end is used."""
+    seq_length: int = 2048
+    """Longest prompt and continuation in tokens, and the window of /loglikelihood-rolling."""
+    default_temperature: float = 1.0
+    """Sampling temperature of /generate and /chat where the request names none."""
+    top_k: int = 50
+    """Top-k sampling of /generate and /chat."""
+    greedy_until_max_length: int = 5000
+    """Maximum number of tokens that /greedy-until generates for a prompt."""
+    prepend_to_prefix: str = ""
+    append_to_prefix: str = ""
+    prepend_to_text: str = ""
+    append_to_text: str = ""
+    chat_prepend_text: str = ""
+    chat_user_prefix: str = ""
+    chat_user_suffix: str = ""
+    chat_lm_prefix: str = ""
+    chat_lm_suffix: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.input_length < self.seq_length:
+            raise MeshwrightError(
+                f"easylm.input_length={self.input_length} must be from 1 to less than "
+                f"easylm.seq_length={self.seq_length}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    model: str
+    """Folder of a run, or of a Hugging Face model."""
+    mesh: str = "dp=1,fsdp=1,tp=1,sp=1"
+    """Mesh axes and sizes: tp=-1 uses all devices. The default is one device."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of weights and KV cache; auto: bfloat16 on accelerators, float32 on CPUs."""
+    step: int | None = None
+    """Step of the checkpoint to load; the latest by default."""
+    tokenizer: str | None = None
+    """"bytes", a tokenizer.json or its folder, instead of the model's own."""
+    end_token: str | None = None
+    """Token that ends a document, if the tokenizer files do not name it."""
+    cpu_devices: int | None = None
+    """Simulate this number of devices on the CPU."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every network of the machine."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    name: str | None = None
+    """Name of the model in requests; the folder's name by default."""
+    chat_template: Path | None = None
+    """A jinja2 chat template, instead of the model's own."""
+    tool_calls: Literal["auto", "hermes", "llama", "none"] = "auto"
+    """Format of tool calls in the model's text; auto: by its chat template."""
+    api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    """Key that clients must send. Other users of the machine can see flags: prefer a file."""
+    api_key_file: Path | None = None
+    """File of API keys, one in each line."""
+    allow_origin: tuple[str, ...] = ()
+    """Web page that may call the server from a browser, such as https://chat.example.org."""
+    access_log: bool = True
+    """Log each request in one line, on standard error."""
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    limits: LimitsConfig = dataclasses.field(default_factory=LimitsConfig)
+    easylm: EasyLMConfig = dataclasses.field(default_factory=EasyLMConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise MeshwrightError(f"port={self.port} must be from 0 to 65535; 0 takes a free one")
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in requests."""
+        return self.name or Path(self.model).resolve().name
+
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys of the flag, the file and the environment; without any, clients need none."""
+        keys = [*self.api_key, *os.environ.get(KEY_VARIABLE, "").split()]
+        if self.api_key_file is not None:
+            try:
+                keys += self.api_key_file.read_text(encoding="utf-8").split()
+            except (OSError, UnicodeDecodeError) as reason:
+                raise MeshwrightError(
+                    f"--api-key-file {self.api_key_file} cannot be read: {reason}"
+                ) from None
+            if not keys:
+                raise MeshwrightError(
+                    f"--api-key-file {self.api_key_file} holds no key; write one in each line"
+                )
+        if any(not key.strip() for key in keys):
+            raise MeshwrightError("an API key is empty; leave --api-key out to need none")
+        return tuple(keys)

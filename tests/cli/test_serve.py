@@ -1,0 +1,124 @@
+"""`meshwright serve`: its settings, what it prints, and that signals end it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.serve.server.bigram_engine import BigramEngine
+from tests.serve.server.serving import source
+
+from meshwright.cli import serve as serve_cli
+from meshwright.cli.commands import run
+from meshwright.serve import ServeConfig
+
+ROOT = Path(__file__).parents[2]
+# the command with the engine of the tests, in a process of its own
+PROGRAM = """
+import sys
+from tests.serve.server.bigram_engine import BigramEngine
+from tests.serve.server.serving import source
+from meshwright.cli import serve as serve_cli
+from meshwright.cli.main import main
+serve_cli.look_into = lambda *_, **__: source()
+serve_cli._engine = lambda *_: BigramEngine(delay=0.01)
+sys.argv = ["meshwright", "serve", "runs/bigram", "--port", "0", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
+    """The settings that commands are read as; nothing is served."""
+    read: list[ServeConfig] = []
+    monkeypatch.setattr(serve_cli, "serve", read.append)
+    return read
+
+
+def test_flags_are_settings(settings: list[ServeConfig]) -> None:
+    run(
+        ["serve", "runs/first", "--mesh", "tp=2", "--port", "9", "--limits.requests", "7", "--api-key", "a",
+         "--api-key", "b", "--easylm.chat-user-prefix", "U:", "--no-access-log"]
+    )  # fmt: skip
+    (config,) = settings
+    assert (config.model, config.mesh, config.port, config.limits.requests) == (
+        "runs/first",
+        "tp=2",
+        9,
+        7,
+    )
+    assert (config.api_key, config.easylm.chat_user_prefix) == (("a", "b"), "U:")
+    assert (config.host, config.access_log, config.served_name) == ("127.0.0.1", False, "first")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "70000"], "port=70000"),
+        (["--limits.requests", "0"], "limits.requests"),
+        (["--easylm.input-length", "4000"], "easylm.seq_length=2048"),
+        (["--tp", "2"], "--mesh"),
+    ],
+)
+def test_wrong_settings_are_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["serve", "runs/first", *flags])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_run_or_key_file_is_an_error_before_the_weights_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        run(["serve", str(tmp_path / "none")])
+    assert "does not exist" in capsys.readouterr().err
+    monkeypatch.setattr(serve_cli, "look_into", lambda *_, **__: source())
+    monkeypatch.setattr(serve_cli, "_engine", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(SystemExit):
+        run(["serve", str(tmp_path), "--api-key-file", str(tmp_path / "none")])
+    assert "--api-key-file" in capsys.readouterr().err
+
+
+def test_the_engine_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    engine = BigramEngine()
+    monkeypatch.setattr(serve_cli, "look_into", lambda *_, **__: source())
+    monkeypatch.setattr(serve_cli, "_engine", lambda *_: engine)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    run(["serve", "runs/bigram", "--port", "0", "--host", "0.0.0.0"])
+    assert engine.closed
+    shown = capsys.readouterr()
+    assert re.search(r"bigram is served at http://127\.0\.0\.1:\d+/v1", shown.out)
+    assert "no chat template" in shown.out
+    assert "can use this server" in shown.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_what_runs_and_ends_the_process(number: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        body = b'{"prompt": "a", "max_tokens": 40, "ignore_eos": true, "stream": true}'
+        with urllib.request.urlopen(f"{url}/completions", body, timeout=20) as response:
+            response.readline()  # it runs
+            process.send_signal(number)
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, errors
+    assert "POST /v1/completions 200" in errors
+    assert "Traceback" not in errors

@@ -1,0 +1,128 @@
+"""Attention over pages is attention over the sequences that lie in them."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import MeshwrightError
+from meshwright.ops.attention import PagedCall, PagedTokens, choose_paged, paged, paged_attention
+from meshwright.ops.attention.paged import pool_shapes
+
+PAGE, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 4, 2, 8
+LENGTH = 8  # of a chunk
+# (tokens before, new tokens) of each sequence: two that decode, three chunks
+DECODE, CHUNKS = ((5, 1), (0, 1)), ((0, 8), (0, 3), (13, 6))
+
+
+def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, new: int, window: int) -> np.ndarray:
+    """The outputs of the last `new` tokens of one sequence, written out in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x, group, axis=1).astype(np.float64) for x in (k, v))
+    scores = np.einsum("qhd,khd->hqk", q.astype(np.float64), k) * q.shape[-1] ** -0.5
+    distance = np.arange(len(k) - new, len(k))[:, None] - np.arange(len(k))[None]
+    scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_decode_and_chunks_see_what_precedes_them(window: int | None, tp: int) -> None:
+    random = np.random.default_rng(0)
+    mesh = jax.make_mesh(
+        (tp,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:tp]
+    )
+    pages = random.permutation(np.arange(1, 1 + WIDTH * 5)).reshape(5, WIDTH).astype(np.int32)
+    pool = {
+        name: random.normal(size=shape).astype(np.float32)
+        for name, shape in pool_shapes("plain", 32, PAGE, KV_HEADS, HEAD_DIM).items()
+    }
+    tokens = len(DECODE) + len(CHUNKS) * LENGTH
+    q, k, v = (
+        random.normal(size=(1, tokens, heads, HEAD_DIM)).astype(np.float32)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    starts = [before for before, _ in CHUNKS]
+    where = PagedTokens(
+        jnp.asarray(pages[: len(DECODE)]), jnp.asarray([n for n, _ in DECODE], jnp.int32),
+        jnp.asarray(pages[len(DECODE) :]), jnp.asarray(starts, jnp.int32),
+        jnp.asarray([n for _, n in CHUNKS], jnp.int32), LENGTH, first=False,
+    )  # fmt: skip
+    by_head = P(None, None, "tp" if tp > 1 else None, None)
+    with jax.set_mesh(mesh):
+        place = NamedSharding(mesh, by_head)
+        run = jax.jit(lambda *arrays: paged_attention(*arrays, window=window))
+        out, written = run(*jax.device_put((q, k, v), place), jax.device_put(pool, place), where)
+    out, written = np.asarray(out)[0], jax.tree.map(np.asarray, written)
+    first = 0
+    for i, (before, new) in enumerate((*DECODE, *CHUNKS)):
+        own = slice(first, first + new)
+        sequence = []
+        for name, x in (("keys", k), ("values", v)):
+            flat = written[name][pages[i]].reshape(-1, KV_HEADS, HEAD_DIM)[: before + new]
+            np.testing.assert_array_equal(flat[before:], x[0, own])
+            np.testing.assert_array_equal(
+                flat[:before], pool[name][pages[i]].reshape(-1, KV_HEADS, HEAD_DIM)[:before]
+            )
+            sequence.append(flat)
+        expected = reference(q[0, own], *sequence, new, window or 100)
+        np.testing.assert_allclose(out[own], expected, rtol=0, atol=1e-5)
+        first += 1 if i < len(DECODE) else LENGTH
+
+
+@pytest.mark.parametrize(
+    ("call", "kernel"),
+    [
+        (PagedCall("cuda", "bfloat16", 128, None), "cudnn"),
+        (PagedCall("cuda", "float32", 128, None), "plain"),
+        (PagedCall("cuda", "bfloat16", 256, None), "plain"),
+        (PagedCall("cuda", "bfloat16", 128, 4096), "plain"),
+        (PagedCall("tpu", "bfloat16", 128, 4096), "ragged"),
+        (PagedCall("tpu", "bfloat16", 64, None), "plain"),
+        (PagedCall("cpu", "float32", 64, None), "plain"),
+    ],
+)
+def test_the_kernel_follows_from_the_call(call: PagedCall, kernel: str) -> None:
+    assert choose_paged(call) == kernel
+
+
+def test_a_kernel_that_cannot_is_refused_with_a_reason() -> None:
+    with pytest.raises(MeshwrightError, match=r"'cudnn' does not support this: .* sliding window"):
+        choose_paged(PagedCall("cuda", "bfloat16", 128, 4096), "cudnn")
+    with pytest.raises(MeshwrightError, match="'ragd' is not a kernel"):
+        choose_paged(PagedCall("tpu", "bfloat16", 128, None), "ragd")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_cudnn_reads_pages_for_decode(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowered for an NVIDIA GPU, not run: one call for decode, one for chunks, one for the past."""
+    monkeypatch.setattr(paged, "current_platform", lambda: "cuda")
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16, spec: Any = ()) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    by_head = P(None, None, "tp", None)
+    whole = jnp.int32
+    where = PagedTokens(
+        array(4, 8, dtype=whole), array(4, dtype=whole), array(2, 8, dtype=whole),
+        array(2, dtype=whole), array(2, dtype=whole), 128, first,
+    )  # fmt: skip
+    q, k = (array(1, 260, heads, 128, spec=by_head) for heads in (8, 2))
+    pool = {
+        name: array(*shape, spec=by_head)
+        for name, shape in pool_shapes("cudnn", 100, 64, 2, 128).items()
+    }
+    with jax.set_mesh(mesh):
+        traced = jax.jit(paged_attention).trace(q, k, k, pool, where)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"custom_call @__cudnn\$fmhaSoftmax.*", text)
+    assert len(calls) == (2 if first else 3)
+    assert sum("\\22is_paged_attention\\22: true" in call for call in calls) == 1
+    assert "tensor<100x64x1x128xbf16>" in text  # the pool itself, with a head per device

@@ -1,0 +1,206 @@
+"""/v1/completions and the routes around it, against the table that the engine samples from."""
+
+import dataclasses
+import math
+
+import pytest
+from tests.serve.server.bigram_engine import TABLE, TOKENIZER, greedy, loglikelihood
+from tests.serve.server.serving import Running
+
+PROMPT = "The old"
+TOKENS = list(PROMPT.encode())
+
+
+def continued(count: int, prompt: str = PROMPT) -> str:
+    return TOKENIZER.decode(greedy(list(prompt.encode()), count))
+
+
+def test_a_prompt_is_continued(server: Running) -> None:
+    answer = server.post(
+        "/v1/completions", model="bigram", prompt=PROMPT, temperature=0, max_tokens=9
+    )
+    assert answer.status == 200
+    data = answer.data
+    assert data["choices"] == [
+        {"index": 0, "text": continued(9), "logprobs": None, "finish_reason": "length"}
+    ]
+    assert (data["object"], data["model"]) == ("text_completion", "bigram")
+    assert data["usage"]["prompt_tokens"] == 7
+    assert data["usage"]["completion_tokens"] == 9
+    assert data["usage"]["total_tokens"] == 16
+    assert answer.headers["x-request-id"].startswith("req-")
+
+
+@pytest.mark.parametrize(
+    "prompt", [PROMPT, TOKENS, [PROMPT], [TOKENS], [PROMPT, TOKENS], [TOKENS, TOKENS, PROMPT]]
+)
+def test_a_prompt_is_text_or_tokens_or_a_list_of_both(server: Running, prompt: object) -> None:
+    choices = server.post("/v1/completions", prompt=prompt, temperature=0, max_tokens=4).data[
+        "choices"
+    ]
+    number = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+    assert [choice["index"] for choice in choices] == list(range(number))
+    assert {choice["text"] for choice in choices} == {continued(4)}
+
+
+def test_choices_have_their_own_seeds_and_repeat(server: Running) -> None:
+    def sampled(**settings: object) -> list[str]:
+        answer = server.post("/v1/completions", prompt=[PROMPT, "x"], n=3, max_tokens=8, **settings)
+        return [choice["text"] for choice in answer.data["choices"]]
+
+    texts = sampled(seed=5)
+    assert len(set(texts)) == 6
+    assert sampled(seed=5) == texts
+    assert sampled(seed=-5) != texts
+    assert sampled() != sampled()
+
+
+def test_streamed_text_and_usage_equal_those_at_once(server: Running) -> None:
+    settings = {"prompt": [PROMPT, "once"], "n": 2, "seed": 1, "max_tokens": 6, "logprobs": 2}
+    once = server.post("/v1/completions", **settings).data
+    answer = server.post(
+        "/v1/completions", **settings, stream=True, stream_options={"include_usage": True}
+    )
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *chunks, usage, done = answer.events
+    assert done == "[DONE]"
+    assert (usage["choices"], usage["usage"]) == ([], once["usage"])
+    assert {chunk["id"] for chunk in chunks} == {usage["id"]}
+    assert all(chunk["usage"] is None for chunk in chunks)
+    for choice in once["choices"]:
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        for name in choice["logprobs"]:
+            merged = [
+                value for part in parts if part["logprobs"] for value in part["logprobs"][name]
+            ]
+            assert merged == choice["logprobs"][name]
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+
+
+def test_logprobs_are_those_of_the_table(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt=PROMPT, temperature=0, max_tokens=5, logprobs=3)
+    logprobs = answer.data["choices"][0]["logprobs"]
+    tokens = greedy(TOKENS, 5)
+    assert logprobs["tokens"] == [chr(token) for token in tokens]
+    pairs = zip([TOKENS[-1], *tokens], tokens, strict=False)
+    assert logprobs["token_logprobs"] == pytest.approx([TABLE[pair] for pair in pairs])
+    assert all(len(top) == 3 for top in logprobs["top_logprobs"])
+    assert logprobs["text_offset"] == list(range(5))
+
+
+def test_echo_scores_the_prompt(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt=TOKENS, echo=True, logprobs=1, max_tokens=0)
+    (choice,) = answer.data["choices"]
+    assert choice["text"] == PROMPT
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert choice["logprobs"]["top_logprobs"][0] is None
+    total = math.fsum(choice["logprobs"]["token_logprobs"][1:])
+    assert total == pytest.approx(loglikelihood(TOKENS, 1)[0])
+    streamed = server.post(
+        "/v1/completions", prompt=TOKENS, echo=True, max_tokens=3, temperature=0, stream=True
+    )
+    text = "".join(event["choices"][0]["text"] for event in streamed.events[:-1])
+    assert text == PROMPT + continued(3)
+
+
+def test_a_stop_text_ends_it(server: Running) -> None:
+    text = continued(12)
+    stop = text[4:6]
+    settings = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "stop": [stop, "zzz"]}
+    (choice,) = server.post("/v1/completions", **settings).data["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
+
+
+def test_settings_reach_the_engine(server: Running) -> None:
+    server.post(
+        "/v1/completions", prompt=PROMPT, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3,
+        presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5,
+        logit_bias={"65": 2, "66": -1.5}, stop_token_ids=[10], ignore_eos=True, user="someone",
+    )  # fmt: skip
+    request = server.engine.seen[-1]
+    assert dataclasses.asdict(request.sampling) == {
+        "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5,
+        "presence_penalty": 0.5, "frequency_penalty": 0.25,
+        "logit_bias": ((65, 2.0), (66, -1.5)), "seed": 3,
+    }  # fmt: skip
+    assert (request.stop_tokens, request.ignore_end, request.max_new) == ({10}, True, 16)
+
+
+def test_the_default_number_of_tokens_fits_a_long_prompt(server: Running) -> None:
+    long = "x" * (server.engine.max_length - 3)
+    answer = server.post("/v1/completions", prompt=long, ignore_eos=True)
+    assert answer.data["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        ({}, "missing required field 'prompt'", None),
+        ({"prompt": 7}, "prompt", "prompt"),
+        ({"prompt": []}, "at least one prompt", "prompt"),
+        ({"prompt": ""}, "prompt is empty", "prompt"),
+        ({"prompt": [[]]}, "prompt is empty", "prompt"),
+        ({"prompt": ["a", 7]}, "mixes tokens", "prompt"),
+        ({"prompt": [300]}, "token 300 does not exist", "prompt"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens", "max_tokens"),
+        ({"prompt": "a", "max_tokens": 0}, "with echo=true", "max_tokens"),
+        ({"prompt": "a", "max_tokens": 600}, "max_tokens=511 would fit", "max_tokens"),
+        ({"prompt": "a" * 600}, "shorter prompt", "max_tokens"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "suffix"),
+        ({"prompt": "a", "best_of": 3}, "best_of", "best_of"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature", "temperature"),
+        ({"prompt": "a", "temprature": 1}, "did you mean 'temperature'?", "temprature"),
+        ({"prompt": "a", "logit_bias": {"999": 1}}, "token 999", "logit_bias"),
+        ({"prompt": "a", "stop": ""}, "stop text is empty", "stop"),
+        ({"prompt": "a", "top_p": 0}, "top_p=0", None),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, "constrained", "response_format"),
+        ({"prompt": "a\ud800"}, "", None),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named(
+    server: Running, body: dict[str, object], message: str, param: str | None
+) -> None:
+    answer = server.post("/v1/completions", **body)
+    assert answer.status == 400, answer.text
+    error = answer.data["error"]
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert param is None or error["param"] == param
+
+
+def test_another_model_is_not_found(server: Running) -> None:
+    answer = server.post("/v1/completions", model="gpt-4", prompt="a")
+    assert (answer.status, answer.data["error"]["code"]) == (404, "model_not_found")
+    assert "'bigram'" in answer.message
+
+
+def test_the_model_is_listed(server: Running) -> None:
+    (card,) = server.get("/v1/models").data["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("bigram", "model", 512)
+    assert server.get("/v1/models/bigram").data == card
+    assert server.get("/v1/models/other").status == 404
+
+
+def test_text_becomes_tokens_and_back(server: Running) -> None:
+    answer = server.post("/tokenize", prompt="né", return_token_strs=True).data
+    assert answer["tokens"] == list("né".encode())
+    assert answer["count"] == 3
+    assert answer["token_strs"][0] == "n"
+    assert server.post("/detokenize", tokens=answer["tokens"]).data == {"prompt": "né"}
+    chat = server.post("/tokenize", messages=[{"role": "user", "content": "Hi"}]).data["tokens"]
+    assert (
+        server.post("/detokenize", tokens=chat).data["prompt"].endswith("<|im_start|>assistant\n")
+    )
+    assert server.post("/tokenize").status == 400
+    assert server.post("/detokenize", tokens=[99999]).status == 400
+    info = server.get("/tokenizer_info").data
+    assert (info["eos_token"], info["eos_token_id"]) == ("<|endoftext|>", 256)
+    assert "<|im_start|>" in info["chat_template"]
+
+
+def test_an_unknown_path_or_method_says_what_there_is(server: Running) -> None:
+    answer = server.get("/v1/nothing")
+    assert (answer.status, "/v1/completions" in answer.message) == (404, True)
+    answer = server.get("/v1/completions")
+    assert (answer.status, answer.message) == (405, "/v1/completions does not take GET; use POST")

@@ -1,0 +1,313 @@
+"""Limits, keys, clients that leave, and the end of the server."""
+
+import contextlib
+import http.client
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.serve.server.bigram_engine import BigramEngine
+from tests.serve.server.serving import Answer, Running, config, serving
+
+from meshwright.errors import MeshwrightError
+from meshwright.serve.request import Delta, Request
+from meshwright.serve.server.run import HttpServer
+from meshwright.serve.server.service import Service
+from meshwright.serve.settings import LimitsConfig
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it did not come true"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def in_background(call: Callable[[], Answer]) -> Iterator[list[Answer]]:
+    """`call` in a thread; its answer is in the list at the end."""
+    answers: list[Answer] = []
+    thread = threading.Thread(target=lambda: answers.append(call()))
+    thread.start()
+    yield answers
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def request_bytes(body: dict[str, object]) -> bytes:
+    data = json.dumps(body).encode()
+    return (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    ).encode() + data
+
+
+# ---- sizes and times ----------------------------------------------------------------------------
+
+
+def test_a_body_that_is_too_large_is_refused() -> None:
+    with serving(limits=LimitsConfig(body_bytes=1000)) as server:
+        answer = server.post(COMPLETIONS, prompt="a" * 2000)
+        assert (answer.status, "1,000 bytes" in answer.message) == (413, True)
+        # also where it does not say how large it will be
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("POST", COMPLETIONS, iter([b"x" * 600] * 2), encode_chunked=True)
+            assert connection.getresponse().status == 413
+
+
+def test_a_body_that_does_not_arrive_is_a_timeout() -> None:
+    with (
+        serving(limits=LimitsConfig(body_seconds=0.2)) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as client,
+    ):
+        client.sendall(request_bytes({"prompt": "a"})[:-3])
+        assert b"408" in client.recv(100)
+
+
+def test_a_request_that_takes_too_long_is_cancelled() -> None:
+    limits = LimitsConfig(request_seconds=0.2)
+    with serving(BigramEngine(delay=0.02), limits=limits) as server:
+        answer = server.post(COMPLETIONS, **LONG)
+        assert (answer.status, answer.headers["x-should-retry"]) == (504, "false")
+        eventually(lambda: not server.engine.active)
+        *events, last = server.post(COMPLETIONS, **LONG, stream=True).events
+        assert len(events) > 3
+        assert "longer than 0.2 s" in last["error"]["message"]
+        eventually(lambda: not server.engine.active)
+
+
+def test_more_than_the_server_takes_is_refused_until_there_is_room() -> None:
+    with serving(BigramEngine(delay=0.002), limits=LimitsConfig(requests=2)) as server:
+        answer = server.post(COMPLETIONS, prompt="a", n=3)
+        assert (answer.status, "smaller n" in answer.message) == (400, True)
+        with in_background(lambda: server.post(COMPLETIONS, **LONG, n=2)) as first:
+            eventually(lambda: len(server.engine.active) == 2)
+            answer = server.post(COMPLETIONS, prompt="a")
+            assert answer.status == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.data["error"]["type"] == "rate_limit_error"
+        assert first[0].status == 200
+        assert server.post(COMPLETIONS, prompt="a").status == 200
+
+
+def test_a_model_that_is_not_ready_is_unavailable() -> None:
+    with serving(BigramEngine(is_ready=False)) as server:
+        for answer in (
+            server.get("/health"),
+            server.get("/ready"),
+            server.post(COMPLETIONS, prompt="a"),
+        ):
+            assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+        assert server.get("/v1/models").status == 200
+        server.engine.is_ready = True
+        assert server.get("/health").data == {"status": "ok"}
+
+
+def test_a_failure_of_the_engine_is_told() -> None:
+    with serving(BigramEngine(fails="out of memory")) as server:
+        answer = server.post(COMPLETIONS, prompt="a")
+        assert (answer.status, answer.message) == (500, "out of memory")
+        for n in (1, 2):
+            *_, last = server.post(COMPLETIONS, prompt="a", n=n, stream=True).events
+            assert last["error"]["message"] == "out of memory"
+
+
+# ---- clients that leave -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_cancels_its_request(stream: bool, n: int) -> None:
+    with serving(BigramEngine(delay=0.01)) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(request_bytes({**LONG, "stream": stream, "n": n}))
+            eventually(lambda: len(server.engine.active) == n)
+        eventually(lambda: not server.engine.active, seconds=2)
+        assert server.engine.finished == {"cancelled": n}
+        eventually(lambda: server.server.service.in_flight == 0)
+        assert 'status="499"' in server.get("/metrics").text
+
+
+def test_a_client_that_does_not_read_is_dropped() -> None:
+    class Talkative(BigramEngine):
+        def _deltas(self, request: Request) -> list[Delta]:
+            return [Delta((1,), "x" * 100_000)] * 2000
+
+    with serving(Talkative(), limits=LimitsConfig(send_seconds=0.3)) as server:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with client:
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(request_bytes({"prompt": "a", "stream": True}))
+            eventually(lambda: len(server.engine.active) == 1)
+            eventually(lambda: not server.engine.active)
+        assert server.engine.finished == {"cancelled": 1}
+
+
+# ---- keys and browsers --------------------------------------------------------------------------
+
+
+def test_keys_come_from_the_flag_the_file_and_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("two\nthree\n")
+    monkeypatch.setenv("MESHWRIGHT_API_KEY", "four")
+    settings = config(api_key=("one",), api_key_file=file)
+    assert sorted(settings.api_keys()) == ["four", "one", "three", "two"]
+    assert "'one'" not in repr(settings)
+    file.write_text("\n")
+    monkeypatch.delenv("MESHWRIGHT_API_KEY")
+    with pytest.raises(MeshwrightError, match="holds no key"):
+        config(api_key_file=file).api_keys()
+    with pytest.raises(MeshwrightError, match="cannot be read"):
+        config(api_key_file=file / "none").api_keys()
+    with pytest.raises(MeshwrightError, match="is empty"):
+        config(api_key=(" ",)).api_keys()
+
+
+def test_a_server_with_keys_needs_one_and_never_logs_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with serving(api_key=("sesame-1", "sesame-2")) as server:
+        for path in ("/v1/models", "/metrics", "/tokenizer_info"):
+            assert server.get(path).status == 401
+            assert server.get(path, Authorization="Bearer sesame").status == 401
+            assert server.get(path, Authorization="Basic sesame-1").status == 401
+            assert server.get(path, Authorization="Bearer sesame-2").status == 200
+            assert server.get(path, **{"X-API-Key": "sesame-1"}).status == 200
+        answer = server.post(COMPLETIONS + "?key=sesame-1", prompt="a")
+        assert (answer.status, answer.data["error"]["code"]) == (401, "invalid_api_key")
+        assert (
+            server.get(
+                "/v1/models", Authorization="Bearer sesame-é".encode().decode("latin-1")
+            ).status
+            == 401
+        )
+        assert server.get("/health").status == server.get("/").status == 200
+    assert "POST /v1/completions 401" in caplog.text
+    assert "sesame" not in caplog.text
+
+
+def test_pages_of_other_sites_cannot_use_a_server_on_this_machine() -> None:
+    with serving(allow_origin=("https://chat.example.org",)) as server:
+        own = f"http://127.0.0.1:{server.port}"
+        assert server.get("/v1/models", Origin=own).status == 200
+        for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+            assert server.get("/v1/models", Origin=origin).status == 403
+        allowed = server.get("/v1/models", Origin="https://chat.example.org")
+        assert allowed.headers["access-control-allow-origin"] == "https://chat.example.org"
+        # a name that another site made point to this machine
+        for host, status in (
+            ("evil.example", 403),
+            ("localhost", 200),
+            ("[::1]:80", 200),
+            ("[", 403),
+        ):
+            assert server.get("/v1/models", Host=host).status == status
+        preflight = {"Origin": "https://chat.example.org", "Access-Control-Request-Method": "POST"}
+        assert server.send("OPTIONS", COMPLETIONS, None, preflight).status == 200
+
+
+def test_the_access_log_has_one_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "meshwright.access")
+    with serving() as server:
+        server.post(COMPLETIONS, prompt="abc", max_tokens=4, ignore_eos=True)
+        server.get("/nothing%0Ahere?secret=1")
+    lines = [record.getMessage() for record in caplog.records if record.name == "meshwright.access"]
+    assert re.fullmatch(
+        r"127\.0\.0\.1 POST /v1/completions 200 \d+\.\d{3}s prompt=3 generated=4 req-\w+", lines[0]
+    )
+    assert lines[1].startswith("127.0.0.1 GET /nothing%0Ahere 404 ")
+    assert len(lines) == 2
+
+
+def test_metrics_are_prometheus_text() -> None:
+    with serving(BigramEngine(delay=0.001)) as server:
+        server.post(COMPLETIONS, prompt="abc", max_tokens=4, ignore_eos=True)
+        answer = server.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain")
+        lines = answer.text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        for name, value in {
+            "meshwright_requests_running": 0,
+            "meshwright_requests_waiting": 0,
+            "meshwright_cache_usage_ratio": 0,
+            "meshwright_prompt_tokens_total": 3,
+            "meshwright_generated_tokens_total": 4,
+            'meshwright_requests_finished_total{reason="length"}': 1,
+            "meshwright_time_to_first_token_seconds_count": 1,
+            "meshwright_inter_token_latency_seconds_count": 3,
+            "meshwright_request_duration_seconds_count": 1,
+            'meshwright_http_responses_total{route="/v1/completions",status="200"}': 1,
+        }.items():
+            assert float(values[name]) == value, name
+        assert "meshwright_generated_tokens_per_second" in values
+
+
+# ---- the end ------------------------------------------------------------------------------------
+
+
+def test_a_server_that_stops_finishes_what_runs_and_refuses_what_is_new() -> None:
+    with serving(BigramEngine(delay=0.004)) as server:
+        body = {**LONG, "max_tokens": 100}
+        with (
+            in_background(lambda: server.post(COMPLETIONS, **body)) as once,
+            in_background(lambda: server.post(COMPLETIONS, **body, stream=True)) as streamed,
+        ):
+            eventually(lambda: len(server.engine.active) == 2)
+            server.server.stop()
+            eventually(lambda: server.get("/health").status == 503)
+            answer = server.post(COMPLETIONS, prompt="a")
+            assert (answer.status, "shutting down" in answer.message) == (503, True)
+        server.server.wait()
+        assert once[0].data["usage"]["completion_tokens"] == 100
+        assert streamed[0].events[-1] == "[DONE]"
+        with pytest.raises(ConnectionRefusedError):
+            server.get("/health")
+
+
+def test_what_does_not_finish_in_time_is_ended_with_an_error() -> None:
+    limits = LimitsConfig(shutdown_seconds=0.2)
+    with serving(BigramEngine(delay=0.05), limits=limits) as server:
+        with (
+            in_background(lambda: server.post(COMPLETIONS, **LONG)) as once,
+            in_background(lambda: server.post(COMPLETIONS, **LONG, stream=True)) as streamed,
+        ):
+            eventually(lambda: len(server.engine.active) == 2)
+            server.server.stop()
+        assert once[0].status == 503
+        assert "shutting down" in streamed[0].events[-1]["error"]["message"]
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    with serving() as server:
+        taken = config()
+        object.__setattr__(taken, "port", server.port)
+        service = server.server.service
+        with pytest.raises(MeshwrightError, match="choose another --port"):
+            HttpServer(Service(service.engine, service.source, taken, None))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: config(limits=LimitsConfig(requests=0)), "limits.requests"),
+        (lambda: LimitsConfig(send_seconds=-1), "limits.send_seconds"),
+    ],
+)
+def test_settings_that_cannot_be_are_errors(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(MeshwrightError, match=message):
+        make()
+
+
+def test_running(server: Running) -> None:
+    assert server.get("/health").data == {"status": "ok"}

@@ -1,0 +1,356 @@
+"""The engine computes what the forward pass of training does, whatever else it serves."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.serve.test_decode import BASE, KINDS, whole_logits
+
+from meshwright.errors import MeshwrightError
+from meshwright.models import preset
+from meshwright.serve import (
+    Delta,
+    Engine,
+    EngineConfig,
+    Model,
+    OverloadedError,
+    Replicas,
+    Request,
+    Sampling,
+    start_engine,
+)
+from meshwright.serve.generate import generate
+from meshwright.serve.load import generation_mesh, load_for_generation
+
+RandomModel = Callable[..., Model]
+GREEDY = Sampling(temperature=0)
+SMALL = EngineConfig(
+    max_batch=4, max_length=128, page_size=8, chunk_shapes=((1, 16), (2, 8)), chunk=16,
+    batch_buckets=(1,),
+)  # fmt: skip
+PROMPTS = [
+    (5, 9, 2, 60, 33, 7, 7, 1, 0, 12, 50), (3,), (8, 30) * 20, (1, 2, 3, 4) * 5, (9,) * 17,
+    (8, 30) * 8 + (1,),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(random_model: RandomModel) -> Model:
+    return random_model(BASE, generation_mesh())
+
+
+@pytest.fixture(scope="module")
+def engine(model: Model) -> Iterator[Engine]:
+    with Engine(model, dataclasses.replace(SMALL, strict=True)) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(engine: Engine) -> Iterator[None]:
+    yield
+    assert (engine.stats().running, engine.stats().waiting, engine.stats().pages_used) == (0, 0, 0)
+    assert engine.stats().compilations_after_ready == 0
+
+
+def on_demand(model: Model, **changes: Any) -> Engine:
+    """An engine that compiles what a test needs."""
+    return Engine(model, dataclasses.replace(SMALL, compile_first=False, **changes))
+
+
+def log_probabilities(params: Any, config: Any, tokens: list[int]) -> np.ndarray:
+    """[tokens, vocab], by the forward pass of training."""
+    logits = whole_logits(params, config, [tokens])[0].astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def check_logprobs(engine: Engine, model: Model, prompts: list[tuple[int, ...]]) -> None:
+    """Log-probabilities of prompts and of greedy tokens are those of the whole sequence."""
+    requests = [
+        Request(prompt, GREEDY, 6, logprobs=20, prompt_logprobs=20 if i % 2 else None)
+        for i, prompt in enumerate(prompts)
+    ]
+    for request, done in zip(requests, engine.generate(requests), strict=True):
+        tokens = [*request.prompt, *done.tokens]
+        expected = log_probabilities(model.params, model.config, tokens)
+        scores = [*done.prompt_logprobs[1:], *done.logprobs]
+        first = len(tokens) - len(scores)
+        assert first == (1 if request.prompt_logprobs else len(request.prompt))
+        assert len(done.tokens) == 6
+        for position, score in enumerate(scores, start=first):
+            right, token = expected[position - 1], tokens[position]
+            assert score is not None
+            np.testing.assert_allclose(score.logprob, right[token], rtol=0, atol=1e-4)
+            np.testing.assert_allclose(
+                [value for _, value in score.top], np.sort(right)[::-1][:20], rtol=0, atol=1e-4
+            )
+            if position >= len(request.prompt):
+                assert score.rank == 0
+                assert token == right.argmax() == score.top[0][0]
+
+
+def test_mixed_requests_have_the_logits_of_training(engine: Engine, model: Model) -> None:
+    check_logprobs(engine, model, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("llama with biases and yarn", "fsdp=2,tp=2,sp=2"),
+        pytest.param("mistral", "tp=1", marks=pytest.mark.slow),
+        pytest.param("qwen 3", "dp=1,tp=8", marks=pytest.mark.slow),
+        pytest.param("odd vocabulary", "fsdp=2,tp=4", marks=pytest.mark.slow),
+        pytest.param("qwen 2.5", "tp=4", marks=pytest.mark.slow),
+    ],
+)
+def test_so_they_do_for_every_kind_on_a_mesh(
+    kind: str, mesh: str, random_model: RandomModel
+) -> None:
+    model = random_model(KINDS[kind], generation_mesh(mesh))
+    with on_demand(model, batch_buckets=None, chunk_shapes=((2, 8),)) as engine:
+        check_logprobs(engine, model, PROMPTS[:3])
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-tied"])
+def test_logits_are_those_of_transformers(name: str, letters: Path) -> None:
+    folder = Path(__file__).parents[1] / "models" / "hf_reference" / name
+    model = load_for_generation(folder, generation_mesh(), tokenizer=str(letters))
+    tokens, logits = np.load(folder / "tokens.npy"), np.load(folder / "logits.npy")
+    requests = [Request(tuple(row.tolist()), max_new=0, prompt_logprobs=5) for row in tokens]
+    with on_demand(model) as engine:
+        found = engine.generate(requests)
+    for row, row_logits, done in zip(tokens, logits, found, strict=True):
+        right = row_logits - np.log(np.exp(row_logits).sum(-1, keepdims=True))
+        scores = done.prompt_logprobs
+        assert scores[0] is None
+        for i in range(1, len(row)):
+            np.testing.assert_allclose(scores[i].logprob, right[i - 1, row[i]], rtol=0, atol=1e-4)
+            assert scores[i].top[0][0] == right[i - 1].argmax()
+        assert done.tokens == ()
+
+
+def test_tokens_do_not_depend_on_the_batch(engine: Engine, model: Model) -> None:
+    samplings = [
+        GREEDY, Sampling(seed=3), Sampling(0.7, top_k=5, seed=2**32 - 1),
+        Sampling(1.3, top_p=0.8, min_p=0.02, seed=4), Sampling(0.9, min_p=0.1, seed=2**31),
+    ]  # fmt: skip
+    requests = [
+        Request(PROMPTS[i % len(PROMPTS)], sampling, 8) for i, sampling in enumerate(samplings)
+    ]
+    together = engine.generate(requests)
+    for request, done in zip(requests, together, strict=True):
+        [alone] = engine.generate([request])
+        assert alone.tokens == done.tokens
+        [expected] = generate(model, [request.prompt], 8, request.sampling)
+        assert done.tokens == expected.tokens
+
+
+def test_a_prompt_that_begins_as_another_reuses_its_keys(engine: Engine) -> None:
+    first = tuple(range(20, 60))
+    [fresh] = engine.generate([Request(first, GREEDY, 6)])
+    [again] = engine.generate([Request(first, GREEDY, 6)])
+    assert (fresh.cached_tokens, again.cached_tokens) == (0, 32)
+    assert again.tokens == fresh.tokens
+    longer = first + fresh.tokens[:5]  # what was generated is known too
+    [more] = engine.generate([Request(longer, GREEDY, 2)])
+    assert more.cached_tokens == 40
+    assert more.tokens[:1] == fresh.tokens[5:6]
+
+
+def test_sequences_that_are_preempted_give_the_same_tokens(engine: Engine, model: Model) -> None:
+    requests = [
+        Request(prompt, Sampling(0.8, frequency_penalty=0.4, seed=i), 30)
+        for i, prompt in enumerate(PROMPTS[:4])
+    ]
+    with on_demand(model, pages=17) as few:
+        found = few.generate(requests)
+        assert few.stats().preemptions > 0
+        assert few.stats().pages_used == 0
+    for request, done in zip(requests, found, strict=True):
+        assert engine.generate([request])[0].tokens == done.tokens
+
+
+def penalized(params: Any, request: Request, vocab: int) -> list[int]:
+    """Greedy tokens by the definition of the penalties, from the logits of training."""
+    tokens, sampling = list(request.prompt), request.sampling
+    for _ in range(request.max_new):
+        logits = whole_logits(params, BASE, [tokens])[0, -1].astype(np.float64)
+        known = np.isin(np.arange(vocab), tokens)
+        logits = np.where(
+            known & (logits > 0), logits / sampling.repetition_penalty,
+            np.where(known, logits * sampling.repetition_penalty, logits),
+        )  # fmt: skip
+        counts = np.bincount(tokens[len(request.prompt) :], minlength=vocab)
+        logits -= sampling.presence_penalty * (counts > 0) + sampling.frequency_penalty * counts
+        for token, bias in sampling.logit_bias:
+            logits[token] += bias
+        tokens.append(int(logits.argmax()))
+    return tokens[len(request.prompt) :]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0, repetition_penalty=1.7),
+        Sampling(0, presence_penalty=1.5, frequency_penalty=0.7),
+        Sampling(0, frequency_penalty=2.0, logit_bias=((7, 3.0), (14, -100.0))),
+    ],
+)
+def test_penalties_and_biases_follow_their_definition(
+    sampling: Sampling, engine: Engine, model: Model
+) -> None:
+    request = Request(PROMPTS[0], sampling, 8)
+    plain = Request(PROMPTS[3], GREEDY, 8)
+    done, _ = engine.generate([request, plain])
+    assert list(done.tokens) == penalized(model.params, request, BASE.vocab)
+    [without] = engine.generate([dataclasses.replace(request, sampling=GREEDY)])
+    assert without.tokens != done.tokens
+
+
+def test_generation_stops_at_texts_and_tokens(engine: Engine) -> None:
+    [whole] = engine.generate([Request(PROMPTS[0], Sampling(seed=5), 12)])
+    assert whole.finish_reason == "length"
+    assert whole.text == "".join(map(chr, whole.tokens))
+    text = whole.text
+    stop = text[5:8]  # of three tokens
+    at = text.index(stop)
+    request = Request(PROMPTS[0], Sampling(seed=5), 12, stop=("never", stop))
+    [done] = engine.generate([request])
+    assert (done.text, done.finish_reason) == (text[:at], "stop")
+    assert "".join(delta.text for delta in streamed(engine, request)) == text[:at]
+    token = whole.tokens[6]
+    request = Request(PROMPTS[0], Sampling(seed=5), 12, stop_tokens=frozenset({token}))
+    [done] = engine.generate([request])
+    first = whole.tokens.index(token)
+    assert (done.tokens, done.text) == (whole.tokens[: first + 1], text[:first])
+
+
+def test_end_tokens_end_a_request_unless_ignored(random_model: RandomModel) -> None:
+    model = random_model(BASE, generation_mesh(), frozenset({14}))
+    with on_demand(model) as engine:
+        [done] = engine.generate([Request(PROMPTS[0], GREEDY, 8)])
+        assert (done.tokens[-1], done.finish_reason, 14 in done.tokens[:-1]) == (14, "stop", False)
+        [longer] = engine.generate([Request(PROMPTS[0], GREEDY, 8, ignore_end=True)])
+        assert len(longer.tokens) == 8
+
+
+def streamed(engine: Engine, request: Request, most: int | None = None) -> list[Delta]:
+    """The deltas of a request; with `most`, the stream is closed after so many."""
+
+    async def run() -> list[Delta]:
+        deltas: list[Delta] = []
+        stream = engine.stream(request)
+        async for delta in stream:
+            deltas.append(delta)
+            if len(deltas) == most:
+                break
+        await stream.aclose()  # type: ignore[attr-defined]
+        return deltas
+
+    return asyncio.run(run())
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    async def run() -> None:
+        while not done():
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_closed_stream_is_cancelled(engine: Engine) -> None:
+    before = engine.stats().finished.get("cancelled", 0)
+    deltas = streamed(engine, Request(PROMPTS[2], GREEDY, 80), most=3)
+    assert all(delta.finish_reason is None for delta in deltas)
+    wait_until(lambda: engine.stats().finished.get("cancelled", 0) == before + 1)
+
+
+def test_a_request_is_cancelled_by_its_id(engine: Engine) -> None:
+    async def run() -> list[Delta]:
+        deltas = []
+        async for delta in engine.stream(Request(PROMPTS[2], GREEDY, 80, id="mine")):
+            deltas.append(delta)
+            if len(deltas) == 2:
+                engine.cancel("mine")
+        return deltas
+
+    deltas = asyncio.run(run())
+    assert deltas[-1].finish_reason == "cancelled"
+    assert len(deltas) < 80
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request((), max_new=2), "prompt 1 is empty"),
+        (Request((1, 99), max_new=2), "has token 99; the model has 0 to 63"),
+        (Request((1,) * 120, max_new=9), "more than the model's 128; max_new=8 would fit"),
+        (Request((1,), max_new=0), "max_new=0 generates nothing"),
+        (Request((1,), logprobs=21), "logprobs=21 must be from 0 to 20"),
+        (Request((1,), Sampling(logit_bias=((1, 1.0),) * 301)), "has 301 entries; 300 are"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(request_: Request, message: str, engine: Engine) -> None:
+    with pytest.raises(MeshwrightError, match=message):
+        engine.generate([request_])
+
+
+def test_a_model_with_an_encoder_is_refused_with_a_reason(random_model: RandomModel) -> None:
+    model = random_model(preset("t5-tiny"), generation_mesh())
+    with pytest.raises(MeshwrightError, match="cannot serve models of the family 't5'"):
+        Engine(model)
+
+
+def test_a_full_queue_and_a_closed_engine_refuse_requests(model: Model) -> None:
+    engine = on_demand(model, max_waiting=0)
+    with pytest.raises(OverloadedError, match="0 requests wait already"):
+        streamed(engine, Request((1,)))
+    engine.close()
+    assert not engine.is_ready
+    with pytest.raises(MeshwrightError, match="the engine is closed"):
+        engine.generate([Request((1,))])
+
+
+def test_compiling_while_serving_is_an_error_in_strict_mode(model: Model) -> None:
+    with on_demand(model, strict=True) as engine:
+        with pytest.raises(MeshwrightError, match=r"strict: .* would be compiled"):
+            engine.generate([Request((1, 2), GREEDY, 2)])
+        assert not engine.is_ready
+
+
+def test_300_streams_each_give_what_they_give_alone(engine: Engine) -> None:
+    kinds = [
+        Request(PROMPTS[i % len(PROMPTS)], sampling, 4 + i)
+        for i, sampling in enumerate([GREEDY, Sampling(seed=1), Sampling(0.8, top_k=9, seed=2)] * 2)
+    ]
+    alone = [engine.generate([request])[0].tokens for request in kinds]
+
+    async def tokens_of(request: Request) -> tuple[int, ...]:
+        deltas = [delta async for delta in engine.stream(request)]
+        assert deltas[-1].finish_reason == "length"
+        return tuple(token for delta in deltas for token in delta.tokens)
+
+    async def run() -> list[tuple[int, ...]]:
+        return await asyncio.gather(*(tokens_of(kinds[i % len(kinds)]) for i in range(300)))
+
+    found = asyncio.run(run())
+    assert found == [alone[i % len(kinds)] for i in range(300)]
+
+
+def test_replicas_share_requests_and_give_the_same_tokens(
+    engine: Engine, random_model: RandomModel
+) -> None:
+    mesh = generation_mesh("dp=2,tp=2")
+    source = random_model(BASE, mesh).source
+    requests = [Request(prompt, GREEDY, 5) for prompt in PROMPTS[:3]]
+    config = dataclasses.replace(SMALL, compile_first=False)
+    with start_engine(source, mesh, config=config) as replicas:
+        assert isinstance(replicas, Replicas)
+        assert [done.tokens for done in replicas.generate(requests)] == [
+            engine.generate([request])[0].tokens for request in requests
+        ]
+        assert [each.stats().prompt_tokens for each in replicas.engines] == [51, 1]
+        assert replicas.stats().finished == {"length": 3}

@@ -1,0 +1,77 @@
+"""Weights of 8 bits: what they compute, and how far that is from the model's own weights."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.serve.test_decode import BASE
+from tests.serve.test_engine import GREEDY, PROMPTS, on_demand
+
+from meshwright.errors import MeshwrightError
+from meshwright.ops import quantize
+from meshwright.serve import EngineConfig, Model, Request
+from meshwright.serve.load import generation_mesh
+
+RandomModel = Callable[..., Model]
+MATRICES = {"wq": 1, "wk": 1, "wv": 1, "wo": 2, "gate": 1, "up": 1, "down": 1}
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.5 / 127), ("fp8", 1 / 16)])
+def test_a_channel_is_rounded_relative_to_its_largest_number(name: str, most: float) -> None:
+    weight = np.random.default_rng(0).normal(size=(64, 3, 5)).astype(np.float32)
+    weight[:, 1, 2] = 0
+    found = quantize(jnp.asarray(weight), 1, name)
+    assert found.scale.shape == (3, 5)
+    error = np.abs(np.asarray(found.values).astype(np.float32) * np.asarray(found.scale) - weight)
+    assert (error.max(0) <= most * 1.001 * np.abs(weight).max(0)).all()
+    assert error[:, 1, 2].max() == 0
+
+
+def rounded(params: Any, name: str) -> Any:
+    """The same parameters with matrices as their 8 bits say."""
+
+    def matrix(weight: jax.Array, inputs: int) -> jax.Array:
+        found = quantize(weight, inputs, name)
+        return found.values.astype(jnp.float32) * found.scale[(None,) * inputs]
+
+    layers = {
+        block: {
+            key: jnp.stack([matrix(each, MATRICES[key]) for each in w]) if key in MATRICES else w
+            for key, w in arrays.items()
+        }
+        for block, arrays in params["layers"].items()
+    }
+    return {**params, "layers": layers, "output": matrix(params["output"], 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "most"),
+    [("int8", "tp=1", 0.1), ("fp8", "tp=1", 0.8), ("int8", "fsdp=2,tp=2", 0.1)],
+)
+def test_an_engine_computes_with_the_rounded_weights(
+    name: str, mesh: str, most: float, random_model: RandomModel
+) -> None:
+    model = random_model(BASE, generation_mesh(mesh))
+    alone = random_model(BASE, generation_mesh())
+    with jax.set_mesh(alone.mesh):
+        reference = dataclasses.replace(alone, params=rounded(alone.params, name))
+    request = Request(PROMPTS[0], GREEDY, 4, logprobs=20, prompt_logprobs=1)
+
+    def scores(model: Model, weights: str | None) -> np.ndarray:
+        with on_demand(model, weights=weights, batch_buckets=None) as engine:
+            [done] = engine.generate([request])
+        return np.array([each.logprob for each in done.prompt_logprobs if each])
+
+    quantized = scores(model, name)
+    np.testing.assert_allclose(quantized, scores(reference, None), rtol=0, atol=1e-4)
+    difference = np.abs(quantized - scores(alone, None)).max()
+    assert 1e-4 < difference < most
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(MeshwrightError, match="weights='int4' must be int8 or fp8"):
+        EngineConfig(weights="int4")
