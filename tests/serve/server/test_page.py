@@ -54,7 +54,7 @@ def finished(page: Any) -> None:
 def test_a_chat_in_a_browser(page: Any) -> None:
     def answer(prompt: str) -> str:
         last = prompt.split("user\n")[-1].split("<|im_end|>")[0]
-        return f"<think>Hm.</think>You said: {last}\n```\nx = 1\n```\n<b>"
+        return f"<think>Hm.</think>You said: {last}\n```\nx = 1\n```\n<b> **bold** `y`"
 
     with serving(BigramEngine(answer=answer, delay=0.001)) as server:
         page.goto(server.url)
@@ -70,6 +70,8 @@ def test_a_chat_in_a_browser(page: Any) -> None:
         assert "You said: one & <i>two</i>" in texts[1]
         assert page.locator(".text pre").inner_text().strip() == "x = 1"
         assert page.locator(".reasoning").inner_text() == "Hm."
+        assert page.locator(".text b").inner_text() == "bold"
+        assert page.locator(".text code").inner_text() == "y"
         assert re.match(
             r"\d+ tokens, [\d.]+ tokens/s, first after", page.locator(".stats").nth(1).inner_text()
         )

@@ -16,6 +16,8 @@ import pytest
 from tests.serve.server.bigram_engine import BigramEngine
 from tests.serve.server.serving import Running, serving
 
+from meshwright.serve.request import Request
+from meshwright.serve.sampling import Sampling
 from meshwright.serve.settings import LimitsConfig
 
 KEY = "sesame"
@@ -230,6 +232,27 @@ def test_hundreds_of_bad_requests_do_no_harm(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.slow
 def test_ten_thousand_bad_requests_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     attacked(1008, 10, caplog)
+
+
+def test_three_hundred_streams_at_once_each_give_their_own_text(server: Running) -> None:
+    async def text(seed: int) -> str:
+        body = {"prompt": f"{seed}", "seed": seed, "max_tokens": 12, "stream": True}
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request("/v1/completions", json.dumps(body).encode()))
+        lines = (await reader.read()).decode().splitlines()
+        writer.close()
+        events = [json.loads(line[6:]) for line in lines if line.startswith('data: {"id"')]
+        assert "data: [DONE]" in lines
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    async def together() -> list[str]:
+        return await asyncio.gather(*map(text, range(300)))
+
+    for seed, shown in enumerate(asyncio.run(together())):
+        alone = server.engine._deltas(
+            Request(tuple(f"{seed}".encode()), Sampling(seed=seed), max_new=12)
+        )
+        assert shown == "".join(delta.text for delta in alone)
 
 
 def test_a_wrong_type_in_any_field_is_a_400(server: Running) -> None:

@@ -97,7 +97,8 @@ class HttpServer:
             await self._server.serve(sockets=[self._socket])
 
         try:
-            asyncio.run(main())
+            with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
+                runner.run(main())
         finally:
             self._socket.close()
 

@@ -1,7 +1,6 @@
 """HTTP around a request: its body, a client that leaves, server-sent events."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
@@ -104,8 +103,9 @@ async def event_stream(
     async def first() -> Any:
         return await anext(events)
 
+    deadline = asyncio.get_running_loop().time() + service.config.limits.request_seconds
     try:
-        return EventStream(await finish(request, service, first()), events, service)
+        return EventStream(await finish(request, service, first()), events, service, deadline)
     except StopAsyncIteration:
         raise bad_request("there is nothing to stream") from None
     except BaseException:
@@ -116,66 +116,88 @@ async def event_stream(
 class EventStream(StreamingResponse):
     """JSON values as server-sent events, ended by [DONE]; an error ends it without."""
 
-    def __init__(self, first: Any, events: AsyncGenerator[Any, None], service: Service) -> None:
+    def __init__(
+        self, first: Any, events: AsyncGenerator[Any, None], service: Service, deadline: float
+    ) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._first, self._events, self._service = first, events, service
+        self._first, self._events = first, events
+        self._service, self._deadline = service, deadline
+        self._write_began: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(send))
         gone = asyncio.create_task(_disconnect(receive))
-        stopped = self._service.stopped
-        assert stopped is not None
         try:
-            await asyncio.wait({sending, gone, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            error = await self._watch(sending, gone)
         finally:
-            is_sent = sending.done()
             await _end(sending, gone)
             await self._events.aclose()
-        if is_sent:
-            with contextlib.suppress(TimeoutError):  # the client does not read
-                sending.result()
-                return
-            scope["access"].gone = True
-        elif stopped.done():
-            with contextlib.suppress(TimeoutError):
-                await self._write(send, _event(unavailable(_STOPPED).body()))
-                await self._write(send, b"", more=False)
-        else:
+        if error is None:
+            sending.result()
+        elif self._write_began is None:
+            await self._write(send, _event(error.body()))
+            await self._write(send, b"", more=False)
+        else:  # the client does not read, so it is not told either
             scope["access"].gone = True
 
+    async def _watch(
+        self, sending: asyncio.Task[None], gone: asyncio.Task[None]
+    ) -> ApiError | None:
+        """Wait until all is sent (None), or for the reason to stop.
+
+        One place that looks at the clock from time to time: a timeout for each event would cost as
+        much as the event.
+        """
+        limits, stopped = self._service.config.limits, self._service.stopped
+        assert stopped is not None
+        ends: set[asyncio.Future[Any]] = {sending, gone, stopped}
+        clock = asyncio.get_running_loop().time
+        while True:
+            left = max(self._deadline - clock(), 0)
+            await asyncio.wait(
+                ends,
+                timeout=min(left, limits.send_seconds / 4),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if sending.done():
+                return None
+            if gone.done():
+                raise ClientGoneError
+            if stopped.done():
+                return unavailable(_STOPPED)
+            began = self._write_began
+            if clock() >= self._deadline or (began and clock() - began > limits.send_seconds):
+                return _too_slow(limits)
+
     async def _send(self, send: Send) -> None:
-        limits = self._service.config.limits
-        deadline = asyncio.get_running_loop().time() + limits.request_seconds
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         event: Any = self._first
         end = b"data: [DONE]\n\n"
         while True:
             await self._write(send, _event(event))
             try:
-                async with asyncio.timeout_at(deadline):
-                    event = await anext(self._events)
+                event = await anext(self._events)
             except StopAsyncIteration:
                 break
             except Exception as reason:
-                end = _event(_as_api_error(reason, limits).body())
+                end = _event(_as_api_error(reason).body())
                 break
         await self._write(send, end)
         await self._write(send, b"", more=False)
 
     async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
         # waits while the client does not read: uvicorn's flow control
-        async with asyncio.timeout(self._service.config.limits.send_seconds):
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._write_began = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._write_began = None
 
 
-def _as_api_error(reason: Exception, limits: LimitsConfig) -> ApiError:
+def _as_api_error(reason: Exception) -> ApiError:
     if isinstance(reason, ApiError):
         return reason
     if isinstance(reason, MeshwrightError):
         return bad_request(str(reason))
-    if isinstance(reason, TimeoutError):
-        return _too_slow(limits)
     _LOG.error("a stream failed", exc_info=reason)
     return ApiError(500, "the server failed on this request; its log says why")
 

@@ -1,0 +1,169 @@
+"""Latency of a running server under Poisson arrivals, as its clients see it.
+
+    meshwright serve runs/first --no-access-log &
+    python benchmarks/serve_online.py http://127.0.0.1:8000 --requests 2000
+    python benchmarks/serve_online.py http://127.0.0.1:8000 --rate 20 --write
+
+Streamed completions of random tokens; lengths of prompts and answers are uniform from a quarter to
+seven quarters of --prompt and --new. Without --rate, the capacity is measured first: requests are
+sent as fast as --concurrency allows, and arrivals have --share of the rate that comes out.
+Only servers on this machine are measured.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import time
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from results import here, write_section
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one client saw; times are of the deltas with tokens, from the request on."""
+
+    status: int
+    times: tuple[float, ...]
+    is_whole: bool
+
+    @property
+    def gaps(self) -> np.ndarray:
+        return np.diff(self.times)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    host: str
+    port: int
+    vocab: int
+    prompt: int
+    new: int
+
+    def body(self, chance: random.Random) -> bytes:
+        prompt, new = (
+            max(1, round(mean * chance.uniform(0.25, 1.75))) for mean in (self.prompt, self.new)
+        )
+        tokens = [chance.randrange(self.vocab) for _ in range(prompt)]
+        asked = {"prompt": tokens, "max_tokens": new, "ignore_eos": True, "stream": True}
+        return json.dumps({**asked, "logprobs": 0}).encode()  # one event for each token
+
+
+async def measured(load: Load, body: bytes) -> Result:
+    """Send a request and read its stream."""
+    started = time.perf_counter()
+    reader, writer = await asyncio.open_connection(load.host, load.port, limit=2**20)
+    try:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        )
+        writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+        status, times, is_whole = 0, [], False
+        while line := await reader.readline():
+            if not status:
+                status = int(line.split()[1])
+            elif line.startswith(b"data: [DONE]"):
+                is_whole = True
+            elif line.startswith(b'data: {"id"') and b'"tokens":["' in line:
+                times.append(time.perf_counter() - started)
+        return Result(status, tuple(times), is_whole)
+    finally:
+        writer.close()
+
+
+async def capacity(load: Load, requests: int, concurrency: int) -> float:
+    """Requests per second if there are always some waiting."""
+    limit, chance = asyncio.Semaphore(concurrency), random.Random(1)
+
+    async def one() -> None:
+        async with limit:
+            await measured(load, load.body(chance))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(requests)))
+    return requests / (time.perf_counter() - started)
+
+
+async def arrivals(load: Load, requests: int, rate: float) -> tuple[list[Result], float]:
+    """The results of requests that arrive at random, and the seconds that all took."""
+    chance, tasks = random.Random(2), []
+    started = due = time.perf_counter()
+    for _ in range(requests):
+        due += chance.expovariate(rate)
+        await asyncio.sleep(due - time.perf_counter())
+        tasks.append(asyncio.create_task(measured(load, load.body(chance))))
+    results = await asyncio.gather(*tasks)
+    return results, time.perf_counter() - started
+
+
+def table(results: list[Result], seconds: float, rate: float) -> list[str]:
+    """Markdown, in milliseconds."""
+    whole = [result for result in results if result.is_whole]
+    first = np.array([result.times[0] for result in whole])
+    gaps = np.concatenate([result.gaps for result in whole])
+    tokens = sum(len(result.times) for result in whole)
+    latencies = [
+        f"| {name} | {' | '.join(f'{1000 * np.percentile(values, p):.1f}' for p in (50, 90, 99))} |"
+        for name, values in (("time to first token, ms", first), ("between tokens, ms", gaps))
+    ]
+    return [
+        f"{len(results):,} requests at {rate:.2f}/s, {len(results) - len(whole)} lost; "
+        f"{tokens / seconds:,.0f} tokens/s.",
+        "",
+        "| | p50 | p90 | p99 |",
+        "|---|---|---|---|",
+        *latencies,
+    ]
+
+
+def metric(url: str, name: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return float(next(line for line in lines if line.startswith(f"{name} ")).split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--prompt", type=int, default=256, help="mean tokens of a prompt")
+    parser.add_argument("--new", type=int, default=128, help="mean tokens of an answer")
+    parser.add_argument("--rate", type=float, help="arrivals per second")
+    parser.add_argument("--share", type=float, default=0.8, help="of the capacity, without --rate")
+    parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--write", action="store_true", help="put the table into RESULTS.md")
+    options = parser.parse_args()
+    where = urlsplit(options.url)
+    if where.hostname not in LOOPBACK:
+        raise SystemExit(f"{options.url} is not on this machine; measure a server of your own")
+    with urllib.request.urlopen(f"{options.url}/tokenizer_info") as answer:
+        info: dict[str, Any] = json.load(answer)
+    load = Load(where.hostname, where.port or 80, info["vocab_size"], options.prompt, options.new)
+    rate = options.rate
+    if rate is None:
+        most = asyncio.run(capacity(load, min(options.requests, 400), options.concurrency))
+        rate = options.share * most
+        print(f"capacity {most:.2f} requests/s")
+    results, seconds = asyncio.run(arrivals(load, options.requests, rate))
+    lines = table(results, seconds, rate)
+    late = metric(options.url, "meshwright_compilations_after_ready_total")
+    lines += ["", f"Compilations after the server was ready: {late:.0f}."]
+    print("\n".join(lines))
+    if options.write:
+        asked = f"`python benchmarks/serve_online.py URL --requests {options.requests} --write`"
+        write_section("Serving online", f"{asked}, {here()}.", lines)
+    refused = [result.status for result in results if not result.is_whole]
+    if refused:
+        raise SystemExit(f"{len(refused)} requests were lost: {sorted(set(refused))}")
+
+
+if __name__ == "__main__":
+    main()
