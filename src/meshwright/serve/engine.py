@@ -5,9 +5,9 @@
         async for delta in engine.stream(Request(prompt=(5, 9, 2))):
             …
 
-One thread schedules and reads tokens, another dispatches. The next step is dispatched while the
-tokens of the last one are read: sampled tokens stay on the device, and the host works while the
-device computes. The last
+One thread schedules and reads tokens, another dispatches. Steps are dispatched before the tokens of
+the last ones are read: sampled tokens stay on the device, and the host works while the device
+computes. The last
 token of a `Completion` may be an end token, which has no text.
 """
 
@@ -49,6 +49,7 @@ from meshwright.serve.text import StopTexts, TextStream
 _log = logging.getLogger("meshwright")
 
 Sink = Callable[[Delta], None]
+IN_FLIGHT = 2  # steps that are dispatched, or wait for that, while an older one is read
 DEFAULT_LENGTH = 8192  # a longer one costs memory: chunks copy the keys that precede them
 
 
@@ -295,20 +296,20 @@ class Engine:
         self._programs.is_ready = True
 
     def _loop(self) -> None:
-        flight: Flight | None = None
+        flights: deque[Future[Flight]] = deque()
         try:
             while not self._closed:
                 while self._inbox:
                     self._inbox.popleft()()
                 self._post()
                 step = self._scheduler.next_step()
-                # the device's next step is dispatched while the tokens of the last one are read
-                dispatched = None if step is None else self._dispatch(step)
-                if flight is not None:
-                    self._read(flight)
+                if step is not None:
+                    flights.append(self._dispatch(step))
+                # a step is read when the one after it is dispatched, and another is prepared
+                if flights and (step is None or len(flights) > IN_FLIGHT):
+                    self._read(flights.popleft().result())
                     self._post()
-                flight = None if dispatched is None else dispatched.result()
-                if flight is None:
+                if step is None and not flights:
                     with self._wake:
                         if not self._inbox and not self._closed:
                             self._wake.wait()
@@ -401,7 +402,7 @@ class Engine:
             logits, scores = self._programs.step(shape, flat)
             tokens = logprobs = None
             if chosen is not None:
-                tokens, logprobs = self._sampler.choose(logits, *chosen)
+                tokens, logprobs = self._sampler.choose(logits, chosen)
             for array in jax.tree.leaves((tokens, logprobs, scores)):
                 array.copy_to_host_async()
             return Flight(step, tokens, logprobs, scores, sampled)

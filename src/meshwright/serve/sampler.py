@@ -1,7 +1,8 @@
 """The sampling programs of an engine, and their state on the device."""
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
 
 
 _WITH_COUNTS = ("full", "logprobs")
+
+
+class Choice(NamedTuple):
+    """The host's part of a choice of tokens."""
+
+    where: Any  # [2, size]: slots and positions
+    variant: int  # of VARIANTS
+    settings: Settings  # on the device
+    counts: Any = ()  # (slot, counts of its tokens) of sequences with penalties that are new
 
 
 class Sampler:
@@ -38,11 +48,11 @@ class Sampler:
             where = np.zeros((2, size), np.int32)
             where[0] = config.max_batch
             for variant in range(len(VARIANTS)):
-                self.choose(logits, where, variant)
+                self.choose(logits, Choice(where, variant, self._on_device))
         self._set_counts(config.max_batch, [np.zeros(self._size, np.int32)] * 2)
 
-    def arrange(self, size: int, sampled: list[tuple[int, Sequence]]) -> tuple[Any, int]:
-        """What `choose` needs for `size` logits: slots and positions, and the variant."""
+    def arrange(self, size: int, sampled: list[tuple[int, Sequence]]) -> "Choice":
+        """What `choose` needs to know of `size` logits; another thread may call that later."""
         where = np.zeros((2, size), np.int32)
         where[0] = self._programs.config.max_batch
         indices = [index for index, _ in sampled]
@@ -50,27 +60,28 @@ class Sampler:
         where[0, indices] = np.asarray([sequence.slot for sequence in sequences], np.int32)
         where[1, indices] = [sequence.computed for sequence in sequences]
         variant = max(sequence.owner.variant for sequence in sequences)
-        for sequence in sequences:
-            if self._holders[sequence.slot or 0] is not sequence:
-                self._hold(sequence, sequence.owner)
+        new = [one for one in sequences if self._holders[one.slot or 0] is not one]
+        counts = [count for one in new for count in self._hold(one, one.owner)]
         if self._changed and variant > 0:  # greedy needs no settings
             self._on_device = self._upload()
-        return where, variant
+        return Choice(where, variant, self._on_device, counts)
 
-    def choose(self, logits: jax.Array, where: Any, variant: int) -> tuple[jax.Array, Any]:
+    def choose(self, logits: jax.Array, choice: "Choice") -> tuple[jax.Array, Any]:
         """Dispatch the choice of tokens, and of log-probabilities if the variant has them."""
-        programs, name = self._programs, VARIANTS[variant]
+        for slot, new in choice.counts:
+            self._set_counts(slot, new)
+        programs, name = self._programs, VARIANTS[choice.variant]
         choose = functools.partial(_choose, name, self._vocab)
         counts = self._counts if name in _WITH_COUNTS else None
         programs.last_tokens, tokens, logprobs, counts = programs.run(
             ("sample", name, logits.shape[0]), choose, 4,
-            logits, programs.last_tokens, self._on_device, programs.put(where), counts,
+            logits, programs.last_tokens, choice.settings, programs.put(choice.where), counts,
         )  # fmt: skip
         self._counts = counts or self._counts
         return tokens, logprobs
 
-    def _hold(self, sequence: Sequence, job: "Job") -> None:
-        """Note the settings of a sequence that has a new slot."""
+    def _hold(self, sequence: Sequence, job: "Job") -> Iterator[tuple[int, list[Any]]]:
+        """Note the settings of a sequence that has a new slot; yields its counts of tokens."""
         slot = sequence.slot
         assert slot is not None
         self._holders[slot] = sequence
@@ -80,7 +91,7 @@ class Sampler:
             split = sequence.prompt_length
             parts = sequence.tokens[:split], sequence.tokens[split:]
             new = [np.bincount(part, minlength=self._size).astype(np.int32) for part in parts]
-            self._set_counts(slot, new)
+            yield slot, new
 
     def _set_counts(self, slot: int, new: list[Any]) -> None:
         put = self._programs.put
