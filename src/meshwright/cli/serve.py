@@ -11,7 +11,11 @@ import tyro
 
 from meshwright.data import load_chat_template
 from meshwright.errors import MeshwrightError
-from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
+from meshwright.launch import (
+    keep_compiled_programs,
+    make_room_for_cpu_collectives,
+    simulate_devices,
+)
 from meshwright.models import default_dtype
 from meshwright.present import count, mesh_text
 from meshwright.serve import (
@@ -40,6 +44,7 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
     for name in ("jax", "absl", "orbax"):  # which say much at this level
         logging.getLogger(name).setLevel(logging.WARNING)
     make_room_for_cpu_collectives()
+    keep_compiled_programs()
     if config.cpu_devices is not None:
         simulate_devices(config.cpu_devices)
     source = look_into(

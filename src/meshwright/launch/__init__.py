@@ -1,5 +1,6 @@
 """Multi-process runs: join, compare settings, watchdog, signals; simulated CPU devices."""
 
+from meshwright.launch.cache import cache_folder, keep_compiled_programs
 from meshwright.launch.comparison import Fact, compare_processes
 from meshwright.launch.coordinator import CoordinatorLostError, Store, coordinator_store
 from meshwright.launch.cpu import check_simulated, make_room_for_cpu_collectives, simulate_devices
@@ -11,7 +12,9 @@ from meshwright.launch.watchdog import HANG_TIMEOUT_S, Watchdog, pause_timeout_s
 
 __all__ = [
     "EXIT_CODE", "HANG_TIMEOUT_S", "AgreedError", "CoordinatorLostError", "Fact", "Joined", "Stop",
-    "Store", "Watchdog", "agree", "check_simulated", "compare_processes", "coordinator_store",
-    "ends_together", "join", "make_room_for_cpu_collectives", "pause_timeout_s",
+    "Store", "Watchdog", "agree", "cache_folder", "check_simulated", "compare_processes",
+    "coordinator_store",
+    "ends_together", "join",
+    "keep_compiled_programs", "make_room_for_cpu_collectives", "pause_timeout_s",
     "simulate_devices", "stop_on_signals", "take_most_gpu_memory",
 ]  # fmt: skip

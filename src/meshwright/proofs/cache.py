@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,6 @@ _PARTS = (
     "machines/**/*.py", "meshes/**/*.py", "layouts/**/*.py", "ops/**/*.py", "models/**/*.py",
     "train/**/*.py", "proofs/child.py", "proofs/target.py", "arithmetic.py", "errors.py",
 )  # fmt: skip
-
-
-def cache_folder() -> Path:
-    """`$MESHWRIGHT_CACHE`, or meshwright in the user's cache folder."""
-    if folder := os.environ.get("MESHWRIGHT_CACHE"):
-        return Path(folder) / "prove"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "meshwright" / "prove"
 
 
 def request_key(request: dict[str, Any], compiler: str) -> str:

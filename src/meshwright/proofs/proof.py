@@ -20,10 +20,11 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import before_end
+from meshwright.launch import cache_folder
 from meshwright.machines import Machine, check_slice
 from meshwright.ops import switched_on
 from meshwright.present import bytes_text
-from meshwright.proofs.cache import cache_folder, request_key
+from meshwright.proofs.cache import request_key
 from meshwright.proofs.footprint import Footprint, OutOfMemory, footprint, out_of_memory
 from meshwright.proofs.target import check_extra, child_environment, compiler_versions
 
@@ -93,7 +94,7 @@ def prove(
     if machine.chip.platform == "gpu":
         request["own_kernels"] = switched_on()
     compiler = compiler_versions(machine)
-    place = cache if isinstance(cache, Path) else cache_folder()
+    place = cache if isinstance(cache, Path) else cache_folder("prove")
     folder = place / request_key(request, compiler)
     known = cache is not False and (folder / "result.json").exists()
     if not known:

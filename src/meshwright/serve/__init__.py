@@ -1,6 +1,6 @@
 """Serve a model: the inference engine, and generation with a fixed batch of prompts."""
 
-from meshwright.serve.engine import Engine, OverloadedError
+from meshwright.serve.engine import Engine
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import Model, Source, check_fits, generation_mesh, load, look_into
 from meshwright.serve.replicas import Replicas, start_engine
@@ -10,6 +10,7 @@ from meshwright.serve.request import (
     Delta,
     EngineStats,
     FinishReason,
+    OverloadedError,
     Request,
     TokenLogprobs,
 )

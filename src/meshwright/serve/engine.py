@@ -37,6 +37,7 @@ from meshwright.serve.request import (
     Delta,
     EngineStats,
     FinishReason,
+    OverloadedError,
     Request,
     TokenLogprobs,
 )
@@ -51,10 +52,6 @@ _log = logging.getLogger("meshwright")
 Sink = Callable[[Delta], None]
 IN_FLIGHT = 2  # steps that are dispatched, or wait for that, while an older one is read
 DEFAULT_LENGTH = 8192  # a longer one costs memory: chunks copy the keys that precede them
-
-
-class OverloadedError(MeshwrightError):
-    """Too many requests wait."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -4,7 +4,13 @@ import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Literal, Protocol
 
+from meshwright.errors import MeshwrightError
 from meshwright.serve.sampling import Sampling
+
+
+class OverloadedError(MeshwrightError):
+    """Too many requests wait."""
+
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

@@ -20,7 +20,13 @@ from meshwright.present import render
 from meshwright.serve.server import easylm
 from meshwright.serve.server.chat import chat_completions
 from meshwright.serve.server.completions import completions
-from meshwright.serve.server.errors import ApiError, error_response, json_response, unavailable
+from meshwright.serve.server.errors import (
+    ApiError,
+    error_response,
+    json_response,
+    of_mistake,
+    unavailable,
+)
 from meshwright.serve.server.gate import Gate
 from meshwright.serve.server.service import Service
 from meshwright.serve.server.tokens import detokenize, tokenize, tokenizer_info
@@ -151,7 +157,8 @@ async def _api_error(http: HttpRequest, error: Exception) -> Response:
 
 
 async def _mistake(http: HttpRequest, error: Exception) -> Response:
-    return error_response(ApiError(400, str(error)))
+    assert isinstance(error, MeshwrightError)
+    return error_response(of_mistake(error))
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:

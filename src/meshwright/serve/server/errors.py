@@ -7,6 +7,9 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from meshwright.errors import MeshwrightError
+from meshwright.serve.request import OverloadedError
+
 
 class ApiError(Exception):
     """An answer other than success, with a message that a person can act on."""
@@ -51,6 +54,13 @@ class ClientGoneError(Exception):
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+def of_mistake(reason: MeshwrightError) -> ApiError:
+    """What a client did wrong, in the engine's words; or that it may try again."""
+    if isinstance(reason, OverloadedError):
+        return ApiError(429, str(reason), headers={"Retry-After": "1"})
+    return bad_request(str(reason))
 
 
 def unavailable(message: str) -> ApiError:

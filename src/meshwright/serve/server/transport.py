@@ -12,7 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError
 from meshwright.serve.server.bodies import decoded
-from meshwright.serve.server.errors import ApiError, ClientGoneError, bad_request, unavailable
+from meshwright.serve.server.errors import (
+    ApiError,
+    ClientGoneError,
+    bad_request,
+    of_mistake,
+    unavailable,
+)
 from meshwright.serve.server.service import Service
 from meshwright.serve.settings import LimitsConfig
 
@@ -197,7 +203,7 @@ def _as_api_error(reason: Exception) -> ApiError:
     if isinstance(reason, ApiError):
         return reason
     if isinstance(reason, MeshwrightError):
-        return bad_request(str(reason))
+        return of_mistake(reason)
     _LOG.error("a stream failed", exc_info=reason)
     return ApiError(500, "the server failed on this request; its log says why")
 
