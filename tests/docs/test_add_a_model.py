@@ -34,10 +34,18 @@ def test_the_model_of_the_page_trains(tmp_path: Path) -> None:
     )
     train = text.partition("## 5.")[2].split("```")[1].strip().splitlines()[0].split()[1:]
     train[train.index("--steps") + 1] = "2"
+    assert "step 2/2  loss" in _run(tmp_path, train)
+    size = ["--batch", "16", "--seq", "64"]
+    for on in ("v5e:2x2", "h100:8"):
+        planned = _run(tmp_path, ["plan", "pairs-tiny", "--on", on, *size, "--explain", "fsdp=-1"])
+        assert "mlp weights of a layer" in planned
+
+
+def _run(folder: Path, arguments: list[str]) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "meshwright.cli.main", *train],
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "src")},
-        cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "-m", "meshwright.cli.main", *arguments],
+        env=os.environ | {"PYTHONPATH": str(folder / "src")},
+        cwd=folder, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "step 2/2  loss" in done.stdout
+    return done.stdout

@@ -265,6 +265,8 @@ class DeviceStack:
     def attention(self) -> Number:
         """Bytes of attention's backward pass beside the layer's other activations."""
         device = self.device
+        if not self.sizes.attention_weights:
+            return 0
         if device.is_tpu:
             return self.context_parallel + self.scores + self.bias
         all_gathered = 0 if device.strategy == "ring" else self.context_parallel
@@ -423,7 +425,8 @@ def _loss(device: Device) -> Kinds:
     if gap := _gap_of_embedding(device):
         kinds["all-gathered weights"] = used * device.number(gap) / device.tp
     # XLA for GPUs fills the time of the LM head's all-gather with the last layer's attention
-    if not device.is_tpu and device.is_sharded and not device.saves_attention:
+    recomputes = last.sizes.attention_weights and not device.saves_attention
+    if not device.is_tpu and device.is_sharded and recomputes:
         kinds["attention"] = last.recomputed_attention
     return kinds
 

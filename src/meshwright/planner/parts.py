@@ -56,7 +56,8 @@ def standard_rules(model: Any, sequence_parallel: bool = False) -> Any:
 
 def split_of(job: Job, choice: Choice) -> Split:
     """How the first attention of a model is split over sp; an error says why it cannot be."""
-    return splits_of(job, choice)[0][2]
+    splits = splits_of(job, choice)
+    return splits[0][2] if splits else _first_split(job, {"tp": choice.tp, "sp": choice.sp})
 
 
 def splits_of(job: Job, choice: Choice) -> tuple[tuple[StackSizes, Attention, Split], ...]:
@@ -69,9 +70,7 @@ def splits_of(job: Job, choice: Choice) -> tuple[tuple[StackSizes, Attention, Sp
 
 
 def _splits(job: Job, axes: Mapping[str, int]) -> tuple[tuple[StackSizes, Attention, Split], ...]:
-    nontrivial = frozenset(axis for axis, size in axes.items() if size > 1)
-    layouts = activation_layouts(standard_rules(job.model), nontrivial)
-    first = family_of(job.model).sequence_split(job.model, layouts, axes, job.seq)
+    first = _first_split(job, axes)
     found = []
     for stack in job.sizes.stacks:
         for attention in (block.attention for block in stack.blocks):
@@ -84,6 +83,13 @@ def _splits(job: Job, axes: Mapping[str, int]) -> tuple[tuple[StackSizes, Attent
                 )  # fmt: skip
                 found.append((stack, attention, split))
     return tuple(found)
+
+
+def _first_split(job: Job, axes: Mapping[str, int]) -> Split:
+    nontrivial = frozenset(axis for axis, size in axes.items() if size > 1)
+    layouts = activation_layouts(standard_rules(job.model), nontrivial)
+    split: Split = family_of(job.model).sequence_split(job.model, layouts, axes, job.seq)
+    return split
 
 
 def strategy_of(job: Job, choice: Choice) -> str:

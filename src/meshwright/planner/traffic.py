@@ -171,9 +171,9 @@ class _Step:
             )  # fmt: skip
 
         # those of relative positions are summed by distance, before distances share a bucket
-        heads = self.number(self.sizes.dims["heads"], "heads")
         for stack in self.sizes.stacks:
             if any(block.attention and block.attention.biased for block in stack.blocks):
+                heads = self.number(self.sizes.dims["heads"], "heads")
                 distances = 2 * self.number(self.length(stack), "tokens")
                 yield Send(
                     "gradients of the biases of relative positions", "all-reduce", tokens,
