@@ -12,7 +12,18 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+# pages whose commands take a minute and more
+LONG = ("docs/train/needle.md", "docs/train/long-context.md", "docs/plan/prove.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow) if name in LONG else page
+        for page, name in ((page, str(page.relative_to(ROOT))) for page in PAGES)
+    ],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_every_snippet_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     runner = Path(__file__).with_name("run_page.py")
     # a cache of its own: what was compiled before says less

@@ -81,7 +81,9 @@ def agrees(setting: Setting) -> None:
     jax.tree.map(near, params, expected_params)
 
 
-@pytest.mark.parametrize("config", [BELOW, ABOVE], ids=["127", "129"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(BELOW, marks=pytest.mark.slow), ABOVE], ids=["127", "129"]
+)
 def test_an_optimizer_sees_and_keeps_what_it_would_on_one_device(config: DecoderConfig) -> None:
     setting = Setting("dp=1,fsdp=2,tp=2,sp=1", "adafactor", config=config)
     run, alone = parts(setting), parts(dataclasses.replace(setting, mesh=ONE))
