@@ -28,6 +28,7 @@ from meshwright.serve import (
     check_fits,
     check_prompts,
     generation_mesh,
+    has_encoder,
     load,
     look_into,
     stream,
@@ -190,13 +191,14 @@ class _TokenStream:
 
 
 def _print(tokens: _TokenStream, prompts: list[list[int]], source: Source) -> None:
-    """Stream each prompt with its continuation, in the order of the prompts."""
+    """Stream each prompt with its continuation, or what was generated from it, in order."""
+    encoded = has_encoder(source.config)
     for index, prompt in enumerate(prompts):
         if index:
             print("\n---")
         # one stream, since the text of a token may depend on the token before it
         for text in decode_stream(
-            source.tokenizer, itertools.chain(prompt, tokens.of_prompt(index))
+            source.tokenizer, itertools.chain(() if encoded else prompt, tokens.of_prompt(index))
         ):
             print(text, end="", flush=True)
     print(flush=True)
@@ -205,10 +207,11 @@ def _print(tokens: _TokenStream, prompts: list[list[int]], source: Source) -> No
 def _result(text: str, prompt: list[int], tokens: list[int], source: Source) -> dict[str, Any]:
     ended = bool(tokens) and tokens[-1] in source.ends
     tokens = tokens[:-1] if ended else tokens
-    before = source.tokenizer.decode(prompt)
+    begun = [] if has_encoder(source.config) else prompt
+    before = source.tokenizer.decode(begun)
     return {
         "prompt": text,
-        "text": source.tokenizer.decode(prompt + tokens)[len(before) :],
+        "text": source.tokenizer.decode(begun + tokens)[len(before) :],
         "prompt_tokens": len(prompt),
         "tokens": tokens,
         "ended": "end" if ended else "length",

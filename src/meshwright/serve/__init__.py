@@ -2,7 +2,15 @@
 
 from meshwright.serve.engine import Engine
 from meshwright.serve.generate import check_prompts, stream
-from meshwright.serve.load import Model, Source, check_fits, generation_mesh, load, look_into
+from meshwright.serve.load import (
+    Model,
+    Source,
+    check_fits,
+    generation_mesh,
+    has_encoder,
+    load,
+    look_into,
+)
 from meshwright.serve.replicas import Replicas, start_engine
 from meshwright.serve.request import (
     AnyEngine,
@@ -36,6 +44,7 @@ __all__ = [
     "check_fits",
     "check_prompts",
     "generation_mesh",
+    "has_encoder",
     "load",
     "look_into",
     "start_engine",

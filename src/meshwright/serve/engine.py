@@ -305,8 +305,8 @@ class Engine:
                 # a step is read when the one after it is dispatched, and another is prepared
                 if flights and (step is None or len(flights) > IN_FLIGHT):
                     self._read(flights.popleft().result())
-                    self._post()
-                if step is None and not flights:
+                    self._post()  # and schedule again: what ended has left slots and pages
+                elif step is None:
                     with self._wake:
                         if not self._inbox and not self._closed:
                             self._wake.wait()

@@ -22,7 +22,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.machines import check_host_memory
 from meshwright.models import batch_multiple, decode, generation_of, prefill
 from meshwright.present import count
-from meshwright.serve.load import Model
+from meshwright.serve.load import Model, has_encoder
 from meshwright.serve.sampling import Sampling, sample
 
 _BLOCK = 64  # lengths are multiples of this, so that few programs are compiled
@@ -131,9 +131,11 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new: int, config: Any) -
             raise MeshwrightError(
                 f"prompt {number} has token {wrong[0]}; the model has 0 to {config.vocab - 1}"
             )
-        left = config.max_seq - len(prompt)
-        if max_new > left:
-            fits = f"max_new={left} would fit" if left > 0 else "give a shorter prompt"
+        # an encoder reads the prompt; a decoder alone has it in its own sequence
+        left = config.max_seq - (0 if has_encoder(config) else len(prompt))
+        if max_new > left or len(prompt) > config.max_seq:
+            is_shorter = 0 < left < max_new
+            fits = f"max_new={left} would fit" if is_shorter else "give a shorter prompt"
             raise MeshwrightError(
                 f"prompt {number} has {count(len(prompt), 'token')}; with max_new={max_new} that "
                 f"is more than the model's {config.max_seq}; {fits}"

@@ -35,6 +35,11 @@ from meshwright.ops import drop_trivial_axes, nontrivial_axes
 from meshwright.present import mesh_text
 
 
+def has_encoder(config: Any) -> bool:
+    """Whether prompts are read by an encoder, so that the output does not continue them."""
+    return "encoder_tokens" in family_of(config).batch_fields
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """A model in a folder: its config and tokenizer, with weights still to be read."""
@@ -53,7 +58,7 @@ class Source:
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt."""
         tokens = [int(i) for i in self.tokenizer.encode_batch([prompt], self.special_tokens)[0]]
-        if not self.special_tokens and "encoder_tokens" in family_of(self.config).batch_fields:
+        if not self.special_tokens and has_encoder(self.config):
             tokens.append(self.tokenizer.end_of_document)  # as the encoder's inputs in training
         return tokens
 
