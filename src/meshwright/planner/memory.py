@@ -350,7 +350,7 @@ def _always(device: Device) -> Kinds:
         in_batch = in_batch + device.float32 * device.number(arrays, "arrays") * batch * tokens
     always: Kinds = {
         "parameters": stored * every,
-        "optimizer": optimizer.get(job.optimizer, optimizer["adamw"])(),
+        "optimizer": optimizer[job.optimizer](),
         "batch": in_batch,
     }
     if choice.accumulation > 1 and device.casts and not device.is_tpu:

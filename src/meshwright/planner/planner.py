@@ -165,7 +165,8 @@ def _check(
     known = (*_SETTINGS, *CHOSEN_TOO)
     for name in given:
         if name not in known:
-            raise MeshwrightError(f"plan has no setting {name!r}{did_you_mean(name, known)}")
+            hint = '; serving is kind="serve"' if name == "serve" else did_you_mean(name, known)
+            raise MeshwrightError(f"plan has no setting {name!r}{hint}")
     if objective not in OBJECTIVES:
         raise MeshwrightError(
             f"objective={objective!r} is not known{did_you_mean(objective, OBJECTIVES)}"

@@ -29,6 +29,8 @@ def groups(
     return list(found)
 
 
-def simplicity(choice: Choice, memory: Memory) -> tuple[int, int, int]:
-    """For an order: the fewest non-trivial axes, then micro-batches, then the least memory."""
-    return sum(size > 1 for size in choice.sizes.values()), choice.accumulation, memory.total
+def simplicity(choice: Choice, memory: Memory) -> tuple[int, int, int, int]:
+    """For an order: the fewest axes, micro-batches and settings, then the least memory."""
+    axes = sum(size > 1 for size in choice.sizes.values())
+    settings = choice.sequence_parallel + bool(choice.mlp_chunk)
+    return axes, choice.accumulation, settings, memory.total

@@ -55,16 +55,19 @@ def _sends(choice: Choice, timing: StepTime, axes: tuple[str, ...]) -> str:
     over = [timed for timed in timing.sends if timed.send.axes == axes]
     worst = max(over, key=lambda timed: timed.exposed)
     operation, size, layers = worst.send.operation, worst.send.bytes, worst.send.layers
-    alike = (operation, size, layers)
+    alike = operation, size, layers, worst.send.stack
     times = sum(
-        send.times for send, *_ in over if (send.operation, send.bytes, send.layers) == alike
+        send.times
+        for send, *_ in over
+        if (send.operation, send.bytes, send.layers, send.stack) == alike
     )
     many, where = times, "a step"
     if layers:
         many, where = times // (layers * choice.accumulation), "a layer"
+        where += f" of the {worst.send.stack}" if worst.send.stack else ""
     words = _PLURAL[operation] if many > 1 else operation
     micro = ""
-    if choice.accumulation > 1 and where == "a layer":
+    if choice.accumulation > 1 and layers:
         micro = f" and micro-batch, {count(choice.accumulation, 'micro-batch')},"
     return f"{many} {words} x {_size(size)} {where}{micro} over {worst.link.words}"
 

@@ -57,6 +57,7 @@ class Send(NamedTuple):
     pieces: int = 1  # operations that send these bytes each time: a layer's matrices go one by one
     layers: int = 0  # of the stack it belongs to; 0: to none
     back: float = 0.0  # of a layer's weights, the part that leads back to the residual stream
+    stack: str = ""  # its name, where a model has several
 
     def transfer(self, link: str = "", seconds: float = 0.0, hidden: float = 0.0) -> Transfer:
         """As a plan shows it."""
@@ -125,7 +126,7 @@ class _Step:
                 size = self.item * self.number(block.weights) // self.tp
                 name, pieces = block.name.replace("_", "-"), len(block.matrices)
                 weights, gradient = Carries.LAYER_WEIGHTS, Carries.LAYER_GRADIENTS
-                about = pieces, stack.layers, block.back
+                about = pieces, stack.layers, block.back, stack.name
                 for phase in PASSES:
                     what = f"{name} weights {of}"
                     yield Send(what, "all-gather", shards, size, times, phase, weights, *about)
@@ -136,7 +137,7 @@ class _Step:
                 yield Send(what, "all-reduce", replicas, part, times, later, gradient, *about)
 
     def tables(self) -> Iterator[Send]:
-        """The embedding and the LM head, in the same way, once for all micro-batches."""
+        """The embedding and the LM head: all-gathered once, their gradients per micro-batch."""
         shards, replicas = self.over("fsdp", "sp"), self.over("dp")
         size = self.item * (self.number(vocab(self.job, self.choice)) * self.embed) // self.tp
         tables = ("the embedding",) if self.sizes.is_tied else ("the embedding", "the LM head")
@@ -188,15 +189,15 @@ class _Step:
             return
 
         for stack in self.sizes.stacks:
-            size, layers, of = self.stream(stack), stack.layers, f"of {_a_layer(stack)}"
+            size, of = self.stream(stack), f"of {_a_layer(stack)}"
 
             def send(
                 what: str, operation: str, times: int, phase: Phase, size: Number = size,
-                layers: int = layers,
+                stack: StackSizes = stack,
             ) -> Send:  # fmt: skip
-                each = times * layers * self.micro_batches
+                each, about = times * self.executions(stack), (1, stack.layers, 0.0, stack.name)
                 carries = Carries.ACTIVATIONS
-                return Send(what, operation, over, size, each, phase, carries, layers=layers)
+                return Send(what, operation, over, size, each, phase, carries, *about)
 
             chunks = mlp_chunks(self.length(stack), self.choice)
             blocks = len(stack.blocks)
@@ -230,7 +231,7 @@ class _Step:
         }
         for stack in self.sizes.stacks:
             if stack.field in fields:
-                what, size, times = f"output of the {stack.name}", self.stream(stack), 1
+                what, size = f"output of the {stack.name}", self.stream(stack)
                 times = self.micro_batches
                 kind = Carries.ACTIVATIONS
                 if self.choice.sequence_parallel:

@@ -152,7 +152,7 @@ def _flops_of_tokens(job: Job, choice: Choice) -> list[str]:
             keys = split.keys or split.length
             seen = keys_seen(attention, split.length, keys)
             heads = f"{stack.layers} layers × {sizes.dims['heads']} heads × {split.head_dim}"
-            text = f"6 × {heads} × {keys:,}"
+            text = f"6 × {heads} × {keys:,} keys"
             if seen != keys / 2:
                 text = f"12 × {heads} × {seen:,.0f} keys seen" + " on average" * (seen != keys)
             parts += [text] if other is stack else []

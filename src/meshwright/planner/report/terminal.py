@@ -74,7 +74,7 @@ def _header(plan: Plan) -> "list[RenderableType]":
     )
     first = f"best {plan.objective} first"
     if job.kind == "serve" and plan.objective == "throughput":
-        first = "most tokens a second with as many rows as fit first"
+        first = "most tokens a second with as many sequences as fit first"
     return [title, Text(rows), Text(f"{kept}; {first}", style="dim")]
 
 
