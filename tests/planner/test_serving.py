@@ -11,12 +11,13 @@ import pytest
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.meshes import mesh as build_mesh
-from meshwright.models import DecoderConfig, abstract_arrays, generation_of, preset
+from meshwright.models import DecoderConfig, generation_of, preset
 from meshwright.planner import plan
 from meshwright.planner.memory import memory
 from meshwright.planner.result import Choice, Estimate, Job
 from meshwright.planner.serving import WEIGHTS, formulas, prefill
 from meshwright.serve import EngineConfig
+from meshwright.serve.load import targets
 
 # benchmarks/serve.py, one H200, bfloat16: 512 tokens of context and 128 new ones, 576 on average
 LLAMA_8B = preset("llama-3.1-8b")
@@ -93,10 +94,9 @@ def test_weights_take_what_the_engines_arrays_take(model: str, weights: str | No
     config = dataclasses.replace(preset(model), layers=2)
     serving_weights = generation_of(config).serving_weights
     assert serving_weights is not None
-    params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_arrays(config)
-    )
-    with jax.set_mesh(build_mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1])):
+    mesh = build_mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1])
+    params = targets(config, mesh, jnp.bfloat16)
+    with jax.set_mesh(mesh):
         arrays = jax.eval_shape(lambda params: serving_weights(params, config, weights), params)
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
     job = Job(config, 8, 512, kind="serve")

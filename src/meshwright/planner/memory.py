@@ -517,10 +517,13 @@ def _serving(device: Device) -> Kinds:
 
 
 def _served_weights(device: Device) -> Number:
-    """Quantized are the matrices of layers and an LM head of its own, with scales in float32."""
+    """Quantized are the matrices of layers and an LM head of its own.
+
+    Norms, biases and scales are in float32.
+    """
     used, number = device.used, device.number
     if device.choice.weights is None:
-        return used * (device.layers_and_tables + device.vectors)
+        return used * device.layers_and_tables + device.float32 * device.vectors
     quantized, outputs = device.layers, number(0)
     for stack in device.sizes.stacks:
         matrices = [matrix for block in stack.blocks for matrix in block.matrices]
@@ -530,8 +533,8 @@ def _served_weights(device: Device) -> Number:
         outputs = outputs + layers * (number(split) / device.tp + number(whole))
     if not device.sizes.is_tied:
         quantized, outputs = quantized + device.table, outputs + device.vocab / device.tp
-    kept = device.table + device.vectors
-    return number(1, "bytes") * quantized + used * kept + device.float32 * outputs
+    unquantized = device.float32 * (device.vectors + outputs)
+    return number(1, "bytes") * quantized + used * device.table + unquantized
 
 
 def cached_heads(device: Device) -> Number:

@@ -338,7 +338,8 @@ def _reason(
         f"a token of {count(job.batch, 'sequence')} takes {1e3 * sum(parts.values()):.1f} ms: "
         f"weights {ms('weights')}, cache {ms('cache')}, links {ms('waiting for links')}, "
         f"launching and sampling {1e3 * rest:.1f}; weights {kept:.1f} GiB, cache {cache:.1f}; "
-        f"full, with {count(served.largest_batch, 'sequence')}, {1e3 * served.full_step_seconds:.1f} ms"
+        f"full, with {count(served.largest_batch, 'sequence')}, "
+        f"{1e3 * served.full_step_seconds:.1f} ms"
     )
     if not held_by_engine(need):
         part = f"{ENGINE.memory_fraction:.0%} of memory"

@@ -52,16 +52,10 @@ def settings(choice: Choice, kind: str) -> str:
 
 
 def next_commands(plan: Plan, choice: Choice) -> list[str]:
-    """What to type next: have the compiler prove it, then run it; to serve: see where it lies."""
+    """What to type next: have the compiler prove it, then run it."""
     job = plan.job
     if job.kind == "serve":
-        show = ["meshwright", "show", "--mesh", choice.mesh, "--on", str(plan.machine)]
-        batch = str(-(-job.batch // choice.dp))  # of each replica
-        serve = ["meshwright", "serve", "MODEL_FOLDER", "--mesh", choice.mesh]
-        serve += ["--engine.max-batch", batch]
-        serve += ["--engine.weights", choice.weights] if choice.weights else []
-        is_served = generation_of(job.model).serving_weights is not None
-        return [shlex.join(show), *([shlex.join(serve)] if is_served else [])]
+        return _to_serve(plan, choice)
     config = apply(plan.config, choice)
     if job.seq > job.model.max_seq:  # Plan.warnings says so
         factor = -(-job.seq // job.model.max_seq)
@@ -71,6 +65,20 @@ def next_commands(plan: Plan, choice: Choice) -> list[str]:
     model, flags = job.name or "MODEL", settings_flags(config)
     prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags]
     return [shlex.join(prove), shlex.join(["meshwright", "train", model, *flags])]
+
+
+def _to_serve(plan: Plan, choice: Choice) -> list[str]:
+    job, mesh = plan.job, ["--mesh", choice.mesh]
+    if generation_of(job.model).serving_weights is None:  # for meshwright generate
+        return [shlex.join(["meshwright", "show", *mesh, "--on", str(plan.machine)])]
+    prove = ["meshwright", "prove", job.name or "MODEL", "--on", str(plan.machine), "--serve"]
+    prove += [*mesh, "--batch", str(job.batch), "--seq", str(job.seq)]
+    of_replica = str(-(-job.batch // choice.dp))
+    serve = ["meshwright", "serve", "MODEL_FOLDER", *mesh, "--engine.max-batch", of_replica]
+    if choice.weights:
+        prove += ["--weights", choice.weights]
+        serve += ["--engine.weights", choice.weights]
+    return [shlex.join(prove), shlex.join(serve)]
 
 
 def folded(command: str, width: int) -> str:
