@@ -95,6 +95,7 @@ def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_cli, "run_training", parsed)
     monkeypatch.setattr(train_cli, "config_from_file", lambda _: train_cli.TrainConfig("tiny"))
     monkeypatch.setattr(prove_cli, "prove", parsed)
+    monkeypatch.setattr("meshwright.cli.prove_serve.prove_serving", parsed)
     monkeypatch.setattr(prove_cli, "read_plan", lambda _: plan("tiny", "cpu:8", 16, 128))
     monkeypatch.setattr(audit_cli, "_text_in", parsed)
     monkeypatch.setattr(serve_cli, "serve", parsed)

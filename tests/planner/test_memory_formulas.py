@@ -98,10 +98,11 @@ def test_parameters_are_counted_as_the_models_arrays_are(model: str) -> None:
     assert worked_out(said["parameters"]) == bytes_of_all
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("tp", [1, 4])
-def test_a_formula_of_serving_gives_what_is_counted(tp: int) -> None:
+def test_a_formula_of_serving_gives_what_is_counted(tp: int, weights: str | None) -> None:
     job = Job(preset("llama-3.1-8b"), 64, 16384, kind="serve")
-    choice, machine = Choice(dp=8 // tp, tp=tp), Machine.parse("h100:8")
+    choice, machine = Choice(dp=8 // tp, tp=tp, weights=weights), Machine.parse("h100:8")
     kinds, said = memory(job, choice, machine).kinds, formulas(job, choice, machine)
     assert {kind: pytest.approx(worked_out(said[kind]), abs=2) for kind in said} == kinds
 

@@ -119,7 +119,7 @@ def test_a_mesh_takes_fewer_micro_batches_where_that_keeps_it_in_its_group() -> 
 
 def test_groups_are_of_time_and_not_where_memory_orders() -> None:
     assert {one.group for one in small(objective="memory").ranked} == {0}
-    served = small(kind="serve", objective="latency")
+    served = small(kind="serve", objective="latency", weights="plain")
     assert served.best.group == 1
     fastest = min(one.step_seconds for one in served.ranked if not one.memory.tight)
     assert served.best.step_seconds <= (1 + UNCERTAINTY) * fastest
@@ -357,10 +357,11 @@ def test_a_vocabulary_that_tp_does_not_divide_is_padded_and_said(
     kind: Literal["train", "serve"],
 ) -> None:
     model = dataclasses.replace(preset("llama-3.1-8b"), vocab=128257)
-    found = plan(model, "h100:8", 64, 4096, kind=kind, mesh="tp=2,sp=1")
+    given = {"kind": kind, "mesh": "tp=2,sp=1", "weights": "plain" if kind == "serve" else None}
+    found = plan(model, "h100:8", 64, 4096, **given)
     for one in found.ranked:
         assert one.reason.endswith("vocab 128257 padded to 128258 for tp=2")
-    whole = plan("llama-3.1-8b", "h100:8", 64, 4096, kind=kind, mesh="tp=2,sp=1")
+    whole = plan("llama-3.1-8b", "h100:8", 64, 4096, **given)
     assert "padded" not in whole.best.reason
     # two tokens more, of two arrays, at most
     by_mesh = {one.choice: one.memory.kinds["parameters"] for one in whole.ranked}
@@ -559,7 +560,7 @@ def test_a_step_that_computes_says_so() -> None:
 
 
 def test_serving_reads_weights_and_cache_once_for_each_token() -> None:
-    found = plan("llama-3.1-8b", "h100:8", 64, 8192, kind="serve")
+    found = plan("llama-3.1-8b", "h100:8", 64, 8192, kind="serve", weights="plain")
     model = preset("llama-3.1-8b")
     for one in found.ranked:
         assert one.choice.fsdp == one.choice.sp == 1
@@ -575,16 +576,18 @@ def test_serving_reads_weights_and_cache_once_for_each_token() -> None:
 
 def test_serving_latency_is_a_tokens_time_and_throughput_that_of_a_full_machine() -> None:
     model, on, batch, seq = "llama-3.1-8b", "h100:8", 8, 1024
-    fast = plan(model, on, batch, seq, kind="serve", objective="latency")
+    fast = plan(model, on, batch, seq, kind="serve", objective="latency", weights="plain")
     steps = [one.step_seconds for one in fast.ranked]
     assert steps == sorted(steps)
-    many = plan(model, on, batch, seq, kind="serve")
+    many = plan(model, on, batch, seq, kind="serve", weights="plain")
     rates = []
     for one in many.ranked:
         full = plan(model, on, batch, seq, kind="serve", mesh=one.choice.mesh).largest_batch
         assert full is not None
         filled = plan(model, on, full, seq, kind="serve", mesh=one.choice.mesh)
         rates.append(filled.tokens_per_second(filled.best))
+        assert one.serving is not None
+        assert one.serving.full_tokens_per_second == pytest.approx(rates[-1])
     assert rates == sorted(rates, reverse=True)
     assert many.mesh != fast.mesh
 

@@ -157,8 +157,8 @@ def _changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     ("path", "value", "words"),
     [
         (("format",), "something", "is not a plan; `meshwright plan"),
-        (("version",), 99, "is of version 99, this Meshwright reads 4; plan again"),
-        (("version",), 3, "is of version 3, this Meshwright reads 4; plan again"),
+        (("version",), 99, "is of version 99, this Meshwright reads 5; plan again"),
+        (("version",), 3, "is of version 3, this Meshwright reads 5; plan again"),
         (("config",), 8, "config should be an object, it is 8"),
         (("config", "batch"), KeyError, "config lacks the key 'batch'"),
         (("config", "batch"), "8", "config: setting 'batch' is '8'; it must be int"),

@@ -35,6 +35,7 @@ def planned_to_serve(model: Any, machine: Machine, sequences: int, longest: int,
 
     ranking = plan(
         model, machine, sequences, longest,
-        kind="serve", objective="latency", dtype=default_dtype(dtype, machine.chip.platform),
+        kind="serve", objective="latency", weights="plain",
+        dtype=default_dtype(dtype, machine.chip.platform),
     )  # fmt: skip
     return ranking.mesh

@@ -26,7 +26,7 @@ class PlanSettings:
     batch: int
     """Global batch size in sequences; with --serve, sequences decoded at a time."""
     seq: int
-    """Sequence length in tokens."""
+    """Sequence length in tokens; with --serve, of a prompt and of the cache of each sequence."""
     mesh: str | None = None
     """Only meshes that match: "fsdp=*,tp<=8,sp=1"."""
     objective: Literal["throughput", "latency", "memory"] = "throughput"
@@ -42,7 +42,9 @@ class PlanSettings:
     overlap: bool = False
     """Plan with train's --compute.overlap: TPUs all-gather weights during compute."""
     serve: bool = False
-    """Plan decoding with a KV cache instead of training."""
+    """Plan `meshwright serve` instead of training: weights, KV cache, times of tokens."""
+    weights: Literal["plain", "int8", "fp8"] | None = None
+    """With --serve, only weights kept so; plain: not quantized."""
     cost_per_hour: float | None = None
     """Price of one chip per hour; the report then shows the cost of a trillion tokens."""
     top: int = 8
@@ -79,6 +81,7 @@ def plan(settings: tyro.conf.OmitArgPrefixes[PlanSettings]) -> None:
         optimizer=settings.optimizer,
         param_dtype=settings.param_dtype,
         overlap=settings.overlap,
+        weights=settings.weights,
         cost_per_hour=settings.cost_per_hour,
     )
     mesh = None if settings.explain is None else find_mesh(ranking, settings.explain)

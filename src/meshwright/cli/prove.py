@@ -1,6 +1,7 @@
-"""`meshwright prove`: compile a train step for a machine that is not here."""
+"""`meshwright prove`: compile the step of train or serve for a machine that is not here."""
 
 import contextlib
+import dataclasses
 import json
 import sys
 import threading
@@ -35,6 +36,7 @@ from meshwright.train import AUTO, TrainConfig, training_spec
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
 meshwright prove --plan FILE [--choice N]
+meshwright prove MODEL --on MACHINE --serve --mesh … --batch N --seq N [--weights int8|fp8]
 
 Compile the step that `meshwright train` with these settings would run on MACHINE, with that
 machine's own compiler; none of its chips is needed. Says whether it fits, the compiler's own count
@@ -42,6 +44,8 @@ of memory, every collective, and how far the plan was off. Results are kept, by 
 
   --on MACHINE         v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8
   --plan FILE          what `meshwright plan --json` wrote; its best mesh, or choice N (from 1)
+  --serve              the decode and the prefill step of `meshwright serve` instead: --batch
+                       sequences over all replicas, each of up to --seq tokens; --weights int8, fp8
   --rows N             collectives to show (default 12; 0: all)
   --no-cache           compile again
   --json               plain data
@@ -66,6 +70,11 @@ def prove_command(arguments: Sequence[str]) -> None:
     words = list(arguments)  # the flags of prove are taken out, the rest are train's
     if not words or "--help" in words or "-h" in words:
         print(HELP)
+        return
+    if take_switch(words, "--serve"):
+        from meshwright.cli.prove_serve import prove_serve
+
+        prove_serve(words)
         return
     on, plan_file, choice = take(words, "--on"), take(words, "--plan"), take(words, "--choice")
     fail_on, most = take(words, "--fail-on"), take(words, "--rows")
@@ -100,7 +109,7 @@ def prove_command(arguments: Sequence[str]) -> None:
             f"--fail-on {fail_on} needs to know what belongs to the step, and the plan knows the "
             "standard rules alone; audit the program with --expect: meshwright audit --text FILE"
         )
-    with _shown(f"{config.model} on {machine}") as progress:
+    with shown(f"{config.model} on {machine}") as progress:
         proof = prove(config, machine, model=model, cache=not again, progress=progress)
     known = None
     if has_plan:
@@ -127,7 +136,10 @@ def _planned(plan: Plan, file: str, choice: str | None) -> TrainConfig:
             f"--choice {choice!r} is not one of the plan's meshes, 1 to {len(plan.ranked)}"
         )
     if plan.kind != "train":
-        raise MeshwrightError("this plan is for serving; prove compiles train steps")
+        raise MeshwrightError(
+            "this plan is for serving; prove it by name: meshwright prove MODEL --on MACHINE "
+            "--serve --mesh … --batch … --seq …"
+        )
     if not plan.config.model:
         raise MeshwrightError(
             f"the plan {file!r} was made of a DecoderConfig and names no model; prove it in "
@@ -154,7 +166,7 @@ def _print(
     known: tuple[Job, Choice] | None, most: int,
 ) -> None:  # fmt: skip
     console = Console()
-    console.print(_headline(config, proof), highlight=False, soft_wrap=True)
+    console.print(headline(config.model, proof), highlight=False, soft_wrap=True)
     if known is not None and (padded := padding(*known)) is not None:
         console.print(padded, highlight=False, soft_wrap=True)
     if proof.footprint is not None:
@@ -179,26 +191,31 @@ def _print(
         lines = [Row((bytes_text(buffer.bytes), buffer.arrays)) for buffer in buffers[:6]]
         columns = [Column("bytes"), Column("largest buffers", right=False, least=40)]
         console.print(*aligned(columns, lines, console.width), sep="\n")
-    if compared:
-        lines = []
-        for number in compared:
-            off = "" if number.off is None else f"{100 * number.off:+.1f}%"
-            sizes = (bytes_text(int(size)) for size in (number.planned, number.compiled))
-            lines.append(Row((number.what, *sizes, off)))
-        columns = [Column("", right=False), *map(Column, ("plan", "compiler", "off"))]
-        console.print(*aligned(columns, lines, console.width), sep="\n")
+    print_comparison(console, compared)
     if audit is not None:
         show_audit(audit, console, most)
     kept = "the program and the compiler's report are" if proof.footprint else "all it said is"
     console.print(f"{kept} in {proof.folder}", soft_wrap=True)
 
 
-def _headline(config: TrainConfig, proof: Proof) -> str:
+def print_comparison(console: Console, compared: Sequence[Comparison]) -> None:
+    if not compared:
+        return
+    lines = []
+    for number in compared:
+        off = "" if number.off is None else f"{100 * number.off:+.1f}%"
+        sizes = (bytes_text(int(size)) for size in (number.planned, number.compiled))
+        lines.append(Row((number.what, *sizes, off)))
+    columns = [Column("", right=False), *map(Column, ("plan", "compiler", "off"))]
+    console.print(*aligned(columns, lines, console.width), sep="\n")
+
+
+def headline(model: str, proof: Proof) -> str:
     seconds = sum(proof.times.values())
     when = "compiled before" if proof.cached else "compiled"
     how = f"{when} in {seconds:.0f} s by {proof.compiler}"
     devices = count(proof.machine.num_devices, "device")
-    subject = f"{config.model} on {proof.machine} ({devices}), mesh {config.mesh}"
+    subject = f"{model} on {proof.machine} ({devices}), mesh {proof.mesh}"
     if proof.footprint is not None:
         total, limit = proof.footprint.total, proof.footprint.limit
         verdict = "fits" if proof.fits else "does not fit"
@@ -215,13 +232,18 @@ def _headline(config: TrainConfig, proof: Proof) -> str:
 def _data(
     config: TrainConfig, proof: Proof, audit: Audit | None, compared: Sequence[Comparison]
 ) -> dict[str, Any]:
-    import dataclasses
-
-    used, lacks = proof.footprint, proof.out_of_memory
     return {
         "model": config.model,
         "machine": str(proof.machine),
         "mesh": config.mesh,
+        **proof_data(proof, audit, compared),
+    }
+
+
+def proof_data(proof: Proof, audit: Audit | None, compared: Sequence[Comparison]) -> dict[str, Any]:
+    """Of one program."""
+    used, lacks = proof.footprint, proof.out_of_memory
+    return {
         "fits": proof.fits,
         "memory": None if used is None else dataclasses.asdict(used),
         "out_of_memory": None if lacks is None else dataclasses.asdict(lacks),
@@ -235,7 +257,7 @@ def _data(
 
 
 @contextlib.contextmanager
-def _shown(subject: str) -> Iterator[Any]:
+def shown(subject: str) -> Iterator[Any]:
     """A line on stderr that says the stage and how long it has taken; plain lines in a pipe."""
     console = Console(stderr=True)
     stage, start, done = "starting", time.perf_counter(), threading.Event()

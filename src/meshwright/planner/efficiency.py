@@ -126,6 +126,22 @@ ACCUMULATION_BYTES = 12  # of each parameter, for each micro-batch
 # measured: seconds of a step in which nothing runs, 4 to 6 ms on H200
 IDLE_STEP = 4e-3
 
+# ---- serving (serve/engine.py), H200. Four constants are fitted to seven measured speeds of two
+# dense decoders of 8B and 1.5B (tests/planner/test_serving.py), with contexts of 576 tokens
+
+# measured: about 310 kernels of a decode step with 16 layers, 620 with 32
+KERNELS_OF_LAYER = {"gpu": 19.4}
+# fitted: launched in a second by the host. 1.5B with one sequence takes 1.55 ms, three times as
+# long as its weights are read: 5.0 us for each of 310 kernels
+LAUNCHES_PER_SECOND = 200_000.0
+# fitted: kernels whose gaps fill a second. 8B with one sequence takes 0.46 ms more than its reading
+GAPS_PER_SECOND = 1_360_000.0
+# fitted: sequences of which the rest of a step (logits, choice of a token, the host's account)
+# takes a second, beside weights and cache: 5 us each, at batch 128 of both models
+SEQUENCES_PER_SECOND = 200_000.0
+# fitted: of matmul, in steps with chunks of prompts: 35,276 tokens/s of 8B, two prompts of 1,024
+PREFILL = 0.87
+
 
 def matmul(chip: Chip, smallest_side: float) -> float:
     """Of the peak, in a matmul whose smallest side on a device is this."""

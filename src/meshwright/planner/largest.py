@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable
 
 from meshwright.machines import Machine
-from meshwright.planner.memory import memory
-from meshwright.planner.result import Choice, Job
+from meshwright.planner.memory import ENGINE, memory
+from meshwright.planner.result import Choice, Job, Memory
 
 _MOST = 1 << 24
 
@@ -17,7 +17,7 @@ def largest_batch(job: Job, choice: Choice, machine: Machine) -> int | None:
     alone = dataclasses.replace(choice, accumulation=1)
 
     def fits(sequences: int) -> bool:
-        return memory(dataclasses.replace(job, batch=sequences * ranks), alone, machine).fits
+        return _fits(memory(dataclasses.replace(job, batch=sequences * ranks), alone, machine), job)
 
     sequences = _most(fits)
     return sequences * ranks if sequences else None
@@ -33,10 +33,19 @@ def largest_seq(job: Job, choice: Choice, machine: Machine) -> int | None:
 
     def fits(units: int) -> bool:
         longer = dataclasses.replace(job, batch=ranks, seq=units * unit)
-        return memory(longer, alone, machine).fits
+        return _fits(memory(longer, alone, machine), job)
 
     units = _most(fits)
     return units * unit if units else None
+
+
+def held_by_engine(need: Memory) -> bool:
+    """Whether it is no more than the part of memory that an engine takes by default."""
+    return need.total <= ENGINE.memory_fraction * need.limit
+
+
+def _fits(need: Memory, job: Job) -> bool:
+    return held_by_engine(need) if job.kind == "serve" else need.fits
 
 
 def _most(fits: Callable[[int], bool]) -> int:

@@ -40,9 +40,10 @@ from meshwright.planner.parts import (
 from meshwright.planner.result import Choice, Job, Memory
 from meshwright.planner.sizes import ModelSizes, StackSizes
 from meshwright.planner.terms import MakeNumber, Number, plain, term
+from meshwright.serve import EngineConfig
 
 AHEAD = 0.5  # of the LM head, with overlap: steps compiled with it took -1.3 to 2.1 of it more
-PROMPT = 8192  # tokens of a prompt that are taken at a time, serving
+ENGINE = EngineConfig()  # pages, chunks of prompts and memory of an engine that is served with
 KINDS = (
     "parameters", "optimizer", "weights in bfloat16", "gradients", "saved activations",
     "all-gathered weights", "working activations", "loss", "attention", "batch",
@@ -496,27 +497,67 @@ def _gradient_in_flight(device: Device) -> bool:
 
 
 def _serving(device: Device) -> Kinds:
-    """Weights in the dtype they are multiplied in, the cache, and a prompt's activations."""
+    """Weights in the dtype they are kept in, the pages of the cache, and a step's activations.
+
+    As serve/programs.py takes them: logits of all sequences are on every device, three times.
+    """
     job, number, used = device.job, device.number, device.used
-    dims = device.sizes.dims
     sequences = number(math.ceil(job.batch / device.choice.dp), "sequences")
     cache: Number = 0
-    for stack, seen in cached_tokens(job):
-        heads = number(dims["kv_heads"], "heads") * number(dims["head_dim"]) / device.tp
+    for stack, kept in kept_tokens(job):
         layers = number(stack.layers, "layers")
-        cache = cache + 2 * layers * sequences * number(seen, "tokens") * heads
-    mlp = number(device.last.sizes.mlp.inner) / device.tp
-    logits = device.float32 * sequences * device.vocab / device.tp
-    prompt = number(min(job.seq, PROMPT), "tokens") * (2 * mlp + 4 * device.embed)
+        tokens = sequences * number(kept, "tokens") + number(ENGINE.page_size, "tokens")
+        cache = cache + 2 * layers * tokens * cached_heads(device)
+    mlp = number(device.last.sizes.mlp.inner)
+    step = sequences + number(min(job.seq, ENGINE.chunk), "tokens")
     return {
-        "parameters": used * (device.layers_and_tables + device.vectors),
+        "parameters": _served_weights(device),
         "key-value cache": used * cache,
-        "working activations": used * prompt + logits,
+        "working activations": (
+            3 * device.float32 * sequences * device.vocab + 16 * step * (device.embed + mlp)
+        ),
     }
 
 
-def cached_tokens(job: Job) -> list[tuple[StackSizes, int]]:
-    """Attentions of the last stack, which generates, and the tokens whose keys each keeps."""
+def _served_weights(device: Device) -> Number:
+    """Quantized are the matrices of layers and an LM head of its own.
+
+    Norms, biases and scales are in float32.
+    """
+    used, number = device.used, device.number
+    if device.choice.weights is None:
+        return used * device.layers_and_tables + device.float32 * device.vectors
+    quantized, outputs = device.layers, number(0)
+    for stack in device.sizes.stacks:
+        matrices = [matrix for block in stack.blocks for matrix in block.matrices]
+        split = sum(matrix.outputs for matrix in matrices if not matrix.adds_to_residual)
+        whole = sum(matrix.outputs for matrix in matrices if matrix.adds_to_residual)
+        layers = number(stack.layers, "layers")
+        outputs = outputs + layers * (number(split) / device.tp + number(whole))
+    if not device.sizes.is_tied:
+        quantized, outputs = quantized + device.table, outputs + device.vocab / device.tp
+    unquantized = device.float32 * (device.vectors + outputs)
+    return number(1, "bytes") * quantized + used * device.table + unquantized
+
+
+def cached_heads(device: Device) -> Number:
+    """Numbers of a key on a device."""
+    dims, number = device.sizes.dims, device.number
+    return number(dims["kv_heads"], "heads") * number(dims["head_dim"]) / device.tp
+
+
+def kept_tokens(job: Job) -> list[tuple[StackSizes, int]]:
+    """Attentions of the last stack, which generates, and the tokens whose keys each keeps.
+
+    The engine keeps whole pages of all tokens, also of those that a sliding window has left.
+    """
+    stack = job.sizes.stacks[-1]
+    kept = round_up(job.seq, ENGINE.page_size)
+    return [(stack, kept) for block in stack.blocks if block.attention]
+
+
+def read_tokens(job: Job) -> list[tuple[StackSizes, int]]:
+    """Attentions of the last stack, and the tokens whose keys each reads for a new one."""
     stack = job.sizes.stacks[-1]
     masks = [block.attention.mask for block in stack.blocks if block.attention]
     return [(stack, min(job.seq, mask.window or job.seq)) for mask in masks]

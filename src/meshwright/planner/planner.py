@@ -14,6 +14,7 @@ from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import Machine, largest_slice, squarest
 from meshwright.models import family_of, model_config
+from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.planner import constraints
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.efficiency import OPTIMIZER_BYTES, told_to_overlap
@@ -31,6 +32,7 @@ from meshwright.train import AUTO, TrainConfig, with_settings
 
 OBJECTIVES = ("throughput", "latency", "memory")
 DTYPES = ("float32", "bfloat16")
+UNQUANTIZED = "plain"  # weights in the dtype of activations
 MOST = 2**31 - 1  # of batch, seq and the like: dims of arrays are counted in int32
 MOST_DEVICES = 65536  # to which a larger machine is looked for
 
@@ -51,9 +53,9 @@ def plan(
 
     `model` is a preset, a config.json, a model's config, or a TrainConfig; `on` a machine as a
     value or in text; `batch` the sequences of a step, over all devices. `mesh` limits what may be
-    chosen (`fsdp=*,tp<=8,sp=1`). The `settings` remat and accumulation fix what else would be
-    chosen with it; loss_chunk, optimizer, param_dtype, dtype, scan and overlap are settings of
-    train and have its defaults.
+    chosen (`fsdp=*,tp<=8,sp=1`). The `settings` remat and accumulation, or weights of serving
+    (plain, int8 or fp8), fix what else would be chosen with it; loss_chunk, optimizer,
+    param_dtype, dtype, scan and overlap are settings of train and have its defaults.
 
     Of a TrainConfig the mesh, remat, accumulation, sequence_parallel, context_parallel and
     mlp_chunk are kept where they are not the defaults. Settings given here replace its own.
@@ -63,6 +65,8 @@ def plan(
     given = {name: value for name, value in given.items() if value is not None}
     _check(objective, kind, cost_per_hour, given)
     fixed = {name: given.pop(name) for name in CHOSEN_TOO if name in given}
+    if fixed.get("weights") == UNQUANTIZED:
+        fixed["weights"] = None
     config = _config(model, given)
     limits = constraints_of(config)
     if mesh is not None:
@@ -118,7 +122,7 @@ _SETTINGS = {
     "overlap": "compute.overlap",
 }  # fmt: skip
 _KNOWN = {"optimizer": tuple(OPTIMIZER_BYTES), "param_dtype": DTYPES, "dtype": DTYPES}
-CHOSEN_TOO = ("remat", "accumulation")
+CHOSEN_TOO = ("remat", "accumulation", "weights")
 
 
 def _config(model: Any, given: Mapping[str, Any]) -> TrainConfig:
@@ -171,6 +175,8 @@ def _check(
         raise MeshwrightError(
             f"objective={objective!r} is not known{did_you_mean(objective, OBJECTIVES)}"
         )
+    if "weights" in given:
+        _check_weights(kind, given["weights"])
     if "accumulation" in given:
         _check_number("accumulation", given["accumulation"])
     price = cost_per_hour
@@ -189,6 +195,18 @@ def _check(
             raise MeshwrightError(
                 f"{name}={given[name]!r} is of training, and serving is planned; leave it out"
             )
+
+
+def _check_weights(kind: str, weights: object) -> None:
+    if kind == "train":
+        raise MeshwrightError(
+            f"weights={weights!r} is of serving, and training is planned; leave it out"
+        )
+    known = (UNQUANTIZED, *QUANTIZED_DTYPES)
+    if weights not in known:
+        raise MeshwrightError(
+            f"weights={weights!r} is not known{did_you_mean(str(weights), known)}"
+        )
 
 
 def _check_number(what: str, number: object) -> None:

@@ -81,6 +81,7 @@ class Choice:
     sequence_parallel: bool = False
     strategy: str = "auto"  # of attention over sp; auto is not known before the machine is
     mlp_chunk: int = 0
+    weights: str | None = None  # serving: int8 or fp8; None: not quantized
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -138,6 +139,19 @@ class Transfer:
     hidden: float = 0.0  # of those, the seconds that lie under compute
 
 
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """What a choice does for requests, beside the step of the batch that was asked for."""
+
+    first_token_seconds: float  # of a prompt of seq tokens, when no other is computed
+    largest_batch: int  # sequences of seq tokens that the cache holds, over all devices
+    full_step_seconds: float  # time of a token with so many
+
+    @property
+    def full_tokens_per_second(self) -> float:
+        return self.largest_batch / self.full_step_seconds
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Estimate:
     """What a choice would cost."""
@@ -154,6 +168,7 @@ class Estimate:
     bound: str  # compute, memory, or the axis whose links are waited for
     reason: str  # a sentence: why it is as fast as it is
     group: int = 0  # of choices whose times cannot be told apart, from 1; 0: not ranked by time
+    serving: Serving | None = None
 
     @property
     def exposed(self) -> float:
@@ -191,7 +206,9 @@ class Plan:
     kind: Literal["train", "serve"]
     machine: Machine
     objective: Literal["throughput", "latency", "memory"]
-    ranked: tuple[Estimate, ...]  # one for each mesh: with the best of the rest
+    ranked: tuple[
+        Estimate, ...
+    ]  # one for each mesh, with the best of the rest; serving: and weights
     refused: tuple[Refusal, ...]
     largest_batch: int | None = None  # of the best mesh, at this seq
     largest_seq: int | None = None  # of the best mesh, at one sequence a device

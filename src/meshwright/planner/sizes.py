@@ -26,6 +26,7 @@ class Matrix:
     output: str  # the activation that it makes; "" for one that every remat policy saves
     adds_to_residual: bool  # its last dim is embed: it leads back to the residual stream
     of_keys: bool  # it makes keys or values
+    outputs: int  # numbers that it makes of a token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +213,8 @@ def _block(block: Block, arrays: Mapping[str, ArraySpec]) -> BlockSizes:
         output = block.outputs[name]
         back = array.dims[-1] == "embed"
         of_keys = output in ("k", "v")
-        matrices.append(Matrix(name, weights, weights // embed, output, back, of_keys))
+        inner = weights // embed
+        outputs = embed if back else inner
+        matrices.append(Matrix(name, weights, inner, output, back, of_keys, outputs))
     saved = {name: tuple(dims.split()) for name, dims in block.saved.items()}
     return BlockSizes(block.name, tuple(matrices), saved, block.attention)

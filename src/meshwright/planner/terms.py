@@ -109,4 +109,6 @@ def _as_term(number: Number) -> Term:
 
 
 def _text(value: float) -> str:
+    if 0 < abs(value) < 0.1:
+        return f"{value:.3g}"
     return f"{value:,.0f}" if value == round(value) or value >= 1e6 else f"{value:,.2f}"

@@ -13,6 +13,7 @@ from meshwright.planner import efficiency
 from meshwright.planner.links import Link, over
 from meshwright.planner.result import Choice, Estimate, Job, Transfer
 from meshwright.planner.rewrites import compiled_sends
+from meshwright.planner.serving import sends as serving_sends
 from meshwright.planner.shares import place_axes
 from meshwright.planner.terms import term
 from meshwright.planner.traffic import Carries, Send
@@ -105,7 +106,8 @@ def formulas(job: Job, estimate: Estimate, machine: Machine) -> list[str]:
 
     "" where the formulas of this Meshwright do not give the estimate's numbers.
     """
-    sends = compiled_sends(job, estimate.choice, machine, term) if job.kind == "train" else []
+    of_kind = compiled_sends if job.kind == "train" else serving_sends
+    sends = of_kind(job, estimate.choice, machine, term)
     if [int(send.bytes.value) for send in sends] != [one.bytes for one in estimate.transfers]:
         return [""] * len(estimate.transfers)
     return [str(send.bytes) for send in sends]

@@ -26,19 +26,15 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     from meshwright.errors import MeshwrightError
     from meshwright.machines import Machine
-    from meshwright.models import model_from_dict
     from meshwright.proofs.target import absent_devices
-    from meshwright.train import abstract_step, config_from_dict, training_mesh
 
     machine = Machine.parse(request["machine"])
-    config = config_from_dict(request["config"], "request")
     devices = absent_devices(machine)
+    _stage("lowering")
+    start = time.perf_counter()
+    lower = _served if "serve" in request else _trained
     try:
-        placed = training_mesh(config, machine, devices)
-        _stage("lowering")
-        start = time.perf_counter()
-        step = abstract_step(config, placed, model_from_dict(request["model"]))
-        lowered = step.lower()
+        lowered, placed, attention = lower(request, machine, devices)
     except MeshwrightError as mistake:
         return {"mistake": str(mistake)}
     lowering = time.perf_counter() - start
@@ -52,7 +48,7 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         except jax.errors.JaxRuntimeError as reason:
             times["compiling"] = time.perf_counter() - start
             (folder / "message.txt").write_text(str(reason), encoding="utf-8")
-            return {"times": times, "failure": str(reason), "attention": step.attention}
+            return {"times": times, "failure": str(reason), "attention": attention}
         times["compiling"] = time.perf_counter() - start
         _stage("reading")
         report = [path.read_text() for path in Path(dumped).glob("*memory-usage-report.txt")]
@@ -64,10 +60,32 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "times": times,
         "sizes": {kind: getattr(stats, f"{kind}_size_in_bytes") for kind in kinds},
-        "attention": step.attention,
+        "attention": attention,
         "devices": len(devices),
         "axes": dict(placed.shape),
     }
+
+
+def _trained(request: dict[str, Any], machine: Any, devices: list[Any]) -> tuple[Any, Any, Any]:
+    from meshwright.models import model_from_dict
+    from meshwright.train import abstract_step, config_from_dict, training_mesh
+
+    config = config_from_dict(request["config"], "request")
+    placed = training_mesh(config, machine, devices)
+    step = abstract_step(config, placed, model_from_dict(request["model"]))
+    return step.lower(), placed, step.attention
+
+
+def _served(request: dict[str, Any], machine: Any, devices: list[Any]) -> tuple[Any, Any, Any]:
+    from meshwright.meshes import MeshSpec, mesh
+    from meshwright.models import model_from_dict
+    from meshwright.serve import ServedStep
+
+    step = ServedStep(**request["serve"])
+    spec = MeshSpec.parse(step.mesh).with_standard_axes()
+    placed = mesh(spec, machine, devices, axis_types="explicit")
+    lowered, kernel = step.lower(model_from_dict(request["model"]), placed, request["part"])
+    return lowered, placed, f"paged, by the kernel {kernel}"
 
 
 def _write(path: Path, text: str) -> None:

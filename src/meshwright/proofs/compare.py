@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 from meshwright.audits import Audit, Expected
 from meshwright.machines import Machine
@@ -13,6 +14,7 @@ from meshwright.planner import (
     compiled_traffic,
     in_stages,
     memory,
+    serving_sends,
     traffic,
 )
 from meshwright.proofs.proof import Proof
@@ -34,6 +36,7 @@ class Comparison:
 
 # the TPU compiler pads what it scatters by up to an eighth, and hops the edges where they belong
 _PADDED = 1.13
+_FLOAT32 = 2  # a compiler may add up in float32 what is bfloat16
 
 
 def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]:
@@ -78,6 +81,28 @@ def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]
     )
 
 
+def expected_serving(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]:
+    """What the plan would have a decode step send, in float32 at most."""
+    return tuple(
+        Expected(send.operation, ("tp",), None, send.what, at_most=_FLOAT32 * int(send.bytes))
+        for send in serving_sends(job, choice, machine)
+    )
+
+
+def compare_serving(
+    job: Job, choice: Choice, proofs: Mapping[str, Proof], audit: Audit | None
+) -> tuple[Comparison, ...]:
+    """Memory of prefill, which needs most, and the bytes that a decode step sends."""
+    machine = proofs["prefill"].machine
+    compared = _memory(memory(job, choice, machine).total, proofs["prefill"])
+    if audit is None:
+        return tuple(compared)
+    planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for send in serving_sends(job, choice, machine):
+        planned[send.operation, ("tp",)] += int(send.bytes) * send.times
+    return (*compared, *_traffic(planned, audit))
+
+
 def _combined(job: Job, choice: Choice, machine: Machine) -> Counter[tuple[str, ...]]:
     """Bytes of all sums over the same axes: the GPU compiler sends those outside of loops as one.
 
@@ -92,23 +117,30 @@ def _combined(job: Job, choice: Choice, machine: Machine) -> Counter[tuple[str, 
 
 def compare(job: Job, choice: Choice, proof: Proof, audit: Audit | None) -> tuple[Comparison, ...]:
     """Memory, and the bytes of every kind of collective over every set of axes."""
-    compared = []
-    need = memory(job, choice, proof.machine)
-    if proof.footprint is not None:
-        compared.append(Comparison("memory of a device", need.total, proof.footprint.total))
-    elif proof.out_of_memory is not None:
-        compared.append(Comparison("memory of a device", need.total, proof.out_of_memory.needed))
+    compared = _memory(memory(job, choice, proof.machine).total, proof)
     if audit is None:
         return tuple(compared)
     planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for transfer in compiled_traffic(job, choice, proof.machine):
         planned[transfer.operation, transfer.axes] += transfer.bytes * transfer.times
+    return (*compared, *_traffic(planned, audit))
+
+
+def _memory(planned: int, proof: Proof) -> list[Comparison]:
+    if proof.footprint is not None:
+        return [Comparison("memory of a device", planned, proof.footprint.total)]
+    if proof.out_of_memory is not None:
+        return [Comparison("memory of a device", planned, proof.out_of_memory.needed)]
+    return []
+
+
+def _traffic(planned: Counter[tuple[str, tuple[str, ...]]], audit: Audit) -> list[Comparison]:
     compiled: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for row in audit.rows:
         if row.counted:
             compiled[row.operation, row.axes] += row.bytes * row.times
     kinds = sorted({*planned, *compiled}, key=lambda kind: -compiled[kind])
-    compared += [
+    return [
         Comparison(
             f"{operation} over {'+'.join(axes)}",
             planned[operation, axes],
@@ -116,4 +148,3 @@ def compare(job: Job, choice: Choice, proof: Proof, audit: Audit | None) -> tupl
         )
         for operation, axes in kinds
     ]
-    return tuple(compared)

@@ -1,4 +1,4 @@
-"""Compile the step that train would run, for a machine that is not here, and read what came of it.
+"""Compile what train or serve would run, for a machine that is not here, and read what came of it.
 
 proof = prove(TrainConfig("llama-3.1-8b", mesh="fsdp=64", batch=64, seq=8192), "v5p:4x4x4")
 proof.fits, proof.footprint.total
@@ -91,6 +91,45 @@ def prove(
         "config": settings,
         "model": model_to_dict(model),
     }
+    return _proved(request, machine, config.mesh, cache, progress)
+
+
+def prove_serving(
+    step: Any,
+    model: Any,
+    on: Machine | str,
+    *,
+    cache: Path | bool = True,
+    progress: Progress | None = None,
+) -> dict[str, Proof]:
+    """Compile the decode and the prefill step of an engine (a serve.ServedStep) for a machine.
+
+    `model` is a model's config; `cache` and failures are as in `prove`.
+    """
+    from meshwright.models import model_to_dict
+
+    machine = Machine.parse(on)
+    check_slice(machine.chip, machine.shape, machine.slices, str(machine))
+    check_extra(machine)
+    request = {
+        "machine": str(machine),
+        "serve": dataclasses.asdict(step),
+        "model": model_to_dict(model),
+    }
+    return {
+        part: _proved(request | {"part": part}, machine, step.mesh, cache, progress)
+        for part in ("decode", "prefill")
+    }
+
+
+def _proved(
+    request: dict[str, Any],
+    machine: Machine,
+    mesh: str,
+    cache: Path | bool,
+    progress: Progress | None,
+) -> Proof:
+    """What the compiler made of a request, or what is kept of it."""
     if machine.chip.platform == "gpu":
         request["own_kernels"] = switched_on()
     compiler = compiler_versions(machine)
@@ -102,7 +141,7 @@ def prove(
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     if "mistake" in result:
         raise MeshwrightError(result["mistake"])
-    return _proof(result, machine, config.mesh, compiler, folder, known)
+    return _proof(result, machine, mesh, compiler, folder, known)
 
 
 def _check(config: Any, model: Any, machine: Machine) -> None:

@@ -1,5 +1,6 @@
 """Serve a model: the inference engine, and generation with a fixed batch of prompts."""
 
+from meshwright.serve.abstract_step import Part, ServedStep
 from meshwright.serve.engine import Engine
 from meshwright.serve.generate import check_prompts, stream
 from meshwright.serve.load import (
@@ -35,10 +36,12 @@ __all__ = [
     "FinishReason",
     "Model",
     "OverloadedError",
+    "Part",
     "Replicas",
     "Request",
     "Sampling",
     "ServeConfig",
+    "ServedStep",
     "Source",
     "TokenLogprobs",
     "check_fits",

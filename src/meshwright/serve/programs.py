@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import lax
-from jax.sharding import NamedSharding, reshard
+from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
@@ -24,7 +24,7 @@ from meshwright.models import Compute, PagedCache, family_of, generation_of, lm_
 from meshwright.ops import current_platform, spec_of
 from meshwright.ops.attention import PagedCall, PagedTokens, choose_paged, pool_shapes
 from meshwright.serve.device_sampling import TOP, top_logprobs
-from meshwright.serve.load import Model
+from meshwright.serve.load import Model, targets
 from meshwright.serve.settings import EngineConfig
 
 Ints = npt.NDArray[np.int32]
@@ -99,31 +99,114 @@ class StepInputs:
         return cls(**views)
 
 
-class Programs:
-    """Weights and pages on the devices, and compiled programs over them."""
+class Steps:
+    """What a step computes, of weights and pages that may be abstract arrays."""
 
-    def __init__(self, model: Model, config: EngineConfig, max_length: int, release: bool) -> None:
-        serving_weights = generation_of(model.config).serving_weights
-        if serving_weights is None:
+    def __init__(
+        self, model_config: Any, mesh: Mesh, dtype: Any, config: EngineConfig, max_length: int
+    ) -> None:
+        if generation_of(model_config).serving_weights is None:
             raise MeshwrightError(
-                f"the engine cannot serve models of the family {family_of(model.config).name!r}: "
+                f"the engine cannot serve models of the family {family_of(model_config).name!r}: "
                 "their decoder reads the keys of an encoder, which are in no page; use meshwright "
                 "generate"
             )
-        self.model_config, self.mesh, self.config = model.config, model.mesh, config
+        self.model_config, self.mesh, self.config = model_config, mesh, config
         self.width = -(-max_length // config.page_size)
+        self.dtype = jnp.dtype(dtype)
+        with jax.set_mesh(mesh):
+            self.compute = Compute(_rules(), self.dtype, scan=False, stationary=True)
+            call = PagedCall(
+                current_platform(), str(self.dtype), model_config.head_dim,
+                getattr(model_config, "sliding_window", None),
+            )  # fmt: skip
+            self.kernel = choose_paged(call, config.kernel)
+
+    @property
+    def chunk_places(self) -> int:
+        """Chunks of the largest shape: so many logits are computed for chunks in every step."""
+        return max(chunks for chunks, _ in self.config.chunks)
+
+    def run_step(
+        self, shape: Shape, weights: Any, pools: Any, last_tokens: jax.Array, flat: jax.Array
+    ) -> Any:
+        inputs = StepInputs.unpack(flat, shape, self.width)
+        decode_tokens = jnp.where(inputs.tokens < 0, last_tokens[inputs.slots], inputs.tokens)
+        tokens = jnp.concatenate([decode_tokens, inputs.chunk_tokens.reshape(-1)])
+        paged = PagedTokens(
+            inputs.tables, inputs.positions, inputs.chunk_tables, inputs.starts, inputs.counts,
+            shape.length, shape.first,
+        )  # fmt: skip
+        family, config = family_of(self.model_config), self.model_config
+        batch = {"tokens": tokens[None]}
+        state = PagedCache(pools, paged)
+        hidden, state = family.forward(weights, batch, config, self.compute, state)
+        head = family.lm_head(weights, config)
+
+        def logits_at(indices: jax.Array) -> jax.Array:
+            logits = lm_logits(_take(hidden, indices), head, config.vocab, self.compute)
+            return reshard(logits, P(None, None, None))[0]
+
+        ends = shape.decode + jnp.arange(shape.chunks) * shape.length + inputs.counts - 1
+        rest = jnp.zeros(self.chunk_places - shape.chunks if shape.chunks else 0, jnp.int32)
+        logits = logits_at(jnp.concatenate([jnp.arange(shape.decode), ends, rest]))
+        scores = None
+        if shape.scored:
+            scores = _scores(logits_at, shape, inputs.chunk_targets.reshape(-1))
+        return logits, state.layers, scores
+
+    def lower(self, shape: Shape, pages: int) -> Any:
+        """The step of a shape with so many pages, lowered: nothing is on the devices."""
+        serving_weights = generation_of(self.model_config).serving_weights
+        assert serving_weights is not None
+        params = targets(self.model_config, self.mesh, self.dtype)
+        with jax.set_mesh(self.mesh):
+            weights = jax.eval_shape(
+                lambda params: serving_weights(params, self.model_config, self.config.weights),
+                params,
+            )
+            weights = jax.tree.map(self._placed, weights)
+            flat = StepInputs.empty(shape, self.width)[1]
+            tokens, inputs = (
+                jax.ShapeDtypeStruct((size,), jnp.int32, sharding=NamedSharding(self.mesh, P(None)))
+                for size in (self.config.max_batch + 1, flat.size)
+            )
+            step = jax.jit(functools.partial(self.run_step, shape), donate_argnums=1)
+            return step.lower(weights, self._abstract_pools(pages), tokens, inputs)
+
+    def _placed(self, array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """On the devices of the mesh, as the types of an explicit mesh say."""
+        assert array.sharding is not None
+        place = NamedSharding(self.mesh, array.sharding.spec)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+
+    def _abstract_pools(self, pages: int) -> list[dict[str, jax.ShapeDtypeStruct]]:
+        config, size = self.model_config, self.config.page_size
+        shapes = pool_shapes(self.kernel, pages, size, config.kv_heads, config.head_dim)
+        with jax.set_mesh(self.mesh):
+            heads = self.compute.layouts.kv_heads.partitions[2]
+        place = NamedSharding(self.mesh, P(None, None, heads, None))
+        layer = {
+            name: jax.ShapeDtypeStruct(shape, self.dtype, sharding=place)
+            for name, shape in shapes.items()
+        }
+        return [layer] * config.layers
+
+
+class Programs(Steps):
+    """Weights and pages on the devices, and compiled programs over them."""
+
+    def __init__(self, model: Model, config: EngineConfig, max_length: int, release: bool) -> None:
+        super().__init__(
+            model.config, model.mesh, model.params["embedding"].dtype, config, max_length
+        )
         self.compilations = 0
         self._functions: dict[Any, Any] = {}  # jitted
         self.is_ready = False
+        serving_weights = generation_of(model.config).serving_weights
+        assert serving_weights is not None
         with jax.set_mesh(self.mesh):
             self.weights = serving_weights(model.params, model.config, config.weights, release)
-            self.dtype = model.params["embedding"].dtype
-            self.compute = Compute(_rules(), self.dtype, scan=False, stationary=True)
-            call = PagedCall(
-                current_platform(), str(self.dtype), model.config.head_dim,
-                getattr(model.config, "sliding_window", None),
-            )  # fmt: skip
-            self.kernel = choose_paged(call, config.kernel)
         self.pages = config.pages or self._pages_that_fit()
         if self.pages <= self.width:
             raise MeshwrightError(
@@ -133,18 +216,13 @@ class Programs:
         self.pools = self._new_pools()
         self.last_tokens = self.put(np.zeros(config.max_batch + 1, np.int32))
 
-    @property
-    def chunk_places(self) -> int:
-        """Chunks of the largest shape: so many logits are computed for chunks in every step."""
-        return max(chunks for chunks, _ in self.config.chunks)
-
     def put(self, array: Any) -> jax.Array:
         """A host array on all devices, with the sharding that programs give their results."""
         return jax.device_put(array, NamedSharding(self.mesh, P(*(None,) * np.ndim(array))))
 
     def step(self, shape: Shape, inputs: Ints) -> Any:
         """Dispatch a step: logits [decode + chunk places, vocab], and scores if wanted."""
-        step = functools.partial(self._run_step, shape)
+        step = functools.partial(self.run_step, shape)
         arguments = self.weights, self.pools, self.last_tokens, self.put(inputs)
         logits, self.pools, scores = self.run(("step", shape), step, 1, *arguments)
         return logits, scores
@@ -184,49 +262,18 @@ class Programs:
         chunks, length = scoring_shape(self.config)
         return found + [Shape(full, chunks, length, first, True) for first in (True, False)]
 
-    def _run_step(
-        self, shape: Shape, weights: Any, pools: Any, last_tokens: jax.Array, flat: jax.Array
-    ) -> Any:
-        inputs = StepInputs.unpack(flat, shape, self.width)
-        decode_tokens = jnp.where(inputs.tokens < 0, last_tokens[inputs.slots], inputs.tokens)
-        tokens = jnp.concatenate([decode_tokens, inputs.chunk_tokens.reshape(-1)])
-        paged = PagedTokens(
-            inputs.tables, inputs.positions, inputs.chunk_tables, inputs.starts, inputs.counts,
-            shape.length, shape.first,
-        )  # fmt: skip
-        family, config = family_of(self.model_config), self.model_config
-        batch = {"tokens": tokens[None]}
-        state = PagedCache(pools, paged)
-        hidden, state = family.forward(weights, batch, config, self.compute, state)
-        head = family.lm_head(weights, config)
-
-        def logits_at(indices: jax.Array) -> jax.Array:
-            logits = lm_logits(_take(hidden, indices), head, config.vocab, self.compute)
-            return reshard(logits, P(None, None, None))[0]
-
-        ends = shape.decode + jnp.arange(shape.chunks) * shape.length + inputs.counts - 1
-        rest = jnp.zeros(self.chunk_places - shape.chunks if shape.chunks else 0, jnp.int32)
-        logits = logits_at(jnp.concatenate([jnp.arange(shape.decode), ends, rest]))
-        scores = None
-        if shape.scored:
-            scores = _scores(logits_at, shape, inputs.chunk_targets.reshape(-1))
-        return logits, state.layers, scores
-
     def _new_pools(self) -> Any:
-        config = self.model_config
-        size = self.config.page_size
-        shapes = pool_shapes(self.kernel, self.pages, size, config.kv_heads, config.head_dim)
+        layers = self._abstract_pools(self.pages)
+
+        @jax.jit
+        def zeros() -> Any:
+            return {
+                name: jnp.zeros(array.shape, array.dtype, out_sharding=array.sharding.spec)
+                for name, array in layers[0].items()
+            }
+
         with jax.set_mesh(self.mesh):
-            heads = self.compute.layouts.kv_heads.partitions[2]
-
-            @jax.jit
-            def zeros() -> Any:
-                return {
-                    name: jnp.zeros(shape, self.dtype, out_sharding=P(None, None, heads, None))
-                    for name, shape in shapes.items()
-                }
-
-            return [zeros() for _ in range(config.layers)]
+            return [zeros() for _ in layers]
 
     def _pages_that_fit(self) -> int:
         config = self.model_config

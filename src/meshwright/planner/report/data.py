@@ -23,12 +23,13 @@ from meshwright.errors import MeshwrightError
 from meshwright.models import FAMILIES
 from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.report import figures
-from meshwright.planner.result import Estimate, Memory, Plan, Refusal
+from meshwright.planner.result import Estimate, Memory, Plan, Refusal, Serving
 from meshwright.train import TrainConfig, config_from_dict, config_to_dict
 
 FORMAT = "meshwright plan"
-VERSION = 4
+VERSION = 5
 MEMORY_FOLLOWS = ("total", "fits", "reserve", "tight")
+SERVING_FOLLOWS = ("full_tokens_per_second",)
 
 
 @functools.cache
@@ -137,6 +138,8 @@ def _plain(value: Any, kind: Any) -> Any:
         follows = {}
         if isinstance(value, Memory):
             follows = {name: getattr(value, name) for name in MEMORY_FOLLOWS}
+        if isinstance(value, Serving):
+            follows = {name: getattr(value, name) for name in SERVING_FOLLOWS}
         return named | fields | follows
     if isinstance(value, Mapping):
         return {key: _plain(item, None) for key, item in value.items()}

@@ -1,5 +1,6 @@
 """One mesh of a plan with its formulas filled in: memory, work, transfers, time, roofline."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from meshwright.errors import MeshwrightError
@@ -10,7 +11,17 @@ from meshwright.planner.memory import memory as count_memory
 from meshwright.planner.parts import keys_seen, splits_of
 from meshwright.planner.report import figures
 from meshwright.planner.report.words import settings, short_mesh
-from meshwright.planner.result import RESERVE, Choice, Estimate, Job, Memory, Plan, Refusal
+from meshwright.planner.result import (
+    RESERVE,
+    Choice,
+    Estimate,
+    Job,
+    Memory,
+    Plan,
+    Refusal,
+    Serving,
+)
+from meshwright.planner.serving import formulas as serving_formulas
 from meshwright.planner.time import formulas as transfer_formulas
 from meshwright.present import (
     Column,
@@ -55,7 +66,7 @@ def explain(plan: Plan, found: Estimate | Refusal, width: int = 120) -> "Group":
 
     warned = [paragraph(f"warning: {one}", width, 0, hanging=2) for one in plan.warnings]
     title = Text(f"{short_mesh(found.choice)} on {plan.machine}", style="bold")
-    title.append(f": {settings(found.choice)}", style="not bold")
+    title.append(f": {settings(found.choice, plan.job.kind)}", style="not bold")
     parts: list[RenderableType] = [title, *warned]
     if isinstance(found, Refusal):
         parts.append(paragraph(f"refused: {found.why}", width, 0, hanging=2, style="red"))
@@ -211,17 +222,34 @@ def _time(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
         Column("", right=False, importance=1, style="cyan"),
     ]
     step = estimate.step_seconds
+    said = serving_formulas(plan.job, estimate, plan.machine)
     rows = [
-        Row((part, seconds_text(seconds), percent(seconds / step), bar(seconds / step, BAR)))
+        Row(
+            (part, seconds_text(seconds), percent(seconds / step), bar(seconds / step, BAR)),
+            note=said.get(part, ""),
+        )
         for part, seconds in estimate.seconds.items()
         if seconds
     ]
     rows.append(Row(("step", seconds_text(step), "100%", ""), style="bold"))
+    lines = [] if estimate.serving is None else _served(plan, estimate.serving, said)
     return [
         *_heading(
             "time", f" of a step; {amount(figures.tokens_per_second(plan, estimate))} tokens/s"
         ),
         *aligned(columns, rows, width, indent=2),
+        *(paragraph(line, width, hanging=4) for line in lines),
+    ]
+
+
+def _served(plan: Plan, served: Serving, said: Mapping[str, str]) -> list[str]:
+    prompt = f"first token of a prompt of {count(plan.job.seq, 'token')}"
+    formula = f": {said['first token']}" if "first token" in said else ""
+    return [
+        f"{prompt}: {seconds_text(served.first_token_seconds)}{formula}",
+        f"full, with {count(served.largest_batch, 'sequence')} of {plan.job.seq:,} tokens: a token "
+        f"takes {seconds_text(served.full_step_seconds)}, "
+        f"{amount(served.full_tokens_per_second)} tokens/s",
     ]
 
 

@@ -72,7 +72,8 @@ def _row(
         "sizes": list(choice.sizes.values()),
         "remat": choice.remat,
         "micro": choice.accumulation,
-        "settings": settings(choice),
+        "settings": settings(choice, plan.job.kind),
+        "weights": choice.weights or plan.job.dtype,
         "step": estimate.step_seconds,
         "tokens": figures.tokens_per_second(plan, estimate),
         "chip": figures.per_chip(plan, estimate),
@@ -90,6 +91,12 @@ def _row(
         "axes": [[name, time.seconds, time.hidden, time.wire_bytes] for name, time in axes.items()],
         "next": next_commands(plan, choice),
     }
+    if estimate.serving is not None:
+        row |= {
+            "first": estimate.serving.first_token_seconds,
+            "full": estimate.serving.largest_batch,
+            "fullTokens": estimate.serving.full_tokens_per_second,
+        }
     if rank < DETAILED:
         row["transfers"] = [
             [
@@ -125,6 +132,9 @@ def _summary(plan: Plan) -> list[tuple[str, str]]:
         ("MFU", percent(best.mfu)),
         (f"GiB of {gib(best.memory.limit)}", gib(best.memory.total)),
     ]
+    if best.serving is not None:
+        first = seconds_text(best.serving.first_token_seconds)
+        cells.insert(1, ("first token", first))
     if plan.largest_batch is not None:
         training = plan.job.kind == "train"
         cells.append(

@@ -12,7 +12,7 @@ from meshwright.planner.report.words import (
     next_commands,
     short_mesh,
 )
-from meshwright.planner.result import Estimate, Memory, Plan
+from meshwright.planner.result import Estimate, Memory, Plan, Serving
 from meshwright.present import (
     Column,
     Row,
@@ -104,11 +104,23 @@ def _columns(plan: Plan) -> list[tuple[Column, Callable[[Estimate], str]]]:
             (Column("remat", right=False), lambda one: one.choice.remat),
             (Column("micro", importance=4), lambda one: str(one.choice.accumulation)),
         ]
+    if plan.best.serving is not None:
+        columns += [
+            (Column("weights", right=False), lambda one: one.choice.weights or plan.job.dtype),
+            (Column("1st token", importance=7), _of_serving(_first_token)),
+        ]
     columns += [
         (Column("step" if training else "a token"), lambda one: seconds_text(one.step_seconds)),
         (Column("tokens/s"), lambda one: amount(figures.tokens_per_second(plan, one))),
         (Column("a chip", importance=2), lambda one: amount(figures.per_chip(plan, one))),
-        (Column("MFU"), lambda one: percent(one.mfu)),
+    ]
+    if plan.best.serving is not None:
+        columns += [
+            (Column("full batch", importance=7), _of_serving(lambda it: f"{it.largest_batch:,}")),
+            (Column("tokens/s", importance=7), _of_serving(_full_rate)),
+        ]
+    columns += [
+        (Column("MFU", importance=0 if training else 1), lambda one: percent(one.mfu)),
         (Column(f"of {gib(plan.best.memory.limit)} GiB"), lambda one: _used(one.memory)),
         (
             Column("", right=False, importance=1, style="cyan"),
@@ -124,6 +136,18 @@ def _columns(plan: Plan) -> list[tuple[Column, Callable[[Estimate], str]]]:
         )
     columns.append((Column("bound", right=False, importance=3), lambda one: one.bound))
     return columns
+
+
+def _of_serving(cell: Callable[[Serving], str]) -> Callable[[Estimate], str]:
+    return lambda one: "" if one.serving is None else cell(one.serving)
+
+
+def _first_token(serving: Serving) -> str:
+    return seconds_text(serving.first_token_seconds)
+
+
+def _full_rate(serving: Serving) -> str:
+    return amount(serving.full_tokens_per_second)
 
 
 def _used(memory: Memory) -> str:

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
+from meshwright.models import generation_of
 from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.result import Choice, Plan, Refusal
 from meshwright.planner.settings import apply
@@ -28,15 +29,18 @@ def group_headings(plan: Plan) -> dict[int, str]:
         if one.group and one.group not in found:
             which = "next " if found else ""
             tight = ", tight memory" if one.memory.tight else ""
+            kept = f", weights {one.choice.weights}" if one.choice.weights else ""
             found[one.group] = (
-                f"group {one.group}: within {percent(UNCERTAINTY)} of the {which}fastest{tight}; "
-                "simplest first"
+                f"group {one.group}: within {percent(UNCERTAINTY)} of the {which}fastest{kept}"
+                f"{tight}; simplest first"
             )
     return found
 
 
-def settings(choice: Choice) -> str:
+def settings(choice: Choice, kind: str) -> str:
     """What is chosen with the mesh: `"remat full, 4 micro-batches, sequence_parallel"`."""
+    if kind == "serve":
+        return f"weights in {choice.weights}" if choice.weights else "weights not quantized"
     words = [f"remat {choice.remat}", count(choice.accumulation, "micro-batch")]
     if choice.sequence_parallel:
         words.append("sequence_parallel")
@@ -48,11 +52,10 @@ def settings(choice: Choice) -> str:
 
 
 def next_commands(plan: Plan, choice: Choice) -> list[str]:
-    """What to type next: have the compiler prove it, then run it; to serve: see where it lies."""
+    """What to type next: have the compiler prove it, then run it."""
     job = plan.job
     if job.kind == "serve":
-        words = ["meshwright", "show", "--mesh", choice.mesh, "--on", str(plan.machine)]
-        return [shlex.join(words)]
+        return _to_serve(plan, choice)
     config = apply(plan.config, choice)
     if job.seq > job.model.max_seq:  # Plan.warnings says so
         factor = -(-job.seq // job.model.max_seq)
@@ -62,6 +65,20 @@ def next_commands(plan: Plan, choice: Choice) -> list[str]:
     model, flags = job.name or "MODEL", settings_flags(config)
     prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags]
     return [shlex.join(prove), shlex.join(["meshwright", "train", model, *flags])]
+
+
+def _to_serve(plan: Plan, choice: Choice) -> list[str]:
+    job, mesh = plan.job, ["--mesh", choice.mesh]
+    if generation_of(job.model).serving_weights is None:  # for meshwright generate
+        return [shlex.join(["meshwright", "show", *mesh, "--on", str(plan.machine)])]
+    prove = ["meshwright", "prove", job.name or "MODEL", "--on", str(plan.machine), "--serve"]
+    prove += [*mesh, "--batch", str(job.batch), "--seq", str(job.seq)]
+    of_replica = str(-(-job.batch // choice.dp))
+    serve = ["meshwright", "serve", "MODEL_FOLDER", *mesh, "--engine.max-batch", of_replica]
+    if choice.weights:
+        prove += ["--weights", choice.weights]
+        serve += ["--engine.weights", choice.weights]
+    return [shlex.join(prove), shlex.join(serve)]
 
 
 def folded(command: str, width: int) -> str:

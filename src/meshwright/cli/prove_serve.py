@@ -1,0 +1,94 @@
+"""`meshwright prove --serve`: compile an engine's steps for a machine that is not here."""
+
+import json
+
+from rich.console import Console
+
+from meshwright.audits import audit as read_audit
+from meshwright.cli.audit import show as show_audit
+from meshwright.cli.flags import take, take_switch
+from meshwright.cli.prove import headline, print_comparison, proof_data, shown
+from meshwright.errors import MeshwrightError
+from meshwright.machines import Machine
+from meshwright.meshes import STANDARD_AXES, MeshSpec
+from meshwright.models import default_dtype, model_config
+from meshwright.ops import QUANTIZED_DTYPES
+from meshwright.planner import Choice, Job
+from meshwright.present import bytes_text
+from meshwright.proofs import compare_serving, expected_serving, prove_serving
+from meshwright.serve import ServedStep
+
+
+def prove_serve(words: list[str]) -> None:
+    """`words` are the command line without --serve."""
+    on, mesh, weights = take(words, "--on"), take(words, "--mesh"), take(words, "--weights")
+    batch, seq = (_number(words, flag) for flag in ("--batch", "--seq"))
+    most = _number(words, "--rows", 12)
+    fail_on = take(words, "--fail-on")
+    as_json, again = take_switch(words, "--json"), take_switch(words, "--no-cache")
+    if fail_on not in (None, "surprise", "memory"):
+        raise MeshwrightError(f"--fail-on {fail_on!r} can be, with --serve: surprise, memory")
+    if len(words) != 1 or words[0].startswith("-") or on is None:
+        raise MeshwrightError(
+            f"prove --serve cannot be read at {' '.join(words)!r}; write meshwright prove MODEL "
+            "--on MACHINE --serve --mesh tp=8 --batch 32 --seq 2048 [--weights int8|fp8]"
+        )
+    if weights not in (None, *QUANTIZED_DTYPES):
+        raise MeshwrightError(f"--weights {weights!r} must be {' or '.join(QUANTIZED_DTYPES)}")
+    name, machine = words[0], Machine.parse(on)
+    spec = MeshSpec.parse(mesh or "tp=-1").with_standard_axes()
+    axes = dict(spec.resolve(machine.num_devices, where=f"in '{machine}'").axes)
+    if axes["fsdp"] * axes["sp"] > 1:
+        raise MeshwrightError("an engine serves meshes of dp and tp; leave fsdp and sp at 1")
+    text = ",".join(f"{axis}={axes[axis]}" for axis in STANDARD_AXES)
+    model = model_config(name)
+    dtype = default_dtype("auto", machine.chip.platform)
+    with shown(f"{name} on {machine}, serving") as progress:
+        proofs = prove_serving(
+            ServedStep(text, batch, seq, weights, dtype), model, machine,
+            cache=not again, progress=progress,
+        )  # fmt: skip
+    job = Job(model, batch, seq, name, "serve", dtype=dtype)
+    choice = Choice(dp=axes["dp"], tp=axes["tp"], weights=weights)
+    decode = proofs["decode"]
+    audit = None
+    if decode.footprint is not None:
+        replica = {**axes, "dp": 1}
+        wanted = expected_serving(job, choice, machine)
+        audit = read_audit(decode.text, replica, expected=wanted)
+    compared = compare_serving(job, choice, proofs, audit)
+    if as_json:
+        data = {
+            "decode": proof_data(decode, audit, compared),
+            "prefill": proof_data(proofs["prefill"], None, ()),
+        }
+        print(json.dumps({"model": name, "machine": str(machine), "mesh": text} | data))
+    else:
+        console = Console()
+        for part, proof in proofs.items():
+            line = headline(name, proof)
+            console.print(f"{part} {line}", highlight=False, soft_wrap=True)
+            kinds = proof.footprint.kinds if proof.footprint else {}
+            sizes = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds.items() if size)
+            console.print(f"of a device: {sizes}", highlight=False, soft_wrap=True)
+            console.print(f"attention: {proof.attention}", highlight=False, soft_wrap=True)
+        print_comparison(console, compared)
+        if audit is not None:
+            show_audit(audit, console, most)
+        console.print(f"the programs are in {decode.folder} and {proofs['prefill'].folder}")
+    wrong = {
+        "surprise": audit is not None and bool(audit.surprises),
+        "memory": not all(proof.fits for proof in proofs.values()),
+    }
+    if fail_on is not None and wrong[fail_on]:
+        raise SystemExit(1)
+
+
+def _number(words: list[str], flag: str, default: int | None = None) -> int:
+    text = take(words, flag)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit():
+        said = "is missing" if text is None else f"{text!r} is not a whole number"
+        raise MeshwrightError(f"prove --serve: {flag} {said}; give it as in {flag} 32")
+    return int(text)

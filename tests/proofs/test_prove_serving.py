@@ -1,0 +1,98 @@
+"""An engine's steps, compiled for machines that are not here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.audits import audit
+from meshwright.cli.main import main
+from meshwright.errors import MeshwrightError
+from meshwright.machines import Machine
+from meshwright.models import preset
+from meshwright.planner import Choice, Job
+from meshwright.planner.memory import memory
+from meshwright.proofs import Proof, compare_serving, expected_serving, prove_serving
+from meshwright.serve import ServedStep
+
+STEP = ServedStep("dp=4,fsdp=1,tp=2,sp=1", batch=16, seq=256)
+JOB = Job(preset("tiny"), STEP.batch, STEP.seq, "tiny", "serve", dtype="float32")
+CHOICE = Choice(dp=4, tp=2)
+
+
+@pytest.fixture(scope="module")
+def proofs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Proof]:
+    return prove_serving(STEP, preset("tiny"), "cpu:8", cache=tmp_path_factory.mktemp("proofs"))
+
+
+def test_decode_and_prefill_fit(proofs: dict[str, Proof]) -> None:
+    assert list(proofs) == ["decode", "prefill"]
+    for proof in proofs.values():
+        assert proof.fits
+        assert proof.attention == "paged, by the kernel plain"
+
+
+def test_weights_and_pages_are_arguments_of_the_planned_size(proofs: dict[str, Proof]) -> None:
+    """Beside them are only the host's integers."""
+    kinds = memory(JOB, CHOICE, Machine.parse("cpu:8")).kinds
+    used = proofs["decode"].footprint
+    assert used is not None
+    more = used.kinds["arguments"] - kinds["parameters"] - kinds["key-value cache"]
+    assert 0 < more < 4096
+    # the pages are written in place
+    assert used.kinds["of outputs, in place of arguments"] == kinds["key-value cache"]
+
+
+def test_a_decode_step_sends_what_is_planned_and_nothing_else(proofs: dict[str, Proof]) -> None:
+    machine = Machine.parse("cpu:8")
+    wanted = expected_serving(JOB, CHOICE, machine)
+    found = audit(proofs["decode"].text, {"dp": 1, "fsdp": 1, "tp": 2, "sp": 1}, expected=wanted)
+    assert not found.surprises
+    compared = compare_serving(JOB, CHOICE, proofs, found)
+    assert [one.what for one in compared] == [
+        "memory of a device", "all-reduce over tp", "all-gather over tp",
+    ]  # fmt: skip
+    assert [one.off for one in compared[1:]] == [0.0, 0.0]
+    # the plan reserves logits three times, as the engine does
+    assert compared[0].off is not None
+    assert 0.0 < compared[0].off < 0.25
+
+
+def test_a_mesh_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    step = ServedStep("dp=1,fsdp=1,tp=8,sp=1", batch=8, seq=64)
+    with pytest.raises(MeshwrightError, match="does not divide the model's kv_heads=4"):
+        prove_serving(step, preset("tiny"), "cpu:8", cache=tmp_path)
+
+
+def test_the_command_reports_both_steps_and_the_audit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = "prove tiny --on cpu:2 --serve --mesh tp=2 --batch 4 --seq 128 --weights int8"
+    main([*command.split(), "--fail-on", "surprise"])
+    text = capsys.readouterr().out
+    assert "decode fits: " in text
+    assert "prefill fits: " in text
+    assert "no surprises" in text
+    main([*command.split(), "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert data["decode"]["cached"]
+    assert data["decode"]["audit"] is not None
+    assert data["prefill"]["fits"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("tiny --on cpu:8 --seq 64", "--batch is missing"),
+        ("tiny --on cpu:8 --batch 4 --seq x", "--seq 'x' is not a whole number"),
+        ("tiny --batch 4 --seq 64", "--on MACHINE"),
+        ("tiny --on cpu:8 --batch 4 --seq 64 --mesh fsdp=8", "meshes of dp and tp"),
+        ("tiny --on cpu:8 --batch 4 --seq 64 --weights int4", "must be int8 or fp8"),
+        ("t5-tiny --on cpu:2 --mesh tp=2 --batch 4 --seq 64", "cannot serve models of the family"),
+    ],
+)
+def test_mistakes_are_said(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["prove", "--serve", *words.split()])
+    assert says in capsys.readouterr().err
