@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,60 @@ def test_a_full_queue_and_a_closed_engine_refuse_requests(model: Model) -> None:
     assert not engine.is_ready
     with pytest.raises(MeshwrightError, match="the engine is closed"):
         engine.generate([Request((1,))])
+
+
+def within_a_minute(run: Callable[[], Any]) -> Any:
+    """The result of a call, or its error; a call that hangs fails."""
+    results: list[Any] = []
+
+    def target() -> None:
+        try:
+            results.append(run())
+        except MeshwrightError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert results, "the call hangs"
+    return results[0]
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "requests"),
+    [
+        (1, [Request((3,), GREEDY, 2), Request((4, 5), GREEDY, 2)]),
+        (2, [Request((i,), GREEDY, 1) for i in range(4)]),  # a batch ends in the step it starts in
+    ],
+)
+def test_requests_that_wait_run_when_a_whole_batch_ends(
+    max_batch: int, requests: list[Request], model: Model
+) -> None:
+    engine = on_demand(model, max_batch=max_batch)
+    found = within_a_minute(lambda: engine.generate(requests))
+    assert [len(done.tokens) for done in found] == [request.max_new for request in requests]
+    engine.close()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_request_that_is_sent_while_the_engine_closes_is_refused(
+    streams: bool, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_demand(model)
+    checked = engine._check
+
+    def check_and_close(request: Request) -> None:
+        checked(request)
+        engine.close()
+
+    monkeypatch.setattr(engine, "_check", check_and_close)
+    request = Request((1,))
+    found = within_a_minute(
+        lambda: streamed(engine, request) if streams else engine.generate([request])
+    )
+    assert isinstance(found, MeshwrightError)
+    assert "the engine is closed" in str(found)
+    engine.cancel("none")  # nothing is left to cancel
 
 
 def test_compiling_while_serving_is_an_error_in_strict_mode(model: Model) -> None:

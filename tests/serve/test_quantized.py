@@ -12,6 +12,7 @@ from tests.serve.test_decode import BASE
 from tests.serve.test_engine import GREEDY, PROMPTS, on_demand
 
 from meshwright.errors import MeshwrightError
+from meshwright.models.decoder.serving import serving_weights
 from meshwright.ops import quantize
 from meshwright.serve import EngineConfig, Model, Request
 from meshwright.serve.load import generation_mesh
@@ -75,3 +76,14 @@ def test_an_engine_computes_with_the_rounded_weights(
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(MeshwrightError, match="weights='int4' must be int8 or fp8"):
         EngineConfig(weights="int4")
+
+
+def test_release_leaves_no_array_that_was_quantized(random_model: RandomModel) -> None:
+    model = random_model(BASE, generation_mesh())
+    with jax.set_mesh(model.mesh):
+        found = serving_weights(model.params, model.config, "int8", release=True)
+    kept = [x for x in jax.tree.leaves(model.params) if not x.is_deleted()]
+    in_use = {id(x) for x in jax.tree.leaves(found)}
+    assert all(id(x) in in_use for x in kept)
+    assert model.params["output"].is_deleted()
+    assert not any(x.is_deleted() for x in jax.tree.leaves(found))

@@ -7,11 +7,11 @@
 
 One thread schedules and reads tokens, another dispatches. Steps are dispatched before the tokens of
 the last ones are read: sampled tokens stay on the device, and the host works while the device
-computes. The last
-token of a `Completion` may be an end token, which has no text.
+computes. The last token of a `Completion` may be an end token, which has no text.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -184,7 +184,7 @@ class Engine:
                 yield delta
         finally:
             if not finished:
-                self._send(lambda: self._cancel(job))
+                self._send_if_open(lambda: self._cancel(job))
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last delta has the finish reason "cancelled"."""
@@ -194,7 +194,7 @@ class Engine:
             if job is not None:
                 self._cancel(job)
 
-        self._send(cancel)
+        self._send_if_open(cancel)
 
     def stats(self) -> EngineStats:
         pool = self._scheduler.pool
@@ -214,8 +214,8 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what runs and stop the thread."""
-        self._closed = True
         with self._wake:
+            self._closed = True
             self._wake.notify()
         self._thread.join()
         self._dispatcher.shutdown()
@@ -223,8 +223,6 @@ class Engine:
     # the request's side
 
     def _job(self, request: Request, sink: Sink, *, streams: bool) -> Job:
-        if self._failure is not None or self._closed:
-            raise MeshwrightError(self._failure or "the engine is closed")
         self._check(request)
         ends = request.stop_tokens
         if not request.ignore_end:
@@ -274,10 +272,19 @@ class Engine:
         )
 
     def _send(self, action: Callable[[], Any]) -> None:
-        """Have the engine's thread do something before the next step."""
+        """Have the engine's thread do something before the next step; an error if it has ended.
+
+        The lock is that of `close`: the thread does what was sent before it, and nothing after.
+        """
         with self._wake:
+            if self._failure is not None or self._closed:
+                raise MeshwrightError(self._failure or "the engine is closed")
             self._inbox.append(action)
             self._wake.notify()
+
+    def _send_if_open(self, action: Callable[[], Any]) -> None:
+        with contextlib.suppress(MeshwrightError):
+            self._send(action)
 
     # the engine's thread
 
@@ -312,7 +319,8 @@ class Engine:
                             self._wake.wait()
         except Exception as error:  # every client must hear of it
             _log.exception("the engine stopped")
-            self._failure = f"the engine stopped: {error}"
+            with self._wake:
+                self._failure = f"the engine stopped: {error}"
         reason = Delta(finish_reason="cancelled")
         if self._failure is not None:
             reason = Delta(finish_reason="error", error=self._failure)

@@ -40,9 +40,6 @@ class PagePool:
     def used(self) -> int:
         return self.total - self.available
 
-    def uses(self, page: int) -> int:
-        return self._uses[page]
-
     def take(self) -> int | None:
         """An empty page with one user."""
         if self._free:

@@ -25,6 +25,7 @@ from meshwright.ops import current_platform, spec_of
 from meshwright.ops.attention import PagedCall, PagedTokens, choose_paged, pool_shapes
 from meshwright.serve.device_sampling import TOP, top_logprobs
 from meshwright.serve.load import Model, targets
+from meshwright.serve.scheduler import scoring_shape
 from meshwright.serve.settings import EngineConfig
 
 Ints = npt.NDArray[np.int32]
@@ -51,7 +52,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """The host's arrays for a step; `packed` and `unpack` turn them into one array and back."""
+    """The host's arrays for a step, which are views of one array (`empty`); see `unpack`."""
 
     slots: Any  # [decode]: where the last token of the sequence is
     tokens: Any  # [decode]: -1 takes the last token of the slot
@@ -135,7 +136,7 @@ class Steps:
         tokens = jnp.concatenate([decode_tokens, inputs.chunk_tokens.reshape(-1)])
         paged = PagedTokens(
             inputs.tables, inputs.positions, inputs.chunk_tables, inputs.starts, inputs.counts,
-            shape.length, shape.first,
+            shape.length, shape.first, self.kernel,
         )  # fmt: skip
         family, config = family_of(self.model_config), self.model_config
         batch = {"tokens": tokens[None]}
@@ -251,8 +252,6 @@ class Programs(Steps):
 
     def shapes(self) -> list[Shape]:
         """All shapes that steps have."""
-        from meshwright.serve.scheduler import scoring_shape
-
         full = self.config.max_batch
         found = [Shape(decode) for decode in self.config.batches]
         for chunks, length in self.config.chunks:

@@ -1,5 +1,6 @@
 """Attention over pages is attention over the sequences that lie in them."""
 
+import functools
 import re
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -52,7 +54,7 @@ def test_decode_and_chunks_see_what_precedes_them(window: int | None, tp: int) -
     where = PagedTokens(
         jnp.asarray(pages[: len(DECODE)]), jnp.asarray([n for n, _ in DECODE], jnp.int32),
         jnp.asarray(pages[len(DECODE) :]), jnp.asarray(starts, jnp.int32),
-        jnp.asarray([n for _, n in CHUNKS], jnp.int32), LENGTH, first=False,
+        jnp.asarray([n for _, n in CHUNKS], jnp.int32), LENGTH, first=False, kernel="plain",
     )  # fmt: skip
     by_head = P(None, None, "tp" if tp > 1 else None, None)
     with jax.set_mesh(mesh):
@@ -100,9 +102,8 @@ def test_a_kernel_that_cannot_is_refused_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_cudnn_reads_pages_for_decode(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_reads_pages_for_decode(first: bool) -> None:
     """Lowered for an NVIDIA GPU, not run: one call for decode, one for chunks, one for the past."""
-    monkeypatch.setattr(paged, "current_platform", lambda: "cuda")
     mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
 
     def array(*shape: int, dtype: Any = jnp.bfloat16, spec: Any = ()) -> jax.ShapeDtypeStruct:
@@ -112,7 +113,7 @@ def test_cudnn_reads_pages_for_decode(first: bool, monkeypatch: pytest.MonkeyPat
     whole = jnp.int32
     where = PagedTokens(
         array(4, 8, dtype=whole), array(4, dtype=whole), array(2, 8, dtype=whole),
-        array(2, dtype=whole), array(2, dtype=whole), 128, first,
+        array(2, dtype=whole), array(2, dtype=whole), 128, first, "cudnn",
     )  # fmt: skip
     q, k = (array(1, 260, heads, 128, spec=by_head) for heads in (8, 2))
     pool = {
@@ -126,3 +127,60 @@ def test_cudnn_reads_pages_for_decode(first: bool, monkeypatch: pytest.MonkeyPat
     assert len(calls) == (2 if first else 3)
     assert sum("\\22is_paged_attention\\22: true" in call for call in calls) == 1
     assert "tensor<100x64x1x128xbf16>" in text  # the pool itself, with a head per device
+
+
+def test_the_named_kernel_is_used_where_another_could_be() -> None:
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    where = PagedTokens(
+        array((4, 8)), array((4,)), array((0, 8)), array((0,)), array((0,)), 0, True, "plain"
+    )
+    mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+    q = jax.ShapeDtypeStruct((1, 4, 2, 128), jnp.bfloat16)
+    pool = {
+        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for name, shape in pool_shapes("plain", 100, 64, 2, 128).items()
+    }
+    with jax.set_mesh(mesh):
+        traced = jax.jit(paged_attention).trace(q, q, q, pool, where)
+    assert "cudnn" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_ragged_counts_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernel's own checks and its reference in place of it: the page table has 30 places,
+    and 24 + LENGTH would be more."""
+    width, page, head_dim = 5, 6, 128
+    chunks = (0, 8), (0, 3), (24, 5), (0, 0)
+
+    def run(q: jax.Array, pages: jax.Array, *where: jax.Array, **settings: Any) -> jax.Array:
+        ragged.dynamic_validate_inputs(q, pages, *where)
+        settings = {name: settings[name] for name in ("sm_scale", "sliding_window")}
+        out = ragged.ref_ragged_paged_attention(q, pages, *where, **settings)
+        return jnp.pad(out, ((0, len(q) - len(out)), (0, 0), (0, 0)), constant_values=jnp.nan)
+
+    package = "jax.experimental.pallas.ops.tpu.ragged_paged_attention.ragged_paged_attention"
+    monkeypatch.setattr(package, run)
+    random = np.random.default_rng(0)
+    sequences = len(DECODE) + len(chunks)
+    tables = random.permutation(np.arange(1, 1 + width * sequences)).astype(np.int32)
+    tables = tables.reshape(sequences, width)
+    where = PagedTokens(
+        jnp.asarray(tables[: len(DECODE)]), jnp.asarray([n for n, _ in DECODE], jnp.int32),
+        jnp.asarray(tables[len(DECODE) :]), jnp.asarray([n for n, _ in chunks], jnp.int32),
+        jnp.asarray([n for _, n in chunks], jnp.int32), LENGTH, first=False, kernel="ragged",
+    )  # fmt: skip
+    pages = random.normal(size=(1 + width * sequences, page, 2 * KV_HEADS, head_dim))
+    pages = pages.astype(np.float32)
+    q = random.normal(size=(len(DECODE) + len(chunks) * LENGTH, HEADS, head_dim))
+    q = q.astype(np.float32)
+    out = np.asarray(
+        paged._ragged(jnp.asarray(q), None, None, {"pages": jnp.asarray(pages)}, where, None)  # type: ignore[arg-type]
+    )
+    assert np.isfinite(out).all()
+    first = 0
+    for i, (before, new) in enumerate((*DECODE, *chunks)):
+        flat = pages[tables[i]].reshape(-1, KV_HEADS, 2, head_dim)[: before + new]
+        own = slice(first, first + new)
+        if new:
+            expected = reference(q[own], flat[:, :, 0], flat[:, :, 1], new, 100)
+            np.testing.assert_allclose(out[own], expected, rtol=0, atol=1e-5)
+        first += 1 if i < len(DECODE) else LENGTH

@@ -26,7 +26,7 @@ _INPUTS = {"wqkv": 1, "wo": 2, "gate_up": 1, "down": 1}  # dims that a matmul su
 def serving_weights(
     params: Params, config: DecoderConfig, dtype: str | None = None, release: bool = False
 ) -> Params:
-    """Parameters whose `layers` are a list; with `release`, the stacked arrays are deleted.
+    """Parameters whose `layers` are a list; with `release`, arrays that were copied are deleted.
 
     `dtype` is that of quantized weights: int8 or fp8.
 
@@ -53,6 +53,9 @@ def serving_weights(
     head = {}
     if dtype and "output" in params:
         head["output"] = _quantize(params["output"], 1, dtype)
+        if release:
+            jax.block_until_ready(head["output"])
+            params["output"].delete()
     return {**params, "layers": layers, **head}
 
 

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ops.attention import fused
 from meshwright.ops.attention.block import Partial, merge
-from meshwright.ops.collectives import current_platform, spec_of, untyped
+from meshwright.ops.collectives import spec_of, untyped
 
 _log = logging.getLogger("meshwright")
 
@@ -45,10 +45,16 @@ class PagedTokens:
     counts: jax.Array  # [chunks]: tokens of the chunk, the rest is padding
     length: int = dataclasses.field(metadata={"static": True})
     first: bool = dataclasses.field(metadata={"static": True})  # every chunk starts at position 0
+    kernel: str = dataclasses.field(metadata={"static": True})  # see choose_paged
 
     @property
     def chunk_positions(self) -> jax.Array:
         return self.starts[:, None] + jnp.arange(self.length, dtype=jnp.int32)[None]
+
+    @property
+    def inside(self) -> jax.Array:
+        """[chunks, length]: False for padding."""
+        return jnp.arange(self.length)[None] < self.counts[:, None]
 
     def all_positions(self) -> jax.Array:
         """[tokens], of padding as well."""
@@ -57,7 +63,7 @@ class PagedTokens:
     def slots(self, page_size: int) -> tuple[jax.Array, jax.Array]:
         """The page of each token and its place in it, [tokens] each; padding is in page 0."""
         positions = self.positions[:, None], self.chunk_positions
-        inside = jnp.arange(self.length)[None] < self.counts[:, None]
+        inside = self.inside
         pages = [
             jnp.take_along_axis(tables, at // page_size, axis=1, mode="clip")
             for tables, at in zip((self.tables, self.chunk_tables), positions, strict=True)
@@ -95,10 +101,9 @@ def paged_attention(
 ) -> tuple[jax.Array, Pool]:
     """Causal attention of q [1, tokens, heads, head_dim], and the pool with these keys and values.
 
-    The pool's arrays are those of `pool_shapes`, for the kernel that `choose_paged` returned.
+    The pool's arrays are those of `pool_shapes` for the kernel of the tokens.
     """
-    name = _kernel_of(pool, PagedCall(current_platform(), str(q.dtype), q.shape[-1], window))
-    kernel = KERNELS[name]
+    kernel = KERNELS[tokens.kernel]
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool, tokens: PagedTokens) -> Any:
         q, k, v = q[0], k[0], v[0]
@@ -137,12 +142,6 @@ def choose_paged(call: PagedCall, kernel: str = "auto") -> str:
             return name
         reasons.append(f"not {name}: {why}")
     raise MeshwrightError(f"paged attention {kernel!r} does not support this: {reasons[0]}")
-
-
-def _kernel_of(pool: Pool, call: PagedCall) -> str:
-    if "pages" in pool:
-        return "ragged"
-    return "cudnn" if KERNELS["cudnn"].refuses(call) is None else "plain"
 
 
 @functools.lru_cache(maxsize=64)
@@ -246,13 +245,14 @@ def _ragged(
 ) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-    decode, chunks = tokens.positions.shape[0], tokens.starts.shape[0]
-    # padding at the end of a chunk is computed too; it comes after the tokens that count
-    lengths = jnp.concatenate([tokens.positions + 1, tokens.starts + tokens.length])
-    queries = [1] * decode + [tokens.length] * chunks
-    ends = jnp.cumsum(jnp.asarray([0, *queries], jnp.int32))
+    # Chunks count without their padding: with it, the last chunk of a long sequence would end
+    # beyond its page table. Chunks that are empty come last, and the kernel does not see them: it
+    # expects a query in each sequence.
+    counts = jnp.concatenate([jnp.ones_like(tokens.positions), tokens.counts])
+    lengths = jnp.concatenate([tokens.positions, tokens.starts]) + counts
+    ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     tables = jnp.concatenate([tokens.tables, tokens.chunk_tables])
-    count = jnp.full((1,), decode + chunks, jnp.int32)
+    used = jnp.sum(counts > 0, keepdims=True, dtype=jnp.int32)
 
     # jax looks its tuned block sizes up for the TPU of this process; without one, for an absent
     # machine, any will do
@@ -264,13 +264,21 @@ def _ragged(
 
     def run(q: jax.Array, pages: jax.Array) -> jax.Array:
         out: jax.Array = ragged_paged_attention(
-            q, pages, lengths, tables, ends, count,
+            q, pages, lengths, tables, ends, used,
             sm_scale=q.shape[-1] ** -0.5, sliding_window=window, **blocks,
         )  # fmt: skip
         return out
 
-    mixed: jax.Array = untyped(run, q, pool["pages"])
-    return mixed
+    mixed: jax.Array
+    if not tokens.length:
+        mixed = untyped(run, q, pool["pages"])
+        return mixed
+    # The kernel takes the queries of all sequences without gaps, so padding moves to the end, and
+    # back. It leaves the outputs of padding undefined; here they are 0, as NaN would reach page 0.
+    real = jnp.concatenate([jnp.ones_like(tokens.positions, bool), tokens.inside.reshape(-1)])
+    mixed = untyped(run, q[jnp.argsort(~real, stable=True)], pool["pages"])
+    mixed = mixed[jnp.maximum(jnp.cumsum(real) - 1, 0)]
+    return jnp.where(real[:, None, None], mixed, jnp.zeros((), mixed.dtype))
 
 
 def _cudnn_refuses(call: PagedCall) -> str | None:
