@@ -99,6 +99,16 @@ def test_more_than_the_server_takes_is_refused_until_there_is_room() -> None:
         assert server.post(COMPLETIONS, prompt="a").status == 200
 
 
+def test_more_sequences_than_the_server_ever_takes_are_refused_before_any_work() -> None:
+    with serving() as server:
+        for prompts in ([[1]] * 5000, ["a"] * 5000):
+            started = time.monotonic()
+            answer = server.post(COMPLETIONS, prompt=prompts, n=128, max_tokens=1)
+            assert (answer.status, "640,000 sequences" in answer.message) == (400, True)
+            assert time.monotonic() - started < 2
+        assert not server.engine.seen
+
+
 def test_a_model_that_is_not_ready_is_unavailable() -> None:
     with serving(BigramEngine(is_ready=False)) as server:
         for answer in (

@@ -21,6 +21,7 @@ async def chat_completions(http: HttpRequest, service: Service) -> Response:
     body = await read(http, ChatBody, service.config.limits)
     service.check_model(body.model)
     _check(body)
+    service.check_number(body.n or 1)
     uses_tools = bool(body.tools) and body.tool_choice != "none"
     values = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -66,7 +67,9 @@ class _Answer:
         if not max_new:
             raise bad_request("max_tokens=0 generates nothing; give 1 or more", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        self.requests = service.requests(body, Request(tokens, max_new=max_new, logprobs=logprobs))
+        self.requests = service.requests(
+            body, [Request(tokens, max_new=max_new, logprobs=logprobs)]
+        )
         template = service.template
         wanted = service.config.tool_calls
         tools = tool_format(template) if wanted == "auto" else wanted

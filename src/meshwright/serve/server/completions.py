@@ -67,11 +67,13 @@ async def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
             )
     if not entries:
         raise bad_request("prompt is an empty list; send at least one prompt", "prompt")
-    special = body.add_special_tokens is not False
+    service.check_number(len(entries) * (body.n or 1))
+    texts = [entry for entry in entries if isinstance(entry, str)]
+    encoded = iter(await service.encode_all(texts, body.add_special_tokens is not False))
     prompts = []
     for entry in entries:
         if isinstance(entry, str):
-            prompts.append(_Prompt(await service.encode(entry, special), entry))
+            prompts.append(_Prompt(next(encoded), entry))
         else:
             service.check_tokens(entry)
             text = service.source.tokenizer.decode(entry) if body.echo else ""
@@ -95,11 +97,7 @@ class _Answer:
         }
         # each prompt n times
         self.prompts = [prompt for prompt in prompts for _ in range(body.n or 1)]
-        self.requests = [
-            request
-            for prompt in prompts
-            for request in service.requests(body, self._request(prompt))
-        ]
+        self.requests = service.requests(body, [self._request(prompt) for prompt in prompts])
         usage.prompt = sum(len(prompt.tokens) for prompt in prompts)
 
     def _request(self, prompt: _Prompt) -> Request:
