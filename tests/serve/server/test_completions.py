@@ -153,6 +153,8 @@ def test_the_default_number_of_tokens_fits_a_long_prompt(server: Running) -> Non
         ({"prompt": "a", "temprature": 1}, "did you mean 'temperature'?", "temprature"),
         ({"prompt": "a", "logit_bias": {"999": 1}}, "token 999", "logit_bias"),
         ({"prompt": "a", "stop": ""}, "stop text is empty", "stop"),
+        ({"prompt": "a", "stop": ["b"] * 17}, "send at most 16", "stop"),
+        ({"prompt": "a", "stop": ["b" * 257]}, "a text of 257 characters", "stop"),
         ({"prompt": "a", "top_p": 0}, "top_p=0", None),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, "constrained", "response_format"),
         ({"prompt": "a\ud800"}, "", None),

@@ -17,7 +17,7 @@ from meshwright.serve.server.bodies import (
     ScoreBody,
 )
 from meshwright.serve.server.errors import bad_request, json_response
-from meshwright.serve.server.service import Service, request_id
+from meshwright.serve.server.service import Service, check_stops, request_id
 from meshwright.serve.server.transport import finish, read
 
 
@@ -126,8 +126,8 @@ async def greedy_until(http: HttpRequest, service: Service) -> Response:
         )
     own = service.config.easylm
     stops = [(each,) if isinstance(each, str) else tuple(each) for each in body.until]
-    if not all(all(each) for each in stops):
-        raise bad_request("until has an empty text, which would stop at once", "until")
+    for each in stops:
+        check_stops(each, "until")
     prompts = [own.prepend_to_prefix + text + own.append_to_prefix for text in body.prefix_text]
     texts = await finish(http, service, _greedy_until(service, prompts, stops))
     return json_response(

@@ -19,6 +19,8 @@ from meshwright.serve.settings import ServeConfig
 
 _LONG_TEXT = 20_000  # characters; tokenizing more would hold up the other requests
 _CALL_COST = 200  # characters that take as long as a call of the tokenizer
+MOST_STOPS = 16
+LONGEST_STOP = 256  # characters
 _BUFFERED = 64  # deltas of a response with several choices
 
 
@@ -144,8 +146,7 @@ class Service:
                 "response_format",
             )
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        if any(not text for text in stop):
-            raise bad_request("a stop text is empty; leave it out", "stop")
+        check_stops(stop, "stop")
         self.check_tokens(body.stop_token_ids or (), "stop_token_ids")
         self.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
         stop_tokens = frozenset(body.stop_token_ids or ())
@@ -241,6 +242,19 @@ class Service:
                 yield index, result
         finally:
             await _cancel(tasks)
+
+
+def check_stops(texts: Sequence[str], param: str) -> None:
+    """Refuse stop texts that are empty, or that would take long to look for in every token."""
+    if not all(texts):
+        raise bad_request(f"{param}: a stop text is empty, which would stop at once", param)
+    if len(texts) > MOST_STOPS:
+        raise bad_request(f"{param} has {len(texts):,} texts; send at most {MOST_STOPS}", param)
+    longest = max(map(len, texts), default=0)
+    if longest > LONGEST_STOP:
+        raise bad_request(
+            f"{param} has a text of {longest:,} characters; send at most {LONGEST_STOP}", param
+        )
 
 
 def _sampling(body: GenerationBody) -> Sampling:
