@@ -4,8 +4,14 @@ import dataclasses
 import math
 
 import pytest
-from tests.serve.server.bigram_engine import TABLE, TOKENIZER, greedy, loglikelihood
-from tests.serve.server.serving import Running
+from tests.serve.server.bigram_engine import (
+    TABLE,
+    TOKENIZER,
+    BigramEngine,
+    greedy,
+    loglikelihood,
+)
+from tests.serve.server.serving import Running, serving
 
 PROMPT = "The old"
 TOKENS = list(PROMPT.encode())
@@ -76,6 +82,17 @@ def test_streamed_text_and_usage_equal_those_at_once(server: Running) -> None:
             ]
             assert merged == choice["logprobs"][name]
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
+
+
+def test_reused_tokens_are_counted_once_for_each_prompt() -> None:
+    with serving(BigramEngine(cached=3)) as server:
+        settings = {"prompt": [PROMPT, "once"], "n": 2, "max_tokens": 6}
+        once = server.post("/v1/completions", **settings).data["usage"]
+        usage = {"include_usage": True}
+        streamed = server.post("/v1/completions", **settings, stream=True, stream_options=usage)
+        chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], n=2)
+        for each, cached in ((once, 6), (streamed.events[-2]["usage"], 6), (chat.data["usage"], 3)):
+            assert each["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
 def test_logprobs_are_those_of_the_table(server: Running) -> None:

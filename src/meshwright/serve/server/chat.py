@@ -97,7 +97,7 @@ class _Answer:
             results = await self.service.completions(self.requests)
         choices = []
         for index, (parser, result) in enumerate(zip(self.parsers, results, strict=True)):
-            self._count(result)
+            self.usage.count(result)
             pieces = [*parser.feed(result.text), *parser.end()]
             calls = [piece.data() for piece in pieces if not isinstance(piece, Content | Reasoning)]
             message: dict[str, Any] = {"role": "assistant", "refusal": None}
@@ -137,7 +137,7 @@ class _Answer:
 
         with self.service.admitted(len(self.requests)):
             async for index, delta in self.service.merged(self.requests):
-                self._count(delta)
+                self.usage.count(delta)
                 if not begun[index]:
                     begun[index] = True
                     yield chunk(index, {"role": "assistant", "content": ""})
@@ -172,10 +172,6 @@ class _Answer:
 
     def _logprobs(self, result: Completion | Delta) -> dict[str, Any] | None:
         return self.names.chat(result.tokens, result.logprobs) if self.body.logprobs else None
-
-    def _count(self, result: Completion | Delta) -> None:
-        self.usage.generated += len(result.tokens)
-        self.usage.cached += result.cached_tokens
 
 
 def _joined(pieces: Iterable[Piece], kind: type[Content] | type[Reasoning]) -> str:

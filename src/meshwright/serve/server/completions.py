@@ -115,10 +115,9 @@ class _Answer:
     async def whole(self) -> dict[str, Any]:
         with self.service.admitted(len(self.requests)):
             results = await self.service.completions(self.requests)
-        for result in results:
-            self._count(result)
         choices = []
         for index, (prompt, result) in enumerate(zip(self.prompts, results, strict=True)):
+            self._count(index, result)
             choices.append(self._choice(index, prompt, result, echo=bool(self.body.echo)))
         return self.head | {"choices": choices, "usage": self.usage.data()}
 
@@ -130,7 +129,7 @@ class _Answer:
         started = [False] * len(self.prompts)
         with self.service.admitted(len(self.requests)):
             async for index, delta in self.service.merged(self.requests):
-                self._count(delta)
+                self._count(index, delta)
                 echo = bool(self.body.echo) and not started[index]
                 if not (echo or delta.text or delta.logprobs or delta.finish_reason):
                     continue
@@ -141,9 +140,8 @@ class _Answer:
         if with_usage:
             yield self.head | {"choices": [], "usage": self.usage.data()}
 
-    def _count(self, result: Completion | Delta) -> None:
-        self.usage.generated += len(result.tokens)
-        self.usage.cached += result.cached_tokens
+    def _count(self, index: int, result: Completion | Delta) -> None:
+        self.usage.count(result, index // (self.body.n or 1))
 
     def _choice(
         self,

@@ -286,12 +286,18 @@ class Usage:
 
     prompt: int = 0
     generated: int = 0
-    cached: int = 0
+    cached: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Tokens of each prompt that were reused; its first choice counts."""
+
+    def count(self, result: Completion | Delta, prompt: int = 0) -> None:
+        """Add a result or a part of one; `prompt` is the index of its prompt."""
+        self.generated += len(result.tokens)
+        self.cached.setdefault(prompt, result.cached_tokens)
 
     def data(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.generated,
             "total_tokens": self.prompt + self.generated,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
         }
