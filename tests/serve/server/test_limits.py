@@ -211,7 +211,7 @@ def test_pages_of_other_sites_cannot_use_a_server_on_this_machine() -> None:
     with serving(allow_origin=("https://chat.example.org",)) as server:
         own = f"http://127.0.0.1:{server.port}"
         assert server.get("/v1/models", Origin=own).status == 200
-        for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+        for origin in ("https://evil.example", "null", "http://127.0.0.1:1", "http://["):
             assert server.get("/v1/models", Origin=origin).status == 403
         allowed = server.get("/v1/models", Origin="https://chat.example.org")
         assert allowed.headers["access-control-allow-origin"] == "https://chat.example.org"
