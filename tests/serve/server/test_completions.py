@@ -121,6 +121,13 @@ def test_echo_scores_the_prompt(server: Running) -> None:
     assert text == PROMPT + continued(3)
 
 
+def test_echo_alone_returns_the_prompt(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt=TOKENS, echo=True, max_tokens=0)
+    assert answer.data["choices"] == [
+        {"index": 0, "text": PROMPT, "logprobs": None, "finish_reason": "length"}
+    ]
+
+
 def test_a_stop_text_ends_it(server: Running) -> None:
     text = continued(12)
     stop = text[4:6]
@@ -223,3 +230,6 @@ def test_an_unknown_path_or_method_says_what_there_is(server: Running) -> None:
     assert (answer.status, "/v1/completions" in answer.message) == (404, True)
     answer = server.get("/v1/completions")
     assert (answer.status, answer.message) == (405, "/v1/completions does not take GET; use POST")
+    answer = server.post("/v1/models/bigram")
+    assert answer.message == "/v1/models/bigram does not take POST; use GET"
+    assert "/v1/models/NAME," in server.get("/v1/nothing").message

@@ -105,7 +105,9 @@ class _Answer:
         max_new = self.service.room(prompt.tokens, body.max_tokens, _MAX_TOKENS)
         if not max_new and not body.echo:
             raise bad_request(
-                "max_tokens=0 generates nothing; with echo=true it scores the prompt", "max_tokens"
+                "max_tokens=0 generates nothing; with echo=true it returns the prompt, with logprobs "
+                "too its log-probabilities",
+                "max_tokens",
             )
         scored = body.logprobs if body.echo else None
         return Request(

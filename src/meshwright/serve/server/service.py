@@ -167,6 +167,9 @@ class Service:
 
     async def deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
         """What the engine yields; closing this cancels the request."""
+        if request.max_new == 0 and request.prompt_logprobs is None:  # there is nothing to do
+            yield Delta(finish_reason="length")
+            return
         started = last = time.perf_counter()
         stream = self.engine.stream(request)
         finished = first = False
