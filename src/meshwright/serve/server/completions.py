@@ -105,8 +105,8 @@ class _Answer:
         max_new = self.service.room(prompt.tokens, body.max_tokens, _MAX_TOKENS)
         if not max_new and not body.echo:
             raise bad_request(
-                "max_tokens=0 generates nothing; with echo=true it returns the prompt, with logprobs "
-                "too its log-probabilities",
+                "max_tokens=0 generates nothing; with echo=true it returns the prompt, and with "
+                "logprobs its log-probabilities",
                 "max_tokens",
             )
         scored = body.logprobs if body.echo else None
