@@ -17,9 +17,9 @@ from tests.serve.server.serving import Answer, Running, config, serving
 
 from meshwright.errors import MeshwrightError
 from meshwright.serve.request import Delta, Request
-from meshwright.serve.server.run import HttpServer
+from meshwright.serve.server.run import HttpServer, bind
 from meshwright.serve.server.service import Service
-from meshwright.serve.settings import LimitsConfig
+from meshwright.serve.settings import EngineConfig, LimitsConfig
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
@@ -303,7 +303,7 @@ def test_a_port_that_is_taken_is_an_error() -> None:
         taken = config()
         object.__setattr__(taken, "port", server.port)
         service = server.server.service
-        with pytest.raises(MeshwrightError, match="choose another --port"):
+        with pytest.raises(MeshwrightError, match=f"^port {server.port} of 127.0.0.1 is used"):
             HttpServer(Service(service.engine, service.source, taken, None))
 
 
@@ -312,6 +312,13 @@ def test_a_port_that_is_taken_is_an_error() -> None:
     [
         (lambda: config(limits=LimitsConfig(requests=0)), "limits.requests"),
         (lambda: LimitsConfig(send_seconds=-1), "limits.send_seconds"),
+        (lambda: EngineConfig(kernel="cudn"), "did you mean 'cudnn'"),
+        (lambda: EngineConfig(max_length=0), "max_length=0"),
+        (lambda: config(allow_origin=("http://[",)), "--allow-origin"),
+        (lambda: config(allow_origin=("chat.example.org",)), "https://chat.example.org"),
+        (lambda: config(allow_origin=("https://a.org/page",)), "--allow-origin"),
+        (lambda: bind("no.such.host.invalid", 0), "--host no.such.host.invalid is not"),
+        (lambda: bind("192.0.2.1", 0), "not an address of this machine"),
     ],
 )
 def test_settings_that_cannot_be_are_errors(make: Callable[[], object], message: str) -> None:

@@ -61,7 +61,7 @@ def application(service: Service) -> Starlette:
     if service.config.allow_origin:
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=service.config.allow_origin,
+            allow_origins=service.config.origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )

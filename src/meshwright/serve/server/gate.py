@@ -36,7 +36,7 @@ class Gate:
         self._app, self._service, self._paths = app, service, frozenset(paths)
         self._keys = [_digest(key.encode()) for key in service.keys]
         config = service.config
-        self._origins = frozenset(origin.rstrip("/") for origin in config.allow_origin)
+        self._origins = frozenset(config.origins)
         self._own_names = None
         if config.host in _LOOPBACK and not self._keys:
             self._own_names = _LOOPBACK | {urlsplit(o).hostname for o in self._origins}
