@@ -1,8 +1,10 @@
 """`meshwright serve`: its settings, what it prints, and that signals end it."""
 
+import dataclasses
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from tests.serve.server.serving import source
 
 from meshwright.cli import serve as serve_cli
 from meshwright.cli.commands import run
+from meshwright.models import preset
 from meshwright.serve import ServeConfig
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +78,7 @@ def test_wrong_settings_are_one_line(
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_run_or_key_file_is_an_error_before_the_weights_are_read(
+def test_what_is_wrong_is_said_before_the_weights_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit):
@@ -86,6 +89,14 @@ def test_a_missing_run_or_key_file_is_an_error_before_the_weights_are_read(
     with pytest.raises(SystemExit):
         run(["serve", str(tmp_path), "--api-key-file", str(tmp_path / "none")])
     assert "--api-key-file" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
+        run(["serve", str(tmp_path), "--port", str(taken.getsockname()[1])])
+    assert "is used by another program" in capsys.readouterr().err
+    t5 = dataclasses.replace(source(), config=preset("t5-tiny"))
+    monkeypatch.setattr(serve_cli, "look_into", lambda *_, **__: t5)
+    with pytest.raises(SystemExit):
+        run(["serve", str(tmp_path)])
+    assert "family 't5'" in capsys.readouterr().err
 
 
 def test_the_engine_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

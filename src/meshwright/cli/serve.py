@@ -16,7 +16,7 @@ from meshwright.launch import (
     make_room_for_cpu_collectives,
     simulate_devices,
 )
-from meshwright.models import default_dtype
+from meshwright.models import default_dtype, family_of, generation_of
 from meshwright.present import count, mesh_text
 from meshwright.serve import (
     AnyEngine,
@@ -37,7 +37,7 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
     SIGTERM or Ctrl-C finishes the requests that run and refuses new ones; a second ends at once.
     """
     try:
-        from meshwright.serve.server import HttpServer, Service, run_until_stopped
+        from meshwright.serve.server import HttpServer, Service, bind, run_until_stopped
     except ImportError as reason:
         raise MeshwrightError(f"{reason}; pip install 'meshwright[serve]' has it") from None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
@@ -50,6 +50,7 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
     source = look_into(
         config.model, step=config.step, tokenizer=config.tokenizer, end_token=config.end_token
     )
+    _check_served(source)
     template = load_chat_template(Path(config.model), config.chat_template)
     keys = config.api_keys()
     if config.host not in ("127.0.0.1", "localhost", "::1") and not keys:
@@ -58,15 +59,25 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
             "makes clients need a key",
             file=sys.stderr,
         )
-    engine = _engine(source, config)
-    try:
-        with HttpServer(Service(engine, source, config, template)) as server:
-            chat = "the chat page" if template else "the chat page (no chat template: plain text)"
-            print(f"{config.served_name} is served at {server.url}/v1", flush=True)
-            print(f"{chat}: {server.url}/", flush=True)
-            run_until_stopped(server)
-    finally:
-        engine.close()
+    with bind(config.host, config.port) as bound:  # before the weights are read, which takes long
+        engine = _engine(source, config)
+        try:
+            with HttpServer(Service(engine, source, config, template), bound) as server:
+                chat = "the chat page" + ("" if template else " (no chat template: plain text)")
+                print(f"{config.served_name} is served at {server.url}/v1", flush=True)
+                print(f"{chat}: {server.url}/", flush=True)
+                run_until_stopped(server)
+        finally:
+            engine.close()
+
+
+def _check_served(source: Source) -> None:
+    if generation_of(source.config).serving_weights is None:
+        raise MeshwrightError(
+            f"meshwright serve cannot serve models of the family "
+            f"{family_of(source.config).name!r}: their decoder reads the keys of an encoder, which "
+            "the engine does not keep; use meshwright generate"
+        )
 
 
 def _engine(source: Source, config: ServeConfig) -> AnyEngine:

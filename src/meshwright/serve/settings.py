@@ -4,10 +4,12 @@ import dataclasses
 import os
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ops import QUANTIZED_DTYPES
 
+_KERNELS = ("auto", "cudnn", "ragged", "plain")
 KEY_VARIABLE = "MESHWRIGHT_API_KEY"
 
 
@@ -48,9 +50,15 @@ class EngineConfig:
     """Make a compilation after the engine is ready an error."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "page_size", "chunk"):
-            if getattr(self, name) < 1:
-                raise MeshwrightError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("max_batch", "page_size", "chunk", "max_length", "pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise MeshwrightError(f"{name}={value} must be at least 1")
+        if self.kernel not in _KERNELS:
+            raise MeshwrightError(
+                f"kernel={self.kernel!r} must be one of {', '.join(_KERNELS)}"
+                f"{did_you_mean(self.kernel, _KERNELS)}"
+            )
         if self.weights not in (None, *QUANTIZED_DTYPES):
             known = " or ".join(QUANTIZED_DTYPES)
             raise MeshwrightError(f"weights={self.weights!r} must be {known}, or left out")
@@ -173,6 +181,17 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise MeshwrightError(f"port={self.port} must be from 0 to 65535; 0 takes a free one")
+        for origin in self.origins:
+            if not _is_origin(origin):
+                raise MeshwrightError(
+                    f"--allow-origin {origin!r} must be a scheme, a host and perhaps a port, as in "
+                    "https://chat.example.org or http://localhost:3000"
+                )
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Web pages that may call the server, as browsers name them."""
+        return tuple(origin.rstrip("/") for origin in self.allow_origin)
 
     @property
     def served_name(self) -> str:
@@ -196,3 +215,12 @@ class ServeConfig:
         if any(not key.strip() for key in keys):
             raise MeshwrightError("an API key is empty; leave --api-key out to need none")
         return tuple(keys)
+
+
+def _is_origin(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        is_address = bool(parts.hostname) and parts.port != 0  # an error if it is no number
+    except ValueError:
+        return False
+    return is_address and text == f"{parts.scheme}://{parts.netloc}"

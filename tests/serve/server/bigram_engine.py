@@ -58,6 +58,9 @@ class BigramEngine:
     fails: str = ""
     """Ends every request with this error after its first token."""
 
+    cached: int = 0
+    """Tokens that are said to be reused, in every delta."""
+
     def __post_init__(self) -> None:
         self.active: dict[str, Request] = {}
         self.seen: list[Request] = []
@@ -76,7 +79,7 @@ class BigramEngine:
                 await asyncio.sleep(self.delay)
                 self.counts["generated"] += len(delta.tokens)
                 reason = delta.finish_reason or reason
-                yield delta
+                yield dataclasses.replace(delta, cached_tokens=self.cached)
         finally:
             del self.active[request.id]
             self.finished[reason] += 1

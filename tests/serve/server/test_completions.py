@@ -4,8 +4,14 @@ import dataclasses
 import math
 
 import pytest
-from tests.serve.server.bigram_engine import TABLE, TOKENIZER, greedy, loglikelihood
-from tests.serve.server.serving import Running
+from tests.serve.server.bigram_engine import (
+    TABLE,
+    TOKENIZER,
+    BigramEngine,
+    greedy,
+    loglikelihood,
+)
+from tests.serve.server.serving import Running, serving
 
 PROMPT = "The old"
 TOKENS = list(PROMPT.encode())
@@ -78,6 +84,17 @@ def test_streamed_text_and_usage_equal_those_at_once(server: Running) -> None:
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
 
 
+def test_reused_tokens_are_counted_once_for_each_prompt() -> None:
+    with serving(BigramEngine(cached=3)) as server:
+        settings = {"prompt": [PROMPT, "once"], "n": 2, "max_tokens": 6}
+        once = server.post("/v1/completions", **settings).data["usage"]
+        usage = {"include_usage": True}
+        streamed = server.post("/v1/completions", **settings, stream=True, stream_options=usage)
+        chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], n=2)
+        for each, cached in ((once, 6), (streamed.events[-2]["usage"], 6), (chat.data["usage"], 3)):
+            assert each["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
 def test_logprobs_are_those_of_the_table(server: Running) -> None:
     answer = server.post("/v1/completions", prompt=PROMPT, temperature=0, max_tokens=5, logprobs=3)
     logprobs = answer.data["choices"][0]["logprobs"]
@@ -102,6 +119,13 @@ def test_echo_scores_the_prompt(server: Running) -> None:
     )
     text = "".join(event["choices"][0]["text"] for event in streamed.events[:-1])
     assert text == PROMPT + continued(3)
+
+
+def test_echo_alone_returns_the_prompt(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt=TOKENS, echo=True, max_tokens=0)
+    assert answer.data["choices"] == [
+        {"index": 0, "text": PROMPT, "logprobs": None, "finish_reason": "length"}
+    ]
 
 
 def test_a_stop_text_ends_it(server: Running) -> None:
@@ -153,6 +177,8 @@ def test_the_default_number_of_tokens_fits_a_long_prompt(server: Running) -> Non
         ({"prompt": "a", "temprature": 1}, "did you mean 'temperature'?", "temprature"),
         ({"prompt": "a", "logit_bias": {"999": 1}}, "token 999", "logit_bias"),
         ({"prompt": "a", "stop": ""}, "stop text is empty", "stop"),
+        ({"prompt": "a", "stop": ["b"] * 17}, "send at most 16", "stop"),
+        ({"prompt": "a", "stop": ["b" * 257]}, "a text of 257 characters", "stop"),
         ({"prompt": "a", "top_p": 0}, "top_p=0", None),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, "constrained", "response_format"),
         ({"prompt": "a\ud800"}, "", None),
@@ -204,3 +230,6 @@ def test_an_unknown_path_or_method_says_what_there_is(server: Running) -> None:
     assert (answer.status, "/v1/completions" in answer.message) == (404, True)
     answer = server.get("/v1/completions")
     assert (answer.status, answer.message) == (405, "/v1/completions does not take GET; use POST")
+    answer = server.post("/v1/models/bigram")
+    assert answer.message == "/v1/models/bigram does not take POST; use GET"
+    assert "/v1/models/NAME," in server.get("/v1/nothing").message

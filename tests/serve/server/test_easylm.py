@@ -113,6 +113,7 @@ def test_an_end_token_stops_greedy_until() -> None:
         ("/greedy-until", {"prefix_text": ["a"]}),
         ("/greedy-until", {"prefix_text": ["a"], "until": []}),
         ("/greedy-until", {"prefix_text": ["a"], "until": [""]}),
+        ("/greedy-until", {"prefix_text": ["a"], "until": [["b"] * 17]}),
         ("/chat", {}),
         ("/chat", {"prompt": 3}),
     ],

@@ -17,9 +17,9 @@ from tests.serve.server.serving import Answer, Running, config, serving
 
 from meshwright.errors import MeshwrightError
 from meshwright.serve.request import Delta, Request
-from meshwright.serve.server.run import HttpServer
+from meshwright.serve.server.run import HttpServer, bind
 from meshwright.serve.server.service import Service
-from meshwright.serve.settings import LimitsConfig
+from meshwright.serve.settings import EngineConfig, LimitsConfig
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
@@ -97,6 +97,16 @@ def test_more_than_the_server_takes_is_refused_until_there_is_room() -> None:
             assert answer.data["error"]["type"] == "rate_limit_error"
         assert first[0].status == 200
         assert server.post(COMPLETIONS, prompt="a").status == 200
+
+
+def test_more_sequences_than_the_server_ever_takes_are_refused_before_any_work() -> None:
+    with serving() as server:
+        for prompts in ([[1]] * 5000, ["a"] * 5000):
+            started = time.monotonic()
+            answer = server.post(COMPLETIONS, prompt=prompts, n=128, max_tokens=1)
+            assert (answer.status, "640,000 sequences" in answer.message) == (400, True)
+            assert time.monotonic() - started < 2
+        assert not server.engine.seen
 
 
 def test_a_model_that_is_not_ready_is_unavailable() -> None:
@@ -201,7 +211,7 @@ def test_pages_of_other_sites_cannot_use_a_server_on_this_machine() -> None:
     with serving(allow_origin=("https://chat.example.org",)) as server:
         own = f"http://127.0.0.1:{server.port}"
         assert server.get("/v1/models", Origin=own).status == 200
-        for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+        for origin in ("https://evil.example", "null", "http://127.0.0.1:1", "http://["):
             assert server.get("/v1/models", Origin=origin).status == 403
         allowed = server.get("/v1/models", Origin="https://chat.example.org")
         assert allowed.headers["access-control-allow-origin"] == "https://chat.example.org"
@@ -293,7 +303,7 @@ def test_a_port_that_is_taken_is_an_error() -> None:
         taken = config()
         object.__setattr__(taken, "port", server.port)
         service = server.server.service
-        with pytest.raises(MeshwrightError, match="choose another --port"):
+        with pytest.raises(MeshwrightError, match=f"^port {server.port} of 127.0.0.1 is used"):
             HttpServer(Service(service.engine, service.source, taken, None))
 
 
@@ -302,6 +312,13 @@ def test_a_port_that_is_taken_is_an_error() -> None:
     [
         (lambda: config(limits=LimitsConfig(requests=0)), "limits.requests"),
         (lambda: LimitsConfig(send_seconds=-1), "limits.send_seconds"),
+        (lambda: EngineConfig(kernel="cudn"), "did you mean 'cudnn'"),
+        (lambda: EngineConfig(max_length=0), "max_length=0"),
+        (lambda: config(allow_origin=("http://[",)), "--allow-origin"),
+        (lambda: config(allow_origin=("chat.example.org",)), "https://chat.example.org"),
+        (lambda: config(allow_origin=("https://a.org/page",)), "--allow-origin"),
+        (lambda: bind("no.such.host.invalid", 0), "--host no.such.host.invalid is not"),
+        (lambda: bind("192.0.2.1", 0), "not an address of this machine"),
     ],
 )
 def test_settings_that_cannot_be_are_errors(make: Callable[[], object], message: str) -> None:

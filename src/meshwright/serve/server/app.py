@@ -61,7 +61,7 @@ def application(service: Service) -> Starlette:
     if service.config.allow_origin:
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=service.config.allow_origin,
+            allow_origins=service.config.origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
@@ -164,9 +164,11 @@ async def _mistake(http: HttpRequest, error: Exception) -> Response:
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = http.method, http.url.path[:200]
+    routes = ", ".join((*_GET, *_POST)).replace("{name:path}", "NAME")
+    usable = "GET" if "GET" in (error.headers or {}).get("Allow", "") else "POST"
     message = {
-        404: f"there is no {path} here; the routes are {', '.join((*_GET, *_POST))}",
-        405: f"{path} does not take {method}; use {'GET' if path in _GET else 'POST'}",
+        404: f"there is no {path} here; the routes are {routes}",
+        405: f"{path} does not take {method}; use {usable}",
     }.get(error.status_code, str(error.detail))
     return error_response(ApiError(error.status_code, message, headers=error.headers))
 

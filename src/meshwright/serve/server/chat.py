@@ -21,6 +21,7 @@ async def chat_completions(http: HttpRequest, service: Service) -> Response:
     body = await read(http, ChatBody, service.config.limits)
     service.check_model(body.model)
     _check(body)
+    service.check_number(body.n or 1)
     uses_tools = bool(body.tools) and body.tool_choice != "none"
     values = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -66,7 +67,9 @@ class _Answer:
         if not max_new:
             raise bad_request("max_tokens=0 generates nothing; give 1 or more", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        self.requests = service.requests(body, Request(tokens, max_new=max_new, logprobs=logprobs))
+        self.requests = service.requests(
+            body, [Request(tokens, max_new=max_new, logprobs=logprobs)]
+        )
         template = service.template
         wanted = service.config.tool_calls
         tools = tool_format(template) if wanted == "auto" else wanted
@@ -94,7 +97,7 @@ class _Answer:
             results = await self.service.completions(self.requests)
         choices = []
         for index, (parser, result) in enumerate(zip(self.parsers, results, strict=True)):
-            self._count(result)
+            self.usage.count(result)
             pieces = [*parser.feed(result.text), *parser.end()]
             calls = [piece.data() for piece in pieces if not isinstance(piece, Content | Reasoning)]
             message: dict[str, Any] = {"role": "assistant", "refusal": None}
@@ -134,7 +137,7 @@ class _Answer:
 
         with self.service.admitted(len(self.requests)):
             async for index, delta in self.service.merged(self.requests):
-                self._count(delta)
+                self.usage.count(delta)
                 if not begun[index]:
                     begun[index] = True
                     yield chunk(index, {"role": "assistant", "content": ""})
@@ -169,10 +172,6 @@ class _Answer:
 
     def _logprobs(self, result: Completion | Delta) -> dict[str, Any] | None:
         return self.names.chat(result.tokens, result.logprobs) if self.body.logprobs else None
-
-    def _count(self, result: Completion | Delta) -> None:
-        self.usage.generated += len(result.tokens)
-        self.usage.cached += result.cached_tokens
 
 
 def _joined(pieces: Iterable[Piece], kind: type[Content] | type[Reasoning]) -> str:

@@ -67,11 +67,13 @@ async def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
             )
     if not entries:
         raise bad_request("prompt is an empty list; send at least one prompt", "prompt")
-    special = body.add_special_tokens is not False
+    service.check_number(len(entries) * (body.n or 1))
+    texts = [entry for entry in entries if isinstance(entry, str)]
+    encoded = iter(await service.encode_all(texts, body.add_special_tokens is not False))
     prompts = []
     for entry in entries:
         if isinstance(entry, str):
-            prompts.append(_Prompt(await service.encode(entry, special), entry))
+            prompts.append(_Prompt(next(encoded), entry))
         else:
             service.check_tokens(entry)
             text = service.source.tokenizer.decode(entry) if body.echo else ""
@@ -95,11 +97,7 @@ class _Answer:
         }
         # each prompt n times
         self.prompts = [prompt for prompt in prompts for _ in range(body.n or 1)]
-        self.requests = [
-            request
-            for prompt in prompts
-            for request in service.requests(body, self._request(prompt))
-        ]
+        self.requests = service.requests(body, [self._request(prompt) for prompt in prompts])
         usage.prompt = sum(len(prompt.tokens) for prompt in prompts)
 
     def _request(self, prompt: _Prompt) -> Request:
@@ -107,7 +105,9 @@ class _Answer:
         max_new = self.service.room(prompt.tokens, body.max_tokens, _MAX_TOKENS)
         if not max_new and not body.echo:
             raise bad_request(
-                "max_tokens=0 generates nothing; with echo=true it scores the prompt", "max_tokens"
+                "max_tokens=0 generates nothing; with echo=true it returns the prompt, and with "
+                "logprobs its log-probabilities",
+                "max_tokens",
             )
         scored = body.logprobs if body.echo else None
         return Request(
@@ -117,10 +117,9 @@ class _Answer:
     async def whole(self) -> dict[str, Any]:
         with self.service.admitted(len(self.requests)):
             results = await self.service.completions(self.requests)
-        for result in results:
-            self._count(result)
         choices = []
         for index, (prompt, result) in enumerate(zip(self.prompts, results, strict=True)):
+            self._count(index, result)
             choices.append(self._choice(index, prompt, result, echo=bool(self.body.echo)))
         return self.head | {"choices": choices, "usage": self.usage.data()}
 
@@ -132,7 +131,7 @@ class _Answer:
         started = [False] * len(self.prompts)
         with self.service.admitted(len(self.requests)):
             async for index, delta in self.service.merged(self.requests):
-                self._count(delta)
+                self._count(index, delta)
                 echo = bool(self.body.echo) and not started[index]
                 if not (echo or delta.text or delta.logprobs or delta.finish_reason):
                     continue
@@ -143,9 +142,8 @@ class _Answer:
         if with_usage:
             yield self.head | {"choices": [], "usage": self.usage.data()}
 
-    def _count(self, result: Completion | Delta) -> None:
-        self.usage.generated += len(result.tokens)
-        self.usage.cached += result.cached_tokens
+    def _count(self, index: int, result: Completion | Delta) -> None:
+        self.usage.count(result, index // (self.body.n or 1))
 
     def _choice(
         self,

@@ -1,8 +1,9 @@
 """The routes of EasyLM's server, with its request and response bodies."""
 
 import dataclasses
+import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -16,7 +17,7 @@ from meshwright.serve.server.bodies import (
     ScoreBody,
 )
 from meshwright.serve.server.errors import bad_request, json_response
-from meshwright.serve.server.service import Service, request_id
+from meshwright.serve.server.service import Service, check_stops, request_id
 from meshwright.serve.server.transport import finish, read
 
 
@@ -36,11 +37,12 @@ async def loglikelihood(http: HttpRequest, service: Service) -> Response:
             "prefix_text",
         )
     own = service.config.easylm
+    begins = await _prompts(
+        service, [own.prepend_to_prefix + prefix + own.append_to_prefix for prefix in prefixes]
+    )
     windows = []
-    for prefix, text in zip(prefixes, body.text, strict=True):
-        before = await _prompt(service, own.prepend_to_prefix + prefix + own.append_to_prefix)
-        after = await _text_tokens(service, text)
-        most = service.engine.max_length
+    most = service.engine.max_length
+    for before, after in zip(begins, await _text_tokens(service, body.text), strict=True):
         if len(after) >= most:
             raise bad_request(
                 f"a text has {len(after)} tokens, more than the model's {most} with a prefix; send "
@@ -65,8 +67,9 @@ async def loglikelihood_rolling(http: HttpRequest, service: Service) -> Response
     body = await read(http, ScoreBody, service.config.limits)
     size = min(service.config.easylm.seq_length, service.engine.max_length - 1)
     windows = []
-    for text in body.text:
-        tokens = (_start(service), *await _text_tokens(service, text))
+    start = _start(service)
+    for text in await _text_tokens(service, body.text):
+        tokens = (start, *text)
         own = []
         for first in range(1, len(tokens), size):
             end = min(first + size, len(tokens))
@@ -123,8 +126,8 @@ async def greedy_until(http: HttpRequest, service: Service) -> Response:
         )
     own = service.config.easylm
     stops = [(each,) if isinstance(each, str) else tuple(each) for each in body.until]
-    if not all(all(each) for each in stops):
-        raise bad_request("until has an empty text, which would stop at once", "until")
+    for each in stops:
+        check_stops(each, "until")
     prompts = [own.prepend_to_prefix + text + own.append_to_prefix for text in body.prefix_text]
     texts = await finish(http, service, _greedy_until(service, prompts, stops))
     return json_response(
@@ -146,10 +149,10 @@ _Window = tuple[tuple[int, ...], int]
 async def _scores(service: Service, texts: Sequence[Sequence[_Window]]) -> list[_Score]:
     """The score of each text, the sum of its windows'."""
     windows = [window for text in texts for window in text if window[1]]
-    requests = [
+    requests = (
         Request(tokens, Sampling(temperature=0), 0, prompt_logprobs=1, id=request_id("seq"))
         for tokens, _ in windows
-    ]
+    )
     results = iter(await _run(service, requests))
     scores = []
     for text in texts:
@@ -164,33 +167,34 @@ async def _scores(service: Service, texts: Sequence[Sequence[_Window]]) -> list[
 
 
 async def _generated(service: Service, texts: Sequence[str], temperature: float) -> list[str]:
-    own, requests = service.config.easylm, []
-    for text in texts:
-        prompt = await _prompt(service, text)
-        prompt, max_new = _fitting(service, prompt)
-        sampling = _random(temperature, own.top_k)
-        requests.append(Request(prompt, sampling, max_new, id=request_id("seq")))
-    return [result.text for result in await _run(service, requests)]
+    prompts = await _prompts(service, texts)
+
+    def requests() -> Iterator[Request]:
+        for tokens in prompts:
+            prompt, max_new = _fitting(service, tokens)
+            sampling = _random(temperature, service.config.easylm.top_k)
+            yield Request(prompt, sampling, max_new, id=request_id("seq"))
+
+    return [result.text for result in await _run(service, requests())]
 
 
 async def _greedy_until(
     service: Service, texts: Sequence[str], stops: Sequence[tuple[str, ...]]
 ) -> list[str]:
     """As long as no stop text comes, generate again from the end of the text so far."""
-    tokens = [await _prompt(service, text) for text in texts]
+    tokens = await _prompts(service, texts)
     generated = ["" for _ in texts]
     left = dict.fromkeys(range(len(texts)), service.config.easylm.greedy_until_max_length)
+
+    def request(index: int, most: int) -> Request:
+        prompt, max_new = _fitting(service, tokens[index])
+        return Request(
+            prompt, Sampling(temperature=0), min(max_new, most), stops[index], id=request_id("seq")
+        )
+
     while left:
-        requests = []
-        for index, most in left.items():
-            prompt, max_new = _fitting(service, tokens[index])
-            requests.append(
-                Request(
-                    prompt, Sampling(temperature=0), min(max_new, most), stops[index],
-                    id=request_id("seq"),
-                )
-            )  # fmt: skip
-        for index, result in zip([*left], await _run(service, requests), strict=True):
+        results = await _run(service, (request(*each) for each in left.items()))
+        for index, result in zip([*left], results, strict=True):
             tokens[index] += result.tokens
             generated[index] += result.text
             left[index] -= len(result.tokens)
@@ -205,12 +209,11 @@ async def _greedy_until(
     return generated
 
 
-async def _run(service: Service, requests: Sequence[Request]) -> list[Completion]:
-    """All results; no more requests at once than the server takes."""
+async def _run(service: Service, requests: Iterable[Request]) -> list[Completion]:
+    """All results; no more requests are made at once than the server takes."""
     results: list[Completion] = []
-    most = service.config.limits.requests
-    for first in range(0, len(requests), most):
-        part = requests[first : first + most]
+    left = iter(requests)
+    while part := list(itertools.islice(left, service.config.limits.requests)):
         with service.admitted(len(part)):
             results += await service.completions(part)
     return results
@@ -234,10 +237,12 @@ def _start(service: Service) -> int:
     return beginning[0] if beginning else service.source.tokenizer.end_of_document
 
 
-async def _prompt(service: Service, text: str) -> tuple[int, ...]:
-    return await service.encode(text) or (_start(service),)
+async def _prompts(service: Service, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    start = (_start(service),)
+    return [tokens or start for tokens in await service.encode_all(texts)]
 
 
-async def _text_tokens(service: Service, text: str) -> tuple[int, ...]:
+async def _text_tokens(service: Service, texts: Sequence[str]) -> list[tuple[int, ...]]:
     own = service.config.easylm
-    return await service.encode(own.prepend_to_text + text + own.append_to_text, False)
+    whole = [own.prepend_to_text + text + own.append_to_text for text in texts]
+    return await service.encode_all(whole, False)

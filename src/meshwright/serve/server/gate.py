@@ -36,7 +36,7 @@ class Gate:
         self._app, self._service, self._paths = app, service, frozenset(paths)
         self._keys = [_digest(key.encode()) for key in service.keys]
         config = service.config
-        self._origins = frozenset(origin.rstrip("/") for origin in config.allow_origin)
+        self._origins = frozenset(config.origins)
         self._own_names = None
         if config.host in _LOOPBACK and not self._keys:
             self._own_names = _LOOPBACK | {urlsplit(o).hostname for o in self._origins}
@@ -86,7 +86,7 @@ class Gate:
                 f"the host '{host[:100]}' is not this machine; use localhost, or start the server "
                 "with an API key or with --allow-origin",
             )
-        is_foreign = origin is not None and urlsplit(origin).netloc != host
+        is_foreign = origin is not None and _address(origin) != host
         if is_foreign and origin not in self._origins:
             return ApiError(
                 403,
@@ -130,6 +130,13 @@ class Gate:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def _address(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _hostname(host: str) -> str | None:

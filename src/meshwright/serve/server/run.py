@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import signal
 import socket
 import threading
@@ -37,10 +39,10 @@ class HttpServer:
         server.wait()
     """
 
-    def __init__(self, service: Service) -> None:
-        config = service.config
+    def __init__(self, service: Service, bound: socket.socket | None = None) -> None:
+        """`bound`: the socket to listen on, if it was bound before the service was there."""
         self.service = service
-        self._socket = _listening(config.host, config.port)
+        self._socket = bound or bind(service.config.host, service.config.port)
         self.url = _url(*self._socket.getsockname()[:2])
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -52,6 +54,7 @@ class HttpServer:
                 log_level="critical",  # failures are logged by the application
                 access_log=False,
                 server_header=False,
+                backlog=_BACKLOG,
                 timeout_graceful_shutdown=_LAST_WORDS_SECONDS,
             )
         )
@@ -135,12 +138,28 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with this address; connections are refused until a server listens on it."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also just after another server
+    if bound.family == socket.AF_INET6:
+        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        bound.bind((host, port))
     except OSError as reason:
-        raise MeshwrightError(
-            f"cannot listen on {host}:{port}: {reason.strerror or reason}; choose another --port "
-            "(0 takes a free one) or --host"
-        ) from None
+        bound.close()
+        raise MeshwrightError(_cannot_bind(host, port, reason)) from None
+    return bound
+
+
+def _cannot_bind(host: str, port: int, reason: OSError) -> str:
+    if isinstance(reason, socket.gaierror):
+        return f"--host {host} is not a known name or address; use 127.0.0.1, or 0.0.0.0 for all"
+    if reason.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} of {host} is used by another program; choose another --port (0 takes a "
+            "free one)"
+        )
+    if reason.errno == errno.EADDRNOTAVAIL:
+        return f"--host {host} is not an address of this machine; use 127.0.0.1, or 0.0.0.0 for all"
+    return f"cannot listen on port {port} of {host}: {os.strerror(reason.errno or 0)}"

@@ -18,6 +18,9 @@ from meshwright.serve.server.metrics import Metrics
 from meshwright.serve.settings import ServeConfig
 
 _LONG_TEXT = 20_000  # characters; tokenizing more would hold up the other requests
+_CALL_COST = 200  # characters that take as long as a call of the tokenizer
+MOST_STOPS = 16
+LONGEST_STOP = 256  # characters
 _BUFFERED = 64  # deltas of a response with several choices
 
 
@@ -56,6 +59,15 @@ class Service:
                 code="model_not_found",
             )
 
+    def check_number(self, sequences: int) -> None:
+        """Refuse a request that is too large for the server, before any work is done for it."""
+        limit = self.config.limits.requests
+        if sequences > limit:
+            raise bad_request(
+                f"the request has {sequences:,} sequences, the server takes {limit:,} at once; "
+                "send fewer prompts or a smaller n"
+            )
+
     @contextlib.contextmanager
     def admitted(self, sequences: int) -> Iterator[None]:
         """Inside, the sequences count as in flight; refuses them if there is no room."""
@@ -64,11 +76,6 @@ class Service:
             raise unavailable("the server is shutting down; send the request again later")
         if not self.engine.is_ready:
             raise unavailable("the model is not ready yet; /health says when it is")
-        if sequences > limit:
-            raise bad_request(
-                f"the request has {sequences} sequences, the server takes {limit} at once; send "
-                "fewer prompts or a smaller n"
-            )
         if self.in_flight + sequences > limit:
             raise ApiError(
                 429,
@@ -88,13 +95,21 @@ class Service:
 
     async def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
         """The tokens of a text; `special_tokens`: as the model's prompts begin."""
+        return (await self.encode_all([text], special_tokens))[0]
 
-        def encoded() -> tuple[int, ...]:
+    async def encode_all(
+        self, texts: Sequence[str], special_tokens: bool = True
+    ) -> list[tuple[int, ...]]:
+        def encoded(text: str) -> tuple[int, ...]:
             if special_tokens:
                 return tuple(self.source.encode(text))
             return tuple(int(token) for token in self.source.tokenizer.encode(text))
 
-        return encoded() if len(text) < _LONG_TEXT else await asyncio.to_thread(encoded)
+        def all_encoded() -> list[tuple[int, ...]]:
+            return [encoded(text) for text in texts]
+
+        work = len(texts) * _CALL_COST + sum(map(len, texts))
+        return all_encoded() if work < _LONG_TEXT else await asyncio.to_thread(all_encoded)
 
     def check_tokens(self, tokens: Sequence[int], param: str = "prompt") -> None:
         vocab = self.source.config.vocab
@@ -122,8 +137,8 @@ class Service:
             )
         return max_new
 
-    def requests(self, body: GenerationBody, base: Request) -> list[Request]:
-        """`base` with the body's sampling and stops, once for each of `n` choices."""
+    def requests(self, body: GenerationBody, bases: Sequence[Request]) -> list[Request]:
+        """Each of `bases` with the body's sampling and stops, for each of `n` choices."""
         if body.response_format and body.response_format.get("type", "text") != "text":
             raise bad_request(
                 "response_format: the engine has no constrained decoding, so it cannot promise "
@@ -131,27 +146,30 @@ class Service:
                 "response_format",
             )
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        if any(not text for text in stop):
-            raise bad_request("a stop text is empty; leave it out", "stop")
+        check_stops(stop, "stop")
         self.check_tokens(body.stop_token_ids or (), "stop_token_ids")
         self.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
-        first_seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
-        return [
-            dataclasses.replace(
-                base,
-                sampling=_sampling(body, (first_seed + choice) % 2**32),
-                stop=tuple(stop),
-                stop_tokens=frozenset(body.stop_token_ids or ()),
-                ignore_end=bool(body.ignore_eos),
-                id=request_id("seq"),
-            )
-            for choice in range(body.n or 1)
-        ]
+        stop_tokens = frozenset(body.stop_token_ids or ())
+        sampling = _sampling(body)
+        requests = []
+        for base in bases:
+            seed = secrets.randbits(32) if body.seed is None else body.seed
+            for choice in range(body.n or 1):
+                own = dataclasses.replace(sampling, seed=(seed + choice) % 2**32)
+                request = dataclasses.replace(
+                    base, sampling=own, stop=tuple(stop), stop_tokens=stop_tokens,
+                    ignore_end=bool(body.ignore_eos), id=request_id("seq"),
+                )  # fmt: skip
+                requests.append(request)
+        return requests
 
     # ---- running ---------------------------------------------------------------------------------
 
     async def deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
         """What the engine yields; closing this cancels the request."""
+        if request.max_new == 0 and request.prompt_logprobs is None:  # there is nothing to do
+            yield Delta(finish_reason="length")
+            return
         started = last = time.perf_counter()
         stream = self.engine.stream(request)
         finished = first = False
@@ -229,7 +247,20 @@ class Service:
             await _cancel(tasks)
 
 
-def _sampling(body: GenerationBody, seed: int) -> Sampling:
+def check_stops(texts: Sequence[str], param: str) -> None:
+    """Refuse stop texts that are empty, or that would take long to look for in every token."""
+    if not all(texts):
+        raise bad_request(f"{param}: a stop text is empty, which would stop at once", param)
+    if len(texts) > MOST_STOPS:
+        raise bad_request(f"{param} has {len(texts):,} texts; send at most {MOST_STOPS}", param)
+    longest = max(map(len, texts), default=0)
+    if longest > LONGEST_STOP:
+        raise bad_request(
+            f"{param} has a text of {longest:,} characters; send at most {LONGEST_STOP}", param
+        )
+
+
+def _sampling(body: GenerationBody) -> Sampling:
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=body.top_k if body.top_k and body.top_k > 0 else None,
@@ -239,7 +270,6 @@ def _sampling(body: GenerationBody, seed: int) -> Sampling:
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=tuple((body.logit_bias or {}).items()),
-        seed=seed,
     )
 
 
@@ -259,12 +289,18 @@ class Usage:
 
     prompt: int = 0
     generated: int = 0
-    cached: int = 0
+    cached: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Tokens of each prompt that were reused; its first choice counts."""
+
+    def count(self, result: Completion | Delta, prompt: int = 0) -> None:
+        """Add a result or a part of one; `prompt` is the index of its prompt."""
+        self.generated += len(result.tokens)
+        self.cached.setdefault(prompt, result.cached_tokens)
 
     def data(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.generated,
             "total_tokens": self.prompt + self.generated,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
         }
