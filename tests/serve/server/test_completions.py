@@ -121,6 +121,14 @@ def test_echo_scores_the_prompt(server: Running) -> None:
     assert text == PROMPT + continued(3)
 
 
+def test_offsets_count_characters_of_the_text(server: Running) -> None:
+    settings = {"prompt": [*"né".encode(), 256, 97], "echo": True, "logprobs": 1}
+    answer = server.post("/v1/completions", **settings, max_tokens=0)
+    (choice,) = answer.data["choices"]
+    assert choice["text"] == "néa"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2]
+
+
 def test_echo_alone_returns_the_prompt(server: Running) -> None:
     answer = server.post("/v1/completions", prompt=TOKENS, echo=True, max_tokens=0)
     assert answer.data["choices"] == [
