@@ -112,11 +112,11 @@ class Service:
         return all_encoded() if work < _LONG_TEXT else await asyncio.to_thread(all_encoded)
 
     def check_tokens(self, tokens: Sequence[int], param: str = "prompt") -> None:
-        vocab = self.source.config.vocab
-        wrong = next((token for token in tokens if not 0 <= token < vocab), None)
-        if wrong is not None:
+        vocab = self.source.tokenizer.vocab  # the model's may be padded
+        largest = max(tokens, default=0)
+        if largest >= vocab:
             raise bad_request(
-                f"token {wrong} does not exist; the model has 0 to {vocab - 1}", param
+                f"token {largest} does not exist; the tokenizer has 0 to {vocab - 1}", param
             )
 
     def room(self, prompt: Sequence[int], max_new: int | None, default: int | None = None) -> int:
