@@ -168,8 +168,8 @@ def test_the_default_number_of_tokens_fits_a_long_prompt(server: Running) -> Non
 @pytest.mark.parametrize(
     ("body", "message", "param"),
     [
-        ({}, "missing required field 'prompt'", None),
-        ({"prompt": 7}, "prompt", "prompt"),
+        ({}, "no field 'prompt'", "prompt"),
+        ({"prompt": 7}, "expected a text or a list, got a whole number - at 'prompt'", "prompt"),
         ({"prompt": []}, "at least one prompt", "prompt"),
         ({"prompt": ""}, "prompt is empty", "prompt"),
         ({"prompt": [[]]}, "prompt is empty", "prompt"),
@@ -178,7 +178,7 @@ def test_the_default_number_of_tokens_fits_a_long_prompt(server: Running) -> Non
         ({"prompt": "a", "max_tokens": -1}, "max_tokens", "max_tokens"),
         ({"prompt": "a", "max_tokens": 0}, "with echo=true", "max_tokens"),
         ({"prompt": "a", "max_tokens": 600}, "max_tokens=511 would fit", "max_tokens"),
-        ({"prompt": "a" * 600}, "shorter prompt", "max_tokens"),
+        ({"prompt": "a" * 600}, "limit of 512 tokens (--engine.max-length); send a shorter prompt", "prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of", "best_of"),
         ({"prompt": "a", "temperature": "hot"}, "temperature", "temperature"),

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from meshwright.data import ChatTemplate
+from meshwright.present import count
 from meshwright.serve.load import Source
 from meshwright.serve.request import AnyEngine, Completion, Delta, Request
 from meshwright.serve.sampling import Sampling
@@ -130,9 +131,10 @@ class Service:
         if max_new > left:
             fits = f"max_tokens={left} would fit" if left > 0 else "send a shorter prompt"
             raise bad_request(
-                f"the prompt has {len(prompt)} tokens; with max_tokens={max_new} that is more than "
-                f"the model's {longest}; {fits}",
-                "max_tokens",
+                f"the prompt has {count(len(prompt), 'token')}; with max_tokens={max_new} that is "
+                f"more than the server's limit of {count(longest, 'token')} "
+                f"(--engine.max-length); {fits}",
+                "max_tokens" if left > 0 else "prompt",
                 "context_length_exceeded",
             )
         return max_new
