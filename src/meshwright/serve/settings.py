@@ -103,8 +103,9 @@ class LimitsConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name == "shutdown_seconds" else 1e-3
-            if value < least:
+            if field.name == "shutdown_seconds" and value < 0:
+                raise MeshwrightError(f"limits.{field.name}={value} must be 0 or more")
+            if field.name != "shutdown_seconds" and value < 1e-3:
                 raise MeshwrightError(f"limits.{field.name}={value} must be more than 0")
 
 

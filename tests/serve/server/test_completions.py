@@ -121,6 +121,14 @@ def test_echo_scores_the_prompt(server: Running) -> None:
     assert text == PROMPT + continued(3)
 
 
+def test_offsets_count_characters_of_the_text(server: Running) -> None:
+    settings = {"prompt": [*"né".encode(), 256, 97], "echo": True, "logprobs": 1}
+    answer = server.post("/v1/completions", **settings, max_tokens=0)
+    (choice,) = answer.data["choices"]
+    assert choice["text"] == "néa"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2]
+
+
 def test_echo_alone_returns_the_prompt(server: Running) -> None:
     answer = server.post("/v1/completions", prompt=TOKENS, echo=True, max_tokens=0)
     assert answer.data["choices"] == [
@@ -160,17 +168,17 @@ def test_the_default_number_of_tokens_fits_a_long_prompt(server: Running) -> Non
 @pytest.mark.parametrize(
     ("body", "message", "param"),
     [
-        ({}, "missing required field 'prompt'", None),
-        ({"prompt": 7}, "prompt", "prompt"),
+        ({}, "no field 'prompt'", "prompt"),
+        ({"prompt": 7}, "expected a text or a list, got a whole number - at 'prompt'", "prompt"),
         ({"prompt": []}, "at least one prompt", "prompt"),
         ({"prompt": ""}, "prompt is empty", "prompt"),
         ({"prompt": [[]]}, "prompt is empty", "prompt"),
         ({"prompt": ["a", 7]}, "mixes tokens", "prompt"),
-        ({"prompt": [300]}, "token 300 does not exist", "prompt"),
+        ({"prompt": [300]}, "token 300 does not exist; the tokenizer has 0 to 256", "prompt"),
         ({"prompt": "a", "max_tokens": -1}, "max_tokens", "max_tokens"),
         ({"prompt": "a", "max_tokens": 0}, "with echo=true", "max_tokens"),
         ({"prompt": "a", "max_tokens": 600}, "max_tokens=511 would fit", "max_tokens"),
-        ({"prompt": "a" * 600}, "shorter prompt", "max_tokens"),
+        ({"prompt": "a" * 600}, "limit of 512 tokens (--engine.max-length); send a shorter prompt", "prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of", "best_of"),
         ({"prompt": "a", "temperature": "hot"}, "temperature", "temperature"),
@@ -219,7 +227,7 @@ def test_text_becomes_tokens_and_back(server: Running) -> None:
         server.post("/detokenize", tokens=chat).data["prompt"].endswith("<|im_start|>assistant\n")
     )
     assert server.post("/tokenize").status == 400
-    assert server.post("/detokenize", tokens=[99999]).status == 400
+    assert server.post("/detokenize", tokens=[300]).status == 400
     info = server.get("/tokenizer_info").data
     assert (info["eos_token"], info["eos_token_id"]) == ("<|endoftext|>", 256)
     assert "<|im_start|>" in info["chat_template"]

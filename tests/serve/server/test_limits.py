@@ -312,6 +312,7 @@ def test_a_port_that_is_taken_is_an_error() -> None:
     [
         (lambda: config(limits=LimitsConfig(requests=0)), "limits.requests"),
         (lambda: LimitsConfig(send_seconds=-1), "limits.send_seconds"),
+        (lambda: LimitsConfig(shutdown_seconds=-1), "shutdown_seconds=-1 must be 0 or more"),
         (lambda: EngineConfig(kernel="cudn"), "did you mean 'cudnn'"),
         (lambda: EngineConfig(max_length=0), "max_length=0"),
         (lambda: config(allow_origin=("http://[",)), "--allow-origin"),

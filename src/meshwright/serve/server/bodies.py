@@ -1,5 +1,6 @@
 """Bodies of requests: their fields, types and ranges. Everything else is a 400."""
 
+import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -158,5 +159,31 @@ def _invalid(message: str, kind: type[msgspec.Struct]) -> ApiError:
         name = message.split("`")[1]
         known = kind.__struct_fields__
         return bad_request(f"unknown field '{name}'{did_you_mean(name, known)}", name)
-    readable = message[0].lower() + message[1:].replace("`$.", "`").replace("`", "'")
+    if message.startswith("Object missing required field") and " - at " not in message:
+        name = message.split("`")[1]
+        return bad_request(f"the request body has no field '{name}', which is required", name)
+    readable = _QUOTED_TYPE.sub(_type_in_words, message[0].lower() + message[1:])
+    readable = readable.replace("`$.", "`").replace("`", "'")
     return bad_request(f"request body: {readable}", field_of(message))
+
+
+_TYPES = {
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_QUOTED_TYPE = re.compile(rf"`((?:{'|'.join(_TYPES)})(?: \| \w+)*)`")
+
+
+def _type_in_words(found: re.Match[str]) -> str:
+    """The types that msgspec names.
+
+    >>> _QUOTED_TYPE.sub(_type_in_words, "Expected `str | array | null`, got `int`")
+    'Expected a text, a list or null, got a whole number'
+    """
+    *first, last = (_TYPES.get(name, name) for name in found[1].split(" | "))
+    return f"{', '.join(first)} or {last}" if first else last

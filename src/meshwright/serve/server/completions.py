@@ -11,7 +11,7 @@ from starlette.responses import Response
 from meshwright.serve.request import Completion, Delta, Request, TokenLogprobs
 from meshwright.serve.server.bodies import CompletionBody
 from meshwright.serve.server.errors import bad_request, json_response
-from meshwright.serve.server.logprobs import LogprobWriter
+from meshwright.serve.server.logprobs import LogprobWriter, TextOffsets
 from meshwright.serve.server.service import Service, Usage, request_id
 from meshwright.serve.server.transport import event_stream, finish, read
 
@@ -97,6 +97,7 @@ class _Answer:
         }
         # each prompt n times
         self.prompts = [prompt for prompt in prompts for _ in range(body.n or 1)]
+        self.offsets = [TextOffsets(service.source.tokenizer) for _ in self.prompts]
         self.requests = service.requests(body, [self._request(prompt) for prompt in prompts])
         usage.prompt = sum(len(prompt.tokens) for prompt in prompts)
 
@@ -118,16 +119,15 @@ class _Answer:
         with self.service.admitted(len(self.requests)):
             results = await self.service.completions(self.requests)
         choices = []
-        for index, (prompt, result) in enumerate(zip(self.prompts, results, strict=True)):
+        for index, result in enumerate(results):
             self._count(index, result)
-            choices.append(self._choice(index, prompt, result, echo=bool(self.body.echo)))
+            choices.append(self._choice(index, result, echo=bool(self.body.echo)))
         return self.head | {"choices": choices, "usage": self.usage.data()}
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         options = self.body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         extra: dict[str, Any] = {"usage": None} if with_usage else {}
-        offsets = [len(prompt.text) if self.body.echo else 0 for prompt in self.prompts]
         started = [False] * len(self.prompts)
         with self.service.admitted(len(self.requests)):
             async for index, delta in self.service.merged(self.requests):
@@ -136,8 +136,7 @@ class _Answer:
                 if not (echo or delta.text or delta.logprobs or delta.finish_reason):
                     continue
                 started[index] = True
-                choice = self._choice(index, self.prompts[index], delta, echo, offsets[index])
-                offsets[index] += len(delta.text)
+                choice = self._choice(index, delta, echo)
                 yield self.head | {"choices": [choice]} | extra
         if with_usage:
             yield self.head | {"choices": [], "usage": self.usage.data()}
@@ -145,24 +144,15 @@ class _Answer:
     def _count(self, index: int, result: Completion | Delta) -> None:
         self.usage.count(result, index // (self.body.n or 1))
 
-    def _choice(
-        self,
-        index: int,
-        prompt: _Prompt,
-        result: Completion | Delta,
-        echo: bool,
-        offset: int | None = None,
-    ) -> dict[str, Any]:
-        written = None
+    def _choice(self, index: int, result: Completion | Delta, echo: bool) -> dict[str, Any]:
+        prompt, written = self.prompts[index], None
         if self.body.logprobs is not None:
             tokens: tuple[int, ...] = result.tokens
             logprobs: tuple[TokenLogprobs | None, ...] = result.logprobs
-            if offset is None:
-                offset = 0
             if echo:
-                offset = 0
                 tokens, logprobs = prompt.tokens + tokens, result.prompt_logprobs + logprobs
-            written = self.names.completion(tokens, logprobs, offset)
+            offsets = [self.offsets[index].add(token) for token in tokens]
+            written = self.names.completion(tokens, logprobs, offsets)
         return {
             "index": index,
             "text": (prompt.text if echo else "") + result.text,

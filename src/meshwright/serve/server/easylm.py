@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from meshwright.present import count
 from meshwright.serve.request import Completion, Request, TokenLogprobs
 from meshwright.serve.sampling import Sampling
 from meshwright.serve.server.bodies import (
@@ -45,8 +46,9 @@ async def loglikelihood(http: HttpRequest, service: Service) -> Response:
     for before, after in zip(begins, await _text_tokens(service, body.text), strict=True):
         if len(after) >= most:
             raise bad_request(
-                f"a text has {len(after)} tokens, more than the model's {most} with a prefix; send "
-                "it to /loglikelihood-rolling",
+                f"a text has {count(len(after), 'token')}, which with a prefix is more than the "
+                f"server's limit of {count(most, 'token')} (--engine.max-length); send it to "
+                "/loglikelihood-rolling",
                 "text",
             )
         before = before[len(after) - most :]  # the end of a long prefix

@@ -8,6 +8,7 @@ from meshwright.data import Tokenizer
 from meshwright.serve.request import TokenLogprobs
 
 _CUT = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CHARACTER = 4  # tokens
 
 
 class LogprobWriter:
@@ -25,19 +26,15 @@ class LogprobWriter:
         self,
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs | None],
-        offset: int,
+        offsets: Sequence[int],
     ) -> dict[str, Any]:
-        """`logprobs` of /v1/completions; `offset` is where the first token's text begins."""
+        """`logprobs` of /v1/completions; `offsets` are those of TextOffsets."""
         names = [self._name(token) for token in tokens]
-        offsets = []
-        for name in names:
-            offsets.append(offset)
-            offset += len(name)
         return {
             "tokens": names,
             "token_logprobs": [None if each is None else each.logprob for each in logprobs],
             "top_logprobs": [self._by_name(*each) for each in zip(names, logprobs, strict=True)],
-            "text_offset": offsets,
+            "text_offset": list(offsets),
         }
 
     def _by_name(self, name: str, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
@@ -61,3 +58,26 @@ class LogprobWriter:
         name = self._name(token)
         text = None if name.startswith("token_id:") else list(name.encode())
         return {"token": name, "logprob": logprob, "bytes": text}
+
+
+class TextOffsets:
+    """Where the text of each token begins; tokens that share a character begin at the same place.
+
+    >>> from meshwright.data import ByteTokenizer
+    >>> offsets = TextOffsets(ByteTokenizer())
+    >>> [offsets.add(token) for token in "néa".encode()]
+    [0, 1, 1, 2]
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._next = 0
+        self._decode = tokenizer.decode
+        self._part: list[int] = []  # tokens of a character that is not complete
+
+    def add(self, token: int) -> int:
+        self._part.append(token)
+        text, begin = self._decode(self._part), self._next
+        if not text.endswith(_CUT) or len(self._part) > _LONGEST_CHARACTER:
+            self._next += len(text)
+            self._part = []
+        return begin

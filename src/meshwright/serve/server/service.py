@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from meshwright.data import ChatTemplate
+from meshwright.present import count
 from meshwright.serve.load import Source
 from meshwright.serve.request import AnyEngine, Completion, Delta, Request
 from meshwright.serve.sampling import Sampling
@@ -112,11 +113,11 @@ class Service:
         return all_encoded() if work < _LONG_TEXT else await asyncio.to_thread(all_encoded)
 
     def check_tokens(self, tokens: Sequence[int], param: str = "prompt") -> None:
-        vocab = self.source.config.vocab
-        wrong = next((token for token in tokens if not 0 <= token < vocab), None)
-        if wrong is not None:
+        vocab = self.source.tokenizer.vocab  # the model's may be padded
+        largest = max(tokens, default=0)
+        if largest >= vocab:
             raise bad_request(
-                f"token {wrong} does not exist; the model has 0 to {vocab - 1}", param
+                f"token {largest} does not exist; the tokenizer has 0 to {vocab - 1}", param
             )
 
     def room(self, prompt: Sequence[int], max_new: int | None, default: int | None = None) -> int:
@@ -130,9 +131,10 @@ class Service:
         if max_new > left:
             fits = f"max_tokens={left} would fit" if left > 0 else "send a shorter prompt"
             raise bad_request(
-                f"the prompt has {len(prompt)} tokens; with max_tokens={max_new} that is more than "
-                f"the model's {longest}; {fits}",
-                "max_tokens",
+                f"the prompt has {count(len(prompt), 'token')}; with max_tokens={max_new} that is "
+                f"more than the server's limit of {count(longest, 'token')} "
+                f"(--engine.max-length); {fits}",
+                "max_tokens" if left > 0 else "prompt",
                 "context_length_exceeded",
             )
         return max_new
