@@ -292,11 +292,28 @@ def test_a_request_is_cancelled_by_its_id(engine: Engine) -> None:
         (Request((1,), max_new=0), "max_new=0 generates nothing"),
         (Request((1,), logprobs=21), "logprobs=21 must be from 0 to 20"),
         (Request((1,), Sampling(logit_bias=((1, 1.0),) * 301)), "has 301 entries; 300 are"),
+        (Request((1,), Sampling(logit_bias=((64, 1.0),))), "has token 64; the model has 0 to 63"),
+        (Request((1,), stop="ab"), r"stop='ab' must be a tuple .* stop=\('ab',\)"),  # type: ignore[arg-type]
+        (Request((1,), stop=(3,)), r"stop=\(3,\) must be a tuple of texts"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_served_is_refused(request_: Request, message: str, engine: Engine) -> None:
     with pytest.raises(MeshwrightError, match=message):
         engine.generate([request_])
+
+
+def test_an_engine_without_prompt_logprobs_says_how_to_get_them(model: Model) -> None:
+    with (
+        on_demand(model, prompt_logprobs=False) as engine,
+        pytest.raises(MeshwrightError, match=r"EngineConfig\(prompt_logprobs=True\)"),
+    ):
+        engine.generate([Request((1, 2), prompt_logprobs=0)])
+
+
+@pytest.mark.parametrize("length", [0, 257])
+def test_a_length_that_the_model_does_not_have_is_refused(length: int, model: Model) -> None:
+    with pytest.raises(MeshwrightError, match=f"max_length={length} does .* give 1 to 256"):
+        on_demand(model, max_length=length)
 
 
 def test_a_model_with_an_encoder_is_refused_with_a_reason(random_model: RandomModel) -> None:

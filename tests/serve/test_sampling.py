@@ -144,3 +144,27 @@ def test_tokens_that_the_tokenizer_lacks_are_never_taken() -> None:
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(mw.MeshwrightError, match=words.replace("^", r"\^")):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"repetition_penalty": 0}, "repetition_penalty=0 must be a finite number above 0"),
+        ({"repetition_penalty": -1.5}, "repetition_penalty=-1.5 must be"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty=nan must be"),
+        ({"presence_penalty": math.inf}, "presence_penalty=inf must be a finite number"),
+        ({"frequency_penalty": "1"}, "frequency_penalty='1' must be a finite number"),
+        ({"logit_bias": ((7, math.nan),)}, "adds nan to token 7; give a finite number"),
+        ({"logit_bias": ((7, -math.inf),)}, "adds -inf to token 7; .* -100 to avoid"),
+        ({"logit_bias": {7: 1.0}}, "must be pairs of a token and a number"),
+        ({"logit_bias": (7, 1.0)}, "must be pairs of a token and a number"),
+        ({"logit_bias": ((1.5, 1.0),)}, "a token of logit_bias"),
+    ],
+)
+def test_penalties_and_biases_must_be_finite(settings_: dict[str, Any], message: str) -> None:
+    with pytest.raises(mw.MeshwrightError, match=message):
+        Sampling(**settings_)
+
+
+def test_any_finite_penalty_is_allowed() -> None:
+    Sampling(repetition_penalty=0.1, presence_penalty=-7, frequency_penalty=5.5)

@@ -99,7 +99,7 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig()
         self.source = model.source
-        self.max_length = min(self.config.max_length or DEFAULT_LENGTH, model.config.max_seq)
+        self.max_length = _max_length(self.config.max_length, model.config.max_seq)
         self._model_config = model.config
         self._programs = Programs(model, self.config, self.max_length, release)
         self._sampler = Sampler(self._programs, model.source.tokenizer.vocab)
@@ -243,15 +243,28 @@ class Engine:
         prompt = request.prompt[:-1] or request.prompt if scores_only else request.prompt
         check_prompts([prompt], max(request.max_new, 1), limited)
         if request.prompt_logprobs is not None and not self.config.prompt_logprobs:
-            raise MeshwrightError("this engine was started without prompt_logprobs")
+            raise MeshwrightError(
+                "this engine was started without the programs for prompt_logprobs: leave it out, "
+                "or start the engine with EngineConfig(prompt_logprobs=True)"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(request, name)
             if wanted is not None and not 0 <= wanted <= TOP:
                 raise MeshwrightError(f"{name}={wanted} must be from 0 to {TOP}")
-        if len(request.sampling.logit_bias) > MAX_BIAS:
+        stop: Any = request.stop  # Python lets callers give anything
+        if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+            example = stop if isinstance(stop, str) else "END"
             raise MeshwrightError(
-                f"logit_bias has {len(request.sampling.logit_bias)} entries; {MAX_BIAS} are allowed"
+                f"stop={stop!r} must be a tuple of texts, as in stop=({example!r},)"
             )
+        biases, vocab = request.sampling.logit_bias, self._model_config.vocab
+        if len(biases) > MAX_BIAS:
+            raise MeshwrightError(f"logit_bias has {len(biases)} entries; {MAX_BIAS} are allowed")
+        for token, _ in biases:
+            if not 0 <= token < vocab:
+                raise MeshwrightError(
+                    f"logit_bias has token {token}; the model has 0 to {vocab - 1}"
+                )
 
     def _completion(self, job: Job, deltas: list[Delta]) -> Completion:
         last = deltas[-1]
@@ -498,6 +511,17 @@ class Engine:
             sequence.scored = False  # should it be computed again
             if job.request.max_new == 0:
                 self._finish(job, Delta(prompt_logprobs=tuple(job.scores), finish_reason="length"))
+
+
+def _max_length(wanted: int | None, longest: int) -> int:
+    if wanted is None:
+        return min(DEFAULT_LENGTH, longest)
+    if not 1 <= wanted <= longest:
+        raise MeshwrightError(
+            f"max_length={wanted} does not fit the model, which has {longest} positions: give 1 to "
+            f"{longest}, or leave it out"
+        )
+    return wanted
 
 
 def _put(letters: list[Letter]) -> None:

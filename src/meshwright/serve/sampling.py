@@ -6,6 +6,7 @@ or on the rest of the batch.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from meshwright.arithmetic import check_seed, whole_number
 from meshwright.errors import MeshwrightError
 from meshwright.ops import spec_of
+
+_MOST = 1e30  # of penalties and biases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,18 @@ class Sampling:
                 raise MeshwrightError(f"{name}={value!r} must be a probability from 0 to 1")
         if self.top_p == 0:
             raise MeshwrightError("top_p=0 would remove every token; for greedy use temperature=0")
+        if not _moderate(self.repetition_penalty) or self.repetition_penalty < 1 / _MOST:
+            raise MeshwrightError(
+                f"repetition_penalty={self.repetition_penalty!r} must be a finite number above 0; "
+                "1 changes nothing, more makes repetition less likely"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not _moderate(value):
+                raise MeshwrightError(
+                    f"{name}={value!r} must be a finite number; 0 changes nothing"
+                )
+        _check_bias(self.logit_bias)
         check_seed(self.seed)
 
     @property
@@ -118,6 +133,28 @@ def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
     if sampling.min_p:  # 0 keeps every token
         kept &= scaled >= math.log(sampling.min_p)  # the maximum is at 0
     return jnp.where(kept, scaled, -jnp.inf)
+
+
+def _check_bias(logit_bias: object) -> None:
+    pairs = logit_bias if isinstance(logit_bias, tuple | list) else [logit_bias]
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise MeshwrightError(
+                f"logit_bias={logit_bias!r} must be pairs of a token and a number, as in "
+                "((7, -1.5),)"
+            )
+        token, bias = pair
+        whole_number(token, "a token of logit_bias")
+        if not _moderate(bias):
+            raise MeshwrightError(
+                f"logit_bias adds {bias!r} to token {token}; give a finite number, -100 to avoid "
+                "the token"
+            )
+
+
+def _moderate(value: Any) -> bool:
+    """Whether it is a finite number, which float32 can hold (NaN compares as False)."""
+    return _number(value) and abs(value) <= _MOST
 
 
 def _number(value: object) -> bool:

@@ -130,19 +130,32 @@ def test_cudnn_reads_pages_for_decode(first: bool) -> None:
 
 
 def test_the_named_kernel_is_used_where_another_could_be() -> None:
-    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    """Lowered for an NVIDIA GPU, where cudnn has the same pool."""
+    assert "cudnn" not in traced("plain").lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_ragged_is_one_call_on_a_mesh() -> None:
+    assert str(traced("ragged").jaxpr).count("pallas_call") == 1  # lowering needs a TPU
+
+
+def traced(kernel: str) -> Any:
+    """The program of a step with decode tokens and chunks, on tp=2."""
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    by_head = NamedSharding(mesh, P(None, None, "tp", None))
+    whole = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     where = PagedTokens(
-        array((4, 8)), array((4,)), array((0, 8)), array((0,)), array((0,)), 0, True, "plain"
+        whole((4, 8)), whole((4,)), whole((2, 8)), whole((2,)), whole((2,)), 16, True, kernel
     )
-    mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
-    q = jax.ShapeDtypeStruct((1, 4, 2, 128), jnp.bfloat16)
+    q, k = (
+        jax.ShapeDtypeStruct((1, 36, heads, 128), jnp.bfloat16, sharding=by_head)
+        for heads in (8, 4)
+    )
     pool = {
-        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        for name, shape in pool_shapes("plain", 100, 64, 2, 128).items()
+        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=by_head)
+        for name, shape in pool_shapes(kernel, 100, 64, 4, 128).items()
     }
     with jax.set_mesh(mesh):
-        traced = jax.jit(paged_attention).trace(q, q, q, pool, where)
-    assert "cudnn" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(paged_attention).trace(q, k, k, pool, where)
 
 
 def test_ragged_counts_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
