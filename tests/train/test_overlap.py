@@ -39,7 +39,7 @@ def test_the_plan_hides_all_gathers_on_a_tpu_that_is_told_to_and_says_the_flag()
         for overlap in (False, True)
     ]
     assert v5e[0].best.memory.total == v5e[1].best.memory.total
-    assert v5e[1].warnings == ("overlap changes nothing on v5e: it gathers so by itself",)
+    assert v5e[1].warnings == ("overlap changes nothing on v5e: it overlaps by itself",)
     with pytest.raises(MeshwrightError, match="overlap=True is of training, and serving is plan"):
         mw.plan(*given, kind="serve", overlap=True)
 

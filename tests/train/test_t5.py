@@ -98,8 +98,3 @@ def test_what_a_t5_cannot_do_is_said(settings: dict[str, Any], words: str) -> No
     spec = mw.MeshSpec.parse(config.mesh).with_standard_axes()
     with pytest.raises(MeshwrightError, match=words):
         abstract_step(config, mw.mesh(spec, devices=jax.devices()[:8], axis_types="explicit"))
-
-
-def test_the_plan_says_that_it_knows_no_t5() -> None:
-    with pytest.raises(MeshwrightError, match="does not know models of the family 't5' yet"):
-        mw.plan("t5-v1.1-xl", "v5e:4x4", 32, 512)

@@ -82,7 +82,7 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
     meshwright generate runs/first --prompt "Once upon a time" --max-new 200 --mesh fsdp=-1
     """
     sampling = Sampling(
-        settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed
+        settings.temperature, settings.top_k, settings.top_p, settings.min_p, seed=settings.seed
     )
     texts = _texts(settings.prompt)
     make_room_for_cpu_collectives()

@@ -3,7 +3,8 @@
 pack -> TokenStore -> Mixture -> Loader; the batch of a step is a pure function of the step.
 """
 
-from meshwright.data.chat_templates import ChatTemplate, load_chat_template
+from typing import TYPE_CHECKING, Any
+
 from meshwright.data.check import check_data
 from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
 from meshwright.data.loader import Loader, Objective, held_out_loader, training_loader
@@ -28,6 +29,9 @@ from meshwright.data.tokenizers import (
     tokenizer_from_json,
 )
 
+if TYPE_CHECKING:
+    from meshwright.data.chat_templates import ChatTemplate, load_chat_template
+
 __all__ = [
     "EMBEDDED", "FIELDS", "NO_TARGET", "OBJECTIVES", "ByteTokenizer", "ChatTemplate",
     "EncoderDecoderObjective",
@@ -38,3 +42,12 @@ __all__ = [
     "pack", "read_sequences", "sentinel_top", "sequence_count", "tokenizer_from_json",
     "training_loader", "upgrade", "write_needles",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """What needs jinja2 is imported when it is used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from meshwright.data import chat_templates
+
+    return getattr(chat_templates, name)
