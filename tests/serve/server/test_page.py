@@ -128,6 +128,25 @@ def test_errors_and_keys_are_shown(page: Any) -> None:
         assert page.locator(".error").count() == 0
 
 
+def test_a_chat_goes_on_until_the_context_is_full(page: Any) -> None:
+    with serving(BigramEngine(max_length=400, answer=lambda _: "word " * 90)) as server:
+        page.goto(server.url)
+        say(page, "one")
+        finished(page)
+        assert page.locator(".stats").last.inner_text().endswith("stopped at the token limit")
+        assert server.engine.seen[-1].max_new == 100
+        say(page, "two")  # 100 more fit
+        finished(page)
+        say(page, "three" * 80)
+        page.locator(".error", has_text="The context is full").wait_for()
+        # a question without an answer is not sent again
+        say(page, "four")
+        finished(page)
+        assert b"three" not in bytes(server.engine.seen[-1].prompt)
+        page.locator(".error").get_by_role("button", name="New chat").click()
+        assert page.locator(".message").count() == 0
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 def test_the_page_fits_light_and_dark_and_small(
