@@ -1,0 +1,64 @@
+"""What 8-bit weights cost in quality: the loss of a run's model by the engine, for each kind.
+
+    make demo && python benchmarks/serve_quality.py demo-run --write
+
+The text is the end of the corpus that the demo trains on, in pieces of 250 tokens; the loss is the
+mean negative log-probability of their tokens, from the engine's prompt_logprobs.
+"""
+
+import argparse
+
+from results import here, write_section
+
+PIECE, PIECES = 250, 8
+
+
+def losses(run: str) -> dict[str, float]:
+    import jax.numpy as jnp
+
+    from meshwright.data import embedded_text
+    from meshwright.serve import (
+        EngineConfig,
+        Request,
+        Sampling,
+        generation_mesh,
+        look_into,
+        start_engine,
+    )
+
+    source = look_into(run)
+    tokens = source.encode(embedded_text()[-2 * PIECE * PIECES :])[-PIECE * PIECES :]
+    pieces = [tuple(tokens[i : i + PIECE]) for i in range(0, len(tokens), PIECE)]
+    greedy = Sampling(temperature=0)
+    found = {}
+    for weights in (None, "int8", "fp8"):
+        config = EngineConfig(
+            max_batch=1, max_length=256, chunk=128, weights=weights, compile_first=False
+        )
+        with start_engine(source, generation_mesh(), jnp.float32, config) as engine:
+            done = engine.generate(
+                [Request(piece, greedy, max_new=0, prompt_logprobs=0) for piece in pieces]
+            )
+        scores = [each.logprob for one in done for each in one.prompt_logprobs if each is not None]
+        found[weights or "float32"] = -sum(scores) / len(scores)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run")
+    parser.add_argument("--write", action="store_true", help="put the table into RESULTS.md")
+    args = parser.parse_args()
+    found = losses(args.run)
+    lines = ["| weights | loss | more |", "|---|---|---|"]
+    lines += [
+        f"| {kind} | {loss:.4f} | {loss / found['float32'] - 1:+.2%} |"
+        for kind, loss in found.items()
+    ]
+    print("\n".join(lines))
+    if args.write:
+        write_section("Quality of 8-bit weights", f"the model of `make demo`, {here()}", lines)
+
+
+if __name__ == "__main__":
+    main()
