@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from meshwright.meshes.arrange import axes_across_slices, device_list
-from meshwright.meshes.boxes import Share, Shares, all_shares, closes, sharing
+from meshwright.meshes.boxes import Share, Shares, closes, shares_of, sharing
 from meshwright.meshes.build import mesh
 from meshwright.meshes.machine_mesh import MachineMesh
 from meshwright.meshes.rings import is_ring, ring_in_words
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIELD_ROLES", "RESERVED_AXIS", "ROLES", "STANDARD_AXES", "AnyMesh", "MachineMesh",
-    "MeshShape", "MeshSpec", "Share", "Shares", "all_shares", "axes_across_slices", "closes",
-    "device_list", "is_ring", "mesh", "ring_in_words", "sharing", "tile_mesh",
+    "MeshShape", "MeshSpec", "Share", "Shares", "axes_across_slices", "closes",
+    "device_list", "is_ring", "mesh", "ring_in_words", "shares_of", "sharing", "tile_mesh",
 ]  # fmt: skip
 
 

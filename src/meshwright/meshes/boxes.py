@@ -14,7 +14,7 @@ On the left sp is four chips in a row, half of a ring along x. On the right it i
 that all four hops take one link.
 """
 
-import itertools
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -160,12 +160,24 @@ def closes(shares: Shares, axis: int, machine: Machine) -> bool:
 
 def all_shares(sizes: Sequence[int], box: Share) -> Iterator[Shares]:
     """Every way to divide a box among axes of these sizes."""
-    if not sizes:
-        if math.prod(box) == 1:
-            yield ()
+    if len(sizes) == 1:  # the last axis gets what is left
+        if math.prod(box) == sizes[0]:
+            yield (box,)
         return
-    for share in itertools.product(*map(divisors, box)):
-        if math.prod(share) == sizes[0]:
-            left = tuple(whole // part for whole, part in zip(box, share, strict=True))
-            for others in all_shares(sizes[1:], left):
-                yield (share, *others)
+    for share in shares_of(sizes[0], box):
+        left = tuple(whole // part for whole, part in zip(box, share, strict=True))
+        for others in all_shares(sizes[1:], left):
+            yield (share, *others)
+
+
+@functools.lru_cache(maxsize=65536)
+def shares_of(size: int, box: Share) -> tuple[Share, ...]:
+    """Every share of this size that divides a box."""
+    if not box:
+        return ((),) if size == 1 else ()
+    return tuple(
+        (first, *rest)
+        for first in divisors(box[0])
+        if size % first == 0
+        for rest in shares_of(size // first, box[1:])
+    )

@@ -173,6 +173,8 @@ class DeviceStack:
     def bias(self) -> Number:
         """Bytes of the bias that is added to scores: one for all layers and sequences."""
         device, total = self.device, 0
+        if not self.sizes.is_biased:
+            return 0
         for stack, attention, split in splits_of(device.job, device.choice):
             if stack is self.sizes and attention.biased:
                 heads = device.number(split.heads, "heads")

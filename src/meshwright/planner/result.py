@@ -67,6 +67,11 @@ class Job:
         """How attention is split, by (tp, sp), as far as it was asked for (parts.splits_of)."""
         return {}
 
+    @functools.cached_property
+    def kernels(self) -> dict[tuple[int, int, str, str], Any]:
+        """The same of attention's kernels, by (tp, sp, strategy, chip) (planner.kernels)."""
+        return {}
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -104,7 +109,7 @@ class Memory:
     kinds: Mapping[str, int]  # parameters, gradients, optimizer, activations …
     limit: int  # what the compiler gives out
 
-    @property
+    @functools.cached_property
     def total(self) -> int:
         return sum(self.kinds.values())
 

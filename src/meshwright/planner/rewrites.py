@@ -135,8 +135,8 @@ Rule = Callable[[Send, _Program], Iterator[Send]]
 
 def _micro_batches(send: Send, program: _Program) -> Iterator[Send]:
     """Embedding and LM head are all-gathered for each micro-batch; norms are summed once."""
-    is_table = send.carries is Carries.TABLE
-    yield send._replace(times=program.choice.accumulation if is_table else 1)
+    times = program.choice.accumulation if send.carries is Carries.TABLE else 1
+    yield send if send.times == times else send._replace(times=times)
 
 
 def _first_ring_step(send: Send, program: _Program) -> Iterator[Send]:
@@ -164,9 +164,10 @@ def _all_reduce_gradients(send: Send, program: _Program) -> Iterator[Send]:
         yield send
         return
     # over several slices in_stages says how it is summed within one
-    if program.across[axes[0]] == 1:
-        summed = program.summed.get(send.carries)
-        send = send._replace(operation="all-reduce" if summed else program.scattered[axes[0]])
+    if program.across[axes[0]] == 1 and (
+        program.summed.get(send.carries) or program.scattered[axes[0]] == "all-reduce"
+    ):
+        send = send._replace(operation="all-reduce")
     if program.exact and send.operation == "reduce-scatter" and axes == ("fsdp",) and send.back:
         part = floor(send.back * send.bytes)
         yield send._replace(operation="all-reduce", bytes=part, pieces=1)

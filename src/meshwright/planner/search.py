@@ -79,9 +79,10 @@ def search(
 
 def _different(fits: list[Fit]) -> list[Fit]:
     """Without those that only keep less: with as many micro-batches that is slower."""
-    alike: dict[Choice, Fit] = {}
-    for choice, need in fits:
-        alike.setdefault(dataclasses.replace(choice, remat=""), (choice, need))
+    alike: dict[tuple[object, ...], Fit] = {}
+    for choice, need in fits:  # of one mesh
+        rest = choice.accumulation, choice.sequence_parallel, choice.strategy, choice.mlp_chunk
+        alike.setdefault(rest, (choice, need))
     return list(alike.values())
 
 
@@ -201,12 +202,12 @@ def _bases(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> Ite
     """A mesh with strategies of attention, with and without sequence_parallel; last in chunks."""
     chunks = (0, CHUNK) if length(job, mesh) >= LONG else (0,)
     along = (False, True) if mesh.tp > 1 else (False,)
-    fixed = limits.fixed
+    fixed, able = limits.fixed, _strategies(job, mesh, machine, limits)
     for chunk in (fixed["mlp_chunk"],) if "mlp_chunk" in fixed else chunks:
         for parallel in (fixed["sequence_parallel"],) if "sequence_parallel" in fixed else along:
             if parallel and job.seq % (mesh.sp * mesh.tp):
                 continue
-            for strategy in _strategies(job, mesh, machine, limits):
+            for strategy in able:
                 yield dataclasses.replace(
                     mesh, sequence_parallel=parallel, mlp_chunk=chunk, strategy=strategy
                 )

@@ -16,16 +16,15 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
-from meshwright.arithmetic import divisors
 from meshwright.machines import Machine
 from meshwright.meshes import (
     STANDARD_AXES,
     Share,
     Shares,
-    all_shares,
     axes_across_slices,
     closes,
     is_ring,
+    shares_of,
     sharing,
 )
 
@@ -107,7 +106,7 @@ def _split_dims(sizes: tuple[int, ...], box: Share) -> Shares:
     for size in reversed(sizes):
         left = tuple(side // taken for side, taken in zip(box, used, strict=True))
         chosen = max(
-            _divisions(size, left), key=functools.partial(_worth, box=box, used=tuple(used))
+            shares_of(size, left), key=functools.partial(_worth, box=box, used=tuple(used))
         )
         used = [taken * n for taken, n in zip(used, chosen, strict=True)]
         found.append(chosen)
@@ -121,46 +120,45 @@ def _worth(share: Share, box: Share, used: Share) -> tuple[object, ...]:
     return math.prod(whole), sum(n > 1 for n in whole), math.prod(begun), share
 
 
-@functools.lru_cache(maxsize=65536)
-def _divisions(size: int, box: Share) -> tuple[Share, ...]:
-    """Every share of this size that divides a box."""
-    if not box:
-        return ((),) if size == 1 else ()
-    return tuple(
-        (first, *rest)
-        for first in divisors(box[0])
-        if size % first == 0
-        for rest in _divisions(size // first, box[1:])
-    )
-
-
 def _closed(shares: Shares, sizes: tuple[int, ...], machine: Machine) -> Shares:
     """With shares exchanged so that the ring along sp closes, if no other axis pays for it."""
 
-    def costs(some: Shares) -> Iterator[int]:
-        return (sharing(some, axis, machine) for axis in (2, 1, 0))
+    def costs(some: Shares) -> list[int]:  # of the last axis first: it has the first claim
+        return [sharing(some, axis, machine) for axis in (2, 1, 0)]
 
-    limits, box = list(costs(shares)), machine.slice_shape
+    limits = [sharing(shares, axis, machine) for axis in range(3)]
+    box = machine.slice_shape
     nothing = (1,) * len(box)
+
+    def completed(later: Shares, left: Share) -> Iterator[Shares]:
+        """Every share of what is left for the axes before these, none busier than now."""
+        axis = len(sizes) - len(later) - 1
+        if axis < 0:
+            yield later
+            return
+        for share in shares_of(sizes[axis], left):
+            some = (share, *later)
+            # how busy an axis is depends on the later ones alone
+            if sharing((*(nothing,) * axis, *some), axis, machine) <= limits[axis]:
+                yield from completed(some, _without(left, share))
+
     # sp is the last axis: whether its ring closes depends on its own share alone
-    rings = [
-        share
-        for share in _divisions(sizes[3], box)
-        if closes((nothing, nothing, nothing, share), 3, machine)
-    ]
     better = [
-        (*others, ring)
-        for ring in rings
-        for others in all_shares(
-            sizes[:3], tuple(side // n for side, n in zip(box, ring, strict=True))
-        )
-        if all(cost <= limit for cost, limit in zip(costs((*others, ring)), limits, strict=True))
+        complete
+        for ring in shares_of(sizes[3], box)
+        if closes((nothing, nothing, nothing, ring), 3, machine)
+        for complete in completed((ring,), _without(box, ring))
     ]
     if not better:
         return shares
 
     def preference(other: Shares) -> tuple[object, ...]:
         changed = sum(mine != theirs for mine, theirs in zip(other, shares, strict=True))
-        return changed, list(costs(other)), [[-n for n in share] for share in other]
+        return changed, costs(other), [[-n for n in share] for share in other]
 
     return min(better, key=preference)
+
+
+def _without(box: Share, share: Share) -> Share:
+    """What a share leaves of a box."""
+    return tuple(side // part for side, part in zip(box, share, strict=True))

@@ -77,6 +77,11 @@ class StackSizes:
         return sum(block.weights for block in self.blocks if block.attention)
 
     @functools.cached_property
+    def is_biased(self) -> bool:
+        """Whether a bias is added to the scores of an attention."""
+        return any(block.attention and block.attention.biased for block in self.blocks)
+
+    @functools.cached_property
     def mlp(self) -> BlockSizes:
         """The block without attention."""
         return next(block for block in self.blocks if block.attention is None)

@@ -5,6 +5,7 @@ lets them; ring steps while attention does. What tp sends is needed at once and 
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -40,47 +41,54 @@ class StepTime:
     """A step: its work and its collectives."""
 
     work: Work
-    sends: tuple[TimedSend, ...]
     seconds: Mapping[str, float]  # by part
     step: float
+    waits: list[tuple[Send, Link, float, str, float]]  # seconds; what could hide how many of them
+    hidden: Mapping[str, float]  # of the seconds that could hide, by what hides them, the share
+
+    @functools.cached_property
+    def sends(self) -> tuple[TimedSend, ...]:
+        """Its collectives, each with the seconds that compute hides."""
+        return tuple(
+            TimedSend(send, link, seconds, able * self.hidden.get(place, 0.0))
+            for send, link, seconds, place, able in self.waits
+        )
 
 
 def step_time(job: Job, choice: Choice, machine: Machine, done: Work | None = None) -> StepTime:
     """The step of a choice on a machine; `done` is its work, where that is known already."""
     done = work(job, choice, machine) if done is None else done
     placement = place_axes(machine, (choice.dp, choice.fsdp, choice.tp, choice.sp))
-    timed = []
+    waits: list[tuple[Send, Link, float, str, float]] = []
     wanted: dict[str, float] = {}  # seconds that could hide, by what they could hide under
+    exposed = 0.0
     for send in compiled_sends(job, choice, machine):
         link = over(placement, send.axes)
         each = link.seconds(send.operation, send.bytes) + (send.pieces - 1) * link.latency
         seconds = send.times * each
+        exposed += seconds
+        place, able = "", 0.0  # needed at once, or sent when no layer computes
         if send.carries in _HIDEABLE or send.operation == "collective-permute":
             place, able = _hides_under(send, link, machine, job.overlap)
             able *= seconds
             wanted[place] = wanted.get(place, 0.0) + able
-        else:  # needed at once, or sent when no layer computes
-            place, able = "nothing", 0.0
-        timed.append((send, link, seconds, place, able))
+        waits.append((send, link, seconds, place, able))
     room = {
         "forward": efficiency.HIDE_MOST * done.forward,
         "backward": efficiency.HIDE_MOST * done.backward,
         "ring forward": efficiency.HIDE_RING * done.attention_forward,
         "ring backward": efficiency.HIDE_RING * done.attention_backward,
     }
-    share = {
-        place: min(1.0, room[place] / seconds) if seconds else 0.0
-        for place, seconds in wanted.items()
-    } | {"nothing": 0.0}
     # what is sent under a GPU's compute slows that down: so much less is gained
     gained = 1.0 - efficiency.SLOWED_BY_SENDING.get(machine.chip.platform, 0.0)
-    sends = tuple(
-        TimedSend(send, link, seconds, able * share[place] * gained)
-        for send, link, seconds, place, able in timed
-    )
-    exposed = sum(one.exposed for one in sends)
+    hidden = {
+        place: gained * min(1.0, room[place] / seconds)
+        for place, seconds in wanted.items()
+        if seconds
+    }
+    exposed -= sum(wanted[place] * share for place, share in hidden.items())
     parts = {**done.seconds, "waiting for links": exposed}
-    return StepTime(done, sends, parts, sum(parts.values()))
+    return StepTime(done, parts, sum(parts.values()), waits, hidden)
 
 
 def _hides_under(send: Send, link: Link, machine: Machine, overlap: bool) -> tuple[str, float]:

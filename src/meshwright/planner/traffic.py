@@ -173,7 +173,7 @@ class _Step:
 
         # those of relative positions are summed by distance, before distances share a bucket
         for stack in self.sizes.stacks:
-            if any(block.attention and block.attention.biased for block in stack.blocks):
+            if stack.is_biased:
                 heads = self.number(self.sizes.dims["heads"], "heads")
                 distances = 2 * self.number(self.length(stack), "tokens")
                 yield Send(
