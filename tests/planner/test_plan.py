@@ -608,5 +608,5 @@ def test_405b_on_4096_chips_takes_less_than_a_second() -> None:
         start = time.process_time()
         found = plan("llama-3.1-405b", "v5p:16x16x16", 2048, 8192)
         taken.append(time.process_time() - start)
-    assert min(taken) < 1.5  # about 0.8 alone (benchmarks/RESULTS.md); tests run side by side
+    assert min(taken) < 1.0  # about 0.8 alone (benchmarks/RESULTS.md)
     assert len(found.ranked) + len(found.refused) == len(list(meshes(4096))) == 455

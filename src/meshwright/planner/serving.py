@@ -16,9 +16,10 @@ from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.planner import efficiency
 from meshwright.planner.candidates import meshes, refusal
 from meshwright.planner.constraints import Constraints
+from meshwright.planner.device import Device
 from meshwright.planner.largest import held_by_engine, largest_batch
 from meshwright.planner.links import over
-from meshwright.planner.memory import ENGINE, Device, cached_heads, memory, read_tokens
+from meshwright.planner.memory import ENGINE, cached_heads, memory, read_tokens
 from meshwright.planner.parts import keys_seen, padding, splits_of
 from meshwright.planner.ranking import groups, simplicity
 from meshwright.planner.result import Choice, Estimate, Job, Memory, Refusal, Serving, Transfer

@@ -1,0 +1,292 @@
+"""A device's share of a job: sizes of its model and activations, as numbers or as terms."""
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+from meshwright.arithmetic import round_up
+from meshwright.machines import Machine
+from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
+from meshwright.planner.candidates import with_strategy
+from meshwright.planner.kernels import plain_attention
+from meshwright.planner.parts import (
+    LANES,
+    SUBLANES,
+    item_bytes,
+    mlp_chunks,
+    sequences,
+    splits_of,
+    strategy_of,
+    vocab,
+)
+from meshwright.planner.result import Choice, Job
+from meshwright.planner.sizes import ModelSizes, StackSizes
+from meshwright.planner.terms import MakeNumber, Number, plain
+
+
+class Device:
+    """A device's share of a job: sizes as numbers or, to be printed, as terms."""
+
+    def __init__(
+        self, job: Job, choice: Choice, machine: Machine, number: MakeNumber = plain
+    ) -> None:
+        if choice.strategy == "auto":
+            choice = with_strategy(job, choice, machine)
+        self.job, self.choice, self.machine, self.number = job, choice, machine, number
+        self.sizes = sizes = job.sizes
+        self.is_tpu, self.strategy = machine.is_tpu, strategy_of(job, choice)
+        self.stored = number(item_bytes(job.param_dtype), "bytes")
+        self.used = number(item_bytes(job.dtype), "bytes")
+        self.float32 = number(4, "bytes")
+        self.tp = number(choice.tp, name="tp")
+        split = choice.tp * choice.fsdp * choice.sp
+        self.devices = number(split, "devices")
+        self.is_sharded = choice.fsdp * choice.sp > 1
+        self.casts = item_bytes(job.param_dtype) != item_bytes(job.dtype)
+        self.embed = number(sizes.embed)
+        self.vocab = number(vocab(job, choice))
+        self.sequences = sequences(job, choice)
+
+    @property
+    def table(self) -> Number:
+        """The embedding or the LM head, all-gathered."""
+        return self.vocab * self.embed / self.tp
+
+    @property
+    def saves_attention(self) -> bool:
+        """Whether the remat policy saves attention's output."""
+        return "attention" in self.job.remat[self.choice.remat]
+
+
+class DeviceStack:
+    """A device's share of one stack of layers."""
+
+    def __init__(self, device: Device, index: int, sizes: StackSizes) -> None:
+        number, choice = device.number, device.choice
+        self.device, self.index, self.sizes = device, index, sizes
+        self.layers = number(sizes.layers, "layers")
+        self.weights = number(sizes.weights)
+        self.attention_weights = number(sizes.attention_weights)
+        self.length = device.job.lengths[sizes.field] // choice.sp
+        self.tokens = number(device.sequences * self.length, "tokens")
+        self.saved = self._saved() if device.job.kind == "train" else 0
+
+    @property
+    def layer(self) -> Number:
+        """Bytes of a layer's matrices, all-gathered."""
+        return self.device.used * self.weights / self.device.tp
+
+    @property
+    def stream(self) -> Number:
+        """Bytes of the residual stream."""
+        return self.device.used * self.tokens * self.device.embed
+
+    def _saved(self) -> Number:
+        """Bytes that all layers save for the backward pass."""
+        device, choice = self.device, self.device.choice
+        groups = _saved_numbers(
+            device.sizes, self.index, device.job.remat[choice.remat], choice.tp,
+            choice.sequence_parallel, self._stored_by,
+        )  # fmt: skip
+        each: Number = 0
+        for field, multiple, numbers, lse in groups:
+            length = round_up(device.job.lengths[field] // choice.sp, multiple)
+            of_token = device.used * device.number(numbers)
+            if lse:
+                of_token = of_token + device.float32 * device.number(lse)
+            each = each + device.number(device.sequences * length, "tokens") * of_token
+        return self.layers * each + self.bias
+
+    @property
+    def bias(self) -> Number:
+        """Bytes of the bias that is added to scores: one for all layers and sequences."""
+        device, total = self.device, 0
+        if not self.sizes.is_biased:
+            return 0
+        for stack, attention, split in splits_of(device.job, device.choice):
+            if stack is self.sizes and attention.biased:
+                heads = device.number(split.heads, "heads")
+                queries = device.number(split.part, "queries")
+                keys = device.number(split.keys or split.length, "keys")
+                total = total + device.float32 * heads * queries * keys
+        return total
+
+    @property
+    def _stored_by(self) -> "tuple[_Stored, ...]":
+        """How the activations of each attention of a layer are stored."""
+        device = self.device
+        if not device.is_tpu:
+            return tuple(_AS_IS for block in self.sizes.blocks if block.attention)
+        slow = plain_attention(device.job, device.choice, device.machine)
+        plain = [attention for stack, attention, _ in slow if stack is self.sizes]
+        return tuple(
+            _LENGTH_LAST if block.attention in plain else _FUSED
+            for block in self.sizes.blocks
+            if block.attention
+        )
+
+    def working(self, arrays: int) -> Number:
+        """Bytes that a layer's backward pass computes with: activations and their gradients."""
+        device = self.device
+        chunks = mlp_chunks(self.length, device.choice)
+        mlp = device.number(self.sizes.mlp.inner / device.choice.tp / chunks)
+        return device.used * self.tokens * (arrays * mlp + 4 * device.embed)
+
+    @property
+    def mlp_arrays(self) -> int:
+        """Arrays of an mlp in its backward pass: with a gate 5."""
+        return 2 * self.sizes.mlp.arrays_inside + 1
+
+    @property
+    def mlp_arrays_left(self) -> int:
+        """Of those, the ones that are there while attention is computed."""
+        return self.sizes.mlp.arrays_inside + (1 if self.device.is_tpu else 2)
+
+    def heads(self, queries: int, keys: int) -> Number:
+        """Numbers of so many arrays like the queries, and like the keys, of a token."""
+        device, dims = self.device, self.device.sizes.dims
+        per_head = device.number(dims["head_dim"]) / device.tp
+        numbers = queries * device.number(dims["heads"]) + keys * device.number(dims["kv_heads"])
+        return numbers * per_head
+
+    @property
+    def scores(self) -> Number:
+        """Bytes of scores, attention weights and their gradients, in attention by plain JAX."""
+        device, choice = self.device, self.device.choice
+        largest: Number = 0
+        for stack, _, split in plain_attention(device.job, choice, device.machine):
+            if stack is not self.sizes:
+                continue
+            ring = device.strategy in ("ring", "allgather")
+            keys = split.part if ring else split.keys or split.length
+            heads = split.heads / (choice.sp if device.strategy == "ulysses" else 1)
+            numbers = device.number(device.sequences, "sequences") * device.number(
+                min(PLAIN_QUERIES, split.part if ring else split.length), "queries"
+            )
+            numbers = numbers * device.number(heads, "heads") * device.number(keys, "keys")
+            largest = max(largest, 3 * device.float32 * numbers)
+        return largest
+
+    @property
+    def context_parallel(self) -> Number:
+        """Bytes of keys in flight, or all-gathered, and of their gradients."""
+        device = self.device
+        used, float32 = device.used, device.float32
+        keys, queries = self.tokens * self.heads(0, 2), self.tokens * self.heads(1, 0)
+        match device.strategy:
+            case "ring":  # and the sums over ring steps, forward or backward, in float32
+                return (2 * used + 3 * float32) * keys + 5 * float32 * queries
+            case "allgather":
+                return (used + float32) * keys * device.number(device.choice.sp, name="sp")
+            case "ulysses":
+                return 3 * used * queries
+            case _:
+                return 0
+
+    @property
+    def gpu_arrays(self) -> tuple[int, int]:
+        """Arrays as large as the queries, and as the keys, in attention's backward pass on GPUs.
+
+        Queries, output, the gradients of both and copies of them; keys and values with their
+        gradients, and in a ring two more pairs in flight and gradients in float32.
+        """
+        return 7, 12 if self.device.strategy == "ring" else 4
+
+    @property
+    def attention(self) -> Number:
+        """Bytes of attention's backward pass beside the layer's other activations."""
+        device = self.device
+        if not self.sizes.attention_weights:
+            return 0
+        if device.is_tpu:
+            return self.context_parallel + self.scores + self.bias
+        all_gathered = 0 if device.strategy == "ring" else self.context_parallel
+        return device.used * self.tokens * self.heads(*self.gpu_arrays) + all_gathered + self.scores
+
+    @property
+    def recomputed_attention(self) -> Number:
+        """Bytes of attention computed again on GPUs: input, queries, output, and copies of them.
+
+        Keys and values are as many as in the backward pass.
+        """
+        device = self.device
+        return device.used * self.tokens * (device.embed + self.heads(4, self.gpu_arrays[1]))
+
+
+class DeviceModel:
+    """A device's share of a model under a choice.
+
+    Stacks know the device, not the model: without a cycle, a search leaves nothing to collect.
+    """
+
+    def __init__(
+        self, job: Job, choice: Choice, machine: Machine, number: MakeNumber = plain
+    ) -> None:
+        self.device = device = Device(job, choice, machine, number)
+        sizes = device.sizes
+        self.stacks = [DeviceStack(device, i, stack) for i, stack in enumerate(sizes.stacks)]
+        self.last = self.stacks[-1]
+        tables = number(sizes.tables * vocab(job, choice) * sizes.embed)
+        # over the stacks up to each: what they save, and their weights on a device
+        self.saved_up_to = list(itertools.accumulate(stack.saved for stack in self.stacks))
+        weights = [stack.layers * stack.weights for stack in self.stacks]
+        layers = list(itertools.accumulate(weights))
+        self.layers_up_to = [each / device.devices for each in layers]
+        self.layers_and_tables = (layers[-1] + tables) / device.devices
+        self.layers, self.tables = self.layers_up_to[-1], tables / device.devices
+        # norms and biases; biases are split over tp with their heads
+        vectors = sizes.residual_vectors.numbers + sizes.other_vectors.numbers
+        of_heads = sizes.head_vectors.numbers + sizes.position_vectors.numbers
+        self.vectors = number(vectors + of_heads // choice.tp)
+
+
+class _Stored(NamedTuple):
+    """Multiples to which a device pads head_dim and the length of what attention saves."""
+
+    head_dim: int
+    length: int
+
+
+_AS_IS = _Stored(1, 1)
+_FUSED = _Stored(LANES, SUBLANES)  # by a TPU's kernels: head_dim is the last dim
+_LENGTH_LAST = _Stored(1, LANES)  # a TPU's compiler avoids a last dim that is shorter
+
+
+@functools.lru_cache(maxsize=4096)
+def _saved_numbers(
+    sizes: ModelSizes,
+    stack: int,
+    policy: frozenset[str],
+    tp: int,
+    sequence_parallel: bool,
+    stored_by: tuple[_Stored, ...],
+) -> tuple[tuple[str, int, float, float], ...]:
+    """What a layer of a stack saves of a token, by the batch field of that token.
+
+    Each with the multiple that its length is padded to, numbers in the dtype of the matmuls, and
+    numbers in float32: the lse of attention.
+    """
+    found: dict[tuple[str, int], list[float]] = {}
+    own, stored = sizes.stacks[stack].field, iter(stored_by)
+    usual = SUBLANES if _AS_IS not in stored_by else 1
+    for block in sizes.stacks[stack].blocks:
+        how = next(stored) if block.attention else _AS_IS
+        keys_from = block.attention.keys_from if block.attention else ""
+        for name, dims in block.saved.items():
+            if name not in policy:
+                continue
+            field, multiple = own, usual
+            if dims == ("embed",):
+                width = sizes.embed / (tp if sequence_parallel else 1)
+            elif dims[-1] == "head_dim":
+                head_dim = round_up(sizes.dims["head_dim"], how.head_dim)
+                width = sizes.dims[dims[0]] * head_dim / tp
+                field = keys_from if keys_from and dims[0] == "kv_heads" else own
+                multiple = how.length
+            else:
+                width = math.prod(sizes.dims[dim] for dim in dims) / tp
+            found.setdefault((field, multiple), [0.0, 0.0])[0] += width
+        if block.attention and "attention" in policy:
+            found.setdefault((own, usual), [0.0, 0.0])[1] += sizes.dims["heads"] / tp
+    return tuple((*key, numbers[0], numbers[1]) for key, numbers in found.items())
