@@ -17,7 +17,9 @@ from meshwright.models.decoder import abstract_arrays
 from meshwright.planner import Plan, plan
 from meshwright.planner.memory import formulas, memory, moments
 from meshwright.planner.report import explain
+from meshwright.planner.report.explain import SMALL
 from meshwright.planner.result import Choice, Estimate, Job
+from meshwright.planner.time import formulas as transfer_formulas
 
 
 def explained(found: Plan, one: Estimate) -> str:
@@ -126,3 +128,27 @@ def test_a_formula_that_does_not_give_the_number_is_not_shown() -> None:
     )
     text = explained(found, other)
     assert "layers ·" not in text.partition("work of a step")[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "mesh"),
+    [
+        ("llama-3.1-8b", "h100:8", "fsdp=4,tp=2"),
+        ("llama-3.1-8b", "v5p:2x2x2", "fsdp=2,tp=2,sp=2"),
+        ("qwen3-4b", "v5e:4x4", "dp=2,fsdp=4,tp=2"),
+    ],
+)
+def test_explain_shows_the_formula_of_each_transfer_that_counts(
+    model: str, on: str, mesh: str
+) -> None:
+    found = plan(model, on, 64, 4096, mesh=mesh)
+    one = found.best
+    said = transfer_formulas(found.job, one, found.machine)
+    assert one.transfers
+    text = explained(found, one)
+    large = [sent for sent in one.transfers if sent.seconds >= SMALL * one.step_seconds]
+    assert large
+    for sent, words in zip(one.transfers, said, strict=True):
+        assert worked_out(words) == pytest.approx(sent.bytes, rel=1e-3, abs=2), (sent.what, words)
+        if sent in large:
+            assert f"{words} = {sent.bytes:,}" in text, sent.what

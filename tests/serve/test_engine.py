@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.serve.test_decode import BASE, KINDS, whole_logits
@@ -392,6 +393,17 @@ def test_compiling_while_serving_is_an_error_in_strict_mode(model: Model) -> Non
         with pytest.raises(MeshwrightError, match=r"strict: .* would be compiled"):
             engine.generate([Request((1, 2), GREEDY, 2)])
         assert not engine.is_ready
+
+
+def test_compiling_again_while_serving_is_an_error_in_strict_mode(model: Model) -> None:
+    with on_demand(model, strict=True) as engine:
+        programs = engine._programs
+        programs.is_ready = False
+        programs.run("sum", lambda x: x + 1, (), jnp.zeros(3))
+        programs.is_ready = True
+        programs.run("sum", lambda x: x + 1, (), jnp.ones(3))
+        with pytest.raises(MeshwrightError, match=r"strict: sum was compiled again"):
+            programs.run("sum", lambda x: x + 1, (), jnp.ones(4))
 
 
 def test_300_streams_each_give_what_they_give_alone(engine: Engine) -> None:

@@ -232,7 +232,13 @@ class Programs(Steps):
         """Compile the step of a shape, by running it on page 0, which no sequence has."""
         self.step(shape, StepInputs.empty(shape, self.width)[1])
 
-    def run(self, key: Any, function: Callable[..., Any], donated: int, *arguments: Any) -> Any:
+    def run(
+        self,
+        key: Any,
+        function: Callable[..., Any],
+        donated: int | tuple[int, ...],
+        *arguments: Any,
+    ) -> Any:
         """Run a function on the mesh; the first run with a key compiles it.
 
         It is called through jax.jit: that takes half a millisecond less than a program that was
@@ -246,8 +252,10 @@ class Programs(Steps):
         known = run._cache_size()
         with jax.set_mesh(self.mesh):
             results = run(*arguments)
-        if self.is_ready:
-            self.compilations += run._cache_size() - known
+        if self.is_ready and (new := run._cache_size() - known):
+            self.compilations += new
+            if self.config.strict:
+                raise MeshwrightError(f"strict: {key} was compiled again while serving")
         return results
 
     def shapes(self) -> list[Shape]:

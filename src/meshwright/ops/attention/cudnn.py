@@ -28,12 +28,8 @@ def _inputs(block: Block, mask: Mask) -> fused.Inputs:
 
 
 def _refuses(call: Call) -> str | None:
-    if call.platform not in ("gpu", "cuda"):
-        return "it runs on NVIDIA GPUs"
-    if call.dtype not in ("bfloat16", "float16"):
-        return f"it computes in bfloat16 and float16, not {call.dtype}"
-    if call.head_dim > 128 or call.head_dim % 8:
-        return f"head_dim {call.head_dim} is not a multiple of 8 up to 128"
+    if why := fused.refuses(call.platform, call.dtype, call.head_dim):
+        return why
     if call.biased:
         return "it adds no bias to the scores"
     if call.dynamic:
@@ -44,7 +40,7 @@ def _refuses(call: Call) -> str | None:
         return "its causal masks have no offset"
     if call.segmented and call.mask.window is not None:
         return "it takes a sliding window or packed documents, not both"
-    return fused.unavailable()
+    return None
 
 
 def _lengths(call: Call) -> tuple[int, int]:

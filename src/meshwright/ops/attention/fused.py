@@ -55,6 +55,17 @@ def backward(inputs: Inputs, output: Partial, dout: jax.Array) -> Gradients:
     return Gradients(*_bind(_PASSES[1], inputs, (lse, out, dout)))
 
 
+def refuses(platform: str, dtype: str, head_dim: int) -> str | None:
+    """Why cuDNN does not compute such attention, None if it does."""
+    if platform not in ("gpu", "cuda"):
+        return "it runs on NVIDIA GPUs"
+    if dtype not in ("bfloat16", "float16"):
+        return f"it computes in bfloat16 and float16, not {dtype}"
+    if head_dim > 128 or head_dim % 8:
+        return f"head_dim {head_dim} is not a multiple of 8 up to 128"
+    return unavailable()
+
+
 def unavailable() -> str | None:
     """Why cuDNN cannot be used, None if it can."""
     from jax._src import xla_bridge

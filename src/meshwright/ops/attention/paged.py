@@ -282,15 +282,9 @@ def _ragged(
 
 
 def _cudnn_refuses(call: PagedCall) -> str | None:
-    if call.platform not in ("gpu", "cuda"):
-        return "it runs on NVIDIA GPUs"
-    if call.dtype not in ("bfloat16", "float16"):
-        return f"it computes in bfloat16 and float16, not {call.dtype}"
-    if call.head_dim > 128 or call.head_dim % 8:
-        return f"head_dim {call.head_dim} is not a multiple of 8 up to 128"
     if call.window is not None:
         return "it has no sliding window over pages"
-    return fused.unavailable()
+    return fused.refuses(call.platform, call.dtype, call.head_dim)
 
 
 def _ragged_refuses(call: PagedCall) -> str | None:
