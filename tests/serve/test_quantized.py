@@ -13,7 +13,7 @@ from tests.serve.test_engine import GREEDY, PROMPTS, on_demand
 
 from meshwright.errors import MeshwrightError
 from meshwright.models.decoder.serving import serving_weights
-from meshwright.ops import quantize
+from meshwright.ops import einsum, quantize, scaled
 from meshwright.serve import EngineConfig, Model, Request
 from meshwright.serve.load import generation_mesh
 
@@ -27,9 +27,37 @@ def test_a_channel_is_rounded_relative_to_its_largest_number(name: str, most: fl
     weight[:, 1, 2] = 0
     found = quantize(jnp.asarray(weight), 1, name)
     assert found.scale.shape == (3, 5)
-    error = np.abs(np.asarray(found.values).astype(np.float32) * np.asarray(found.scale) - weight)
+    values = np.moveaxis(np.asarray(found.values).astype(np.float32), -1, 0)
+    error = np.abs(values * np.asarray(found.scale) - weight)
     assert (error.max(0) <= most * 1.001 * np.abs(weight).max(0)).all()
     assert error[:, 1, 2].max() == 0
+
+
+@pytest.mark.parametrize(
+    ("dims", "of_x", "of_weight", "inputs"),
+    [
+        ("ble,ekgd->blkgd", (1, 7, 64), (64, 2, 3, 8), 1),
+        ("blhd,hde->ble", (1, 7, 4, 16), (4, 16, 32), 2),
+    ],
+)
+def test_activations_of_fp8_meet_weights_of_fp8(
+    dims: str, of_x: tuple[int, ...], of_weight: tuple[int, ...], inputs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(1)
+    x, weight = (rng.normal(size=shape).astype(np.float32) for shape in (of_x, of_weight))
+    x[0, 3] *= 1000  # a token of its own size
+    x[0, 4] = 0
+    monkeypatch.setattr("meshwright.ops.quantized.current_device", lambda: ("gpu", "NVIDIA H200"))
+    found = quantize(jnp.asarray(weight), inputs, "fp8")
+    with jax.set_mesh(generation_mesh()):
+        product = scaled(einsum(dims, jnp.asarray(x), found), found)
+    exact = np.einsum(dims, x, weight)
+    # each factor is rounded by up to 1/16; the errors of a sum have random signs
+    size = np.sqrt(np.einsum(dims, x**2, weight**2))
+    assert (np.abs(product - exact) <= 4 / 16 * size + 1e-6).all()
+    assert np.abs(product - exact).max() > 1e-3
+    assert product.dtype == jnp.float32
 
 
 def rounded(params: Any, name: str) -> Any:
@@ -37,7 +65,11 @@ def rounded(params: Any, name: str) -> Any:
 
     def matrix(weight: jax.Array, inputs: int) -> jax.Array:
         found = quantize(weight, inputs, name)
-        return found.values.astype(jnp.float32) * found.scale[(None,) * inputs]
+        outputs = weight.ndim - inputs
+        order = (*range(outputs, weight.ndim), *range(outputs))
+        return (
+            jnp.transpose(found.values.astype(jnp.float32), order) * found.scale[(None,) * inputs]
+        )
 
     layers = {
         block: {

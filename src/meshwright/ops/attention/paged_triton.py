@@ -1,0 +1,136 @@
+"""Decode attention over pages on NVIDIA GPUs, for 8-bit pages and sliding windows, by Triton.
+
+cuDNN reads pages in the dtype of the queries only, and without a sliding window. Here a program
+reads the pages of one sequence and one key head once, and serves all queries that share the head.
+Pages of 8 bits are converted to float16 in registers, which is one instruction for two numbers (to
+bfloat16 it is several). A long sequence is split over several programs, whose outputs are merged.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from meshwright.arithmetic import round_up
+
+QUERIES = 16  # fewest that a tensor core's matmul takes
+_PROGRAMS = 528  # four on each of an H100's multiprocessors
+_FEWEST_PAGES = 4  # of a program
+_LOWEST = 1e30  # less than any score
+_KEYS = 128  # that a program computes with at a time
+
+
+def paged_decode(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    window: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """One query per sequence: q [batch, heads, head_dim] over pages [pages, size, kv_heads, ..].
+
+    `tables` [batch, width] are the pages of each sequence, and `lengths` [batch] its tokens, at
+    least 1. With a window, the last tokens only.
+    """
+    batch, heads, head_dim = q.shape
+    pages, size, kv_heads, _ = keys.shape
+    width, group = tables.shape[1], heads // kv_heads
+    rows = max(QUERIES, pl.next_power_of_2(group))
+    splits = _splits(batch * kv_heads, width)
+    at_once = max(_KEYS // size, 1)
+    each = round_up(-(-width // splits), at_once)
+    tables = jnp.pad(tables, ((0, 0), (0, splits * each - width)))
+    grouped = jnp.pad(
+        q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0))
+    )
+    of_query = pl.BlockSpec((None, None, rows, head_dim), lambda h, b, s: (b, h, 0, 0))
+    pool = pl.BlockSpec((pages, size, None, head_dim), lambda h, b, s: (0, 0, h, 0))
+    out_shape = [
+        jax.ShapeDtypeStruct((splits, *grouped.shape), q.dtype if splits == 1 else jnp.float32),
+        jax.ShapeDtypeStruct((splits, *grouped.shape[:3]), jnp.float32),
+    ]
+    with warnings.catch_warnings():  # that this backend will be removed
+        warnings.simplefilter("ignore", DeprecationWarning)
+        out, lse = pl.pallas_call(
+            functools.partial(_kernel, at_once, window, head_dim**-0.5),
+            grid=(kv_heads, batch, splits),
+            in_specs=[
+                of_query,
+                pool,
+                pool,
+                pl.BlockSpec((None, each), lambda h, b, s: (b, s)),
+                pl.BlockSpec((None,), lambda h, b, s: (b,)),
+            ],
+            out_specs=[
+                pl.BlockSpec((None, None, None, rows, head_dim), lambda h, b, s: (s, b, h, 0, 0)),
+                pl.BlockSpec((None, None, None, rows), lambda h, b, s: (s, b, h, 0)),
+            ],
+            out_shape=out_shape,
+            compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+            interpret=interpret,
+            name="paged_decode",
+        )(grouped, keys, values, tables, lengths)
+    if splits > 1:
+        weights = jnp.exp(lse - jax.nn.logsumexp(lse, axis=0))
+        out = jnp.sum(out * weights[..., None], axis=0, keepdims=True).astype(q.dtype)
+    return out[0, :, :, :group].reshape(q.shape)
+
+
+def _splits(programs: int, width: int) -> int:
+    """Into how many programs the pages of a sequence are split, to keep the device busy."""
+    return max(1, min(-(-_PROGRAMS // programs), width // _FEWEST_PAGES))
+
+
+def _kernel(
+    at_once: int,
+    window: int | None,
+    scale: float,
+    q_ref: Any,
+    keys_ref: Any,
+    values_ref: Any,
+    table_ref: Any,
+    length_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+) -> None:
+    rows, head_dim = q_ref.shape
+    block, each = at_once * keys_ref.shape[1], table_ref.shape[0]
+    first, length = pl.program_id(2) * each * keys_ref.shape[1], length_ref[()]
+    is_small = keys_ref.dtype.itemsize == 1
+    dtype = jnp.float16 if is_small else keys_ref.dtype
+    q = q_ref[...].astype(dtype)
+
+    def pages(index: jax.Array, carry: Any) -> Any:
+        out, most, total = carry
+        here = table_ref[pl.ds(index * at_once, at_once)]
+        keys, values = (
+            ref[here].reshape(block, head_dim).astype(dtype) for ref in (keys_ref, values_ref)
+        )
+        scores = triton.dot(q, keys.T) * scale
+        position = first + index * block + jnp.arange(block)
+        visible = position < length
+        if window is not None:
+            visible &= position >= length - window
+        scores = jnp.where(visible[None], scores, -jnp.inf)
+        highest = jnp.maximum(most, jnp.max(scores, axis=1))
+        weights = jnp.exp(scores - highest[:, None])
+        shrunk = jnp.exp(most - highest)
+        total = total * shrunk + jnp.sum(weights, axis=1)
+        return out * shrunk[:, None] + triton.dot(weights.astype(dtype), values), highest, total
+
+    start = 0 if window is None else jnp.maximum((length - window - first) // block, 0)
+    stop = jnp.minimum(pl.cdiv(length - first, block), each // at_once)
+    zeros = jnp.zeros(rows, jnp.float32)
+    carry = jnp.zeros((rows, head_dim), jnp.float32), zeros - _LOWEST, zeros
+    out, most, total = lax.fori_loop(start, stop, pages, carry)
+    total = jnp.where(total > 0, total, 1.0)  # no key here
+    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
+    lse_ref[...] = most + jnp.log(total)
