@@ -3,6 +3,7 @@
 from meshwright.serve.abstract_step import Part, ServedStep
 from meshwright.serve.engine import Engine
 from meshwright.serve.generate import check_prompts, stream
+from meshwright.serve.grammars import Grammar, Grammars
 from meshwright.serve.load import (
     Model,
     Source,
@@ -34,6 +35,8 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "FinishReason",
+    "Grammar",
+    "Grammars",
     "Model",
     "OverloadedError",
     "Part",

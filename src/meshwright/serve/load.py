@@ -4,6 +4,7 @@ model = load_for_generation("runs/first", generation_mesh("fsdp=4,tp=2"))
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -33,6 +34,7 @@ from meshwright.models import (
 )
 from meshwright.ops import drop_trivial_axes, nontrivial_axes
 from meshwright.present import mesh_text
+from meshwright.serve.grammars import Grammars
 
 
 def has_encoder(config: Any) -> bool:
@@ -54,6 +56,11 @@ class Source:
     """The source, for messages."""
     read: Callable[[Any], Any]
     """Reads the weights for a tree of abstract arrays with shardings."""
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """For constrained decoding; engines and the server share it."""
+        return Grammars(self.tokenizer, self.ends)
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt."""

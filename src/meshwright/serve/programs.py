@@ -232,7 +232,9 @@ class Programs(Steps):
         """Compile the step of a shape, by running it on page 0, which no sequence has."""
         self.step(shape, StepInputs.empty(shape, self.width)[1])
 
-    def run(self, key: Any, function: Callable[..., Any], donated: int, *arguments: Any) -> Any:
+    def run(
+        self, key: Any, function: Callable[..., Any], donated: int | None, *arguments: Any
+    ) -> Any:
         """Run a function on the mesh; the first run with a key compiles it.
 
         It is called through jax.jit: that takes half a millisecond less than a program that was
