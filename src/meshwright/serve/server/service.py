@@ -141,12 +141,6 @@ class Service:
 
     def requests(self, body: GenerationBody, bases: Sequence[Request]) -> list[Request]:
         """Each of `bases` with the body's sampling and stops, for each of `n` choices."""
-        if body.response_format and body.response_format.get("type", "text") != "text":
-            raise bad_request(
-                "response_format: the engine has no constrained decoding, so it cannot promise "
-                "JSON; ask for JSON in the prompt and check the answer",
-                "response_format",
-            )
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         check_stops(stop, "stop")
         self.check_tokens(body.stop_token_ids or (), "stop_token_ids")
