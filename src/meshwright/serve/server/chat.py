@@ -72,7 +72,8 @@ def _request(
     service: Service, body: ChatBody, tokens: tuple[int, ...], grammar: Grammar | None
 ) -> Request:
     given = body.max_completion_tokens
-    max_new = service.room(tokens, body.max_tokens if given is None else given)
+    given = body.max_tokens if given is None else given
+    max_new = service.room(tokens, given, service.defaults.max_new)
     if not max_new:
         raise bad_request("max_tokens=0 generates nothing; give 1 or more", "max_tokens")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
