@@ -112,6 +112,29 @@ def test_the_engine_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys
     assert "can use this server" in shown.err
 
 
+def test_default_sampling_is_shown_and_can_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"temperature": 0.6, "top_k": 20, "eos_token_id": 256}
+    folder = dataclasses.replace(source(), generation_config=given)
+    monkeypatch.setattr(serve_cli, "look_into", lambda *_, **__: folder)
+    monkeypatch.setattr(serve_cli, "_engine", lambda *_: BigramEngine())
+
+    def shown(*flags: str) -> str:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        run(["serve", "runs/bigram", "--port", "0", *flags])
+        return capsys.readouterr().out
+
+    assert "default sampling, by generation_config.json: temperature 0.6, top_k 20\n" in shown()
+    assert "default sampling" not in shown("--generation-config", "none")
+    given["temperature"] = -1.0
+    with pytest.raises(SystemExit):
+        run(["serve", "runs/bigram"])
+    message = capsys.readouterr().err
+    assert "generation_config.json: temperature=-1.0 must be" in message
+    assert "--generation-config none" in message
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_what_runs_and_ends_the_process(number: int) -> None:
     process = subprocess.Popen(

@@ -17,6 +17,7 @@ from meshwright.checkpoint import Checkpoints
 from meshwright.models import model_to_dict, save_hf
 from meshwright.models.decoder import DecoderConfig
 from meshwright.ops.rope import Llama3Scaling, Rope
+from meshwright.serve.defaults import defaults_of
 from meshwright.serve.generate import model_functions, padded
 from meshwright.serve.load import Model, generation_mesh, load_for_generation, look_into
 
@@ -105,10 +106,11 @@ def test_a_hugging_face_folder_is_read_with_its_tokenizer(
 ) -> None:
     folder = save_hf(tmp_path / "hf", model.params, CONFIG, dtype=jnp.float32)
     letters.rename(folder / "tokenizer.json")
-    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 17]}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 17], "top_p": 0.5}')
     read = load_for_generation(folder, generation_mesh("fsdp=2,tp=2"))
     jax.tree.map(np.testing.assert_array_equal, read.params, model.params)
     assert read.source.ends == {1, 17}
+    assert str(defaults_of(read.source.generation_config)) == "top_p 0.5"
     assert read.source.encode("ab") == [0, 4, 5]  # begin-of-text first
 
 

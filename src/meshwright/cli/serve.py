@@ -20,9 +20,11 @@ from meshwright.models import default_dtype, family_of, generation_of
 from meshwright.present import count, mesh_text
 from meshwright.serve import (
     AnyEngine,
+    Defaults,
     ServeConfig,
     Source,
     check_fits,
+    defaults_of,
     generation_mesh,
     look_into,
     start_engine,
@@ -51,6 +53,9 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
         config.model, step=config.step, tokenizer=config.tokenizer, end_token=config.end_token
     )
     _check_served(source)
+    defaults = Defaults()
+    if config.generation_config == "auto":
+        defaults = defaults_of(source.generation_config)
     template = load_chat_template(Path(config.model), config.chat_template)
     keys = config.api_keys()
     if config.host not in ("127.0.0.1", "localhost", "::1") and not keys:
@@ -62,10 +67,13 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
     with bind(config.host, config.port) as bound:  # before the weights are read, which takes long
         engine = _engine(source, config)
         try:
-            with HttpServer(Service(engine, source, config, template), bound) as server:
+            service = Service(engine, source, config, template, defaults)
+            with HttpServer(service, bound) as server:
                 chat = "the chat page" + ("" if template else " (no chat template: plain text)")
                 print(f"{config.served_name} is served at {server.url}/v1", flush=True)
                 print(f"{chat}: {server.url}/", flush=True)
+                if str(defaults):
+                    print(f"default sampling, by generation_config.json: {defaults}", flush=True)
                 run_until_stopped(server)
         finally:
             engine.close()

@@ -1,8 +1,10 @@
 """Serve a model: the inference engine, and generation with a fixed batch of prompts."""
 
 from meshwright.serve.abstract_step import Part, ServedStep
+from meshwright.serve.defaults import Defaults, defaults_of
 from meshwright.serve.engine import Engine
 from meshwright.serve.generate import check_prompts, stream
+from meshwright.serve.grammars import Grammar, Grammars
 from meshwright.serve.load import (
     Model,
     Source,
@@ -29,11 +31,14 @@ from meshwright.serve.settings import EngineConfig, ServeConfig
 __all__ = [
     "AnyEngine",
     "Completion",
+    "Defaults",
     "Delta",
     "Engine",
     "EngineConfig",
     "EngineStats",
     "FinishReason",
+    "Grammar",
+    "Grammars",
     "Model",
     "OverloadedError",
     "Part",
@@ -46,6 +51,7 @@ __all__ = [
     "TokenLogprobs",
     "check_fits",
     "check_prompts",
+    "defaults_of",
     "generation_mesh",
     "has_encoder",
     "load",

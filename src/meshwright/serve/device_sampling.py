@@ -81,6 +81,17 @@ def variant_of(request: Request) -> int:
     return VARIANTS.index("full" if filtered else "plain")
 
 
+def allowed_only(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """Logits [n, vocab] with -inf where the bit of a token in `masks` [n, words] is 0.
+
+    Words have 32 bits, those of small ids first; tokens beyond them are not allowed.
+    """
+    bits = (masks[:, :, None] >> jnp.arange(32)[None, None]) & 1
+    allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]]
+    allowed = jnp.pad(allowed, ((0, 0), (0, logits.shape[1] - allowed.shape[1])))
+    return jnp.where(allowed != 0, logits, -jnp.inf)
+
+
 def greedy(logits: jax.Array, vocab: int) -> jax.Array:
     """[n, vocab] → tokens; only the first `vocab` are chosen."""
     return jnp.argmax(logits[:, :vocab], axis=-1).astype(jnp.int32)

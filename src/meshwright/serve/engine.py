@@ -29,6 +29,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.present import count
 from meshwright.serve.device_sampling import MAX_BIAS, TOP, variant_of
 from meshwright.serve.generate import check_prompts
+from meshwright.serve.grammars import Constraint
 from meshwright.serve.load import Model
 from meshwright.serve.pages import PagePool
 from meshwright.serve.programs import Programs, Shape, StepInputs
@@ -65,6 +66,7 @@ class Job:
     stops: StopTexts
     variant: int  # of device_sampling.VARIANTS
     streams: bool  # every token is handed out at once, not all at the end
+    constraint: Constraint | None = None  # of its grammar
     sequence: Running | None = None
     scores: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
     new_tokens: list[int] = dataclasses.field(default_factory=list)
@@ -102,7 +104,7 @@ class Engine:
         self.max_length = _max_length(self.config.max_length, model.config.max_seq)
         self._model_config = model.config
         self._programs = Programs(model, self.config, self.max_length, release)
-        self._sampler = Sampler(self._programs, model.source.tokenizer.vocab)
+        self._sampler = Sampler(self._programs, model.source)
         pool = PagePool(
             self._programs.pages, self.config.page_size, remember=self.config.prefix_cache
         )
@@ -230,8 +232,11 @@ class Engine:
         if not request.id:
             request = dataclasses.replace(request, id=f"request-{next(self._names)}")
         text = TextStream(self.source.tokenizer) if streams or request.stop else None
-        stops = StopTexts(request.stop)
-        return Job(request, sink, ends, text, stops, variant_of(request), streams)
+        constraint, grammars = None, self.source.grammars
+        if request.grammar is not None:
+            constraint, ends = grammars.start(request.grammar), ends | grammars.ends
+        stops, variant = StopTexts(request.stop), variant_of(request)
+        return Job(request, sink, ends, text, stops, variant, streams, constraint)
 
     def _check(self, request: Request) -> None:
         """Raise a MeshwrightError for a request that cannot be served."""
@@ -460,6 +465,10 @@ class Engine:
             sequence.tokens.append(tokens[index])
             self._counts["generated"] += 1
             job: Job = sequence.owner
+            if job.constraint is not None and job.constraint.error:
+                error = f"the output cannot follow its grammar further: {job.constraint.error}"
+                self._finish(job, Delta(finish_reason="error", error=error))
+                continue
             wanted = job.request.logprobs
             each = () if wanted is None else (_logprobs_at(logprobs, index, wanted),)
             self._deliver(job, tokens[index], each)

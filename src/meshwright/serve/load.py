@@ -4,10 +4,11 @@ model = load_for_generation("runs/first", generation_mesh("fsdp=4,tp=2"))
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from meshwright.models import (
 )
 from meshwright.ops import drop_trivial_axes, nontrivial_axes
 from meshwright.present import mesh_text
+from meshwright.serve.grammars import Grammars
 
 
 def has_encoder(config: Any) -> bool:
@@ -54,6 +56,13 @@ class Source:
     """The source, for messages."""
     read: Callable[[Any], Any]
     """Reads the weights for a tree of abstract arrays with shardings."""
+    generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The fields of generation_config.json; see `defaults_of`."""
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """For constrained decoding; engines and the server share it."""
+        return Grammars(self.tokenizer, self.ends)
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt."""
@@ -248,6 +257,10 @@ def _hugging_face(
     folder: Path, fields: dict[str, Any], tokenizer: Tokenizer | None, end_token: str | None
 ) -> Source:
     config = from_hf_config(folder)
+    beside = folder / "generation_config.json"
+    generation_config = _json(beside) if beside.is_file() else {}
+    if not isinstance(generation_config, dict):
+        raise MeshwrightError(f"{beside} is not a JSON object")
     if tokenizer is None:
         if not (folder / "tokenizer.json").is_file():
             raise MeshwrightError(
@@ -264,10 +277,11 @@ def _hugging_face(
     return Source(
         config=config,
         tokenizer=tokenizer,
-        ends=frozenset({tokenizer.end_of_document}) | _hf_ends(folder, fields),
+        ends=frozenset({tokenizer.end_of_document}) | _hf_ends(fields, generation_config),
         special_tokens=True,
         name=str(folder),
         read=read,
+        generation_config=generation_config,
     )
 
 
@@ -288,13 +302,11 @@ def _check_vocabulary(tokenizer: Tokenizer, config: Any, folder: Path) -> None:
         )
 
 
-def _hf_ends(folder: Path, fields: dict[str, Any]) -> frozenset[int]:
+def _hf_ends(*files: Mapping[str, Any]) -> frozenset[int]:
     """The eos_token_id (one or several) of config.json and generation_config.json."""
-    beside = folder / "generation_config.json"
-    sizes = [fields, _json(beside)] if beside.is_file() else [fields]
     ends: set[int] = set()
-    for data in sizes:
-        value = data.get("eos_token_id") if isinstance(data, dict) else None
+    for fields in files:
+        value = fields.get("eos_token_id")
         ends |= {i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)}
     return frozenset(ends)
 

@@ -236,7 +236,7 @@ class Programs(Steps):
         self,
         key: Any,
         function: Callable[..., Any],
-        donated: int | tuple[int, ...],
+        donated: int | tuple[int, ...] | None,
         *arguments: Any,
     ) -> Any:
         """Run a function on the mesh; the first run with a key compiles it.

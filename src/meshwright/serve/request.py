@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 from meshwright.errors import MeshwrightError
+from meshwright.serve.grammars import Grammar
 from meshwright.serve.sampling import Sampling
 
 
@@ -34,6 +35,8 @@ class Request:
     """Return the log-probability of each token, and of so many of the most probable tokens."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
+    grammar: Grammar | None = None
+    """What the output must be, up to an end token; `max_new` or a stop text can cut it short."""
     id: str = ""
     """Names the request in logs and in `cancel`; the engine chooses one if empty."""
 

@@ -167,6 +167,8 @@ class ServeConfig:
     """A jinja2 chat template, instead of the model's own."""
     tool_calls: Literal["auto", "hermes", "llama", "none"] = "auto"
     """Format of tool calls in the model's text; auto: by its chat template."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Default sampling settings: auto takes those of the model's generation_config.json."""
     api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     """Key that clients must send. Other users of the machine can see flags: prefer a file."""
     api_key_file: Path | None = None

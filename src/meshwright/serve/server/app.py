@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -121,6 +122,7 @@ async def _page(http: HttpRequest, service: Service) -> Response:
         "needsKey": bool(service.keys),
         "hasTemplate": service.template is not None,
         "maxLength": service.engine.max_length,
+        "defaults": dataclasses.asdict(service.defaults.sampling),
     }
     text = render(Path(__file__).with_name("chat.html"), title=service.name, data=settings)
     return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})

@@ -23,6 +23,14 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's way to ask for JSON, a regular expression, or one of some texts."""
+
+    json: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+
+
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What completions and chats have in common."""
 
@@ -44,6 +52,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
     # accepted and without effect here
     user: Any = None
     metadata: Any = None

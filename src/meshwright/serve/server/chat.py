@@ -7,12 +7,23 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from meshwright.serve.grammars import Grammar
 from meshwright.serve.request import Completion, Delta, Request
 from meshwright.serve.server.bodies import ChatBody
 from meshwright.serve.server.errors import bad_request, json_response
+from meshwright.serve.server.formats import chat_grammar
 from meshwright.serve.server.logprobs import LogprobWriter
 from meshwright.serve.server.messages import chat_prompt
-from meshwright.serve.server.output import Content, OutputParser, Piece, Reasoning, tool_format
+from meshwright.serve.server.output import (
+    THINK,
+    THOUGHT,
+    Content,
+    OutputParser,
+    Piece,
+    Reasoning,
+    ToolFormat,
+    tool_format,
+)
 from meshwright.serve.server.service import Service, Usage, request_id
 from meshwright.serve.server.transport import event_stream, finish, read
 
@@ -26,7 +37,7 @@ async def chat_completions(http: HttpRequest, service: Service) -> Response:
     values = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         values.setdefault("reasoning_effort", body.reasoning_effort)
-    prompt = await chat_prompt(
+    text, tokens = await chat_prompt(
         service,
         body.messages,
         body.tools if uses_tools else None,
@@ -34,54 +45,60 @@ async def chat_completions(http: HttpRequest, service: Service) -> Response:
         continue_final=bool(body.continue_final_message),
         values=values,
     )
-    answer = _Answer(service, body, prompt, http.scope["access"].usage)
+    grammar = await chat_grammar(service, body, text, _tool_format(service, body))
+    request = _request(service, body, tokens, grammar)
+    answer = _Answer(service, body, text, request, http.scope["access"].usage)
     if body.stream:
         return await event_stream(http, service, answer.events())
     return json_response(await finish(http, service, answer.whole()))
 
 
 def _check(body: ChatBody) -> None:
-    if body.tool_choice not in (None, "none", "auto"):
-        raise bad_request(
-            "tool_choice: the engine has no constrained decoding, so it cannot force a call; use "
-            "'auto' or 'none'",
-            "tool_choice",
-        )
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
     if body.modalities not in (None, ["text"]):
         raise bad_request("modalities: this model generates text only", "modalities")
 
 
+def _tool_format(service: Service, body: ChatBody) -> ToolFormat:
+    """The format of the calls that the answer may have."""
+    if not body.tools or body.tool_choice == "none":
+        return "none"
+    wanted = service.config.tool_calls
+    return tool_format(service.template) if wanted == "auto" else wanted
+
+
+def _request(
+    service: Service, body: ChatBody, tokens: tuple[int, ...], grammar: Grammar | None
+) -> Request:
+    given = body.max_completion_tokens
+    given = body.max_tokens if given is None else given
+    max_new = service.room(tokens, given, service.defaults.max_new)
+    if not max_new:
+        raise bad_request("max_tokens=0 generates nothing; give 1 or more", "max_tokens")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return Request(tokens, max_new=max_new, logprobs=logprobs, grammar=grammar)
+
+
 class _Answer:
     """The response to one body, at once or in events."""
 
     def __init__(
-        self, service: Service, body: ChatBody, prompt: tuple[str, tuple[int, ...]], usage: Usage
+        self, service: Service, body: ChatBody, prompt: str, request: Request, usage: Usage
     ) -> None:
         self.service, self.body, self.usage = service, body, usage
-        text, tokens = prompt
         self.names = LogprobWriter(service.source.tokenizer)
-        given = body.max_completion_tokens
-        max_new = service.room(tokens, body.max_tokens if given is None else given)
-        if not max_new:
-            raise bad_request("max_tokens=0 generates nothing; give 1 or more", "max_tokens")
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        self.requests = service.requests(
-            body, [Request(tokens, max_new=max_new, logprobs=logprobs)]
-        )
+        self.requests = service.requests(body, [request])
         template = service.template
-        wanted = service.config.tool_calls
-        tools = tool_format(template) if wanted == "auto" else wanted
         self.parsers = [
             OutputParser(
-                tools if body.tools and body.tool_choice != "none" else "none",
-                reasoning=template is not None and "</think>" in template.text,
-                in_reasoning=text.rstrip().endswith("<think>"),
+                _tool_format(service, body),
+                reasoning=template is not None and THOUGHT in template.text,
+                in_reasoning=prompt.rstrip().endswith(THINK),
             )
             for _ in self.requests
         ]
-        usage.prompt = len(tokens)
+        usage.prompt = len(request.prompt)
         self.id, self.created = request_id("chatcmpl"), int(time.time())
 
     def _head(self, kind: str) -> dict[str, Any]:

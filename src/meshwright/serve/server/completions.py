@@ -8,9 +8,11 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from meshwright.serve.grammars import Grammar
 from meshwright.serve.request import Completion, Delta, Request, TokenLogprobs
 from meshwright.serve.server.bodies import CompletionBody
 from meshwright.serve.server.errors import bad_request, json_response
+from meshwright.serve.server.formats import completion_grammar
 from meshwright.serve.server.logprobs import LogprobWriter, TextOffsets
 from meshwright.serve.server.service import Service, Usage, request_id
 from meshwright.serve.server.transport import event_stream, finish, read
@@ -30,7 +32,9 @@ async def completions(http: HttpRequest, service: Service) -> Response:
     service.check_model(body.model)
     _check(body)
     prompts = await _prompts(service, body)
-    answer = _Answer(service, body, prompts, http.scope["access"].usage)
+    grammar = await completion_grammar(service, body)
+    requests = service.requests(body, [_request(service, body, each, grammar) for each in prompts])
+    answer = _Answer(service, body, prompts, requests, http.scope["access"].usage)
     if body.stream:
         return await event_stream(http, service, answer.events())
     return json_response(await finish(http, service, answer.whole()))
@@ -81,13 +85,34 @@ async def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
     return prompts
 
 
+def _request(
+    service: Service, body: CompletionBody, prompt: _Prompt, grammar: Grammar | None
+) -> Request:
+    max_new = service.room(prompt.tokens, body.max_tokens, _MAX_TOKENS)
+    if not max_new and not body.echo:
+        raise bad_request(
+            "max_tokens=0 generates nothing; with echo=true it returns the prompt, and with "
+            "logprobs its log-probabilities",
+            "max_tokens",
+        )
+    return Request(
+        prompt.tokens, max_new=max_new, logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None, grammar=grammar,
+    )  # fmt: skip
+
+
 class _Answer:
     """The response to one body, at once or in events."""
 
     def __init__(
-        self, service: Service, body: CompletionBody, prompts: list[_Prompt], usage: Usage
+        self,
+        service: Service,
+        body: CompletionBody,
+        prompts: list[_Prompt],
+        requests: list[Request],
+        usage: Usage,
     ) -> None:
-        self.service, self.body, self.usage = service, body, usage
+        self.service, self.body, self.usage, self.requests = service, body, usage, requests
         self.names = LogprobWriter(service.source.tokenizer)
         self.head = {
             "id": request_id("cmpl"),
@@ -98,22 +123,7 @@ class _Answer:
         # each prompt n times
         self.prompts = [prompt for prompt in prompts for _ in range(body.n or 1)]
         self.offsets = [TextOffsets(service.source.tokenizer) for _ in self.prompts]
-        self.requests = service.requests(body, [self._request(prompt) for prompt in prompts])
         usage.prompt = sum(len(prompt.tokens) for prompt in prompts)
-
-    def _request(self, prompt: _Prompt) -> Request:
-        body = self.body
-        max_new = self.service.room(prompt.tokens, body.max_tokens, _MAX_TOKENS)
-        if not max_new and not body.echo:
-            raise bad_request(
-                "max_tokens=0 generates nothing; with echo=true it returns the prompt, and with "
-                "logprobs its log-probabilities",
-                "max_tokens",
-            )
-        scored = body.logprobs if body.echo else None
-        return Request(
-            prompt.tokens, max_new=max_new, logprobs=body.logprobs, prompt_logprobs=scored
-        )
 
     async def whole(self) -> dict[str, Any]:
         with self.service.admitted(len(self.requests)):

@@ -9,7 +9,7 @@ from meshwright.data import ChatTemplate
 from meshwright.serve.server.service import request_id
 
 ToolFormat = Literal["hermes", "llama", "none"]
-_THINK, _THOUGHT = "<think>", "</think>"
+THINK, THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 
@@ -58,7 +58,7 @@ class OutputParser:
     def __init__(self, tools: ToolFormat, reasoning: bool, in_reasoning: bool = False) -> None:
         """`in_reasoning`: the prompt has opened the reasoning already."""
         self._tools = tools
-        self._marks = ([_THINK] if reasoning else []) + ([_CALL] if tools == "hermes" else [])
+        self._marks = ([THINK] if reasoning else []) + ([_CALL] if tools == "hermes" else [])
         self._state: Literal["content", "reasoning", "call", "llama"] = "content"
         self._state = "reasoning" if in_reasoning else "content"
         self._text = ""  # not yet given out
@@ -97,7 +97,7 @@ class OutputParser:
         if found:
             at, mark = min(found)
             before, self._text = self._text[:at], self._text[at + len(mark) :]
-            self._state = "reasoning" if mark == _THINK else "call"
+            self._state = "reasoning" if mark == THINK else "call"
             before = before.rstrip() if mark == _CALL else before
         else:
             held = max((_overlap(self._text, mark) for mark in self._marks), default=0)
@@ -112,11 +112,11 @@ class OutputParser:
             yield Content(before)
 
     def _in_reasoning(self) -> Iterator[Piece]:
-        before, mark, after = self._text.partition(_THOUGHT)
+        before, mark, after = self._text.partition(THOUGHT)
         if mark:
             self._state, self._text, self._reasoned = "content", after, True
         else:
-            held = _overlap(before, mark=_THOUGHT)
+            held = _overlap(before, mark=THOUGHT)
             before, self._text = before[: len(before) - held], before[len(before) - held :]
         if before:
             yield Reasoning(before)

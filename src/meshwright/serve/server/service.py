@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.data import ChatTemplate
 from meshwright.present import count
+from meshwright.serve.defaults import Defaults
 from meshwright.serve.load import Source
 from meshwright.serve.request import AnyEngine, Completion, Delta, Request
 from meshwright.serve.sampling import Sampling
@@ -33,6 +34,8 @@ class Service:
     source: Source
     config: ServeConfig
     template: ChatTemplate | None
+    defaults: Defaults = dataclasses.field(default_factory=Defaults)
+    """Settings of completions and chats that name none."""
     in_flight: int = 0
     """Sequences that run or wait."""
     draining: bool = False
@@ -141,18 +144,12 @@ class Service:
 
     def requests(self, body: GenerationBody, bases: Sequence[Request]) -> list[Request]:
         """Each of `bases` with the body's sampling and stops, for each of `n` choices."""
-        if body.response_format and body.response_format.get("type", "text") != "text":
-            raise bad_request(
-                "response_format: the engine has no constrained decoding, so it cannot promise "
-                "JSON; ask for JSON in the prompt and check the answer",
-                "response_format",
-            )
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         check_stops(stop, "stop")
         self.check_tokens(body.stop_token_ids or (), "stop_token_ids")
         self.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
         stop_tokens = frozenset(body.stop_token_ids or ())
-        sampling = _sampling(body)
+        sampling = _sampling(body, self.defaults.sampling)
         requests = []
         for base in bases:
             seed = secrets.randbits(32) if body.seed is None else body.seed
@@ -262,17 +259,17 @@ def check_stops(texts: Sequence[str], param: str) -> None:
         )
 
 
-def _sampling(body: GenerationBody) -> Sampling:
-    return Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=body.top_k if body.top_k and body.top_k > 0 else None,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty or 1.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=tuple((body.logit_bias or {}).items()),
-    )
+def _sampling(body: GenerationBody, default: Sampling) -> Sampling:
+    given = {
+        field.name: getattr(body, field.name)
+        for field in dataclasses.fields(Sampling)
+        if field.name != "seed" and getattr(body, field.name) is not None
+    }
+    if body.top_k is not None:
+        given["top_k"] = body.top_k if body.top_k > 0 else None
+    if body.logit_bias is not None:
+        given["logit_bias"] = tuple(body.logit_bias.items())
+    return dataclasses.replace(default, **given)
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

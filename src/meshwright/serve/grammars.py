@@ -1,0 +1,197 @@
+"""Constrained decoding: the tokens that a grammar allows next, by llguidance.
+
+    grammar = Grammar.json({"type": "object", "properties": {"age": {"type": "integer"}}})
+    [completion] = engine.generate([Request(prompt, grammar=grammar, max_new=100)])
+
+A grammar is text in llguidance's Lark. A tokenizer's `Grammars` compiles it, once for all requests
+that use it; a `Constraint` follows the output of one request. The masks it gives are of the host:
+the device computes the logits of a token while the host reads the token before.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.data import ByteTokenizer, Tokenizer
+from meshwright.errors import MeshwrightError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Masks = npt.NDArray[np.int32]
+LARGEST = 2**17  # characters of a grammar; larger ones take seconds to compile
+_KEPT = 64  # compiled grammars
+# one space, or a new line with its indentation: a model cannot fill its output with white space
+_JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,40}", "lenient": False}
+_LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # 2 kB each
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """What the output of a request must be; `rules` define `answer`, in llguidance's Lark."""
+
+    rules: str
+    start: str = "answer"
+
+    @staticmethod
+    def json(schema: Mapping[str, Any]) -> "Grammar":
+        """JSON that a schema allows; {"type": "object"} is any JSON object."""
+        return Grammar(f"answer: {json_rule(schema)}")
+
+    @staticmethod
+    def regex(pattern: str) -> "Grammar":
+        """Text that a regular expression matches as a whole."""
+        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+        escaped = escaped.replace("\n", r"\n")
+        return Grammar(f"answer: /{escaped}/")
+
+    @staticmethod
+    def choice(texts: Sequence[str]) -> "Grammar":
+        """One of some texts."""
+        return Grammar("answer: " + " | ".join(map(json.dumps, texts)))
+
+    @property
+    def text(self) -> str:
+        return f"%llguidance {{}}\nstart: {self.start}\n{self.rules}\n"
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """The part of a rule that stands for JSON of a schema."""
+    try:
+        return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+    except RecursionError:
+        raise MeshwrightError("the JSON schema is nested too deeply") from None
+
+
+class Constraint:
+    """How far the output of a request has followed its grammar; used by one thread."""
+
+    def __init__(self, matcher: "LLMatcher") -> None:
+        self.matcher = matcher
+        self.unread: tuple[Any, int] | None = None
+        """The sampled tokens of a step, on the device, and the index of the request's."""
+        self.error = ""
+        """Why the grammar cannot be followed further, as where it became too complex."""
+
+    def advance(self) -> None:
+        """Wait for the token that was sampled last, and follow it."""
+        if self.unread is None:
+            return
+        tokens, index = self.unread
+        self.unread = None
+        if not self.matcher.is_stopped():
+            self.matcher.consume_token(int(np.asarray(tokens)[index]))
+
+
+class Grammars:
+    """The grammars of a tokenizer; llguidance is loaded with the first of them."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
+        """`ends`: tokens that may follow a finished output."""
+        known = frozenset(end for end in ends if end < tokenizer.vocab)
+        self.ends = known or frozenset({tokenizer.end_of_document})
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self.compile = functools.lru_cache(_KEPT)(self._compile)
+
+    def start(self, grammar: Grammar) -> Constraint:
+        """A constraint for a new output."""
+        return Constraint(self.compile(grammar).deep_copy())
+
+    def masks(self, size: int, constraints: Sequence[tuple[int, Constraint]] = ()) -> Masks:
+        """Allowed tokens as bits [size, words]; everything where no constraint has the index."""
+        masks = np.full((size, -(-self._tokenizer.vocab // 32)), -1, np.int32)
+        for _, constraint in constraints:
+            constraint.advance()
+        if constraints:
+            self._executor.unsafe_compute_mask_ptr(
+                [(constraint.matcher, index) for index, constraint in constraints],
+                masks.ctypes.data, masks.strides[0], size,
+            )  # fmt: skip
+        for _, constraint in constraints:
+            if constraint.matcher.is_error():
+                constraint.error = _reason(constraint.matcher.get_error())
+        return masks
+
+    def _compile(self, grammar: Grammar) -> "LLMatcher":
+        """A matcher at the start of the grammar, or an error that names what it cannot do.
+
+        Takes a millisecond, or many for large schemas: not for the thread of an event loop.
+        """
+        text = grammar.text
+        if len(text) > LARGEST:
+            raise MeshwrightError(
+                f"the grammar has {len(text):,} characters; at most {LARGEST:,} are taken"
+            )
+        llguidance = _library()
+        limits = llguidance.LLParserLimits(**_LIMITS)
+        matcher = llguidance.LLMatcher(self._inner, text, log_level=0, limits=limits)
+        if not matcher.is_error():
+            first = matcher.deep_copy()
+            first.compute_bitmask()  # finds more errors
+            matcher = first if first.is_error() else matcher
+        if matcher.is_error():
+            raise MeshwrightError(_reason(matcher.get_error()))
+        return matcher
+
+    @functools.cached_property
+    def _executor(self) -> Any:
+        return _library().LLExecutor()
+
+    @property
+    def _inner(self) -> "LLTokenizer":
+        with self._lock:
+            return self._loaded
+
+    @functools.cached_property
+    def _loaded(self) -> "LLTokenizer":
+        """The tokenizer as llguidance has it; a large one takes a second."""
+        llguidance = _library()
+        saved = self._tokenizer.to_json()
+        tokenizer: Any = llguidance.TokenizerWrapper(_Bytes())
+        if saved["kind"] != ByteTokenizer.kind:
+            tokenizer = json.dumps(saved["definition"])
+        try:
+            return llguidance.LLTokenizer(
+                tokenizer, n_vocab=self._tokenizer.vocab, eos_token=sorted(self.ends)
+            )
+        except ValueError as reason:
+            raise MeshwrightError(
+                f"constrained decoding does not support the tokenizer of this model: {reason}"
+            ) from None
+
+
+class _Bytes:
+    """The byte tokenizer in the form that llguidance expects."""
+
+    eos_token_id = ByteTokenizer.end_of_document
+    bos_token_id = None
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<|endoftext|>")
+    special_token_ids = (ByteTokenizer.end_of_document,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise MeshwrightError(
+            "constrained decoding needs llguidance: pip install 'meshwright[serve]'"
+        ) from None
+    return llguidance
+
+
+def _reason(text: str) -> str:
+    """The reason in an error of llguidance, without the grammar and the place in it."""
+    text = re.split(r"\n<|\n +1 \|", text)[0].strip()
+    text = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", text)
+    return "no output can satisfy it" if text == "NoExtensionBias" else text

@@ -1,0 +1,152 @@
+"""The grammar of an output: what response_format, structured_outputs and tool_choice ask for."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.serve.grammars import Grammar, json_rule
+from meshwright.serve.server.bodies import ChatBody, GenerationBody
+from meshwright.serve.server.errors import bad_request
+from meshwright.serve.server.output import THINK, THOUGHT, ToolFormat
+from meshwright.serve.server.service import Service
+
+_ANY_OBJECT = {"type": "object"}
+
+
+async def completion_grammar(service: Service, body: GenerationBody) -> Grammar | None:
+    """The grammar of a completion, compiled; None if it is free."""
+    return await _compiled(service, _answer(body), _field(body))
+
+
+async def chat_grammar(
+    service: Service, body: ChatBody, prompt: str, tools: ToolFormat
+) -> Grammar | None:
+    """The grammar of a message, compiled; None if it is free.
+
+    `tools` is the format of its calls. A model that reasons may do so before the answer.
+    """
+    answer, calls = _answer(body), _calls(body, tools)
+    if calls and _is_forced(body):
+        grammar, field = Grammar(calls, "calls"), "tool_choice"
+    elif answer is None:
+        return None
+    elif calls:
+        grammar, field = Grammar(f"{answer.rules}\n{calls}", "(answer | calls)"), _field(body)
+    else:
+        grammar, field = answer, _field(body)
+    template = service.template
+    if template is not None and THOUGHT in template.text:
+        grammar = after_reasoning(grammar, prompt.rstrip())
+    return await _compiled(service, grammar, field)
+
+
+async def _compiled(service: Service, grammar: Grammar | None, field: str) -> Grammar | None:
+    """The grammar, which the engine has at hand then; or a 400 with what it cannot do."""
+    if grammar is not None:
+        try:
+            await asyncio.to_thread(service.source.grammars.compile, grammar)
+        except MeshwrightError as reason:
+            raise bad_request(f"{field}: {reason}", field) from None
+    return grammar
+
+
+def _field(body: GenerationBody) -> str:
+    return "structured_outputs" if body.structured_outputs is not None else "response_format"
+
+
+def _answer(body: GenerationBody) -> Grammar | None:
+    """The grammar of the text that a body asks for."""
+    wanted = body.structured_outputs
+    kind = (body.response_format or {}).get("type", "text")
+    if wanted is not None:
+        given = [name for name in ("json", "regex", "choice") if getattr(wanted, name) is not None]
+        if len(given) != 1 or kind != "text":
+            raise bad_request(
+                "structured_outputs needs one of json, regex and choice, and no response_format",
+                "structured_outputs",
+            )
+        if wanted.regex is not None:
+            return Grammar.regex(wanted.regex)
+        return Grammar.choice(wanted.choice) if wanted.choice else Grammar.json(wanted.json or {})
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar.json(_ANY_OBJECT)
+    if kind != "json_schema":
+        raise bad_request(
+            f"response_format.type is {kind!r}; it must be text, json_object or json_schema",
+            "response_format",
+        )
+    named = (body.response_format or {}).get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        raise bad_request(
+            "response_format.json_schema.schema must be an object, a JSON schema, as in "
+            '{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}',
+            "response_format",
+        )
+    return Grammar.json(schema)
+
+
+def _is_forced(body: ChatBody) -> bool:
+    return body.tool_choice not in (None, "none", "auto")
+
+
+def _calls(body: ChatBody, tools: ToolFormat) -> str:
+    """The rule `calls` for the tools that may be called; empty if none may be."""
+    choice, forced = body.tool_choice, _is_forced(body)
+    functions = [tool["function"] for tool in body.tools or ()] if choice != "none" else []
+    if isinstance(choice, dict):
+        named = choice.get("function")
+        name = named.get("name") if isinstance(named, dict) else None
+        functions = [function for function in functions if function["name"] == name]
+        if not functions:
+            raise bad_request(f"tool_choice: no tool has the name {name!r}", "tool_choice")
+    elif forced and choice != "required":
+        raise bad_request(
+            f"tool_choice is {choice!r}; it must be 'none', 'auto', 'required' or "
+            '{"type": "function", "function": {"name": …}}',
+            "tool_choice",
+        )
+    if forced and not functions:
+        raise bad_request("tool_choice: there are no tools to call; send 'tools'", "tool_choice")
+    if forced and tools == "none":
+        raise bad_request(
+            "tool_choice: the format of this model's tool calls is not known; name it with "
+            "--tool-calls when the server is started, or use 'auto'",
+            "tool_choice",
+        )
+    if not functions or tools == "none":
+        return ""
+    several = not isinstance(choice, dict) and body.parallel_tool_calls is not False
+    return _call_rules(functions, tools, several)
+
+
+def _call_rules(functions: Sequence[Mapping[str, Any]], tools: ToolFormat, several: bool) -> str:
+    key = "arguments" if tools == "hermes" else "parameters"
+    calls = []
+    for function in functions:
+        schema = function.get("parameters") or _ANY_OBJECT
+        if not isinstance(schema, dict):
+            raise bad_request("tools: the parameters of a function must be a JSON schema", "tools")
+        name = json.dumps(function["name"], ensure_ascii=False)
+        start = json.dumps(f'{{"name": {name}, "{key}": ')
+        calls.append(f'{start} {json_rule(schema)} "}}"')
+    rules = f"function: {' | '.join(calls)}\n"
+    if tools == "llama":
+        return f"{rules}calls: function"
+    rules += r'call: "<tool_call>\n" function "\n</tool_call>"' + "\n"
+    return rules + (r'calls: call ("\n" call)*' if several else "calls: call")
+
+
+def after_reasoning(grammar: Grammar, prompt: str) -> Grammar:
+    """The grammar after text in <think>…</think>, where the prompt leaves room for that."""
+    if prompt.endswith(THOUGHT):
+        return grammar
+    opened = prompt.endswith(THINK)
+    end = THOUGHT.replace("/", r"\/")
+    rules = f"thought[lazy]: /{'' if opened else THINK}(.|\\n)*{end}/\nSPACE: /[ \\n]{{1,4}}/"
+    start = "thought SPACE?" if opened else "(thought SPACE?)?"
+    return Grammar(f"{grammar.rules}\n{rules}", f"{start} {grammar.start}")
