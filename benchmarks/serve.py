@@ -9,7 +9,9 @@ difference between a run of few and one of many new tokens (prompts come from th
 tokens/s are those of decode steps through the whole engine. The limit is the time to read all
 matmul weights and the KV cache of the average step once, at the chip's bandwidth. Prefill: prompts
 of 1,024 tokens and one new token. Offline: requests of 1,024 input and 1,024 output tokens.
-The peer is transformers' LlamaForCausalLM with a static cache, in its own process.
+The peer is transformers' LlamaForCausalLM with a static cache, in its own process. With
+--continuous N both also run N requests of 1,024 + 256 tokens, transformers by its continuous
+batching (paged attention by PyTorch).
 """
 
 import argparse
@@ -166,6 +168,10 @@ def ours(args: argparse.Namespace, name: str) -> dict[str, Any]:
             took = seconds(engine, requests(args.offline, size, size, vocab, 3))
             result["offline_tokens_per_s"] = args.offline * size / took
             result["preemptions"] = engine.stats().preemptions
+            if args.continuous:
+                new = size // 4
+                took = seconds(engine, requests(args.continuous, size, new, vocab, 4))
+                result["continuous_tokens_per_s"] = args.continuous * new / took
             print(f"  prefill {result['prefill_tokens_per_s']:,.0f} tok/s "
                   f"({result['prefill_tflops']:.0f} TFLOP/s); offline "
                   f"{result['offline_tokens_per_s']:,.0f} output tok/s", flush=True)  # fmt: skip
@@ -207,7 +213,34 @@ def peer(args: argparse.Namespace, name: str) -> dict[str, Any]:
         best = min(run(FEW + args.new) - run(FEW) for _ in range(2))
         result["decode"][batch] = {"tokens_per_s": batch * args.new / best}
         print(f"  transformers, batch {batch}: {batch * args.new / best:,.0f} tok/s", flush=True)
+    if args.continuous:
+        result["continuous_tokens_per_s"] = _continuous(args, model, s["vocab"])
     return result
+
+
+def _continuous(args: argparse.Namespace, model: Any, vocab: int) -> float:
+    """Output tokens/s of transformers' continuous batching."""
+    import torch
+    from transformers import GenerationConfig
+
+    size = 1024 if not args.cpu else 64
+    model.set_attn_implementation("paged|sdpa")
+    prompts = torch.randint(1, vocab, (args.continuous, size)).tolist()
+
+    def run(prompts: list[list[int]], new: int) -> float:
+        wanted = GenerationConfig(
+            max_new_tokens=new, do_sample=False, eos_token_id=vocab, pad_token_id=0
+        )
+        start = time.perf_counter()
+        done = model.generate_batch(prompts, generation_config=wanted, progress_bar=False)
+        took = time.perf_counter() - start
+        assert all(len(each.generated_tokens) == new for each in done.values())
+        return took
+
+    run(prompts[:2], 4)
+    took = run(prompts, size // 4)
+    print(f"  transformers, continuous: {args.continuous * size / 4 / took:,.0f} tok/s", flush=True)
+    return args.continuous * size / 4 / took
 
 
 def in_child(kind: str, name: str, argv: list[str]) -> dict[str, Any]:
@@ -244,6 +277,10 @@ def table(name: str, found: dict[str, Any], other: dict[str, Any] | None) -> lis
             f"{found['prefill_tflops']:.0f} TFLOP/s. Offline: "
             f"{found['offline_tokens_per_s']:,.0f} output tok/s.",
         ]
+    if "continuous_tokens_per_s" in found:
+        lines[-1] += f" 1,024 + 256 tokens: {found['continuous_tokens_per_s']:,.0f} output tok/s"
+        theirs = (other or {}).get("continuous_tokens_per_s")
+        lines[-1] += f", transformers' continuous batching {theirs:,.0f}." if theirs else "."
     return lines
 
 
@@ -258,6 +295,7 @@ def main() -> None:
     parser.add_argument("--weights", choices=["int8", "fp8"], help="quantize the weights")
     parser.add_argument("--offline", type=int, default=0, help="requests of 1,024 + 1,024 tokens")
     parser.add_argument("--max-batch", type=int, default=256, help="of the offline run")
+    parser.add_argument("--continuous", type=int, default=0, help="requests of 1,024 + 256 tokens")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--write", action="store_true", help="put the tables into RESULTS.md")

@@ -1,12 +1,14 @@
 """Latency of a running server under Poisson arrivals, as its clients see it.
 
-    meshwright serve runs/first --no-access-log &
+    python benchmarks/serve_online.py --make /tmp/random-1.5b     # a folder of random weights
+    meshwright serve /tmp/random-1.5b --engine.max-batch 128 --no-access-log &
     python benchmarks/serve_online.py http://127.0.0.1:8000 --requests 2000
     python benchmarks/serve_online.py http://127.0.0.1:8000 --rate 20 --write
 
 Streamed completions of random tokens; lengths of prompts and answers are uniform from a quarter to
 seven quarters of --prompt and --new. Without --rate, the capacity is measured first: requests are
 sent as fast as --concurrency allows, and arrivals have --share of the rate that comes out.
+Every token of a random folder is a word, so each has an event of its own.
 Only servers on this machine are measured.
 """
 
@@ -17,6 +19,7 @@ import json
 import random
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,6 +50,7 @@ class Load:
     vocab: int
     prompt: int
     new: int
+    sampling: dict[str, float]
 
     def body(self, chance: random.Random) -> bytes:
         prompt, new = (
@@ -54,7 +58,7 @@ class Load:
         )
         tokens = [chance.randrange(self.vocab) for _ in range(prompt)]
         asked = {"prompt": tokens, "max_tokens": new, "ignore_eos": True, "stream": True}
-        return json.dumps({**asked, "logprobs": 0}).encode()  # one event for each token
+        return json.dumps({**asked, **self.sampling}).encode()
 
 
 async def measured(load: Load, body: bytes) -> Result:
@@ -72,7 +76,7 @@ async def measured(load: Load, body: bytes) -> Result:
                 status = int(line.split()[1])
             elif line.startswith(b"data: [DONE]"):
                 is_whole = True
-            elif line.startswith(b'data: {"id"') and b'"tokens":["' in line:
+            elif line.startswith(b'data: {"id"') and b'"text":""' not in line:
                 times.append(time.perf_counter() - started)
         return Result(status, tuple(times), is_whole)
     finally:
@@ -116,7 +120,7 @@ def table(results: list[Result], seconds: float, rate: float) -> list[str]:
     ]
     return [
         f"{len(results):,} requests at {rate:.2f}/s, {len(results) - len(whole)} lost; "
-        f"{tokens / seconds:,.0f} tokens/s.",
+        f"{tokens / seconds:,.0f} events with tokens/s.",
         "",
         "| | p50 | p90 | p99 |",
         "|---|---|---|---|",
@@ -130,9 +134,37 @@ def metric(url: str, name: str) -> float:
     return float(next(line for line in lines if line.startswith(f"{name} ")).split()[-1])
 
 
+def make_folder(folder: str, name: str) -> None:
+    """A Hugging Face folder: random weights of a size of serve.py, and a word for each token."""
+    import jax
+    import jax.numpy as jnp
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    import meshwright.models as families
+    from meshwright.layouts import create
+    from meshwright.serve import generation_mesh
+    from meshwright.serve.load import targets
+    from serve import SIZES
+
+    config = families.DecoderConfig(**SIZES[name], max_seq=8192)
+    shardings = jax.tree.map(lambda x: x.sharding, targets(config, generation_mesh(), jnp.bfloat16))
+    params = create(families.abstract_arrays(config, jnp.bfloat16), shardings)
+    families.save_hf(folder, params, config)
+    words = {f"w{i}": i for i in range(config.vocab)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(f"{folder}/tokenizer.json")
+    Path(folder, "tokenizer_config.json").write_text('{"eos_token": "w0"}')
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
+    parser.add_argument("url", nargs="?")
+    parser.add_argument(
+        "--make", metavar="FOLDER", help="write a folder of random weights, and end"
+    )
+    parser.add_argument("--size", default="1.5b", help="of that folder: 8b, 1.5b or tiny")
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--prompt", type=int, default=256, help="mean tokens of a prompt")
     parser.add_argument("--new", type=int, default=128, help="mean tokens of an answer")
@@ -141,12 +173,20 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--write", action="store_true", help="put the table into RESULTS.md")
     options = parser.parse_args()
+    if options.make:
+        make_folder(options.make, options.size)
+        return
+    if not options.url:
+        parser.error("give the URL of a server, or --make FOLDER")
     where = urlsplit(options.url)
     if where.hostname not in LOOPBACK:
         raise SystemExit(f"{options.url} is not on this machine; measure a server of your own")
     with urllib.request.urlopen(f"{options.url}/tokenizer_info") as answer:
         info: dict[str, Any] = json.load(answer)
-    load = Load(where.hostname, where.port or 80, info["vocab_size"], options.prompt, options.new)
+    load = Load(
+        where.hostname, where.port or 80, info["vocab_size"], options.prompt, options.new,
+        {"temperature": options.temperature},
+    )  # fmt: skip
     rate = options.rate
     if rate is None:
         most = asyncio.run(capacity(load, min(options.requests, 400), options.concurrency))
