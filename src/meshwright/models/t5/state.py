@@ -31,7 +31,7 @@ class T5State:
         """Of the next token to those in the cache, and to itself."""
         room = self.cache.keys.shape[3]
         to_cache, to_itself = (
-            relative_bias_at(table, at, keys, max_distance=max_distance)
+            relative_bias_at(table, at[None], keys, max_distance=max_distance)
             for at, keys in ((self.position, room), (jnp.zeros((), jnp.int32), 1))
         )
         return to_cache, to_itself
