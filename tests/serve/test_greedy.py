@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import tokenizers
 
 from meshwright.serve import Engine, EngineConfig, Request, Sampling
 from meshwright.serve.load import generation_mesh, load_for_generation
@@ -22,17 +21,6 @@ CASES = [
 ]  # fmt: skip
 LATER = [("mistral-window", "tp=2"), ("qwen3-sharded", "sp=4")]
 LATER += [(name, "tp=1") for name in REFERENCE if (name, "tp=1") not in CASES]
-
-
-@pytest.fixture(scope="module")
-def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.json with as many tokens as the models have."""
-    vocabulary = {f"<{i}>": i for i in range(47)} | {"</s>": 47}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<0>"))
-    tokenizer.add_special_tokens(["</s>"])
-    file = tmp_path_factory.mktemp("numbers") / "tokenizer.json"
-    tokenizer.save(str(file))
-    return file
 
 
 @pytest.mark.parametrize(
