@@ -18,7 +18,6 @@ from tests.serve.server.serving import source
 
 from meshwright.cli import serve as serve_cli
 from meshwright.cli.commands import run
-from meshwright.models import preset
 from meshwright.serve import ServeConfig
 
 ROOT = Path(__file__).parents[2]
@@ -92,11 +91,6 @@ def test_what_is_wrong_is_said_before_the_weights_are_read(
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
         run(["serve", str(tmp_path), "--port", str(taken.getsockname()[1])])
     assert "is used by another program" in capsys.readouterr().err
-    t5 = dataclasses.replace(source(), config=preset("t5-tiny"))
-    monkeypatch.setattr(serve_cli, "look_into", lambda *_, **__: t5)
-    with pytest.raises(SystemExit):
-        run(["serve", str(tmp_path)])
-    assert "family 't5'" in capsys.readouterr().err
 
 
 def test_the_engine_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -92,12 +92,12 @@ def test_what_an_engine_does_not_take_by_default_comes_last() -> None:
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-8b", "qwen2.5-7b"])
 def test_weights_take_what_the_engines_arrays_take(model: str, weights: str | None) -> None:
     config = dataclasses.replace(preset(model), layers=2)
-    serving_weights = generation_of(config).serving_weights
-    assert serving_weights is not None
+    serving = generation_of(config).serving
+    assert serving is not None
     mesh = build_mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1])
     params = targets(config, mesh, jnp.bfloat16)
     with jax.set_mesh(mesh):
-        arrays = jax.eval_shape(lambda params: serving_weights(params, config, weights), params)
+        arrays = jax.eval_shape(lambda params: serving.weights(params, config, weights), params)
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
     job = Job(config, 8, 512, kind="serve")
     kinds = memory(job, Choice(weights=weights), Machine.parse("h100:1")).kinds

@@ -52,3 +52,14 @@ def letters(tmp_path: Path) -> Path:
     file = tmp_path / "tokenizer.json"
     tokenizer.save(str(file))
     return file
+
+
+@pytest.fixture(scope="session")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer.json with as many tokens as the models have."""
+    vocabulary = {"</s>" if i == 1 else f"<{i}>": i for i in range(48)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<0>"))
+    tokenizer.add_special_tokens(["</s>"])
+    file = tmp_path_factory.mktemp("numbers") / "tokenizer.json"
+    tokenizer.save(str(file))
+    return file

@@ -13,7 +13,6 @@ import pytest
 from tests.serve.test_decode import BASE, KINDS, whole_logits
 
 from meshwright.errors import MeshwrightError
-from meshwright.models import preset
 from meshwright.serve import (
     Delta,
     Engine,
@@ -316,12 +315,6 @@ def test_a_length_that_the_model_does_not_have_is_refused(model: Model) -> None:
         on_demand(model, max_length=257)
     with pytest.raises(MeshwrightError, match="max_length=0 must be at least 1"):
         on_demand(model, max_length=0)
-
-
-def test_a_model_with_an_encoder_is_refused_with_a_reason(random_model: RandomModel) -> None:
-    model = random_model(preset("t5-tiny"), generation_mesh())
-    with pytest.raises(MeshwrightError, match="cannot serve models of the family 't5'"):
-        Engine(model)
 
 
 def test_a_full_queue_and_a_closed_engine_refuse_requests(model: Model) -> None:

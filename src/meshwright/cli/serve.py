@@ -16,7 +16,7 @@ from meshwright.launch import (
     make_room_for_cpu_collectives,
     simulate_devices,
 )
-from meshwright.models import default_dtype, family_of, generation_of
+from meshwright.models import default_dtype
 from meshwright.present import count, mesh_text
 from meshwright.serve import (
     AnyEngine,
@@ -27,6 +27,7 @@ from meshwright.serve import (
     defaults_of,
     generation_mesh,
     look_into,
+    serving_of,
     start_engine,
 )
 
@@ -52,7 +53,7 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
     source = look_into(
         config.model, step=config.step, tokenizer=config.tokenizer, end_token=config.end_token
     )
-    _check_served(source)
+    serving_of(source.config)  # or an error
     defaults = Defaults()
     if config.generation_config == "auto":
         defaults = defaults_of(source.generation_config)
@@ -77,15 +78,6 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
                 run_until_stopped(server)
         finally:
             engine.close()
-
-
-def _check_served(source: Source) -> None:
-    if generation_of(source.config).serving_weights is None:
-        raise MeshwrightError(
-            f"meshwright serve cannot serve models of the family "
-            f"{family_of(source.config).name!r}: their decoder reads the keys of an encoder, which "
-            "the engine does not keep; use meshwright generate"
-        )
 
 
 def _engine(source: Source, config: ServeConfig) -> AnyEngine:

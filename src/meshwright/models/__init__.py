@@ -4,7 +4,7 @@ from meshwright.models.activations import ActivationLayouts, activation_layouts
 from meshwright.models.compute import Compute, default_dtype
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.models.divisibility import indivisible
-from meshwright.models.family import Generation, HuggingFace, ModelFamily
+from meshwright.models.family import Generation, HuggingFace, ModelFamily, Serving
 from meshwright.models.generation import batch_multiple, decode, prefill
 from meshwright.models.huggingface import SOURCE, SPECIAL_TOKENS
 from meshwright.models.loss import LmHead, LossConfig, lm_logits, next_token_loss
@@ -25,7 +25,6 @@ from meshwright.models.registry import (
     save_hf,
     to_hf_config,
 )
-from meshwright.models.states import PagedCache
 from meshwright.models.work import Attention, Block, Stack
 
 __all__ = [
@@ -43,7 +42,7 @@ __all__ = [
     "LmHead",
     "LossConfig",
     "ModelFamily",
-    "PagedCache",
+    "Serving",
     "Stack",
     "abstract_arrays",
     "activation_layouts",

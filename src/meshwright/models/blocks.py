@@ -162,9 +162,10 @@ def enter_attention(
 
 def gather_weight(weight: Weight, compute: Compute) -> Any:
     """A weight as a matmul takes it: all-gathered, unless weights are stationary."""
-    if isinstance(weight, Quantized):
-        return weight
-    return all_gather(weight, compute.layouts.weight_axes)
+    axes = compute.layouts.weight_axes
+    if isinstance(weight, Quantized):  # `scaled` places the scale
+        return Quantized(all_gather(weight.values, axes), weight.scale)
+    return all_gather(weight, axes)
 
 
 def project(

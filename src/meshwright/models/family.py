@@ -20,10 +20,29 @@ class Generation:
     """(params, prompts [batch, length], lengths [batch], config, room) → batch, state, Compute."""
     cached_numbers: Callable[[Any], int]
     """config → numbers that the cache holds for each token."""
-    serving_weights: Callable[..., Any] | None = None
-    """(params, config, dtype, release) → weights for an engine's steps: see decoder/serving.py.
+    serving: "Serving | None" = None
+    """None: an engine cannot serve it."""
 
-    None: an engine cannot serve it."""
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """What an engine needs for its steps over pages: see serve/programs.py."""
+
+    weights: Callable[..., Any]
+    """(params, config, dtype, release) → weights for steps, their layers in a list."""
+    layers: Callable[[Any], int]
+    """config → layers that keep keys in pages."""
+    state: Callable[..., Any]
+    """(pools, PagedTokens, PagedKeys of the encoder) → the state that `forward` takes."""
+    prompt_keys: Callable[..., list[Any]]
+    """(weights, prompts [n, length], lengths [n], config, Compute) → keys and values of each layer.
+
+    They are [n, length, kv_heads, head_dim] each: those of an encoder's output, else the prompts'
+    own, computed with context parallelism."""
+    own_prompt: Callable[[Any, tuple[int, ...]], tuple[int, ...]] = lambda config, prompt: prompt
+    """(config, prompt) → the tokens that the decoder begins with."""
+    biased: bool = False
+    """Whether attention to the decoder's own tokens adds a bias to scores."""
 
 
 @dataclasses.dataclass(frozen=True)

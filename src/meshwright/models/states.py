@@ -7,6 +7,7 @@
 | None | training: sequences from their first to their last token | None |
 | EmptyCache | prefill: the same, and their keys are kept | Cache |
 | Cache | decode: one more token per sequence, over a contiguous cache | Cache |
+| KeptKeys | prefill of prompts whose keys go into pages | KeptKeys |
 | PagedCache | an engine's step: decode tokens and chunks of prompts, over pages | PagedCache |
 
 A cache stores the key heads, never repeated for the query heads. Sequences may differ in length;
@@ -118,6 +119,13 @@ class EmptyCache:
             reshard(jnp.pad(jnp.swapaxes(x, 2, 3), free), target) for x in (keys, values)
         )
         return Cache(keys, values, reshard(self.lengths, P(batch)))
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptKeys:
+    """Keys and values [batch, length, kv_heads, head_dim] of each layer, which does not scan."""
+
+    layers: list[tuple[jax.Array, jax.Array]] | None = None
 
 
 @jax.tree_util.register_dataclass

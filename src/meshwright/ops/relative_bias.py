@@ -87,21 +87,21 @@ def _spread(by_distance: jax.Array, *, queries: int, keys: int) -> jax.Array:
 
 
 def relative_bias_at(
-    table: jax.Array, position: jax.Array, keys: int, *, max_distance: int
+    table: jax.Array, positions: jax.Array, keys: int, *, max_distance: int
 ) -> jax.Array:
-    """The bias [heads, 1, keys] of one query, which looks back, at a position that may be traced.
+    """The bias [.., heads, queries, keys] of queries that look back, at positions [.., queries].
 
-    Keys start at position 0; those ahead have the bias of distance 0.
+    Positions may be traced. Keys start at position 0; those ahead have the bias of distance 0.
     """
     # by how far back a key is
     number = relative_buckets(-np.arange(keys), table.shape[0], max_distance, bidirectional=False)
     table = all_gather(table.astype(jnp.float32), ())  # without axes that split nothing
     spec = spec_of(table)
 
-    def local(table: jax.Array, position: jax.Array) -> jax.Array:
-        back = jnp.clip(position - jnp.arange(keys), 0, keys - 1)
-        return table[jnp.asarray(number)[back]].T[:, None]
+    def local(table: jax.Array, positions: jax.Array) -> jax.Array:
+        places = jnp.arange(keys).reshape((1,) * positions.ndim + (keys,))
+        back = jnp.clip(positions[..., None] - places, 0, keys - 1)
+        return jnp.moveaxis(table[jnp.asarray(number)[back]], -1, -3)
 
-    return jax.shard_map(local, in_specs=(spec, P()), out_specs=P(spec[1], None, None))(
-        table, position
-    )
+    out = P(*(None,) * (positions.ndim - 1), spec[1], None, None)
+    return jax.shard_map(local, in_specs=(spec, P()), out_specs=out)(table, positions)

@@ -75,7 +75,7 @@ def _weights(job: Job, limits: Constraints) -> tuple[str | None, ...]:
     """How the weights may be kept: only an engine quantizes them."""
     if "weights" in limits.fixed:
         return (limits.fixed["weights"],)
-    return WEIGHTS if generation_of(job.model).serving_weights is not None else (None,)
+    return WEIGHTS if generation_of(job.model).serving is not None else (None,)
 
 
 def _ranked(

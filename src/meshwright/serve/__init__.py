@@ -13,6 +13,7 @@ from meshwright.serve.load import (
     has_encoder,
     load,
     look_into,
+    serving_of,
 )
 from meshwright.serve.replicas import Replicas, start_engine
 from meshwright.serve.request import (
@@ -56,6 +57,7 @@ __all__ = [
     "has_encoder",
     "load",
     "look_into",
+    "serving_of",
     "start_engine",
     "stream",
 ]

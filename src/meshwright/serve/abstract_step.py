@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
 from meshwright.models import default_dtype
-from meshwright.serve.load import check_fits
+from meshwright.serve.load import check_fits, has_encoder
 from meshwright.serve.programs import Shape, Steps
 from meshwright.serve.replicas import replica_meshes
 from meshwright.serve.settings import EngineConfig
@@ -41,6 +41,11 @@ class ServedStep:
 
         Prefill is a chunk of one prompt that continues, beside all sequences.
         """
+        if has_encoder(model):
+            raise MeshwrightError(
+                "prove --serve compiles steps of decoders; the encoder and the decoder of this "
+                "model have programs of their own: meshwright serve runs them"
+            )
         replica = replica_meshes(mesh)[0]
         check_fits(model, replica)
         max_batch = -(-self.batch // mesh.shape.get("dp", 1))

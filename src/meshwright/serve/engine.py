@@ -30,9 +30,10 @@ from meshwright.present import count
 from meshwright.serve.device_sampling import MAX_BIAS, TOP, variant_of
 from meshwright.serve.generate import check_prompts
 from meshwright.serve.grammars import Constraint
-from meshwright.serve.load import Model
+from meshwright.serve.load import Model, has_encoder
 from meshwright.serve.pages import PagePool
 from meshwright.serve.programs import Programs, Shape, StepInputs
+from meshwright.serve.prompts import PromptInputs, PromptShape
 from meshwright.serve.request import (
     Completion,
     Delta,
@@ -100,6 +101,9 @@ class Engine:
         release: bool = False,
     ) -> None:
         self.config = config or EngineConfig()
+        self.has_encoder = has_encoder(model.config)
+        if self.has_encoder:
+            self.config = self.config.for_encoder()
         self.source = model.source
         self.max_length = _max_length(self.config.max_length, model.config.max_seq)
         self._model_config = model.config
@@ -108,8 +112,12 @@ class Engine:
         pool = PagePool(
             self._programs.pages, self.config.page_size, remember=self.config.prefix_cache
         )
-        self._scheduler = Scheduler(self.config, pool)
-        self._tables = np.zeros((self.config.max_batch, self._programs.width), np.int32)
+        shapes = [(shape.prompts, shape.length) for shape in self._programs.prompt_shapes]
+        self._scheduler = Scheduler(self.config, pool, shapes)
+        # the pages of the sequence in each slot, and those of its encoder's keys
+        self._tables, self._encoder_tables = (
+            np.zeros((self.config.max_batch, width), np.int32) for width in self._programs.widths
+        )
         self._filled: list[Any] = [None] * self.config.max_batch  # what each table was made of
         self._jobs: dict[str, Job] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -247,6 +255,11 @@ class Engine:
         scores_only = request.max_new == 0 and len(request.prompt) > 0
         prompt = request.prompt[:-1] or request.prompt if scores_only else request.prompt
         check_prompts([prompt], max(request.max_new, 1), limited)
+        if request.prompt_logprobs is not None and self.has_encoder:
+            raise MeshwrightError(
+                "prompt_logprobs: an encoder reads the prompt, whose tokens have no probabilities; "
+                "leave it out"
+            )
         if request.prompt_logprobs is not None and not self.config.prompt_logprobs:
             raise MeshwrightError(
                 "this engine was started without the programs for prompt_logprobs: leave it out, "
@@ -364,9 +377,11 @@ class Engine:
             error = f"a request with the id {request.id!r} is running"
             _emit(job, Delta(finish_reason="error", error=error))
             return
+        tokens = self._programs.serving.own_prompt(self._model_config, request.prompt)
         job.sequence = Running(
-            request.id, list(request.prompt), len(request.prompt), request.max_new,
+            request.id, list(tokens), len(tokens), request.max_new,
             scored=request.prompt_logprobs is not None, owner=job,
+            encoder_tokens=request.prompt if self.has_encoder else (),
         )  # fmt: skip
         self._jobs[request.id] = job
         self._counts["prompt"] += len(request.prompt)
@@ -396,7 +411,8 @@ class Engine:
         self._counts["steps"] += 1
         shape = self._shape(step)
         sampled: list[tuple[int, Running]] = []
-        inputs, flat = StepInputs.empty(shape, self._programs.width)
+        inputs, flat = StepInputs.empty(shape, self._programs.widths)
+        prompts = self._prompt_inputs(step) if step.prompts else None
         if step.decode:
             part = slice(len(step.decode))
             inputs.slots[part] = [sequence.slot for sequence in step.decode]
@@ -405,6 +421,9 @@ class Engine:
             for sequence in step.decode:
                 self._fill_table(sequence)
             inputs.tables[part] = self._tables[inputs.slots[part]]
+            if self.has_encoder:
+                inputs.encoder_tables[part] = self._encoder_tables[inputs.slots[part]]
+                inputs.encoder_lengths[part] = [len(each.encoder_tokens) for each in step.decode]
             sampled += enumerate(step.decode)
         for index, chunk in enumerate(step.chunks):
             sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
@@ -412,6 +431,9 @@ class Engine:
             self._fill_table(sequence)
             inputs.chunk_tables[index] = self._tables[sequence.slot]
             inputs.starts[index], inputs.counts[index] = start, chunk.count
+            if self.has_encoder:
+                inputs.chunk_encoder_tables[index] = self._encoder_tables[sequence.slot]
+                inputs.chunk_encoder_lengths[index] = len(sequence.encoder_tokens)
             if shape.scored:
                 following = sequence.tokens[start + 1 : end + 1]
                 inputs.chunk_targets[index, : len(following)] = following
@@ -422,8 +444,11 @@ class Engine:
         chosen = self._sampler.arrange(places, sampled) if sampled else None
 
         def dispatch() -> Flight:
-            logits, scores = self._programs.step(shape, flat)
-            tokens = logprobs = None
+            if prompts is not None:
+                self._programs.fill(*prompts)
+            tokens = logprobs = scores = None
+            if step.decode or step.chunks:
+                logits, scores = self._programs.step(shape, flat)
             if chosen is not None:
                 tokens, logprobs = self._sampler.choose(logits, chosen)
             for array in jax.tree.leaves((tokens, logprobs, scores)):
@@ -431,6 +456,21 @@ class Engine:
             return Flight(step, tokens, logprobs, scores, sampled)
 
         return self._dispatcher.submit(dispatch)
+
+    def _prompt_inputs(self, step: Step) -> tuple[PromptShape, Any]:
+        """The shape and the array of the program that takes whole prompts before a step."""
+        shape = PromptShape(*step.prompt_shape)
+        inputs, flat = PromptInputs.empty(shape, self._programs.width)
+        for index, chunk in enumerate(step.prompts):
+            sequence = chunk.sequence
+            self._fill_table(sequence)
+            tokens = sequence.encoder_tokens or sequence.tokens
+            tables = self._encoder_tables if self.has_encoder else self._tables
+            inputs.tokens[index, : chunk.count] = tokens[: chunk.count]
+            inputs.tables[index] = tables[sequence.slot]
+            inputs.lengths[index] = chunk.count
+            self._scheduler.pool.remember(sequence.pages, sequence.tokens[: chunk.count])
+        return shape, flat
 
     def _shape(self, step: Step) -> Shape:
         if step.chunks:
@@ -446,6 +486,7 @@ class Engine:
             return
         self._tables[slot, : len(pages)] = pages
         self._tables[slot, len(pages) :] = 0
+        self._encoder_tables[slot, : len(sequence.encoder_pages)] = sequence.encoder_pages
         self._filled[slot] = (sequence, len(pages), sequence.preemptions)
 
     def _read(self, flight: Flight) -> None:

@@ -24,6 +24,7 @@ from meshwright.machines import check_host_memory, host_bytes
 from meshwright.meshes import MeshSpec
 from meshwright.meshes import mesh as build_mesh
 from meshwright.models import (
+    Serving,
     abstract_arrays,
     family_of,
     from_hf_config,
@@ -40,6 +41,17 @@ from meshwright.serve.grammars import Grammars
 def has_encoder(config: Any) -> bool:
     """Whether prompts are read by an encoder, so that the output does not continue them."""
     return "encoder_tokens" in family_of(config).batch_fields
+
+
+def serving_of(config: Any) -> Serving:
+    """What an engine needs to know of a model; an error if it cannot serve it."""
+    serving = generation_of(config).serving
+    if serving is None:
+        raise MeshwrightError(
+            f"an engine cannot serve models of the family {family_of(config).name!r}; use "
+            "meshwright generate"
+        )
+    return serving
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,15 +20,23 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules
-from meshwright.models import Compute, PagedCache, family_of, generation_of, lm_logits
+from meshwright.models import Compute, family_of, lm_logits
 from meshwright.ops import current_platform, spec_of
-from meshwright.ops.attention import PagedCall, PagedTokens, choose_paged, pool_shapes
+from meshwright.ops.attention import (
+    PagedCall,
+    PagedKeys,
+    PagedTokens,
+    choose_paged,
+    pool_shapes,
+)
 from meshwright.serve.device_sampling import TOP, top_logprobs
-from meshwright.serve.load import Model, targets
+from meshwright.serve.load import Model, has_encoder, serving_of, targets
+from meshwright.serve.prompts import PromptInputs, PromptShape, fill_with_prompts, prompt_shapes
 from meshwright.serve.scheduler import scoring_shape
 from meshwright.serve.settings import EngineConfig
 
 Ints = npt.NDArray[np.int32]
+Widths = tuple[int, int]  # pages of a sequence, and of what an encoder read for it
 _SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory together
 
 
@@ -63,10 +71,15 @@ class StepInputs:
     chunk_tables: Any  # [chunks, width]
     starts: Any  # [chunks]
     counts: Any  # [chunks]
+    encoder_tables: Any  # [decode, encoder width]
+    encoder_lengths: Any  # [decode]; as those of chunks, empty for a model without an encoder
+    chunk_encoder_tables: Any
+    chunk_encoder_lengths: Any
 
     @staticmethod
-    def shapes(shape: Shape, width: int) -> dict[str, tuple[int, ...]]:
+    def shapes(shape: Shape, widths: Widths) -> dict[str, tuple[int, ...]]:
         decode, chunks, length = shape.decode, shape.chunks, shape.length
+        width, encoder = widths
         return {
             "slots": (decode,),
             "tokens": (decode,),
@@ -77,18 +90,22 @@ class StepInputs:
             "chunk_tables": (chunks, width),
             "starts": (chunks,),
             "counts": (chunks,),
+            "encoder_tables": (decode, encoder),
+            "encoder_lengths": (decode if encoder else 0,),
+            "chunk_encoder_tables": (chunks, encoder),
+            "chunk_encoder_lengths": (chunks if encoder else 0,),
         }
 
     @classmethod
-    def empty(cls, shape: Shape, width: int) -> "tuple[StepInputs, Ints]":
+    def empty(cls, shape: Shape, widths: Widths) -> "tuple[StepInputs, Ints]":
         """Zeros to be filled, and the one array that they are views of."""
-        shapes = cls.shapes(shape, width)
+        shapes = cls.shapes(shape, widths)
         flat = np.zeros(sum(int(np.prod(each)) for each in shapes.values()), np.int32)
         return cls._views(flat, shapes), flat
 
     @classmethod
-    def unpack(cls, flat: jax.Array, shape: Shape, width: int) -> "StepInputs":
-        return cls._views(flat, cls.shapes(shape, width))
+    def unpack(cls, flat: jax.Array, shape: Shape, widths: Widths) -> "StepInputs":
+        return cls._views(flat, cls.shapes(shape, widths))
 
     @classmethod
     def _views(cls, flat: Any, shapes: dict[str, tuple[int, ...]]) -> "StepInputs":
@@ -106,20 +123,17 @@ class Steps:
     def __init__(
         self, model_config: Any, mesh: Mesh, dtype: Any, config: EngineConfig, max_length: int
     ) -> None:
-        if generation_of(model_config).serving_weights is None:
-            raise MeshwrightError(
-                f"the engine cannot serve models of the family {family_of(model_config).name!r}: "
-                "their decoder reads the keys of an encoder, which are in no page; use meshwright "
-                "generate"
-            )
         self.model_config, self.mesh, self.config = model_config, mesh, config
+        self.serving = serving_of(model_config)
         self.width = -(-max_length // config.page_size)
+        self.widths = self.width, self.width if has_encoder(model_config) else 0
+        self.prompt_shapes = prompt_shapes(config, model_config, mesh.shape, max_length)
         self.dtype = jnp.dtype(dtype)
         with jax.set_mesh(mesh):
             self.compute = Compute(_rules(), self.dtype, scan=False, stationary=True)
             call = PagedCall(
                 current_platform(), str(self.dtype), model_config.head_dim,
-                getattr(model_config, "sliding_window", None),
+                getattr(model_config, "sliding_window", None), self.serving.biased,
             )  # fmt: skip
             self.kernel = choose_paged(call, config.kernel)
 
@@ -131,7 +145,7 @@ class Steps:
     def run_step(
         self, shape: Shape, weights: Any, pools: Any, last_tokens: jax.Array, flat: jax.Array
     ) -> Any:
-        inputs = StepInputs.unpack(flat, shape, self.width)
+        inputs = StepInputs.unpack(flat, shape, self.widths)
         decode_tokens = jnp.where(inputs.tokens < 0, last_tokens[inputs.slots], inputs.tokens)
         tokens = jnp.concatenate([decode_tokens, inputs.chunk_tokens.reshape(-1)])
         paged = PagedTokens(
@@ -140,7 +154,11 @@ class Steps:
         )  # fmt: skip
         family, config = family_of(self.model_config), self.model_config
         batch = {"tokens": tokens[None]}
-        state = PagedCache(pools, paged)
+        encoded = PagedKeys(
+            inputs.encoder_tables, inputs.encoder_lengths, inputs.chunk_encoder_tables,
+            inputs.chunk_encoder_lengths,
+        )  # fmt: skip
+        state = self.serving.state(pools, paged, encoded)
         hidden, state = family.forward(weights, batch, config, self.compute, state)
         head = family.lm_head(weights, config)
 
@@ -156,24 +174,33 @@ class Steps:
             scores = _scores(logits_at, shape, inputs.chunk_targets.reshape(-1))
         return logits, state.layers, scores
 
-    def lower(self, shape: Shape, pages: int) -> Any:
-        """The step of a shape with so many pages, lowered: nothing is on the devices."""
-        serving_weights = generation_of(self.model_config).serving_weights
-        assert serving_weights is not None
+    def run_prompts(self, shape: PromptShape, weights: Any, pools: Any, flat: jax.Array) -> Any:
+        """The pools with the keys of whole prompts: see prompts.py."""
+        inputs = PromptInputs.unpack(flat, shape, self.width)
+        return fill_with_prompts(
+            weights, pools, inputs, self.model_config, self.compute, self.kernel
+        )
+
+    def lower(self, shape: Shape | PromptShape, pages: int) -> Any:
+        """The program of a shape with so many pages, lowered: nothing is on the devices."""
         params = targets(self.model_config, self.mesh, self.dtype)
+        of_weights = functools.partial(
+            self.serving.weights, config=self.model_config, dtype=self.config.weights
+        )
         with jax.set_mesh(self.mesh):
-            weights = jax.eval_shape(
-                lambda params: serving_weights(params, self.model_config, self.config.weights),
-                params,
-            )
-            weights = jax.tree.map(self._placed, weights)
-            flat = StepInputs.empty(shape, self.width)[1]
-            tokens, inputs = (
-                jax.ShapeDtypeStruct((size,), jnp.int32, sharding=NamedSharding(self.mesh, P(None)))
-                for size in (self.config.max_batch + 1, flat.size)
-            )
+            weights = jax.tree.map(self._placed, jax.eval_shape(of_weights, params))
+            pools = self._abstract_pools(pages)
+            if isinstance(shape, PromptShape):
+                inputs = self._abstract_ints(PromptInputs.empty(shape, self.width)[1].size)
+                run = functools.partial(self.run_prompts, shape)
+                return jax.jit(run, donate_argnums=1).lower(weights, pools, inputs)
+            inputs = self._abstract_ints(StepInputs.empty(shape, self.widths)[1].size)
+            tokens = self._abstract_ints(self.config.max_batch + 1)
             step = jax.jit(functools.partial(self.run_step, shape), donate_argnums=1)
-            return step.lower(weights, self._abstract_pools(pages), tokens, inputs)
+            return step.lower(weights, pools, tokens, inputs)
+
+    def _abstract_ints(self, size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=NamedSharding(self.mesh, P(None)))
 
     def _placed(self, array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """On the devices of the mesh, as the types of an explicit mesh say."""
@@ -191,7 +218,7 @@ class Steps:
             name: jax.ShapeDtypeStruct(shape, self.dtype, sharding=place)
             for name, shape in shapes.items()
         }
-        return [layer] * config.layers
+        return [layer] * self.serving.layers(config)
 
 
 class Programs(Steps):
@@ -204,15 +231,13 @@ class Programs(Steps):
         self.compilations = 0
         self._functions: dict[Any, Any] = {}  # jitted
         self.is_ready = False
-        serving_weights = generation_of(model.config).serving_weights
-        assert serving_weights is not None
         with jax.set_mesh(self.mesh):
-            self.weights = serving_weights(model.params, model.config, config.weights, release)
+            self.weights = self.serving.weights(model.params, model.config, config.weights, release)
         self.pages = config.pages or self._pages_that_fit()
-        if self.pages <= self.width:
+        if self.pages <= sum(self.widths):
             raise MeshwrightError(
                 f"{self.pages} pages of {config.page_size} tokens cannot hold one sequence of "
-                f"{max_length}: give at least {self.width + 1} pages, or a smaller max_length"
+                f"{max_length}: give at least {sum(self.widths) + 1} pages, or a smaller max_length"
             )
         self.pools = self._new_pools()
         self.last_tokens = self.put(np.zeros(config.max_batch + 1, np.int32))
@@ -228,9 +253,18 @@ class Programs(Steps):
         logits, self.pools, scores = self.run(("step", shape), step, 1, *arguments)
         return logits, scores
 
-    def prepare(self, shape: Shape) -> None:
-        """Compile the step of a shape, by running it on page 0, which no sequence has."""
-        self.step(shape, StepInputs.empty(shape, self.width)[1])
+    def fill(self, shape: PromptShape, inputs: Ints) -> None:
+        """Dispatch the program for whole prompts."""
+        fill = functools.partial(self.run_prompts, shape)
+        arguments = self.weights, self.pools, self.put(inputs)
+        self.pools = self.run(("prompts", shape), fill, 1, *arguments)
+
+    def prepare(self, shape: Shape | PromptShape) -> None:
+        """Compile the program of a shape, by running it on page 0, which no sequence has."""
+        if isinstance(shape, PromptShape):
+            self.fill(shape, PromptInputs.empty(shape, self.width)[1])
+        else:
+            self.step(shape, StepInputs.empty(shape, self.widths)[1])
 
     def run(
         self,
@@ -258,10 +292,11 @@ class Programs(Steps):
                 raise MeshwrightError(f"strict: {key} was compiled again while serving")
         return results
 
-    def shapes(self) -> list[Shape]:
-        """All shapes that steps have."""
+    def shapes(self) -> list[Shape | PromptShape]:
+        """All shapes that programs have."""
         full = self.config.max_batch
-        found = [Shape(decode) for decode in self.config.batches]
+        found: list[Shape | PromptShape] = [*self.prompt_shapes]
+        found += [Shape(decode) for decode in self.config.batches]
         for chunks, length in self.config.chunks:
             found += [Shape(full, chunks, length, first) for first in (True, False)]
         if not self.config.prompt_logprobs:
@@ -284,17 +319,18 @@ class Programs(Steps):
 
     def _pages_that_fit(self) -> int:
         config = self.model_config
-        most = self.config.max_batch * self.width + 1
+        most = self.config.max_batch * sum(self.widths) + 1
         device = self.mesh.devices.flat[0]
         memory = device.memory_stats() if device.platform != "cpu" else None
         if not memory:
             return most
         tensor = self.mesh.shape.get("tp", 1)
-        numbers = generation_of(config).cached_numbers(config) // tensor
+        numbers = 2 * self.serving.layers(config) * config.kv_heads * config.head_dim // tensor
         page = numbers * self.config.page_size * self.dtype.itemsize
         left = memory["bytes_limit"] * self.config.memory_fraction - memory["bytes_in_use"]
         # logits in float32, and activations of a step
-        tokens = self.config.max_batch + self.config.chunk
+        whole = (shape.prompts * shape.length for shape in self.prompt_shapes)
+        tokens = self.config.max_batch + max(self.config.chunk, *whole, 0)
         left -= 3 * 4 * (self.config.max_batch + self.chunk_places) * config.vocab
         left -= 16 * tokens * (config.embed + config.mlp)
         return min(most, max(int(left // page), 0))

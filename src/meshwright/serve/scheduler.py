@@ -3,12 +3,14 @@
 A step has decode tokens, one for each sequence that has one token left to compute, and chunks of
 the prompts that have more. Sequences start in the order they came, when there is a place in the
 batch and pages for their prompt. If the pages run out, the sequence that came last is preempted: it
-gives its pages back and is computed again later. No device is needed here; nothing here knows what
-a token costs.
+gives its pages back and is computed again later. Before a step, a program may take whole prompts
+(prompts.py): those of an encoder, whose keys are in pages of their own, or long ones. No device is
+needed here; nothing here knows what a token costs.
 """
 
 import dataclasses
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 from meshwright.serve.pages import PagePool
@@ -25,6 +27,10 @@ class Sequence:
     max_new: int
     scored: bool = False  # the log-probabilities of its prompt are wanted
     owner: Any = None
+    encoder_tokens: tuple[int, ...] = ()  # what an encoder reads
+    encoder_pages: list[int] = dataclasses.field(default_factory=list)
+    encoded: bool = False  # its keys are in the encoder's pages, or will be after what is in flight
+    waits: bool = False  # for a program that takes its whole prompt
     computed: int = 0  # tokens whose keys are in the pages, or will be after the steps in flight
     in_flight: int = 0  # sampled tokens that are not known yet
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -60,7 +66,7 @@ class Sequence:
         length = len(self.tokens) + self.in_flight  # the properties, written out: called often
         if length - self.computed != 1 or length - self.prompt_length >= self.max_new:
             return False
-        return not self.ended and not self.in_scoring
+        return not self.ended and not self.waits and not self.in_scoring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +85,21 @@ class Step:
     chunks: tuple[Chunk, ...]
     shape: tuple[int, int] = (0, 0)  # of the chunks, with padding
     scored: bool = False  # log-probabilities of the chunks' tokens are wanted
+    prompts: tuple[Chunk, ...] = ()  # for a program that takes whole prompts, before the step
+    prompt_shape: tuple[int, int] = (0, 0)
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, pool: PagePool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: PagePool,
+        prompt_shapes: Collection[tuple[int, int]] = (),  # of programs for whole prompts
+    ) -> None:
         self.config = config
         self.pool = pool
+        self.prompt_shapes = sorted(prompt_shapes, key=lambda shape: shape[1])
+        self._longest_chunk = max(length for _, length in config.chunks)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order they came
         self.preemptions = 0
@@ -107,6 +122,7 @@ class Scheduler:
         Its tokens are then counted as computed, and what it samples as in flight.
         """
         self._admit()
+        prompts, prompt_shape = self._whole_prompts() if self.prompt_shapes else ([], (0, 0))
         decode = []
         for sequence in list(self.running):  # oldest first; later ones may be preempted here
             if sequence.slot is None or not sequence.decodes:
@@ -120,10 +136,54 @@ class Scheduler:
         for chunk in step.chunks:
             chunk.sequence.computed += chunk.count
             chunk.sequence.in_flight += chunk.samples
-        return step if step.decode or step.chunks else None
+        # what was preempted to make room is not computed
+        kept = tuple(chunk for chunk in prompts if chunk.sequence.slot is not None)
+        step = dataclasses.replace(step, prompts=kept, prompt_shape=prompt_shape)
+        return step if step.decode or step.chunks or step.prompts else None
+
+    def _whole_prompts(self) -> tuple[list[Chunk], tuple[int, int]]:
+        """The oldest sequence that needs a program for its whole prompt, and others that fit.
+
+        Their tokens are then counted as computed; those that are left wait.
+        """
+        sizes = {sequence: self._whole_size(sequence) for sequence in self.running}
+        for sequence, size in sizes.items():
+            sequence.waits = size > 0
+        waiting = [sequence for sequence in self.running if sequence.waits]
+        if not waiting:
+            return [], (0, 0)
+
+        def members(shape: tuple[int, int]) -> list[Sequence]:
+            return [each for each in waiting if sizes[each] <= shape[1]][: shape[0]]
+
+        able = [shape for shape in self.prompt_shapes if sizes[waiting[0]] <= shape[1]]
+        shape = max(able, key=lambda shape: (len(members(shape)), -shape[0] * shape[1]))
+        taken = []
+        for sequence in members(shape):
+            size = sizes[sequence]
+            if sequence.encoder_tokens:
+                sequence.encoded = True
+            elif sequence.slot is not None and self._room(sequence, size):
+                sequence.computed = size
+            else:
+                continue
+            sequence.waits = False
+            taken.append(Chunk(sequence, 0, size, False))
+        return taken, shape
+
+    def _whole_size(self, sequence: Sequence) -> int:
+        """Tokens of a sequence for a program that takes whole prompts; 0 if it needs none."""
+        if sequence.encoder_tokens:
+            return 0 if sequence.encoded else len(sequence.encoder_tokens)
+        if sequence.computed or sequence.in_scoring or sequence.left - 1 <= self._longest_chunk:
+            return 0
+        return min(sequence.left - 1, self.prompt_shapes[-1][1])
 
     def _with_chunks(self, decode: list[Sequence]) -> Step:
-        prompts = [s for s in self.running if s.wants_more and s.left > 0 and not s.decodes]
+        prompts = [
+            s for s in self.running
+            if s.wants_more and s.left > 0 and not s.decodes and not s.waits
+        ]  # fmt: skip
         if prompts and prompts[0].in_scoring:
             shapes, prompts = [scoring_shape(self.config)], prompts[:1]
         else:
@@ -153,11 +213,15 @@ class Scheduler:
             # running sequences get what their prompts need, and a page each before long
             promised = sum(1 + self._missing(each) for each in self.running)
             pages = [] if sequence.scored else self.pool.match(sequence.tokens)
-            if self._missing(sequence) - len(pages) + promised > self.pool.available:
+            encoder_pages = -(-len(sequence.encoder_tokens) // size)
+            missing = self._missing(sequence) - len(pages) + encoder_pages
+            if missing + promised > self.pool.available:
                 self.pool.release(pages)
                 return
             self.waiting.popleft()
             sequence.pages, sequence.computed = pages, len(pages) * size
+            taken = (self.pool.take() for _ in range(encoder_pages))
+            sequence.encoder_pages = [page for page in taken if page is not None]
             if not sequence.preemptions:
                 sequence.cached = sequence.computed
             sequence.slot = self._slots.pop()
@@ -191,7 +255,8 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.pool.release(sequence.pages)
-        sequence.pages = []
+        self.pool.release(sequence.encoder_pages)
+        sequence.pages, sequence.encoder_pages, sequence.encoded = [], [], False
         if sequence.slot is not None:
             self._slots.append(sequence.slot)
         sequence.slot = None

@@ -42,6 +42,9 @@ class EngineConfig:
     """Batch sizes that decode is compiled for; the default is 1, 8, 32 … up to max_batch."""
     chunk_shapes: tuple[tuple[int, int], ...] | None = None
     """Shapes (prompts, tokens of each) of prefill programs; the default follows `chunk`."""
+    prompt_shapes: tuple[tuple[int, int], ...] | None = None
+    """Shapes (prompts, tokens of each) of programs for whole prompts: an encoder's, and on meshes
+    with sp those of long prompts; the default follows `chunk` and `max_length`."""
     prompt_logprobs: bool = True
     """Compile the programs that requests with `prompt_logprobs` need."""
     compile_first: bool = True
@@ -66,6 +69,16 @@ class EngineConfig:
             raise MeshwrightError(
                 f"memory_fraction={self.memory_fraction} must be above 0 and at most 1"
             )
+
+    def for_encoder(self) -> "EngineConfig":
+        """For a model whose prompts an encoder reads: no prefix of theirs is reused or scored.
+
+        Chunks are of sequences that were preempted.
+        """
+        chunks = self.chunk_shapes or ((1, self.chunk),)
+        return dataclasses.replace(
+            self, chunk_shapes=chunks, prefix_cache=False, prompt_logprobs=False
+        )
 
     @property
     def batches(self) -> tuple[int, ...]:

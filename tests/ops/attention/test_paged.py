@@ -13,7 +13,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
-from meshwright.ops.attention import PagedCall, PagedTokens, choose_paged, paged, paged_attention
+from meshwright.ops.attention import (
+    PagedCall,
+    PagedKeys,
+    PagedTokens,
+    attend_to_pages,
+    choose_paged,
+    fill_pages,
+    paged,
+    paged_attention,
+)
 from meshwright.ops.attention.paged import pool_shapes
 
 PAGE, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 4, 2, 8
@@ -78,6 +87,47 @@ def test_decode_and_chunks_see_what_precedes_them(window: int | None, tp: int) -
         first += 1 if i < len(DECODE) else LENGTH
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_all_tokens_of_a_sequence_see_the_keys_that_fill_its_pages(tp: int) -> None:
+    random = np.random.default_rng(1)
+    mesh = jax.make_mesh(
+        (tp,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:tp]
+    )
+    place = NamedSharding(mesh, P(None, None, "tp" if tp > 1 else None, None))
+    lengths = np.asarray([5, 0, 11], np.int32)
+    pages = random.permutation(np.arange(1, 10)).reshape(3, 3).astype(np.int32)
+    pool = {
+        name: random.normal(size=shape).astype(np.float32)
+        for name, shape in pool_shapes("plain", 10, PAGE, KV_HEADS, HEAD_DIM).items()
+    }
+    k, v = (random.normal(size=(3, 12, KV_HEADS, HEAD_DIM)).astype(np.float32) for _ in "kv")
+    q = random.normal(size=(1, 2 + LENGTH, HEADS, HEAD_DIM)).astype(np.float32)
+    keys = PagedKeys(*map(jnp.asarray, (pages[:2], lengths[:2], pages[2:], lengths[2:])))
+
+    @jax.jit
+    def run(q: Any, pool: Any, k: Any, v: Any) -> Any:
+        pool = fill_pages(pool, k, v, jnp.asarray(pages), jnp.asarray(lengths), "plain")
+        return attend_to_pages(q, pool, keys, LENGTH), pool
+
+    with jax.set_mesh(mesh):
+        out, filled = run(*(jax.device_put(x, place) for x in (q, pool, k, v)))
+    out, filled = np.asarray(out)[0], jax.tree.map(np.asarray, filled)
+    for i, length in enumerate(lengths):
+        for name, x in (("keys", k), ("values", v)):
+            before, after = (
+                each[name][pages[i]].reshape(-1, KV_HEADS, HEAD_DIM) for each in (pool, filled)
+            )
+            np.testing.assert_array_equal(after[:length], x[i, :length])
+            np.testing.assert_array_equal(after[length:], before[length:])
+    assert np.isfinite(out).all()
+    for i, at in ((0, slice(0, 1)), (2, slice(2, 2 + LENGTH))):
+        one_by_one = [
+            reference(q[0, at][j : j + 1], k[i, : lengths[i]], v[i, : lengths[i]], 1, 100)
+            for j in range(at.stop - at.start)
+        ]
+        np.testing.assert_allclose(out[at], np.concatenate(one_by_one), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("call", "kernel"),
     [
@@ -85,7 +135,9 @@ def test_decode_and_chunks_see_what_precedes_them(window: int | None, tp: int) -
         (PagedCall("cuda", "float32", 128, None), "plain"),
         (PagedCall("cuda", "bfloat16", 256, None), "plain"),
         (PagedCall("cuda", "bfloat16", 128, 4096), "plain"),
+        (PagedCall("cuda", "bfloat16", 128, None, biased=True), "plain"),
         (PagedCall("tpu", "bfloat16", 128, 4096), "ragged"),
+        (PagedCall("tpu", "bfloat16", 128, None, biased=True), "plain"),
         (PagedCall("tpu", "bfloat16", 64, None), "plain"),
         (PagedCall("cpu", "float32", 64, None), "plain"),
     ],

@@ -15,8 +15,9 @@ from meshwright.models.decoder.override import override
 from meshwright.models.decoder.presets import PRESETS
 from meshwright.models.decoder.rules import decoder_rules, generation_rules, t5x_rules
 from meshwright.models.decoder.sequence import sequence_split
-from meshwright.models.decoder.serving import serving_weights
-from meshwright.models.family import Generation, HuggingFace, ModelFamily
+from meshwright.models.decoder.serving import prompt_keys, serving_weights
+from meshwright.models.family import Generation, HuggingFace, ModelFamily, Serving
+from meshwright.models.states import PagedCache
 from meshwright.models.work import Attention, Stack, attention_block, mlp_block
 from meshwright.ops import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from meshwright.ops.attention import Mask
@@ -82,6 +83,11 @@ DECODER = ModelFamily(
         compute=generation_compute,
         start=start,
         cached_numbers=lambda config: 2 * config.layers * config.kv_heads * config.head_dim,
-        serving_weights=serving_weights,
+        serving=Serving(
+            weights=serving_weights,
+            layers=lambda config: config.layers,
+            state=lambda pools, tokens, _: PagedCache(pools, tokens),
+            prompt_keys=prompt_keys,
+        ),
     ),
 )

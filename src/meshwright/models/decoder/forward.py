@@ -20,6 +20,7 @@ from meshwright.models.blocks import (
     along_residual,
     attention_output,
     enter_attention,
+    gather_weight,
     last_norm,
     mlp,
     prepare_weights,
@@ -31,7 +32,7 @@ from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.rules import decoder_rules, generation_rules
 from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
 from meshwright.models.loss import LmHead, LossConfig, lm_logits, next_token_loss
-from meshwright.models.states import AttentionState, EmptyCache
+from meshwright.models.states import AttentionState, EmptyCache, KeptKeys
 from meshwright.ops import (
     add_bias,
     all_gather,
@@ -50,7 +51,7 @@ def forward(
     batch: Batch,
     config: DecoderConfig,
     compute: Compute,
-    state: AttentionState | EmptyCache | None = None,
+    state: AttentionState | EmptyCache | KeptKeys | None = None,
 ) -> tuple[jax.Array, Any]:
     """Tokens [batch, length] to [batch, length, embed] after the last norm, and the next state.
 
@@ -115,7 +116,7 @@ def _forward(
     batch: Batch,
     config: DecoderConfig,
     compute: Compute,
-    state: AttentionState | EmptyCache | None = None,
+    state: AttentionState | EmptyCache | KeptKeys | None = None,
 ) -> tuple[jax.Array, Any, SequencePlan]:
     """As forward, but the hidden states are in the order in which the devices hold sequences."""
     layouts = compute.layouts
@@ -128,7 +129,7 @@ def _forward(
 
     table = all_gather(params["embedding"].astype(compute.dtype), layouts.weight_axes)
     x = embed(table, placed(tokens), layouts.residual)
-    if state is None or isinstance(state, EmptyCache):
+    if state is None or isinstance(state, EmptyCache | KeptKeys):
         positions, states = batch.get("positions", in_order), None
     else:
         positions, states = state.positions(tokens), state.layers
@@ -137,7 +138,7 @@ def _forward(
     segments = None if segments is None else placed(segments)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-        if state is not None and not isinstance(state, EmptyCache):
+        if state is not None and not isinstance(state, EmptyCache | KeptKeys):
             return state.attend(q, k, v, layer, config.sliding_window)
         context, mask = sequences.context, sequences.mask
         mixed = attention(q, k, v, segments, mask, context=context, kernel=compute.kernel)
@@ -155,6 +156,8 @@ def _forward(
     if isinstance(state, EmptyCache):
         keys, values = kept
         return x, state.filled(keys, values, generation_compute(params).layouts), sequences
+    if isinstance(state, KeptKeys):
+        return x, KeptKeys(kept), sequences
     return x, None if state is None else state.updated(kept), sequences
 
 
@@ -210,7 +213,8 @@ def _heads(
     if "wqkv" in w:  # see serving_weights
         batch, length, heads, _ = layouts.kv_heads.partitions
         target = P(batch, length, heads, None, None)
-        merged = project("ble,ekgd->blkgd", normed[0], w["wqkv"], target, compute)
+        weight = gather_weight(w["wqkv"], compute)
+        merged = project("ble,ekgd->blkgd", normed[0], weight, target, compute)
         q = merged[:, :, :, :-2]
         shape = (*q.shape[:2], config.heads, config.head_dim)
         q = jnp.reshape(q, shape, out_sharding=layouts.heads)

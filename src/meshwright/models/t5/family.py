@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.models.activations import ActivationLayouts, attention_split
 from meshwright.models.blocks import REMAT
-from meshwright.models.family import Generation, HuggingFace, ModelFamily
+from meshwright.models.family import Generation, HuggingFace, ModelFamily, Serving
 from meshwright.models.overrides import override_fields
 from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
@@ -17,6 +17,8 @@ from meshwright.models.t5.hf_config import ARCHITECTURE, MODEL_TYPE, from_hf_con
 from meshwright.models.t5.hf_folder import hf_model
 from meshwright.models.t5.presets import PRESETS
 from meshwright.models.t5.rules import t5_rules, t5x_rules
+from meshwright.models.t5.serving import prompt_keys, serving_weights
+from meshwright.models.t5.state import T5PagedState
 from meshwright.models.work import Attention, Stack, attention_block, mlp_block
 from meshwright.ops.attention import EVERYTHING, Mask, Split
 
@@ -90,5 +92,13 @@ T5 = ModelFamily(
         start=start,
         # of the decoder's tokens and, made once, of the encoder's
         cached_numbers=lambda config: 4 * config.decoder_layers * config.heads * config.head_dim,
+        serving=Serving(
+            weights=serving_weights,
+            layers=lambda config: config.decoder_layers,
+            state=T5PagedState,
+            prompt_keys=prompt_keys,
+            own_prompt=lambda config, prompt: (config.start_token,),
+            biased=True,
+        ),
     ),
 )

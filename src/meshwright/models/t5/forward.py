@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from meshwright.models.blocks import (
@@ -19,6 +20,8 @@ from meshwright.models.blocks import (
     along_residual,
     attention_output,
     enter_attention,
+    gather_weight,
+    last_norm,
     mlp,
     prepare_weights,
     project,
@@ -27,8 +30,8 @@ from meshwright.models.blocks import (
 from meshwright.models.compute import Compute
 from meshwright.models.loss import LmHead, LossConfig, lm_logits, next_token_loss
 from meshwright.models.t5.config import T5Config
-from meshwright.models.t5.state import T5State
-from meshwright.ops import all_gather, embed, norm_alone, relative_bias
+from meshwright.models.t5.state import T5PagedState, T5State
+from meshwright.ops import all_gather, embed, relative_bias
 from meshwright.ops.attention import EVERYTHING, ContextParallel, Mask, Segments, attention
 
 Batch = Mapping[str, jax.Array]
@@ -73,8 +76,8 @@ def forward(
     batch: Batch,
     config: T5Config,
     compute: Compute,
-    state: T5State | None = None,
-) -> tuple[jax.Array, T5State | None]:
+    state: T5State | T5PagedState | None = None,
+) -> tuple[jax.Array, Any]:
     """[batch, length, embed] of the decoder's tokens as the LM head takes them, the next state.
 
     Without a state the batch has `encoder_tokens` [batch, encoder_length] and `tokens` [batch,
@@ -91,7 +94,6 @@ def forward(
         bias = _bias(stack, batch["tokens"].shape[1], config, compute, bidirectional=False)
         whole = attention_of(compute, Mask(), batch.get("segments"), bias)
     else:
-        segments = jnp.ones_like(batch["tokens"]), state.encoder_segments
         own_bias = state.bias(stack["relative_bias"], config.max_distance)
 
     def layer(x: jax.Array, update: jax.Array | None, w: Params, cached: Any) -> Any:
@@ -100,23 +102,27 @@ def forward(
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
             if state is None:
                 return whole(q, k, v), None
-            return state.cache.attend(q, k, v, cached[:2], bias=own_bias)
+            return state.attend(q, k, v, cached, own_bias)
 
         with jax.named_scope("attention"):
             x, update, kept = _self_attention(x, update, w["attention"], attend, config, compute)
         with jax.named_scope("cross_attention"):
             x, [h] = enter_attention(x, update, cross["norm"], 1, "middle", eps, compute)
             q = _queries(h, cross, config, compute)
-            keys = keys_and_values(encoded, cross, compute) if state is None else cached[2:]
-            mixed = attention_of(compute, EVERYTHING, segments)(q, *keys)
+            if state is None:
+                keys = keys_and_values(encoded, cross, compute)
+                mixed = attention_of(compute, EVERYTHING, segments)(q, *keys)
+            else:
+                mixed = state.attend_to_encoded(q, cached, compute)
             update = attention_output(mixed, cross, compute)
         return *_mlp(x, update, w, config, compute), kept
 
     x = embed(table, batch["tokens"], layouts.residual)
-    weights = prepare_weights(stack["layers"], layouts, compute)
+    weights = layer_weights(stack, compute)
     states = None if state is None else state.layers
     x, update, kept = through_layers(layer, x, weights, states, compute)
-    x = norm_alone(x, along_residual(stack["norm"], layouts), config.norm_eps, update)
+    scale = along_residual(stack["norm"], layouts)
+    x = last_norm(x, update, scale, config.norm_eps, compute)
     x = x * config.embed**-0.5 if config.scaled_output else x
     return x, None if state is None else state.updated(kept)
 
@@ -150,15 +156,26 @@ def encode(
 
     with jax.named_scope("encoder"):
         x = embed(table, tokens, layouts.residual)
-        weights = prepare_weights(params["encoder"]["layers"], layouts, compute)
+        weights = layer_weights(params["encoder"], compute)
         x, update, _ = through_layers(layer, x, weights, None, compute)
         scale = along_residual(params["encoder"]["norm"], layouts)
-        normed = norm_alone(x, scale, config.norm_eps, update)
+        normed = last_norm(x, update, scale, config.norm_eps, compute)
         return all_gather(normed, layouts.all_gathered(layouts.heads))
+
+
+def layer_weights(stack: Params, compute: Compute) -> Any:
+    """The weights of a stack's layers, ready for `through_layers`; an engine has them in a list."""
+    layers, layouts = stack["layers"], compute.layouts
+    if isinstance(layers, list):
+        return [prepare_weights(layer, layouts, compute) for layer in layers]
+    return prepare_weights(layers, layouts, compute)
 
 
 def keys_and_values(source: jax.Array, w: Params, compute: Compute) -> tuple[jax.Array, jax.Array]:
     """[batch, length, kv_heads, head_dim] each, of the sequence that is attended to."""
+    if "wkv" in w:  # see serving.py
+        merged = _project_merged(source, w["wkv"], compute)
+        return merged[:, :, :, 0], merged[:, :, :, 1]
     return _project("k", source, w, compute), _project("v", source, w, compute)
 
 
@@ -194,8 +211,14 @@ def _self_attention(
     """x with the update, the next update, and what the state keeps."""
     eps = config.norm_eps
     x, [of_q, of_k, of_v] = enter_attention(x, update, w["norm"], 3, "input", eps, compute)
-    q = _queries(of_q, w, config, compute)
-    mixed, kept = attend(q, _project("k", of_k, w, compute), _project("v", of_v, w, compute))
+    if "wqkv" in w:
+        merged = _project_merged(of_q, w["wqkv"], compute)
+        q, k, v = (merged[:, :, :, i] for i in range(3))
+        q = q * config.head_dim**0.5
+    else:
+        q = _queries(of_q, w, config, compute)
+        k, v = _project("k", of_k, w, compute), _project("v", of_v, w, compute)
+    mixed, kept = attend(q, k, v)
     return x, attention_output(mixed, w, compute), kept
 
 
@@ -206,9 +229,16 @@ def _queries(h: jax.Array, w: Params, config: T5Config, compute: Compute) -> jax
 
 def _project(name: str, h: jax.Array, w: Params, compute: Compute, by: float = 1.0) -> jax.Array:
     layouts = compute.layouts
-    weight = all_gather(w[f"w{name}"], layouts.weight_axes)
+    weight = gather_weight(w[f"w{name}"], compute)
     y = project("ble,ehd->blhd", h, weight, layouts.heads, compute)
     return checkpoint_name(y if by == 1.0 else y * by, name)
+
+
+def _project_merged(h: jax.Array, weight: Any, compute: Compute) -> jax.Array:
+    """[batch, length, heads, parts, head_dim] of a weight [embed, heads, parts, head_dim]."""
+    batch, length, heads, _ = compute.layouts.heads.partitions
+    target = P(batch, length, heads, None, None)
+    return project("ble,ehpd->blhpd", h, gather_weight(weight, compute), target, compute)
 
 
 def _mlp(

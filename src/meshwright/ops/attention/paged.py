@@ -3,13 +3,14 @@
     out, pool = paged_attention(q, k, v, pool, tokens)
 
 A pool holds the pages of one layer; page 0 receives what is written for padding. A step has decode
-tokens, one per sequence, and then chunks of prompts: see PagedTokens. Kernels apply under
+tokens, one per sequence, and then chunks of prompts: see PagedTokens. Pages may also hold keys that
+are no token's of these sequences, such as those of an encoder: see PagedKeys. Kernels apply under
 conditions and give a reason when they do not, as in kernels.py:
 
 | kernel | platform | conditions |
 |---|---|---|
-| cudnn | NVIDIA | bfloat16 or float16, head_dim a multiple of 8 up to 128, no sliding window |
-| ragged | TPU | head_dim a multiple of 128 |
+| cudnn | NVIDIA | bfloat16 or float16, head_dim a multiple of 8 up to 128, no window, no bias |
+| ragged | TPU | head_dim a multiple of 128, no bias |
 | plain | all | none; it copies the pages of each sequence |
 """
 
@@ -73,6 +74,21 @@ class PagedTokens:
         return flat[0], flat[1] % page_size
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedKeys:
+    """Keys that every token of a sequence sees: where they are, for each sequence of a step."""
+
+    tables: jax.Array  # [decode, width]
+    lengths: jax.Array  # [decode]
+    chunk_tables: jax.Array  # [chunks, width]
+    chunk_lengths: jax.Array  # [chunks]
+
+
+Bias = tuple[jax.Array, jax.Array]
+"""Of decode tokens [decode, heads, 1, keys] and of chunks [chunks, heads, length, keys]."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PagedCall:
     """The static description of a call; a kernel accepts or refuses it."""
@@ -81,6 +97,7 @@ class PagedCall:
     dtype: str
     head_dim: int
     window: int | None
+    biased: bool = False  # a bias is added to the scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,24 +115,91 @@ def paged_attention(
     tokens: PagedTokens,
     *,
     window: int | None = None,
+    bias: Bias | None = None,
 ) -> tuple[jax.Array, Pool]:
     """Causal attention of q [1, tokens, heads, head_dim], and the pool with these keys and values.
 
-    The pool's arrays are those of `pool_shapes` for the kernel of the tokens.
+    The pool's arrays are those of `pool_shapes` for the kernel of the tokens. A bias, split over
+    heads as q is, is added to the scores; only the plain kernel does that.
     """
     kernel = KERNELS[tokens.kernel]
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool, tokens: PagedTokens) -> Any:
+    def local(
+        q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool, tokens: PagedTokens, more: Any
+    ) -> Any:
         q, k, v = q[0], k[0], v[0]
-        new = {"pages": _alternating(k, v)} if kernel.merged else {"keys": k, "values": v}
-        page, place = tokens.slots(next(iter(pool.values())).shape[1])
-        pool = {name: pool[name].at[page, place].set(x) for name, x in new.items()}
-        return kernel.attend(q, k, v, pool, tokens, window)[None], pool
+        pool = _written(pool, k, v, tokens.slots(page_size_of(pool)), kernel.merged)
+        return kernel.attend(q, k, v, pool, tokens, window, **more)[None], pool
 
     heads, kv_heads = spec_of(q), spec_of(k)
     pools = jax.tree.map(spec_of, pool)
-    specs = (heads, kv_heads, kv_heads, pools, jax.tree.map(lambda _: P(), tokens))
-    return jax.shard_map(local, in_specs=specs, out_specs=(heads, pools))(q, k, v, pool, tokens)
+    more = {} if bias is None else {"bias": bias}
+    by_head = jax.tree.map(lambda _: P(None, heads[2], None, None), more)
+    specs = (heads, kv_heads, kv_heads, pools, jax.tree.map(lambda _: P(), tokens), by_head)
+    run = jax.shard_map(local, in_specs=specs, out_specs=(heads, pools))
+    return run(q, k, v, pool, tokens, more)
+
+
+def attend_to_pages(q: jax.Array, pool: Pool, keys: PagedKeys, length: int) -> jax.Array:
+    """Attention of q [1, tokens, heads, head_dim] to all of `keys`; `length`: tokens of a chunk."""
+
+    def local(q: jax.Array, pool: Pool, keys: PagedKeys) -> jax.Array:
+        def attend(q: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
+            places = jnp.arange(tables.shape[1] * page_size_of(pool))
+            return _over_pages(q, tables, places[None, None] < lengths[:, None, None], pool)
+
+        sides = (keys.tables, keys.lengths), (keys.chunk_tables, keys.chunk_lengths)
+        parts = zip(_by_kind(q[0], keys.lengths.shape[0], length), sides, strict=True)
+        return jnp.concatenate(
+            [attend(part, *of).reshape(-1, *q.shape[2:]) for part, of in parts if part.size]
+        )[None]
+
+    heads = spec_of(q)
+    specs = (heads, jax.tree.map(spec_of, pool), jax.tree.map(lambda _: P(), keys))
+    return jax.shard_map(local, in_specs=specs, out_specs=heads)(q, pool, keys)
+
+
+def fill_pages(
+    pool: Pool, k: jax.Array, v: jax.Array, tables: jax.Array, lengths: jax.Array, kernel: str
+) -> Pool:
+    """The pool with keys and values [n, length, kv_heads, head_dim], from the first place on.
+
+    Those from `lengths` [n] on are padding and go to page 0. Sequence i has the pages tables[i].
+    """
+    merged = KERNELS[kernel].merged
+
+    def local(pool: Pool, k: jax.Array, v: jax.Array, tables: jax.Array, lengths: jax.Array) -> Any:
+        size = page_size_of(pool)
+        places = jnp.arange(k.shape[1])
+        pages = tables[:, jnp.minimum(places // size, tables.shape[1] - 1)]
+        pages = jnp.where(places[None] < lengths[:, None], pages, 0).reshape(-1)
+        slots = pages, jnp.tile(places % size, k.shape[0])
+        k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+        return _written(pool, k, v, slots, merged)
+
+    pools, heads = jax.tree.map(spec_of, pool), spec_of(k)
+    run = jax.shard_map(local, in_specs=(pools, heads, heads, P(), P()), out_specs=pools)
+    return run(pool, k, v, tables, lengths)
+
+
+def page_size_of(pool: Pool) -> int:
+    """Tokens of a page."""
+    return next(iter(pool.values())).shape[1]
+
+
+def _written(
+    pool: Pool, k: jax.Array, v: jax.Array, slots: tuple[jax.Array, jax.Array], merged: bool
+) -> Pool:
+    """The pool with keys and values [tokens, ..] at pages and places in them."""
+    new = {"pages": _alternating(k, v)} if merged else {"keys": k, "values": v}
+    return {name: pool[name].at[slots].set(x) for name, x in new.items()}
+
+
+def _by_kind(q: jax.Array, decode: int, length: int) -> tuple[jax.Array, jax.Array]:
+    """Queries [tokens, ..] of decode tokens [decode, 1, ..] and of chunks [chunks, length, ..]."""
+    chunks = (q.shape[0] - decode) // max(length, 1)
+    of_chunks = q[decode:].reshape(chunks, length, *q.shape[1:])
+    return q[:decode, None], of_chunks
 
 
 def pool_shapes(
@@ -161,30 +245,49 @@ def _plain(
     pool: Pool,
     tokens: PagedTokens,
     window: int | None,
+    bias: Bias | tuple[None, None] = (None, None),
 ) -> jax.Array:
-    decode, chunks = tokens.positions.shape[0], tokens.starts.shape[0]
-    tail = q.shape[1:]
-    parts = [(q[:decode, None], tokens.tables, tokens.positions[:, None])] if decode else []
-    if chunks:
-        of_chunks = q[decode:].reshape(chunks, tokens.length, *tail)
-        parts.append((of_chunks, tokens.chunk_tables, tokens.chunk_positions))
-    out = [_plain_attention(*part, pool, window).reshape(-1, *tail) for part in parts]
-    return jnp.concatenate(out)
+    def attend(
+        q: jax.Array, tables: jax.Array, positions: jax.Array, bias: jax.Array | None
+    ) -> jax.Array:
+        places = jnp.arange(tables.shape[1] * page_size_of(pool))
+        distance = positions[:, :, None] - places[None, None]  # [n, length, keys]
+        visible = distance >= 0
+        if window is not None:
+            visible &= distance < window
+        return _over_pages(q, tables, visible, pool, bias)
+
+    parts: Any = zip(
+        _by_kind(q, tokens.positions.shape[0], tokens.length),
+        (tokens.tables, tokens.chunk_tables),
+        (tokens.positions[:, None], tokens.chunk_positions),
+        bias,
+        strict=True,
+    )
+    return jnp.concatenate(
+        [attend(part, *of).reshape(-1, *q.shape[1:]) for part, *of in parts if part.size]
+    )
 
 
-def _plain_attention(
-    q: jax.Array, tables: jax.Array, positions: jax.Array, pool: Pool, window: int | None
+def _over_pages(
+    q: jax.Array,
+    tables: jax.Array,
+    visible: jax.Array,
+    pool: Pool,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
-    """q [n, length, heads, head_dim] over the pages of tables [n, width], softmax in float32."""
+    """q [n, length, heads, head_dim] over the pages of tables [n, width], softmax in float32.
+
+    `visible` is [n, length or 1, keys], the bias [n, heads, length, keys].
+    """
     n, length, _, head_dim = q.shape
     keys, values = (_contiguous(pool[name], tables) for name in ("keys", "values"))
     grouped = q.reshape(n, length, keys.shape[2], -1, head_dim)
     scores = jnp.einsum("nlkgd,nskd->nkgls", grouped, keys, preferred_element_type=jnp.float32)
-    distance = positions[:, :, None] - jnp.arange(keys.shape[1])[None, None]  # [n, length, keys]
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
-    scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, jnp.finfo(jnp.float32).min)
+    scores *= head_dim**-0.5
+    if bias is not None:
+        scores += bias.reshape(scores.shape)
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     return jnp.einsum("nkgls,nskd->nlkgd", weights, values).reshape(q.shape)
 
@@ -284,6 +387,8 @@ def _ragged(
 def _cudnn_refuses(call: PagedCall) -> str | None:
     if call.window is not None:
         return "it has no sliding window over pages"
+    if call.biased:
+        return "it adds no bias to scores over pages"
     return fused.refuses(call.platform, call.dtype, call.head_dim)
 
 
@@ -292,7 +397,7 @@ def _ragged_refuses(call: PagedCall) -> str | None:
         return "it runs on TPUs"
     if call.head_dim % 128:
         return f"head_dim {call.head_dim} is not a multiple of 128"
-    return None
+    return "it adds no bias to scores" if call.biased else None
 
 
 KERNELS: dict[str, PagedKernel] = {

@@ -69,7 +69,7 @@ def next_commands(plan: Plan, choice: Choice) -> list[str]:
 
 def _to_serve(plan: Plan, choice: Choice) -> list[str]:
     job, mesh = plan.job, ["--mesh", choice.mesh]
-    if generation_of(job.model).serving_weights is None:  # for meshwright generate
+    if generation_of(job.model).serving is None:  # for meshwright generate
         return [shlex.join(["meshwright", "show", *mesh, "--on", str(plan.machine)])]
     prove = ["meshwright", "prove", job.name or "MODEL", "--on", str(plan.machine), "--serve"]
     prove += [*mesh, "--batch", str(job.batch), "--seq", str(job.seq)]
@@ -78,6 +78,8 @@ def _to_serve(plan: Plan, choice: Choice) -> list[str]:
     if choice.weights:
         prove += ["--weights", choice.weights]
         serve += ["--engine.weights", choice.weights]
+    if len(job.sizes.stacks) > 1:  # prove --serve compiles the steps of decoders
+        return [shlex.join(serve)]
     return [shlex.join(prove), shlex.join(serve)]
 
 

@@ -31,6 +31,8 @@ async def completions(http: HttpRequest, service: Service) -> Response:
     body = await read(http, CompletionBody, service.config.limits)
     service.check_model(body.model)
     _check(body)
+    if body.echo:
+        service.check_scored("echo")
     prompts = await _prompts(service, body)
     grammar = await completion_grammar(service, body)
     requests = service.requests(body, [_request(service, body, each, grammar) for each in prompts])

@@ -30,6 +30,7 @@ class _Score:
 
 async def loglikelihood(http: HttpRequest, service: Service) -> Response:
     """Log-likelihood of each text after its prefix, and whether greedy decoding gives it."""
+    service.check_scored("/loglikelihood")
     body = await read(http, ScoreBody, service.config.limits)
     prefixes = [""] * len(body.text) if body.prefix_text is None else body.prefix_text
     if len(prefixes) != len(body.text):
@@ -66,6 +67,7 @@ async def loglikelihood(http: HttpRequest, service: Service) -> Response:
 
 async def loglikelihood_rolling(http: HttpRequest, service: Service) -> Response:
     """Log-likelihood of each text, in windows of the longest sequence where it is longer."""
+    service.check_scored("/loglikelihood-rolling")
     body = await read(http, ScoreBody, service.config.limits)
     size = min(service.config.easylm.seq_length, service.engine.max_length - 1)
     windows = []
@@ -183,7 +185,10 @@ async def _generated(service: Service, texts: Sequence[str], temperature: float)
 async def _greedy_until(
     service: Service, texts: Sequence[str], stops: Sequence[tuple[str, ...]]
 ) -> list[str]:
-    """As long as no stop text comes, generate again from the end of the text so far."""
+    """As long as no stop text comes, generate again from the end of the text so far.
+
+    A model with an encoder cannot: its output ends at the server's longest.
+    """
     tokens = await _prompts(service, texts)
     generated = ["" for _ in texts]
     left = dict.fromkeys(range(len(texts)), service.config.easylm.greedy_until_max_length)
@@ -206,7 +211,8 @@ async def _greedy_until(
             )
             if cut >= 0:  # a stop text that began in the part before
                 generated[index] = generated[index][:cut]
-            if cut >= 0 or result.finish_reason != "length" or left[index] <= 0:
+            ended = cut >= 0 or result.finish_reason != "length" or left[index] <= 0
+            if ended or service.has_encoder:  # whose prompt is not what comes before
                 del left[index]
     return generated
 

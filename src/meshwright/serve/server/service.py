@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.data import ChatTemplate
 from meshwright.present import count
 from meshwright.serve.defaults import Defaults
-from meshwright.serve.load import Source
+from meshwright.serve.load import Source, has_encoder
 from meshwright.serve.request import AnyEngine, Completion, Delta, Request
 from meshwright.serve.sampling import Sampling
 from meshwright.serve.server.bodies import GenerationBody
@@ -49,6 +49,7 @@ class Service:
         self.metrics = Metrics(self.engine.stats)
         self.keys = self.config.api_keys()
         self.created = int(time.time())
+        self.has_encoder = has_encoder(self.source.config)
 
     @property
     def name(self) -> str:
@@ -123,12 +124,23 @@ class Service:
                 f"token {largest} does not exist; the tokenizer has 0 to {vocab - 1}", param
             )
 
+    def check_scored(self, what: str) -> None:
+        """Refuse to score or repeat prompts where the output does not continue them."""
+        if self.has_encoder:
+            raise bad_request(
+                f"{what}: this model reads prompts with an encoder, so they have no "
+                "log-probabilities and the output does not continue them; ask for completions",
+                what if what.isidentifier() else None,
+            )
+
     def room(self, prompt: Sequence[int], max_new: int | None, default: int | None = None) -> int:
         """How many tokens to generate; refuses a prompt that leaves no room for them."""
         longest = self.engine.max_length
         if not prompt:
             raise bad_request("the prompt is empty; a model continues at least one token", "prompt")
         left = longest - len(prompt)
+        if self.has_encoder and left >= 0:  # the output has a length of its own
+            left = longest
         if max_new is None:
             max_new = max(left, 1) if default is None else min(default, max(left, 1))
         if max_new > left:

@@ -1,0 +1,104 @@
+"""The weights of a stack of layers as an engine's steps read them: a list, with matmuls merged.
+
+A scan over stacked weights copies each layer before its matmuls, which triples the bytes that a
+decode step reads. So layers are unstacked once, when a model is loaded. Matrices that take the same
+input become one: fewer, larger matmuls. They may be quantized (ops/quantized.py).
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshwright.models.blocks import Params
+from meshwright.ops import quantize, spec_of
+
+Merge = Callable[..., jax.Array]
+Merged = Mapping[str, tuple[tuple[str, ...], Merge]]
+"""A name to the weights that it is made of, and how."""
+
+# dims that a matmul sums over
+_INPUTS = {"wqkv": 1, "wkv": 1, "wq": 1, "wo": 2, "gate_up": 1, "up": 1, "down": 1}
+
+
+def unstacked(
+    stacked: Params, merged: Mapping[str, Merged], dtype: str | None, release: bool
+) -> list[Params]:
+    """The weights of each layer; with `release`, arrays that were copied are deleted.
+
+    `merged` says by block which weights become one. `dtype` is that of quantized weights: int8 or
+    fp8.
+    """
+    count = jax.tree.leaves(stacked)[0].shape[0]
+    layers: list[Params] = [{block: {} for block in stacked} for _ in range(count)]
+
+    def move(block: str, name: str, arrays: tuple[jax.Array, ...], merge: Merge) -> None:
+        inputs = _INPUTS.get(name, 0) if dtype else 0
+        for index, layer in enumerate(layers):
+            layer[block][name] = _layer(jnp.int32(index), arrays, merge, inputs, dtype)
+        if release:
+            jax.block_until_ready([layer[block][name] for layer in layers])
+            for array in arrays:
+                array.delete()
+
+    for block, arrays in stacked.items():
+        left = dict(arrays)
+        for name, (parts, merge) in merged.get(block, {}).items():
+            move(block, name, tuple(left.pop(part) for part in parts), merge)
+        for name, array in left.items():
+            move(block, name, (array,), _same)
+    return layers
+
+
+def quantized_head(params: Params, dtype: str | None, release: bool) -> Params:
+    """The LM head under its name if it is quantized: it must be there, not tied."""
+    if dtype is None or "output" not in params:
+        return {}
+    head = _quantize(params["output"], 1, dtype)
+    if release:
+        jax.block_until_ready(head)
+        params["output"].delete()
+    return {"output": head}
+
+
+def merge_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """[embed, kv_heads, group + 2, head_dim]: for each key head its queries, the key, the value.
+
+    So tp splits it by key heads.
+    """
+    embed, kv_heads, head_dim = k.shape
+    over = spec_of(k)
+    grouped = jnp.reshape(
+        q, (embed, kv_heads, -1, head_dim), out_sharding=P(over[0], over[1], None, None)
+    )
+    return jnp.concatenate([grouped, k[:, :, None], v[:, :, None]], axis=2)
+
+
+def merge_kv(k: jax.Array, v: jax.Array) -> jax.Array:
+    """[embed, kv_heads, 2, head_dim]."""
+    return jnp.stack([k, v], axis=2)
+
+
+def merge_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """[embed, 2, mlp]."""
+    return jnp.stack([gate, up], axis=1)
+
+
+_quantize = jax.jit(quantize, static_argnums=(1, 2))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _layer(
+    index: jax.Array, arrays: tuple[jax.Array, ...], merge: Merge, inputs: int, dtype: str | None
+) -> Any:
+    of_layer = (lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in arrays)
+    merged = merge(*of_layer)
+    return merged if dtype is None or not inputs else quantize(merged, inputs, dtype)
+
+
+def _same(array: jax.Array) -> jax.Array:
+    return array
