@@ -73,7 +73,7 @@ def _request(
 ) -> Request:
     given = body.max_completion_tokens
     given = body.max_tokens if given is None else given
-    max_new = service.room(tokens, given, service.defaults.max_new)
+    max_new = service.room(tokens, given, service.defaults.max_new, "messages")
     if not max_new:
         raise bad_request("max_tokens=0 generates nothing; give 1 or more", "max_tokens")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -123,11 +123,20 @@ class Service:
                 f"token {largest} does not exist; the tokenizer has 0 to {vocab - 1}", param
             )
 
-    def room(self, prompt: Sequence[int], max_new: int | None, default: int | None = None) -> int:
-        """How many tokens to generate; refuses a prompt that leaves no room for them."""
+    def room(
+        self,
+        prompt: Sequence[int],
+        max_new: int | None,
+        default: int | None = None,
+        param: str = "prompt",
+    ) -> int:
+        """How many tokens to generate; refuses a prompt that leaves no room for them.
+
+        `param` is the field that the prompt comes from.
+        """
         longest = self.engine.max_length
         if not prompt:
-            raise bad_request("the prompt is empty; a model continues at least one token", "prompt")
+            raise bad_request("the prompt is empty; a model continues at least one token", param)
         left = longest - len(prompt)
         if max_new is None:
             max_new = max(left, 1) if default is None else min(default, max(left, 1))
@@ -137,7 +146,7 @@ class Service:
                 f"the prompt has {count(len(prompt), 'token')}; with max_tokens={max_new} that is "
                 f"more than the server's limit of {count(longest, 'token')} "
                 f"(--engine.max-length); {fits}",
-                "max_tokens" if left > 0 else "prompt",
+                "max_tokens" if left > 0 else param,
                 "context_length_exceeded",
             )
         return max_new
