@@ -16,6 +16,7 @@ from meshwright.serve.request import AnyEngine, Completion, Delta, Request
 from meshwright.serve.sampling import Sampling
 from meshwright.serve.server.bodies import GenerationBody
 from meshwright.serve.server.errors import ApiError, bad_request, unavailable
+from meshwright.serve.server.logprobs import LogprobWriter
 from meshwright.serve.server.metrics import Metrics
 from meshwright.serve.settings import ServeConfig
 
@@ -47,6 +48,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine.stats)
+        self.logprobs = LogprobWriter(self.source.tokenizer)
         self.keys = self.config.api_keys()
         self.created = int(time.time())
 
