@@ -64,7 +64,7 @@ class AnyTokens:
         return " ".join(map(str, ids))
 
 
-def engine_of(name: str, dtype: str, **settings: Any) -> Any:
+def engine_of(name: str, dtype: str, tokenizer: Any = None, **settings: Any) -> Any:
     import jax.numpy as jnp
 
     from meshwright.layouts import create
@@ -80,7 +80,8 @@ def engine_of(name: str, dtype: str, **settings: Any) -> Any:
         params = create(abstract_arrays(config, jnp.dtype(dtype)), shardings)
         return jax.tree.map(lambda x, target: x.astype(target.dtype), params, targets)
 
-    source = Source(config, AnyTokens(config.vocab), frozenset(), False, name, read)
+    tokenizer = tokenizer or AnyTokens(config.vocab)
+    source = Source(config, tokenizer, frozenset(), False, name, read)
     model = load(source, generation_mesh(), jnp.dtype(dtype))
     start = time.perf_counter()
 

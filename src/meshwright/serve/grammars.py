@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Masks = npt.NDArray[np.int32]
 LARGEST = 2**17  # characters of a grammar; larger ones take seconds to compile
 _KEPT = 64  # compiled grammars
+_ALONE = 8  # masks that one thread computes: waking others takes longer
 # one space, or a new line with its indentation: a model cannot fill its output with white space
 _JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,40}", "lenient": False}
 _LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # 2 kB each
@@ -80,15 +81,6 @@ class Constraint:
         self.error = ""
         """Why the grammar cannot be followed further, as where it became too complex."""
 
-    def advance(self) -> None:
-        """Wait for the token that was sampled last, and follow it."""
-        if self.unread is None:
-            return
-        tokens, index = self.unread
-        self.unread = None
-        if not self.matcher.is_stopped():
-            self.matcher.consume_token(int(np.asarray(tokens)[index]))
-
 
 class Grammars:
     """The grammars of a tokenizer; llguidance is loaded with the first of them."""
@@ -108,17 +100,34 @@ class Grammars:
     def masks(self, size: int, constraints: Sequence[tuple[int, Constraint]] = ()) -> Masks:
         """Allowed tokens as bits [size, words]; everything where no constraint has the index."""
         masks = np.full((size, -(-self._tokenizer.vocab // 32)), -1, np.int32)
-        for _, constraint in constraints:
-            constraint.advance()
-        if constraints:
-            self._executor.unsafe_compute_mask_ptr(
-                [(constraint.matcher, index) for index, constraint in constraints],
-                masks.ctypes.data, masks.strides[0], size,
-            )  # fmt: skip
+        if not constraints:
+            return masks
+        self._advance([constraint for _, constraint in constraints])
+        matchers = [(constraint.matcher, index) for index, constraint in constraints]
+        row, address = masks.strides[0], masks.ctypes.data
+        if len(matchers) > _ALONE:
+            self._executor.unsafe_compute_mask_ptr(matchers, address, row, size)
+        else:
+            for matcher, index in matchers:
+                matcher.unsafe_compute_mask_ptr(address + index * row, row)
         for _, constraint in constraints:
             if constraint.matcher.is_error():
                 constraint.error = _reason(constraint.matcher.get_error())
         return masks
+
+    def _advance(self, constraints: Sequence[Constraint]) -> None:
+        """Wait for the tokens that were sampled last, and follow them."""
+        read: dict[int, list[int]] = {}  # most are in one array
+        for constraint in constraints:
+            if constraint.unread is None:
+                continue
+            tokens, index = constraint.unread
+            if id(tokens) not in read:
+                read[id(tokens)] = np.asarray(tokens).tolist()
+            if not constraint.matcher.is_stopped():
+                constraint.matcher.consume_token(read[id(tokens)][index])
+        for constraint in constraints:
+            constraint.unread = None
 
     def _compile(self, grammar: Grammar) -> "LLMatcher":
         """A matcher at the start of the grammar, or an error that names what it cannot do.

@@ -190,6 +190,12 @@ def test_a_mistake_is_named(server: Running, body: dict[str, Any], message: str)
     assert (answer.status, message in answer.message) == (400, True), answer.text
 
 
+def test_a_chat_that_is_too_long_names_its_messages(server: Running) -> None:
+    long = [{"role": "user", "content": "a" * 600}]
+    error = server.post(CHAT, messages=long).data["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
 def parsed(text: str, tools: ToolFormat, sizes: int) -> list[tuple[str, str]]:
     """(kind, text) of the pieces, neighbours of a kind joined, fed some characters at a time."""
     parser, out = OutputParser(tools, reasoning=True), []

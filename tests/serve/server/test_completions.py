@@ -1,9 +1,11 @@
 """/v1/completions and the routes around it, against the table that the engine samples from."""
 
 import dataclasses
+import json
 import math
 
 import pytest
+import tokenizers
 from tests.serve.server.bigram_engine import (
     TABLE,
     TOKENIZER,
@@ -12,6 +14,9 @@ from tests.serve.server.bigram_engine import (
     loglikelihood,
 )
 from tests.serve.server.serving import Running, serving
+
+from meshwright.data.tokenizers import HuggingFaceTokenizer
+from meshwright.serve.server.logprobs import TextOffsets, TokenLengths
 
 PROMPT = "The old"
 TOKENS = list(PROMPT.encode())
@@ -127,6 +132,34 @@ def test_offsets_count_characters_of_the_text(server: Running) -> None:
     (choice,) = answer.data["choices"]
     assert choice["text"] == "néa"
     assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2]
+
+
+def test_offsets_know_spaces_at_the_start_of_tokens() -> None:
+    pieces = {
+        "<end>": 0,
+        "\u2581the": 1,
+        "\u2581old": 2,
+        "er": 3,
+        "\u2581": 4,
+        "<0xC3>": 5,
+        "<0xA9>": 6,
+        "a": 7,
+    }
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(pieces, [], byte_fallback=True))
+    inner.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )  # fmt: skip
+    inner.add_special_tokens(["<end>"])
+    tokenizer = HuggingFaceTokenizer(json.loads(inner.to_str()), "<end>")
+    tokens = [0, 1, 2, 3, 4, 5, 6, 1]
+    offsets = TextOffsets(TokenLengths(tokenizer))
+    found = [offsets.add(token) for token in tokens]
+    text = tokenizer.decode(tokens)
+    assert text == "the older é the"
+    assert found == [0, 0, 3, 7, 9, 10, 10, 11]
 
 
 def test_echo_alone_returns_the_prompt(server: Running) -> None:

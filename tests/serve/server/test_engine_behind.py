@@ -7,18 +7,15 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.serve.server.serving import Running, config
 
-import meshwright.serve
 from meshwright.models import preset
-from meshwright.serve import Model, generation_mesh
+from meshwright.serve import Engine, Model, generation_mesh
 from meshwright.serve.server import HttpServer, Service
 
-Engine = getattr(meshwright.serve, "Engine", None)
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(Engine is None, reason="there is no engine")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def real(random_model: Callable[..., Model]) -> Iterator[Running]:
-    assert Engine is not None
     model = random_model(preset("tiny"), generation_mesh())
     with (
         Engine(model) as engine,

@@ -12,7 +12,6 @@ from meshwright.serve.request import Completion, Delta, Request
 from meshwright.serve.server.bodies import ChatBody
 from meshwright.serve.server.errors import bad_request, json_response
 from meshwright.serve.server.formats import chat_grammar
-from meshwright.serve.server.logprobs import LogprobWriter
 from meshwright.serve.server.messages import chat_prompt
 from meshwright.serve.server.output import (
     THINK,
@@ -73,7 +72,7 @@ def _request(
 ) -> Request:
     given = body.max_completion_tokens
     given = body.max_tokens if given is None else given
-    max_new = service.room(tokens, given, service.defaults.max_new)
+    max_new = service.room(tokens, given, service.defaults.max_new, "messages")
     if not max_new:
         raise bad_request("max_tokens=0 generates nothing; give 1 or more", "max_tokens")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -87,7 +86,7 @@ class _Answer:
         self, service: Service, body: ChatBody, prompt: str, request: Request, usage: Usage
     ) -> None:
         self.service, self.body, self.usage = service, body, usage
-        self.names = LogprobWriter(service.source.tokenizer)
+        self.names = service.logprobs
         self.requests = service.requests(body, [request])
         template = service.template
         self.parsers = [

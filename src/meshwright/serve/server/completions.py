@@ -13,7 +13,7 @@ from meshwright.serve.request import Completion, Delta, Request, TokenLogprobs
 from meshwright.serve.server.bodies import CompletionBody
 from meshwright.serve.server.errors import bad_request, json_response
 from meshwright.serve.server.formats import completion_grammar
-from meshwright.serve.server.logprobs import LogprobWriter, TextOffsets
+from meshwright.serve.server.logprobs import TextOffsets
 from meshwright.serve.server.service import Service, Usage, request_id
 from meshwright.serve.server.transport import event_stream, finish, read
 
@@ -115,7 +115,7 @@ class _Answer:
         usage: Usage,
     ) -> None:
         self.service, self.body, self.usage, self.requests = service, body, usage, requests
-        self.names = LogprobWriter(service.source.tokenizer)
+        self.names = service.logprobs
         self.head = {
             "id": request_id("cmpl"),
             "object": "text_completion",
@@ -124,7 +124,7 @@ class _Answer:
         }
         # each prompt n times
         self.prompts = [prompt for prompt in prompts for _ in range(body.n or 1)]
-        self.offsets = [TextOffsets(service.source.tokenizer) for _ in self.prompts]
+        self.offsets = [TextOffsets(self.names.lengths) for _ in self.prompts]
         usage.prompt = sum(len(prompt.tokens) for prompt in prompts)
 
     async def whole(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from meshwright.serve.request import AnyEngine, Completion, Delta, Request
 from meshwright.serve.sampling import Sampling
 from meshwright.serve.server.bodies import GenerationBody
 from meshwright.serve.server.errors import ApiError, bad_request, unavailable
+from meshwright.serve.server.logprobs import LogprobWriter
 from meshwright.serve.server.metrics import Metrics
 from meshwright.serve.settings import ServeConfig
 
@@ -47,6 +48,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine.stats)
+        self.logprobs = LogprobWriter(self.source.tokenizer)
         self.keys = self.config.api_keys()
         self.created = int(time.time())
         self.has_encoder = has_encoder(self.source.config)
@@ -133,11 +135,20 @@ class Service:
                 what if what.isidentifier() else None,
             )
 
-    def room(self, prompt: Sequence[int], max_new: int | None, default: int | None = None) -> int:
-        """How many tokens to generate; refuses a prompt that leaves no room for them."""
+    def room(
+        self,
+        prompt: Sequence[int],
+        max_new: int | None,
+        default: int | None = None,
+        param: str = "prompt",
+    ) -> int:
+        """How many tokens to generate; refuses a prompt that leaves no room for them.
+
+        `param` is the field that the prompt comes from.
+        """
         longest = self.engine.max_length
         if not prompt:
-            raise bad_request("the prompt is empty; a model continues at least one token", "prompt")
+            raise bad_request("the prompt is empty; a model continues at least one token", param)
         left = longest - len(prompt)
         if self.has_encoder and left >= 0:  # the output has a length of its own
             left = longest
@@ -149,7 +160,7 @@ class Service:
                 f"the prompt has {count(len(prompt), 'token')}; with max_tokens={max_new} that is "
                 f"more than the server's limit of {count(longest, 'token')} "
                 f"(--engine.max-length); {fits}",
-                "max_tokens" if left > 0 else "prompt",
+                "max_tokens" if left > 0 else param,
                 "context_length_exceeded",
             )
         return max_new
