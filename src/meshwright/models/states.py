@@ -133,7 +133,7 @@ class KeptKeys:
 class PagedCache:
     """Keys and values in pages; the batch is one sequence [1, tokens] of all tokens of a step."""
 
-    layers: list[dict[str, jax.Array]]  # the pool of each layer
+    layers: list[jax.Array]  # the pool of each layer
     tokens: PagedTokens
 
     def positions(self, tokens: jax.Array) -> jax.Array:
@@ -144,10 +144,10 @@ class PagedCache:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        layer: dict[str, jax.Array],
+        layer: jax.Array,
         window: int | None = None,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, jax.Array]:
         return paged_attention(q, k, v, layer, self.tokens, window=window)
 
-    def updated(self, kept: list[dict[str, jax.Array]]) -> "PagedCache":
+    def updated(self, kept: list[jax.Array]) -> "PagedCache":
         return PagedCache(kept, self.tokens)

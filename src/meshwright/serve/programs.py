@@ -23,11 +23,12 @@ from meshwright.layouts import Rules
 from meshwright.models import Compute, family_of, lm_logits
 from meshwright.ops import current_platform, spec_of
 from meshwright.ops.attention import (
+    CACHE_DTYPES,
     PagedCall,
     PagedKeys,
     PagedTokens,
     choose_paged,
-    pool_shapes,
+    pool_shape,
 )
 from meshwright.serve.device_sampling import TOP, top_logprobs
 from meshwright.serve.load import Model, has_encoder, serving_of, targets
@@ -129,11 +130,12 @@ class Steps:
         self.widths = self.width, self.width if has_encoder(model_config) else 0
         self.prompt_shapes = prompt_shapes(config, model_config, mesh.shape, max_length)
         self.dtype = jnp.dtype(dtype)
+        self.cache_dtype = CACHE_DTYPES[config.cache] if config.cache else self.dtype
         with jax.set_mesh(mesh):
             self.compute = Compute(_rules(), self.dtype, scan=False, stationary=True)
             call = PagedCall(
                 current_platform(), str(self.dtype), model_config.head_dim,
-                getattr(model_config, "sliding_window", None), self.serving.biased,
+                getattr(model_config, "sliding_window", None), self.serving.biased, config.cache,
             )  # fmt: skip
             self.kernel = choose_paged(call, config.kernel)
 
@@ -208,16 +210,13 @@ class Steps:
         place = NamedSharding(self.mesh, array.sharding.spec)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
 
-    def _abstract_pools(self, pages: int) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    def _abstract_pools(self, pages: int) -> list[jax.ShapeDtypeStruct]:
         config, size = self.model_config, self.config.page_size
-        shapes = pool_shapes(self.kernel, pages, size, config.kv_heads, config.head_dim)
+        shape = pool_shape(self.kernel, pages, size, config.kv_heads, config.head_dim)
         with jax.set_mesh(self.mesh):
             heads = self.compute.layouts.kv_heads.partitions[2]
         place = NamedSharding(self.mesh, P(None, None, heads, None))
-        layer = {
-            name: jax.ShapeDtypeStruct(shape, self.dtype, sharding=place)
-            for name, shape in shapes.items()
-        }
+        layer = jax.ShapeDtypeStruct(shape, self.cache_dtype, sharding=place)
         return [layer] * self.serving.layers(config)
 
 
@@ -309,10 +308,8 @@ class Programs(Steps):
 
         @jax.jit
         def zeros() -> Any:
-            return {
-                name: jnp.zeros(array.shape, array.dtype, out_sharding=array.sharding.spec)
-                for name, array in layers[0].items()
-            }
+            pool = layers[0]
+            return jnp.zeros(pool.shape, pool.dtype, out_sharding=pool.sharding.spec)
 
         with jax.set_mesh(self.mesh):
             return [zeros() for _ in layers]
@@ -326,7 +323,7 @@ class Programs(Steps):
             return most
         tensor = self.mesh.shape.get("tp", 1)
         numbers = 2 * self.serving.layers(config) * config.kv_heads * config.head_dim // tensor
-        page = numbers * self.config.page_size * self.dtype.itemsize
+        page = numbers * self.config.page_size * self.cache_dtype.itemsize
         left = memory["bytes_limit"] * self.config.memory_fraction - memory["bytes_in_use"]
         # logits in float32, and activations of a step
         whole = (shape.prompts * shape.length for shape in self.prompt_shapes)

@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ops import QUANTIZED_DTYPES
+from meshwright.ops.attention import CACHE_DTYPES
 
-_KERNELS = ("auto", "cudnn", "ragged", "plain")
+_KERNELS = ("auto", "cudnn", "triton", "ragged", "plain")
 KEY_VARIABLE = "MESHWRIGHT_API_KEY"
 
 
@@ -32,12 +33,14 @@ class EngineConfig:
     """Most tokens of prompts that are computed in one step."""
     weights: str | None = None
     """Quantize weights to int8 or fp8, with a scale per output channel; None: as they are."""
+    cache: str | None = None
+    """Round the KV cache to fp8, which takes half the memory; None: in the dtype of weights."""
     max_waiting: int | None = None
     """Most requests that wait; more are refused."""
     prefix_cache: bool = True
     """Reuse the keys and values of prompts that begin alike."""
     kernel: str = "auto"
-    """Paged attention: auto, cudnn, ragged or plain."""
+    """Paged attention: auto, cudnn, triton, ragged or plain."""
     batch_buckets: tuple[int, ...] | None = None
     """Batch sizes that decode is compiled for; the default is 1, 8, 32 … up to max_batch."""
     chunk_shapes: tuple[tuple[int, int], ...] | None = None
@@ -65,6 +68,9 @@ class EngineConfig:
         if self.weights not in (None, *QUANTIZED_DTYPES):
             known = " or ".join(QUANTIZED_DTYPES)
             raise MeshwrightError(f"weights={self.weights!r} must be {known}, or left out")
+        if self.cache not in (None, *CACHE_DTYPES):
+            known = " or ".join(CACHE_DTYPES)
+            raise MeshwrightError(f"cache={self.cache!r} must be {known}, or left out")
         if not 0 < self.memory_fraction <= 1:
             raise MeshwrightError(
                 f"memory_fraction={self.memory_fraction} must be above 0 and at most 1"

@@ -22,8 +22,9 @@ from meshwright.ops.attention import (
     fill_pages,
     paged,
     paged_attention,
+    paged_triton,
 )
-from meshwright.ops.attention.paged import pool_shapes
+from meshwright.ops.attention.paged import pool_shape
 
 PAGE, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 4, 2, 8
 LENGTH = 8  # of a chunk
@@ -50,10 +51,8 @@ def test_decode_and_chunks_see_what_precedes_them(window: int | None, tp: int) -
         (tp,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:tp]
     )
     pages = random.permutation(np.arange(1, 1 + WIDTH * 5)).reshape(5, WIDTH).astype(np.int32)
-    pool = {
-        name: random.normal(size=shape).astype(np.float32)
-        for name, shape in pool_shapes("plain", 32, PAGE, KV_HEADS, HEAD_DIM).items()
-    }
+    pool = random.normal(size=pool_shape("plain", 32, PAGE, KV_HEADS, HEAD_DIM))
+    pool = pool.astype(np.float32)
     tokens = len(DECODE) + len(CHUNKS) * LENGTH
     q, k, v = (
         random.normal(size=(1, tokens, heads, HEAD_DIM)).astype(np.float32)
@@ -70,16 +69,16 @@ def test_decode_and_chunks_see_what_precedes_them(window: int | None, tp: int) -
         place = NamedSharding(mesh, by_head)
         run = jax.jit(lambda *arrays: paged_attention(*arrays, window=window))
         out, written = run(*jax.device_put((q, k, v), place), jax.device_put(pool, place), where)
-    out, written = np.asarray(out)[0], jax.tree.map(np.asarray, written)
+    out, written = np.asarray(out)[0], np.asarray(written)
     first = 0
     for i, (before, new) in enumerate((*DECODE, *CHUNKS)):
         own = slice(first, first + new)
         sequence = []
-        for name, x in (("keys", k), ("values", v)):
-            flat = written[name][pages[i]].reshape(-1, KV_HEADS, HEAD_DIM)[: before + new]
+        for at, x in ((pages[i], k), (pages[i] + 32, v)):
+            flat = written[at].reshape(-1, KV_HEADS, HEAD_DIM)[: before + new]
             np.testing.assert_array_equal(flat[before:], x[0, own])
             np.testing.assert_array_equal(
-                flat[:before], pool[name][pages[i]].reshape(-1, KV_HEADS, HEAD_DIM)[:before]
+                flat[:before], pool[at].reshape(-1, KV_HEADS, HEAD_DIM)[:before]
             )
             sequence.append(flat)
         expected = reference(q[0, own], *sequence, new, window or 100)
@@ -96,10 +95,8 @@ def test_all_tokens_of_a_sequence_see_the_keys_that_fill_its_pages(tp: int) -> N
     place = NamedSharding(mesh, P(None, None, "tp" if tp > 1 else None, None))
     lengths = np.asarray([5, 0, 11], np.int32)
     pages = random.permutation(np.arange(1, 10)).reshape(3, 3).astype(np.int32)
-    pool = {
-        name: random.normal(size=shape).astype(np.float32)
-        for name, shape in pool_shapes("plain", 10, PAGE, KV_HEADS, HEAD_DIM).items()
-    }
+    pool = random.normal(size=pool_shape("plain", 10, PAGE, KV_HEADS, HEAD_DIM))
+    pool = pool.astype(np.float32)
     k, v = (random.normal(size=(3, 12, KV_HEADS, HEAD_DIM)).astype(np.float32) for _ in "kv")
     q = random.normal(size=(1, 2 + LENGTH, HEADS, HEAD_DIM)).astype(np.float32)
     keys = PagedKeys(*map(jnp.asarray, (pages[:2], lengths[:2], pages[2:], lengths[2:])))
@@ -111,12 +108,10 @@ def test_all_tokens_of_a_sequence_see_the_keys_that_fill_its_pages(tp: int) -> N
 
     with jax.set_mesh(mesh):
         out, filled = run(*(jax.device_put(x, place) for x in (q, pool, k, v)))
-    out, filled = np.asarray(out)[0], jax.tree.map(np.asarray, filled)
+    out, filled = np.asarray(out)[0], np.asarray(filled)
     for i, length in enumerate(lengths):
-        for name, x in (("keys", k), ("values", v)):
-            before, after = (
-                each[name][pages[i]].reshape(-1, KV_HEADS, HEAD_DIM) for each in (pool, filled)
-            )
+        for at, x in ((pages[i], k), (pages[i] + 10, v)):
+            before, after = (each[at].reshape(-1, KV_HEADS, HEAD_DIM) for each in (pool, filled))
             np.testing.assert_array_equal(after[:length], x[i, :length])
             np.testing.assert_array_equal(after[length:], before[length:])
     assert np.isfinite(out).all()
@@ -134,7 +129,11 @@ def test_all_tokens_of_a_sequence_see_the_keys_that_fill_its_pages(tp: int) -> N
         (PagedCall("cuda", "bfloat16", 128, None), "cudnn"),
         (PagedCall("cuda", "float32", 128, None), "plain"),
         (PagedCall("cuda", "bfloat16", 256, None), "plain"),
-        (PagedCall("cuda", "bfloat16", 128, 4096), "plain"),
+        (PagedCall("cuda", "bfloat16", 128, 4096), "triton"),
+        (PagedCall("cuda", "bfloat16", 96, 4096), "plain"),
+        (PagedCall("cuda", "bfloat16", 64, None, pages="fp8"), "triton"),
+        (PagedCall("cuda", "float32", 64, None, pages="fp8"), "plain"),
+        (PagedCall("tpu", "bfloat16", 128, None, pages="fp8"), "plain"),
         (PagedCall("cuda", "bfloat16", 128, None, biased=True), "plain"),
         (PagedCall("tpu", "bfloat16", 128, 4096), "ragged"),
         (PagedCall("tpu", "bfloat16", 128, None, biased=True), "plain"),
@@ -168,17 +167,14 @@ def test_cudnn_reads_pages_for_decode(first: bool) -> None:
         array(2, dtype=whole), array(2, dtype=whole), 128, first, "cudnn",
     )  # fmt: skip
     q, k = (array(1, 260, heads, 128, spec=by_head) for heads in (8, 2))
-    pool = {
-        name: array(*shape, spec=by_head)
-        for name, shape in pool_shapes("cudnn", 100, 64, 2, 128).items()
-    }
+    pool = array(*pool_shape("cudnn", 100, 64, 2, 128), spec=by_head)
     with jax.set_mesh(mesh):
         traced = jax.jit(paged_attention).trace(q, k, k, pool, where)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     calls = re.findall(r"custom_call @__cudnn\$fmhaSoftmax.*", text)
     assert len(calls) == (2 if first else 3)
     assert sum("\\22is_paged_attention\\22: true" in call for call in calls) == 1
-    assert "tensor<100x64x1x128xbf16>" in text  # the pool itself, with a head per device
+    assert "tensor<200x64x1x128xbf16>" in text  # the pool itself, with a head per device
 
 
 def test_the_named_kernel_is_used_where_another_could_be() -> None:
@@ -190,7 +186,7 @@ def test_ragged_is_one_call_on_a_mesh() -> None:
     assert str(traced("ragged").jaxpr).count("pallas_call") == 1  # lowering needs a TPU
 
 
-def traced(kernel: str) -> Any:
+def traced(kernel: str, dtype: Any = jnp.bfloat16) -> Any:
     """The program of a step with decode tokens and chunks, on tp=2."""
     mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     by_head = NamedSharding(mesh, P(None, None, "tp", None))
@@ -202,10 +198,8 @@ def traced(kernel: str) -> Any:
         jax.ShapeDtypeStruct((1, 36, heads, 128), jnp.bfloat16, sharding=by_head)
         for heads in (8, 4)
     )
-    pool = {
-        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=by_head)
-        for name, shape in pool_shapes(kernel, 100, 64, 4, 128).items()
-    }
+    shape = pool_shape(kernel, 100, 64, 4, 128)
+    pool = jax.ShapeDtypeStruct(shape, dtype, sharding=by_head)
     with jax.set_mesh(mesh):
         return jax.jit(paged_attention).trace(q, k, k, pool, where)
 
@@ -238,7 +232,7 @@ def test_ragged_counts_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     q = random.normal(size=(len(DECODE) + len(chunks) * LENGTH, HEADS, head_dim))
     q = q.astype(np.float32)
     out = np.asarray(
-        paged._ragged(jnp.asarray(q), None, None, {"pages": jnp.asarray(pages)}, where, None)  # type: ignore[arg-type]
+        paged._ragged(jnp.asarray(q), None, None, jnp.asarray(pages), where, None)  # type: ignore[arg-type]
     )
     assert np.isfinite(out).all()
     first = 0
@@ -249,3 +243,72 @@ def test_ragged_counts_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
             expected = reference(q[own], flat[:, :, 0], flat[:, :, 1], new, 100)
             np.testing.assert_allclose(out[own], expected, rtol=0, atol=1e-5)
         first += 1 if i < len(DECODE) else LENGTH
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_triton_is_one_call_on_a_mesh(dtype: Any) -> None:
+    assert str(traced("triton", dtype).jaxpr).count("pallas_call") == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "width", "page", "window"),
+    [
+        (3, 8, 2, 5, 16, None),
+        (2, 4, 4, 9, 8, None),
+        (3, 8, 2, 9, 16, 20),
+        (2, 8, 1, 40, 16, 100),  # split over several programs, the first of which see nothing
+        (80, 8, 8, 3, 16, None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn])
+def test_tritons_decode_is_attention_over_pages(
+    batch: int, heads: int, kv_heads: int, width: int, page: int, window: int | None, dtype: Any
+) -> None:
+    random = np.random.default_rng(0)
+    tables = random.permutation(np.arange(1, 1 + batch * width)).reshape(batch, width)
+    pages = 1 + batch * width
+    pool = jnp.asarray(random.normal(size=(2 * pages, page, kv_heads, 16)), dtype)
+    q = random.normal(size=(batch, heads, 16)).astype(np.float32)
+    lengths = random.integers(1, width * page + 1, batch)
+    lengths[0] = 1
+    out = paged_triton.paged_decode(
+        *(jnp.asarray(x) for x in (q, pool, tables.astype(np.int32), lengths.astype(np.int32))),
+        window=window, interpret=True,
+    )  # fmt: skip
+    exact = np.asarray(pool.astype(jnp.float32))
+    for i, length in enumerate(lengths):
+        k, v = (
+            exact[at].reshape(-1, kv_heads, 16)[:length] for at in (tables[i], tables[i] + pages)
+        )
+        expected = reference(q[i : i + 1], k, v, 1, window or 10**6)
+        # weights are float16 beside pages of 8 bits
+        atol = 1e-5 if dtype == jnp.float32 else 2e-3
+        np.testing.assert_allclose(out[i : i + 1], expected, rtol=0, atol=atol)
+
+
+def test_fp8_pages_hold_what_attention_sees_and_nothing_overflows() -> None:
+    random = np.random.default_rng(0)
+    mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+    pool = jnp.zeros(pool_shape("plain", 4, PAGE, KV_HEADS, HEAD_DIM), jnp.float8_e4m3fn)
+    tables = jnp.asarray([[1, 2, 3]], jnp.int32)
+    none = jnp.zeros((0, 3), jnp.int32), jnp.zeros(0, jnp.int32)
+    where = PagedTokens(
+        *none, tables, jnp.zeros(1, jnp.int32), jnp.full(1, LENGTH, jnp.int32), LENGTH, True,
+        "plain",
+    )  # fmt: skip
+    q, k, v = (
+        random.normal(size=(1, LENGTH, heads, HEAD_DIM)).astype(np.float32)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    v[0, 1, 0, 0], k[0, 2, 0, 1] = 1e4, -1e4
+    with jax.set_mesh(mesh):
+        out, written = jax.jit(paged_attention)(*map(jnp.asarray, (q, k, v)), pool, where)
+    rounded = [
+        np.asarray(jnp.clip(x[0], -448, 448).astype(jnp.float8_e4m3fn).astype(jnp.float32))
+        for x in (k, v)
+    ]
+    flat = np.asarray(written.astype(jnp.float32)).reshape(2, -1, KV_HEADS, HEAD_DIM)
+    for found, expected in zip(flat, rounded, strict=True):
+        np.testing.assert_array_equal(found[PAGE : PAGE + LENGTH], expected)
+    expected = reference(q[0], *rounded, LENGTH, 100)
+    np.testing.assert_allclose(np.asarray(out)[0], expected, rtol=0, atol=1e-4)

@@ -65,7 +65,7 @@ class T5State:
 class T5PagedState:
     """Of an engine's step: the keys of both are in pages of one pool."""
 
-    layers: list[dict[str, jax.Array]]  # the pool of each layer
+    layers: list[jax.Array]  # the pool of each layer
     tokens: PagedTokens
     encoded: PagedKeys
 
@@ -87,5 +87,5 @@ class T5PagedState:
     def attend_to_encoded(self, q: jax.Array, layer: Any, compute: Compute) -> jax.Array:
         return attend_to_pages(q, layer, self.encoded, self.tokens.length)
 
-    def updated(self, kept: list[dict[str, jax.Array]]) -> "T5PagedState":
+    def updated(self, kept: list[jax.Array]) -> "T5PagedState":
         return dataclasses.replace(self, layers=kept)

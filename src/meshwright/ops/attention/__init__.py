@@ -17,6 +17,7 @@ from meshwright.ops.attention.kernels import KERNELS, choose
 from meshwright.ops.attention.mask import EVERYTHING, Mask
 from meshwright.ops.attention.order import from_zigzag, to_zigzag
 from meshwright.ops.attention.paged import (
+    CACHE_DTYPES,
     PagedCall,
     PagedKeys,
     PagedTokens,
@@ -25,7 +26,7 @@ from meshwright.ops.attention.paged import (
     fill_pages,
     page_size_of,
     paged_attention,
-    pool_shapes,
+    pool_shape,
 )
 from meshwright.ops.attention.ring_steps import ring_steps_of
 from meshwright.ops.attention.splash import backward_kernels, padded_length
@@ -42,6 +43,7 @@ from meshwright.ops.attention.strategy import (
 
 __all__ = [
     "BLOCK_QUERIES",
+    "CACHE_DTYPES",
     "EVERYTHING",
     "FLOPS_PER_BYTE",
     "KERNELS",
@@ -69,7 +71,7 @@ __all__ = [
     "padding",
     "page_size_of",
     "paged_attention",
-    "pool_shapes",
+    "pool_shape",
     "refusal",
     "ring_steps_of",
     "sequence_order",

@@ -34,7 +34,8 @@ class Inputs(NamedTuple):
     window: int | None = None  # sliding window size, including itself; causal only
     bias: jax.Array | None = None  # [batch, 1, queries, keys], added to the scores
     counts: tuple[jax.Array, jax.Array] | None = None  # per sequence: valid queries and keys
-    tables: jax.Array | None = None  # [batch, width]: k and v are pools of pages (with counts)
+    tables: tuple[jax.Array, jax.Array] | None = None
+    """[batch, width] of keys and of values: k and v are pools of pages (with counts)."""
 
 
 def forward(inputs: Inputs) -> Partial:
@@ -96,8 +97,10 @@ def _bind(name: str, inputs: Inputs, more: tuple[jax.Array, ...], **options: Any
     unused = jnp.zeros(0, inputs.q.dtype)
     bias = unused if inputs.bias is None else inputs.bias
     counts = (unused, unused) if inputs.counts is None else inputs.counts
-    tables = unused if inputs.tables is None else inputs.tables[:, None, :, None]
-    arrays = (inputs.q, inputs.k, inputs.v, bias, *counts, unused, unused, tables, tables, *more)
+    tables = (unused, unused)
+    if inputs.tables is not None:
+        tables = inputs.tables[0][:, None, :, None], inputs.tables[1][:, None, :, None]
+    arrays = (inputs.q, inputs.k, inputs.v, bias, *counts, unused, unused, *tables, *more)
     if "score_mod" in _backward_arguments():
         options["score_mod"] = None
     # a result takes its type from one operand, so all must vary over the same mesh axes

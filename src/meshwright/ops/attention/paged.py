@@ -2,7 +2,9 @@
 
     out, pool = paged_attention(q, k, v, pool, tokens)
 
-A pool holds the pages of one layer; page 0 receives what is written for padding. A step has decode
+A pool holds the pages of one layer; page 0 receives what is written for padding. Pages of 8 bits
+(fp8) hold rounded keys and values, and all attention is to those, so it does not matter in which
+chunk a token was computed. A step has decode
 tokens, one per sequence, and then chunks of prompts: see PagedTokens. Pages may also hold keys that
 are no token's of these sequences, such as those of an encoder: see PagedKeys. Kernels apply under
 conditions and give a reason when they do not, as in kernels.py:
@@ -10,7 +12,8 @@ conditions and give a reason when they do not, as in kernels.py:
 | kernel | platform | conditions |
 |---|---|---|
 | cudnn | NVIDIA | bfloat16 or float16, head_dim a multiple of 8 up to 128, no window, no bias |
-| ragged | TPU | head_dim a multiple of 128, no bias |
+| triton | NVIDIA | as cudnn, also with a window or 8-bit pages; head_dim 16, 32, 64 or 128 |
+| ragged | TPU | head_dim a multiple of 128, no bias, no 8-bit pages |
 | plain | all | none; it copies the pages of each sequence |
 """
 
@@ -25,13 +28,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.ops.attention import fused
+from meshwright.ops.attention import fused, paged_triton
 from meshwright.ops.attention.block import Partial, merge
 from meshwright.ops.collectives import spec_of, untyped
 
 _log = logging.getLogger("meshwright")
 
-Pool = dict[str, jax.Array]
+Pool = jax.Array
+CACHE_DTYPES = {"fp8": jnp.dtype(jnp.float8_e4m3fn)}
+_LARGEST = 448.0  # of fp8
 
 
 @jax.tree_util.register_dataclass
@@ -98,13 +103,14 @@ class PagedCall:
     head_dim: int
     window: int | None
     biased: bool = False  # a bias is added to the scores
+    pages: str | None = None  # their dtype, if it is another one
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedKernel:
     refuses: Callable[[PagedCall], str | None]
     attend: Callable[..., jax.Array]  # q, k, v [tokens, ..], pool, tokens, window → [tokens, ..]
-    merged: bool = False  # keys and values alternate along the heads of one array
+    merged: bool = False  # keys and values alternate along the heads; else values come after keys
 
 
 def paged_attention(
@@ -119,20 +125,21 @@ def paged_attention(
 ) -> tuple[jax.Array, Pool]:
     """Causal attention of q [1, tokens, heads, head_dim], and the pool with these keys and values.
 
-    The pool's arrays are those of `pool_shapes` for the kernel of the tokens. A bias, split over
-    heads as q is, is added to the scores; only the plain kernel does that.
+    The pool has the shape `pool_shape` for the kernel of the tokens. A bias, split over heads as q
+    is, is added to the scores; only the plain kernel does that.
     """
     kernel = KERNELS[tokens.kernel]
 
     def local(
         q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool, tokens: PagedTokens, more: Any
     ) -> Any:
-        q, k, v = q[0], k[0], v[0]
+        q, k, v = q[0], _rounded(k[0], pool), _rounded(v[0], pool)
         pool = _written(pool, k, v, tokens.slots(page_size_of(pool)), kernel.merged)
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
         return kernel.attend(q, k, v, pool, tokens, window, **more)[None], pool
 
     heads, kv_heads = spec_of(q), spec_of(k)
-    pools = jax.tree.map(spec_of, pool)
+    pools = spec_of(pool)
     more = {} if bias is None else {"bias": bias}
     by_head = jax.tree.map(lambda _: P(None, heads[2], None, None), more)
     specs = (heads, kv_heads, kv_heads, pools, jax.tree.map(lambda _: P(), tokens), by_head)
@@ -155,7 +162,7 @@ def attend_to_pages(q: jax.Array, pool: Pool, keys: PagedKeys, length: int) -> j
         )[None]
 
     heads = spec_of(q)
-    specs = (heads, jax.tree.map(spec_of, pool), jax.tree.map(lambda _: P(), keys))
+    specs = (heads, spec_of(pool), jax.tree.map(lambda _: P(), keys))
     return jax.shard_map(local, in_specs=specs, out_specs=heads)(q, pool, keys)
 
 
@@ -174,25 +181,40 @@ def fill_pages(
         pages = tables[:, jnp.minimum(places // size, tables.shape[1] - 1)]
         pages = jnp.where(places[None] < lengths[:, None], pages, 0).reshape(-1)
         slots = pages, jnp.tile(places % size, k.shape[0])
-        k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+        k, v = (_rounded(x.reshape(-1, *x.shape[2:]), pool) for x in (k, v))
         return _written(pool, k, v, slots, merged)
 
-    pools, heads = jax.tree.map(spec_of, pool), spec_of(k)
+    pools, heads = spec_of(pool), spec_of(k)
     run = jax.shard_map(local, in_specs=(pools, heads, heads, P(), P()), out_specs=pools)
     return run(pool, k, v, tables, lengths)
 
 
 def page_size_of(pool: Pool) -> int:
     """Tokens of a page."""
-    return next(iter(pool.values())).shape[1]
+    return pool.shape[1]
+
+
+def _rounded(x: jax.Array, pool: Pool) -> jax.Array:
+    """x in the dtype of the pages; what fp8 cannot represent becomes its largest number."""
+    if pool.dtype in CACHE_DTYPES.values():
+        x = jnp.clip(x, -_LARGEST, _LARGEST)
+    return x.astype(pool.dtype)
 
 
 def _written(
     pool: Pool, k: jax.Array, v: jax.Array, slots: tuple[jax.Array, jax.Array], merged: bool
 ) -> Pool:
     """The pool with keys and values [tokens, ..] at pages and places in them."""
-    new = {"pages": _alternating(k, v)} if merged else {"keys": k, "values": v}
-    return {name: pool[name].at[slots].set(x) for name, x in new.items()}
+    if merged:
+        return pool.at[slots].set(_alternating(k, v))
+    page, place = slots  # one scatter for both
+    halves = pool.reshape(2, -1, *pool.shape[1:])
+    return halves.at[:, page, place].set(jnp.stack([k, v])).reshape(pool.shape)
+
+
+def _with_values(pool: Pool, tables: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The pages of keys, which are those of the tables, and of values."""
+    return tables, tables + pool.shape[0] // 2
 
 
 def _by_kind(q: jax.Array, decode: int, length: int) -> tuple[jax.Array, jax.Array]:
@@ -202,14 +224,13 @@ def _by_kind(q: jax.Array, decode: int, length: int) -> tuple[jax.Array, jax.Arr
     return q[:decode, None], of_chunks
 
 
-def pool_shapes(
+def pool_shape(
     kernel: str, pages: int, page_size: int, kv_heads: int, head_dim: int
-) -> dict[str, tuple[int, ...]]:
-    """The arrays of a layer's pool, each [pages, page_size, heads, head_dim]."""
+) -> tuple[int, int, int, int]:
+    """The pool of a layer: pages of keys and then of values, or pages of both."""
     if KERNELS[kernel].merged:
-        return {"pages": (pages, page_size, 2 * kv_heads, head_dim)}
-    shape = (pages, page_size, kv_heads, head_dim)
-    return {"keys": shape, "values": shape}
+        return pages, page_size, 2 * kv_heads, head_dim
+    return 2 * pages, page_size, kv_heads, head_dim
 
 
 def choose_paged(call: PagedCall, kernel: str = "auto") -> str:
@@ -281,7 +302,7 @@ def _over_pages(
     `visible` is [n, length or 1, keys], the bias [n, heads, length, keys].
     """
     n, length, _, head_dim = q.shape
-    keys, values = (_contiguous(pool[name], tables) for name in ("keys", "values"))
+    keys, values = _contiguous(pool, tables, q.dtype)
     grouped = q.reshape(n, length, keys.shape[2], -1, head_dim)
     scores = jnp.einsum("nlkgd,nskd->nkgls", grouped, keys, preferred_element_type=jnp.float32)
     scores *= head_dim**-0.5
@@ -292,9 +313,12 @@ def _over_pages(
     return jnp.einsum("nkgls,nskd->nlkgd", weights, values).reshape(q.shape)
 
 
-def _contiguous(pages: jax.Array, tables: jax.Array) -> jax.Array:
-    """[n, width · page_size, kv_heads, head_dim]: the pages of each sequence, copied."""
-    return pages[tables].reshape(tables.shape[0], -1, *pages.shape[2:])
+def _contiguous(pool: Pool, tables: jax.Array, dtype: Any) -> list[jax.Array]:
+    """Keys and values [n, width · page_size, kv_heads, head_dim] of each sequence, copied."""
+    return [
+        pool[pages].reshape(tables.shape[0], -1, *pool.shape[2:]).astype(dtype)
+        for pages in _with_values(pool, tables)
+    ]
 
 
 def _cudnn(
@@ -305,29 +329,66 @@ def _cudnn(
     tokens: PagedTokens,
     window: int | None,
 ) -> jax.Array:
-    decode, chunks = tokens.positions.shape[0], tokens.starts.shape[0]
+    decode = tokens.positions.shape[0]
     out = []
     if decode:
         pages = fused.Inputs(
-            q[:decode, None], pool["keys"], pool["values"],
-            counts=(jnp.ones_like(tokens.positions), tokens.positions + 1), tables=tokens.tables,
+            q[:decode, None], pool, pool,
+            counts=(jnp.ones_like(tokens.positions), tokens.positions + 1),
+            tables=_with_values(pool, tokens.tables),
         )  # fmt: skip
         out.append(fused.output(pages)[:, 0])
-    if chunks:
-        shape = (chunks, tokens.length)
-        of_q, of_k, of_v = (x[decode:].reshape(*shape, *x.shape[1:]) for x in (q, k, v))
-        own = fused.Inputs(of_q, of_k, of_v, causal=True)
-        if tokens.first:
-            mixed = fused.output(own)
-        else:
-            mixed = merge(fused.forward(own), _to_past(of_q, pool, tokens)).out.astype(q.dtype)
-        out.append(mixed.reshape(-1, *q.shape[1:]))
+    if tokens.starts.shape[0]:
+        out.append(_chunks(q[decode:], k[decode:], v[decode:], pool, tokens, window))
     return jnp.concatenate(out)
+
+
+def _triton(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: Pool,
+    tokens: PagedTokens,
+    window: int | None,
+) -> jax.Array:
+    decode = tokens.positions.shape[0]
+    out = []
+    if decode:
+        run = functools.partial(paged_triton.paged_decode, window=window)
+        lengths = tokens.positions + 1
+        out.append(untyped(run, q[:decode], pool, tokens.tables, lengths))
+    if tokens.starts.shape[0]:
+        out.append(_chunks(q[decode:], k[decode:], v[decode:], pool, tokens, window))
+    return jnp.concatenate(out)
+
+
+def _chunks(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: Pool,
+    tokens: PagedTokens,
+    window: int | None,
+) -> jax.Array:
+    """Attention of chunks, by cuDNN: to their own tokens, and to what precedes them."""
+    shape = tokens.starts.shape[0], tokens.length
+    of_q, of_k, of_v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))
+    own = fused.Inputs(of_q, of_k, of_v, causal=True, window=window)
+    if tokens.first:
+        mixed = fused.output(own)
+    elif window is None:
+        mixed = merge(fused.forward(own), _to_past(of_q, pool, tokens)).out.astype(q.dtype)
+    else:  # cuDNN's windows end at the last key
+        places = jnp.arange(tokens.chunk_tables.shape[1] * page_size_of(pool))
+        distance = tokens.chunk_positions[:, :, None] - places[None, None]
+        visible = (distance >= 0) & (distance < window)
+        mixed = _over_pages(of_q, tokens.chunk_tables, visible, pool)
+    return mixed.reshape(-1, *q.shape[1:])
 
 
 def _to_past(q: jax.Array, pool: Pool, tokens: PagedTokens) -> Partial:
     """Attention of chunks to what precedes them."""
-    keys, values = (_contiguous(pool[name], tokens.chunk_tables) for name in ("keys", "values"))
+    keys, values = _contiguous(pool, tokens.chunk_tables, q.dtype)
     queries = jnp.full_like(tokens.starts, tokens.length)
     past = fused.Inputs(q, keys, values, counts=(queries, jnp.maximum(tokens.starts, 1)))
     out, lse = fused.forward(past)
@@ -359,7 +420,7 @@ def _ragged(
 
     # jax looks its tuned block sizes up for the TPU of this process; without one, for an absent
     # machine, any will do
-    size, width = pool["pages"].shape[1], tables.shape[1]
+    size, width = page_size_of(pool), tables.shape[1]
     blocks = {}
     if jax.default_backend() != "tpu":
         blocks["num_kv_pages_per_block"] = max(min(1024 // size, width), 1)
@@ -374,12 +435,12 @@ def _ragged(
 
     mixed: jax.Array
     if not tokens.length:
-        mixed = untyped(run, q, pool["pages"])
+        mixed = untyped(run, q, pool)
         return mixed
     # The kernel takes the queries of all sequences without gaps, so padding moves to the end, and
     # back. It leaves the outputs of padding undefined; here they are 0, as NaN would reach page 0.
     real = jnp.concatenate([jnp.ones_like(tokens.positions, bool), tokens.inside.reshape(-1)])
-    mixed = untyped(run, q[jnp.argsort(~real, stable=True)], pool["pages"])
+    mixed = untyped(run, q[jnp.argsort(~real, stable=True)], pool)
     mixed = mixed[jnp.maximum(jnp.cumsum(real) - 1, 0)]
     return jnp.where(real[:, None, None], mixed, jnp.zeros((), mixed.dtype))
 
@@ -387,8 +448,18 @@ def _ragged(
 def _cudnn_refuses(call: PagedCall) -> str | None:
     if call.window is not None:
         return "it has no sliding window over pages"
+    if call.pages is not None:
+        return "it reads pages in the dtype of the queries"
     if call.biased:
         return "it adds no bias to scores over pages"
+    return fused.refuses(call.platform, call.dtype, call.head_dim)
+
+
+def _triton_refuses(call: PagedCall) -> str | None:
+    if call.biased:
+        return "it adds no bias to scores over pages"
+    if call.head_dim not in (16, 32, 64, 128):
+        return f"head_dim {call.head_dim} is not 16, 32, 64 or 128"
     return fused.refuses(call.platform, call.dtype, call.head_dim)
 
 
@@ -397,11 +468,14 @@ def _ragged_refuses(call: PagedCall) -> str | None:
         return "it runs on TPUs"
     if call.head_dim % 128:
         return f"head_dim {call.head_dim} is not a multiple of 128"
+    if call.pages is not None:
+        return "it was not tried with 8-bit pages"
     return "it adds no bias to scores" if call.biased else None
 
 
 KERNELS: dict[str, PagedKernel] = {
     "cudnn": PagedKernel(_cudnn_refuses, _cudnn),
+    "triton": PagedKernel(_triton_refuses, _triton),
     "ragged": PagedKernel(_ragged_refuses, _ragged, merged=True),
     "plain": PagedKernel(lambda call: None, _plain),
 }

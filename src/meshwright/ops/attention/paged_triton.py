@@ -27,21 +27,20 @@ _KEYS = 128  # that a program computes with at a time
 
 def paged_decode(
     q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    pool: jax.Array,
     tables: jax.Array,
     lengths: jax.Array,
     *,
     window: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """One query per sequence: q [batch, heads, head_dim] over pages [pages, size, kv_heads, ..].
+    """A query per sequence: q [batch, heads, head_dim] over pages [2 · pages, size, kv_heads, ..].
 
-    `tables` [batch, width] are the pages of each sequence, and `lengths` [batch] its tokens, at
-    least 1. With a window, the last tokens only.
+    `tables` [batch, width] are the pages of each sequence with keys; values are as many pages after
+    them. `lengths` [batch] are its tokens, at least 1. With a window, the last tokens only.
     """
     batch, heads, head_dim = q.shape
-    pages, size, kv_heads, _ = keys.shape
+    pages, size, kv_heads, _ = pool.shape
     width, group = tables.shape[1], heads // kv_heads
     rows = max(QUERIES, pl.next_power_of_2(group))
     splits = _splits(batch * kv_heads, width)
@@ -52,7 +51,7 @@ def paged_decode(
         q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0))
     )
     of_query = pl.BlockSpec((None, None, rows, head_dim), lambda h, b, s: (b, h, 0, 0))
-    pool = pl.BlockSpec((pages, size, None, head_dim), lambda h, b, s: (0, 0, h, 0))
+    of_pool = pl.BlockSpec((pages, size, None, head_dim), lambda h, b, s: (0, 0, h, 0))
     out_shape = [
         jax.ShapeDtypeStruct((splits, *grouped.shape), q.dtype if splits == 1 else jnp.float32),
         jax.ShapeDtypeStruct((splits, *grouped.shape[:3]), jnp.float32),
@@ -64,8 +63,7 @@ def paged_decode(
             grid=(kv_heads, batch, splits),
             in_specs=[
                 of_query,
-                pool,
-                pool,
+                of_pool,
                 pl.BlockSpec((None, each), lambda h, b, s: (b, s)),
                 pl.BlockSpec((None,), lambda h, b, s: (b,)),
             ],
@@ -77,9 +75,9 @@ def paged_decode(
             compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
             interpret=interpret,
             name="paged_decode",
-        )(grouped, keys, values, tables, lengths)
+        )(grouped, pool, tables, lengths)
     if splits > 1:
-        weights = jnp.exp(lse - jax.nn.logsumexp(lse, axis=0))
+        weights = jnp.exp(lse - jax.nn.logsumexp(lse, axis=0, keepdims=True))
         out = jnp.sum(out * weights[..., None], axis=0, keepdims=True).astype(q.dtype)
     return out[0, :, :, :group].reshape(q.shape)
 
@@ -94,25 +92,25 @@ def _kernel(
     window: int | None,
     scale: float,
     q_ref: Any,
-    keys_ref: Any,
-    values_ref: Any,
+    pool_ref: Any,
     table_ref: Any,
     length_ref: Any,
     out_ref: Any,
     lse_ref: Any,
 ) -> None:
     rows, head_dim = q_ref.shape
-    block, each = at_once * keys_ref.shape[1], table_ref.shape[0]
-    first, length = pl.program_id(2) * each * keys_ref.shape[1], length_ref[()]
-    is_small = keys_ref.dtype.itemsize == 1
-    dtype = jnp.float16 if is_small else keys_ref.dtype
+    half = pool_ref.shape[0] // 2
+    block, each = at_once * pool_ref.shape[1], table_ref.shape[0]
+    first, length = pl.program_id(2) * each * pool_ref.shape[1], length_ref[()]
+    is_small = pool_ref.dtype.itemsize == 1
+    dtype = jnp.float16 if is_small else pool_ref.dtype
     q = q_ref[...].astype(dtype)
 
     def pages(index: jax.Array, carry: Any) -> Any:
         out, most, total = carry
         here = table_ref[pl.ds(index * at_once, at_once)]
         keys, values = (
-            ref[here].reshape(block, head_dim).astype(dtype) for ref in (keys_ref, values_ref)
+            pool_ref[at].reshape(block, head_dim).astype(dtype) for at in (here, here + half)
         )
         scores = triton.dot(q, keys.T) * scale
         position = first + index * block + jnp.arange(block)
