@@ -45,6 +45,8 @@ class PlanSettings:
     """Plan `meshwright serve` instead of training: weights, KV cache, times of tokens."""
     weights: Literal["plain", "int8", "fp8"] | None = None
     """With --serve, only weights kept so; plain: not quantized."""
+    cache: Literal["fp8"] | None = None
+    """With --serve, the KV cache in 8 bits."""
     cost_per_hour: float | None = None
     """Price of one chip per hour; the report then shows the cost of a trillion tokens."""
     top: int = 8
@@ -82,6 +84,7 @@ def plan(settings: tyro.conf.OmitArgPrefixes[PlanSettings]) -> None:
         param_dtype=settings.param_dtype,
         overlap=settings.overlap,
         weights=settings.weights,
+        cache=settings.cache,
         cost_per_hour=settings.cost_per_hour,
     )
     mesh = None if settings.explain is None else find_mesh(ranking, settings.explain)

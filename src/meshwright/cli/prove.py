@@ -37,6 +37,7 @@ from meshwright.train import AUTO, TrainConfig, training_spec
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
 meshwright prove --plan FILE [--choice N]
 meshwright prove MODEL --on MACHINE --serve --mesh … --batch N --seq N [--weights int8|fp8]
+                  [--cache fp8]
 
 Compile the step that `meshwright train` with these settings would run on MACHINE, with that
 machine's own compiler; none of its chips is needed. Says whether it fits, the compiler's own count
@@ -45,7 +46,8 @@ of memory, every collective, and how far the plan was off. Results are kept, by 
   --on MACHINE         v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8
   --plan FILE          what `meshwright plan --json` wrote; its best mesh, or choice N (from 1)
   --serve              the decode and the prefill step of `meshwright serve` instead: --batch
-                       sequences over all replicas, each of up to --seq tokens; --weights int8, fp8
+                       sequences over all replicas, each of up to --seq tokens; --weights int8, fp8;
+                       --cache fp8
   --rows N             collectives to show (default 12; 0: all)
   --no-cache           compile again
   --json               plain data

@@ -13,6 +13,7 @@ from meshwright.machines import Machine
 from meshwright.meshes import STANDARD_AXES, MeshSpec
 from meshwright.models import default_dtype, model_config
 from meshwright.ops import QUANTIZED_DTYPES
+from meshwright.ops.attention import CACHE_DTYPES
 from meshwright.planner import Choice, Job
 from meshwright.present import bytes_text
 from meshwright.proofs import compare_serving, expected_serving, prove_serving
@@ -21,7 +22,8 @@ from meshwright.serve import ServedStep
 
 def prove_serve(words: list[str]) -> None:
     """`words` are the command line without --serve."""
-    on, mesh, weights = take(words, "--on"), take(words, "--mesh"), take(words, "--weights")
+    on, mesh = take(words, "--on"), take(words, "--mesh")
+    weights, kept = take(words, "--weights"), take(words, "--cache")
     batch, seq = (_number(words, flag) for flag in ("--batch", "--seq"))
     most = _number(words, "--rows", 12)
     fail_on = take(words, "--fail-on")
@@ -31,10 +33,13 @@ def prove_serve(words: list[str]) -> None:
     if len(words) != 1 or words[0].startswith("-") or on is None:
         raise MeshwrightError(
             f"prove --serve cannot be read at {' '.join(words)!r}; write meshwright prove MODEL "
-            "--on MACHINE --serve --mesh tp=8 --batch 32 --seq 2048 [--weights int8|fp8]"
+            "--on MACHINE --serve --mesh tp=8 --batch 32 --seq 2048 [--weights int8|fp8] "
+            "[--cache fp8]"
         )
     if weights not in (None, *QUANTIZED_DTYPES):
         raise MeshwrightError(f"--weights {weights!r} must be {' or '.join(QUANTIZED_DTYPES)}")
+    if kept not in (None, *CACHE_DTYPES):
+        raise MeshwrightError(f"--cache {kept!r} must be {' or '.join(CACHE_DTYPES)}")
     name, machine = words[0], Machine.parse(on)
     spec = MeshSpec.parse(mesh or "tp=-1").with_standard_axes()
     axes = dict(spec.resolve(machine.num_devices, where=f"in '{machine}'").axes)
@@ -45,11 +50,11 @@ def prove_serve(words: list[str]) -> None:
     dtype = default_dtype("auto", machine.chip.platform)
     with shown(f"{name} on {machine}, serving") as progress:
         proofs = prove_serving(
-            ServedStep(text, batch, seq, weights, dtype), model, machine,
+            ServedStep(text, batch, seq, weights, dtype, kept), model, machine,
             cache=not again, progress=progress,
         )  # fmt: skip
     job = Job(model, batch, seq, name, "serve", dtype=dtype)
-    choice = Choice(dp=axes["dp"], tp=axes["tp"], weights=weights)
+    choice = Choice(dp=axes["dp"], tp=axes["tp"], weights=weights, cache=kept)
     decode = proofs["decode"]
     audit = None
     if decode.footprint is not None:

@@ -39,6 +39,7 @@ class Device:
         self.stored = number(item_bytes(job.param_dtype), "bytes")
         self.used = number(item_bytes(job.dtype), "bytes")
         self.float32 = number(4, "bytes")
+        self.cached = number(1, "bytes") if choice.cache else self.used  # in a KV cache
         self.tp = number(choice.tp, name="tp")
         split = choice.tp * choice.fsdp * choice.sp
         self.devices = number(split, "devices")

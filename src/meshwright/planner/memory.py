@@ -244,7 +244,7 @@ def _serving(model: DeviceModel) -> Kinds:
     As serve/programs.py takes them: logits of all sequences are on every device, three times.
     """
     device = model.device
-    job, number, used = device.job, device.number, device.used
+    job, number = device.job, device.number
     sequences = number(math.ceil(job.batch / device.choice.dp), "sequences")
     cache: Number = 0
     for stack, kept in kept_tokens(job):
@@ -255,7 +255,7 @@ def _serving(model: DeviceModel) -> Kinds:
     step = sequences + number(min(job.seq, ENGINE.chunk), "tokens")
     return {
         "parameters": _served_weights(model),
-        "key-value cache": used * cache,
+        "key-value cache": device.cached * cache,
         "working activations": (
             3 * device.float32 * sequences * device.vocab + 16 * step * (device.embed + mlp)
         ),

@@ -7,7 +7,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 from meshwright.arithmetic import divisors
@@ -15,6 +15,7 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import Machine, largest_slice, squarest
 from meshwright.models import family_of, model_config
 from meshwright.ops import QUANTIZED_DTYPES
+from meshwright.ops.attention import CACHE_DTYPES
 from meshwright.planner import constraints
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.efficiency import OPTIMIZER_BYTES, told_to_overlap
@@ -54,8 +55,9 @@ def plan(
     `model` is a preset, a config.json, a model's config, or a TrainConfig; `on` a machine as a
     value or in text; `batch` the sequences of a step, over all devices. `mesh` limits what may be
     chosen (`fsdp=*,tp<=8,sp=1`). The `settings` remat and accumulation, or weights of serving
-    (plain, int8 or fp8), fix what else would be chosen with it; loss_chunk, optimizer,
-    param_dtype, dtype, scan and overlap are settings of train and have its defaults.
+    (plain, int8 or fp8), fix what else would be chosen with it, and `cache="fp8"` is a KV cache of
+    8 bits; loss_chunk, optimizer, param_dtype, dtype, scan and overlap are settings of train and
+    have its defaults.
 
     Of a TrainConfig the mesh, remat, accumulation, sequence_parallel, context_parallel and
     mlp_chunk are kept where they are not the defaults. Settings given here replace its own.
@@ -122,7 +124,7 @@ _SETTINGS = {
     "overlap": "compute.overlap",
 }  # fmt: skip
 _KNOWN = {"optimizer": tuple(OPTIMIZER_BYTES), "param_dtype": DTYPES, "dtype": DTYPES}
-CHOSEN_TOO = ("remat", "accumulation", "weights")
+CHOSEN_TOO = ("remat", "accumulation", "weights", "cache")
 
 
 def _config(model: Any, given: Mapping[str, Any]) -> TrainConfig:
@@ -175,8 +177,9 @@ def _check(
         raise MeshwrightError(
             f"objective={objective!r} is not known{did_you_mean(objective, OBJECTIVES)}"
         )
-    if "weights" in given:
-        _check_weights(kind, given["weights"])
+    for name, known in (("weights", (UNQUANTIZED, *QUANTIZED_DTYPES)), ("cache", CACHE_DTYPES)):
+        if name in given:
+            _check_served(kind, name, given[name], known)
     if "accumulation" in given:
         _check_number("accumulation", given["accumulation"])
     price = cost_per_hour
@@ -197,16 +200,13 @@ def _check(
             )
 
 
-def _check_weights(kind: str, weights: object) -> None:
+def _check_served(kind: str, name: str, value: object, known: Collection[str]) -> None:
     if kind == "train":
         raise MeshwrightError(
-            f"weights={weights!r} is of serving, and training is planned; leave it out"
+            f"{name}={value!r} is of serving, and training is planned; leave it out"
         )
-    known = (UNQUANTIZED, *QUANTIZED_DTYPES)
-    if weights not in known:
-        raise MeshwrightError(
-            f"weights={weights!r} is not known{did_you_mean(str(weights), known)}"
-        )
+    if value not in known:
+        raise MeshwrightError(f"{name}={value!r} is not known{did_you_mean(str(value), known)}")
 
 
 def _check_number(what: str, number: object) -> None:

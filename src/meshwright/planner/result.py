@@ -87,6 +87,7 @@ class Choice:
     strategy: str = "auto"  # of attention over sp; auto is not known before the machine is
     mlp_chunk: int = 0
     weights: str | None = None  # serving: int8 or fp8; None: not quantized
+    cache: str | None = None  # serving: fp8; None: as activations
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -50,7 +50,8 @@ def serving(
             refused.append(Refusal(mesh, why))
             continue
         for weights in _weights(job, limits):
-            choice = dataclasses.replace(mesh, weights=weights)
+            cache = limits.fixed.get("cache")
+            choice = dataclasses.replace(mesh, weights=weights, cache=cache)
             need = memory(job, choice, machine)
             if not need.fits:
                 why = f"needs {need.total / 2**30:.1f} of {need.limit / 2**30:.1f} GiB"
@@ -237,7 +238,7 @@ def _cache_bytes(device: Device) -> Number:
     for stack, seen in read_tokens(device.job):
         layers, tokens = number(stack.layers, "layers"), number(seen, "tokens")
         cache = cache + 2 * layers * sequences * tokens * cached_heads(device)
-    return device.used * cache
+    return device.cached * cache
 
 
 def _bandwidth(machine: Machine, number: MakeNumber) -> Number:

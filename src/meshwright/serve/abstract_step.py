@@ -30,6 +30,7 @@ class ServedStep:
     seq: int  # most tokens of each
     weights: str | None = None
     dtype: str = "auto"
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq"):
@@ -49,7 +50,9 @@ class ServedStep:
         replica = replica_meshes(mesh)[0]
         check_fits(model, replica)
         max_batch = -(-self.batch // mesh.shape.get("dp", 1))
-        config = EngineConfig(max_batch=max_batch, max_length=self.seq, weights=self.weights)
+        config = EngineConfig(
+            max_batch=max_batch, max_length=self.seq, weights=self.weights, cache=self.cache
+        )
         dtype = default_dtype(self.dtype, mesh.devices.flat[0].platform)
         steps = Steps(model, replica, dtype, config, self.seq)
         shape = Shape(max_batch)

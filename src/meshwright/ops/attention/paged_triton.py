@@ -42,15 +42,15 @@ def paged_decode(
     batch, heads, head_dim = q.shape
     pages, size, kv_heads, _ = pool.shape
     width, group = tables.shape[1], heads // kv_heads
-    rows = max(QUERIES, pl.next_power_of_2(group))
+    queries = max(QUERIES, pl.next_power_of_2(group))
     splits = _splits(batch * kv_heads, width)
     at_once = max(_KEYS // size, 1)
     each = round_up(-(-width // splits), at_once)
     tables = jnp.pad(tables, ((0, 0), (0, splits * each - width)))
     grouped = jnp.pad(
-        q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0))
+        q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, queries - group), (0, 0))
     )
-    of_query = pl.BlockSpec((None, None, rows, head_dim), lambda h, b, s: (b, h, 0, 0))
+    of_query = pl.BlockSpec((None, None, queries, head_dim), lambda h, b, s: (b, h, 0, 0))
     of_pool = pl.BlockSpec((pages, size, None, head_dim), lambda h, b, s: (0, 0, h, 0))
     out_shape = [
         jax.ShapeDtypeStruct((splits, *grouped.shape), q.dtype if splits == 1 else jnp.float32),
@@ -59,7 +59,7 @@ def paged_decode(
     with warnings.catch_warnings():  # that this backend will be removed
         warnings.simplefilter("ignore", DeprecationWarning)
         out, lse = pl.pallas_call(
-            functools.partial(_kernel, at_once, window, head_dim**-0.5),
+            functools.partial(_kernel, at_once, window),
             grid=(kv_heads, batch, splits),
             in_specs=[
                 of_query,
@@ -68,8 +68,10 @@ def paged_decode(
                 pl.BlockSpec((None,), lambda h, b, s: (b,)),
             ],
             out_specs=[
-                pl.BlockSpec((None, None, None, rows, head_dim), lambda h, b, s: (s, b, h, 0, 0)),
-                pl.BlockSpec((None, None, None, rows), lambda h, b, s: (s, b, h, 0)),
+                pl.BlockSpec(
+                    (None, None, None, queries, head_dim), lambda h, b, s: (s, b, h, 0, 0)
+                ),
+                pl.BlockSpec((None, None, None, queries), lambda h, b, s: (s, b, h, 0)),
             ],
             out_shape=out_shape,
             compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
@@ -90,7 +92,6 @@ def _splits(programs: int, width: int) -> int:
 def _kernel(
     at_once: int,
     window: int | None,
-    scale: float,
     q_ref: Any,
     pool_ref: Any,
     table_ref: Any,
@@ -98,7 +99,7 @@ def _kernel(
     out_ref: Any,
     lse_ref: Any,
 ) -> None:
-    rows, head_dim = q_ref.shape
+    queries, head_dim = q_ref.shape
     half = pool_ref.shape[0] // 2
     block, each = at_once * pool_ref.shape[1], table_ref.shape[0]
     first, length = pl.program_id(2) * each * pool_ref.shape[1], length_ref[()]
@@ -112,7 +113,7 @@ def _kernel(
         keys, values = (
             pool_ref[at].reshape(block, head_dim).astype(dtype) for at in (here, here + half)
         )
-        scores = triton.dot(q, keys.T) * scale
+        scores = triton.dot(q, keys.T) * head_dim**-0.5
         position = first + index * block + jnp.arange(block)
         visible = position < length
         if window is not None:
@@ -126,8 +127,8 @@ def _kernel(
 
     start = 0 if window is None else jnp.maximum((length - window - first) // block, 0)
     stop = jnp.minimum(pl.cdiv(length - first, block), each // at_once)
-    zeros = jnp.zeros(rows, jnp.float32)
-    carry = jnp.zeros((rows, head_dim), jnp.float32), zeros - _LOWEST, zeros
+    zeros = jnp.zeros(queries, jnp.float32)
+    carry = jnp.zeros((queries, head_dim), jnp.float32), zeros - _LOWEST, zeros
     out, most, total = lax.fori_loop(start, stop, pages, carry)
     total = jnp.where(total > 0, total, 1.0)  # no key here
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)

@@ -70,7 +70,7 @@ def _header(plan: Plan) -> "list[RenderableType]":
     kept = (
         f"{job.optimizer}, parameters {job.param_dtype}, compute {job.dtype}"
         if job.kind == "train"
-        else f"serving, weights {job.dtype}"
+        else f"serving, weights {job.dtype}, KV cache {plan.best.choice.cache or job.dtype}"
     )
     first = f"best {plan.objective} first"
     if job.kind == "serve" and plan.objective == "throughput":
