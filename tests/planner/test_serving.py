@@ -81,6 +81,16 @@ def test_eight_bits_read_half_and_leave_room_for_sequences() -> None:
     assert quantized.serving.largest_batch > plain.serving.largest_batch
 
 
+def test_a_cache_of_eight_bits_takes_and_reads_half() -> None:
+    plain, small = (served(LLAMA_8B, "h100:1", 32, 4096, cache=c) for c in (None, "fp8"))
+    assert small.seconds["cache"] == pytest.approx(plain.seconds["cache"] / 2)
+    held = [one.memory.kinds["key-value cache"] for one in (plain, small)]
+    assert held[1] == pytest.approx(held[0] / 2)
+    assert small.serving is not None
+    assert plain.serving is not None
+    assert small.serving.largest_batch > 1.9 * plain.serving.largest_batch
+
+
 def test_what_an_engine_does_not_take_by_default_comes_last() -> None:
     """70B: 131 GiB of weights in bfloat16, and a GPU that gives 133."""
     found = plan("llama-3.1-70b", "h200:1", 1, 2048, kind="serve")

@@ -177,9 +177,10 @@ def _check(
         raise MeshwrightError(
             f"objective={objective!r} is not known{did_you_mean(objective, OBJECTIVES)}"
         )
-    for name, known in (("weights", (UNQUANTIZED, *QUANTIZED_DTYPES)), ("cache", CACHE_DTYPES)):
+    served = {"weights": (UNQUANTIZED, *QUANTIZED_DTYPES), "cache": tuple(CACHE_DTYPES)}
+    for name, values in served.items():
         if name in given:
-            _check_served(kind, name, given[name], known)
+            _check_served(kind, name, given[name], values)
     if "accumulation" in given:
         _check_number("accumulation", given["accumulation"])
     price = cost_per_hour

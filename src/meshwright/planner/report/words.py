@@ -40,10 +40,8 @@ def group_headings(plan: Plan) -> dict[int, str]:
 def settings(choice: Choice, kind: str) -> str:
     """What is chosen with the mesh: `"remat full, 4 micro-batches, sequence_parallel"`."""
     if kind == "serve":
-        cache = f", KV cache in {choice.cache}" if choice.cache else ""
-        return (
-            f"weights in {choice.weights}" if choice.weights else "weights not quantized"
-        ) + cache
+        weights = f"weights in {choice.weights}" if choice.weights else "weights not quantized"
+        return weights + (f", KV cache in {choice.cache}" if choice.cache else "")
     words = [f"remat {choice.remat}", count(choice.accumulation, "micro-batch")]
     if choice.sequence_parallel:
         words.append("sequence_parallel")
