@@ -132,10 +132,10 @@ def ours(args: argparse.Namespace, name: str) -> dict[str, Any]:
     device = jax.devices()[0]
     bandwidth = chip_of_kind(device.device_kind, device.platform).memory_bandwidth
     item = 4 if args.cpu else 2
-    items = (1 if args.weights else item, item)
+    items = (1 if args.weights else item, 1 if args.cache else item)
     dtype = "float32" if args.cpu else "bfloat16"
     result: dict[str, Any] = {"device": device.device_kind, "decode": {}}
-    page = {"page_size": args.page_size, "weights": args.weights}
+    page = {"page_size": args.page_size, "weights": args.weights, "cache": args.cache}
     print(f"{name}: decode", flush=True)
     longest = max(args.batches)
     length = args.context + FEW + args.new
@@ -294,6 +294,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--weights", choices=["int8", "fp8"], help="quantize the weights")
+    parser.add_argument("--cache", choices=["fp8"], help="of 8 bits")
     parser.add_argument("--offline", type=int, default=0, help="requests of 1,024 + 1,024 tokens")
     parser.add_argument("--max-batch", type=int, default=256, help="of the offline run")
     parser.add_argument("--continuous", type=int, default=0, help="requests of 1,024 + 256 tokens")

@@ -456,6 +456,9 @@ class Engine:
             self._scheduler.pool.remember(sequence.pages, sequence.tokens[: sequence.computed])
         places = shape.decode + (self._executor.sizes.chunk_places if shape.chunks else 0)
         choice = self._slots.choice(places, sampled) if sampled else None
+        inputs.next_slots[:] = self.config.max_batch
+        for index, sequence in sampled:
+            inputs.next_slots[index] = sequence.slot
         constraints = [
             (index, sequence.owner.constraint)
             for index, sequence in sampled

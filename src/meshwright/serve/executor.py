@@ -117,8 +117,8 @@ class Executor:
                 self.programs.fill(*plan.prompts)
             tokens = logprobs = scores = None
             if plan.tokens is not None:
-                logits, scores = self.programs.step(*plan.tokens)
-            if placed is not None:
+                logits, tokens, scores = self.programs.step(*plan.tokens)
+            if placed is not None and not placed.is_greedy:
                 tokens, logprobs = self._sampler.choose(logits, placed, self.masks(plan))
             results = Results(tokens, logprobs, scores)
             for array in jax.tree.leaves(results):

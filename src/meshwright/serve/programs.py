@@ -1,8 +1,10 @@
 """The compiled programs of an engine: a step of the model, and the choice of tokens.
 
 A step computes decode tokens and chunks of prompts together, and returns the logits of the tokens
-that are followed by a new one. Sampling is a separate program, so that other settings of a request
-compile nothing. Everything a step needs from the host is one array of integers (StepInputs).
+that are followed by a new one, and the most probable of these new tokens. So a step of greedy
+requests is one program: each call takes the host as long as a small model takes a GPU. Sampling is
+a separate program, so that other settings of a request compile nothing. Everything a step needs
+from the host is one array of integers (StepInputs).
 """
 
 import dataclasses
@@ -31,7 +33,7 @@ from meshwright.ops.attention import (
     choose_paged,
     pool_shape,
 )
-from meshwright.serve.device_sampling import TOP, top_logprobs
+from meshwright.serve.device_sampling import TOP, greedy, top_logprobs
 from meshwright.serve.load import Model, has_encoder, serving_of, targets
 from meshwright.serve.prompts import PromptInputs, PromptShape, fill_with_prompts, prompt_shapes
 from meshwright.serve.scheduler import scoring_shape
@@ -64,6 +66,7 @@ class Shape:
 class StepInputs:
     """The host's arrays for a step, which are views of one array (`empty`); see `unpack`."""
 
+    next_slots: Any  # [decode + chunks]: where the token goes that follows each
     slots: Any  # [decode]: where the last token of the sequence is
     tokens: Any  # [decode]: -1 takes the last token of the slot
     positions: Any  # [decode]
@@ -83,6 +86,7 @@ class StepInputs:
         decode, chunks, length = shape.decode, shape.chunks, shape.length
         width, encoder = widths
         return {
+            "next_slots": (decode + chunks,),
             "slots": (decode,),
             "tokens": (decode,),
             "positions": (decode,),
@@ -131,6 +135,7 @@ class Steps:
         self.widths = self.width, self.width if has_encoder(model_config) else 0
         self.prompt_shapes = prompt_shapes(config, model_config, mesh.shape, max_length)
         self.dtype = jnp.dtype(dtype)
+        self.vocab = model_config.vocab  # tokens that may be chosen
         self.cache_dtype = CACHE_DTYPES[config.cache] if config.cache else self.dtype
         with jax.set_mesh(mesh):
             self.compute = Compute(_rules(), self.dtype, scan=False, stationary=True)
@@ -172,10 +177,13 @@ class Steps:
         ends = shape.decode + jnp.arange(shape.chunks) * shape.length + inputs.counts - 1
         rest = jnp.zeros(self.chunk_places - shape.chunks if shape.chunks else 0, jnp.int32)
         logits = logits_at(jnp.concatenate([jnp.arange(shape.decode), ends, rest]))
+        new = greedy(logits, self.vocab)
+        nobody = jnp.full(rest.shape, self.config.max_batch, jnp.int32)
+        last_tokens = last_tokens.at[jnp.concatenate([inputs.next_slots, nobody])].set(new)
         scores = None
         if shape.scored:
             scores = _scores(logits_at, shape, inputs.chunk_targets.reshape(-1))
-        return logits, state.layers, scores
+        return state.layers, last_tokens, logits, new, scores
 
     def run_prompts(self, shape: PromptShape, weights: Any, pools: Any, flat: jax.Array) -> Any:
         """The pools with the keys of whole prompts: see prompts.py."""
@@ -199,7 +207,7 @@ class Steps:
                 return jax.jit(run, donate_argnums=1).lower(weights, pools, inputs)
             inputs = self._abstract_ints(StepInputs.empty(shape, self.widths)[1].size)
             tokens = self._abstract_ints(self.config.max_batch + 1)
-            step = jax.jit(functools.partial(self.run_step, shape), donate_argnums=1)
+            step = jax.jit(functools.partial(self.run_step, shape), donate_argnums=(1, 2))
             return step.lower(weights, pools, tokens, inputs)
 
     def _abstract_ints(self, size: int) -> jax.ShapeDtypeStruct:
@@ -228,6 +236,7 @@ class Programs(Steps):
         super().__init__(
             model.config, model.mesh, model.params["embedding"].dtype, config, max_length
         )
+        self.vocab = min(model.source.tokenizer.vocab, self.vocab)
         self.compilations = 0
         self._functions: dict[Any, Any] = {}  # jitted
         self.is_ready = False
@@ -250,11 +259,12 @@ class Programs(Steps):
         return jax.device_put(array, place)
 
     def step(self, shape: Shape, inputs: Ints) -> Any:
-        """Dispatch a step: logits [decode + chunk places, vocab], and scores if wanted."""
+        """Dispatch a step: logits [decode + chunk places, vocab], tokens, and scores if wanted."""
         step = functools.partial(self.run_step, shape)
         arguments = self.weights, self.pools, self.last_tokens, self.put(inputs)
-        logits, self.pools, scores = self.run(("step", shape), step, 1, *arguments)
-        return logits, scores
+        results = self.run(("step", shape), step, (1, 2), *arguments)
+        self.pools, self.last_tokens, logits, tokens, scores = results
+        return logits, tokens, scores
 
     def fill(self, shape: PromptShape, inputs: Ints) -> None:
         """Dispatch the program for whole prompts."""

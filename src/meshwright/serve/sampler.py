@@ -51,6 +51,7 @@ class PlacedChoice(NamedTuple):
     variant: int
     settings: Settings  # on the device
     counts: Any = ()  # (slot, counts of its tokens) of sequences with penalties that are new
+    is_greedy: bool = False  # the step itself chooses
 
 
 class Slots:
@@ -120,7 +121,8 @@ class Sampler:
         ]
         if self._changed and choice.variant > 0:  # greedy needs no settings
             self._on_device = self._upload()
-        return PlacedChoice(choice.where, choice.variant, self._on_device, counts)
+        is_greedy = VARIANTS[choice.variant] == "greedy" and not choice.masked
+        return PlacedChoice(choice.where, choice.variant, self._on_device, counts, is_greedy)
 
     def choose(
         self, logits: jax.Array, choice: PlacedChoice, masks: Masks | None = None
