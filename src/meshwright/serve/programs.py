@@ -142,6 +142,7 @@ class Steps:
             call = PagedCall(
                 current_platform(), str(self.dtype), model_config.head_dim,
                 getattr(model_config, "sliding_window", None), self.serving.biased, config.cache,
+                config.page_size,
             )  # fmt: skip
             self.kernel = choose_paged(call, config.kernel)
 

@@ -133,6 +133,7 @@ def test_all_tokens_of_a_sequence_see_the_keys_that_fill_its_pages(tp: int) -> N
         (PagedCall("cuda", "bfloat16", 96, 4096), "plain"),
         (PagedCall("cuda", "bfloat16", 64, None, pages="fp8"), "triton"),
         (PagedCall("cuda", "float32", 64, None, pages="fp8"), "plain"),
+        (PagedCall("cuda", "bfloat16", 64, None, pages="fp8", page_size=8), "plain"),
         (PagedCall("tpu", "bfloat16", 128, None, pages="fp8"), "plain"),
         (PagedCall("cuda", "bfloat16", 128, None, biased=True), "plain"),
         (PagedCall("tpu", "bfloat16", 128, 4096), "ragged"),

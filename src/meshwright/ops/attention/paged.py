@@ -12,7 +12,7 @@ conditions and give a reason when they do not, as in kernels.py:
 | kernel | platform | conditions |
 |---|---|---|
 | cudnn | NVIDIA | bfloat16 or float16, head_dim a multiple of 8 up to 128, no window, no bias |
-| triton | NVIDIA | as cudnn, also with a window or 8-bit pages; head_dim 16, 32, 64 or 128 |
+| triton | NVIDIA | as cudnn, also windows and 8-bit pages; head_dim and page size 16, 32, 64, 128 |
 | ragged | TPU | head_dim a multiple of 128, no bias, no 8-bit pages |
 | plain | all | none; it copies the pages of each sequence |
 """
@@ -104,6 +104,7 @@ class PagedCall:
     window: int | None
     biased: bool = False  # a bias is added to the scores
     pages: str | None = None  # their dtype, if it is another one
+    page_size: int = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,6 +461,8 @@ def _triton_refuses(call: PagedCall) -> str | None:
         return "it adds no bias to scores over pages"
     if call.head_dim not in (16, 32, 64, 128):
         return f"head_dim {call.head_dim} is not 16, 32, 64 or 128"
+    if call.page_size not in (16, 32, 64, 128):
+        return f"pages have {call.page_size} tokens, not 16, 32, 64 or 128"
     return fused.refuses(call.platform, call.dtype, call.head_dim)
 
 

@@ -16,13 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from meshwright.arithmetic import round_up
-
 QUERIES = 16  # fewest that a tensor core's matmul takes
 _PROGRAMS = 528  # four on each of an H100's multiprocessors
 _FEWEST_PAGES = 4  # of a program
 _LOWEST = 1e30  # less than any score
-_KEYS = 128  # that a program computes with at a time
 
 
 def paged_decode(
@@ -44,8 +41,7 @@ def paged_decode(
     width, group = tables.shape[1], heads // kv_heads
     queries = max(QUERIES, pl.next_power_of_2(group))
     splits = _splits(batch * kv_heads, width)
-    at_once = max(_KEYS // size, 1)
-    each = round_up(-(-width // splits), at_once)
+    each = -(-width // splits)
     tables = jnp.pad(tables, ((0, 0), (0, splits * each - width)))
     grouped = jnp.pad(
         q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, queries - group), (0, 0))
@@ -59,7 +55,7 @@ def paged_decode(
     with warnings.catch_warnings():  # that this backend will be removed
         warnings.simplefilter("ignore", DeprecationWarning)
         out, lse = pl.pallas_call(
-            functools.partial(_kernel, at_once, window),
+            functools.partial(_kernel, window),
             grid=(kv_heads, batch, splits),
             in_specs=[
                 of_query,
@@ -90,7 +86,6 @@ def _splits(programs: int, width: int) -> int:
 
 
 def _kernel(
-    at_once: int,
     window: int | None,
     q_ref: Any,
     pool_ref: Any,
@@ -100,21 +95,18 @@ def _kernel(
     lse_ref: Any,
 ) -> None:
     queries, head_dim = q_ref.shape
-    half = pool_ref.shape[0] // 2
-    block, each = at_once * pool_ref.shape[1], table_ref.shape[0]
-    first, length = pl.program_id(2) * each * pool_ref.shape[1], length_ref[()]
+    half, size, each = pool_ref.shape[0] // 2, pool_ref.shape[1], table_ref.shape[0]
+    first, length = pl.program_id(2) * each * size, length_ref[()]
     is_small = pool_ref.dtype.itemsize == 1
     dtype = jnp.float16 if is_small else pool_ref.dtype
     q = q_ref[...].astype(dtype)
 
-    def pages(index: jax.Array, carry: Any) -> Any:
+    def page(index: jax.Array, carry: Any) -> Any:
         out, most, total = carry
-        here = table_ref[pl.ds(index * at_once, at_once)]
-        keys, values = (
-            pool_ref[at].reshape(block, head_dim).astype(dtype) for at in (here, here + half)
-        )
+        here = table_ref[index]
+        keys, values = (pool_ref[at].astype(dtype) for at in (here, here + half))
         scores = triton.dot(q, keys.T) * head_dim**-0.5
-        position = first + index * block + jnp.arange(block)
+        position = first + index * size + jnp.arange(size)
         visible = position < length
         if window is not None:
             visible &= position >= length - window
@@ -125,11 +117,11 @@ def _kernel(
         total = total * shrunk + jnp.sum(weights, axis=1)
         return out * shrunk[:, None] + triton.dot(weights.astype(dtype), values), highest, total
 
-    start = 0 if window is None else jnp.maximum((length - window - first) // block, 0)
-    stop = jnp.minimum(pl.cdiv(length - first, block), each // at_once)
+    start = 0 if window is None else jnp.maximum((length - window - first) // size, 0)
+    stop = jnp.minimum(pl.cdiv(length - first, size), each)
     zeros = jnp.zeros(queries, jnp.float32)
     carry = jnp.zeros((queries, head_dim), jnp.float32), zeros - _LOWEST, zeros
-    out, most, total = lax.fori_loop(start, stop, pages, carry)
+    out, most, total = lax.fori_loop(start, stop, page, carry)
     total = jnp.where(total > 0, total, 1.0)  # no key here
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     lse_ref[...] = most + jnp.log(total)
