@@ -487,7 +487,7 @@ class Engine:
         if step.chunks:
             first = all(chunk.start == 0 for chunk in step.chunks)
             return Shape(self.config.max_batch, *step.shape, first, step.scored)
-        return Shape(min(size for size in self.config.batches if size >= len(step.decode)))
+        return Shape(min(size for size in self._executor.sizes.batches if size >= len(step.decode)))
 
     def _fill_table(self, sequence: Running) -> None:
         """Note the pages of a sequence in the table of its slot."""

@@ -47,6 +47,7 @@ class Sizes(NamedTuple):
     pages: int
     chunk_places: int
     kernel: str
+    batches: Sequence[int]  # of decode programs that are used
 
 
 def masks_of(plan: StepPlan, grammars: Grammars) -> Masks | None:
@@ -92,7 +93,7 @@ class Executor:
         programs = self.programs
         self.sizes = Sizes(
             programs.widths, programs.prompt_shapes, programs.pages, programs.chunk_places,
-            programs.kernel,
+            programs.kernel, programs.config.batches,
         )  # fmt: skip
 
     @property
@@ -107,6 +108,7 @@ class Executor:
         if shapes:
             progress("compiling sampling")
             self._sampler.prepare()
+            self.sizes = self.sizes._replace(batches=self.programs.fastest_batches())
         self.programs.is_ready = True
 
     def prepare(self, plan: StepPlan) -> Callable[[], Read]:

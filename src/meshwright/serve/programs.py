@@ -10,6 +10,7 @@ from the host is one array of integers (StepInputs).
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -317,6 +318,32 @@ class Programs(Steps):
             return found
         chunks, length = scoring_shape(self.config)
         return found + [Shape(full, chunks, length, first, True) for first in (True, False)]
+
+    def fastest_batches(self) -> tuple[int, ...]:
+        """The sizes of decode batches without those that take as long as a larger one.
+
+        A GPU's matmuls of one to eight tokens can be slower than those of sixteen.
+        """
+        sizes = self.config.batches
+        if self.mesh.devices.flat[0].platform == "cpu":
+            return sizes
+        times = [self._seconds(Shape(size)) for size in sizes]
+        return tuple(
+            size for i, size in enumerate(sizes) if times[i] < min(times[i + 1 :], default=math.inf)
+        )
+
+    def _seconds(self, shape: Shape) -> float:
+        """Of a step, the best of some."""
+
+        def run(steps: int) -> float:
+            start = time.perf_counter()
+            for _ in range(steps):
+                self.prepare(shape)
+            self.last_tokens.block_until_ready()
+            return (time.perf_counter() - start) / steps
+
+        run(3)
+        return min(run(10) for _ in range(3))
 
     def _new_pools(self) -> Any:
         layers = self._abstract_pools(self.pages)

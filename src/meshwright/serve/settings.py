@@ -44,7 +44,7 @@ class EngineConfig:
     kernel: str = "auto"
     """Paged attention: auto, cudnn, triton, ragged or plain."""
     batch_buckets: tuple[int, ...] | None = None
-    """Batch sizes that decode is compiled for; the default is 1, 8, 32 … up to max_batch."""
+    """Batch sizes that decode is compiled for; the default is 1, 16, 32, 64 … up to max_batch."""
     chunk_shapes: tuple[tuple[int, int], ...] | None = None
     """Shapes (prompts, tokens of each) of prefill programs; the default follows `chunk`."""
     prompt_shapes: tuple[tuple[int, int], ...] | None = None
@@ -91,7 +91,7 @@ class EngineConfig:
     @property
     def batches(self) -> tuple[int, ...]:
         """The batch sizes of decode programs, ascending; the last is max_batch."""
-        sizes = self.batch_buckets or (1, 8, 32, 64, 128, 256, 512, 1024)
+        sizes = self.batch_buckets or (1, 16, 32, 64, 128, 256, 512, 1024)
         return (*sorted(size for size in set(sizes) if 0 < size < self.max_batch), self.max_batch)
 
     @property

@@ -70,7 +70,7 @@ def paged_decode(
                 pl.BlockSpec((None, None, None, queries), lambda h, b, s: (s, b, h, 0)),
             ],
             out_shape=out_shape,
-            compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+            compiler_params=triton.CompilerParams(num_warps=2, num_stages=2),
             interpret=interpret,
             name="paged_decode",
         )(grouped, pool, tables, lengths)
