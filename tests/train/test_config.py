@@ -9,14 +9,13 @@ import pytest
 
 from meshwright import MeshwrightError
 from meshwright.cli.train import settings as command_line_settings
-from meshwright.launch import HANG_TIMEOUT_S
+from meshwright.launch import HANG_TIMEOUT_S, flat_settings
 from meshwright.launch.cpu import MOST_DEVICES, simulate_devices
 from meshwright.models import LossConfig, preset
 from meshwright.train.config import (
     TrainConfig,
     config_from_dict,
     config_to_dict,
-    flat_settings,
     settings_flags,
     with_settings,
 )

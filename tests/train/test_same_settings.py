@@ -14,8 +14,9 @@ from tests.processes import free_port
 import meshwright
 from meshwright.data import TokenStore
 from meshwright.data.needle import Needles, write_needles
+from meshwright.launch import flat_settings
 from meshwright.launch.comparison import differing
-from meshwright.train.config import TrainConfig, config_from_dict, flat_settings
+from meshwright.train.config import TrainConfig, config_from_dict
 from meshwright.train.same_settings import FILES, MAY_DIFFER, settings_facts
 
 CONFIG = TrainConfig("tiny", seq=64, batch=8, steps=20)

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from meshwright.launch import flat_settings
 from meshwright.machines import Machine
 from meshwright.models import default_dtype
-from meshwright.train import AUTO, TrainConfig, flat_settings
+from meshwright.train import AUTO, TrainConfig
 
 
 def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tuple[TrainConfig, str]:

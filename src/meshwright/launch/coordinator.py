@@ -3,7 +3,7 @@
     store = coordinator_store()           # None in a run of one process
     store.put_once("meshwright/stop/0", "41")
 
-jax has no public API for it. Only `_client` uses the private one.
+jax has no public API for it. Only the functions at the end use the private one.
 """
 
 from typing import Any, Protocol
@@ -81,6 +81,13 @@ def _lost(reason: Exception) -> CoordinatorLostError:
         "the coordinator (process 0) does not respond: it has exited, or the network is "
         f"down ({first_line})"
     )
+
+
+def coordinator_host() -> str:
+    """The address of process 0, as the other processes reach it."""
+    from jax._src.distributed import global_state  # private, as in `_client`
+
+    return str(global_state.coordinator_address).rpartition(":")[0].strip("[]")
 
 
 def _client() -> Any | None:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any, Literal
 
 from meshwright.errors import MeshwrightError
+from meshwright.launch import flat_settings
 from meshwright.machines import Machine
 from meshwright.models import default_dtype, model_config, override
 from meshwright.planner import constraints
@@ -17,7 +18,6 @@ from meshwright.planner.result import Choice, Job
 from meshwright.train import (
     AUTO,
     TrainConfig,
-    flat_settings,
     training_spec,
     with_settings,
 )

@@ -6,7 +6,6 @@ from meshwright.train.config import (
     config_from_dict,
     config_from_file,
     config_to_dict,
-    flat_settings,
     settings_flags,
     with_settings,
 )
@@ -22,7 +21,6 @@ from meshwright.train.setup import (
 
 __all__ = [
     "AUTO", "AbstractStep", "TrainConfig", "abstract_step", "check_sizes", "choose_rules",
-    "config_from_dict", "config_from_file", "config_to_dict", "field_lengths",
-    "flat_settings", "model_of",
+    "config_from_dict", "config_from_file", "config_to_dict", "field_lengths", "model_of",
     "settings_flags", "train", "training_mesh", "training_spec", "with_settings",
 ]  # fmt: skip

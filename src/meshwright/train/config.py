@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from meshwright.arithmetic import check_seed
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.launch import HANG_TIMEOUT_S, check_simulated
+from meshwright.launch import HANG_TIMEOUT_S, check_simulated, flat_settings
 from meshwright.models import LossConfig
 from meshwright.train.optimizer import OptimizerConfig
 
@@ -178,16 +178,6 @@ _AT_LEAST = {
     "cpu_devices": 1, "num_partitions": 1, "eval.sequences": 0, "eval.every": 1, "log.every": 1,
     "checkpoint.every": 1, "checkpoint.keep_last": 1, "checkpoint.keep_every": 1,
 }  # fmt: skip
-
-
-def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every setting by its dotted name: `{"batch": 32, …, "optimizer.learning_rate": 3e-4}`."""
-    flat: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        name, value = f"{prefix}{field.name}", getattr(config, field.name)
-        nested = dataclasses.is_dataclass(value)
-        flat |= flat_settings(value, f"{name}.") if nested else {name: value}
-    return flat
 
 
 def with_settings(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
