@@ -17,6 +17,7 @@ import numpy.typing as npt
 from jax import lax
 
 from meshwright.serve.request import Request
+from meshwright.serve.sampling import Sampling
 
 TOP = 20  # most probable tokens that are returned with log-probabilities
 MAX_BIAS = 300  # entries of a logit_bias
@@ -51,9 +52,8 @@ class Settings:
             np.zeros((slots, MAX_BIAS), np.float32),
         )  # fmt: skip
 
-    def set(self, slot: int, request: Request, vocab: int) -> None:
+    def set(self, slot: int, sampling: Sampling, vocab: int) -> None:
         """Note the settings of a request (on the host)."""
-        sampling = request.sampling
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = min(sampling.top_k or vocab, vocab)
         self.top_p[slot] = 1.0 if sampling.top_p is None else sampling.top_p

@@ -22,28 +22,29 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import jax
 import numpy as np
 
 from meshwright.errors import MeshwrightError
 from meshwright.present import count
 from meshwright.serve.device_sampling import MAX_BIAS, TOP, variant_of
+from meshwright.serve.executor import AnyExecutor, Executor, Read, StepPlan
 from meshwright.serve.generate import check_prompts
 from meshwright.serve.grammars import Constraint
-from meshwright.serve.load import Model, has_encoder
+from meshwright.serve.load import Model, has_encoder, serving_of
 from meshwright.serve.pages import PagePool
-from meshwright.serve.programs import Programs, Shape, StepInputs
+from meshwright.serve.programs import Shape, StepInputs
 from meshwright.serve.prompts import PromptInputs, PromptShape
 from meshwright.serve.request import (
     Completion,
     Delta,
     EngineStats,
+    EngineStoppedError,
     FinishReason,
     OverloadedError,
     Request,
     TokenLogprobs,
 )
-from meshwright.serve.sampler import Sampler
+from meshwright.serve.sampler import Slots
 from meshwright.serve.scheduler import Scheduler, Step
 from meshwright.serve.scheduler import Sequence as Running
 from meshwright.serve.settings import EngineConfig
@@ -53,6 +54,7 @@ _log = logging.getLogger("meshwright")
 
 Sink = Callable[[Delta], None]
 IN_FLIGHT = 2  # steps that are dispatched, or wait for that, while an older one is read
+_STUCK_SECONDS = 2.0  # then a step is taken to wait for a process that is gone
 DEFAULT_LENGTH = 8192  # a longer one costs memory: chunks copy the keys that precede them
 
 
@@ -83,14 +85,15 @@ class Flight:
     """A step that was dispatched and not read."""
 
     step: Step
-    tokens: jax.Array | None
-    logprobs: Any
-    scores: Any
+    read: Read
     sampled: list[tuple[int, Running]]  # index of its logits, sequence
 
 
 class Engine:
-    """Serves a model. `release` frees the model's own weights, of which the engine has a copy."""
+    """Serves a model. `release` frees the model's own weights, of which the engine has a copy.
+
+    `executor` runs the steps; the default does so on devices of this process alone.
+    """
 
     def __init__(
         self,
@@ -99,24 +102,24 @@ class Engine:
         *,
         progress: Callable[[str], None] | None = None,
         release: bool = False,
+        executor: AnyExecutor | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.has_encoder = has_encoder(model.config)
         if self.has_encoder:
             self.config = self.config.for_encoder()
         self.source = model.source
-        self.max_length = _max_length(self.config.max_length, model.config.max_seq)
+        self.max_length = longest(self.config, model.config)
         self._model_config = model.config
-        self._programs = Programs(model, self.config, self.max_length, release)
-        self._sampler = Sampler(self._programs, model.source)
-        pool = PagePool(
-            self._programs.pages, self.config.page_size, remember=self.config.prefix_cache
-        )
-        shapes = [(shape.prompts, shape.length) for shape in self._programs.prompt_shapes]
+        self._executor = executor or Executor(model, self.config, self.max_length, release)
+        self._slots = Slots(self.config.max_batch)
+        sizes = self._executor.sizes
+        pool = PagePool(sizes.pages, self.config.page_size, remember=self.config.prefix_cache)
+        shapes = [(shape.prompts, shape.length) for shape in sizes.prompt_shapes]
         self._scheduler = Scheduler(self.config, pool, shapes)
         # the pages of the sequence in each slot, and those of its encoder's keys
         self._tables, self._encoder_tables = (
-            np.zeros((self.config.max_batch, width), np.int32) for width in self._programs.widths
+            np.zeros((self.config.max_batch, width), np.int32) for width in sizes.widths
         )
         self._filled: list[Any] = [None] * self.config.max_batch  # what each table was made of
         self._jobs: dict[str, Job] = {}
@@ -128,7 +131,8 @@ class Engine:
         self._failure: str | None = None
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
-        self._compile(progress or (lambda text: _log.info(text)))
+        self._ending = threading.Lock()
+        self._executor.compile(progress or (lambda text: _log.info(text)))
         self._dispatcher = ThreadPoolExecutor(1, "meshwright-dispatch")
         self._thread = threading.Thread(target=self._loop, name="meshwright-engine", daemon=True)
         self._thread.start()
@@ -141,12 +145,17 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        return self._programs.is_ready and not self._closed and self._failure is None
+        return not self._closed and self._failure is None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine has stopped; None while it works, and after `close`."""
+        return self._failure
 
     @property
     def kernel(self) -> str:
         """The kernel of paged attention."""
-        return self._programs.kernel
+        return self._executor.sizes.kernel
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Run requests to their end, in any order; the results are in the order of the requests."""
@@ -219,16 +228,25 @@ class Engine:
             preemptions=self._scheduler.preemptions,
             cached_prompt_tokens=self._counts["cached"],
             steps=self._counts["steps"],
-            compilations_after_ready=self._programs.compilations,
+            compilations_after_ready=self._executor.compilations,
         )
+
+    def fail(self, reason: str) -> None:
+        """End every request with this error, and take no more."""
+        with self._wake:
+            self._failure = self._failure or reason
+            self._wake.notify()
+        self._thread.join(_STUCK_SECONDS)
+        self._end_jobs()
 
     def close(self) -> None:
         """Cancel what runs and stop the thread."""
         with self._wake:
             self._closed = True
             self._wake.notify()
-        self._thread.join()
-        self._dispatcher.shutdown()
+        failed = self._failure is not None  # a step may wait for a process that is gone
+        self._thread.join(_STUCK_SECONDS if failed else None)
+        self._dispatcher.shutdown(wait=not failed)
 
     # the request's side
 
@@ -309,7 +327,7 @@ class Engine:
         """
         with self._wake:
             if self._failure is not None or self._closed:
-                raise MeshwrightError(self._failure or "the engine is closed")
+                raise EngineStoppedError(self._failure or "the engine is closed")
             self._inbox.append(action)
             self._wake.notify()
 
@@ -319,21 +337,10 @@ class Engine:
 
     # the engine's thread
 
-    def _compile(self, progress: Callable[[str], None]) -> None:
-        """Compile every program."""
-        shapes = self._programs.shapes() if self.config.compile_first else []
-        for number, shape in enumerate(shapes, 1):
-            progress(f"compiling {number} of {len(shapes)}: {shape}")
-            self._programs.prepare(shape)
-        if shapes:
-            progress("compiling sampling")
-            self._sampler.prepare()
-        self._programs.is_ready = True
-
     def _loop(self) -> None:
         flights: deque[Future[Flight]] = deque()
         try:
-            while not self._closed:
+            while not self._closed and self._failure is None:
                 while self._inbox:
                     self._inbox.popleft()()
                 self._post()
@@ -346,20 +353,27 @@ class Engine:
                     self._post()  # and schedule again: what ended has left slots and pages
                 elif step is None:
                     with self._wake:
-                        if not self._inbox and not self._closed:
+                        if not (self._inbox or self._closed or self._failure):
                             self._wake.wait()
         except Exception as error:  # every client must hear of it
-            _log.exception("the engine stopped")
+            cause = self._executor.cause(error)
+            if self._failure is None and cause is None:
+                _log.exception("the engine stopped")
             with self._wake:
-                self._failure = f"the engine stopped: {error}"
+                self._failure = self._failure or cause or f"the engine stopped: {error}"
+        self._end_jobs()
+
+    def _end_jobs(self) -> None:
+        """Tell every client that nothing follows; also from another thread, if a step is stuck."""
         reason = Delta(finish_reason="cancelled")
         if self._failure is not None:
             reason = Delta(finish_reason="error", error=self._failure)
-        while self._inbox:
-            self._inbox.popleft()()
-        for job in list(self._jobs.values()):
-            self._finish(job, reason)
-        self._post()
+        with self._ending:
+            while self._inbox:
+                self._inbox.popleft()()
+            for job in list(self._jobs.values()):
+                self._finish(job, reason)
+            self._post()
 
     def _post(self) -> None:
         """Hand deltas to the event loops of their clients, with one (slow) call per loop."""
@@ -377,7 +391,7 @@ class Engine:
             error = f"a request with the id {request.id!r} is running"
             _emit(job, Delta(finish_reason="error", error=error))
             return
-        tokens = self._programs.serving.own_prompt(self._model_config, request.prompt)
+        tokens = serving_of(self._model_config).own_prompt(self._model_config, request.prompt)
         job.sequence = Running(
             request.id, list(tokens), len(tokens), request.max_new,
             scored=request.prompt_logprobs is not None, owner=job,
@@ -411,7 +425,7 @@ class Engine:
         self._counts["steps"] += 1
         shape = self._shape(step)
         sampled: list[tuple[int, Running]] = []
-        inputs, flat = StepInputs.empty(shape, self._programs.widths)
+        inputs, flat = StepInputs.empty(shape, self._executor.sizes.widths)
         prompts = self._prompt_inputs(step) if step.prompts else None
         if step.decode:
             part = slice(len(step.decode))
@@ -440,27 +454,21 @@ class Engine:
             if chunk.samples:
                 sampled.append((shape.decode + index, sequence))
             self._scheduler.pool.remember(sequence.pages, sequence.tokens[: sequence.computed])
-        places = shape.decode + (self._programs.chunk_places if shape.chunks else 0)
-        chosen = self._sampler.arrange(places, sampled) if sampled else None
-
-        def dispatch() -> Flight:
-            if prompts is not None:
-                self._programs.fill(*prompts)
-            tokens = logprobs = scores = None
-            if step.decode or step.chunks:
-                logits, scores = self._programs.step(shape, flat)
-            if chosen is not None:
-                tokens, logprobs = self._sampler.choose(logits, chosen)
-            for array in jax.tree.leaves((tokens, logprobs, scores)):
-                array.copy_to_host_async()
-            return Flight(step, tokens, logprobs, scores, sampled)
-
-        return self._dispatcher.submit(dispatch)
+        places = shape.decode + (self._executor.sizes.chunk_places if shape.chunks else 0)
+        choice = self._slots.choice(places, sampled) if sampled else None
+        constraints = [
+            (index, sequence.owner.constraint)
+            for index, sequence in sampled
+            if sequence.owner.constraint is not None
+        ]
+        tokens = (shape, flat) if step.decode or step.chunks else None
+        run = self._executor.prepare(StepPlan(prompts, tokens, choice, constraints))
+        return self._dispatcher.submit(lambda: Flight(step, run(), sampled))
 
     def _prompt_inputs(self, step: Step) -> tuple[PromptShape, Any]:
         """The shape and the array of the program that takes whole prompts before a step."""
         shape = PromptShape(*step.prompt_shape)
-        inputs, flat = PromptInputs.empty(shape, self._programs.width)
+        inputs, flat = PromptInputs.empty(shape, self._executor.sizes.widths[0])
         for index, chunk in enumerate(step.prompts):
             sequence = chunk.sequence
             self._fill_table(sequence)
@@ -491,14 +499,12 @@ class Engine:
 
     def _read(self, flight: Flight) -> None:
         """Wait for a step, and hand out its tokens."""
+        results = flight.read()
         if flight.step.scored:
-            self._read_scores(flight)
-        if flight.tokens is None:
+            self._read_scores(flight.step, results.scores)
+        if results.tokens is None:
             return
-        tokens = np.asarray(flight.tokens).tolist()
-        logprobs = None
-        if any(sequence.owner.request.logprobs is not None for _, sequence in flight.sampled):
-            logprobs = jax.tree.map(np.asarray, flight.logprobs)
+        tokens = results.tokens.tolist()
         for index, sequence in flight.sampled:
             sequence.in_flight -= 1
             if sequence.ended:
@@ -511,7 +517,7 @@ class Engine:
                 self._finish(job, Delta(finish_reason="error", error=error))
                 continue
             wanted = job.request.logprobs
-            each = () if wanted is None else (_logprobs_at(logprobs, index, wanted),)
+            each = () if wanted is None else (_logprobs_at(results.logprobs, index, wanted),)
             self._deliver(job, tokens[index], each)
 
     def _deliver(self, job: Job, token: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
@@ -542,16 +548,15 @@ class Engine:
         elif not _emit(job, delta):
             self._cancel(job)
 
-    def _read_scores(self, flight: Flight) -> None:
-        scores = jax.tree.map(np.asarray, flight.scores)
-        for index, chunk in enumerate(flight.step.chunks):
+    def _read_scores(self, step: Step, scores: Any) -> None:
+        for index, chunk in enumerate(step.chunks):
             sequence, job = chunk.sequence, chunk.sequence.owner
             if sequence.ended:
                 continue
             if chunk.start == 0:
                 job.scores = [None]
             left = sequence.prompt_length - len(job.scores)
-            first = index * flight.step.shape[1]
+            first = index * step.shape[1]
             job.scores += [
                 _logprobs_at(scores, first + i, job.request.prompt_logprobs)
                 for i in range(min(chunk.count, left))
@@ -563,13 +568,15 @@ class Engine:
                 self._finish(job, Delta(prompt_logprobs=tuple(job.scores), finish_reason="length"))
 
 
-def _max_length(wanted: int | None, longest: int) -> int:
+def longest(config: EngineConfig, model_config: Any) -> int:
+    """Most tokens of a prompt and its continuation together."""
+    wanted, positions = config.max_length, model_config.max_seq
     if wanted is None:
-        return min(DEFAULT_LENGTH, longest)
-    if not 1 <= wanted <= longest:
+        return min(DEFAULT_LENGTH, positions)
+    if not 1 <= wanted <= positions:
         raise MeshwrightError(
-            f"max_length={wanted} does not fit the model, which has {longest} positions: give 1 to "
-            f"{longest}, or leave it out"
+            f"max_length={wanted} does not fit the model, which has {positions} positions: give 1 "
+            f"to {positions}, or leave it out"
         )
     return wanted
 

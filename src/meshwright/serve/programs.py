@@ -232,7 +232,7 @@ class Programs(Steps):
         self.is_ready = False
         with jax.set_mesh(self.mesh):
             self.weights = self.serving.weights(model.params, model.config, config.weights, release)
-        self.pages = config.pages or self._pages_that_fit()
+        self.pages = config.pages or self._least(self._pages_that_fit())
         if self.pages <= sum(self.widths):
             raise MeshwrightError(
                 f"{self.pages} pages of {config.page_size} tokens cannot hold one sequence of "
@@ -243,7 +243,10 @@ class Programs(Steps):
 
     def put(self, array: Any) -> jax.Array:
         """A host array on all devices, with the sharding that programs give their results."""
-        return jax.device_put(array, NamedSharding(self.mesh, P(*(None,) * np.ndim(array))))
+        place = NamedSharding(self.mesh, P(*(None,) * np.ndim(array)))
+        if self.mesh.is_multi_process:  # device_put would compare the arrays of all processes
+            return jax.make_array_from_callback(np.shape(array), place, lambda _: array)
+        return jax.device_put(array, place)
 
     def step(self, shape: Shape, inputs: Ints) -> Any:
         """Dispatch a step: logits [decode + chunk places, vocab], and scores if wanted."""
@@ -314,10 +317,21 @@ class Programs(Steps):
         with jax.set_mesh(self.mesh):
             return [zeros() for _ in layers]
 
+    def _least(self, number: int) -> int:
+        """The smallest number of all processes of the mesh."""
+        if not self.mesh.is_multi_process:
+            return number
+        place = NamedSharding(self.mesh, P(self.mesh.axis_names))
+        numbers = jax.make_array_from_callback(
+            (self.mesh.size,), place, lambda _: np.array([number], np.int32)
+        )
+        with jax.set_mesh(self.mesh):
+            return int(np.asarray(jax.jit(jnp.min)(numbers)))
+
     def _pages_that_fit(self) -> int:
         config = self.model_config
         most = self.config.max_batch * sum(self.widths) + 1
-        device = self.mesh.devices.flat[0]
+        device = self.mesh.local_devices[0]
         memory = device.memory_stats() if device.platform != "cpu" else None
         if not memory:
             return most

@@ -70,6 +70,10 @@ class Replicas:
         return all(engine.is_ready for engine in self.engines)
 
     @property
+    def failure(self) -> str | None:
+        return next((engine.failure for engine in self.engines if engine.failure), None)
+
+    @property
     def max_length(self) -> int:
         return self.engines[0].max_length
 
@@ -115,6 +119,11 @@ class Replicas:
         for stats in each:
             finished.update(stats.finished)
         return EngineStats(**numbers, finished=dict(finished))
+
+    def fail(self, reason: str) -> None:
+        """End every request with this error, and take no more."""
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            list(pool.map(lambda engine: engine.fail(reason), self.engines))
 
     def close(self) -> None:
         for engine in self.engines:

@@ -13,6 +13,10 @@ class OverloadedError(MeshwrightError):
     """Too many requests wait."""
 
 
+class EngineStoppedError(MeshwrightError):
+    """The engine takes no more requests: it has failed, or it is closed."""
+
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -117,6 +121,11 @@ class AnyEngine(Protocol):
 
     @property
     def is_ready(self) -> bool: ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine has stopped; None while it works, and after `close`."""
+        ...
 
     @property
     def max_length(self) -> int:

@@ -1,8 +1,11 @@
-"""The sampling programs of an engine, and their state on the device."""
+"""The choice of tokens: what the host says of it, the programs, and their state on the device.
+
+`Slots` and `Choice` are the host's part, in process 0 alone; each process has a `Sampler`.
+"""
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,16 +18,21 @@ from meshwright.serve.device_sampling import (
     allowed_only,
     top_logprobs,
 )
-from meshwright.serve.grammars import Constraint
-from meshwright.serve.load import Source
+from meshwright.serve.grammars import Masks
 from meshwright.serve.programs import Programs
+from meshwright.serve.sampling import Sampling
 from meshwright.serve.scheduler import Sequence as Running
 
-if TYPE_CHECKING:
-    from meshwright.serve.engine import Job
-
-
 _WITH_COUNTS = ("full", "logprobs")
+
+
+class Held(NamedTuple):
+    """A sequence that has a new slot."""
+
+    slot: int
+    sampling: Sampling
+    prompt: Sequence[int] = ()  # tokens, if there are penalties
+    output: Sequence[int] = ()
 
 
 class Choice(NamedTuple):
@@ -32,21 +40,59 @@ class Choice(NamedTuple):
 
     where: Any  # [2, size]: slots and positions
     variant: int  # of VARIANTS
+    held: Sequence[Held] = ()
+    masked: bool = False  # some sequences have a grammar
+
+
+class PlacedChoice(NamedTuple):
+    """A choice, with what it needs on the device."""
+
+    where: Any
+    variant: int
     settings: Settings  # on the device
     counts: Any = ()  # (slot, counts of its tokens) of sequences with penalties that are new
-    constraints: Sequence[tuple[int, Constraint]] = ()  # by the index of the logits
+
+
+class Slots:
+    """Which sequence has each slot, so that devices are told of new ones only."""
+
+    def __init__(self, max_batch: int) -> None:
+        self._spare = max_batch  # of logits that nobody wants
+        self._holders: list[Running | None] = [None] * max_batch
+
+    def choice(self, size: int, sampled: Sequence[tuple[int, Running]]) -> Choice:
+        """What there is to know of `size` logits, for sequences by their index."""
+        where = np.zeros((2, size), np.int32)
+        where[0] = self._spare
+        indices = [index for index, _ in sampled]
+        sequences = [sequence for _, sequence in sampled]
+        where[0, indices] = np.asarray([sequence.slot for sequence in sequences], np.int32)
+        where[1, indices] = [sequence.computed for sequence in sequences]
+        variant = max(sequence.owner.variant for sequence in sequences)
+        new = [one for one in sequences if self._holders[one.slot or 0] is not one]
+        masked = any(one.owner.constraint is not None for one in sequences)
+        return Choice(where, variant, [self._hold(one) for one in new], masked)
+
+    def _hold(self, sequence: Running) -> Held:
+        slot, sampling = sequence.slot, sequence.owner.request.sampling
+        assert slot is not None
+        self._holders[slot] = sequence
+        if not sampling.has_penalties:
+            return Held(slot, sampling)
+        split = sequence.prompt_length
+        return Held(slot, sampling, sequence.tokens[:split], sequence.tokens[split:])
 
 
 class Sampler:
-    def __init__(self, programs: Programs, source: Source) -> None:
+    def __init__(self, programs: Programs, vocab: int) -> None:
+        """`vocab` is that of the tokenizer, which may have fewer tokens than the model."""
         self._programs = programs
-        self._grammars = source.grammars
         self._size = programs.model_config.vocab
-        self._vocab = min(source.tokenizer.vocab, self._size)
+        self._vocab = min(vocab, self._size)
+        self._mask_words = -(-vocab // 32)
         slots = programs.config.max_batch + 1  # the last is for logits that nobody wants
         self._settings = Settings.empty(slots, self._size)
         self._on_device = self._upload()
-        self._holders: list[Running | None] = [None] * slots  # whose settings a slot has
         in_prompt = programs.put(np.zeros((slots, self._size), np.int32))
         self._counts = in_prompt, programs.put(np.zeros((slots, self._size), np.int32))
 
@@ -57,73 +103,50 @@ class Sampler:
             logits = self._programs.put(np.zeros((size, self._size), np.float32))
             where = np.zeros((2, size), np.int32)
             where[0] = config.max_batch
-            self._constrained(logits, ())
+            self._allowed(logits, np.zeros((size, self._mask_words), np.int32))
             for variant in range(len(VARIANTS)):
-                self.choose(logits, Choice(where, variant, self._on_device))
+                self.choose(logits, PlacedChoice(where, variant, self._on_device))
         self._set_counts(config.max_batch, [np.zeros(self._size, np.int32)] * 2)
 
-    def arrange(self, size: int, sampled: list[tuple[int, Running]]) -> "Choice":
-        """What `choose` needs to know of `size` logits; another thread may call that later."""
-        where = np.zeros((2, size), np.int32)
-        where[0] = self._programs.config.max_batch
-        indices = [index for index, _ in sampled]
-        sequences = [sequence for _, sequence in sampled]
-        where[0, indices] = np.asarray([sequence.slot for sequence in sequences], np.int32)
-        where[1, indices] = [sequence.computed for sequence in sequences]
-        variant = max(sequence.owner.variant for sequence in sequences)
-        new = [one for one in sequences if self._holders[one.slot or 0] is not one]
-        counts = [count for one in new for count in self._hold(one, one.owner)]
-        if self._changed and variant > 0:  # greedy needs no settings
-            self._on_device = self._upload()
-        constraints = [
-            (index, sequence.owner.constraint)
-            for index, sequence in sampled
-            if sequence.owner.constraint is not None
+    def place(self, choice: Choice) -> PlacedChoice:
+        """Note the settings of new sequences; another thread may call `choose` later."""
+        for held in choice.held:
+            self._settings.set(held.slot, held.sampling, self._size)
+            self._changed = True
+        counts = [
+            (held.slot, [_counts(part, self._size) for part in (held.prompt, held.output)])
+            for held in choice.held
+            if held.sampling.has_penalties
         ]
-        return Choice(where, variant, self._on_device, counts, constraints)
+        if self._changed and choice.variant > 0:  # greedy needs no settings
+            self._on_device = self._upload()
+        return PlacedChoice(choice.where, choice.variant, self._on_device, counts)
 
-    def choose(self, logits: jax.Array, choice: "Choice") -> tuple[jax.Array, Any]:
-        """Dispatch the choice of tokens, and of log-probabilities if the variant has them."""
+    def choose(
+        self, logits: jax.Array, choice: PlacedChoice, masks: Masks | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Dispatch the choice of tokens, and of log-probabilities if the variant has them.
+
+        `masks`: see Grammars.
+        """
         for slot, new in choice.counts:
             self._set_counts(slot, new)
         programs, name = self._programs, VARIANTS[choice.variant]
         choose = functools.partial(_choose, name, self._vocab)
         counts = self._counts if name in _WITH_COUNTS else None
-        allowed = self._constrained(logits, choice.constraints) if choice.constraints else logits
+        allowed = logits if masks is None else self._allowed(logits, masks)
         programs.last_tokens, tokens, logprobs, counts = programs.run(
             ("sample", name, logits.shape[0]), choose, 4,
             (logits, allowed), programs.last_tokens, choice.settings, programs.put(choice.where),
             counts,
         )  # fmt: skip
         self._counts = counts or self._counts
-        for index, constraint in choice.constraints:
-            constraint.unread = tokens, index
         return tokens, logprobs
 
-    def _constrained(
-        self, logits: jax.Array, constraints: Sequence[tuple[int, Constraint]]
-    ) -> jax.Array:
-        """Logits of tokens that the constraints allow.
-
-        It waits for the tokens of the step before, while the device computes these logits.
-        """
-        size = logits.shape[0]
-        masks = self._programs.put(self._grammars.masks(size, constraints))
-        allowed: jax.Array = self._programs.run(("mask", size), allowed_only, None, logits, masks)
+    def _allowed(self, logits: jax.Array, masks: Masks) -> jax.Array:
+        key, put = ("mask", logits.shape[0]), self._programs.put
+        allowed: jax.Array = self._programs.run(key, allowed_only, None, logits, put(masks))
         return allowed
-
-    def _hold(self, sequence: Running, job: "Job") -> Iterator[tuple[int, list[Any]]]:
-        """Note the settings of a sequence that has a new slot; yields its counts of tokens."""
-        slot = sequence.slot
-        assert slot is not None
-        self._holders[slot] = sequence
-        self._settings.set(slot, job.request, self._size)
-        self._changed = True
-        if job.request.sampling.has_penalties:
-            split = sequence.prompt_length
-            parts = sequence.tokens[:split], sequence.tokens[split:]
-            new = [np.bincount(part, minlength=self._size).astype(np.int32) for part in parts]
-            yield slot, new
 
     def _set_counts(self, slot: int, new: list[Any]) -> None:
         put = self._programs.put
@@ -162,6 +185,10 @@ def _choose(
         if variant == "logprobs":
             logprobs = top_logprobs(by_model, tokens, TOP)
     return last_tokens.at[slots].set(tokens), tokens, logprobs, counts
+
+
+def _counts(tokens: Sequence[int], vocab: int) -> Any:
+    return np.bincount(np.asarray(tokens, np.int64), minlength=vocab).astype(np.int32)
 
 
 def _set_counts(

@@ -55,6 +55,7 @@ class BigramEngine:
     answer: Callable[[str], str] | None = None
     """Generates this text instead, given the prompt."""
     is_ready: bool = True
+    failure: str | None = None
     fails: str = ""
     """Ends every request with this error after its first token."""
 
