@@ -1,32 +1,49 @@
 """`meshwright serve`: a model behind an HTTP server, with a chat page."""
 
+import functools
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import tyro
+from jax.sharding import Mesh
 
 from meshwright.data import load_chat_template
 from meshwright.errors import MeshwrightError
+from meshwright.interrupt import signal_calls
 from meshwright.launch import (
+    EXIT_CODE,
+    Follower,
+    Leader,
+    coordinator_store,
+    end_process,
+    join,
     keep_compiled_programs,
     make_room_for_cpu_collectives,
+    open_link,
     simulate_devices,
 )
 from meshwright.models import default_dtype
 from meshwright.present import count, mesh_text
 from meshwright.serve import (
-    AnyEngine,
     Defaults,
+    Engine,
+    EngineStoppedError,
+    Replicas,
     ServeConfig,
     Source,
     check_fits,
     defaults_of,
+    follow,
     generation_mesh,
+    lead,
     look_into,
+    look_into_together,
     serving_of,
     start_engine,
 )
@@ -40,7 +57,7 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
     SIGTERM or Ctrl-C finishes the requests that run and refuses new ones; a second ends at once.
     """
     try:
-        from meshwright.serve.server import HttpServer, Service, bind, run_until_stopped
+        import meshwright.serve.server  # noqa: F401
     except ImportError as reason:
         raise MeshwrightError(f"{reason}; pip install 'meshwright[serve]' has it") from None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
@@ -50,10 +67,33 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
     keep_compiled_programs()
     if config.cpu_devices is not None:
         simulate_devices(config.cpu_devices)
+    joined = join(config.coordinator, config.processes, config.process_id)
+    store = coordinator_store()
+    with open_link(joined, store) as link:
+        source = look_into_together(lambda: _source(config), config, store, joined)
+        try:
+            if isinstance(link, Follower):
+                _follow(source, config, link)
+            else:
+                _answer(source, config, link)
+        except EngineStoppedError as reason:  # requests were answered; nothing is left to wait for
+            if link is not None:
+                link.fail(str(reason))
+            end_process(str(reason), EXIT_CODE)
+
+
+def _source(config: ServeConfig) -> Source:
     source = look_into(
         config.model, step=config.step, tokenizer=config.tokenizer, end_token=config.end_token
     )
     serving_of(source.config)  # or an error
+    return source
+
+
+def _answer(source: Source, config: ServeConfig, link: Leader | None) -> None:
+    """Serve clients, in process 0."""
+    from meshwright.serve.server import HttpServer, Service, bind, run_until_stopped
+
     defaults = Defaults()
     if config.generation_config == "auto":
         defaults = defaults_of(source.generation_config)
@@ -66,10 +106,12 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
             file=sys.stderr,
         )
     with bind(config.host, config.port) as bound:  # before the weights are read, which takes long
-        engine = _engine(source, config)
+        engine = _engine(source, config, link)
         try:
             service = Service(engine, source, config, template, defaults)
             with HttpServer(service, bound) as server:
+                if link is not None:
+                    link.on_stop = server.stop
                 chat = "the chat page" + ("" if template else " (no chat template: plain text)")
                 print(f"{config.served_name} is served at {server.url}/v1", flush=True)
                 print(f"{chat}: {server.url}/", flush=True)
@@ -80,21 +122,46 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
             engine.close()
 
 
-def _engine(source: Source, config: ServeConfig) -> AnyEngine:
-    """The engine with the model on its mesh, compiled."""
+def _follow(source: Source, config: ServeConfig, link: Follower) -> None:
+    """Compute for process 0 until it ends; SIGTERM and Ctrl-C are passed on to it."""
+    mesh, dtype = _mesh(source, config)
+    asked = False
+
+    def ask() -> bool:
+        nonlocal asked
+        if asked:
+            return False
+        asked = True
+        link.ask_to_stop()
+        return True
+
+    with signal_calls(signal.SIGTERM, ask), signal_calls(signal.SIGINT, ask):
+        follow(link, source, mesh, dtype, config.engine)
+
+
+def _mesh(source: Source, config: ServeConfig) -> tuple[Mesh, Any]:
     mesh = generation_mesh(config.mesh)
     check_fits(source.config, mesh)
     dtype = default_dtype(config.dtype, mesh.devices.flat[0].platform)
+    processes = jax.process_count()
     print(
         f"{source.name}, mesh {mesh_text(mesh.shape)} on {count(mesh.size, 'device')} of "
-        f"{len(jax.devices())}, {dtype}",
+        f"{len(jax.devices())}, {dtype}"
+        + (f", process {jax.process_index()} of {processes}" if processes > 1 else ""),
         file=sys.stderr,
     )
+    return mesh, jnp.dtype(dtype)
 
-    def progress(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
-    return start_engine(source, mesh, jnp.dtype(dtype), config.engine, progress)
+def _engine(source: Source, config: ServeConfig, link: Leader | None) -> Engine | Replicas:
+    """The engine with the model on its mesh, compiled."""
+    mesh, dtype = _mesh(source, config)
+    progress = functools.partial(print, file=sys.stderr, flush=True)
+    if link is None:
+        return start_engine(source, mesh, dtype, config.engine, progress)
+    engine = lead(link, source, mesh, dtype, config.engine, progress)
+    link.on_lost = engine.fail
+    return engine
 
 
 def serve_command(arguments: Sequence[str]) -> None:
@@ -104,6 +171,6 @@ def serve_command(arguments: Sequence[str]) -> None:
             prog="meshwright serve",
             description=serve.__doc__,
             args=arguments,
-            config=(tyro.conf.PositionalRequiredArgs, tyro.conf.UseAppendAction),
+            config=(tyro.conf.PositionalRequiredArgs,),
         )
     )

@@ -15,17 +15,20 @@ from meshwright.serve.load import (
     look_into,
     serving_of,
 )
+from meshwright.serve.lockstep import follow, lead
 from meshwright.serve.replicas import Replicas, start_engine
 from meshwright.serve.request import (
     AnyEngine,
     Completion,
     Delta,
     EngineStats,
+    EngineStoppedError,
     FinishReason,
     OverloadedError,
     Request,
     TokenLogprobs,
 )
+from meshwright.serve.same_settings import look_into_together
 from meshwright.serve.sampling import Sampling
 from meshwright.serve.settings import EngineConfig, ServeConfig
 
@@ -37,6 +40,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "EngineStoppedError",
     "FinishReason",
     "Grammar",
     "Grammars",
@@ -53,10 +57,13 @@ __all__ = [
     "check_fits",
     "check_prompts",
     "defaults_of",
+    "follow",
     "generation_mesh",
     "has_encoder",
+    "lead",
     "load",
     "look_into",
+    "look_into_together",
     "serving_of",
     "start_engine",
     "stream",

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.data import Tokenizer, load_tokenizer, tokenizer_from_json
 from meshwright.errors import MeshwrightError
+from meshwright.launch import weights_sample
 from meshwright.layouts import ArraySpec, Layout, Rules, fit, layout_tree, stored
 from meshwright.machines import check_host_memory, host_bytes
 from meshwright.meshes import MeshSpec
@@ -70,6 +71,8 @@ class Source:
     """Reads the weights for a tree of abstract arrays with shardings."""
     generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The fields of generation_config.json; see `defaults_of`."""
+    weights: Callable[[], Any] = lambda: None
+    """Identifies the weights without reading all of them, as JSON."""
 
     @functools.cached_property
     def grammars(self) -> Grammars:
@@ -255,6 +258,9 @@ def _run(
         special_tokens=False,  # as in `meshwright data pack`
         name=f"step {chosen} of {folder}",
         read=lambda targets: checkpoints.restore(chosen, {"params": targets}, cast=True)["params"],
+        weights=lambda: {
+            name: array.fingerprint for name, array in checkpoints.arrays(chosen).items()
+        },
     )
 
 
@@ -294,6 +300,7 @@ def _hugging_face(
         name=str(folder),
         read=read,
         generation_config=generation_config,
+        weights=lambda: weights_sample(folder),
     )
 
 

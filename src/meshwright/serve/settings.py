@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from tyro.conf import UseAppendAction
+
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
@@ -175,7 +177,13 @@ class ServeConfig:
     end_token: str | None = None
     """Token that ends a document, if the tokenizer files do not name it."""
     cpu_devices: int | None = None
-    """Simulate this number of devices on the CPU."""
+    """Simulate this number of devices on the CPU, in each process."""
+    coordinator: str | None = None
+    """Several processes: HOST:PORT of process 0, or auto (Slurm, Kubernetes, TPU pods)."""
+    processes: int | None = None
+    """Number of processes."""
+    process_id: int | None = None
+    """Index of this process; process 0 answers the clients."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every network of the machine."""
     port: int = 8000
@@ -188,11 +196,11 @@ class ServeConfig:
     """Format of tool calls in the model's text; auto: by its chat template."""
     generation_config: Literal["auto", "none"] = "auto"
     """Default sampling settings: auto takes those of the model's generation_config.json."""
-    api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    api_key: UseAppendAction[tuple[str, ...]] = dataclasses.field(default=(), repr=False)
     """Key that clients must send. Other users of the machine can see flags: prefer a file."""
     api_key_file: Path | None = None
     """File of API keys, one in each line."""
-    allow_origin: tuple[str, ...] = ()
+    allow_origin: UseAppendAction[tuple[str, ...]] = ()
     """Web page that may call the server from a browser, such as https://chat.example.org."""
     access_log: bool = True
     """Log each request in one line, on standard error."""

@@ -16,7 +16,8 @@ from tests.serve.server.bigram_engine import BigramEngine
 from tests.serve.server.serving import Answer, Running, config, serving
 
 from meshwright.errors import MeshwrightError
-from meshwright.serve.request import Delta, Request
+from meshwright.serve.request import Delta, EngineStoppedError, Request
+from meshwright.serve.server import run
 from meshwright.serve.server.run import HttpServer, bind
 from meshwright.serve.server.service import Service
 from meshwright.serve.settings import EngineConfig, LimitsConfig
@@ -120,6 +121,30 @@ def test_a_model_that_is_not_ready_is_unavailable() -> None:
         assert server.get("/v1/models").status == 200
         server.engine.is_ready = True
         assert server.get("/health").data == {"status": "ok"}
+
+
+def test_an_engine_that_has_stopped_says_why_and_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "_FAILED_SECONDS", 1.0)
+    engine = BigramEngine()
+    reason = "process 1 (node-1) is gone"
+    with serving(engine) as server:
+        raised: list[str] = []
+
+        def wait() -> None:
+            try:
+                run.run_until_stopped(server.server)
+            except EngineStoppedError as error:
+                raised.append(str(error))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        engine.failure, engine.fails = reason, reason
+        for answer in (server.get("/health"), server.post(COMPLETIONS, prompt="a")):
+            assert (answer.status, answer.message) == (503, reason)
+        waiting.join(20)
+        assert raised == [reason]
 
 
 def test_a_failure_of_the_engine_is_told() -> None:

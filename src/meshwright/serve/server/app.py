@@ -102,8 +102,7 @@ def _model_card(service: Service) -> dict[str, object]:
 async def _health(http: HttpRequest, service: Service) -> Response:
     if service.draining:
         raise unavailable("the server is shutting down")
-    if not service.engine.is_ready:
-        raise unavailable("the model is not ready yet")
+    service.check_ready()
     return json_response({"status": "ok"})
 
 

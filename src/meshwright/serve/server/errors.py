@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 from meshwright.errors import MeshwrightError
-from meshwright.serve.request import OverloadedError
+from meshwright.serve.request import EngineStoppedError, OverloadedError
 
 
 class ApiError(Exception):
@@ -60,6 +60,8 @@ def of_mistake(reason: MeshwrightError) -> ApiError:
     """What a client did wrong, in the engine's words; or that it may try again."""
     if isinstance(reason, OverloadedError):
         return ApiError(429, str(reason), headers={"Retry-After": "1"})
+    if isinstance(reason, EngineStoppedError):
+        return unavailable(str(reason))
     return bad_request(str(reason))
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import signal
 import socket
@@ -16,12 +17,14 @@ import uvicorn
 
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import signal_calls
+from meshwright.serve.request import EngineStoppedError
 from meshwright.serve.server.app import application
 from meshwright.serve.server.service import Service
 
 _LOG = logging.getLogger("meshwright.serve")
 _BACKLOG = 2048
 _START_SECONDS = 30.0
+_FAILED_SECONDS = 5.0  # in which clients and /health get the reason, after the engine has failed
 _LAST_WORDS_SECONDS = 2  # for errors to reach clients, after the time for finishing is over
 
 
@@ -89,10 +92,12 @@ class HttpServer:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(drain)
 
-    def wait(self) -> None:
-        """Until the server has ended."""
-        while self._thread.is_alive():
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Until the server has ended, but not longer than this; whether it is running."""
+        end = time.monotonic() + seconds
+        while self._thread.is_alive() and time.monotonic() < end:
             self._thread.join(0.2)  # so that signal handlers of this thread run
+        return self._thread.is_alive()
 
     def _run(self) -> None:
         async def main() -> None:
@@ -129,8 +134,15 @@ def run_until_stopped(server: HttpServer) -> None:
         server.stop(now=asked)
         return True
 
+    engine = server.service.engine
     with signal_calls(signal.SIGTERM, stop), signal_calls(signal.SIGINT, stop):
-        server.wait()
+        while server.wait(0.2):
+            if engine.failure is not None:
+                server.wait(_FAILED_SECONDS)
+                server.stop(now=True)
+                server.wait()
+    if engine.failure is not None:
+        raise EngineStoppedError(engine.failure)
 
 
 def _url(host: str, port: int) -> str:

@@ -66,6 +66,13 @@ class Service:
                 code="model_not_found",
             )
 
+    def check_ready(self) -> None:
+        """Refuse a request that the engine cannot take now, or never again."""
+        if self.engine.failure is not None:
+            raise unavailable(self.engine.failure)
+        if not self.engine.is_ready:
+            raise unavailable("the model is not ready yet; /health says when it is")
+
     def check_number(self, sequences: int) -> None:
         """Refuse a request that is too large for the server, before any work is done for it."""
         limit = self.config.limits.requests
@@ -81,8 +88,7 @@ class Service:
         limit = self.config.limits.requests
         if self.draining:
             raise unavailable("the server is shutting down; send the request again later")
-        if not self.engine.is_ready:
-            raise unavailable("the model is not ready yet; /health says when it is")
+        self.check_ready()
         if self.in_flight + sequences > limit:
             raise ApiError(
                 429,
@@ -205,6 +211,7 @@ class Service:
                     self.metrics.between_tokens.observe((now - last) / len(delta.tokens))
                 last = now if delta.tokens else last
                 if delta.finish_reason == "error":
+                    self.check_ready()
                     raise ApiError(500, delta.error or "the engine failed on this request")
                 if delta.finish_reason == "cancelled":
                     raise unavailable("the engine cancelled the request; send it again later")
