@@ -89,7 +89,7 @@ class Server:
         assert out is not None
         while "is served at" not in (line := out.readline()):
             if not line:
-                pytest.fail("\n".join(self.ends()))
+                pytest.fail(self.processes[0].communicate(timeout=60)[1])
 
     def ends(self) -> list[str]:
         """What each process has said on standard error, when all have ended."""
