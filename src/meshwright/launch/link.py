@@ -40,6 +40,7 @@ GRACE_S = 3.0  # for the news of a lost process, after an error that it may have
 _KEY = "meshwright/link"
 _HEAD = struct.Struct("<BI")
 HELLO, BEAT, DATA, STOP, END, FAILED = range(6)
+_STOPPED = "another process was stopped by a signal before the work began"
 RESTART = "see its log, and start every process again"
 
 
@@ -146,9 +147,10 @@ class Link:
         return self.failure
 
     def fail(self, text: str) -> None:
-        """Tell the other processes that this one ends, and why."""
+        """Tell the other processes that this one ends, and why, if they do not know."""
         self.closing = True
-        self._tell(f"process {self.process_id} ({self.host}) failed: {text}")
+        if self.failure is None:
+            self._tell(f"process {self.process_id} ({self.host}) failed: {text}")
 
     def close(self) -> None:
         raise NotImplementedError
@@ -204,14 +206,14 @@ class Link:
 class Leader(Link):
     """The link of process 0.
 
-    Until somebody sets `on_lost`, the news of a lost process ends this one.
+    Until somebody sets `on_lost` and `on_stop`, a lost process or a request to stop ends this one.
     """
 
     def __init__(self, processes: int, store: Store, patience_s: float = PATIENCE_S) -> None:
         super().__init__(0)
         self.on_message: Callable[[int, bytes], None] = lambda process, data: None
         self.on_lost: Callable[[str], None] = end_process
-        self.on_stop: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[], None] = lambda: self.end(MeshwrightError(_STOPPED))
         self._connections: dict[int, Connection] = {}
         self._accept(processes, store, patience_s)
 
@@ -348,10 +350,13 @@ def open_link(joined: Joined, store: Store | None) -> Iterator[Leader | Follower
     if store is None:
         yield None
         return
-    if joined.process_id:
-        link: Leader | Follower = Follower(joined.process_id, store)
-    else:
-        link = Leader(joined.processes, store)
+    try:
+        if joined.process_id:
+            link: Leader | Follower = Follower(joined.process_id, store)
+        else:
+            link = Leader(joined.processes, store)
+    except MeshwrightError as reason:  # jax's shutdown would wait for processes that are missing
+        end_process(str(reason))
     with link, before_end(lambda: link.fail("it was stopped by a signal")):
         yield link
 
