@@ -99,9 +99,13 @@ def test_what_an_engine_does_not_take_by_default_comes_last() -> None:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-8b", "qwen2.5-7b"])
+@pytest.mark.parametrize(
+    "model", ["llama-3.2-1b", "llama-3.1-8b", "qwen2.5-7b", "t5-base", "flan-t5-xl"]
+)
 def test_weights_take_what_the_engines_arrays_take(model: str, weights: str | None) -> None:
-    config = dataclasses.replace(preset(model), layers=2)
+    config = preset(model)
+    stacks = ("layers", "encoder_layers", "decoder_layers")
+    config = dataclasses.replace(config, **{name: 2 for name in stacks if hasattr(config, name)})
     serving = generation_of(config).serving
     assert serving is not None
     mesh = build_mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1])

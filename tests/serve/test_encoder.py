@@ -155,7 +155,7 @@ def test_pages_hold_the_longest_prompt_and_output(random_model: RandomModel) -> 
     model = random_model(T5, generation_mesh())
     with pytest.raises(MeshwrightError, match="give at least 17 pages"):
         Engine(model, dataclasses.replace(SMALL, pages=16))
-    with pytest.raises(MeshwrightError, match="the longest at least 64"):
+    with pytest.raises(MeshwrightError, match="the longest must be at least max_length=64"):
         Engine(model, dataclasses.replace(SMALL, prompt_shapes=((2, 16),)))
 
 

@@ -7,11 +7,20 @@ from meshwright.serve.pages import PagePool
 from meshwright.serve.scheduler import Scheduler, Sequence, Step
 from meshwright.serve.settings import EngineConfig
 
+PROMPT_SHAPES = ((3, 4), (1, 18))
 
-def scheduler(pages: int = 64, **settings: object) -> Scheduler:
+
+def scheduler(
+    pages: int = 64, prompt_shapes: tuple[tuple[int, int], ...] = (), **settings: object
+) -> Scheduler:
     defaults: dict[str, object] = {"max_batch": 4, "page_size": 4, "chunk": 8}
     config = EngineConfig(**(defaults | {"chunk_shapes": ((1, 8), (2, 4))} | settings))  # type: ignore[arg-type]
-    return Scheduler(config, PagePool(pages, config.page_size))
+    return Scheduler(config, PagePool(pages, config.page_size), prompt_shapes)
+
+
+def encoded(length: int, new: int = 3, name: str = "a") -> Sequence:
+    """A sequence of an encoder-decoder model."""
+    return Sequence(name, [0], 1, new, encoder_tokens=tuple(range(length)))
 
 
 def sequence(length: int, new: int = 3, name: str = "a", **more: bool) -> Sequence:
@@ -124,16 +133,66 @@ def test_a_sequence_with_tokens_in_flight_waits_until_they_are_known() -> None:
     assert following.chunks[0].count == 3
 
 
+def test_prompts_of_about_a_length_are_encoded_together_before_they_decode() -> None:
+    runs = scheduler(prompt_shapes=PROMPT_SHAPES)
+    first, long, other = encoded(3), encoded(9, name="b"), encoded(4, name="c")
+    for each in (first, long, other):
+        runs.add(each)
+    step = runs.next_step()
+    assert step is not None
+    assert step.prompt_shape == (3, 4)
+    assert [(chunk.sequence, chunk.count) for chunk in step.prompts] == [(first, 3), (other, 4)]
+    assert step.decode == (first, other)
+    assert not step.chunks
+    step = runs.next_step()
+    assert step is not None
+    assert (step.prompt_shape, step.decode) == ((1, 18), (first, long, other))
+    assert [len(each.encoder_pages) for each in runs.running] == [1, 3, 1]
+
+
+def test_what_was_preempted_is_encoded_again() -> None:
+    runs = scheduler(prompt_shapes=PROMPT_SHAPES)
+    one = encoded(6)
+    runs.add(one)
+    for _ in range(2):
+        read(runs.next_step())
+    runs._preempt(one)
+    assert runs.pool.used == 0
+    step = runs.next_step()
+    assert step is not None
+    assert [chunk.count for chunk in step.prompts] == [6]
+    assert [(chunk.start, chunk.count) for chunk in step.chunks] == [(0, 3)]
+
+
+def test_a_long_prompt_is_taken_whole_but_for_its_last_token() -> None:
+    runs = scheduler(prompt_shapes=((1, 16),))
+    long, second, short = sequence(15), sequence(30, name="b"), sequence(9, name="c")
+    for each in (long, second, short):
+        runs.add(each)
+    step = runs.next_step()
+    assert step is not None
+    assert [(chunk.sequence, chunk.count) for chunk in step.prompts] == [(long, 14)]
+    assert step.decode == (long,)
+    assert [chunk.sequence for chunk in step.chunks] == [short]  # in one chunk
+    step = runs.next_step()
+    assert step is not None
+    assert [(chunk.sequence, chunk.count) for chunk in step.prompts] == [(second, 16)]
+    assert next((chunk.sequence, chunk.start) for chunk in step.chunks) == (second, 16)
+
+
 @given(
+    st.sampled_from(["chunks", "whole prompts", "encoder"]),
     st.lists(st.tuples(st.integers(1, 18), st.integers(1, 8)), min_size=1, max_size=8),
     st.integers(8, 20),
     st.lists(st.integers(0, 3), max_size=60),
 )
 def test_every_sequence_ends_and_no_page_is_lost(
-    wanted: list[tuple[int, int]], pages: int, delays: list[int]
+    kind: str, wanted: list[tuple[int, int]], pages: int, delays: list[int]
 ) -> None:
-    runs = scheduler(pages=pages, max_batch=3)
-    sequences = [sequence(length, new, str(i)) for i, (length, new) in enumerate(wanted)]
+    runs = scheduler(pages + 2, () if kind == "chunks" else PROMPT_SHAPES, max_batch=3)
+    make = encoded if kind == "encoder" else sequence
+    sequences = [make(length, new, str(i)) for i, (length, new) in enumerate(wanted)]
+    lengths = [each.prompt_length for each in sequences]
     for each in sequences:
         runs.add(each)
     flights: list[Step] = []
@@ -146,6 +205,12 @@ def test_every_sequence_ends_and_no_page_is_lost(
             assert len(set(slots)) == len(slots)
             for each in runs.running:
                 assert len(each.pages) * 4 >= each.computed
+                assert len(each.encoder_pages) * 4 >= len(each.encoder_tokens)
+            if kind == "encoder":
+                assert all(each.encoded for each in step.decode)
+                assert all(chunk.sequence.encoded for chunk in (*step.chunks, *step.prompts))
+                held = [page for s in runs.running for page in (*s.pages, *s.encoder_pages)]
+                assert len(set(held)) == len(held)
         if flights and (step is None or len(flights) > 1):
             read(flights.pop(0))
         for each in sequences:
@@ -154,7 +219,9 @@ def test_every_sequence_ends_and_no_page_is_lost(
         if all(each.ended for each in sequences):
             break
     assert all(each.ended for each in sequences)
-    assert [len(s.tokens) for s in sequences] == [length + new for length, new in wanted]
+    assert [len(s.tokens) for s in sequences] == [
+        length + new for length, (_, new) in zip(lengths, wanted, strict=True)
+    ]
     assert runs.pool.used == 0
     assert not runs.running
     assert not runs.waiting

@@ -7,6 +7,7 @@ compile nothing. Everything a step needs from the host is one array of integers 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -326,8 +327,10 @@ class Programs(Steps):
         page = numbers * self.config.page_size * self.cache_dtype.itemsize
         left = memory["bytes_limit"] * self.config.memory_fraction - memory["bytes_in_use"]
         # logits in float32, and activations of a step
-        whole = (shape.prompts * shape.length for shape in self.prompt_shapes)
-        tokens = self.config.max_batch + max(self.config.chunk, *whole, 0)
+        whole = max((shape.prompts * shape.length for shape in self.prompt_shapes), default=0)
+        if not has_encoder(config):  # devices share them
+            whole //= math.prod(self.mesh.shape.get(axis, 1) for axis in ("fsdp", "sp"))
+        tokens = self.config.max_batch + max(self.config.chunk, whole)
         left -= 3 * 4 * (self.config.max_batch + self.chunk_places) * config.vocab
         left -= 16 * tokens * (config.embed + config.mlp)
         return min(most, max(int(left // page), 0))

@@ -75,9 +75,11 @@ def prompt_shapes(
     longest = round_up(max_length, parts)
     if config.prompt_shapes:
         shapes = sorted(config.prompt_shapes, key=lambda shape: shape[1])
-        wrong = [length for _, length in shapes if length % parts]
-        if wrong or (encoder and shapes[-1][1] < max_length):
-            need = f"all lengths must be multiples of {parts}, and the longest at least {longest}"
+        if any(length % parts for _, length in shapes):
+            need = f"lengths must be multiples of {parts}, which the mesh splits them into"
+            raise MeshwrightError(f"prompt_shapes={config.prompt_shapes}: {need}")
+        if encoder and shapes[-1][1] < max_length:
+            need = f"the longest must be at least max_length={max_length}: prompts are not cut"
             raise MeshwrightError(f"prompt_shapes={config.prompt_shapes}: {need}")
         return tuple(PromptShape(*shape) for shape in shapes)
     length = round_up(_SHORTEST if encoder else 2 * longest_chunk(config), parts)
