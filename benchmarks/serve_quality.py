@@ -60,7 +60,9 @@ def main() -> None:
     lines += [f"| {kind} | {loss:.4f} | {loss / exact - 1:+.2%} |" for kind, loss in found.items()]
     print("\n".join(lines))
     if args.write:
-        write_section("Quality of 8-bit weights and caches", f"the model of `make demo`, {here()}", lines)
+        write_section(
+            "Quality of 8-bit weights and caches", f"the model of `make demo`, {here()}", lines
+        )
 
 
 if __name__ == "__main__":

@@ -463,7 +463,7 @@ def _triton_refuses(call: PagedCall) -> str | None:
         return f"head_dim {call.head_dim} is not 16, 32, 64 or 128"
     if call.page_size not in (16, 32, 64, 128):
         return f"pages have {call.page_size} tokens, not 16, 32, 64 or 128"
-    return fused.refuses(call.platform, call.dtype, call.head_dim)
+    return fused.refuses(call.platform, call.dtype, call.head_dim) or paged_triton.unavailable()
 
 
 def _ragged_refuses(call: PagedCall) -> str | None:

@@ -13,13 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 QUERIES = 16  # fewest that a tensor core's matmul takes
 _PROGRAMS = 528  # four on each of an H100's multiprocessors
 _FEWEST_PAGES = 4  # of a program
 _LOWEST = 1e30  # less than any score
+
+
+def unavailable() -> str | None:
+    """Why this kernel cannot be used, None if it can."""
+    try:
+        from jax.experimental.pallas import triton  # noqa: F401
+    except ImportError:
+        return f"jax {jax.__version__} has no Triton backend of Pallas"
+    return None
 
 
 def paged_decode(
@@ -36,6 +43,9 @@ def paged_decode(
     `tables` [batch, width] are the pages of each sequence with keys; values are as many pages after
     them. `lengths` [batch] are its tokens, at least 1. With a window, the last tokens only.
     """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
     batch, heads, head_dim = q.shape
     pages, size, kv_heads, _ = pool.shape
     width, group = tables.shape[1], heads // kv_heads
@@ -94,6 +104,9 @@ def _kernel(
     out_ref: Any,
     lse_ref: Any,
 ) -> None:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
     queries, head_dim = q_ref.shape
     half, size, each = pool_ref.shape[0] // 2, pool_ref.shape[1], table_ref.shape[0]
     first, length = pl.program_id(2) * each * size, length_ref[()]
