@@ -15,10 +15,13 @@ except ImportError:
     ) from None
 
 from meshwright.torch.explanation import TorchExplanation, explain
+from meshwright.torch.load import initialize, load_hf
 from meshwright.torch.loss import cross_entropy
 from meshwright.torch.mesh import data_shard, mesh
 from meshwright.torch.parallelize import parallelize
+from meshwright.torch.save import save_hf
 
 __all__ = [
-    "TorchExplanation", "cross_entropy", "data_shard", "explain", "mesh", "parallelize",
+    "TorchExplanation", "cross_entropy", "data_shard", "explain", "initialize", "load_hf", "mesh",
+    "parallelize", "save_hf",
 ]  # fmt: skip
