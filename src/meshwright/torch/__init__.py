@@ -14,6 +14,7 @@ except ImportError:
         "meshwright.torch needs PyTorch 2.13 or newer: pip install 'meshwright[torch]'"
     ) from None
 
+from meshwright.torch.audit import assert_collectives, audit, expected_of_model
 from meshwright.torch.explanation import TorchExplanation, explain
 from meshwright.torch.load import initialize, load_hf
 from meshwright.torch.loss import cross_entropy
@@ -22,6 +23,7 @@ from meshwright.torch.parallelize import parallelize
 from meshwright.torch.save import save_hf
 
 __all__ = [
-    "TorchExplanation", "cross_entropy", "data_shard", "explain", "initialize", "load_hf", "mesh",
-    "parallelize", "save_hf",
+    "TorchExplanation", "assert_collectives", "audit", "cross_entropy",
+    "data_shard", "expected_of_model", "explain", "initialize", "load_hf", "mesh", "parallelize",
+    "save_hf",
 ]  # fmt: skip
