@@ -15,6 +15,7 @@ except ImportError:
     ) from None
 
 from meshwright.torch.audit import assert_collectives, audit, expected_of_model
+from meshwright.torch.checkpoint import Checkpoints
 from meshwright.torch.explanation import TorchExplanation, explain
 from meshwright.torch.load import initialize, load_hf
 from meshwright.torch.loss import cross_entropy
@@ -23,7 +24,7 @@ from meshwright.torch.parallelize import parallelize
 from meshwright.torch.save import save_hf
 
 __all__ = [
-    "TorchExplanation", "assert_collectives", "audit", "cross_entropy",
+    "Checkpoints", "TorchExplanation", "assert_collectives", "audit", "cross_entropy",
     "data_shard", "expected_of_model", "explain", "initialize", "load_hf", "mesh", "parallelize",
     "save_hf",
 ]  # fmt: skip
