@@ -31,10 +31,18 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
 
 
+def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """The model's own loss, which it computes in float32; of a model in float64, in float64."""
+    if next(model.parameters()).dtype != torch.float64:
+        return model(input_ids=batch, labels=batch).loss
+    logits = model(input_ids=batch).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
 def train(model: Any, optimizer: Any, data: list[torch.Tensor]) -> list[float]:
     losses = []
     for batch in data:
-        loss = model(input_ids=batch, labels=batch).loss
+        loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -111,26 +111,26 @@ class Checkpoints:
         sums[f"random/{rank}"] = sums_of_bits(_bits(random), (0,), random.shape)
         with _together(f"saving step {step}") as problems:
             problems.catch(lambda: _write(saving / file, values))
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (arrays, pieces, sums))
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, (arrays, pieces, sums))
         with _together(f"saving step {step}") as problems:
             if rank == 0:
-                problems.catch(lambda: self._finish(step, content, gathered))
+                problems.catch(lambda: self._finish(step, content, reports))
 
     def _begin(self, step: int) -> None:
         if step in self.steps():
             raise MeshwrightError(f"step {step} is already saved in {self.folder}; delete it first")
         folders.begin(self.folder, step)
 
-    def _finish(self, step: int, content: dict[str, Any], gathered: list[Any]) -> None:
+    def _finish(self, step: int, content: dict[str, Any], reports: list[Any]) -> None:
         saving = folders.saving_folder(self.folder, step)
         pieces: dict[str, list[Piece]] = {}
         arrays: dict[str, SavedArray] = {}
-        for own, parts, _ in gathered:
+        for own, parts, _ in reports:
             arrays |= own
             for name, piece in parts.items():
                 pieces.setdefault(name, []).append(piece)
-        printed = _fingerprints([sums for _, _, sums in gathered])
+        printed = _fingerprints([sums for _, _, sums in reports])
         arrays = {
             name: SavedArray(one.shape, one.dtype, printed[name]) for name, one in arrays.items()
         }
@@ -353,11 +353,11 @@ def _has_optimizer(named: list[tuple[str, str, torch.Tensor]]) -> bool:
 
 
 def _verify(place: Path, record: Record, sums: dict[str, tuple[int, int]]) -> None:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, sums)
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, sums)
     wrong = [
         name
-        for name, text in _fingerprints(gathered).items()
+        for name, text in _fingerprints(reports).items()
         if text != record.arrays[name].fingerprint
     ]
     if wrong:

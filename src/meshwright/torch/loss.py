@@ -15,12 +15,12 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: Any) -> torch.Tensor:
-        rows = logits.shape[-1]
-        first = rows * dist.get_rank(group)
+        entries = logits.shape[-1]
+        first = entries * dist.get_rank(group)
         largest = logits.amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         exponentials = (logits - largest[:, None]).exp()
-        own = (target >= first) & (target < first + rows)
+        own = (target >= first) & (target < first + entries)
         index = torch.where(own, target - first, 0)
         picked = logits.gather(1, index[:, None])[:, 0] * own
         # one sum for both: of the exponentials, and of the logit that one rank has

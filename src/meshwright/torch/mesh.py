@@ -22,8 +22,8 @@ _ROLES = "_meshwright_roles"  # on a DeviceMesh, which has names and sizes only
 def mesh(text: str | MeshSpec, device: str | None = None) -> DeviceMesh:
     """A DeviceMesh over all ranks; joins them first if torch.distributed has not.
 
-    `device` is "cuda" where there is one, else "cpu". Ranks are laid out row by row, so the last
-    axis has the nearest neighbours, as on every mesh here.
+    `device` is "cuda" where there is one, else "cpu". The last axis has the nearest
+    neighbours, ranks one apart, as on every mesh here.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     spec = MeshSpec.parse(text)

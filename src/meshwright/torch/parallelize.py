@@ -74,10 +74,10 @@ def parallelize(
         sequence_parallel: split activations between blocks along the sequence, over tp.
         loss_parallel: keep logits split over the vocabulary; `model(…, labels=…)` then computes the
             loss from the parts.
-        mixed_precision: the dtype of compute and of gathered weights, "bf16"; weights, optimizer
-            and gradient sums stay in float32.
-        reshard_after_forward: free gathered weights after the forward pass (default: all but the
-            root's).
+        mixed_precision: the dtype of compute and of all-gathered weights, "bf16"; weights,
+            optimizer and gradient sums stay in float32.
+        reshard_after_forward: free all-gathered weights after the forward pass (default: all but
+            the root's).
         activation_checkpointing: recompute each block in the backward pass.
         compile: torch.compile each block.
 

@@ -23,7 +23,7 @@ def save_hf(
 ) -> Path:
     """Write config.json and the weights into a new folder; all ranks call this, rank 0 writes.
 
-    One tensor at a time is gathered, and a file of them at most is in memory. Tied weights are
+    One tensor at a time is all-gathered, and a file of them at most is in memory. Tied weights are
     written once. `dtype`: of the weights in the files; by default their own.
     """
     parallelized(model)

@@ -3,7 +3,7 @@
 PyTorch's own styles do the work for Linear layers (ColwiseParallel, RowwiseParallel). Three styles
 here do what it lacks: an embedding of any class split over the vocabulary; parameters that are
 whole on every rank, with their gradients summed where the activations are split; and the input of
-an attention or mlp block, gathered once for all its column-parallel layers.
+an attention or mlp block, all-gathered once for all its column-parallel layers.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ def styles(
     between: Any = Shard(_SEQUENCE) if sequence_parallel else Replicate()
     blocks = blocks_of(model)
     split_norms = _norms_between(model, kinds, inside, blocks) if sequence_parallel else set()
-    # blocks whose heads are split between the ranks, so that norms of heads see a part of them
+    # blocks that are split between the ranks, so that norms and activations see a part
     split_inside = {
         parent
         for parent in inside
         for path, kind in kinds.items()
         if path.rpartition(".")[0] == parent
         and kind == "colwise"
-        and not _gathers(placements.word(path) or "", True)
+        and not _needs_all_gather(placements.word(path) or "", True)
     }
     found: dict[str, ParallelStyle] = {}
     for path, kind in kinds.items():
@@ -57,7 +57,7 @@ def styles(
                 input_layouts=between, output_layouts=output, use_local_output=not loss_parallel
             )
         elif kind == "colwise":
-            output = Replicate() if _gathers(word, paired) else Shard(-1)
+            output = Replicate() if _needs_all_gather(word, paired) else Shard(-1)
             found[path] = ColwiseParallel(output_layouts=output)
         elif kind == "rowwise":
             splits = word in ("rowwise_split_input", "rowwise_rep") or (not word and not paired)
@@ -71,7 +71,7 @@ def styles(
             found[path] = ColwiseParallel(output_layouts=Replicate())
         else:
             of_heads = word == "replicated_with_grad_allreduce" or (
-                parent in split_inside and _is_norm(model.get_submodule(path))
+                parent in split_inside and _is_elementwise(model.get_submodule(path))
             )
             found[path] = Whole(partial_gradient=of_heads or path in split_norms)
     for path in inside:
@@ -88,13 +88,18 @@ def styles(
     return found
 
 
-def _gathers(word: str, paired: bool) -> bool:
-    """Whether a column-parallel layer gathers its output: by the plan, or as no layer takes it."""
+def _needs_all_gather(word: str, paired: bool) -> bool:
+    """Whether a column-parallel layer all-gathers its output: by the plan, or if alone."""
     return word in ("colwise_gather_output", "colwise_rep") or (not word and not paired)
 
 
 def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
+
+
+def _is_elementwise(module: nn.Module) -> bool:
+    """A norm, or an activation with parameters: it takes what a layer before it gives."""
+    return all(param is None or param.ndim < 2 for param in module._parameters.values())
 
 
 def _kinds(model: nn.Module, placements: Placements) -> dict[str, str]:
@@ -145,7 +150,8 @@ def _takes_dtensor(model: nn.Module, block: str, kinds: Mapping[str, str]) -> bo
     """Whether only column-parallel layers read the input of a block."""
     below = {path: kind for path, kind in kinds.items() if path.startswith(f"{block}.")}
     return all(
-        kind in ("colwise", "rowwise") or (kind == "whole" and _is_norm(model.get_submodule(path)))
+        kind in ("colwise", "rowwise")
+        or (kind == "whole" and _is_elementwise(model.get_submodule(path)))
         for path, kind in below.items()
     )
 
@@ -225,15 +231,15 @@ class VocabParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_parameters(module, device_mesh, dict.fromkeys(module._parameters, Shard(0)))
-        rows = module.weight.to_local().shape[0]
-        first = rows * device_mesh.get_local_rank()
+        entries = module.weight.to_local().shape[0]
+        first = entries * device_mesh.get_local_rank()
         lookup = module.forward
         padding = getattr(module, "padding_idx", None)
-        if padding is not None:  # an index of this rank's rows
-            module.padding_idx = padding - first if first <= padding < first + rows else None
+        if padding is not None:  # an index of this rank's entries
+            module.padding_idx = padding - first if first <= padding < first + entries else None
 
         def forward(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            own = (tokens >= first) & (tokens < first + rows)
+            own = (tokens >= first) & (tokens < first + entries)
             with _local_parameters(module, Shard(0)):
                 found = lookup(torch.where(own, tokens - first, 0), *args, **kwargs)
             found = found * own.unsqueeze(-1).to(found.dtype)
