@@ -14,7 +14,7 @@ import meshwright as mw
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", help="folder of a Hugging Face model; by default a tiny one")
 parser.add_argument("--mesh", default="dp=-1,tp=3")
-parser.add_argument("--run", default="runs/torch-2d")
+parser.add_argument("--out", default="runs/torch-2d")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--dtype", help="of compute, such as bf16")
 args = parser.parse_args()
@@ -34,7 +34,7 @@ mw.torch.parallelize(
     model, mesh, sequence_parallel=True, loss_parallel=True, mixed_precision=args.dtype
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-checkpoints = mw.torch.Checkpoints(args.run)
+checkpoints = mw.torch.Checkpoints(args.out)
 begin = checkpoints.latest() or 0
 if begin:
     checkpoints.restore(begin, model, optimizer)

@@ -28,9 +28,9 @@ def run(processes: int, *arguments: str) -> dict[int, float]:
 
 
 def test_the_example_resumes_on_another_mesh(tmp_path: Path) -> None:
-    began = run(6, "--mesh", "dp=2,tp=3", "--steps", "3", "--run", str(tmp_path / "run"))
-    resumed = run(4, "--mesh", "dp=2,tp=2", "--steps", "5", "--run", str(tmp_path / "run"))
-    straight = run(6, "--mesh", "dp=3,tp=2", "--steps", "5", "--run", str(tmp_path / "other"))
+    began = run(6, "--mesh", "dp=2,tp=3", "--steps", "3", "--out", str(tmp_path / "run"))
+    resumed = run(4, "--mesh", "dp=2,tp=2", "--steps", "5", "--out", str(tmp_path / "run"))
+    straight = run(6, "--mesh", "dp=3,tp=2", "--steps", "5", "--out", str(tmp_path / "other"))
     assert list(began | resumed) == [1, 2, 3, 4, 5]
     assert list(resumed) == [4, 5]
     for step, loss in (began | resumed).items():
