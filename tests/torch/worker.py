@@ -168,6 +168,8 @@ def resumed() -> dict[str, Any]:
     optimizer = optimizer_of(model)
     train(model, optimizer, shard_of_data(mesh, data[:3]))
     checkpoints = mt.Checkpoints(folder / "checkpoints", keep_last=1)
+    checkpoints.save(1, model, optimizer)
+    checkpoints.confirm(1)
     checkpoints.save(2, model, optimizer)
     checkpoints.save(3, model, optimizer, {"data": {"position": 18}})
     wanted = mean(train(model, optimizer, shard_of_data(mesh, data[3:])))

@@ -69,6 +69,19 @@ class Checkpoints:
         """The `meta` that was saved."""
         return dict(read_record(self._complete(step)).meta["user"])
 
+    def confirm(self, step: int) -> None:
+        """Mark a checkpoint as healthy: a step from it had a finite loss and gradient.
+
+        The newest healthy checkpoint is never deleted.
+        """
+        with _together(f"confirming step {step}") as problems:
+            if dist.get_rank() == 0:
+                problems.catch(lambda: folders.mark_healthy(self.folder, step))
+
+    def healthy(self) -> list[int]:
+        """The steps of all checkpoints that are known to be healthy, in order."""
+        return folders.healthy_steps(self.folder)
+
     def save(
         self,
         step: int,
@@ -104,11 +117,11 @@ class Checkpoints:
                 values[name] = local
                 pieces[name] = Piece(file, name, _starts(slices), tuple(local.shape))
                 sums[name] = sums_of_bits(_bits(local), _starts(slices), tensor.shape)
-        random = torch.get_rng_state()
-        values[f"random/{rank}"] = random
-        arrays[f"random/{rank}"] = SavedArray(tuple(random.shape), "uint8", "")
-        pieces[f"random/{rank}"] = Piece(file, f"random/{rank}", (0,), tuple(random.shape))
-        sums[f"random/{rank}"] = sums_of_bits(_bits(random), (0,), random.shape)
+        for name, random in _random_states(own, rank).items():
+            values[name] = random
+            arrays[name] = SavedArray(tuple(random.shape), "uint8", "")
+            pieces[name] = Piece(file, name, (0,), tuple(random.shape))
+            sums[name] = sums_of_bits(_bits(random), (0,), random.shape)
         with _together(f"saving step {step}") as problems:
             problems.catch(lambda: _write(saving / file, values))
         reports: list[Any] = [None] * dist.get_world_size()
@@ -137,8 +150,9 @@ class Checkpoints:
         write_pieces(saving, pieces)
         write_record(saving, Record(step, arrays, content, list_files(saving)))
         folders.complete(self.folder, step)
-        steps = folders.steps_to_delete(self.steps(), self.keep_last, self.keep_every)
-        for old in steps:
+        for old in folders.steps_to_delete(
+            self.steps(), self.keep_last, self.keep_every, self.healthy()
+        ):
             folders.delete(self.folder, old)
 
     def restore(
@@ -175,11 +189,12 @@ class Checkpoints:
         _verify(place, record, sums)
         if optimizer is not None:
             _set_optimizer_state(model, optimizer, state, record.meta["optimizer"])
-        random = f"random/{dist.get_rank()}"
-        if len([name for name in pieces if name.startswith("random/")]) == dist.get_world_size():
-            saved = torch.empty(record.arrays[random].shape, dtype=torch.uint8)
-            reader.fill(random, saved, (slice(0, len(saved)),))
-            torch.set_rng_state(saved)
+        states = _random_states(own, dist.get_rank())
+        more = f"random/{dist.get_world_size()}/cpu" in pieces  # it was saved on more ranks
+        if all(name in pieces for name in states) and not more:
+            for name, random in states.items():
+                reader.fill(name, random, (slice(0, len(random)),))
+            _set_random_states(states)
         return dict(record.meta["user"])
 
     def _complete(self, step: int) -> Path:
@@ -322,6 +337,22 @@ def _set_optimizer_state(
         changed = {key: value for key, value in before.items() if key != "params" and key in group}
         group |= {key: tuple(v) if key == "betas" else v for key, v in changed.items()}
     set_optimizer_state_dict(model, optimizer, full)
+
+
+def _random_states(own: Parallelized, rank: int) -> dict[str, torch.Tensor]:
+    """The state of this rank's random generators."""
+    states = {f"random/{rank}/cpu": torch.get_rng_state()}
+    if own.device.type == "cuda":
+        states[f"random/{rank}/cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, torch.Tensor]) -> None:
+    for name, random in states.items():
+        if name.endswith("/cpu"):
+            torch.set_rng_state(random)
+        else:
+            torch.cuda.set_rng_state(random)
 
 
 def _writes(own: Parallelized, name: str) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from torch import nn
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.layouts import Explanation, PlacedArray
+from meshwright.layouts import Explanation, PlacedArray, replication_notes
 from meshwright.present import Column, Row, table_text
 from meshwright.torch.checks import check_model
 from meshwright.torch.placement import Placement, Placements, Slices, place, tied
@@ -74,7 +74,9 @@ def explain(model: nn.Module, mesh: Any, rules: Any = None) -> TorchExplanation:
         for name, placed in placements.by_name.items()
         if name not in copies
     ]
-    return TorchExplanation(tuple(rows), dict(placements.spec.shape), (), (), placements)
+    shape = dict(placements.spec.shape)
+    notes = tuple(replication_notes(rows, shape))
+    return TorchExplanation(tuple(rows), shape, (), notes, placements)
 
 
 def _row(placed: Placement, placements: Placements) -> PlacedArray:
