@@ -65,7 +65,7 @@ bench: $(INSTALLED)
 # nothing is installed
 lock: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --report lock.json \
-	  '.[dev,track,tpu,cuda]'
+	  '.[dev,torch,track,tpu,cuda]'
 	$(BIN)/python tools/write_constraints.py lock.json constraints.txt
 	rm lock.json
 

@@ -77,6 +77,7 @@ ORDER = [
     "proofs",
     "show",
     "testing",
+    "torch",
     "cli",
 ]
 
@@ -155,6 +156,7 @@ print(table)
 MANY_PARAMETERS = {
     "ops/attention/ring_steps.py:gradients_of_ring_step": "a kernel: what a ring step holds",
     "planner/planner.py:plan": "mw.plan: settings of a user, by keyword",
+    "torch/parallelize.py:parallelize": "mw.torch.parallelize: settings of a user, by keyword",
     "models/decoder/presets.py:_qwen": "a table of presets, one line each",
 }
 
@@ -179,7 +181,13 @@ def test_every_package_has_its_place() -> None:
 def test_what_src_does_not_import_is_not_a_dependency() -> None:
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["track"], *extras["parquet"], *extras["serve"]]
+    wanted = [
+        *project["dependencies"],
+        *extras["track"],
+        *extras["parquet"],
+        *extras["serve"],
+        *extras["torch"],
+    ]
     text = "\n".join(file.read_text() for file in SOURCE.rglob("*.py"))
     for requirement in wanted:
         package = re.split(r"[<>=\[]", requirement)[0]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from meshwright import testing
+    from meshwright import torch as torch
     from meshwright.audits import Audit, audit
     from meshwright.errors import MeshwrightError
     from meshwright.layouts import (
@@ -66,8 +67,8 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 def __getattr__(name: str) -> "Any":
     import importlib
 
-    if name == "testing":
-        return importlib.import_module("meshwright.testing")
+    if name in ("testing", "torch"):
+        return importlib.import_module(f"meshwright.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
@@ -76,4 +77,4 @@ def __getattr__(name: str) -> "Any":
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "torch"})

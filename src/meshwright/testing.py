@@ -18,13 +18,10 @@ from meshwright.audits import (
     Audit,
     audit,
     expected_of,
-    headline,
     jax_stage,
-    row_line,
-    rows_table,
+    objections,
 )
 from meshwright.errors import MeshwrightError
-from meshwright.present import count, table_text
 
 __all__ = ["assert_collectives"]
 
@@ -59,16 +56,9 @@ def assert_collectives(
     found = audit(program, mesh, expected=said, bookkeeping=bookkeeping)
     if found.mesh:
         expected_of(expected, found.mesh)  # an axis that is not there is a mistake
-    if not found.surprises and (allow_missing or not found.missing):
-        return found
-    lines = [headline(found)]
-    if found.surprises:
-        lines += [f"{count(len(found.surprises), 'surprise')}:"]
-        lines += [table_text(*rows_table(found.surprises))]
-        lines += [f"  {row_line(row)}" for row in found.surprises]
-    if not allow_missing:
-        lines += [f"expected, but missing: {one}" for one in found.missing]
-    raise AssertionError("\n".join(lines))
+    if wrong := objections(found, allow_missing):
+        raise AssertionError(wrong)
+    return found
 
 
 def _compiled(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:

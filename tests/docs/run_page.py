@@ -4,10 +4,12 @@
 print must be what the page shows, line by line (blank lines and trailing spaces aside; `...` skips).
 Without prompts they are plain code that must not fail.
 ```console blocks hold `$ command` lines, which must succeed and print what follows them, if
-anything does (`...` skips). Blocks after `<!-- not run: why -->` are left out.
+anything does (`...` skips). Blocks after `<!-- not run: why -->` are left out; those after
+`<!-- needs torch -->` are where that is not installed.
 """
 
 import doctest
+import importlib.util
 import os
 import re
 import subprocess
@@ -37,6 +39,9 @@ def run_page(page: Path) -> int:
         language, body = match[1], match[2]
         line = text[: match.start()].count("\n") + 2
         if re.search(r"<!-- not run: .+ -->\s*$", text[: match.start()]):
+            continue
+        needs = re.search(r"<!-- needs (\w+) -->\s*$", text[: match.start()])
+        if needs and importlib.util.find_spec(needs[1]) is None:
             continue
         if language == "python":
             run_python(body, namespace, page, line)

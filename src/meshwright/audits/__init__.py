@@ -1,30 +1,51 @@
 """Audit a compiled program: a table of its collectives, each planned or a surprise."""
 
-from meshwright.audits.audit import Audit, Sum, audit, jax_stage
+from typing import TYPE_CHECKING, Any
+
 from meshwright.audits.collective import OPERATIONS, Collective
-from meshwright.audits.expected import BOOKKEEPING, Expected, expected_of
+from meshwright.audits.expected import BOOKKEEPING, Expected, expected_of, judged
 from meshwright.audits.groups import axes_between, part_of_axes, replica_groups
 from meshwright.audits.loops import instructions, trip_count
 from meshwright.audits.memory import Buffer, Replicated
 from meshwright.audits.program import Instruction, Program, array_bytes, arrays_of, read_program
 from meshwright.audits.read import collectives
-from meshwright.audits.step import expected_of_step
-from meshwright.audits.terminal import print_table
+from meshwright.audits.result import Audit, Sum
 from meshwright.audits.text import (
     buffers_table,
     headline,
     marks,
     merged,
+    objections,
     replicated_table,
     row_line,
     rows_table,
     sums_table,
 )
 
+if TYPE_CHECKING:
+    from meshwright.audits.compiled import audit, jax_stage
+    from meshwright.audits.step import expected_of_step
+    from meshwright.audits.terminal import print_table
+
 __all__ = [
     "BOOKKEEPING", "OPERATIONS", "Audit", "Buffer", "Collective", "Expected", "Instruction",
     "Program", "Replicated", "Sum", "array_bytes", "arrays_of", "audit", "axes_between",
     "buffers_table", "collectives", "expected_of", "expected_of_step", "headline", "instructions",
-    "jax_stage", "marks", "merged", "part_of_axes", "print_table", "read_program",
-    "replica_groups", "replicated_table", "row_line", "rows_table", "sums_table", "trip_count",
+    "jax_stage", "judged", "marks", "merged", "objections", "part_of_axes", "print_table",
+    "read_program", "replica_groups", "replicated_table", "row_line", "rows_table", "sums_table",
+    "trip_count",
 ]  # fmt: skip
+
+_LAZY = {
+    "audit": "compiled", "jax_stage": "compiled", "expected_of_step": "step",
+    "print_table": "terminal",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """What needs jax or rich is imported when it is used."""
+    import importlib
+
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

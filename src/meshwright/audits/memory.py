@@ -5,9 +5,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-from jax.sharding import NamedSharding
-
 from meshwright.audits.loops import instructions
 from meshwright.audits.program import Program, array_bytes
 from meshwright.layouts import axes_of
@@ -79,6 +76,9 @@ def replicated(
     compiled: Any, shape: Mapping[str, int], at_least: int = MIB
 ) -> tuple[Replicated, ...]:
     """Replicated arguments and outputs of at least so many bytes per device."""
+    import jax
+    from jax.sharding import NamedSharding
+
     found: list[Replicated] = []
     for kind, arrays, shardings in _arguments_and_outputs(compiled):
         named = jax.tree_util.tree_leaves_with_path(arrays)

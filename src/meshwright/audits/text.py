@@ -19,7 +19,7 @@ from meshwright.present import (
 )
 
 if TYPE_CHECKING:
-    from meshwright.audits.audit import Audit
+    from meshwright.audits.result import Audit
 
 Table = tuple[list[Column], list[Row]]
 _RIGHT = ("sent", "times", "bytes", "count", "copies", "bytes a device")
@@ -135,6 +135,20 @@ def markdown(audit: Audit) -> str:
     parts += [f"- rewritten: {row_line(row)}" for row in audit.rewritten]
     parts += [f"- note: {note}" for note in audit.notes]
     return "\n\n".join(parts[:3]) + ("\n\n" + "\n".join(parts[3:]) if parts[3:] else "")
+
+
+def objections(audit: Audit, allow_missing: bool = False) -> str:
+    """What `assert_collectives` fails with: surprises and missing collectives; "" if none."""
+    if not audit.surprises and (allow_missing or not audit.missing):
+        return ""
+    lines = [headline(audit)]
+    if audit.surprises:
+        lines += [f"{count(len(audit.surprises), 'surprise')}:"]
+        lines += [table_text(*rows_table(audit.surprises))]
+        lines += [f"  {row_line(row)}" for row in audit.surprises]
+    if not allow_missing:
+        lines += [f"expected, but missing: {one}" for one in audit.missing]
+    return "\n".join(lines)
 
 
 def buffers_table(audit: Audit) -> Table:

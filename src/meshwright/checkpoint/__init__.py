@@ -1,9 +1,37 @@
 """Checkpoints of a run: asynchronous, atomic, verified on load, restored on any mesh."""
 
-from meshwright.checkpoint.agreement import Channel
-from meshwright.checkpoint.checkpoints import Checkpoints
+from typing import TYPE_CHECKING, Any
+
+from meshwright.checkpoint import folder as folders
 from meshwright.checkpoint.folder import misnamed, not_a_folder
+from meshwright.checkpoint.pieces import Piece, overlap, read_pieces, sums_of_bits, write_pieces
+from meshwright.checkpoint.record import (
+    Record,
+    SavedArray,
+    as_json,
+    check_files,
+    list_files,
+    read_record,
+    write_record,
+)
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.agreement import Channel
+    from meshwright.checkpoint.checkpoints import Checkpoints
 
 __all__ = [
-    "Channel", "Checkpoints", "misnamed", "not_a_folder",
+    "Channel", "Checkpoints", "Piece", "Record", "SavedArray", "as_json", "check_files", "folders",
+    "list_files", "misnamed", "not_a_folder", "overlap", "read_pieces", "read_record",
+    "sums_of_bits", "write_pieces", "write_record",
 ]  # fmt: skip
+
+_WITH_JAX = {"Channel": "agreement", "Checkpoints": "checkpoints"}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs jax is imported when it is used."""
+    import importlib
+
+    if name not in _WITH_JAX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WITH_JAX[name]}"), name)

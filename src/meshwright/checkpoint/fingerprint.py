@@ -28,6 +28,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from meshwright.checkpoint.pieces import runs
 from meshwright.errors import MeshwrightError
 
 _RANGE = 2**32
@@ -119,7 +120,7 @@ def _position_key(
     are grouped into runs small enough to index exactly, and the runs are hashed one after another.
     """
     key: jax.Array = jnp.full(part_shape, 0x6A09E667, jnp.uint32)
-    for run in _runs(shape):
+    for run in runs(shape):
         index = jnp.zeros(part_shape, jnp.uint32)
         for dim in run:
             stride = np.uint32(math.prod(shape[d] for d in run if d > dim) % _RANGE)
@@ -129,19 +130,6 @@ def _position_key(
             index = index + coordinate * stride
         key = _mix(key + index, _POSITION)
     return key
-
-
-def _runs(shape: Sequence[int]) -> list[list[int]]:
-    """Neighbouring dims in runs of at most 2**32 elements, the first dims first."""
-    runs: list[list[int]] = []
-    size = _RANGE + 1
-    for dim in reversed(range(len(shape))):
-        size *= max(shape[dim], 1)
-        if size > _RANGE:
-            runs.insert(0, [])
-            size = shape[dim]
-        runs[0].insert(0, dim)
-    return runs
 
 
 def _words(array: jax.Array) -> list[jax.Array]:

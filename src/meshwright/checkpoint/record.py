@@ -9,12 +9,11 @@ import hashlib
 import json
 import math
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from meshwright.checkpoint.folder import RECORD, flush
 from meshwright.errors import MeshwrightError
@@ -49,7 +48,7 @@ class Record:
 def write_record(folder: Path, record: Record) -> None:
     content = {
         "format": _FORMAT,
-        "jax": jax.__version__,
+        **_written_with(),
         "step": record.step,
         "meta": record.meta,
         "arrays": {name: dataclasses.asdict(array) for name, array in record.arrays.items()},
@@ -61,6 +60,12 @@ def write_record(folder: Path, record: Record) -> None:
     text = json.dumps({"checksum": _checksum(content), **content}, indent=1, allow_nan=False)
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")
     flush(folder / RECORD)
+
+
+def _written_with() -> dict[str, str]:
+    """The version of jax, or of torch, whichever runs."""
+    name = "jax" if "jax" in sys.modules else "torch"
+    return {name: str(getattr(sys.modules.get(name), "__version__", ""))}
 
 
 def read_record(folder: Path) -> Record:

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from meshwright.layouts.arrays import ArraySpec, is_abstract
-from meshwright.layouts.decide import layout_tree
-from meshwright.layouts.explanation import Explanation, explain
+from meshwright.layouts.decide import decide, layout_tree
+from meshwright.layouts.explanation import Explanation, PlacedArray, explain, replication_notes
 from meshwright.layouts.layout import Layout, axes_of
 from meshwright.layouts.logical_rules import Rules, standard_rules
 from meshwright.layouts.optimizer import optimizer_layouts
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "ArraySpec", "Constant", "Explanation", "Layout", "LayoutLike", "Normal", "PathRules", "Rules",
-    "axes_of", "create", "explain", "fit", "is_abstract", "layout_tree", "optimizer_layouts",
-    "path_text", "resized_like", "resolve", "shard", "sharding", "shardings", "standard_rules",
-    "stored", "tree_paths",
+    "ArraySpec", "Constant", "Explanation", "Layout", "LayoutLike", "Normal", "PathRules",
+    "PlacedArray", "Rules", "axes_of", "create", "decide", "explain", "fit", "is_abstract",
+    "layout_tree", "optimizer_layouts", "path_text", "replication_notes", "resized_like", "resolve",
+    "shard", "sharding", "shardings", "standard_rules", "stored", "tree_paths",
 ]  # fmt: skip
 
 

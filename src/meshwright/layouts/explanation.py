@@ -263,7 +263,7 @@ def _explanation(decided: TreeDecisions, mesh: MeshShape) -> Explanation:
         )
         if decision.mesh is mesh:
             shared.append(rows[-1])
-    notes = _replicated(shared, mesh.shape)
+    notes = replication_notes(shared, mesh.shape)
     return Explanation(tuple(rows), dict(mesh.shape), tuple(decided.problems), tuple(notes))
 
 
@@ -286,7 +286,7 @@ def _dtype(leaf: Any) -> tuple[str, int]:
     return str(dtype), dtype.itemsize
 
 
-def _replicated(rows: list[PlacedArray], mesh_shape: Mapping[str, int]) -> list[str]:
+def replication_notes(rows: Sequence[PlacedArray], mesh_shape: Mapping[str, int]) -> list[str]:
     """Large arrays that are replicated along axes that split others (or split nothing at all)."""
     nontrivial = {axis for axis, size in mesh_shape.items() if size > 1}
     used = nontrivial & {axis for row in rows for axis in row.layout.used_axes}

@@ -6,7 +6,7 @@ from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.models.divisibility import indivisible
 from meshwright.models.family import Generation, HuggingFace, ModelFamily, Serving
 from meshwright.models.generation import batch_multiple, decode, prefill
-from meshwright.models.huggingface import SOURCE, SPECIAL_TOKENS
+from meshwright.models.huggingface import SOURCE, SPECIAL_TOKENS, load_tensors
 from meshwright.models.loss import LmHead, LossConfig, lm_logits, next_token_loss
 from meshwright.models.padding import describe_padding, padded_vocab
 from meshwright.models.registry import (
@@ -25,6 +25,13 @@ from meshwright.models.registry import (
     save_hf,
     to_hf_config,
 )
+from meshwright.models.safetensors_read import DTYPES as TENSOR_DTYPES
+from meshwright.models.safetensors_read import (
+    MappedFiles,
+    StoredTensor,
+    read_folder,
+    read_header,
+)
 from meshwright.models.work import Attention, Block, Stack
 
 __all__ = [
@@ -32,6 +39,7 @@ __all__ = [
     "PRESETS",
     "SOURCE",
     "SPECIAL_TOKENS",
+    "TENSOR_DTYPES",
     "ActivationLayouts",
     "Attention",
     "Block",
@@ -41,9 +49,11 @@ __all__ = [
     "HuggingFace",
     "LmHead",
     "LossConfig",
+    "MappedFiles",
     "ModelFamily",
     "Serving",
     "Stack",
+    "StoredTensor",
     "abstract_arrays",
     "activation_layouts",
     "batch_multiple",
@@ -57,6 +67,7 @@ __all__ = [
     "indivisible",
     "lm_logits",
     "load_hf",
+    "load_tensors",
     "model_config",
     "model_from_dict",
     "model_to_dict",
@@ -65,6 +76,8 @@ __all__ = [
     "padded_vocab",
     "prefill",
     "preset",
+    "read_folder",
+    "read_header",
     "save_hf",
     "to_hf_config",
 ]

@@ -107,11 +107,11 @@ class MappedFiles:
     """Tensors as NumPy arrays over mapped files; nothing is read until a slice is copied."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         self._maps: dict[Path, mmap.mmap] = {}
 
     def array(self, name: str) -> np.ndarray:
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         if tensor.file not in self._maps:
             with tensor.file.open("rb") as stream:
                 self._maps[tensor.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

@@ -2,7 +2,6 @@
 
 from meshwright.ops.chunks import over_chunks
 from meshwright.ops.collectives import (
-    WRAPPER_FILES,
     all_gather,
     current_platform,
     drop_trivial_axes,
@@ -22,7 +21,7 @@ from meshwright.ops.relative_bias import relative_bias, relative_bias_at
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, rotate
 
 __all__ = [
-    "IGNORED", "QUANTIZED_DTYPES", "WRAPPER_FILES", "LinearScaling", "Llama3Scaling", "Quantized",
+    "IGNORED", "QUANTIZED_DTYPES", "LinearScaling", "Llama3Scaling", "Quantized",
     "Rope", "Scaling", "YarnScaling", "add_bias", "all_gather", "cross_entropy", "current_platform",
     "drop_trivial_axes", "einsum", "embed", "keeps_logit_gradients", "nontrivial_axes",
     "norm_alone", "norm_beside", "over_chunks", "partial_sums", "quantize", "reduce_to",

@@ -16,9 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.layouts import axes_of
 
-# functions here only call a collective for others: an audit shows the line that calls them
-WRAPPER_FILES = ("meshwright/ops/collectives.py", "meshwright/ops/attention/permute.py")
-
 
 def current_platform() -> str:
     """The platform of the current mesh, which may be of an absent machine; else of this machine."""

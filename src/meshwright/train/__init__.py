@@ -9,6 +9,7 @@ from meshwright.train.config import (
     settings_flags,
     with_settings,
 )
+from meshwright.train.exchange import load_pieces, save_pieces
 from meshwright.train.loop import AUTO, train
 from meshwright.train.setup import (
     check_sizes,
@@ -21,6 +22,6 @@ from meshwright.train.setup import (
 
 __all__ = [
     "AUTO", "AbstractStep", "TrainConfig", "abstract_step", "check_sizes", "choose_rules",
-    "config_from_dict", "config_from_file", "config_to_dict", "field_lengths", "model_of",
-    "settings_flags", "train", "training_mesh", "training_spec", "with_settings",
+    "config_from_dict", "config_from_file", "config_to_dict", "field_lengths",
+    "load_pieces", "model_of", "save_pieces", "settings_flags", "train", "training_mesh", "training_spec", "with_settings",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from meshwright.models.huggingface.fields import (
     short,
     whole,
 )
-from meshwright.models.huggingface.load import OnRead, has_tensor, load_folder
+from meshwright.models.huggingface.load import OnRead, has_tensor, load_folder, load_tensors
 from meshwright.models.huggingface.save import save_folder
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "has_tensor",
     "hf_arrays",
     "load_folder",
+    "load_tensors",
     "number",
     "read_hf_config",
     "remembered",

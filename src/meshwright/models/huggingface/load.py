@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -51,15 +51,35 @@ def load_folder(
     if not isinstance(folder, str | os.PathLike):
         raise MeshwrightError(f"{folder!r} is not the path of a folder")
     folder = Path(folder)
+    tensors = read_folder(folder)
+    return load_tensors(MappedFiles(tensors), folder, model, shardings, dtype, on_read)
+
+
+class TensorSource(Protocol):
+    """Tensors of a Hugging Face model by name, in files or in pieces of files."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+    def array(self, name: str) -> np.ndarray: ...
+    def release(self) -> None: ...
+
+
+def load_tensors(
+    files: TensorSource,
+    folder: Path,
+    model: HfModel,
+    shardings: Any = None,
+    dtype: Any = jnp.float32,
+    on_read: OnRead | None = None,
+) -> dict[str, Any]:
+    """The parameter tree of these tensors; `folder` is for messages. See `load_folder`."""
     specs = jax.tree.map(lambda spec: dataclasses.replace(spec, dtype=dtype), model.specs)
     paths, leaves = tree_paths(specs), jax.tree.leaves(specs)
     if not jnp.issubdtype(leaves[0].dtype, jnp.floating):
         raise MeshwrightError(f"weights cannot be read as {dtype!r}; give jnp.bfloat16 or the like")
     targets = _targets(specs, leaves, paths, shardings)
-    tensors = read_folder(folder)
-    check_tensors(tensors, model, folder)
-    files = MappedFiles(tensors)
-    _check_copies(files, tensors, model.copies)
+    check_tensors(files.tensors, model, folder)
+    _check_copies(files, files.tensors, model.copies)
     loaded = []
     for path, spec, target in zip(paths, leaves, targets, strict=True):
         note = (lambda read: None) if on_read is None else _noting(on_read, path)
@@ -130,7 +150,7 @@ def _targets(specs: Any, leaves: list[ArraySpec], paths: list[str], shardings: A
 
 
 def _check_copies(
-    files: MappedFiles, tensors: Mapping[str, StoredTensor], copies: Mapping[str, str]
+    files: TensorSource, tensors: Mapping[str, StoredTensor], copies: Mapping[str, str]
 ) -> None:
     """A head beside a tied embedding must be the embedding: else one of the two would be lost."""
     for name, original in copies.items():
@@ -145,7 +165,7 @@ def _check_copies(
         )
 
 
-def _are_equal(files: MappedFiles, one: StoredTensor, other: StoredTensor) -> bool:
+def _are_equal(files: TensorSource, one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors have the same bytes."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
@@ -161,7 +181,7 @@ def _load_array(
     array: HfArray,
     spec: ArraySpec,
     target: Sharding,
-    files: MappedFiles,
+    files: TensorSource,
     note: Callable[[int], None],
 ) -> jax.Array:
     """One array, one shard in host memory at a time; devices with the same shard share the read."""
@@ -188,7 +208,7 @@ def read_block(
     array: HfArray,
     index: Slices,
     dtype: Any,
-    files: MappedFiles,
+    files: TensorSource,
     note: Callable[[int], None] = lambda read: None,
 ) -> np.ndarray:
     """A block of one of our arrays, `index` in its dims, from the bytes of their tensors."""

@@ -1,0 +1,126 @@
+"""What would fail or be wrong at run time, found before anything runs; each with what would fit."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from meshwright.arithmetic import divisors
+from meshwright.errors import MeshwrightError
+from meshwright.present import nearest_multiples
+from meshwright.torch.dims import dims_of, head_counts
+from meshwright.torch.placement import Placement, Placements, tied
+
+
+def check_model(model: nn.Module, placements: Placements) -> None:
+    """Raise if this model cannot be split so."""
+    _check_untouched(model)
+    _check_tied(model, placements)
+    _check_heads(model, placements)
+    _check_divides(placements)
+
+
+def _check_untouched(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise MeshwrightError(
+                f"{path or type(model).__name__!r} has been through fully_shard already, and "
+                "tensor parallelism comes first; give parallelize the plain model, it calls "
+                "fully_shard"
+            )
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise MeshwrightError(
+                f"parameter {name!r} is a DTensor already; give parallelize the plain model, which "
+                "may be on the meta device"
+            )
+
+
+def _check_tied(model: nn.Module, placements: Placements) -> None:
+    for names in tied(dict(model.named_parameters(remove_duplicate=False))):
+        first = placements.by_name[names[0]]
+        for name in names[1:]:
+            other = placements.by_name[name]
+            if other.layout.axes != first.layout.axes:
+                raise MeshwrightError(
+                    f"{first.name!r} and {name!r} are one tied weight, and the rules give them two "
+                    f"layouts: {_axes(first)} and {_axes(other)}; give both the same, as in "
+                    f"'{'|'.join(n.rpartition('.')[0].rpartition('.')[2] for n in names)} => vocab "
+                    "embed -> vocab@tp embed'"
+                )
+
+
+def _check_heads(model: nn.Module, placements: Placements) -> None:
+    """A shard holds complete heads, and queries are split as keys and values are."""
+    axes, counts = placements.axes, head_counts(model)
+    split: dict[str, dict[str, bool]] = {}
+    for placed in placements.by_name.values():
+        dims = (dims_of(placed.name) or "").split()
+        named = [dim for dim in ("heads", "kv_heads") if dim in dims]
+        word = placements.word(placed.name.rpartition(".")[0]) or ""
+        if not named or len(dims) != len(placed.shape) or "gather" in word or "split" in word:
+            continue
+        dim = named[0]
+        is_split = placed.dim_of(axes.tensor) == dims.index(dim)
+        module, _, own_name = placed.name.rpartition(".")[0].rpartition(".")
+        split.setdefault(module, {})[own_name] = is_split
+        count = counts.get(dim)
+        if is_split and count is not None and count % axes.tp:
+            raise MeshwrightError(
+                f"{dim}={count} cannot be split in {axes.tensor}={axes.tp}; "
+                f"{axes.tensor}={_fit(count, axes.tp)} would fit"
+            )
+    for module, own in split.items():
+        if len(set(own.values())) > 1:
+            whole = next(name for name, is_split in own.items() if not is_split)
+            other = next(name for name, is_split in own.items() if is_split)
+            raise MeshwrightError(
+                f"{module}: the heads of {other} are split over {axes.tensor!r} and those of "
+                f"{whole} are not, so a rank would have queries without their keys; split all of "
+                f"{', '.join(own)}, or none"
+            )
+
+
+def _check_divides(placements: Placements) -> None:
+    axes = placements.axes
+    for placed in placements.by_name.values():
+        dim = placed.dim_of(axes.tensor)
+        if dim is None or placed.shape[dim] % axes.tp == 0:
+            continue
+        size = placed.shape[dim]
+        raise MeshwrightError(
+            f"parameter {placed.name!r} of shape {placed.shape}: dim {placed.layout.dims[dim]!r} "
+            f"of size {size} cannot be split in {axes.tensor}={axes.tp}; {axes.tensor}="
+            f"{_fit(size, axes.tp)} would fit, or make it {nearest_multiples(size, axes.tp)}"
+        )
+
+
+def check_sequence(length: int, tp: int, tensor: str | None) -> None:
+    """Under sequence parallelism tp divides the sequence; the runtime would abort the process."""
+    if length % tp:
+        raise MeshwrightError(
+            f"sequence length {length} is not divisible by {tensor}={tp}, which sequence "
+            f"parallelism splits it over; pad to {-(-length // tp) * tp}, or leave out "
+            "sequence_parallel"
+        )
+
+
+def refuse_generate(what: str) -> Any:
+    """A `generate` for a model that is split for training."""
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        raise MeshwrightError(
+            f"this model was parallelized with {what}=True, which is for training: a token at a "
+            f"time cannot be split. To generate, parallelize a model without {what}"
+        )
+
+    return generate
+
+
+def _axes(placed: Placement) -> str:
+    return str(placed.layout).partition("->")[2].strip()
+
+
+def _fit(size: int, parts: int) -> int:
+    return max(d for d in divisors(size) if d <= parts)

@@ -1,0 +1,206 @@
+"""Continue a run in PyTorch and back: a state as pieces under Hugging Face names.
+
+    save_pieces("run/exchange", state, config)            # read by mw.torch.Checkpoints
+    state, meta = load_pieces("run/exchange", 20, target, config)
+
+Weights and AdamW's moments go with it. `step-…/params` is also a Hugging Face folder.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from meshwright.checkpoint import (
+    Piece,
+    Record,
+    SavedArray,
+    as_json,
+    check_files,
+    folders,
+    list_files,
+    overlap,
+    read_pieces,
+    read_record,
+    sums_of_bits,
+    write_pieces,
+    write_record,
+)
+from meshwright.errors import MeshwrightError
+from meshwright.models import (
+    TENSOR_DTYPES,
+    MappedFiles,
+    StoredTensor,
+    family_of,
+    load_tensors,
+    read_folder,
+    read_header,
+    save_hf,
+)
+from meshwright.train.state import TrainState
+
+_CODES = {str(dtype): code for code, dtype in TENSOR_DTYPES.items()}
+# folder of a tree, and what its arrays are called
+_PARTS = {"params": "params", "exp_avg": "optimizer/exp_avg", "exp_avg_sq": "optimizer/exp_avg_sq"}
+
+
+def save_pieces(
+    folder: Any, state: TrainState, config: Any, meta: dict[str, Any] | None = None
+) -> int:
+    """Write a state of AdamW where `mw.torch.Checkpoints(folder)` reads it; gives back its step.
+
+    Every process calls it; the first writes.
+    """
+    place = folders.checked_folder(folder)
+    step = int(state.step)
+    adam = _adam_of(state.optimizer)
+    saving = folders.saving_folder(place, step)
+    writes = jax.process_index() == 0
+    if writes and step in folders.complete_steps(place):
+        raise MeshwrightError(f"step {step} is already saved in {place}; delete it to replace it")
+    if writes:
+        folders.begin(place, step)
+    trees = {"params": state.params, "exp_avg": adam.mu, "exp_avg_sq": adam.nu}
+    for part, tree in trees.items():
+        save_hf(saving / part, tree, config)
+    if not writes:
+        return step
+    pieces: dict[str, list[Piece]] = {}
+    arrays: dict[str, SavedArray] = {}
+    for part, prefix in _PARTS.items():
+        files = MappedFiles(read_folder(saving / part))
+        for name, tensor in files.tensors.items():
+            value = files.array(name)
+            start = (0,) * value.ndim
+            sums = sums_of_bits(_bits(value), start, value.shape)
+            file = f"{part}/{tensor.file.name}"
+            pieces[f"{prefix}/{name}"] = [Piece(file, name, start, value.shape)]
+            printed = f"{sums[0]:08x}{sums[1]:08x}"
+            arrays[f"{prefix}/{name}"] = SavedArray(value.shape, str(value.dtype), printed)
+        files.release()
+    names = [name.removeprefix("params/") for name in arrays if name.startswith("params/")]
+    numbers = {name: {"step": float(adam.count)} for name in names}
+    optimizer = {"numbers": numbers, "groups": []}
+    content = as_json({"user": meta or {}, "optimizer": optimizer, "mesh": ""})
+    write_pieces(saving, pieces)
+    write_record(saving, Record(step, arrays, content, list_files(saving)))
+    folders.complete(place, step)
+    return step
+
+
+def load_pieces(
+    folder: Any, step: int, target: TrainState, config: Any
+) -> tuple[TrainState, dict[str, Any]]:
+    """The state of a checkpoint of `mw.torch.Checkpoints` or `save_pieces`, and its meta.
+
+    `target`: the abstract state (`abstract_state`), with AdamW; its arrays must not be padded.
+    """
+    place = folders.complete_folder(folders.checked_folder(folder), step)
+    record = read_record(place)
+    check_files(place, record.files)
+    pieces = read_pieces(place)
+    model = family_of(config).hugging_face.model(config)
+
+    def tree(prefix: str, targets: Any) -> Any:
+        source = _PieceTensors(place, pieces, record.arrays, f"{prefix}/")
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, targets)
+        dtype = jax.tree.leaves(targets)[0].dtype
+        return load_tensors(source, place, model, shardings, dtype)
+
+    adam = _adam_of(target.optimizer)
+    numbers = record.meta["optimizer"]["numbers"].values()
+    count = int(max((own["step"] for own in numbers), default=step))
+    moments = {"mu": tree(_PARTS["exp_avg"], adam.mu), "nu": tree(_PARTS["exp_avg_sq"], adam.nu)}
+
+    def scalar(leaf: Any, value: int) -> jax.Array:
+        return jax.device_put(jnp.asarray(value, leaf.dtype), leaf.sharding)
+
+    def filled(node: Any) -> Any:
+        if isinstance(node, optax.ScaleByAdamState):
+            return optax.ScaleByAdamState(count=scalar(node.count, count), **moments)
+        if node.ndim:
+            raise MeshwrightError(
+                f"the optimizer has an array of shape {node.shape} beside AdamW's moments; only "
+                "AdamW goes between JAX and PyTorch"
+            )
+        return scalar(node, count)
+
+    state = TrainState(
+        step=scalar(target.step, step),
+        params=tree(_PARTS["params"], target.params),
+        optimizer=jax.tree.map(filled, target.optimizer, is_leaf=_is_adam),
+        skipped=scalar(target.skipped, step - count),
+        skipped_in_a_row=scalar(target.skipped_in_a_row, 0),
+    )
+    return state, dict(record.meta["user"])
+
+
+class _PieceTensors:
+    """The tensors of one tree of a checkpoint, joined from their pieces and verified."""
+
+    def __init__(
+        self,
+        folder: Path,
+        pieces: Mapping[str, list[Piece]],
+        arrays: Mapping[str, SavedArray],
+        prefix: str,
+    ) -> None:
+        self._folder, self._pieces, self._arrays, self._prefix = folder, pieces, arrays, prefix
+        self._files: dict[str, MappedFiles] = {}
+        self.tensors = {
+            name.removeprefix(prefix): StoredTensor(
+                name.removeprefix(prefix), folder, _CODES.get(one.dtype, one.dtype), one.shape, 0, 0
+            )
+            for name, one in arrays.items()
+            if name.startswith(prefix)
+        }
+
+    def array(self, name: str) -> np.ndarray:
+        full = self._prefix + name
+        saved = self._arrays[full]
+        whole = tuple(slice(0, size) for size in saved.shape)
+        joined: np.ndarray | None = None
+        for piece in self._pieces[full]:
+            if piece.file not in self._files:
+                self._files[piece.file] = MappedFiles(read_header(self._folder / piece.file))
+            part = self._files[piece.file].array(piece.key)
+            if joined is None:
+                joined = np.empty(saved.shape, part.dtype)
+            common = overlap(piece, whole)
+            if common is not None:
+                joined[common[1]] = part[common[0]]
+        assert joined is not None, "a tensor has a piece"
+        first, second = sums_of_bits(_bits(joined), (0,) * joined.ndim, joined.shape)
+        if f"{first:08x}{second:08x}" != saved.fingerprint:
+            raise MeshwrightError(
+                f"checkpoint {self._folder} is damaged: the values of {full!r} differ from those "
+                "saved; data was lost or altered on disk"
+            )
+        return joined
+
+    def release(self) -> None:
+        for files in self._files.values():
+            files.release()
+
+
+def _adam_of(optimizer: Any) -> Any:
+    """The state of Adam inside an optax state."""
+    found = [node for node in jax.tree.leaves(optimizer, is_leaf=_is_adam) if _is_adam(node)]
+    if len(found) != 1:
+        raise MeshwrightError(
+            "this state is not of AdamW, whose moments PyTorch has too; train with "
+            "--optimizer.name adamw, or move the weights alone: save_hf"
+        )
+    return found[0]
+
+
+def _is_adam(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByAdamState)
+
+
+def _bits(value: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(value).view(f"u{value.dtype.itemsize}")

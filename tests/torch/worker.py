@@ -1,0 +1,404 @@
+"""Cases that need six processes: `torchrun --nproc-per-node 6 worker.py OUT [NAMES]`.
+
+Each case gives plain data; process 0 writes all of them to OUT. Starting processes takes long, so
+one start runs many cases.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+import meshwright as mw
+import meshwright.torch as mt
+from models import SIZES, batches, optimizer_of, tiny, train
+
+MESHES = ("dp=1,tp=6", "dp=2,tp=3", "dp=3,tp=2", "dp=6,tp=1")
+MODELS = [(kind, tied) for kind in ("llama", "qwen3", "mistral") for tied in (False, True)]
+ARCHITECTURES = (
+    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "gpt_neox", "granite", "helium", "ministral", "nemotron", "olmo",
+    "olmo2", "olmo3", "phi", "phi3", "qwen2", "seed_oss", "smollm3", "starcoder2",
+)  # fmt: skip
+STEPS = 20
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {}
+    for kind, tied in MODELS:
+        name = f"{kind}{' tied' if tied else ''}"
+        found[f"train {name}"] = lambda k=kind, t=tied: trained(k, t)
+    for options in (
+        {"sequence_parallel": True},
+        {"loss_parallel": True},
+        {"activation_checkpointing": True, "reshard_after_forward": False},
+    ):
+        found[f"option {'+'.join(options)}"] = lambda o=options: with_options(o)
+    found["mixed precision"] = mixed_precision
+    found["hybrid sharding"] = lambda: against_one("llama", False, "dp=2,fsdp=3,tp=1")
+    found["tensor axis first"] = lambda: against_one("llama", True, "tp=3,dp=2")
+    found["padding and eager attention"] = padded
+    found["resume"] = resumed
+    found["slices"] = sliced
+    found["load"] = loaded
+    found["errors"] = refused
+    found["audit"] = audited
+    for kind in ARCHITECTURES:
+        found[f"architecture {kind}"] = lambda k=kind: own_plan(k)
+    return found
+
+
+def reference(make: Callable[[], Any], steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final weights of one process."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        model = make()
+        losses = train(model, optimizer_of(model), batches(steps))
+        found = [(losses, {name: p.detach() for name, p in model.named_parameters()})]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
+def shard_of_data(mesh: Any, data: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The sequences of this data rank."""
+    place, number = mt.data_shard(mesh)
+    return [batch.chunk(number)[place] for batch in data]
+
+
+def mean(losses: list[float]) -> list[float]:
+    total = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def worst(model: Any, wanted: dict[str, torch.Tensor]) -> float:
+    return max(
+        (param.full_tensor() - wanted[name]).abs().max().item()
+        for name, param in model.named_parameters()
+    )
+
+
+def against_one(
+    kind: str, tied: bool, text: str, steps: int = 4, exact: bool = False, **options: Any
+) -> dict[str, Any]:
+    """The largest differences between a mesh and one process; `exact`: in float64."""
+
+    def make() -> Any:
+        return tiny(kind, tied, num_hidden_layers=1).double() if exact else tiny(kind, tied)
+
+    losses, weights = reference(make, steps)
+    mesh = mt.mesh(text, device="cpu")
+    model = mt.parallelize(make(), mesh, **options)
+    shards = distinct(model)
+    found = mean(train(model, optimizer_of(model), shard_of_data(mesh, batches(steps))))
+    return {
+        "loss": max(abs(a - b) for a, b in zip(found, losses, strict=True)),
+        "weights": worst(model, weights),
+        "shards": shards,
+        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+    }
+
+
+def distinct(model: Any) -> int:
+    """The least number of distinct shards that a matrix has."""
+    counts = []
+    for _, param in model.named_parameters():
+        if param.ndim < 2:
+            continue
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, param.to_local().detach().numpy().tobytes())
+        counts.append(len(set(everyone)))
+    return min(counts)
+
+
+def trained(kind: str, tied: bool) -> dict[str, Any]:
+    return {text: against_one(kind, tied, text, STEPS, exact=True) for text in MESHES}
+
+
+def with_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "llama": against_one("llama", True, "dp=2,tp=3", **options),
+        "qwen3": against_one("qwen3", False, "dp=3,tp=2", **options),
+    }
+
+
+def mixed_precision() -> dict[str, Any]:
+    mesh = mt.mesh("dp=2,tp=3", device="cpu")
+    model = mt.parallelize(tiny("llama"), mesh, mixed_precision="bf16")
+    losses = mean(train(model, optimizer_of(model), shard_of_data(mesh, batches(3))))
+    wanted, _ = reference(lambda: tiny("llama"), 3)
+    return {
+        "loss": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
+        "dtypes": sorted({str(param.dtype) for param in model.parameters()}),
+    }
+
+
+def padded() -> dict[str, float]:
+    """Logits with padding under sequence parallelism, with both attention implementations."""
+    found = {}
+    tokens = batches(1, 2)[0]
+    mask = torch.ones_like(tokens)
+    mask[0, 8:] = 0
+    for attention in ("eager", "sdpa"):
+        plain = tiny("llama", attn_implementation=attention).eval()
+        model = tiny("llama", attn_implementation=attention).eval()
+        mt.parallelize(model, mt.mesh("dp=2,tp=3", device="cpu"), sequence_parallel=True)
+        with torch.no_grad():
+            wanted = plain(input_ids=tokens, attention_mask=mask).logits
+            logits = model(input_ids=tokens, attention_mask=mask).logits
+        found[attention] = (logits - wanted)[mask.bool()].abs().max().item()
+    return found
+
+
+def resumed() -> dict[str, Any]:
+    """Save on 2x3 after 3 steps; on every mesh the next step is that of the run that went on."""
+    folder = shared_folder()
+    data = batches(5)
+    mesh = mt.mesh("dp=2,tp=3", device="cpu")
+    model = mt.parallelize(tiny("llama", True), mesh)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, shard_of_data(mesh, data[:3]))
+    checkpoints = mt.Checkpoints(folder / "checkpoints", keep_last=1)
+    checkpoints.save(1, model, optimizer)
+    checkpoints.confirm(1)
+    checkpoints.save(2, model, optimizer)
+    checkpoints.save(3, model, optimizer, {"data": {"position": 18}})
+    wanted = mean(train(model, optimizer, shard_of_data(mesh, data[3:])))
+    weights = {name: param.full_tensor() for name, param in model.named_parameters()}
+    found: dict[str, Any] = {"steps": checkpoints.steps()}
+    for text in ("dp=6,tp=1", "dp=3,tp=2", "dp=1,tp=6", "dp=1,fsdp=2,tp=3"):
+        mesh = mt.mesh(text, device="cpu")
+        with torch.device("meta"):
+            model = tiny("llama", True)
+        mt.parallelize(model, mesh)
+        optimizer = optimizer_of(model)
+        meta = checkpoints.restore(3, model, optimizer)
+        losses = mean(train(model, optimizer, shard_of_data(mesh, data[3:])))
+        found[text] = {
+            "loss": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
+            "weights": worst(model, weights),
+            "meta": meta,
+        }
+    files = sorted((folder / "checkpoints" / "step-00000003").glob("*.safetensors"))
+    if dist.get_rank() == 0:
+        content = bytearray(files[2].read_bytes())
+        content[-1] ^= 1
+        files[2].write_bytes(content)
+    dist.barrier()
+    found["damaged"] = message(lambda: checkpoints.restore(3, model, optimizer))
+    found["absent"] = message(lambda: checkpoints.restore(7, model, optimizer))
+    return found
+
+
+def sliced() -> list[Any]:
+    """The slices that ranks really hold, for random meshes and rules."""
+    import random
+
+    chooser = random.Random(5)
+    found = []
+    for _ in range(8):
+        text = chooser.choice(["dp=2,tp=3", "tp=3,dp=2", "dp=3,tp=2", "tp=2,dp=3", "dp=6,tp=1",
+                               "dp=1,fsdp=2,tp=3", "fsdp=3,tp=2,dp=1"])  # fmt: skip
+        data = "fsdp" if "fsdp" in text else "dp"
+        rules = {}
+        for name, tensor_dim in (("q_proj|k_proj|v_proj|gate_proj|up_proj", 0), ("lm_head", 0),
+                                 ("o_proj|down_proj", 1), ("embed_tokens", 0)):  # fmt: skip
+            axes: list[list[str]] = [[], []]
+            axes[tensor_dim].append("tp")
+            axes[chooser.randrange(2)].append(data)
+            rules[name] = tuple(tuple(own) for own in axes)
+        rules["norm"] = ((data,),)
+        layouts = [(f"({name}).weight".replace(".", "/"), own) for name, own in rules.items()]
+        path_rules = mw.PathRules([(pattern, mw.Layout(own)) for pattern, own in layouts])
+        model = tiny("llama")
+        whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+        numbers = {
+            name: torch.arange(p.numel(), dtype=torch.float32).reshape(p.shape)
+            for name, p in whole.items()
+        }
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(numbers[name])
+        mt.parallelize(model, mt.mesh(text, device="cpu"), path_rules)
+        held = {}
+        for name, param in model.named_parameters():
+            local = param.to_local().detach()
+            flat = local.flatten().long()
+            shape = whole[name].shape
+            corner = [int(i) for i in torch.unravel_index(flat[0], shape)]
+            held[name] = [corner, list(local.shape), bool(
+                torch.equal(local, numbers[name][tuple(map(slice, corner, (
+                    c + s for c, s in zip(corner, local.shape, strict=True)))
+                )])
+            )]  # fmt: skip
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, held)
+        shapes = {name: list(p.shape) for name, p in whole.items()}
+        found.append({"mesh": text, "rules": layouts, "shapes": shapes, "ranks": everyone})
+    return found
+
+
+def loaded() -> dict[str, Any]:
+    """From and to Hugging Face folders; each rank reads no more than it holds."""
+    from transformers import AutoModelForCausalLM
+
+    found: dict[str, Any] = {}
+    tokens = batches(1, 2)[0]
+    for kind, tied in (("llama", True), ("qwen3", False), ("gemma3_text", True)):
+        folder = shared_folder()
+        sizes = {"num_key_value_heads": 3, "num_attention_heads": 6, "head_dim": 8}
+        plain = tiny(kind, tied, **sizes).eval()
+        with torch.no_grad():
+            for param in plain.parameters():
+                param.add_(torch.randn_like(param) / 10)
+        for param in plain.parameters():
+            dist.broadcast(param.data, 0)
+        if dist.get_rank() == 0:
+            plain.save_pretrained(folder / "in", max_shard_size="40KB")
+        dist.barrier()
+        with torch.device("meta"):
+            model = tiny(kind, tied, **sizes).eval()
+        mt.parallelize(model, mt.mesh("dp=2,tp=3", device="cpu"))
+        mt.load_hf(model, folder / "in")
+        mt.save_hf(model, folder / "out")
+        with torch.no_grad():
+            wanted = plain(input_ids=tokens).logits
+            logits = model(input_ids=tokens).logits
+            again = AutoModelForCausalLM.from_pretrained(folder / "out").eval()
+            written = again(input_ids=tokens).logits
+        found[kind] = {
+            "logits": (logits - wanted).abs().max().item(),
+            "written": (written - wanted).abs().max().item(),
+            "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+        }
+    values = {}
+    for text in ("dp=2,tp=3", "dp=6,tp=1"):
+        with torch.device("meta"):
+            model = tiny("llama", True)
+        mt.parallelize(model, mt.mesh(text, device="cpu"))
+        mt.initialize(model, seed=3)
+        values[text] = {name: p.full_tensor() for name, p in model.named_parameters()}
+    first, second = values.values()
+    found["initialize"] = {
+        "same": all(torch.equal(first[name], second[name]) for name in first),
+        "std": first["model.layers.0.mlp.up_proj.weight"].std().item(),
+    }
+    return found
+
+
+def refused() -> dict[str, str]:
+    mesh = mt.mesh("dp=2,tp=3", device="cpu")
+    found = {}
+    torch.manual_seed(dist.get_rank())
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("llama", **SIZES)
+    found["weights"] = message(
+        lambda: mt.parallelize(AutoModelForCausalLM.from_config(config), mesh)
+    )
+    model = mt.parallelize(tiny("llama"), mesh, sequence_parallel=True)
+    found["length"] = message(lambda: model(input_ids=torch.ones(2, 10, dtype=torch.int64)))
+    found["generate"] = message(lambda: model.generate(torch.ones(2, 3, dtype=torch.int64)))
+    found["twice"] = message(lambda: mt.parallelize(model, mesh))
+    found["devices"] = message(lambda: mt.mesh("dp=2,tp=4", device="cpu"))
+    return found
+
+
+def audited() -> dict[str, Any]:
+    mesh = mt.mesh("dp=2,tp=3", device="cpu")
+    model = mt.parallelize(tiny("llama"), mesh)
+    optimizer = optimizer_of(model)
+    batch = batches(1, 2)[0]
+
+    def step() -> None:
+        model(input_ids=batch, labels=batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = mt.audit(step, model=model)
+    expected = {"dp": ["all-gather", "reduce-scatter"], "tp": ["all-reduce", "all-gather"]}
+    mt.assert_collectives(step, expected, model=model)
+    wrong = message(
+        lambda: mt.assert_collectives(step, {"dp": ["all-gather"]}, model=model, bookkeeping=0)
+    )
+    return {
+        "rows": [
+            [row.operation, "+".join(row.axes), row.phase, row.scope, row.bytes]
+            for row in found.rows
+        ],
+        "surprises": len(found.surprises),
+        "text": str(found),
+        "wrong": wrong,
+    }
+
+
+def own_plan(kind: str) -> dict[str, Any]:
+    """Logits and gradients of an architecture that is split by its own tp plan."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+    plain, model = (tiny(kind, **sizes).eval() for _ in range(2))
+    mt.parallelize(model, mt.mesh("dp=2,tp=3", device="cpu"))
+    tokens = batches(1, 2)[0]
+    wanted = plain(input_ids=tokens).logits
+    logits = model(input_ids=tokens).logits
+    wanted.square().sum().backward()
+    logits.square().sum().backward()
+    worst_gradient = 0.0
+    for (name, one), (_, other) in zip(
+        plain.named_parameters(), model.named_parameters(), strict=True
+    ):
+        gradient = other.grad.full_tensor()
+        scale = one.grad.abs().max().item() or 1.0
+        worst_gradient = max(worst_gradient, (gradient - one.grad).abs().max().item() / scale)
+        del name
+    inside = [p for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
+    split = [p for p in inside if any(place.is_shard() for place in p.placements[1:])]
+    return {
+        "logits": (logits - wanted).abs().max().item(),
+        "gradients": worst_gradient,
+        "split": len(split) / len(inside),
+    }
+
+
+def message(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except (mw.MeshwrightError, AssertionError) as error:
+        return str(error)
+    return "no error"
+
+
+def shared_folder() -> Path:
+    name = [tempfile.mkdtemp(prefix="meshwright-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(name, 0)
+    return Path(name[0])
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER", "900")))
+    torch.set_num_threads(1)
+    mt.mesh("dp=-1,tp=1", device="cpu")
+    results: dict[str, Any] = {}
+    known = cases()
+    for name in sys.argv[2:] or known:
+        try:
+            results[name] = known[name]()
+        except Exception:
+            results[name] = {"failed": traceback.format_exc()}
+            print(name, traceback.format_exc(), file=sys.stderr)
+        if dist.get_rank() == 0:
+            Path(sys.argv[1]).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
