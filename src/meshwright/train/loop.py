@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,6 +42,7 @@ from meshwright.train.optimizer import DEFAULT_WARMUP
 from meshwright.train.prepare import bytes_per_device, prepare
 from meshwright.train.resume import check_resume, resume_command, resume_step
 from meshwright.train.run import (
+    WINDOW,
     LiveLine,
     MetricsLog,
     StepClock,
@@ -126,6 +128,7 @@ class _Run:
         self.signalled = False
         self.tokens = 0
         self.clock = StepClock()
+        self.keys_seen: collections.deque[float] = collections.deque(maxlen=WINDOW)
 
     def go(self) -> None:
         config = self.config
@@ -232,9 +235,14 @@ class _Run:
             "tokens": self.tokens,
             "skipped_steps": values["skipped"],
         }
+        if "keys_seen" in values:
+            metrics["keys_seen"] = values["keys_seen"]
+            self.keys_seen.append(values["keys_seen"])
         if took is not None and self.clock.seconds:
             per_step = config.batch * setup.step.tokens_of_example
-            flops = setup.step.flops_per_token
+            # over the steps of the clock: documents differ from step to step
+            seen = statistics.fmean(self.keys_seen) if self.keys_seen else None
+            flops = setup.step.flops_per_token(seen)
             peak = peak_flops(list(setup.step.mesh.devices.flat))
             speed = throughput(flops, per_step, self.clock.seconds, setup.step.mesh.size, peak)
             metrics |= {"step_seconds": self.clock.seconds} | speed.metrics()
@@ -471,6 +479,7 @@ class _Run:
             "mesh": mesh_text(setup.step.mesh.shape),
             "machine": f"{setup.step.mesh.size} × {setup.step.mesh.devices.flat[0].device_kind}",
             "data": self.config.data,
+            "FLOPs of a token": setup.step.flops_formula,
         }
         write_description(folder, settings, about, setup.loader.mixture.tokenizer.to_json())
 

@@ -111,7 +111,8 @@ def step_functions(
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
         }
-        return new, report
+        seen = None if family.keys_seen is None else family.keys_seen(config, batch)
+        return new, report if seen is None else report | {"keys_seen": seen}
 
     def evaluate(params: Any, batch: Batch) -> Report:
         params = cast_matrices(params, arrays, compute.dtype)
