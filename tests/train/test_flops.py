@@ -20,7 +20,7 @@ MODEL = DecoderConfig(
     vocab=512, layers=2, embed=512, heads=4, kv_heads=2, head_dim=128, mlp=1024, max_seq=512
 )
 BATCH, SEQ = 16, 256
-SETTINGS = {"compute.scan": False, "compute.attention": "dense", "loss.chunk": BATCH * SEQ}
+SETTINGS = {"compute.layers": "unroll", "compute.attention": "dense", "loss.chunk": BATCH * SEQ}
 
 
 def made(model):

@@ -56,7 +56,7 @@ def plan(
     value or in text; `batch` the sequences of a step, over all devices. `mesh` limits what may be
     chosen (`fsdp=*,tp<=8,sp=1`). The `settings` remat and accumulation, or weights of serving
     (plain, int8 or fp8), fix what else would be chosen with it, and `cache="fp8"` is a KV cache of
-    8 bits; loss_chunk, optimizer, param_dtype, dtype, scan and overlap are settings of train and
+    8 bits; loss_chunk, optimizer, param_dtype, dtype, layers and overlap are settings of train and
     have its defaults.
 
     Of a TrainConfig the mesh, remat, accumulation, sequence_parallel, context_parallel and
@@ -120,7 +120,7 @@ def plan_config(
 # arguments of plan, and the settings that they are
 _SETTINGS = {
     "batch": "batch", "seq": "seq", "loss_chunk": "loss.chunk", "optimizer": "optimizer.name",
-    "param_dtype": "compute.param_dtype", "dtype": "compute.dtype", "scan": "compute.scan",
+    "param_dtype": "compute.param_dtype", "dtype": "compute.dtype", "layers": "compute.layers",
     "overlap": "compute.overlap",
 }  # fmt: skip
 _KNOWN = {"optimizer": tuple(OPTIMIZER_BYTES), "param_dtype": DTYPES, "dtype": DTYPES}

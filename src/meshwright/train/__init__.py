@@ -15,6 +15,7 @@ from meshwright.train.setup import (
     check_sizes,
     choose_rules,
     field_lengths,
+    layers_choice,
     model_of,
     training_mesh,
     training_spec,
@@ -23,6 +24,6 @@ from meshwright.train.setup import (
 __all__ = [
     "AUTO", "AbstractStep", "TrainConfig", "abstract_step", "check_sizes", "choose_rules",
     "config_from_dict", "config_from_file", "config_to_dict", "field_lengths",
-    "flat_settings", "model_of",
+    "flat_settings", "layers_choice", "model_of",
     "settings_flags", "train", "training_mesh", "training_spec", "with_settings",
 ]  # fmt: skip

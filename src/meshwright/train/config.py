@@ -26,8 +26,8 @@ class ComputeConfig:
     """Dtype of parameters and optimizer state."""
     remat: Literal["none", "elementwise", "mlp", "full"] = "none"
     """Activation checkpointing: what the backward pass recomputes, from nothing to every layer."""
-    scan: bool = True
-    """Scan over layers, which compiles fast; --compute.no-scan unrolls them, which runs faster."""
+    layers: Literal["auto", "scan", "unroll"] = "auto"
+    """A scan over layers compiles fast, unrolled layers run faster; auto: by machine, printed."""
     attention: Literal["auto", "hopper", "cudnn", "splash", "dense", "blockwise"] = "auto"
     """Attention kernel; auto: the fastest that supports the call."""
     sequence_parallel: bool = False
@@ -205,8 +205,8 @@ def with_settings(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
 def settings_flags(config: TrainConfig) -> list[str]:
     """The settings that are not the defaults, as the command line takes them after the model.
 
-    >>> settings_flags(TrainConfig("tiny", batch=8, compute=ComputeConfig(scan=False)))
-    ['--batch', '8', '--compute.no-scan']
+    >>> settings_flags(TrainConfig("tiny", batch=8, compute=ComputeConfig(layers="unroll")))
+    ['--batch', '8', '--compute.layers', 'unroll']
     """
     words: list[str] = []
     usual = flat_settings(TrainConfig(config.model))

@@ -27,6 +27,7 @@ from meshwright.launch import (
     coordinator_store,
     ends_together,
     join,
+    keep_compiled_programs,
     make_room_for_cpu_collectives,
     pause_timeout_s,
     simulate_devices,
@@ -58,6 +59,7 @@ from meshwright.train.run import (
 )
 from meshwright.train.run.metrics import FILE as METRICS
 from meshwright.train.same_settings import check_same_settings
+from meshwright.train.setup import layers_choice
 from meshwright.train.state import TrainState, new_state, params_are_finite
 
 LAG = 1  # a step is started before the result of the one before it is looked at
@@ -78,6 +80,8 @@ def train(config: TrainConfig, choose: Callable[[TrainConfig], TrainConfig] | No
     if config.mesh == AUTO and choose is None:
         raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
     joined = join(config.coordinator, config.processes, config.process_id)
+    if jax.default_backend() != "cpu":
+        keep_compiled_programs()
     store = coordinator_store()
     with (
         ends_together(store, joined.process_id, joined.processes),
@@ -455,6 +459,12 @@ class _Run:
                 f"note: the warm-up is shortened from {DEFAULT_WARMUP} to {count(warmup, 'step')}, "
                 "to suit the length of the run; --optimizer.warmup-steps sets it"
             )
+        platform = devices[0].platform
+        scan, why = layers_choice(config, setup.step.model, platform, len(devices))
+        other = "--compute.layers unroll runs" if scan else "--compute.layers scan runs"
+        how = "a scan" if scan else "unrolled"
+        if platform != "cpu" or config.compute.layers != "auto":
+            self._say(f"layers: {how} ({why}); {other} the other way")
         if setup.step.attention is not None:
             self._say(f"attention: {setup.step.attention}")
         if setup.padding is not None:

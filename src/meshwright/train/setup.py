@@ -20,8 +20,10 @@ from meshwright.models import (
     default_dtype,
     family_of,
     indivisible,
+    layer_count,
     model_config,
     override,
+    scans_layers,
 )
 from meshwright.ops import nontrivial_axes
 from meshwright.ops.attention import (
@@ -190,16 +192,22 @@ def compute_of(
     if slow is not None:
         slower = f"in the slower kernel {slow[0]} ({slow[1]})"
         words = slower if words is None else f"{words}; {slower}"
+    scan, _ = layers_choice(config, model, device.platform, placed.size)
     compute = Compute(
         rules,
         dtype,
         settings.remat,
-        settings.scan,
+        scan,
         settings.attention,
         strategy,
         settings.mlp_chunk,
     )
     return compute, words
+
+
+def layers_choice(config: TrainConfig, model: Any, platform: str, devices: int) -> tuple[bool, str]:
+    """Whether a loop runs over the layers, and why."""
+    return scans_layers(config.compute.layers, layer_count(model), platform, devices)
 
 
 def flops_per_byte(device: Any) -> float:
