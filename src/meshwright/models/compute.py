@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts import Rules
 from meshwright.models.activations import ActivationLayouts, activation_layouts
-from meshwright.ops import nontrivial_axes
+from meshwright.ops import SCALE, nontrivial_axes
 
 Policy = Callable[..., bool]
 UNROLLED_LAYERS = 32  # at most, by default: compile time grows with each
@@ -26,6 +26,8 @@ class Compute:
     kernel: str = "auto"  # of attention
     context_parallel: str = "auto"  # the method of attention where sp splits sequences
     mlp_chunk: int = 0  # tokens of a sequence on a device in the mlp at a time; 0: all
+    matmul: str = "auto"  # of the layers: in dtype, or fp8
+    fp8_skips: int = 1  # layers at each end that stay in dtype with fp8
     stationary: bool = False  # weights stay sharded and activations move: see activations.py
 
     @property
@@ -61,7 +63,7 @@ def remat_policy(name: str, saved: Mapping[str, frozenset[str]]) -> Policy:
     """The jax.checkpoint policy that saves the activations of that name."""
     if name not in saved:
         raise MeshwrightError(f"remat={name!r} is not a policy{did_you_mean(name, saved)}")
-    names = saved[name]
+    names = saved[name] | {SCALE}
 
     def keeps(prim: Any, *_: Any, **params: Any) -> bool:
         return bool(prim.name == "name" and params["name"] in names)

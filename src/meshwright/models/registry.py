@@ -28,18 +28,23 @@ PRESETS: dict[str, Any] = {
 
 
 @functools.lru_cache(maxsize=256)
-def layer_count(config: Any) -> int:
-    """Layers of all stacks of a model."""
+def layer_counts(config: Any) -> tuple[int, ...]:
+    """Layers of each stack of a model."""
     family = family_of(config)
-    total = 0
+    counts = []
     for stack in family.work(config):
         arrays = family.arrays(config)
         for key in stack.path:
             arrays = arrays[key]
         while isinstance(arrays, Mapping):
             arrays = next(iter(arrays.values()))
-        total += arrays.shape[0]
-    return total
+        counts.append(arrays.shape[0])
+    return tuple(counts)
+
+
+def layer_count(config: Any) -> int:
+    """Layers of all stacks of a model."""
+    return sum(layer_counts(config))
 
 
 def family_of(config: Any) -> ModelFamily:

@@ -17,6 +17,7 @@ from meshwright.planner.result import Choice, Job
 from meshwright.train import (
     AUTO,
     TrainConfig,
+    check_fp8,
     flat_settings,
     layers_choice,
     training_spec,
@@ -47,11 +48,14 @@ def job_of(
     model = model_config(config.model) if model is None else model
     model = override(model, config.override, config.seq)
     compute = config.compute
+    if compute.matmul == "fp8":
+        check_fp8(config, model, machine.chip)
     scan, _ = layers_choice(config, model, machine.chip.platform, machine.num_devices)
     return Job(
         model, config.batch, config.seq, config.model, kind,
         optimizer=config.optimizer.name, param_dtype=compute.param_dtype,
         dtype=default_dtype(compute.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
+        matmul=compute.matmul, fp8_skips=compute.fp8_skips,
         scan=scan, overlap=compute.overlap, attention=compute.attention,
         objective=config.objective,
     )  # fmt: skip

@@ -122,6 +122,7 @@ class _Step:
         shards, replicas = self.over("fsdp", "sp"), self.over("dp")
         for stack in self.sizes.stacks:
             times, of = self.executions(stack), f"of {_a_layer(stack)}"
+            in_fp8 = self.job.fp8_layers(stack.layers) * self.micro_batches
             for block in stack.blocks:
                 size = self.item * self.number(block.weights) // self.tp
                 name, pieces = block.name.replace("_", "-"), len(block.matrices)
@@ -129,7 +130,10 @@ class _Step:
                 about = pieces, stack.layers, block.back, stack.name
                 for phase in PASSES:
                     what = f"{name} weights {of}"
-                    yield Send(what, "all-gather", shards, size, times, phase, weights, *about)
+                    rest = times - in_fp8
+                    yield Send(what, "all-gather", shards, size, rest, phase, weights, *about)
+                    what, byte = f"{what} in fp8", self.number(block.weights) // self.tp
+                    yield Send(what, "all-gather", shards, byte, in_fp8, phase, weights, *about)
                 what = f"gradient of the {name} weights {of}"
                 later: Phase = "backward"
                 yield Send(what, "reduce-scatter", shards, size, times, later, gradient, *about)

@@ -12,6 +12,7 @@ from meshwright.train.config import (
 )
 from meshwright.train.loop import AUTO, train
 from meshwright.train.setup import (
+    check_fp8,
     check_sizes,
     choose_rules,
     field_lengths,
@@ -22,8 +23,8 @@ from meshwright.train.setup import (
 )
 
 __all__ = [
-    "AUTO", "AbstractStep", "TrainConfig", "abstract_step", "check_sizes", "choose_rules",
-    "config_from_dict", "config_from_file", "config_to_dict", "field_lengths",
+    "AUTO", "AbstractStep", "TrainConfig", "abstract_step", "check_fp8", "check_sizes",
+    "choose_rules", "config_from_dict", "config_from_file", "config_to_dict", "field_lengths",
     "flat_settings", "layers_choice", "model_of",
     "settings_flags", "train", "training_mesh", "training_spec", "with_settings",
 ]  # fmt: skip

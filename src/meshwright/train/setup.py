@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from meshwright.data import OBJECTIVES, EncoderDecoderObjective, Tokenizer, sentinel_top
 from meshwright.errors import MeshwrightError, one_of
 from meshwright.layouts import Rules
-from meshwright.machines import Machine, chip_of_kind
+from meshwright.machines import CHIPS, Chip, Machine, chip_of_kind
 from meshwright.meshes import STANDARD_AXES, MeshSpec, mesh, tile_mesh
 from meshwright.models import (
     Compute,
@@ -21,6 +21,7 @@ from meshwright.models import (
     family_of,
     indivisible,
     layer_count,
+    layer_counts,
     model_config,
     override,
     scans_layers,
@@ -201,8 +202,28 @@ def compute_of(
         settings.attention,
         strategy,
         settings.mlp_chunk,
+        settings.matmul,
+        settings.fp8_skips,
     )
+    if settings.matmul == "fp8":
+        chip = chip_of_kind(device.device_kind, device.platform)
+        check_fp8(config, model, chip)
     return compute, words
+
+
+def check_fp8(config: TrainConfig, model: Any, chip: Chip) -> None:
+    """That the chip multiplies in fp8, or is a CPU, which simulates it; that layers are left."""
+    if chip.platform != "cpu" and chip.fp8_flops is None:
+        raise MeshwrightError(
+            f"compute.matmul fp8: {chip.name} has no fp8 units; leave it out, or use one of "
+            + ", ".join(one.name for one in CHIPS.values() if one.fp8_flops)
+        )
+    stacks = layer_counts(model)
+    if min(stacks) <= 2 * config.compute.fp8_skips:
+        raise MeshwrightError(
+            f"compute.fp8_skips={config.compute.fp8_skips} leaves none of {min(stacks)} layers to "
+            "fp8; give a smaller one, or 0"
+        )
 
 
 def layers_choice(config: TrainConfig, model: Any, platform: str, devices: int) -> tuple[bool, str]:
