@@ -98,15 +98,15 @@ def fp8_einsum(
             f"in the dims that '{dims}' sums over; use --compute.matmul auto with these rules"
         )
     everywhere = tuple(sorted({*split_axes(spec_of(x)), *split_axes(stored), *over}))
-    gathers = tuple(
+    all_gathers = tuple(
         (dim, tuple(axis for axis in axes if axis in over)) for dim, axes in enumerate(held)
     )
 
     def local(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
-        matmul = _matmul(tuple(one for one in gathers if one[1]), everywhere, count)
+        matmul = _matmul(tuple(one for one in all_gathers if one[1]), everywhere, count)
         flat = _varying(x, everywhere).reshape(-1, math.prod(x.shape[x.ndim - count :]))
         y = matmul(flat, _varying(w, everywhere), scale)
-        outputs = [size * _ways(axes) for size, (_, axes) in zip(w.shape, gathers, strict=True)]
+        outputs = [size * _ways(axes) for size, (_, axes) in zip(w.shape, all_gathers, strict=True)]
         y = y.reshape(*x.shape[: x.ndim - count], *outputs[count:])
         partial = tuple(sorted(out_sharding.unreduced))
         return lax.pcast(y, partial, to="unreduced") if partial else y
@@ -133,14 +133,16 @@ def _varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 @functools.lru_cache(maxsize=256)
 def _matmul(
-    gathers: tuple[tuple[int, tuple[str, ...]], ...], everywhere: tuple[str, ...], contracted: int
+    all_gathers: tuple[tuple[int, tuple[str, ...]], ...],
+    everywhere: tuple[str, ...],
+    contracted: int,
 ) -> Any:
     """The product of x [tokens, k] and a weight's shard on one device, with its backward pass."""
 
-    def gathered(w: jax.Array, scale: jax.Array) -> jax.Array:
+    def all_gathered(w: jax.Array, scale: jax.Array) -> jax.Array:
         """[k, n] in 8 bits, of all shards."""
         quantized = _quantized(w, scale, E4M3)
-        for dim, axes in gathers:
+        for dim, axes in all_gathers:
             each = [(axis,) for axis in reversed(axes)] if current_platform() == "tpu" else [axes]
             for some in each:  # as ops.collectives does
                 quantized = lax.all_gather(quantized, some, axis=dim, tiled=True)
@@ -158,20 +160,20 @@ def _matmul(
 
     def forward(x: jax.Array, w: jax.Array, scale: jax.Array) -> Any:
         x_scale = scale_everywhere(x, E4M3)
-        y = _dot(_quantized(x, x_scale, E4M3), gathered(w, scale).T, x_scale, scale, x.dtype)
+        y = _dot(_quantized(x, x_scale, E4M3), all_gathered(w, scale).T, x_scale, scale, x.dtype)
         return y, (x, x_scale, w, scale)
 
     def backward(kept: Any, g: jax.Array) -> Any:
         x, x_scale, w, scale = kept
         g_scale = scale_everywhere(g, E5M2)
-        weight = gathered(w, scale)
+        weight = all_gathered(w, scale)
         dx = _dot(_quantized(g, g_scale, E5M2), weight, g_scale, scale, x.dtype)
         # transposed before they are quantized, so that one kernel does both
         columns = _quantized(x.T, x_scale, E4M3)
         dw = _dot(columns, _quantized(g.T, g_scale, E5M2), x_scale, g_scale, w.dtype)
-        joined = dict(gathers)
+        joined = dict(all_gathers)
         dw = dw.reshape([size * _ways(joined.get(i, ())) for i, size in enumerate(w.shape)])
-        for dim, axes in reversed(gathers):
+        for dim, axes in reversed(all_gathers):
             dw = lax.psum_scatter(dw, axes, scatter_dimension=dim, tiled=True)
         return dx, dw, None
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.meshes import STANDARD_AXES
+from meshwright.models import family_of
 from meshwright.ops.attention import ring_steps_of, sequence_order
 from meshwright.planner.parts import (
     item_bytes,
@@ -371,17 +372,20 @@ class _Step:
             yield Send(what, "all-to-all", over, size, 2, "optimizer", pieces=pieces)
 
     def scalars(self) -> Iterator[Send]:
-        """The loss, the number of targets, and the gradient's norm."""
+        """The loss, the number of targets, the keys seen, and the gradient's norm."""
         sizes, times = self.sizes, 2 * self.micro_batches
         tokens, batch, shards = (
             self.over(*axes) for axes in (("dp", "fsdp", "sp"), ("dp", "fsdp"), ("fsdp", "sp"))
         )
         norm = "norm of the gradient"
+        packed = int(self.job.documents and family_of(self.job.model).keys_seen is not None)
         split = sizes.matrices + sizes.head_vectors.arrays + sizes.position_vectors.arrays
         for what, axes, many, phase in (
             ("loss and entropy", tokens, times, "forward"),
             ("number of targets", batch, 1, "forward"),
             ("number of targets", self.over("sp"), 1, "forward"),
+            ("keys that a query sees", batch, packed, "forward"),
+            ("keys that a query sees", self.over("sp"), packed, "forward"),
             (norm, shards, sizes.matrices, "optimizer"),
             (norm, self.over("tp"), split, "optimizer"),
         ):
