@@ -17,7 +17,11 @@ from jax.sharding import PartitionSpec as P
 from meshwright.layouts import axes_of
 
 # functions here only call a collective for others: an audit shows the line that calls them
-WRAPPER_FILES = ("meshwright/ops/collectives.py", "meshwright/ops/attention/permute.py")
+WRAPPER_FILES = (
+    "meshwright/ops/collectives.py",
+    "meshwright/ops/fp8.py",
+    "meshwright/ops/attention/permute.py",
+)
 
 
 def current_platform() -> str:

@@ -137,7 +137,11 @@ def _matmul(
     everywhere: tuple[str, ...],
     contracted: int,
 ) -> Any:
-    """The product of x [tokens, k] and a weight's shard on one device, with its backward pass."""
+    """The product of x [tokens, k] and a weight's shard on one device, with its backward pass.
+
+    `all_gathers`: dims of the weight, and the axes over which each is all-gathered. `everywhere`:
+    axes over which maxima are taken. `contracted`: how many dims of the weight come first.
+    """
 
     def all_gathered(w: jax.Array, scale: jax.Array) -> jax.Array:
         """[k, n] in 8 bits, of all shards."""
