@@ -2,30 +2,43 @@
 
     python benchmarks/train_step.py                  # both shapes, prints a table
     python benchmarks/train_step.py --write          # and puts it into RESULTS.md
+    python benchmarks/train_step.py --sides ours --flags="--compute.layers scan"
 
-The model has 16 layers, embed 2048, 32 heads and 8 key heads of 64, mlp 8192, vocabulary 128256,
-untied; AdamW, float32 master weights, bfloat16 compute. The peer is transformers' LlamaForCausalLM
-with SDPA, torch.compile, fused AdamW and bfloat16 autocast. FLOPs are counted as 6 · (matmul
-parameters, output head included, embedding lookup not) · tokens + 6 · layers · heads · head_dim ·
-seq · tokens, for both. The ceiling is the best of a few large bfloat16 matmuls of random numbers.
-Each side runs in its own process.
+The model is llama-3.2-1b with an LM head of its own: 16 layers, embed 2048, 32 heads and 8 key
+heads of 64, mlp 8192, vocabulary 128256; AdamW, float32 master weights, bfloat16 compute. `ours`
+runs the step of the settings that `meshwright train` reads from the same flags; `command` is that
+command itself, on one long document, timed by its metrics.jsonl. `fp8` is ours with
+--compute.matmul fp8; `8b` and `8b-fp8` are layers of llama-3.1-8b. The peer is transformers'
+LlamaForCausalLM with SDPA, torch.compile, fused AdamW and bfloat16 autocast. FLOPs are counted as
+6 · (matmul parameters, output head included, embedding lookup not) · tokens + 12 · layers · heads ·
+head_dim · keys that a query sees · tokens. The ceiling is the best of a few large bfloat16 matmuls
+of random numbers. Each side runs in its own process.
 """
 
 import argparse
 import datetime
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from results import write_section
 
 SHAPES = {"8x2048": (8, 2048), "4x8192": (4, 8192)}
-LIMITS = {"8x2048": (0.70, 1.25), "4x8192": (0.68, 1.65)}  # of the ceiling, of the peer
+# of the peer; of 8B-shaped layers, of our own bfloat16
+LIMITS = {
+    ("8x2048", "ours"): 1.25, ("8x2048", "command"): 1.25, ("8x2048", "fp8"): 1.45,
+    ("4x8192", "ours"): 1.65, ("4x8192", "command"): 1.65, ("4x8192", "fp8"): 1.85,
+    ("8x2048", "8b-fp8"): 1.30,
+}  # fmt: skip
+LAYERS_OF_8B = 16  # of 32, with AdamW in float32 on one GPU of 139 GiB
 SIZES = {
     "vocab": 128256, "layers": 16, "embed": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64,
     "mlp": 8192,
@@ -61,50 +74,115 @@ def step_time(step: Callable[[], Any], wait: Callable[[Any], Any], steps: int) -
     return seconds
 
 
-def ours(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[str, Any]:
+def flags(shape: str, options: argparse.Namespace, extra: Sequence[str] = ()) -> list[str]:
+    """The words of `meshwright train` for a shape."""
+    batch, seq = SHAPES[shape]
+    words = ["llama-3.2-1b", "--override", "tied_embeddings=false"]
+    if options.layers_of_8b:
+        words = ["llama-3.1-8b", "--override", f"layers={options.layers_of_8b}"]
+    # as many steps in all sides: the schedule of the learning rate is part of the program
+    words += ["--batch", str(batch), "--seq", str(seq), "--steps", "100000"]
+    return [*words, *shlex.split(options.flags), *extra]
+
+
+def ours(shape: str, options: argparse.Namespace, extra: Sequence[str] = ()) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    import meshwright as mw
-    from meshwright.models import DecoderConfig
+    from meshwright.cli.train import settings
+    from meshwright.launch import keep_compiled_programs
+    from meshwright.models import layer_count
     from meshwright.train.abstract_step import abstract_step
-    from meshwright.train.config import ComputeConfig, TrainConfig, with_settings
     from meshwright.train.state import new_state
 
-    model = DecoderConfig(**SIZES, max_seq=seq)
-    mesh = mw.mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1], axis_types="explicit")
-    compute = ComputeConfig(dtype="bfloat16", remat=options.remat, scan=options.scan)
-    config = TrainConfig("", batch=batch, seq=seq, compute=compute)
-    abstract = abstract_step(with_settings(config, {"loss.chunk": options.chunk}), mesh, model)
-    functions = abstract.functions
-    state = new_state(abstract.arrays, abstract.state, abstract.optimizer, mesh)
-    tokens = np.random.default_rng(0).integers(0, SIZES["vocab"], (1, batch, seq), dtype=np.int32)
-    data = {
-        "tokens": jax.device_put(tokens, functions.batch_sharding),
-        "targets": jax.device_put(np.roll(tokens, -1, -1), functions.batch_sharding),
+    keep_compiled_programs()  # as the command does: it then finds the program of this step
+    config = settings(flags(shape, options, extra))
+    abstract = abstract_step(config)
+    functions, (batch, seq) = abstract.functions, SHAPES[shape]
+    state = new_state(abstract.arrays, abstract.state, abstract.optimizer, abstract.mesh)
+    vocab = abstract.model.vocab
+    tokens = np.random.default_rng(0).integers(0, vocab, (1, batch, seq), dtype=np.int32)
+    # documents of equal length, as the loader makes them
+    length = -(-seq // options.documents)
+    places = np.arange(seq, dtype=np.int32)
+    fields = {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, -1),
+        "segments": np.broadcast_to(places // length + 1, tokens.shape),
+        "positions": np.broadcast_to(places % length, tokens.shape),
     }
-    if options.documents > 1:  # packed sequences: that many documents in each
-        places = np.arange(seq, dtype=np.int32) * options.documents // seq
-        whole = np.broadcast_to(places + 1, tokens.shape)
-        data["segments"] = jax.device_put(np.ascontiguousarray(whole), functions.batch_sharding)
+    if options.plain:  # no documents at all: the attention kernel gets no segments
+        del fields["segments"], fields["positions"]
+    data = {
+        name: jax.device_put(np.ascontiguousarray(field, np.int32), functions.batch_sharding)
+        for name, field in fields.items()
+    }
     start = time.perf_counter()
+    compiled = functions.train.lower(state, data).compile()
+    compile_seconds = time.perf_counter() - start
+    in_fp8 = compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"')
     losses: list[float] = []
     holder = [state]
     del state
 
     def step() -> Any:
-        holder[0], report = functions.train(holder[0], data)
+        holder[0], report = compiled(holder[0], data)
         return report["loss"]
 
     losses.append(float(step()))
-    compile_seconds = time.perf_counter() - start
-    seconds = step_time(step, lambda loss: losses.append(float(loss)), steps)
+    seconds = step_time(step, lambda loss: losses.append(float(loss)), options.steps)
     if options.profile:
         profile(options.profile, step)
-    peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    seen = None if options.plain else float((places % length + 1).mean())
     return {
         "seconds": seconds, "compile": compile_seconds, "peak_bytes": peak,
-        "losses": [losses[0], losses[-1]], "versions": f"jax {jax.__version__}",
+        "losses": [losses[0], losses[-1]],
+        "versions": f"jax {jax.__version__}, {layer_count(abstract.model)} layers, "
+        f"{in_fp8} fp8 matmuls",
+        "flops": abstract.flops_per_token(seen) * batch * seq,
+    }  # fmt: skip
+
+
+def fp8(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    return ours(shape, options, ["--compute.matmul", "fp8"])
+
+
+def command(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    """`meshwright train` in a process of its own, ended as soon as enough steps are timed."""
+    import random
+
+    from meshwright.data import ByteTokenizer, pack
+
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder, "text.txt")
+        # one document, so that attention has as much to do as in the step that is timed alone
+        text.write_text("".join(random.Random(0).choices("abcdefgh ", k=4_000_000)))
+        pack([text], Path(folder, "text.store"), ByteTokenizer())
+        words = flags(shape, options, ["--data", f"{folder}/text.store", "--run", f"{folder}/run"])
+        code = "from meshwright.cli.main import main; main()"
+        program = [sys.executable, "-c", code, "train", *words]
+        start = time.perf_counter()
+        log = Path(folder, "log")
+        with log.open("w") as out, subprocess.Popen(program, stdout=out, stderr=out) as process:
+            records: list[dict[str, Any]] = []
+            while process.poll() is None and len(records) < options.steps + 8:
+                time.sleep(0.2)
+                file = Path(folder, "run", "metrics.jsonl")
+                lines = file.read_text().splitlines() if file.exists() else []
+                records = [json.loads(line) for line in lines[:-1]]
+                records = [record for record in records if "step_seconds" in record]
+            took = time.perf_counter() - start
+            process.kill()
+        if not records:
+            raise SystemExit(log.read_text()[-4000:])
+        print(log.read_text()[-3000:], file=sys.stderr)
+    return {
+        "seconds": [records[-1]["step_seconds"]], "compile": took,
+        "peak_bytes": records[-1].get("memory_bytes", 0),
+        "losses": [records[0]["loss"], records[-1]["loss"]],
+        "versions": "the command",
+        "flops": records[-1]["tflops_per_device"] * 1e12 * records[-1]["step_seconds"],
     }  # fmt: skip
 
 
@@ -135,10 +213,11 @@ def profile(folder: str, step: Callable[[], Any]) -> None:
         print(f"{milliseconds:9.3f} {calls[name] / 3:7.1f} {name[:150]}", file=sys.stderr)
 
 
-def peer(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[str, Any]:
+def peer(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch
     import transformers
 
+    (batch, seq), steps = SHAPES[shape], options.steps
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     config = transformers.LlamaConfig(
@@ -172,7 +251,7 @@ def peer(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[
     }  # fmt: skip
 
 
-def ceiling(batch: int, seq: int, steps: int, options: argparse.Namespace) -> dict[str, Any]:
+def ceiling(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
@@ -194,7 +273,21 @@ def ceiling(batch: int, seq: int, steps: int, options: argparse.Namespace) -> di
     return {"flops": best, "device": jax.devices()[0].device_kind}
 
 
-SIDES = {"ours": ours, "peer": peer, "ceiling": ceiling}
+def eight(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Layers of llama-3.1-8b."""
+    options.layers_of_8b = LAYERS_OF_8B
+    return ours(shape, options)
+
+
+def eight_fp8(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    options.layers_of_8b = LAYERS_OF_8B
+    return fp8(shape, options)
+
+
+SIDES = {
+    "peer": peer, "ours": ours, "fp8": fp8, "command": command, "8b": eight, "8b-fp8": eight_fp8,
+    "ceiling": ceiling,
+}  # fmt: skip
 
 
 def run(side: str, shape: str, options: argparse.Namespace) -> dict[str, Any] | None:
@@ -215,31 +308,26 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--sides", default="ceiling,peer,ours")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--remat", default="none")
-    parser.add_argument("--scan", action="store_true")
-    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--flags", default="", help="of meshwright train, for our sides")
     parser.add_argument("--documents", type=int, default=1, help="in each sequence of ours")
+    parser.add_argument("--plain", action="store_true", help="ours without segment ids")
     parser.add_argument("--profile", help="folder for a kernel profile of ours")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
+    options.layers_of_8b = 0
     if options.side:
-        batch, seq = SHAPES[options.shapes]
-        print(json.dumps(SIDES[options.side](batch, seq, options.steps, options)))
+        print(json.dumps(SIDES[options.side](options.shapes, options)))
         return
-    given = {
-        "--steps": options.steps,
-        "--remat": options.remat,
-        "--chunk": options.chunk,
-        "--documents": options.documents,
-    }
-    options.passed = [str(word) for pair in given.items() for word in pair]
-    options.passed += ["--scan"] * options.scan
+    options.passed = [f"--steps={options.steps}", f"--documents={options.documents}"]
+    options.passed += [f"--flags={options.flags}"] + ["--plain"] * options.plain
     options.passed += ["--profile", options.profile] if options.profile else []
     sides = options.sides.split(",")
+    fresh = tempfile.TemporaryDirectory()  # so that compile times are not of an earlier run
+    os.environ.setdefault("MESHWRIGHT_CACHE", fresh.name)
     top = run("ceiling", "8x2048", options) if "ceiling" in sides else None
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for shape in options.shapes.split(","):
-        for side in ("peer", "ours"):
+        for side in (name for name in SIDES if name != "ceiling"):
             result = run(side, shape, options) if side in sides else None
             if result is not None:
                 found[shape, side] = result
@@ -252,7 +340,7 @@ def main() -> None:
 
 def speed(shape: str, result: dict[str, Any]) -> float:
     """FLOP/s of the median step."""
-    return flops(*SHAPES[shape]) / statistics.median(result["seconds"])
+    return result.get("flops", flops(*SHAPES[shape])) / statistics.median(result["seconds"])
 
 
 def line(shape: str, side: str, result: dict[str, Any], top: dict[str, Any] | None) -> str:
@@ -275,13 +363,14 @@ def report(
         "|---|---|---|---|---|---|---|",
     ]
     for (shape, side), result in found.items():
-        peer_speed = speed(shape, found[shape, "peer"]) if (shape, "peer") in found else None
-        least_share, least_ratio = LIMITS[shape]
         share = f"{speed(shape, result) / top['flops']:.3f}"
-        ratio = "" if peer_speed is None else f"{speed(shape, result) / peer_speed:.2f}×"
-        if side == "ours":
-            share += f" (wanted {least_share})"
-            ratio += f" (wanted {least_ratio}×)"
+        ratio = ""
+        of = {"8b": "", "8b-fp8": "8b"}.get(side, "peer")
+        if (shape, of) in found:
+            seconds = [statistics.median(found[shape, one]["seconds"]) for one in (of, side)]
+            ratio = f"{seconds[0] / seconds[1]:.2f}×" + (" of 8b" if of == "8b" else "")
+        if (shape, side) in LIMITS:
+            ratio += f" (wanted {LIMITS[shape, side]}×)"
         lines.append(
             f"| {shape} | {side} | {statistics.median(result['seconds']) * 1e3:.1f} | "
             f"{speed(shape, result) / 1e12:.0f} | {share} | {ratio} | "

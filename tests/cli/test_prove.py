@@ -80,7 +80,7 @@ def test_a_plan_without_a_loop_over_layers_is_proved_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "plan.json"
-    made = mw.plan("tiny", "cpu:8", batch=8, seq=64, scan=False)
+    made = mw.plan("tiny", "cpu:8", batch=8, seq=64, layers="unroll")
     file.write_text(json.dumps(plan_data(made)))
     proved: list[Any] = []
 
@@ -91,7 +91,7 @@ def test_a_plan_without_a_loop_over_layers_is_proved_without_one(
     monkeypatch.setattr("meshwright.cli.prove.prove", stop)
     with pytest.raises(mw.MeshwrightError, match="as far as this"):
         prove_command(["--plan", str(file)])
-    assert proved[0].compute.scan is False
+    assert proved[0].compute.layers == "unroll"
 
 
 def test_a_mesh_can_be_left_to_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

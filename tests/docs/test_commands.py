@@ -141,7 +141,7 @@ def test_what_a_plan_says_to_type_next_can_be_typed(only_parsed: None) -> None:
     jobs = [
         plan("llama-3.1-8b", "v5p:4x4x4", 64, 8192, optimizer="muon", param_dtype="bfloat16"),
         plan("llama-3.1-8b", "v5p:4x4x4", 8, 262144, mesh="sp=8,tp=2", overlap=True),
-        plan("tiny", "cpu:8", 16, 128, scan=False, loss_chunk=512, dtype="bfloat16"),
+        plan("tiny", "cpu:8", 16, 128, layers="unroll", loss_chunk=512, dtype="bfloat16"),
         plan("llama-3.1-8b", "h100:8", 64, 4096, kind="serve"),
     ]
     for made in jobs:
@@ -150,7 +150,7 @@ def test_what_a_plan_says_to_type_next_can_be_typed(only_parsed: None) -> None:
                 with pytest.raises(ParsedError):
                     cli.run(shlex.split(command)[1:])
     unrolled = next_commands(jobs[2], jobs[2].best.choice)
-    for flag in ("--compute.no-scan", "--loss.chunk 512", "--compute.dtype bfloat16"):
+    for flag in ("--compute.layers unroll", "--loss.chunk 512", "--compute.dtype bfloat16"):
         assert all(flag in command for command in unrolled)
 
 

@@ -219,17 +219,21 @@ CONFIG = TrainConfig("llama-3.1-8b", batch=8, seq=2**15)
 
 
 def test_settings_of_train_are_planned_as_their_arguments_are() -> None:
-    changes = {"optimizer.name": "muon", "compute.param_dtype": "bfloat16", "compute.scan": False}
+    changes = {
+        "optimizer.name": "muon",
+        "compute.param_dtype": "bfloat16",
+        "compute.layers": "unroll",
+    }
     config = with_settings(CONFIG, changes)
     by_config = plan(config, "v5p:4x4x4")
     by_arguments = plan(
         "llama-3.1-8b", "v5p:4x4x4", 8, 2**15,
-        optimizer="muon", param_dtype="bfloat16", scan=False,
+        optimizer="muon", param_dtype="bfloat16", layers="unroll",
     )  # fmt: skip
     assert by_config.job == by_arguments.job
     assert by_config.ranked == by_arguments.ranked
-    assert plan(config, "v5p:4x4x4", batch=16, scan=True).job == job_of(
-        with_settings(config, {"batch": 16, "compute.scan": True}), by_config.machine
+    assert plan(config, "v5p:4x4x4", batch=16, layers="scan").job == job_of(
+        with_settings(config, {"batch": 16, "compute.layers": "scan"}), by_config.machine
     )
 
 

@@ -36,7 +36,7 @@ OTHERS: dict[str, Any] = {
     "optimizer.decay_fraction": 0.5, "optimizer.b1": 0.5, "optimizer.b2": 0.5, "optimizer.eps": 1e-6,
     "optimizer.weight_decay": 0.2, "optimizer.clip_norm": None, "loss.z_loss": 0.1, "loss.chunk": 8,
     "compute.dtype": "bfloat16", "compute.param_dtype": "bfloat16", "compute.remat": "full",
-    "compute.scan": False, "compute.attention": "dense", "compute.sequence_parallel": True,
+    "compute.layers": "unroll", "compute.attention": "dense", "compute.sequence_parallel": True,
     "compute.mlp_chunk": 8, "compute.overlap": True, "checkpoint.every": 5, "checkpoint.keep_last": 1,
     "checkpoint.keep_every": 5, "eval.every": 5, "eval.sequences": 2,
 }  # fmt: skip

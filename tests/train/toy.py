@@ -38,6 +38,8 @@ class Setting:
     z_loss: float = 1e-3
     context_parallel: str = "auto"
     mlp_chunk: int = 0
+    matmul: str = "auto"
+    fp8_skips: int = 0
     first_batch: int = 0  # of the batches there are
 
 
@@ -83,7 +85,7 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
     optimizer = made if optimizer is None else optimizer
     compute = Compute(
         setting.rules, setting.dtype, setting.remat, setting.scan, context_parallel=setting.context_parallel,
-        mlp_chunk=setting.mlp_chunk,
+        mlp_chunk=setting.mlp_chunk, matmul=setting.matmul, fp8_skips=setting.fp8_skips,
     )  # fmt: skip
     loss = LossConfig(setting.z_loss, chunk=24)  # does not divide the tokens
     functions = step_functions(

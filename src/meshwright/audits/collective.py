@@ -9,7 +9,11 @@ from meshwright.audits.program import array_bytes
 
 Phase = Literal["forward", "backward", "optimizer"]
 # functions of ours around the collectives of jax; the line that called them is the source
-WRAPPER_FILES = ("meshwright/ops/collectives.py", "meshwright/ops/attention/permute.py")
+WRAPPER_FILES = (
+    "meshwright/ops/collectives.py",
+    "meshwright/ops/fp8.py",
+    "meshwright/ops/attention/permute.py",
+)
 OPERATIONS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 

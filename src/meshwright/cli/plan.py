@@ -39,6 +39,8 @@ class PlanSettings:
     """Optimizer, whose state takes memory; adamw by default."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of parameters and optimizer state."""
+    matmul: Literal["auto", "fp8"] = "auto"
+    """Plan with train's --compute.matmul: fp8 multiplies layers in 8-bit floats."""
     overlap: bool = False
     """Plan with train's --compute.overlap: TPUs all-gather weights during compute."""
     serve: bool = False
@@ -83,6 +85,7 @@ def plan(settings: tyro.conf.OmitArgPrefixes[PlanSettings]) -> None:
         optimizer=settings.optimizer,
         param_dtype=settings.param_dtype,
         overlap=settings.overlap,
+        matmul=settings.matmul,
         weights=settings.weights,
         cache=settings.cache,
         cost_per_hour=settings.cost_per_hour,

@@ -1,7 +1,7 @@
 """Model families: configs, arrays, rules, forward passes, Hugging Face files."""
 
 from meshwright.models.activations import ActivationLayouts, activation_layouts
-from meshwright.models.compute import Compute, default_dtype
+from meshwright.models.compute import Compute, default_dtype, scans_layers
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.models.divisibility import indivisible
 from meshwright.models.family import Generation, HuggingFace, ModelFamily, Serving
@@ -16,6 +16,8 @@ from meshwright.models.registry import (
     family_of,
     from_hf_config,
     generation_of,
+    layer_count,
+    layer_counts,
     load_hf,
     model_config,
     model_from_dict,
@@ -65,6 +67,8 @@ __all__ = [
     "from_hf_config",
     "generation_of",
     "indivisible",
+    "layer_count",
+    "layer_counts",
     "lm_logits",
     "load_hf",
     "load_tensors",
@@ -79,5 +83,6 @@ __all__ = [
     "read_folder",
     "read_header",
     "save_hf",
+    "scans_layers",
     "to_hf_config",
 ]

@@ -17,21 +17,25 @@ from jax.sharding import reshard
 from meshwright.models.activations import ActivationLayouts
 from meshwright.models.compute import Compute, remat_policy
 from meshwright.ops import (
+    Fp8Weight,
     Quantized,
     all_gather,
     einsum,
+    fp8_einsum,
     norm_alone,
     norm_beside,
     over_chunks,
     partial_sums,
+    plain_weights,
     reduce_to,
     rms_norm,
     scaled,
     split_axes,
+    weight_in_fp8,
 )
 
 Params = dict[str, Any]
-Weight = jax.Array | Quantized
+Weight = jax.Array | Quantized | Fp8Weight
 # x, the update or None, the layer's weights, its part of the attention state
 # → x, the next update, what the attention state keeps of this layer
 Layer = Callable[[jax.Array, jax.Array | None, Params, Any], tuple[jax.Array, jax.Array, Any]]
@@ -59,7 +63,10 @@ def through_layers(
         layer, update, kept = checkpointed(layer), None, []
         weights = weights if isinstance(weights, list) else _unstack(weights)
         states = states if isinstance(states, list) else [None] * len(weights)
-        for layer_weights, state in zip(weights, states, strict=True):
+        skips = compute.fp8_skips
+        for i, (layer_weights, state) in enumerate(zip(weights, states, strict=True)):
+            if not skips <= i < len(weights) - skips:
+                layer_weights = plain_weights(layer_weights)
             x, update, keeps = layer(x, update, layer_weights, state)
             kept.append(keeps)
         return x, update, kept
@@ -70,8 +77,15 @@ def through_layers(
         return x + update, keeps
 
     run = checkpointed(added, prevent_cse=False)
-    x, kept = lax.scan(lambda x, part: run(x, *part), x, (weights, states))
-    return x, None, kept
+    loop = functools.partial(lax.scan, lambda x, part: run(x, *part))
+    if compute.matmul != "fp8" or not compute.fp8_skips:
+        x, kept = loop(x, (weights, states))
+        return x, None, kept
+    # three loops: what the first and the last run over is not in fp8
+    first, middle, last = _split_ends(weights, compute.fp8_skips)
+    for part in (plain_weights(first), middle, plain_weights(last)):
+        x, _ = loop(x, (part, None))
+    return x, None, None
 
 
 def prepare_weights(layers: Params, layouts: ActivationLayouts, compute: Compute) -> Params:
@@ -81,7 +95,7 @@ def prepare_weights(layers: Params, layouts: ActivationLayouts, compute: Compute
     marked here, their gradients are reduced once for all layers, after the loop.
     """
 
-    def ready(name: str, w: jax.Array) -> jax.Array:
+    def ready(name: str, w: jax.Array) -> Any:
         match name:
             case "norm" | "bo":
                 return along_residual(w, layouts)
@@ -89,8 +103,11 @@ def prepare_weights(layers: Params, layouts: ActivationLayouts, compute: Compute
                 return all_gather(w, split_axes(layouts.heads.partitions[:2]))
             case "q_norm" | "k_norm":
                 return all_gather(w, split_axes(layouts.heads.partitions))
+            case _ if isinstance(w, Quantized):
+                return w
             case _:
-                return w if isinstance(w, Quantized) else w.astype(compute.dtype)
+                w = w.astype(compute.dtype)
+                return weight_in_fp8(w) if compute.matmul == "fp8" else w
 
     return {
         block: {name: ready(name, w) for name, w in arrays.items()}
@@ -107,6 +124,15 @@ def _unstack(weights: Params) -> list[Params]:
         jax.tree.unflatten(treedef, [lax.squeeze(part[i], (0,)) for part in parts])
         for i in range(layers)
     ]
+
+
+def _split_ends(weights: Params, ends: int) -> tuple[Params, Params, Params]:
+    """The stacked weights of the first layers, of those between, and of the last."""
+    leaves, treedef = jax.tree.flatten(weights)
+    sizes = (ends, leaves[0].shape[0] - 2 * ends, ends)
+    parts = [lax.split(leaf, sizes, axis=0) for leaf in leaves]
+    first, middle, last = (jax.tree.unflatten(treedef, part) for part in zip(*parts, strict=True))
+    return first, middle, last
 
 
 def along_residual(vector: jax.Array, layouts: ActivationLayouts) -> jax.Array:
@@ -163,9 +189,20 @@ def enter_attention(
 def gather_weight(weight: Weight, compute: Compute) -> Any:
     """A weight as a matmul takes it: all-gathered, unless weights are stationary."""
     axes = compute.layouts.weight_axes
+    if isinstance(weight, Fp8Weight):  # its matmul all-gathers it
+        return weight
     if isinstance(weight, Quantized):  # `scaled` places the scale
         return Quantized(all_gather(weight.values, axes), weight.scale)
     return all_gather(weight, axes)
+
+
+def _multiply(
+    dims: str, x: jax.Array, weight: Weight, out: P, compute: Compute, **options: Any
+) -> jax.Array:
+    """The einsum of x and a weight, in fp8 if the weight is to be."""
+    if isinstance(weight, Fp8Weight):
+        return fp8_einsum(dims, x, weight, compute.layouts.weight_axes, out)
+    return einsum(dims, x, weight, out_sharding=out, **options)
 
 
 def project(
@@ -174,8 +211,12 @@ def project(
     """The product of x [batch, length, embed] and a weight, sharded as `target`."""
     layouts = compute.layouts
     out = partial_sums(layouts.beside_weight(target), layouts.summed)
-    y = einsum(dims, x, weight, out_sharding=out, **options)
-    return scaled(reduce_to(y, layouts.summed, target), weight)
+    y = _multiply(dims, x, weight, out, compute, **options)
+    return _scaled(reduce_to(y, layouts.summed, target), weight)
+
+
+def _scaled(y: jax.Array, weight: Weight) -> jax.Array:
+    return y if isinstance(weight, Fp8Weight) else scaled(y, weight)
 
 
 def attention_output(mixed: jax.Array, w: Params, compute: Compute) -> jax.Array:
@@ -185,8 +226,8 @@ def attention_output(mixed: jax.Array, w: Params, compute: Compute) -> jax.Array
     if layouts.stationary:
         mixed = reshard(mixed, layouts.beside_weight(layouts.heads))
     weight = gather_weight(w["wo"], compute)
-    out = einsum("blhd,hde->ble", mixed, weight, out_sharding=partial_sums(layouts.block, over))
-    return scaled(reduce_to(out, over, layouts.residual), weight)
+    out = _multiply("blhd,hde->ble", mixed, weight, partial_sums(layouts.block, over), compute)
+    return _scaled(reduce_to(out, over, layouts.residual), weight)
 
 
 def mlp(
@@ -224,8 +265,8 @@ def mlp(
             hidden = [hidden[0][:, :, 0], hidden[0][:, :, 1]]
         gated = activation(hidden[0])
         activated = checkpoint_name(gated * hidden[1] if len(hidden) == 2 else gated, "activated")
-        out = einsum("blm,me->ble", activated, down, out_sharding=partial_sums(layouts.block, over))
-        return scaled(reduce_to(out, over, target), down)
+        out = _multiply("blm,me->ble", activated, down, partial_sums(layouts.block, over), compute)
+        return _scaled(reduce_to(out, over, target), down)
 
     if at_once:
         return x, forward(layouts.residual, *normed, *weights)

@@ -91,8 +91,10 @@ class ModelFamily:
     """Remat policies: the names of the activations that each saves."""
     work: Callable[[Any], tuple[Stack, ...]]
     """Of a config: its stacks of layers, the one before the LM head last."""
-    flops: Callable[[Any, Mapping[str, int]], float]
-    """(config, length of each batch field) → FLOPs of a training step for one example."""
+    flops: Callable[..., float]
+    """(config, length of each batch field) → FLOPs of a training step for one example.
+
+    A family with `keys_seen` takes that as a third argument."""
     split_dims: tuple[str, ...]
     """Dims of the model that the mesh must divide; the vocabulary is padded."""
     override: Callable[[Any, Mapping[str, str], int], Any]
@@ -101,3 +103,7 @@ class ModelFamily:
     from_dict: Callable[[Mapping[str, Any]], Any]
     hugging_face: HuggingFace
     generation: Generation | None = None
+    keys_seen: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    """(config, batch) → keys that a query attends to within its document and window, on average.
+
+    None, of the function or from it: sequences are not packed, and `lengths` say it."""

@@ -1,5 +1,6 @@
 """The model families, and models by name, by file and by config."""
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,26 @@ FAMILIES: tuple[ModelFamily, ...] = (DECODER, T5)
 PRESETS: dict[str, Any] = {
     name: config for family in FAMILIES for name, config in family.presets.items()
 }
+
+
+@functools.lru_cache(maxsize=256)
+def layer_counts(config: Any) -> tuple[int, ...]:
+    """Layers of each stack of a model."""
+    family = family_of(config)
+    counts = []
+    for stack in family.work(config):
+        arrays = family.arrays(config)
+        for key in stack.path:
+            arrays = arrays[key]
+        while isinstance(arrays, Mapping):
+            arrays = next(iter(arrays.values()))
+        counts.append(arrays.shape[0])
+    return tuple(counts)
+
+
+def layer_count(config: Any) -> int:
+    """Layers of all stacks of a model."""
+    return sum(layer_counts(config))
 
 
 def family_of(config: Any) -> ModelFamily:

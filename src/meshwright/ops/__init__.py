@@ -14,6 +14,14 @@ from meshwright.ops.collectives import (
 )
 from meshwright.ops.cross_entropy import IGNORED, cross_entropy, keeps_logit_gradients
 from meshwright.ops.embedding import embed
+from meshwright.ops.fp8 import (
+    COMPILER_OPTIONS,
+    SCALE,
+    Fp8Weight,
+    fp8_einsum,
+    plain_weights,
+    weight_in_fp8,
+)
 from meshwright.ops.mosaic import switched_on
 from meshwright.ops.norms import add_bias, norm_alone, norm_beside, rms_norm
 from meshwright.ops.quantized import QUANTIZED_DTYPES, Quantized, einsum, quantize, scaled
@@ -21,10 +29,11 @@ from meshwright.ops.relative_bias import relative_bias, relative_bias_at
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, rotate
 
 __all__ = [
-    "IGNORED", "QUANTIZED_DTYPES", "LinearScaling", "Llama3Scaling", "Quantized",
-    "Rope", "Scaling", "YarnScaling", "add_bias", "all_gather", "cross_entropy", "current_platform",
-    "drop_trivial_axes", "einsum", "embed", "keeps_logit_gradients", "nontrivial_axes",
-    "norm_alone", "norm_beside", "over_chunks", "partial_sums", "quantize", "reduce_to",
-    "relative_bias", "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes",
-    "switched_on", "tie_gradients",
+    "COMPILER_OPTIONS", "IGNORED", "QUANTIZED_DTYPES", "SCALE", "Fp8Weight",
+    "LinearScaling", "Llama3Scaling", "Quantized", "Rope", "Scaling", "YarnScaling", "add_bias",
+    "all_gather", "cross_entropy", "current_platform", "drop_trivial_axes", "einsum", "embed",
+    "fp8_einsum", "keeps_logit_gradients", "nontrivial_axes", "norm_alone", "norm_beside",
+    "over_chunks", "partial_sums", "plain_weights", "quantize", "reduce_to", "relative_bias",
+    "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes", "switched_on",
+    "tie_gradients", "weight_in_fp8",
 ]  # fmt: skip

@@ -56,8 +56,8 @@ def plan(
     value or in text; `batch` the sequences of a step, over all devices. `mesh` limits what may be
     chosen (`fsdp=*,tp<=8,sp=1`). The `settings` remat and accumulation, or weights of serving
     (plain, int8 or fp8), fix what else would be chosen with it, and `cache="fp8"` is a KV cache of
-    8 bits; loss_chunk, optimizer, param_dtype, dtype, scan and overlap are settings of train and
-    have its defaults.
+    8 bits; loss_chunk, optimizer, param_dtype, dtype, matmul, layers and overlap are settings of
+    train and have its defaults.
 
     Of a TrainConfig the mesh, remat, accumulation, sequence_parallel, context_parallel and
     mlp_chunk are kept where they are not the defaults. Settings given here replace its own.
@@ -120,10 +120,13 @@ def plan_config(
 # arguments of plan, and the settings that they are
 _SETTINGS = {
     "batch": "batch", "seq": "seq", "loss_chunk": "loss.chunk", "optimizer": "optimizer.name",
-    "param_dtype": "compute.param_dtype", "dtype": "compute.dtype", "scan": "compute.scan",
-    "overlap": "compute.overlap",
+    "param_dtype": "compute.param_dtype", "dtype": "compute.dtype", "layers": "compute.layers",
+    "overlap": "compute.overlap", "matmul": "compute.matmul", "fp8_skips": "compute.fp8_skips",
 }  # fmt: skip
-_KNOWN = {"optimizer": tuple(OPTIMIZER_BYTES), "param_dtype": DTYPES, "dtype": DTYPES}
+_KNOWN = {
+    "optimizer": tuple(OPTIMIZER_BYTES), "param_dtype": DTYPES, "dtype": DTYPES,
+    "matmul": ("auto", "fp8"),
+}  # fmt: skip
 CHOSEN_TOO = ("remat", "accumulation", "weights", "cache")
 
 

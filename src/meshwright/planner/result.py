@@ -31,12 +31,18 @@ class Job:
     optimizer: str = "adamw"
     param_dtype: str = "float32"
     dtype: str = "bfloat16"
+    matmul: str = "auto"  # of layers: in dtype, or fp8
+    fp8_skips: int = 1  # layers at each end that stay in dtype with fp8
     loss_chunk: int = 2048
     scan: bool = True
     documents: bool = True  # sequences are packed: segments and positions come with the tokens
     overlap: bool = False  # a TPU is told to gather weights while it computes
     attention: str = "auto"  # the kernel, as train's --compute.attention takes it
     objective: str = "auto"  # what it is trained on, as train's --objective takes it
+
+    def fp8_layers(self, layers: int) -> int:
+        """Of a stack of so many layers, those whose matmuls are in fp8."""
+        return max(0, layers - 2 * self.fp8_skips) if self.matmul == "fp8" else 0
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:

@@ -18,6 +18,8 @@ from meshwright.planner.result import Choice, Job
 from meshwright.train import (
     AUTO,
     TrainConfig,
+    check_fp8,
+    layers_choice,
     training_spec,
     with_settings,
 )
@@ -44,12 +46,17 @@ def job_of(
             f"the plan knows the standard rules; with --rules {config.rules} name the mesh"
         )
     model = model_config(config.model) if model is None else model
+    model = override(model, config.override, config.seq)
     compute = config.compute
+    if compute.matmul == "fp8":
+        check_fp8(config, model, machine.chip)
+    scan, _ = layers_choice(config, model, machine.chip.platform, machine.num_devices)
     return Job(
-        override(model, config.override, config.seq), config.batch, config.seq, config.model, kind,
+        model, config.batch, config.seq, config.model, kind,
         optimizer=config.optimizer.name, param_dtype=compute.param_dtype,
         dtype=default_dtype(compute.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
-        scan=compute.scan, overlap=compute.overlap, attention=compute.attention,
+        matmul=compute.matmul, fp8_skips=compute.fp8_skips,
+        scan=scan, overlap=compute.overlap, attention=compute.attention,
         objective=config.objective,
     )  # fmt: skip
 

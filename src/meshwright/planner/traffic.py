@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.meshes import STANDARD_AXES
+from meshwright.models import family_of
 from meshwright.ops.attention import ring_steps_of, sequence_order
 from meshwright.planner.parts import (
     item_bytes,
@@ -122,6 +123,7 @@ class _Step:
         shards, replicas = self.over("fsdp", "sp"), self.over("dp")
         for stack in self.sizes.stacks:
             times, of = self.executions(stack), f"of {_a_layer(stack)}"
+            in_fp8 = self.job.fp8_layers(stack.layers) * self.micro_batches
             for block in stack.blocks:
                 size = self.item * self.number(block.weights) // self.tp
                 name, pieces = block.name.replace("_", "-"), len(block.matrices)
@@ -129,7 +131,10 @@ class _Step:
                 about = pieces, stack.layers, block.back, stack.name
                 for phase in PASSES:
                     what = f"{name} weights {of}"
-                    yield Send(what, "all-gather", shards, size, times, phase, weights, *about)
+                    rest = times - in_fp8
+                    yield Send(what, "all-gather", shards, size, rest, phase, weights, *about)
+                    what, byte = f"{what} in fp8", self.number(block.weights) // self.tp
+                    yield Send(what, "all-gather", shards, byte, in_fp8, phase, weights, *about)
                 what = f"gradient of the {name} weights {of}"
                 later: Phase = "backward"
                 yield Send(what, "reduce-scatter", shards, size, times, later, gradient, *about)
@@ -367,17 +372,20 @@ class _Step:
             yield Send(what, "all-to-all", over, size, 2, "optimizer", pieces=pieces)
 
     def scalars(self) -> Iterator[Send]:
-        """The loss, the number of targets, and the gradient's norm."""
+        """The loss, the number of targets, the keys seen, and the gradient's norm."""
         sizes, times = self.sizes, 2 * self.micro_batches
         tokens, batch, shards = (
             self.over(*axes) for axes in (("dp", "fsdp", "sp"), ("dp", "fsdp"), ("fsdp", "sp"))
         )
         norm = "norm of the gradient"
+        packed = int(self.job.documents and family_of(self.job.model).keys_seen is not None)
         split = sizes.matrices + sizes.head_vectors.arrays + sizes.position_vectors.arrays
         for what, axes, many, phase in (
             ("loss and entropy", tokens, times, "forward"),
             ("number of targets", batch, 1, "forward"),
             ("number of targets", self.over("sp"), 1, "forward"),
+            ("keys that a query sees", batch, packed, "forward"),
+            ("keys that a query sees", self.over("sp"), packed, "forward"),
             (norm, shards, sizes.matrices, "optimizer"),
             (norm, self.over("tp"), split, "optimizer"),
         ):

@@ -141,9 +141,11 @@ def _add_matmuls(
         shape = weights / choice.tp, side, tokens
         flops, forward = _matmul(job, choice, machine, shape, 1.0)
         more, backward = _matmul(job, choice, machine, shape, 2.0 + repeated / weights)
+        in_fp8 = job.fp8_layers(stack.layers)
+        layers = stack.layers - in_fp8 + in_fp8 / efficiency.fp8(machine.chip, min(side, tokens))
         total.computed += stack.layers * (flops + more)
-        total.forward += stack.layers * forward
-        total.backward += stack.layers * backward
+        total.forward += layers * forward
+        total.backward += layers * backward
 
 
 def _heads(stack: StackSizes) -> int:

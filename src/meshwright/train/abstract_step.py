@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules
 from meshwright.models import Compute, family_of, override, padded_vocab
+from meshwright.present import amount
 from meshwright.train.config import TrainConfig
 from meshwright.train.optimizer import make_optimizer
 from meshwright.train.setup import (
@@ -53,10 +54,26 @@ class AbstractStep:
         lengths = self._lengths
         return lengths["tokens"] + lengths.get("encoder_tokens", 0)
 
+    def flops_per_token(self, keys_seen: float | None = None) -> float:
+        """FLOPs of a training step, for each token that the model reads.
+
+        `keys_seen`: keys that a query attends to, as steps report it of packed documents.
+        """
+        packed = {} if keys_seen is None else {"keys_seen": keys_seen}
+        flops = family_of(self.model).flops(self.model, self._lengths, **packed)
+        return flops / self.tokens_of_example
+
     @property
-    def flops_per_token(self) -> float:
-        """FLOPs of a training step, for each token that the model reads."""
-        return family_of(self.model).flops(self.model, self._lengths) / self.tokens_of_example
+    def flops_formula(self) -> str:
+        """How the FLOPs of a token are counted, in words."""
+        if family_of(self.model).keys_seen is None:
+            return f"{amount(self.flops_per_token(), 'FLOP')}: 6 a weight, and attention"
+        weights = self.flops_per_token(0.0)
+        return (
+            f"{amount(weights, 'FLOP')} (6 a weight) + "
+            f"{amount(self.flops_per_token(1.0) - weights, 'FLOP')} × keys seen: those that a "
+            "query attends to within its document and window, on average"
+        )
 
     @property
     def _lengths(self) -> dict[str, int]:

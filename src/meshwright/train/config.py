@@ -22,12 +22,16 @@ LATEST, NONE = "latest", "none"  # of resume_from, besides a step
 class ComputeConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of matmuls; auto: bfloat16 on accelerators, float32 on CPUs."""
+    matmul: Literal["auto", "fp8"] = "auto"
+    """Matmuls of the layers; auto: in `dtype`; fp8: e4m3, gradients e5m2, one scale per tensor."""
+    fp8_skips: int = 1
+    """With fp8, layers at each end of a stack that stay in `dtype`, as the LM head does."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters and optimizer state."""
     remat: Literal["none", "elementwise", "mlp", "full"] = "none"
     """Activation checkpointing: what the backward pass recomputes, from nothing to every layer."""
-    scan: bool = True
-    """Scan over layers, which compiles fast; --compute.no-scan unrolls them, which runs faster."""
+    layers: Literal["auto", "scan", "unroll"] = "auto"
+    """A scan over layers compiles fast, unrolled layers run faster; auto: by machine, printed."""
     attention: Literal["auto", "hopper", "cudnn", "splash", "dense", "blockwise"] = "auto"
     """Attention kernel; auto: the fastest that supports the call."""
     sequence_parallel: bool = False
@@ -38,6 +42,13 @@ class ComputeConfig:
     """On TPUs, overlap the all-gather of weights with compute; GPUs and v5e do so anyway."""
 
     def __post_init__(self) -> None:
+        if self.fp8_skips < 0:
+            raise MeshwrightError(f"compute.fp8_skips={self.fp8_skips} must be at least 0")
+        if self.matmul == "fp8" and self.mlp_chunk:
+            raise MeshwrightError(
+                "compute.matmul fp8 takes one scale of a whole tensor, and compute.mlp_chunk never "
+                "has one; leave out one of them"
+            )
         if self.mlp_chunk < 0:
             raise MeshwrightError(f"compute.mlp_chunk={self.mlp_chunk} must be at least 0")
 
@@ -195,8 +206,8 @@ def with_settings(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
 def settings_flags(config: TrainConfig) -> list[str]:
     """The settings that are not the defaults, as the command line takes them after the model.
 
-    >>> settings_flags(TrainConfig("tiny", batch=8, compute=ComputeConfig(scan=False)))
-    ['--batch', '8', '--compute.no-scan']
+    >>> settings_flags(TrainConfig("tiny", batch=8, compute=ComputeConfig(layers="unroll")))
+    ['--batch', '8', '--compute.layers', 'unroll']
     """
     words: list[str] = []
     usual = flat_settings(TrainConfig(config.model))

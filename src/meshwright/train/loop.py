@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,7 @@ from meshwright.launch import (
     coordinator_store,
     ends_together,
     join,
+    keep_compiled_programs,
     make_room_for_cpu_collectives,
     pause_timeout_s,
     simulate_devices,
@@ -41,6 +43,7 @@ from meshwright.train.optimizer import DEFAULT_WARMUP
 from meshwright.train.prepare import bytes_per_device, prepare
 from meshwright.train.resume import check_resume, resume_command, resume_step
 from meshwright.train.run import (
+    WINDOW,
     LiveLine,
     MetricsLog,
     StepClock,
@@ -56,6 +59,7 @@ from meshwright.train.run import (
 )
 from meshwright.train.run.metrics import FILE as METRICS
 from meshwright.train.same_settings import check_same_settings
+from meshwright.train.setup import layers_choice
 from meshwright.train.state import TrainState, new_state, params_are_finite
 
 LAG = 1  # a step is started before the result of the one before it is looked at
@@ -76,6 +80,8 @@ def train(config: TrainConfig, choose: Callable[[TrainConfig], TrainConfig] | No
     if config.mesh == AUTO and choose is None:
         raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
     joined = join(config.coordinator, config.processes, config.process_id)
+    if jax.default_backend() != "cpu":
+        keep_compiled_programs()
     store = coordinator_store()
     with (
         ends_together(store, joined.process_id, joined.processes),
@@ -126,6 +132,7 @@ class _Run:
         self.signalled = False
         self.tokens = 0
         self.clock = StepClock()
+        self.keys_seen: collections.deque[float] = collections.deque(maxlen=WINDOW)
 
     def go(self) -> None:
         config = self.config
@@ -232,9 +239,14 @@ class _Run:
             "tokens": self.tokens,
             "skipped_steps": values["skipped"],
         }
+        if "keys_seen" in values:
+            metrics["keys_seen"] = values["keys_seen"]
+            self.keys_seen.append(values["keys_seen"])
         if took is not None and self.clock.seconds:
             per_step = config.batch * setup.step.tokens_of_example
-            flops = setup.step.flops_per_token
+            # over the steps of the clock: documents differ from step to step
+            seen = statistics.fmean(self.keys_seen) if self.keys_seen else None
+            flops = setup.step.flops_per_token(seen)
             peak = peak_flops(list(setup.step.mesh.devices.flat))
             speed = throughput(flops, per_step, self.clock.seconds, setup.step.mesh.size, peak)
             metrics |= {"step_seconds": self.clock.seconds} | speed.metrics()
@@ -447,6 +459,12 @@ class _Run:
                 f"note: the warm-up is shortened from {DEFAULT_WARMUP} to {count(warmup, 'step')}, "
                 "to suit the length of the run; --optimizer.warmup-steps sets it"
             )
+        platform = devices[0].platform
+        scan, why = layers_choice(config, setup.step.model, platform, len(devices))
+        other = "--compute.layers unroll runs" if scan else "--compute.layers scan runs"
+        how = "a scan" if scan else "unrolled"
+        if platform != "cpu" or config.compute.layers != "auto":
+            self._say(f"layers: {how} ({why}); {other} the other way")
         if setup.step.attention is not None:
             self._say(f"attention: {setup.step.attention}")
         if setup.padding is not None:
@@ -471,6 +489,7 @@ class _Run:
             "mesh": mesh_text(setup.step.mesh.shape),
             "machine": f"{setup.step.mesh.size} × {setup.step.mesh.devices.flat[0].device_kind}",
             "data": self.config.data,
+            "FLOPs of a token": setup.step.flops_formula,
         }
         write_description(folder, settings, about, setup.loader.mixture.tokenizer.to_json())
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from meshwright.data import OBJECTIVES, EncoderDecoderObjective, Tokenizer, sentinel_top
 from meshwright.errors import MeshwrightError, one_of
 from meshwright.layouts import Rules
-from meshwright.machines import Machine, chip_of_kind
+from meshwright.machines import CHIPS, Chip, Machine, chip_of_kind
 from meshwright.meshes import STANDARD_AXES, MeshSpec, mesh, tile_mesh
 from meshwright.models import (
     Compute,
@@ -20,8 +20,11 @@ from meshwright.models import (
     default_dtype,
     family_of,
     indivisible,
+    layer_count,
+    layer_counts,
     model_config,
     override,
+    scans_layers,
 )
 from meshwright.ops import nontrivial_axes
 from meshwright.ops.attention import (
@@ -190,16 +193,42 @@ def compute_of(
     if slow is not None:
         slower = f"in the slower kernel {slow[0]} ({slow[1]})"
         words = slower if words is None else f"{words}; {slower}"
+    scan, _ = layers_choice(config, model, device.platform, placed.size)
     compute = Compute(
         rules,
         dtype,
         settings.remat,
-        settings.scan,
+        scan,
         settings.attention,
         strategy,
         settings.mlp_chunk,
+        settings.matmul,
+        settings.fp8_skips,
     )
+    if settings.matmul == "fp8":
+        chip = chip_of_kind(device.device_kind, device.platform)
+        check_fp8(config, model, chip)
     return compute, words
+
+
+def check_fp8(config: TrainConfig, model: Any, chip: Chip) -> None:
+    """That the chip multiplies in fp8, or is a CPU, which simulates it; that layers are left."""
+    if chip.platform != "cpu" and chip.fp8_flops is None:
+        raise MeshwrightError(
+            f"compute.matmul fp8: {chip.name} has no fp8 units; leave it out, or use one of "
+            + ", ".join(one.name for one in CHIPS.values() if one.fp8_flops)
+        )
+    stacks = layer_counts(model)
+    if min(stacks) <= 2 * config.compute.fp8_skips:
+        raise MeshwrightError(
+            f"compute.fp8_skips={config.compute.fp8_skips} leaves none of {min(stacks)} layers to "
+            "fp8; give a smaller one, or 0"
+        )
+
+
+def layers_choice(config: TrainConfig, model: Any, platform: str, devices: int) -> tuple[bool, str]:
+    """Whether a loop runs over the layers, and why."""
+    return scans_layers(config.compute.layers, layer_count(model), platform, devices)
 
 
 def flops_per_byte(device: Any) -> float:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.layouts import ArraySpec, resized_like
 from meshwright.models import Compute, LossConfig, family_of
+from meshwright.ops import COMPILER_OPTIONS as FP8_OPTIONS
 from meshwright.ops import IGNORED, current_platform
 from meshwright.train.state import TrainState
 from meshwright.train.tpu import compiler_options
@@ -111,7 +112,8 @@ def step_functions(
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
         }
-        return new, report
+        seen = None if family.keys_seen is None else family.keys_seen(config, batch)
+        return new, report if seen is None else report | {"keys_seen": seen}
 
     def evaluate(params: Any, batch: Batch) -> Report:
         params = cast_matrices(params, arrays, compute.dtype)
@@ -124,7 +126,11 @@ def step_functions(
         (entropy, counted), _ = lax.scan(add_micro_batch, (jnp.float32(0), jnp.int32(0)), batch)
         return {"entropy": entropy, "tokens": counted}
 
-    options = dict(compiler_options(mesh.devices.flat[0].platform, overlap)) or None
+    platform = mesh.devices.flat[0].platform
+    told: dict[str, Any] = dict(compiler_options(platform, overlap))
+    if compute.matmul == "fp8" and platform in ("gpu", "cuda"):
+        told |= FP8_OPTIONS
+    options = told or None
     return StepFunctions(
         train=MeshFunction(jax.jit(train, donate_argnums=0, compiler_options=options), mesh),
         evaluate=MeshFunction(jax.jit(evaluate, compiler_options=options), mesh),

@@ -59,10 +59,12 @@ class DecoderConfig:
         window = min(self.sliding_window or seq, seq)
         return window * (2 * seq - window) / seq / 2
 
-    def flops_per_token(self, seq: int) -> int:
+    def flops_per_token(self, seq: int, keys_seen: float | None = None) -> int:
         """Of a training step, forward and backward: 6 per weight, and causal attention.
 
-        Each visible key costs 12 per number of a head; seq/2 keys are visible without a window.
+        Each visible key costs 12 per number of a head. `keys_seen`: those of a query of packed
+        documents, on average; without it, of sequences that are one document each.
         """
-        attention = 12 * self.layers * self.heads * self.head_dim * self.keys_seen(seq)
+        keys = self.keys_seen(seq) if keys_seen is None else keys_seen
+        attention = 12 * self.layers * self.heads * self.head_dim * keys
         return 6 * self.matmul_params + round(attention)

@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from meshwright.models.blocks import REMAT
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
@@ -52,6 +55,23 @@ def _work(config: DecoderConfig) -> tuple[Stack, ...]:
     return (Stack(("layers",), "tokens", (attention_block(attention), mlp_block())),)
 
 
+def _flops(
+    config: DecoderConfig, lengths: Mapping[str, int], keys_seen: float | None = None
+) -> float:
+    seq = lengths["tokens"]
+    return seq * config.flops_per_token(seq, keys_seen)
+
+
+def _keys_seen(config: DecoderConfig, batch: Mapping[str, jax.Array]) -> jax.Array | None:
+    """A token sees itself and those before it in its document, at most a window of them."""
+    if "positions" not in batch:
+        return None
+    keys = batch["positions"] + 1
+    if config.sliding_window is not None:
+        keys = jnp.minimum(keys, config.sliding_window)
+    return jnp.mean(keys.astype(jnp.float32))
+
+
 DECODER = ModelFamily(
     name="decoder",
     config=DecoderConfig,
@@ -67,7 +87,8 @@ DECODER = ModelFamily(
     sequence_split=sequence_split,
     remat=REMAT,
     work=_work,
-    flops=lambda config, lengths: lengths["tokens"] * config.flops_per_token(lengths["tokens"]),
+    flops=_flops,
+    keys_seen=_keys_seen,
     split_dims=("heads", "kv_heads", "mlp", "embed"),
     override=override,
     to_dict=to_dict,

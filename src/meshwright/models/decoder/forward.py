@@ -207,7 +207,7 @@ def _heads(
         return checkpoint_name(rotate(y, *rope), name)
 
     def projected(name: str, h: jax.Array, layout: P) -> jax.Array:
-        weight = all_gather(w[f"w{name}"], layouts.weight_axes)
+        weight = gather_weight(w[f"w{name}"], compute)
         return finish(name, project("ble,ehd->blhd", h, weight, layout, compute))
 
     if "wqkv" in w:  # see serving_weights

@@ -177,6 +177,8 @@ def _flops_of_tokens(job: Job, choice: Choice) -> list[str]:
         )
     else:
         lines.append(f"an example: {amount(flops, 'FLOP')}")
+    if family_of(job.model).keys_seen is not None:
+        lines.append("keys of packed documents: fewer; train's MFU counts those of each batch")
     return lines
 
 

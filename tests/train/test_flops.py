@@ -1,0 +1,81 @@
+"""The FLOPs that plan and train count, against the compiler's own account."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.machines import Machine
+from meshwright.models import family_of
+from meshwright.models.decoder import DecoderConfig
+from meshwright.planner import job_of
+from meshwright.planner.result import Choice
+from meshwright.planner.work import work
+from meshwright.train import TrainConfig, abstract_step, with_settings
+
+MODEL = DecoderConfig(
+    vocab=512, layers=2, embed=512, heads=4, kv_heads=2, head_dim=128, mlp=1024, max_seq=512
+)
+BATCH, SEQ = 16, 256
+SETTINGS = {"compute.layers": "unroll", "compute.attention": "dense", "loss.chunk": BATCH * SEQ}
+
+
+def made(model):
+    config = with_settings(TrainConfig("", batch=BATCH, seq=SEQ), SETTINGS)
+    mesh = mw.mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1], axis_types="explicit")
+    return abstract_step(config, mesh, model)
+
+
+def packed(documents):
+    """Segments and positions of sequences that hold so many documents each, of equal length."""
+    positions = np.tile(np.arange(SEQ // documents, dtype=np.int32), documents)
+    segments = np.repeat(np.arange(1, documents + 1, dtype=np.int32), SEQ // documents)
+    shape = (1, BATCH, SEQ)
+    return {
+        "segments": np.broadcast_to(segments, shape),
+        "positions": np.broadcast_to(positions, shape),
+    }
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_planned_and_reported_flops_agree_with_the_compiler(window):
+    model = dataclasses.replace(MODEL, sliding_window=window)
+    step = made(model)
+    # plain attention computes every pair of a sequence, seen or not
+    pairs = 12 * model.layers * model.heads * model.head_dim * BATCH * SEQ
+    everything = step.lower().compile().cost_analysis()["flops"]
+
+    job = job_of(step.config, Machine.parse("cpu:1"), model)
+    planned = work(job, Choice(), Machine.parse("cpu:1"))
+    assert planned.flops == pytest.approx(planned.computed, rel=1e-6)
+    seen = model.keys_seen(SEQ)
+    assert planned.flops == pytest.approx(everything - pairs * (SEQ - seen), rel=0.01)
+
+    batch = {"positions": jnp.asarray(packed(4)["positions"])}
+    seen = float(family_of(model).keys_seen(model, batch))
+    reported = step.flops_per_token(seen) * BATCH * SEQ
+    assert reported == pytest.approx(everything - pairs * (SEQ - seen), rel=0.01)
+    if window is None:
+        assert reported < 0.97 * planned.flops
+
+
+def test_keys_seen_counts_documents_and_windows_pair_by_pair():
+    batch = packed(4)
+    for window in (None, 20):
+        model = dataclasses.replace(MODEL, sliding_window=window)
+        segments, positions = batch["segments"][0, 0], batch["positions"][0, 0]
+        same = segments[:, None] == segments[None]
+        distance = positions[:, None] - positions[None]
+        visible = same & (distance >= 0) & (distance < (window or SEQ))
+        counted = family_of(model).keys_seen(model, {"positions": jnp.asarray(batch["positions"])})
+        assert float(counted) == visible.sum() / SEQ
+
+
+def test_the_formula_is_shown_with_the_run():
+    step = made(MODEL)
+    weights = 6 * MODEL.matmul_params
+    assert f"{weights / 1e6:.3g} MFLOP (6 a weight)" in step.flops_formula
+    assert "12.3 kFLOP × keys seen" in step.flops_formula  # 12 × 2 layers × 4 heads × 128
