@@ -30,13 +30,13 @@ CONFIG = dataclasses.replace(
 def taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[PromptShape]:
     """The shapes of the programs for whole prompts that an engine will run."""
     shapes: list[PromptShape] = []
-    fill = engine._programs.fill
+    fill = engine._executor.programs.fill
 
     def noted(shape: PromptShape, inputs: Any) -> None:
         shapes.append(shape)
         fill(shape, inputs)
 
-    monkeypatch.setattr(engine._programs, "fill", noted)
+    monkeypatch.setattr(engine._executor.programs, "fill", noted)
     return shapes
 
 

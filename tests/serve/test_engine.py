@@ -390,7 +390,7 @@ def test_compiling_while_serving_is_an_error_in_strict_mode(model: Model) -> Non
 
 def test_compiling_again_while_serving_is_an_error_in_strict_mode(model: Model) -> None:
     with on_demand(model, strict=True) as engine:
-        programs = engine._programs
+        programs = engine._executor.programs
         programs.is_ready = False
         programs.run("sum", lambda x: x + 1, (), jnp.zeros(3))
         programs.is_ready = True

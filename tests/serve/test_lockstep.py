@@ -109,7 +109,7 @@ def test_a_reason_from_outside_ends_requests_and_refuses_others(model: Model) ->
 
 def test_a_step_that_hangs_does_not_keep_the_reason_from_clients(model: Model) -> None:
     wire = Wire()  # nobody answers
-    sizes = Sizes((8, 0), [], 12, 2, "plain")
+    sizes = Sizes((8, 0), [], 12, 2, "plain", (4,))
     wire.follower.send(pack({"replica": 0, "sizes": sizes}))
     steps = RemoteExecutor(wire.channel, model.source.grammars)
     engine = Engine(Model(model.source, None, model.mesh), CONFIG, executor=steps)
