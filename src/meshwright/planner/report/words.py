@@ -79,6 +79,9 @@ def _to_serve(plan: Plan, choice: Choice) -> list[str]:
     if choice.weights:
         prove += ["--weights", choice.weights]
         serve += ["--engine.weights", choice.weights]
+    if choice.cache:
+        prove += ["--cache", choice.cache]
+        serve += ["--engine.cache", choice.cache]
     if len(job.sizes.stacks) > 1:  # prove --serve compiles the steps of decoders
         return [shlex.join(serve)]
     return [shlex.join(prove), shlex.join(serve)]
