@@ -33,7 +33,7 @@ def found_in(name: str, mesh: str, options: str = "", rules: str = "standard") -
     said: dict[str, Any] = dict(word.split("=") for word in options.split())
     compute = ComputeConfig(
         remat=said.get("remat", "none"),
-        scan=said.get("scan") != "no",
+        layers="unroll" if said.get("scan") == "no" else "scan",
         sequence_parallel="sequence_parallel" in said,
         mlp_chunk=int(said.get("mlp_chunk", 0)),
     )
