@@ -105,7 +105,7 @@ def test_rules_that_keep_weights_whole_are_found_out(tmp_path: Any) -> None:
     found = found_in("llama", "fsdp=4,tp=2", rules=str(rules))
     assert {(row.operation, row.axes) for row in found.surprises} == {("all-reduce", ("fsdp",))}
     wrong = found.surprises[0]
-    assert "models/decoder/forward.py:" in wrong.source
+    assert "models/blocks.py:" in wrong.source
     assert wrong.why == "an all-reduce where a reduce-scatter over fsdp does: twice the bytes"
     assert [str(one) for one in found.missing] == [
         "all-gather over fsdp",

@@ -65,3 +65,12 @@ def test_own_flags_are_left_alone() -> None:
     words = "tiny --mesh fsdp=8 --num-partitions 4 --submesh 2,1,1,2 --compute.remat full --seq=64"
     check_flags("train", words.split())
     check_flags("generate", ["runs/first", "--prompt", "dp and --tp", "--mesh", "tp=2"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "now"),
+    [("--compute.no-scan", "--compute.layers unroll"), ("--compute.scan", "--compute.layers scan")],
+)
+def test_a_flag_of_before_is_answered_with_the_one_of_now(flag: str, now: str) -> None:
+    with pytest.raises(MeshwrightError, match=f"{flag} is now {now}"):
+        check_flags("train", ["tiny", flag])

@@ -28,6 +28,11 @@ _RENAMED = {
     "global_batch_size": "--batch", "load_checkpoint": "--init-from",
     "model_parallel_submesh": "--submesh",
 }  # fmt: skip
+# flags that were here before
+_BEFORE = {
+    "--compute.no-scan": "--compute.layers unroll",
+    "--compute.scan": "--compute.layers scan",
+}
 _KNOWN = {*_AXES, *_MESHES, *_RULES, *_RENAMED}
 _PREFIXES = ("gin.", "partitioning.", "PjitPartitioner.", "parallelism.", "training.")
 
@@ -37,6 +42,9 @@ def check_flags(command: str, words: Sequence[str]) -> None:
     ours: list[str] = []
     theirs: list[str] = []
     given_flags: dict[str, str] = {}
+    for word in words:
+        if word in _BEFORE:
+            raise MeshwrightError(f"{word} is now {_BEFORE[word]}")
     for name, value, written in _flags(words):
         if name in _RENAMED and not value:
             raise MeshwrightError(f"{written[0]} needs a value; here it is {_RENAMED[name]}")
