@@ -12,7 +12,9 @@ from serve_online import Load, Result, arrivals, capacity, metric, table
 def test_all_tokens_are_seen_and_lost_requests_counted() -> None:
     limits = LimitsConfig(requests=30)
     with serving(BigramEngine(delay=0.001), limits=limits, access_log=False) as server:
-        load = Load("127.0.0.1", server.port, vocab=256, prompt=10, new=8)
+        load = Load(
+            "127.0.0.1", server.port, vocab=256, prompt=10, new=8, sampling={"temperature": 1.0}
+        )
         assert asyncio.run(capacity(load, 10, concurrency=5)) > 1
         before = metric(server.url, "meshwright_generated_tokens_total")
         results, seconds = asyncio.run(arrivals(load, 30, rate=300))

@@ -23,6 +23,8 @@ NAMES |= {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "mw": mw}
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_the_module_hold(name: str) -> None:
+    if name.startswith("meshwright.torch"):
+        pytest.importorskip("torch")
     module = importlib.import_module(name)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     runner = doctest.DocTestRunner(optionflags=flags)

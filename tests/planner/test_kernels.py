@@ -68,7 +68,9 @@ def test_train_and_prove_say_so_too() -> None:
     """On a mesh of a machine that is not here; both show what compute_of says."""
     device = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
     mesh = SimpleNamespace(
-        devices=SimpleNamespace(flat=[device]), shape={"dp": 1, "fsdp": 2, "tp": 1, "sp": 2}
+        devices=SimpleNamespace(flat=[device], size=4),
+        shape={"dp": 1, "fsdp": 2, "tp": 1, "sp": 2},
+        size=4,
     )
     config = TrainConfig("llama-3.2-1b", mesh="fsdp=2,sp=2", batch=2, seq=4000)
 

@@ -39,8 +39,10 @@ def test_weights_and_pages_are_arguments_of_the_planned_size(proofs: dict[str, P
     assert used is not None
     more = used.kinds["arguments"] - kinds["parameters"] - kinds["key-value cache"]
     assert 0 < more < 4096
-    # the pages are written in place
-    assert used.kinds["of outputs, in place of arguments"] == kinds["key-value cache"]
+    # the pages are written in place, and the last token of each slot: one more than sequences
+    slots = STEP.batch // CHOICE.dp + 1
+    in_place = kinds["key-value cache"] + 4 * slots
+    assert used.kinds["of outputs, in place of arguments"] == in_place
 
 
 def test_a_decode_step_sends_what_is_planned_and_nothing_else(proofs: dict[str, Proof]) -> None:

@@ -154,6 +154,13 @@ def test_length_cuts_an_output(engine: Engine) -> None:
     assert result.text.startswith("{")
 
 
+def test_a_choice_of_thousands_is_followed(engine: Engine) -> None:
+    texts = [f"item {i}\n" for i in range(3000)]
+    [done] = engine.generate([Request(PROMPT, Sampling(seed=1), 30, grammar=Grammar.choice(texts))])
+    assert done.finish_reason == "stop"
+    assert done.text in texts
+
+
 def test_regex_and_choice(engine: Engine) -> None:
     choice, pattern = Grammar.choice(["yes", 'no "x"', "né/"]), Grammar.regex(r"a/[b\/]{3}\d+\n\.")
     results = engine.generate(

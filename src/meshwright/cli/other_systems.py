@@ -30,8 +30,8 @@ _RENAMED = {
 }  # fmt: skip
 # flags that were here before
 _BEFORE = {
-    "--compute.no-scan": "--compute.layers unroll",
-    "--compute.scan": "--compute.layers scan",
+    "compute.no-scan": "--compute.layers unroll",
+    "compute.scan": "--compute.layers scan",
 }
 _KNOWN = {*_AXES, *_MESHES, *_RULES, *_RENAMED}
 _PREFIXES = ("gin.", "partitioning.", "PjitPartitioner.", "parallelism.", "training.")
@@ -43,8 +43,8 @@ def check_flags(command: str, words: Sequence[str]) -> None:
     theirs: list[str] = []
     given_flags: dict[str, str] = {}
     for word in words:
-        if word in _BEFORE:
-            raise MeshwrightError(f"{word} is now {_BEFORE[word]}")
+        if word.startswith("--") and word[2:] in _BEFORE:
+            raise MeshwrightError(f"{word} is now {_BEFORE[word[2:]]}")
     for name, value, written in _flags(words):
         if name in _RENAMED and not value:
             raise MeshwrightError(f"{written[0]} needs a value; here it is {_RENAMED[name]}")

@@ -17,6 +17,7 @@ must be trusted.
 import contextlib
 import hmac
 import json
+import logging
 import queue
 import secrets
 import socket
@@ -34,13 +35,14 @@ from meshwright.launch.coordinator import Store, coordinator_host
 from meshwright.launch.ending import EXIT_CODE, MISTAKE_CODE, AgreedError, end_process, farewell_s
 from meshwright.launch.processes import PATIENCE_S, Joined
 
+_log = logging.getLogger("meshwright")
+
 HEARTBEAT_S = 1.0
 SILENCE_S = 20.0  # without a heartbeat; clients should hear of it within 30 s
 GRACE_S = 3.0  # for the news of a lost process, after an error that it may have caused
 _KEY = "meshwright/link"
 _HEAD = struct.Struct("<BI")
 HELLO, BEAT, DATA, STOP, END, FAILED = range(6)
-_STOPPED = "another process was stopped by a signal before the work began"
 RESTART = "see its log, and start every process again"
 
 
@@ -184,6 +186,9 @@ class Link:
                 pass
         except OSError as reason:
             self._lose(connection.lost(reason))
+        except Exception as error:  # a message that cannot be taken: nobody would wait for less
+            _log.exception("a message of %s", connection.name)
+            self._lose(f"a message of {connection.name} could not be read: {error!r}")
         finally:
             connection.close()
 
@@ -213,7 +218,7 @@ class Leader(Link):
         super().__init__(0)
         self.on_message: Callable[[int, bytes], None] = lambda process, data: None
         self.on_lost: Callable[[str], None] = end_process
-        self.on_stop: Callable[[], None] = lambda: self.end(MeshwrightError(_STOPPED))
+        self.on_stop: Callable[[], None] | None = None
         self._connections: dict[int, Connection] = {}
         self._accept(processes, store, patience_s)
 
@@ -273,7 +278,10 @@ class Leader(Link):
     def _take(self, connection: Connection, kind: int, data: bytes) -> bool:
         if kind == DATA:
             self.on_message(connection.process, data)
-        elif kind == STOP:
+        elif kind == STOP and not self.on_stop:
+            stopped = f"{connection.name} was stopped by a signal before the work began"
+            self.end(MeshwrightError(stopped))
+        elif kind == STOP and self.on_stop:
             self.on_stop()
         elif kind == FAILED:
             self._lose(data.decode())
@@ -307,8 +315,11 @@ class Follower(Link):
             ) from None
         self.leader = Connection(sock, 0, coordinator_host())
         hello = {"key": place["key"], "process": process_id, "host": self.host}
-        self.leader.send(HELLO, json.dumps(hello).encode())
-        self.leader.host = self.leader.receive()[1].decode()
+        try:
+            self.leader.send(HELLO, json.dumps(hello).encode())
+            self.leader.host = self.leader.receive()[1].decode()
+        except OSError as reason:
+            raise MeshwrightError(f"process 0 did not answer ({reason}): {RESTART}") from None
 
     def connections(self) -> Collection[Connection]:
         return (self.leader,)

@@ -8,6 +8,7 @@ in another order a Hopper GPU reaches two thirds of the speed.
 """
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ QUANTIZED_DTYPES: dict[str, tuple[Any, float]] = {
 
 
 # NVIDIA GPUs with fp8 units, by a word of their names: Ada, Hopper, Blackwell
-_FP8_GPUS = ("H100", "H200", "H800", "H20", "GH200", "L4", "L40", "L40S", "B100", "B200", "GB200")
+_FP8_GPUS = re.compile(r"\b(H100|H200|H800|H20|GH200|L4|L40S?|G?B[123]00|Ada|RTX [45]0\d0)\b")
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +96,7 @@ def _rounded(
 
 def _has_fp8() -> bool:
     platform, kind = current_device()
-    return platform in ("gpu", "cuda") and any(word in _FP8_GPUS for word in kind.split())
+    return platform in ("gpu", "cuda") and bool(_FP8_GPUS.search(kind))
 
 
 def scaled(y: jax.Array, weight: jax.Array | Quantized) -> jax.Array:

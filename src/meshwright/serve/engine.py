@@ -244,9 +244,11 @@ class Engine:
         with self._wake:
             self._closed = True
             self._wake.notify()
-        failed = self._failure is not None  # a step may wait for a process that is gone
-        self._thread.join(_STUCK_SECONDS if failed else None)
-        self._dispatcher.shutdown(wait=not failed)
+        failed = False
+        while self._thread.is_alive() and not failed:
+            failed = self._failure is not None  # a step may wait for a process that is gone
+            self._thread.join(_STUCK_SECONDS if failed else 1.0)
+        self._dispatcher.shutdown(wait=self._failure is None)
 
     # the request's side
 
@@ -280,8 +282,8 @@ class Engine:
             )
         if request.prompt_logprobs is not None and not self.config.prompt_logprobs:
             raise MeshwrightError(
-                "this engine was started without the programs for prompt_logprobs: leave it out, "
-                "or start the engine with EngineConfig(prompt_logprobs=True)"
+                "this engine does not score prompts (echo with logprobs, /loglikelihood): start it "
+                "with prompt_logprobs, which --engine.no-prompt-logprobs turns off"
             )
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(request, name)

@@ -55,8 +55,9 @@ class Grammar:
 
     @staticmethod
     def choice(texts: Sequence[str]) -> "Grammar":
-        """One of some texts."""
-        return Grammar("answer: " + " | ".join(map(json.dumps, texts)))
+        """One of some texts; as one expression, since rules have at most 2,000 alternatives."""
+        escaped = (re.escape(text).replace("\\\n", "\n") for text in texts)
+        return Grammar.regex(f"({'|'.join(escaped)})")
 
     @property
     def text(self) -> str:

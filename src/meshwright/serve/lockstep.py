@@ -169,17 +169,19 @@ class _Replica:
         """`reports`: whether process 0 needs the tokens from here."""
 
         def report(read: Read) -> None:
-            with link.ends_on_error():
+            with link.ends_on_error():  # errors of the device appear here
                 results, compilations = read(), executor.compilations
+                if not reports:
+                    return
                 message = {"results": results, "compilations": compilations}
                 link.send(pack({"replica": index, **message}))
 
         def run() -> None:
-            with link.ends_on_error(), ThreadPoolExecutor(1, "meshwright-results") as reading:
+            reading = ThreadPoolExecutor(1, "meshwright-results")
+            with link.ends_on_error():
                 while True:
                     read = executor.prepare(plan_of(self.messages.get()["plan"]))()
-                    if reports:
-                        reading.submit(report, read)
+                    reading.submit(report, read)
 
         threading.Thread(target=run, name=f"meshwright-replica-{index}", daemon=True).start()
 

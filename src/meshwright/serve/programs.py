@@ -32,6 +32,7 @@ from meshwright.ops.attention import (
     PagedKeys,
     PagedTokens,
     choose_paged,
+    most_pages,
     pool_shape,
 )
 from meshwright.serve.device_sampling import TOP, greedy, top_logprobs
@@ -247,7 +248,13 @@ class Programs(Steps):
         self.is_ready = False
         with jax.set_mesh(self.mesh):
             self.weights = self.serving.weights(model.params, model.config, config.weights, release)
-        self.pages = config.pages or self._least(self._pages_that_fit())
+        wanted = config.pages or self._least(self._pages_that_fit())
+        self.pages = self._addressable(wanted)
+        if config.pages and self.pages < config.pages:
+            raise MeshwrightError(
+                f"pages={config.pages}: the kernel of an 8-bit cache cannot address so many; give "
+                f"at most {self.pages}"
+            )
         if self.pages <= sum(self.widths):
             raise MeshwrightError(
                 f"{self.pages} pages of {config.page_size} tokens cannot hold one sequence of "
@@ -374,6 +381,20 @@ class Programs(Steps):
         with jax.set_mesh(self.mesh):
             return int(np.asarray(jax.jit(jnp.min)(numbers)))
 
+    def _chunk_bytes(self, tensor: int) -> int:
+        """Of chunks that continue: copies of the keys before them, and scores in float32."""
+        config, length = self.model_config, self.width * self.config.page_size
+        numbers = self.chunk_places * length * config.kv_heads * config.head_dim // tensor
+        copied = 4 * numbers * self.dtype.itemsize
+        if self.kernel != "plain" and getattr(config, "sliding_window", None) is None:
+            return copied
+        return copied + 8 * self.config.chunk * length * config.heads // tensor
+
+    def _addressable(self, pages: int) -> int:
+        config, size = self.model_config, self.config.page_size
+        page = size * config.kv_heads * config.head_dim // self.mesh.shape.get("tp", 1)
+        return most_pages(self.kernel, pages, page, self.cache_dtype.itemsize)
+
     def _pages_that_fit(self) -> int:
         config = self.model_config
         most = self.config.max_batch * sum(self.widths) + 1
@@ -392,6 +413,8 @@ class Programs(Steps):
         tokens = self.config.max_batch + max(self.config.chunk, whole)
         left -= 3 * 4 * (self.config.max_batch + self.chunk_places) * config.vocab
         left -= 16 * tokens * (config.embed + config.mlp)
+        left -= 2 * 4 * (self.config.max_batch + 1) * config.vocab  # counts for penalties
+        left -= self._chunk_bytes(tensor)
         return min(most, max(int(left // page), 0))
 
 

@@ -64,8 +64,7 @@ class EngineConfig:
                 raise MeshwrightError(f"{name}={value} must be at least 1")
         if self.kernel not in _KERNELS:
             raise MeshwrightError(
-                f"kernel={self.kernel!r} must be one of {', '.join(_KERNELS)}"
-                f"{did_you_mean(self.kernel, _KERNELS)}"
+                f"kernel={self.kernel!r} is not known{did_you_mean(self.kernel, _KERNELS)}"
             )
         if self.weights not in (None, *QUANTIZED_DTYPES):
             known = " or ".join(QUANTIZED_DTYPES)
@@ -99,10 +98,12 @@ class EngineConfig:
         """Shapes (prompts, tokens of each) of the prefill part of a step."""
         if self.chunk_shapes:
             return self.chunk_shapes
-        shapes = {(1, self.chunk)}
+        longest = min(self.chunk, self.max_length or self.chunk)
+        shapes = {(1, longest)}
         for parts in (4, 16):
+            length = min(self.chunk // parts, longest)
             if self.chunk >= 16 * parts and parts <= self.max_batch:
-                shapes |= {(parts, self.chunk // parts), (1, self.chunk // parts)}
+                shapes |= {(parts, length), (1, length)}
         return tuple(sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape)))
 
 

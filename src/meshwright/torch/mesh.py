@@ -47,7 +47,7 @@ def _join(spec: MeshSpec, device: str) -> None:
     if spec.size not in (1, -1):
         raise MeshwrightError(
             f"mesh {spec.quoted} needs {spec.size if spec.is_resolved else 'several'} processes, "
-            "and this one was started alone; start the script with torchrun --nproc-per-node N"
+            "and this one was started alone; start the script with torchrun, with as many processes"
         )
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

@@ -313,3 +313,20 @@ def test_fp8_pages_hold_what_attention_sees_and_nothing_overflows() -> None:
         np.testing.assert_array_equal(found[PAGE : PAGE + LENGTH], expected)
     expected = reference(q[0], *rounded, LENGTH, 100)
     np.testing.assert_allclose(np.asarray(out)[0], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "pages", "itemsize", "most"),
+    [
+        ("triton", 16_384, 1, 16_384),  # 2**31 numbers: 32-bit offsets reach them
+        ("triton", 16_385, 1, 16_384),
+        ("triton", 32_768, 1, 16_384),
+        ("triton", 32_769, 1, 32_769),  # more than 2**32 bytes: offsets have 64 bits
+        ("triton", 20_000, 2, 20_000),
+        ("plain", 20_000, 1, 20_000),
+    ],
+)
+def test_pages_that_offsets_do_not_reach_are_left_out(
+    kernel: str, pages: int, itemsize: int, most: int
+) -> None:
+    assert paged.most_pages(kernel, pages, 64 * 8 * 128, itemsize) == most

@@ -4,10 +4,10 @@
 
 A pool holds the pages of one layer; page 0 receives what is written for padding. Pages of 8 bits
 (fp8) hold rounded keys and values, and all attention is to those, so it does not matter in which
-chunk a token was computed. A step has decode
-tokens, one per sequence, and then chunks of prompts: see PagedTokens. Pages may also hold keys that
-are no token's of these sequences, such as those of an encoder: see PagedKeys. Kernels apply under
-conditions and give a reason when they do not, as in kernels.py:
+chunk a token was computed. A step has decode tokens, one per sequence, and then chunks of prompts:
+see PagedTokens. Pages may also hold keys that are no token's of these sequences, such as those of
+an encoder: see PagedKeys. Kernels apply under conditions and give a reason when they do not, as in
+kernels.py:
 
 | kernel | platform | conditions |
 |---|---|---|
@@ -234,6 +234,18 @@ def pool_shape(
     return 2 * pages, page_size, kv_heads, head_dim
 
 
+def most_pages(kernel: str, pages: int, page: int, itemsize: int) -> int:
+    """Of so many pages of `page` numbers of keys on a device, those that a kernel can address.
+
+    Pallas computes with 32-bit offsets in arrays of up to 2**32 bytes; of 8-bit numbers there are
+    more than such offsets reach.
+    """
+    reach = 2**31 // (2 * page)
+    if kernel != "triton" or itemsize > 1 or pages <= reach or pages > 2 * reach:
+        return pages
+    return reach
+
+
 def choose_paged(call: PagedCall, kernel: str = "auto") -> str:
     """The first kernel that supports the call, or the named one; logs once why others do not."""
     if kernel not in ("auto", *KERNELS):
@@ -247,7 +259,8 @@ def choose_paged(call: PagedCall, kernel: str = "auto") -> str:
             _say(f"paged attention: {name}" + (f" ({'; '.join(reasons)})" if reasons else ""))
             return name
         reasons.append(f"not {name}: {why}")
-    raise MeshwrightError(f"paged attention {kernel!r} does not support this: {reasons[0]}")
+    reason = reasons[0].removeprefix(f"not {kernel}: ")
+    raise MeshwrightError(f"paged attention {kernel!r} does not support this: {reason}")
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from jax import lax
 QUERIES = 16  # fewest that a tensor core's matmul takes
 _PROGRAMS = 528  # four on each of an H100's multiprocessors
 _FEWEST_PAGES = 4  # of a program
-_LOWEST = 1e30  # less than any score
+_LOWEST = -1e30  # less than any score
 
 
 def unavailable() -> str | None:
@@ -133,7 +133,7 @@ def _kernel(
     start = 0 if window is None else jnp.maximum((length - window - first) // size, 0)
     stop = jnp.minimum(pl.cdiv(length - first, size), each)
     zeros = jnp.zeros(queries, jnp.float32)
-    carry = jnp.zeros((queries, head_dim), jnp.float32), zeros - _LOWEST, zeros
+    carry = jnp.zeros((queries, head_dim), jnp.float32), zeros + _LOWEST, zeros
     out, most, total = lax.fori_loop(start, stop, page, carry)
     total = jnp.where(total > 0, total, 1.0)  # no key here
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)

@@ -76,6 +76,7 @@ def _to_serve(plan: Plan, choice: Choice) -> list[str]:
     prove += [*mesh, "--batch", str(job.batch), "--seq", str(job.seq)]
     of_replica = str(-(-job.batch // choice.dp))
     serve = ["meshwright", "serve", "MODEL_FOLDER", *mesh, "--engine.max-batch", of_replica]
+    serve += ["--engine.max-length", str(job.seq)]
     if choice.weights:
         prove += ["--weights", choice.weights]
         serve += ["--engine.weights", choice.weights]
