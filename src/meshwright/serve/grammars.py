@@ -204,4 +204,6 @@ def _reason(text: str) -> str:
     """The reason in an error of llguidance, without the grammar and the place in it."""
     text = re.split(r"\n<|\n +1 \|", text)[0].strip()
     text = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", text)
-    return "no output can satisfy it" if text == "NoExtensionBias" else text
+    if text.startswith("oneOf constraints are not supported"):
+        return "oneOf is not supported; use anyOf"
+    return "no output can satisfy it" if text == "NoExtensionBias" else " ".join(text.split())

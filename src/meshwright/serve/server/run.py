@@ -17,6 +17,7 @@ import uvicorn
 
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import signal_calls
+from meshwright.present import count
 from meshwright.serve.request import EngineStoppedError
 from meshwright.serve.server.app import application
 from meshwright.serve.server.service import Service
@@ -130,7 +131,7 @@ def run_until_stopped(server: HttpServer) -> None:
     def stop() -> bool:
         asked = server.service.draining
         if not asked:
-            _LOG.info("stopping: %d sequences are in flight", server.service.in_flight)
+            _LOG.info("stopping: in flight are %s", count(server.service.in_flight, "sequence"))
         server.stop(now=asked)
         return True
 
