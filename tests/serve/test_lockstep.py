@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,13 +108,37 @@ def test_a_reason_from_outside_ends_requests_and_refuses_others(model: Model) ->
         engine.close()
 
 
-def test_a_step_that_hangs_does_not_keep_the_reason_from_clients(model: Model) -> None:
-    wire = Wire()  # nobody answers
+def unanswered(model: Model) -> Engine:
+    """An engine whose steps run in a process that never answers."""
+    wire = Wire()
     sizes = Sizes((8, 0), [], 12, 2, "plain", (4,))
     wire.follower.send(pack({"replica": 0, "sizes": sizes}))
     steps = RemoteExecutor(wire.channel, model.source.grammars)
-    engine = Engine(Model(model.source, None, model.mesh), CONFIG, executor=steps)
+    return Engine(Model(model.source, None, model.mesh), CONFIG, executor=steps)
+
+
+def test_a_step_that_hangs_does_not_keep_the_reason_from_clients(model: Model) -> None:
+    engine = unanswered(model)
     threading.Timer(0.5, engine.fail, ["process 1 (node-1) is gone"]).start()
     with pytest.raises(MeshwrightError, match="process 1"):
         engine.generate([Request((1, 2))])
     engine.close()
+
+
+def test_an_engine_that_is_closed_hears_of_a_lost_process(model: Model) -> None:
+    engine = unanswered(model)
+
+    def ask() -> None:
+        with pytest.raises(MeshwrightError, match="process 1"):
+            engine.generate([Request((1, 2))])
+
+    client = threading.Thread(target=ask)
+    client.start()
+    while not engine.stats().running:
+        time.sleep(0.01)
+    threading.Timer(0.5, engine.fail, ["process 1 (node-1) is gone"]).start()
+    start = time.monotonic()
+    engine.close()  # the step never ends
+    assert time.monotonic() - start < 10
+    client.join(10)
+    assert not client.is_alive()
