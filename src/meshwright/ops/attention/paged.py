@@ -335,7 +335,8 @@ def _contiguous(pool: Pool, tables: jax.Array, dtype: Any) -> list[jax.Array]:
     ]
 
 
-def _cudnn(
+def _on_gpu(
+    decode: Callable[[jax.Array, Pool, PagedTokens, int | None], jax.Array],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -343,37 +344,27 @@ def _cudnn(
     tokens: PagedTokens,
     window: int | None,
 ) -> jax.Array:
-    decode = tokens.positions.shape[0]
-    out = []
-    if decode:
-        pages = fused.Inputs(
-            q[:decode, None], pool, pool,
-            counts=(jnp.ones_like(tokens.positions), tokens.positions + 1),
-            tables=_with_values(pool, tokens.tables),
-        )  # fmt: skip
-        out.append(fused.output(pages)[:, 0])
+    """Decode tokens by the function `decode`, chunks by cuDNN."""
+    count = tokens.positions.shape[0]
+    out = [decode(q[:count], pool, tokens, window)] if count else []
     if tokens.starts.shape[0]:
-        out.append(_chunks(q[decode:], k[decode:], v[decode:], pool, tokens, window))
+        out.append(_chunks(q[count:], k[count:], v[count:], pool, tokens, window))
     return jnp.concatenate(out)
 
 
-def _triton(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pool: Pool,
-    tokens: PagedTokens,
-    window: int | None,
-) -> jax.Array:
-    decode = tokens.positions.shape[0]
-    out = []
-    if decode:
-        run = functools.partial(paged_triton.paged_decode, window=window)
-        lengths = tokens.positions + 1
-        out.append(untyped(run, q[:decode], pool, tokens.tables, lengths))
-    if tokens.starts.shape[0]:
-        out.append(_chunks(q[decode:], k[decode:], v[decode:], pool, tokens, window))
-    return jnp.concatenate(out)
+def _cudnn_decode(q: jax.Array, pool: Pool, tokens: PagedTokens, window: int | None) -> jax.Array:
+    pages = fused.Inputs(
+        q[:, None], pool, pool,
+        counts=(jnp.ones_like(tokens.positions), tokens.positions + 1),
+        tables=_with_values(pool, tokens.tables),
+    )  # fmt: skip
+    return fused.output(pages)[:, 0]
+
+
+def _triton_decode(q: jax.Array, pool: Pool, tokens: PagedTokens, window: int | None) -> jax.Array:
+    run = functools.partial(paged_triton.paged_decode, window=window)
+    out: jax.Array = untyped(run, q, pool, tokens.tables, tokens.positions + 1)
+    return out
 
 
 def _chunks(
@@ -490,8 +481,8 @@ def _ragged_refuses(call: PagedCall) -> str | None:
 
 
 KERNELS: dict[str, PagedKernel] = {
-    "cudnn": PagedKernel(_cudnn_refuses, _cudnn),
-    "triton": PagedKernel(_triton_refuses, _triton),
+    "cudnn": PagedKernel(_cudnn_refuses, functools.partial(_on_gpu, _cudnn_decode)),
+    "triton": PagedKernel(_triton_refuses, functools.partial(_on_gpu, _triton_decode)),
     "ragged": PagedKernel(_ragged_refuses, _ragged, merged=True),
     "plain": PagedKernel(lambda call: None, _plain),
 }
