@@ -607,7 +607,7 @@ def test_a_step_too_small_for_its_device_is_bound_by_nothing_running() -> None:
 
 def test_405b_on_4096_chips_takes_less_than_a_second() -> None:
     taken = []
-    for _ in range(3):  # the best of this process's own time: other work should not count
+    for _ in range(6):  # the best of this process's own time: other work should not count
         place_axes.cache_clear()
         start = time.process_time()
         found = plan("llama-3.1-405b", "v5p:16x16x16", 2048, 8192)

@@ -6,9 +6,7 @@ whose time cannot be told from those of its group (planner/ranking.py). A way th
 reserve free is taken before a faster one that does not.
 """
 
-import contextlib
 import dataclasses
-import gc
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -42,19 +40,6 @@ class Found:
     group: int = 0  # of meshes whose times cannot be told apart, from 1; 0: not by time
 
 
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Many small values are made, none of them in a cycle: to collect them takes an eighth."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@_without_collector()
 def search(
     job: Job,
     machine: Machine,
@@ -142,7 +127,8 @@ def possible(
         if not limits.allows(mesh):
             continue
         parallel = limits.fixed.get("sequence_parallel", False)
-        why = refusal(job, dataclasses.replace(mesh, sequence_parallel=parallel))
+        asked = dataclasses.replace(mesh, sequence_parallel=True) if parallel else mesh
+        why = refusal(job, asked)
         if why is None:
             try:
                 _strategies(job, mesh, machine, limits)
@@ -223,9 +209,10 @@ def _bases(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> Ite
             if parallel and job.seq % (mesh.sp * mesh.tp):
                 continue
             for strategy in able:
-                yield dataclasses.replace(
-                    mesh, sequence_parallel=parallel, mlp_chunk=chunk, strategy=strategy
-                )
+                yield Choice(
+                    mesh.dp, mesh.fsdp, mesh.tp, mesh.sp,
+                    sequence_parallel=parallel, mlp_chunk=chunk, strategy=strategy,
+                )  # fmt: skip
 
 
 def _strategies(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> tuple[str, ...]:
@@ -233,7 +220,8 @@ def _strategies(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -
     fixed = limits.fixed.get("strategy", "auto")
     if fixed == "auto" and machine.num_devices <= TRY_ALL:
         return strategies(job, mesh)
-    mesh = dataclasses.replace(mesh, strategy=fixed)
+    if mesh.strategy != fixed:
+        mesh = dataclasses.replace(mesh, strategy=fixed)
     return (with_strategy(job, mesh, machine).strategy,)
 
 

@@ -282,8 +282,9 @@ class Engine:
             )
         if request.prompt_logprobs is not None and not self.config.prompt_logprobs:
             raise MeshwrightError(
-                "this engine does not score prompts (echo with logprobs, /loglikelihood): start it "
-                "with prompt_logprobs, which --engine.no-prompt-logprobs turns off"
+                "this engine does not score prompts, as echo with logprobs and /loglikelihood need "
+                "it: start it without --engine.no-prompt-logprobs, or with "
+                "EngineConfig(prompt_logprobs=True)"
             )
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(request, name)
