@@ -22,18 +22,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from meshwright.errors import MeshwrightError
 from meshwright.present import count
-from meshwright.serve.device_sampling import MAX_BIAS, TOP, variant_of
-from meshwright.serve.executor import AnyExecutor, Executor, Read, StepPlan
-from meshwright.serve.generate import check_prompts
-from meshwright.serve.grammars import Constraint
+from meshwright.serve.device_sampling import variant_of
+from meshwright.serve.executor import AnyExecutor, Executor, Read
+from meshwright.serve.job import Job, Sink, check_request, completion_of
 from meshwright.serve.load import Model, has_encoder, serving_of
 from meshwright.serve.pages import PagePool
-from meshwright.serve.programs import Shape, StepInputs
-from meshwright.serve.prompts import PromptInputs, PromptShape
 from meshwright.serve.request import (
     Completion,
     Delta,
@@ -44,37 +39,17 @@ from meshwright.serve.request import (
     Request,
     TokenLogprobs,
 )
-from meshwright.serve.sampler import Slots
 from meshwright.serve.scheduler import Scheduler, Step
 from meshwright.serve.scheduler import Sequence as Running
 from meshwright.serve.settings import EngineConfig
+from meshwright.serve.step_planner import Sampled, StepPlanner
 from meshwright.serve.text import StopTexts, TextStream
 
 _log = logging.getLogger("meshwright")
 
-Sink = Callable[[Delta], None]
 IN_FLIGHT = 2  # steps that are dispatched, or wait for that, while an older one is read
 _STUCK_SECONDS = 2.0  # then a step is taken to wait for a process that is gone
 DEFAULT_LENGTH = 8192  # a longer one costs memory: chunks copy the keys that precede them
-
-
-@dataclasses.dataclass(eq=False)
-class Job:
-    """A request, and what is known of its text."""
-
-    request: Request
-    sink: Sink
-    ends: frozenset[int]
-    text: TextStream | None  # None: its text is not wanted as it comes
-    stops: StopTexts
-    variant: int  # of device_sampling.VARIANTS
-    streams: bool  # every token is handed out at once, not all at the end
-    constraint: Constraint | None = None  # of its grammar
-    sequence: Running | None = None
-    scores: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
-    new_tokens: list[int] = dataclasses.field(default_factory=list)
-    new_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
-    new_text: str = ""
 
 
 Letter = tuple[Job, "asyncio.Queue[Delta]", Delta]
@@ -86,7 +61,7 @@ class Flight:
 
     step: Step
     read: Read
-    sampled: list[tuple[int, Running]]  # index of its logits, sequence
+    sampled: Sampled
 
 
 class Engine:
@@ -112,16 +87,10 @@ class Engine:
         self.max_length = longest(self.config, model.config)
         self._model_config = model.config
         self._executor = executor or Executor(model, self.config, self.max_length, release)
-        self._slots = Slots(self.config.max_batch)
         sizes = self._executor.sizes
         pool = PagePool(sizes.pages, self.config.page_size, remember=self.config.prefix_cache)
         shapes = [(shape.prompts, shape.length) for shape in sizes.prompt_shapes]
         self._scheduler = Scheduler(self.config, pool, shapes)
-        # the pages of the sequence in each slot, and those of its encoder's keys
-        self._tables, self._encoder_tables = (
-            np.zeros((self.config.max_batch, width), np.int32) for width in sizes.widths
-        )
-        self._filled: list[Any] = [None] * self.config.max_batch  # what each table was made of
         self._jobs: dict[str, Job] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -133,6 +102,7 @@ class Engine:
         self._finished: Counter[str] = Counter()
         self._ending = threading.Lock()
         self._executor.compile(progress or (lambda text: _log.info(text)))
+        self._planner = StepPlanner(self.config, self._executor.sizes, pool, self.has_encoder)
         self._dispatcher = ThreadPoolExecutor(1, "meshwright-dispatch")
         self._thread = threading.Thread(target=self._loop, name="meshwright-engine", daemon=True)
         self._thread.start()
@@ -180,7 +150,9 @@ class Engine:
         for job in jobs:
             self._send(functools.partial(self._start, job))
         done.wait()
-        return [self._completion(job, deltas) for job, deltas in zip(jobs, results, strict=True)]
+        tokenizer = self.source.tokenizer
+        pairs = zip(jobs, results, strict=True)
+        return [completion_of(job, deltas, tokenizer) for job, deltas in pairs]
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         """Yield deltas as they come; closing the iterator cancels the request."""
@@ -253,7 +225,7 @@ class Engine:
     # the request's side
 
     def _job(self, request: Request, sink: Sink, *, streams: bool) -> Job:
-        self._check(request)
+        check_request(request, self._model_config, self.config, self.max_length)
         ends = request.stop_tokens
         if not request.ignore_end:
             ends |= self.source.ends
@@ -265,63 +237,6 @@ class Engine:
             constraint, ends = grammars.start(request.grammar), ends | grammars.ends
         stops, variant = StopTexts(request.stop), variant_of(request)
         return Job(request, sink, ends, text, stops, variant, streams, constraint)
-
-    def _check(self, request: Request) -> None:
-        """Raise a MeshwrightError for a request that cannot be served."""
-        if request.max_new == 0 and request.prompt_logprobs is None:
-            raise MeshwrightError("max_new=0 generates nothing; give 1 or more")
-        limited = dataclasses.replace(self._model_config, max_seq=self.max_length)
-        # a request that only scores its prompt may fill all of max_length
-        scores_only = request.max_new == 0 and len(request.prompt) > 0
-        prompt = request.prompt[:-1] or request.prompt if scores_only else request.prompt
-        check_prompts([prompt], max(request.max_new, 1), limited)
-        if request.prompt_logprobs is not None and self.has_encoder:
-            raise MeshwrightError(
-                "prompt_logprobs: an encoder reads the prompt, whose tokens have no probabilities; "
-                "leave it out"
-            )
-        if request.prompt_logprobs is not None and not self.config.prompt_logprobs:
-            raise MeshwrightError(
-                "this engine does not score prompts, as echo with logprobs and /loglikelihood need "
-                "it: start it without --engine.no-prompt-logprobs, or with "
-                "EngineConfig(prompt_logprobs=True)"
-            )
-        for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(request, name)
-            if wanted is not None and not 0 <= wanted <= TOP:
-                raise MeshwrightError(f"{name}={wanted} must be from 0 to {TOP}")
-        stop: Any = request.stop  # Python lets callers give anything
-        if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
-            example = stop if isinstance(stop, str) else "END"
-            raise MeshwrightError(
-                f"stop={stop!r} must be a tuple of texts, as in stop=({example!r},)"
-            )
-        biases, vocab = request.sampling.logit_bias, self._model_config.vocab
-        if len(biases) > MAX_BIAS:
-            raise MeshwrightError(f"logit_bias has {len(biases)} entries; {MAX_BIAS} are allowed")
-        for token, _ in biases:
-            if not 0 <= token < vocab:
-                raise MeshwrightError(
-                    f"logit_bias has token {token}; the model has 0 to {vocab - 1}"
-                )
-
-    def _completion(self, job: Job, deltas: list[Delta]) -> Completion:
-        last = deltas[-1]
-        if last.finish_reason == "error":
-            raise MeshwrightError(last.error)
-        tokens = tuple(token for delta in deltas for token in delta.tokens)
-        text = "".join(delta.text for delta in deltas)
-        if job.text is None:
-            ended = tokens and tokens[-1] in job.ends
-            text = self.source.tokenizer.decode(tokens[:-1] if ended else tokens)
-        return Completion(
-            tokens=tokens,
-            text=text,
-            finish_reason=last.finish_reason or "error",
-            logprobs=tuple(each for delta in deltas for each in delta.logprobs),
-            prompt_logprobs=deltas[0].prompt_logprobs,
-            cached_tokens=last.cached_tokens,
-        )
 
     def _send(self, action: Callable[[], Any]) -> None:
         """Have the engine's thread do something before the next step; an error if it has ended.
@@ -421,87 +336,14 @@ class Engine:
         _emit(job, delta)
 
     def _dispatch(self, step: Step) -> Future[Flight]:
-        """Prepare the arrays of a step, and have the other thread dispatch it.
+        """Plan a step, and have the other thread dispatch it.
 
         That takes a millisecond or more, most of it outside of Python.
         """
         self._counts["steps"] += 1
-        shape = self._shape(step)
-        sampled: list[tuple[int, Running]] = []
-        inputs, flat = StepInputs.empty(shape, self._executor.sizes.widths)
-        prompts = self._prompt_inputs(step) if step.prompts else None
-        if step.decode:
-            part = slice(len(step.decode))
-            inputs.slots[part] = [sequence.slot for sequence in step.decode]
-            inputs.positions[part] = [sequence.computed - 1 for sequence in step.decode]
-            inputs.tokens[part] = [_next_token(sequence) for sequence in step.decode]
-            for sequence in step.decode:
-                self._fill_table(sequence)
-            inputs.tables[part] = self._tables[inputs.slots[part]]
-            if self.has_encoder:
-                inputs.encoder_tables[part] = self._encoder_tables[inputs.slots[part]]
-                inputs.encoder_lengths[part] = [len(each.encoder_tokens) for each in step.decode]
-            sampled += enumerate(step.decode)
-        for index, chunk in enumerate(step.chunks):
-            sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
-            inputs.chunk_tokens[index, : chunk.count] = sequence.tokens[start:end]
-            self._fill_table(sequence)
-            inputs.chunk_tables[index] = self._tables[sequence.slot]
-            inputs.starts[index], inputs.counts[index] = start, chunk.count
-            if self.has_encoder:
-                inputs.chunk_encoder_tables[index] = self._encoder_tables[sequence.slot]
-                inputs.chunk_encoder_lengths[index] = len(sequence.encoder_tokens)
-            if shape.scored:
-                following = sequence.tokens[start + 1 : end + 1]
-                inputs.chunk_targets[index, : len(following)] = following
-            if chunk.samples:
-                sampled.append((shape.decode + index, sequence))
-            self._scheduler.pool.remember(sequence.pages, sequence.tokens[: sequence.computed])
-        places = shape.decode + (self._executor.sizes.chunk_places if shape.chunks else 0)
-        choice = self._slots.choice(places, sampled) if sampled else None
-        inputs.next_slots[:] = self.config.max_batch
-        for index, sequence in sampled:
-            inputs.next_slots[index] = sequence.slot
-        constraints = [
-            (index, sequence.owner.constraint)
-            for index, sequence in sampled
-            if sequence.owner.constraint is not None
-        ]
-        tokens = (shape, flat) if step.decode or step.chunks else None
-        run = self._executor.prepare(StepPlan(prompts, tokens, choice, constraints))
+        plan, sampled = self._planner.plan(step)
+        run = self._executor.prepare(plan)
         return self._dispatcher.submit(lambda: Flight(step, run(), sampled))
-
-    def _prompt_inputs(self, step: Step) -> tuple[PromptShape, Any]:
-        """The shape and the array of the program that takes whole prompts before a step."""
-        shape = PromptShape(*step.prompt_shape)
-        inputs, flat = PromptInputs.empty(shape, self._executor.sizes.widths[0])
-        for index, chunk in enumerate(step.prompts):
-            sequence = chunk.sequence
-            self._fill_table(sequence)
-            tokens = sequence.encoder_tokens or sequence.tokens
-            tables = self._encoder_tables if self.has_encoder else self._tables
-            inputs.tokens[index, : chunk.count] = tokens[: chunk.count]
-            inputs.tables[index] = tables[sequence.slot]
-            inputs.lengths[index] = chunk.count
-            self._scheduler.pool.remember(sequence.pages, sequence.tokens[: chunk.count])
-        return shape, flat
-
-    def _shape(self, step: Step) -> Shape:
-        if step.chunks:
-            first = all(chunk.start == 0 for chunk in step.chunks)
-            return Shape(self.config.max_batch, *step.shape, first, step.scored)
-        return Shape(min(size for size in self._executor.sizes.batches if size >= len(step.decode)))
-
-    def _fill_table(self, sequence: Running) -> None:
-        """Note the pages of a sequence in the table of its slot."""
-        pages, slot = sequence.pages, sequence.slot
-        assert slot is not None
-        if self._filled[slot] == (sequence, len(pages), sequence.preemptions):
-            return
-        self._tables[slot, : len(pages)] = pages
-        self._tables[slot, len(pages) :] = 0
-        self._encoder_tables[slot, : len(sequence.encoder_pages)] = sequence.encoder_pages
-        self._filled[slot] = (sequence, len(pages), sequence.preemptions)
 
     def _read(self, flight: Flight) -> None:
         """Wait for a step, and hand out its tokens."""
@@ -600,12 +442,6 @@ def _emit(job: Job, delta: Delta) -> bool:
         _log.info("the client of %s is gone", job.request.id, exc_info=True)
         return False
     return True
-
-
-def _next_token(sequence: Running) -> int:
-    """The token that a decode step takes; -1 if only the device knows it."""
-    position = sequence.computed - 1
-    return sequence.tokens[position] if position < len(sequence.tokens) else -1
 
 
 def _logprobs_at(arrays: Any, index: int, count: int) -> TokenLogprobs:

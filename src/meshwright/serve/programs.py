@@ -59,6 +59,11 @@ class Shape:
     first: bool = True  # every chunk starts at position 0
     scored: bool = False  # log-probabilities of the chunks' tokens are returned
 
+    @property
+    def places(self) -> int:
+        """Sequences that may get a new token."""
+        return self.decode + self.chunks
+
     def __str__(self) -> str:
         text = f"decode {self.decode}"
         if not self.chunks:
@@ -91,7 +96,7 @@ class StepInputs:
         decode, chunks, length = shape.decode, shape.chunks, shape.length
         width, encoder = widths
         return {
-            "next_slots": (decode + chunks,),
+            "next_slots": (shape.places,),
             "slots": (decode,),
             "tokens": (decode,),
             "positions": (decode,),

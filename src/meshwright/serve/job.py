@@ -1,0 +1,95 @@
+"""A request on its way through an engine: what is asked of it first, and what becomes of it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.data import Tokenizer
+from meshwright.errors import MeshwrightError
+from meshwright.serve.device_sampling import MAX_BIAS, TOP
+from meshwright.serve.generate import check_prompts
+from meshwright.serve.grammars import Constraint
+from meshwright.serve.load import has_encoder
+from meshwright.serve.request import Completion, Delta, Request, TokenLogprobs
+from meshwright.serve.scheduler import Sequence as Running
+from meshwright.serve.settings import EngineConfig
+from meshwright.serve.text import StopTexts, TextStream
+
+Sink = Callable[[Delta], None]
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request, and what is known of its text."""
+
+    request: Request
+    sink: Sink
+    ends: frozenset[int]
+    text: TextStream | None  # None: its text is not wanted as it comes
+    stops: StopTexts
+    variant: int  # of device_sampling.VARIANTS
+    streams: bool  # every token is handed out at once, not all at the end
+    constraint: Constraint | None = None  # of its grammar
+    sequence: Running | None = None
+    scores: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
+    new_tokens: list[int] = dataclasses.field(default_factory=list)
+    new_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    new_text: str = ""
+
+
+def check_request(
+    request: Request, model_config: Any, config: EngineConfig, max_length: int
+) -> None:
+    """Raise a MeshwrightError for a request that cannot be served."""
+    if request.max_new == 0 and request.prompt_logprobs is None:
+        raise MeshwrightError("max_new=0 generates nothing; give 1 or more")
+    limited = dataclasses.replace(model_config, max_seq=max_length)
+    # a request that only scores its prompt may fill all of max_length
+    scores_only = request.max_new == 0 and len(request.prompt) > 0
+    prompt = request.prompt[:-1] or request.prompt if scores_only else request.prompt
+    check_prompts([prompt], max(request.max_new, 1), limited)
+    if request.prompt_logprobs is not None and has_encoder(model_config):
+        raise MeshwrightError(
+            "prompt_logprobs: an encoder reads the prompt, whose tokens have no probabilities; "
+            "leave it out"
+        )
+    if request.prompt_logprobs is not None and not config.prompt_logprobs:
+        raise MeshwrightError(
+            "this engine does not score prompts, as echo with logprobs and /loglikelihood need "
+            "it: start it without --engine.no-prompt-logprobs, or with "
+            "EngineConfig(prompt_logprobs=True)"
+        )
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(request, name)
+        if wanted is not None and not 0 <= wanted <= TOP:
+            raise MeshwrightError(f"{name}={wanted} must be from 0 to {TOP}")
+    stop: Any = request.stop  # Python lets callers give anything
+    if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+        example = stop if isinstance(stop, str) else "END"
+        raise MeshwrightError(f"stop={stop!r} must be a tuple of texts, as in stop=({example!r},)")
+    biases, vocab = request.sampling.logit_bias, model_config.vocab
+    if len(biases) > MAX_BIAS:
+        raise MeshwrightError(f"logit_bias has {len(biases)} entries; {MAX_BIAS} are allowed")
+    for token, _ in biases:
+        if not 0 <= token < vocab:
+            raise MeshwrightError(f"logit_bias has token {token}; the model has 0 to {vocab - 1}")
+
+
+def completion_of(job: Job, deltas: list[Delta], tokenizer: Tokenizer) -> Completion:
+    """All that was handed out of a request, or its error."""
+    last = deltas[-1]
+    if last.finish_reason == "error":
+        raise MeshwrightError(last.error)
+    tokens = tuple(token for delta in deltas for token in delta.tokens)
+    text = "".join(delta.text for delta in deltas)
+    if job.text is None:
+        ended = tokens and tokens[-1] in job.ends
+        text = tokenizer.decode(tokens[:-1] if ended else tokens)
+    return Completion(
+        tokens=tokens,
+        text=text,
+        finish_reason=last.finish_reason or "error",
+        logprobs=tuple(each for delta in deltas for each in delta.logprobs),
+        prompt_logprobs=deltas[0].prompt_logprobs,
+        cached_tokens=last.cached_tokens,
+    )
