@@ -119,12 +119,14 @@ def test_a_leader_that_is_gone_ends_the_followers(ended: list[str]) -> None:
 
 
 def test_silence_is_told_from_an_end(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "SILENCE_S", 0.3)
+    monkeypatch.setattr(links, "HEARTBEAT_S", 0.02)  # of the leader
+    monkeypatch.setattr(links, "SILENCE_S", 1.0)
     monkeypatch.setattr(Follower, "_beat", lambda self: None)
     with linked(1) as (leader, _):
         leader.on_lost = links.end_process
-        wait_for(ended, 2)  # of both
-        assert ended[0].startswith(f"process 1 ({socket.gethostname()}) has not responded for 0 s")
+        wait_for(ended, 2)  # the leader tells the follower
+        assert ended[0].startswith(f"process 1 ({socket.gethostname()}) has not responded for 1 s")
+        assert ended[1] == ended[0]
 
 
 def test_an_error_of_a_follower_is_told_to_all(
