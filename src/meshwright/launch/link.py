@@ -14,6 +14,7 @@ coordinator can read the key that opens a connection: as with jax.distributed it
 must be trusted.
 """
 
+import abc
 import contextlib
 import hmac
 import json
@@ -92,7 +93,7 @@ class Connection:
         self._socket.close()
 
 
-class Link:
+class Link(abc.ABC):
     """What both ends share. Leaving the block with an error ends all processes."""
 
     def __init__(self, process_id: int) -> None:
@@ -154,11 +155,13 @@ class Link:
         if self.failure is None:
             self._tell(f"process {self.process_id} ({self.host}) failed: {text}")
 
+    @abc.abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """End the link, without an error."""
 
+    @abc.abstractmethod
     def connections(self) -> Collection[Connection]:
-        raise NotImplementedError
+        """To the processes that this one talks to."""
 
     def _tell(self, text: str) -> None:
         for connection in self.connections():
@@ -192,13 +195,13 @@ class Link:
         finally:
             connection.close()
 
+    @abc.abstractmethod
     def _take(self, connection: Connection, kind: int, data: bytes) -> bool:
         """Do what a message says; whether others follow."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _lose(self, text: str) -> None:
         """The run ends for this reason."""
-        raise NotImplementedError
 
     def _beat(self) -> None:
         while not self.closing:
