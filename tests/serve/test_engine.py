@@ -365,13 +365,14 @@ def test_a_request_that_is_sent_while_the_engine_closes_is_refused(
     streams: bool, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = on_demand(model)
-    checked = engine._check
+    checked = engine._job
 
-    def check_and_close(request: Request) -> None:
-        checked(request)
+    def check_and_close(request: Request, sink: Any, *, streams: bool) -> Any:
+        job = checked(request, sink, streams=streams)
         engine.close()
+        return job
 
-    monkeypatch.setattr(engine, "_check", check_and_close)
+    monkeypatch.setattr(engine, "_job", check_and_close)
     request = Request((1,))
     found = within_a_minute(
         lambda: streamed(engine, request) if streams else engine.generate([request])

@@ -8,13 +8,13 @@ in another order a Hopper GPU reaches two thirds of the speed.
 """
 
 import dataclasses
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.machines import chip_of_kind
 from meshwright.ops.collectives import current_device, spec_of, split_axes
 
 # name → dtype, and the largest value that is used of it
@@ -22,10 +22,6 @@ QUANTIZED_DTYPES: dict[str, tuple[Any, float]] = {
     "int8": (jnp.int8, 127.0),
     "fp8": (jnp.float8_e4m3fn, 448.0),
 }
-
-
-# NVIDIA GPUs with fp8 units, by a word of their names: Ada, Hopper, Blackwell
-_FP8_GPUS = re.compile(r"\b(H100|H200|H800|H20|GH200|L4|L40S?|G?B[123]00|Ada|RTX [45]0\d0)\b")
 
 
 @jax.tree_util.register_dataclass
@@ -95,8 +91,14 @@ def _rounded(
 
 
 def _has_fp8() -> bool:
+    """Whether the current device is a GPU that multiplies in fp8, by the catalogue of machines."""
     platform, kind = current_device()
-    return platform in ("gpu", "cuda") and bool(_FP8_GPUS.search(kind))
+    if platform not in ("gpu", "cuda"):
+        return False
+    try:
+        return chip_of_kind(kind, platform).fp8_flops is not None
+    except MeshwrightError:  # a chip that the catalogue does not have
+        return False
 
 
 def scaled(y: jax.Array, weight: jax.Array | Quantized) -> jax.Array:

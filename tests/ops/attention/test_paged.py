@@ -330,3 +330,11 @@ def test_pages_that_offsets_do_not_reach_are_left_out(
     kernel: str, pages: int, itemsize: int, most: int
 ) -> None:
     assert paged.most_pages(kernel, pages, 64 * 8 * 128, itemsize) == most
+
+
+def test_pages_of_odd_sizes_are_counted_exactly() -> None:
+    page = 64 * 5 * 128
+    for pages in (2**32 // (2 * page), 2**31 // (2 * page) + 1):
+        assert 2 * page * paged.most_pages("triton", pages, page, 1) <= 2**31
+    more = 2**32 // (2 * page) + 1
+    assert paged.most_pages("triton", more, page, 1) == more

@@ -36,7 +36,6 @@ _log = logging.getLogger("meshwright")
 
 Pool = jax.Array
 CACHE_DTYPES = {"fp8": jnp.dtype(jnp.float8_e4m3fn)}
-_LARGEST = 448.0  # of fp8
 
 
 @jax.tree_util.register_dataclass
@@ -198,7 +197,8 @@ def page_size_of(pool: Pool) -> int:
 def _rounded(x: jax.Array, pool: Pool) -> jax.Array:
     """x in the dtype of the pages; what fp8 cannot represent becomes its largest number."""
     if pool.dtype in CACHE_DTYPES.values():
-        x = jnp.clip(x, -_LARGEST, _LARGEST)
+        most = float(jnp.finfo(pool.dtype).max)
+        x = jnp.clip(x, -most, most)
     return x.astype(pool.dtype)
 
 
@@ -240,10 +240,10 @@ def most_pages(kernel: str, pages: int, page: int, itemsize: int) -> int:
     Pallas computes with 32-bit offsets in arrays of up to 2**32 bytes; of 8-bit numbers there are
     more than such offsets reach.
     """
-    reach = 2**31 // (2 * page)
-    if kernel != "triton" or itemsize > 1 or pages <= reach or pages > 2 * reach:
+    numbers = 2 * pages * page
+    if kernel != "triton" or numbers <= 2**31 or numbers * itemsize > 2**32:
         return pages
-    return reach
+    return 2**31 // (2 * page)
 
 
 def choose_paged(call: PagedCall, kernel: str = "auto") -> str:
