@@ -4,10 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import folder as folders
 from meshwright.checkpoint.folder import misnamed, not_a_folder
-from meshwright.checkpoint.pieces import Piece, overlap, read_pieces, sums_of_bits, write_pieces
+from meshwright.checkpoint.pieces import (
+    Piece,
+    fingerprint_of,
+    overlap,
+    read_pieces,
+    sums_of_bits,
+    write_pieces,
+)
 from meshwright.checkpoint.record import (
     Record,
     SavedArray,
+    altered,
     as_json,
     check_files,
     list_files,
@@ -20,7 +28,8 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.checkpoints import Checkpoints
 
 __all__ = [
-    "Channel", "Checkpoints", "Piece", "Record", "SavedArray", "as_json", "check_files", "folders",
+    "Channel", "Checkpoints", "Piece", "Record", "SavedArray", "altered", "as_json", "check_files",
+    "fingerprint_of", "folders",
     "list_files", "misnamed", "not_a_folder", "overlap", "read_pieces", "read_record",
     "sums_of_bits", "write_pieces", "write_record",
 ]  # fmt: skip

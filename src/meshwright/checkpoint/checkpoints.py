@@ -33,7 +33,7 @@ from meshwright.checkpoint.record import (
     list_files,
     write_record,
 )
-from meshwright.checkpoint.restore import Command, others, read_step, restore_tree
+from meshwright.checkpoint.restore import Command, read_step, restore_tree
 from meshwright.errors import MeshwrightError
 
 
@@ -228,7 +228,7 @@ class Checkpoints:
             )
         else:
             why = f"{type(error).__name__}: {text[:600]}"
-        return f"step {step} was not saved: {why}; {others(self.folder)}"
+        return f"step {step} was not saved: {why}; {folders.others(self.folder)}"
 
     # which are healthy
 

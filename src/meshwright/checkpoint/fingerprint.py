@@ -28,19 +28,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.checkpoint.pieces import runs
+from meshwright.checkpoint.pieces import FIRST, POSITION, RANGE, SECOND, runs
 from meshwright.errors import MeshwrightError
-
-_RANGE = 2**32
-# multiply–shift rounds with good avalanche: (shift, factor, shift, factor, shift)
-_POSITION = (16, 0x21F0AAAD, 15, 0xD35A2D97, 15)
-_FIRST = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16)
-_SECOND = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
 
 
 def fingerprint(array: jax.Array) -> jax.Array:
     """uint32[2], replicated over the devices of `array`; not waited for."""
-    if max(array.shape, default=0) > _RANGE:
+    if max(array.shape, default=0) > RANGE:
         raise MeshwrightError(f"shape {array.shape}: a dim beyond 2**32 has no fingerprint")
     sharding = array.sharding
     if len(sharding.device_set) > 1 and not isinstance(sharding, NamedSharding):
@@ -100,9 +94,9 @@ def sums_of_part(part: jax.Array, starts: Sequence[jax.Array], shape: Sequence[i
     key = _position_key(part.shape, starts, shape)
     first = second = jnp.zeros(part.shape, jnp.uint32)
     for number, word in enumerate(_words(part)):
-        salt = np.uint32(0x9E3779B9 * (2 * number + 1) % _RANGE)
-        first = first + _mix(word ^ (key + salt), _FIRST)
-        second = second + _mix(word ^ (key * np.uint32(0xB5297A4D) + salt), _SECOND)
+        salt = np.uint32(0x9E3779B9 * (2 * number + 1) % RANGE)
+        first = first + _mix(word ^ (key + salt), FIRST)
+        second = second + _mix(word ^ (key * np.uint32(0xB5297A4D) + salt), SECOND)
     # one reduction for both, so that no array-sized intermediate is written to memory
     zero = jnp.uint32(0)
     both = lax.reduce(
@@ -123,12 +117,12 @@ def _position_key(
     for run in runs(shape):
         index = jnp.zeros(part_shape, jnp.uint32)
         for dim in run:
-            stride = np.uint32(math.prod(shape[d] for d in run if d > dim) % _RANGE)
+            stride = np.uint32(math.prod(shape[d] for d in run if d > dim) % RANGE)
             coordinate = lax.broadcasted_iota(jnp.uint32, part_shape, dim) + lax.broadcast(
                 starts[dim], part_shape
             )
             index = index + coordinate * stride
-        key = _mix(key + index, _POSITION)
+        key = _mix(key + index, POSITION)
     return key
 
 

@@ -101,6 +101,26 @@ def misnamed(folder: Path) -> list[str]:
     )
 
 
+def others(folder: Path, but: int | None = None) -> str:
+    """The end of a sentence: the complete checkpoints."""
+    steps = [str(step) for step in complete_steps(folder) if step != but]
+    none = "there is no complete checkpoint" if but is None else "there is no other"
+    text = f"complete checkpoints there: {', '.join(steps[-8:])}" if steps else none
+    if names := misnamed(folder):
+        text += f"; renamed ones, which are not read: {', '.join(names[:4])}"
+    return text
+
+
+def existing_folder(folder: Path, step: int) -> Path:
+    """The folder of a complete checkpoint; an error that lists the others if there is none."""
+    place = complete_folder(folder, step)
+    if not place.is_dir():
+        raise MeshwrightError(
+            f"{folder} has no checkpoint of step {step}; {others(folder, but=step)}"
+        )
+    return place
+
+
 def mark_healthy(folder: Path, step: int) -> None:
     """Record on disk that a training step from this checkpoint was finite."""
     place = complete_folder(folder, step)

@@ -13,7 +13,7 @@ pieces, whatever mesh wrote them.
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from meshwright.errors import MeshwrightError
 
 PIECES = "pieces.json"
 Slices = tuple[slice, ...]
-_RANGE = 2**32
+RANGE = 2**32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,9 @@ def read_pieces(folder: Path) -> dict[str, list[Piece]]:
         }
     except FileNotFoundError:
         raise MeshwrightError(
-            f"{folder} has no {PIECES}: it is a checkpoint of Orbax, which only JAX reads; convert "
-            "it with meshwright.checkpoint on a machine with jax, or save Hugging Face files"
+            f"{folder} has no {PIECES}: it is a checkpoint of Orbax, which only JAX reads; restore "
+            "it there and save it with meshwright.train.save_pieces, or its weights alone with "
+            "mw.save_hf"
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise MeshwrightError(f"{folder / PIECES} cannot be read: {error}") from None
@@ -80,9 +81,10 @@ def overlap(piece: Piece, wanted: Slices) -> tuple[Slices, Slices] | None:
 
 # A fingerprint without jax: the sums of fingerprint.py, over the bits of a piece.
 
-_POSITION = (16, 0x21F0AAAD, 15, 0xD35A2D97, 15)
-_FIRST = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16)
-_SECOND = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
+# multiply–shift rounds with good avalanche: (shift, factor, shift, factor, shift)
+POSITION = (16, 0x21F0AAAD, 15, 0xD35A2D97, 15)
+FIRST = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16)
+SECOND = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
 
 
 def sums_of_bits(bits: np.ndarray, starts: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
@@ -97,26 +99,36 @@ def sums_of_bits(bits: np.ndarray, starts: Sequence[int], shape: Sequence[int]) 
     for run in runs(shape):
         index = np.zeros(bits.shape, np.uint32)
         for dim in run:
-            stride = np.uint32(math.prod(shape[d] for d in run if d > dim) % _RANGE)
+            stride = np.uint32(math.prod(shape[d] for d in run if d > dim) % RANGE)
             line = np.arange(bits.shape[dim], dtype=np.uint32) + np.uint32(starts[dim])
             index += (line * stride).reshape([-1 if d == dim else 1 for d in range(bits.ndim)])
-        key = _mix(key + index, _POSITION)
+        key = _mix(key + index, POSITION)
     first = second = 0
     for number, word in enumerate(_words(bits)):
-        salt = np.uint32(0x9E3779B9 * (2 * number + 1) % _RANGE)
-        first += int(_mix(word ^ (key + salt), _FIRST).sum(dtype=np.uint64))
+        salt = np.uint32(0x9E3779B9 * (2 * number + 1) % RANGE)
+        first += int(_mix(word ^ (key + salt), FIRST).sum(dtype=np.uint64))
         key_b = key * np.uint32(0xB5297A4D) + salt
-        second += int(_mix(word ^ key_b, _SECOND).sum(dtype=np.uint64))
-    return first % _RANGE, second % _RANGE
+        second += int(_mix(word ^ key_b, SECOND).sum(dtype=np.uint64))
+    return first % RANGE, second % RANGE
+
+
+def fingerprint_of(sums: Iterable[tuple[int, int]]) -> str:
+    """The fingerprint of an array, from the sums of its pieces: 16 hex digits.
+
+    >>> fingerprint_of([(1, 2**32 - 1), (2, 3)])
+    '0000000300000002'
+    """
+    totals = (sum(column) % RANGE for column in zip(*sums, strict=True))
+    return "".join(f"{total:08x}" for total in totals)
 
 
 def runs(shape: Sequence[int]) -> list[list[int]]:
     """Neighbouring dims in runs of at most 2**32 elements, the first dims first."""
     found: list[list[int]] = []
-    size = _RANGE + 1
+    size = RANGE + 1
     for dim in reversed(range(len(shape))):
         size *= max(shape[dim], 1)
-        if size > _RANGE:
+        if size > RANGE:
             found.insert(0, [])
             size = shape[dim]
         found[0].insert(0, dim)
@@ -126,7 +138,7 @@ def runs(shape: Sequence[int]) -> list[list[int]]:
 def _words(bits: np.ndarray) -> list[np.ndarray]:
     if bits.dtype.itemsize < 8:
         return [bits.astype(np.uint32)]
-    low = (bits & np.uint64(_RANGE - 1)).astype(np.uint32)
+    low = (bits & np.uint64(RANGE - 1)).astype(np.uint32)
     return [low, (bits >> np.uint64(32)).astype(np.uint32)]
 
 

@@ -11,12 +11,14 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.folder import RECORD, flush
 from meshwright.errors import MeshwrightError
+
+_SHOWN = 6  # names in a message
 
 _FORMAT = 1
 _SMALL = 1 << 20  # bytes
@@ -112,6 +114,16 @@ def list_files(folder: Path) -> dict[str, tuple[int, int | None]]:
         for path in sorted(_files(folder))
         if path != folder / RECORD
     }
+
+
+def altered(folder: Path, names: Sequence[str]) -> str:
+    """What is wrong with a checkpoint whose arrays have other fingerprints than when saved."""
+    shown = ", ".join(map(repr, names[:_SHOWN]))
+    listed = f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+    return (
+        f"checkpoint {folder} is damaged: the values of {listed} differ from those saved; data was "
+        "lost or altered on disk"
+    )
 
 
 def check_files(folder: Path, files: dict[str, tuple[int, int | None]]) -> None:

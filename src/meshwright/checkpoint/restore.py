@@ -11,16 +11,11 @@ from meshwright.arithmetic import whole_number
 from meshwright.checkpoint.agreement import Channel
 from meshwright.checkpoint.compare import check_same_arrays, check_targets
 from meshwright.checkpoint.fingerprint import fingerprint, fingerprint_text
-from meshwright.checkpoint.folder import (
-    ARRAYS,
-    complete_folder,
-    complete_steps,
-    misnamed,
-)
+from meshwright.checkpoint.folder import ARRAYS, complete_folder, complete_steps, existing_folder
 from meshwright.checkpoint.leaves import as_wanted, stored_target, without_elements
 from meshwright.checkpoint.names import like, named_leaves
 from meshwright.checkpoint.orbax_arrays import read_arrays
-from meshwright.checkpoint.record import Record, SavedArray, check_files, read_record
+from meshwright.checkpoint.record import Record, SavedArray, altered, check_files, read_record
 from meshwright.errors import MeshwrightError
 
 _SHOWN = 6
@@ -32,11 +27,7 @@ Command = Callable[[int], str]  # step → the shell command that uses it, for m
 def read_step(folder: Path, step: Any, command: Command | None = None) -> Record:
     """The record of a checkpoint; a MeshwrightError if there is none."""
     step = whole_number(step, "step")
-    place = complete_folder(folder, step)
-    if not place.is_dir():
-        raise MeshwrightError(
-            f"{folder} has no checkpoint of step {step}; {others(folder, but=step)}"
-        )
+    place = existing_folder(folder, step)
     try:
         record = read_record(place)
     except MeshwrightError as error:
@@ -49,16 +40,6 @@ def read_step(folder: Path, step: Any, command: Command | None = None) -> Record
             f"copied. Rename it to {right.name}{there}, or move it out of {folder}"
         )
     return record
-
-
-def others(folder: Path, but: int | None = None) -> str:
-    """The end of a sentence: the complete checkpoints."""
-    steps = [str(step) for step in complete_steps(folder) if step != but]
-    none = "there is no complete checkpoint" if but is None else "there is no other"
-    text = f"complete checkpoints there: {', '.join(steps[-8:])}" if steps else none
-    if names := misnamed(folder):
-        text += f"; renamed ones, which are not read: {', '.join(names[:4])}"
-    return text
 
 
 def advice(folder: Path, damaged: int, command: Command | None = None) -> str:
@@ -122,21 +103,16 @@ def restore_tree(
 
     wrong = _other_values(read, saved)
     if wrong:
-        raise MeshwrightError(
-            f"checkpoint {place} is damaged: the values of {wrong} differ from those saved; "
-            f"data was lost or altered on disk. {advice(folder, step, command)}"
-        )
+        raise MeshwrightError(f"{altered(place, wrong)}. {advice(folder, step, command)}")
     for name, target in wanted.items():
         array = read[name] if name in read else without_elements(stored[name])
         read[name] = as_wanted(array, target, saved[name])
     return like(targets, read)
 
 
-def _other_values(read: dict[str, jax.Array], saved: dict[str, SavedArray]) -> str:
-    """Arrays whose values differ from those saved, '' if none; the same in all processes."""
+def _other_values(read: dict[str, jax.Array], saved: dict[str, SavedArray]) -> list[str]:
+    """Arrays whose values differ from those saved; the same in all processes."""
     sums = {name: fingerprint(array) for name, array in read.items()}
-    wrong = [
+    return [
         name for name, sum_ in sums.items() if fingerprint_text(sum_) != saved[name].fingerprint
     ]
-    shown = ", ".join(repr(name) for name in wrong[:_SHOWN])
-    return f"{shown} and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else shown

@@ -28,8 +28,10 @@ from meshwright.checkpoint import (
     Piece,
     Record,
     SavedArray,
+    altered,
     as_json,
     check_files,
+    fingerprint_of,
     folders,
     list_files,
     overlap,
@@ -44,7 +46,6 @@ from meshwright.torch.load import materialize
 from meshwright.torch.parallelize import Parallelized, parallelized
 from meshwright.torch.placement import Slices
 
-_RANGE = 2**32
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -198,13 +199,7 @@ class Checkpoints:
         return dict(record.meta["user"])
 
     def _complete(self, step: int) -> Path:
-        place = folders.complete_folder(self.folder, whole_number(step, "step"))
-        if not place.is_dir():
-            listed = ", ".join(map(str, self.steps()[-8:])) or "none"
-            raise MeshwrightError(
-                f"{self.folder} has no checkpoint of step {step}; complete ones: {listed}"
-            )
-        return place
+        return folders.existing_folder(self.folder, whole_number(step, "step"))
 
 
 class _Reader:
@@ -392,20 +387,16 @@ def _verify(place: Path, record: Record, sums: dict[str, tuple[int, int]]) -> No
         if text != record.arrays[name].fingerprint
     ]
     if wrong:
-        raise MeshwrightError(
-            f"checkpoint {place} is damaged: the values of {', '.join(map(repr, wrong[:4]))} "
-            "differ from those saved; data was lost or altered on disk. Restore another step"
-        )
+        raise MeshwrightError(f"{altered(place, wrong)}. Restore another step")
 
 
 def _fingerprints(parts: list[dict[str, tuple[int, int]]]) -> dict[str, str]:
     """The fingerprint of each array, from the sums of its pieces."""
-    totals: dict[str, tuple[int, int]] = {}
+    sums: dict[str, list[tuple[int, int]]] = {}
     for own in parts:
-        for name, (first, second) in own.items():
-            one, other = totals.get(name, (0, 0))
-            totals[name] = (one + first) % _RANGE, (other + second) % _RANGE
-    return {name: f"{first:08x}{second:08x}" for name, (first, second) in totals.items()}
+        for name, of_piece in own.items():
+            sums.setdefault(name, []).append(of_piece)
+    return {name: fingerprint_of(of_pieces) for name, of_pieces in sums.items()}
 
 
 def _write(file: Path, values: dict[str, torch.Tensor]) -> None:

@@ -15,12 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from meshwright.arithmetic import whole_number
 from meshwright.checkpoint import (
     Piece,
     Record,
     SavedArray,
+    altered,
     as_json,
     check_files,
+    fingerprint_of,
     folders,
     list_files,
     overlap,
@@ -76,10 +79,9 @@ def save_pieces(
         for name, tensor in files.tensors.items():
             value = files.array(name)
             start = (0,) * value.ndim
-            sums = sums_of_bits(_bits(value), start, value.shape)
+            printed = fingerprint_of([sums_of_bits(_bits(value), start, value.shape)])
             file = f"{part}/{tensor.file.name}"
             pieces[f"{prefix}/{name}"] = [Piece(file, name, start, value.shape)]
-            printed = f"{sums[0]:08x}{sums[1]:08x}"
             arrays[f"{prefix}/{name}"] = SavedArray(value.shape, str(value.dtype), printed)
         files.release()
     names = [name.removeprefix("params/") for name in arrays if name.startswith("params/")]
@@ -99,7 +101,7 @@ def load_pieces(
 
     `target`: the abstract state (`abstract_state`), with AdamW; its arrays must not be padded.
     """
-    place = folders.complete_folder(folders.checked_folder(folder), step)
+    place = folders.existing_folder(folders.checked_folder(folder), whole_number(step, "step"))
     record = read_record(place)
     check_files(place, record.files)
     pieces = read_pieces(place)
@@ -174,12 +176,9 @@ class _PieceTensors:
             if common is not None:
                 joined[common[1]] = part[common[0]]
         assert joined is not None, "a tensor has a piece"
-        first, second = sums_of_bits(_bits(joined), (0,) * joined.ndim, joined.shape)
-        if f"{first:08x}{second:08x}" != saved.fingerprint:
-            raise MeshwrightError(
-                f"checkpoint {self._folder} is damaged: the values of {full!r} differ from those "
-                "saved; data was lost or altered on disk"
-            )
+        sums = sums_of_bits(_bits(joined), (0,) * joined.ndim, joined.shape)
+        if fingerprint_of([sums]) != saved.fingerprint:
+            raise MeshwrightError(altered(self._folder, [full]))
         return joined
 
     def release(self) -> None:
