@@ -1,7 +1,8 @@
 """Speed of the inference engine on one device, with transformers beside it.
 
     python benchmarks/serve.py                              # 8b and 1.5b, prints tables
-    python benchmarks/serve.py --models 8b --batches 1 32 128 --offline 256 --write
+    python benchmarks/serve.py --models 8b --batches --offline 384 --max-batch 384 \
+        --weights fp8 --cache fp8 --no-peer                 # the offline run alone
     python benchmarks/serve.py --models tiny --batches 1 4 --offline 8 --cpu    # a smoke test
 
 Random weights, bfloat16, greedy. Decode: `batch` requests with prompts of `--context` tokens, the
@@ -136,27 +137,29 @@ def ours(args: argparse.Namespace, name: str) -> dict[str, Any]:
     dtype = "float32" if args.cpu else "bfloat16"
     result: dict[str, Any] = {"device": device.device_kind, "decode": {}}
     page = {"page_size": args.page_size, "weights": args.weights, "cache": args.cache}
-    print(f"{name}: decode", flush=True)
-    longest = max(args.batches)
-    length = args.context + FEW + args.new
-    with engine_of(
-        name, dtype, max_batch=longest, max_length=length, batch_buckets=tuple(args.batches),
-        chunk=args.chunk, chunk_shapes=((1, args.chunk), (args.chunk // 64, 64)), **page,
-    ) as engine:  # fmt: skip
-        for batch in args.batches:
-            speed, mean = decode_speed(engine, name, batch, args.context, args.new)
-            most = limit(SIZES[name], batch, mean, bandwidth, items)
-            result["decode"][batch] = {"tokens_per_s": speed, "of_limit": speed / most}
-            print(f"  batch {batch}: {speed:,.0f} tok/s, {speed / most:.2f} of the limit "
-                  f"({engine.stats().steps} steps)", flush=True)  # fmt: skip
-        assert engine.stats().compilations_after_ready == 0
+    if args.batches:
+        print(f"{name}: decode", flush=True)
+        length = args.context + FEW + args.new
+        with engine_of(
+            name, dtype, max_batch=max(args.batches), max_length=length,
+            batch_buckets=tuple(args.batches), chunk=args.chunk,
+            chunk_shapes=((1, args.chunk), (args.chunk // 64, 64)), **page,
+        ) as engine:  # fmt: skip
+            for batch in args.batches:
+                speed, mean = decode_speed(engine, name, batch, args.context, args.new)
+                most = limit(SIZES[name], batch, mean, bandwidth, items)
+                result["decode"][batch] = {"tokens_per_s": speed, "of_limit": speed / most}
+                print(f"  batch {batch}: {speed:,.0f} tok/s, {speed / most:.2f} of the limit "
+                      f"({engine.stats().steps} steps)", flush=True)  # fmt: skip
+            assert engine.stats().compilations_after_ready == 0
     if args.offline:
         size = 1024 if not args.cpu else 64
         print(f"{name}: prefill and offline, {args.offline} requests", flush=True)
+        largest = min(args.max_batch, args.offline)
         with engine_of(
-            name, dtype, max_batch=min(args.max_batch, args.offline), max_length=2 * size,
-            batch_buckets=(args.max_batch // 2,), chunk=2 * size,
-            chunk_shapes=((2, size), (1, size)), prefix_cache=False, **page,
+            name, dtype, max_batch=largest, max_length=2 * size, batch_buckets=(largest,),
+            chunk=2 * size, chunk_shapes=((2, size),), prefix_cache=False, compile_first=False,
+            **page,
         ) as engine:  # fmt: skip
             vocab = SIZES[name]["vocab"]
             seconds(engine, requests(4, size, 4, vocab, 1))
@@ -288,7 +291,7 @@ def table(name: str, found: dict[str, Any], other: dict[str, Any] | None) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["8b", "1.5b"], choices=list(SIZES))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 128])
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 128])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--new", type=int, default=128, help="decode steps that are timed")
     parser.add_argument("--chunk", type=int, default=2048)

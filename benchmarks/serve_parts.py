@@ -1,0 +1,141 @@
+"""The parts of a decode step on a GPU with fp8 units: matmuls, and attention over pages.
+
+    python benchmarks/serve_parts.py                       # prints two tables
+    python benchmarks/serve_parts.py --cpu --matmuls       # tiny matmuls: a smoke test
+
+Each matmul is timed as a program of eight with weights of their own, so that neither the launch nor
+the cache on the chip counts. The peer of our attention kernel is cuDNN over bfloat16 pages; errors
+are the largest difference to it. Limits are bytes over the chip's bandwidth.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshwright.machines import chip_of_kind
+from meshwright.ops.quantized import einsum, quantize, scaled
+from meshwright.serve import generation_mesh
+
+WEIGHTS = 8
+MATMULS = ((4096, 6144), (4096, 28672), (14336, 4096))  # of the 8B shape
+TOKENS = (1, 16, 32, 128, 256, 2048)
+# sequences, tokens of each, heads, kv heads, head_dim
+PAGED = ((256, 1536, 32, 8, 128), (128, 640, 32, 8, 64))
+PAGE = 64
+
+
+def microseconds(function: Callable[..., Any], *arguments: Any, calls: int = 30) -> float:
+    jax.block_until_ready(function(*arguments))
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = function(*arguments)
+        jax.block_until_ready(result)
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best * 1e6
+
+
+def matmul_table(shapes: Any, tokens: Any, bandwidth: float) -> list[str]:
+    lines = [
+        "| matmul | tokens | bfloat16, µs | fp8 converted inside | fp8 × fp8 | limits |",
+        "|---|---|---|---|---|---|",
+    ]
+    for inputs, outputs in shapes:
+        keys = jax.random.split(jax.random.key(0), WEIGHTS)
+        plain = [jax.random.normal(key, (inputs, outputs), jnp.bfloat16) * 0.02 for key in keys]
+        fp8 = [quantize(weight, 1, "fp8") for weight in plain]
+
+        def all_of(x: jax.Array, weights: Any) -> list[jax.Array]:
+            return [scaled(einsum("ni,io->no", x, weight), weight) for weight in weights]
+
+        def converted(x: jax.Array, weights: Any) -> list[jax.Array]:
+            products = [jnp.einsum("ni,oi->no", x, w.values.astype(x.dtype)) for w in weights]
+            return [scaled(y, weight) for y, weight in zip(products, weights, strict=True)]
+
+        for count in tokens:
+            x = jax.random.normal(keys[0], (count, inputs), jnp.bfloat16)
+            times = [
+                microseconds(jax.jit(function), x, weights) / WEIGHTS
+                for function, weights in ((all_of, plain), (converted, fp8), (all_of, fp8))
+            ]
+            limits = [size * inputs * outputs / bandwidth * 1e6 for size in (2, 1)]
+            lines.append(
+                f"| {inputs:,} × {outputs:,} | {count:,} | "
+                + " | ".join(f"{each:.1f}" for each in times)
+                + f" | {limits[0]:.1f}, {limits[1]:.1f} |"
+            )
+            print(lines[-1], flush=True)
+    return lines
+
+
+def paged_table(bandwidth: float) -> list[str]:
+    from meshwright.ops.attention import fused
+    from meshwright.ops.attention.paged_triton import paged_decode
+
+    lines = [
+        "| sequences × tokens, head_dim | cuDNN, bf16, µs | ours, bf16 | ours, fp8 | error | limits |",
+        "|---|---|---|---|---|---|",
+    ]
+    for batch, length, heads, kv_heads, head_dim in PAGED:
+        width = length // PAGE + 1
+        pages = batch * width + 1
+        rng = np.random.default_rng(0)
+        q = jnp.asarray(rng.normal(size=(batch, heads, head_dim)), jnp.bfloat16)
+        pool = jax.random.normal(
+            jax.random.key(1), (2 * pages, PAGE, kv_heads, head_dim), jnp.bfloat16
+        )
+        order = rng.permutation(pages - 1)[: batch * width].reshape(batch, width) + 1
+        tables, lengths = jnp.asarray(order, jnp.int32), jnp.full((batch,), length, jnp.int32)
+
+        def cudnn(q: jax.Array, pool: jax.Array, tables: jax.Array, lengths: jax.Array) -> Any:
+            half = pool.shape[0] // 2
+            counts = (jnp.ones_like(lengths), lengths)
+            inputs = fused.Inputs(
+                q[:, None], pool[:half], pool[half:], counts=counts, tables=(tables, tables)
+            )
+            return fused.output(inputs)[:, 0]
+
+        ours, theirs = jax.jit(paged_decode), jax.jit(cudnn)
+        eighth = pool.astype(jnp.float8_e4m3fn)
+        right = theirs(q, eighth.astype(jnp.bfloat16), tables, lengths)
+        error = jnp.abs((ours(q, eighth, tables, lengths) - right).astype(jnp.float32)).max()
+        times = [
+            microseconds(function, q, pages, tables, lengths)
+            for function, pages in ((theirs, pool), (ours, pool), (ours, eighth))
+        ]
+        size = 2 * batch * length * kv_heads * head_dim
+        limits = [item * size / bandwidth * 1e6 for item in (2, 1)]
+        lines.append(
+            f"| {batch} × {length:,}, {head_dim} | "
+            + " | ".join(f"{each:.0f}" for each in times)
+            + f" | {float(error):.4f} | {limits[0]:.0f}, {limits[1]:.0f} |"
+        )
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--matmuls", action="store_true", help="these alone")
+    parser.add_argument("--cpu", action="store_true")
+    args = parser.parse_args()
+    if args.cpu:
+        jax.config.update("jax_platforms", "cpu")
+    device = jax.devices()[0]
+    bandwidth = chip_of_kind(device.device_kind, device.platform).memory_bandwidth
+    shapes, tokens = (((64, 128),), (1, 16)) if args.cpu else (MATMULS, TOKENS)
+    with jax.set_mesh(generation_mesh()):
+        lines = matmul_table(shapes, tokens, bandwidth)
+    if not args.matmuls:
+        lines += ["", *paged_table(bandwidth)]
+    print("\n".join(["", device.device_kind, "", *lines]))
+
+
+if __name__ == "__main__":
+    main()
