@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,7 +42,6 @@ from meshwright.train.optimizer import DEFAULT_WARMUP
 from meshwright.train.prepare import bytes_per_device, prepare
 from meshwright.train.resume import check_resume, resume_command, resume_step
 from meshwright.train.run import (
-    WINDOW,
     LiveLine,
     MetricsLog,
     StepClock,
@@ -59,7 +57,7 @@ from meshwright.train.run import (
 )
 from meshwright.train.run.metrics import FILE as METRICS
 from meshwright.train.same_settings import check_same_settings
-from meshwright.train.setup import layers_choice
+from meshwright.train.setup import layers_text
 from meshwright.train.state import TrainState, new_state, params_are_finite
 
 LAG = 1  # a step is started before the result of the one before it is looked at
@@ -132,7 +130,6 @@ class _Run:
         self.signalled = False
         self.tokens = 0
         self.clock = StepClock()
-        self.keys_seen: collections.deque[float] = collections.deque(maxlen=WINDOW)
 
     def go(self) -> None:
         config = self.config
@@ -231,7 +228,7 @@ class _Run:
         setup, config = self.setup, self.config
         values = {name: value.item() for name, value in jax.device_get(report).items()}
         self.tokens += values["tokens"]
-        took = self.clock.tick()
+        took = self.clock.tick(values.get("keys_seen"))
         metrics: dict[str, Any] = {
             "loss": values["loss"],
             "grad_norm": values["gradient_norm"],
@@ -241,12 +238,9 @@ class _Run:
         }
         if "keys_seen" in values:
             metrics["keys_seen"] = values["keys_seen"]
-            self.keys_seen.append(values["keys_seen"])
         if took is not None and self.clock.seconds:
             per_step = config.batch * setup.step.tokens_of_example
-            # over the steps of the clock: documents differ from step to step
-            seen = statistics.fmean(self.keys_seen) if self.keys_seen else None
-            flops = setup.step.flops_per_token(seen)
+            flops = setup.step.flops_per_token(self.clock.keys_seen)
             peak = peak_flops(list(setup.step.mesh.devices.flat))
             speed = throughput(flops, per_step, self.clock.seconds, setup.step.mesh.size, peak)
             metrics |= {"step_seconds": self.clock.seconds} | speed.metrics()
@@ -459,12 +453,8 @@ class _Run:
                 f"note: the warm-up is shortened from {DEFAULT_WARMUP} to {count(warmup, 'step')}, "
                 "to suit the length of the run; --optimizer.warmup-steps sets it"
             )
-        platform = devices[0].platform
-        scan, why = layers_choice(config, setup.step.model, platform, len(devices))
-        other = "--compute.layers unroll runs" if scan else "--compute.layers scan runs"
-        how = "a scan" if scan else "unrolled"
-        if platform != "cpu" or config.compute.layers != "auto":
-            self._say(f"layers: {how} ({why}); {other} the other way")
+        if devices[0].platform != "cpu" or config.compute.layers != "auto":
+            self._say(layers_text(config, setup.step.model, devices[0].platform, len(devices)))
         if setup.step.attention is not None:
             self._say(f"attention: {setup.step.attention}")
         if setup.padding is not None:

@@ -231,6 +231,13 @@ def layers_choice(config: TrainConfig, model: Any, platform: str, devices: int) 
     return scans_layers(config.compute.layers, layer_count(model), platform, devices)
 
 
+def layers_text(config: TrainConfig, model: Any, platform: str, devices: int) -> str:
+    """A line that says how the layers run, why, and which setting changes it."""
+    scan, why = layers_choice(config, model, platform, devices)
+    how, other = ("a scan", "unroll") if scan else ("unrolled", "scan")
+    return f"layers: {how} ({why}); --compute.layers {other} runs the other way"
+
+
 def flops_per_byte(device: Any) -> float:
     """FLOP/s of a chip for each byte/s to its neighbour; a usual figure where it is not known."""
     try:

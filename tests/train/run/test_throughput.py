@@ -82,3 +82,11 @@ def test_steps_whose_results_come_in_bunches_are_averaged() -> None:
         clock.now += 0 if step % 10 else 3
         steps.tick()
     assert steps.seconds == pytest.approx(0.3)
+
+
+def test_keys_are_averaged_over_the_steps_that_are_timed() -> None:
+    steps = StepClock(window=2)
+    assert steps.keys_seen is None
+    for keys in (900.0, 900.0, 70.0, 10.0, 20.0):  # the first two are not timed
+        steps.tick(keys)
+    assert steps.keys_seen == 15.0

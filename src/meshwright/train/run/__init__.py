@@ -7,7 +7,6 @@ from meshwright.train.run.lock import only_run_in
 from meshwright.train.run.metrics import Metrics, MetricsLog, read_metrics
 from meshwright.train.run.page import write_run_page
 from meshwright.train.run.throughput import (
-    WINDOW,
     Memory,
     StepClock,
     Throughput,
@@ -17,7 +16,7 @@ from meshwright.train.run.throughput import (
 )
 
 __all__ = [
-    "WINDOW", "LiveLine", "Memory", "Metrics", "MetricsLog", "StepClock", "Throughput",
+    "LiveLine", "Memory", "Metrics", "MetricsLog", "StepClock", "Throughput",
     "disk_errors_in_one_line", "memory", "only_run_in", "output_is_written", "peak_flops",
     "print_line", "read_metrics", "throughput", "waiting_line", "write_description",
     "write_run_page",

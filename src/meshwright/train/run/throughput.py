@@ -8,6 +8,7 @@
 import collections
 import contextlib
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -94,9 +95,10 @@ class StepClock:
     clock = StepClock()
     for step in …:
         …
-        clock.tick()                    # a step's result has come
+        clock.tick(keys_seen)           # a step's result has come
         with clock.paused(): save()
         clock.seconds                   # None until the third step
+        clock.keys_seen                 # by a token, averaged over the same steps
     """
 
     def __init__(
@@ -104,10 +106,11 @@ class StepClock:
     ) -> None:
         self._clock = clock
         self._durations: collections.deque[float] = collections.deque(maxlen=window)
+        self._keys_seen: collections.deque[float | None] = collections.deque(maxlen=window)
         self._ticks = 0
         self._last = clock()
 
-    def tick(self) -> float | None:
+    def tick(self, keys_seen: float | None = None) -> float | None:
         """A step is done; gives back how long it took, None for the first ones."""
         now = self._clock()
         took, self._last = now - self._last, now
@@ -115,6 +118,7 @@ class StepClock:
         if self._ticks <= UNSTEADY_STEPS:
             return None
         self._durations.append(took)
+        self._keys_seen.append(keys_seen)
         return took
 
     @contextlib.contextmanager
@@ -131,3 +135,9 @@ class StepClock:
         """The mean over the window; None before there is one."""
         # a mean, not a median: a loop that looks at results every tenth step ticks unevenly
         return sum(self._durations) / len(self._durations) if self._durations else None
+
+    @property
+    def keys_seen(self) -> float | None:
+        """The mean over the same steps; None if they did not tell."""
+        told = [keys for keys in self._keys_seen if keys is not None]
+        return statistics.fmean(told) if told else None
