@@ -79,7 +79,7 @@ def paged_table(bandwidth: float) -> list[str]:
     from meshwright.ops.attention.paged_triton import paged_decode
 
     lines = [
-        "| sequences × tokens, head_dim | cuDNN, bf16, µs | ours, bf16 | ours, fp8 | error | limits |",
+        "| sequences × tokens, dim | cuDNN, bf16, µs | ours, bf16 | ours, fp8 | error | limit |",
         "|---|---|---|---|---|---|",
     ]
     for batch, length, heads, kv_heads, head_dim in PAGED:
