@@ -113,7 +113,7 @@ def test_importing_meshwright_leaves_ctrl_c_to_the_program() -> None:
 import os, signal
 import meshwright as mw
 from meshwright.cli.main import main
-from meshwright.train.loop import train
+from meshwright.train import train
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 try:
     os.kill(os.getpid(), signal.SIGINT)

@@ -10,7 +10,7 @@ from meshwright.train.config import (
     with_settings,
 )
 from meshwright.train.exchange import load_pieces, save_pieces
-from meshwright.train.loop import AUTO, train
+from meshwright.train.jax_backend import AUTO, train
 from meshwright.train.setup import (
     check_fp8,
     check_sizes,

@@ -6,9 +6,10 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.checkpoint import Channel, Checkpoints, misnamed
+from meshwright.checkpoint import misnamed
 from meshwright.errors import MeshwrightError
 from meshwright.models import model_to_dict
+from meshwright.train.backend import SavedSteps
 from meshwright.train.config import (
     FREE,
     LATEST,
@@ -17,28 +18,29 @@ from meshwright.train.config import (
     config_to_dict,
     settings_flags,
 )
-from meshwright.train.prepare import Setup
 
 _SHOWN = 8
 
 
-def resume_step(checkpoints: Checkpoints, wanted: str, channel: Channel) -> int | None:
+def resume_step(
+    checkpoints: SavedSteps, wanted: str, from_first: Callable[[str], str]
+) -> int | None:
     """The step to resume from, None to start anew; process 0 looks, and all processes agree.
 
-    `wanted`: 'latest', 'none', or a step.
+    `wanted`: 'latest', 'none', or a step. `from_first` gives the text of process 0.
     """
     answer: dict[str, Any] = {"step": None, "problem": ""}
     try:
         answer["step"] = _chosen(checkpoints, wanted)
     except MeshwrightError as problem:
         answer["problem"] = str(problem)
-    answer = json.loads(channel.from_first(json.dumps(answer)))
+    answer = json.loads(from_first(json.dumps(answer)))
     if answer["problem"]:
         raise MeshwrightError(answer["problem"])
     return None if answer["step"] is None else int(answer["step"])
 
 
-def _chosen(checkpoints: Checkpoints, wanted: str) -> int | None:
+def _chosen(checkpoints: SavedSteps, wanted: str) -> int | None:
     steps = checkpoints.steps()
     if wanted == NONE:
         return None
@@ -75,13 +77,18 @@ def resume_command(config: TrainConfig, step: int | str) -> str:
 
 
 def check_resume(
-    meta: dict[str, Any], config: TrainConfig, setup: Setup, where: str, say: Callable[[str], None]
+    meta: dict[str, Any],
+    config: TrainConfig,
+    model: Any,
+    data: dict[str, Any],
+    where: str,
+    say: Callable[[str], None],
 ) -> int:
     """Whether this run may resume from the checkpoint of `meta`; gives back the tokens seen.
 
-    `where` names the checkpoint in messages.
+    `model` and `data` are those of this run; `where` names the checkpoint in messages.
     """
-    new = model_to_dict(setup.model)
+    new = model_to_dict(model)
     old = {"family": "decoder"} | meta["model_config"]  # earlier versions had no other
     if old != new:
         fields = [name for name in new if new[name] != old.get(name)]
@@ -89,7 +96,7 @@ def check_resume(
         raise MeshwrightError(
             f"{where} is of another model ({differences}); give --run another folder"
         )
-    _check_data(meta["data"], setup.loader.describe(), where)
+    _check_data(meta["data"], data, where)
     now, before = config_to_dict(config), meta["config"]
     for part, name in (("optimizer", "name"), ("compute", "param_dtype")):
         if now[part][name] != before[part][name]:

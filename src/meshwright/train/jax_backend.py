@@ -1,0 +1,227 @@
+"""Training with JAX: one compiled step, arrays over all devices of all processes.
+
+train(TrainConfig("tiny", steps=200, run=Path("runs/first")))
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.checkpoint import Channel, Checkpoints
+from meshwright.errors import MeshwrightError
+from meshwright.launch import (
+    coordinator_store,
+    join,
+    keep_compiled_programs,
+    make_room_for_cpu_collectives,
+    simulate_devices,
+    take_most_gpu_memory,
+)
+from meshwright.layouts import fit
+from meshwright.machines import check_host_memory, host_bytes
+from meshwright.models import load_hf
+from meshwright.present import bytes_text, duration_text
+from meshwright.train.backend import Backend, Say
+from meshwright.train.config import TrainConfig
+from meshwright.train.loop import Loop, check_run_folder, supervised
+from meshwright.train.prepare import bytes_per_device, prepare
+from meshwright.train.resume import resume_command
+from meshwright.train.run import Memory, memory, peak_flops, waiting_line
+from meshwright.train.same_settings import check_same_settings
+from meshwright.train.setup import layers_text
+from meshwright.train.state import TrainState, new_state, params_are_finite
+
+AUTO = "auto"  # a mesh that is chosen once the devices are known
+
+
+def train(config: TrainConfig, choose: Callable[[TrainConfig], TrainConfig] | None = None) -> None:
+    """Run to the end, to a signal, or to a mistake (MeshwrightError).
+
+    The same call in every process of a run. `choose` gives the settings of a mesh where the one
+    asked for is 'auto'.
+    """
+    make_room_for_cpu_collectives()
+    take_most_gpu_memory()
+    if config.cpu_devices is not None:
+        simulate_devices(config.cpu_devices)
+    if config.mesh == AUTO and choose is None:
+        raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
+    joined = join(config.coordinator, config.processes, config.process_id)
+    if jax.default_backend() != "cpu":
+        keep_compiled_programs()
+    store = coordinator_store()
+    with supervised(config, joined, store) as (stop, watchdog):
+        with watchdog.paused("comparing settings"):
+            check_same_settings(config, store, joined)
+            if config.mesh == AUTO and choose is not None:
+                config = choose(config)
+                check_same_settings(config, store, joined)
+        check_run_folder(config)
+        with watchdog.paused("preparing"):
+            backend = JaxBackend(config)
+        Loop(backend, stop, store, watchdog).go()
+
+
+class JaxBackend(Backend):
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.process_id, self.processes = jax.process_index(), jax.process_count()
+        keep = config.checkpoint
+        self.checkpoints: Checkpoints = Checkpoints(
+            config.run / "checkpoints",
+            keep.keep_last,
+            keep.keep_every,
+            command=functools.partial(resume_command, config),
+        )
+        self._channel = Channel("run")
+        self._setup = setup = prepare(config)
+        step = setup.step
+        self.model, self.loader, self.eval_loader = setup.model, setup.loader, setup.eval_loader
+        self._devices = list(step.mesh.devices.flat)
+        self.mesh_shape, self.num_devices = step.mesh.shape, step.mesh.size
+        self.device_kind = self._devices[0].device_kind
+        self.num_parameters = setup.explanation.num_elements
+        self.tokens_of_example, self.flops_formula = step.tokens_of_example, step.flops_formula
+        self._state: TrainState  # after `start`
+        self._compiled: Any = None  # after `compile`
+
+    def from_first(self, text: str) -> str:
+        return self._channel.from_first(text)
+
+    def placement_lines(self) -> Iterator[str]:
+        yield self._setup.explanation.summary()
+        state = self._setup.step.state
+        kinds = {
+            "parameters": bytes_per_device(state.params),
+            "gradients": bytes_per_device(state.params),
+            "optimizer": bytes_per_device(state.optimizer),
+        }
+        parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in kinds.items())
+        yield f"per device: {parts}"
+
+    def compute_lines(self) -> Iterator[str]:
+        setup, platform = self._setup, self._devices[0].platform
+        if platform != "cpu" or self.config.compute.layers != "auto":
+            yield layers_text(self.config, setup.step.model, platform, self.num_devices)
+        if setup.step.attention is not None:
+            yield f"attention: {setup.step.attention}"
+        if setup.padding is not None:
+            yield f"{setup.padding} (in memory only)"
+        for remark in setup.explanation.remarks:
+            yield f"note: {remark}"
+
+    def check_memory(self) -> None:
+        target = self._setup.step.state
+        check_host_memory(
+            host_bytes(target) + host_bytes(target.params),  # gradients are as large as parameters
+            f"{self.config.model} with parameters, gradients and optimizer state",
+            "use a smaller model, --compute.param-dtype bfloat16, or --optimizer.name adafactor",
+        )
+
+    def start(self, saved: int | None) -> None:
+        setup, step = self._setup, self._setup.step
+        if saved is not None:
+            with jax.set_mesh(step.mesh):
+                restored: TrainState = self.checkpoints.restore(saved, setup.stored)
+                restored = fit(restored, step.state)
+                none = jax.device_put(np.int32(0), step.state.step.sharding)
+            self._state = dataclasses.replace(restored, skipped_in_a_row=none)
+            return
+        params = None
+        if self.config.init_from is not None:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.stored.params)
+            dtype = self.config.compute.param_dtype
+            params = load_hf(self.config.init_from, setup.model, shardings, dtype)
+            params = fit(params, step.state.params)
+        self._state = new_state(
+            step.arrays, step.state, step.optimizer, step.mesh, self.config.seed, params
+        )
+
+    def compile(self, say: Say) -> None:
+        step = self._setup.step
+        with _heard(say):
+            lowered = step.functions.train.lower(self._state, step.batch)
+        start = time.monotonic()
+        with waiting_line("compiling", shown=self.process_id == 0):
+            self._compiled = lowered.compile()
+        took = duration_text(time.monotonic() - start)
+        held = self._compiled.memory_analysis()
+        if held is not None:
+            total = (
+                held.argument_size_in_bytes
+                + held.temp_size_in_bytes
+                + held.output_size_in_bytes
+                - held.alias_size_in_bytes
+            )
+            say(f"compiled in {took}: {bytes_text(total)} per device by the compiler's account")
+            # beyond the state, which is there already
+            self._check_step_memory(total - held.argument_size_in_bytes)
+
+    def _check_step_memory(self, per_device: int) -> None:
+        local = self._setup.step.mesh.local_devices
+        devices = [device for device in local if device.platform == "cpu"]
+        config = self.config
+        check_host_memory(
+            per_device * len(devices),
+            f"one step of {config.model} with batch={config.batch} and seq={config.seq}",
+            "use a smaller --batch or --seq, more --accumulation, or --compute.remat full",
+        )
+
+    def batches(self, first: int) -> Iterator[tuple[int, Any]]:
+        return self.loader.iterate(first, self._setup.step.functions.batch_sharding)
+
+    def step(self, batch: Any) -> Any:
+        self._state, report = self._compiled(self._state, batch)
+        return report
+
+    def values(self, report: Any) -> dict[str, Any]:
+        return {name: value.item() for name, value in jax.device_get(report).items()}
+
+    def evaluate(self) -> tuple[float, int]:
+        assert self.eval_loader is not None
+        functions = self._setup.step.functions
+        entropy, tokens = 0.0, 0
+        for _, batch in self.eval_loader.iterate(0, functions.batch_sharding):
+            report = jax.device_get(functions.evaluate(self._state.params, batch))
+            entropy += report["entropy"].item()
+            tokens += report["tokens"].item()
+        return entropy, tokens
+
+    def is_finite(self) -> bool:
+        return params_are_finite(self._state, self._setup.step.mesh)
+
+    def save(self, step: int, meta: dict[str, Any], wait: bool = False) -> None:
+        self.checkpoints.save(step, fit(self._state, self._setup.stored), meta, wait=wait)
+
+    def flops_per_token(self, keys_seen: float | None) -> float:
+        return self._setup.step.flops_per_token(keys_seen)
+
+    def peak_flops(self) -> float | None:
+        return peak_flops(self._devices)
+
+    def memory(self) -> Memory | None:
+        return memory()
+
+
+@contextlib.contextmanager
+def _heard(say: Say) -> Iterator[None]:
+    """What the library logs inside (which attention kernel, and why) is said."""
+    logger = logging.getLogger("meshwright")
+    handler = logging.Handler()
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # some libraries give the root logger a handler of its own
+    try:
+        yield
+    finally:
+        logger.level, logger.propagate = before
+        logger.removeHandler(handler)
