@@ -140,7 +140,7 @@ def ours(shape: str, options: argparse.Namespace, extra: Sequence[str] = ()) -> 
         "losses": [losses[0], losses[-1]],
         "versions": f"jax {jax.__version__}, {layer_count(abstract.model)} layers, "
         f"{in_fp8} fp8 matmuls",
-        "flops": abstract.flops_per_token(seen) * batch * seq,
+        "flops": abstract.work.flops_per_token(seen) * batch * seq,
     }  # fmt: skip
 
 

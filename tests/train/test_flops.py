@@ -56,7 +56,7 @@ def test_planned_and_reported_flops_agree_with_the_compiler(window):
 
     batch = {"positions": jnp.asarray(packed(4)["positions"])}
     seen = float(family_of(model).keys_seen(model, batch))
-    reported = step.flops_per_token(seen) * BATCH * SEQ
+    reported = step.work.flops_per_token(seen) * BATCH * SEQ
     assert reported == pytest.approx(everything - pairs * (SEQ - seen), rel=0.01)
     if window is None:
         assert reported < 0.97 * planned.flops
@@ -77,5 +77,5 @@ def test_keys_seen_counts_documents_and_windows_pair_by_pair():
 def test_the_formula_is_shown_with_the_run():
     step = made(MODEL)
     weights = 6 * MODEL.matmul_params
-    assert f"{weights / 1e6:.3g} MFLOP (6 a weight)" in step.flops_formula
-    assert "12.3 kFLOP × keys seen" in step.flops_formula  # 12 × 2 layers × 4 heads × 128
+    assert f"{weights / 1e6:.3g} MFLOP (6 a weight)" in step.work.formula
+    assert "12.3 kFLOP × keys seen" in step.work.formula  # 12 × 2 layers × 4 heads × 128

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules
 from meshwright.models import Compute, family_of, override, padded_vocab
-from meshwright.present import amount
 from meshwright.train.config import TrainConfig
 from meshwright.train.optimizer import make_optimizer
 from meshwright.train.setup import (
@@ -30,6 +29,7 @@ from meshwright.train.setup import (
 )
 from meshwright.train.state import TrainState, abstract_state
 from meshwright.train.step import StepFunctions, step_functions
+from meshwright.train.work import StepWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,35 +49,9 @@ class AbstractStep:
     attention: str | None  # how it is split over sp, and a kernel that is slow, in words
 
     @property
-    def tokens_of_example(self) -> int:
-        """Tokens that the model reads, of an encoder and of a decoder."""
-        lengths = self._lengths
-        return lengths["tokens"] + lengths.get("encoder_tokens", 0)
-
-    def flops_per_token(self, keys_seen: float | None = None) -> float:
-        """FLOPs of a training step, for each token that the model reads.
-
-        `keys_seen`: keys that a query attends to, as steps report it of packed documents.
-        """
-        packed = {} if keys_seen is None else {"keys_seen": keys_seen}
-        flops = family_of(self.model).flops(self.model, self._lengths, **packed)
-        return flops / self.tokens_of_example
-
-    @property
-    def flops_formula(self) -> str:
-        """How the FLOPs of a token are counted, in words."""
-        if family_of(self.model).keys_seen is None:
-            return f"{amount(self.flops_per_token(), 'FLOP')}: 6 a weight, and attention"
-        weights = self.flops_per_token(0.0)
-        return (
-            f"{amount(weights, 'FLOP')} (6 a weight) + "
-            f"{amount(self.flops_per_token(1.0) - weights, 'FLOP')} × keys seen: those that a "
-            "query attends to within its document and window, on average"
-        )
-
-    @property
-    def _lengths(self) -> dict[str, int]:
-        return {name: field.shape[2] for name, field in self.batch.items()}
+    def work(self) -> StepWork:
+        """The FLOPs of a step."""
+        return StepWork(self.model, {name: field.shape[2] for name, field in self.batch.items()})
 
     def lower(self) -> Any:
         """The train step, lowered for the mesh's platform; `.compile()` compiles it."""
@@ -90,6 +64,11 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
     `model` takes the place of the one `config.model` names: one with fewer layers, say. Mistakes
     are found as `train` finds them; those of data, weights and trackers are not looked for.
     """
+    if config.backend != "jax":
+        raise MeshwrightError(
+            f"this is about the compiled step of the JAX backend, and backend is {config.backend}; "
+            "leave it out. `plan --backend torch` predicts the step of PyTorch"
+        )
     model = model_of(config) if model is None else override(model, config.override, config.seq)
     rules = choose_rules(config, model)
     if mesh is None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from meshwright.data import Loader
 from meshwright.train.config import TrainConfig
 from meshwright.train.run import Memory
+from meshwright.train.work import StepWork
 
 Say = Callable[[str], None]
 
@@ -56,8 +57,7 @@ class Backend(abc.ABC):
     num_devices: int
     device_kind: str
     num_parameters: int
-    tokens_of_example: int  # that the model reads
-    flops_formula: str  # of a token, in words
+    work: StepWork
 
     @abc.abstractmethod
     def from_first(self, text: str) -> str:
@@ -106,10 +106,6 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def save(self, step: int, meta: dict[str, Any], wait: bool = False) -> None:
         """Save the state; it may go on in the background unless `wait`."""
-
-    @abc.abstractmethod
-    def flops_per_token(self, keys_seen: float | None) -> float:
-        """FLOPs of a training step, for each token that the model reads."""
 
     @abc.abstractmethod
     def peak_flops(self) -> float | None:

@@ -81,11 +81,25 @@ class LogConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TorchConfig:
+    """Settings of --backend torch."""
+
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile of each layer; auto: on GPUs."""
+    loss_parallel: bool = True
+    """With tensor parallelism, keep logits split over the vocabulary until the loss is computed."""
+    reshard_after_forward: bool = True
+    """Free the weights of a layer after its forward pass; the backward pass gathers them again."""
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     model: str
     """A preset (tiny, llama-3.1-8b …), a Hugging Face config.json, or a folder that holds one."""
     run: Path = Path("runs/latest")
     """The run's folder. If it holds checkpoints, the run resumes: see --resume-from."""
+    backend: Literal["jax", "torch"] = "jax"
+    """torch: FSDP2 and tensor parallelism on the Hugging Face model, under torchrun."""
     mesh: str = DEFAULT_MESH
     """Sizes of the mesh axes; one may be -1: all devices left. auto: what `plan` chooses."""
     num_partitions: int | None = None
@@ -125,6 +139,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    torch: TorchConfig = dataclasses.field(default_factory=TorchConfig)
     max_skipped: int = 10
     """Consecutive steps with a loss or gradient that is not finite, after which training stops."""
     hang_timeout: float = HANG_TIMEOUT_S
@@ -148,6 +163,8 @@ class TrainConfig:
         for name, value in values.items():
             _check_number(name, value)
         check_seed(self.seed)
+        if self.backend == "jax" and self.torch != TorchConfig():
+            raise MeshwrightError("the settings torch.… belong to --backend torch; add it")
         for name in ("steps", "batch", "seq", "accumulation"):
             if values[name] > MOST:
                 raise MeshwrightError(f"{name}={values[name]} must be at most {MOST}")
@@ -250,6 +267,7 @@ FREE = frozenset(
 FREE |= {"hang_timeout", "coordinator", "processes", "process_id", "cpu_devices", "rules"}
 FREE |= {"num_partitions", "submesh", "resume_from", "override"}  # the model itself is compared
 FREE |= {"context_parallel"}  # every strategy computes the same
+FREE |= {"backend", "torch"}
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:

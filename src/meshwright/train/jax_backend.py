@@ -88,7 +88,7 @@ class JaxBackend(Backend):
         self.mesh_shape, self.num_devices = step.mesh.shape, step.mesh.size
         self.device_kind = self._devices[0].device_kind
         self.num_parameters = setup.explanation.num_elements
-        self.tokens_of_example, self.flops_formula = step.tokens_of_example, step.flops_formula
+        self.work = step.work
         self._state: TrainState  # after `start`
         self._compiled: Any = None  # after `compile`
 
@@ -199,9 +199,6 @@ class JaxBackend(Backend):
 
     def save(self, step: int, meta: dict[str, Any], wait: bool = False) -> None:
         self.checkpoints.save(step, fit(self._state, self._setup.stored), meta, wait=wait)
-
-    def flops_per_token(self, keys_seen: float | None) -> float:
-        return self._setup.step.flops_per_token(keys_seen)
 
     def peak_flops(self) -> float | None:
         return peak_flops(self._devices)

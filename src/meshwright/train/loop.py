@@ -111,6 +111,7 @@ class Loop:
             log = stack.enter_context(
                 MetricsLog(
                     config.run,
+                    writes=self.speaks,
                     tensorboard=config.log.tensorboard,
                     wandb=config.log.wandb,
                     resume_step=first,
@@ -190,8 +191,8 @@ class Loop:
             metrics["keys_seen"] = values["keys_seen"]
         if took is not None and self.clock.seconds:
             speed = throughput(
-                backend.flops_per_token(self.clock.keys_seen),
-                config.batch * backend.tokens_of_example,
+                backend.work.flops_per_token(self.clock.keys_seen),
+                config.batch * backend.work.tokens_of_example,
                 self.clock.seconds,
                 backend.num_devices,
                 backend.peak_flops(),
@@ -353,7 +354,7 @@ class Loop:
             "mesh": mesh_text(backend.mesh_shape),
             "machine": f"{backend.num_devices} × {backend.device_kind}",
             "data": self.config.data,
-            "FLOPs of a token": backend.flops_formula,
+            "FLOPs of a token": backend.work.formula,
         }
         tokenizer = backend.loader.mixture.tokenizer
         write_description(folder, settings, about, tokenizer.to_json())

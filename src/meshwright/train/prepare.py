@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -44,7 +44,28 @@ def prepare(config: TrainConfig) -> Setup:
     """Read model, mesh, rules and data, and check them against each other."""
     check_trackers(config.log.tensorboard, config.log.wandb is not None)
     step = abstract_step(config)
-    model = step.model
+    data = prepare_data(config, step.model)
+    return Setup(
+        step,
+        data.model,
+        stored_state(step.arrays, step.state, step.optimizer),
+        data.loader,
+        data.eval_loader,
+        explain(step.arrays, step.rules, step.mesh),
+        describe_padding(step.model, step.rules, step.mesh.shape),
+    )
+
+
+class Data(NamedTuple):
+    """What a run reads, checked against its model."""
+
+    loader: Loader
+    eval_loader: Loader | None
+    model: Any  # its config, with what `save_hf` needs
+
+
+def prepare_data(config: TrainConfig, model: Any) -> Data:
+    """Open the data; raise if it, or the weights to start from, do not suit the model."""
     if config.init_from is not None:
         _check_weights(config.init_from, config, model)
     mixture = Mixture.parse(config.data)
@@ -53,12 +74,13 @@ def prepare(config: TrainConfig) -> Setup:
         tokenizer = load_tokenizer(str(config.init_from))
     objective = objective_of(config, model, mixture.tokenizer)
     seq = config.seq if objective is None else objective.raw_length
+    held_out = config.eval.sequences
     check_data(
         mixture,
         vocab=model.vocab,
         seq=seq,
         batch=config.batch,
-        held_out=config.eval.sequences,
+        held_out=held_out,
         tokenizer=tokenizer,
     )
     loader = training_loader(
@@ -67,28 +89,17 @@ def prepare(config: TrainConfig) -> Setup:
         seq=seq,
         accumulation=config.accumulation,
         seed=config.seed,
-        held_out=config.eval.sequences,
+        held_out=held_out,
         objective=objective,
     )
     eval_loader = None
-    if config.eval.sequences:
+    if held_out:
         micro_batch = config.batch // config.accumulation
         eval_loader = held_out_loader(
-            mixture,
-            batch=micro_batch,
-            seq=seq,
-            held_out=config.eval.sequences,
-            objective=objective,
+            mixture, batch=micro_batch, seq=seq, held_out=held_out, objective=objective
         )
-    return Setup(
-        step,
-        dataclasses.replace(model, hf_config=_hf_config(config, model, mixture.tokenizer)),
-        stored_state(step.arrays, step.state, step.optimizer),
-        loader,
-        eval_loader,
-        explain(step.arrays, step.rules, step.mesh),
-        describe_padding(model, step.rules, step.mesh.shape),
-    )
+    fields = _hf_config(config, model, mixture.tokenizer)
+    return Data(loader, eval_loader, dataclasses.replace(model, hf_config=fields))
 
 
 def _check_weights(folder: Path, config: TrainConfig, model: Any) -> None:
