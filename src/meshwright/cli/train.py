@@ -36,7 +36,13 @@ def train_command(arguments: Sequence[str]) -> None:
             print(words)
         return chosen
 
-    run_training(settings(arguments), choose)
+    config = settings(arguments)
+    if config.backend == "torch":
+        from meshwright.torch.train import train as run_in_torch
+
+        run_in_torch(config)
+    else:
+        run_training(config, choose)
 
 
 def settings(arguments: Sequence[str], default: TrainConfig | None = None) -> TrainConfig:

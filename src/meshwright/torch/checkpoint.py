@@ -83,6 +83,21 @@ class Checkpoints:
         """The steps of all checkpoints that are known to be healthy, in order."""
         return folders.healthy_steps(self.folder)
 
+    def set_aside_after(self, step: int, copied: Path) -> tuple[list[int], Path] | None:
+        """Move the checkpoints after `step`, with a copy of a file, to where they are not read."""
+        moved = None
+        with _together(f"setting aside what is after step {step}") as problems:
+            later = [other for other in self.steps() if other > step]
+            if dist.get_rank() == 0 and later:
+                moved = problems.catch(lambda: folders.set_aside(self.folder, later, copied))
+        return None if moved is None else (later, moved)
+
+    def wait(self) -> None:
+        """A save is complete when `save` returns."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
     def save(
         self,
         step: int,

@@ -1,6 +1,7 @@
 """Training: the step, optimizers, data, checkpoints, and the loop that joins them."""
 
 from meshwright.train.abstract_step import AbstractStep, abstract_step
+from meshwright.train.backend import Backend, Say
 from meshwright.train.config import (
     TrainConfig,
     config_from_dict,
@@ -11,20 +12,30 @@ from meshwright.train.config import (
 )
 from meshwright.train.exchange import load_pieces, save_pieces
 from meshwright.train.jax_backend import AUTO, train
+from meshwright.train.loop import Loop, check_run_folder, supervised
+from meshwright.train.optimizer import learning_rate
+from meshwright.train.prepare import prepare_data
+from meshwright.train.run import Memory, chip_peak_flops
+from meshwright.train.run.trackers import check_trackers
+from meshwright.train.same_settings import check_same_settings
 from meshwright.train.setup import (
     check_fp8,
     check_sizes,
     choose_rules,
     field_lengths,
+    file_rules,
     layers_choice,
     model_of,
     training_mesh,
     training_spec,
 )
+from meshwright.train.work import StepWork
 
 __all__ = [
-    "AUTO", "AbstractStep", "TrainConfig", "abstract_step", "check_fp8", "check_sizes",
-    "choose_rules", "config_from_dict", "config_from_file", "config_to_dict", "field_lengths",
-    "layers_choice", "load_pieces", "model_of", "save_pieces", "settings_flags", "train",
-    "training_mesh", "training_spec", "with_settings",
+    "AUTO", "AbstractStep", "Backend", "Loop", "Memory", "Say", "StepWork", "TrainConfig",
+    "abstract_step", "check_fp8", "check_run_folder", "check_same_settings", "check_sizes",
+    "check_trackers", "chip_peak_flops", "choose_rules", "config_from_dict", "config_from_file",
+    "config_to_dict", "field_lengths", "file_rules", "layers_choice", "learning_rate",
+    "load_pieces", "model_of", "prepare_data", "save_pieces", "settings_flags", "supervised",
+    "train", "training_mesh", "training_spec", "with_settings",
 ]  # fmt: skip

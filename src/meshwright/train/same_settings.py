@@ -1,6 +1,7 @@
 """What every process of a run must have been started with: settings, data, model, versions."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from meshwright.data import Mixture
@@ -27,18 +28,26 @@ MAY_DIFFER = frozenset(
 FILES = frozenset({"model", "data", "rules", "init_from"})
 
 
-def check_same_settings(config: TrainConfig, store: Store | None, joined: Joined) -> None:
+PACKAGES = ("jaxlib", "optax")  # whose versions must be the same
+
+
+def check_same_settings(
+    config: TrainConfig,
+    store: Store | None,
+    joined: Joined,
+    packages: Sequence[str] = PACKAGES,
+) -> None:
     """An error in every process, before anything is compiled, if one was started differently."""
     if store is None:
         return
     try:
-        facts: dict[str, Fact] | str = settings_facts(config)
+        facts: dict[str, Fact] | str = settings_facts(config, packages)
     except MeshwrightError as mistake:
         facts = str(mistake)
     compare_processes(facts, store, joined.process_id, joined.processes)
 
 
-def settings_facts(config: TrainConfig) -> dict[str, Fact]:
+def settings_facts(config: TrainConfig, packages: Sequence[str] = PACKAGES) -> dict[str, Fact]:
     """All that must be the same, by the name a user knows it by."""
     model = model_to_dict(model_config(config.model))
     data = Mixture.parse(config.data).describe()
@@ -56,5 +65,5 @@ def settings_facts(config: TrainConfig) -> dict[str, Fact]:
         if name not in MAY_DIFFER | FILES:
             facts[f"--{name.replace('_', '-')}"] = Fact(str(value))
     facts["--run"] = Fact(str(config.run.absolute()))
-    facts |= software_facts("jaxlib", "optax")
+    facts |= software_facts(*packages)
     return facts | {f"MODEL's {name}": Fact(json.dumps(value)) for name, value in model.items()}

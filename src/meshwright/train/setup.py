@@ -86,7 +86,7 @@ def training_spec(config: TrainConfig) -> MeshSpec:
     if tile is not None:
         return MeshSpec.parse(f"dp=-1,fsdp=1,tp={math.prod(tile)},sp=1")
     spec = MeshSpec.parse(config.mesh)
-    rules = _file_rules(config)
+    rules = file_rules(config)
     axes = set() if rules is None else {axis for rule in rules.rules for axis in rule.axes}
     if axes & (set(spec.names) - set(STANDARD_AXES)):
         return spec
@@ -136,7 +136,7 @@ def choose_rules(config: TrainConfig, model: Any) -> Rules:
             "compute.sequence_parallel is part of the standard rules; with own rules say it there: "
             "length -> sp+tp after the rules of heads, mlp and vocab"
         )
-    rules = _file_rules(config)
+    rules = file_rules(config)
     if rules is None:
         return family.t5x_rules(*_T5X[config.rules])
     return _with_activations(rules, config.rules, family.rules(sp=True))
@@ -145,7 +145,7 @@ def choose_rules(config: TrainConfig, model: Any) -> Rules:
 _T5X = {f"t5x:{a},{p}": (a, p) for a in (1, 2) for p in (1, 2)}
 
 
-def _file_rules(config: TrainConfig) -> Rules | None:
+def file_rules(config: TrainConfig) -> Rules | None:
     """The rules of a file; None for the standard rules and T5X's."""
     if config.rules == "standard" or config.rules in _T5X:
         return None

@@ -10,6 +10,7 @@ from meshwright.train.run.throughput import (
     Memory,
     StepClock,
     Throughput,
+    chip_peak_flops,
     memory,
     peak_flops,
     throughput,
@@ -17,7 +18,7 @@ from meshwright.train.run.throughput import (
 
 __all__ = [
     "LiveLine", "Memory", "Metrics", "MetricsLog", "StepClock", "Throughput",
-    "disk_errors_in_one_line", "memory", "only_run_in", "output_is_written", "peak_flops",
-    "print_line", "read_metrics", "throughput", "waiting_line", "write_description",
-    "write_run_page",
+    "chip_peak_flops", "disk_errors_in_one_line", "memory", "only_run_in",
+    "output_is_written", "peak_flops", "print_line", "read_metrics", "throughput", "waiting_line",
+    "write_description", "write_run_page",
 ]  # fmt: skip

@@ -68,10 +68,15 @@ def throughput(
 def peak_flops(devices: Sequence[Any] | None = None) -> float | None:
     """The bf16 FLOP/s one jax device can do; None for a CPU and for a chip not in the catalogue."""
     device = (jax.devices() if devices is None else devices)[0]
-    if device.platform == "cpu":
+    return chip_peak_flops(device.device_kind, device.platform)
+
+
+def chip_peak_flops(kind: str, platform: str) -> float | None:
+    """The bf16 FLOP/s of one device of this kind, in jax's words."""
+    if platform == "cpu":
         return None  # the catalogue's figure for CPUs is nominal
     try:
-        chip = chip_of_kind(device.device_kind, device.platform)
+        chip = chip_of_kind(kind, platform)
     except MeshwrightError:
         return None
     return chip.bf16_flops / chip.cores_per_chip

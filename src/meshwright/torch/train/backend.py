@@ -1,0 +1,285 @@
+"""A Hugging Face model under FSDP2 and tensor parallelism, for the training loop."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import MeshwrightError
+from meshwright.machines import check_host_memory
+from meshwright.models import to_hf_config
+from meshwright.present import bytes_text, nearest_multiples
+from meshwright.torch.checkpoint import Checkpoints
+from meshwright.torch.checks import check_sequence
+from meshwright.torch.explanation import explain
+from meshwright.torch.load import initialize, load_hf
+from meshwright.torch.loss import cross_entropy
+from meshwright.torch.mesh import axes_of, data_shard
+from meshwright.torch.parallelize import parallelize, parallelized
+from meshwright.torch.train.batch import Arrays, micro_batches, model_inputs, targets
+from meshwright.torch.train.settings import check_settings
+from meshwright.train import (
+    Backend,
+    Memory,
+    Say,
+    StepWork,
+    TrainConfig,
+    check_trackers,
+    chip_peak_flops,
+    file_rules,
+    learning_rate,
+    prepare_data,
+)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class TorchBackend(Backend):
+    def __init__(self, config: TrainConfig, mesh: DeviceMesh) -> None:
+        check_trackers(config.log.tensorboard, config.log.wandb is not None)
+        model = check_settings(config)
+        axes = axes_of(mesh)
+        self.config, self._mesh, self._axes = config, mesh, axes
+        self.process_id, self.processes = dist.get_rank(), dist.get_world_size()
+        self.mesh_shape, self.num_devices = dict(axes.shape), mesh.size()
+        self._rows = self._rows_of(config)
+        data = prepare_data(config, model)
+        self.loader, self.eval_loader, self.model = data.loader, data.eval_loader, data.model
+        self.work = StepWork(model, {"tokens": config.seq})
+        self._window = model.sliding_window
+        keep = config.checkpoint
+        self.checkpoints: Checkpoints = Checkpoints(
+            config.run / "checkpoints", keep.keep_last, keep.keep_every
+        )
+        cuda = mesh.device_type == "cuda"
+        self.device_kind = torch.cuda.get_device_name() if cuda else "cpu"
+        self._bf16 = {"auto": cuda, "bfloat16": True, "float32": False}[config.compute.dtype]
+        self._compile = {"auto": cuda, "on": True, "off": False}[config.torch.compile]
+        if config.compute.sequence_parallel and axes.tp > 1:
+            check_sequence(config.seq, axes.tp, axes.tensor)
+        rules = file_rules(config)  # None: those that follow from the model
+        self.network = _on_meta(to_hf_config(model), _DTYPES[config.compute.param_dtype])
+        self._explanation = explain(self.network, mesh, rules)
+        self.num_parameters = self._explanation.num_elements
+        parallelize(
+            self.network,
+            mesh,
+            rules,
+            sequence_parallel=config.compute.sequence_parallel,
+            loss_parallel=config.torch.loss_parallel,
+            mixed_precision="bf16" if self._bf16 else None,
+            reshard_after_forward=None if config.torch.reshard_after_forward else False,
+            activation_checkpointing=config.compute.remat == "full",
+            compile=self._compile,
+        )
+        self._device = parallelized(self.network).device
+        self._cross_entropy: Any = torch.compile(cross_entropy) if self._compile else cross_entropy
+        self._rate = learning_rate(config.optimizer, config.steps)
+        self._skipped = self._skipped_in_a_row = self._taken = 0
+        self._optimizer: torch.optim.AdamW  # after `start`
+
+    def _rows_of(self, config: TrainConfig) -> tuple[int, int]:
+        """The sequences of a micro-batch that this rank trains on."""
+        index, shards = data_shard(self._mesh)
+        rows = config.batch // config.accumulation
+        if config.batch % config.accumulation:
+            raise MeshwrightError(
+                f"batch={config.batch} is not divisible by accumulation={config.accumulation}; "
+                f"batch={nearest_multiples(config.batch, config.accumulation)} would fit"
+            )
+        if rows % shards:
+            raise MeshwrightError(
+                f"batch={config.batch} / accumulation={config.accumulation} = {rows} is not "
+                f"divisible by {'·'.join(self._axes.data)} = {shards}; "
+                f"{nearest_multiples(rows, shards)} would fit"
+            )
+        each = rows // shards
+        return index * each, (index + 1) * each
+
+    def from_first(self, text: str) -> str:
+        texts = [text]
+        dist.broadcast_object_list(texts, 0)
+        return texts[0]
+
+    def placement_lines(self) -> Iterator[str]:
+        yield self._explanation.summary()
+        shape = self.mesh_shape
+        placed = parallelized(self.network).placements.by_name
+        size = sum(
+            placed[name].largest_shard(shape) * param.dtype.itemsize
+            for name, param in self.network.named_parameters()
+        )
+        yield (
+            f"per device: parameters {bytes_text(size)}, gradients {bytes_text(size)}, "
+            f"optimizer {bytes_text(2 * size)}"
+        )
+
+    def compute_lines(self) -> Iterator[str]:
+        dtype = "bfloat16" if self._bf16 else self.config.compute.param_dtype
+        compiled = "each layer compiled" if self._compile else "not compiled"
+        yield f"PyTorch {torch.__version__}: compute in {dtype}, {compiled}"
+        for remark in self._explanation.remarks:
+            yield f"note: {remark}"
+
+    def check_memory(self) -> None:
+        if self._device.type == "cuda":
+            return
+        local = sum(
+            param.to_local().numel() * param.element_size() for param in _dtensors(self.network)
+        )
+        check_host_memory(
+            4 * local,
+            f"{self.config.model} with parameters, gradients and optimizer state",
+            "use a smaller model, more hosts, or --compute.param-dtype bfloat16",
+        )
+
+    def start(self, saved: int | None) -> None:
+        settings = self.config.optimizer
+        if saved is None and self.config.init_from is not None:
+            load_hf(self.network, self.config.init_from)
+        elif saved is None:
+            initialize(self.network, self.config.seed)
+        matrices = [param for param in self.network.parameters() if param.ndim > 1]
+        others = [param for param in self.network.parameters() if param.ndim < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self._optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.learning_rate,
+            betas=(settings.b1, settings.b2),
+            eps=settings.eps,
+            fused=self._device.type == "cuda",
+        )
+        if saved is not None:
+            meta = self.checkpoints.restore(saved, self.network, self._optimizer)
+            self._skipped = int(meta["skipped"])
+            self._taken = saved - self._skipped
+
+    def compile(self, say: Say) -> None:
+        """torch.compile works in the first step."""
+
+    def batches(self, first: int) -> Iterator[tuple[int, Any]]:
+        return self.loader.iterate_rows(first, self._rows)
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        self._optimizer.zero_grad()
+        shards = self.num_devices // self._axes.tp
+        counted = self._sum([float((batch["targets"] >= 0).sum())])[0]
+        scale = 1.0 / max(counted, 1.0)
+        entropy = torch.zeros((), device=self._device)
+        for part in micro_batches(batch):
+            losses = self._entropy(part)
+            # fully_shard takes the mean of gradients over the data axes
+            (losses * (scale * shards)).backward()
+            entropy += losses.detach()
+        norm = torch.nn.utils.get_total_norm(
+            [param.grad for param in self.network.parameters() if param.grad is not None]
+        )
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        total, keys = self._sum([entropy, self._keys_seen(batch)])
+        gradient_norm = float(norm)
+        ok = math.isfinite(total) and math.isfinite(gradient_norm)
+        rate = float(self._rate(self._taken))
+        if ok:
+            self._update(gradient_norm, rate)
+            self._taken += 1
+            self._skipped_in_a_row = 0
+        else:
+            self._skipped += 1
+            self._skipped_in_a_row += 1
+        return {
+            "loss": total * scale,
+            "gradient_norm": gradient_norm,
+            "learning_rate": rate,
+            "tokens": int(counted),
+            "skipped": self._skipped,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "keys_seen": keys / shards,
+        }
+
+    def _update(self, norm: float, rate: float) -> None:
+        clip = self.config.optimizer.clip_norm
+        if clip is not None and norm > clip:
+            grads = [p.grad for p in self.network.parameters() if p.grad is not None]
+            torch._foreach_mul_(grads, clip / norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+
+    def _entropy(self, part: Arrays) -> torch.Tensor:
+        """The summed cross-entropy of this rank's sequences."""
+        logits = self.network(**model_inputs(part, self._window, self._device)).logits
+        wanted = targets(part, self._device)
+        return self._cross_entropy(logits.reshape(-1, logits.shape[-1]), wanted.reshape(-1))
+
+    def _keys_seen(self, batch: Arrays) -> float:
+        """Keys that a token attends to, on average over this rank's sequences."""
+        keys = batch["positions"] + 1
+        return float((keys if self._window is None else keys.clip(max=self._window)).mean())
+
+    def _sum(self, numbers: list[Any]) -> list[float]:
+        """Summed over the ranks that have different data."""
+        values = [torch.as_tensor(number, dtype=torch.float64) for number in numbers]
+        summed = torch.stack([value.to(self._device) for value in values])
+        dist.all_reduce(summed)
+        return (summed / self._axes.tp).tolist()
+
+    def values(self, report: Any) -> dict[str, Any]:
+        return dict(report)
+
+    def evaluate(self) -> tuple[float, int]:
+        assert self.eval_loader is not None
+        entropy, counted = torch.zeros((), device=self._device), 0
+        with torch.no_grad():
+            for _, batch in self.eval_loader.iterate_rows(0, self._rows):
+                for part in micro_batches(batch):
+                    entropy += self._entropy(part)
+                    counted += int((part["targets"] >= 0).sum())
+        total, tokens = self._sum([entropy, float(counted)])
+        return total, round(tokens)
+
+    def is_finite(self) -> bool:
+        own = [param.to_local() for param in _dtensors(self.network)]
+        finite = all(bool(torch.isfinite(shard).all()) for shard in own if shard.numel())
+        return self._sum([0.0 if finite else 1.0])[0] == 0
+
+    def save(self, step: int, meta: dict[str, Any], wait: bool = False) -> None:
+        meta = meta | {"skipped": self._skipped}
+        self.checkpoints.save(step, self.network, self._optimizer, meta)
+
+    def peak_flops(self) -> float | None:
+        if self._device.type != "cuda":
+            return None
+        return chip_peak_flops(self.device_kind, "cuda")
+
+    def memory(self) -> Memory | None:
+        if self._device.type != "cuda":
+            return None
+        _, limit = torch.cuda.mem_get_info()
+        return Memory(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), limit)
+
+
+def _on_meta(fields: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The Hugging Face model of a config.json, without weights."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise MeshwrightError(
+            "--backend torch trains models of transformers: pip install 'meshwright[torch]'"
+        ) from None
+    kind = fields["model_type"]
+    config = AutoConfig.for_model(kind, **{k: v for k, v in fields.items() if k != "model_type"})
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def _dtensors(network: torch.nn.Module) -> Iterator[DTensor]:
+    for param in network.parameters():
+        assert isinstance(param, DTensor), "every parameter goes through fully_shard"
+        yield param

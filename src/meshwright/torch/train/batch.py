@@ -1,0 +1,52 @@
+"""A batch of the loader as what a Hugging Face model takes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright.data import NO_TARGET
+
+IGNORED = -100
+Arrays = Mapping[str, "np.ndarray[Any, Any]"]
+
+
+def model_inputs(batch: Arrays, window: int | None, device: torch.device) -> dict[str, Any]:
+    """Arguments of the model for sequences [rows, length].
+
+    Documents that share a sequence do not see each other: they get positions and a mask of their
+    own. Where each sequence is one document, the model's plain causal attention is used.
+    """
+    segments = batch["segments"]
+    inputs: dict[str, Any] = {"input_ids": _long(batch["tokens"], device), "use_cache": False}
+    length = segments.shape[1]
+    packed = bool((segments != segments[:, :1]).any())
+    if packed:
+        inputs["position_ids"] = _long(batch["positions"], device)
+    if packed or (window is not None and length > window):
+        own = torch.from_numpy(segments).to(device)
+        index = torch.arange(length, device=device)
+        distance = index[:, None] - index
+        seen = distance >= 0
+        if window is not None:
+            seen &= distance < window
+        inputs["attention_mask"] = ((own[:, :, None] == own[:, None, :]) & seen)[:, None]
+    return inputs
+
+
+def targets(batch: Arrays, device: torch.device) -> torch.Tensor:
+    """The next tokens, IGNORED where there is none."""
+    wanted = batch["targets"]
+    return _long(np.where(wanted == NO_TARGET, IGNORED, wanted), device)
+
+
+def micro_batches(batch: Arrays) -> Iterator[Arrays]:
+    """The parts [rows, length] of a batch [micro-batches, rows, length]."""
+    for index in range(batch["tokens"].shape[0]):
+        yield {name: array[index] for name, array in batch.items()}
+
+
+def _long(array: "np.ndarray[Any, Any]", device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

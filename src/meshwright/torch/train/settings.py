@@ -1,0 +1,71 @@
+"""Which settings of a run PyTorch has, and what they mean there."""
+
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.launch import flat_settings
+from meshwright.models import DecoderConfig
+from meshwright.train import TrainConfig, model_of
+
+# settings of JAX alone, and what to do instead
+_JAX_ONLY = {
+    "num_partitions": "say tp=… in --mesh",
+    "submesh": "say tp=… in --mesh",
+    "context_parallel": "PyTorch has no sp axis here",
+    "cpu_devices": "start as many processes: torchrun --nproc-per-node N",
+    "coordinator": "torchrun joins the processes",
+    "processes": "torchrun --nproc-per-node N, --nnodes M",
+    "process_id": "torchrun gives it",
+    "compute.matmul": "PyTorch runs in bfloat16 here",
+    "compute.fp8_skips": "PyTorch runs in bfloat16 here",
+    "compute.layers": "PyTorch has no scan",
+    "compute.attention": "PyTorch's scaled_dot_product_attention chooses its kernel",
+    "compute.mlp_chunk": "use --compute.remat full to save memory",
+    "compute.overlap": "FSDP2 always overlaps",
+    "loss.z_loss": "PyTorch has no z-loss here",
+    "loss.chunk": "use --torch.loss-parallel to save memory",
+}
+
+
+def check_settings(config: TrainConfig) -> DecoderConfig:
+    """The model; raise if a setting is one that PyTorch does not have."""
+    now, usual = flat_settings(config), flat_settings(TrainConfig(config.model))
+    for name, instead in _JAX_ONLY.items():
+        if now[name] != usual[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise MeshwrightError(
+                f"{flag} {now[name]} is a setting of the JAX backend; with --backend torch leave "
+                f"it out: {instead}"
+            )
+    if config.optimizer.name != "adamw":
+        raise MeshwrightError(
+            f"--optimizer.name {config.optimizer.name}: with --backend torch the optimizer is adamw"
+        )
+    if config.compute.remat not in ("none", "full"):
+        raise MeshwrightError(
+            f"--compute.remat {config.compute.remat}: with --backend torch it is none or full, "
+            "which recomputes every layer"
+        )
+    if config.rules.startswith("t5x:"):
+        raise MeshwrightError(
+            f"--rules {config.rules} are rules for JAX arrays; with --backend torch give standard "
+            "or a file of rules"
+        )
+    if config.mesh == "auto":
+        raise MeshwrightError(
+            "--mesh auto chooses for the JAX backend; meshwright plan … --backend torch lists "
+            "meshes, give one of them"
+        )
+    model: Any = model_of(config)
+    if not isinstance(model, DecoderConfig):
+        raise MeshwrightError(
+            f"{config.model} is not a dense decoder, and --backend torch trains Llama, Mistral, "
+            "Qwen2 and Qwen3 models; for others call mw.torch.parallelize in a script"
+        )
+    if config.objective not in ("auto", "next-token"):
+        raise MeshwrightError(f"--objective {config.objective}: decoders predict next tokens")
+    if config.seq > model.max_seq:
+        raise MeshwrightError(
+            f"seq={config.seq} is longer than the model allows; {model.max_seq} or less would fit"
+        )
+    return model
