@@ -40,7 +40,7 @@ def train_command(arguments: Sequence[str]) -> None:
     if config.backend == "torch":
         from meshwright.torch.train import train as run_in_torch
 
-        run_in_torch(config)
+        run_in_torch(config, arguments)
     else:
         run_training(config, choose)
 

@@ -99,7 +99,8 @@ class TrainConfig:
     run: Path = Path("runs/latest")
     """The run's folder. If it holds checkpoints, the run resumes: see --resume-from."""
     backend: Literal["jax", "torch"] = "jax"
-    """torch: FSDP2 and tensor parallelism on the Hugging Face model, under torchrun."""
+    """torch: FSDP2 and tensor parallelism on the Hugging Face model; --processes starts one per
+    device, or torchrun does."""
     mesh: str = DEFAULT_MESH
     """Sizes of the mesh axes; one may be -1: all devices left. auto: what `plan` chooses."""
     num_partitions: int | None = None
@@ -148,7 +149,7 @@ class TrainConfig:
     coordinator: str | None = None
     """Several processes: HOST:PORT of process 0, or auto (Slurm, Kubernetes, TPU pods)."""
     processes: int | None = None
-    """How many there are."""
+    """How many there are. With --backend torch and not under torchrun: start so many here."""
     process_id: int | None = None
     """Which this is, from 0."""
     cpu_devices: int | None = None

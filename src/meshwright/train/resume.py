@@ -71,8 +71,6 @@ def resume_command(config: TrainConfig, step: int | str) -> str:
     # each process has its own id; the folder is always said
     plain = dataclasses.replace(config, resume_from=LATEST, run=TrainConfig.run, process_id=None)
     words = ["meshwright", "train", config.model, *settings_flags(plain)]
-    if config.backend == "torch":
-        words = [*["torchrun", "--nproc-per-node", "gpu", "--no-python"], *words]
     words += ["--run", str(config.run), "--resume-from", str(step)]
     own = " (and in each process its own --process-id)" if config.process_id is not None else ""
     return shlex.join(words) + own

@@ -178,12 +178,8 @@ class TorchBackend(Backend):
             # fully_shard takes the mean of gradients over the data axes
             (losses * (scale * shards)).backward()
             entropy += losses.detach()
-        norm = torch.nn.utils.get_total_norm(
-            [param.grad for param in self.network.parameters() if param.grad is not None]
-        )
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        total, keys = self._sum([entropy, self._keys_seen(batch)])
-        gradient_norm = float(norm)
+        total, squares, keys = self._sum([entropy, self._squares(), self._keys_seen(batch)])
+        gradient_norm = math.sqrt(squares)
         ok = math.isfinite(total) and math.isfinite(gradient_norm)
         rate = float(self._rate(self._taken))
         if ok:
@@ -206,11 +202,24 @@ class TorchBackend(Backend):
     def _update(self, norm: float, rate: float) -> None:
         clip = self.config.optimizer.clip_norm
         if clip is not None and norm > clip:
-            grads = [p.grad for p in self.network.parameters() if p.grad is not None]
-            torch._foreach_mul_(grads, clip / norm)
+            torch._foreach_mul_(list(self._gradients().values()), clip / norm)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's shard of every gradient."""
+        named = self.network.named_parameters()
+        return {name: param.grad.to_local() for name, param in named if param.grad is not None}
+
+    def _squares(self) -> torch.Tensor:
+        """The sum of the squares of gradients, so that a sum over the data axes has each once."""
+        gradients = self._gradients()
+        placed = parallelized(self.network).placements.by_name
+        norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double()
+        copies = [placed[name].layout.copies(self.mesh_shape) for name in gradients]
+        own = norms.square() / torch.tensor(copies, device=self._device)
+        return own.sum() * self._axes.tp
 
     def _entropy(self, part: Arrays) -> torch.Tensor:
         """The summed cross-entropy of this rank's sequences."""

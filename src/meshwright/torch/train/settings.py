@@ -12,9 +12,8 @@ _JAX_ONLY = {
     "num_partitions": "say tp=… in --mesh",
     "submesh": "say tp=… in --mesh",
     "context_parallel": "PyTorch has no sp axis here",
-    "cpu_devices": "start as many processes: torchrun --nproc-per-node N",
+    "cpu_devices": "start as many processes: --processes N",
     "coordinator": "torchrun joins the processes",
-    "processes": "torchrun --nproc-per-node N, --nnodes M",
     "process_id": "torchrun gives it",
     "compute.matmul": "PyTorch runs in bfloat16 here",
     "compute.fp8_skips": "PyTorch runs in bfloat16 here",
@@ -55,6 +54,11 @@ def check_settings(config: TrainConfig) -> DecoderConfig:
         raise MeshwrightError(
             "--mesh auto chooses for the JAX backend; meshwright plan … --backend torch lists "
             "meshes, give one of them"
+        )
+    if config.compute.dtype == "float32" and config.compute.param_dtype == "bfloat16":
+        raise MeshwrightError(
+            "--compute.dtype float32 with --compute.param-dtype bfloat16: with --backend torch "
+            "weights are not converted upwards; leave one out"
         )
     model: Any = model_of(config)
     if not isinstance(model, DecoderConfig):

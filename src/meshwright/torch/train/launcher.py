@@ -1,0 +1,51 @@
+"""Start the processes of a run on this host, as torchrun does."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from meshwright.errors import MeshwrightError
+from meshwright.launch import EXIT_CODE
+from meshwright.train import TrainConfig
+
+LONGEST_STOP_S = 600  # for the last step and its save, after a signal
+
+
+def starts_processes(config: TrainConfig) -> bool:
+    """Whether this process is to start the others; under torchrun it is one of them."""
+    if "RANK" not in os.environ:
+        return config.processes is not None and config.processes > 1
+    there = int(os.environ["WORLD_SIZE"])
+    if config.processes not in (None, there):
+        raise MeshwrightError(
+            f"--processes {config.processes}, and torchrun started {there}; leave it out"
+        )
+    return False
+
+
+def start_processes(processes: int, arguments: Sequence[str]) -> None:
+    """Run `meshwright train` in so many processes; exit with the code of the first that failed."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="meshwright",
+        max_restarts=0,
+        monitor_interval=0.1,
+        shutdown_timeout=LONGEST_STOP_S,
+    )
+    command = ("-m", "meshwright.cli.main", "train", *arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as failed:
+        _, first = failed.get_first_failure()
+        sys.exit(first.exitcode if first.exitcode > 0 else EXIT_CODE)
+    except SignalException as stopped:
+        sys.exit(128 + stopped.sigval)
