@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import folder as folders
 from meshwright.checkpoint.folder import misnamed, not_a_folder
+from meshwright.checkpoint.intact import Command, advice, read_step
 from meshwright.checkpoint.pieces import (
     Piece,
     fingerprint_of,
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.checkpoints import Checkpoints
 
 __all__ = [
-    "Channel", "Checkpoints", "Piece", "Record", "SavedArray", "altered", "as_json", "check_files",
-    "fingerprint_of", "folders",
-    "list_files", "misnamed", "not_a_folder", "overlap", "read_pieces", "read_record",
-    "sums_of_bits", "write_pieces", "write_record",
+    "Channel", "Checkpoints", "Command", "Piece", "Record", "SavedArray", "advice", "altered",
+    "as_json", "check_files", "fingerprint_of", "folders", "list_files", "misnamed",
+    "not_a_folder", "overlap", "read_pieces", "read_record", "read_step", "sums_of_bits",
+    "write_pieces", "write_record",
 ]  # fmt: skip
 
 _WITH_JAX = {"Channel": "agreement", "Checkpoints": "checkpoints"}

@@ -23,6 +23,7 @@ from meshwright.arithmetic import whole_number
 from meshwright.checkpoint import folder as folders
 from meshwright.checkpoint.agreement import TIMEOUT, Channel
 from meshwright.checkpoint.fingerprint import fingerprint, fingerprint_text
+from meshwright.checkpoint.intact import Command, read_step
 from meshwright.checkpoint.leaves import as_stored, check_leaf, key_kind
 from meshwright.checkpoint.names import named_leaves
 from meshwright.checkpoint.orbax_arrays import Writer
@@ -33,7 +34,7 @@ from meshwright.checkpoint.record import (
     list_files,
     write_record,
 )
-from meshwright.checkpoint.restore import Command, read_step, restore_tree
+from meshwright.checkpoint.restore import restore_tree
 from meshwright.errors import MeshwrightError
 
 

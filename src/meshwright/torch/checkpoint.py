@@ -25,9 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.arithmetic import whole_number
 from meshwright.checkpoint import (
+    Command,
     Piece,
     Record,
     SavedArray,
+    advice,
     altered,
     as_json,
     check_files,
@@ -36,7 +38,7 @@ from meshwright.checkpoint import (
     list_files,
     overlap,
     read_pieces,
-    read_record,
+    read_step,
     sums_of_bits,
     write_pieces,
     write_record,
@@ -53,10 +55,15 @@ class Checkpoints:
     """The checkpoints in one folder, which all ranks see; every rank makes the same calls."""
 
     def __init__(
-        self, folder: Any, keep_last: int | None = 3, keep_every: int | None = None
+        self,
+        folder: Any,
+        keep_last: int | None = 3,
+        keep_every: int | None = None,
+        command: Command | None = None,
     ) -> None:
         self.folder: Path = folders.checked_folder(folder)
         self.keep_last, self.keep_every = keep_last, keep_every
+        self._command = command  # that uses a step, for messages
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, in order."""
@@ -68,7 +75,7 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict[str, Any]:
         """The `meta` that was saved."""
-        return dict(read_record(self._complete(step)).meta["user"])
+        return _user_meta(read_step(self.folder, step, self._command))
 
     def confirm(self, step: int) -> None:
         """Mark a checkpoint as healthy: a step from it had a finite loss and gradient.
@@ -180,12 +187,10 @@ class Checkpoints:
         number of ranks is the same.
         """
         own = parallelized(model)
-        place = self._complete(step)
+        place = folders.existing_folder(self.folder, whole_number(step, "step"))
         with _together(f"restoring step {step}") as problems:
-            record = problems.catch(lambda: read_record(place))
-            pieces = problems.catch(lambda: read_pieces(place))
-            if dist.get_rank() == 0 and record is not None:
-                problems.catch(lambda: check_files(place, record.files))
+            record = problems.catch(lambda: read_step(self.folder, step, self._command))
+            pieces = problems.catch(lambda: self._pieces(step, place, record))
         assert record is not None
         assert pieces is not None
         materialize(model)
@@ -195,14 +200,15 @@ class Checkpoints:
             problems.catch(lambda: _check_same(place, record, named))
         reader = _Reader(place, pieces)
         sums = {}
-        with _together(f"restoring step {step}") as problems, torch.no_grad():
+        advised = f". {advice(self.folder, step, self._command)}"
+        with _together(f"restoring step {step}", advised) as problems, torch.no_grad():
             for name, param_name, tensor in named:
                 slices = own.slices(param_name)
                 problems.catch(lambda n=name, t=tensor, s=slices: reader.fill(n, _local(t), s))
                 if _writes(own, param_name):
                     bits = _bits(_local(tensor).detach().cpu().contiguous())
                     sums[name] = sums_of_bits(bits, _starts(slices), tensor.shape)
-        _verify(place, record, sums)
+        _verify(place, record, sums, advised)
         if optimizer is not None:
             _set_optimizer_state(model, optimizer, state, record.meta["optimizer"])
         states = _random_states(own, dist.get_rank())
@@ -211,10 +217,16 @@ class Checkpoints:
             for name, random in states.items():
                 reader.fill(name, random, (slice(0, len(random)),))
             _set_random_states(states)
-        return dict(record.meta["user"])
+        return _user_meta(record)
 
-    def _complete(self, step: int) -> Path:
-        return folders.existing_folder(self.folder, whole_number(step, "step"))
+    def _pieces(self, step: int, place: Path, record: Record) -> dict[str, list[Piece]]:
+        """Which file has which part; rank 0 looks at the files."""
+        try:
+            if dist.get_rank() == 0:
+                check_files(place, record.files)
+            return read_pieces(place)
+        except MeshwrightError as error:
+            raise MeshwrightError(f"{error}. {advice(self.folder, step, self._command)}") from None
 
 
 class _Reader:
@@ -256,8 +268,8 @@ class _Reader:
 class _together:  # noqa: N801  # used as a function
     """What one rank fails at, all ranks raise; so none waits for it forever."""
 
-    def __init__(self, about: str) -> None:
-        self._about, self._problem = about, ""
+    def __init__(self, about: str, advised: str = "") -> None:
+        self._about, self._advised, self._problem = about, advised, ""
 
     def __enter__(self) -> "_together":
         return self
@@ -279,7 +291,11 @@ class _together:  # noqa: N801  # used as a function
         dist.all_gather_object(problems, self._problem)
         for rank, problem in enumerate(problems):
             if problem:
-                raise MeshwrightError(f"{self._about}: rank {rank}: {problem}")
+                raise MeshwrightError(f"{self._about}: rank {rank}: {problem}{self._advised}")
+
+
+def _user_meta(record: Record) -> dict[str, Any]:
+    return dict(record.meta.get("user", record.meta))  # a checkpoint of JAX has no other
 
 
 def _named_tensors(
@@ -393,7 +409,7 @@ def _has_optimizer(named: list[tuple[str, str, torch.Tensor]]) -> bool:
     return any(name.startswith("optimizer/") for name, _, _ in named)
 
 
-def _verify(place: Path, record: Record, sums: dict[str, tuple[int, int]]) -> None:
+def _verify(place: Path, record: Record, sums: dict[str, tuple[int, int]], advised: str) -> None:
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, sums)
     wrong = [
@@ -402,7 +418,7 @@ def _verify(place: Path, record: Record, sums: dict[str, tuple[int, int]]) -> No
         if text != record.arrays[name].fingerprint
     ]
     if wrong:
-        raise MeshwrightError(f"{altered(place, wrong)}. Restore another step")
+        raise MeshwrightError(f"{altered(place, wrong)}{advised}")
 
 
 def _fingerprints(parts: list[dict[str, tuple[int, int]]]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """A Hugging Face model under FSDP2 and tensor parallelism, for the training loop."""
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,7 @@ from meshwright.train import (
     file_rules,
     learning_rate,
     prepare_data,
+    resume_command,
 )
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -53,7 +55,10 @@ class TorchBackend(Backend):
         self._window = model.sliding_window
         keep = config.checkpoint
         self.checkpoints: Checkpoints = Checkpoints(
-            config.run / "checkpoints", keep.keep_last, keep.keep_every
+            config.run / "checkpoints",
+            keep.keep_last,
+            keep.keep_every,
+            command=functools.partial(resume_command, config),
         )
         cuda = mesh.device_type == "cuda"
         self.device_kind = torch.cuda.get_device_name() if cuda else "cpu"
