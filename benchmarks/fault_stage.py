@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-COMMAND = str(Path(sys.executable).with_name("meshwright"))
+COMMAND = (sys.executable, "-m", "meshwright.cli.main")
 SIZES = ("--batch", "4", "--seq", "32", "--checkpoint.every", "2")
 # a learning rate that does not depend on the length of the run, so that losses can be compared
 SIZES += ("--optimizer.schedule", "inverse_sqrt", "--optimizer.warmup-steps", "2")
@@ -63,10 +63,15 @@ class End:
 class Command:
     """A `meshwright` command that runs, with everything it prints."""
 
-    def __init__(self, arguments: list[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        environment: Mapping[str, str] | None = None,
+        command: tuple[str, ...] = COMMAND,
+    ) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed by `end`
         self.process = subprocess.Popen(
-            [COMMAND, *arguments],
+            [*command, *arguments],
             stdout=self._output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **ENVIRONMENT, **(environment or {})},
@@ -115,6 +120,7 @@ class Stage:
     """A folder with a run in it, for one fault."""
 
     folder: Path
+    layout: tuple[str, ...] = ONE  # how a plain command runs
 
     @property
     def run(self) -> Path:
@@ -124,10 +130,10 @@ class Stage:
     def checkpoints(self) -> Path:
         return self.run / "checkpoints"
 
-    def train(self, *more: str, steps: int = 6, layout: tuple[str, ...] = ONE) -> list[str]:
+    def train(self, *more: str, steps: int = 6, layout: tuple[str, ...] | None = None) -> list[str]:
         """The arguments of `meshwright train`; what comes later wins."""
         arguments = ["train", "tiny", "--run", str(self.run), "--steps", str(steps)]
-        return [*arguments, *SIZES, *layout, *more]
+        return [*arguments, *SIZES, *(self.layout if layout is None else layout), *more]
 
     def start(self, *more: str, steps: int = 6, cached: bool = True) -> Command:
         environment = {"JAX_ENABLE_COMPILATION_CACHE": "true" if cached else "false"}
@@ -156,7 +162,7 @@ class Stage:
 
     def array_file(self, step: int) -> Path:
         """The largest file of a checkpoint."""
-        files = (self.checkpoints / f"step-{step:08d}" / "arrays").rglob("*")
+        files = (self.checkpoints / f"step-{step:08d}").rglob("*")
         return max((path for path in files if path.is_file()), key=lambda path: path.stat().st_size)
 
     def losses(self) -> dict[int, float]:
@@ -220,6 +226,8 @@ def flip(content: bytearray) -> bytearray:
 
 def intact(checkpoints: Path, step: int) -> bool:
     """Whether a checkpoint can be read, and every array is what was saved."""
+    if any((checkpoints / f"step-{step:08d}").glob("*.safetensors")):
+        return _pieces_intact(checkpoints, step)
     import jax
     import numpy as np
 
@@ -240,4 +248,36 @@ def intact(checkpoints: Path, step: int) -> bool:
             opened.restore(step, targets)
         except MeshwrightError:
             return False
+    return True
+
+
+def _pieces_intact(checkpoints: Path, step: int) -> bool:
+    """The same of a checkpoint that PyTorch wrote."""
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    from meshwright import MeshwrightError
+    from meshwright.checkpoint import (
+        check_files,
+        fingerprint_of,
+        read_pieces,
+        read_step,
+        sums_of_bits,
+    )
+
+    try:
+        record = read_step(checkpoints, step)
+        place = checkpoints / f"step-{step:08d}"
+        check_files(place, record.files)
+        files = {path.name: load_file(path) for path in place.glob("*.safetensors")}
+        for name, pieces in read_pieces(place).items():
+            sums = []
+            for piece in pieces:
+                values = np.ascontiguousarray(files[piece.file][piece.key])
+                bits = values.view(f"u{values.itemsize}")
+                sums.append(sums_of_bits(bits, piece.start, record.arrays[name].shape))
+            if fingerprint_of(sums) != record.arrays[name].fingerprint:
+                return False
+    except MeshwrightError:
+        return False
     return True

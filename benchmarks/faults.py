@@ -24,12 +24,13 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from fault_stage import (
+    ONE,
     Command,
     End,
     FaultError,
@@ -479,10 +480,10 @@ def _other_data(stage: Stage) -> list[End]:
 
 
 @contextlib.contextmanager
-def staged(base: Path) -> Iterator[Stage]:
+def staged(base: Stage) -> Iterator[Stage]:
     with tempfile.TemporaryDirectory() as temporary:
-        stage = Stage(Path(temporary))
-        shutil.copytree(base, stage.run)
+        stage = dataclasses.replace(base, folder=Path(temporary))
+        shutil.copytree(base.run, stage.run)
         yield stage
 
 
@@ -513,7 +514,7 @@ class Result:
     lost: tuple[int, ...]  # checkpoints
 
 
-def tried(fault: Fault, base: Path, undisturbed: float) -> Result:
+def tried(fault: Fault, base: Stage, undisturbed: float) -> Result:
     """Inject one fault and look at what is left."""
     with staged(base) as stage:
         try:
@@ -586,6 +587,28 @@ def table(results: list[Result]) -> list[str]:
     return lines
 
 
+def try_faults(
+    chosen: Sequence[Fault], layout: tuple[str, ...], keep: Callable[[Result], None]
+) -> Iterator[bool]:
+    """Whether each could be tried; the results go to `keep`."""
+    with tempfile.TemporaryDirectory() as temporary:
+        base, reference = (Stage(Path(temporary, name), layout) for name in ("base", "reference"))
+        for stage, steps in ((base, 4), (reference, 6)):
+            end = stage.start(steps=steps).end()
+            if end.code:
+                print(end.output)
+                yield False
+                return
+        undisturbed = reference.losses()[6]
+        for number, one in enumerate(chosen, start=1):
+            found = tried(one, base, undisturbed)
+            keep(found)
+            state = "; ".join((*found.problems, *(f"lost step {s}" for s in found.lost))) or "ok"
+            print(f"{number}/{len(chosen)} {one.kind}: {one.name}: {found.seconds:.1f} s: {state}")
+            print(f"    {found.message}", flush=True)
+            yield True
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -594,20 +617,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     chosen = [one for one in FAULTS if options.only in one.title]
-    with tempfile.TemporaryDirectory() as temporary:
-        base, reference = Stage(Path(temporary, "base")), Stage(Path(temporary, "reference"))
-        for stage, steps in ((base, 4), (reference, 6)):
-            end = stage.start(steps=steps).end()
-            if end.code:
-                print(end.output)
-                return 1
-        undisturbed = reference.losses()[6]
-        for number, one in enumerate(chosen, start=1):
-            found = tried(one, base.run, undisturbed)
-            add_to_record(found)
-            state = "; ".join((*found.problems, *(f"lost step {s}" for s in found.lost))) or "ok"
-            print(f"{number}/{len(chosen)} {one.kind}: {one.name}: {found.seconds:.1f} s: {state}")
-            print(f"    {found.message}", flush=True)
+    if not all(try_faults(chosen, ONE, add_to_record)):
+        return 1
     results = list(read_record().values())
     lost = sum(len(one.lost) for one in results)
     failed = sum(bool(one.problems or one.lost) for one in results)

@@ -7,7 +7,9 @@ from meshwright.checkpoint.folder import misnamed, not_a_folder
 from meshwright.checkpoint.intact import Command, advice, read_step
 from meshwright.checkpoint.pieces import (
     Piece,
+    bits_of,
     fingerprint_of,
+    holds_pieces,
     overlap,
     read_pieces,
     sums_of_bits,
@@ -27,15 +29,20 @@ from meshwright.checkpoint.record import (
 if TYPE_CHECKING:
     from meshwright.checkpoint.agreement import Channel
     from meshwright.checkpoint.checkpoints import Checkpoints
+    from meshwright.checkpoint.piece_tree import load_piece_tree
 
 __all__ = [
     "Channel", "Checkpoints", "Command", "Piece", "Record", "SavedArray", "advice", "altered",
-    "as_json", "check_files", "fingerprint_of", "folders", "list_files", "misnamed",
-    "not_a_folder", "overlap", "read_pieces", "read_record", "read_step", "sums_of_bits",
-    "write_pieces", "write_record",
+    "as_json", "bits_of", "check_files", "fingerprint_of", "folders", "holds_pieces",
+    "list_files", "load_piece_tree", "misnamed", "not_a_folder", "overlap", "read_pieces",
+    "read_record", "read_step", "sums_of_bits", "write_pieces", "write_record",
 ]  # fmt: skip
 
-_WITH_JAX = {"Channel": "agreement", "Checkpoints": "checkpoints"}
+_WITH_JAX = {
+    "Channel": "agreement",
+    "Checkpoints": "checkpoints",
+    "load_piece_tree": "piece_tree",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -267,7 +267,7 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict[str, Any]:
         """The `meta` that was saved with the arrays."""
-        return read_step(self.folder, step, self._command).meta
+        return read_step(self.folder, step, self._command).user_meta
 
     def arrays(self, step: int) -> dict[str, SavedArray]:
         """Name → shape and dtype of every array in the checkpoint."""

@@ -122,6 +122,16 @@ def fingerprint_of(sums: Iterable[tuple[int, int]]) -> str:
     return "".join(f"{total:08x}" for total in totals)
 
 
+def bits_of(value: np.ndarray) -> np.ndarray:
+    """The elements of an array as unsigned integers."""
+    return np.ascontiguousarray(value).view(f"u{value.dtype.itemsize}")
+
+
+def holds_pieces(folder: Path) -> bool:
+    """Whether a complete checkpoint has the format of pieces."""
+    return (folder / PIECES).is_file()
+
+
 def runs(shape: Sequence[int]) -> list[list[int]]:
     """Neighbouring dims in runs of at most 2**32 elements, the first dims first."""
     found: list[list[int]] = []

@@ -46,6 +46,12 @@ class Record:
     meta: dict[str, Any]
     files: dict[str, tuple[int, int | None]]  # size, and CRC-32 where small
 
+    @property
+    def user_meta(self) -> dict[str, Any]:
+        """What the caller of `save` gave; a checkpoint of pieces has its own beside it."""
+        own = self.meta.get("user")
+        return dict(own) if isinstance(own, dict) else self.meta
+
 
 def write_record(folder: Path, record: Record) -> None:
     content = {

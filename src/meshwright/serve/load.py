@@ -229,7 +229,13 @@ def _config_file(folder: Path) -> dict[str, Any]:
 def _run(
     folder: Path, fields: dict[str, Any], step: int | None, tokenizer: Tokenizer | None
 ) -> Source:
-    from meshwright.checkpoint import Checkpoints
+    from meshwright.checkpoint import (
+        Checkpoints,
+        folders,
+        holds_pieces,
+        load_piece_tree,
+        read_step,
+    )
 
     try:
         config = model_from_dict(fields["model_config"])
@@ -251,13 +257,20 @@ def _run(
             f"ends and every --checkpoint.every steps{_renamed(checkpoints.folder)}"
         )
     checkpoints.arrays(chosen)  # or an error that lists them
+
+    def read(targets: Any) -> Any:
+        if holds_pieces(folders.complete_folder(checkpoints.folder, chosen)):
+            record = read_step(checkpoints.folder, chosen)
+            return load_piece_tree(checkpoints.folder, record, config, "params", targets)
+        return checkpoints.restore(chosen, {"params": targets}, cast=True)["params"]
+
     return Source(
         config=config,
         tokenizer=tokenizer,
         ends=frozenset({tokenizer.end_of_document}),
         special_tokens=False,  # as in `meshwright data pack`
         name=f"step {chosen} of {folder}",
-        read=lambda targets: checkpoints.restore(chosen, {"params": targets}, cast=True)["params"],
+        read=read,
         weights=lambda: {
             name: array.fingerprint for name, array in checkpoints.arrays(chosen).items()
         },

@@ -63,7 +63,7 @@ class Checkpoints:
     ) -> None:
         self.folder: Path = folders.checked_folder(folder)
         self.keep_last, self.keep_every = keep_last, keep_every
-        self._command = command  # that uses a step, for messages
+        self.command = command  # that uses a step, for messages
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, in order."""
@@ -75,14 +75,14 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict[str, Any]:
         """The `meta` that was saved."""
-        return _user_meta(read_step(self.folder, step, self._command))
+        return read_step(self.folder, step, self.command).user_meta
 
     def confirm(self, step: int) -> None:
         """Mark a checkpoint as healthy: a step from it had a finite loss and gradient.
 
         The newest healthy checkpoint is never deleted.
         """
-        with _together(f"confirming step {step}") as problems:
+        with together(f"confirming step {step}") as problems:
             if dist.get_rank() == 0:
                 problems.catch(lambda: folders.mark_healthy(self.folder, step))
 
@@ -93,7 +93,7 @@ class Checkpoints:
     def set_aside_after(self, step: int, copied: Path) -> tuple[list[int], Path] | None:
         """Move the checkpoints after `step`, with a copy of a file, to where they are not read."""
         moved = None
-        with _together(f"setting aside what is after step {step}") as problems:
+        with together(f"setting aside what is after step {step}") as problems:
             later = [other for other in self.steps() if other > step]
             if dist.get_rank() == 0 and later:
                 moved = problems.catch(lambda: folders.set_aside(self.folder, later, copied))
@@ -124,7 +124,7 @@ class Checkpoints:
         )
         saving = folders.saving_folder(self.folder, step)
         rank = dist.get_rank()
-        with _together(f"saving step {step}") as problems:
+        with together(f"saving step {step}") as problems:
             if rank == 0:
                 problems.catch(lambda: self._begin(step))
         file = f"arrays-{rank:05d}.safetensors"
@@ -145,11 +145,11 @@ class Checkpoints:
             arrays[name] = SavedArray(tuple(random.shape), "uint8", "")
             pieces[name] = Piece(file, name, (0,), tuple(random.shape))
             sums[name] = sums_of_bits(_bits(random), (0,), random.shape)
-        with _together(f"saving step {step}") as problems:
+        with together(f"saving step {step}") as problems:
             problems.catch(lambda: _write(saving / file, values))
         reports: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, (arrays, pieces, sums))
-        with _together(f"saving step {step}") as problems:
+        with together(f"saving step {step}") as problems:
             if rank == 0:
                 problems.catch(lambda: self._finish(step, content, reports))
 
@@ -188,20 +188,20 @@ class Checkpoints:
         """
         own = parallelized(model)
         place = folders.existing_folder(self.folder, whole_number(step, "step"))
-        with _together(f"restoring step {step}") as problems:
-            record = problems.catch(lambda: read_step(self.folder, step, self._command))
+        with together(f"restoring step {step}") as problems:
+            record = problems.catch(lambda: read_step(self.folder, step, self.command))
             pieces = problems.catch(lambda: self._pieces(step, place, record))
         assert record is not None
         assert pieces is not None
         materialize(model)
         state, _ = _optimizer_state(model, optimizer)
         named = list(_named_tensors(model, state))
-        with _together(f"restoring step {step}") as problems:
+        with together(f"restoring step {step}") as problems:
             problems.catch(lambda: _check_same(place, record, named))
         reader = _Reader(place, pieces)
         sums = {}
-        advised = f". {advice(self.folder, step, self._command)}"
-        with _together(f"restoring step {step}", advised) as problems, torch.no_grad():
+        advised = f". {advice(self.folder, step, self.command)}"
+        with together(f"restoring step {step}", advised) as problems, torch.no_grad():
             for name, param_name, tensor in named:
                 slices = own.slices(param_name)
                 problems.catch(lambda n=name, t=tensor, s=slices: reader.fill(n, _local(t), s))
@@ -217,7 +217,7 @@ class Checkpoints:
             for name, random in states.items():
                 reader.fill(name, random, (slice(0, len(random)),))
             _set_random_states(states)
-        return _user_meta(record)
+        return record.user_meta
 
     def _pieces(self, step: int, place: Path, record: Record) -> dict[str, list[Piece]]:
         """Which file has which part; rank 0 looks at the files."""
@@ -226,7 +226,7 @@ class Checkpoints:
                 check_files(place, record.files)
             return read_pieces(place)
         except MeshwrightError as error:
-            raise MeshwrightError(f"{error}. {advice(self.folder, step, self._command)}") from None
+            raise MeshwrightError(f"{error}. {advice(self.folder, step, self.command)}") from None
 
 
 class _Reader:
@@ -265,13 +265,13 @@ class _Reader:
         return self._files[file]
 
 
-class _together:  # noqa: N801  # used as a function
+class together:  # noqa: N801  # used as a function
     """What one rank fails at, all ranks raise; so none waits for it forever."""
 
     def __init__(self, about: str, advised: str = "") -> None:
         self._about, self._advised, self._problem = about, advised, ""
 
-    def __enter__(self) -> "_together":
+    def __enter__(self) -> "together":
         return self
 
     def catch(self, act: Any) -> Any:
@@ -292,10 +292,6 @@ class _together:  # noqa: N801  # used as a function
         for rank, problem in enumerate(problems):
             if problem:
                 raise MeshwrightError(f"{self._about}: rank {rank}: {problem}{self._advised}")
-
-
-def _user_meta(record: Record) -> dict[str, Any]:
-    return dict(record.meta.get("user", record.meta))  # a checkpoint of JAX has no other
 
 
 def _named_tensors(

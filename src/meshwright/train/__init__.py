@@ -3,6 +3,7 @@
 from meshwright.train.abstract_step import AbstractStep, abstract_step
 from meshwright.train.backend import Backend, Say
 from meshwright.train.config import (
+    TorchConfig,
     TrainConfig,
     config_from_dict,
     config_from_file,
@@ -14,7 +15,7 @@ from meshwright.train.exchange import load_pieces, save_pieces
 from meshwright.train.jax_backend import AUTO, train
 from meshwright.train.loop import Loop, check_run_folder, supervised
 from meshwright.train.optimizer import learning_rate
-from meshwright.train.prepare import prepare_data
+from meshwright.train.prepare import prepare, prepare_data
 from meshwright.train.resume import resume_command
 from meshwright.train.run import Memory, chip_peak_flops
 from meshwright.train.run.trackers import check_trackers
@@ -33,11 +34,11 @@ from meshwright.train.setup import (
 from meshwright.train.work import StepWork
 
 __all__ = [
-    "AUTO", "AbstractStep", "Backend", "Loop", "Memory", "Say", "StepWork", "TrainConfig",
-    "abstract_step", "check_fp8", "check_run_folder", "check_same_settings", "check_sizes",
-    "check_trackers", "chip_peak_flops", "choose_rules", "config_from_dict", "config_from_file",
-    "config_to_dict", "field_lengths", "file_rules", "layers_choice", "learning_rate",
-    "load_pieces", "model_of", "prepare_data", "resume_command",
-    "save_pieces", "settings_flags", "supervised",
-    "train", "training_mesh", "training_spec", "with_settings",
+    "AUTO", "AbstractStep", "Backend", "Loop", "Memory", "Say", "StepWork", "TorchConfig",
+    "TrainConfig", "abstract_step", "check_fp8", "check_run_folder", "check_same_settings",
+    "check_sizes", "check_trackers", "chip_peak_flops", "choose_rules", "config_from_dict",
+    "config_from_file", "config_to_dict", "field_lengths", "file_rules", "layers_choice",
+    "learning_rate", "load_pieces", "model_of", "prepare", "prepare_data", "resume_command",
+    "save_pieces", "settings_flags", "supervised", "train", "training_mesh", "training_spec",
+    "with_settings",
 ]  # fmt: skip

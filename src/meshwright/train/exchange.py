@@ -6,13 +6,10 @@
 Weights and AdamW's moments go with it. `step-…/params` is also a Hugging Face folder.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from meshwright.arithmetic import whole_number
@@ -20,14 +17,13 @@ from meshwright.checkpoint import (
     Piece,
     Record,
     SavedArray,
-    altered,
     as_json,
+    bits_of,
     check_files,
     fingerprint_of,
     folders,
     list_files,
-    overlap,
-    read_pieces,
+    load_piece_tree,
     read_record,
     sums_of_bits,
     write_pieces,
@@ -37,11 +33,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.models import (
     TENSOR_DTYPES,
     MappedFiles,
-    StoredTensor,
-    family_of,
-    load_tensors,
     read_folder,
-    read_header,
     save_hf,
 )
 from meshwright.train.state import TrainState
@@ -79,7 +71,7 @@ def save_pieces(
         for name, tensor in files.tensors.items():
             value = files.array(name)
             start = (0,) * value.ndim
-            printed = fingerprint_of([sums_of_bits(_bits(value), start, value.shape)])
+            printed = fingerprint_of([sums_of_bits(bits_of(value), start, value.shape)])
             file = f"{part}/{tensor.file.name}"
             pieces[f"{prefix}/{name}"] = [Piece(file, name, start, value.shape)]
             arrays[f"{prefix}/{name}"] = SavedArray(value.shape, str(value.dtype), printed)
@@ -101,17 +93,13 @@ def load_pieces(
 
     `target`: the abstract state (`abstract_state`), with AdamW; its arrays must not be padded.
     """
-    place = folders.existing_folder(folders.checked_folder(folder), whole_number(step, "step"))
+    found = folders.checked_folder(folder)
+    place = folders.existing_folder(found, whole_number(step, "step"))
     record = read_record(place)
     check_files(place, record.files)
-    pieces = read_pieces(place)
-    model = family_of(config).hugging_face.model(config)
 
     def tree(prefix: str, targets: Any) -> Any:
-        source = _PieceTensors(place, pieces, record.arrays, f"{prefix}/")
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, targets)
-        dtype = jax.tree.leaves(targets)[0].dtype
-        return load_tensors(source, place, model, shardings, dtype)
+        return load_piece_tree(found, record, config, prefix, targets)
 
     adam = _adam_of(target.optimizer)
     numbers = record.meta["optimizer"]["numbers"].values()
@@ -138,52 +126,7 @@ def load_pieces(
         skipped=scalar(target.skipped, step - count),
         skipped_in_a_row=scalar(target.skipped_in_a_row, 0),
     )
-    return state, dict(record.meta["user"])
-
-
-class _PieceTensors:
-    """The tensors of one tree of a checkpoint, joined from their pieces and verified."""
-
-    def __init__(
-        self,
-        folder: Path,
-        pieces: Mapping[str, list[Piece]],
-        arrays: Mapping[str, SavedArray],
-        prefix: str,
-    ) -> None:
-        self._folder, self._pieces, self._arrays, self._prefix = folder, pieces, arrays, prefix
-        self._files: dict[str, MappedFiles] = {}
-        self.tensors = {
-            name.removeprefix(prefix): StoredTensor(
-                name.removeprefix(prefix), folder, _CODES.get(one.dtype, one.dtype), one.shape, 0, 0
-            )
-            for name, one in arrays.items()
-            if name.startswith(prefix)
-        }
-
-    def array(self, name: str) -> np.ndarray:
-        full = self._prefix + name
-        saved = self._arrays[full]
-        whole = tuple(slice(0, size) for size in saved.shape)
-        joined: np.ndarray | None = None
-        for piece in self._pieces[full]:
-            if piece.file not in self._files:
-                self._files[piece.file] = MappedFiles(read_header(self._folder / piece.file))
-            part = self._files[piece.file].array(piece.key)
-            if joined is None:
-                joined = np.empty(saved.shape, part.dtype)
-            common = overlap(piece, whole)
-            if common is not None:
-                joined[common[1]] = part[common[0]]
-        assert joined is not None, "a tensor has a piece"
-        sums = sums_of_bits(_bits(joined), (0,) * joined.ndim, joined.shape)
-        if fingerprint_of([sums]) != saved.fingerprint:
-            raise MeshwrightError(altered(self._folder, [full]))
-        return joined
-
-    def release(self) -> None:
-        for files in self._files.values():
-            files.release()
+    return state, record.user_meta
 
 
 def _adam_of(optimizer: Any) -> Any:
@@ -199,7 +142,3 @@ def _adam_of(optimizer: Any) -> Any:
 
 def _is_adam(node: Any) -> bool:
     return isinstance(node, optax.ScaleByAdamState)
-
-
-def _bits(value: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(value).view(f"u{value.dtype.itemsize}")

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.checkpoint import Channel, Checkpoints
+from meshwright.checkpoint import Channel, Checkpoints, folders, holds_pieces
 from meshwright.errors import MeshwrightError
 from meshwright.launch import (
     coordinator_store,
@@ -30,6 +30,7 @@ from meshwright.models import load_hf
 from meshwright.present import bytes_text, duration_text
 from meshwright.train.backend import Backend, Say
 from meshwright.train.config import TrainConfig
+from meshwright.train.exchange import load_pieces
 from meshwright.train.loop import Loop, check_run_folder, supervised
 from meshwright.train.prepare import bytes_per_device, prepare
 from meshwright.train.resume import resume_command
@@ -129,7 +130,7 @@ class JaxBackend(Backend):
         setup, step = self._setup, self._setup.step
         if saved is not None:
             with jax.set_mesh(step.mesh):
-                restored: TrainState = self.checkpoints.restore(saved, setup.stored)
+                restored = self._restored(saved)
                 restored = fit(restored, step.state)
                 none = jax.device_put(np.int32(0), step.state.step.sharding)
             self._state = dataclasses.replace(restored, skipped_in_a_row=none)
@@ -143,6 +144,14 @@ class JaxBackend(Backend):
         self._state = new_state(
             step.arrays, step.state, step.optimizer, step.mesh, self.config.seed, params
         )
+
+    def _restored(self, saved: int) -> TrainState:
+        """Without padding; of a checkpoint that JAX or PyTorch wrote."""
+        folder = self.checkpoints.folder
+        if holds_pieces(folders.complete_folder(folder, saved)):
+            return load_pieces(folder, saved, self._setup.stored, self.model)[0]
+        state: TrainState = self.checkpoints.restore(saved, self._setup.stored)
+        return state
 
     def compile(self, say: Say) -> None:
         step = self._setup.step

@@ -22,6 +22,7 @@ from meshwright.torch.loss import cross_entropy
 from meshwright.torch.mesh import axes_of, data_shard
 from meshwright.torch.parallelize import parallelize, parallelized
 from meshwright.torch.train.batch import Arrays, micro_batches, model_inputs, targets
+from meshwright.torch.train.from_jax import as_pieces
 from meshwright.torch.train.settings import check_settings
 from meshwright.train import (
     Backend,
@@ -162,7 +163,8 @@ class TorchBackend(Backend):
             fused=self._device.type == "cuda",
         )
         if saved is not None:
-            meta = self.checkpoints.restore(saved, self.network, self._optimizer)
+            with as_pieces(self.config, self.checkpoints, saved) as found:
+                meta = found.restore(saved, self.network, self._optimizer)
             self._skipped = int(meta["skipped"])
             self._taken = saved - self._skipped
 

@@ -1,0 +1,48 @@
+"""Resume a run that JAX has saved."""
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Iterator
+
+import jax
+import torch.distributed as dist
+
+from meshwright.checkpoint import Checkpoints as JaxCheckpoints
+from meshwright.checkpoint import folders, holds_pieces
+from meshwright.torch.checkpoint import Checkpoints, together
+from meshwright.train import TorchConfig, TrainConfig, prepare, save_pieces
+
+
+@contextlib.contextmanager
+def as_pieces(config: TrainConfig, checkpoints: Checkpoints, step: int) -> Iterator[Checkpoints]:
+    """Checkpoints that hold `step` in PyTorch's format, while the block runs.
+
+    Where JAX has saved it, rank 0 reads it into its host's memory and writes it again.
+    """
+    if holds_pieces(folders.complete_folder(checkpoints.folder, step)):
+        yield checkpoints
+        return
+    place = checkpoints.folder / "from-jax"
+    with together(f"converting step {step}") as problems:
+        if dist.get_rank() == 0:
+            problems.catch(lambda: shutil.rmtree(place, ignore_errors=True))
+            problems.catch(lambda: _convert(config, checkpoints, step))
+    try:
+        yield Checkpoints(place)
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _convert(config: TrainConfig, checkpoints: Checkpoints, step: int) -> None:
+    alone = dataclasses.replace(
+        config, backend="jax", torch=TorchConfig(), mesh=TrainConfig.mesh, processes=None
+    )
+    setup = prepare(alone)
+    with JaxCheckpoints(checkpoints.folder, command=checkpoints.command) as saved:
+        meta = saved.meta(step)
+        with jax.set_mesh(setup.step.mesh):
+            state = saved.restore(step, setup.stored)
+    skipped = int(state.skipped)
+    save_pieces(checkpoints.folder / "from-jax", state, setup.model, meta | {"skipped": skipped})

@@ -1,0 +1,150 @@
+"""`meshwright train --backend torch`: the losses of JAX, and runs that change the backend."""
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+import torch.distributed as dist
+from tests.torch.models import tiny
+
+from meshwright.errors import MeshwrightError
+from meshwright.serve import generation_mesh, load, look_into
+from meshwright.torch.train.batch import model_inputs
+from meshwright.torch.train.settings import check_settings
+from meshwright.torch.train.store import TorchrunStore
+from meshwright.train import TorchConfig, TrainConfig
+
+SIZES = ["--steps", "9", "--batch", "8", "--seq", "64", "--accumulation", "2"]
+SIZES += ["--eval.sequences", "6", "--eval.every", "100", "--optimizer.learning-rate", "3e-3"]
+TORCH = ["--backend", "torch", "--processes", "2"]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-m", "meshwright.cli.main", "train", *arguments],
+        env=os.environ | quiet, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+
+
+def losses(run: Path) -> dict[tuple[int, str], float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = ("loss", "eval_loss", "grad_norm", "tokens", "keys_seen")
+    return {(row["step"], name): row[name] for row in rows for name in names if name in row}
+
+
+@pytest.mark.parametrize("kind", ["mistral"])  # its window must hold within documents
+def test_a_run_goes_from_torch_to_jax_and_back(kind: str, tmp_path: Path) -> None:
+    weights = str(tmp_path / "weights")
+    tiny(kind, vocab_size=384, sliding_window=24).save_pretrained(weights)
+    start = [weights, "--init-from", weights, *SIZES]
+    plain, mixed = tmp_path / "plain", tmp_path / "mixed"
+    parts = [
+        (plain, []),
+        (mixed, [*TORCH, "--mesh", "dp=1,tp=2", "--stop-at", "3", "--compute.sequence-parallel",
+                 "--compute.remat", "full"]),
+        (mixed, ["--stop-at", "6"]),
+        (mixed, [*TORCH, "--mesh", "dp=2,tp=1"]),
+    ]  # fmt: skip
+    for run, flags in parts:
+        done = command(*start, "--run", str(run), *flags)
+        assert done.returncode == 0, done.stderr[-3000:]
+    wanted, found = losses(plain), losses(mixed)
+    assert found.keys() >= wanted.keys()
+    for key, value in wanted.items():
+        assert found[key] == pytest.approx(value, rel=2e-5), key
+    # the server and `generate` read what PyTorch saved
+    trees = [load(look_into(run), generation_mesh()).params for run in (plain, mixed)]
+    for one, other in zip(*map(jax.tree.leaves, trees), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"cpu_devices": 2}, "--cpu-devices 2 is a setting of the JAX backend"),
+        ({"submesh": "2,1,1,1"}, "--submesh 2,1,1,1 is a setting of the JAX backend"),
+        ({"rules": "t5x:1,1"}, "--rules t5x:1,1 are rules for JAX arrays"),
+        ({"mesh": "auto"}, "plan … --backend torch lists meshes"),
+        ({"model": "t5-tiny"}, "t5-tiny is not a dense decoder"),
+        ({"seq": 10**6}, "is longer than the model allows"),
+    ],
+)
+def test_settings_that_torch_does_not_have_are_refused(changes: Any, says: str) -> None:
+    with pytest.raises(MeshwrightError) as error:
+        check_settings(TrainConfig(**{"model": "tiny", "backend": "torch"} | changes))
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--mesh", "dp=2,tp=2"], "needs 4 processes, and this one was started alone"),
+        (["--optimizer.name", "lion"], "with --backend torch the optimizer is adamw"),
+        (["--batch", "3", "--accumulation", "2"], "batch=2 or 4 would fit"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(flags: list[str], says: str, tmp_path: Path) -> None:
+    done = command("tiny", "--backend", "torch", "--run", str(tmp_path / "run"), *flags)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_settings_of_torch_need_its_backend() -> None:
+    with pytest.raises(MeshwrightError, match="belong to --backend torch"):
+        TrainConfig("tiny", torch=TorchConfig(compile="off"))
+
+
+def test_the_store_of_torchrun_holds_text_by_key() -> None:
+    served = dist.TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        timeout=datetime.timedelta(seconds=5),
+        wait_for_workers=False,
+    )
+    store = TorchrunStore(served.clone())
+    assert store.get("run/a") is None
+    assert store.get_all("run/") == {}
+    store.put("run/a", "1")
+    store.put("run/a", "2")
+    store.put("other", "…")
+    assert store.put_once("run/b", "first") == "first"
+    assert store.put_once("run/b", "second") == "first"
+    assert store.get_all("run/") == {"run/a": "2", "run/b": "first"}
+    assert store.get("other") == "…"
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_documents_do_not_see_each_other(window: int | None) -> None:
+    segments = np.array([[1, 1, 1, 1, 2, 2], [1, 1, 1, 1, 1, 1]], np.int32)
+    positions = np.array([[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]], np.int32)
+    batch = {"tokens": positions, "segments": segments, "positions": positions}
+    found = model_inputs(batch, window, torch.device("cpu"))
+    assert found["position_ids"].tolist() == positions.tolist()
+    for row in range(2):
+        for query in range(6):
+            for key in range(6):
+                seen = segments[row, query] == segments[row, key] and key <= query
+                seen = seen and (window is None or query - key < window)
+                assert found["attention_mask"][row, 0, query, key] == seen
+
+
+def test_one_document_in_a_sequence_needs_no_mask() -> None:
+    ones = np.ones((2, 6), np.int32)
+    batch = {"tokens": ones, "segments": ones, "positions": ones}
+    assert set(model_inputs(batch, None, torch.device("cpu"))) == {"input_ids", "use_cache"}
+    assert "attention_mask" in model_inputs(batch, 3, torch.device("cpu"))
