@@ -108,17 +108,17 @@ def test_a_reason_from_outside_ends_requests_and_refuses_others(model: Model) ->
         engine.close()
 
 
-def unanswered(model: Model) -> Engine:
-    """An engine whose steps run in a process that never answers."""
+def unanswered(model: Model) -> tuple[Engine, Wire]:
+    """An engine whose steps run in a process that never answers, and its link."""
     wire = Wire()
     sizes = Sizes((8, 0), [], 12, 2, "plain", (4,))
     wire.follower.send(pack({"replica": 0, "sizes": sizes}))
     steps = RemoteExecutor(wire.channel, model.source.grammars)
-    return Engine(Model(model.source, None, model.mesh), CONFIG, executor=steps)
+    return Engine(Model(model.source, None, model.mesh), CONFIG, executor=steps), wire
 
 
 def test_a_step_that_hangs_does_not_keep_the_reason_from_clients(model: Model) -> None:
-    engine = unanswered(model)
+    engine, _ = unanswered(model)
     threading.Timer(0.5, engine.fail, ["process 1 (node-1) is gone"]).start()
     with pytest.raises(MeshwrightError, match="process 1"):
         engine.generate([Request((1, 2))])
@@ -126,7 +126,7 @@ def test_a_step_that_hangs_does_not_keep_the_reason_from_clients(model: Model) -
 
 
 def test_an_engine_that_is_closed_hears_of_a_lost_process(model: Model) -> None:
-    engine = unanswered(model)
+    engine, wire = unanswered(model)
 
     def ask() -> None:
         with pytest.raises(MeshwrightError, match="process 1"):
@@ -134,7 +134,7 @@ def test_an_engine_that_is_closed_hears_of_a_lost_process(model: Model) -> None:
 
     client = threading.Thread(target=ask)
     client.start()
-    while not engine.stats().running:
+    while wire.replica.messages.empty():  # until a step has begun
         time.sleep(0.01)
     threading.Timer(0.5, engine.fail, ["process 1 (node-1) is gone"]).start()
     start = time.monotonic()
