@@ -135,6 +135,9 @@ def test_a_mistake_in_one_process_ends_all_with_the_code_of_a_mistake(tmp_path: 
 def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
     processes = start("killed", tmp_path)
     wait_for_step_five(processes)
+    processes[1].wait()
+    time.sleep(0.3)
+    processes[0].send_signal(signal.SIGTERM)  # as torchrun and Slurm do then
     ends = [process.communicate(timeout=30) for process in processes]
     assert [process.returncode for process in processes] == [75, -signal.SIGKILL], ends[0][1]
     assert re.search(r"process 1 \(\S+\) is gone, last seen at step \d \(", ends[0][1]), ends

@@ -8,7 +8,9 @@ exits; the watchdog of every other process reads it and exits too.
 import contextlib
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -58,6 +60,9 @@ def ends_together(
 
 
 def _end_failed(store: Store, process_id: int, failure: BaseException, interval_s: float) -> None:
+    if threading.current_thread() is threading.main_thread():
+        # torchrun and Slurm send it when another process is gone; this one ends anyway, and says so
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     wait_s = farewell_s(process_id, interval_s)
     if isinstance(failure, AgreedError):
         end_process(str(failure), MISTAKE_CODE, wait_s)
