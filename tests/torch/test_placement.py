@@ -1,14 +1,20 @@
 """Placements, checks and the table, without a process group."""
 
+import math
 import subprocess
 import sys
 import time
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.checkpoint import sums_of_bits
+from meshwright.meshes import MeshSpec
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -52,6 +58,43 @@ def test_logical_rules_of_jax_give_the_layouts_of_jax() -> None:
     assert layouts["model/layers/0/self_attn/q_proj/weight"] == "heads embed -> heads@tp embed@fsdp"
     assert layouts["model/layers/1/mlp/down_proj/weight"] == "embed mlp -> embed@fsdp mlp@tp"
     assert layouts["lm_head/weight"] == "vocab embed -> vocab@tp embed@fsdp"
+
+
+@st.composite
+def split_matrices(draw: Any) -> tuple[str, tuple[int, int], list[tuple[str, ...]]]:
+    """A mesh, the shape of a matrix, and the axes of each dim, the sharded axis last."""
+    sizes = {axis: draw(st.sampled_from([1, 2, 3, 4])) for axis in ("dp", "tp")}
+    while math.prod(sizes.values()) > 16:
+        sizes[draw(st.sampled_from(sorted(sizes)))] = 1
+    names = draw(st.permutations(sorted(sizes)))
+    axes: list[tuple[str, ...]] = [(), ()]
+    tensor = draw(st.sampled_from([None, 0, 1]))
+    if tensor is not None:
+        axes[tensor] = ("tp",)
+    data = draw(st.sampled_from([0, 1]))
+    axes[data] = (*axes[data], "dp")
+    parts = [math.prod(sizes[axis] for axis in own) for own in axes]
+    shape = tuple(part * draw(st.integers(1, 5)) for part in parts)
+    return ",".join(f"{name}={sizes[name]}" for name in names), shape, axes  # type: ignore[return-value]
+
+
+@given(split_matrices())
+def test_every_rank_has_the_slice_of_the_same_device_in_jax(case: Any) -> None:
+    text, shape, axes = case
+    model = torch.nn.Linear(shape[1], shape[0], bias=False, device="meta")
+    rules = mw.PathRules([("weight", mw.Layout(tuple(axes)))])
+    found = mt.explain(model, text, rules).shards("weight")
+    spec = MeshSpec.parse(text)
+    devices = np.array(jax.devices()[: spec.size]).reshape(spec.sizes)
+    sharding = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(devices, spec.names), jax.sharding.PartitionSpec(*axes)
+    )
+    by_device = sharding.devices_indices_map(shape)
+    for rank, device in enumerate(devices.flat):
+        wanted = [
+            part.indices(size)[:2] for part, size in zip(by_device[device], shape, strict=True)
+        ]
+        assert [(part.start, part.stop) for part in found[rank]] == wanted
 
 
 def test_dims_are_those_of_the_jax_models() -> None:

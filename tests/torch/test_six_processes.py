@@ -76,7 +76,7 @@ def test_old_and_damaged_checkpoints(on_six: dict[str, Any]) -> None:
     found = result(on_six, "resume")
     assert found["steps"] == [1, 3]  # keep_last=1, and the newest healthy one
     assert "is damaged: the file arrays-00002.safetensors does not match" in found["damaged"]
-    assert "has no checkpoint of step 7; complete ones: 1, 3" in found["absent"]
+    assert "has no checkpoint of step 7; complete checkpoints there: 1, 3" in found["absent"]
 
 
 def test_every_rank_holds_the_slice_of_the_same_device_in_jax(on_six: dict[str, Any]) -> None:
