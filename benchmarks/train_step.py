@@ -7,7 +7,8 @@
 The model is llama-3.2-1b with an LM head of its own: 16 layers, embed 2048, 32 heads and 8 key
 heads of 64, mlp 8192, vocabulary 128256; AdamW, float32 master weights, bfloat16 compute. `ours`
 runs the step of the settings that `meshwright train` reads from the same flags; `command` is that
-command itself, on one long document, timed by its metrics.jsonl. `fp8` is ours with
+command itself, on one long document, timed by its metrics.jsonl, and `torch` the same with
+--backend torch. `fp8` is ours with
 --compute.matmul fp8; `8b` and `8b-fp8` are layers of llama-3.1-8b. The peer is transformers'
 LlamaForCausalLM with SDPA, torch.compile, fused AdamW and bfloat16 autocast. FLOPs are counted as
 6 · (matmul parameters, output head included, embedding lookup not) · tokens + 12 · layers · heads ·
@@ -36,7 +37,7 @@ SHAPES = {"8x2048": (8, 2048), "4x8192": (4, 8192)}
 LIMITS = {
     ("8x2048", "ours"): 1.25, ("8x2048", "command"): 1.25, ("8x2048", "fp8"): 1.45,
     ("4x8192", "ours"): 1.65, ("4x8192", "command"): 1.65, ("4x8192", "fp8"): 1.85,
-    ("8x2048", "8b-fp8"): 1.30,
+    ("8x2048", "torch"): 1.0, ("4x8192", "torch"): 1.0, ("8x2048", "8b-fp8"): 1.30,
 }  # fmt: skip
 LAYERS_OF_8B = 16  # of 32, with AdamW in float32 on one GPU of 139 GiB
 SIZES = {
@@ -148,7 +149,7 @@ def fp8(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     return ours(shape, options, ["--compute.matmul", "fp8"])
 
 
-def command(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+def command(shape: str, options: argparse.Namespace, extra: Sequence[str] = ()) -> dict[str, Any]:
     """`meshwright train` in a process of its own, ended as soon as enough steps are timed."""
     import random
 
@@ -159,7 +160,8 @@ def command(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         # one document, so that attention has as much to do as in the step that is timed alone
         text.write_text("".join(random.Random(0).choices("abcdefgh ", k=4_000_000)))
         pack([text], Path(folder, "text.store"), ByteTokenizer())
-        words = flags(shape, options, ["--data", f"{folder}/text.store", "--run", f"{folder}/run"])
+        places = ["--data", f"{folder}/text.store", "--run", f"{folder}/run"]
+        words = flags(shape, options, [*places, *extra])
         code = "from meshwright.cli.main import main; main()"
         program = [sys.executable, "-c", code, "train", *words]
         start = time.perf_counter()
@@ -184,6 +186,10 @@ def command(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         "versions": "the command",
         "flops": records[-1]["tflops_per_device"] * 1e12 * records[-1]["step_seconds"],
     }  # fmt: skip
+
+
+def torch_command(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    return command(shape, options, ["--backend", "torch"])
 
 
 def profile(folder: str, step: Callable[[], Any]) -> None:
@@ -285,8 +291,8 @@ def eight_fp8(shape: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 SIDES = {
-    "peer": peer, "ours": ours, "fp8": fp8, "command": command, "8b": eight, "8b-fp8": eight_fp8,
-    "ceiling": ceiling,
+    "peer": peer, "ours": ours, "fp8": fp8, "command": command, "torch": torch_command, "8b": eight,
+    "8b-fp8": eight_fp8, "ceiling": ceiling,
 }  # fmt: skip
 
 

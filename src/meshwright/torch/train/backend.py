@@ -78,7 +78,7 @@ class TorchBackend(Backend):
             sequence_parallel=config.compute.sequence_parallel,
             loss_parallel=config.torch.loss_parallel,
             mixed_precision="bf16" if self._bf16 else None,
-            reshard_after_forward=None if config.torch.reshard_after_forward else False,
+            reshard_after_forward=self._reshards,
             activation_checkpointing=config.compute.remat == "full",
             compile=self._compile,
         )
@@ -87,6 +87,12 @@ class TorchBackend(Backend):
         self._rate = learning_rate(config.optimizer, config.steps)
         self._skipped = self._skipped_in_a_row = self._taken = 0
         self._optimizer: torch.optim.AdamW  # after `start`
+
+    @property
+    def _reshards(self) -> bool | None:
+        """None: what fully_shard does by default, all but the root; one rank has nothing to free"""
+        alone = self._axes.shape[self._axes.shard] == 1
+        return None if self.config.torch.reshard_after_forward and not alone else False
 
     def _rows_of(self, config: TrainConfig) -> tuple[int, int]:
         """The sequences of a micro-batch that this rank trains on."""
