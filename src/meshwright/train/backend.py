@@ -46,6 +46,7 @@ class SavedSteps(Protocol):
 class Backend(abc.ABC):
     """A model on devices, with its optimizer and data; it holds the state of training."""
 
+    lag: int  # steps that are started before the result of one is looked at
     config: TrainConfig
     process_id: int
     processes: int

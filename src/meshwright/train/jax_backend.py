@@ -71,6 +71,8 @@ def train(config: TrainConfig, choose: Callable[[TrainConfig], TrainConfig] | No
 
 
 class JaxBackend(Backend):
+    lag = 1
+
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.process_id, self.processes = jax.process_index(), jax.process_count()

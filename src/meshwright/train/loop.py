@@ -40,8 +40,6 @@ from meshwright.train.run import (
 )
 from meshwright.train.run.metrics import FILE as METRICS
 
-LAG = 1  # a step is started before the result of the one before it is looked at
-
 
 @contextlib.contextmanager
 def supervised(
@@ -146,7 +144,7 @@ class Loop:
                 if step == config.stop_at:
                     self.stop.request(f"stop_at {step}")
                     break
-                if agree(self.stop, step, self.store, LAG):
+                if agree(self.stop, step, self.store, self.backend.lag):
                     self.signalled = True
                     break
                 _, batch = next(batches)
@@ -154,7 +152,7 @@ class Loop:
                 report = self.backend.step(batch)
                 done = step + 1
                 waiting.append((done, report))
-                if len(waiting) > LAG:
+                if len(waiting) > self.backend.lag:
                     self._look(waiting.popleft(), log, live)
                 if done % config.eval.every == 0 and config.eval.sequences and done < config.steps:
                     self._look_at_all(waiting, log, live)

@@ -42,6 +42,8 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class TorchBackend(Backend):
+    lag = 0  # the loss and the gradient norm decide whether there is an update
+
     def __init__(self, config: TrainConfig, mesh: DeviceMesh) -> None:
         check_trackers(config.log.tensorboard, config.log.wandb is not None)
         model = check_settings(config)
@@ -83,7 +85,9 @@ class TorchBackend(Backend):
             compile=self._compile,
         )
         self._device = parallelized(self.network).device
-        self._cross_entropy: Any = torch.compile(cross_entropy) if self._compile else cross_entropy
+        # split logits are summed over ranks in it, which torch.compile would break up
+        fused = self._compile and axes.tp == 1
+        self._cross_entropy: Any = torch.compile(cross_entropy) if fused else cross_entropy
         self._rate = learning_rate(config.optimizer, config.steps)
         self._skipped = self._skipped_in_a_row = self._taken = 0
         self._optimizer: torch.optim.AdamW  # after `start`
