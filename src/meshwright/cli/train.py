@@ -38,8 +38,10 @@ def train_command(arguments: Sequence[str]) -> None:
 
     config = settings(arguments)
     if config.backend == "torch":
-        from meshwright.torch.train import train as run_in_torch
-
+        try:
+            from meshwright.torch.train import train as run_in_torch
+        except ImportError as missing:
+            raise MeshwrightError(f"--backend torch: {missing}") from None
         run_in_torch(config, arguments)
     else:
         run_training(config, choose)
