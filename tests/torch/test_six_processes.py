@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tests.torch.conftest import IN_SHORT, SixProcesses
 
 import meshwright as mw
 
@@ -15,17 +16,33 @@ pytest.importorskip("transformers")
 MESHES = ("dp=1,tp=6", "dp=2,tp=3", "dp=3,tp=2", "dp=6,tp=1")
 
 
-def result(results: dict[str, Any], name: str) -> Any:
+def result(results: SixProcesses, name: str) -> Any:
     found = results[name]
     assert "failed" not in found, found["failed"]
     return found
 
 
+def _slow_unless_short(*name: Any) -> Any:
+    text = " ".join(map(str, name))
+    return () if text in IN_SHORT else pytest.mark.slow
+
+
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [
+        pytest.param(
+            kind,
+            tied,
+            marks=_slow_unless_short("train", kind, *(["tied"] if tied else [])),
+            id=f"{kind}-{'tied' if tied else 'untied'}",
+        )
+        for kind in ("llama", "qwen3", "mistral")
+        for tied in (False, True)
+    ],
+)
 def test_twenty_steps_are_those_of_one_process(
-    on_six: dict[str, Any], kind: str, tied: bool, mesh: str
+    on_six: SixProcesses, kind: str, tied: bool, mesh: str
 ) -> None:
     found = result(on_six, f"train {kind}{' tied' if tied else ''}")[mesh]
     assert found["loss"] <= 1e-6
@@ -38,48 +55,48 @@ def test_twenty_steps_are_those_of_one_process(
     "options",
     ["sequence_parallel", "loss_parallel", "activation_checkpointing+reshard_after_forward"],
 )
-def test_options_change_no_result(on_six: dict[str, Any], options: str) -> None:
+def test_options_change_no_result(on_six: SixProcesses, options: str) -> None:
     for found in result(on_six, f"option {options}").values():
         assert found["loss"] <= 1e-6
         assert found["weights"] <= 1e-5
 
 
 @pytest.mark.parametrize("case", ["hybrid sharding", "tensor axis first"])
-def test_other_meshes_give_the_same_result(on_six: dict[str, Any], case: str) -> None:
+def test_other_meshes_give_the_same_result(on_six: SixProcesses, case: str) -> None:
     found = result(on_six, case)
     assert found["loss"] <= 1e-6
     assert found["weights"] <= 1e-5
 
 
-def test_mixed_precision_keeps_weights_in_float32(on_six: dict[str, Any]) -> None:
+def test_mixed_precision_keeps_weights_in_float32(on_six: SixProcesses) -> None:
     found = result(on_six, "mixed precision")
     assert found["dtypes"] == ["torch.float32"]
     assert 1e-6 < found["loss"] < 0.02  # bfloat16 has three digits
 
 
 def test_padding_and_eager_attention_are_right_under_sequence_parallelism(
-    on_six: dict[str, Any],
+    on_six: SixProcesses,
 ) -> None:
     found = result(on_six, "padding and eager attention")
     assert max(found["eager"], found["sdpa"]) < 1e-6
 
 
 @pytest.mark.parametrize("mesh", ["dp=6,tp=1", "dp=3,tp=2", "dp=1,tp=6", "dp=1,fsdp=2,tp=3"])
-def test_a_run_resumes_on_another_mesh(on_six: dict[str, Any], mesh: str) -> None:
+def test_a_run_resumes_on_another_mesh(on_six: SixProcesses, mesh: str) -> None:
     found = result(on_six, "resume")[mesh]
     assert found["loss"] <= 1e-6
     assert found["weights"] <= 1e-6
     assert found["meta"] == {"data": {"position": 18}}
 
 
-def test_old_and_damaged_checkpoints(on_six: dict[str, Any]) -> None:
+def test_old_and_damaged_checkpoints(on_six: SixProcesses) -> None:
     found = result(on_six, "resume")
     assert found["steps"] == [1, 3]  # keep_last=1, and the newest healthy one
     assert "is damaged: the file arrays-00002.safetensors does not match" in found["damaged"]
     assert "has no checkpoint of step 7; complete checkpoints there: 1, 3" in found["absent"]
 
 
-def test_every_rank_holds_the_slice_of_the_same_device_in_jax(on_six: dict[str, Any]) -> None:
+def test_every_rank_holds_the_slice_of_the_same_device_in_jax(on_six: SixProcesses) -> None:
     cases = result(on_six, "slices")
     devices = jax.devices()[:6]
     for case in cases:
@@ -103,7 +120,7 @@ def test_every_rank_holds_the_slice_of_the_same_device_in_jax(on_six: dict[str, 
                 assert local == [stop - start for start, stop in slices], (case["mesh"], name, rank)
 
 
-def test_weights_come_from_and_go_to_hugging_face_folders(on_six: dict[str, Any]) -> None:
+def test_weights_come_from_and_go_to_hugging_face_folders(on_six: SixProcesses) -> None:
     found = result(on_six, "load")
     for kind in ("llama", "qwen3", "gemma3_text"):
         assert found[kind]["logits"] < 1e-5
@@ -112,7 +129,7 @@ def test_weights_come_from_and_go_to_hugging_face_folders(on_six: dict[str, Any]
     assert not found["qwen3"]["tied"]
 
 
-def test_initial_weights_do_not_depend_on_the_mesh(on_six: dict[str, Any]) -> None:
+def test_initial_weights_do_not_depend_on_the_mesh(on_six: SixProcesses) -> None:
     found = result(on_six, "load")["initialize"]
     assert found["same"]
     assert 0.019 < found["std"] < 0.021
@@ -129,11 +146,11 @@ def test_initial_weights_do_not_depend_on_the_mesh(on_six: dict[str, Any]) -> No
         ("devices", "'dp=2,tp=3', 'dp=1,tp=6' or 'dp=3,tp=2' would fit"),
     ],
 )
-def test_mistakes_are_named(on_six: dict[str, Any], case: str, words: str) -> None:
+def test_mistakes_are_named(on_six: SixProcesses, case: str, words: str) -> None:
     assert words in result(on_six, "errors")[case]
 
 
-def test_an_audit_lists_every_collective_of_a_step(on_six: dict[str, Any]) -> None:
+def test_an_audit_lists_every_collective_of_a_step(on_six: SixProcesses) -> None:
     found = result(on_six, "audit")
     rows = [tuple(row[:3]) for row in found["rows"]]
     # by hand: a layer all-gathers twice and reduce-scatters once, the root gathers once; per layer
@@ -159,8 +176,14 @@ def architectures() -> list[str]:
     return [name.strip().strip('"') for name in names.replace("\n", "").split(",") if name.strip()]
 
 
-@pytest.mark.parametrize("kind", architectures())
-def test_an_architecture_is_split_by_its_own_plan(on_six: dict[str, Any], kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=_slow_unless_short("architecture", kind))
+        for kind in architectures()
+    ],
+)
+def test_an_architecture_is_split_by_its_own_plan(on_six: SixProcesses, kind: str) -> None:
     found = result(on_six, f"architecture {kind}")
     assert found["logits"] < 1e-6
     assert found["gradients"] < 1e-4  # of the largest of a weight

@@ -1,7 +1,8 @@
-"""Cases that need six processes: `torchrun --nproc-per-node 6 worker.py OUT [NAMES]`.
+"""Cases that need six processes: `torchrun --nproc-per-node 6 worker.py OUT short|long|all NAMES`.
 
 Each case gives plain data; process 0 writes all of them to OUT. Starting processes takes long, so
-one start runs many cases.
+one start runs many cases. Of those that repeat one thing for many models, `short` takes NAMES and
+`long` the others.
 """
 
 import faulthandler
@@ -9,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -389,13 +391,18 @@ def main() -> None:
     mt.mesh("dp=-1,tp=1", device="cpu")
     results: dict[str, Any] = {}
     known = cases()
-    for name in sys.argv[2:] or known:
+    for name in known:
+        repeated = name.startswith(("train ", "architecture ")) and name not in sys.argv[3:]
+        if sys.argv[2] == ("short" if repeated else "long"):
+            continue
+        begin = time.perf_counter()
         try:
             results[name] = known[name]()
         except Exception:
             results[name] = {"failed": traceback.format_exc()}
             print(name, traceback.format_exc(), file=sys.stderr)
         if dist.get_rank() == 0:
+            print(f"{time.perf_counter() - begin:6.1f} s  {name}", file=sys.stderr, flush=True)
             Path(sys.argv[1]).write_text(json.dumps(results))
     dist.destroy_process_group()
 
