@@ -412,7 +412,7 @@ class _Run:
         check_host_memory(
             host_bytes(target) + host_bytes(target.params),  # gradients are as large as parameters
             f"{self.config.model} with parameters, gradients and optimizer state",
-            "use a smaller model, --compute.param-dtype bfloat16, or --optimizer.name adafactor",
+            "use a smaller model, --optimizer.moments int8, or --optimizer.name adafactor",
         )
 
     def _check_step_memory(self, per_device: int) -> None:
