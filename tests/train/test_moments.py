@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.train import toy
 
-from meshwright.checkpoint import Checkpoints
+from meshwright.checkpoint import Checkpoints, read_record
 from meshwright.errors import MeshwrightError
 from meshwright.train.config import TrainConfig, config_to_dict
+from meshwright.train.exchange import load_pieces, save_pieces
 from meshwright.train.moments import ALONE, IN_ROOTS, SECOND, FloatCode, stored_moments, unpack
 from meshwright.train.optimizer import OptimizerConfig
 from meshwright.train.resume import check_saved
@@ -188,6 +189,22 @@ def test_a_checkpoint_resumes_on_another_mesh(moments: str, tmp_path: Path) -> N
         np.testing.assert_array_equal(old, new)
     _, found = train(eight, restored, range(STEPS // 2, STEPS))
     np.testing.assert_allclose(found, losses(moments)[STEPS // 2 :], rtol=2e-3)
+
+
+def test_moments_go_to_pytorch_as_numbers_and_come_back_as_codes(tmp_path: Path) -> None:
+    eight = run_parts("int8", EIGHT)
+    state, _ = train(eight, eight.new_state(), range(5))
+    before = jax.tree.map(np.asarray, unpack(state.optimizer[0]))
+    save_pieces(tmp_path, state, toy.CONFIG)
+    dtypes = {array.dtype for array in read_record(tmp_path / "step-00000005").arrays.values()}
+    assert dtypes == {"float32"}
+    loaded, _ = load_pieces(tmp_path, 5, eight.target, toy.CONFIG)
+    found = loaded.optimizer[0]
+    assert all(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(found.mu))
+    assert int(found.count) == 5
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(unpack(found)), strict=True):
+        # what rounding puts beside its code may become the next one
+        assert np.mean(~np.isclose(new, old, rtol=1e-4, atol=0)) < 1e-3
 
 
 # ---- settings
