@@ -123,7 +123,7 @@ def unpack(state: Any) -> Any:
 
 
 def _of_each(state: Any, change: Callable[..., Any]) -> Any:
-    """The state with `change` of the moments of every parameter: (mu, nu or None, key)."""
+    """The state with `change` of the moments of every parameter: (mu, nu or None, seed)."""
 
     def changed(node: Any) -> Any:
         if not _has_moments(node):

@@ -94,8 +94,8 @@ class OptimizerConfig:
             raise _out_of_range(
                 self,
                 "moments",
-                "is too coarse for muon, whose loss was 4% higher with it; give bfloat16, or train "
-                "with adamw or lion",
+                "is too coarse for muon, whose loss was 2 to 4% higher with it; give bfloat16, or "
+                "train with adamw or lion",
             )
 
     def _check_decay_from(self) -> None:
