@@ -5,9 +5,10 @@ import io
 import itertools
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
@@ -16,10 +17,11 @@ from meshwright.models import preset
 from meshwright.models.decoder import abstract_arrays
 from meshwright.planner import Plan, plan
 from meshwright.planner.memory import formulas, memory, moments
-from meshwright.planner.report import explain
+from meshwright.planner.report import explain, report
 from meshwright.planner.report.explain import SMALL
 from meshwright.planner.result import Choice, Estimate, Job
 from meshwright.planner.time import formulas as transfer_formulas
+from meshwright.train.optimizer import OptimizerConfig, make_optimizer
 
 
 def explained(found: Plan, one: Estimate) -> str:
@@ -98,6 +100,39 @@ def test_parameters_are_counted_as_the_models_arrays_are(model: str) -> None:
     bytes_of_all = 4 * sum(math.prod(leaf.shape) for leaf in leaves)
     said = formulas(Job(config, 8, 1024), Choice(), Machine.parse("h100:1"))
     assert worked_out(said["parameters"]) == bytes_of_all
+
+
+MOMENTS = list(itertools.product(("adamw", "lion"), ("auto", "float32", "bfloat16", "int8")))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments"), [*MOMENTS, ("muon", "auto"), ("muon", "bfloat16")]
+)
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_moments_are_counted_as_the_optimizers_state_is(
+    param_dtype: str, optimizer: str, moments: Any
+) -> None:
+    config = preset("llama-3.2-1b")
+    arrays = abstract_arrays(config, jnp.dtype(param_dtype))
+    made, _ = make_optimizer(OptimizerConfig(optimizer, moments=moments), 10, arrays)
+    state = jax.tree.leaves(jax.eval_shape(made.init, arrays))
+    kept = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state if leaf.ndim > 1)
+    job = Job(config, 8, 1024, optimizer=optimizer, moments=moments, param_dtype=param_dtype)
+    said = formulas(job, Choice(), Machine.parse("h100:1"))
+    assert worked_out(said["optimizer"]) == pytest.approx(kept, rel=1e-5)  # and norms
+
+
+def test_a_plan_says_what_fewer_bits_in_moments_save() -> None:
+    usual = plan("llama-3.1-8b", "h100:8", 64, 4096, mesh="fsdp=8")
+    fewer = plan("llama-3.1-8b", "h100:8", 64, 4096, mesh="fsdp=8", moments="int8")
+    saved = usual.best.memory.kinds["optimizer"] - fewer.best.memory.kinds["optimizer"]
+    assert saved == pytest.approx(6 * 8_030_261_248 / 8, rel=1e-3)
+    out = io.StringIO()
+    Console(file=out, width=100).print(report(fewer, 100))
+    assert (
+        f"adamw with moments in int8 (saves {saved / 2**30:.1f} GiB of a device)" in out.getvalue()
+    )
+    assert fewer.largest_batch > usual.largest_batch
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])

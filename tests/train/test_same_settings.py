@@ -34,7 +34,7 @@ OTHERS: dict[str, Any] = {
     "cpu_devices": 2, "override": ("rope.theta=1e5",), "num_partitions": 2, "optimizer.name": "lion", "optimizer.learning_rate": 1e-3,
     "optimizer.schedule": "linear", "optimizer.warmup_steps": 3, "optimizer.final_fraction": 0.5,
     "optimizer.decay_fraction": 0.5, "optimizer.b1": 0.5, "optimizer.b2": 0.5, "optimizer.eps": 1e-6,
-    "optimizer.weight_decay": 0.2, "optimizer.clip_norm": None, "loss.z_loss": 0.1, "loss.chunk": 8,
+    "optimizer.weight_decay": 0.2, "optimizer.clip_norm": None, "optimizer.moments": "int8", "loss.z_loss": 0.1, "loss.chunk": 8,
     "compute.dtype": "bfloat16", "compute.param_dtype": "bfloat16", "compute.remat": "full",
     "compute.layers": "unroll", "compute.attention": "dense", "compute.sequence_parallel": True,
     "compute.mlp_chunk": 8, "compute.overlap": True, "checkpoint.every": 5, "checkpoint.keep_last": 1,

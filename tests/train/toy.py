@@ -40,6 +40,7 @@ class Setting:
     mlp_chunk: int = 0
     matmul: str = "auto"
     fp8_skips: int = 0
+    moments: str = "auto"
     first_batch: int = 0  # of the batches there are
 
 
@@ -80,7 +81,9 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
     # Lion takes signs: one that rounding turns moves its weight by twice the rate, so, as is usual,
     # it gets a tenth, at which none turns here. Adafactor's is relative to the weights.
     learning_rate = {"lion": 1e-4, "adafactor": 2e-2}.get(setting.optimizer, 1e-3)
-    config = OptimizerConfig(setting.optimizer, learning_rate=learning_rate, warmup_steps=5)
+    config = OptimizerConfig(
+        setting.optimizer, learning_rate=learning_rate, warmup_steps=5, moments=setting.moments
+    )
     made, rate = make_optimizer(config, setting.steps, arrays)
     optimizer = made if optimizer is None else optimizer
     compute = Compute(

@@ -30,12 +30,17 @@ from meshwright.models import (
 _CODES = {str(dtype): code for code, dtype in TENSOR_DTYPES.items()}
 
 
-def load_piece_tree(folder: Path, record: Record, config: Any, prefix: str, targets: Any) -> Any:
-    """The arrays `prefix` (params, optimizer/exp_avg) of a model, in the shardings of `targets`."""
+def load_piece_tree(
+    folder: Path, record: Record, config: Any, prefix: str, targets: Any, dtype: Any = None
+) -> Any:
+    """The arrays `prefix` (params, optimizer/exp_avg) of a model, in the shardings of `targets`.
+
+    `dtype`: of all arrays; by default that of the targets.
+    """
     place = complete_folder(folder, record.step)
     source = _PieceTensors(place, read_pieces(place), record.arrays, f"{prefix}/")
     shardings = jax.tree.map(lambda leaf: leaf.sharding, targets)
-    dtype = jax.tree.leaves(targets)[0].dtype
+    dtype = jax.tree.leaves(targets)[0].dtype if dtype is None else dtype
     model = family_of(config).hugging_face.model(config)
     return load_tensors(source, place, model, shardings, dtype)
 

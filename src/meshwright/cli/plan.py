@@ -37,8 +37,10 @@ class PlanSettings:
     """Only this number of micro-batches; by default the fastest that fits."""
     optimizer: str | None = None
     """Optimizer, whose state takes memory; adamw by default."""
+    moments: Literal["auto", "float32", "bfloat16", "int8"] | None = None
+    """Plan with train's --optimizer.moments; by default moments are kept like the parameters."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of parameters and optimizer state."""
+    """Data type of parameters and, by default, of optimizer state."""
     matmul: Literal["auto", "fp8"] = "auto"
     """Plan with train's --compute.matmul: fp8 multiplies layers in 8-bit floats."""
     overlap: bool = False
@@ -83,6 +85,7 @@ def plan(settings: tyro.conf.OmitArgPrefixes[PlanSettings]) -> None:
         accumulation=settings.accumulation,
         kind="serve" if settings.serve else "train",
         optimizer=settings.optimizer,
+        moments=settings.moments,
         param_dtype=settings.param_dtype,
         overlap=settings.overlap,
         matmul=settings.matmul,

@@ -37,6 +37,7 @@ class Device:
         self.sizes = sizes = job.sizes
         self.is_tpu, self.strategy = machine.is_tpu, strategy_of(job, choice)
         self.stored = number(item_bytes(job.param_dtype), "bytes")
+        self.moment = number(item_bytes(job.moments_dtype), "bytes")  # of an optimizer
         self.used = number(item_bytes(job.dtype), "bytes")
         self.float32 = number(4, "bytes")
         self.cached = number(1, "bytes") if choice.cache else self.used  # in a KV cache

@@ -128,6 +128,8 @@ LOSS_LOGITS = 4.6
 # gradient, its norm, and the cast of the new ones. Measured for adamw (H200: 10 + 1.4 + 1.7 ms of
 # 1.24e9), counted for the others
 OPTIMIZER_BYTES = {"adamw": 40, "lion": 32, "adafactor": 28, "muon": 36}
+# of those, moments in float32 that are read and written; kept in fewer bytes they count as those
+MOMENTS_READ_AND_WRITTEN = {"adamw": 4, "lion": 2, "adafactor": 0, "muon": 2}
 ACCUMULATION_BYTES = 12  # of each parameter, for each micro-batch
 # measured: seconds of a step in which nothing runs, 4 to 6 ms on H200
 IDLE_STEP = 4e-3

@@ -75,11 +75,12 @@ def _always(model: DeviceModel) -> Kinds:
     device = model.device
     job, choice, stored = device.job, device.choice, device.stored
     every = model.layers_and_tables + model.vectors
+    moment = device.moment
     optimizer: dict[str, Callable[[], Number]] = {
-        "adamw": lambda: 2 * stored * every,
-        "lion": lambda: stored * every,
+        "adamw": lambda: 2 * moment * every,
+        "lion": lambda: moment * every,
         "adafactor": lambda: 0.01 * stored * every,  # two vectors of each matrix
-        "muon": lambda: stored * (model.layers + 2 * (model.tables + model.vectors)),
+        "muon": lambda: moment * (model.layers + 2 * (model.tables + model.vectors)),
     }
     batch = device.number(device.sequences * choice.accumulation, "sequences")
     in_batch: Number = 0

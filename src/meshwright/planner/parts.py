@@ -15,7 +15,7 @@ from meshwright.planner.sizes import StackSizes
 
 LANES = 128  # a TPU's arrays are this wide at least: a last dim of 64 takes the room of 128
 SUBLANES = 8  # and the dim before it is a multiple of this
-_ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+_ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int8": 1}
 
 
 def item_bytes(dtype: str) -> int:

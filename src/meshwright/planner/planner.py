@@ -58,8 +58,8 @@ def plan(
     value or in text; `batch` the sequences of a step, over all devices. `mesh` limits what may be
     chosen (`fsdp=*,tp<=8,sp=1`). The `settings` remat and accumulation, or weights of serving
     (plain, int8 or fp8), fix what else would be chosen with it, and `cache="fp8"` is a KV cache of
-    8 bits; loss_chunk, optimizer, param_dtype, dtype, matmul, layers and overlap are settings of
-    train and have its defaults.
+    8 bits; loss_chunk, optimizer, moments, param_dtype, dtype, matmul, layers and overlap are
+    settings of train and have its defaults.
 
     Of a TrainConfig the mesh, remat, accumulation, sequence_parallel, context_parallel and
     mlp_chunk are kept where they are not the defaults. Settings given here replace its own.
@@ -135,6 +135,7 @@ def plan_config(
 # arguments of plan, and the settings that they are
 _SETTINGS = {
     "batch": "batch", "seq": "seq", "loss_chunk": "loss.chunk", "optimizer": "optimizer.name",
+    "moments": "optimizer.moments",
     "param_dtype": "compute.param_dtype", "dtype": "compute.dtype", "layers": "compute.layers",
     "overlap": "compute.overlap", "matmul": "compute.matmul", "fp8_skips": "compute.fp8_skips",
 }  # fmt: skip
@@ -212,7 +213,7 @@ def _check(
             "objective='latency' is how long a token takes to serve; of a train step of a given "
             "batch the shortest is also the most tokens a second: objective='throughput'"
         )
-    for name in ("remat", "accumulation", "optimizer", "overlap"):
+    for name in ("remat", "accumulation", "optimizer", "moments", "overlap"):
         if kind == "serve" and given.get(name):
             raise MeshwrightError(
                 f"{name}={given[name]!r} is of training, and serving is planned; leave it out"

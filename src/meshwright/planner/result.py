@@ -30,6 +30,7 @@ class Job:
     kind: Literal["train", "serve"] = "train"
     optimizer: str = "adamw"
     param_dtype: str = "float32"
+    moments: str = "auto"  # of the optimizer: a dtype, or as the parameters
     dtype: str = "bfloat16"
     matmul: str = "auto"  # of layers: in dtype, or fp8
     fp8_skips: int = 1  # layers at each end that stay in dtype with fp8
@@ -39,6 +40,11 @@ class Job:
     overlap: bool = False  # a TPU is told to gather weights while it computes
     attention: str = "auto"  # the kernel, as train's --compute.attention takes it
     objective: str = "auto"  # what it is trained on, as train's --objective takes it
+
+    @property
+    def moments_dtype(self) -> str:
+        """The dtype that the optimizer's moments are kept in."""
+        return self.param_dtype if self.moments == "auto" else self.moments
 
     def fp8_layers(self, layers: int) -> int:
         """Of a stack of so many layers, those whose matmuls are in fp8."""

@@ -53,7 +53,8 @@ def job_of(
     scan, _ = layers_choice(config, model, machine.chip.platform, machine.num_devices)
     return Job(
         model, config.batch, config.seq, config.model, kind,
-        optimizer=config.optimizer.name, param_dtype=compute.param_dtype,
+        optimizer=config.optimizer.name, moments=config.optimizer.moments,
+        param_dtype=compute.param_dtype,
         dtype=default_dtype(compute.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
         matmul=compute.matmul, fp8_skips=compute.fp8_skips,
         scan=scan, overlap=compute.overlap, attention=compute.attention,

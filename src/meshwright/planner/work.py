@@ -75,7 +75,9 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
     )
     logits = item * efficiency.LOSS_LOGITS * vocab_on_device * tokens * micro_batches
     stored = sizes.parameters / (choice.fsdp * choice.sp * tp)
-    update = efficiency.OPTIMIZER_BYTES[job.optimizer] * stored
+    fewer = 4 - item_bytes(job.moments_dtype) if job.moments != "auto" else 0
+    moments = efficiency.MOMENTS_READ_AND_WRITTEN[job.optimizer]
+    update = (efficiency.OPTIMIZER_BYTES[job.optimizer] - fewer * moments) * stored
     if micro_batches > 1:
         update += efficiency.ACCUMULATION_BYTES * stored * micro_batches
     scan = 1.0

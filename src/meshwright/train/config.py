@@ -27,7 +27,7 @@ class ComputeConfig:
     fp8_skips: int = 1
     """With fp8, layers at each end of a stack that stay in `dtype`, as the LM head does."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of parameters and optimizer state."""
+    """Dtype of parameters and, unless --optimizer.moments says another, of optimizer state."""
     remat: Literal["none", "elementwise", "mlp", "full"] = "none"
     """Activation checkpointing: what the backward pass recomputes, from nothing to every layer."""
     layers: Literal["auto", "scan", "unroll"] = "auto"

@@ -3,7 +3,8 @@
     save_pieces("run/exchange", state, config)            # read by mw.torch.Checkpoints
     state, meta = load_pieces("run/exchange", 20, target, config)
 
-Weights and AdamW's moments go with it. `step-…/params` is also a Hugging Face folder.
+Weights and AdamW's moments go with it. `step-…/params` is also a Hugging Face folder. Moments that
+are kept in fewer bits than the weights go as numbers of the weights' dtype, as PyTorch has them.
 """
 
 from typing import Any
@@ -36,6 +37,7 @@ from meshwright.models import (
     read_folder,
     save_hf,
 )
+from meshwright.train.moments import pack, unpack
 from meshwright.train.state import TrainState
 
 _CODES = {str(dtype): code for code, dtype in TENSOR_DTYPES.items()}
@@ -52,7 +54,7 @@ def save_pieces(
     """
     place = folders.checked_folder(folder)
     step = int(state.step)
-    adam = _adam_of(state.optimizer)
+    adam = _in_full(_adam_of(state.optimizer), state.params)
     saving = folders.saving_folder(place, step)
     writes = jax.process_index() == 0
     if writes and step in folders.complete_steps(place):
@@ -98,8 +100,10 @@ def load_pieces(
     record = read_record(place)
     check_files(place, record.files)
 
+    dtype = jax.tree.leaves(target.params)[0].dtype
+
     def tree(prefix: str, targets: Any) -> Any:
-        return load_piece_tree(found, record, config, prefix, targets)
+        return load_piece_tree(found, record, config, prefix, targets, dtype)
 
     adam = _adam_of(target.optimizer)
     numbers = record.meta["optimizer"]["numbers"].values()
@@ -111,7 +115,8 @@ def load_pieces(
 
     def filled(node: Any) -> Any:
         if isinstance(node, optax.ScaleByAdamState):
-            return optax.ScaleByAdamState(count=scalar(node.count, count), **moments)
+            full = optax.ScaleByAdamState(count=scalar(node.count, count), **moments)
+            return _kept_like(full, node)
         if node.ndim:
             raise MeshwrightError(
                 f"the optimizer has an array of shape {node.shape} beside AdamW's moments; only "
@@ -138,6 +143,37 @@ def _adam_of(optimizer: Any) -> Any:
             "--optimizer.name adamw, or move the weights alone: save_hf"
         )
     return found[0]
+
+
+def _in_full(adam: Any, params: Any) -> Any:
+    """The state of Adam with its moments in the dtype of their parameters."""
+
+    @jax.jit
+    def full(adam: Any, params: Any) -> Any:
+        adam = unpack(adam)
+        mu, nu = (optax.tree.cast_like(moment, params) for moment in (adam.mu, adam.nu))
+        return adam._replace(mu=mu, nu=nu)
+
+    with jax.set_mesh(_mesh_of(adam)):
+        return full(adam, params)
+
+
+def _kept_like(full: Any, target: Any) -> Any:
+    """The state of Adam with its moments as `target` keeps them."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+    kept_as: Any = str(jax.tree.leaves(target.mu)[0].dtype)
+
+    def packed(adam: Any) -> Any:
+        mu, nu = optax.tree.cast((adam.mu, adam.nu), jnp.float32)
+        return pack(adam._replace(mu=mu, nu=nu), kept_as)
+
+    with jax.set_mesh(_mesh_of(target)):
+        kept = jax.sharding.auto_axes(packed, out_sharding=shardings)
+        return jax.jit(kept, out_shardings=shardings)(full)
+
+
+def _mesh_of(adam: Any) -> Any:
+    return jax.tree.leaves(adam)[0].sharding.mesh
 
 
 def _is_adam(node: Any) -> bool:

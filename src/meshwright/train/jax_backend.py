@@ -125,7 +125,7 @@ class JaxBackend(Backend):
         check_host_memory(
             host_bytes(target) + host_bytes(target.params),  # gradients are as large as parameters
             f"{self.config.model} with parameters, gradients and optimizer state",
-            "use a smaller model, --compute.param-dtype bfloat16, or --optimizer.name adafactor",
+            "use a smaller model, --optimizer.moments int8, or --optimizer.name adafactor",
         )
 
     def start(self, saved: int | None) -> None:

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.train.moments import StoredMoments, stored_moments
 from meshwright.train.muon import muon
 
 ScheduleName = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
+Moments = Literal["auto", StoredMoments]
 DEFAULT_WARMUP = 100
 
 
@@ -49,17 +51,20 @@ class OptimizerConfig:
     """Weight decay of matrices; norms and biases are not decayed."""
     clip_norm: float | None = 1.0
     """Gradients are scaled down to this global norm; None: no clipping."""
+    moments: Moments = "auto"
+    """How moments are kept between steps: float32, bfloat16 or int8, in 4, 2 or 1 bytes each; auto:
+    as the parameters. adafactor has none to keep, muon none in int8."""
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
             raise MeshwrightError(
                 f"optimizer {self.name!r} is not known{did_you_mean(self.name, OPTIMIZERS)}"
             )
-        schedules = get_args(ScheduleName)
-        if self.schedule not in schedules:
-            raise MeshwrightError(
-                f"schedule {self.schedule!r} is not known{did_you_mean(self.schedule, schedules)}"
-            )
+        choices = {"schedule": get_args(ScheduleName), "moments": get_args(Moments)}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise MeshwrightError(f"{name} {value!r} is not known{did_you_mean(value, known)}")
         # `not (…)`, so that nan is refused as well
         if not self.learning_rate > 0:
             raise _out_of_range(self, "learning_rate", "must be above 0, such as 3e-4")
@@ -78,6 +83,20 @@ class OptimizerConfig:
             raise _out_of_range(self, "weight_decay", "must be at least 0; 0 means no weight decay")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise _out_of_range(self, "clip_norm", "must be above 0, or None for no clipping")
+        if self.name == "adafactor" and self.moments != "auto":
+            raise _out_of_range(
+                self,
+                "moments",
+                "is not of adafactor, whose moments are factored and take little memory; leave it "
+                "out, or train with adamw, lion or muon",
+            )
+        if self.name == "muon" and self.moments == "int8":
+            raise _out_of_range(
+                self,
+                "moments",
+                "is too coarse for muon, whose loss was 2 to 4% higher with it; give bfloat16, or "
+                "train with adamw or lion",
+            )
 
     def _check_decay_from(self) -> None:
         if self.decay_from is None:
@@ -111,7 +130,10 @@ def make_optimizer(
 ) -> tuple[optax.GradientTransformation, Schedule]:
     """The optax transformation for arrays of these specs, and the learning rate by step."""
     rate = learning_rate(config, steps)
-    return OPTIMIZERS[config.name](config, rate, arrays), rate
+    optimizer = OPTIMIZERS[config.name](config, rate, arrays)
+    if config.moments != "auto":
+        optimizer = stored_moments(optimizer, config.moments)
+    return optimizer, rate
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Schedule:

@@ -98,13 +98,9 @@ def check_resume(
         )
     _check_data(meta["data"], data, where)
     now, before = config_to_dict(config), meta["config"]
-    for part, name in (("optimizer", "name"), ("compute", "param_dtype")):
-        if now[part][name] != before[part][name]:
-            raise MeshwrightError(
-                f"{where} was trained with {part}.{name} {before[part][name]}, now it is "
-                f"{now[part][name]}: what is saved does not fit. Use the same, or give --run "
-                "another folder"
-            )
+    # earlier versions kept moments like the parameters
+    before["optimizer"].setdefault("moments", "auto")
+    check_saved(now, before, where)
     if now["steps"] != before["steps"]:
         say(
             f"note: steps is {now['steps']}, was {before['steps']}: the learning rate goes by "
@@ -115,6 +111,27 @@ def check_resume(
         if value != was:
             say(f"note: {name} is {value}, was {was} before this resume")
     return int(meta["tokens"])
+
+
+def check_saved(now: dict[str, Any], before: dict[str, Any], where: str) -> None:
+    """What is saved is what this run would save."""
+
+    def saved(settings: dict[str, Any]) -> dict[str, str]:
+        optimizer, param_dtype = settings["optimizer"], settings["compute"]["param_dtype"]
+        moments = optimizer["moments"]
+        return {
+            "optimizer.name": optimizer["name"],
+            "compute.param_dtype": param_dtype,
+            "optimizer.moments": param_dtype if moments == "auto" else moments,
+        }
+
+    for name, value in saved(now).items():
+        if value != saved(before)[name]:
+            raise MeshwrightError(
+                f"{where} was trained with {name} {saved(before)[name]}, now it is {value}: what "
+                f"is saved does not fit. Give --{name.replace('_', '-')} {saved(before)[name]} "
+                "again, or --run another folder"
+            )
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:

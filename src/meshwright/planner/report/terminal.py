@@ -1,8 +1,10 @@
 """A plan in the terminal: the ranked meshes, what was refused, and what to type next."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from meshwright.planner.memory import memory as count_memory
 from meshwright.planner.report import figures
 from meshwright.planner.report.words import (
     folded,
@@ -68,7 +70,7 @@ def _header(plan: Plan) -> "list[RenderableType]":
     if job.kind == "train":
         rows += f" = {amount(job.batch * job.seq)} tokens a step"
     kept = (
-        f"{job.optimizer}, parameters {job.param_dtype}, compute {job.dtype}"
+        f"{_optimizer(plan)}, parameters {job.param_dtype}, compute {job.dtype}"
         if job.kind == "train"
         else f"serving, weights {job.dtype}, KV cache {plan.best.choice.cache or job.dtype}"
     )
@@ -76,6 +78,21 @@ def _header(plan: Plan) -> "list[RenderableType]":
     if job.kind == "serve" and plan.objective == "throughput":
         first = "most tokens a second with as many sequences as fit first"
     return [title, Text(rows), Text(f"{kept}; {first}", style="dim")]
+
+
+def _optimizer(plan: Plan) -> str:
+    """Its name and, where moments are not kept like the parameters, what that saves."""
+    job, best = plan.job, plan.best
+    if job.moments_dtype == job.param_dtype:
+        return job.optimizer
+    like_parameters = dataclasses.replace(job, moments="auto")
+    more = count_memory(like_parameters, best.choice, plan.machine).kinds["optimizer"]
+    saved = more - best.memory.kinds["optimizer"]
+    verb = "saves" if saved > 0 else "takes"
+    return (
+        f"{job.optimizer} with moments in {job.moments_dtype} ({verb} {gib(abs(saved))} GiB of a "
+        f"device{'' if saved > 0 else ' more'})"
+    )
 
 
 def _ranked(plan: Plan, width: int, top: int) -> "list[RenderableType]":

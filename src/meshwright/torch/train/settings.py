@@ -21,6 +21,7 @@ _JAX_ONLY = {
     "compute.attention": "PyTorch's scaled_dot_product_attention chooses its kernel",
     "compute.mlp_chunk": "use --compute.remat full to save memory",
     "compute.overlap": "FSDP2 always overlaps",
+    "optimizer.moments": "PyTorch keeps moments in the dtype of the weights",
     "loss.z_loss": "PyTorch has no z-loss here",
     "loss.chunk": "use --torch.loss-parallel to save memory",
 }
