@@ -45,6 +45,8 @@ class PlanSettings:
     """Plan with train's --compute.matmul: fp8 multiplies layers in 8-bit floats."""
     overlap: bool = False
     """Plan with train's --compute.overlap: TPUs all-gather weights during compute."""
+    backend: Literal["jax", "torch"] = "jax"
+    """Plan train's --backend: torch is FSDP2 and tensor parallelism on the Hugging Face model."""
     serve: bool = False
     """Plan `meshwright serve` instead of training: weights, KV cache, times of tokens."""
     weights: Literal["plain", "int8", "fp8"] | None = None
@@ -89,6 +91,7 @@ def plan(settings: tyro.conf.OmitArgPrefixes[PlanSettings]) -> None:
         param_dtype=settings.param_dtype,
         overlap=settings.overlap,
         matmul=settings.matmul,
+        backend=settings.backend,
         weights=settings.weights,
         cache=settings.cache,
         cost_per_hour=settings.cost_per_hour,

@@ -8,12 +8,16 @@ from meshwright.machines import Machine
 from meshwright.models import indivisible
 from meshwright.ops.attention import FLOPS_PER_BYTE, STRATEGIES, choose_strategy
 from meshwright.ops.attention import refusal as strategy_refusal
+from meshwright.planner import fsdp2
 from meshwright.planner.parts import split_of, standard_rules
 from meshwright.planner.result import Choice, Job
 
 
-def meshes(devices: int) -> Iterator[Choice]:
-    """Every (dp, fsdp, tp, sp) that makes up this many devices."""
+def meshes(job: Job, devices: int) -> Iterator[Choice]:
+    """Every (dp, fsdp, tp, sp) that makes up this many devices; PyTorch has no sp."""
+    if job.backend == "torch":
+        yield from fsdp2.meshes(devices)
+        return
     for tp in divisors(devices):
         for sp in divisors(devices // tp):
             for dp in divisors(devices // (tp * sp)):
@@ -22,6 +26,8 @@ def meshes(devices: int) -> Iterator[Choice]:
 
 def refusal(job: Job, choice: Choice) -> str | None:
     """Why sizes do not divide, in a sentence; None if they do."""
+    if job.backend == "torch":
+        return fsdp2.refusal(job, choice)
     rules = standard_rules(job.model, choice.sequence_parallel)
     return indivisible(job.model, rules, choice.sizes, job.batch, job.seq, choice.accumulation)
 

@@ -124,6 +124,13 @@ ELEMENTWISE_MLP = 7
 ELEMENTWISE_AGAIN = {"none": 0.0, "elementwise": 0.08, "mlp": 0.15, "full": 0.33}
 # measured: times the logits are read or written (H200: softmax of the loss, 5 ms)
 LOSS_LOGITS = 4.6
+# counted: the same without torch.compile, of the operators of a block of transformers: each reads
+# and writes its arrays, the norms in float32 (tests/torch)
+EAGER_EMBED = 140
+EAGER_HEADS = 25
+EAGER_MLP = 14
+EAGER_LOSS_LOGITS = 20  # counted: in float32
+SPLIT_LOSS_LOGITS = 30  # counted: the loss of logits that tp splits (torch/loss.py)
 # bytes of each parameter an update reads and writes: parameters and moments there and back, the
 # gradient, its norm, and the cast of the new ones. Measured for adamw (H200: 10 + 1.4 + 1.7 ms of
 # 1.24e9), counted for the others

@@ -18,6 +18,7 @@ from meshwright.arithmetic import round_up
 from meshwright.machines import Machine
 from meshwright.ops import keeps_logit_gradients
 from meshwright.ops.attention import sequence_order
+from meshwright.planner import fsdp2
 from meshwright.planner.device import Device, DeviceModel
 from meshwright.planner.efficiency import hides, told_to_overlap
 from meshwright.planner.parts import (
@@ -28,7 +29,7 @@ from meshwright.planner.parts import (
 )
 from meshwright.planner.result import Choice, Job, Memory
 from meshwright.planner.sizes import StackSizes
-from meshwright.planner.terms import Number, term
+from meshwright.planner.terms import MakeNumber, Number, plain, term
 from meshwright.serve import EngineConfig
 
 AHEAD = 0.5  # of the LM head, with overlap: steps compiled with it took -1.3 to 2.1 of it more
@@ -42,7 +43,7 @@ Kinds = dict[str, Number]
 
 def memory(job: Job, choice: Choice, machine: Machine) -> Memory:
     """What a device holds at the highest moment, and what it has."""
-    kinds = _highest(DeviceModel(job, choice, machine))
+    kinds = _fullest(job, choice, machine)
     return Memory({k: math.ceil(v) for k, v in kinds.items() if v}, machine.usable_memory)
 
 
@@ -51,22 +52,35 @@ def formulas(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:
 
     parameters: 4 bytes · ((32 layers · 218,103,808 + 1,050,673,152) / 64 devices + 266,240)
     """
-    kinds = _highest(DeviceModel(job, choice, machine, term))
+    kinds = _fullest(job, choice, machine, term)
     return {kind: str(number) for kind, number in kinds.items() if number}
 
 
 def moments(job: Job, choice: Choice, machine: Machine) -> dict[str, float]:
     """Total bytes at each moment, for `--explain`."""
+    if job.backend == "torch":
+        found = fsdp2.moments(job, choice)
+        return {moment: sum(kinds.values()) for moment, kinds in found.items()}
     model = DeviceModel(job, choice, machine)
     always = sum(_always(model).values())
     return {moment: always + sum(kinds.values()) for moment, kinds in _moments(model).items()}
+
+
+def _fullest(job: Job, choice: Choice, machine: Machine, number: MakeNumber = plain) -> Kinds:
+    if job.backend == "torch":
+        return max(fsdp2.moments(job, choice, number).values(), key=_total)
+    return _highest(DeviceModel(job, choice, machine, number))
+
+
+def _total(kinds: Kinds) -> Number:
+    return sum(kinds.values())
 
 
 def _highest(model: DeviceModel) -> Kinds:
     if model.device.job.kind == "serve":
         return _serving(model)
     always = _always(model)
-    highest = max(_moments(model).values(), key=lambda kinds: sum(kinds.values()))
+    highest = max(_moments(model).values(), key=_total)
     return {kind: always.get(kind, 0) + highest.get(kind, 0) for kind in KINDS}
 
 

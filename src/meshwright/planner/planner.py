@@ -18,7 +18,7 @@ from meshwright.machines import Machine, largest_slice, squarest
 from meshwright.models import family_of, model_config
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
-from meshwright.planner import constraints
+from meshwright.planner import constraints, fsdp2
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.efficiency import OPTIMIZER_BYTES, told_to_overlap
 from meshwright.planner.kernels import slow_attention
@@ -106,7 +106,10 @@ def plan_config(
     """Every mesh within the limits for these settings, ranked; `model` as in `job_of`."""
     model = model_config(config.model) if model is None else model
     job = job_of(config, machine, model, kind)
-    remat, policies = limits.fixed.get("remat"), family_of(model).remat
+    if job.backend == "torch":
+        fsdp2.check_backend(job, machine)
+        limits = dataclasses.replace(limits, limits=fsdp2.data_axis(limits.limits))
+    remat, policies = limits.fixed.get("remat"), job.remat
     if remat is not None and remat not in policies:
         raise MeshwrightError(f"remat={remat!r} is not a policy{did_you_mean(remat, policies)}")
     _check_accumulation(job.batch, limits.fixed.get("accumulation", 1))
@@ -138,10 +141,12 @@ _SETTINGS = {
     "moments": "optimizer.moments",
     "param_dtype": "compute.param_dtype", "dtype": "compute.dtype", "layers": "compute.layers",
     "overlap": "compute.overlap", "matmul": "compute.matmul", "fp8_skips": "compute.fp8_skips",
+    "backend": "backend", "compile": "torch.compile", "loss_parallel": "torch.loss_parallel",
+    "reshard_after_forward": "torch.reshard_after_forward",
 }  # fmt: skip
 _KNOWN = {
     "optimizer": tuple(OPTIMIZER_BYTES), "param_dtype": DTYPES, "dtype": DTYPES,
-    "matmul": ("auto", "fp8"),
+    "matmul": ("auto", "fp8"), "backend": ("jax", "torch"), "compile": ("auto", "on", "off"),
 }  # fmt: skip
 CHOSEN_TOO = ("remat", "accumulation", "weights", "cache")
 

@@ -40,6 +40,10 @@ class Job:
     overlap: bool = False  # a TPU is told to gather weights while it computes
     attention: str = "auto"  # the kernel, as train's --compute.attention takes it
     objective: str = "auto"  # what it is trained on, as train's --objective takes it
+    backend: Literal["jax", "torch"] = "jax"
+    compiled: bool = True  # PyTorch: torch.compile of each block and of the loss
+    loss_parallel: bool = True  # PyTorch: logits stay split over tp
+    reshard_after_forward: bool = True  # PyTorch: blocks are gathered again for the backward pass
 
     @property
     def moments_dtype(self) -> str:
@@ -71,8 +75,11 @@ class Job:
 
     @functools.cached_property
     def remat(self) -> Mapping[str, frozenset[str]]:
-        """Remat policies of the model: the activations that each saves."""
-        return family_of(self.model).remat
+        """Remat policies of the model: the activations that each saves; PyTorch has two."""
+        policies = family_of(self.model).remat
+        if self.backend == "torch":
+            return {name: policies[name] for name in ("none", "full")}
+        return policies
 
     @functools.cached_property
     def splits(self) -> dict[tuple[int, int], Any]:

@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 from meshwright.machines import Machine
 from meshwright.meshes import axes_across_slices
+from meshwright.planner import fsdp2
 from meshwright.planner.candidates import with_strategy
 from meshwright.planner.links import WITHIN_SLICES
 from meshwright.planner.parts import LANES, item_bytes, loss_chunks, vocab
@@ -63,7 +64,9 @@ def compiled_traffic(job: Job, choice: Choice, machine: Machine) -> tuple[Transf
 def compiled_sends(
     job: Job, choice: Choice, machine: Machine, number: MakeNumber = plain
 ) -> list[Send]:
-    """traffic.sends, as the machine's compiler has them."""
+    """traffic.sends, as the machine's compiler has them; PyTorch sends what it says."""
+    if job.backend == "torch":
+        return fsdp2.sends(job, choice, number)
     if choice.strategy == "auto":
         choice = with_strategy(job, choice, machine)
     found = sends(job, choice, number)

@@ -123,7 +123,7 @@ def possible(
     job: Job, machine: Machine, limits: Constraints
 ) -> Iterator[tuple[Choice, str | None]]:
     """The meshes within the limits, each with why it cannot be."""
-    for mesh in meshes(machine.num_devices):
+    for mesh in meshes(job, machine.num_devices):
         if not limits.allows(mesh):
             continue
         parallel = limits.fixed.get("sequence_parallel", False)
@@ -201,7 +201,8 @@ def _fitting(
 
 def _bases(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> Iterator[Choice]:
     """A mesh with strategies of attention, with and without sequence_parallel; last in chunks."""
-    chunks = (0, CHUNK) if length(job, mesh) >= LONG else (0,)
+    long = length(job, mesh) >= LONG and job.backend == "jax"
+    chunks = (0, CHUNK) if long else (0,)
     along = (False, True) if mesh.tp > 1 else (False,)
     fixed, able = limits.fixed, _strategies(job, mesh, machine, limits)
     for chunk in (fixed["mlp_chunk"],) if "mlp_chunk" in fixed else chunks:

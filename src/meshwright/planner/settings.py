@@ -50,15 +50,19 @@ def job_of(
     compute = config.compute
     if compute.matmul == "fp8":
         check_fp8(config, model, machine.chip)
-    scan, _ = layers_choice(config, model, machine.chip.platform, machine.num_devices)
+    platform, in_torch = machine.chip.platform, config.backend == "torch"
+    scan, _ = layers_choice(config, model, platform, machine.num_devices)
+    compiled = {"auto": platform == "gpu", "on": True, "off": False}[config.torch.compile]
     return Job(
         model, config.batch, config.seq, config.model, kind,
         optimizer=config.optimizer.name, moments=config.optimizer.moments,
         param_dtype=compute.param_dtype,
-        dtype=default_dtype(compute.dtype, machine.chip.platform), loss_chunk=config.loss.chunk,
+        dtype=default_dtype(compute.dtype, platform), loss_chunk=config.loss.chunk,
         matmul=compute.matmul, fp8_skips=compute.fp8_skips,
-        scan=scan, overlap=compute.overlap, attention=compute.attention,
-        objective=config.objective,
+        scan=scan and not in_torch, overlap=compute.overlap, attention=compute.attention,
+        objective=config.objective, backend=config.backend, compiled=compiled,
+        loss_parallel=config.torch.loss_parallel,
+        reshard_after_forward=config.torch.reshard_after_forward,
     )  # fmt: skip
 
 

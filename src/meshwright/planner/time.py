@@ -69,7 +69,7 @@ def step_time(job: Job, choice: Choice, machine: Machine, done: Work | None = No
         exposed += seconds
         place, able = "", 0.0  # needed at once, or sent when no layer computes
         if send.carries in _HIDEABLE or send.operation == "collective-permute":
-            place, able = _hides_under(send, link, machine, job.overlap)
+            place, able = _hides_under(send, link, machine, job)
             able *= seconds
             wanted[place] = wanted.get(place, 0.0) + able
         waits.append((send, link, seconds, place, able))
@@ -91,15 +91,15 @@ def step_time(job: Job, choice: Choice, machine: Machine, done: Work | None = No
     return StepTime(done, parts, sum(parts.values()), waits, hidden)
 
 
-def _hides_under(send: Send, link: Link, machine: Machine, overlap: bool) -> tuple[str, float]:
+def _hides_under(send: Send, link: Link, machine: Machine, job: Job) -> tuple[str, float]:
     """Under what it can hide, and how much of it at most."""
     if send.operation == "collective-permute":
         return f"ring {send.phase}", efficiency.HIDE_RING
-    if send.operation == "all-reduce" and link.network == "host network":
+    if send.operation == "all-reduce" and link.network == "host network" and job.backend == "jax":
         return send.phase, efficiency.HIDE_SUMS_OVER_HOSTS
     # under the first layer's all-gathers, and the last layer's sums, no other layer computes
     others = 1.0 - 1.0 / send.layers
-    return send.phase, others * efficiency.hides(machine.chip, send.operation, overlap)
+    return send.phase, others * efficiency.hides(machine.chip, send.operation, job.overlap)
 
 
 def transfers(timing: StepTime) -> tuple[Transfer, ...]:

@@ -5,7 +5,7 @@ import dataclasses
 from meshwright.machines import Machine
 from meshwright.models import family_of
 from meshwright.ops.attention import backward_kernels
-from meshwright.planner import efficiency
+from meshwright.planner import efficiency, fsdp2
 from meshwright.planner.candidates import with_strategy
 from meshwright.planner.kernels import attention_slowdown
 from meshwright.planner.parts import (
@@ -55,15 +55,16 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
     matmuls, elementwise = _Passes(), 0.0
     weights_read = 0.0
     between = tp if choice.sequence_parallel else 1
+    of_embed, of_heads, of_mlp = _elementwise_numbers(job)
     repeated = 1 + efficiency.ELEMENTWISE_AGAIN[choice.remat]
     for stack in sizes.stacks:
         tokens = on_device * (known[stack.field] // choice.sp)
         for block in stack.blocks:
             _add_matmuls(matmuls, job, choice, machine, (stack, block, saved))
         numbers = (
-            efficiency.ELEMENTWISE_EMBED * sizes.embed / between
-            + efficiency.ELEMENTWISE_HEADS * _heads(stack) / tp
-            + efficiency.ELEMENTWISE_MLP * stack.mlp.inner / tp
+            of_embed * sizes.embed / between
+            + of_heads * _heads(stack) / tp
+            + of_mlp * stack.mlp.inner / tp
         )
         elementwise += item * numbers * stack.layers * tokens * micro_batches * repeated
         weights_read += item * stack.weights / tp * stack.layers * micro_batches * 3
@@ -73,7 +74,7 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
     head_flops, head_seconds = _matmul(
         job, choice, machine, (vocab_on_device * sizes.embed, vocab_on_device, tokens), 3.0
     )
-    logits = item * efficiency.LOSS_LOGITS * vocab_on_device * tokens * micro_batches
+    logits = item * _loss_numbers(job, choice) * vocab_on_device * tokens * micro_batches
     stored = sizes.parameters / (choice.fsdp * choice.sp * tp)
     fewer = 4 - item_bytes(job.moments_dtype) if job.moments != "auto" else 0
     moments = efficiency.MOMENTS_READ_AND_WRITTEN[job.optimizer]
@@ -90,6 +91,8 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
         "loss": logits / memory,
         "optimizer": update / memory,
     }
+    if job.backend == "torch":
+        seconds["copies of FSDP"] = fsdp2.copied_bytes(job, choice) / memory
     layers = matmuls.forward + matmuls.backward + seconds["attention"] + seconds["elementwise"]
     seconds["loop over layers"] = (scan - 1) * layers
     seconds["idle"] = efficiency.IDLE_STEP
@@ -103,6 +106,20 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
         attention_forward=attention.forward,
         attention_backward=attention.backward,
     )
+
+
+def _elementwise_numbers(job: Job) -> tuple[float, float, float]:
+    if job.backend == "torch":
+        return fsdp2.elementwise_numbers(job)
+    return (
+        efficiency.ELEMENTWISE_EMBED,
+        efficiency.ELEMENTWISE_HEADS,
+        efficiency.ELEMENTWISE_MLP,
+    )
+
+
+def _loss_numbers(job: Job, choice: Choice) -> float:
+    return fsdp2.loss_numbers(job, choice) if job.backend == "torch" else efficiency.LOSS_LOGITS
 
 
 def _matmul(

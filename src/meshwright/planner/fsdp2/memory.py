@@ -1,0 +1,224 @@
+"""Bytes of a device at the moments of a step of the PyTorch backend, by kind.
+
+What is there all the time: float32 shards of parameters and moments. What comes and goes:
+- *loss*: everything that blocks save, the root's weights, logits in float32 and their gradient.
+- *mlp*, *norm*, *end* of a block's backward pass: its weights, those of the block before it (FSDP2
+  gathers them meanwhile), its gradients so far, the buffer from which the gradients of the block
+  after it are scattered, the LM head's gradient, which waits for the root's, and the block's work.
+- *scatter*: the gradients of the last block in both dtypes, before anything of it is freed.
+- *root*: at the end, gradients of the embedding and the LM head, and the buffer for them.
+
+A block's backward pass is counted for the last block, the one before it and the first two: between
+them less and less is saved, and more and more gradients are there.
+
+What a block of transformers saves, of a token: two norms, each with its input in float32, the
+normed input, and its output; queries, keys, values, output and lse of flash attention; gate, its
+activation, up and their product. Compiled, the norms keep their input as it is and the mlp computes
+the activation again. tests/torch compares the sums with the tensors that live in real steps.
+"""
+
+from collections.abc import Iterator
+
+from meshwright.planner.fsdp2.groups import block_group, root_group
+from meshwright.planner.parts import item_bytes, tokens
+from meshwright.planner.result import Choice, Job
+from meshwright.planner.terms import MakeNumber, Number, plain
+
+KINDS = (
+    "parameters", "optimizer", "gradients", "saved activations", "all-gathered weights",
+    "gradients to be scattered", "working activations", "loss", "batch",
+)  # fmt: skip
+NORM_ARRAYS = 5  # in float32, in the backward pass of a norm that is not compiled
+WHOLE_LOSS = 12  # bytes of a logit: log-softmax, its gradient and that of the logits, in float32
+SPLIT_LOSS = 14  # and where tp splits them: logits in both dtypes, and three arrays of the softmax
+Kinds = dict[str, Number]
+
+
+def moments(job: Job, choice: Choice, number: MakeNumber = plain) -> dict[str, Kinds]:
+    """What is there at each moment, with what is there all through the step."""
+    device = _Device(job, choice, number)
+    always = device.always()
+    found = dict(device.moments())
+    return {
+        name: {kind: always.get(kind, 0) + moment.get(kind, 0) for kind in KINDS}
+        for name, moment in found.items()
+    }
+
+
+class _Device:
+    """A device's share of a job: sizes as numbers or, to be printed, as terms."""
+
+    def __init__(self, job: Job, choice: Choice, number: MakeNumber) -> None:
+        model = job.model
+        self.job, self.choice, self.model, self.number = job, choice, model, number
+        self.stored = number(item_bytes(job.param_dtype), "bytes")
+        self.used = number(item_bytes(job.dtype), "bytes")
+        self.four = number(4, "bytes")  # of float32, in which gradients are summed
+        self.tp = number(choice.tp, name="tp")
+        block = block_group(model, choice.tp, choice.fsdp)
+        root = root_group(model, choice.tp, choice.fsdp)
+        self.block, self.block_shard = number(block.gathered), number(block.shard)
+        self.root, self.root_shard = number(root.gathered), number(root.shard)
+        self.layers = number(model.layers, "layers")
+        self.is_sharded = choice.fsdp > 1
+        on_device = tokens(job, choice)
+        self.tokens = number(on_device, "tokens")
+        # between blocks, where sequence parallelism splits them
+        split = choice.sequence_parallel
+        self.between = number(on_device // choice.tp if split else on_device, "tokens")
+        self.embed, self.mlp = number(model.embed), number(model.mlp) / self.tp
+        self.table = number(model.vocab) / self.tp * self.embed
+        self.saved_block = self._norm() + self._attention() + self._norm() + self._mlp()
+        if choice.remat == "full":
+            self.saved = self.used * self.between * self.embed
+        else:
+            self.saved = self.saved_block
+
+    @property
+    def all_shards(self) -> Number:
+        return self.layers * self.block_shard + self.root_shard
+
+    def always(self) -> Kinds:
+        """What is there all through the step."""
+        kinds: Kinds = {
+            "parameters": self.stored * self.all_shards,
+            "optimizer": 2 * self.stored * self.all_shards,
+            "batch": 2 * self.number(8, "bytes") * self.tokens,
+        }
+        if self.choice.accumulation > 1:
+            kinds["gradients"] = self.stored * self.all_shards
+        return kinds
+
+    def _norm_input(self) -> Number:
+        """What a norm saves of its input; the mean of squares too."""
+        each = self.used if self.job.compiled else self.four + self.used
+        return self.between * (each * self.embed + self.four)
+
+    def _norm(self) -> Number:
+        """The output is what the matmuls after it save: of the whole sequence."""
+        return self._norm_input() + self.used * self.tokens * self.embed
+
+    def _attention(self) -> Number:
+        model, number = self.model, self.number
+        heads, kv_heads = number(model.heads, "heads"), number(model.kv_heads, "heads")
+        head_dim = number(model.head_dim)
+        each = self.used * (2 * heads + 2 * kv_heads) * head_dim + self.four * heads
+        if model.qk_norm:
+            # the norms of queries and keys; compiled, only what goes into them
+            bytes_ = self.used if self.job.compiled else self.four + self.used
+            each = each + (heads + kv_heads) * (bytes_ * head_dim + self.four)
+        return self.tokens * each / self.tp
+
+    def _mlp(self) -> Number:
+        return self.used * self.tokens * (3 if self.job.compiled else 4) * self.mlp
+
+    def _after_blocks(self) -> Number:
+        """What the last norm, which is not compiled, and the LM head save."""
+        norm = self.between * ((self.four + self.used) * self.embed + self.four)
+        return norm + self.used * self.tokens * self.embed
+
+    def _loss(self) -> Number:
+        logits = self.tokens * self.number(self.model.vocab)
+        if self.job.loss_parallel and self.choice.tp > 1:
+            return self.number(SPLIT_LOSS, "bytes") * logits / self.tp
+        if self.job.compiled:  # logits and their gradient
+            return 2 * self.used * logits
+        return self.number(WHOLE_LOSS, "bytes") * logits
+
+    def moments(self) -> Iterator[tuple[str, Kinds]]:
+        layers = self.model.layers
+        gathered = self.block if self.is_sharded else 0
+        yield "loss", {
+            "saved activations": self.layers * self.saved + self._after_blocks(),
+            "all-gathered weights": self.used * (self.root + gathered) + self._kept_weights(0),
+            "loss": self._loss(),
+        }
+        places = {"the last": 0, "the last but one": 1, "the second": layers - 2}
+        places |= {"the first": layers - 1}
+        seen = set()
+        for name, done in places.items():
+            if 0 <= done < layers and done not in seen:
+                seen.add(done)
+                for part, kinds in self._backward(done).items():
+                    yield f"{part} of {name} block", kinds
+        yield "scatter", self._with_gradients(
+            1,
+            {
+                "saved activations": self._saved_by(layers - 1),
+                "all-gathered weights": self._gathered(gathered),
+                "gradients to be scattered": (self.used + self.four) * self.block
+                + self.used * self.table,
+            },
+        )
+        yield "root", self._root()
+
+    def _saved_by(self, blocks: int) -> Number:
+        """What so many blocks, the first ones, keep for the backward pass."""
+        return self.number(blocks, "blocks") * self.saved if blocks else 0
+
+    def _kept_weights(self, done: int) -> Number:
+        """Weights that a forward pass without resharding leaves, beside those that are in use."""
+        if self.job.reshard_after_forward or not self.is_sharded:
+            return 0
+        left = max(self.model.layers - done - 2, 0)
+        return self.used * self.number(left, "blocks") * self.block
+
+    def _gathered(self, blocks: Number) -> Number:
+        return self.used * (self.root + blocks)
+
+    def _with_gradients(self, done: int, kinds: Kinds) -> Kinds:
+        """With the shards of gradients of so many blocks."""
+        if self.choice.accumulation == 1 and done:
+            kinds["gradients"] = self.stored * self.number(done, "blocks") * self.block_shard
+        return kinds
+
+    def _backward(self, done: int) -> dict[str, Kinds]:
+        """The backward pass of a block after that of `done` others."""
+        before = self.model.layers - 1 - done
+        used, stream = self.used, self.used * self.tokens * self.embed
+        weights = self._gathered(2 * self.block if before and self.is_sharded else self.block)
+        weights = weights + self._kept_weights(done)
+        # the gradients of the block after it are being scattered
+        waiting = used * self.table + (self.four * self.block if done else 0)
+        recomputed = self.saved if self.choice.remat == "full" else 0  # from its input
+        saved = self._saved_by(before) + recomputed
+        # arrays of a norm's backward pass: in float32, or in one kernel
+        norm = (
+            used * 3 * self.between * self.embed
+            if self.job.compiled
+            else self.four * NORM_ARRAYS * self.between * self.embed
+        )
+        matrix = self.mlp * self.embed
+        first_norm = self._norm_input()
+        rest = self._norm() + self._attention() + first_norm
+        parts = {
+            # its own saved activations, work, gradients of weights so far
+            "mlp": (self.saved_block, 2 * used * self.tokens * self.mlp + stream, matrix),
+            "norm": (rest, norm + stream, 3 * matrix),
+            "end": (first_norm, norm + stream, self.block),
+        }
+        return {
+            part: self._with_gradients(
+                done,
+                {
+                    "saved activations": saved + own,
+                    "all-gathered weights": weights,
+                    "gradients to be scattered": waiting + used * gradients,
+                    "working activations": work,
+                },
+            )
+            for part, (own, work, gradients) in parts.items()
+        }
+
+    def _root(self) -> Kinds:
+        """The gradients of embedding and LM head; tied ones are added to a third array."""
+        tables = 3 if self.model.tied_embeddings else 2
+        unscattered = self.used * tables * self.table + self.four * self.block
+        kinds: Kinds = {
+            "gradients to be scattered": max(
+                self.used * self.root + unscattered, (self.used + self.four) * self.root
+            ),
+        }
+        if self.choice.accumulation == 1:
+            kinds["gradients"] = self.stored * self.all_shards
+        return kinds

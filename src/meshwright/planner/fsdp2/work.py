@@ -1,0 +1,43 @@
+"""Bytes that a step of the PyTorch backend reads and writes beside its matmuls.
+
+Compiled blocks fuse as XLA's do, and take the same constants (planner/efficiency.py). Without
+torch.compile each operator reads and writes its arrays.
+"""
+
+from meshwright.planner import efficiency
+from meshwright.planner.fsdp2.groups import block_group, root_group
+from meshwright.planner.parts import item_bytes
+from meshwright.planner.result import Choice, Job
+
+
+def elementwise_numbers(job: Job) -> tuple[float, float, float]:
+    """Activations read and written of a token and layer, in numbers of embed, heads and mlp."""
+    if job.compiled:
+        return (
+            efficiency.ELEMENTWISE_EMBED,
+            efficiency.ELEMENTWISE_HEADS,
+            efficiency.ELEMENTWISE_MLP,
+        )
+    return efficiency.EAGER_EMBED, efficiency.EAGER_HEADS, efficiency.EAGER_MLP
+
+
+def loss_numbers(job: Job, choice: Choice) -> float:
+    """Times the logits are read or written."""
+    if job.loss_parallel and choice.tp > 1:
+        return efficiency.SPLIT_LOSS_LOGITS
+    return efficiency.LOSS_LOGITS if job.compiled else efficiency.EAGER_LOSS_LOGITS
+
+
+def copied_bytes(job: Job, choice: Choice) -> float:
+    """What FSDP2 copies between parameters and the buffers that it sends, in a step.
+
+    A gathered array is read and written into its parameters, a gradient into a buffer in float32.
+    """
+    item, four = item_bytes(job.dtype), 4
+    if choice.dp * choice.fsdp == 1:
+        return 0.0
+    block = block_group(job.model, choice.tp, choice.fsdp).gathered * job.model.layers
+    root = root_group(job.model, choice.tp, choice.fsdp).gathered
+    gathers = 2 if job.reshard_after_forward else 1
+    copies = (gathers * block + root) * 2 * item + (block + root) * (item + four)
+    return float(copies * choice.accumulation)
