@@ -102,6 +102,11 @@ def prove_command(arguments: Sequence[str]) -> None:
             "--on says for which machine to compile: --on v5p:4x4x4, --on h100:8, --on cpu:8"
         )
     config, machine = settings(words, default), Machine.parse(on)
+    if config.backend == "torch":
+        raise MeshwrightError(
+            "prove compiles the step of the JAX backend; with --backend torch mw.torch.audit lists "
+            "what a step sends, and mw.torch.explain where every parameter goes"
+        )
     if config.mesh == AUTO:
         config, chosen = planned(config, machine, words)
         print(chosen, file=sys.stderr)

@@ -13,11 +13,8 @@ from meshwright.planner.parts import split_of, standard_rules
 from meshwright.planner.result import Choice, Job
 
 
-def meshes(job: Job, devices: int) -> Iterator[Choice]:
-    """Every (dp, fsdp, tp, sp) that makes up this many devices; PyTorch has no sp."""
-    if job.backend == "torch":
-        yield from fsdp2.meshes(devices)
-        return
+def meshes(devices: int) -> Iterator[Choice]:
+    """Every (dp, fsdp, tp, sp) that makes up this many devices."""
     for tp in divisors(devices):
         for sp in divisors(devices // tp):
             for dp in divisors(devices // (tp * sp)):

@@ -43,7 +43,7 @@ class Job:
     backend: Literal["jax", "torch"] = "jax"
     compiled: bool = True  # PyTorch: torch.compile of each block and of the loss
     loss_parallel: bool = True  # PyTorch: logits stay split over tp
-    reshard_after_forward: bool = True  # PyTorch: blocks are gathered again for the backward pass
+    reshard_after_forward: bool = True  # PyTorch: all-gather blocks again for the backward pass
 
     @property
     def moments_dtype(self) -> str:

@@ -13,6 +13,7 @@ from typing import Literal
 from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
+from meshwright.planner import fsdp2
 from meshwright.planner.candidates import meshes, refusal, strategies, with_strategy
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.memory import memory
@@ -123,7 +124,8 @@ def possible(
     job: Job, machine: Machine, limits: Constraints
 ) -> Iterator[tuple[Choice, str | None]]:
     """The meshes within the limits, each with why it cannot be."""
-    for mesh in meshes(job, machine.num_devices):
+    every = fsdp2.meshes if job.backend == "torch" else meshes
+    for mesh in every(machine.num_devices):
         if not limits.allows(mesh):
             continue
         parallel = limits.fixed.get("sequence_parallel", False)

@@ -15,6 +15,7 @@ from meshwright.planner import constraints
 from meshwright.planner.candidates import with_strategy
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.result import Choice, Job
+from meshwright.present import mesh_text
 from meshwright.train import (
     AUTO,
     TrainConfig,
@@ -79,7 +80,11 @@ def apply(config: TrainConfig, choice: Choice) -> TrainConfig:
     changes = {setting: getattr(choice, field) for field, setting in CHOSEN.items()}
     if choice.sp == 1:  # nothing for a strategy to split
         del changes["context_parallel"]
-    whole = {"mesh": choice.mesh, "num_partitions": None, "submesh": None}
+    mesh = choice.mesh
+    if config.backend == "torch":  # which needs a data axis, and has no sp
+        axes = {"dp": choice.dp, "fsdp": choice.fsdp, "tp": choice.tp}
+        mesh = mesh_text({axis: n for axis, n in axes.items() if n > 1 or axis == "fsdp"})
+    whole = {"mesh": mesh, "num_partitions": None, "submesh": None}
     return with_settings(config, whole | changes)
 
 

@@ -4,7 +4,7 @@ Formulas only: PyTorch need not be installed. tests/torch compares them with rea
 """
 
 from meshwright.planner.fsdp2.checks import check_backend, data_axis, meshes, refusal
-from meshwright.planner.fsdp2.memory import moments
+from meshwright.planner.fsdp2.memory import moments, saved_by_block
 from meshwright.planner.fsdp2.traffic import sends
 from meshwright.planner.fsdp2.work import copied_bytes, elementwise_numbers, loss_numbers
 
@@ -17,5 +17,6 @@ __all__ = [
     "meshes",
     "moments",
     "refusal",
+    "saved_by_block",
     "sends",
 ]

@@ -51,10 +51,19 @@ def meshes(devices: int) -> Iterator[Choice]:
 
 def data_axis(limits: tuple[tuple[str, str, int], ...]) -> tuple[tuple[str, str, int], ...]:
     """Limits in which dp stands alone, as PyTorch reads them: weights are split over it."""
-    if "dp" not in [axis for axis, _, _ in limits] or "fsdp" in [axis for axis, _, _ in limits]:
+    axes = [axis for axis, _, _ in limits]
+    for axis, how, size in limits:
+        if axis not in ("dp", "fsdp", "tp") and size > 1 and how != "<=":
+            raise MeshwrightError(
+                f"{axis}{how}{size}: the PyTorch backend has no {axis} axis; its axes are dp, fsdp "
+                "and tp"
+            )
+    if "dp" not in axes or "fsdp" in axes:
         return limits
     alone = (("dp", "=", 1),)
-    return alone + tuple(("fsdp" if axis == "dp" else axis, *rest) for axis, *rest in limits)
+    return alone + tuple(
+        ("fsdp" if axis == "dp" else axis, how, size) for axis, how, size in limits
+    )
 
 
 def refusal(job: Job, choice: Choice) -> str | None:

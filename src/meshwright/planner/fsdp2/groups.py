@@ -10,8 +10,7 @@ class Group(NamedTuple):
     """Parameters on a tensor rank; dim 0 is cut as torch.chunk does, so shards may be padded."""
 
     shard: int  # numbers of the largest shard
-    gathered: int  # numbers of all shards, padded
-    arrays: int
+    whole: int  # numbers of all shards, padded
 
 
 @functools.lru_cache(maxsize=4096)
@@ -35,11 +34,11 @@ def block_group(model: DecoderConfig, tp: int, shards: int) -> Group:
 
 @functools.lru_cache(maxsize=4096)
 def root_group(model: DecoderConfig, tp: int, shards: int) -> Group:
-    """Embedding, last norm and LM head: gathered once, and kept until the backward pass ends."""
+    """Embedding, last norm and LM head: all-gathered once, kept until the backward pass ends."""
     tables = 1 if model.tied_embeddings else 2
     return _group([(model.embed, 1), *tables * [(model.vocab // tp, model.embed)]], shards)
 
 
 def _group(arrays: list[tuple[int, int]], shards: int) -> Group:
-    shard = sum(-(-rows // shards) * numbers for rows, numbers in arrays)
-    return Group(shard, shards * shard, len(arrays))
+    shard = sum(-(-size // shards) * numbers for size, numbers in arrays)
+    return Group(shard, shards * shard)

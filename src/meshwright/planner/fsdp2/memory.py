@@ -2,9 +2,10 @@
 
 What is there all the time: float32 shards of parameters and moments. What comes and goes:
 - *loss*: everything that blocks save, the root's weights, logits in float32 and their gradient.
-- *mlp*, *norm*, *end* of a block's backward pass: its weights, those of the block before it (FSDP2
-  gathers them meanwhile), its gradients so far, the buffer from which the gradients of the block
-  after it are scattered, the LM head's gradient, which waits for the root's, and the block's work.
+- *backward* of a block: its weights, those of the block before it (all-gathered meanwhile), its
+  gradients so far, the buffer from which the gradients of the block after it are scattered, the LM
+  head's gradient, which waits for the root's, and what the block computes with: while its mlp, its
+  second norm, or its first one is computed.
 - *scatter*: the gradients of the last block in both dtypes, before anything of it is freed.
 - *root*: at the end, gradients of the embedding and the LM head, and the buffer for them.
 
@@ -29,8 +30,12 @@ KINDS = (
     "gradients to be scattered", "working activations", "loss", "batch",
 )  # fmt: skip
 NORM_ARRAYS = 5  # in float32, in the backward pass of a norm that is not compiled
-WHOLE_LOSS = 12  # bytes of a logit: log-softmax, its gradient and that of the logits, in float32
-SPLIT_LOSS = 14  # and where tp splits them: logits in both dtypes, and three arrays of the softmax
+# bytes of a logit in the loss. Whole: log-softmax, its gradient and that of the logits, in float32.
+# Split over tp: logits in both dtypes and two arrays of the softmax; compiled, the softmax, a copy
+# of it and the gradient
+WHOLE_LOSS = 12
+SPLIT_LOSS = 14
+SPLIT_LOSS_COMPILED = 10
 Kinds = dict[str, Number]
 
 
@@ -45,6 +50,11 @@ def moments(job: Job, choice: Choice, number: MakeNumber = plain) -> dict[str, K
     }
 
 
+def saved_by_block(job: Job, choice: Choice) -> Number:
+    """Bytes that a block saves for its backward pass, unless it is recomputed."""
+    return _Device(job, choice, plain).saved_block
+
+
 class _Device:
     """A device's share of a job: sizes as numbers or, to be printed, as terms."""
 
@@ -57,8 +67,8 @@ class _Device:
         self.tp = number(choice.tp, name="tp")
         block = block_group(model, choice.tp, choice.fsdp)
         root = root_group(model, choice.tp, choice.fsdp)
-        self.block, self.block_shard = number(block.gathered), number(block.shard)
-        self.root, self.root_shard = number(root.gathered), number(root.shard)
+        self.block, self.block_shard = number(block.whole), number(block.shard)
+        self.root, self.root_shard = number(root.whole), number(root.shard)
         self.layers = number(model.layers, "layers")
         self.is_sharded = choice.fsdp > 1
         on_device = tokens(job, choice)
@@ -105,8 +115,10 @@ class _Device:
         each = self.used * (2 * heads + 2 * kv_heads) * head_dim + self.four * heads
         if model.qk_norm:
             # the norms of queries and keys; compiled, only what goes into them
-            bytes_ = self.used if self.job.compiled else self.four + self.used
-            each = each + (heads + kv_heads) * (bytes_ * head_dim + self.four)
+            norms = self.used * head_dim
+            if not self.job.compiled:
+                norms = norms + self.four * head_dim + self.four
+            each = each + (heads + kv_heads) * norms
         return self.tokens * each / self.tp
 
     def _mlp(self) -> Number:
@@ -120,35 +132,42 @@ class _Device:
     def _loss(self) -> Number:
         logits = self.tokens * self.number(self.model.vocab)
         if self.job.loss_parallel and self.choice.tp > 1:
-            return self.number(SPLIT_LOSS, "bytes") * logits / self.tp
+            split = SPLIT_LOSS_COMPILED if self.job.compiled else SPLIT_LOSS
+            return self.number(split, "bytes") * logits / self.tp
         if self.job.compiled:  # logits and their gradient
             return 2 * self.used * logits
         return self.number(WHOLE_LOSS, "bytes") * logits
 
     def moments(self) -> Iterator[tuple[str, Kinds]]:
         layers = self.model.layers
-        gathered = self.block if self.is_sharded else 0
-        yield "loss", {
-            "saved activations": self.layers * self.saved + self._after_blocks(),
-            "all-gathered weights": self.used * (self.root + gathered) + self._kept_weights(0),
-            "loss": self._loss(),
-        }
+        next_block = self.block if self.is_sharded else 0
+        yield (
+            "loss",
+            {
+                "saved activations": self.layers * self.saved + self._after_blocks(),
+                "all-gathered weights": self._weights(0) + self._kept_weights(layers),
+                "loss": self._loss(),
+            },
+        )
         places = {"the last": 0, "the last but one": 1, "the second": layers - 2}
         places |= {"the first": layers - 1}
         seen = set()
         for name, done in places.items():
             if 0 <= done < layers and done not in seen:
                 seen.add(done)
-                for part, kinds in self._backward(done).items():
-                    yield f"{part} of {name} block", kinds
-        yield "scatter", self._with_gradients(
-            1,
-            {
-                "saved activations": self._saved_by(layers - 1),
-                "all-gathered weights": self._gathered(gathered),
-                "gradients to be scattered": (self.used + self.four) * self.block
-                + self.used * self.table,
-            },
+                fullest = max(self._backward(done), key=lambda kinds: sum(kinds.values()))
+                yield f"backward of {name} block", fullest
+        yield (
+            "scatter",
+            self._with_gradients(
+                1,
+                {
+                    "saved activations": self._saved_by(layers - 1),
+                    "all-gathered weights": self._weights(next_block),
+                    "gradients to be scattered": (self.used + self.four) * self.block
+                    + self.used * self.table,
+                },
+            ),
         )
         yield "root", self._root()
 
@@ -156,14 +175,13 @@ class _Device:
         """What so many blocks, the first ones, keep for the backward pass."""
         return self.number(blocks, "blocks") * self.saved if blocks else 0
 
-    def _kept_weights(self, done: int) -> Number:
-        """Weights that a forward pass without resharding leaves, beside those that are in use."""
+    def _kept_weights(self, blocks: int) -> Number:
+        """Weights of so many blocks, where the forward pass does not reshard them."""
         if self.job.reshard_after_forward or not self.is_sharded:
             return 0
-        left = max(self.model.layers - done - 2, 0)
-        return self.used * self.number(left, "blocks") * self.block
+        return self.used * self.number(max(blocks, 0), "blocks") * self.block
 
-    def _gathered(self, blocks: Number) -> Number:
+    def _weights(self, blocks: Number) -> Number:
         return self.used * (self.root + blocks)
 
     def _with_gradients(self, done: int, kinds: Kinds) -> Kinds:
@@ -172,12 +190,12 @@ class _Device:
             kinds["gradients"] = self.stored * self.number(done, "blocks") * self.block_shard
         return kinds
 
-    def _backward(self, done: int) -> dict[str, Kinds]:
-        """The backward pass of a block after that of `done` others."""
+    def _backward(self, done: int) -> list[Kinds]:
+        """The backward pass of a block after that of `done` others: its mlp, a norm, its end."""
         before = self.model.layers - 1 - done
         used, stream = self.used, self.used * self.tokens * self.embed
-        weights = self._gathered(2 * self.block if before and self.is_sharded else self.block)
-        weights = weights + self._kept_weights(done)
+        weights = self._weights(2 * self.block if before and self.is_sharded else self.block)
+        weights = weights + self._kept_weights(before - 1)
         # the gradients of the block after it are being scattered
         waiting = used * self.table + (self.four * self.block if done else 0)
         recomputed = self.saved if self.choice.remat == "full" else 0  # from its input
@@ -191,14 +209,14 @@ class _Device:
         matrix = self.mlp * self.embed
         first_norm = self._norm_input()
         rest = self._norm() + self._attention() + first_norm
-        parts = {
+        parts = [
             # its own saved activations, work, gradients of weights so far
-            "mlp": (self.saved_block, 2 * used * self.tokens * self.mlp + stream, matrix),
-            "norm": (rest, norm + stream, 3 * matrix),
-            "end": (first_norm, norm + stream, self.block),
-        }
-        return {
-            part: self._with_gradients(
+            (self.saved_block, 2 * used * self.tokens * self.mlp + stream, matrix),
+            (rest, norm + stream, 3 * matrix),
+            (first_norm, norm + stream, self.block),
+        ]
+        return [
+            self._with_gradients(
                 done,
                 {
                     "saved activations": saved + own,
@@ -207,8 +225,8 @@ class _Device:
                     "working activations": work,
                 },
             )
-            for part, (own, work, gradients) in parts.items()
-        }
+            for own, work, gradients in parts
+        ]
 
     def _root(self) -> Kinds:
         """The gradients of embedding and LM head; tied ones are added to a third array."""

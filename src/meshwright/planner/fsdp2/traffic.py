@@ -49,14 +49,14 @@ class _Step:
             about = (1, layers)
             weights = Carries.LAYER_WEIGHTS if layers else Carries.TABLE
             gradients = Carries.LAYER_GRADIENTS if layers else Carries.EMBEDDING_GRADIENT
-            size = self.item * self.number(group.gathered)
+            size = self.item * self.number(group.whole)
             said = f"weights of {what}"
             yield Send(said, "all-gather", over, size, times, "forward", weights, *about)
             again = times if layers and self.job.reshard_after_forward else 0
             said += ", again"
             yield Send(said, "all-gather", over, size, again, BACKWARD, weights, *about)
             said = f"gradients of {what}"
-            size = self.four * self.number(group.gathered)
+            size = self.four * self.number(group.whole)
             yield Send(said, "reduce-scatter", over, size, times, BACKWARD, gradients, *about)
             size = self.four * self.number(group.shard)
             yield Send(said, "all-reduce", replicas, size, times, BACKWARD, gradients, *about)
@@ -66,9 +66,9 @@ class _Step:
         layers, along = self.model.layers, self.choice.sequence_parallel
         again = self.choice.remat == "full"
         inputs, sums = "inputs of attention and mlp", "sums of attention and mlp"
-        rows: list[tuple[str, str, int, Phase]]
+        kinds: list[tuple[str, str, int, Phase]]
         if along:
-            rows = [
+            kinds = [
                 (inputs, "all-gather", 2, "forward"),
                 (sums, "reduce-scatter", 2, "forward"),
                 (f"gradients of the {sums}", "all-gather", 2, BACKWARD),
@@ -78,12 +78,12 @@ class _Step:
                 ("sums of attention, computed again", "reduce-scatter", int(again), BACKWARD),
             ]
         else:
-            rows = [
+            kinds = [
                 (sums, "all-reduce", 2, "forward"),
                 (f"gradients of the {inputs}", "all-reduce", 2, BACKWARD),
                 ("sums of attention, computed again", "all-reduce", int(again), BACKWARD),
             ]
-        for what, operation, times, phase in rows:
+        for what, operation, times, phase in kinds:
             each = times * layers * self.micro_batches
             carries = Carries.ACTIVATIONS
             yield Send(what, operation, self.tp, self.stream, each, phase, carries, 1, layers)
@@ -124,13 +124,8 @@ class _Step:
             yield send("logits", "all-gather", logits, "forward")
 
     def scalars(self) -> Iterator[Send]:
-        """The loss, the number of targets, and the gradient's norm: one number of each array."""
-        block, root = block_group(self.model, 1, 1), root_group(self.model, 1, 1)
-        arrays = self.number(self.model.layers * block.arrays + root.arrays, "arrays")
-        for axis in ("fsdp", "tp"):
-            what, size = "norm of the gradient", self.four * arrays
-            yield Send(what, "all-reduce", self.over(axis), size, 1, "optimizer")
+        """Numbers in float64 over all devices."""
         every, eight = self.over("dp", "fsdp", "tp"), self.number(8, "bytes")
         yield Send("number of targets", "all-reduce", every, eight, 1, "forward")
-        what = "loss and keys that a query sees"
-        yield Send(what, "all-reduce", every, 2 * eight, 1, "optimizer")
+        what = "loss, norm of the gradient, keys that a query sees"
+        yield Send(what, "all-reduce", every, 3 * eight, 1, "optimizer")

@@ -23,21 +23,23 @@ def elementwise_numbers(job: Job) -> tuple[float, float, float]:
 
 def loss_numbers(job: Job, choice: Choice) -> float:
     """Times the logits are read or written."""
-    if job.loss_parallel and choice.tp > 1:
-        return efficiency.SPLIT_LOSS_LOGITS
-    return efficiency.LOSS_LOGITS if job.compiled else efficiency.EAGER_LOSS_LOGITS
+    split = job.loss_parallel and choice.tp > 1
+    if job.compiled:
+        return efficiency.SPLIT_LOSS_LOGITS if split else efficiency.LOSS_LOGITS
+    return efficiency.EAGER_SPLIT_LOSS_LOGITS if split else efficiency.EAGER_LOSS_LOGITS
 
 
 def copied_bytes(job: Job, choice: Choice) -> float:
     """What FSDP2 copies between parameters and the buffers that it sends, in a step.
 
-    A gathered array is read and written into its parameters, a gradient into a buffer in float32.
+    An all-gathered array is read and written into its parameters, a gradient into a buffer of
+    float32.
     """
     item, four = item_bytes(job.dtype), 4
     if choice.dp * choice.fsdp == 1:
         return 0.0
-    block = block_group(job.model, choice.tp, choice.fsdp).gathered * job.model.layers
-    root = root_group(job.model, choice.tp, choice.fsdp).gathered
-    gathers = 2 if job.reshard_after_forward else 1
-    copies = (gathers * block + root) * 2 * item + (block + root) * (item + four)
+    block = block_group(job.model, choice.tp, choice.fsdp).whole * job.model.layers
+    root = root_group(job.model, choice.tp, choice.fsdp).whole
+    times = 2 if job.reshard_after_forward else 1
+    copies = (times * block + root) * 2 * item + (block + root) * (item + four)
     return float(copies * choice.accumulation)

@@ -10,7 +10,7 @@ from meshwright.planner.memory import formulas, moments
 from meshwright.planner.memory import memory as count_memory
 from meshwright.planner.parts import keys_seen, splits_of
 from meshwright.planner.report import figures
-from meshwright.planner.report.words import settings, short_mesh
+from meshwright.planner.report.words import settings, short_mesh, what_overlaps
 from meshwright.planner.result import (
     RESERVE,
     Choice,
@@ -48,6 +48,8 @@ def find_mesh(plan: Plan, text: str) -> Estimate | Refusal:
     spec = MeshSpec.parse(text).with_standard_axes()
     sizes = dict(spec.resolve(plan.machine.num_devices, where=f"in '{plan.machine}'").axes)
     wanted = {axis: sizes[axis] for axis in STANDARD_AXES}
+    if plan.job.backend == "torch" and wanted["fsdp"] == 1:  # weights are split over dp alone
+        wanted |= {"dp": 1, "fsdp": wanted["dp"]}
     looked_at: list[Estimate | Refusal] = [*plan.ranked, *plan.refused]
     for one in looked_at:
         if one.choice.sizes == wanted:
@@ -235,6 +237,8 @@ def _time(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
     ]
     rows.append(Row(("step", seconds_text(step), "100%", ""), style="bold"))
     lines = [] if estimate.serving is None else _served(plan, estimate.serving, said)
+    if plan.job.backend == "torch":
+        lines.append(what_overlaps(plan.job))
     return [
         *_heading(
             "time", f" of a step; {amount(figures.tokens_per_second(plan, estimate))} tokens/s"

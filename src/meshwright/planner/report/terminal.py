@@ -13,6 +13,7 @@ from meshwright.planner.report.words import (
     meshes,
     next_commands,
     short_mesh,
+    what_overlaps,
 )
 from meshwright.planner.result import Estimate, Memory, Plan, Serving
 from meshwright.present import (
@@ -40,7 +41,10 @@ def report(plan: Plan, width: int = 120, *, top: int = 8, refused: bool = False)
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[RenderableType] = [*_header(plan), Text("")]
+    parts: list[RenderableType] = [*_header(plan)]
+    if plan.job.backend == "torch":
+        parts.append(paragraph(what_overlaps(plan.job), width, 0, hanging=2, style="dim"))
+    parts.append(Text(""))
     for warning in plan.warnings:
         parts += [paragraph(f"warning: {warning}", width, 0, hanging=2, style="yellow"), Text("")]
     parts += _ranked(plan, width, top)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from meshwright.models import generation_of
 from meshwright.planner.ranking import UNCERTAINTY
-from meshwright.planner.result import Choice, Plan, Refusal
+from meshwright.planner.result import Choice, Job, Plan, Refusal
 from meshwright.planner.settings import apply
 from meshwright.present import count, percent
 from meshwright.train import settings_flags, with_settings
@@ -64,8 +64,30 @@ def next_commands(plan: Plan, choice: Choice) -> list[str]:
             config, {"override": ("rope.scaling=linear", f"rope.factor={factor}")}
         )
     model, flags = job.name or "MODEL", settings_flags(config)
+    if job.backend == "torch":
+        return [shlex.join([*_torchrun(plan), "meshwright", "train", model, *flags])]
     prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags]
     return [shlex.join(prove), shlex.join(["meshwright", "train", model, *flags])]
+
+
+def _torchrun(plan: Plan) -> list[str]:
+    """Starts a process for each GPU; on several hosts the same command on each of them."""
+    hosts, gpus = plan.machine.grid
+    start = ["torchrun", "--nproc-per-node", str(gpus)]
+    if hosts > 1:
+        start += ["--nnodes", str(hosts), "--rdzv-backend", "c10d"]
+        start += ["--rdzv-endpoint", "FIRST_HOST:29500"]
+    return [*start, "--no-python", "--"]  # else it takes --run for its own flag
+
+
+def what_overlaps(job: Job) -> str:
+    """What PyTorch sends while it computes, and what it waits for."""
+    compiled = "blocks compiled" if job.compiled else "not compiled"
+    return (
+        f"PyTorch, {compiled}: FSDP2 all-gathers a block's weights while the block before it "
+        "computes, and sums its gradients while the next one does; the first block, the root "
+        "(embedding, LM head) and everything over tp is waited for"
+    )
 
 
 def _to_serve(plan: Plan, choice: Choice) -> list[str]:
