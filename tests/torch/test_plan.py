@@ -70,7 +70,7 @@ class Case:
             network(self.kind), mesh, mixed_precision="bf16",
             sequence_parallel=choice.sequence_parallel, loss_parallel=self.job.loss_parallel,
             activation_checkpointing=choice.remat == "full",
-            reshard_after_forward=None if self.job.reshard_after_forward else False,
+            reshard_after_forward=None if choice.fsdp > 1 and self.job.reshard_after_forward else False,
         )  # fmt: skip
 
     def step(self, model: Any) -> None:
@@ -100,6 +100,7 @@ def case(kind: str = "llama", batch: int = 12, **how: Any) -> Case:
     case(fsdp=12),
     case(dp=3, fsdp=4, batch=24, accumulation=2),
     case("tied llama", dp=2, fsdp=6, batch=96),
+    case(dp=12),
     case("qwen2", fsdp=4, tp=3),
     case("qwen3", fsdp=4, tp=3, sequence_parallel=True, loss_parallel=True, batch=48),
     case("tied llama", dp=2, fsdp=2, tp=3, loss_parallel=True, remat="full"),

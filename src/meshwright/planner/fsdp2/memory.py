@@ -69,8 +69,10 @@ class _Device:
         root = root_group(model, choice.tp, choice.fsdp)
         self.block, self.block_shard = number(block.whole), number(block.shard)
         self.root, self.root_shard = number(root.whole), number(root.shard)
+        self.scattering = self.four * self.block if choice.fsdp > 1 else 0  # of the block before
         self.layers = number(model.layers, "layers")
-        self.is_sharded = choice.fsdp > 1
+        # weights of blocks are freed between their two passes; on one rank they never are
+        self.reshards = job.reshard_after_forward and choice.fsdp > 1
         on_device = tokens(job, choice)
         self.tokens = number(on_device, "tokens")
         # between blocks, where sequence parallelism splits them
@@ -139,16 +141,12 @@ class _Device:
         return self.number(WHOLE_LOSS, "bytes") * logits
 
     def moments(self) -> Iterator[tuple[str, Kinds]]:
-        layers = self.model.layers
-        next_block = self.block if self.is_sharded else 0
-        yield (
-            "loss",
-            {
-                "saved activations": self.layers * self.saved + self._after_blocks(),
-                "all-gathered weights": self._weights(0) + self._kept_weights(layers),
-                "loss": self._loss(),
-            },
-        )
+        layers, loss = self.model.layers, self._after_blocks()
+        yield "loss", {
+            "saved activations": self.layers * self.saved + loss,
+            "all-gathered weights": self._weights(0 if self.reshards else layers),
+            "loss": self._loss(),
+        }  # fmt: skip
         places = {"the last": 0, "the last but one": 1, "the second": layers - 2}
         places |= {"the first": layers - 1}
         seen = set()
@@ -157,32 +155,23 @@ class _Device:
                 seen.add(done)
                 fullest = max(self._backward(done), key=lambda kinds: sum(kinds.values()))
                 yield f"backward of {name} block", fullest
-        yield (
-            "scatter",
-            self._with_gradients(
-                1,
-                {
-                    "saved activations": self._saved_by(layers - 1),
-                    "all-gathered weights": self._weights(next_block),
-                    "gradients to be scattered": (self.used + self.four) * self.block
-                    + self.used * self.table,
-                },
-            ),
-        )
+        scattered = (self.used + self.four) * self.block + self.used * self.table
+        scatter: Kinds = {
+            "saved activations": self._saved_by(layers - 1),
+            "all-gathered weights": self._weights(1 if self.reshards else layers - 1),
+            "gradients to be scattered": scattered,
+        }
+        yield "scatter", self._with_gradients(1, scatter)
         yield "root", self._root()
 
     def _saved_by(self, blocks: int) -> Number:
         """What so many blocks, the first ones, keep for the backward pass."""
         return self.number(blocks, "blocks") * self.saved if blocks else 0
 
-    def _kept_weights(self, blocks: int) -> Number:
-        """Weights of so many blocks, where the forward pass does not reshard them."""
-        if self.job.reshard_after_forward or not self.is_sharded:
-            return 0
-        return self.used * self.number(max(blocks, 0), "blocks") * self.block
-
-    def _weights(self, blocks: Number) -> Number:
-        return self.used * (self.root + blocks)
+    def _weights(self, blocks: int) -> Number:
+        """Of the root and of so many blocks."""
+        together = self.number(blocks, "blocks") * self.block if blocks else 0
+        return self.used * (self.root + together)
 
     def _with_gradients(self, done: int, kinds: Kinds) -> Kinds:
         """With the shards of gradients of so many blocks."""
@@ -194,10 +183,8 @@ class _Device:
         """The backward pass of a block after that of `done` others: its mlp, a norm, its end."""
         before = self.model.layers - 1 - done
         used, stream = self.used, self.used * self.tokens * self.embed
-        weights = self._weights(2 * self.block if before and self.is_sharded else self.block)
-        weights = weights + self._kept_weights(before - 1)
-        # the gradients of the block after it are being scattered
-        waiting = used * self.table + (self.four * self.block if done else 0)
+        weights = self._weights(min(before, 1) + 1 if self.reshards else before + 1)
+        waiting = used * self.table + (self.scattering if done else 0)
         recomputed = self.saved if self.choice.remat == "full" else 0  # from its input
         saved = self._saved_by(before) + recomputed
         # arrays of a norm's backward pass: in float32, or in one kernel
@@ -231,7 +218,7 @@ class _Device:
     def _root(self) -> Kinds:
         """The gradients of embedding and LM head; tied ones are added to a third array."""
         tables = 3 if self.model.tied_embeddings else 2
-        unscattered = self.used * tables * self.table + self.four * self.block
+        unscattered = self.used * tables * self.table + self.scattering
         kinds: Kinds = {
             "gradients to be scattered": max(
                 self.used * self.root + unscattered, (self.used + self.four) * self.root

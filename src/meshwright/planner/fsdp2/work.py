@@ -36,10 +36,8 @@ def copied_bytes(job: Job, choice: Choice) -> float:
     float32.
     """
     item, four = item_bytes(job.dtype), 4
-    if choice.dp * choice.fsdp == 1:
-        return 0.0
     block = block_group(job.model, choice.tp, choice.fsdp).whole * job.model.layers
     root = root_group(job.model, choice.tp, choice.fsdp).whole
-    times = 2 if job.reshard_after_forward else 1
+    times = 2 if job.reshard_after_forward and choice.fsdp > 1 else 1
     copies = (times * block + root) * 2 * item + (block + root) * (item + four)
     return float(copies * choice.accumulation)
