@@ -155,13 +155,13 @@ class _Device:
                 seen.add(done)
                 fullest = max(self._backward(done), key=lambda kinds: sum(kinds.values()))
                 yield f"backward of {name} block", fullest
-        scattered = (self.used + self.four) * self.block + self.used * self.table
+        scattered = self._scattered(self.block, self.block_shard) + self.used * self.table
         scatter: Kinds = {
             "saved activations": self._saved_by(layers - 1),
             "all-gathered weights": self._weights(1 if self.reshards else layers - 1),
             "gradients to be scattered": scattered,
         }
-        yield "scatter", self._with_gradients(1, scatter)
+        yield "scatter", scatter
         yield "root", self._root()
 
     def _saved_by(self, blocks: int) -> Number:
@@ -219,11 +219,12 @@ class _Device:
         """The gradients of embedding and LM head; tied ones are added to a third array."""
         tables = 3 if self.model.tied_embeddings else 2
         unscattered = self.used * tables * self.table + self.scattering
+        scattered = self._scattered(self.root, self.root_shard)
         kinds: Kinds = {
-            "gradients to be scattered": max(
-                self.used * self.root + unscattered, (self.used + self.four) * self.root
-            ),
+            "gradients to be scattered": max(self.used * self.root + unscattered, scattered)
         }
-        if self.choice.accumulation == 1:
-            kinds["gradients"] = self.stored * self.all_shards
-        return kinds
+        return self._with_gradients(self.model.layers, kinds)
+
+    def _scattered(self, group: Number, shard: Number) -> Number:
+        """Gradients in both dtypes; or, when the first are freed, in float32 and their shard."""
+        return self.four * group + max(self.used * group, self.four * shard)
