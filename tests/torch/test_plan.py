@@ -96,17 +96,26 @@ def case(kind: str = "llama", batch: int = 12, **how: Any) -> Case:
     return Case(kind, Choice(**how), job)
 
 
-@pytest.mark.parametrize("one", [
-    case(fsdp=12),
+CASES = [
     case(dp=3, fsdp=4, batch=24, accumulation=2),
-    case("tied llama", dp=2, fsdp=6, batch=96),
-    case(dp=12),
-    case("qwen2", fsdp=4, tp=3),
     case("qwen3", fsdp=4, tp=3, sequence_parallel=True, loss_parallel=True, batch=48),
     case("tied llama", dp=2, fsdp=2, tp=3, loss_parallel=True, remat="full"),
+]
+MORE = [
+    case(fsdp=12),
+    case(dp=12),
+    case("tied llama", dp=2, fsdp=6, batch=96),
+    case("qwen2", fsdp=4, tp=3),
     case(fsdp=6, tp=2, sequence_parallel=True, remat="full", batch=48),
     case("qwen3", fsdp=2, tp=6, loss_parallel=True, reshard_after_forward=False, batch=24),
-], ids=lambda one: f"{one.kind} {one.choice.mesh}")  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(
+    "one",
+    [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)],
+    ids=lambda one: f"{one.kind} {one.choice.mesh}",
+)
 def test_a_step_sends_and_holds_what_the_plan_says(one: Case) -> None:
     model = one.parallelized()
     found = mt.audit(lambda: one.step(model), model=model)

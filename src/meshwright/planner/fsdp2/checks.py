@@ -26,6 +26,7 @@ def check_backend(job: Job, machine: Machine) -> None:
         )
     for setting, value, usual in (
         ("optimizer", job.optimizer, "adamw"),
+        ("moments", job.moments, "auto"),
         ("matmul", job.matmul, "auto"),
         ("overlap", job.overlap, False),
         ("attention", job.attention, "auto"),
