@@ -118,13 +118,13 @@ class Loader:
         for step, parts in read_ahead(read, from_step, self.steps, threads, ahead):
             yield step, self._place(parts, sharding)
 
-    def iterate_rows(
-        self, from_step: int, rows: tuple[int, int], *, threads: int = 2, ahead: int = 4
+    def iterate_part(
+        self, from_step: int, sequences: tuple[int, int], *, threads: int = 2, ahead: int = 4
     ) -> Iterator[tuple[int, Batch]]:
-        """Yield (step, sequences `rows` of each micro-batch), reading ahead in the background."""
+        """Yield (step, `sequences` of each micro-batch), reading ahead in the background."""
 
         def read(step: int) -> Batch:
-            return self.read(step, ((0, self.accumulation), rows, (0, self.seq)))
+            return self.read(step, ((0, self.accumulation), sequences, (0, self.seq)))
 
         return read_ahead(read, from_step, self.steps, threads, ahead)
 

@@ -106,7 +106,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def save(self, step: int, meta: dict[str, Any], wait: bool = False) -> None:
-        """Save the state; it may go on in the background unless `wait`."""
+        """Save the state; it may continue in the background unless `wait`."""
 
     @abc.abstractmethod
     def peak_flops(self) -> float | None:

@@ -51,7 +51,7 @@ class TorchBackend(Backend):
         self.config, self._mesh, self._axes = config, mesh, axes
         self.process_id, self.processes = dist.get_rank(), dist.get_world_size()
         self.mesh_shape, self.num_devices = dict(axes.shape), mesh.size()
-        self._rows = self._rows_of(config)
+        self._sequences = self._sequences_of(config)
         data = prepare_data(config, model)
         self.loader, self.eval_loader, self.model = data.loader, data.eval_loader, data.model
         self.work = StepWork(model, {"tokens": config.seq})
@@ -98,22 +98,22 @@ class TorchBackend(Backend):
         alone = self._axes.shape[self._axes.shard] == 1
         return None if self.config.torch.reshard_after_forward and not alone else False
 
-    def _rows_of(self, config: TrainConfig) -> tuple[int, int]:
+    def _sequences_of(self, config: TrainConfig) -> tuple[int, int]:
         """The sequences of a micro-batch that this rank trains on."""
         index, shards = data_shard(self._mesh)
-        rows = config.batch // config.accumulation
+        micro_batch = config.batch // config.accumulation
         if config.batch % config.accumulation:
             raise MeshwrightError(
                 f"batch={config.batch} is not divisible by accumulation={config.accumulation}; "
                 f"batch={nearest_multiples(config.batch, config.accumulation)} would fit"
             )
-        if rows % shards:
+        if micro_batch % shards:
             raise MeshwrightError(
-                f"batch={config.batch} / accumulation={config.accumulation} = {rows} is not "
+                f"batch={config.batch} / accumulation={config.accumulation} = {micro_batch} is not "
                 f"divisible by {'·'.join(self._axes.data)} = {shards}; "
-                f"{nearest_multiples(rows, shards)} would fit"
+                f"{nearest_multiples(micro_batch, shards)} would fit"
             )
-        each = rows // shards
+        each = micro_batch // shards
         return index * each, (index + 1) * each
 
     def from_first(self, text: str) -> str:
@@ -182,7 +182,7 @@ class TorchBackend(Backend):
         """torch.compile works in the first step."""
 
     def batches(self, first: int) -> Iterator[tuple[int, Any]]:
-        return self.loader.iterate_rows(first, self._rows)
+        return self.loader.iterate_part(first, self._sequences)
 
     def step(self, batch: Any) -> dict[str, Any]:
         self._optimizer.zero_grad()
@@ -263,7 +263,7 @@ class TorchBackend(Backend):
         assert self.eval_loader is not None
         entropy, counted = torch.zeros((), device=self._device), 0
         with torch.no_grad():
-            for _, batch in self.eval_loader.iterate_rows(0, self._rows):
+            for _, batch in self.eval_loader.iterate_part(0, self._sequences):
                 for part in micro_batches(batch):
                     entropy += self._entropy(part)
                     counted += int((part["targets"] >= 0).sum())

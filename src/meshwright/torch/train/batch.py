@@ -13,7 +13,7 @@ Arrays = Mapping[str, "np.ndarray[Any, Any]"]
 
 
 def model_inputs(batch: Arrays, window: int | None, device: torch.device) -> dict[str, Any]:
-    """Arguments of the model for sequences [rows, length].
+    """Arguments of the model for sequences [batch, length].
 
     Documents that share a sequence do not see each other: they get positions and a mask of their
     own. Where each sequence is one document, the model's plain causal attention is used.
@@ -42,7 +42,7 @@ def targets(batch: Arrays, device: torch.device) -> torch.Tensor:
 
 
 def micro_batches(batch: Arrays) -> Iterator[Arrays]:
-    """The parts [rows, length] of a batch [micro-batches, rows, length]."""
+    """The parts [batch, length] of a batch [micro-batches, batch, length]."""
     for index in range(batch["tokens"].shape[0]):
         yield {name: array[index] for name, array in batch.items()}
 
