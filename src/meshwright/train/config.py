@@ -89,7 +89,7 @@ class TorchConfig:
     loss_parallel: bool = True
     """With tensor parallelism, keep logits split over the vocabulary until the loss is computed."""
     reshard_after_forward: bool = True
-    """Free the weights of a layer after its forward pass; the backward pass all-gathers them again."""
+    """Free the weights of a layer after its forward pass; the backward pass all-gathers them."""
 
 
 @dataclasses.dataclass(frozen=True)
