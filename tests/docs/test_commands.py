@@ -29,8 +29,11 @@ SUBCOMMANDS = {"data": ("pack", "needle", "info", "upgrade"), "eval": ("needle",
 COMMAND = re.compile(rf"meshwright ({'|'.join(cli.COMMANDS)})\b")
 FLAG = re.compile(r"(?<![\w/<!-])--[a-z][\w.-]*\w")
 BEFORE = {"--version", "--config"}  # read before the flags of a command
-# of XLA, Slurm, LWM, benchmarks/ and tools/
-THEIRS = re.compile(r"--(xla\w*|nodes|ntasks.*|(mp_)?mesh_dim|tp$|documents|check)")
+# of XLA, Slurm, torchrun, LWM, benchmarks/ and tools/
+THEIRS = re.compile(
+    r"--(xla\w*|nodes|ntasks.*|nnodes|nproc-per-node|no-python|run-path|rdzv.*|(mp_)?mesh_dim|tp$|"
+    r"documents|check)"
+)
 
 
 class ParsedError(Exception):
@@ -93,6 +96,7 @@ def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
         if name not in cli.WITH_SETTINGS:
             monkeypatch.setitem(cli.COMMANDS, name, stand_in(command))
     monkeypatch.setattr(train_cli, "run_training", parsed)
+    monkeypatch.setattr(train_cli, "run_in_torch", parsed)
     monkeypatch.setattr(train_cli, "config_from_file", lambda _: train_cli.TrainConfig("tiny"))
     monkeypatch.setattr(prove_cli, "prove", parsed)
     monkeypatch.setattr("meshwright.cli.prove_serve.prove_serving", parsed)

@@ -33,9 +33,9 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 def test_the_step_that_is_asked_for_is_resumed_from(checkpoints: Checkpoints) -> None:
     channel = Channel("test")
     for wanted, step in (("latest", 4), ("2", 2), ("00004", 4), ("none", None)):
-        assert resume_step(checkpoints, wanted, channel) == step
+        assert resume_step(checkpoints, wanted, channel.from_first) == step
     with pytest.raises(MeshwrightError, match=r"resume_from=3: .* it has steps 2, 4$"):
-        resume_step(checkpoints, "3", channel)
+        resume_step(checkpoints, "3", channel.from_first)
     for mistake in ("-2", "1.5", "two", "lastest", ""):
         with pytest.raises(MeshwrightError, match="neither a step nor 'latest' nor 'none'"):
             TrainConfig("tiny", resume_from=mistake)
@@ -43,10 +43,10 @@ def test_the_step_that_is_asked_for_is_resumed_from(checkpoints: Checkpoints) ->
 
 def test_an_empty_folder_starts_anew_and_has_no_step(tmp_path: Path) -> None:
     empty, channel = Checkpoints(tmp_path / "new"), Channel("test")
-    assert resume_step(empty, "latest", channel) is None
-    assert resume_step(empty, "none", channel) is None
+    assert resume_step(empty, "latest", channel.from_first) is None
+    assert resume_step(empty, "none", channel.from_first) is None
     with pytest.raises(MeshwrightError, match="it has none; start with --resume-from none"):
-        resume_step(empty, "2", channel)
+        resume_step(empty, "2", channel.from_first)
 
 
 def test_a_run_whose_checkpoints_were_all_renamed_does_not_start_anew_in_silence(
@@ -55,8 +55,8 @@ def test_a_run_whose_checkpoints_were_all_renamed_does_not_start_anew_in_silence
     for step, name in ((2, "step-2"), (4, "best")):
         (checkpoints.folder / f"step-{step:08d}").rename(checkpoints.folder / name)
     with pytest.raises(MeshwrightError, match=r"under other names \(best, step-2\).*Rename them"):
-        resume_step(checkpoints, "latest", Channel("test"))
-    assert resume_step(checkpoints, "none", Channel("test")) is None
+        resume_step(checkpoints, "latest", Channel("test").from_first)
+    assert resume_step(checkpoints, "none", Channel("test").from_first) is None
 
 
 def test_other_data_is_told_by_what_differs() -> None:

@@ -38,13 +38,17 @@ def train_command(arguments: Sequence[str]) -> None:
 
     config = settings(arguments)
     if config.backend == "torch":
-        try:
-            from meshwright.torch.train import train as run_in_torch
-        except ImportError as missing:
-            raise MeshwrightError(f"--backend torch: {missing}") from None
         run_in_torch(config, arguments)
     else:
         run_training(config, choose)
+
+
+def run_in_torch(config: TrainConfig, arguments: Sequence[str]) -> None:
+    try:
+        from meshwright.torch.train import train
+    except ImportError as missing:
+        raise MeshwrightError(f"--backend torch: {missing}") from None
+    train(config, arguments)
 
 
 def settings(arguments: Sequence[str], default: TrainConfig | None = None) -> TrainConfig:
