@@ -51,12 +51,14 @@ def test_a_run_goes_from_torch_to_jax_and_back(kind: str, tmp_path: Path) -> Non
     tiny(kind, vocab_size=384, sliding_window=24).save_pretrained(weights)
     start = [weights, "--init-from", weights, *SIZES]
     plain, mixed = tmp_path / "plain", tmp_path / "mixed"
+    other = ["--optimizer.weight-decay", "0.5", "--optimizer.b2", "0.9"]
     parts = [
-        (plain, []),
+        (plain, ["--stop-at", "6"]),
+        (plain, other),
         (mixed, [*TORCH, "--mesh", "dp=1,tp=2", "--stop-at", "3", "--compute.sequence-parallel",
                  "--compute.remat", "full"]),
         (mixed, ["--stop-at", "6"]),
-        (mixed, [*TORCH, "--mesh", "dp=2,tp=1"]),
+        (mixed, [*TORCH, "--mesh", "dp=2,fsdp=1", *other]),  # weights are the same on both
     ]  # fmt: skip
     for run, flags in parts:
         done = command(*start, "--run", str(run), *flags)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import folder as folders
 from meshwright.checkpoint.folder import misnamed, not_a_folder
-from meshwright.checkpoint.intact import Command, advice, read_step
+from meshwright.checkpoint.intact import Command, advice, read_intact_step, read_step
 from meshwright.checkpoint.pieces import (
     Piece,
     bits_of,
@@ -32,10 +32,32 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.piece_tree import load_piece_tree
 
 __all__ = [
-    "Channel", "Checkpoints", "Command", "Piece", "Record", "SavedArray", "advice", "altered",
-    "as_json", "bits_of", "check_files", "fingerprint_of", "folders", "holds_pieces",
-    "list_files", "load_piece_tree", "misnamed", "not_a_folder", "overlap", "read_pieces",
-    "read_record", "read_step", "sums_of_bits", "write_pieces", "write_record",
+    "Channel",
+    "Checkpoints",
+    "Command",
+    "Piece",
+    "Record",
+    "SavedArray",
+    "advice",
+    "altered",
+    "as_json",
+    "bits_of",
+    "check_files",
+    "fingerprint_of",
+    "folders",
+    "holds_pieces",
+    "list_files",
+    "load_piece_tree",
+    "misnamed",
+    "not_a_folder",
+    "overlap",
+    "read_intact_step",
+    "read_pieces",
+    "read_record",
+    "read_step",
+    "sums_of_bits",
+    "write_pieces",
+    "write_record",
 ]  # fmt: skip
 
 _WITH_JAX = {

@@ -33,6 +33,16 @@ def read_step(folder: Path, step: Any, command: Command | None = None) -> Record
     return record
 
 
+def read_intact_step(folder: Path, step: Any, command: Command | None = None) -> Record:
+    """The record of a checkpoint whose files are there and have their sizes."""
+    record = read_step(folder, step, command)
+    try:
+        check_files(complete_folder(folder, record.step), record.files)
+    except MeshwrightError as error:
+        raise MeshwrightError(f"{error}. {advice(folder, record.step, command)}") from None
+    return record
+
+
 def advice(folder: Path, damaged: int, command: Command | None = None) -> str:
     """A sentence: the other intact checkpoints, and how to use the newest of them."""
     steps = [step for step in complete_steps(folder) if step != damaged][-_SHOWN:]

@@ -299,7 +299,8 @@ def _nothing(
     if not refused:
         return (
             f"no mesh of {count(machine.num_devices, 'device')} lies{within}: the sizes of "
-            "dp, fsdp, tp and sp must multiply to that"
+            f"{'dp, fsdp and tp' if job.backend == 'torch' else 'dp, fsdp, tp and sp'} must "
+            "multiply to that" + (", and fsdp=1 is left out" if job.backend == "torch" else "")
         )
     too_large = [(one.memory.total, i, one) for i, one in enumerate(refused) if one.memory]
     if not too_large:

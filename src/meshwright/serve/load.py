@@ -234,7 +234,7 @@ def _run(
         folders,
         holds_pieces,
         load_piece_tree,
-        read_step,
+        read_intact_step,
     )
 
     try:
@@ -247,9 +247,11 @@ def _run(
     if tokenizer is None:
         tokenizer = _run_tokenizer(folder / "tokenizer_state.json")
     _check_vocabulary(tokenizer, config, folder)
-    checkpoints = Checkpoints(
-        folder / "checkpoints", command=lambda other: f"the same command with --step {other}"
-    )
+
+    def command(other: int) -> str:
+        return f"the same command with --step {other}"
+
+    checkpoints = Checkpoints(folder / "checkpoints", command=command)
     chosen = checkpoints.latest() if step is None else step
     if chosen is None:
         raise MeshwrightError(
@@ -260,7 +262,7 @@ def _run(
 
     def read(targets: Any) -> Any:
         if holds_pieces(folders.complete_folder(checkpoints.folder, chosen)):
-            record = read_step(checkpoints.folder, chosen)
+            record = read_intact_step(checkpoints.folder, chosen, command)
             return load_piece_tree(checkpoints.folder, record, config, "params", targets)
         return checkpoints.restore(chosen, {"params": targets}, cast=True)["params"]
 

@@ -8,6 +8,7 @@ Each rank writes its own shards as safetensors; no shard is written twice. Optim
 through torch's get_optimizer_state_dict, by parameter names.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,11 +33,11 @@ from meshwright.checkpoint import (
     advice,
     altered,
     as_json,
-    check_files,
     fingerprint_of,
     folders,
     list_files,
     overlap,
+    read_intact_step,
     read_pieces,
     read_step,
     sums_of_bits,
@@ -82,9 +83,9 @@ class Checkpoints:
 
         The newest healthy checkpoint is never deleted.
         """
-        with together(f"confirming step {step}") as problems:
-            if dist.get_rank() == 0:
-                problems.catch(lambda: folders.mark_healthy(self.folder, step))
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):  # a full disk: the next one is marked
+                folders.mark_healthy(self.folder, step)
 
     def healthy(self) -> list[int]:
         """The steps of all checkpoints that are known to be healthy, in order."""
@@ -145,13 +146,18 @@ class Checkpoints:
             arrays[name] = SavedArray(tuple(random.shape), "uint8", "")
             pieces[name] = Piece(file, name, (0,), tuple(random.shape))
             sums[name] = sums_of_bits(_bits(random), (0,), random.shape)
-        with together(f"saving step {step}") as problems:
-            problems.catch(lambda: _write(saving / file, values))
-        reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (arrays, pieces, sums))
-        with together(f"saving step {step}") as problems:
+        try:
+            with together(f"step {step} was not saved") as problems:
+                problems.catch(lambda: _write(saving / file, values))
+            reports: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(reports, (arrays, pieces, sums))
+            with together(f"step {step} was not saved") as problems:
+                if rank == 0:
+                    problems.catch(lambda: self._finish(step, content, reports))
+        except MeshwrightError:
             if rank == 0:
-                problems.catch(lambda: self._finish(step, content, reports))
+                folders.give_up(self.folder, step)
+            raise
 
     def _begin(self, step: int) -> None:
         if step in self.steps():
@@ -189,8 +195,9 @@ class Checkpoints:
         own = parallelized(model)
         place = folders.existing_folder(self.folder, whole_number(step, "step"))
         with together(f"restoring step {step}") as problems:
-            record = problems.catch(lambda: read_step(self.folder, step, self.command))
-            pieces = problems.catch(lambda: self._pieces(step, place, record))
+            read = read_step if dist.get_rank() else read_intact_step  # one looks at the files
+            record = problems.catch(lambda: read(self.folder, step, self.command))
+            pieces = problems.catch(lambda: read_pieces(place))
         assert record is not None
         assert pieces is not None
         materialize(model)
@@ -218,15 +225,6 @@ class Checkpoints:
                 reader.fill(name, random, (slice(0, len(random)),))
             _set_random_states(states)
         return record.user_meta
-
-    def _pieces(self, step: int, place: Path, record: Record) -> dict[str, list[Piece]]:
-        """Which file has which part; rank 0 looks at the files."""
-        try:
-            if dist.get_rank() == 0:
-                check_files(place, record.files)
-            return read_pieces(place)
-        except MeshwrightError as error:
-            raise MeshwrightError(f"{error}. {advice(self.folder, step, self.command)}") from None
 
 
 class _Reader:
@@ -280,9 +278,11 @@ class together:  # noqa: N801  # used as a function
             return None
         try:
             return act()
-        except (MeshwrightError, OSError) as error:
-            self._problem = str(error) or type(error).__name__
-            return None
+        except MeshwrightError as error:
+            self._problem = str(error)
+        except Exception as error:  # also those of safetensors: the other ranks wait for this one
+            self._problem = f"{type(error).__name__}: {error}"
+        return None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is not None:

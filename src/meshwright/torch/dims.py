@@ -26,6 +26,7 @@ _DIMS = {
     r"o_proj\.bias|(norm|layernorm)\.weight": "norm",
 }
 MERGED = ("head_dim", "layers")  # dims of our own arrays that no parameter of theirs has alone
+ACTIVATIONS = ("batch", "length")  # dims that rules of JAX place, and here follow from the styles
 
 
 @functools.lru_cache(maxsize=65536)

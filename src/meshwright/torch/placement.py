@@ -18,7 +18,7 @@ from torch import nn
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Layout, PathRules, Rules, decide
 from meshwright.meshes import MeshSpec
-from meshwright.torch.dims import FAMILIES, MERGED, dims_of, has_table
+from meshwright.torch.dims import ACTIVATIONS, FAMILIES, MERGED, dims_of, has_table
 from meshwright.torch.mesh import Axes, axes_of, spec_of
 
 Slices = tuple[slice, ...]
@@ -217,7 +217,9 @@ def _by_rules(
         dims = {path: dims_of(path.replace("/", ".")) for path in tree}
         whole = {rule.dim for rule in rules.rules if not rule.axes}
         known = {rule.dim for rule in rules.rules}
-        rules = Rules(rules.rules, optional=rules.optional | whole | ({*MERGED} & known))
+        rules = Rules(
+            rules.rules, optional=rules.optional | whole | ({*MERGED, *ACTIVATIONS} & known)
+        )
     elif not isinstance(rules, PathRules):
         raise MeshwrightError(
             f"rules={type(rules).__name__} are not rules for a model; give mw.PathRules or mw.Rules"

@@ -13,26 +13,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshwright.arithmetic import whole_number
 from meshwright.checkpoint import (
+    Command,
     Piece,
     Record,
     SavedArray,
     as_json,
     bits_of,
-    check_files,
     fingerprint_of,
     folders,
     list_files,
     load_piece_tree,
-    read_record,
+    read_intact_step,
     sums_of_bits,
     write_pieces,
     write_record,
 )
 from meshwright.errors import MeshwrightError
 from meshwright.models import (
-    TENSOR_DTYPES,
     MappedFiles,
     read_folder,
     save_hf,
@@ -40,7 +38,6 @@ from meshwright.models import (
 from meshwright.train.moments import pack, unpack
 from meshwright.train.state import TrainState
 
-_CODES = {str(dtype): code for code, dtype in TENSOR_DTYPES.items()}
 # folder of a tree, and what its arrays are called
 _PARTS = {"params": "params", "exp_avg": "optimizer/exp_avg", "exp_avg_sq": "optimizer/exp_avg_sq"}
 
@@ -89,16 +86,15 @@ def save_pieces(
 
 
 def load_pieces(
-    folder: Any, step: int, target: TrainState, config: Any
+    folder: Any, step: int, target: TrainState, config: Any, command: Command | None = None
 ) -> tuple[TrainState, dict[str, Any]]:
     """The state of a checkpoint of `mw.torch.Checkpoints` or `save_pieces`, and its meta.
 
     `target`: the abstract state (`abstract_state`), with AdamW; its arrays must not be padded.
+    `command`: the shell command that uses a step, for messages.
     """
     found = folders.checked_folder(folder)
-    place = folders.existing_folder(found, whole_number(step, "step"))
-    record = read_record(place)
-    check_files(place, record.files)
+    record = read_intact_step(found, step, command)
 
     dtype = jax.tree.leaves(target.params)[0].dtype
 

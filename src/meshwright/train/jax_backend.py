@@ -151,7 +151,8 @@ class JaxBackend(Backend):
         """Without padding; of a checkpoint that JAX or PyTorch wrote."""
         folder = self.checkpoints.folder
         if holds_pieces(folders.complete_folder(folder, saved)):
-            return load_pieces(folder, saved, self._setup.stored, self.model)[0]
+            command = functools.partial(resume_command, self.config)
+            return load_pieces(folder, saved, self._setup.stored, self.model, command)[0]
         state: TrainState = self.checkpoints.restore(saved, self._setup.stored)
         return state
 

@@ -90,6 +90,11 @@ class OptimizerConfig:
                 "is not of adafactor, whose moments are factored and take little memory; leave it "
                 "out, or train with adamw, lion or muon",
             )
+        if self.moments == "int8" and self.clip_norm is None:
+            raise _out_of_range(
+                self, "moments", "holds second moments up to 14, so gradients must be clipped; "
+                "give --optimizer.clip-norm 1, or moments bfloat16",
+            )  # fmt: skip
         if self.name == "muon" and self.moments == "int8":
             raise _out_of_range(
                 self,

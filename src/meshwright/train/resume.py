@@ -119,11 +119,10 @@ def check_saved(now: dict[str, Any], before: dict[str, Any], where: str) -> None
     def saved(settings: dict[str, Any]) -> dict[str, str]:
         optimizer, param_dtype = settings["optimizer"], settings["compute"]["param_dtype"]
         moments = optimizer["moments"]
-        return {
-            "optimizer.name": optimizer["name"],
-            "compute.param_dtype": param_dtype,
-            "optimizer.moments": param_dtype if moments == "auto" else moments,
-        }
+        kept = {"optimizer.name": optimizer["name"], "compute.param_dtype": param_dtype}
+        if now.get("backend") != "torch":  # which keeps moments like the weights
+            kept["optimizer.moments"] = param_dtype if moments == "auto" else moments
+        return kept
 
     for name, value in saved(now).items():
         if value != saved(before)[name]:

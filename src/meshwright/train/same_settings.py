@@ -18,7 +18,7 @@ from meshwright.launch import (
 )
 from meshwright.models import model_config, model_to_dict
 from meshwright.train.config import TrainConfig
-from meshwright.train.setup import choose_rules, model_of
+from meshwright.train.setup import choose_rules, file_rules, model_of
 
 # what may differ between processes: who each one is, and what process 0 alone acts on
 MAY_DIFFER = frozenset(
@@ -57,7 +57,7 @@ def settings_facts(config: TrainConfig, packages: Sequence[str] = PACKAGES) -> d
     contents: dict[str, tuple[str, Any]] = {
         "MODEL": (config.model, model),
         "--data": (config.data, data),
-        "--rules": (config.rules, str(choose_rules(config, model_of(config)))),
+        "--rules": (config.rules, str(_rules_of(config))),
         "--init-from": (str(init), None if init is None else weights_sample(init)),
     }
     facts = {name: by_content(*content) for name, content in contents.items()}
@@ -67,3 +67,9 @@ def settings_facts(config: TrainConfig, packages: Sequence[str] = PACKAGES) -> d
     facts["--run"] = Fact(str(config.run.absolute()))
     facts |= software_facts(*packages)
     return facts | {f"MODEL's {name}": Fact(json.dumps(value)) for name, value in model.items()}
+
+
+def _rules_of(config: TrainConfig) -> Any:
+    if config.backend == "torch":  # where activations follow from the styles
+        return file_rules(config)
+    return choose_rules(config, model_of(config))

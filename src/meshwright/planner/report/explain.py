@@ -48,7 +48,14 @@ def find_mesh(plan: Plan, text: str) -> Estimate | Refusal:
     spec = MeshSpec.parse(text).with_standard_axes()
     sizes = dict(spec.resolve(plan.machine.num_devices, where=f"in '{plan.machine}'").axes)
     wanted = {axis: sizes[axis] for axis in STANDARD_AXES}
-    if plan.job.backend == "torch" and wanted["fsdp"] == 1:  # weights are split over dp alone
+    named = [name for name, _ in MeshSpec.parse(text).axes]
+    if plan.job.backend == "torch" and wanted["fsdp"] == 1 and wanted["dp"] > 1:
+        if "fsdp" in named:
+            raise MeshwrightError(
+                f"mesh {text!r} has all weights on every rank, which the plan does not look at; "
+                f"write dp={wanted['dp']} or fsdp={wanted['dp']}, over which they are split"
+            )
+        # weights are split over dp alone
         wanted |= {"dp": 1, "fsdp": wanted["dp"]}
     looked_at: list[Estimate | Refusal] = [*plan.ranked, *plan.refused]
     for one in looked_at:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from meshwright.torch.checks import check_sequence
 from meshwright.torch.explanation import explain
 from meshwright.torch.load import initialize, load_hf
 from meshwright.torch.loss import cross_entropy
-from meshwright.torch.mesh import axes_of, data_shard
+from meshwright.torch.mesh import Axes, axes_of, data_shard
 from meshwright.torch.parallelize import parallelize, parallelized
 from meshwright.torch.train.batch import Arrays, micro_batches, model_inputs, targets
 from meshwright.torch.train.from_jax import as_pieces
@@ -78,7 +79,7 @@ class TorchBackend(Backend):
             mesh,
             rules,
             sequence_parallel=config.compute.sequence_parallel,
-            loss_parallel=config.torch.loss_parallel,
+            loss_parallel=config.torch.loss_parallel and self._splits_vocabulary,
             mixed_precision="bf16" if self._bf16 else None,
             reshard_after_forward=self._reshards,
             activation_checkpointing=config.compute.remat == "full",
@@ -93,6 +94,14 @@ class TorchBackend(Backend):
         self._optimizer: torch.optim.AdamW  # after `start`
 
     @property
+    def _splits_vocabulary(self) -> bool:
+        """Whether the LM head is split over tp; own rules may keep it whole."""
+        head = self.network.get_output_embeddings().weight
+        names = (name for name, p in self.network.named_parameters() if p is head)
+        layouts = {array.path: array.layout for array in self._explanation.rows}
+        return self._axes.tensor in layouts[next(names).replace(".", "/")].axes[0]
+
+    @property
     def _reshards(self) -> bool | None:
         """None: what fully_shard does by default, all but the root; one rank has nothing to free"""
         alone = self._axes.shape[self._axes.shard] == 1
@@ -101,19 +110,7 @@ class TorchBackend(Backend):
     def _sequences_of(self, config: TrainConfig) -> tuple[int, int]:
         """The sequences of a micro-batch that this rank trains on."""
         index, shards = data_shard(self._mesh)
-        micro_batch = config.batch // config.accumulation
-        if config.batch % config.accumulation:
-            raise MeshwrightError(
-                f"batch={config.batch} is not divisible by accumulation={config.accumulation}; "
-                f"batch={nearest_multiples(config.batch, config.accumulation)} would fit"
-            )
-        if micro_batch % shards:
-            raise MeshwrightError(
-                f"batch={config.batch} / accumulation={config.accumulation} = {micro_batch} is not "
-                f"divisible by {'·'.join(self._axes.data)} = {shards}; "
-                f"{nearest_multiples(micro_batch, shards)} would fit"
-            )
-        each = micro_batch // shards
+        each = check_batch(config, self._axes) // shards
         return index * each, (index + 1) * each
 
     def from_first(self, text: str) -> str:
@@ -147,8 +144,9 @@ class TorchBackend(Backend):
         local = sum(
             param.to_local().numel() * param.element_size() for param in _dtensors(self.network)
         )
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         check_host_memory(
-            4 * local,
+            4 * local * processes,
             f"{self.config.model} with parameters, gradients and optimizer state",
             "use a smaller model, more hosts, or --compute.param-dtype bfloat16",
         )
@@ -177,6 +175,10 @@ class TorchBackend(Backend):
                 meta = found.restore(saved, self.network, self._optimizer)
             self._skipped = int(meta["skipped"])
             self._taken = saved - self._skipped
+            for group in self._optimizer.param_groups:  # the settings of this command, not of then
+                group |= {"betas": (settings.b1, settings.b2), "eps": settings.eps}
+                group["weight_decay"] = settings.weight_decay if group["params"][0].ndim > 1 else 0
+                group["fused"] = self._device.type == "cuda"
 
     def compile(self, say: Say) -> None:
         """torch.compile works in the first step."""
@@ -233,7 +235,9 @@ class TorchBackend(Backend):
         """The sum of the squares of gradients, so that a sum over the data axes has each once."""
         gradients = self._gradients()
         placed = parallelized(self.network).placements.by_name
-        norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double()
+        norms = torch.stack(
+            torch._foreach_norm(list(gradients.values()), 2, torch.float32)
+        ).double()
         copies = [placed[name].layout.copies(self.mesh_shape) for name in gradients]
         own = norms.square() / torch.tensor(copies, device=self._device)
         return own.sum() * self._axes.tp
@@ -309,3 +313,21 @@ def _dtensors(network: torch.nn.Module) -> Iterator[DTensor]:
     for param in network.parameters():
         assert isinstance(param, DTensor), "every parameter goes through fully_shard"
         yield param
+
+
+def check_batch(config: TrainConfig, axes: Axes) -> int:
+    """The sequences of a micro-batch; raise if the ranks cannot share them evenly."""
+    if config.batch % config.accumulation:
+        raise MeshwrightError(
+            f"batch={config.batch} is not divisible by accumulation={config.accumulation}; "
+            f"batch={nearest_multiples(config.batch, config.accumulation)} would fit"
+        )
+    micro_batch = config.batch // config.accumulation
+    shards = math.prod(axes.shape[axis] for axis in axes.data)
+    if micro_batch % shards:
+        raise MeshwrightError(
+            f"batch={config.batch} / accumulation={config.accumulation} = {micro_batch} is not "
+            f"divisible by {'·'.join(axes.data)} = {shards}; "
+            f"{nearest_multiples(micro_batch, shards)} would fit"
+        )
+    return micro_batch

@@ -1,5 +1,6 @@
 """One process of a training run under torchrun."""
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -7,9 +8,11 @@ import jax
 import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
+from meshwright.launch import pause_timeout_s
 from meshwright.meshes import MeshSpec
+from meshwright.torch.mesh import axes_of
 from meshwright.torch.mesh import mesh as make_mesh
-from meshwright.torch.train.backend import TorchBackend
+from meshwright.torch.train.backend import TorchBackend, check_batch
 from meshwright.torch.train.launcher import start_processes, starts_processes
 from meshwright.torch.train.settings import check_settings
 from meshwright.torch.train.store import join
@@ -23,13 +26,14 @@ def train(config: TrainConfig, arguments: Sequence[str] = ()) -> None:
     the command line.
     """
     check_settings(config)
-    if starts_processes(config):
+    starts = starts_processes(config)
+    _check_mesh(config)
+    if starts:
         start_processes(config.processes or 1, arguments)
         return
-    _check_processes(config)
     # jax computes learning rates alone, and must leave the GPU to PyTorch
     jax.config.update("jax_platforms", "cpu")
-    joined, store = join()
+    joined, store = join(pause_timeout_s(config.hang_timeout))
     with supervised(config, joined, store) as (stop, watchdog):
         with watchdog.paused("comparing settings"):
             check_same_settings(config, store, joined, ("torch", "transformers"))
@@ -40,12 +44,16 @@ def train(config: TrainConfig, arguments: Sequence[str] = ()) -> None:
     dist.destroy_process_group()
 
 
-def _check_processes(config: TrainConfig) -> None:
+def _check_mesh(config: TrainConfig) -> None:
+    """What can be known before the processes are started."""
     spec = MeshSpec.parse(config.mesh)
-    if "RANK" in os.environ or spec.size == 1 or not spec.is_resolved:
-        return
-    raise MeshwrightError(
-        f"mesh {spec.quoted} needs {spec.size} processes, and this one was started alone; add "
-        f"--processes {spec.size}, or start it with torchrun --nproc-per-node {spec.size} "
-        "--no-python -- meshwright train …"
-    )
+    given = math.prod(size for size in spec.sizes if size > 0)
+    processes = int(os.environ.get("WORLD_SIZE", config.processes or 1))
+    if processes == 1 and given > 1:
+        raise MeshwrightError(
+            f"mesh {spec.quoted} needs {given if spec.is_resolved else f'a multiple of {given}'} "
+            f"processes, and this one was started alone; add --processes {given}, or start it with "
+            f"torchrun --nproc-per-node {given} --no-python -- meshwright train …"
+        )
+    axes = axes_of(spec.resolve(processes, where="in the run"))
+    check_batch(config, axes)

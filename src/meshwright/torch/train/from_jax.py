@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshwright.checkpoint import Checkpoints as JaxCheckpoints
 from meshwright.checkpoint import folders, holds_pieces
 from meshwright.torch.checkpoint import Checkpoints, together
-from meshwright.train import TorchConfig, TrainConfig, prepare, save_pieces
+from meshwright.train import TorchConfig, TrainConfig, prepare, save_pieces, with_settings
 
 
 @contextlib.contextmanager
@@ -20,7 +20,7 @@ def as_pieces(config: TrainConfig, checkpoints: Checkpoints, step: int) -> Itera
 
     Where JAX has saved it, rank 0 reads it into its host's memory and writes it again.
     """
-    if holds_pieces(folders.complete_folder(checkpoints.folder, step)):
+    if is_of_torch(checkpoints, step):
         yield checkpoints
         return
     place = checkpoints.folder / "from-jax"
@@ -36,13 +36,21 @@ def as_pieces(config: TrainConfig, checkpoints: Checkpoints, step: int) -> Itera
 
 
 def _convert(config: TrainConfig, checkpoints: Checkpoints, step: int) -> None:
-    alone = dataclasses.replace(
-        config, backend="jax", torch=TorchConfig(), mesh=TrainConfig.mesh, processes=None
-    )
-    setup = prepare(alone)
     with JaxCheckpoints(checkpoints.folder, command=checkpoints.command) as saved:
         meta = saved.meta(step)
+        moments = meta["config"]["optimizer"].get("moments", "auto")
+        alone = dataclasses.replace(
+            config, backend="jax", torch=TorchConfig(), mesh=TrainConfig.mesh, processes=None
+        )
+        setup = prepare(with_settings(alone, {"optimizer.moments": moments}))
         with jax.set_mesh(setup.step.mesh):
             state = saved.restore(step, setup.stored)
     skipped = int(state.skipped)
     save_pieces(checkpoints.folder / "from-jax", state, setup.model, meta | {"skipped": skipped})
+
+
+def is_of_torch(checkpoints: Checkpoints, step: int) -> bool:
+    """As rank 0 sees it: disks of other hosts may be behind."""
+    found = [holds_pieces(folders.complete_folder(checkpoints.folder, step))]
+    dist.broadcast_object_list(found, 0)
+    return found[0]

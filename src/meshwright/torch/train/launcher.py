@@ -1,6 +1,8 @@
 """Start the processes of a run on this host, as torchrun does."""
 
+import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -9,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.errors import MeshwrightError
+from meshwright.interrupt import signal_calls
 from meshwright.launch import EXIT_CODE
 from meshwright.train import TrainConfig
 
@@ -17,8 +20,15 @@ LONGEST_STOP_S = 600  # for the last step and its save, after a signal
 
 def starts_processes(config: TrainConfig) -> bool:
     """Whether this process is to start the others; under torchrun it is one of them."""
+    if config.processes is not None and config.processes < 1:
+        raise MeshwrightError(f"--processes {config.processes}: a run has at least one process")
     if "RANK" not in os.environ:
         return config.processes is not None and config.processes > 1
+    if "WORLD_SIZE" not in os.environ:
+        raise MeshwrightError(
+            "RANK is set in the environment and WORLD_SIZE is not; start the processes with "
+            "torchrun, which sets both, or unset RANK and give --processes"
+        )
     there = int(os.environ["WORLD_SIZE"])
     if config.processes not in (None, there):
         raise MeshwrightError(
@@ -42,8 +52,11 @@ def start_processes(processes: int, arguments: Sequence[str]) -> None:
     )
     command = ("-m", "meshwright.cli.main", "train", *arguments)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say more
     try:
-        elastic_launch(config, sys.executable)(*command)
+        # Ctrl-C goes to the ranks, which save; without a taker it would end this process at once
+        with signal_calls(signal.SIGINT, lambda: True):
+            elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as failed:
         _, first = failed.get_first_failure()
         sys.exit(first.exitcode if first.exitcode > 0 else EXIT_CODE)

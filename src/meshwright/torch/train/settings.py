@@ -61,6 +61,11 @@ def check_settings(config: TrainConfig) -> DecoderConfig:
             "--compute.dtype float32 with --compute.param-dtype bfloat16: with --backend torch "
             "weights are not converted upwards; leave one out"
         )
+    if config.compute.param_dtype == "bfloat16" and config.accumulation > 1:
+        raise MeshwrightError(
+            f"--accumulation {config.accumulation} with --compute.param-dtype bfloat16: with "
+            "--backend torch the gradients of micro-batches would add up in bfloat16; leave one out"
+        )
     model: Any = model_of(config)
     if not isinstance(model, DecoderConfig):
         raise MeshwrightError(

@@ -1,5 +1,6 @@
 """Join the processes that torchrun started, and use its store as the coordinator's."""
 
+import datetime
 import os
 
 import torch
@@ -7,10 +8,15 @@ import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
 from meshwright.launch import CoordinatorLostError, Joined, Store
+from meshwright.present import count
 
 
-def join() -> tuple[Joined, Store | None]:
-    """Become a process of the run; one that was started alone is a run of one."""
+def join(timeout_s: float) -> tuple[Joined, Store | None]:
+    """Become a process of the run; one that was started alone is a run of one.
+
+    `timeout_s`: for the slowest collective, such as waiting while another process loads.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"
     if "RANK" not in os.environ:
@@ -20,13 +26,17 @@ def join() -> tuple[Joined, Store | None]:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if local >= torch.cuda.device_count():
             raise MeshwrightError(
-                f"process {os.environ['RANK']} is number {local} of its host, which has "
-                f"{torch.cuda.device_count()} GPUs; start torchrun with --nproc-per-node gpu"
+                f"process {os.environ['RANK']} is number {local} of its host, counted from 0, and "
+                f"the host has {count(torch.cuda.device_count(), 'GPU')}; start one process per GPU"
             )
         torch.cuda.set_device(local)
     store, rank, processes = next(dist.rendezvous("env://"))
     dist.init_process_group(
-        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=processes
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=processes,
+        timeout=timeout,
     )
     if processes == 1:
         return Joined(), None
