@@ -20,7 +20,7 @@ from pathlib import Path
 
 import faults
 from fault_stage import Command, End, FaultError, Stage, damage, flip
-from faults import GOOD, MISTAKE, RETRY, Fault, Result
+from faults import GOOD, INTERRUPTED, MISTAKE, RETRY, Fault, Result
 from results import here, write_section
 
 LAYOUT = ("--backend", "torch", "--processes", "2", "--mesh", "dp=1,tp=2")
@@ -48,11 +48,14 @@ def signal_rank(number: int, rank: int, *more: str) -> Callable[[Stage], list[En
     return inject
 
 
-def signal_all(stage: Stage) -> list[End]:
-    command = stage.start(steps=10_000)
-    faults._steps_done(stage, command)
-    command.signal(signal.SIGTERM)
-    return [command.end()]
+def signal_command(number: int) -> Callable[[Stage], list[End]]:
+    def inject(stage: Stage) -> list[End]:
+        command = stage.start(steps=10_000)
+        faults._steps_done(stage, command)
+        command.signal(number)
+        return [command.end()]
+
+    return inject
 
 
 def torchrun(stage: Stage, shell: str) -> list[End]:
@@ -95,7 +98,10 @@ FAULTS = [
             (RETRY,), says=f"process {rank} (") for rank in (0, 1)),
     Fault("stop", "SIGTERM to one process of 2", signal_rank(signal.SIGTERM, 1), (GOOD,),
           says="saved step"),
-    Fault("stop", "SIGTERM to the command", signal_all, (SIGTERM_CODE,), says="saved step"),
+    Fault("stop", "SIGTERM to the command", signal_command(signal.SIGTERM), (SIGTERM_CODE,),
+          says="saved step"),
+    Fault("stop", "Ctrl-C to the command", signal_command(signal.SIGINT), (INTERRUPTED,),
+          says="saved step"),
     Fault("stop", "a second command on the same run", two_at_once, (MISTAKE,),
           says="another run is writing"),
     *(Fault("corruption", f"checkpoint: {name}", damaged(change), (MISTAKE,), damaged=(4,),
