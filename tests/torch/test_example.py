@@ -27,6 +27,7 @@ def run(processes: int, *arguments: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in found}
 
 
+@pytest.mark.slow
 def test_the_example_resumes_on_another_mesh(tmp_path: Path) -> None:
     began = run(6, "--mesh", "dp=2,tp=3", "--steps", "3", "--out", str(tmp_path / "run"))
     resumed = run(4, "--mesh", "dp=2,tp=2", "--steps", "5", "--out", str(tmp_path / "run"))

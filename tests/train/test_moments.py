@@ -159,7 +159,7 @@ def test_losses_are_near_those_with_moments_in_float32(moments: str) -> None:
     np.testing.assert_allclose(losses(moments), usual, rtol=ERRORS[moments], atol=0)
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+@pytest.mark.parametrize("moments", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_eight_devices_train_as_one(moments: str) -> None:
     np.testing.assert_allclose(losses(moments, EIGHT), losses(moments), rtol=2e-3)
 
@@ -177,7 +177,7 @@ def test_moments_lie_with_their_parameters(moments: str, dtypes: tuple[str, str]
             assert kept.dtype == dtype
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+@pytest.mark.parametrize("moments", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_a_checkpoint_resumes_on_another_mesh(moments: str, tmp_path: Path) -> None:
     one, eight = run_parts(moments), run_parts(moments, EIGHT)
     state, _ = train(one, one.new_state(), range(STEPS // 2))

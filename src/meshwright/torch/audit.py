@@ -115,7 +115,7 @@ def assert_collectives(
 ) -> Audit:
     """Fail unless a step has exactly the expected collectives, as `mw.testing.assert_collectives`.
 
-    >>> assert_collectives(step, {"dp": ["all-gather", "reduce-scatter"]}, batch, model=model)
+    assert_collectives(step, {"dp": ["all-gather", "reduce-scatter"]}, batch, model=model)
     """
     if not isinstance(expected, Mapping):
         raise MeshwrightError(

@@ -1,7 +1,7 @@
 """From text to a DeviceMesh: `mesh("dp=-1,tp=3")`, with the device order of every Meshwright mesh.
 
->>> mesh("dp=-1,tp=3")  # on six ranks: dp is the slow axis, tp has the nearest neighbours
-DeviceMesh((dp=2, tp=3), 'cuda', ...)
+mesh("dp=-1,tp=3")  # on six ranks: dp is the slow axis, tp has the nearest neighbours
+# DeviceMesh((dp=2, tp=3), 'cuda', ...)
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
 
     Ranks of one tensor-parallel group have the same index, and so see the same sequences.
 
-    >>> index, count = data_shard(mesh)
-    >>> batch = batch.chunk(count)[index]
+        index, count = data_shard(mesh)
+        batch = batch.chunk(count)[index]
     """
     axes = axes_of(mesh)
     index, count = 0, 1

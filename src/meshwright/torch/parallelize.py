@@ -65,7 +65,7 @@ def parallelize(
 ) -> nn.Module:
     """Split a model over a mesh, in place, and give it back.
 
-    >>> model = mw.torch.parallelize(model, mw.torch.mesh("dp=-1,tp=3"), mixed_precision="bf16")
+        model = mw.torch.parallelize(model, mw.torch.mesh("dp=-1,tp=3"), mixed_precision="bf16")
 
     Arguments:
         rules: `mw.PathRules` over parameter names, or `mw.Rules` over dims (vocab, heads, kv_heads,
