@@ -20,7 +20,10 @@ from tests.torch.live import Live  # noqa: E402
 import meshwright.torch as mt  # noqa: E402
 
 # PyTorch's own: of CPUs without bfloat16, and of what torch.compile looks at
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 WORLD = 12
 CPU = Machine.parse("cpu:12")
