@@ -53,7 +53,7 @@ test-all: test
 # a second environment: newest of everything that pyproject.toml allows, on a newer Python
 test-newest:
 	$(NEWEST_PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --upgrade -e '.[dev]'
+	.venv-newest/bin/python -m pip install --quiet --upgrade -e '.[dev]' torch==2.13.0
 	.venv-newest/bin/pytest -n auto --dist worksteal -m "not slow"
 
 bench: $(INSTALLED)
