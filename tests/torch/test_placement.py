@@ -60,6 +60,13 @@ def test_logical_rules_of_jax_give_the_layouts_of_jax() -> None:
     assert layouts["lm_head/weight"] == "vocab embed -> vocab@tp embed@fsdp"
 
 
+def test_rules_may_place_activations_which_follow_from_the_styles() -> None:
+    text = "batch -> dp\nlength -> none\nvocab -> tp\nheads -> tp\nkv_heads -> tp\nmlp -> tp\n"
+    rules = mw.Rules.parse(text + "embed -> dp\nnorm -> none\nhead_dim -> none\nlayers -> none")
+    layouts = {row.path: str(row.layout) for row in mt.explain(llama(), "dp=2,tp=3", rules).rows}
+    assert layouts["model/layers/0/mlp/up_proj/weight"] == "mlp embed -> mlp@tp embed@dp"
+
+
 @st.composite
 def split_matrices(draw: Any) -> tuple[str, tuple[int, int], list[tuple[str, ...]]]:
     """A mesh, the shape of a matrix, and the axes of each dim, the sharded axis last."""

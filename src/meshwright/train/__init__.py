@@ -16,12 +16,13 @@ from meshwright.train.jax_backend import AUTO, train
 from meshwright.train.loop import Loop, check_run_folder, supervised
 from meshwright.train.optimizer import learning_rate
 from meshwright.train.prepare import prepare, prepare_data
-from meshwright.train.resume import resume_command
+from meshwright.train.resume import checkpoint_settings
 from meshwright.train.run import Memory, chip_peak_flops
 from meshwright.train.run.trackers import check_trackers
 from meshwright.train.same_settings import check_same_settings
 from meshwright.train.setup import (
     check_fp8,
+    check_length,
     check_sizes,
     choose_rules,
     field_lengths,
@@ -35,10 +36,10 @@ from meshwright.train.work import StepWork
 
 __all__ = [
     "AUTO", "AbstractStep", "Backend", "Loop", "Memory", "Say", "StepWork", "TorchConfig",
-    "TrainConfig", "abstract_step", "check_fp8", "check_run_folder", "check_same_settings",
-    "check_sizes", "check_trackers", "chip_peak_flops", "choose_rules", "config_from_dict",
-    "config_from_file", "config_to_dict", "field_lengths", "file_rules", "layers_choice",
-    "learning_rate", "load_pieces", "model_of", "prepare", "prepare_data", "resume_command",
-    "save_pieces", "settings_flags", "supervised", "train", "training_mesh", "training_spec",
-    "with_settings",
+    "TrainConfig", "abstract_step", "check_fp8", "check_length", "check_run_folder",
+    "check_same_settings", "check_sizes", "check_trackers", "checkpoint_settings",
+    "chip_peak_flops", "choose_rules", "config_from_dict", "config_from_file", "config_to_dict",
+    "field_lengths", "file_rules", "layers_choice", "learning_rate", "load_pieces", "model_of",
+    "prepare", "prepare_data", "save_pieces", "settings_flags", "supervised", "train",
+    "training_mesh", "training_spec", "with_settings",
 ]  # fmt: skip

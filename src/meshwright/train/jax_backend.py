@@ -33,7 +33,7 @@ from meshwright.train.config import TrainConfig
 from meshwright.train.exchange import load_pieces
 from meshwright.train.loop import Loop, check_run_folder, supervised
 from meshwright.train.prepare import bytes_per_device, prepare
-from meshwright.train.resume import resume_command
+from meshwright.train.resume import checkpoint_settings, resume_command
 from meshwright.train.run import Memory, memory, peak_flops, waiting_line
 from meshwright.train.same_settings import check_same_settings
 from meshwright.train.setup import layers_text
@@ -76,13 +76,7 @@ class JaxBackend(Backend):
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.process_id, self.processes = jax.process_index(), jax.process_count()
-        keep = config.checkpoint
-        self.checkpoints: Checkpoints = Checkpoints(
-            config.run / "checkpoints",
-            keep.keep_last,
-            keep.keep_every,
-            command=functools.partial(resume_command, config),
-        )
+        self.checkpoints: Checkpoints = Checkpoints(**checkpoint_settings(config))
         self._channel = Channel("run")
         self._setup = setup = prepare(config)
         step = setup.step

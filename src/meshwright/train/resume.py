@@ -1,6 +1,7 @@
 """Which checkpoint a run resumes from, whether its settings allow it, and how to ask for it."""
 
 import dataclasses
+import functools
 import json
 import shlex
 from collections.abc import Callable
@@ -74,6 +75,17 @@ def resume_command(config: TrainConfig, step: int | str) -> str:
     words += ["--run", str(config.run), "--resume-from", str(step)]
     own = " (and in each process its own --process-id)" if config.process_id is not None else ""
     return shlex.join(words) + own
+
+
+def checkpoint_settings(config: TrainConfig) -> dict[str, Any]:
+    """The arguments of `Checkpoints`, of either backend, for a run."""
+    keep = config.checkpoint
+    return {
+        "folder": config.run / "checkpoints",
+        "keep_last": keep.keep_last,
+        "keep_every": keep.keep_every,
+        "command": functools.partial(resume_command, config),
+    }
 
 
 def check_resume(

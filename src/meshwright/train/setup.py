@@ -255,13 +255,18 @@ def check_sizes(
     split_length: bool = True,
 ) -> None:
     """The model, the batch and, if it is to be, the split length against the mesh."""
+    check_length(config, model)
+    seq = config.seq if split_length else None
+    why = indivisible(model, rules, mesh_shape, config.batch, seq, config.accumulation)
+    if why is not None:
+        raise MeshwrightError(why)
+
+
+def check_length(config: TrainConfig, model: Any) -> None:
+    """Raise if the sequences are longer than the model's positions reach."""
     if config.seq > model.max_seq:
         raise MeshwrightError(
             f"seq={config.seq} is longer than the model allows; {model.max_seq} or less would fit, "
             "or say how its positions reach further: --override rope.theta=…, or rope.scaling=… "
             "with rope.factor=…"
         )
-    seq = config.seq if split_length else None
-    why = indivisible(model, rules, mesh_shape, config.batch, seq, config.accumulation)
-    if why is not None:
-        raise MeshwrightError(why)

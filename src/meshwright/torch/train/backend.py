@@ -1,6 +1,5 @@
 """A Hugging Face model under FSDP2 and tensor parallelism, for the training loop."""
 
-import functools
 import math
 import os
 from collections.abc import Iterator
@@ -32,11 +31,11 @@ from meshwright.train import (
     StepWork,
     TrainConfig,
     check_trackers,
+    checkpoint_settings,
     chip_peak_flops,
     file_rules,
     learning_rate,
     prepare_data,
-    resume_command,
 )
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -57,13 +56,7 @@ class TorchBackend(Backend):
         self.loader, self.eval_loader, self.model = data.loader, data.eval_loader, data.model
         self.work = StepWork(model, {"tokens": config.seq})
         self._window = model.sliding_window
-        keep = config.checkpoint
-        self.checkpoints: Checkpoints = Checkpoints(
-            config.run / "checkpoints",
-            keep.keep_last,
-            keep.keep_every,
-            command=functools.partial(resume_command, config),
-        )
+        self.checkpoints: Checkpoints = Checkpoints(**checkpoint_settings(config))
         cuda = mesh.device_type == "cuda"
         self.device_kind = torch.cuda.get_device_name() if cuda else "cpu"
         self._bf16 = {"auto": cuda, "bfloat16": True, "float32": False}[config.compute.dtype]

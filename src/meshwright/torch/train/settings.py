@@ -5,7 +5,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.launch import flat_settings
 from meshwright.models import DecoderConfig
-from meshwright.train import TrainConfig, model_of
+from meshwright.train import TrainConfig, check_length, model_of
 
 # settings of JAX alone, and what to do instead
 _JAX_ONLY = {
@@ -23,7 +23,7 @@ _JAX_ONLY = {
     "compute.overlap": "FSDP2 always overlaps",
     "optimizer.moments": "PyTorch keeps moments in the dtype of the weights",
     "loss.z_loss": "PyTorch has no z-loss here",
-    "loss.chunk": "use --torch.loss-parallel to save memory",
+    "loss.chunk": "use more --accumulation or a smaller --batch to save memory",
 }
 
 
@@ -74,8 +74,5 @@ def check_settings(config: TrainConfig) -> DecoderConfig:
         )
     if config.objective not in ("auto", "next-token"):
         raise MeshwrightError(f"--objective {config.objective}: decoders predict next tokens")
-    if config.seq > model.max_seq:
-        raise MeshwrightError(
-            f"seq={config.seq} is longer than the model allows; {model.max_seq} or less would fit"
-        )
+    check_length(config, model)
     return model
