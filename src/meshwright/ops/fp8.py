@@ -145,7 +145,7 @@ def _matmul(
 
     def all_gathered(w: jax.Array, scale: jax.Array) -> jax.Array:
         """[k, n] in 8 bits, of all shards."""
-        quantized = _quantized(w, scale, E4M3)
+        quantized = _once(_quantized(w, scale, E4M3))
         for dim, axes in all_gathers:
             each = [(axis,) for axis in reversed(axes)] if current_platform() == "tpu" else [axes]
             for some in each:  # as ops.collectives does
@@ -164,17 +164,17 @@ def _matmul(
 
     def forward(x: jax.Array, w: jax.Array, scale: jax.Array) -> Any:
         x_scale = scale_everywhere(x, E4M3)
-        y = _dot(_quantized(x, x_scale, E4M3), all_gathered(w, scale).T, x_scale, scale, x.dtype)
-        return y, (x, x_scale, w, scale)
+        rows = _once(_quantized(x, x_scale, E4M3))
+        y = _dot(rows, all_gathered(w, scale).T, x_scale, scale, x.dtype)
+        return y, (rows, x_scale, w, scale)
 
     def backward(kept: Any, g: jax.Array) -> Any:
-        x, x_scale, w, scale = kept
+        rows, x_scale, w, scale = kept
         g_scale = scale_everywhere(g, E5M2)
         weight = all_gathered(w, scale)
-        dx = _dot(_quantized(g, g_scale, E5M2), weight, g_scale, scale, x.dtype)
-        # transposed before they are quantized, so that one kernel does both
-        columns = _quantized(x.T, x_scale, E4M3)
-        dw = _dot(columns, _quantized(g.T, g_scale, E5M2), x_scale, g_scale, w.dtype)
+        gradients = _once(_quantized(g, g_scale, E5M2))
+        dx = _dot(gradients, weight, g_scale, scale, g.dtype)
+        dw = _dot(rows.T, gradients.T, x_scale, g_scale, w.dtype)
         joined = dict(all_gathers)
         dw = dw.reshape([size * _ways(joined.get(i, ())) for i, size in enumerate(w.shape)])
         for dim, axes in reversed(all_gathers):
@@ -197,6 +197,15 @@ def _power_of_two(largest: jax.Array, dtype: Any) -> jax.Array:
 def _quantized(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """`x / scale`; exact but for the cast, as scale is a power of two."""
     return (x * (1 / scale).astype(x.dtype)).astype(dtype)
+
+
+def _once(quantized: jax.Array) -> jax.Array:
+    """On GPUs: kept from being computed again where it is transposed.
+
+    Its 8 bits are transposed twice as fast as the bfloat16 that they were.
+    """
+    on_gpu = current_platform() in ("gpu", "cuda")
+    return lax.optimization_barrier(quantized) if on_gpu else quantized
 
 
 def _dot(
