@@ -108,21 +108,6 @@ def single(q: Any, k: Any, v: Any, given: Any, segments: Any = None) -> Any:
     return out, *back(given)
 
 
-def add_kernel(name: str, bias_up_to: int) -> None:
-    """The cuDNN kernel with documents as a bias up to another size."""
-    from meshwright.ops.attention import documents, fused
-    from meshwright.ops.attention.block import Kernel
-    from meshwright.ops.attention.kernels import KERNELS
-
-    KERNELS[name] = Kernel(
-        lambda block, mask, _: documents.forward(fused.forward, block, mask.causal, bias_up_to),
-        lambda block, mask, whole, given, _: documents.backward(
-            fused.backward, block, mask.causal, whole, given, bias_up_to
-        ),
-        lambda call: None,
-    )
-
-
 def check(report: Report) -> None:
     """The largest error of each way against a plain softmax in float32."""
     import jax
@@ -135,7 +120,6 @@ def check(report: Report) -> None:
     from meshwright.ops.attention.ring_steps import Keys
 
     ways, length, heads, kv_heads, head_dim = 4, 4096, 8, 2, 128
-    add_kernel("by counts", 2**17)  # so small that parts are cut and documents told by counts
     rng = np.random.default_rng(0)
     shapes = [(1, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
     q, k, v, given = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
@@ -188,8 +172,7 @@ def check(report: Report) -> None:
         ("single call", None, Mask(), lambda: jax.jit(single)(q, k, v, given)),
         ("ring", None, Mask(), lambda: around("cudnn", None)),
         ("documents, single", segments, Mask(), lambda: jax.jit(single)(q, k, v, given, segments)),
-        ("documents, ring by a bias", segments, Mask(), lambda: around("cudnn", segments)),
-        ("documents, ring by counts", segments, Mask(), lambda: around("by counts", segments)),
+        ("documents, ring", segments, Mask(), lambda: around("cudnn", segments)),
         ("window", None, near, lambda: jax.jit(one_call, static_argnums=0)(near)),
     ]
     for name, of, mask, found in compared:
@@ -213,24 +196,17 @@ def differences(found: Any, wanted: Any) -> dict[str, float]:
     return largest
 
 
-def random_share(length: int, ways: int, head_dim: int, kernel: str, documents: int = 0) -> Any:
-    """A share and its arguments; with equal documents of so many tokens, if any."""
+def random_share(length: int, ways: int, head_dim: int, kernel: str) -> Any:
+    """A share and its arguments."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
     from meshwright.ops.attention.ring_steps import Keys
 
     part, middle = length // ways, ways // 2
     q = random(1, part, HEADS, head_dim)
     keys = random(ways, 2, 1, part, KV_HEADS, head_dim)
-    segments = None
-    if documents:
-        chunks = (np.arange(length, dtype="i") // documents + 1).reshape(2 * ways, -1)
-        met = [(middle - turn) % ways for turn in range(ways)]
-        held = [np.concatenate([chunks[i], chunks[2 * ways - 1 - i]]) for i in met]
-        segments = jnp.asarray(np.stack(held)[:, None])
-    own, others = Keys(keys, segments), Keys(keys, segments)
+    own, others = Keys(keys, None), Keys(keys, None)
     own, others = jax.tree.map(lambda x: x[0], own), jax.tree.map(lambda x: x[1:], others)
     passing = jnp.zeros(others.both.shape, jnp.float32)
     return share(ways, kernel), (jnp.int32(middle), q, own, others, passing, q)
@@ -294,19 +270,6 @@ def time_shares(length: int, ways: int, head_dim: int, report: Report) -> None:
     report("time", name, speeds, seconds=seconds)
 
 
-def time_documents(length: int, ways: int, head_dim: int, report: Report) -> None:
-    """The share of a sequence of packed documents: by counts, and by a bias of the mask."""
-    add_kernel("by counts", 2**24)
-    add_kernel("by a bias", 2**40)
-    for tokens in (8192, length):
-        sides: dict[str, Callable[[], Any]] = {
-            kernel: functools.partial(random_share, length, ways, head_dim, kernel, tokens)
-            for kernel in ("by counts", "by a bias")
-        }
-        name = f"{length:,} over {ways}, documents of {tokens:,}"
-        report("documents", name, medians(name, sides))
-
-
 def failed(what: str, problem: Exception) -> None:
     lines = str(problem).strip().splitlines() or [""]
     print(f"{what}: failed: {type(problem).__name__}: {lines[0][:300]}", flush=True)
@@ -316,8 +279,6 @@ def failed(what: str, problem: Exception) -> None:
 def in_words(kind: str, name: str, numbers: dict[str, float]) -> str:
     if kind == "check":
         return f"check, {name}: " + ", ".join(f"{of} {n:.1e}" for of, n in numbers.items())
-    if kind == "documents":
-        return f"{name}: " + ", ".join(f"{of} {n * 1e3:.2f} ms" for of, n in numbers.items())
     said = ", ".join(f"{of} {n / 1e12:.0f} TFLOP/s" for of, n in numbers.items())
     if {"share", "single"} <= numbers.keys():
         said += f"; share / single {ratio(numbers):.3f} (wanted {WANTED})"
@@ -340,12 +301,6 @@ def table(found: list[dict[str, Any]]) -> list[str]:
             cells = [f"{speeds[side] / 1e12:.0f}" if side in speeds else "" for side in SIDES]
             wanted = f"{ratio(speeds):.3f} (wanted {WANTED})"
             lines.append(f"| {one['name']} | {' | '.join(cells)} | {wanted} |")
-    step_time = [one for one in found if one["kind"] == "documents" and len(one["numbers"]) == 2]
-    if step_time:
-        lines += ["", "| share of packed sequences | by counts | by a bias |", "|---|---|---|"]
-    for one in step_time:
-        cells = [f"{taken * 1e3:.2f} ms" for taken in one["numbers"].values()]
-        lines.append(f"| {one['name']} | {' | '.join(cells)} |")
     lines += [
         "",
         "Largest error over the largest number, against a plain softmax in float32; bfloat16, "
@@ -380,8 +335,6 @@ def run_shares(options: argparse.Namespace) -> None:
     for head_dim in map(int, options.head_dims.split(",")):
         for length in lengths:
             time_shares(length, options.ways, head_dim, report)
-    if options.documents:
-        time_documents(131072, options.ways, 128, report)
     if options.profile:
         import train_step
 
@@ -407,7 +360,6 @@ def main() -> None:
     parser.add_argument("--ways", type=int, default=8, help="devices of the ring")
     parser.add_argument("--head-dims", default="128")
     parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--documents", action="store_true", help="shares of packed sequences, too")
     parser.add_argument("--profile", help="folder for a kernel profile of the shortest share")
     parser.add_argument("--longest", action="store_true", help="the longest sequence that trains")
     parser.add_argument("--sides", default="peer,ours", help="of --longest")

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -96,17 +97,21 @@ def test_documents_are_a_bias_without_a_gradient() -> None:
     assert bias not in got
 
 
-def test_long_parts_of_documents_are_told_by_counts() -> None:
-    long = lowered(EVERYTHING, packed=True, length=16384)
-    (forward, said, types), (backward, said_back, _) = long
-    assert (forward, backward) == ("fmhaSoftmax", "fmhaSoftmaxBackward")
-    assert said["mask_type"] == said_back["mask_type"] == "PADDING"
-    assert types.split(" -> ")[0].count(f"tensor<{BATCH}xi32>") == 2
+def test_a_bias_masks_the_keys_of_other_documents() -> None:
+    given: list[fused.Inputs] = []
+    q, k = (jnp.ones((1, 4, heads, HEAD_DIM), jnp.bfloat16) for heads in (HEADS, KV_HEADS))
+    block = Block(q, k, k, jnp.array([[1, 1, 2, 0]]), jnp.array([[2, 1, 1, 3]]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "forward", given.append)
+        cudnn.forward(block, EVERYTHING)
+    assert given[0].bias is not None
+    seen = np.exp(np.asarray(given[0].bias, np.float32))[0, 0]
+    np.testing.assert_array_equal(seen, [[0, 1, 1, 0], [0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
 
 
-@pytest.mark.parametrize(("packed", "length"), [(False, LENGTH), (True, LENGTH), (True, 2**18)])
+@pytest.mark.parametrize("packed", [False, True])
 def test_a_ring_of_it_has_the_types_of_each_device(
-    packed: bool, length: int, monkeypatch: pytest.MonkeyPatch
+    packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "current_platform", lambda: "gpu")
     mesh = mw.mesh("dp=2,sp=4,tp=2", devices=jax.devices(), axis_types="explicit")
@@ -124,20 +129,19 @@ def test_a_ring_of_it_has_the_types_of_each_device(
         return x.update(sharding=jax.NamedSharding(mesh, P(*axes)))
 
     q, k = (
-        split(described(BATCH, length, heads, HEAD_DIM), "dp", "sp", "tp")
+        split(described(BATCH, LENGTH, heads, HEAD_DIM), "dp", "sp", "tp")
         for heads in (HEADS, KV_HEADS)
     )
-    segments = split(described(BATCH, length, dtype=jnp.int32), "dp", "sp")
+    segments = split(described(BATCH, LENGTH, dtype=jnp.int32), "dp", "sp")
     with jax.set_mesh(mesh):
         traced = jax.jit(run).trace(q, k, k, segments if packed else None, q)
         calls = asked(traced.lower(lowering_platforms=("cuda",)).as_text())
     out, gradients = traced.out_info
     assert [x.sharding.spec for x in (out, *gradients)] == [P("dp", "sp", "tp", None)] * 4
-    # causal at home; the others are seen whole, or a document of them
-    others = "NO_MASK" if length == LENGTH else "PADDING"
+    # causal at home; the others are seen whole
     for way in ("Softmax", "SoftmaxBackward"):
         masks = {options["mask_type"] for name, options, _ in calls if name.endswith(way)}
-        assert masks >= {"CAUSAL", others}
+        assert masks >= {"CAUSAL", "NO_MASK"}
 
 
 CALL = Call("gpu", "bfloat16", 4096, 4096, 128, Mask(), segmented=False)
@@ -153,6 +157,7 @@ CALL = Call("gpu", "bfloat16", 4096, 4096, 128, Mask(), segmented=False)
         ({"mask": Mask(offset=64)}, "causal masks have no offset"),
         ({"mask": Mask(window=64), "segmented": True}, "not both"),
         ({"dynamic": True}, "the mask at compile time"),
+        ({"segmented": True, "queries": 2**16, "keys": 2**16}, "too large for 65,536 queries"),
     ],
 )
 def test_what_it_cannot_do_is_said(changes: dict[str, Any], why: str) -> None:
@@ -165,7 +170,7 @@ def test_what_it_cannot_do_is_said(changes: dict[str, Any], why: str) -> None:
         {},
         {"mask": Mask(window=64)},
         {"mask": EVERYTHING, "keys": 512},
-        {"segmented": True, "queries": 2**19, "keys": 2**19},
+        {"segmented": True, "queries": 2**15, "keys": 2**15},
         {"segmented": True, "queries": 333, "keys": 333},
         {"queries": 333, "keys": 333},
     ],

@@ -1,6 +1,6 @@
 """Attention kernels for Hopper GPUs with any mask and packed documents; masked blocks are skipped.
 
-cuDNN has no segment ids: it needs the mask as a bias, and computes all blocks.
+cuDNN has no segment ids; cudnn.py says what it has instead.
 """
 
 from typing import Any
