@@ -39,7 +39,9 @@ LIMITS = {
     ("4x8192", "ours"): 1.65, ("4x8192", "command"): 1.65, ("4x8192", "fp8"): 1.85,
     ("8x2048", "torch"): 1.0, ("4x8192", "torch"): 1.0, ("8x2048", "8b-fp8"): 1.30,
 }  # fmt: skip
-LAYERS_OF_8B = 16  # of 32, with AdamW in float32 on one GPU of 139 GiB
+ONE_B = ("llama-3.2-1b", "--override", "tied_embeddings=false")
+# 16 of 32 layers, with AdamW in float32 on one GPU of 139 GiB
+EIGHT_B = ("llama-3.1-8b", "--override", "layers=16")
 SIZES = {
     "vocab": 128256, "layers": 16, "embed": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64,
     "mlp": 8192,
@@ -78,15 +80,21 @@ def step_time(step: Callable[[], Any], wait: Callable[[Any], Any], steps: int) -
 def flags(shape: str, options: argparse.Namespace, extra: Sequence[str] = ()) -> list[str]:
     """The words of `meshwright train` for a shape."""
     batch, seq = SHAPES[shape]
-    words = ["llama-3.2-1b", "--override", "tied_embeddings=false"]
-    if options.layers_of_8b:
-        words = ["llama-3.1-8b", "--override", f"layers={options.layers_of_8b}"]
+    words = list(options.words)
     # as many steps in all sides: the schedule of the learning rate is part of the program
     words += ["--batch", str(batch), "--seq", str(seq), "--steps", "100000"]
     return [*words, *shlex.split(options.flags), *extra]
 
 
-def ours(shape: str, options: argparse.Namespace, extra: Sequence[str] = ()) -> dict[str, Any]:
+def ours(
+    shape: str,
+    options: argparse.Namespace,
+    extra: Sequence[str] = (),
+    attention: str | None = None,
+) -> dict[str, Any]:
+    """`attention`: a kernel, also one that the command does not offer."""
+    import dataclasses
+
     import jax
     import numpy as np
 
@@ -98,6 +106,9 @@ def ours(shape: str, options: argparse.Namespace, extra: Sequence[str] = ()) -> 
 
     keep_compiled_programs()  # as the command does: it then finds the program of this step
     config = settings(flags(shape, options, extra))
+    if attention is not None:
+        compute: Any = dataclasses.replace(config.compute, attention=attention)
+        config = dataclasses.replace(config, compute=compute)
     abstract = abstract_step(config)
     functions, (batch, seq) = abstract.functions, SHAPES[shape]
     state = new_state(abstract.arrays, abstract.state, abstract.optimizer, abstract.mesh)
@@ -121,6 +132,7 @@ def ours(shape: str, options: argparse.Namespace, extra: Sequence[str] = ()) -> 
     start = time.perf_counter()
     compiled = functions.train.lower(state, data).compile()
     compile_seconds = time.perf_counter() - start
+    planned = compiled.memory_analysis()
     in_fp8 = compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"')
     losses: list[float] = []
     holder = [state]
@@ -142,6 +154,7 @@ def ours(shape: str, options: argparse.Namespace, extra: Sequence[str] = ()) -> 
         "versions": f"jax {jax.__version__}, {layer_count(abstract.model)} layers, "
         f"{in_fp8} fp8 matmuls",
         "flops": abstract.work.flops_per_token(seen) * batch * seq,
+        "compiled_bytes": planned.argument_size_in_bytes + planned.temp_size_in_bytes,
     }  # fmt: skip
 
 
@@ -281,12 +294,12 @@ def ceiling(shape: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def eight(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """Layers of llama-3.1-8b."""
-    options.layers_of_8b = LAYERS_OF_8B
+    options.words = EIGHT_B
     return ours(shape, options)
 
 
 def eight_fp8(shape: str, options: argparse.Namespace) -> dict[str, Any]:
-    options.layers_of_8b = LAYERS_OF_8B
+    options.words = EIGHT_B
     return fp8(shape, options)
 
 
@@ -320,7 +333,7 @@ def main() -> None:
     parser.add_argument("--profile", help="folder for a kernel profile of ours")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    options.layers_of_8b = 0
+    options.words = ONE_B
     if options.side:
         print(json.dumps(SIDES[options.side](options.shapes, options)))
         return
