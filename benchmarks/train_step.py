@@ -10,7 +10,8 @@ runs the step of the settings that `meshwright train` reads from the same flags;
 command itself, on one long document, timed by its metrics.jsonl, and `torch` the same with
 --backend torch. `fp8` is ours with
 --compute.matmul fp8; `8b` and `8b-fp8` are layers of llama-3.1-8b. The peer is transformers'
-LlamaForCausalLM with SDPA, torch.compile, fused AdamW and bfloat16 autocast. FLOPs are counted as
+LlamaForCausalLM with SDPA, torch.compile, fused AdamW and bfloat16 autocast, `torchao` the same
+with float8 linear layers. FLOPs are counted as
 6 · (matmul parameters, output head included, embedding lookup not) · tokens + 12 · layers · heads ·
 head_dim · keys that a query sees · tokens. The ceiling is the best of a few large bfloat16 matmuls
 of random numbers. Each side runs in its own process.
@@ -232,7 +233,21 @@ def profile(folder: str, step: Callable[[], Any]) -> None:
         print(f"{milliseconds:9.3f} {calls[name] / 3:7.1f} {name[:150]}", file=sys.stderr)
 
 
-def peer(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+def torchao_peer(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The peer with torchao's float8 training: every linear layer but the LM head."""
+    from torchao.float8 import convert_to_float8_training
+
+    def convert(model: Any) -> Any:
+        return convert_to_float8_training(
+            model, module_filter_fn=lambda module, name: "lm_head" not in name
+        )
+
+    return peer(shape, options, convert)
+
+
+def peer(
+    shape: str, options: argparse.Namespace, convert: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -246,6 +261,8 @@ def peer(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         tie_word_embeddings=False, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).cuda()
+    if convert is not None:
+        model = convert(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
     compiled = torch.compile(model)
     tokens = torch.randint(0, SIZES["vocab"], (batch, seq), device="cuda")
@@ -304,8 +321,8 @@ def eight_fp8(shape: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 SIDES = {
-    "peer": peer, "ours": ours, "fp8": fp8, "command": command, "torch": torch_command, "8b": eight,
-    "8b-fp8": eight_fp8, "ceiling": ceiling,
+    "peer": peer, "torchao": torchao_peer, "ours": ours, "command": command, "fp8": fp8,
+    "torch": torch_command, "8b": eight, "8b-fp8": eight_fp8, "ceiling": ceiling,
 }  # fmt: skip
 
 
