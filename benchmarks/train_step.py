@@ -43,6 +43,7 @@ LIMITS = {
 ONE_B = ("llama-3.2-1b", "--override", "tied_embeddings=false")
 # 16 of 32 layers, with AdamW in float32 on one GPU of 139 GiB
 EIGHT_B = ("llama-3.1-8b", "--override", "layers=16")
+LIBRARIES = ("torch ", "transformers ", "jax ")
 SIZES = {
     "vocab": 128256, "layers": 16, "embed": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64,
     "mlp": 8192,
@@ -349,6 +350,8 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="ours without segment ids")
     parser.add_argument("--profile", help="folder for a kernel profile of ours")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--record", type=Path, help="add results to this file, a line each")
+    parser.add_argument("--tabulate", action="store_true", help="what --record has; run nothing")
     options = parser.parse_args()
     options.words = ONE_B
     if options.side:
@@ -360,18 +363,34 @@ def main() -> None:
     sides = options.sides.split(",")
     fresh = tempfile.TemporaryDirectory()  # so that compile times are not of an earlier run
     os.environ.setdefault("MESHWRIGHT_CACHE", fresh.name)
-    top = run("ceiling", "8x2048", options) if "ceiling" in sides else None
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for shape in options.shapes.split(","):
-        for side in (name for name in SIDES if name != "ceiling"):
-            result = run(side, shape, options) if side in sides else None
-            if result is not None:
-                found[shape, side] = result
-                print(line(shape, side, result, top), flush=True)
-            elif side in sides:
-                print(f"{shape} {side}: failed", flush=True)
+    if options.tabulate:
+        lines = map(json.loads, options.record.read_text().splitlines())
+        found = {(line["shape"], line["side"]): line["result"] for line in lines}
+    elif "ceiling" in sides:
+        measure("", "ceiling", found, options)
+    for shape in options.shapes.split(",") if not options.tabulate else ():
+        for side in (name for name in SIDES if name in sides and name != "ceiling"):
+            measure(shape, side, found, options)
+    top = found.pop(("", "ceiling"), None)
     if top is not None:
         report(found, top, options)
+
+
+def measure(
+    shape: str, side: str, found: dict[tuple[str, str], Any], options: argparse.Namespace
+) -> None:
+    """Add one side to what was found, and to the record."""
+    result = run(side, shape or next(iter(SHAPES)), options)
+    if result is None:
+        print(f"{shape} {side}: failed", flush=True)
+        return
+    found[shape, side] = result
+    if side != "ceiling":
+        print(line(shape, side, result, found.get(("", "ceiling"))), flush=True)
+    if options.record:
+        with options.record.open("a") as file:
+            file.write(json.dumps({"shape": shape, "side": side, "result": result}) + "\n")
 
 
 def speed(shape: str, result: dict[str, Any]) -> float:
@@ -398,7 +417,11 @@ def report(
         "| batch × seq | side | ms a step | TFLOP/s | of ceiling | of peer | peak memory |",
         "|---|---|---|---|---|---|---|",
     ]
-    for (shape, side), result in found.items():
+    order = list(SHAPES), list(SIDES)
+    for shape, side in sorted(
+        found, key=lambda one: (order[0].index(one[0]), order[1].index(one[1]))
+    ):
+        result = found[shape, side]
         share = f"{speed(shape, result) / top['flops']:.3f}"
         ratio = ""
         of = {"8b": "", "8b-fp8": "8b"}.get(side, "peer")
@@ -412,7 +435,8 @@ def report(
             f"{speed(shape, result) / 1e12:.0f} | {share} | {ratio} | "
             f"{result['peak_bytes'] / 2**30:.1f} GiB |"
         )
-    versions = "; ".join(dict.fromkeys(result["versions"] for result in found.values()))
+    parts = (part for result in found.values() for part in result["versions"].split(", "))
+    versions = ", ".join(dict.fromkeys(part for part in parts if part.startswith(LIBRARIES)))
     conditions = (
         f"`python benchmarks/train_step.py --write`, {datetime.date.today()}, one {top['device']}, "
         f"{versions}; median of {options.steps} steps, one step in flight; ceiling "

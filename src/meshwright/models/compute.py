@@ -27,7 +27,7 @@ class Compute:
     context_parallel: str = "auto"  # the method of attention where sp splits sequences
     mlp_chunk: int = 0  # tokens of a sequence on a device in the mlp at a time; 0: all
     matmul: str = "auto"  # of the layers: in dtype, or fp8
-    fp8_skips: int = 1  # layers at each end that stay in dtype with fp8
+    fp8_skips: int = 0  # layers at each end that stay in dtype with fp8
     stationary: bool = False  # weights stay sharded and activations move: see activations.py
 
     @property

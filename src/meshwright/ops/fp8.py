@@ -164,17 +164,17 @@ def _matmul(
 
     def forward(x: jax.Array, w: jax.Array, scale: jax.Array) -> Any:
         x_scale = scale_everywhere(x, E4M3)
-        rows = _once(_quantized(x, x_scale, E4M3))
-        y = _dot(rows, all_gathered(w, scale).T, x_scale, scale, x.dtype)
-        return y, (rows, x_scale, w, scale)
+        in_8_bits = _once(_quantized(x, x_scale, E4M3))
+        y = _dot(in_8_bits, all_gathered(w, scale).T, x_scale, scale, x.dtype)
+        return y, (in_8_bits, x_scale, w, scale)
 
     def backward(kept: Any, g: jax.Array) -> Any:
-        rows, x_scale, w, scale = kept
+        in_8_bits, x_scale, w, scale = kept
         g_scale = scale_everywhere(g, E5M2)
         weight = all_gathered(w, scale)
         gradients = _once(_quantized(g, g_scale, E5M2))
         dx = _dot(gradients, weight, g_scale, scale, g.dtype)
-        dw = _dot(rows.T, gradients.T, x_scale, g_scale, w.dtype)
+        dw = _dot(in_8_bits.T, gradients.T, x_scale, g_scale, w.dtype)
         joined = dict(all_gathers)
         dw = dw.reshape([size * _ways(joined.get(i, ())) for i, size in enumerate(w.shape)])
         for dim, axes in reversed(all_gathers):

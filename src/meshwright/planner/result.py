@@ -33,7 +33,7 @@ class Job:
     moments: str = "auto"  # of the optimizer: a dtype, or as the parameters
     dtype: str = "bfloat16"
     matmul: str = "auto"  # of layers: in dtype, or fp8
-    fp8_skips: int = 1  # layers at each end that stay in dtype with fp8
+    fp8_skips: int = 0  # layers at each end that stay in dtype with fp8
     loss_chunk: int = 2048
     scan: bool = True
     documents: bool = True  # sequences are packed: segments and positions come with the tokens

@@ -24,7 +24,7 @@ class ComputeConfig:
     """Dtype of matmuls; auto: bfloat16 on accelerators, float32 on CPUs."""
     matmul: Literal["auto", "fp8"] = "auto"
     """Matmuls of the layers; auto: in `dtype`; fp8: e4m3, gradients e5m2, one scale per tensor."""
-    fp8_skips: int = 1
+    fp8_skips: int = 0
     """With fp8, layers at each end of a stack that stay in `dtype`, as the LM head does."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters and, unless --optimizer.moments says another, of optimizer state."""
