@@ -51,6 +51,7 @@ def test_losses_and_gradient_norms_on_eight_devices_are_those_of_one(setting):
     assert np.abs(one[0] / exact[0] - 1).max() > 1e-4  # fp8 is seen in the first step already
 
 
+@slow  # benchmarks/real_text.py compares real runs
 def test_a_hundred_steps_in_fp8_learn_as_much_as_in_float32():
     def last(setting):
         return train(dataclasses.replace(setting, steps=100))[0][-20:, 0].mean()
