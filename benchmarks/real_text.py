@@ -116,12 +116,17 @@ def run(options: argparse.Namespace) -> None:
     seeds = map(int, options.seeds.split(","))
     wanted = itertools.product(seeds, options.matmul.split(","))
     store, at_once = options.folder / "text.store", options.at_once
+    if not store.exists():
+        raise SystemExit(f"no {store}: python benchmarks/real_text.py build {options.folder}")
     with ThreadPoolExecutor(at_once) as pool:
         runs = [
             pool.submit(train, store, flags, seed, matmul, at_once)
             for seed, matmul in wanted if (seed, matmul) not in there
         ]  # fmt: skip
         for done in as_completed(runs):
+            if done.exception():
+                pool.shutdown(wait=False, cancel_futures=True)  # those that run are recorded
+                continue
             result = done.result()
             record["runs"].append(result)
             new = options.out.with_suffix(".new")  # whole, even if it is ended while writing
@@ -133,6 +138,10 @@ def run(options: argparse.Namespace) -> None:
                 f"{result['wall_seconds']} s",
                 flush=True,
             )
+
+    for done in runs:
+        if not done.cancelled() and (problem := done.exception()):
+            raise problem
 
 
 def final_loss(run: Mapping[str, Any], steps: int) -> float | None:
@@ -147,6 +156,11 @@ def final_loss(run: Mapping[str, Any], steps: int) -> float | None:
 def difference(bf16: float, fp8: float) -> float:
     """Percent by which the loss with fp8 is above the one with bfloat16."""
     return 100 * (fp8 / bf16 - 1)
+
+
+def last_losses(run: Mapping[str, Any]) -> float:
+    """The mean training loss of the last 500 steps."""
+    return statistics.fmean(loss for _, loss in run["losses"][-500 // MEAN_OF :])
 
 
 def pairs(record: Mapping[str, Any]) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
@@ -169,8 +183,8 @@ def number_of(record: Mapping[str, Any], flag: str) -> int:
 def table(record: Mapping[str, Any]) -> tuple[list[str], float | None]:
     """Lines of the table, and the largest difference; None if a run diverged."""
     lines = [
-        "| seed | bfloat16 | fp8 | difference |",
-        "|---|---|---|---|",
+        "| seed | bfloat16 | fp8 | difference | of training, last 500 steps |",
+        "|---|---|---|---|---|",
     ]
     finals, runs = list[tuple[float, float]](), pairs(record)
     for seed, both in runs.items():
@@ -181,11 +195,12 @@ def table(record: Mapping[str, Any]) -> tuple[list[str], float | None]:
             off = difference(bf16, fp8)
             percent = f"{off:+.2f}%" + ("" if abs(off) <= LIMIT else f" **(limit {LIMIT}%)**")
         shown = ["**diverged**" if loss is None else f"{loss:.4f}" for loss in (bf16, fp8)]
-        lines.append(f"| {seed} | {' | '.join(shown)} | {percent} |")
+        training = difference(*map(last_losses, both))
+        lines.append(f"| {seed} | {' | '.join(shown)} | {percent} | {training:+.2f}% |")
     if len(finals) < len(runs):
         return lines, None
     bf16, fp8 = (statistics.fmean(column) for column in zip(*finals, strict=True))
-    lines.append(f"| mean | {bf16:.4f} | {fp8:.4f} | {difference(bf16, fp8):+.2f}% |")
+    lines.append(f"| mean | {bf16:.4f} | {fp8:.4f} | {difference(bf16, fp8):+.2f}% | |")
     return lines, max(abs(difference(*both)) for both in finals)
 
 
@@ -232,16 +247,20 @@ def page_lines(record: Mapping[str, Any], largest: float | None) -> list[str]:
             difference(*(final_loss(one, steps) or math.nan for one in both))
             for both in pairs(record).values()
         ]
-        result = (
-            f"With fp8 the final evaluation loss is {min(offs):+.2f}% to {max(offs):+.2f}% off "
-            "the one with bfloat16"
-        )
+        low, high = min(offs), max(offs)
+        if high <= 0:
+            how = f"{-high:.2f}% to {-low:.2f}% lower than"
+        elif low >= 0:
+            how = f"{low:.2f}% to {high:.2f}% higher than"
+        else:
+            how = f"between {-low:.2f}% lower and {high:.2f}% higher than"
+        result = f"With fp8 the final evaluation loss was {how} with bfloat16"
     runs, steps = len(pairs(record)), number_of(record, "--steps")
     return [
-        f"{result} (below 0: lower): a model of {record['runs'][0]['parameters']} parameters, "
+        f"{result}: a model of {record['runs'][0]['parameters']} parameters, "
         f"{runs} seeds, {steps:,} steps on documentation and source code of Python packages",
-        "([table](../../benchmarks/RESULTS.md), `benchmarks/real_text.py`). Along "
-        "the way single evaluations differ by more, either way. Other models and longer runs were "
+        "([table](../../benchmarks/RESULTS.md#fp8-against-bfloat16-on-real-text), "
+        "`benchmarks/real_text.py`). Along the way single evaluations differ by more, either way. Other models and longer runs were "
         "not measured.",
         "",
         f"![Evaluation loss by step with bfloat16 and fp8](../images/{PICTURE.name})",

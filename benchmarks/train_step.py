@@ -307,7 +307,8 @@ def ceiling(shape: str, options: argparse.Namespace) -> dict[str, Any]:
             jax.block_until_ready(c)
             rounds.append((time.perf_counter() - start) / 10)
         best = max(best, 2 * m * k * n / statistics.median(rounds))
-    return {"flops": best, "device": jax.devices()[0].device_kind}
+    date = str(datetime.date.today())
+    return {"flops": best, "device": jax.devices()[0].device_kind, "date": date}
 
 
 def eight(shape: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -361,6 +362,11 @@ def main() -> None:
     options.passed += [f"--flags={options.flags}"] + ["--plain"] * options.plain
     options.passed += ["--profile", options.profile] if options.profile else []
     sides = options.sides.split(",")
+    for given, known in ((sides, SIDES), (options.shapes.split(","), SHAPES)):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"{', '.join(unknown)}: choose from {', '.join(known)}")
+    if options.tabulate and not (options.record and options.record.exists()):
+        parser.error("--tabulate needs --record FILE, a file that a run with --record has written")
     fresh = tempfile.TemporaryDirectory()  # so that compile times are not of an earlier run
     os.environ.setdefault("MESHWRIGHT_CACHE", fresh.name)
     found: dict[tuple[str, str], dict[str, Any]] = {}
@@ -373,6 +379,8 @@ def main() -> None:
         for side in (name for name in SIDES if name in sides and name != "ceiling"):
             measure(shape, side, found, options)
     top = found.pop(("", "ceiling"), None)
+    if top is None and (options.tabulate or options.write):
+        parser.error("a table needs the ceiling: run --sides ceiling,… too")
     if top is not None:
         report(found, top, options)
 
@@ -417,10 +425,8 @@ def report(
         "| batch × seq | side | ms a step | TFLOP/s | of ceiling | of peer | peak memory |",
         "|---|---|---|---|---|---|---|",
     ]
-    order = list(SHAPES), list(SIDES)
-    for shape, side in sorted(
-        found, key=lambda one: (order[0].index(one[0]), order[1].index(one[1]))
-    ):
+    every = [(shape, side) for shape in SHAPES for side in SIDES]
+    for shape, side in sorted(found, key=every.index):
         result = found[shape, side]
         share = f"{speed(shape, result) / top['flops']:.3f}"
         ratio = ""
@@ -437,10 +443,11 @@ def report(
         )
     parts = (part for result in found.values() for part in result["versions"].split(", "))
     versions = ", ".join(dict.fromkeys(part for part in parts if part.startswith(LIBRARIES)))
+    sides = list(dict.fromkeys(side for _, side in sorted(found, key=every.index)))
     conditions = (
-        f"`python benchmarks/train_step.py --write`, {datetime.date.today()}, one {top['device']}, "
-        f"{versions}; median of {options.steps} steps, one step in flight; ceiling "
-        f"{top['flops'] / 1e12:.0f} TFLOP/s."
+        f"`python benchmarks/train_step.py --sides ceiling,{','.join(sides)}`, "
+        f"{top.get('date', datetime.date.today())}, one {top['device']}, {versions}; medians of "
+        f"steps, one step in flight; ceiling {top['flops'] / 1e12:.0f} TFLOP/s."
     )
     print("\n".join([conditions, "", *lines]))
     if options.write:

@@ -100,4 +100,4 @@ def test_the_plan_counts_faster_matmuls_and_smaller_all_gathers():
         found[matmul] = gathered, work(job, choice, machine).seconds["matmuls"]
     # 1 byte instead of 2
     assert found["fp8"][0] == pytest.approx(found["auto"][0] / 2)
-    assert 1.2 < found["auto"][1] / found["fp8"][1] < 1.45
+    assert 1.4 < found["auto"][1] / found["fp8"][1] < 1.59

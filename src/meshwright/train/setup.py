@@ -216,7 +216,7 @@ def check_fp8(config: TrainConfig, model: Any, chip: Chip) -> None:
     if chip.platform != "cpu" and chip.fp8_flops is None:
         raise MeshwrightError(
             f"compute.matmul fp8: {chip.name} has no fp8 units; leave it out, or use one of "
-            + ", ".join(one.name for one in CHIPS.values() if one.fp8_flops)
+            + ", ".join(one.name for one in CHIPS.values() if (one.fp8_flops or 0) > one.bf16_flops)
         )
     stacks = layer_counts(model)
     if min(stacks) <= 2 * config.compute.fp8_skips:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests.ops.attention.reference import Sees, in_float64, inputs
 
 import meshwright as mw
 from meshwright.ops.attention import (
@@ -97,16 +98,70 @@ def test_documents_are_a_bias_without_a_gradient() -> None:
     assert bias not in got
 
 
-def test_a_bias_masks_the_keys_of_other_documents() -> None:
+def weights_of(given: fused.Inputs, lse: Any = None) -> tuple[Any, Any, Any]:
+    """[batch, heads, queries, keys]: by the log-sum given, or by their own."""
+    k = jnp.repeat(given.k, given.q.shape[2] // given.k.shape[2], axis=2)
+    scores = jnp.einsum("bihd,bjhd->bhij", given.q, k) * given.q.shape[-1] ** -0.5
+    if given.bias is not None:
+        scores = scores + given.bias
+    if given.causal:
+        scores = jnp.where(jnp.tri(*scores.shape[2:], dtype=bool), scores, -jnp.inf)
+    if lse is None:
+        lse = jax.nn.logsumexp(scores, axis=-1).swapaxes(1, 2)
+    return jnp.exp(scores - lse.swapaxes(1, 2)[..., None]), lse, k
+
+
+def plain_forward(given: fused.Inputs) -> Partial:
+    weights, lse, _ = weights_of(given)
+    v = jnp.repeat(given.v, given.q.shape[2] // given.v.shape[2], axis=2)
+    return Partial(jnp.einsum("bhij,bjhd->bihd", weights, v), lse)
+
+
+def plain_backward(given: fused.Inputs, whole: Partial, dout: Any) -> Gradients:
+    weights, _, k = weights_of(given, whole.lse)
+    group = given.q.shape[2] // given.k.shape[2]
+    v = jnp.repeat(given.v, group, axis=2)
+    delta = jnp.sum(whole.out * dout, axis=-1).swapaxes(1, 2)[..., None]
+    scale = given.q.shape[-1] ** -0.5
+    of_scores = weights * (jnp.einsum("bihd,bjhd->bhij", dout, v) - delta) * scale
+
+    def shared(x: Any) -> Any:
+        return x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)
+
+    return Gradients(
+        jnp.einsum("bhij,bjhd->bihd", of_scores, k),
+        shared(jnp.einsum("bhij,bihd->bjhd", of_scores, given.q)),
+        shared(jnp.einsum("bhij,bihd->bjhd", weights, dout)),
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("most", "calls"), [(2**26, 1), (128 * 300 * 2, 3), (1, 3)])
+def test_documents_are_kept_apart_in_blocks_of_queries(
+    most: int, calls: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By plain calls with what cuDNN is given, against attention with a mask in float64."""
     given: list[fused.Inputs] = []
-    q, k = (jnp.ones((1, 4, heads, HEAD_DIM), jnp.bfloat16) for heads in (HEADS, KV_HEADS))
-    block = Block(q, k, k, jnp.array([[1, 1, 2, 0]]), jnp.array([[2, 1, 1, 3]]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "forward", given.append)
-        cudnn.forward(block, EVERYTHING)
-    assert given[0].bias is not None
-    seen = np.exp(np.asarray(given[0].bias, np.float32))[0, 0]
-    np.testing.assert_array_equal(seen, [[0, 1, 1, 0], [0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+
+    def forward(inputs: fused.Inputs) -> Partial:
+        given.append(inputs)
+        return plain_forward(inputs)
+
+    monkeypatch.setattr(fused, "forward", forward)
+    monkeypatch.setattr(fused, "backward", plain_backward)
+    monkeypatch.setattr("meshwright.ops.attention.cudnn.BIAS_UP_TO", most)
+    length, mask = 300, Mask() if causal else EVERYTHING
+    segments = np.array([[1] * 100 + [2] * 60 + [3] * 140, [5] * 299 + [0]], "i")
+    q, k, v, dout = inputs(2, length, HEADS, KV_HEADS)
+    block = Block(q, k, v, jnp.asarray(segments), jnp.asarray(segments))
+    whole = cudnn.forward(block, mask)
+    found = whole.out, *cudnn.backward(block, mask, whole, dout)[:3]
+    out, gradients = in_float64(q, k, v, dout, segments, Sees(causal))
+    for name, got, want in zip("oqkv", found, (out, *gradients[:3]), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5, err_msg=name)
+    assert len(given) == calls
+    sizes = [one.bias.size for one in given if one.bias is not None]
+    assert max(sizes) <= (2 * length * length if calls == 1 else 2 * 128 * length)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -142,6 +197,8 @@ def test_a_ring_of_it_has_the_types_of_each_device(
     for way in ("Softmax", "SoftmaxBackward"):
         masks = {options["mask_type"] for name, options, _ in calls if name.endswith(way)}
         assert masks >= {"CAUSAL", "NO_MASK"}
+    # segment ids go around the ring: every call has a bias, without them none
+    assert {"ScaleBias" in name for name, _, _ in calls} == {packed}
 
 
 CALL = Call("gpu", "bfloat16", 4096, 4096, 128, Mask(), segmented=False)
@@ -157,7 +214,6 @@ CALL = Call("gpu", "bfloat16", 4096, 4096, 128, Mask(), segmented=False)
         ({"mask": Mask(offset=64)}, "causal masks have no offset"),
         ({"mask": Mask(window=64), "segmented": True}, "not both"),
         ({"dynamic": True}, "the mask at compile time"),
-        ({"segmented": True, "queries": 2**16, "keys": 2**16}, "too large for 65,536 queries"),
     ],
 )
 def test_what_it_cannot_do_is_said(changes: dict[str, Any], why: str) -> None:
@@ -170,7 +226,7 @@ def test_what_it_cannot_do_is_said(changes: dict[str, Any], why: str) -> None:
         {},
         {"mask": Mask(window=64)},
         {"mask": EVERYTHING, "keys": 512},
-        {"segmented": True, "queries": 2**15, "keys": 2**15},
+        {"segmented": True, "queries": 2**19, "keys": 2**19},
         {"segmented": True, "queries": 333, "keys": 333},
         {"queries": 333, "keys": 333},
     ],
