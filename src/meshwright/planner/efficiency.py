@@ -30,8 +30,8 @@ MATMUL_OF_CHIP = {
 SMALL_SIDE = 512
 
 # fitted: H200, steps of benchmarks/train_step.py, 1.18 and 1.15 times as fast as in bfloat16 at
-# embed 2048, 1.35 times at 4096. With what it takes to quantize, so of a peak twice as high; a chip with
-# another ratio gains in proportion
+# embed 2048, 1.35 times at 4096. With what it takes to quantize, so of a peak twice as high; a chip
+# with another ratio gains in proportion
 FP8_GPU = {2048: 1.38, 4096: 1.59}
 FP8_TPU = 0.9  # assumed: of the ratio of both peaks
 
