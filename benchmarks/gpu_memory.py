@@ -4,6 +4,7 @@
     python benchmarks/gpu_memory.py --write          # and puts it into RESULTS.md
     python benchmarks/gpu_memory.py --absent         # without a GPU: what its compiler says here
     python benchmarks/gpu_memory.py --absent FILE    # beside what a GPU wrote into FILE (--out)
+    python benchmarks/gpu_memory.py --largest        # without a GPU: the largest batches of 8B
 
 Each case is the step that `meshwright train` would run. *Planned* is the closed form of
 meshwright.plan, *compiled* what the compiler counts (arguments + temporaries + outputs - aliases),
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ CASES: list[dict[str, Any]] = [
     {"model": "llama-3.1-8b", "batch": 2, "seq": 4096, "remat": "full", "param_dtype": "bfloat16"},
 ]
 
+LARGEST = {"model": "llama-3.1-8b", "seq": 4096}
+
 
 def config_of(case: dict[str, Any]) -> Any:
     from meshwright.train.config import ComputeConfig, TrainConfig
@@ -43,9 +47,12 @@ def config_of(case: dict[str, Any]) -> Any:
     return TrainConfig(
         case["model"], mesh="dp=1", batch=case["batch"], seq=case["seq"],
         accumulation=case.get("accumulation", 1),
-        optimizer=OptimizerConfig(name=case.get("optimizer", "adamw")),
+        optimizer=OptimizerConfig(
+            name=case.get("optimizer", "adamw"), moments=case.get("moments", "auto")
+        ),
         compute=ComputeConfig(
-            remat=case["remat"], param_dtype=case.get("param_dtype", "float32")
+            remat=case["remat"], param_dtype=case.get("param_dtype", "float32"),
+            layers=case.get("layers", "auto"),
         ),
     )  # fmt: skip
 
@@ -109,13 +116,13 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def absent(case: dict[str, Any], machine: str) -> int:
-    """What the GPU's compiler counts here, without it."""
+def absent(case: dict[str, Any], machine: str) -> Any:
+    """What the GPU's compiler counts here, without it: a Footprint."""
     from meshwright.proofs import prove
 
     proof = prove(config_of(case), machine)
     assert proof.footprint is not None
-    return proof.footprint.total
+    return proof.footprint
 
 
 def words(case: dict[str, Any]) -> str:
@@ -155,7 +162,7 @@ def without_gpu(options: argparse.Namespace) -> None:
     there = {words(one["case"]): one for one in found}
     for case in CASES:
         beside = there.get(words(case), {"case": case})
-        beside["absent"] = absent(case, beside.get("machine", "h200:1"))
+        beside["absent"] = absent(case, beside.get("machine", "h200:1")).total
         beside |= planned(case, beside.get("machine", "h200:1"))
         print(row(beside), flush=True)
     if options.out:
@@ -163,6 +170,62 @@ def without_gpu(options: argparse.Namespace) -> None:
     if options.write and found:
         versions = f" *Without a GPU*: the same step compiled on a CPU, jax {jax.__version__}."
         write(found, versions)
+
+
+def largest(options: argparse.Namespace) -> None:
+    """The largest batch of 8B in one micro-batch on one H200, planned and compiled."""
+    import jax
+
+    from meshwright.machines import Machine
+
+    limit = Machine.parse("h200:1").usable_memory
+    lines = [
+        "| remat | layers | moments | planned | compiled | memory then | on the host |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for remat, layers in (("full", "scan"), ("offload", "scan"), ("full", "unroll")):
+        for moments in ("float32", "bfloat16", "int8"):
+            case = {**LARGEST, "moments": moments, "remat": remat, "layers": layers}
+
+            def compiled(batch: int, case: dict[str, Any] = case) -> Any:
+                return absent({**case, "batch": batch}, "h200:1")
+
+            def count(batch: int, case: dict[str, Any] = case) -> float:
+                return planned({**case, "batch": batch}, "h200:1")["planned"]
+
+            by_plan = most(lambda batch: count(batch) <= limit)
+            by_compiler = most(lambda batch: compiled(batch).total <= limit, start=by_plan)
+            found = compiled(by_compiler)
+            host = found.kinds.get("beside it, in the host's memory", 0)
+            lines.append(
+                f"| {remat} | {layers} | {moments} | {by_plan} | {by_compiler} | "
+                f"{found.total / GIB:.1f} GiB | {host / GIB:.0f} GiB |"
+            )
+            print(lines[-1], flush=True)
+    if options.write:
+        conditions = (
+            f"`python benchmarks/gpu_memory.py --largest --write`, {datetime.date.today()}, jax "
+            f"{jax.__version__}, no GPU: {LARGEST['model']}, sequences of {LARGEST['seq']:,} "
+            f"tokens, AdamW, one micro-batch, parameters in float32, {limit / GIB:.1f} GiB. "
+            "*Compiled*: the largest batch whose step XLA for an H200 puts into that, found by "
+            "bisection; no step was run. `train` unrolls these 32 layers by default, and has a "
+            "loop with offload."
+        )
+        write_section("Largest batch of 8B on one H200", conditions, lines)
+
+
+def most(fits: Callable[[int], bool], start: int = 8) -> int:
+    """The largest batch up to which all fit: from a guess, by doubled steps, then bisection."""
+    step, low, high = 1, 0, start
+    if fits(start):
+        low = start
+        while fits(low + step):
+            low, step = low + step, 2 * step
+        high = low + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def row(one: dict[str, Any]) -> str:
@@ -199,6 +262,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--absent", action="store_true")
+    parser.add_argument("--largest", action="store_true")
     parser.add_argument("known", nargs="?", type=Path, help="numbers of a GPU, from --out")
     parser.add_argument("--out", type=Path, help="a file for the numbers")
     parser.add_argument("--write", action="store_true")
@@ -206,6 +270,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.case is not None:
         print(json.dumps(measured(CASES[options.case])))
+    elif options.largest:
+        largest(options)
     elif options.absent:
         without_gpu(options)
     else:

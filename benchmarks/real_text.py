@@ -260,8 +260,8 @@ def page_lines(record: Mapping[str, Any], largest: float | None) -> list[str]:
         f"{result}: a model of {record['runs'][0]['parameters']} parameters, "
         f"{runs} seeds, {steps:,} steps on documentation and source code of Python packages",
         "([table](../../benchmarks/RESULTS.md#fp8-against-bfloat16-on-real-text), "
-        "`benchmarks/real_text.py`). Along the way single evaluations differ by more, either way. Other models and longer runs were "
-        "not measured.",
+        "`benchmarks/real_text.py`). Along the way single evaluations differ by more, either way. "
+        "Other models and longer runs were not measured.",
         "",
         f"![Evaluation loss by step with bfloat16 and fp8](../images/{PICTURE.name})",
     ]

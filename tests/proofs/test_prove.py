@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,10 @@ def test_a_failure_of_the_compiler_is_digested_and_kept(tmp_path: Path) -> None:
 def test_a_gpu_is_known_by_its_own_figures() -> None:
     text = gpu_description(mw.Machine.parse("h200:8"))
     assert "core_count: 132" in text
-    assert f"device_memory_size: {mw.CHIPS['h200'].memory_bytes}" in text
+    # XLA takes 80% of it for its limit; with the GPU there, jax names the allocator's instead
+    said = re.search(r"device_memory_size: (\d+)", text)
+    assert said is not None
+    assert 0.8 * int(said[1]) == pytest.approx(mw.CHIPS["h200"].usable_bytes)
     assert 'device_description_str: "NVIDIA H200"' in text
     own = dataclasses.replace(mw.CHIPS["h200"], name="mine")
     with pytest.raises(mw.MeshwrightError, match="it can compile for"):

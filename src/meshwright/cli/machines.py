@@ -55,6 +55,8 @@ def _print_figures(console: Console, chip: Chip) -> None:
         "link_bandwidth",
         "links",
         "host_network_bandwidth",
+        "host_link_bandwidth",
+        "host_memory_bytes",
         "cores_per_chip",
         "chips_per_host",
     ):

@@ -31,7 +31,7 @@ class PlanSettings:
     """Only meshes that match: "fsdp=*,tp<=8,sp=1"."""
     objective: Literal["throughput", "latency", "memory"] = "throughput"
     """What to rank by: tokens per second, free memory, or with --serve the time per token."""
-    remat: Literal["none", "elementwise", "mlp", "full"] | None = None
+    remat: Literal["none", "elementwise", "mlp", "full", "offload"] | None = None
     """Only this remat policy; by default the fastest that fits."""
     accumulation: int | None = None
     """Only this number of micro-batches; by default the fastest that fits."""

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from meshwright.machines.chips import CHIPS, Chip, find_chip
-from meshwright.machines.host_memory import check_host_memory
+from meshwright.machines.host_memory import check_host_memory, free_host_memory
 from meshwright.machines.machine import AbstractDevice, Machine
 from meshwright.machines.recognize import chip_of_kind, slice_of
 from meshwright.machines.slices import check_slice, largest_slice, squarest
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHIPS", "AbstractDevice", "Chip", "Machine", "check_host_memory", "check_slice",
-    "chip_of_kind", "find_chip", "host_bytes", "largest_slice", "slice_of", "squarest",
+    "chip_of_kind", "find_chip", "free_host_memory", "host_bytes", "largest_slice", "slice_of",
+    "squarest",
 ]  # fmt: skip
 
 

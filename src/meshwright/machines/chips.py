@@ -46,6 +46,8 @@ class Chip:
     single_host_shapes: tuple[tuple[int, ...], ...] = ()  # slices that are one larger host
     aliases: tuple[str, ...] = ()
     usable_gib: float | None = None  # of a device, what its compiler gives out; None: a share
+    host_link_bandwidth: float | None = None  # to the host's memory, one direction; None: not known
+    host_memory_bytes: int | None = None  # of one host; None: not known
 
     @property
     def usable_bytes(self) -> int:
@@ -67,6 +69,8 @@ class Chip:
             raise MeshwrightError(
                 f"{figure!r} is not a figure of a chip{did_you_mean(figure, names)}"
             )
+        if figure not in self.sources and figure.startswith("host_") and not getattr(self, figure):
+            return _NOT_KNOWN
         return self.sources.get(figure, self.sources["*"])
 
     def wraps(self, shape: tuple[int, int, int]) -> tuple[bool, bool, bool]:
@@ -93,6 +97,7 @@ _MACHINE_TYPES = "Google Cloud, TPU machine types, docs.cloud.google.com/compute
 _G2 = "Google Cloud, g2-standard-96, docs.cloud.google.com/compute/docs/gpus"
 _MAXTEXT = "MaxText, accelerator_to_spec_map.py"
 _NOT_PUBLISHED = "not published"
+_NOT_KNOWN = "not known"
 _COMPILER = "the TPU compiler's own limit (libtpu 0.0.42)"
 
 
@@ -109,6 +114,20 @@ def _sources(default: str, **figures: str) -> Mapping[str, str]:
 
 
 _SMI = "memory.total of nvidia-smi"
+_PCIE = "PCI-SIG, the raw rate of 16 lanes"
+_DGX_BASEPOD = "NVIDIA DGX BasePOD, docs.nvidia.com/dgx-basepod (DGX H100 and H200)"
+_HOPPER_HOST = {
+    "host_link_bandwidth": f"MLPerf inference v3.1, v4.1: H100, H200 (PCIe Gen5 x16); {_PCIE}",
+    "host_memory_bytes": _DGX_BASEPOD,
+}
+_A100_HOST = dict.fromkeys(
+    ("host_link_bandwidth", "host_memory_bytes"),
+    f"MLPerf training v1.0, Inspur NF5488A5 (PCIe Gen4, 1 TB); {_PCIE}",
+)
+_B200_HOST = dict.fromkeys(
+    ("host_link_bandwidth", "host_memory_bytes"),
+    f"NVIDIA DGX B200 user guide, docs.nvidia.com/dgx (PCIe Gen5 CPUs, 2 TB); {_PCIE}",
+)
 
 
 # fmt: off
@@ -139,10 +158,12 @@ _CATALOGUE = (
         memory_bandwidth=1.2e12, link_bandwidth=45e9, links=6, host_network_bandwidth=25e9,
         cores_per_chip=1, chips_per_host=4, device_kinds=("TPU v4",), torus_dims=3,
         host_box=(2, 2, 1), usable_gib=30.75,
+        host_link_bandwidth=16e9,
         sources=_sources(
             _google("v4"), fp8_flops=_TPU_INFO, link_bandwidth=_SCALING_BOOK, links=_ISCA_2023,
             host_network_bandwidth=f"{_SCALING_BOOK} (6.25e9 per chip, not named for v4)",
             cores_per_chip=_SCALING_BOOK, chips_per_host=_SCALING_BOOK, usable_gib=_COMPILER,
+            host_link_bandwidth=_SCALING_BOOK,
         ),
     ),
     Chip(
@@ -162,6 +183,7 @@ _CATALOGUE = (
         memory_bytes=95 * GIB, memory_bandwidth=2.765e12, link_bandwidth=90e9, links=6,
         host_network_bandwidth=25e9, cores_per_chip=1, chips_per_host=4,
         device_kinds=("TPU v5", "TPU v5p"), torus_dims=3, host_box=(2, 2, 1), usable_gib=95.74,
+        host_memory_bytes=448 * 10**9,
         sources=_sources(
             _google("v5p"), link_bandwidth=_SCALING_BOOK, cores_per_chip=_SCALING_BOOK,
             host_network_bandwidth=_MACHINE_TYPES, usable_gib=_COMPILER,
@@ -195,10 +217,12 @@ _CATALOGUE = (
         memory_bytes=40_960 * MIB, memory_bandwidth=1.555e12, link_bandwidth=25e9, links=12,
         host_network_bandwidth=200e9, cores_per_chip=1, chips_per_host=8,
         device_kinds=("NVIDIA A100-SXM4-40GB",), aliases=("a100-40gb",),
+        host_link_bandwidth=32e9, host_memory_bytes=10**12,
         sources=_sources(
             _nvidia("a100"), memory_bytes=_SMI, link_bandwidth=_SCALING_BOOK_GPU,
             links=_SCALING_BOOK_GPU, host_network_bandwidth=_nvidia("dgx-a100"),
             chips_per_host=_SCALING_BOOK_GPU,
+            **_A100_HOST,
         ),
     ),
     Chip(
@@ -206,10 +230,12 @@ _CATALOGUE = (
         memory_bytes=81_920 * MIB, memory_bandwidth=2.039e12, link_bandwidth=25e9, links=12,
         host_network_bandwidth=200e9, cores_per_chip=1, chips_per_host=8,
         device_kinds=("NVIDIA A100-SXM4-80GB",), aliases=("a100-80gb",),
+        host_link_bandwidth=32e9, host_memory_bytes=10**12,
         sources=_sources(
             _nvidia("a100"), memory_bytes=_SMI, link_bandwidth=_SCALING_BOOK_GPU,
             links=_SCALING_BOOK_GPU, host_network_bandwidth=_nvidia("dgx-a100"),
             chips_per_host=_SCALING_BOOK_GPU,
+            **_A100_HOST,
         ),
     ),
     Chip(
@@ -217,10 +243,12 @@ _CATALOGUE = (
         memory_bytes=81_559 * MIB, memory_bandwidth=3.35e12, link_bandwidth=25e9, links=18,
         host_network_bandwidth=400e9, cores_per_chip=1, chips_per_host=8,
         device_kinds=("NVIDIA H100 80GB HBM3",),
+        host_link_bandwidth=64e9, host_memory_bytes=2 * 10**12,
         sources=_sources(
             f"{_nvidia('h100')} (SXM; sparse figures halved)", memory_bytes=_SMI,
             link_bandwidth=_SCALING_BOOK_GPU, links=_SCALING_BOOK_GPU,
             host_network_bandwidth=_SCALING_BOOK_GPU, chips_per_host=_SCALING_BOOK_GPU,
+            **_HOPPER_HOST,
         ),
     ),
     Chip(
@@ -228,11 +256,13 @@ _CATALOGUE = (
         memory_bytes=143_771 * MIB, memory_bandwidth=4.8e12, link_bandwidth=25e9, links=18,
         host_network_bandwidth=400e9, cores_per_chip=1, chips_per_host=8,
         device_kinds=("NVIDIA H200",),
+        host_link_bandwidth=64e9, host_memory_bytes=2 * 10**12,
         sources=_sources(
             f"{_nvidia('h200')} (SXM; sparse figures halved)", memory_bytes=f"{_SMI}, measured",
             link_bandwidth=_SCALING_BOOK_GPU, links=_SCALING_BOOK_GPU,
             host_network_bandwidth=_SCALING_BOOK_GPU,
             chips_per_host="MLPerf inference v4.1, system H200-SXM-141GBx8",
+            **_HOPPER_HOST,
         ),
     ),
     Chip(
@@ -240,10 +270,12 @@ _CATALOGUE = (
         memory_bytes=183_359 * MIB, memory_bandwidth=8e12, link_bandwidth=50e9, links=18,
         host_network_bandwidth=400e9, cores_per_chip=1, chips_per_host=8,
         device_kinds=("NVIDIA B200",),
+        host_link_bandwidth=64e9, host_memory_bytes=2 * 10**12,
         sources=_sources(
             f"{_nvidia('dgx-b200')} (eighth of a system; sparse figures halved)",
             memory_bytes=_SMI, link_bandwidth=_SCALING_BOOK_GPU, links=_SCALING_BOOK_GPU,
             host_network_bandwidth=_SCALING_BOOK_GPU, chips_per_host=_SCALING_BOOK_GPU,
+            **_B200_HOST,
         ),
     ),
     Chip(  # its link is PCIe 4 x16: there is no NVLink
@@ -251,9 +283,11 @@ _CATALOGUE = (
         memory_bytes=23_034 * MIB, memory_bandwidth=300e9, link_bandwidth=32e9, links=1,
         host_network_bandwidth=12.5e9, cores_per_chip=1, chips_per_host=8,
         device_kinds=("NVIDIA L4",),
+        host_link_bandwidth=32e9, host_memory_bytes=384 * GIB,
         sources=_sources(
             f"{_nvidia('l4')} (sparse figures halved)", memory_bytes=_SMI,
             host_network_bandwidth=_G2, chips_per_host=_G2,
+            host_memory_bytes=_G2,
         ),
     ),
     Chip(
@@ -267,12 +301,14 @@ _CATALOGUE = (
 
 
 def _hosted(chip: str, name: str, aliases: tuple[str, ...], network: float, source: str) -> Chip:
-    """A chip of the catalogue in hosts with another network."""
+    """A chip of the catalogue in hosts with another network, whose memory is not known."""
     base = next(one for one in _CATALOGUE if one.name == chip)
     sources = {**base.sources, "host_network_bandwidth": source}
+    del sources["host_memory_bytes"]
     return dataclasses.replace(
-        base, name=name, aliases=aliases, host_network_bandwidth=network, sources=sources
-    )
+        base, name=name, aliases=aliases, host_network_bandwidth=network, sources=sources,
+        host_memory_bytes=None,
+    )  # fmt: skip
 
 
 _GOOGLE_GPUS = "Google Cloud, networking and GPU machines, cloud.google.com/compute/docs/gpus"
@@ -285,7 +321,11 @@ _HOSTED = (
         _hosted("h100", "h100-500w", ("grand-teton",), 400e9, _TORCHTITAN),
         memory_bytes=97_321 * MIB,
         memory_bandwidth=2.4e12,
-        sources={"*": _TORCHTITAN, "bf16_flops": f"{_nvidia('h100')} (SXM; at 700 W)"},
+        sources={
+            "*": _TORCHTITAN,
+            "bf16_flops": f"{_nvidia('h100')} (SXM; at 700 W)",
+            "host_link_bandwidth": _HOPPER_HOST["host_link_bandwidth"],
+        },
     ),
 )
 

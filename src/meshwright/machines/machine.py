@@ -159,7 +159,11 @@ class Machine:
 
     @property
     def num_hosts(self) -> int:
-        return self.num_devices // math.prod(self.host_grid)
+        return self.num_devices // self.devices_per_host
+
+    @property
+    def devices_per_host(self) -> int:
+        return math.prod(self.host_grid)
 
     @property
     def memory_per_device(self) -> int:

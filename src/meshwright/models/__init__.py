@@ -1,7 +1,7 @@
 """Model families: configs, arrays, rules, forward passes, Hugging Face files."""
 
 from meshwright.models.activations import ActivationLayouts, activation_layouts
-from meshwright.models.compute import Compute, default_dtype, scans_layers
+from meshwright.models.compute import OFFLOAD, Compute, default_dtype, scans_layers
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.models.divisibility import indivisible
 from meshwright.models.family import Generation, HuggingFace, ModelFamily, Serving
@@ -38,6 +38,7 @@ from meshwright.models.work import Attention, Block, Stack
 
 __all__ = [
     "FAMILIES",
+    "OFFLOAD",
     "PRESETS",
     "SOURCE",
     "SPECIAL_TOKENS",

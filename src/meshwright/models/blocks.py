@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from meshwright.models.activations import ActivationLayouts
-from meshwright.models.compute import Compute, remat_policy
+from meshwright.models.compute import OFFLOAD, Compute, remat_policy
 from meshwright.ops import (
     Fp8Weight,
     Quantized,
@@ -48,6 +48,7 @@ REMAT: dict[str, frozenset[str]] = {
     "elementwise": _MATMULS,  # norms and activations twice
     "mlp": _MATMULS - {"gate", "up"},  # and the first half of the mlp: a third of the memory
     "full": frozenset({"input"}),  # every layer's forward twice
+    OFFLOAD: frozenset({"input"}),  # the same, with those inputs in the host's memory
 }
 
 
@@ -156,6 +157,8 @@ def enter(
         x = x if update is None else x + update
         return x, [rms_norm(x, scale, eps)] * uses
     kept = REMAT[compute.remat]
+    if update is None and compute.remat == OFFLOAD:  # an argument: saved where it is, unless named
+        x = checkpoint_name(x, name)
     if update is not None and (name in kept) != ("normed" in kept):
         x, update = checkpoint_name(x + update, name), None
     return norm_beside(x, scale, eps, uses, update, name)

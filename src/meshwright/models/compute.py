@@ -5,13 +5,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import Offloadable
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts import Rules
 from meshwright.models.activations import ActivationLayouts, activation_layouts
 from meshwright.ops import SCALE, nontrivial_axes
 
-Policy = Callable[..., bool]
+Policy = Callable[..., Any]  # to a bool, or an Offloadable
+OFFLOAD = "offload"  # the remat policy whose saved activations go to the host's memory
 UNROLLED_LAYERS = 32  # at most, by default: compile time grows with each
 
 
@@ -60,12 +62,16 @@ def scans_layers(setting: str, layers: int, platform: str, devices: int) -> tupl
 
 
 def remat_policy(name: str, saved: Mapping[str, frozenset[str]]) -> Policy:
-    """The jax.checkpoint policy that saves the activations of that name."""
+    """The jax.checkpoint policy that saves the activations of that name.
+
+    Offloaded ones are copied to pinned memory of the host and back; a CPU's are in it anyway.
+    """
     if name not in saved:
         raise MeshwrightError(f"remat={name!r} is not a policy{did_you_mean(name, saved)}")
-    names = saved[name] | {SCALE}
+    how = Offloadable("device", "pinned_host") if name == OFFLOAD else True
+    saved_as = dict.fromkeys(saved[name], how) | {SCALE: True}
 
-    def keeps(prim: Any, *_: Any, **params: Any) -> bool:
-        return bool(prim.name == "name" and params["name"] in names)
+    def keeps(prim: Any, *_: Any, **params: Any) -> bool | Offloadable:
+        return saved_as.get(params["name"], False) if prim.name == "name" else False
 
     return keeps

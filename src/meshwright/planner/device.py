@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from meshwright.arithmetic import round_up
 from meshwright.machines import Machine
+from meshwright.models import OFFLOAD
 from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
 from meshwright.planner.candidates import with_strategy
 from meshwright.planner.kernels import plain_attention
@@ -23,6 +24,8 @@ from meshwright.planner.parts import (
 from meshwright.planner.result import Choice, Job
 from meshwright.planner.sizes import ModelSizes, StackSizes
 from meshwright.planner.terms import MakeNumber, Number, plain
+
+IN_FLIGHT = 2  # layers whose offloaded inputs are on the device: one computes, one is sent
 
 
 class Device:
@@ -49,6 +52,8 @@ class Device:
         self.embed = number(sizes.embed)
         self.vocab = number(vocab(job, choice))
         self.sequences = sequences(job, choice)
+        # a CPU's memory is the host's
+        self.offloads = choice.remat == OFFLOAD and machine.chip.platform != "cpu"
 
     @property
     def table(self) -> Number:
@@ -72,7 +77,10 @@ class DeviceStack:
         self.attention_weights = number(sizes.attention_weights)
         self.length = device.job.lengths[sizes.field] // choice.sp
         self.tokens = number(device.sequences * self.length, "tokens")
-        self.saved = self._saved() if device.job.kind == "train" else 0
+        saved = self._saved_by_layer() if device.job.kind == "train" else 0
+        self.offloaded = self.layers * saved if device.offloads else 0
+        layers = number(min(IN_FLIGHT, sizes.layers), "layers") if device.offloads else self.layers
+        self.saved = layers * saved + self.bias if device.job.kind == "train" else 0
 
     @property
     def layer(self) -> Number:
@@ -84,8 +92,8 @@ class DeviceStack:
         """Bytes of the residual stream."""
         return self.device.used * self.tokens * self.device.embed
 
-    def _saved(self) -> Number:
-        """Bytes that all layers save for the backward pass."""
+    def _saved_by_layer(self) -> Number:
+        """Bytes that a layer saves for the backward pass."""
         device, choice = self.device, self.device.choice
         groups = _saved_numbers(
             device.sizes, self.index, device.job.remat[choice.remat], choice.tp,
@@ -98,7 +106,7 @@ class DeviceStack:
             if lse:
                 of_token = of_token + device.float32 * device.number(lse)
             each = each + device.number(device.sequences * length, "tokens") * of_token
-        return self.layers * each + self.bias
+        return each
 
     @property
     def bias(self) -> Number:

@@ -85,6 +85,9 @@ HOST_NETWORK_OF_CHIP = {"a3-high": 0.60}
 CONGESTION = 0.97
 # assumed: of a host, where none is published, in bytes/s: 100 Gb/s
 UNKNOWN_HOST_NETWORK = 12.5e9
+# assumed: of the bandwidth to the host's memory, and that bandwidth where none is known (v4's)
+HOST_LINK = 0.85
+UNKNOWN_HOST_LINK = 16e9
 # assumed, in seconds: to begin a collective, and for each link on its longest way
 START_TPU, HOP_TPU = 2e-6, 1e-6
 START_GPU, HOP_GPU = 12e-6, 1.5e-6
@@ -109,6 +112,10 @@ HIDE_SUMS_OVER_HOSTS = 0.0
 SLOWED_BY_SENDING = {"gpu": 0.189}
 # assumed: at most this much of a layer's time has something under it
 HIDE_MOST = 0.75
+# of a pass over the layers, the part under which activations are on their way to the host or back.
+# Compiled (XLA for GPUs, 8B on H200): a layer's input is sent while that layer computes, as other
+# sends are, and fetched while one matmul of the layer runs that does not need it, 9% of that pass
+HIDE_OFFLOADED = {"forward": HIDE_MOST, "backward": 0.09}
 # compiled: of the hops of a ring, 7 of 8 have a kernel running meanwhile (v4)
 HIDE_RING = 0.875
 
@@ -121,7 +128,7 @@ ELEMENTWISE_HEADS = 8
 ELEMENTWISE_MLP = 7
 # measured for elementwise (H200: 1.3 of 17 ms for norms and activations), else assumed: how much
 # of that remat does again
-ELEMENTWISE_AGAIN = {"none": 0.0, "elementwise": 0.08, "mlp": 0.15, "full": 0.33}
+ELEMENTWISE_AGAIN = {"none": 0.0, "elementwise": 0.08, "mlp": 0.15, "full": 0.33, "offload": 0.33}
 # measured: times the logits are read or written (H200: softmax of the loss, 5 ms)
 LOSS_LOGITS = 4.6
 # counted: the same without torch.compile, of the operators of a block of transformers: each reads

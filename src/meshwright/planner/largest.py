@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 
 from meshwright.machines import Machine
+from meshwright.models import OFFLOAD
 from meshwright.planner.memory import ENGINE, memory
 from meshwright.planner.result import Choice, Job, Memory
 
@@ -24,12 +25,11 @@ def largest_batch(job: Job, choice: Choice, machine: Machine) -> int | None:
 
 
 def largest_seq(job: Job, choice: Choice, machine: Machine) -> int | None:
-    """Tokens of a sequence, one on each data rank, with everything recomputed that can be."""
+    """Tokens of a sequence, one on each data rank, with the remat that keeps least."""
     ranks = choice.dp * choice.fsdp
     unit = math.lcm(1024, 2 * choice.sp * choice.tp)
-    alone = dataclasses.replace(
-        choice, accumulation=1, remat="full" if job.kind == "train" else choice.remat
-    )
+    remat = least_kept(job, choice, machine)
+    alone = dataclasses.replace(choice, accumulation=1, remat=remat)
 
     def fits(units: int) -> bool:
         longer = dataclasses.replace(job, batch=ranks, seq=units * unit)
@@ -37,6 +37,18 @@ def largest_seq(job: Job, choice: Choice, machine: Machine) -> int | None:
 
     units = _most(fits)
     return units * unit if units else None
+
+
+def least_kept(job: Job, choice: Choice, machine: Machine) -> str:
+    """The remat that keeps least on a device, of those that may be taken."""
+    if job.kind == "serve" or choice.remat == OFFLOAD:
+        return choice.remat
+    return OFFLOAD if offers_offload(job, machine) else "full"
+
+
+def offers_offload(job: Job, machine: Machine) -> bool:
+    """Whether offload is taken where nothing else fits: if it is known how fast it is."""
+    return OFFLOAD in job.remat and machine.chip.host_link_bandwidth is not None
 
 
 def held_by_engine(need: Memory) -> bool:

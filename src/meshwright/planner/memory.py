@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from meshwright.arithmetic import round_up
 from meshwright.machines import Machine
+from meshwright.models import OFFLOAD
 from meshwright.ops import keeps_logit_gradients
 from meshwright.ops.attention import sequence_order
 from meshwright.planner import fsdp2
@@ -44,7 +45,16 @@ Kinds = dict[str, Number]
 def memory(job: Job, choice: Choice, machine: Machine) -> Memory:
     """What a device holds at the highest moment, and what it has."""
     kinds = _fullest(job, choice, machine)
-    return Memory({k: math.ceil(v) for k, v in kinds.items() if v}, machine.usable_memory)
+    found = {k: math.ceil(v) for k, v in kinds.items() if v}
+    if choice.remat != OFFLOAD:
+        return Memory(found, machine.usable_memory)
+    host = math.ceil(offloaded(job, choice, machine)) * machine.devices_per_host
+    return Memory(found, machine.usable_memory, host, machine.chip.host_memory_bytes)
+
+
+def offloaded(job: Job, choice: Choice, machine: Machine) -> float:
+    """Bytes of a device's activations in its host's memory, of each micro-batch."""
+    return float(sum(stack.offloaded for stack in DeviceModel(job, choice, machine).stacks))
 
 
 def formulas(job: Job, choice: Choice, machine: Machine) -> dict[str, str]:

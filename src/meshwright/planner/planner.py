@@ -266,6 +266,9 @@ def _estimate(job: Job, machine: Machine, one: Found) -> Estimate:
     slow = slow_attention(job, one.choice, machine)
     if slow is not None:
         reason += f"; attention in the slower kernel {slow[0]} ({slow[1]})"
+    host = timing.seconds.get("waiting for the host", 0.0)
+    if host > 0.03 * timing.step:
+        reason += f"; {100 * host / timing.step:.0f}% waits for activations in the host's memory"
     if one.memory.tight:
         reason += f"; tight: {100 * one.memory.total / one.memory.limit:.0f}% of memory"
     if (padded := padding(job, one.choice)) is not None:

@@ -35,7 +35,7 @@ def bound_and_reason(choice: Choice, timing: StepTime) -> tuple[str, str]:
         return "memory", f"memory-bound: {_percent(memory, step)} of the step; {share}"
     said = f"compute-bound: {share} of the step"
     again = 1 - timing.work.flops / timing.work.computed
-    if choice.remat in ("mlp", "full"):
+    if choice.remat == "mlp" or choice.repeats_layers:
         said += f"; remat={choice.remat} makes {100 * again:.0f}% of the FLOPs again"
     if worst and waited > 0.03 * step:
         said += f"; {_percent(waited, step)} waits for {_axes(choice, worst)}"

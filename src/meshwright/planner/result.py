@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from meshwright.machines import Machine
-from meshwright.models import family_of
+from meshwright.models import OFFLOAD, family_of
 from meshwright.planner.sizes import ModelSizes, sizes_of
 from meshwright.present import mesh_text
 from meshwright.train import TrainConfig, field_lengths
@@ -121,6 +121,11 @@ class Choice:
         """As `--mesh` takes it."""
         return mesh_text(self.sizes)
 
+    @property
+    def repeats_layers(self) -> bool:
+        """Whether the forward of every layer is computed again in the backward pass."""
+        return self.remat in ("full", OFFLOAD)
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -128,6 +133,8 @@ class Memory:
 
     kinds: Mapping[str, int]  # parameters, gradients, optimizer, activations …
     limit: int  # what the compiler gives out
+    host: int = 0  # bytes in the memory of each host
+    host_limit: int | None = None  # None: not known
 
     @functools.cached_property
     def total(self) -> int:
@@ -135,7 +142,11 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        return self.total <= self.limit
+        return self.total <= self.limit and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        return self.host_limit is None or self.host <= self.host_limit
 
     @property
     def reserve(self) -> int:

@@ -13,9 +13,11 @@ from typing import Literal
 from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
+from meshwright.models import OFFLOAD
 from meshwright.planner import fsdp2
 from meshwright.planner.candidates import meshes, refusal, strategies, with_strategy
 from meshwright.planner.constraints import Constraints
+from meshwright.planner.largest import offers_offload
 from meshwright.planner.memory import memory
 from meshwright.planner.parts import length
 from meshwright.planner.ranking import groups, simplicity
@@ -149,7 +151,8 @@ def fitting(
     """The ways to run on a mesh that fit, and the smallest of those that do not.
 
     With the fewest micro-batches, or with the most where the `smallest` memory is wanted. Ways
-    that leave the reserve free are taken before those that need some of it.
+    that leave the reserve free are taken before those that need some of it, and offload where
+    nothing else fits.
     """
     fits: list[Fit] = []
     least: Fit | None = None
@@ -157,11 +160,19 @@ def fitting(
         fits, least = _fitting(job, mesh, machine, limits, smallest, enough)
         if fits or least is None or not least[1].fits:
             break
+    if (
+        not fits
+        and least is not None
+        and "remat" not in limits.fixed
+        and offers_offload(job, machine)
+    ):
+        offload = dataclasses.replace(limits, fixed={**limits.fixed, "remat": OFFLOAD})
+        return fitting(job, mesh, machine, offload, smallest)
     return fits, least
 
 
 def _leaves_reserve(need: Memory) -> bool:
-    return not need.tight
+    return need.fits and not need.tight
 
 
 def _fits(need: Memory) -> bool:
@@ -176,7 +187,7 @@ def _fitting(
     smallest: bool,
     enough: Callable[[Memory], bool],
 ) -> tuple[list[Fit], Fit | None]:
-    policies = tuple(job.remat)
+    policies = tuple(name for name in job.remat if name != OFFLOAD)
     kinds = (limits.fixed["remat"],) if "remat" in limits.fixed else policies
     accumulation = limits.fixed.get("accumulation")
     fits: list[Fit] = []
@@ -273,6 +284,11 @@ def _too_large(choice: Choice, need: Memory) -> Refusal:
         f"{choice.remat} and accumulation={choice.accumulation}; most of it: {kind}, "
         f"{most / 2**30:.1f}"
     )
+    if need.host_limit is not None and not need.fits_host:
+        why = (
+            f"needs {need.host / 2**30:.1f} of the {need.host_limit / 2**30:.1f} GiB of a host's "
+            f"memory, with remat={choice.remat} and accumulation={choice.accumulation}"
+        )
     return Refusal(choice, why, need)
 
 

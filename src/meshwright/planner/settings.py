@@ -10,7 +10,7 @@ from typing import Any, Literal
 from meshwright.errors import MeshwrightError
 from meshwright.launch import flat_settings
 from meshwright.machines import Machine
-from meshwright.models import default_dtype, model_config, override
+from meshwright.models import OFFLOAD, default_dtype, model_config, override
 from meshwright.planner import constraints
 from meshwright.planner.candidates import with_strategy
 from meshwright.planner.constraints import Constraints
@@ -80,6 +80,8 @@ def apply(config: TrainConfig, choice: Choice) -> TrainConfig:
     changes = {setting: getattr(choice, field) for field, setting in CHOSEN.items()}
     if choice.sp == 1:  # nothing for a strategy to split
         del changes["context_parallel"]
+    if choice.remat == OFFLOAD:
+        changes["compute.layers"] = AUTO  # which is a loop then
     mesh = choice.mesh
     if config.backend == "torch":  # which needs a data axis, and has no sp
         axes = {"dp": choice.dp, "fsdp": choice.fsdp, "tp": choice.tp}

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from meshwright.machines import Machine
+from meshwright.models import OFFLOAD
 from meshwright.planner import efficiency
 from meshwright.planner.links import Link, over
+from meshwright.planner.memory import offloaded
 from meshwright.planner.result import Choice, Estimate, Job, Transfer
 from meshwright.planner.rewrites import compiled_sends
 from meshwright.planner.serving import sends as serving_sends
@@ -88,7 +90,19 @@ def step_time(job: Job, choice: Choice, machine: Machine, done: Work | None = No
     }
     exposed -= sum(wanted[place] * share for place, share in hidden.items())
     parts = {**done.seconds, "waiting for links": exposed}
+    if choice.remat == OFFLOAD:
+        parts["waiting for the host"] = _waiting_for_host(job, choice, machine, done)
     return StepTime(done, parts, sum(parts.values()), waits, hidden)
+
+
+def _waiting_for_host(job: Job, choice: Choice, machine: Machine, done: Work) -> float:
+    """Seconds in which activations go to the host's memory, or come back, and nothing computes."""
+    bandwidth = machine.chip.host_link_bandwidth or efficiency.UNKNOWN_HOST_LINK
+    rate = efficiency.HOST_LINK * bandwidth / machine.chip.cores_per_chip
+    seconds = choice.accumulation * offloaded(job, choice, machine) / rate
+    passes = {"forward": done.forward, "backward": done.backward}
+    room = {name: efficiency.HIDE_OFFLOADED[name] * computes for name, computes in passes.items()}
+    return sum(max(0.0, seconds - hidden) for hidden in room.values())
 
 
 def _hides_under(send: Send, link: Link, machine: Machine, job: Job) -> tuple[str, float]:

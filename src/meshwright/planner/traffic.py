@@ -215,7 +215,7 @@ class _Step:
             yield send(f"sums of the blocks {of}", self.reduce, whole, "forward")
             what = f"gradients of the inputs of the blocks {of}"
             yield send(what, self.reduce, whole, "backward")
-            if self.choice.remat == "full":  # all but the mlp's, which nothing needs again
+            if self.choice.repeats_layers:  # all but the mlp's, which nothing needs again
                 what = f"sums of the blocks {of}, computed again"
                 yield send(what, self.reduce, blocks - 1, "backward")
             if chunks > 1:
@@ -290,7 +290,7 @@ class _Step:
 
         if strategy == "ring":
             steps = self._ring_exchanges()
-            again = steps if self.choice.remat == "full" else 0
+            again = steps if self.choice.repeats_layers else 0
             # the first step of a ring that is computed again serves the backward pass too
             back = max(steps - 1, 0) if again else steps
             permute, size = "collective-permute", self.item * keys
@@ -345,7 +345,7 @@ class _Step:
             rest = self.executions(stack) * (exchanges - 1)
             what = "segment ids of the keys"
             yield Send(what, permute, over, documents, times + rest, "forward")
-            again = rest * (2 if self.choice.remat == "full" else 1)
+            again = rest * (2 if self.choice.repeats_layers else 1)
             yield Send(f"{what}, again", permute, over, documents, again, "backward")
         else:
             operation = "all-gather" if strategy == "allgather" else "all-to-all"

@@ -3,7 +3,7 @@
 import dataclasses
 
 from meshwright.machines import Machine
-from meshwright.models import family_of
+from meshwright.models import OFFLOAD, family_of
 from meshwright.ops.attention import backward_kernels
 from meshwright.planner import efficiency, fsdp2
 from meshwright.planner.candidates import with_strategy
@@ -82,7 +82,7 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
     if micro_batches > 1:
         update += efficiency.ACCUMULATION_BYTES * stored * micro_batches
     scan = 1.0
-    if job.scan:
+    if job.scan or choice.remat == OFFLOAD:  # which needs the loop
         scan = efficiency.SCAN_TPU if machine.is_tpu else efficiency.SCAN_GPU
     seconds = {
         "matmuls": matmuls.forward + matmuls.backward + head_seconds,

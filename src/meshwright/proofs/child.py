@@ -56,7 +56,7 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     if report:
         _write(folder / "memory.txt.gz", max(report, key=len))
     stats = program.memory_analysis()
-    kinds = ("argument", "output", "alias", "temp", "generated_code")
+    kinds = ("argument", "output", "alias", "temp", "generated_code", "host_temp")
     return {
         "times": times,
         "sizes": {kind: getattr(stats, f"{kind}_size_in_bytes") for kind in kinds},

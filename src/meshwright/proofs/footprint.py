@@ -44,6 +44,8 @@ def footprint(machine: Machine, sizes: Mapping[str, int], report: str | None) ->
         "temporaries": sizes["temp"],
         "program": sizes["generated_code"],
     }
+    if sizes.get("host_temp"):
+        kinds["beside it, in the host's memory"] = sizes["host_temp"]
     total = sizes["argument"] + sizes["temp"] + sizes["output"] - sizes["alias"]
     buffers: tuple[Buffer, ...] = ()
     if report is not None:

@@ -33,6 +33,10 @@ _GPUS: Mapping[str, tuple[tuple[int, int], int, float, int, int, int]] = {
     "l4": ((8, 9), 58, 2.04, 48, 100, 99),
 }
 
+# XLA makes its schedule fit into this much of the memory of a GPU that is not here; of one that is
+# here, into all that the allocator gives out
+_SCHEDULED = 0.80
+
 
 def check_extra(machine: Machine) -> None:
     """That the machine's compiler is installed and takes as many devices as the machine has."""
@@ -141,7 +145,7 @@ gpu_device_info {{
   memory_bandwidth: {int(chip.memory_bandwidth)}
   l2_cache_size: {l2 * kib * kib}
   clock_rate_ghz: {clock}
-  device_memory_size: {chip.memory_bytes}
+  device_memory_size: {int(chip.usable_bytes / _SCHEDULED)}
   shared_memory_per_block_optin: {shared_optin * kib}
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536

@@ -28,8 +28,8 @@ class ComputeConfig:
     """With fp8, layers at each end of a stack that stay in `dtype`, as the LM head does."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters and, unless --optimizer.moments says another, of optimizer state."""
-    remat: Literal["none", "elementwise", "mlp", "full"] = "none"
-    """Activation checkpointing: what the backward pass recomputes, from nothing to every layer."""
+    remat: Literal["none", "elementwise", "mlp", "full", "offload"] = "none"
+    """What the backward pass recomputes, from nothing to all; offload: all, inputs on the host."""
     layers: Literal["auto", "scan", "unroll"] = "auto"
     """A scan over layers compiles fast, unrolled layers run faster; auto: by machine, printed."""
     attention: Literal["auto", "hopper", "cudnn", "splash", "dense", "blockwise"] = "auto"
@@ -42,6 +42,11 @@ class ComputeConfig:
     """On TPUs, overlap the all-gather of weights with compute; GPUs and v5e do so anyway."""
 
     def __post_init__(self) -> None:
+        if self.remat == "offload" and self.layers == "unroll":
+            raise MeshwrightError(
+                "compute.remat offload needs compute.layers scan (or auto): without a loop the "
+                "compiler fetches activations from the host long before they are used"
+            )
         if self.fp8_skips < 0:
             raise MeshwrightError(f"compute.fp8_skips={self.fp8_skips} must be at least 0")
         if self.matmul == "fp8" and self.mlp_chunk:

@@ -26,7 +26,7 @@ from meshwright.launch import (
 )
 from meshwright.layouts import fit
 from meshwright.machines import check_host_memory, host_bytes
-from meshwright.models import load_hf
+from meshwright.models import OFFLOAD, load_hf
 from meshwright.present import bytes_text, duration_text
 from meshwright.train.backend import Backend, Say
 from meshwright.train.config import TrainConfig
@@ -105,7 +105,8 @@ class JaxBackend(Backend):
 
     def compute_lines(self) -> Iterator[str]:
         setup, platform = self._setup, self._devices[0].platform
-        if platform != "cpu" or self.config.compute.layers != "auto":
+        settings = self.config.compute
+        if platform != "cpu" or settings.layers != "auto" or settings.remat == OFFLOAD:
             yield layers_text(self.config, setup.step.model, platform, self.num_devices)
         if setup.step.attention is not None:
             yield f"attention: {setup.step.attention}"
@@ -167,15 +168,15 @@ class JaxBackend(Backend):
                 - held.alias_size_in_bytes
             )
             say(f"compiled in {took}: {bytes_text(total)} per device by the compiler's account")
-            # beyond the state, which is there already
-            self._check_step_memory(total - held.argument_size_in_bytes)
+            on_host = held.host_temp_size_in_bytes  # offloaded
+            if self._devices[0].platform == "cpu":  # and, beyond the state, the step itself
+                on_host += total - held.argument_size_in_bytes
+            self._check_step_memory(on_host)
 
-    def _check_step_memory(self, per_device: int) -> None:
-        local = self._setup.step.mesh.local_devices
-        devices = [device for device in local if device.platform == "cpu"]
+    def _check_step_memory(self, of_device: int) -> None:
         config = self.config
         check_host_memory(
-            per_device * len(devices),
+            of_device * len(self._setup.step.mesh.local_devices),
             f"one step of {config.model} with batch={config.batch} and seq={config.seq}",
             "use a smaller --batch or --seq, more --accumulation, or --compute.remat full",
         )

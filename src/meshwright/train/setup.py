@@ -15,6 +15,7 @@ from meshwright.layouts import Rules
 from meshwright.machines import CHIPS, Chip, Machine, chip_of_kind
 from meshwright.meshes import STANDARD_AXES, MeshSpec, mesh, tile_mesh
 from meshwright.models import (
+    OFFLOAD,
     Compute,
     activation_layouts,
     default_dtype,
@@ -228,6 +229,8 @@ def check_fp8(config: TrainConfig, model: Any, chip: Chip) -> None:
 
 def layers_choice(config: TrainConfig, model: Any, platform: str, devices: int) -> tuple[bool, str]:
     """Whether a loop runs over the layers, and why."""
+    if config.compute.remat == OFFLOAD:
+        return True, "offloaded activations need it"
     return scans_layers(config.compute.layers, layer_count(model), platform, devices)
 
 
@@ -235,6 +238,9 @@ def layers_text(config: TrainConfig, model: Any, platform: str, devices: int) ->
     """A line that says how the layers run, why, and which setting changes it."""
     scan, why = layers_choice(config, model, platform, devices)
     how, other = ("a scan", "unroll") if scan else ("unrolled", "scan")
+    if config.compute.remat == OFFLOAD:
+        where = "which is a CPU's own: as remat full" if platform == "cpu" else "pinned"
+        return f"layers: {how} ({why}); their inputs go to the host's memory, {where}"
     return f"layers: {how} ({why}); --compute.layers {other} runs the other way"
 
 

@@ -106,7 +106,7 @@ CASES: dict[str, tuple[T5Config, str, Any, dict[str, Any]]] = {
     "fsdp": (TIED, "dp=1,fsdp=8,tp=1,sp=1", t5_rules(), {"remat": "full"}),
     "tp": (CONFIG, "dp=1,fsdp=1,tp=4,sp=1", t5_rules(), {"remat": "elementwise"}),
     "fsdp and tp": (CONFIG, "dp=2,fsdp=2,tp=2,sp=1", t5_rules(), {"scan": False, "remat": "mlp"}),
-    "tied": (TIED, "dp=1,fsdp=2,tp=4,sp=1", t5_rules(), {}),
+    "tied": (TIED, "dp=1,fsdp=2,tp=4,sp=1", t5_rules(), {"remat": "offload"}),
     "sequence parallel": (
         CONFIG, "dp=1,fsdp=2,tp=4,sp=1", t5_rules(sequence_parallel=True), {"mlp_chunk": 3}
     ),

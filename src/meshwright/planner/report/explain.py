@@ -119,6 +119,8 @@ def _memory(plan: Plan, choice: Choice, memory: Memory, width: int) -> "list[Ren
     ]
     rows.append(Row(("together", gib(memory.total), ""), style="bold"))
     verdict = "fits" if memory.fits else f"{gib(memory.total - memory.limit)} GiB too much"
+    if not memory.fits_host:
+        verdict = "the host's memory is too small"
     if memory.fits and memory.tight:
         verdict = "fits, but tight: it needs some of the reserve"
     lines = [
@@ -127,6 +129,9 @@ def _memory(plan: Plan, choice: Choice, memory: Memory, width: int) -> "list[Ren
         f"reserve, for fragmentation and what is not counted: {percent(RESERVE)}, "
         f"{gib(memory.reserve)} GiB",
     ]
+    if memory.host:
+        limit = "" if memory.host_limit is None else f" of {gib(memory.host_limit)}"
+        lines.append(f"in the memory of each host: {gib(memory.host)}{limit} GiB of activations")
     if is_theirs and job.kind == "train":
         found = moments(job, choice, machine)
         sizes = ", ".join(f"{moment} {gib(size)}" for moment, size in found.items())

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from meshwright.planner.largest import least_kept
 from meshwright.planner.memory import memory as count_memory
 from meshwright.planner.report import figures
 from meshwright.planner.report.words import (
@@ -210,7 +211,8 @@ def _largest(plan: Plan, width: int) -> "list[RenderableType]":
         batch = f"batch {plan.largest_batch:,}" + (" in one micro-batch" if training else "")
         parts.append(f"{batch}, of {plan.job.seq:,} tokens")
     if plan.largest_seq is not None:
-        how = ", one on each data rank, with remat full" if training else ", one at a time"
+        remat = least_kept(plan.job, plan.best.choice, plan.machine)
+        how = f", one on each data rank, with remat {remat}" if training else ", one at a time"
         longest = plan.job.model.max_seq
         own = f" (the model's own length is {longest:,})" if plan.largest_seq > longest else ""
         parts.append(f"sequences of {plan.largest_seq:,} tokens{how}{own}")

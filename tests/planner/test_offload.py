@@ -1,0 +1,147 @@
+"""Remat offload in the plan: bytes on the device and on the host, time, and when it is offered."""
+
+import dataclasses
+
+import pytest
+
+from meshwright.errors import MeshwrightError
+from meshwright.machines import CHIPS, Machine
+from meshwright.models import preset
+from meshwright.planner import efficiency, plan
+from meshwright.planner.memory import memory
+from meshwright.planner.report import explain
+from meshwright.planner.result import Choice, Job
+from meshwright.planner.time import step_time
+from meshwright.planner.work import work
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("on", "mesh", "sequence_parallel"),
+    [
+        ("h200:1", {}, False),
+        ("h100:2x8", {"fsdp": 8, "tp": 2}, False),
+        ("h100:2x8", {"fsdp": 8, "tp": 2}, True),
+        ("v4:2x2x2", {"fsdp": 8}, False),
+    ],
+)
+def test_inputs_of_layers_are_counted_on_the_host(
+    on: str, mesh: dict[str, int], sequence_parallel: bool
+) -> None:
+    job, machine = Job(preset("llama-3.1-8b"), 128, 2048), Machine.parse(on)
+    choice = Choice(**mesh, sequence_parallel=sequence_parallel)
+    full, offload = (
+        memory(job, dataclasses.replace(choice, remat=remat), machine)
+        for remat in ("full", "offload")
+    )
+    # 32 layers of an 8B model save 4,096 numbers of two bytes for each token
+    split = choice.tp if sequence_parallel else 1
+    layer = 128 * 2048 // (choice.dp * choice.fsdp) * 4096 * 2 // split
+    on_device = [one.kinds["saved activations"] for one in (full, offload)]
+    assert on_device == [32 * layer, 2 * layer]
+    assert full.total - offload.total == 30 * layer
+    devices = {"h200:1": 1, "h100:2x8": 8, "v4:2x2x2": 4}[on]  # of a host
+    assert (full.host, offload.host) == (0, 32 * layer * devices)
+    assert offload.host_limit == CHIPS[machine.chip.name].host_memory_bytes
+
+
+# (model, batch of 2,048 tokens, moments): GiB of a step in a loop over layers, as XLA for an H200
+# counts them (jax 0.10.2, compiled without the GPU as `prove` does)
+COMPILED = {
+    ("llama-3.2-1b", 16, "auto"): 21.791,
+    ("llama-3.1-8b", 24, "bfloat16"): 97.006,
+    ("llama-3.1-8b", 64, "bfloat16"): 110.447,
+    ("llama-3.1-8b", 112, "bfloat16"): 129.243,
+}
+
+
+@pytest.mark.parametrize(("case", "compiled"), COMPILED.items())
+def test_memory_is_that_of_the_compiler(case: tuple[str, int, str], compiled: float) -> None:
+    model, batch, moments = case
+    job = Job(preset(model), batch, 2048, moments=moments)
+    need = memory(job, Choice(remat="offload"), Machine.parse("h200:1"))
+    assert need.total / GIB == pytest.approx(compiled, rel=0.07)
+
+
+def test_time_is_that_of_full_and_of_what_the_link_does_not_hide() -> None:
+    job, machine = Job(preset("llama-3.1-8b"), 8, 4096), Machine.parse("h100:8")
+    for accumulation in (1, 2):
+        choice = Choice(tp=8, accumulation=accumulation)
+        full, offload = (
+            step_time(job, dataclasses.replace(choice, remat=remat), machine)
+            for remat in ("full", "offload")
+        )
+        done = work(job, dataclasses.replace(choice, remat="full"), machine)
+        sent = 32 * 8 * 4096 * 4096 * 2  # all micro-batches, whole on each tp rank
+        seconds = sent / (efficiency.HOST_LINK * 64e9)
+        waits = max(0, seconds - 0.75 * done.forward) + max(0, seconds - 0.09 * done.backward)
+        assert waits > 0
+        assert offload.step - full.step == pytest.approx(waits)
+        assert offload.seconds["waiting for the host"] == pytest.approx(waits)
+    # and a loop where layers would be unrolled
+    unrolled = dataclasses.replace(job, scan=False)
+    assert step_time(unrolled, offload_of(choice), machine).step == pytest.approx(offload.step)
+
+
+def offload_of(choice: Choice) -> Choice:
+    return dataclasses.replace(choice, remat="offload")
+
+
+def test_it_is_offered_where_nothing_else_fits_and_the_link_is_known() -> None:
+    def best(seq: int, on: str | Machine = "h200:1", **more: str) -> Choice:
+        return plan("llama-3.1-8b", on, 1, seq, moments="bfloat16", **more).best.choice
+
+    chip = dataclasses.replace(CHIPS["h200"], host_link_bandwidth=None)
+    unknown = Machine(chip, (1, 1))
+    most = plan("llama-3.1-8b", unknown, 1, 2048, moments="bfloat16").largest_seq
+    assert most is not None
+    longer = most * 3 // 2 // 1024 * 1024
+    assert best(most).remat == "full"
+    assert best(longer).remat == "offload"
+    with pytest.raises(MeshwrightError, match="with remat=full"):
+        best(longer, unknown)
+    assert best(longer, unknown, remat="offload").remat == "offload"
+
+
+def test_a_choice_with_it_has_a_larger_batch() -> None:
+    full, offload = (
+        plan("llama-3.1-8b", "h200:1", 1, 4096, moments="bfloat16", remat=remat)
+        for remat in ("full", "offload")
+    )
+    assert (full.largest_batch, offload.largest_batch) == (24, 50)
+    assert full.largest_seq == offload.largest_seq  # with offload in any case
+    said = " ".join(_text(explain(offload, offload.best, 200)).split())
+    assert "in the memory of each host: 1.0 of 1,862.6 GiB of activations" in said
+
+
+def test_waiting_for_the_host_is_said() -> None:
+    found = plan("llama-3.2-1b", "b200:1", 16, 2048, remat="offload")
+    assert "waits for activations in the host's memory" in found.best.reason
+    assert found.best.seconds["waiting for the host"] > 0.03 * found.best.step_seconds
+
+
+def _text(renderable: object) -> str:
+    import io
+
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=200).print(renderable)
+    return out.getvalue()
+
+
+def test_a_host_with_too_little_memory_is_refused() -> None:
+    chip = dataclasses.replace(CHIPS["h200"], host_memory_bytes=8 * GIB)
+    machine = Machine(chip, (1, 1))
+    given = {"moments": "bfloat16", "accumulation": 1}
+    assert plan("llama-3.1-8b", machine, 16, 2048, remat="offload", **given).best.memory.fits
+    with pytest.raises(MeshwrightError, match=r"needs 10\.0 of the 8\.0 GiB of a host's memory"):
+        plan("llama-3.1-8b", machine, 20, 2048, remat="offload", **given)
+
+
+def test_on_cpus_nothing_moves() -> None:
+    job, machine = Job(preset("tiny"), 8, 128), Machine.parse("cpu:1")
+    full, offload = (memory(job, Choice(remat=remat), machine) for remat in ("full", "offload"))
+    assert offload == full
+    assert step_time(job, Choice(remat="offload"), machine).seconds["waiting for the host"] == 0
