@@ -69,7 +69,11 @@ def test_own_flags_are_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "now"),
-    [("--compute.no-scan", "--compute.layers unroll"), ("--compute.scan", "--compute.layers scan")],
+    [
+        ("--compute.no-scan", "--compute.layers unroll"),
+        ("--compute.scan", "--compute.layers scan"),
+        ("--compute.no-overlap", "--compute.overlap off"),
+    ],
 )
 def test_a_flag_of_before_is_answered_with_the_one_of_now(flag: str, now: str) -> None:
     with pytest.raises(MeshwrightError, match=f"{flag} is now {now}"):

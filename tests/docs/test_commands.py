@@ -144,7 +144,7 @@ def test_every_flag_that_is_named_exists() -> None:
 def test_what_a_plan_says_to_type_next_can_be_typed(only_parsed: None) -> None:
     jobs = [
         plan("llama-3.1-8b", "v5p:4x4x4", 64, 8192, optimizer="muon", param_dtype="bfloat16"),
-        plan("llama-3.1-8b", "v5p:4x4x4", 8, 262144, mesh="sp=8,tp=2", overlap=True),
+        plan("llama-3.1-8b", "v5p:4x4x4", 8, 262144, mesh="sp=8,tp=2", overlap="on"),
         plan("tiny", "cpu:8", 16, 128, layers="unroll", loss_chunk=512, dtype="bfloat16"),
         plan("llama-3.1-8b", "h100:8", 64, 4096, kind="serve"),
     ]

@@ -8,6 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.audits import collectives
+from meshwright.meshes import MeshSpec
+from meshwright.ops import collectives as module
 from meshwright.ops.collectives import (
     all_gather,
     drop_trivial_axes,
@@ -15,8 +17,10 @@ from meshwright.ops.collectives import (
     partial_sums,
     reduce_to,
     spec_of,
+    stacks,
     tie_gradients,
 )
+from meshwright.planner.rewrites import scattered_by
 
 
 def mesh_of(text: str) -> jax.sharding.Mesh:
@@ -71,6 +75,75 @@ def test_what_was_all_gathered_gets_its_gradient_summed_and_split_again() -> Non
     sent = {(c.operation, c.axes, c.shape) for c in collectives(compiled.as_text(), mesh)}
     # scattered over fsdp first, so that dp adds a fourth of it
     assert sent == {("reduce-scatter", ("fsdp",), (2, 12)), ("all-reduce", ("dp",), (2, 12))}
+
+
+def test_on_tpus_shards_whose_gradient_would_be_all_reduced_are_stacked() -> None:
+    # of a layer: [embed, mlp] over embed, and back to embed in shards of 128, 256, 384 lanes
+    assert not stacks(128, is_last=False, table=False)
+    assert [stacks(n, is_last=True, table=False) for n in (128, 256, 384, 512, 160)] == [
+        True, False, True, False, False,
+    ]  # fmt: skip
+    # LM heads [embed, vocab] and embeddings [vocab, embed]
+    assert stacks(256, is_last=False, table=True)
+    assert [stacks(n, is_last=True, table=True) for n in (128, 256, 384, 160)] == [
+        True, False, True, True,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("on", "mesh", "scatters"),
+    [
+        ("v5p:4x4x4", "fsdp=64", False),
+        ("v5p:4x4x4", "dp=2,fsdp=32", True),
+        ("v5p:2x2x2", "fsdp=8", False),
+        ("v5p:2x2x1", "fsdp=4", True),
+        ("v5e:4x4", "fsdp=16", False),
+        ("v5e:4x8", "fsdp=32", True),
+        ("v6e:2x4", "fsdp=8", True),
+    ],
+)
+def test_ops_and_plan_agree_on_slices_that_the_tpu_compiler_does_not_scatter_over(
+    monkeypatch: pytest.MonkeyPatch, on: str, mesh: str, scatters: bool
+) -> None:
+    machine = mw.Machine.parse(on)
+    sizes = dict(MeshSpec.parse(mesh).axes)
+    abstract = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    kind = machine.chip.device_kinds[0]
+    monkeypatch.setattr(module, "current_device", lambda: ("tpu", kind))
+    with jax.sharding.use_abstract_mesh(abstract):
+        assert module._can_scatter("fsdp") is scatters
+    assert (scattered_by(sizes["fsdp"], machine) == "reduce-scatter") is scatters
+
+
+@pytest.mark.parametrize("layout", [P(None, ("fsdp", "sp")), P(("fsdp", "sp"), None)])
+@pytest.mark.parametrize("table", [False, True])
+def test_stacked_on_tpus_or_not_it_is_the_same_array_with_the_same_gradient(
+    monkeypatch: pytest.MonkeyPatch, layout: P, table: bool
+) -> None:
+    mesh = mesh_of("dp=2,fsdp=2,sp=2")
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(8, 512)).astype("f")  # in shards of 128 lanes, or of 2 rows
+    tokens = rng.normal(size=(16, 8)).astype("f")
+    over = ("dp", "fsdp", "sp")
+    found, shapes = [], []
+    with jax.set_mesh(mesh):
+        args = jax.device_put(w, layout), jax.device_put(tokens, P(over, None))
+
+        def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+            w = all_gather(w, over, table=table)
+            return jnp.sum(jnp.sin(jnp.einsum("te,em->tm", x, w, out_sharding=P(over, None))))
+
+        for platform in ("cpu", "tpu"):
+            monkeypatch.setattr(module, "current_platform", lambda name=platform: name)
+            jax.clear_caches()
+            compiled = jax.jit(jax.value_and_grad(loss)).lower(*args).compile()
+            found.append(compiled(*args))
+            rows = collectives(compiled.as_text(), mesh)
+            shapes.append({len(row.shape) for row in rows if row.operation == "reduce-scatter"})
+    assert shapes[0] == {2}
+    assert (3 in shapes[1]) == (table or layout[1] is not None)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

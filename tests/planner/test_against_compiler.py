@@ -95,7 +95,7 @@ def test_gpus_send_what_is_planned_to_a_twentieth_and_nothing_else(entry: dict[s
 
 
 def off(entry: dict[str, Any]) -> list[float]:
-    """Of every kind of collective of at least a megabyte, planned over compiled."""
+    """Of every kind of collective of at least a thousandth of all bytes, planned over compiled."""
     sums: dict[tuple[str, tuple[str, ...]], int] = {}
     for one in compiled_traffic(*planned(entry)):
         kind = one.operation, one.axes
@@ -104,7 +104,7 @@ def off(entry: dict[str, Any]) -> list[float]:
     large = {
         kind
         for kind in {*sums, *compiled}
-        if max(sums.get(kind, 0), compiled.get(kind, 0)) >= 2**20
+        if max(sums.get(kind, 0), compiled.get(kind, 0)) >= sum(compiled.values()) / 1000
     }
     return [sums.get(kind, 0) / max(compiled.get(kind, 0), 1) - 1 for kind in large]
 
@@ -151,7 +151,12 @@ def test_told_to_overlap_the_compiler_gathers_most_of_a_loops_weights_while_it_c
     told = [entry for entry in COMPILED if entry["case"].get("overlap")]
     assert all(entry["asynchronous"] > 0.5 for entry in told)
     assert sum(entry["asynchronous"] > 0.75 for entry in told) >= len(told) - 1
-    pairs = [(entry, recorded.key(entry["case"] | {"overlap": False})) for entry in told]
+    pairs = [
+        (entry, recorded.key(entry["case"] | {"overlap": False}))
+        for entry in told
+        if "seconds" in entry
+    ]
+    assert len(pairs) >= 16
     record = recorded.read_record()
     assert all(
         entry["seconds"]["as compiled"] < record[plain]["seconds"]["as compiled"]

@@ -123,7 +123,7 @@ def test_finite_parameters_are_told_from_others_on_any_mesh() -> None:
     "flags",
     [
         ["--steps", "7", "--optimizer.learning-rate", "1e38", "--checkpoint.keep-every", "10"],
-        ["--compute.layers", "unroll", "--compute.overlap", "--optimizer.clip-norm", "None"],
+        ["--compute.layers", "unroll", "--compute.overlap", "on", "--optimizer.clip-norm", "None"],
         ["--data", "a b.store:0.7,c.store:0.3", "--init-from", "it's", "--mesh", "fsdp=2,tp=2"],
     ],
 )

@@ -37,7 +37,7 @@ OTHERS: dict[str, Any] = {
     "optimizer.weight_decay": 0.2, "optimizer.clip_norm": None, "optimizer.moments": "int8", "loss.z_loss": 0.1, "loss.chunk": 8,
     "compute.dtype": "bfloat16", "compute.param_dtype": "bfloat16", "compute.remat": "full",
     "compute.layers": "unroll", "compute.attention": "dense", "compute.sequence_parallel": True,
-    "compute.mlp_chunk": 8, "compute.overlap": True, "checkpoint.every": 5, "checkpoint.keep_last": 1,
+    "compute.mlp_chunk": 8, "compute.overlap": "on", "checkpoint.every": 5, "checkpoint.keep_last": 1,
     "checkpoint.keep_every": 5, "eval.every": 5, "eval.sequences": 2,
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
     from meshwright.planner import CHOSEN, apply, constraints_of, plan_config
 
     assert config.mesh == AUTO
-    # --compute.no-overlap says as much of compute.overlap as --compute.overlap does
+    # --compute.no-sequence-parallel says as much as --compute.sequence-parallel does
     flags = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
     named = {flag.replace(".no_", ".") for flag in flags}
     ranking = plan_config(config, machine, constraints_of(config, named))

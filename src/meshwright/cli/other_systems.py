@@ -30,6 +30,7 @@ _RENAMED = {
 }  # fmt: skip
 # flags that were here before
 _BEFORE = {
+    "compute.no-overlap": "--compute.overlap off",
     "compute.no-scan": "--compute.layers unroll",
     "compute.scan": "--compute.layers scan",
 }

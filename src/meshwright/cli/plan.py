@@ -43,7 +43,7 @@ class PlanSettings:
     """Data type of parameters and, by default, of optimizer state."""
     matmul: Literal["auto", "fp8"] = "auto"
     """Plan with train's --compute.matmul: fp8 multiplies layers in 8-bit floats."""
-    overlap: bool = False
+    overlap: Literal["auto", "on", "off"] | None = None
     """Plan with train's --compute.overlap: TPUs all-gather weights during compute."""
     backend: Literal["jax", "torch"] = "jax"
     """Plan train's --backend: torch is FSDP2 and tensor parallelism on the Hugging Face model."""

@@ -41,7 +41,8 @@ class LmHead:
         """The weight in the dtype of matmuls, as a matmul takes it."""
         if isinstance(self.weight, Quantized):
             return self.weight
-        return all_gather(self.weight.astype(compute.dtype), compute.layouts.weight_axes)
+        weight = self.weight.astype(compute.dtype)
+        return all_gather(weight, compute.layouts.weight_axes, table=True)
 
 
 def lm_logits(x: jax.Array, head: LmHead, vocab: int, compute: Compute) -> jax.Array:

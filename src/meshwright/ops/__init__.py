@@ -10,6 +10,7 @@ from meshwright.ops.collectives import (
     reduce_to,
     spec_of,
     split_axes,
+    stacks,
     tie_gradients,
 )
 from meshwright.ops.cross_entropy import IGNORED, cross_entropy, keeps_logit_gradients
@@ -34,6 +35,6 @@ __all__ = [
     "all_gather", "cross_entropy", "current_platform", "drop_trivial_axes", "einsum", "embed",
     "fp8_einsum", "keeps_logit_gradients", "nontrivial_axes", "norm_alone", "norm_beside",
     "over_chunks", "partial_sums", "plain_weights", "quantize", "reduce_to", "relative_bias",
-    "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes", "switched_on",
-    "tie_gradients", "weight_in_fp8",
+    "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes", "stacks",
+    "switched_on", "tie_gradients", "weight_in_fp8",
 ]  # fmt: skip

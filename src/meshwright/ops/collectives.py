@@ -7,6 +7,7 @@ one reduce-scatter, on every compiler. Plain automatic partitioning often emits 
 sends twice the bytes.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.layouts import axes_of
+from meshwright.machines import CHIPS
+
+LANES = 128  # the last dim of a TPU's arrays is in parts of this many
 
 
 def current_platform() -> str:
@@ -51,11 +55,11 @@ def drop_trivial_axes(spec: P, nontrivial: frozenset[str]) -> P:
     return P(*(tuple(a for a in axes if a in nontrivial) or None for axes in entries))
 
 
-def all_gather(x: jax.Array, onto: Sequence[str]) -> jax.Array:
+def all_gather(x: jax.Array, onto: Sequence[str], *, table: bool = False) -> jax.Array:
     """All-gather `x` over the axes `onto`; its gradient is reduce-scattered.
 
     Over an axis that does not shard `x`, each device has it already, and only the gradient is
-    summed (all-reduce).
+    summed (all-reduce). `table`: it is an embedding or LM head, see `stacks`.
     """
     nontrivial = nontrivial_axes()
     onto = tuple(axis for axis in onto if axis in nontrivial)
@@ -73,21 +77,50 @@ def all_gather(x: jax.Array, onto: Sequence[str]) -> jax.Array:
         for dim, axes in enumerate(held):
             gone = tuple(axis for axis in axes if axis in onto)
             if gone:
-                part = _all_gather_dim(part, gone, dim)
+                part = _all_gather_dim(part, gone, dim, table)
         return part
 
     target = P(*(axes or None for axes in kept), reduced=frozenset(onto))
     return jax.shard_map(local, in_specs=source, out_specs=target)(x)
 
 
-def _all_gather_dim(part: jax.Array, over: tuple[str, ...], dim: int) -> jax.Array:
+def stacks(shard: int, is_last: bool, table: bool) -> bool:
+    """Whether shards of this size should be stacked in a dim of their own on a TPU.
+
+    libtpu 0.0.42 makes an all-reduce of some reduce-scatters, and slices afterwards: twice the
+    bytes. Along a dim of its own it scatters. That copies some arrays, so it is for what is
+    all-reduced otherwise: along the last dim in odd multiples of 128 lanes, and of embeddings and
+    LM heads, which are large, also along other dims and in parts that are no multiple.
+    """
+    if is_last:
+        return shard % (2 * LANES) != 0 if table else shard % (2 * LANES) == LANES
+    return table
+
+
+def _can_scatter(axis: str) -> bool:
+    """Whether the TPU compiler reduce-scatters over a mesh axis at all.
+
+    Over all devices of a slice it does only if that is small, or flat and not square.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    ways = mesh.shape[axis]
+    if ways < mesh.size or ways < 8:
+        return True
+    _, kind = current_device()
+    flat = any(kind in chip.device_kinds for chip in CHIPS.values() if chip.torus_dims == 2)
+    return flat and (ways < 16 or math.isqrt(ways) ** 2 != ways)
+
+
+def _all_gather_dim(part: jax.Array, over: tuple[str, ...], dim: int, table: bool) -> jax.Array:
     """Inside shard_map: all-gather along a dim; the gradient is reduce-scattered along it."""
     if current_platform() != "tpu":
         return lax.all_gather(part, over, axis=dim, tiled=True, to="reduced")
     # one axis at a time, innermost first: for several axes at once, whose device order on the torus
     # it does not support, the TPU compiler emits an all-reduce of zero-padded arrays
     for axis in reversed(over):
-        part = lax.all_gather(part, (axis,), axis=dim, tiled=True, to="reduced")
+        stacked = _can_scatter(axis) and stacks(part.shape[dim], dim == part.ndim - 1, table)
+        found = lax.all_gather(part, (axis,), axis=dim, tiled=not stacked, to="reduced")
+        part = found.reshape(*part.shape[:dim], -1, *part.shape[dim + 1 :])
     return part
 
 

@@ -147,6 +147,7 @@ _SETTINGS = {
 _KNOWN = {
     "optimizer": tuple(OPTIMIZER_BYTES), "param_dtype": DTYPES, "dtype": DTYPES,
     "matmul": ("auto", "fp8"), "backend": ("jax", "torch"), "compile": ("auto", "on", "off"),
+    "overlap": ("auto", "on", "off"),
 }  # fmt: skip
 CHOSEN_TOO = ("remat", "accumulation", "weights", "cache")
 

@@ -8,12 +8,9 @@ The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 5
 - emits an all-reduce, and slices afterwards, instead of a reduce-scatter over all devices of a
   slice: twice the bytes on the wire. Over a part of a slice it scatters, and over a flat slice
   that is not square (seen on v5e:4x8);
-- emits an all-reduce instead of a reduce-scatter when a shard's last dim is not a multiple of 128
-  lanes: the embedding's gradient where embed is split so, and the LM head's where the vocabulary is
-  not a multiple either; the LM head's also where the vocabulary is one, and where the loss takes
-  all tokens at once; the embedding's also where an encoder and a decoder look it up;
-- does the same for what it would scatter along the last dim in shards of exactly 128: the
-  gradients of the weights that lead back to the residual stream (wo, down) and of the embedding;
+- does the same with the embedding's gradient where an encoder and a decoder look it up, unless it
+  is scattered along a dim of its own. What it would all-reduce because of its shape always is
+  (ops.stacks);
 - adds the two gradients of a tied embedding before they are sent, not after (as the GPU compiler
   does), except where dp continues in other slices;
 - between slices sends only a device's part: an all-reduce is a reduce-scatter within slices, an
@@ -32,12 +29,13 @@ from typing import NamedTuple
 
 from meshwright.machines import Machine
 from meshwright.meshes import axes_across_slices
+from meshwright.ops import stacks
 from meshwright.planner import fsdp2
 from meshwright.planner.candidates import with_strategy
 from meshwright.planner.links import WITHIN_SLICES
-from meshwright.planner.parts import LANES, item_bytes, loss_chunks, vocab
+from meshwright.planner.parts import item_bytes
 from meshwright.planner.result import Choice, Job, Transfer
-from meshwright.planner.terms import MakeNumber, floor, plain
+from meshwright.planner.terms import MakeNumber, plain
 from meshwright.planner.traffic import Carries, Send, sends
 
 SMALLEST = 16  # devices; of smaller slices only 2x2x2 was seen not to scatter
@@ -114,23 +112,17 @@ class _Program(NamedTuple):
     choice: Choice
     dtype: str
     scattered: Mapping[str, str]  # axis → the operation that scatters sums over it
-    exact: bool  # a scatter over fsdp leaves shards of exactly 128 lanes
-    summed: Mapping[Carries, bool]  # gradients that are all-reduced because of their shape
+    summed: Mapping[Carries, bool]  # gradients that are all-reduced over any devices
     across: Mapping[str, int]
 
 
 def _program(job: Job, choice: Choice, machine: Machine) -> _Program:
-    embed = job.sizes.embed
-    unaligned = embed // (choice.fsdp * choice.sp) % LANES != 0
-    ragged = vocab(job, choice) // choice.tp % LANES != 0
-    exact = embed // choice.fsdp == LANES
-    summed = {
-        Carries.EMBEDDING_GRADIENT: unaligned or exact or len(job.sizes.stacks) > 1,
-        Carries.HEAD_GRADIENT: unaligned or exact or not ragged or loss_chunks(job, choice)[0] == 1,
-    }
+    shard = job.sizes.embed // (choice.fsdp * choice.sp)
+    twice = len(job.sizes.stacks) > 1 and not stacks(shard, is_last=True, table=True)
+    summed = {Carries.EMBEDDING_GRADIENT: twice}
     scattered = {axis: scattered_by(choice.sizes[axis], machine) for axis in ("fsdp", "sp")}
     across = _across(choice, machine)
-    return _Program(choice, job.dtype, scattered, exact, summed, across)
+    return _Program(choice, job.dtype, scattered, summed, across)
 
 
 Rule = Callable[[Send, _Program], Iterator[Send]]
@@ -171,10 +163,6 @@ def _all_reduce_gradients(send: Send, program: _Program) -> Iterator[Send]:
         program.summed.get(send.carries) or program.scattered[axes[0]] == "all-reduce"
     ):
         send = send._replace(operation="all-reduce")
-    if program.exact and send.operation == "reduce-scatter" and axes == ("fsdp",) and send.back:
-        part = floor(send.back * send.bytes)
-        yield send._replace(operation="all-reduce", bytes=part, pieces=1)
-        send = send._replace(bytes=send.bytes - part)
     yield send
 
 

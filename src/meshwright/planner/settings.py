@@ -21,6 +21,7 @@ from meshwright.train import (
     TrainConfig,
     check_fp8,
     layers_choice,
+    overlap_choice,
     training_spec,
     with_settings,
 )
@@ -53,6 +54,7 @@ def job_of(
         check_fp8(config, model, machine.chip)
     platform, in_torch = machine.chip.platform, config.backend == "torch"
     scan, _ = layers_choice(config, model, platform, machine.num_devices)
+    overlap, _ = overlap_choice(compute.overlap, machine.chip)
     compiled = {"auto": platform == "gpu", "on": True, "off": False}[config.torch.compile]
     return Job(
         model, config.batch, config.seq, config.model, kind,
@@ -60,7 +62,7 @@ def job_of(
         param_dtype=compute.param_dtype,
         dtype=default_dtype(compute.dtype, platform), loss_chunk=config.loss.chunk,
         matmul=compute.matmul, fp8_skips=compute.fp8_skips,
-        scan=scan and not in_torch, overlap=compute.overlap, attention=compute.attention,
+        scan=scan and not in_torch, overlap=overlap, attention=compute.attention,
         objective=config.objective, backend=config.backend, compiled=compiled,
         loss_parallel=config.torch.loss_parallel,
         reshard_after_forward=config.torch.reshard_after_forward,

@@ -48,11 +48,6 @@ class BlockSizes:
         return max(matrix.inner for matrix in self.matrices)
 
     @functools.cached_property
-    def back(self) -> float:
-        """Of its weights, the part that leads back to the residual stream."""
-        return sum(one.weights for one in self.matrices if one.adds_to_residual) / self.weights
-
-    @functools.cached_property
     def arrays_inside(self) -> int:
         """Matrices that lead from the residual stream into the block: gate and up of an mlp."""
         return sum(not matrix.adds_to_residual for matrix in self.matrices)

@@ -97,13 +97,6 @@ def value_of(number: Number) -> float:
     return number.value if isinstance(number, Term) else number
 
 
-def floor(number: Number) -> Number:
-    """The largest whole number that is not above it."""
-    if isinstance(number, Term):
-        return Term(int(number.value), str(number), number._top)
-    return int(number)
-
-
 def _as_term(number: Number) -> Term:
     return number if isinstance(number, Term) else term(number)
 

@@ -57,7 +57,6 @@ class Send(NamedTuple):
     carries: Carries = Carries.OTHER
     pieces: int = 1  # operations that send these bytes each time: a layer's matrices go one by one
     layers: int = 0  # of the stack it belongs to; 0: to none
-    back: float = 0.0  # of a layer's weights, the part that leads back to the residual stream
     stack: str = ""  # its name, where a model has several
 
     def transfer(self, link: str = "", seconds: float = 0.0, hidden: float = 0.0) -> Transfer:
@@ -128,7 +127,7 @@ class _Step:
                 size = self.item * self.number(block.weights) // self.tp
                 name, pieces = block.name.replace("_", "-"), len(block.matrices)
                 weights, gradient = Carries.LAYER_WEIGHTS, Carries.LAYER_GRADIENTS
-                about = pieces, stack.layers, block.back, stack.name
+                about = pieces, stack.layers, stack.name
                 for phase in PASSES:
                     what = f"{name} weights {of}"
                     rest = times - in_fp8
@@ -200,7 +199,7 @@ class _Step:
                 what: str, operation: str, times: int, phase: Phase, size: Number = size,
                 stack: StackSizes = stack,
             ) -> Send:  # fmt: skip
-                each, about = times * self.executions(stack), (1, stack.layers, 0.0, stack.name)
+                each, about = times * self.executions(stack), (1, stack.layers, stack.name)
                 carries = Carries.ACTIVATIONS
                 return Send(what, operation, over, size, each, phase, carries, *about)
 

@@ -32,6 +32,7 @@ from meshwright.train.setup import (
     training_mesh,
     training_spec,
 )
+from meshwright.train.tpu import overlap_choice, overlap_text
 from meshwright.train.work import StepWork
 
 __all__ = [
@@ -40,6 +41,6 @@ __all__ = [
     "check_same_settings", "check_sizes", "check_trackers", "checkpoint_settings",
     "chip_peak_flops", "choose_rules", "config_from_dict", "config_from_file", "config_to_dict",
     "field_lengths", "file_rules", "layers_choice", "learning_rate", "load_pieces", "model_of",
-    "prepare", "prepare_data", "save_pieces", "settings_flags", "supervised", "train",
-    "training_mesh", "training_spec", "with_settings",
+    "overlap_choice", "overlap_text", "prepare", "prepare_data", "save_pieces", "settings_flags",
+    "supervised", "train", "training_mesh", "training_spec", "with_settings",
 ]  # fmt: skip

@@ -24,11 +24,13 @@ from meshwright.train.setup import (
     choose_rules,
     compute_of,
     field_lengths,
+    known_chip,
     model_of,
     training_mesh,
 )
 from meshwright.train.state import TrainState, abstract_state
 from meshwright.train.step import StepFunctions, step_functions
+from meshwright.train.tpu import overlap_choice
 from meshwright.train.work import StepWork
 
 
@@ -84,9 +86,10 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
     vocab = padded_vocab(model, rules, mesh.shape)
     arrays = family_of(model).arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
+    overlap, _ = overlap_choice(config.compute.overlap, known_chip(mesh.devices.flat[0]))
     functions = step_functions(
         model, compute, optimizer, rate, mesh,
-        loss=config.loss, clip_norm=config.optimizer.clip_norm, overlap=config.compute.overlap,
+        loss=config.loss, clip_norm=config.optimizer.clip_norm, overlap=overlap,
     )  # fmt: skip
     lengths = field_lengths(model, config.seq, config.objective)
 

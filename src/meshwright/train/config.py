@@ -38,8 +38,8 @@ class ComputeConfig:
     """Megatron's sequence parallelism: shard activations between blocks over tp."""
     mlp_chunk: int = 0
     """Tokens per device in the feed-forward at a time; 0: all of them."""
-    overlap: bool = False
-    """On TPUs, overlap the all-gather of weights with compute; GPUs and v5e do so anyway."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """On TPUs, overlap the all-gather of weights with compute; auto: on v4, v5p and v6e."""
 
     def __post_init__(self) -> None:
         if self.remat == "offload" and self.layers == "unroll":

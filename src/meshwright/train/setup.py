@@ -244,13 +244,18 @@ def layers_text(config: TrainConfig, model: Any, platform: str, devices: int) ->
     return f"layers: {how} ({why}); --compute.layers {other} runs the other way"
 
 
+def known_chip(device: Any) -> Chip | None:
+    """The chip of a device; None if it is not in the catalogue."""
+    try:
+        return chip_of_kind(device.device_kind, device.platform)
+    except MeshwrightError:
+        return None
+
+
 def flops_per_byte(device: Any) -> float:
     """FLOP/s of a chip for each byte/s to its neighbour; a usual figure where it is not known."""
-    try:
-        chip = chip_of_kind(device.device_kind, device.platform)
-    except MeshwrightError:
-        return FLOPS_PER_BYTE
-    return FLOPS_PER_BYTE if chip.platform == "cpu" else chip.flops_per_byte
+    chip = known_chip(device)
+    return FLOPS_PER_BYTE if chip is None or chip.platform == "cpu" else chip.flops_per_byte
 
 
 def check_sizes(

@@ -127,7 +127,8 @@ def _forward(
     def placed(x: jax.Array, layout: P = layouts.tokens) -> jax.Array:
         return sequences.arranged(reshard(x, layout))
 
-    table = all_gather(params["embedding"].astype(compute.dtype), layouts.weight_axes)
+    weight = params["embedding"].astype(compute.dtype)
+    table = all_gather(weight, layouts.weight_axes, table=True)
     x = embed(table, placed(tokens), layouts.residual)
     if state is None or isinstance(state, EmptyCache | KeptKeys):
         positions, states = batch.get("positions", in_order), None

@@ -87,7 +87,8 @@ def forward(
     """
     layouts, stack = compute.layouts, params["decoder"]
     batch = {name: reshard(x, layouts.tokens) for name, x in batch.items()}
-    table = all_gather(params["embedding"].astype(compute.dtype), layouts.weight_axes)
+    weight = params["embedding"].astype(compute.dtype)
+    table = all_gather(weight, layouts.weight_axes, table=True)
     if state is None:
         encoded = encode(params, batch, config, compute, table)
         segments = _segments_of_both(batch)

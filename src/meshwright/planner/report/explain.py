@@ -35,6 +35,7 @@ from meshwright.present import (
     percent,
     seconds_text,
 )
+from meshwright.train import overlap_text
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -251,6 +252,8 @@ def _time(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
     lines = [] if estimate.serving is None else _served(plan, estimate.serving, said)
     if plan.job.backend == "torch":
         lines.append(what_overlaps(plan.job))
+    elif plan.machine.is_tpu and plan.job.kind == "train":
+        lines.append(overlap_text(plan.config.compute.overlap, plan.machine.chip))
     return [
         *_heading(
             "time", f" of a step; {amount(figures.tokens_per_second(plan, estimate))} tokens/s"
