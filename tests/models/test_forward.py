@@ -170,7 +170,7 @@ def test_bfloat16_is_within_rounding() -> None:
 
 
 def test_an_unknown_way_to_compute_is_guessed_at() -> None:
-    assert set(REMAT) == {"none", "elementwise", "mlp", "full"}
+    assert set(REMAT) == {"none", "elementwise", "mlp", "full", "offload"}
     with pytest.raises(MeshwrightError, match=r"remat='ful' is not a policy; did you mean 'full'"):
         ours(PLAIN, some_tokens(), remat="ful")
     with pytest.raises(MeshwrightError, match=r"attention='dens' is not a kernel.*'dense'"):
