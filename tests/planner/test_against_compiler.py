@@ -34,17 +34,16 @@ def test_the_record_holds_enough_cases_to_mean_something() -> None:
     assert sum(case.get("overlap", False) for case in cases) >= 12
 
 
-# of three steps the plan has more than a tenth too much, of a fourth too little
+# of two steps the plan has more than a tenth too much, of a third too little
 UNDER = [recorded.case("t5-v1.1-xl", "v5e:4x8", "dp=1,fsdp=32,tp=1,sp=1", 64, 512, "none")]
 OVER = [
     recorded.case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=64,tp=1,sp=1", 128, 4096, accumulation=2),
     recorded.case("llama-3.2-1b", "2*v5e:8x8", "dp=2,fsdp=64,tp=1,sp=1", 128, 2048, "none"),
-    recorded.case("llama-3.2-1b", "2*v5e:8x8", "dp=8,fsdp=16,tp=1,sp=1", 128, 2048, "none"),
 ]
 
 
 @pytest.mark.parametrize("entry", COMPILED, ids=NAMES)
-def test_memory_is_within_a_tenth_of_the_compilers_but_for_four_steps(
+def test_memory_is_within_a_tenth_of_the_compilers_but_for_three_steps(
     entry: dict[str, Any],
 ) -> None:
     above = 0.14 if recorded.key(entry["case"]) in map(recorded.key, OVER) else 0.10
@@ -96,16 +95,27 @@ def test_gpus_send_what_is_planned_to_a_twentieth_and_nothing_else(entry: dict[s
 
 
 def off(entry: dict[str, Any]) -> list[float]:
-    """Of every kind of collective of at least a thousandth of all bytes, planned over compiled."""
+    """Of every kind of collective of at least a megabyte, planned over compiled.
+
+    A reduce-scatter of the TPU compiler may send its edges by a permutation of its own, which is
+    not planned: less than a thousandth of all bytes.
+    """
     sums: dict[tuple[str, tuple[str, ...]], int] = {}
     for one in compiled_traffic(*planned(entry)):
         kind = one.operation, one.axes
         sums[kind] = sums.get(kind, 0) + one.bytes * one.times
     compiled = {(s["operation"], tuple(s["axes"])): s["bytes"] for s in entry["sums"]}
+    edges = {
+        kind
+        for kind, size in compiled.items()
+        if kind[0] == "collective-permute"
+        and kind not in sums
+        and size < sum(compiled.values()) / 1000
+    }
     large = {
         kind
-        for kind in {*sums, *compiled}
-        if max(sums.get(kind, 0), compiled.get(kind, 0)) >= sum(compiled.values()) / 1000
+        for kind in {*sums, *compiled} - edges
+        if max(sums.get(kind, 0), compiled.get(kind, 0)) >= 2**20
     }
     return [sums.get(kind, 0) / max(compiled.get(kind, 0), 1) - 1 for kind in large]
 
