@@ -17,6 +17,7 @@ import asyncio
 import dataclasses
 import json
 import random
+import re
 import time
 import urllib.request
 from pathlib import Path
@@ -27,6 +28,7 @@ import numpy as np
 
 from results import here, write_section
 
+USAGE = re.compile(rb'"choices":\[\].*"completion_tokens":(\d+)')
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -37,6 +39,7 @@ class Result:
     status: int
     times: tuple[float, ...]
     is_whole: bool
+    tokens: int = 0  # by the usage at the end: a busy server may send two in one delta
 
     @property
     def gaps(self) -> np.ndarray:
@@ -58,6 +61,7 @@ class Load:
         )
         tokens = [chance.randrange(self.vocab) for _ in range(prompt)]
         asked = {"prompt": tokens, "max_tokens": new, "ignore_eos": True, "stream": True}
+        asked["stream_options"] = {"include_usage": True}
         return json.dumps({**asked, **self.sampling}).encode()
 
 
@@ -70,15 +74,17 @@ async def measured(load: Load, body: bytes) -> Result:
             f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         )
         writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
-        status, times, is_whole = 0, [], False
+        status, times, is_whole, tokens = 0, [], False, 0
         while line := await reader.readline():
             if not status:
                 status = int(line.split()[1])
             elif line.startswith(b"data: [DONE]"):
                 is_whole = True
+            elif counted := USAGE.search(line):
+                tokens = int(counted[1])
             elif line.startswith(b'data: {"id"') and b'"text":""' not in line:
                 times.append(time.perf_counter() - started)
-        return Result(status, tuple(times), is_whole)
+        return Result(status, tuple(times), is_whole, tokens)
     finally:
         writer.close()
 
@@ -113,14 +119,14 @@ def table(results: list[Result], seconds: float, rate: float) -> list[str]:
     whole = [result for result in results if result.is_whole]
     first = np.array([result.times[0] for result in whole])
     gaps = np.concatenate([result.gaps for result in whole])
-    tokens = sum(len(result.times) for result in whole)
+    tokens = sum(result.tokens for result in whole)
     latencies = [
         f"| {name} | {' | '.join(f'{1000 * np.percentile(values, p):.1f}' for p in (50, 90, 99))} |"
         for name, values in (("time to first token, ms", first), ("between tokens, ms", gaps))
     ]
     return [
         f"{len(results):,} requests at {rate:.2f}/s, {len(results) - len(whole)} lost; "
-        f"{tokens / seconds:,.0f} events with tokens/s.",
+        f"{tokens / seconds:,.0f} tokens/s.",
         "",
         "| | p50 | p90 | p99 |",
         "|---|---|---|---|",

@@ -19,7 +19,8 @@ def test_all_tokens_are_seen_and_lost_requests_counted() -> None:
         before = metric(server.url, "meshwright_generated_tokens_total")
         results, seconds = asyncio.run(arrivals(load, 30, rate=300))
         assert all(result.is_whole and result.status == 200 for result in results)
-        seen = sum(len(result.times) for result in results)
+        assert all(0 < len(result.times) <= result.tokens for result in results)
+        seen = sum(result.tokens for result in results)
         assert seen == metric(server.url, "meshwright_generated_tokens_total") - before
         shown = table([*results, Result(429, (), False)], seconds, rate=300)
         assert shown[0].startswith("31 requests at 300.00/s, 1 lost;")
