@@ -12,6 +12,7 @@ from tests.serve.test_decode import BASE
 
 from meshwright.errors import MeshwrightError
 from meshwright.serve import Engine, EngineConfig, Model, Request, Sampling
+from meshwright.serve.engine import IN_FLIGHT
 from meshwright.serve.executor import Sizes
 from meshwright.serve.grammars import Grammar
 from meshwright.serve.load import generation_mesh
@@ -134,7 +135,7 @@ def test_an_engine_that_is_closed_hears_of_a_lost_process(model: Model) -> None:
 
     client = threading.Thread(target=ask)
     client.start()
-    while wire.replica.messages.empty():  # until a step has begun
+    while wire.replica.messages.qsize() <= IN_FLIGHT:  # then the engine waits for the first step
         time.sleep(0.01)
     threading.Timer(0.5, engine.fail, ["process 1 (node-1) is gone"]).start()
     start = time.monotonic()
