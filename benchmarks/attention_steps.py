@@ -81,7 +81,7 @@ def places(segments: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
     """Lengths [batch, room] and offsets [batch, room + 1] of documents; -1 where there is none."""
     starts = segments[:, 1:] != segments[:, :-1]
     index = jnp.pad(jnp.cumsum(starts, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-    lengths = jnp.sum(index[:, :, None] == jnp.arange(room), axis=1, dtype=jnp.int32)
+    lengths = jnp.sum(index[:, :, None] == jnp.arange(room)[None, None], axis=1, dtype=jnp.int32)
     offsets = jnp.cumsum(lengths, axis=1, dtype=jnp.int32) - lengths
     lengths, offsets = (jnp.where(lengths > 0, x, -1) for x in (lengths, offsets))
     return lengths, jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)

@@ -367,22 +367,31 @@ def main() -> None:
             parser.error(f"{', '.join(unknown)}: choose from {', '.join(known)}")
     if options.tabulate and not (options.record and options.record.exists()):
         parser.error("--tabulate needs --record FILE, a file that a run with --record has written")
-    fresh = tempfile.TemporaryDirectory()  # so that compile times are not of an earlier run
-    os.environ.setdefault("MESHWRIGHT_CACHE", fresh.name)
-    found: dict[tuple[str, str], dict[str, Any]] = {}
     if options.tabulate:
         lines = map(json.loads, options.record.read_text().splitlines())
         found = {(line["shape"], line["side"]): line["result"] for line in lines}
-    elif "ceiling" in sides:
-        measure("", "ceiling", found, options)
-    for shape in options.shapes.split(",") if not options.tabulate else ():
-        for side in (name for name in SIDES if name in sides and name != "ceiling"):
-            measure(shape, side, found, options)
+    else:
+        with tempfile.TemporaryDirectory() as fresh:  # so that no program was compiled before
+            os.environ.setdefault("MESHWRIGHT_CACHE", fresh)
+            found = measured(sides, options)
     top = found.pop(("", "ceiling"), None)
     if top is None and (options.tabulate or options.write):
         parser.error("a table needs the ceiling: run --sides ceiling,… too")
     if top is not None:
         report(found, top, options)
+
+
+def measured(
+    sides: Sequence[str], options: argparse.Namespace
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Results by shape and side; the ceiling's shape is ""."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    if "ceiling" in sides:
+        measure("", "ceiling", found, options)
+    for shape in options.shapes.split(","):
+        for side in (name for name in SIDES if name in sides and name != "ceiling"):
+            measure(shape, side, found, options)
+    return found
 
 
 def measure(
