@@ -18,7 +18,8 @@ from meshwright.planner.result import Choice
 from meshwright.planner.traffic import traffic
 from meshwright.planner.work import work
 from meshwright.train import TrainConfig, abstract_step, with_settings
-from meshwright.train.setup import check_fp8
+from meshwright.train.config import ComputeConfig
+from meshwright.train.setup import check_fp8, matmuls_text
 
 slow = pytest.mark.slow
 FP8 = Setting(matmul="fp8", steps=5)
@@ -71,6 +72,21 @@ def test_settings_that_fp8_cannot_have_are_refused():
         abstract_step(with_settings(config, {"compute.fp8_skips": 2}))
     with pytest.raises(MeshwrightError, match="mlp_chunk"):
         with_settings(config, {"compute.mlp_chunk": 64})
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "chip", "words"),
+    [
+        ({}, "llama-3.2-1b", "h200", None),
+        ({"fp8_skips": 1}, "llama-3.2-1b", "h200", "note: --compute.fp8-skips has no effect"),
+        ({"matmul": "fp8"}, "llama-3.2-1b", "h200", "fp8 in 16 of 16 layers (e4m3, gradients e5m2)"),
+        ({"matmul": "fp8", "fp8_skips": 1}, "t5-small", "cpu", "fp8 in 8 of 12 layers (simulated"),
+        ({"matmul": "fp8"}, "llama-3.2-1b", "v6e", "v6e multiplies as fast in bfloat16"),
+    ],
+)  # fmt: skip
+def test_a_run_says_how_many_layers_are_in_fp8(settings, model, chip, words):
+    text = matmuls_text(ComputeConfig(**settings), preset(model), CHIPS[chip])
+    assert text is words is None or words in text
 
 
 @pytest.mark.parametrize("matmul", ["auto", "fp8"])

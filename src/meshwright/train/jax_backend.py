@@ -36,7 +36,7 @@ from meshwright.train.prepare import bytes_per_device, prepare
 from meshwright.train.resume import checkpoint_settings, resume_command
 from meshwright.train.run import Memory, memory, peak_flops, waiting_line
 from meshwright.train.same_settings import check_same_settings
-from meshwright.train.setup import known_chip, layers_text
+from meshwright.train.setup import known_chip, layers_text, matmuls_text
 from meshwright.train.state import TrainState, new_state, params_are_finite
 from meshwright.train.tpu import overlap_text
 
@@ -109,8 +109,12 @@ class JaxBackend(Backend):
         settings = self.config.compute
         if platform != "cpu" or settings.layers != "auto" or settings.remat == OFFLOAD:
             yield layers_text(self.config, setup.step.model, platform, self.num_devices)
+        chip = known_chip(self._devices[0])
+        matmuls = chip and matmuls_text(settings, setup.step.model, chip)
+        if matmuls:
+            yield matmuls
         if platform == "tpu":
-            yield overlap_text(self.config.compute.overlap, known_chip(self._devices[0]))
+            yield overlap_text(settings.overlap, chip)
         if setup.step.attention is not None:
             yield f"attention: {setup.step.attention}"
         if setup.padding is not None:

@@ -36,7 +36,8 @@ from meshwright.ops.attention import (
     sequence_order,
     slow_kernel,
 )
-from meshwright.train.config import TrainConfig
+from meshwright.present import count
+from meshwright.train.config import ComputeConfig, TrainConfig
 
 
 def model_of(config: TrainConfig) -> Any:
@@ -242,6 +243,22 @@ def layers_text(config: TrainConfig, model: Any, platform: str, devices: int) ->
         where = "which is a CPU's own: as remat full" if platform == "cpu" else "pinned"
         return f"layers: {how} ({why}); their inputs go to the host's memory, {where}"
     return f"layers: {how} ({why}); --compute.layers {other} runs the other way"
+
+
+def matmuls_text(compute: ComputeConfig, model: Any, chip: Chip) -> str | None:
+    """A line that says how many layers multiply in fp8; None if none do, or were meant to."""
+    if compute.matmul != "fp8":
+        without = "note: --compute.fp8-skips has no effect without --compute.matmul fp8"
+        return without if compute.fp8_skips else None
+    stacks = layer_counts(model)
+    layers = sum(stacks)
+    in_fp8 = layers - 2 * compute.fp8_skips * len(stacks)
+    how = "e4m3, gradients e5m2"
+    if chip.platform == "cpu":
+        how = "simulated: CPUs have no fp8 units"
+    elif (chip.fp8_flops or 0) <= chip.bf16_flops:
+        how += f"; {chip.name} multiplies as fast in bfloat16: only all-gathers gain"
+    return f"matmuls: fp8 in {in_fp8} of {count(layers, 'layer')} ({how})"
 
 
 def known_chip(device: Any) -> Chip | None:
