@@ -3,7 +3,6 @@
     python benchmarks/gpu_memory.py                  # on the GPU: prints a table
     python benchmarks/gpu_memory.py --write          # and puts it into RESULTS.md
     python benchmarks/gpu_memory.py --absent         # without a GPU: what its compiler says here
-    python benchmarks/gpu_memory.py --absent FILE    # beside what a GPU wrote into FILE (--out)
     python benchmarks/gpu_memory.py --largest        # without a GPU: the largest batches of 8B
 
 Each case is the step that `meshwright train` would run. *Planned* is the closed form of
@@ -26,6 +25,7 @@ from typing import Any
 from results import write_section
 
 GIB = 2**30
+RECORD = Path(__file__).with_name("gpu_memory.json")
 CASES: list[dict[str, Any]] = [
     {"model": "llama-3.2-1b", "batch": 8, "seq": 2048, "remat": "none"},
     {"model": "llama-3.2-1b", "batch": 4, "seq": 8192, "remat": "none"},
@@ -151,25 +151,35 @@ def on_gpu(options: argparse.Namespace) -> None:
     if options.out:
         options.out.write_text(json.dumps(found))
     if options.write and found:
-        write(found, "")
+        write(found)
 
 
 def without_gpu(options: argparse.Namespace) -> None:
-    """Every case compiled for a GPU that is not here, beside what one measured."""
+    """Every case compiled for a GPU that is not here, beside what the plan says."""
     import jax
 
-    found = json.loads(options.known.read_text()) if options.known else []
-    there = {words(one["case"]): one for one in found}
+    found = []
     for case in CASES:
-        beside = there.get(words(case), {"case": case})
-        beside["absent"] = absent(case, beside.get("machine", "h200:1")).total
-        beside |= planned(case, beside.get("machine", "h200:1"))
-        print(row(beside), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(found))
-    if options.write and found:
-        versions = f" *Without a GPU*: the same step compiled on a CPU, jax {jax.__version__}."
-        write(found, versions)
+        one = {"case": case, "absent": absent(case, "h200:1").total, **planned(case, "h200:1")}
+        found.append(one)
+        print(absent_row(one), flush=True)
+    if options.write:
+        kept = [{"case": one["case"], "compiled": one["absent"]} for one in found]
+        RECORD.write_text(json.dumps({"jax": jax.__version__, "steps": kept}, indent=1) + "\n")
+        conditions = (
+            f"`python benchmarks/gpu_memory.py --absent --write`, {datetime.date.today()}, jax "
+            f"{jax.__version__}, no GPU: the steps that `train` runs on one H200 by default, whose "
+            "layers are unrolled, as XLA for an H200 compiles them."
+        )
+        lines = ["| case | planned | compiled | planned over compiled |", "|---|---|---|---|"]
+        lines += map(absent_row, found)
+        write_section("Memory of unrolled layers on one GPU", conditions, lines)
+
+
+def absent_row(one: dict[str, Any]) -> str:
+    sizes = [f"{one[kind] / GIB:.2f} GiB" for kind in ("planned", "absent")]
+    ratio = one["planned"] / one["absent"]
+    return f"| {words(one['case'])} | {' | '.join(sizes)} | {ratio:.3f} |"
 
 
 def largest(options: argparse.Namespace) -> None:
@@ -209,7 +219,8 @@ def largest(options: argparse.Namespace) -> None:
             f"tokens, AdamW, one micro-batch, parameters in float32, {limit / GIB:.1f} GiB. "
             "*Compiled*: the largest batch whose step XLA for an H200 puts into that, found by "
             "bisection; no step was run. `train` unrolls these 32 layers by default, and has a "
-            "loop with offload."
+            "loop with offload. Near the limit XLA computes more activations again by itself, "
+            "which the plan does not count with."
         )
         write_section("Largest batch of 8B on one H200", conditions, lines)
 
@@ -229,11 +240,11 @@ def most(fits: Callable[[int], bool], start: int = 8) -> int:
 
 
 def row(one: dict[str, Any]) -> str:
-    kinds = ("planned", "compiled", "measured", "absent")
+    kinds = ("planned", "compiled", "measured")
     sizes = [f"{one[kind] / GIB:.3f} GiB" if kind in one else "" for kind in kinds]
     ratios = [
         f"{one[kind] / one['measured']:.4f}" if {kind, "measured"} <= one.keys() else ""
-        for kind in ("planned", "compiled", "absent")
+        for kind in ("planned", "compiled")
     ]
     if "seconds" in one:
         ratios.append(f"{1e3 * one['seconds']:.0f} ms")
@@ -241,17 +252,15 @@ def row(one: dict[str, Any]) -> str:
     return f"| {words(one['case'])} | {' | '.join(sizes + ratios)} |"
 
 
-def write(found: list[dict[str, Any]], more: str) -> None:
+def write(found: list[dict[str, Any]]) -> None:
     conditions = (
         f"`python benchmarks/gpu_memory.py --write`, {datetime.date.today()}, one "
-        f"{found[0]['device']}, jax {found[0]['jax']}. Memory, then three columns of it "
-        "over the measured peak; the time of a step (layers in a loop, as train has them), and "
-        f"planned over measured.{more}"
+        f"{found[0]['device']}, jax {found[0]['jax']}. Memory, then two columns of it "
+        "over the measured peak; the time of a step, and planned over measured."
     )
     lines = [
-        "| case | planned | compiled | measured | without a GPU | planned | compiled | without | "
-        "step | planned |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| case | planned | compiled | measured | planned | compiled | step | planned |",
+        "|---|---|---|---|---|---|---|---|",
         *map(row, found),
     ]
     write_section("Memory of a step on one GPU", conditions, lines)
@@ -263,7 +272,6 @@ def main() -> None:
     )
     parser.add_argument("--absent", action="store_true")
     parser.add_argument("--largest", action="store_true")
-    parser.add_argument("known", nargs="?", type=Path, help="numbers of a GPU, from --out")
     parser.add_argument("--out", type=Path, help="a file for the numbers")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)

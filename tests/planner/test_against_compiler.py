@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import gpu_memory
 import plan_against_compiler as recorded
 from meshwright.machines import Machine
 from meshwright.planner.memory import memory
@@ -20,6 +21,8 @@ COMPILED = [entry for entry in RECORD if "total" in entry]
 NAMES = [recorded.words(entry["case"]) for entry in COMPILED]
 ON_GPUS = list(recorded.of_platform(recorded.read_record(), "gpu").values())
 ON_GPUS_NAMES = [recorded.words(entry["case"]) for entry in ON_GPUS]
+
+UNROLLED = json.loads(gpu_memory.RECORD.read_text())["steps"]
 
 
 def planned(entry: dict[str, Any]) -> Any:
@@ -77,6 +80,12 @@ def test_the_record_of_gpus_is_of_every_size() -> None:
     assert {1, 1024} <= devices
     axes = {axis for case in cases for axis in case["mesh"].split(",") if not axis.endswith("=1")}
     assert {axis.split("=")[0] for axis in axes} == {"dp", "fsdp", "tp", "sp"}
+
+
+@pytest.mark.parametrize("entry", UNROLLED, ids=lambda entry: gpu_memory.words(entry["case"]))
+def test_memory_of_unrolled_layers_on_one_gpu_is_within_4_percent(entry: dict[str, Any]) -> None:
+    planned = gpu_memory.planned(entry["case"], "h200:1")["planned"]
+    assert 0.98 < planned / entry["compiled"] < 1.04
 
 
 @pytest.mark.parametrize("entry", ON_GPUS, ids=ON_GPUS_NAMES)

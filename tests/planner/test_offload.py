@@ -109,7 +109,8 @@ def test_a_choice_with_it_has_a_larger_batch() -> None:
         plan("llama-3.1-8b", "h200:1", 1, 4096, moments="bfloat16", remat=remat)
         for remat in ("full", "offload")
     )
-    assert (full.largest_batch, offload.largest_batch) == (24, 50)
+    # compiled: 37 and 60, with what XLA computes again by itself near the limit
+    assert (full.largest_batch, offload.largest_batch) == (31, 50)
     assert full.largest_seq == offload.largest_seq  # with offload in any case
     said = " ".join(_text(explain(offload, offload.best, 200)).split())
     assert "in the memory of each host: 1.0 of 1,862.6 GiB of activations" in said

@@ -49,6 +49,9 @@ class Device:
         self.devices = number(split, "devices")
         self.is_sharded = choice.fsdp * choice.sp > 1
         self.casts = item_bytes(job.param_dtype) != item_bytes(job.dtype)
+        # a GPU's compiler then frees a layer's weights as its gradients come
+        is_loop = job.scan or choice.remat == OFFLOAD
+        self.frees_by_layer = not (is_loop or self.is_tpu or self.is_sharded)
         self.embed = number(sizes.embed)
         self.vocab = number(vocab(job, choice))
         self.sequences = sequences(job, choice)

@@ -142,8 +142,8 @@ def _moments(model: DeviceModel) -> dict[str, Kinds]:
         if not device.is_tpu:
             # the gradients of the layer before it are still to be scattered
             attention = used * stack.attention_weights / device.tp
-            layers = stack.layer + attention if device.is_sharded else stack.layer
-            found[f"attention{where}"]["all-gathered weights"] = layers
+            if device.is_sharded:
+                found[f"attention{where}"]["all-gathered weights"] = stack.layer + attention
     # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
     table = device.table
     end: Kinds = {
@@ -160,7 +160,9 @@ def _moments(model: DeviceModel) -> dict[str, Kinds]:
         if device.casts and (name != "end" or device.is_tpu or choice.accumulation > 1):
             moment["weights in bfloat16"] = used * model.layers_up_to[needed[name]]
         if choice.accumulation > 1 and name != "loss":
-            moment["gradients"] = max(moment["gradients"], used * model.layers_and_tables)
+            by_layer = device.frees_by_layer and name != "end"
+            summed = model.tables if by_layer else model.layers_and_tables
+            moment["gradients"] = max(moment["gradients"], used * summed)
         if device.job.overlap and told_to_overlap(device.machine.chip) and device.is_sharded:
             # what is sharded is all-gathered before it is needed
             moment["all-gathered weights"] = (
@@ -200,13 +202,16 @@ def _backward(model: DeviceModel, number: int) -> Kinds:
     """The backward pass of a layer, while the stacks before it keep what they saved."""
     device, stack = model.device, model.stacks[number]
     used = device.used
-    done = model.layers if number == 0 else _weights_from(model, number)
+    if device.frees_by_layer:  # no copy of a layer's weights, and gradients of one layer
+        done, copies = _weights_from(model, number + 1) + stack.weights / device.devices, 0
+    else:
+        done, copies = _weights_from(model, number), 2 if device.is_sharded else 1
     # a device has only its part of the LM head's gradient; that of a tied one waits, not sharded
     scattered = device.is_sharded and not device.sizes.is_tied
     return {
         "saved activations": model.saved_up_to[number],
         "gradients": used * done,
-        "all-gathered weights": (2 if device.is_sharded else 1) * stack.layer,
+        "all-gathered weights": copies * stack.layer,
         "working activations": stack.working(stack.mlp_arrays),
         "loss": used * model.tables if scattered else _head_gradient(device) * device.table,
     }
@@ -214,9 +219,10 @@ def _backward(model: DeviceModel, number: int) -> Kinds:
 
 def _weights_from(model: DeviceModel, number: int) -> Number:
     """Weights on a device of the stacks from this one on."""
-    return (
-        sum(stack.layers * stack.weights for stack in model.stacks[number:]) / model.device.devices
-    )
+    if number == 0:
+        return model.layers
+    stacks = model.stacks[number:]
+    return sum(stack.layers * stack.weights for stack in stacks) / model.device.devices
 
 
 def _head_at_once(device: Device) -> bool:
