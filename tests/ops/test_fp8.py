@@ -1,5 +1,7 @@
 """Matmuls in fp8 against NumPy with ml_dtypes, and on meshes against one device."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -8,10 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.ops import Fp8Weight, all_gather, fp8_einsum, partial_sums, reduce_to
+from meshwright.ops import Fp8Weight, all_gather, fp8, fp8_einsum, partial_sums, reduce_to
 from meshwright.ops.fp8 import scale_of
 
 TOKENS, EMBED, MLP = (4, 8), 32, 64
+ONE = mw.mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1], axis_types="explicit")
 
 
 def arrays(seed=0):
@@ -30,14 +33,17 @@ def rounded(x, dtype):
     return (x / scale).astype(dtype).astype("f8") * scale
 
 
-def test_results_and_gradients_are_those_of_rounded_operands():
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_results_and_gradients_are_those_of_rounded_operands(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "current_platform", lambda: platform)
     x, w, g = arrays()
-    mesh = mw.mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1], axis_types="explicit")
 
     def product(x, w):
         return fp8_einsum("ble,em->blm", x, Fp8Weight(w, scale_of(w)), (), P())
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(ONE):
         y, back = jax.vjp(product, jnp.asarray(x), jnp.asarray(w))
         dx, dw = back(jnp.asarray(g))
     x8, w8 = (rounded(a, ml_dtypes.float8_e4m3fn) for a in (x, w))
@@ -46,6 +52,43 @@ def test_results_and_gradients_are_those_of_rounded_operands():
     np.testing.assert_allclose(dx, np.einsum("blm,em->ble", g8, w8), rtol=1e-5, atol=1e-9)
     np.testing.assert_allclose(dw, np.einsum("ble,blm->em", x8, g8), rtol=1e-5, atol=1e-8)
     assert np.abs(np.asarray(y) - np.einsum("ble,em->blm", x, w)).max() > 1e-3  # it did round
+
+
+def test_a_number_that_is_not_finite_is_not_hidden():
+    """So that the step is skipped."""
+    x, w, _ = arrays()
+    for bad in (np.nan, np.inf):
+        x[0, 0, 0] = bad
+        scaled = Fp8Weight(jnp.asarray(w), scale_of(jnp.asarray(w)))
+        with jax.set_mesh(ONE):
+            y = fp8_einsum("ble,em->blm", jnp.asarray(x), scaled, (), P())
+        assert not np.isfinite(np.asarray(y)[0, 0]).any()
+
+
+def test_each_compiler_gets_the_form_that_it_computes_in_eight_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TPUs: operands in 8 bits. GPUs: operands that were in 8 bits, not merged with transposes."""
+    x, w, _ = (jnp.asarray(array) for array in arrays())
+
+    def loss(x, w):
+        return fp8_einsum("ble,em->blm", x, Fp8Weight(w, scale_of(w)), (), P()).sum()
+
+    def program(platform):
+        monkeypatch.setattr(fp8, "current_platform", lambda: platform)
+        with jax.set_mesh(ONE):
+            return (
+                jax.jit(jax.value_and_grad(lambda x, w: loss(x, w), (0, 1))).lower(x, w).as_text()
+            )
+
+    def operands(text):
+        found = re.findall(r"dot_general.*: \(tensor<[\dx]*(\w+)>, tensor<[\dx]*(\w+)>\)", text)
+        return sorted({kind for pair in found for kind in pair})
+
+    assert operands(program("tpu")) == ["f8E4M3FN", "f8E5M2"]
+    assert operands(program("cuda")) == ["f32"]
+    assert program("cuda").count("optimization_barrier") == 4  # x, w twice, gradients
+    assert "optimization_barrier" not in program("tpu")
 
 
 @pytest.mark.parametrize("largest", [1e-38, 1e-6, 1.0, 447.9, 448.0, 448.1, 7e4, 3e38])

@@ -211,8 +211,12 @@ def _once(quantized: jax.Array) -> jax.Array:
 def _dot(
     a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, dtype: Any
 ) -> jax.Array:
-    """[m, k] × [n, k] → [m, n]. The GPU compiler makes one fp8 matmul of this, scales included."""
+    """[m, k] × [n, k] → [m, n]."""
+    contract = (((1,), (1,)), ((), ()))
+    if current_platform() == "tpu":  # whose compiler multiplies in the dtype of the operands
+        y = lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
+        return (y * (a_scale * b_scale)).astype(dtype)
+    # the GPU compiler makes one fp8 matmul of this, scales included
     left = a.astype(dtype) * a_scale.astype(dtype)
     right = b.astype(dtype) * b_scale.astype(dtype)
-    contract = (((1,), (1,)), ((), ()))
     return lax.dot_general(left, right, contract, preferred_element_type=dtype)
