@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -121,6 +122,15 @@ def test_the_command_is_one_of_torchrun() -> None:
     assert plan_from_data(json.loads(json.dumps(plan_data(ranking)))) == ranking
 
 
+def test_bfloat16_parameters_take_one_micro_batch_as_in_train() -> None:
+    sizes = ("llama-3.1-8b", "h100:8", 256, 4096)
+    assert plan(*sizes, backend="torch").best.choice.accumulation > 1
+    with pytest.raises(MeshwrightError, match="fits on no mesh"):
+        plan(*sizes, backend="torch", param_dtype="bfloat16")
+    fits = plan("llama-3.1-8b", "h100:8", 64, 4096, backend="torch", param_dtype="bfloat16")
+    assert {one.choice.accumulation for one in fits.ranked} == {1}
+
+
 @pytest.mark.parametrize(("model", "on", "how", "words"), [
     ("llama-3.1-8b", "v5p:2x2x2", {}, "is a TPU machine, and the PyTorch backend runs on GPUs"),
     ("t5-small", "h100:8", {}, "trains Llama, Mistral, Qwen 2 and Qwen 3"),
@@ -128,18 +138,20 @@ def test_the_command_is_one_of_torchrun() -> None:
     ("llama-3.1-8b", "h100:8", {"mesh": "sp=2"}, "the PyTorch backend has no sp axis"),
     ("llama-3.1-8b", "h100:8", {"remat": "mlp"}, "known: none, full"),
     ("llama-3.1-8b", "h100:8", {"optimizer": "lion"}, "optimizer=lion is a setting of the JAX"),
+    ("llama-3.1-8b", "h100:8", {"accumulation": 2, "param_dtype": "bfloat16"}, "leave one out"),
 ])  # fmt: skip
 def test_what_pytorch_does_not_have_is_an_error(
-    model: str, on: str, how: dict[str, str], words: str
+    model: str, on: str, how: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(MeshwrightError) as error:
-        plan(model, on, 64, 512, backend="torch", **how)  # type: ignore[arg-type]
+        plan(model, on, 64, 512, backend="torch", **how)
     assert words in str(error.value)
 
 
 def test_pytorch_need_not_be_installed() -> None:
     code = """
 import sys
+from typing import Any
 sys.modules["torch"] = sys.modules["transformers"] = None
 from meshwright.planner import plan
 print(plan("llama-3.1-8b", "h100:8", 64, 4096, backend="torch").mesh)
