@@ -2,13 +2,15 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
+import torch
 import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
 from meshwright.launch import pause_timeout_s
+from meshwright.machines import CHIPS, Machine, chip_of_kind
 from meshwright.meshes import MeshSpec
 from meshwright.torch.mesh import axes_of
 from meshwright.torch.mesh import mesh as make_mesh
@@ -16,18 +18,35 @@ from meshwright.torch.train.backend import TorchBackend, check_batch
 from meshwright.torch.train.launcher import start_processes, starts_processes
 from meshwright.torch.train.settings import check_settings
 from meshwright.torch.train.store import join
-from meshwright.train import Loop, TrainConfig, check_run_folder, check_same_settings, supervised
+from meshwright.train import (
+    AUTO,
+    Loop,
+    TrainConfig,
+    check_run_folder,
+    check_same_settings,
+    supervised,
+)
+
+PACKAGES = ("torch", "transformers")  # whose versions must be the same
 
 
-def train(config: TrainConfig, arguments: Sequence[str] = ()) -> None:
+def train(
+    config: TrainConfig,
+    arguments: Sequence[str] = (),
+    choose: Callable[[TrainConfig, Machine], tuple[TrainConfig, str]] | None = None,
+) -> None:
     """Run to the end, to a signal, or to a mistake; the same call in every process.
 
     With `config.processes`, and not under torchrun, this starts them with the same `arguments` of
-    the command line.
+    the command line. `choose` gives the settings of a mesh where the one asked for is 'auto', and
+    what to say about them.
     """
     check_settings(config)
     starts = starts_processes(config)
-    _check_mesh(config)
+    if config.mesh != AUTO:
+        _check_mesh(config)
+    elif choose is None:
+        raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
     if starts:
         start_processes(config.processes or 1, arguments)
         return
@@ -36,7 +55,12 @@ def train(config: TrainConfig, arguments: Sequence[str] = ()) -> None:
     joined, store = join(pause_timeout_s(config.hang_timeout))
     with supervised(config, joined, store) as (stop, watchdog):
         with watchdog.paused("comparing settings"):
-            check_same_settings(config, store, joined, ("torch", "transformers"))
+            check_same_settings(config, store, joined, PACKAGES)
+            if config.mesh == AUTO and choose is not None:
+                config, words = choose(config, machine_of_run())
+                if joined.process_id == 0:
+                    print(words, flush=True)
+                check_same_settings(config, store, joined, PACKAGES)
         check_run_folder(config)
         with watchdog.paused("preparing"):
             backend = TorchBackend(config, make_mesh(config.mesh))
@@ -57,3 +81,23 @@ def _check_mesh(config: TrainConfig) -> None:
         )
     axes = axes_of(spec.resolve(processes, where="in the run"))
     check_batch(config, axes)
+
+
+def machine_of_run() -> Machine:
+    """The devices of all processes, one each, for the plan."""
+    processes, own = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not torch.cuda.is_available():
+        return Machine(CHIPS["cpu"], (processes,))
+    if processes % own:
+        raise MeshwrightError(
+            f"--mesh auto: this host runs {own} of {processes} processes, so the hosts have "
+            "different numbers of GPUs; start the same number on each, or name the mesh"
+        )
+    kind = torch.cuda.get_device_name()
+    try:
+        return Machine(chip_of_kind(kind, "gpu"), (processes // own, own))
+    except MeshwrightError:
+        raise MeshwrightError(
+            f"--mesh auto: the plan has no figures of {kind!r}; name the mesh, such as "
+            f"--mesh fsdp={processes}"
+        ) from None

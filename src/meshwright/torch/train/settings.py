@@ -51,11 +51,6 @@ def check_settings(config: TrainConfig) -> DecoderConfig:
             f"--rules {config.rules} are rules for JAX arrays; with --backend torch give standard "
             "or a file of rules"
         )
-    if config.mesh == "auto":
-        raise MeshwrightError(
-            "--mesh auto chooses for the JAX backend; meshwright plan … --backend torch lists "
-            "meshes, give one of them"
-        )
     if config.compute.dtype == "float32" and config.compute.param_dtype == "bfloat16":
         raise MeshwrightError(
             "--compute.dtype float32 with --compute.param-dtype bfloat16: with --backend torch "
