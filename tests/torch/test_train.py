@@ -81,6 +81,7 @@ def test_a_run_goes_from_torch_to_jax_and_back(kind: str, tmp_path: Path) -> Non
         ({"rules": "t5x:1,1"}, "--rules t5x:1,1 are rules for JAX arrays"),
         ({"model": "t5-tiny"}, "t5-tiny is not a dense decoder"),
         ({"seq": 10**6}, "is longer than the model allows"),
+        ({"rules": "nofile"}, "nor a file that can be read"),
     ],
 )
 def test_settings_that_torch_does_not_have_are_refused(changes: Any, says: str) -> None:

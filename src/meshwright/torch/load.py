@@ -184,7 +184,10 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             raise MeshwrightError(f"{folder / INDEX} has no weight_map: {error}") from None
         return {name: folder / file for name, file in weight_map.items()}
     if not (folder / SINGLE).exists():
-        raise MeshwrightError(f"{folder} has neither {SINGLE} nor {INDEX}")
+        raise MeshwrightError(
+            f"{folder} has neither {SINGLE} nor {INDEX}; give a folder that save_pretrained wrote "
+            "(pickled .bin files are not read)"
+        )
     with _Opened() as opened:
         return dict.fromkeys(opened.names(folder / SINGLE), folder / SINGLE)
 

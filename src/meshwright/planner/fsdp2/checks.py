@@ -29,7 +29,7 @@ def check_backend(job: Job, machine: Machine) -> None:
         ("optimizer", job.optimizer, "adamw"),
         ("moments", job.moments, "auto"),
         ("matmul", job.matmul, "auto"),
-        ("overlap", job.overlap, False),
+        ("overlap", "on" if job.overlap else "auto", "auto"),
         ("attention", job.attention, "auto"),
     ):
         if value != usual:

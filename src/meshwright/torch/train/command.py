@@ -8,10 +8,15 @@ import jax
 import torch
 import torch.distributed as dist
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import pause_timeout_s
+from meshwright.layouts import Rules
 from meshwright.machines import CHIPS, Machine, chip_of_kind
 from meshwright.meshes import MeshSpec
+from meshwright.models import DecoderConfig
+from meshwright.planner import Choice, Job
+from meshwright.planner.fsdp2 import refusal
+from meshwright.torch.dims import ACTIVATIONS
 from meshwright.torch.mesh import axes_of
 from meshwright.torch.mesh import mesh as make_mesh
 from meshwright.torch.train.backend import TorchBackend, check_batch
@@ -24,6 +29,7 @@ from meshwright.train import (
     TrainConfig,
     check_run_folder,
     check_same_settings,
+    file_rules,
     supervised,
 )
 
@@ -41,10 +47,10 @@ def train(
     the command line. `choose` gives the settings of a mesh where the one asked for is 'auto', and
     what to say about them.
     """
-    check_settings(config)
+    model = check_settings(config)
     starts = starts_processes(config)
     if config.mesh != AUTO:
-        _check_mesh(config)
+        _check_mesh(config, model)
     elif choose is None:
         raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
     if starts:
@@ -68,7 +74,7 @@ def train(
     dist.destroy_process_group()
 
 
-def _check_mesh(config: TrainConfig) -> None:
+def _check_mesh(config: TrainConfig, model: DecoderConfig) -> None:
     """What can be known before the processes are started."""
     spec = MeshSpec.parse(config.mesh)
     given = math.prod(size for size in spec.sizes if size > 0)
@@ -79,8 +85,30 @@ def _check_mesh(config: TrainConfig) -> None:
             f"processes, and this one was started alone; add --processes {given}, or start it with "
             f"torchrun --nproc-per-node {given} --no-python -- meshwright train …"
         )
-    axes = axes_of(spec.resolve(processes, where="in the run"))
+    by = "started by torchrun" if "WORLD_SIZE" in os.environ else f"--processes {processes}"
+    axes = axes_of(spec.resolve(processes, where=f"in the run ({by})"))
     check_batch(config, axes)
+    if (rules := file_rules(config)) is not None:  # what is split depends on them
+        _check_axes(config.rules, rules, spec)
+        return
+    job = Job(model, config.batch, config.seq, backend="torch")
+    parallel = config.compute.sequence_parallel
+    choice = Choice(fsdp=processes // axes.tp, tp=axes.tp, sequence_parallel=parallel)
+    if (problem := refusal(job, choice)) is not None:
+        raise MeshwrightError(f"mesh {spec.quoted}: {problem}")
+
+
+def _check_axes(file: str, rules: Rules, spec: MeshSpec) -> None:
+    """Rules for weights name axes that the mesh has."""
+    for rule in rules.rules:
+        unknown = [axis for axis in rule.axes if axis not in spec.names]
+        if unknown and rule.dim not in {*ACTIVATIONS, *rules.optional}:
+            axis = unknown[0]
+            hint = "; add tp=1 to it" if axis == "tp" else did_you_mean(axis, spec.names)
+            raise MeshwrightError(
+                f"rules {file!r}: '{rule.dim} -> {'+'.join(rule.axes)}' names axis {axis!r}, which "
+                f"mesh {spec.quoted} does not have{hint}"
+            )
 
 
 def machine_of_run() -> Machine:
