@@ -113,7 +113,14 @@ def test_published_steps_of_fsdp2_lie_between_no_remat_and_full() -> None:
     assert speeds["off", "none"] / speeds["on", "none"] == pytest.approx(5762 / 6667, rel=0.03)
 
 
-def test_the_command_is_one_of_torchrun() -> None:
+def test_the_command_starts_a_process_for_each_gpu() -> None:
+    one_host = plan("llama-3.1-8b", "h100:8", 64, 4096, backend="torch", mesh="fsdp=4,tp=2")
+    (command,) = next_commands(one_host, one_host.best.choice)
+    assert command.startswith("meshwright train llama-3.1-8b --backend torch --mesh fsdp=4,tp=2")
+    assert "--processes 8" in command
+
+
+def test_on_several_hosts_the_command_is_one_of_torchrun() -> None:
     ranking = plan("llama-3.1-8b", "h100:2x8", 64, 4096, backend="torch", mesh="dp=2,fsdp=4,tp=2")
     (command,) = next_commands(ranking, ranking.best.choice)
     assert command.startswith("torchrun --nproc-per-node 8 --nnodes 2 ")
