@@ -13,6 +13,7 @@ import torch
 
 from meshwright.cli.main import main
 from meshwright.errors import MeshwrightError
+from meshwright.models import preset, to_hf_config
 from meshwright.torch.train import command
 from meshwright.torch.train.backend import idle_gpus
 from meshwright.train.resume import check_saved
@@ -88,6 +89,21 @@ def test_a_model_of_another_family(tmp_path: Path, capsys: pytest.CaptureFixture
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "for others call mw.torch.parallelize in a script" in told(capsys, str(tmp_path))
+
+
+def test_a_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = to_hf_config(preset("tiny"))
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "pytorch_model.bin").touch()
+    words = [str(tmp_path), "--init-from", str(tmp_path), "--processes", "2", "--mesh", "dp=2"]
+    found = told(capsys, *words, "--run", str(tmp_path / "run"))
+    assert "give a folder that save_pretrained wrote (pickled .bin files are not read)" in found
+
+
+def test_a_run_folder_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").touch()
+    words = ["tiny", "--processes", "2", "--mesh", "dp=2", "--run", str(tmp_path / "run")]
+    assert "is a file; give a folder" in told(capsys, *words)
 
 
 def test_an_optimizer_that_only_jax_has() -> None:

@@ -8,6 +8,7 @@ import jax
 import torch
 import torch.distributed as dist
 
+from meshwright.checkpoint import folders
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import pause_timeout_s
 from meshwright.layouts import Rules
@@ -17,6 +18,7 @@ from meshwright.models import DecoderConfig
 from meshwright.planner import Choice, Job
 from meshwright.planner.fsdp2 import refusal
 from meshwright.torch.dims import ACTIVATIONS
+from meshwright.torch.load import tensor_files
 from meshwright.torch.mesh import axes_of
 from meshwright.torch.mesh import mesh as make_mesh
 from meshwright.torch.train.backend import TorchBackend, check_batch
@@ -25,6 +27,7 @@ from meshwright.torch.train.settings import check_settings
 from meshwright.torch.train.store import join
 from meshwright.train import (
     AUTO,
+    NONE,
     Loop,
     TrainConfig,
     check_run_folder,
@@ -54,6 +57,7 @@ def train(
     elif choose is None:
         raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
     if starts:
+        _check_folders(config)
         start_processes(config.processes or 1, arguments)
         return
     # jax computes learning rates alone, and must leave the GPU to PyTorch
@@ -96,6 +100,14 @@ def _check_mesh(config: TrainConfig, model: DecoderConfig) -> None:
     choice = Choice(fsdp=processes // axes.tp, tp=axes.tp, sequence_parallel=parallel)
     if (problem := refusal(job, choice)) is not None:
         raise MeshwrightError(f"mesh {spec.quoted}: {problem}")
+
+
+def _check_folders(config: TrainConfig) -> None:
+    """That of the run, and that of the weights unless the run resumes."""
+    check_run_folder(config)
+    saved = folders.complete_steps(config.run / "checkpoints")
+    if config.init_from is not None and (not saved or config.resume_from == NONE):
+        tensor_files(config.init_from)
 
 
 def _check_axes(file: str, rules: Rules, spec: MeshSpec) -> None:
