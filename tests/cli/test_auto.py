@@ -14,3 +14,13 @@ def test_a_switch_that_is_turned_off_stays_off() -> None:
     words = [*JOB, "--compute.no-sequence-parallel"]
     kept, _ = planned(settings(words), MACHINE, words)
     assert not kept.compute.sequence_parallel
+
+
+def test_a_mesh_for_pytorch_has_a_data_axis_and_no_sp() -> None:
+    words = ["tiny", "--mesh", "auto", "--backend", "torch", "--batch", "7", "--seq", "64"]
+    chosen, said = planned(settings(words), Machine.parse("cpu:2"), words)
+    assert chosen.mesh == "fsdp=1,tp=2"  # 7 sequences cannot be shared by two
+    assert said.startswith("mesh auto: mesh fsdp=1,tp=2, accumulation 1, remat none, sequence_par")
+    words = [*words, "--compute.no-sequence-parallel", "--compute.remat", "full"]
+    chosen, _ = planned(settings(words), Machine.parse("cpu:2"), words)
+    assert (chosen.compute.sequence_parallel, chosen.compute.remat) == (False, "full")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -112,13 +113,29 @@ def test_published_steps_of_fsdp2_lie_between_no_remat_and_full() -> None:
     assert speeds["off", "none"] / speeds["on", "none"] == pytest.approx(5762 / 6667, rel=0.03)
 
 
-def test_the_command_is_one_of_torchrun() -> None:
+def test_the_command_starts_a_process_for_each_gpu() -> None:
+    one_host = plan("llama-3.1-8b", "h100:8", 64, 4096, backend="torch", mesh="fsdp=4,tp=2")
+    (command,) = next_commands(one_host, one_host.best.choice)
+    assert command.startswith("meshwright train llama-3.1-8b --backend torch --mesh fsdp=4,tp=2")
+    assert "--processes 8" in command
+
+
+def test_on_several_hosts_the_command_is_one_of_torchrun() -> None:
     ranking = plan("llama-3.1-8b", "h100:2x8", 64, 4096, backend="torch", mesh="dp=2,fsdp=4,tp=2")
     (command,) = next_commands(ranking, ranking.best.choice)
     assert command.startswith("torchrun --nproc-per-node 8 --nnodes 2 ")
     assert "--no-python -- meshwright train llama-3.1-8b" in command
     assert "--backend torch --mesh dp=2,fsdp=4,tp=2 --batch 64 --seq 4096" in command
     assert plan_from_data(json.loads(json.dumps(plan_data(ranking)))) == ranking
+
+
+def test_bfloat16_parameters_take_one_micro_batch_as_in_train() -> None:
+    sizes = ("llama-3.1-8b", "h100:8", 256, 4096)
+    assert plan(*sizes, backend="torch").best.choice.accumulation > 1
+    with pytest.raises(MeshwrightError, match="fits on no mesh"):
+        plan(*sizes, backend="torch", param_dtype="bfloat16")
+    fits = plan("llama-3.1-8b", "h100:8", 64, 4096, backend="torch", param_dtype="bfloat16")
+    assert {one.choice.accumulation for one in fits.ranked} == {1}
 
 
 @pytest.mark.parametrize(("model", "on", "how", "words"), [
@@ -128,18 +145,20 @@ def test_the_command_is_one_of_torchrun() -> None:
     ("llama-3.1-8b", "h100:8", {"mesh": "sp=2"}, "the PyTorch backend has no sp axis"),
     ("llama-3.1-8b", "h100:8", {"remat": "mlp"}, "known: none, full"),
     ("llama-3.1-8b", "h100:8", {"optimizer": "lion"}, "optimizer=lion is a setting of the JAX"),
+    ("llama-3.1-8b", "h100:8", {"accumulation": 2, "param_dtype": "bfloat16"}, "leave one out"),
 ])  # fmt: skip
 def test_what_pytorch_does_not_have_is_an_error(
-    model: str, on: str, how: dict[str, str], words: str
+    model: str, on: str, how: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(MeshwrightError) as error:
-        plan(model, on, 64, 512, backend="torch", **how)  # type: ignore[arg-type]
+        plan(model, on, 64, 512, backend="torch", **how)
     assert words in str(error.value)
 
 
 def test_pytorch_need_not_be_installed() -> None:
     code = """
 import sys
+from typing import Any
 sys.modules["torch"] = sys.modules["transformers"] = None
 from meshwright.planner import plan
 print(plan("llama-3.1-8b", "h100:8", 64, 4096, backend="torch").mesh)

@@ -2,15 +2,18 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meshwright.machines import Machine
 from meshwright.models import DecoderConfig
-from meshwright.planner import Choice, Job, memory
+from meshwright.planner import Choice, Job, choice_of, job_of, memory
 from meshwright.planner.fsdp2 import saved_by_block, sends
+from meshwright.train import TrainConfig, with_settings
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -18,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 from tests.torch.live import Live  # noqa: E402
 
 import meshwright.torch as mt  # noqa: E402
+from meshwright.torch.train.backend import TorchBackend  # noqa: E402
 
 # PyTorch's own: of CPUs without bfloat16, and of what torch.compile looks at
 pytestmark = [
@@ -48,101 +52,98 @@ def ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def network(kind: str) -> Any:
+def hf_config(kind: str) -> Any:
     model = KINDS[kind]
-    config = transformers.AutoConfig.for_model(
+    return transformers.AutoConfig.for_model(
         kind.split()[-1], vocab_size=model.vocab, hidden_size=model.embed,
         intermediate_size=model.mlp, num_hidden_layers=model.layers,
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
         head_dim=model.head_dim, max_position_embeddings=model.max_seq, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, tie_word_embeddings=model.tied_embeddings,
     )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Case:
-    """A job, how it is run, and the same in PyTorch."""
+    """A model, a mesh, and what else is not as usual in the settings of a run."""
 
     kind: str
-    choice: Choice
-    job: Job
+    mesh: str
+    changes: Mapping[str, Any]
 
-    def parallelized(self) -> Any:
-        choice = self.choice
-        mesh = mt.mesh(f"dp={choice.dp},fsdp={choice.fsdp},tp={choice.tp}", device="cpu")
-        return mt.parallelize(
-            network(self.kind), mesh, mixed_precision="bf16",
-            sequence_parallel=choice.sequence_parallel, loss_parallel=self.job.loss_parallel,
-            activation_checkpointing=choice.remat == "full",
-            reshard_after_forward=None if choice.fsdp > 1 and self.job.reshard_after_forward else False,
-        )  # fmt: skip
+    def config(self, folder: Path) -> TrainConfig:
+        hf_config(self.kind).save_pretrained(folder / "model")
+        usual = TrainConfig(
+            str(folder / "model"), folder / "run", "torch", self.mesh, batch=12, seq=24
+        )
+        return with_settings(usual, {"compute.dtype": "bfloat16", **self.changes})
 
-    def step(self, model: Any) -> None:
-        """As meshwright.torch.train does it, up to the update."""
-        rows = self.job.batch // (self.choice.dp * self.choice.fsdp * self.choice.accumulation)
-        one = torch.ones(1, dtype=torch.float64)
-        torch.distributed.all_reduce(one)
-        for _ in range(self.choice.accumulation):
-            tokens = torch.ones(rows, self.job.seq, dtype=torch.int64)
-            logits = model(input_ids=tokens, use_cache=False).logits
-            loss = mt.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1))
-            del logits
-            loss.backward()
-        torch.distributed.all_reduce(torch.cat([one, one, one]))
+    def batch(self, config: TrainConfig) -> dict[str, Any]:
+        """A rank's part, one document a sequence, as the plan counts it."""
+        sizes = dict(part.split("=") for part in self.mesh.split(","))
+        ranks = int(sizes["dp"]) * int(sizes["fsdp"])
+        shape = (config.accumulation, config.batch // ranks // config.accumulation, config.seq)
+        ones = np.ones(shape, np.int32)
+        positions = np.broadcast_to(np.arange(config.seq, dtype=np.int32), shape)
+        return {"tokens": ones, "targets": ones, "segments": ones, "positions": positions}
 
 
-def case(kind: str = "llama", batch: int = 12, **how: Any) -> Case:
-    own = {"loss_parallel": False, "reshard_after_forward": True}
-    own = {name: how.pop(name, usual) for name, usual in own.items()}
-    job = Job(
-        KINDS[kind], batch, 24, dtype="bfloat16", backend="torch", compiled=False, scan=False, **own
-    )
-    return Case(kind, Choice(**how), job)
+def case(kind: str, mesh: str, **changes: Any) -> Case:
+    groups = {"remat": "compute", "sequence_parallel": "compute"}
+    groups |= {"loss_parallel": "torch", "reshard_after_forward": "torch"}
+    named = {f"{groups[k]}.{k}" if k in groups else k: value for k, value in changes.items()}
+    return Case(kind, mesh, named)
 
 
 CASES = [
-    case(dp=3, fsdp=4, batch=24, accumulation=2),
-    case("qwen3", fsdp=4, tp=3, sequence_parallel=True, loss_parallel=True, batch=48),
-    case("tied llama", dp=2, fsdp=2, tp=3, loss_parallel=True, remat="full"),
+    case("llama", "dp=3,fsdp=4,tp=1", batch=24, accumulation=2),
+    case("qwen3", "dp=1,fsdp=4,tp=3", sequence_parallel=True, batch=48),
+    case("tied llama", "dp=2,fsdp=2,tp=3", remat="full"),
 ]
 MORE = [
-    case(fsdp=12),
-    case(dp=12),
-    case("tied llama", dp=2, fsdp=6, batch=96),
-    case("qwen2", fsdp=4, tp=3),
-    case(fsdp=6, tp=2, sequence_parallel=True, remat="full", batch=48),
-    case("qwen3", fsdp=2, tp=6, loss_parallel=True, reshard_after_forward=False, batch=24),
-]
+    case("llama", "dp=1,fsdp=12,tp=1"),
+    case("llama", "dp=12,fsdp=1,tp=1"),
+    case("tied llama", "dp=2,fsdp=6,tp=1", batch=96),
+    case("qwen2", "dp=1,fsdp=4,tp=3", loss_parallel=False),
+    case(
+        "llama", "dp=1,fsdp=6,tp=2",
+        sequence_parallel=True, remat="full", batch=48, loss_parallel=False,
+    ),
+    case("qwen3", "dp=1,fsdp=2,tp=6", reshard_after_forward=False, batch=24),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "one",
     [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)],
-    ids=lambda one: f"{one.kind} {one.choice.mesh}",
+    ids=lambda one: f"{one.kind} {one.mesh}",
 )
-def test_a_step_sends_and_holds_what_the_plan_says(one: Case) -> None:
-    model = one.parallelized()
-    found = mt.audit(lambda: one.step(model), model=model)
+def test_a_step_sends_and_holds_what_the_plan_says(one: Case, tmp_path: Path) -> None:
+    """The step that the backend of `meshwright train` runs."""
+    config = one.config(tmp_path)
+    job = job_of(config, CPU)
+    choice = choice_of(config, job, CPU)
+    backend = TorchBackend(config, mt.mesh(config.mesh, device="cpu"))
+    backend.start(None)
+    batch = one.batch(config)
+    found = mt.audit(lambda: backend.step(batch), model=backend.network)
     sent: collections.Counter[Any] = collections.Counter()
     for row in found.rows:
         sent[row.operation, row.axes, row.phase, row.bytes] += row.times
     planned: collections.Counter[Any] = collections.Counter()
-    for send in sends(one.job, one.choice):
+    for send in sends(job, choice):
         planned[send.operation, send.axes, send.phase, send.bytes] += send.times
     assert sent == planned
 
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.step()
-    optimizer.zero_grad()
+    backend._optimizer.step()  # moments are there, even if what no rank sent was not finite
     with Live() as live:
-        for param in model.parameters():
+        for param in backend.network.parameters():
             live.add(param)
-            for moment in ("exp_avg", "exp_avg_sq"):
-                live.add(optimizer.state[param][moment])
-        one.step(model)
-    assert memory(one.job, one.choice, CPU).total == pytest.approx(live.most, rel=0.03)
+            moments = backend._optimizer.state[param]
+            live.add(moments["exp_avg"])
+            live.add(moments["exp_avg_sq"])
+        backend.step(batch)
+    assert memory(job, choice, CPU).total == pytest.approx(live.most, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,8 @@ def test_a_step_sends_and_holds_what_the_plan_says(one: Case) -> None:
 )
 def test_a_block_saves_what_the_plan_says(kind: str, compiled: bool) -> None:
     """Without kernels: the partitioner of torch.compile alone decides what is saved."""
-    model = network(kind).to(torch.bfloat16)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config(kind)).to(torch.bfloat16)
     block = model.model.layers[1]
     if compiled:
         torch._dynamo.reset()
@@ -172,6 +174,5 @@ def test_a_block_saves_what_the_plan_says(kind: str, compiled: bool) -> None:
         out = block(stream * 1, position_embeddings=rotation)
     bytes_ = sum(storage.nbytes() for storage in saved.values())
     del out
-    one = case(kind, batch=2)
-    job = dataclasses.replace(one.job, compiled=compiled)
-    assert bytes_ == saved_by_block(job, one.choice)
+    job = Job(KINDS[kind], 2, 24, dtype="bfloat16", backend="torch", compiled=compiled, scan=False)
+    assert bytes_ == saved_by_block(job, Choice())

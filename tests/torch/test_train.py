@@ -79,9 +79,9 @@ def test_a_run_goes_from_torch_to_jax_and_back(kind: str, tmp_path: Path) -> Non
         ({"cpu_devices": 2}, "--cpu-devices 2 is a setting of the JAX backend"),
         ({"submesh": "2,1,1,1"}, "--submesh 2,1,1,1 is a setting of the JAX backend"),
         ({"rules": "t5x:1,1"}, "--rules t5x:1,1 are rules for JAX arrays"),
-        ({"mesh": "auto"}, "plan … --backend torch lists meshes"),
         ({"model": "t5-tiny"}, "t5-tiny is not a dense decoder"),
         ({"seq": 10**6}, "is longer than the model allows"),
+        ({"rules": "nofile"}, "nor a file that can be read"),
     ],
 )
 def test_settings_that_torch_does_not_have_are_refused(changes: Any, says: str) -> None:

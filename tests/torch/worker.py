@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
+import backend_cases
+
 import meshwright as mw
 import meshwright.torch as mt
 from models import SIZES, batches, optimizer_of, tiny, train
@@ -54,6 +56,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     found["load"] = loaded
     found["errors"] = refused
     found["audit"] = audited
+    found["skipped steps"] = lambda: backend_cases.skipped(shared_folder())
+    found["own rules"] = lambda: backend_cases.own_rules(shared_folder())
+    found["full disk"] = lambda: backend_cases.full_disk(shared_folder())
     for kind in ARCHITECTURES:
         found[f"architecture {kind}"] = lambda k=kind: own_plan(k)
     return found

@@ -9,7 +9,6 @@ Under jax.distributed every process makes the same calls, on a shared folder.
 """
 
 import contextlib
-import shutil
 import sys
 import threading
 import types
@@ -216,20 +215,7 @@ class Checkpoints:
     def _why_not_saved(self, step: int, size: int, error: BaseException) -> str:
         if isinstance(error, MeshwrightError):
             return str(error)
-        text = " ".join(str(error).split())
-        if "No space left" in text:
-            why = (
-                f"the disk of {self.folder} is full ({_free(self.folder)}up to "
-                f"{size / 1e9:.2f} GB needed); free some space or lower keep_last"
-            )
-        elif "quota exceeded" in text:
-            why = (
-                f"the disk quota for {self.folder} is used up (up to {size / 1e9:.2f} GB needed); "
-                "free some space or lower keep_last"
-            )
-        else:
-            why = f"{type(error).__name__}: {text[:600]}"
-        return f"step {step} was not saved: {why}; {folders.others(self.folder)}"
+        return f"step {step} was not saved: {folders.why_not_saved(self.folder, size, error)}"
 
     # which are healthy
 
@@ -303,13 +289,6 @@ class Checkpoints:
                 )
         self._ahead.check(problem, about=f"setting aside what is after step {step}")
         return moved
-
-
-def _free(folder: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free / 1e9:.2f} GB free, "
-    except OSError:
-        return ""
 
 
 def _say_unraised(failure: list[str]) -> None:

@@ -111,6 +111,26 @@ def others(folder: Path, but: int | None = None) -> str:
     return text
 
 
+def why_not_saved(folder: Path, size: int, error: BaseException) -> str:
+    """Why a save of up to `size` bytes failed, what to do, and which checkpoints there are."""
+    text = " ".join(str(error).split())
+    needed = f"up to {size / 1e9:.2f} GB needed); free some space or lower keep_last"
+    if "No space left" in text:
+        why = f"the disk of {folder} is full ({_free(folder)}{needed}"
+    elif "quota exceeded" in text.lower():
+        why = f"the disk quota for {folder} is used up ({needed}"
+    else:
+        why = f"{type(error).__name__}: {text[:600]}"
+    return f"{why}; {others(folder)}"
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e9:.2f} GB free, "
+    except OSError:
+        return ""
+
+
 def existing_folder(folder: Path, step: int) -> Path:
     """The folder of a complete checkpoint; an error that lists the others if there is none."""
     place = complete_folder(folder, step)

@@ -25,6 +25,8 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
     chosen = apply(config, ranking.best.choice)
     values = flat_settings(chosen)
     chosen_values = {name.rpartition(".")[2]: values[name] for name in ("mesh", *CHOSEN.values())}
+    if ranking.best.choice.sp == 1:  # nothing for a strategy to split
+        del chosen_values["context_parallel"]
     with_it = ", ".join(f"{name} {value}" for name, value in chosen_values.items() if value)
     warned = "".join(f"\nwarning: {warning}" for warning in ranking.warnings)
     return chosen, f"mesh auto: {with_it} ({ranking.best.reason}){warned}"

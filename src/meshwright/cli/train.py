@@ -44,11 +44,13 @@ def train_command(arguments: Sequence[str]) -> None:
 
 
 def run_in_torch(config: TrainConfig, arguments: Sequence[str]) -> None:
+    from meshwright.cli.auto import planned
+
     try:
         from meshwright.torch.train import train
     except ImportError as missing:
         raise MeshwrightError(f"--backend torch: {missing}") from None
-    train(config, arguments)
+    train(config, arguments, lambda auto, machine: planned(auto, machine, arguments))
 
 
 def settings(arguments: Sequence[str], default: TrainConfig | None = None) -> TrainConfig:

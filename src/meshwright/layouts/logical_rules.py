@@ -159,7 +159,7 @@ def _decide(rules: Rules, dims: tuple[str | None, ...]) -> RuleOutcome:
             f"dims {' '.join(map(str, dims))!r} name {twice!r} twice, so a rule could not tell "
             "them apart; give them two names"
         )
-    known = {rule.dim for rule in rules.rules}
+    known = dict.fromkeys(rule.dim for rule in rules.rules)  # the same order in every process
     for dim in named:
         if dim not in known:
             raise MeshwrightError(

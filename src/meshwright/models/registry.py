@@ -88,6 +88,10 @@ def override(config: Any, changes: Sequence[str], seq: int) -> Any:
     return family_of(config).override(config, {name: value for name, _, value in pairs}, seq)
 
 
+class UnsupportedModelError(MeshwrightError):
+    """A Hugging Face config of a model that is in no family here."""
+
+
 def model_config(model: str) -> Any:
     """The config of a preset, of a Hugging Face config.json, or of a folder that holds one."""
     if model in PRESETS:
@@ -119,7 +123,7 @@ def from_hf_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> Any:
         )
     else:
         said = f"architectures {short(named)}"
-    raise MeshwrightError(f"{where}: {said}; supported are {supported}")
+    raise UnsupportedModelError(f"{where}: {said}; supported are {supported}")
 
 
 def to_hf_config(config: Any) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def plan_config(
     job = job_of(config, machine, model, kind)
     if job.backend == "torch":
         fsdp2.check_backend(job, machine)
-        limits = dataclasses.replace(limits, limits=fsdp2.data_axis(limits.limits))
+        limits = Constraints(fsdp2.data_axis(limits.limits), fsdp2.micro_batches(job, limits.fixed))
     remat, policies = limits.fixed.get("remat"), job.remat
     if remat is not None and remat not in policies:
         raise MeshwrightError(f"remat={remat!r} is not a policy{did_you_mean(remat, policies)}")

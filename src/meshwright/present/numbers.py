@@ -105,13 +105,15 @@ def nearest_multiples(size: int, factor: int) -> str:
     return f"{below} or {below + factor}" if below else f"{factor}"
 
 
+_PLURALS = {"axis": "axes", "copy": "copies", "micro-batch": "micro-batches"}
+_PLURALS |= {"process": "processes"}
+
+
 def count(number: int, noun: str) -> str:
     """`"1 device"`, `"8 devices"`, `"2 axes"`."""
     if number == 1:
         return f"1 {noun}"
-    plural = {"axis": "axes", "copy": "copies", "micro-batch": "micro-batches"}.get(
-        noun, noun + "s"
-    )
+    plural = _PLURALS.get(noun, noun + "s")
     return f"{number:,} {plural}"
 
 

@@ -9,8 +9,9 @@ through torch's get_optimizer_state_dict, by parameter names.
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,6 @@ class Checkpoints:
         )
         saving = folders.saving_folder(self.folder, step)
         rank = dist.get_rank()
-        with together(f"saving step {step}") as problems:
-            if rank == 0:
-                problems.catch(lambda: self._begin(step))
         file = f"arrays-{rank:05d}.safetensors"
         pieces: dict[str, Piece] = {}
         arrays: dict[str, SavedArray] = {}
@@ -146,18 +144,27 @@ class Checkpoints:
             arrays[name] = SavedArray(tuple(random.shape), "uint8", "")
             pieces[name] = Piece(file, name, (0,), tuple(random.shape))
             sums[name] = sums_of_bits(_bits(random), (0,), random.shape)
+        size = sum(value.nbytes for value in values.values())
+        failed = f"step {step} was not saved"
+        why = functools.partial(folders.why_not_saved, self.folder, size)
+        with together(failed, why=why) as problems:
+            if rank == 0:
+                problems.catch(lambda: self._begin(step))
         try:
-            with together(f"step {step} was not saved") as problems:
+            with together(failed, why=why) as problems:
                 problems.catch(lambda: _write(saving / file, values))
             reports: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(reports, (arrays, pieces, sums))
-            with together(f"step {step} was not saved") as problems:
+            with together(failed, why=why) as problems:
                 if rank == 0:
                     problems.catch(lambda: self._finish(step, content, reports))
         except MeshwrightError:
             if rank == 0:
                 folders.give_up(self.folder, step)
             raise
+        with together(f"step {step} is saved, but an older one cannot be deleted") as problems:
+            if rank == 0:
+                problems.catch(self._delete_old)
 
     def _begin(self, step: int) -> None:
         if step in self.steps():
@@ -179,6 +186,8 @@ class Checkpoints:
         write_pieces(saving, pieces)
         write_record(saving, Record(step, arrays, content, list_files(saving)))
         folders.complete(self.folder, step)
+
+    def _delete_old(self) -> None:
         for old in folders.steps_to_delete(
             self.steps(), self.keep_last, self.keep_every, self.healthy()
         ):
@@ -266,8 +275,11 @@ class _Reader:
 class together:  # noqa: N801  # used as a function
     """What one rank fails at, all ranks raise; so none waits for it forever."""
 
-    def __init__(self, about: str, advised: str = "") -> None:
+    def __init__(
+        self, about: str, advised: str = "", why: Callable[[Exception], str] | None = None
+    ) -> None:
         self._about, self._advised, self._problem = about, advised, ""
+        self._why = why
 
     def __enter__(self) -> "together":
         return self
@@ -282,6 +294,9 @@ class together:  # noqa: N801  # used as a function
             self._problem = str(error)
         except Exception as error:  # also those of safetensors: the other ranks wait for this one
             self._problem = f"{type(error).__name__}: {error}"
+            if self._why is not None:
+                with contextlib.suppress(Exception):  # a disk that cannot be read either
+                    self._problem = self._why(error)
         return None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

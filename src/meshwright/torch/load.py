@@ -36,7 +36,7 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     device first, and buffers that no file has, such as those of RoPE, are computed.
     """
     own = parallelized(model)
-    files = _tensor_files(Path(folder))
+    files = tensor_files(Path(folder))
     shared = _shared_names(model)
     sources = {}
     for name, placed in own.placements.by_name.items():
@@ -175,7 +175,7 @@ def _shared_names(model: nn.Module) -> dict[str, list[str]]:
     return {name: names for names in tied(named) for name in names}
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path) -> dict[str, Path]:
     """The file of every tensor."""
     if (folder / INDEX).exists():
         try:
@@ -184,7 +184,10 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             raise MeshwrightError(f"{folder / INDEX} has no weight_map: {error}") from None
         return {name: folder / file for name, file in weight_map.items()}
     if not (folder / SINGLE).exists():
-        raise MeshwrightError(f"{folder} has neither {SINGLE} nor {INDEX}")
+        raise MeshwrightError(
+            f"{folder} has neither {SINGLE} nor {INDEX}; give a folder that save_pretrained wrote "
+            "(pickled .bin files are not read)"
+        )
     with _Opened() as opened:
         return dict.fromkeys(opened.names(folder / SINGLE), folder / SINGLE)
 

@@ -3,6 +3,7 @@
 from meshwright.train.abstract_step import AbstractStep, abstract_step
 from meshwright.train.backend import Backend, Say
 from meshwright.train.config import (
+    NONE,
     TorchConfig,
     TrainConfig,
     config_from_dict,
@@ -36,7 +37,7 @@ from meshwright.train.tpu import overlap_choice, overlap_text
 from meshwright.train.work import StepWork
 
 __all__ = [
-    "AUTO", "AbstractStep", "Backend", "Loop", "Memory", "Say", "StepWork", "TorchConfig",
+    "AUTO", "NONE", "AbstractStep", "Backend", "Loop", "Memory", "Say", "StepWork", "TorchConfig",
     "TrainConfig", "abstract_step", "check_fp8", "check_length", "check_run_folder",
     "check_same_settings", "check_sizes", "check_trackers", "checkpoint_settings",
     "chip_peak_flops", "choose_rules", "config_from_dict", "config_from_file", "config_to_dict",

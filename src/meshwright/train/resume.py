@@ -137,11 +137,14 @@ def check_saved(now: dict[str, Any], before: dict[str, Any], where: str) -> None
         return kept
 
     for name, value in saved(now).items():
-        if value != saved(before)[name]:
+        was = saved(before)[name]
+        if value != was:
+            again = f"Give --{name.replace('_', '-')} {was} again"
+            if now.get("backend") == "torch" and name == "optimizer.name":
+                again = f"Resume it without --backend torch, which has no {was}"
             raise MeshwrightError(
-                f"{where} was trained with {name} {saved(before)[name]}, now it is {value}: what "
-                f"is saved does not fit. Give --{name.replace('_', '-')} {saved(before)[name]} "
-                "again, or --run another folder"
+                f"{where} was trained with {name} {was}, now it is {value}: what is saved does not "
+                f"fit. {again}, or --run another folder"
             )
 
 

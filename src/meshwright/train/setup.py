@@ -152,12 +152,21 @@ def file_rules(config: TrainConfig) -> Rules | None:
     if config.rules == "standard" or config.rules in _T5X:
         return None
     try:
-        return Rules.parse(Path(config.rules).read_text(encoding="utf-8"))
+        text = Path(config.rules).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:
         raise MeshwrightError(
             f"rules {config.rules!r} are neither 'standard', nor one of {', '.join(_T5X)}, nor a "
             f"file that can be read ({reason})"
         ) from None
+    if "=>" in text:
+        raise MeshwrightError(
+            f"rules {config.rules!r} are path rules (regex => layout), which are for scripts; "
+            "train takes one 'dim -> axis' a line"
+        )
+    try:
+        return Rules.parse(text)
+    except MeshwrightError as mistake:
+        raise MeshwrightError(f"rules {config.rules!r}: {mistake}") from None
 
 
 def _with_activations(rules: Rules, file: str, standard: Rules) -> Rules:

@@ -98,7 +98,9 @@ def read_hf_config(
     except OSError as error:
         raise MeshwrightError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # JSON, its encoding, or a null byte in the path
-        raise MeshwrightError(f"{path} is not readable JSON: {error}") from None
+        raise MeshwrightError(
+            f"{path} is not readable JSON: {error}; give a path to config.json, or to its folder"
+        ) from None
     if not isinstance(fields, dict):
         raise MeshwrightError(f"{path} holds {short(fields)}; a config.json is a JSON object")
     return fields, str(path)

@@ -3,7 +3,7 @@
 Formulas only: PyTorch need not be installed. tests/torch compares them with real steps.
 """
 
-from meshwright.planner.fsdp2.checks import check_backend, data_axis, meshes, refusal
+from meshwright.planner.fsdp2.checks import check_backend, data_axis, meshes, micro_batches, refusal
 from meshwright.planner.fsdp2.memory import moments, saved_by_block
 from meshwright.planner.fsdp2.traffic import sends
 from meshwright.planner.fsdp2.work import copied_bytes, elementwise_numbers, loss_numbers
@@ -15,6 +15,7 @@ __all__ = [
     "elementwise_numbers",
     "loss_numbers",
     "meshes",
+    "micro_batches",
     "moments",
     "refusal",
     "saved_by_block",

@@ -1,6 +1,7 @@
 """Which jobs, machines and meshes the PyTorch backend has."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError
@@ -28,7 +29,7 @@ def check_backend(job: Job, machine: Machine) -> None:
         ("optimizer", job.optimizer, "adamw"),
         ("moments", job.moments, "auto"),
         ("matmul", job.matmul, "auto"),
-        ("overlap", job.overlap, False),
+        ("overlap", "on" if job.overlap else "auto", "auto"),
         ("attention", job.attention, "auto"),
     ):
         if value != usual:
@@ -65,6 +66,18 @@ def data_axis(limits: tuple[tuple[str, str, int], ...]) -> tuple[tuple[str, str,
     return alone + tuple(
         ("fsdp" if axis == "dp" else axis, how, size) for axis, how, size in limits
     )
+
+
+def micro_batches(job: Job, fixed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fixed fields of a Choice, as train takes them: gradients do not add up in bfloat16."""
+    if job.param_dtype != "bfloat16":
+        return fixed
+    if fixed.get("accumulation", 1) > 1:
+        raise MeshwrightError(
+            f"accumulation={fixed['accumulation']} with parameters in bfloat16: the PyTorch "
+            "backend would add up the gradients of micro-batches in bfloat16; leave one out"
+        )
+    return {**fixed, "accumulation": 1}
 
 
 def refusal(job: Job, choice: Choice) -> str | None:

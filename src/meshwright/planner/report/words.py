@@ -9,7 +9,7 @@ from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.result import Choice, Job, Plan, Refusal
 from meshwright.planner.settings import apply
 from meshwright.present import count, percent
-from meshwright.train import settings_flags, with_settings
+from meshwright.train import TrainConfig, settings_flags, with_settings
 
 
 def meshes(number: int) -> str:
@@ -63,21 +63,25 @@ def next_commands(plan: Plan, choice: Choice) -> list[str]:
         config = with_settings(
             config, {"override": ("rope.scaling=linear", f"rope.factor={factor}")}
         )
-    model, flags = job.name or "MODEL", settings_flags(config)
+    model = job.name or "MODEL"
     if job.backend == "torch":
-        return [shlex.join([*_torchrun(plan), "meshwright", "train", model, *flags])]
+        return [_in_torch(plan, model, config)]
+    flags = settings_flags(config)
     prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags]
     return [shlex.join(prove), shlex.join(["meshwright", "train", model, *flags])]
 
 
-def _torchrun(plan: Plan) -> list[str]:
-    """Starts a process for each GPU; on several hosts the same command on each of them."""
+def _in_torch(plan: Plan, model: str, config: TrainConfig) -> str:
+    """Starts a process for each GPU; on several hosts torchrun does, the same command on each."""
     hosts, gpus = plan.machine.grid
-    start = ["torchrun", "--nproc-per-node", str(gpus)]
-    if hosts > 1:
-        start += ["--nnodes", str(hosts), "--rdzv-backend", "c10d"]
-        start += ["--rdzv-endpoint", "FIRST_HOST:29500"]
-    return [*start, "--no-python", "--"]  # else it takes --run for its own flag
+    train = ["meshwright", "train", model]
+    if hosts == 1:
+        config = with_settings(config, {"processes": gpus if gpus > 1 else None})
+        return shlex.join([*train, *settings_flags(config)])
+    start = ["torchrun", "--nproc-per-node", str(gpus), "--nnodes", str(hosts)]
+    start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_HOST:29500"]
+    start += ["--no-python", "--"]  # else it takes --run for its own flag
+    return shlex.join([*start, *train, *settings_flags(config)])
 
 
 def what_overlaps(job: Job) -> str:

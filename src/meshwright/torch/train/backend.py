@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import MeshwrightError
 from meshwright.machines import check_host_memory
 from meshwright.models import to_hf_config
-from meshwright.present import bytes_text, nearest_multiples
+from meshwright.present import bytes_text, count, nearest_multiples
 from meshwright.torch.checkpoint import Checkpoints
 from meshwright.torch.checks import check_sequence
 from meshwright.torch.explanation import explain
@@ -65,7 +65,12 @@ class TorchBackend(Backend):
             check_sequence(config.seq, axes.tp, axes.tensor)
         rules = file_rules(config)  # None: those that follow from the model
         self.network = _on_meta(to_hf_config(model), _DTYPES[config.compute.param_dtype])
-        self._explanation = explain(self.network, mesh, rules)
+        try:
+            self._explanation = explain(self.network, mesh, rules)
+        except MeshwrightError as mistake:
+            if rules is None:
+                raise
+            raise MeshwrightError(f"rules {config.rules!r}: {mistake}") from None
         self.num_parameters = self._explanation.num_elements
         parallelize(
             self.network,
@@ -128,8 +133,9 @@ class TorchBackend(Backend):
         dtype = "bfloat16" if self._bf16 else self.config.compute.param_dtype
         compiled = "each layer compiled" if self._compile else "not compiled"
         yield f"PyTorch {torch.__version__}: compute in {dtype}, {compiled}"
-        for remark in self._explanation.remarks:
-            yield f"note: {remark}"
+        for remark in (idle_gpus(), *self._explanation.remarks):
+            if remark is not None:
+                yield f"note: {remark}"
 
     def check_memory(self) -> None:
         if self._device.type == "cuda":
@@ -306,6 +312,17 @@ def _dtensors(network: torch.nn.Module) -> Iterator[DTensor]:
     for param in network.parameters():
         assert isinstance(param, DTensor), "every parameter goes through fully_shard"
         yield param
+
+
+def idle_gpus() -> str | None:
+    """A remark on GPUs of this host that the run does not use."""
+    there, used = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if there <= used:
+        return None
+    return (
+        f"this host has {there} GPUs, and {count(used, 'process')} of the run; "
+        f"--processes {there} starts one for each"
+    )
 
 
 def check_batch(config: TrainConfig, axes: Axes) -> int:

@@ -2,33 +2,62 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
+import torch
 import torch.distributed as dist
 
-from meshwright.errors import MeshwrightError
+from meshwright.checkpoint import folders
+from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import pause_timeout_s
+from meshwright.layouts import Rules
+from meshwright.machines import CHIPS, Machine, chip_of_kind
 from meshwright.meshes import MeshSpec
+from meshwright.models import DecoderConfig
+from meshwright.planner import Choice, Job
+from meshwright.planner.fsdp2 import refusal
+from meshwright.torch.dims import ACTIVATIONS
+from meshwright.torch.load import tensor_files
 from meshwright.torch.mesh import axes_of
 from meshwright.torch.mesh import mesh as make_mesh
 from meshwright.torch.train.backend import TorchBackend, check_batch
 from meshwright.torch.train.launcher import start_processes, starts_processes
 from meshwright.torch.train.settings import check_settings
 from meshwright.torch.train.store import join
-from meshwright.train import Loop, TrainConfig, check_run_folder, check_same_settings, supervised
+from meshwright.train import (
+    AUTO,
+    NONE,
+    Loop,
+    TrainConfig,
+    check_run_folder,
+    check_same_settings,
+    file_rules,
+    supervised,
+)
+
+PACKAGES = ("torch", "transformers")  # whose versions must be the same
 
 
-def train(config: TrainConfig, arguments: Sequence[str] = ()) -> None:
+def train(
+    config: TrainConfig,
+    arguments: Sequence[str] = (),
+    choose: Callable[[TrainConfig, Machine], tuple[TrainConfig, str]] | None = None,
+) -> None:
     """Run to the end, to a signal, or to a mistake; the same call in every process.
 
     With `config.processes`, and not under torchrun, this starts them with the same `arguments` of
-    the command line.
+    the command line. `choose` gives the settings of a mesh where the one asked for is 'auto', and
+    what to say about them.
     """
-    check_settings(config)
+    model = check_settings(config)
     starts = starts_processes(config)
-    _check_mesh(config)
+    if config.mesh != AUTO:
+        _check_mesh(config, model)
+    elif choose is None:
+        raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
     if starts:
+        _check_folders(config)
         start_processes(config.processes or 1, arguments)
         return
     # jax computes learning rates alone, and must leave the GPU to PyTorch
@@ -36,7 +65,12 @@ def train(config: TrainConfig, arguments: Sequence[str] = ()) -> None:
     joined, store = join(pause_timeout_s(config.hang_timeout))
     with supervised(config, joined, store) as (stop, watchdog):
         with watchdog.paused("comparing settings"):
-            check_same_settings(config, store, joined, ("torch", "transformers"))
+            check_same_settings(config, store, joined, PACKAGES)
+            if config.mesh == AUTO and choose is not None:
+                config, words = choose(config, machine_of_run())
+                if joined.process_id == 0:
+                    print(words, flush=True)
+                check_same_settings(config, store, joined, PACKAGES)
         check_run_folder(config)
         with watchdog.paused("preparing"):
             backend = TorchBackend(config, make_mesh(config.mesh))
@@ -44,7 +78,7 @@ def train(config: TrainConfig, arguments: Sequence[str] = ()) -> None:
     dist.destroy_process_group()
 
 
-def _check_mesh(config: TrainConfig) -> None:
+def _check_mesh(config: TrainConfig, model: DecoderConfig) -> None:
     """What can be known before the processes are started."""
     spec = MeshSpec.parse(config.mesh)
     given = math.prod(size for size in spec.sizes if size > 0)
@@ -55,5 +89,55 @@ def _check_mesh(config: TrainConfig) -> None:
             f"processes, and this one was started alone; add --processes {given}, or start it with "
             f"torchrun --nproc-per-node {given} --no-python -- meshwright train …"
         )
-    axes = axes_of(spec.resolve(processes, where="in the run"))
+    by = "started by torchrun" if "WORLD_SIZE" in os.environ else f"--processes {processes}"
+    axes = axes_of(spec.resolve(processes, where=f"in the run ({by})"))
     check_batch(config, axes)
+    if (rules := file_rules(config)) is not None:  # what is split depends on them
+        _check_axes(config.rules, rules, spec)
+        return
+    job = Job(model, config.batch, config.seq, backend="torch")
+    parallel = config.compute.sequence_parallel
+    choice = Choice(fsdp=processes // axes.tp, tp=axes.tp, sequence_parallel=parallel)
+    if (problem := refusal(job, choice)) is not None:
+        raise MeshwrightError(f"mesh {spec.quoted}: {problem}")
+
+
+def _check_folders(config: TrainConfig) -> None:
+    """That of the run, and that of the weights unless the run resumes."""
+    check_run_folder(config)
+    saved = folders.complete_steps(config.run / "checkpoints")
+    if config.init_from is not None and (not saved or config.resume_from == NONE):
+        tensor_files(config.init_from)
+
+
+def _check_axes(file: str, rules: Rules, spec: MeshSpec) -> None:
+    """Rules for weights name axes that the mesh has."""
+    for rule in rules.rules:
+        unknown = [axis for axis in rule.axes if axis not in spec.names]
+        if unknown and rule.dim not in {*ACTIVATIONS, *rules.optional}:
+            axis = unknown[0]
+            hint = "; add tp=1 to it" if axis == "tp" else did_you_mean(axis, spec.names)
+            raise MeshwrightError(
+                f"rules {file!r}: '{rule.dim} -> {'+'.join(rule.axes)}' names axis {axis!r}, which "
+                f"mesh {spec.quoted} does not have{hint}"
+            )
+
+
+def machine_of_run() -> Machine:
+    """The devices of all processes, one each, for the plan."""
+    processes, own = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not torch.cuda.is_available():
+        return Machine(CHIPS["cpu"], (processes,))
+    if processes % own:
+        raise MeshwrightError(
+            f"--mesh auto: this host runs {own} of {processes} processes, so the hosts have "
+            "different numbers of GPUs; start the same number on each, or name the mesh"
+        )
+    kind = torch.cuda.get_device_name()
+    try:
+        return Machine(chip_of_kind(kind, "gpu"), (processes // own, own))
+    except MeshwrightError:
+        raise MeshwrightError(
+            f"--mesh auto: the plan has no figures of {kind!r}; name the mesh, such as "
+            f"--mesh fsdp={processes}"
+        ) from None

@@ -4,8 +4,8 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.launch import flat_settings
-from meshwright.models import DecoderConfig
-from meshwright.train import TrainConfig, check_length, model_of
+from meshwright.models import DecoderConfig, UnsupportedModelError
+from meshwright.train import TrainConfig, check_length, file_rules, model_of
 
 # settings of JAX alone, and what to do instead
 _JAX_ONLY = {
@@ -39,22 +39,18 @@ def check_settings(config: TrainConfig) -> DecoderConfig:
             )
     if config.optimizer.name != "adamw":
         raise MeshwrightError(
-            f"--optimizer.name {config.optimizer.name}: with --backend torch the optimizer is adamw"
+            f"--optimizer.name {config.optimizer.name}: with --backend torch the optimizer is "
+            "adamw; leave one of the two out"
         )
     if config.compute.remat not in ("none", "full"):
         raise MeshwrightError(
-            f"--compute.remat {config.compute.remat}: with --backend torch it is none or full, "
+            f"--compute.remat {config.compute.remat}: with --backend torch give none, or full, "
             "which recomputes every layer"
         )
     if config.rules.startswith("t5x:"):
         raise MeshwrightError(
             f"--rules {config.rules} are rules for JAX arrays; with --backend torch give standard "
             "or a file of rules"
-        )
-    if config.mesh == "auto":
-        raise MeshwrightError(
-            "--mesh auto chooses for the JAX backend; meshwright plan … --backend torch lists "
-            "meshes, give one of them"
         )
     if config.compute.dtype == "float32" and config.compute.param_dtype == "bfloat16":
         raise MeshwrightError(
@@ -66,11 +62,16 @@ def check_settings(config: TrainConfig) -> DecoderConfig:
             f"--accumulation {config.accumulation} with --compute.param-dtype bfloat16: with "
             "--backend torch the gradients of micro-batches would add up in bfloat16; leave one out"
         )
-    model: Any = model_of(config)
+    file_rules(config)  # a mistake in the file is found here
+    others = "for others call mw.torch.parallelize in a script"
+    try:
+        model: Any = model_of(config)
+    except UnsupportedModelError as unsupported:
+        raise MeshwrightError(f"{unsupported}; {others}") from None
     if not isinstance(model, DecoderConfig):
         raise MeshwrightError(
             f"{config.model} is not a dense decoder, and --backend torch trains Llama, Mistral, "
-            "Qwen2 and Qwen3 models; for others call mw.torch.parallelize in a script"
+            f"Qwen2 and Qwen3 models; {others}"
         )
     if config.objective not in ("auto", "next-token"):
         raise MeshwrightError(f"--objective {config.objective}: decoders predict next tokens")

@@ -1,0 +1,152 @@
+"""Cases of worker.py that run the backend of `meshwright train --backend torch`."""
+
+import contextlib
+import dataclasses
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import meshwright.torch as mt
+from meshwright.errors import MeshwrightError
+from meshwright.torch.parallelize import parallelized
+from meshwright.torch.train.backend import TorchBackend
+from meshwright.torch.train.command import machine_of_run
+from meshwright.train import TrainConfig
+from models import tiny
+
+MESH = "dp=2,tp=-1"
+RARE = 383  # no byte
+# as JAX's backend takes them, with batch, length and layers, which no weight here has
+RULES = """
+batch -> dp+fsdp
+length -> none
+heads -> tp
+kv_heads -> tp
+embed -> fsdp
+vocab -> none
+mlp -> none
+head_dim -> none
+layers -> none
+norm -> none
+"""
+
+
+def backend_of(config: TrainConfig) -> TorchBackend:
+    return TorchBackend(config, mt.mesh(config.mesh, device="cpu"))
+
+
+def config_in(folder: Path) -> TrainConfig:
+    """A tiny Llama's config, and the settings of a run of it."""
+    if dist.get_rank() == 0:
+        tiny("llama", vocab_size=384, num_hidden_layers=1).config.save_pretrained(folder / "model")
+    dist.barrier()
+    return TrainConfig(
+        str(folder / "model"), folder / "run", "torch", MESH,
+        steps=20, batch=8, seq=32, accumulation=2,
+    )  # fmt: skip
+
+
+def skipped(folder: Path) -> dict[str, Any]:
+    """Good, bad, good, saved and resumed; one data rank alone has the bad token."""
+    backend = backend_of(config_in(folder))
+    backend.start(None)
+    name = "model.embed_tokens.weight"
+    rows = parallelized(backend.network).slices(name)[0]
+    if rows.start <= RARE < rows.stop:
+        with torch.no_grad():
+            table = dict(backend.network.named_parameters())[name].to_local()
+            table[RARE - rows.start] = torch.nan
+    _, good = next(iter(backend.batches(0)))
+    bad = {key: array.copy() for key, array in good.items()}
+    if mt.data_shard(mt.mesh(MESH, device="cpu"))[0] == 1:
+        bad["tokens"][1, 0, 3] = RARE
+    states, reports = [], []
+    for batch in (good, bad, good):
+        reports.append(backend.values(backend.step(batch)))
+        states.append(bits(backend))
+    finite = backend.is_finite()  # the poisoned row is not
+    backend.save(3, {})
+    again = backend_of(backend.config)
+    again.start(3)
+    same = bits(again) == states[2]
+    reports += [one.values(one.step(good)) for one in (backend, again)]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    kept = [states[0] == states[1], states[1] != states[2], same, finite]
+    dist.all_gather_object(everyone, (kept, reports))
+    return {"ranks": everyone}
+
+
+def bits(backend: TorchBackend) -> list[bytes]:
+    """This rank's weights and moments."""
+    params = list(backend.network.parameters())
+    moments = [
+        value
+        for param in params
+        for key, value in sorted(backend._optimizer.state[param].items())
+        if key != "step"
+    ]
+    steps = [backend._optimizer.state[param]["step"] for param in params]
+    local = [tensor.to_local().detach().numpy().tobytes() for tensor in (*params, *moments)]
+    return [*local, *(np.float32(step).tobytes() for step in steps)]
+
+
+def own_rules(folder: Path) -> dict[str, Any]:
+    """Losses with a file of rules and with the standard ones, and where weights are."""
+    plain = dataclasses.replace(config_in(folder), mesh="dp=1,fsdp=2,tp=-1")
+    file = folder / "rules.txt"
+    if dist.get_rank() == 0:
+        file.write_text(RULES)
+    dist.barrier()
+    found: dict[str, Any] = {"machine": str(machine_of_run())}
+    for name, config in (
+        ("standard", plain),
+        ("file", dataclasses.replace(plain, rules=str(file))),
+    ):
+        backend = backend_of(config)
+        backend.start(None)
+        losses = []
+        for (_, batch), _ in zip(backend.batches(0), range(2), strict=False):
+            losses.append(backend.values(backend.step(batch))["loss"])
+        shards = {
+            key: list(param.to_local().shape) for key, param in backend.network.named_parameters()
+        }
+        found[name] = {"losses": losses, "shards": shards}
+    return found
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """A disk that is full after `size` bytes of a file, for this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def full_disk(folder: Path) -> dict[str, Any]:
+    """The disk of the last rank is full in the second save, that of rank 0 in the third."""
+    model = mt.parallelize(tiny("llama"), mt.mesh(MESH, device="cpu"))
+    checkpoints = mt.Checkpoints(folder / "checkpoints")
+    checkpoints.save(1, model)
+    found: dict[str, Any] = {"errors": [], "left": []}
+    for rank in (dist.get_world_size() - 1, 0):
+        limit = 4096 if dist.get_rank() == rank else resource.RLIM_INFINITY
+        with largest_file(limit):
+            try:
+                checkpoints.save(2, model)
+            except MeshwrightError as error:
+                found["errors"].append(str(error))
+        found["left"].append(sorted(os.listdir(checkpoints.folder)))
+    checkpoints.save(2, model)
+    checkpoints.restore(2, model)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found["errors"])
+    return found | {"everyone": everyone, "steps": checkpoints.steps()}

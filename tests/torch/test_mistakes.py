@@ -1,0 +1,124 @@
+"""Mistakes of `meshwright train --backend torch`: each is told before a process is started."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+
+from meshwright.cli.main import main
+from meshwright.errors import MeshwrightError
+from meshwright.models import preset, to_hf_config
+from meshwright.torch.train import command
+from meshwright.torch.train.backend import idle_gpus
+from meshwright.train.resume import check_saved
+
+DIMS = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp"}
+DIMS |= {"head_dim": "none", "norm": "none"}
+
+
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the mistake was not found before processes were started")
+
+    monkeypatch.setattr(command, "start_processes", refuse)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *words, "--backend", "torch"])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--processes 2 --mesh dp=3", "2 are in the run (--processes 2); 'dp=2' would fit"),
+        ("--processes 3 --mesh dp=1,tp=3", "kv_heads=4 cannot be split in tp=3; tp=2 would fit"),
+        ("--processes 2 --mesh tp=2", "write 'dp=1,tp=2'"),
+        ("--processes 2 --mesh dp=1,sp=2", "its axes are dp, fsdp and tp: set sp=1"),
+        ("--processes 2 --mesh dp=-1,tp=2 --seq 63 --compute.sequence-parallel",
+         "seq=62 or 64 would fit"),
+        ("--compute.matmul fp8", "leave it out: PyTorch runs in bfloat16"),
+        ("--compute.overlap on", "leave it out: FSDP2 always overlaps"),
+        ("--compute.remat offload", "give none, or full"),
+        ("--optimizer.name muon", "leave one of the two out"),
+    ],
+)  # fmt: skip
+def test_settings(flags: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in told(capsys, "tiny", *flags.split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"embed": "fdsp"}, "which mesh 'fsdp=1,tp=2' does not have; did you mean 'fsdp'?"),
+        ({"mlp": "model"}, "'mlp -> model' names axis 'model', which mesh 'fsdp=1,tp=2' does not"),
+        ({"embed": ""}, "rule 'embed ->' is not 'dim -> axis'"),
+        ({"q_proj => out in": "out@tp in"}, "are path rules (regex => layout)"),
+    ],
+)
+def test_rules(
+    changes: dict[str, str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.rules"
+    file.write_text("\n".join(f"{dim} -> {axes}" for dim, axes in (DIMS | changes).items()))
+    found = told(capsys, "tiny", "--processes", "2", "--mesh", "fsdp=1,tp=2", "--rules", str(file))
+    assert f"rules '{file}'" in found
+    assert says in found
+
+
+def test_rules_for_an_axis_that_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.rules"
+    file.write_text("\n".join(f"{dim} -> {axes}" for dim, axes in DIMS.items()))
+    found = told(capsys, "tiny", "--processes", "2", "--mesh", "fsdp=2", "--rules", str(file))
+    assert "'vocab -> tp' names axis 'tp', which mesh 'fsdp=2' does not have; add tp=1" in found
+
+
+def test_a_model_of_another_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "for others call mw.torch.parallelize in a script" in told(capsys, str(tmp_path))
+
+
+def test_a_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = to_hf_config(preset("tiny"))
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "pytorch_model.bin").touch()
+    words = [str(tmp_path), "--init-from", str(tmp_path), "--processes", "2", "--mesh", "dp=2"]
+    found = told(capsys, *words, "--run", str(tmp_path / "run"))
+    assert "give a folder that save_pretrained wrote (pickled .bin files are not read)" in found
+
+
+def test_a_run_folder_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").touch()
+    words = ["tiny", "--processes", "2", "--mesh", "dp=2", "--run", str(tmp_path / "run")]
+    assert "is a file; give a folder" in told(capsys, *words)
+
+
+def test_an_optimizer_that_only_jax_has() -> None:
+    now = {"backend": "torch", "compute": {"param_dtype": "float32"}}
+    now |= {"optimizer": {"name": "adamw", "moments": "auto"}}
+    before = now | {"backend": "jax", "optimizer": {"name": "muon", "moments": "auto"}}
+    with pytest.raises(MeshwrightError, match="Resume it without --backend torch, which has no mu"):
+        check_saved(now, before, "step 2")
+
+
+def test_gpus_that_no_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert idle_gpus() is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert idle_gpus() == (
+        "this host has 8 GPUs, and 2 processes of the run; --processes 8 starts one for each"
+    )
