@@ -33,7 +33,7 @@ SMALL_SIDE = 512
 # embed 2048, 1.35 times at 4096. With what it takes to quantize, so of a peak twice as high; a chip
 # with another ratio gains in proportion
 FP8_GPU = {2048: 1.38, 4096: 1.59}
-# compiled: of the ratio of both peaks, with what it takes to quantize, in a gated MLP of 1.5B on 7x;
+# compiled: of the ratio of both peaks, quantization included, in a gated MLP of 1.5B on 7x;
 # the matmuls alone reach 0.92. Two of nine, to which the compiler gives too little fast memory for
 # their tiles, are taken to be as the others
 FP8_TPU = 0.65
