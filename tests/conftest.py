@@ -1,6 +1,7 @@
 """All tests run on 16 simulated CPU devices, with jax in its strictest mode."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # what one test compiles serves the others, and the processes they start; before jax is imported
@@ -23,6 +24,7 @@ import pytest
 from hypothesis import settings
 
 from meshwright.launch.cpu import make_room_for_cpu_collectives
+from meshwright.machines import Machine
 from meshwright.ops import mosaic
 
 make_room_for_cpu_collectives()
@@ -30,6 +32,19 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def fast_proofs() -> Iterator[None]:
+    """Proofs leave XLA_FLAGS out, as they say nothing of another machine. For CPUs they do."""
+    from meshwright.proofs import proof, target
+
+    def environment(machine: Machine) -> dict[str, str]:
+        return target.child_environment(machine) | {"XLA_FLAGS": os.environ["XLA_FLAGS"]}
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(proof, "child_environment", environment)
+        yield
 
 
 @pytest.fixture
