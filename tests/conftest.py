@@ -8,6 +8,8 @@ from pathlib import Path
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+# nor need each process compile the sources of this package
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # most of the time of a test is compiling: LLVM without its slow passes takes less than half of it,
 # and fusions emitted in LLVM's IR, not through MLIR's dialects, a third of that (jax up to 0.11;
 # later ones do not know the option, and take no notice)

@@ -23,6 +23,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 from forked import Commands
 
+sys.path.pop()  # there tests/torch would be found as torch
+
 # a command that needs no shell but for where its output goes
 PLAIN = re.compile(r"meshwright ([^|&;<>$`*?~#]+?)(?: > (\S+)( 2>&1)?)?")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
