@@ -1,21 +1,32 @@
 """All tests run on 16 simulated CPU devices, with jax in its strictest mode."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # what one test compiles serves the others, and the processes they start; before jax is imported
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-# most of the time of a test is compiling: LLVM without its slow passes takes less than half of it
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST}"
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+# nor need each process compile the sources of this package
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# most of the time of a test is compiling: LLVM without its slow passes takes less than half of it,
+# and fusions emitted in LLVM's IR, not through MLIR's dialects, a third of that (jax up to 0.11;
+# later ones do not know the option, and take no notice)
+FAST = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FAST])
 
 import jax
 import pytest
 from hypothesis import settings
 
 from meshwright.launch.cpu import make_room_for_cpu_collectives
+from meshwright.machines import Machine
 from meshwright.ops import mosaic
 
 make_room_for_cpu_collectives()
@@ -23,6 +34,19 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def fast_proofs() -> Iterator[None]:
+    """Proofs leave XLA_FLAGS out, as they say nothing of another machine. For CPUs they do."""
+    from meshwright.proofs import proof, target
+
+    def environment(machine: Machine) -> dict[str, str]:
+        return target.child_environment(machine) | {"XLA_FLAGS": os.environ["XLA_FLAGS"]}
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(proof, "child_environment", environment)
+        yield
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from meshwright.models import preset
 from meshwright.planner.report import plan_data
 from meshwright.proofs.footprint import footprint, out_of_memory
 
+pytestmark = pytest.mark.usefixtures("fast_proofs")
 STEP = ["tiny", "--on", "cpu:8", "--mesh", "fsdp=2,tp=4", "--batch", "8", "--seq", "64"]
 
 

@@ -8,14 +8,25 @@ anything does (`...` skips). Blocks after `<!-- not run: why -->` are left out; 
 `<!-- needs torch -->` are where that is not installed.
 """
 
+import atexit
 import doctest
+import functools
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+from forked import Commands
+
+sys.path.pop()  # there tests/torch would be found as torch
+
+# a command that needs no shell but for where its output goes
+PLAIN = re.compile(r"meshwright ([^|&;<>$`*?~#]+?)(?: > (\S+)( 2>&1)?)?")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -73,27 +84,47 @@ def run_console(body: str, page: Path, line: int) -> None:
             commands.append((text[2:], []))
         elif commands:
             commands[-1][1].append(text.rstrip())
-    bin_folder = str(Path(sys.executable).parent)
-    env = os.environ | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120"}
     for command, expected in commands:
-        done = subprocess.run(
-            command,
-            shell=True,
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        code, printed = ended(command)
         shown = [text for text in expected if text]
         fails = "error" in "".join(shown[:1]).lower()
-        if (done.returncode != 0) != fails:
-            raise SystemExit(f"{page}:{line}: '{command}' gave {done.returncode}\n{done.stdout}")
-        alike = ByLine().check_output("\n".join(shown), done.stdout, doctest.ELLIPSIS)
+        if (code != 0) != fails:
+            raise SystemExit(f"{page}:{line}: '{command}' gave {code}\n{printed}")
+        alike = ByLine().check_output("\n".join(shown), printed, doctest.ELLIPSIS)
         if shown and not alike:
             raise SystemExit(
-                f"{page}:{line}: '{command}' printed\n{done.stdout}\nbut the page shows\n"
+                f"{page}:{line}: '{command}' printed\n{printed}\nbut the page shows\n"
                 + "\n".join(shown)
             )
+
+
+def ended(command: str) -> tuple[int, str]:
+    """The exit status of a command, and what it printed to the screen."""
+    plain = PLAIN.fullmatch(command)
+    if plain is None:
+        done = subprocess.run(
+            command, shell=True, env=environment(), text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+    arguments, file, errors_too = plain.groups()
+    with tempfile.NamedTemporaryFile() as screen:
+        shown = Path(screen.name)
+        out = Path(file) if file else shown
+        code = meshwright().run(shlex.split(arguments), out, out if errors_too else shown)
+        return code, shown.read_text()
+
+
+@functools.cache
+def meshwright() -> Commands:
+    commands = Commands(environment())
+    atexit.register(commands.close)
+    return commands
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "COLUMNS": "120"}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from meshwright.proofs.proof import _proof, digest
 from meshwright.proofs.target import gpu_description
 from meshwright.train.config import ComputeConfig, TrainConfig
 
+pytestmark = pytest.mark.usefixtures("fast_proofs")
 CONFIG = TrainConfig("tiny", mesh="dp=1,fsdp=2,tp=4,sp=1", batch=8, seq=128)
 
 

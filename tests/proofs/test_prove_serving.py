@@ -15,6 +15,7 @@ from meshwright.planner.memory import memory
 from meshwright.proofs import Proof, compare_serving, expected_serving, prove_serving
 from meshwright.serve import ServedStep
 
+pytestmark = pytest.mark.usefixtures("fast_proofs")
 STEP = ServedStep("dp=4,fsdp=1,tp=2,sp=1", batch=16, seq=256)
 JOB = Job(preset("tiny"), STEP.batch, STEP.seq, "tiny", "serve", dtype="float32")
 CHOICE = Choice(dp=4, tp=2)

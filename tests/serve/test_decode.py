@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from meshwright.arithmetic import round_up
 from meshwright.models import Compute
 from meshwright.models.decoder import DecoderConfig, decoder_rules, logits
 from meshwright.ops.rope import Llama3Scaling, Rope, YarnScaling
@@ -57,15 +58,20 @@ def cached_logits(
     return np.stack(found)[:, : len(prompts)], rows
 
 
+forward = jax.jit(logits, static_argnums=(2, 3))
+COMPUTE = Compute(decoder_rules())
+
+
 def whole_logits(params: Any, config: DecoderConfig, rows: list[list[int]]) -> np.ndarray:
     """Logits of all whole rows, by the forward pass of training on one device."""
-    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    length = max(map(len, rows))
+    # one compiled program serves many lengths; no token sees those after it
+    tokens = np.zeros((len(rows), round_up(length, 64)), np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     with jax.set_mesh(generation_mesh()):
-        forward = jax.jit(logits, static_argnums=(2, 3))
         params, batch = jax.tree.map(np.asarray, params), {"tokens": tokens}
-        return np.asarray(forward(params, batch, config, Compute(decoder_rules())))
+        return np.asarray(forward(params, batch, config, COMPUTE))[:, :length]
 
 
 def check(params: Any, config: DecoderConfig, mesh: Mesh) -> None:

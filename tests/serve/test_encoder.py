@@ -36,16 +36,20 @@ PROMPTS = [
 ]  # fmt: skip
 
 
+forward = jax.jit(logits, static_argnums=(2, 3))
+COMPUTE = Compute(t5_rules())
+
+
 def log_probabilities(params: Any, config: T5Config, prompt: Any, tokens: Any) -> np.ndarray:
     """[tokens, vocab] of each generated token, by the forward pass of training on one device."""
-    batch = {
-        "encoder_tokens": np.asarray([prompt], np.int32),
-        "tokens": np.asarray([[config.start_token, *tokens[:-1]]], np.int32),
-    }
+    # one compiled program serves all lengths; the decoder sees no token after its own
+    batch = {name: np.zeros((1, 64), np.int32) for name in ("encoder_tokens", "tokens")}
+    batch["encoder_tokens"][0, : len(prompt)] = prompt
+    batch["tokens"][0, : len(tokens)] = [config.start_token, *tokens[:-1]]
+    batch["encoder_segments"] = (np.arange(64) < len(prompt)).astype(np.int32)[None]
     with jax.set_mesh(generation_mesh()):
-        forward = jax.jit(logits, static_argnums=(2, 3))
         params = jax.tree.map(np.asarray, params)
-        found = np.asarray(forward(params, batch, config, Compute(t5_rules())))[0]
+        found = np.asarray(forward(params, batch, config, COMPUTE))[0, : len(tokens)]
     found = found.astype(np.float64)
     return found - np.log(np.exp(found).sum(-1, keepdims=True))
 

@@ -6,6 +6,7 @@ one start runs many cases. Of those that repeat one thing for many models, `shor
 """
 
 import faulthandler
+import functools
 import json
 import os
 import sys
@@ -64,11 +65,19 @@ def cases() -> dict[str, Callable[[], Any]]:
     return found
 
 
-def reference(make: Callable[[], Any], steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def made(kind: str, tied: bool, exact: bool) -> Any:
+    """`exact`: in float64."""
+    return tiny(kind, tied, num_hidden_layers=1).double() if exact else tiny(kind, tied)
+
+
+@functools.cache
+def reference(
+    kind: str, tied: bool, exact: bool, steps: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final weights of one process."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
-        model = make()
+        model = made(kind, tied, exact)
         losses = train(model, optimizer_of(model), batches(steps))
         found = [(losses, {name: p.detach() for name, p in model.named_parameters()})]
     dist.broadcast_object_list(found, 0)
@@ -95,16 +104,12 @@ def worst(model: Any, wanted: dict[str, torch.Tensor]) -> float:
 
 
 def against_one(
-    kind: str, tied: bool, text: str, steps: int = 4, exact: bool = False, **options: Any
+    kind: str, tied: bool, text: str, steps: int = 3, exact: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """The largest differences between a mesh and one process; `exact`: in float64."""
-
-    def make() -> Any:
-        return tiny(kind, tied, num_hidden_layers=1).double() if exact else tiny(kind, tied)
-
-    losses, weights = reference(make, steps)
+    """The largest differences between a mesh and one process."""
+    losses, weights = reference(kind, tied, exact, steps)
     mesh = mt.mesh(text, device="cpu")
-    model = mt.parallelize(make(), mesh, **options)
+    model = mt.parallelize(made(kind, tied, exact), mesh, **options)
     shards = distinct(model)
     found = mean(train(model, optimizer_of(model), shard_of_data(mesh, batches(steps))))
     return {
@@ -142,7 +147,7 @@ def mixed_precision() -> dict[str, Any]:
     mesh = mt.mesh("dp=2,tp=3", device="cpu")
     model = mt.parallelize(tiny("llama"), mesh, mixed_precision="bf16")
     losses = mean(train(model, optimizer_of(model), shard_of_data(mesh, batches(3))))
-    wanted, _ = reference(lambda: tiny("llama"), 3)
+    wanted, _ = reference("llama", False, False, 3)
     return {
         "loss": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
         "dtypes": sorted({str(param.dtype) for param in model.parameters()}),
@@ -171,7 +176,7 @@ def resumed() -> dict[str, Any]:
     folder = shared_folder()
     data = batches(5)
     mesh = mt.mesh("dp=2,tp=3", device="cpu")
-    model = mt.parallelize(tiny("llama", True), mesh)
+    model = mt.parallelize(tiny("llama", True, num_hidden_layers=1), mesh)
     optimizer = optimizer_of(model)
     train(model, optimizer, shard_of_data(mesh, data[:3]))
     checkpoints = mt.Checkpoints(folder / "checkpoints", keep_last=1)
@@ -185,7 +190,7 @@ def resumed() -> dict[str, Any]:
     for text in ("dp=6,tp=1", "dp=3,tp=2", "dp=1,tp=6", "dp=1,fsdp=2,tp=3"):
         mesh = mt.mesh(text, device="cpu")
         with torch.device("meta"):
-            model = tiny("llama", True)
+            model = tiny("llama", True, num_hidden_layers=1)
         mt.parallelize(model, mesh)
         optimizer = optimizer_of(model)
         meta = checkpoints.restore(3, model, optimizer)
@@ -226,7 +231,7 @@ def sliced() -> list[Any]:
         rules["norm"] = ((data,),)
         layouts = [(f"({name}).weight".replace(".", "/"), own) for name, own in rules.items()]
         path_rules = mw.PathRules([(pattern, mw.Layout(own)) for pattern, own in layouts])
-        model = tiny("llama")
+        model = tiny("llama", num_hidden_layers=1)
         whole = {name: p.detach().clone() for name, p in model.named_parameters()}
         numbers = {
             name: torch.arange(p.numel(), dtype=torch.float32).reshape(p.shape)

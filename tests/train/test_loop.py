@@ -2,15 +2,19 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from tests.forked import Commands
 from tests.processes import free_port
 
 from meshwright.checkpoint import Checkpoints
@@ -44,10 +48,26 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "meshwright.cli.main", "train", *arguments]
 
 
-def train(*arguments: str, expect: int = 0) -> str:
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300)
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    with Commands() as commands:
+        yield commands
+
+
+Train = Callable[..., str]
+
+
+@pytest.fixture
+def train(commands: Commands, tmp_path: Path) -> Train:
+    """Runs `meshwright train` with arguments, and gives what it printed."""
+
+    def run(*arguments: str, expect: int = 0) -> str:
+        said = tmp_path / "said"
+        code = commands.run(["train", *arguments], said)
+        assert code == expect, said.read_text()
+        return said.read_text()
+
+    return run
 
 
 def losses(run: Path) -> list[float]:
@@ -57,36 +77,31 @@ def losses(run: Path) -> list[float]:
 
 
 def parameters(run: Path, step: int) -> dict[str, Any]:
-    """Every array of a checkpoint's parameters and moments, read by Orbax itself."""
-    code = f"""
-import jax, numpy as np, json, sys
-from meshwright.checkpoint import Checkpoints
-c = Checkpoints({str(run / "checkpoints")!r})
-one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-targets = {{}}
-for name, a in c.arrays({step}).items():
-    node = targets
-    *path, last = name.split("/")
-    for part in path:
-        node = node.setdefault(part, {{}})
-    node[last] = jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one)
-leaves = jax.tree_util.tree_flatten_with_path(c.restore({step}, targets))[0]
-np.savez(sys.argv[1], **{{jax.tree_util.keystr(p, simple=True, separator="/"): v for p, v in leaves}})
-"""
-    file = run / f"arrays-{step}.npz"
-    subprocess.run([sys.executable, "-c", code, file], check=True, timeout=120)
-    with np.load(file) as arrays:
-        return dict(arrays)
+    """Every array of a checkpoint's parameters and moments."""
+    checkpoints = Checkpoints(run / "checkpoints")
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    targets: dict[str, Any] = {}
+    for name, array in checkpoints.arrays(step).items():
+        *path, last = name.split("/")
+        node = targets
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=one)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(checkpoints.restore(step, targets))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in leaves
+    }
 
 
 def test_a_stopped_run_resumes_bit_for_bit_and_on_another_mesh_within_rounding(
-    model: str, tmp_path: Path
+    train: Train, model: str, tmp_path: Path
 ) -> None:
     mesh = ["--cpu-devices", "4", "--mesh", "fsdp=2,tp=2"]
     through, stopped, moved = tmp_path / "through", tmp_path / "stopped", tmp_path / "moved"
     train(model, *SETTINGS, *mesh, "--run", str(through))
     train(model, *SETTINGS, *mesh, "--run", str(stopped), "--stop-at", "5")
-    train(model, *SETTINGS, *mesh, "--run", str(moved), "--stop-at", "5")
+    shutil.copytree(stopped, moved)
     assert "resuming from step 5" in train(model, *SETTINGS, *mesh, "--run", str(stopped))
     other = ["--cpu-devices", "2", "--mesh", "dp=2"]
     train(model, *SETTINGS, *other, "--run", str(moved))
@@ -130,7 +145,9 @@ def test_a_signal_in_the_loop_saves_and_ends_with_zero(
 
 
 @pytest.mark.slow
-def test_two_processes_of_four_devices_train_as_one_of_eight(model: str, tmp_path: Path) -> None:
+def test_two_processes_of_four_devices_train_as_one_of_eight(
+    train: Train, model: str, tmp_path: Path
+) -> None:
     mesh = ["--mesh", "dp=2,fsdp=2,tp=2"]
     alone, together = tmp_path / "alone", tmp_path / "together"
     train(model, *SETTINGS, *mesh, "--cpu-devices", "8", "--run", str(alone))
@@ -172,7 +189,7 @@ def test_two_processes_of_four_devices_train_as_one_of_eight(model: str, tmp_pat
     ],
 )
 def test_a_mistake_is_told_before_anything_is_compiled(
-    arguments: list[str], words: str, tmp_path: Path
+    train: Train, arguments: list[str], words: str, tmp_path: Path
 ) -> None:
     start = time.monotonic()
     said = train(*arguments, "--run", str(tmp_path / "run"), expect=2)
@@ -183,7 +200,7 @@ def test_a_mistake_is_told_before_anything_is_compiled(
 
 
 def test_an_unsupported_architecture_and_another_model_are_named(
-    model: str, tmp_path: Path
+    train: Train, model: str, tmp_path: Path
 ) -> None:
     other = tmp_path / "gpt2.json"
     other.write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
@@ -197,7 +214,7 @@ def test_an_unsupported_architecture_and_another_model_are_named(
     assert "cannot be resumed with other data: --seed was 0, is now 3. The run would" in said
 
 
-def test_settings_come_from_a_file_and_flags_win(model: str, tmp_path: Path) -> None:
+def test_settings_come_from_a_file_and_flags_win(train: Train, model: str, tmp_path: Path) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
     train(model, *SETTINGS, "--run", str(run), "--stop-at", "1", "--cpu-devices", "1")
     train("--config", str(run / "config.json"), "--run", str(again), "--stop-at", "2")
@@ -208,7 +225,9 @@ def test_settings_come_from_a_file_and_flags_win(model: str, tmp_path: Path) -> 
     assert "did you mean 'steps'" in train("--config", str(broken), expect=2)
 
 
-def test_steps_that_are_not_finite_are_skipped_and_end_the_run(model: str, tmp_path: Path) -> None:
+def test_steps_that_are_not_finite_are_skipped_and_end_the_run(
+    train: Train, model: str, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     said = train(
         model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--max-skipped", "3",
@@ -222,7 +241,9 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(model: str, tmp_p
     assert records[-1]["skipped_steps"] >= 3
 
 
-def test_a_save_that_fails_is_told_and_the_next_one_is_made(model: str, tmp_path: Path) -> None:
+def test_a_save_that_fails_is_told_and_the_next_one_is_made(
+    train: Train, model: str, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "step-00000004").write_text("in the way")
@@ -235,7 +256,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_made(model: str, tmp_path
     assert "nothing to do: " in said
 
 
-def test_one_run_at_a_time_writes_to_a_folder(model: str, tmp_path: Path) -> None:
+def test_one_run_at_a_time_writes_to_a_folder(train: Train, model: str, tmp_path: Path) -> None:
     with only_run_in(tmp_path / "run"):
         said = train(
             model, *SETTINGS, "--run", str(tmp_path / "run"), "--cpu-devices", "1", expect=2
@@ -243,7 +264,9 @@ def test_one_run_at_a_time_writes_to_a_folder(model: str, tmp_path: Path) -> Non
     assert f"another run is writing to '{tmp_path / 'run'}' (process {os.getpid()}" in said
 
 
-def test_a_refused_resume_leaves_the_settings_as_they_were(model: str, tmp_path: Path) -> None:
+def test_a_refused_resume_leaves_the_settings_as_they_were(
+    train: Train, model: str, tmp_path: Path
+) -> None:
     run = ["--run", str(tmp_path / "run"), "--cpu-devices", "1"]
     train(model, *SETTINGS, *run, "--stop-at", "1")
     before = (tmp_path / "run" / "config.json").read_text()
@@ -252,7 +275,7 @@ def test_a_refused_resume_leaves_the_settings_as_they_were(model: str, tmp_path:
     assert (tmp_path / "run" / "config.json").read_text() == before
 
 
-def test_each_step_is_evaluated_once(model: str, tmp_path: Path) -> None:
+def test_each_step_is_evaluated_once(train: Train, model: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(
         model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--eval.sequences", "4",
