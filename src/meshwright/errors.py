@@ -13,6 +13,10 @@ class MeshwrightError(ValueError):
     """A mistake that a person can fix; the message says how."""
 
 
+class UnsupportedModelError(MeshwrightError):
+    """A Hugging Face config of a model that is in no family here."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a sentence: `"; did you mean 'fsdp'?"` if one is close, else all known names."""
     known = list(dict.fromkeys(known))

@@ -12,7 +12,6 @@ from meshwright.models.padding import describe_padding, padded_vocab
 from meshwright.models.registry import (
     FAMILIES,
     PRESETS,
-    UnsupportedModelError,
     abstract_arrays,
     family_of,
     from_hf_config,
@@ -58,7 +57,6 @@ __all__ = [
     "Serving",
     "Stack",
     "StoredTensor",
-    "UnsupportedModelError",
     "abstract_arrays",
     "activation_layouts",
     "batch_multiple",

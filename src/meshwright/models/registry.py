@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshwright.arithmetic import first_repeated
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.errors import MeshwrightError, UnsupportedModelError, did_you_mean
 from meshwright.models.decoder import DECODER
 from meshwright.models.family import Generation, ModelFamily
 from meshwright.models.huggingface import (
@@ -86,10 +86,6 @@ def override(config: Any, changes: Sequence[str], seq: int) -> Any:
     if twice is not None:
         raise MeshwrightError(f"override names {twice!r} twice; give it once")
     return family_of(config).override(config, {name: value for name, _, value in pairs}, seq)
-
-
-class UnsupportedModelError(MeshwrightError):
-    """A Hugging Face config of a model that is in no family here."""
 
 
 def model_config(model: str) -> Any:

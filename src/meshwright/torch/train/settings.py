@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, UnsupportedModelError
 from meshwright.launch import flat_settings
-from meshwright.models import DecoderConfig, UnsupportedModelError
+from meshwright.models import DecoderConfig
 from meshwright.train import TrainConfig, check_length, file_rules, model_of
 
 # settings of JAX alone, and what to do instead
