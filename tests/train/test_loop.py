@@ -7,15 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from tests.forked import Commands
 from tests.processes import free_port
+from tests.train.conftest import TrainCommand
 
 from meshwright.checkpoint import Checkpoints
 from meshwright.train.run import only_run_in, read_metrics
@@ -48,28 +47,6 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "meshwright.cli.main", "train", *arguments]
 
 
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    with Commands() as commands:
-        yield commands
-
-
-Train = Callable[..., str]
-
-
-@pytest.fixture
-def train(commands: Commands, tmp_path: Path) -> Train:
-    """Runs `meshwright train` with arguments, and gives what it printed."""
-
-    def run(*arguments: str, expect: int = 0) -> str:
-        said = tmp_path / "said"
-        code = commands.run(["train", *arguments], said)
-        assert code == expect, said.read_text()
-        return said.read_text()
-
-    return run
-
-
 def losses(run: Path) -> list[float]:
     steps, values = read_metrics(run).column("loss")
     assert steps == list(range(1, len(steps) + 1))
@@ -95,16 +72,16 @@ def parameters(run: Path, step: int) -> dict[str, Any]:
 
 
 def test_a_stopped_run_resumes_bit_for_bit_and_on_another_mesh_within_rounding(
-    train: Train, model: str, tmp_path: Path
+    train_command: TrainCommand, model: str, tmp_path: Path
 ) -> None:
     mesh = ["--cpu-devices", "4", "--mesh", "fsdp=2,tp=2"]
     through, stopped, moved = tmp_path / "through", tmp_path / "stopped", tmp_path / "moved"
-    train(model, *SETTINGS, *mesh, "--run", str(through))
-    train(model, *SETTINGS, *mesh, "--run", str(stopped), "--stop-at", "5")
+    train_command(model, *SETTINGS, *mesh, "--run", str(through))
+    train_command(model, *SETTINGS, *mesh, "--run", str(stopped), "--stop-at", "5")
     shutil.copytree(stopped, moved)
-    assert "resuming from step 5" in train(model, *SETTINGS, *mesh, "--run", str(stopped))
+    assert "resuming from step 5" in train_command(model, *SETTINGS, *mesh, "--run", str(stopped))
     other = ["--cpu-devices", "2", "--mesh", "dp=2"]
-    train(model, *SETTINGS, *other, "--run", str(moved))
+    train_command(model, *SETTINGS, *other, "--run", str(moved))
     assert losses(stopped) == losses(through)
     np.testing.assert_allclose(losses(moved), losses(through), rtol=1e-5)
     expected, same, near = (parameters(run, 12) for run in (through, stopped, moved))
@@ -146,11 +123,11 @@ def test_a_signal_in_the_loop_saves_and_ends_with_zero(
 
 @pytest.mark.slow
 def test_two_processes_of_four_devices_train_as_one_of_eight(
-    train: Train, model: str, tmp_path: Path
+    train_command: TrainCommand, model: str, tmp_path: Path
 ) -> None:
     mesh = ["--mesh", "dp=2,fsdp=2,tp=2"]
     alone, together = tmp_path / "alone", tmp_path / "together"
-    train(model, *SETTINGS, *mesh, "--cpu-devices", "8", "--run", str(alone))
+    train_command(model, *SETTINGS, *mesh, "--cpu-devices", "8", "--run", str(alone))
     arguments = [model, *SETTINGS, *mesh, "--cpu-devices", "4", "--run", str(together)]
     joined = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--process-id"]
     both = [
@@ -189,10 +166,10 @@ def test_two_processes_of_four_devices_train_as_one_of_eight(
     ],
 )
 def test_a_mistake_is_told_before_anything_is_compiled(
-    train: Train, arguments: list[str], words: str, tmp_path: Path
+    train_command: TrainCommand, arguments: list[str], words: str, tmp_path: Path
 ) -> None:
     start = time.monotonic()
-    said = train(*arguments, "--run", str(tmp_path / "run"), expect=2)
+    said = train_command(*arguments, "--run", str(tmp_path / "run"), expect=2)
     assert words in " ".join(said.replace("│", " ").split()), said  # tyro draws boxes
     assert "Traceback" not in said
     assert not (tmp_path / "run" / "config.json").exists()
@@ -200,36 +177,38 @@ def test_a_mistake_is_told_before_anything_is_compiled(
 
 
 def test_an_unsupported_architecture_and_another_model_are_named(
-    train: Train, model: str, tmp_path: Path
+    train_command: TrainCommand, model: str, tmp_path: Path
 ) -> None:
     other = tmp_path / "gpt2.json"
     other.write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
-    assert "GPT2LMHeadModel" in train(str(other), "--run", str(tmp_path / "r"), expect=2)
+    assert "GPT2LMHeadModel" in train_command(str(other), "--run", str(tmp_path / "r"), expect=2)
     run = ["--run", str(tmp_path / "run"), "--cpu-devices", "1"]
-    train(model, *SETTINGS, *run, "--stop-at", "1")
-    said = train("tiny", *SETTINGS, *run, expect=2)
+    train_command(model, *SETTINGS, *run, "--stop-at", "1")
+    said = train_command("tiny", *SETTINGS, *run, expect=2)
     assert "another model" in said
     assert "embed 32 there, 128 now" in said
-    said = train(model, *SETTINGS, *run, "--seed", "3", expect=2)
+    said = train_command(model, *SETTINGS, *run, "--seed", "3", expect=2)
     assert "cannot be resumed with other data: --seed was 0, is now 3. The run would" in said
 
 
-def test_settings_come_from_a_file_and_flags_win(train: Train, model: str, tmp_path: Path) -> None:
+def test_settings_come_from_a_file_and_flags_win(
+    train_command: TrainCommand, model: str, tmp_path: Path
+) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
-    train(model, *SETTINGS, "--run", str(run), "--stop-at", "1", "--cpu-devices", "1")
-    train("--config", str(run / "config.json"), "--run", str(again), "--stop-at", "2")
+    train_command(model, *SETTINGS, "--run", str(run), "--stop-at", "1", "--cpu-devices", "1")
+    train_command("--config", str(run / "config.json"), "--run", str(again), "--stop-at", "2")
     saved = json.loads((again / "config.json").read_text())
     assert (saved["stop_at"], saved["batch"], saved["model"]) == (2, 8, model)
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps({"model": "tiny", "stepps": 3}))
-    assert "did you mean 'steps'" in train("--config", str(broken), expect=2)
+    assert "did you mean 'steps'" in train_command("--config", str(broken), expect=2)
 
 
 def test_steps_that_are_not_finite_are_skipped_and_end_the_run(
-    train: Train, model: str, tmp_path: Path
+    train_command: TrainCommand, model: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    said = train(
+    said = train_command(
         model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--max-skipped", "3",
         "--optimizer.learning-rate", "1e30", "--optimizer.warmup-steps", "0",
         "--checkpoint.every", "1", "--optimizer.clip-norm", "None",
@@ -242,42 +221,48 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(
 
 
 def test_a_save_that_fails_is_told_and_the_next_one_is_made(
-    train: Train, model: str, tmp_path: Path
+    train_command: TrainCommand, model: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "step-00000004").write_text("in the way")
-    said = train(
+    said = train_command(
         model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--checkpoint.every", "4"
     )
     assert "warning: step 4 was not saved" in said
     assert "saved step 12" in said
-    said = train(model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--stop-at", "6")
+    said = train_command(
+        model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--stop-at", "6"
+    )
     assert "nothing to do: " in said
 
 
-def test_one_run_at_a_time_writes_to_a_folder(train: Train, model: str, tmp_path: Path) -> None:
+def test_one_run_at_a_time_writes_to_a_folder(
+    train_command: TrainCommand, model: str, tmp_path: Path
+) -> None:
     with only_run_in(tmp_path / "run"):
-        said = train(
+        said = train_command(
             model, *SETTINGS, "--run", str(tmp_path / "run"), "--cpu-devices", "1", expect=2
         )
     assert f"another run is writing to '{tmp_path / 'run'}' (process {os.getpid()}" in said
 
 
 def test_a_refused_resume_leaves_the_settings_as_they_were(
-    train: Train, model: str, tmp_path: Path
+    train_command: TrainCommand, model: str, tmp_path: Path
 ) -> None:
     run = ["--run", str(tmp_path / "run"), "--cpu-devices", "1"]
-    train(model, *SETTINGS, *run, "--stop-at", "1")
+    train_command(model, *SETTINGS, *run, "--stop-at", "1")
     before = (tmp_path / "run" / "config.json").read_text()
-    said = train(model, *SETTINGS, *run, "--optimizer.name", "lion", expect=2)
+    said = train_command(model, *SETTINGS, *run, "--optimizer.name", "lion", expect=2)
     assert "was trained with optimizer.name adamw, now it is lion" in said
     assert (tmp_path / "run" / "config.json").read_text() == before
 
 
-def test_each_step_is_evaluated_once(train: Train, model: str, tmp_path: Path) -> None:
+def test_each_step_is_evaluated_once(
+    train_command: TrainCommand, model: str, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    train(
+    train_command(
         model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--eval.sequences", "4",
         "--eval.every", "3", "--stop-at", "6",
     )  # fmt: skip

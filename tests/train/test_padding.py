@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.train.conftest import TrainCommand
 from tests.train.test_loop import MODEL, SETTINGS, losses
-from tests.train.test_loop import train as train_command
 from tests.train.toy import CONFIG, ONE, Parts, Setting, packed_batch, parts, train
 
 from meshwright.checkpoint import Checkpoints
@@ -142,7 +142,7 @@ def odd_model(tmp_path: Path) -> str:
 
 
 def test_a_run_says_what_it_pads_and_generates_the_same_on_other_meshes(
-    odd_model: str, tmp_path: Path
+    train_command: TrainCommand, odd_model: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     mesh = ["--cpu-devices", "4", "--mesh", "fsdp=2,tp=2"]
@@ -165,7 +165,7 @@ def test_a_run_says_what_it_pads_and_generates_the_same_on_other_meshes(
 
 @slow
 def test_a_run_starts_from_weights_whose_vocabulary_its_mesh_does_not_divide(
-    odd_model: str, tmp_path: Path
+    train_command: TrainCommand, odd_model: str, tmp_path: Path
 ) -> None:
     config = from_hf_config(Path(odd_model))
     random = np.random.default_rng(0)
@@ -181,7 +181,9 @@ def test_a_run_starts_from_weights_whose_vocabulary_its_mesh_does_not_divide(
 
 
 @slow
-def test_a_run_resumes_under_another_padding(odd_model: str, tmp_path: Path) -> None:
+def test_a_run_resumes_under_another_padding(
+    train_command: TrainCommand, odd_model: str, tmp_path: Path
+) -> None:
     through, moved = tmp_path / "through", tmp_path / "moved"
     train_command(odd_model, *SETTINGS, "--cpu-devices", "1", "--run", str(through))
     for mesh, stop in (("fsdp=2,tp=2", "4"), ("dp=2", "8"), ("tp=2", "12")):
