@@ -35,6 +35,8 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3-1.7b", "batch": 8, "seq": 4096, "remat": "mlp"},
     {"model": "qwen2.5-1.5b", "batch": 16, "seq": 2048, "remat": "full", "optimizer": "lion"},
     {"model": "llama-3.1-8b", "batch": 2, "seq": 4096, "remat": "full", "param_dtype": "bfloat16"},
+    {"model": "llama-3.1-8b", "batch": 8, "seq": 4096, "remat": "full", "param_dtype": "bfloat16"},
+    {"model": "llama-3.1-8b", "batch": 8, "seq": 4096, "remat": "full"},
 ]
 
 LARGEST = {"model": "llama-3.1-8b", "seq": 4096}

@@ -49,9 +49,11 @@ class Device:
         self.devices = number(split, "devices")
         self.is_sharded = choice.fsdp * choice.sp > 1
         self.casts = item_bytes(job.param_dtype) != item_bytes(job.dtype)
-        # a GPU's compiler then frees a layer's weights as its gradients come
+        # a GPU's compiler frees a layer's cast weights as its gradients come, but in a loop, or if
+        # gradients are sent
         is_loop = job.scan or choice.remat == OFFLOAD
-        self.frees_by_layer = not (is_loop or self.is_tpu or self.is_sharded)
+        alone = machine.chip.platform == "gpu" and split * choice.dp == 1
+        self.frees_by_layer = alone and self.casts and not is_loop
         self.embed = number(sizes.embed)
         self.vocab = number(vocab(job, choice))
         self.sequences = sequences(job, choice)

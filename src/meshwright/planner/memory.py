@@ -139,11 +139,10 @@ def _moments(model: DeviceModel) -> dict[str, Kinds]:
             "working activations": stack.working(stack.mlp_arrays_left),
             "attention": stack.attention,
         }
-        if not device.is_tpu:
+        if not device.is_tpu and device.is_sharded:
             # the gradients of the layer before it are still to be scattered
             attention = used * stack.attention_weights / device.tp
-            if device.is_sharded:
-                found[f"attention{where}"]["all-gathered weights"] = stack.layer + attention
+            found[f"attention{where}"]["all-gathered weights"] = stack.layer + attention
     # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
     table = device.table
     end: Kinds = {
