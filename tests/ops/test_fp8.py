@@ -54,8 +54,12 @@ def test_results_and_gradients_are_those_of_rounded_operands(
     assert np.abs(np.asarray(y) - np.einsum("ble,em->blm", x, w)).max() > 1e-3  # it did round
 
 
-def test_a_number_that_is_not_finite_is_not_hidden():
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_number_that_is_not_finite_is_not_hidden(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that the step is skipped."""
+    monkeypatch.setattr(fp8, "current_platform", lambda: platform)
     x, w, _ = arrays()
     for bad in (np.nan, np.inf):
         x[0, 0, 0] = bad

@@ -81,7 +81,7 @@ def test_settings_that_fp8_cannot_have_are_refused():
         ({"fp8_skips": 1}, "llama-3.2-1b", "h200", "note: --compute.fp8-skips has no effect"),
         ({"matmul": "fp8"}, "llama-3.2-1b", "h200", "fp8 in 16 of 16 layers (e4m3, gradients e5m2)"),
         ({"matmul": "fp8", "fp8_skips": 1}, "t5-small", "cpu", "fp8 in 8 of 12 layers (simulated"),
-        ({"matmul": "fp8"}, "llama-3.2-1b", "v6e", "v6e multiplies as fast in bfloat16"),
+        ({"matmul": "fp8"}, "llama-3.2-1b", "v6e", "v6e has the same peak in bfloat16"),
     ],
 )  # fmt: skip
 def test_a_run_says_how_many_layers_are_in_fp8(settings, model, chip, words):

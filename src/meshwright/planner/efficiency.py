@@ -33,10 +33,6 @@ SMALL_SIDE = 512
 # embed 2048, 1.35 times at 4096. With what it takes to quantize, so of a peak twice as high; a chip
 # with another ratio gains in proportion
 FP8_GPU = {2048: 1.38, 4096: 1.59}
-# compiled: of the ratio of both peaks, quantization included, in a gated MLP of 1.5B on 7x;
-# the matmuls alone reach 0.92. Two of nine, to which the compiler gives too little fast memory for
-# their tiles, are taken to be as the others
-FP8_TPU = 0.65
 
 # ---- attention, of the peak; causal, forward and backward together
 
@@ -172,9 +168,9 @@ PREFILL = 0.87
 
 def fp8(chip: Chip, smallest_side: float) -> float:
     """How many times as fast as in bfloat16 a layer's matmuls are, quantization included."""
-    ratio = (chip.fp8_flops or chip.bf16_flops) / chip.bf16_flops
     if chip.platform == "tpu":
-        return max(1.0, FP8_TPU * ratio)
+        return 1.0  # none has run it
+    ratio = (chip.fp8_flops or chip.bf16_flops) / chip.bf16_flops
     (small, low), (large, high) = FP8_GPU.items()
     share = min(max((smallest_side - small) / (large - small), 0.0), 1.0)
     return max(1.0, (low + share * (high - low)) * ratio / 2)

@@ -266,7 +266,7 @@ def matmuls_text(compute: ComputeConfig, model: Any, chip: Chip) -> str | None:
     if chip.platform == "cpu":
         how = "simulated: CPUs have no fp8 units"
     elif (chip.fp8_flops or 0) <= chip.bf16_flops:
-        how += f"; {chip.name} multiplies as fast in bfloat16: only all-gathers gain"
+        how += f"; {chip.name} has the same peak in bfloat16: only all-gathers gain"
     return f"matmuls: fp8 in {in_fp8} of {count(layers, 'layer')} ({how})"
 
 

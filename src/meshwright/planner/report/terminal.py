@@ -16,7 +16,7 @@ from meshwright.planner.report.words import (
     short_mesh,
     what_overlaps,
 )
-from meshwright.planner.result import Estimate, Memory, Plan, Serving
+from meshwright.planner.result import Estimate, Job, Memory, Plan, Serving
 from meshwright.present import (
     Column,
     Row,
@@ -75,7 +75,7 @@ def _header(plan: Plan) -> "list[RenderableType]":
     if job.kind == "train":
         rows += f" = {amount(job.batch * job.seq)} tokens a step"
     kept = (
-        f"{_optimizer(plan)}, parameters {job.param_dtype}, compute {job.dtype}"
+        f"{_optimizer(plan)}, parameters {job.param_dtype}, compute {_compute(job)}"
         if job.kind == "train"
         else f"serving, weights {job.dtype}, KV cache {plan.best.choice.cache or job.dtype}"
     )
@@ -83,6 +83,15 @@ def _header(plan: Plan) -> "list[RenderableType]":
     if job.kind == "serve" and plan.objective == "throughput":
         first = "most tokens a second with as many sequences as fit first"
     return [title, Text(rows), Text(f"{kept}; {first}", style="dim")]
+
+
+def _compute(job: Job) -> str:
+    """The dtype of matmuls; with fp8, of how many layers."""
+    if job.matmul != "fp8":
+        return job.dtype
+    stacks = [stack.layers for stack in job.sizes.stacks]
+    in_fp8 = sum(map(job.fp8_layers, stacks))
+    return f"{job.dtype}, fp8 in {in_fp8} of {count(sum(stacks), 'layer')}"
 
 
 def _optimizer(plan: Plan) -> str:
