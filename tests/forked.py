@@ -1,7 +1,8 @@
 """Commands of meshwright in processes of their own, forked from one that has imported what they need.
 
-Importing takes two seconds, most of many a command. What is forked has done nothing but import, so
-a command finds what it would find if it were started from a shell; the entry is the same.
+Importing takes two seconds, most of many a command. What is forked has done nothing but import: no
+backend of jax is there yet, and threads that libraries started wait for work. So a command finds
+what it would find if it were started from a shell; the entry is the same.
 """
 
 import json
@@ -30,7 +31,9 @@ class Commands:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         print(json.dumps(order), file=self._server.stdin, flush=True)
-        return int(self._server.stdout.readline())
+        status = self._server.stdout.readline()
+        assert status, f"the process that forks commands ended with {self._server.wait()}"
+        return int(status)
 
     def close(self) -> None:
         self._server.communicate()
@@ -49,6 +52,7 @@ class Commands:
 
 def serve() -> None:
     """Fork for each line of standard input, and print how the child ended."""
+    sys.path.pop(0)  # this folder, where tests/torch would be found as torch
     import orbax.checkpoint  # noqa: F401, imported by the first save
 
     import meshwright.cli.commands  # noqa: F401, imported by every command

@@ -10,12 +10,13 @@ import pytest
 
 import meshwright as mw
 from meshwright.audits import audit
+from meshwright.machines import Machine
 from meshwright.models import preset
 from meshwright.planner import choice_of, job_of, padding
 from meshwright.proofs import Proof, prove
 from meshwright.proofs.compare import compare, expected
 from meshwright.proofs.proof import _proof, digest
-from meshwright.proofs.target import gpu_description
+from meshwright.proofs.target import child_environment, gpu_description
 from meshwright.train.config import ComputeConfig, TrainConfig
 
 pytestmark = pytest.mark.usefixtures("fast_proofs")
@@ -146,3 +147,11 @@ def test_what_was_asked_is_kept_beside_the_answer(proof: Proof) -> None:
     request = json.loads((proof.folder / "request.json").read_text())
     assert request["machine"] == "cpu:8"
     assert request["config"]["mesh"] == CONFIG.mesh
+
+
+def test_flags_of_this_machine_are_not_given_to_another_machines_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    for machine in ("v5p:2x2x1", "h200:1", "cpu:8"):
+        assert "XLA_FLAGS" not in child_environment(Machine.parse(machine))
