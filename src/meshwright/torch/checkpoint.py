@@ -11,6 +11,7 @@ through torch's get_optimizer_state_dict, by parameter names.
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -162,9 +163,11 @@ class Checkpoints:
             if rank == 0:
                 folders.give_up(self.folder, step)
             raise
-        with together(f"step {step} is saved, but an older one cannot be deleted") as problems:
-            if rank == 0:
-                problems.catch(self._delete_old)
+        if rank == 0:
+            warning = folders.delete_old(self.folder, step, self.keep_last, self.keep_every)
+            if warning:  # the step is saved all the same
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
+        dist.barrier()  # every rank sees the same steps
 
     def _begin(self, step: int) -> None:
         if step in self.steps():
@@ -186,12 +189,6 @@ class Checkpoints:
         write_pieces(saving, pieces)
         write_record(saving, Record(step, arrays, content, list_files(saving)))
         folders.complete(self.folder, step)
-
-    def _delete_old(self) -> None:
-        for old in folders.steps_to_delete(
-            self.steps(), self.keep_last, self.keep_every, self.healthy()
-        ):
-            folders.delete(self.folder, old)
 
     def restore(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
