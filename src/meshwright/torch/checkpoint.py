@@ -145,9 +145,10 @@ class Checkpoints:
             arrays[name] = SavedArray(tuple(random.shape), "uint8", "")
             pieces[name] = Piece(file, name, (0,), tuple(random.shape))
             sums[name] = sums_of_bits(_bits(random), (0,), random.shape)
-        size = sum(value.nbytes for value in values.values())
+        sizes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(sizes, sum(value.nbytes for value in values.values()))
         failed = f"step {step} was not saved"
-        why = functools.partial(folders.why_not_saved, self.folder, size)
+        why = functools.partial(folders.why_not_saved, self.folder, sum(sizes))
         with together(failed, why=why) as problems:
             if rank == 0:
                 problems.catch(lambda: self._begin(step))
