@@ -47,6 +47,8 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--processes 2 --mesh dp=1,sp=2", "its axes are dp, fsdp and tp: set sp=1"),
         ("--processes 2 --mesh dp=-1,tp=2 --seq 63 --compute.sequence-parallel",
          "seq=62 or 64 would fit"),
+        ("--processes 2 --mesh auto --batch 7 --accumulation 2",
+         "accumulation=1 or 7, or batch=6 or 8 would fit"),
         ("--compute.matmul fp8", "leave it out: PyTorch runs in bfloat16"),
         ("--compute.overlap on", "leave it out: FSDP2 always overlaps"),
         ("--compute.remat offload", "give none, or full"),
