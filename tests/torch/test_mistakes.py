@@ -78,13 +78,20 @@ def test_rules(
     assert says in found
 
 
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        ("fsdp=2", "'vocab -> tp' names axis 'tp', which mesh 'fsdp=2' does not have; add tp=1 to"),
+        ("dp=2,tp=1", "names axis 'fsdp', which mesh 'dp=2,tp=1' does not have; add fsdp=1 to"),
+    ],
+)
 def test_rules_for_an_axis_that_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mesh: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "own.rules"
     file.write_text("\n".join(f"{dim} -> {axes}" for dim, axes in DIMS.items()))
-    found = told(capsys, "tiny", "--processes", "2", "--mesh", "fsdp=2", "--rules", str(file))
-    assert "'vocab -> tp' names axis 'tp', which mesh 'fsdp=2' does not have; add tp=1" in found
+    words = ["tiny", "--processes", "2", "--mesh", mesh, "--rules", str(file)]
+    assert f"{says} the mesh" in told(capsys, *words)
 
 
 def test_a_model_of_another_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,8 @@ def _check_axes(file: str, rules: Rules, spec: MeshSpec) -> None:
         unknown = [axis for axis in rule.axes if axis not in spec.names]
         if unknown and rule.dim not in {*ACTIVATIONS, *rules.optional}:
             axis = unknown[0]
-            hint = "; add tp=1 to it" if axis == "tp" else did_you_mean(axis, spec.names)
+            usual = axis in ("dp", "fsdp", "tp", "sp")
+            hint = f"; add {axis}=1 to the mesh" if usual else did_you_mean(axis, spec.names)
             raise MeshwrightError(
                 f"rules {file!r}: '{rule.dim} -> {'+'.join(rule.axes)}' names axis {axis!r}, which "
                 f"mesh {spec.quoted} does not have{hint}"
