@@ -128,6 +128,10 @@ def test_gpus_that_no_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert idle_gpus() is None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert idle_gpus() == (
-        "this host has 8 GPUs, and 2 processes of the run; --processes 8 starts one for each"
-    )
+    monkeypatch.setenv("RANK", "0")
+    for run_id, flag in (("meshwright", "--processes"), ("none", "torchrun --nproc-per-node")):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)  # as the launcher sets it
+        assert idle_gpus() == f"the run uses 2 of this host's 8 GPUs; {flag} 8 uses all"
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.delenv("RANK")
+    assert idle_gpus() == "the run uses 1 of this host's 8 GPUs; --processes 8 uses all"
