@@ -115,13 +115,16 @@ def test_settings_that_torch_does_not_have_are_refused(changes: Any, says: str) 
         (["--batch", "3", "--accumulation", "2"], "batch=2 or 4 would fit"),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(
+def test_a_mistake_is_told_in_one_line(
     flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", "tiny", "--backend", "torch", "--run", str(tmp_path / "run"), *flags])
     assert end.value.code == 2
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("error: ")
+    assert says in said[0]
 
 
 def test_settings_of_torch_need_its_backend() -> None:
