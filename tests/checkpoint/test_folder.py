@@ -30,6 +30,21 @@ def test_the_last_and_the_round_ones_are_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_one_that_cannot_be_deleted_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(folder: Path, step: int) -> None:
+        raise PermissionError("not allowed")
+
+    monkeypatch.setattr(folder_module, "delete", refuse)
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        checkpoints.save(1, TREE, {}, wait=True)
+        checkpoints.save(2, TREE, {}, wait=True)
+        assert checkpoints.steps() == [1, 2]
+    said = "warning: step 2 is saved, but step 1 cannot be deleted: not allowed\n"
+    assert capsys.readouterr().err == said
+
+
 @given(
     st.lists(st.integers(0, 200), unique=True, max_size=20),
     st.integers(1, 5),

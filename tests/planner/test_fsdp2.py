@@ -158,7 +158,6 @@ def test_what_pytorch_does_not_have_is_an_error(
 def test_pytorch_need_not_be_installed() -> None:
     code = """
 import sys
-from typing import Any
 sys.modules["torch"] = sys.modules["transformers"] = None
 from meshwright.planner import plan
 print(plan("llama-3.1-8b", "h100:8", 64, 4096, backend="torch").mesh)

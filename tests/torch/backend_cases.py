@@ -2,18 +2,22 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import meshwright.torch as mt
+from meshwright.checkpoint import folders
 from meshwright.errors import MeshwrightError
+from meshwright.torch import checkpoint
 from meshwright.torch.parallelize import parallelized
 from meshwright.torch.train.backend import TorchBackend
 from meshwright.torch.train.command import machine_of_run
@@ -121,8 +125,20 @@ def own_rules(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def no_space() -> Iterator[None]:
+    """A disk that is full, for this process, and small: its message says GB and means bytes."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    told = folders.why_not_saved
+    with (
+        mock.patch.object(checkpoint, "_write", side_effect=full),
+        mock.patch.object(folders, "why_not_saved", lambda f, size, e: told(f, size * 10**9, e)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """A disk that is full after `size` bytes of a file, for this process."""
+    """Files of this process cannot have more than `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -132,14 +148,16 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def full_disk(folder: Path) -> dict[str, Any]:
-    """The disk of the last rank is full in the second save, that of rank 0 in the third."""
+    """The last rank finds no space in the second save, rank 0 cannot write in the third."""
     model = mt.parallelize(tiny("llama"), mt.mesh(MESH, device="cpu"))
     checkpoints = mt.Checkpoints(folder / "checkpoints")
     checkpoints.save(1, model)
-    found: dict[str, Any] = {"errors": [], "left": []}
-    for rank in (dist.get_world_size() - 1, 0):
-        limit = 4096 if dist.get_rank() == rank else resource.RLIM_INFINITY
-        with largest_file(limit):
+    files = (checkpoints.folder / "step-00000001").glob("*.safetensors")
+    written = sum(file.stat().st_size for file in files)
+    found: dict[str, Any] = {"errors": [], "left": [], "written": written}
+    full = {dist.get_world_size() - 1: no_space(), 0: largest_file(4096)}
+    for rank, disk in full.items():
+        with disk if dist.get_rank() == rank else contextlib.nullcontext():
             try:
                 checkpoints.save(2, model)
             except MeshwrightError as error:

@@ -10,12 +10,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-import torch.distributed as dist
 
 from meshwright.cli.auto import planned
 from meshwright.errors import MeshwrightError
 from meshwright.torch.train import train
-from meshwright.torch.train.command import machine_of_run
+from meshwright.torch.train.command import machine_of
 from meshwright.train import TrainConfig
 
 AUTO = TrainConfig("tiny", backend="torch", mesh="auto", steps=1, batch=2, seq=16)
@@ -38,22 +37,24 @@ def test_it_needs_something_that_chooses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "own", "found"),
+    ("kind", "on_hosts", "found"),
     [
-        ("NVIDIA H100 80GB HBM3", "8", "h100:2x8"),
-        ("NVIDIA H100 80GB HBM3", "3", "start the same number on each, or name the mesh"),
-        ("NVIDIA GeForce RTX 4090", "8", "name the mesh, such as --mesh fsdp=16"),
+        ("NVIDIA H100 80GB HBM3", 16 * [8], "h100:2x8"),
+        (
+            "NVIDIA H100 80GB HBM3",
+            [*(4 * [4]), *(8 * [8])],
+            "runs 8 of the 12 processes, another 4",
+        ),
+        ("NVIDIA GeForce RTX 4090", 16 * [8], "name the mesh, such as --mesh fsdp=16"),
     ],
 )
 def test_gpus_are_recognized_by_name_and_hosts(
-    kind: str, own: str, found: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, on_hosts: list[int], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", own)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: kind)
     try:
-        machine = str(machine_of_run())
+        machine = str(machine_of(on_hosts))
     except MeshwrightError as error:
         machine = str(error)
     assert found in machine

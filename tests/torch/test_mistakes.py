@@ -47,6 +47,8 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--processes 2 --mesh dp=1,sp=2", "its axes are dp, fsdp and tp: set sp=1"),
         ("--processes 2 --mesh dp=-1,tp=2 --seq 63 --compute.sequence-parallel",
          "seq=62 or 64 would fit"),
+        ("--processes 2 --mesh auto --batch 7 --accumulation 2",
+         "accumulation=1 or 7, or batch=6 or 8 would fit"),
         ("--compute.matmul fp8", "leave it out: PyTorch runs in bfloat16"),
         ("--compute.overlap on", "leave it out: FSDP2 always overlaps"),
         ("--compute.remat offload", "give none, or full"),
@@ -76,13 +78,20 @@ def test_rules(
     assert says in found
 
 
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        ("fsdp=2", "'vocab -> tp' names axis 'tp', which mesh 'fsdp=2' does not have; add tp=1 to"),
+        ("dp=2,tp=1", "names axis 'fsdp', which mesh 'dp=2,tp=1' does not have; add fsdp=1 to"),
+    ],
+)
 def test_rules_for_an_axis_that_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mesh: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "own.rules"
     file.write_text("\n".join(f"{dim} -> {axes}" for dim, axes in DIMS.items()))
-    found = told(capsys, "tiny", "--processes", "2", "--mesh", "fsdp=2", "--rules", str(file))
-    assert "'vocab -> tp' names axis 'tp', which mesh 'fsdp=2' does not have; add tp=1" in found
+    words = ["tiny", "--processes", "2", "--mesh", mesh, "--rules", str(file)]
+    assert f"{says} the mesh" in told(capsys, *words)
 
 
 def test_a_model_of_another_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +128,10 @@ def test_gpus_that_no_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert idle_gpus() is None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert idle_gpus() == (
-        "this host has 8 GPUs, and 2 processes of the run; --processes 8 starts one for each"
-    )
+    monkeypatch.setenv("RANK", "0")
+    for run_id, flag in (("meshwright", "--processes"), ("none", "torchrun --nproc-per-node")):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)  # as the launcher sets it
+        assert idle_gpus() == f"the run uses 2 of this host's 8 GPUs; {flag} 8 uses all"
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.delenv("RANK")
+    assert idle_gpus() == "the run uses 1 of this host's 8 GPUs; --processes 8 uses all"

@@ -18,13 +18,15 @@ import torch.distributed as dist
 from tests.forked import Commands
 from tests.torch.models import tiny
 
+from meshwright.checkpoint import folders
 from meshwright.cli.main import main
 from meshwright.errors import MeshwrightError
 from meshwright.serve import generation_mesh, load, look_into
+from meshwright.torch.train import train
 from meshwright.torch.train.batch import model_inputs
 from meshwright.torch.train.settings import check_settings
 from meshwright.torch.train.store import TorchrunStore
-from meshwright.train import TorchConfig, TrainConfig
+from meshwright.train import TorchConfig, TrainConfig, with_settings
 
 SIZES = ["--steps", "9", "--batch", "8", "--seq", "64", "--accumulation", "2"]
 SIZES += ["--eval.sequences", "6", "--eval.every", "100", "--optimizer.learning-rate", "3e-3"]
@@ -70,6 +72,24 @@ def test_a_run_goes_from_torch_to_jax_and_back(kind: str, tmp_path: Path) -> Non
         np.testing.assert_allclose(one, other, atol=2e-4)
 
 
+def test_a_run_ends_well_if_an_older_checkpoint_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(folder: Path, step: int) -> None:
+        raise PermissionError("not allowed")
+
+    monkeypatch.setattr(folders, "delete", refuse)
+    config = TrainConfig("tiny", tmp_path, "torch", "dp=1", steps=4, batch=2, seq=16)
+    train(with_settings(config, {"checkpoint.every": 1, "checkpoint.keep_last": 1}))
+    assert folders.complete_steps(tmp_path / "checkpoints") == [1, 2, 3, 4]
+    assert folders.healthy_steps(tmp_path / "checkpoints") == [1, 2, 3]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert said == [
+        f"warning: step {step} is saved, but step 1 cannot be deleted: not allowed"
+        for step in (3, 4)
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -95,13 +115,16 @@ def test_settings_that_torch_does_not_have_are_refused(changes: Any, says: str) 
         (["--batch", "3", "--accumulation", "2"], "batch=2 or 4 would fit"),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(
+def test_a_mistake_is_told_in_one_line(
     flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", "tiny", "--backend", "torch", "--run", str(tmp_path / "run"), *flags])
     assert end.value.code == 2
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("error: ")
+    assert says in said[0]
 
 
 def test_settings_of_torch_need_its_backend() -> None:

@@ -194,7 +194,8 @@ class Checkpoints:
                     problem = self._why_not_saved(step, size, error)
                 else:
                     self._mark_confirmed()
-                    problem = self._delete_old(step)
+                    if warning := self._delete_old(step):  # the step is saved all the same
+                        print(f"warning: {warning}", file=sys.stderr, flush=True)
             verdict = self._behind.agree(problem)
             if verdict and jax.process_index() == 0:
                 folders.give_up(self.folder, step)
@@ -204,13 +205,9 @@ class Checkpoints:
             self._failure.append(verdict)
 
     def _delete_old(self, step: int) -> str:
-        steps, healthy = self.steps(), self.healthy()
-        for old in folders.steps_to_delete(steps, self.keep_last, self.keep_every, healthy):
-            try:
-                folders.delete(self.folder, old)
-            except OSError as error:
-                return f"step {step} is saved, but step {old} cannot be deleted: {error}"
-        return ""
+        return folders.delete_old(
+            self.folder, step, self.keep_last, self.keep_every, self._confirmed
+        )
 
     def _why_not_saved(self, step: int, size: int, error: BaseException) -> str:
         if isinstance(error, MeshwrightError):

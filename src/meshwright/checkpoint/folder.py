@@ -216,6 +216,28 @@ def delete(folder: Path, step: int) -> None:
         shutil.rmtree(deleting)
 
 
+def delete_old(
+    folder: Path,
+    step: int,
+    keep_last: int | None,
+    keep_every: int | None,
+    confirmed: Collection[int] = (),
+) -> str:
+    """Delete what need not be kept once `step` is saved; the warning if one cannot be, else ''.
+
+    `confirmed`: healthy ones that may not be marked.
+    """
+    which = "older ones"
+    try:
+        healthy = {*healthy_steps(folder), *confirmed}
+        for old in steps_to_delete(complete_steps(folder), keep_last, keep_every, healthy):
+            which = f"step {old}"
+            delete(folder, old)
+    except (OSError, MeshwrightError) as error:
+        return f"step {step} is saved, but {which} cannot be deleted: {error}"
+    return ""
+
+
 def steps_to_delete(
     steps: list[int],
     keep_last: int | None,

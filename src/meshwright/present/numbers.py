@@ -106,7 +106,6 @@ def nearest_multiples(size: int, factor: int) -> str:
 
 
 _PLURALS = {"axis": "axes", "copy": "copies", "micro-batch": "micro-batches"}
-_PLURALS |= {"process": "processes"}
 
 
 def count(number: int, noun: str) -> str:

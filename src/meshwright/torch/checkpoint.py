@@ -11,6 +11,7 @@ through torch's get_optimizer_state_dict, by parameter names.
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,10 @@ class Checkpoints:
             arrays[name] = SavedArray(tuple(random.shape), "uint8", "")
             pieces[name] = Piece(file, name, (0,), tuple(random.shape))
             sums[name] = sums_of_bits(_bits(random), (0,), random.shape)
-        size = sum(value.nbytes for value in values.values())
+        sizes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(sizes, sum(value.nbytes for value in values.values()))
         failed = f"step {step} was not saved"
-        why = functools.partial(folders.why_not_saved, self.folder, size)
+        why = functools.partial(folders.why_not_saved, self.folder, sum(sizes))
         with together(failed, why=why) as problems:
             if rank == 0:
                 problems.catch(lambda: self._begin(step))
@@ -162,9 +164,11 @@ class Checkpoints:
             if rank == 0:
                 folders.give_up(self.folder, step)
             raise
-        with together(f"step {step} is saved, but an older one cannot be deleted") as problems:
-            if rank == 0:
-                problems.catch(self._delete_old)
+        if rank == 0:
+            warning = folders.delete_old(self.folder, step, self.keep_last, self.keep_every)
+            if warning:  # the step is saved all the same
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
+        dist.barrier()  # every rank sees the same steps
 
     def _begin(self, step: int) -> None:
         if step in self.steps():
@@ -186,12 +190,6 @@ class Checkpoints:
         write_pieces(saving, pieces)
         write_record(saving, Record(step, arrays, content, list_files(saving)))
         folders.complete(self.folder, step)
-
-    def _delete_old(self) -> None:
-        for old in folders.steps_to_delete(
-            self.steps(), self.keep_last, self.keep_every, self.healthy()
-        ):
-            folders.delete(self.folder, old)
 
     def restore(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None

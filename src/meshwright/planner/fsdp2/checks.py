@@ -69,7 +69,7 @@ def data_axis(limits: tuple[tuple[str, str, int], ...]) -> tuple[tuple[str, str,
 
 
 def micro_batches(job: Job, fixed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fixed fields of a Choice, as train takes them: gradients do not add up in bfloat16."""
+    """One micro-batch where parameters are bfloat16, as train requires."""
     if job.param_dtype != "bfloat16":
         return fixed
     if fixed.get("accumulation", 1) > 1:

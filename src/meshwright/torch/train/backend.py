@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import MeshwrightError
 from meshwright.machines import check_host_memory
 from meshwright.models import to_hf_config
-from meshwright.present import bytes_text, count, nearest_multiples
+from meshwright.present import bytes_text, nearest_multiples
 from meshwright.torch.checkpoint import Checkpoints
 from meshwright.torch.checks import check_sequence
 from meshwright.torch.explanation import explain
@@ -23,6 +23,7 @@ from meshwright.torch.mesh import Axes, axes_of, data_shard
 from meshwright.torch.parallelize import parallelize, parallelized
 from meshwright.torch.train.batch import Arrays, micro_batches, model_inputs, targets
 from meshwright.torch.train.from_jax import as_pieces
+from meshwright.torch.train.launcher import by_torchrun
 from meshwright.torch.train.settings import check_settings
 from meshwright.train import (
     Backend,
@@ -319,10 +320,8 @@ def idle_gpus() -> str | None:
     there, used = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if there <= used:
         return None
-    return (
-        f"this host has {there} GPUs, and {count(used, 'process')} of the run; "
-        f"--processes {there} starts one for each"
-    )
+    flag = "torchrun --nproc-per-node" if by_torchrun() else "--processes"
+    return f"the run uses {used} of this host's {there} GPUs; {flag} {there} uses all"
 
 
 def check_batch(config: TrainConfig, axes: Axes) -> int:

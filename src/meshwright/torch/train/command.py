@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import torch
@@ -56,12 +57,15 @@ def train(
         _check_mesh(config, model)
     elif choose is None:
         raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
-    if starts:
-        _check_folders(config)
-        start_processes(config.processes or 1, arguments)
-        return
     # jax computes learning rates alone, and must leave the GPU to PyTorch
     jax.config.update("jax_platforms", "cpu")
+    if starts:
+        processes = config.processes or 1
+        if config.mesh == AUTO and choose is not None:  # its mistakes are told once
+            choose(config, machine_of(processes * [processes]))
+        _check_folders(config)
+        start_processes(processes, arguments)
+        return
     joined, store = join(pause_timeout_s(config.hang_timeout))
     with supervised(config, joined, store) as (stop, watchdog):
         with watchdog.paused("comparing settings"):
@@ -116,7 +120,8 @@ def _check_axes(file: str, rules: Rules, spec: MeshSpec) -> None:
         unknown = [axis for axis in rule.axes if axis not in spec.names]
         if unknown and rule.dim not in {*ACTIVATIONS, *rules.optional}:
             axis = unknown[0]
-            hint = "; add tp=1 to it" if axis == "tp" else did_you_mean(axis, spec.names)
+            usual = axis in ("dp", "fsdp", "tp", "sp")
+            hint = f"; add {axis}=1 to the mesh" if usual else did_you_mean(axis, spec.names)
             raise MeshwrightError(
                 f"rules {file!r}: '{rule.dim} -> {'+'.join(rule.axes)}' names axis {axis!r}, which "
                 f"mesh {spec.quoted} does not have{hint}"
@@ -124,14 +129,21 @@ def _check_axes(file: str, rules: Rules, spec: MeshSpec) -> None:
 
 
 def machine_of_run() -> Machine:
-    """The devices of all processes, one each, for the plan."""
-    processes, own = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """The devices of all processes, one each, for the plan; the same call in each."""
+    on_hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(on_hosts, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return machine_of(on_hosts)
+
+
+def machine_of(on_hosts: Sequence[int]) -> Machine:
+    """`on_hosts`: for each process of the run, how many its host runs."""
+    processes, own = len(on_hosts), on_hosts[0]
     if not torch.cuda.is_available():
         return Machine(CHIPS["cpu"], (processes,))
-    if processes % own:
+    if len(set(on_hosts)) > 1:
         raise MeshwrightError(
-            f"--mesh auto: this host runs {own} of {processes} processes, so the hosts have "
-            "different numbers of GPUs; start the same number on each, or name the mesh"
+            f"--mesh auto: one host runs {max(on_hosts)} of the {processes} processes, another "
+            f"{min(on_hosts)}; start the same number on each, or name the mesh"
         )
     kind = torch.cuda.get_device_name()
     try:

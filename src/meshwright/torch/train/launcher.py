@@ -15,6 +15,7 @@ from meshwright.interrupt import signal_calls
 from meshwright.launch import EXIT_CODE
 from meshwright.train import TrainConfig
 
+RUN_ID = "meshwright"
 LONGEST_STOP_S = 600  # for the last step and its save, after a signal
 
 
@@ -37,6 +38,11 @@ def starts_processes(config: TrainConfig) -> bool:
     return False
 
 
+def by_torchrun() -> bool:
+    """Whether something else than `start_processes` started this process as one of several."""
+    return "RANK" in os.environ and os.environ.get("TORCHELASTIC_RUN_ID") != RUN_ID
+
+
 def start_processes(processes: int, arguments: Sequence[str]) -> None:
     """Run `meshwright train` in so many processes; exit with the code of the first that failed."""
     config = LaunchConfig(
@@ -45,7 +51,7 @@ def start_processes(processes: int, arguments: Sequence[str]) -> None:
         nproc_per_node=processes,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        run_id="meshwright",
+        run_id=RUN_ID,
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=LONGEST_STOP_S,
