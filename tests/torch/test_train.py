@@ -1,5 +1,6 @@
 """`meshwright train --backend torch`: the losses of JAX, and runs that change the backend."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -57,7 +58,7 @@ def test_a_run_goes_from_torch_to_jax_and_back(kind: str, tmp_path: Path) -> Non
         (mixed, ["--stop-at", "6"]),
         (mixed, [*TORCH, "--mesh", "dp=2,fsdp=1", *other]),  # weights are the same on both
     ]  # fmt: skip
-    with Commands(os.environ | QUIET) as commands:
+    with contextlib.closing(Commands(os.environ | QUIET)) as commands:
         for run, flags in parts:
             said = tmp_path / "said"
             code = commands.run(["train", *start, "--run", str(run), *flags], said)

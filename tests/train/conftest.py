@@ -1,5 +1,6 @@
 """Runs through the command line."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ TrainCommand = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def commands() -> Iterator[Commands]:
-    with Commands() as commands:
+    with contextlib.closing(Commands()) as commands:
         yield commands
 
 
