@@ -39,6 +39,15 @@ def test_the_fastest_kernel_that_can_serve_is_chosen(call: Call, expected: str) 
     assert choose(call) == expected
 
 
+@pytest.mark.usefixtures("pretended_h200")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hopper_goes_first_only_where_cudnn_is_not_faster(head_dim: int) -> None:
+    call = changed(platform="gpu", dtype="bfloat16", head_dim=head_dim)
+    assert choose(call) == "cudnn"
+    assert choose(dataclasses.replace(call, segmented=True)) == "hopper"
+    assert choose(dataclasses.replace(call, partial=True)) == "hopper"
+
+
 @pytest.mark.parametrize("mask", [Mask(), EVERYTHING, Mask(window=128), Mask(block=64)])
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_there_is_a_kernel_for_every_call(platform: str, mask: Mask) -> None:
