@@ -5,13 +5,12 @@
     python benchmarks/gpu_kernels.py --check          # attention with every mask: errors alone
 
 The shapes are those of benchmarks/train_step.py. The other way is the one taken where a kernel
-refuses: XLA's own passes, cuDNN. Both are timed in turns, medians of 5 rounds of 10
+refuses: cuDNN. Both are timed in turns, medians of 5 rounds of 10
 calls each; errors are the largest, over the largest number, against the same in float32.
 """
 
 import argparse
 import datetime
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -20,9 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from meshwright.ops import row_kernels
 from meshwright.ops.attention.block import Block, Gradients, Partial, merge
 from meshwright.ops.attention.cudnn import cudnn
 from meshwright.ops.attention.hopper import hopper
@@ -30,7 +27,6 @@ from meshwright.ops.attention.mask import Mask
 from meshwright.ops.mosaic import HOPPER, unavailable
 from results import write_section
 
-EPS = 1e-5
 WORST = 0.012  # error of bfloat16 attention, over the largest number
 
 
@@ -45,66 +41,6 @@ class Case(NamedTuple):
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
     numbers = jax.random.normal(jax.random.key(seed), shape, jnp.float32) * scale
     return numbers.astype(jnp.bfloat16)
-
-
-def loss_rows() -> Case:
-    """The log-sum-exp of a chunk of logits."""
-
-    def ours(x: jax.Array) -> jax.Array:
-        most, total = row_kernels.log_sum_exp(x)
-        return jnp.log(total) + most
-
-    def other(x: jax.Array) -> jax.Array:
-        most = jnp.max(x, axis=-1).astype(jnp.float32)
-        return jnp.log(jnp.sum(jnp.exp(x.astype(jnp.float32) - most[:, None]), axis=-1)) + most
-
-    def right(x: jax.Array) -> jax.Array:
-        return jax.nn.logsumexp(x.astype(jnp.float32), axis=-1)
-
-    return Case(
-        "log-sum-exps of 4096 x 128256", ours, other, (normal(0, 4096, 128256, scale=3),), right
-    )
-
-
-def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    shrink = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPS)
-    return (wide * shrink * scale[None]).astype(x.dtype)
-
-
-def norm_forward() -> Case:
-    def both(x: jax.Array, update: jax.Array, scale: jax.Array) -> Any:
-        return x + update, norm(x + update, scale)
-
-    def right(x: jax.Array, update: jax.Array, scale: jax.Array) -> Any:
-        return both(x.astype(jnp.float32), update.astype(jnp.float32), scale)
-
-    scale = jnp.linspace(0.5, 2, 2048)
-    arguments = (normal(1, 16384, 2048), normal(2, 16384, 2048), scale)
-    return Case(
-        "sum and norm, 16384 x 2048",
-        lambda x, update, scale: row_kernels.add_and_norm(x, update, scale, EPS),
-        both, arguments, right,
-    )  # fmt: skip
-
-
-def norm_backward() -> Case:
-    """With the residual's gradient and those of two uses of the norm."""
-
-    def other(x: jax.Array, scale: jax.Array, on: jax.Array, *uses: jax.Array) -> Any:
-        x_gradient, scale_gradient = jax.vjp(norm, x, scale)[1](sum(uses[1:], uses[0]))
-        return on + x_gradient, scale_gradient
-
-    def right(*given: jax.Array) -> Any:
-        return other(*(x.astype(jnp.float32) for x in given))
-
-    gradients = [normal(seed, 16384, 2048) for seed in (3, 4, 5)]
-    arguments = (normal(6, 16384, 2048), jnp.linspace(0.5, 2, 2048), *gradients)
-    return Case(
-        "gradient of a norm, 16384 x 2048",
-        lambda x, scale, *gradients: row_kernels.norm_gradient(x, scale, EPS, *gradients),
-        other, arguments, right,
-    )  # fmt: skip
 
 
 def places(documents: int, batch: int, length: int) -> jax.Array | None:
@@ -327,11 +263,8 @@ def main() -> None:
         *((*shape, 64, documents) for documents in (1, 4) for shape in (small, short, long)),
         *((*long, 128, 1), (*small, 128, 4), (*long, 128, 4)),
     ]
-    for cases in (
-        lambda: [loss_rows(), norm_forward(), norm_backward()],
-        *(functools.partial(attention, *sizes) for sizes in attentions),
-    ):
-        for case in cases():
+    for sizes in attentions:
+        for case in attention(*sizes):
             lines.append(measured(case))
             print(lines[-1], flush=True)
     if options.write:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.ops.collectives import all_gather
-from meshwright.ops.norms import add_bias, norm_alone, norm_beside, rms_norm
+from meshwright.ops.norms import add_bias, rms_norm
 
 EPS = 1e-5
 
@@ -80,38 +80,6 @@ def test_rms_norm_and_its_gradients_are_the_formula(layout: P) -> None:
     expected_x, expected_scale = gradients_in_float64(x, scale, given)
     np.testing.assert_allclose(of_x, expected_x, rtol=1e-5, atol=2e-6)
     np.testing.assert_allclose(of_scale, expected_scale, rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("layout", [P("dp", "tp", None), P("dp", None, "tp")], ids=str)
-def test_a_norm_beside_or_after_a_sum_is_the_norm_of_that_sum(layout: P) -> None:
-    mesh = mw.mesh("dp=2,tp=4", devices=jax.devices()[:8], axis_types="explicit")
-    x, scale, given = inputs()
-    update, more = np.cos(3 * x), np.sin(given)
-    tokens = [axis for axis in layout[:2] if axis is not None]
-
-    def beside(x: jax.Array, update: jax.Array, scale: jax.Array) -> Any:
-        x, normed = norm_beside(x, all_gather(scale, tokens), EPS, 2, update)
-        return [x, *normed]
-
-    def alone(x: jax.Array, update: jax.Array, scale: jax.Array) -> jax.Array:
-        return norm_alone(x, all_gather(scale, tokens), EPS, update)
-
-    with jax.set_mesh(mesh):
-        placed = [jax.device_put(part, layout) for part in (x, update, given, more)]
-        args = *placed[:2], jax.device_put(scale, P(layout[-1]))
-        (total, *normed), gradients = both(beside)(args, [placed[2], placed[3], placed[3]])
-        last, gradients_alone = both(alone)(args, placed[2])
-    np.testing.assert_array_equal(total, x + update)
-    for one in (*normed, last):
-        np.testing.assert_allclose(one, norm_in_float64(x + update, scale), rtol=2e-6, atol=1e-6)
-    right_x, right_scale = gradients_in_float64(x + update, scale, 2 * more)
-    for found, right in zip(
-        gradients, (given + right_x, given + right_x, right_scale), strict=True
-    ):
-        np.testing.assert_allclose(found, right, rtol=1e-5, atol=5e-6)
-    right_x, right_scale = gradients_in_float64(x + update, scale, given)
-    for found, right in zip(gradients_alone, (right_x, right_x, right_scale), strict=True):
-        np.testing.assert_allclose(found, right, rtol=1e-5, atol=5e-6)
 
 
 def test_rms_norm_of_bfloat16_is_rounded_once() -> None:

@@ -1,7 +1,7 @@
 """What the layers of all transformers have in common: weights, projections, the mlp, the loop.
 
-An addition to the residual stream waits for the norm that follows, which can be computed together
-with the sum: so a block takes `x` and an `update` still to be added, and returns both.
+An addition to the residual stream waits for the norm that follows, so that the sum has one name in
+every remat policy: a block takes `x` and an `update` still to be added, and returns both.
 """
 
 import functools
@@ -22,8 +22,6 @@ from meshwright.ops import (
     all_gather,
     einsum,
     fp8_einsum,
-    norm_alone,
-    norm_beside,
     over_chunks,
     partial_sums,
     plain_weights,
@@ -147,46 +145,34 @@ def enter(
     x: jax.Array,
     update: jax.Array | None,
     scale: jax.Array,
-    uses: int,
     name: str,
     eps: float,
     compute: Compute,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """A block's first step: `x + update`, by name, and its norm; together if saved together."""
-    if compute.stationary:  # no gradient; for few tokens XLA fuses this with what is around it
-        x = x if update is None else x + update
-        return x, [rms_norm(x, scale, eps)] * uses
-    kept = REMAT[compute.remat]
-    if update is None and compute.remat == OFFLOAD:  # an argument: saved where it is, unless named
+) -> tuple[jax.Array, jax.Array]:
+    """A block's first step: `x + update`, by name, and its norm."""
+    if update is not None:
+        x = checkpoint_name(x + update, name)
+    elif compute.remat == OFFLOAD:  # an argument: saved where it is, unless named
         x = checkpoint_name(x, name)
-    if update is not None and (name in kept) != ("normed" in kept):
-        x, update = checkpoint_name(x + update, name), None
-    return norm_beside(x, scale, eps, uses, update, name)
+    return x, checkpoint_name(rms_norm(x, scale, eps), "normed")
 
 
-def last_norm(
-    x: jax.Array, update: jax.Array | None, scale: jax.Array, eps: float, compute: Compute
-) -> jax.Array:
+def last_norm(x: jax.Array, update: jax.Array | None, scale: jax.Array, eps: float) -> jax.Array:
     """The norm of `x + update`, after the last layer of a stack."""
-    if compute.stationary:
-        return rms_norm(x if update is None else x + update, scale, eps)
-    return norm_alone(x, scale, eps, update)
+    return rms_norm(x if update is None else x + update, scale, eps)
 
 
 def enter_attention(
     x: jax.Array,
     update: jax.Array | None,
     scale: jax.Array,
-    uses: int,
     name: str,
     eps: float,
     compute: Compute,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """x with the update, and its norm as so many projections to heads take it."""
-    over = compute.layouts.all_gathered(compute.layouts.heads)
-    x, normed = enter(x, update, scale, 1 if over else uses, name, eps, compute)
-    # all-gathered once for all uses
-    return x, normed if not over else [all_gather(normed[0], over)] * uses
+) -> tuple[jax.Array, jax.Array]:
+    """x with the update, and its norm as the projections to heads take it."""
+    x, normed = enter(x, update, scale, name, eps, compute)
+    return x, all_gather(normed, compute.layouts.all_gathered(compute.layouts.heads))
 
 
 def gather_weight(weight: Weight, compute: Compute) -> Any:
@@ -248,21 +234,16 @@ def mlp(
     """
     layouts = compute.layouts
     over, inputs_over = layouts.axes(layouts.mlp), layouts.all_gathered(layouts.mlp)
-    at_once = not compute.mlp_chunk
     names = [name for name in ("gate_up", "gate", "up") if name in w]
-    uses = len(names) if at_once and not inputs_over else 1
-    x, normed = enter(x, update, w["norm"], uses, "middle", eps, compute)
+    x, normed = enter(x, update, w["norm"], "middle", eps, compute)
     weights = [gather_weight(w[name], compute) for name in (*names, "down")]
 
-    def forward(target: P, *inputs: Any) -> Any:
-        *normed, down = inputs
-        first = [normed.pop() for _ in names][::-1]
-        # [batch, length, embed]
-        normed = normed if not inputs_over else [all_gather(normed[0], inputs_over)]
-        normed = normed * len(names) if len(normed) == 1 else normed
+    def forward(target: P, normed: jax.Array, *weights: Any) -> Any:
+        *first, down = weights
+        normed = all_gather(normed, inputs_over)  # [batch, length, embed]
         hidden = [
-            checkpoint_name(_to_mlp(h, weight, compute), name)
-            for name, h, weight in zip(names, normed, first, strict=True)
+            checkpoint_name(_to_mlp(normed, weight, compute), name)
+            for name, weight in zip(names, first, strict=True)
         ]
         if names == ["gate_up"]:
             hidden = [hidden[0][:, :, 0], hidden[0][:, :, 1]]
@@ -271,11 +252,11 @@ def mlp(
         out = _multiply("blm,me->ble", activated, down, partial_sums(layouts.block, over), compute)
         return _scaled(reduce_to(out, over, target), down)
 
-    if at_once:
-        return x, forward(layouts.residual, *normed, *weights)
+    if not compute.mlp_chunk:
+        return x, forward(layouts.residual, normed, *weights)
     # all-reduced, since a chunk's tokens are not those that tp splits between blocks
     chunk = functools.partial(forward, layouts.block)
-    out = over_chunks(chunk, reshard(normed[0], layouts.block), weights, compute.mlp_chunk)
+    out = over_chunks(chunk, reshard(normed, layouts.block), weights, compute.mlp_chunk)
     return x, reshard(out, layouts.residual)
 
 

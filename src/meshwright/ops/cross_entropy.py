@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.layouts import axes_of
-from meshwright.ops import row_kernels
 from meshwright.ops.collectives import (
     current_platform,
     drop_trivial_axes,
@@ -97,13 +96,8 @@ def _fused(
 
     def logsumexp(logits: jax.Array) -> jax.Array:
         """Of each token, over the full vocabulary; float32."""
-        if row_kernels.refuses(logits.shape[1], logits.dtype, whole_row=False) is None:
-            most_here, total_here = row_kernels.log_sum_exp(logits)
-            most = over_vocab(lax.pmax, most_here)
-            total = total_here * jnp.exp(most_here - most)
-        else:
-            most = over_vocab(lax.pmax, jnp.max(logits, axis=-1)).astype(jnp.float32)
-            total = jnp.sum(jnp.exp(logits.astype(jnp.float32) - most[:, None]), axis=-1)
+        most = over_vocab(lax.pmax, jnp.max(logits, axis=-1)).astype(jnp.float32)
+        total = jnp.sum(jnp.exp(logits.astype(jnp.float32) - most[:, None]), axis=-1)
         return jnp.log(over_vocab(lax.psum, total)) + most
 
     def one_chunk(h: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array) -> Any:

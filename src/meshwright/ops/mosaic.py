@@ -3,9 +3,7 @@
 Imported when a kernel is built, since the import is slow and only GPUs need it.
 """
 
-import functools
 import inspect
-import logging
 import math
 import os
 import re
@@ -21,8 +19,6 @@ HOPPER = frozenset({"H100", "H200", "H800", "H20", "GH200"})
 OLDEST = (0, 11)  # jax version; before, a kernel could not add to an array inside jit
 SWITCH = "MESHWRIGHT_MOSAIC"  # 0: use kernels of libraries and XLA instead of our own
 LOG2_E = math.log2(math.e)  # GPUs have exp2
-
-_log = logging.getLogger("meshwright")
 
 
 def unavailable(chips: frozenset[str]) -> str | None:
@@ -46,15 +42,6 @@ def switched_on() -> bool:
             "kernels) nor 1 (use them where they are faster, the default)"
         )
     return value == "1"
-
-
-@functools.lru_cache(maxsize=64)
-def say(kernel: str, why_not: str | None) -> None:
-    """Log once, on a GPU, that our kernel is used, or why not."""
-    if current_device()[0] in ("gpu", "cuda"):
-        _log.info(
-            f"{kernel}: " + ("Meshwright's kernel" if why_not is None else f"XLA ({why_not})")
-        )
 
 
 def pallas() -> Any:

@@ -153,7 +153,7 @@ def _forward(
         weights = prepare_weights(weights, layouts, compute)
     x, update, kept = through_layers(layer, x, weights, states, compute)
     scale = along_residual(params["norm"], layouts)
-    x = last_norm(x, update, scale, config.norm_eps, compute)
+    x = last_norm(x, update, scale, config.norm_eps)
     if isinstance(state, EmptyCache):
         keys, values = kept
         return x, state.filled(keys, values, generation_compute(params).layouts), sequences
@@ -176,7 +176,7 @@ def _layer(
     """The residual stream after one layer but for the last update, that update, the state."""
     with jax.named_scope("attention"):
         own, eps = w["attention"], config.norm_eps
-        x, normed = enter_attention(x, update, own["norm"], 3, "input", eps, compute)
+        x, normed = enter_attention(x, update, own["norm"], "input", eps, compute)
         q, k, v = _heads(normed, own, rope, config, compute)
         mixed, state = attend(q, k, v, state)
         update = attention_output(mixed, own, compute)
@@ -188,7 +188,7 @@ def _layer(
 
 
 def _heads(
-    normed: list[jax.Array],
+    normed: jax.Array,
     w: Params,
     rope: tuple[jax.Array, jax.Array],
     config: DecoderConfig,
@@ -207,19 +207,18 @@ def _heads(
             return rotate(y, *rope)
         return checkpoint_name(rotate(y, *rope), name)
 
-    def projected(name: str, h: jax.Array, layout: P) -> jax.Array:
+    def projected(name: str, layout: P) -> jax.Array:
         weight = gather_weight(w[f"w{name}"], compute)
-        return finish(name, project("ble,ehd->blhd", h, weight, layout, compute))
+        return finish(name, project("ble,ehd->blhd", normed, weight, layout, compute))
 
     if "wqkv" in w:  # see serving_weights
         batch, length, heads, _ = layouts.kv_heads.partitions
         target = P(batch, length, heads, None, None)
         weight = gather_weight(w["wqkv"], compute)
-        merged = project("ble,ekgd->blkgd", normed[0], weight, target, compute)
+        merged = project("ble,ekgd->blkgd", normed, weight, target, compute)
         q = merged[:, :, :, :-2]
         shape = (*q.shape[:2], config.heads, config.head_dim)
         q = jnp.reshape(q, shape, out_sharding=layouts.heads)
         return finish("q", q), finish("k", merged[:, :, :, -2]), finish("v", merged[:, :, :, -1])
-    each = (layouts.heads, layouts.kv_heads, layouts.kv_heads)
-    q, k, v = (projected(name, h, at) for name, h, at in zip("qkv", normed, each, strict=True))
-    return q, k, v
+    q = projected("q", layouts.heads)
+    return q, projected("k", layouts.kv_heads), projected("v", layouts.kv_heads)

@@ -108,7 +108,7 @@ def forward(
         with jax.named_scope("attention"):
             x, update, kept = _self_attention(x, update, w["attention"], attend, config, compute)
         with jax.named_scope("cross_attention"):
-            x, [h] = enter_attention(x, update, cross["norm"], 1, "middle", eps, compute)
+            x, h = enter_attention(x, update, cross["norm"], "middle", eps, compute)
             q = _queries(h, cross, config, compute)
             if state is None:
                 keys = keys_and_values(encoded, cross, compute)
@@ -123,7 +123,7 @@ def forward(
     states = None if state is None else state.layers
     x, update, kept = through_layers(layer, x, weights, states, compute)
     scale = along_residual(stack["norm"], layouts)
-    x = last_norm(x, update, scale, config.norm_eps, compute)
+    x = last_norm(x, update, scale, config.norm_eps)
     x = x * config.embed**-0.5 if config.scaled_output else x
     return x, None if state is None else state.updated(kept)
 
@@ -160,7 +160,7 @@ def encode(
         weights = layer_weights(params["encoder"], compute)
         x, update, _ = through_layers(layer, x, weights, None, compute)
         scale = along_residual(params["encoder"]["norm"], layouts)
-        normed = last_norm(x, update, scale, config.norm_eps, compute)
+        normed = last_norm(x, update, scale, config.norm_eps)
         return all_gather(normed, layouts.all_gathered(layouts.heads))
 
 
@@ -211,14 +211,14 @@ def _self_attention(
 ) -> tuple[jax.Array, jax.Array, Any]:
     """x with the update, the next update, and what the state keeps."""
     eps = config.norm_eps
-    x, [of_q, of_k, of_v] = enter_attention(x, update, w["norm"], 3, "input", eps, compute)
+    x, normed = enter_attention(x, update, w["norm"], "input", eps, compute)
     if "wqkv" in w:
-        merged = _project_merged(of_q, w["wqkv"], compute)
+        merged = _project_merged(normed, w["wqkv"], compute)
         q, k, v = (merged[:, :, :, i] for i in range(3))
         q = q * config.head_dim**0.5
     else:
-        q = _queries(of_q, w, config, compute)
-        k, v = _project("k", of_k, w, compute), _project("v", of_v, w, compute)
+        q = _queries(normed, w, config, compute)
+        k, v = _project("k", normed, w, compute), _project("v", normed, w, compute)
     mixed, kept = attend(q, k, v)
     return x, attention_output(mixed, w, compute), kept
 
