@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.train.run.files import write_whole
+from meshwright.files import write_whole
 
 
 def check_trackers(tensorboard: bool, wandb: bool) -> None:
