@@ -11,10 +11,10 @@ import pytest
 from tests.processes import run_commands
 from tests.train.test_loop import MODEL
 
+from meshwright import files
 from meshwright.checkpoint import Checkpoints
 from meshwright.checkpoint.restore import advice
 from meshwright.errors import MeshwrightError
-from meshwright import files
 from meshwright.train.run import LiveLine, MetricsLog, only_run_in, read_metrics
 
 SETTINGS = ["--batch", "4", "--seq", "32", "--steps", "6"]

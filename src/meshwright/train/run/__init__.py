@@ -1,7 +1,7 @@
 """What stands around the training loop: processes, signals, the watchdog, metrics, the run page."""
 
-from meshwright.train.run.description import write_description
 from meshwright.files import disk_errors_in_one_line, print_line
+from meshwright.train.run.description import write_description
 from meshwright.train.run.live import LiveLine, waiting_line
 from meshwright.train.run.lock import only_run_in
 from meshwright.train.run.metrics import Metrics, MetricsLog, read_metrics

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
-from meshwright.present import GIB, count_text, duration_text
 from meshwright.files import print_line
+from meshwright.present import GIB, count_text, duration_text
 
 PLAIN_EVERY_S = 10.0
 REPEATED_AFTER_S = 4.0
