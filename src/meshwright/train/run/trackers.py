@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, not_installed
 from meshwright.files import write_whole
 
 
@@ -77,4 +77,4 @@ class WeightsAndBiases:
 
 
 def _missing(name: str) -> MeshwrightError:
-    return MeshwrightError(f"{name} is not installed: pip install 'meshwright[track]'")
+    return MeshwrightError(f"{name} is not installed: {not_installed('track')}")
