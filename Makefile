@@ -4,6 +4,8 @@ VENV ?= .venv
 NEWEST_PYTHON ?= python3.12
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEMO := $(VENV)/.demo
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-layout serve test test-all test-newest lint format lock bench clean
@@ -18,20 +20,28 @@ help:
 	@echo "make bench        the benchmarks behind benchmarks/RESULTS.md"
 	@echo "make lint format lock clean"
 
+# what tests and checks need: PyTorch, transformers, mypy and more
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -e '.[dev]'
+	touch $@ $(DEMO)
+
+# what training and serving in JAX need
+$(DEMO): pyproject.toml constraints.txt
+	@echo "installing jax and what else the demo needs in $(VENV) (about 250 MB to download)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[serve]'
 	touch $@
 
-demo: $(INSTALLED)
+demo: $(DEMO)
 	rm -rf demo-run
 	$(BIN)/python examples/train_demo.py --run demo-run
 
-serve: $(INSTALLED)
+serve: $(DEMO)
 	test -d demo-run/checkpoints || $(MAKE) demo
 	$(BIN)/meshwright serve demo-run
 
-demo-layout: $(INSTALLED)
+demo-layout: $(DEMO)
 	$(BIN)/python examples/layout_demo.py --html demo.html
 
 lint: $(INSTALLED)

@@ -5,7 +5,7 @@ TPUs which mesh is best.
     python benchmarks/plan_against_compiler.py --compile   # compiles what is not there yet
     python benchmarks/plan_against_compiler.py --write     # and puts tables into RESULTS.md
 
-Needs libtpu (`pip install meshwright[tpu]`) or the CUDA plugin (`meshwright[cuda]`) to compile, no
+Needs libtpu (`pip install -e '.[tpu]'`) or the CUDA plugin (`.[cuda]`) to compile, no
 TPU and no GPU; cases whose compiler is not installed are left out. A case takes a minute or two on
 a core for TPUs, a quarter of a minute for GPUs, and is written into benchmarks/compiled.json as
 soon as it is done: what the compiler said, so that tests can hold the plan to it without compiling

@@ -6,6 +6,8 @@ run is stopped; the same command with a different mesh resumes it.
 """
 
 import argparse
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -23,18 +25,32 @@ SETTINGS = [
 ]  # fmt: skip
 NEXT = """
 {seconds:.0f} s in all. What to try next:
-  open {run}/run.html                 the curves of this run
-  make serve                          let this model continue your text, in a browser
-  meshwright plan llama-3.1-8b --on v5p:4x4x4 --batch 64 --seq 8192
-                                      which mesh for a real model, and why
-  meshwright show --mesh fsdp=4,tp=4 --on v5e:4x4 --model llama-3.2-1b
-                                      where every shard goes
-  docs/train/train.md                 train on your own text and your own machine"""
+  {run}/run.html, in a browser: the curves of this run
+  docs/train/train.md: train on your own text and your own machine
+
+let this model continue your text, in a browser
+  {meshwright} serve {run}
+which mesh for a real model, and why
+  {meshwright} plan llama-3.1-8b --on v5p:4x4x4 --batch 64 --seq 8192
+where every shard goes
+  {meshwright} show --mesh fsdp=4,tp=4 --on v5e:4x4 --model llama-3.2-1b"""
+
+
+def command_line() -> list[str]:
+    """The words that run `meshwright` from this folder, with the Python that runs this file."""
+    script = Path(sys.executable).with_name("meshwright")
+    if not script.exists():
+        return [sys.executable, "-m", "meshwright.cli.main"]
+    if shutil.which("meshwright") == str(script):
+        return ["meshwright"]
+    return [str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)]
 
 
 def meshwright(*arguments: str) -> None:
-    print(f"\n$ meshwright {' '.join(arguments)}", flush=True)
-    subprocess.run([sys.executable, "-m", "meshwright.cli.main", *arguments], check=True)
+    """Print a command as it can be copied to a shell, and run it."""
+    command = [*command_line(), *arguments]
+    print(f"\n$ {shlex.join(command)}", flush=True)
+    subprocess.run(command, check=True)
 
 
 def train_tokenizer(text: str, file: Path) -> None:
@@ -78,7 +94,8 @@ def main() -> None:
         "generate", options.run, "--prompt", "The old", "--max-new", "80",
         "--temperature", "0.5", "--seed", "1",
     )  # fmt: skip
-    print(NEXT.format(seconds=time.monotonic() - start, run=options.run))
+    run_folder, command = shlex.quote(options.run), shlex.join(command_line())
+    print(NEXT.format(seconds=time.monotonic() - start, run=run_folder, meshwright=command))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ table.data(), table.markdown()
 ORDER = [
     "interrupt",
     "errors",
+    "files",
     "arithmetic",
     "present",
     "machines",

@@ -17,6 +17,16 @@ class UnsupportedModelError(MeshwrightError):
     """A Hugging Face config of a model that is in no family here."""
 
 
+def install_command(extra: str) -> str:
+    """How to install an extra; in the clone of the repository, since no package index has it."""
+    return f"pip install -e '.[{extra}]'"
+
+
+def not_installed(extra: str) -> str:
+    """The end of a sentence about a missing package: the command, and where it works."""
+    return f"{install_command(extra)} (in the clone of Meshwright) installs it"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a sentence: `"; did you mean 'fsdp'?"` if one is close, else all known names."""
     known = list(dict.fromkeys(known))

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import platform
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from meshwright.planner import choice_of, job_of, padding
 from meshwright.proofs import Proof, prove
 from meshwright.proofs.compare import compare, expected
 from meshwright.proofs.proof import _proof, digest
-from meshwright.proofs.target import child_environment, gpu_description
+from meshwright.proofs.target import check_extra, child_environment, gpu_description
 from meshwright.train.config import ComputeConfig, TrainConfig
 
 pytestmark = pytest.mark.usefixtures("fast_proofs")
@@ -108,9 +109,44 @@ def test_a_mistake_is_said_as_train_says_it(cache: Path) -> None:
         prove(dataclasses.replace(CONFIG, mesh="tp=8"), "cpu:8", cache=cache)
 
 
+@pytest.mark.parametrize(
+    ("system", "processor", "machine", "reason"),
+    [
+        (
+            "Linux",
+            "aarch64",
+            "v5e:2x4",
+            "there is none for Linux on aarch64: prove it on Linux on x86_64",
+        ),
+        (
+            "Darwin",
+            "arm64",
+            "v5e:2x4",
+            "there is none for Darwin on arm64: prove it on Linux on x86_64",
+        ),
+        (
+            "Darwin",
+            "arm64",
+            "h100:8",
+            "for Darwin on arm64: prove it on Linux on x86_64 or aarch64",
+        ),
+        ("Linux", "x86_64", "v5e:2x4", "pip install -e '.[tpu]' (in the clone of Meshwright)"),
+        ("Linux", "aarch64", "h100:8", "pip install -e '.[cuda]' (in the clone of Meshwright)"),
+    ],
+)
+def test_a_compiler_that_cannot_be_installed_here_is_said_to_be_so(
+    system: str, processor: str, machine: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: processor)
+    with pytest.raises(mw.MeshwrightError, match=re.escape(reason)):
+        check_extra(mw.Machine.parse(machine))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="it is installed")
 def test_a_compiler_that_is_not_installed_is_named_with_its_command() -> None:
-    with pytest.raises(mw.MeshwrightError, match=r"pip install 'meshwright\[tpu\]'"):
+    with pytest.raises(mw.MeshwrightError, match=r"pip install -e '\.\[tpu\]'"):
         prove(CONFIG, "v5e:2x4")
 
 
@@ -118,7 +154,7 @@ def test_a_compiler_that_is_not_installed_is_named_with_its_command() -> None:
     importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="it is installed"
 )
 def test_so_is_the_gpus() -> None:
-    with pytest.raises(mw.MeshwrightError, match=r"pip install 'meshwright\[cuda\]'"):
+    with pytest.raises(mw.MeshwrightError, match=r"pip install -e '\.\[cuda\]'"):
         prove(CONFIG, "h100:8")
 
 

@@ -11,10 +11,11 @@ import pytest
 from tests.processes import run_commands
 from tests.train.test_loop import MODEL
 
+from meshwright import files
 from meshwright.checkpoint import Checkpoints
 from meshwright.checkpoint.restore import advice
 from meshwright.errors import MeshwrightError
-from meshwright.train.run import LiveLine, MetricsLog, files, only_run_in, read_metrics
+from meshwright.train.run import LiveLine, MetricsLog, only_run_in, read_metrics
 
 SETTINGS = ["--batch", "4", "--seq", "32", "--steps", "6"]
 
@@ -162,7 +163,7 @@ def test_output_that_was_lost_does_not_change_how_a_run_ends(
     inside: str, code: int, said: str
 ) -> None:
     program = (
-        "from meshwright.train.run.files import output_is_written, print_line\n"
+        "from meshwright.files import output_is_written, print_line\n"
         f"with output_is_written(): {inside}\n"
     )
     with open("/dev/full", "w") as full:

@@ -1,50 +1,56 @@
-"""The commands of `meshwright`: one file each, all thin."""
+"""The commands of `meshwright`: one file each, all thin, imported when it is the one to run."""
 
 import contextlib
+import importlib
 import io
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
-import tyro
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.files import disk_errors_in_one_line, output_is_written
 
-from meshwright.cli.audit import audit_command
-from meshwright.cli.data import data
-from meshwright.cli.eval import evaluate
-from meshwright.cli.generate import generate
-from meshwright.cli.machines import machines
-from meshwright.cli.other_systems import check_flags
-from meshwright.cli.plan import plan
-from meshwright.cli.prove import prove_command
-from meshwright.cli.serve import serve, serve_command
-from meshwright.cli.show import show
-from meshwright.cli.train import train, train_command
-from meshwright.errors import MeshwrightError
-from meshwright.train.run import disk_errors_in_one_line, output_is_written
 
-COMMANDS: dict[str, Callable[..., Any]] = {
-    "show": show,
-    "machines": machines,
-    "plan": plan,
-    "prove": prove_command,
-    "audit": audit_command,
-    "data": data,
-    "train": train,
-    "generate": generate,
-    "serve": serve,
-    "eval": evaluate,
+class Command(NamedTuple):
+    """A function of `meshwright.cli.<name>`, and the first sentence of its help."""
+
+    function: str
+    summary: str
+    reads_words: bool = False  # else tyro reads them, by the function's signature
+
+
+COMMANDS = {
+    "show": Command(
+        "show", "Draw a mesh on its machine, with sharded arrays and the table of a model."
+    ),
+    "machines": Command("machines", "List the chips in the catalogue."),
+    "plan": Command(
+        "plan",
+        "Rank every mesh of a machine for a model: step time, memory, what limits it, and why.",
+    ),
+    "prove": Command(
+        "prove_command",
+        "Compile a training step with a machine's own compiler; the machine is not needed.",
+        reads_words=True,
+    ),
+    "audit": Command(
+        "audit_command",
+        "List every collective of a training step or a compiled program: planned, or a surprise.",
+        reads_words=True,
+    ),
+    "data": Command("data", "Make and inspect token stores."),
+    "train": Command("train_command", "Train a language model on any mesh.", reads_words=True),
+    "generate": Command(
+        "generate", "Generate text with the model of a training run or of a Hugging Face folder."
+    ),
+    "serve": Command(
+        "serve_command",
+        "Serve a model over HTTP: OpenAI's API, EasyLM's routes and a chat page.",
+        reads_words=True,
+    ),
+    "eval": Command("evaluate", "Evaluate a trained model."),
 }
 
-
-# all settings are one value, whose groups have prefixes; train's may come from a file
-WITH_SETTINGS: dict[str, Callable[[Sequence[str]], None]] = {
-    "train": train_command,
-    "audit": audit_command,
-    "prove": prove_command,
-    "serve": serve_command,
-}
-
-
+OPTIONS = ("--help", "--version")
 WITH_MESH = ("train", "audit", "prove", "plan", "generate", "serve", "eval")
 
 
@@ -63,15 +69,36 @@ def run(arguments: list[str]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    if arguments[:1] and arguments[0] in WITH_MESH:
-        check_flags(arguments[0], arguments[1:])
-    if arguments[:1] and arguments[0] in WITH_SETTINGS:
-        WITH_SETTINGS[arguments[0]](arguments[1:])
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(_help())
         return
-    tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
-        prog="meshwright",
-        description="Say where every axis goes, see what it costs, run it.",
-        args=arguments,
-        config=(tyro.conf.UseAppendAction,),
+    if not arguments:
+        raise MeshwrightError(f"no command; give one of them:\n\n{_commands()}")
+    name, *words = arguments
+    if name not in COMMANDS:
+        kind = "not an option here" if name.startswith("-") else "not a command"
+        raise MeshwrightError(f"{name!r} is {kind}{did_you_mean(name, [*COMMANDS, *OPTIONS])}")
+    if name in WITH_MESH:
+        from meshwright.cli.other_systems import check_flags
+
+        check_flags(name, words)
+    command = COMMANDS[name]
+    function = getattr(importlib.import_module(f"meshwright.cli.{name}"), command.function)
+    if command.reads_words:
+        function(words)
+        return
+    import tyro
+
+    tyro.cli(function, prog=f"meshwright {name}", args=words, config=(tyro.conf.UseAppendAction,))
+
+
+def _help() -> str:
+    return (
+        "usage: meshwright COMMAND ...\n\nSay where every axis goes, see what it costs, run it.\n\n"
+        f"{_commands()}\n\n"
+        "meshwright COMMAND --help says what a command takes, meshwright --version which this is."
     )
+
+
+def _commands() -> str:
+    return "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())

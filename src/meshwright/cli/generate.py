@@ -8,32 +8,17 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import jax
-import jax.numpy as jnp
 import tyro
 
-from meshwright.cli.auto import planned_to_serve
-from meshwright.data import decode_stream
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import ctrl_c_says
-from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
 from meshwright.machines import Machine
-from meshwright.models import default_dtype, describe_padding, generation_of
 from meshwright.present import count, mesh_text
-from meshwright.serve import (
-    Sampling,
-    Source,
-    check_fits,
-    check_prompts,
-    generation_mesh,
-    has_encoder,
-    load,
-    look_into,
-    stream,
-)
-from meshwright.train import AUTO
+
+if TYPE_CHECKING:
+    from meshwright.serve import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +66,24 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
 
     meshwright generate runs/first --prompt "Once upon a time" --max-new 200 --mesh fsdp=-1
     """
+    # here, after the settings are read: it imports jax
+    import jax
+    import jax.numpy as jnp
+
+    from meshwright.cli.auto import planned_to_serve
+    from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
+    from meshwright.models import default_dtype, describe_padding, generation_of
+    from meshwright.serve import (
+        Sampling,
+        check_fits,
+        check_prompts,
+        generation_mesh,
+        load,
+        look_into,
+        stream,
+    )
+    from meshwright.train import AUTO
+
     sampling = Sampling(
         settings.temperature, settings.top_k, settings.top_p, settings.min_p, seed=settings.seed
     )
@@ -190,8 +193,11 @@ class _TokenStream:
         return f"{count(self.tokens, 'token')}, {first}{fast}"
 
 
-def _print(tokens: _TokenStream, prompts: list[list[int]], source: Source) -> None:
+def _print(tokens: _TokenStream, prompts: list[list[int]], source: "Source") -> None:
     """Stream each prompt with its continuation, or what was generated from it, in order."""
+    from meshwright.data import decode_stream
+    from meshwright.serve import has_encoder
+
     encoded = has_encoder(source.config)
     for index, prompt in enumerate(prompts):
         if index:
@@ -204,7 +210,9 @@ def _print(tokens: _TokenStream, prompts: list[list[int]], source: Source) -> No
     print(flush=True)
 
 
-def _result(text: str, prompt: list[int], tokens: list[int], source: Source) -> dict[str, Any]:
+def _result(text: str, prompt: list[int], tokens: list[int], source: "Source") -> dict[str, Any]:
+    from meshwright.serve import has_encoder
+
     ended = bool(tokens) and tokens[-1] in source.ends
     tokens = tokens[:-1] if ended else tokens
     begun = [] if has_encoder(source.config) else prompt

@@ -10,8 +10,6 @@ import tyro
 from rich.console import Console
 
 from meshwright.errors import MeshwrightError
-from meshwright.planner import plan as make_plan
-from meshwright.planner.report import explain, find_mesh, found_data, page, plan_data, report
 from meshwright.present import write_page
 
 
@@ -74,6 +72,10 @@ def plan(settings: tyro.conf.OmitArgPrefixes[PlanSettings]) -> None:
 
     meshwright plan llama-3.1-8b --on v5p:4x4x4 --batch 256 --seq 4096
     """
+    # here, after the settings are read: it imports jax
+    from meshwright.planner import plan as make_plan
+    from meshwright.planner.report import explain, find_mesh, found_data, page, plan_data, report
+
     if settings.top < 1:
         raise MeshwrightError(f"--top {settings.top} must be a whole number from 1")
     ranking = make_plan(

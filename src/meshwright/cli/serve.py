@@ -14,7 +14,7 @@ import tyro
 from jax.sharding import Mesh
 
 from meshwright.data import load_chat_template
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, not_installed
 from meshwright.interrupt import signal_calls
 from meshwright.launch import (
     EXIT_CODE,
@@ -59,7 +59,7 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
     try:
         import meshwright.serve.server  # noqa: F401
     except ImportError as reason:
-        raise MeshwrightError(f"{reason}; pip install 'meshwright[serve]' has it") from None
+        raise MeshwrightError(f"{reason}: {not_installed('serve')}") from None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     for name in ("jax", "absl", "orbax"):  # which say much at this level
         logging.getLogger(name).setLevel(logging.WARNING)

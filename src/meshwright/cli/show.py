@@ -12,9 +12,7 @@ from meshwright.layouts import Explanation, PathRules, Rules, explain
 from meshwright.machines import Machine
 from meshwright.meshes import MachineMesh, MeshSpec
 from meshwright.meshes import mesh as build_mesh
-from meshwright.models import abstract_arrays, family_of, padded_vocab, preset
 from meshwright.present import write_page
-from meshwright.show import array_grid, axis_table, machine_grid, page, ring_lines, scene
 
 
 def show(
@@ -41,6 +39,9 @@ def show(
         html: Write a self-contained HTML page to this file instead of drawing in the terminal.
         json: Print JSON instead of drawing.
     """
+    # here, after the settings are read: it imports jax
+    from meshwright.show import array_grid, axis_table, machine_grid, page, ring_lines, scene
+
     placed = _mesh(mesh, on, axes)
     arrays = [_array(text) for text in array]
     if rules is not None and model is None:
@@ -89,6 +90,8 @@ def _array(text: str) -> tuple[tuple[int, ...], str]:
 
 
 def _explained(model: str, rules_file: Path | None, placed: MachineMesh) -> Explanation:
+    from meshwright.models import abstract_arrays, family_of, padded_vocab, preset
+
     config = preset(model)
     if rules_file is None:
         rules = family_of(config).rules()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.errors import MeshwrightError, did_you_mean, one_of
+from meshwright.errors import MeshwrightError, did_you_mean, not_installed, one_of
 from meshwright.present import count
 
 KINDS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet", ".arrow")
@@ -231,8 +231,8 @@ def _pyarrow(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise MeshwrightError(
-            "Parquet and Arrow files need pyarrow, which is not installed: "
-            "pip install 'meshwright[parquet]' (or pip install pyarrow)"
+            f"Parquet and Arrow files need pyarrow, which is not installed: "
+            f"{not_installed('parquet')} (or pip install pyarrow)"
         ) from None
 
 

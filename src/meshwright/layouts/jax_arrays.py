@@ -16,7 +16,7 @@ import functools
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -288,11 +288,13 @@ class Normal:
     """Normal values with this standard deviation."""
 
     std: float
+    ignores_shape: ClassVar[bool] = True
 
     def __call__(self, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
         # in float32 and then rounded: a bfloat16 model starts from the rounded float32 one
-        values = jax.random.normal(key, shape, jnp.float32) * self.std
-        return values.astype(dtype)
+        values = jax.random.normal(key, shape, jnp.float32)
+        # rounded before std, or the compiler may multiply std by a constant of `normal` first
+        return (jax.lax.optimization_barrier(values) * self.std).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +311,9 @@ def create(specs: Any, shardings: Any, seed: int = 0) -> Any:
     """Create the arrays of `specs`, sharded: no device ever holds a complete array.
 
     A value depends on the seed, the array's path and the position in it, but not on the mesh or on
-    the padding of the array.
+    the padding of the array. An initializer whose attribute `ignores_shape` is true gives the same
+    values, in row-major order, for all shapes of one size; it is called with the fewest dims that
+    keep the shards, because XLA's CPU compiler takes seconds for random bits of four dims.
     """
     check_seed(seed)
     is_spec = lambda leaf: isinstance(leaf, ArraySpec)  # noqa: E731
@@ -321,15 +325,42 @@ def create(specs: Any, shardings: Any, seed: int = 0) -> Any:
                 f"array {path!r} has no init; give ArraySpec(…, init=mw.Normal(0.02)) or the like"
             )
 
+    leaf_shardings = treedef.flatten_up_to(jax.tree.broadcast(shardings, specs, is_leaf=is_spec))
+
     def make(root: jax.Array) -> Any:
         made = []
-        for path, spec in zip(paths, leaves, strict=True):
+        for path, spec, sharding in zip(paths, leaves, leaf_shardings, strict=True):
             key = jax.random.fold_in(root, zlib.crc32(path.encode()))
-            made.append(resized(spec.init(key, spec.unpadded_shape, spec.dtype), spec.shape))
+            ignores_shape = getattr(spec.init, "ignores_shape", False)
+            shape = _fewest_dims(spec, sharding) if ignores_shape else spec.unpadded_shape
+            values = spec.init(key, shape, spec.dtype).reshape(spec.unpadded_shape)
+            made.append(resized(values, spec.shape))
         return jax.tree.unflatten(treedef, made)
 
-    with jax.threefry_partitionable(True):
+    # with explicit axes, values would be replicated until the end
+    current = jax.sharding.get_abstract_mesh()
+    automatic = current.update_axis_types(dict.fromkeys(current.axis_names, AxisType.Auto))
+    with jax.threefry_partitionable(True), jax.sharding.use_abstract_mesh(automatic):
         return jax.jit(make, out_shardings=shardings)(jax.random.key(seed))
+
+
+def _fewest_dims(spec: ArraySpec, sharding: Any) -> tuple[int, ...]:
+    """The unpadded shape with each unsharded dim merged into the one before it.
+
+    Only the first of the merged dims is sharded, and it divides: the shards stay the same.
+    """
+    if not isinstance(sharding, NamedSharding):  # on one device
+        return (math.prod(spec.unpadded_shape),)
+    merged: list[int] = []
+    divides = False
+    dims = zip(spec.unpadded_shape, spec.shape, _axes(sharding, len(spec.shape)), strict=True)
+    for size, padded, axes in dims:
+        if divides and not axes:
+            merged[-1] *= size
+        else:
+            merged.append(size)
+        divides = size == padded
+    return tuple(merged)
 
 
 def resized(x: jax.Array, shape: Sequence[int]) -> jax.Array:

@@ -2,10 +2,11 @@
 
 import importlib.util
 import os
+import platform
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, not_installed
 from meshwright.machines import Machine
 
 # what libtpu calls the chips, and how to have one device a chip where two would be the default
@@ -40,21 +41,32 @@ _SCHEDULED = 0.80
 
 def check_extra(machine: Machine) -> None:
     """That the machine's compiler is installed and takes as many devices as the machine has."""
-    platform = machine.chip.platform
-    if platform == "cpu":
+    kind = machine.chip.platform
+    if kind == "cpu":
         from meshwright.launch import check_simulated
 
         check_simulated(machine.num_devices, given=f"machine '{machine}'")
-    if platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+    if kind == "tpu" and importlib.util.find_spec("libtpu") is None:
         _missing(machine, "the TPU compiler (libtpu)", "tpu")
-    if platform == "gpu" and not _gpu_plugins():
+    if kind == "gpu" and not _gpu_plugins():
         _missing(machine, "the GPU compiler (jax's CUDA plugin)", "cuda")
 
 
+# (system, processor) that there are packages for, as the markers in pyproject.toml say
+_PACKAGED = {"tpu": [("Linux", "x86_64")], "cuda": [("Linux", "x86_64"), ("Linux", "aarch64")]}
+
+
 def _missing(machine: Machine, package: str, extra: str) -> None:
+    system, processor = platform.system(), platform.machine()
+    if (system, processor) not in _PACKAGED[extra]:
+        there = " or ".join(name for _, name in _PACKAGED[extra])
+        raise MeshwrightError(
+            f"to compile for '{machine}' {package} must be installed, and there is none for "
+            f"{system} on {processor}: prove it on Linux on {there}"
+        )
     raise MeshwrightError(
-        f"to compile for '{machine}' {package} must be installed, and is not: pip install "
-        f"'meshwright[{extra}]' (no {extra.upper() if extra == 'tpu' else 'GPU'} is needed)"
+        f"to compile for '{machine}' {package} must be installed, and is not: "
+        f"{not_installed(extra)}; no {'TPU' if extra == 'tpu' else 'GPU'} is needed"
     )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.data import ByteTokenizer, Tokenizer
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, not_installed
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -195,7 +195,7 @@ def _library() -> Any:
         import llguidance
     except ImportError:
         raise MeshwrightError(
-            "constrained decoding needs llguidance: pip install 'meshwright[serve]'"
+            f"constrained decoding needs llguidance: {not_installed('serve')}"
         ) from None
     return llguidance
 

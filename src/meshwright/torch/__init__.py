@@ -7,11 +7,13 @@
 It needs the extra `torch`; jax need not be installed.
 """
 
+from meshwright.errors import not_installed
+
 try:
     import torch as _torch  # noqa: F401
 except ImportError:
     raise ImportError(
-        "meshwright.torch needs PyTorch 2.13 or newer: pip install 'meshwright[torch]'"
+        f"meshwright.torch needs PyTorch 2.13 or newer: {not_installed('torch')}"
     ) from None
 
 from meshwright.torch.audit import assert_collectives, audit, expected_of_model

@@ -160,11 +160,9 @@ class JaxBackend(Backend):
 
     def compile(self, say: Say) -> None:
         step = self._setup.step
-        with _heard(say):
-            lowered = step.functions.train.lower(self._state, step.batch)
         start = time.monotonic()
-        with waiting_line("compiling", shown=self.process_id == 0):
-            self._compiled = lowered.compile()
+        with waiting_line("compiling", shown=self.process_id == 0), _heard(say):
+            self._compiled = step.functions.train.lower(self._state, step.batch).compile()
         took = duration_text(time.monotonic() - start)
         held = self._compiled.memory_analysis()
         if held is not None:

@@ -35,6 +35,7 @@ from meshwright.train.run import (
     only_run_in,
     print_line,
     throughput,
+    waiting_line,
     write_description,
     write_run_page,
 )
@@ -99,7 +100,8 @@ class Loop:
             if self.speaks:
                 stack.enter_context(only_run_in(config.run))
             self.backend.check_memory()
-            with self.watchdog.paused("loading"):
+            activity = "creating weights" if self.saved is None else f"reading step {self.saved}"
+            with self.watchdog.paused("loading"), waiting_line(activity, shown=self.speaks):
                 self.backend.start(self.saved)
             with self.watchdog.paused("compiling"):
                 self.backend.compile(self._say)
@@ -119,6 +121,7 @@ class Loop:
                 log.note(first, "resumed", mesh=mesh_text(self.backend.mesh_shape))
             live = stack.enter_context(LiveLine(config.steps, shown=self.speaks))
             last = self._steps(first, log, live)
+            live.finish()
             self._save_for_good(last, live)
             why = f" ({self.stop.reason})" if self.stop.requested else ""
             live.print(f"saved step {last}{why} in {self.checkpoints.folder}")

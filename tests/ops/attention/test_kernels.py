@@ -64,13 +64,19 @@ def test_what_was_passed_over_is_said_once(caplog: pytest.LogCaptureFixture) -> 
         choose(CPU)
         choose(changed(head_dim=64))  # the same choice for the same reasons
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("attention kernel: blockwise (")
-    for reason in (
-        "not cudnn: it runs on NVIDIA GPUs",
-        "not splash: it runs on TPUs",
-        "not dense: its scores grow with the square of the length (4096)",
-    ):
-        assert reason in caplog.text
+    why = "not dense: its scores grow with the square of the length (4096)"
+    assert caplog.messages[0].startswith(f"attention kernel: blockwise ({why}")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_kernels_of_other_hardware_are_not_mentioned(platform: str) -> None:
+    theirs = {"splash": "tpu", "hopper": "gpu", "cudnn": "gpu"}
+    for dtype in ("float32", "float16"):
+        _, why = kernels.explain_kernel(changed(platform=platform, dtype=dtype))
+        for kernel, home in theirs.items():
+            assert f"not {kernel}: " not in why or home == platform
+    _, on_gpus = kernels.explain_kernel(changed(platform="gpu", dtype="float16", head_dim=1000))
+    assert "not cudnn: " in on_gpus
 
 
 def test_a_slower_kernel_is_said_to_be_slower(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,13 +2,14 @@
 
 import io
 import math
+import re
 import sys
 import time
 
 import pytest
 
 from meshwright.present import count_text, duration_text
-from meshwright.train.run import LiveLine, waiting_line
+from meshwright.train.run import LiveLine, live, waiting_line
 from meshwright.train.run.live import eta_seconds, metrics_text
 
 METRICS = {
@@ -53,7 +54,7 @@ def test_the_line_shows_what_the_metrics_have() -> None:
     # a CPU knows neither peak nor memory
     assert metrics_text(
         {"step": 1, "loss": 9.0, "tflops_per_device": 0.0123, "skipped_steps": 2}, 10
-    ) == ("step  1/10  loss 9.000  0.0123 TFLOP/s  2 skipped")
+    ) == ("step  1/10  loss 9.000  2 skipped")
     assert "loss nan" in metrics_text({"step": 1, "loss": math.nan}, 10)
     assert eta_seconds(12, 10, 1.0) == 0
 
@@ -93,6 +94,33 @@ def test_without_rich_a_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatc
     with LiveLine(1000, file=file) as line:
         line.update(METRICS)
     assert file.getvalue() == metrics_text(METRICS, 1000) + "\n"
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_what_is_printed_after_the_last_step_comes_after_its_line(
+    kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    file = kind()
+    with LiveLine(160, file=file, every_s=1e9) as line:
+        for step in (1, 160):
+            line.update({"step": step})
+        line.finish()
+        line.print("saved step 160")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())  # colours, the cursor
+    assert text.rindex("step 160/160") < text.index("saved step 160")
+    assert text.endswith("saved step 160\n")
+
+
+def test_long_waiting_is_told_again_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "REPEATED_AFTER_S", 0.001)
+    file = io.StringIO()
+    with waiting_line("compiling", file=file):
+        while file.getvalue().count("\n") < 3:
+            time.sleep(0.001)
+    first, *rest = file.getvalue().splitlines()
+    assert first == "compiling …"
+    assert set(rest) == {"compiling … 0 s"}
 
 
 def test_waiting_is_told_once_without_a_terminal() -> None:

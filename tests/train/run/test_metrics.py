@@ -126,7 +126,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
 ) -> None:
     for name in ("wandb", "tensorboard", "tensorboard.compat.proto.event_pb2"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
-    with pytest.raises(MeshwrightError, match=r"TensorBoard .*pip install 'meshwright\[track\]'"):
+    with pytest.raises(MeshwrightError, match=r"TensorBoard .*pip install -e '\.\[track\]'"):
         MetricsLog(tmp_path, tensorboard=True)
-    with pytest.raises(MeshwrightError, match=r"W&B .*pip install 'meshwright\[track\]'"):
+    with pytest.raises(MeshwrightError, match=r"W&B .*pip install -e '\.\[track\]'"):
         MetricsLog(tmp_path, wandb="project")

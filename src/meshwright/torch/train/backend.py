@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, not_installed
 from meshwright.machines import check_host_memory
 from meshwright.models import to_hf_config
 from meshwright.present import bytes_text, nearest_multiples
@@ -301,7 +301,7 @@ def _on_meta(fields: dict[str, Any], dtype: torch.dtype) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise MeshwrightError(
-            "--backend torch trains models of transformers: pip install 'meshwright[torch]'"
+            f"--backend torch trains models of transformers: {not_installed('torch')}"
         ) from None
     kind = fields["model_type"]
     config = AutoConfig.for_model(kind, **{k: v for k, v in fields.items() if k != "model_type"})

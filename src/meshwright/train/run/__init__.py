@@ -1,7 +1,7 @@
 """What stands around the training loop: processes, signals, the watchdog, metrics, the run page."""
 
+from meshwright.files import disk_errors_in_one_line, print_line
 from meshwright.train.run.description import write_description
-from meshwright.train.run.files import disk_errors_in_one_line, output_is_written, print_line
 from meshwright.train.run.live import LiveLine, waiting_line
 from meshwright.train.run.lock import only_run_in
 from meshwright.train.run.metrics import Metrics, MetricsLog, read_metrics
@@ -19,6 +19,6 @@ from meshwright.train.run.throughput import (
 __all__ = [
     "LiveLine", "Memory", "Metrics", "MetricsLog", "StepClock", "Throughput",
     "chip_peak_flops", "disk_errors_in_one_line", "memory", "only_run_in",
-    "output_is_written", "peak_flops", "print_line", "read_metrics", "throughput", "waiting_line",
+    "peak_flops", "print_line", "read_metrics", "throughput", "waiting_line",
     "write_description", "write_run_page",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.train.run.files import write_whole
+from meshwright.files import write_whole
 
 
 def write_description(

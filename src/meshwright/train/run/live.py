@@ -6,14 +6,16 @@ step 120/1,000  loss 2.314  12.3K tok/s  393 TFLOP/s 39.8% MFU  71.2/139.8 GiB  
 import contextlib
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
+from meshwright.files import print_line
 from meshwright.present import GIB, count_text, duration_text
-from meshwright.train.run.files import print_line
 
 PLAIN_EVERY_S = 10.0
+REPEATED_AFTER_S = 4.0
 
 
 def eta_seconds(step: int, total_steps: int, step_seconds: float | None) -> float | None:
@@ -36,10 +38,10 @@ def metrics_text(metrics: Mapping[str, Any], total_steps: int) -> str:
     if "tokens_per_second" in metrics:
         parts.append(f"{count_text(metrics['tokens_per_second'])} tok/s")
     speed = []
-    if "tflops_per_device" in metrics:
-        tflops = metrics["tflops_per_device"]
+    tflops, on_known_chip = metrics.get("tflops_per_device", 0.0), metrics.get("mfu") is not None
+    if on_known_chip or tflops >= 1:  # less is a CPU, of which it says nothing
         speed.append(f"{tflops:.0f} TFLOP/s" if tflops >= 10 else f"{tflops:.3g} TFLOP/s")
-    if metrics.get("mfu") is not None:
+    if on_known_chip:
         speed.append(f"{metrics['mfu']:.1%} MFU")
     if speed:
         parts.append(" ".join(speed))
@@ -96,13 +98,17 @@ class LiveLine:
         elif self._shown:
             print_line(text, self._file)
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """The line of the last step stays; what is printed from now on comes after it."""
         if self._live is not None:
             self._live.stop()
             self._live = None
             self._printed = self._last
         elif self._shown and self._last != self._printed:
             self._print_last()
+
+    def close(self) -> None:
+        self.finish()
         self._shown = False
 
     def __enter__(self) -> "LiveLine":
@@ -121,13 +127,12 @@ class LiveLine:
 def waiting_line(
     activity: str, *, shown: bool = True, file: TextIO | None = None
 ) -> Iterator[None]:
-    """`compiling … 12 s` while the block runs: counted up on a terminal, else one line of it."""
+    """`compiling … 12 s` while the block runs: counted up on a terminal, else ever rarer lines."""
     file = file or sys.stdout
     live = _rich_live(file, transient=True) if shown else None
     if live is None:
-        if shown:
-            print_line(f"{activity} …", file)
-        yield
+        with _repeated(activity, file) if shown else contextlib.nullcontext():
+            yield
         return
     start = time.monotonic()
 
@@ -140,6 +145,29 @@ def waiting_line(
         yield
     finally:
         live.stop()
+
+
+@contextlib.contextmanager
+def _repeated(activity: str, file: TextIO) -> Iterator[None]:
+    """Print the activity at once and, while the block runs, again after 4, 8, 12, 18, 27, … s."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        start = time.monotonic()
+        pause = REPEATED_AFTER_S
+        while not done.wait(pause):
+            elapsed = time.monotonic() - start
+            print_line(f"{activity} … {elapsed:.0f} s", file)
+            pause = max(REPEATED_AFTER_S, elapsed / 2)
+
+    print_line(f"{activity} …", file)
+    thread = threading.Thread(target=repeat, name=activity, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _rich_live(file: TextIO, transient: bool = False) -> Any | None:

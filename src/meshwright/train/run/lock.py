@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.errors import MeshwrightError
-from meshwright.train.run.files import cannot_be_written
+from meshwright.files import cannot_be_written
 
 FILE = ".lock"
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import MeshwrightError
-from meshwright.train.run.files import cannot_be_written, warn_once, write_whole
+from meshwright.files import cannot_be_written, warn_once, write_whole
 from meshwright.train.run.trackers import TensorBoard, WeightsAndBiases
 
 FILE = "metrics.jsonl"

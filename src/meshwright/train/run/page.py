@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.files import write_whole
 from meshwright.present import render
-from meshwright.train.run.files import write_whole
 from meshwright.train.run.metrics import read_metrics
 from meshwright.train.run.summary import curves, resumes, summary
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError
-from meshwright.train.run.files import write_whole
+from meshwright.errors import MeshwrightError, not_installed
+from meshwright.files import write_whole
 
 
 def check_trackers(tensorboard: bool, wandb: bool) -> None:
@@ -77,4 +77,4 @@ class WeightsAndBiases:
 
 
 def _missing(name: str) -> MeshwrightError:
-    return MeshwrightError(f"{name} is not installed: pip install 'meshwright[track]'")
+    return MeshwrightError(f"{name} is not installed: {not_installed('track')}")

@@ -82,6 +82,9 @@ def output_is_written() -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:
+        _flush_output()
+        return
     except BaseException:
         _flush_output()
         raise
