@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from meshwright.errors import MeshwrightError
 
@@ -88,8 +88,33 @@ def check_room(folder: Path, size: int) -> None:
 
 def print_line(text: str, file: TextIO | None = None) -> None:
     """Print a line at once; if the output cannot be written, warn once and continue."""
-    try:
+    with _output_may_fail():
         print(text, file=file or sys.stdout, flush=True)
+
+
+class TerminalOutput:
+    """A terminal for rich that may go away, as with a lost connection: the run outlives it."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with _output_may_fail():
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _output_may_fail():
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@contextlib.contextmanager
+def _output_may_fail() -> Iterator[None]:
+    try:
+        yield
     except OSError as reason:
         text = f"the output cannot be written: {reason.strerror}; training continues"
         warn_once(_OUTPUT, text)

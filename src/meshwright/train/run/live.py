@@ -7,11 +7,12 @@ import contextlib
 import math
 import sys
 import time
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from meshwright.present import GIB, count_text, duration_text
-from meshwright.train.run.files import print_line
+from meshwright.train.run.files import TerminalOutput, print_line
 
 PLAIN_EVERY_S = 10.0
 
@@ -150,7 +151,7 @@ def _rich_live(file: TextIO, transient: bool = False) -> Any | None:
         from rich.live import Live
     except ImportError:
         return None
-    console = Console(file=file)
+    console = Console(file=typing.cast(TextIO, TerminalOutput(file)))
     if console.is_dumb_terminal:
         return None
     live = Live(console=console, refresh_per_second=4, transient=transient)
