@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from meshwright.errors import MeshwrightError
 
@@ -15,6 +15,7 @@ _WRITING = _FULL | {errno.EROFS, errno.EFBIG}
 # what a disk does, however right the program: full, over quota, read-only, broken, forbidden
 _DISK = _WRITING | {errno.EIO, errno.EACCES, errno.EPERM}
 
+_CHUNK = 1 << 20  # bytes
 _OUTPUT = "output"
 _warned: set[str] = set()  # what there was a warning about
 
@@ -64,10 +65,56 @@ def write_whole(file: Path, content: str | bytes) -> None:
         raise cannot_be_written(file, reason) from None
 
 
+def check_room(folder: Path, size: int) -> None:
+    """Raise if the folder's disk does not take so many bytes more: what a run writes at its start.
+
+    They are written and deleted again: a quota or a limit does not show in what a disk has free.
+    """
+    probe = folder / ".room"
+    try:
+        with probe.open("wb", buffering=0) as out:
+            for start in range(0, size, _CHUNK):
+                # random: zeros take no space on a disk that compresses
+                data = os.urandom(min(_CHUNK, size - start))
+                if out.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(out.fileno())
+    except OSError as reason:
+        raise cannot_be_written(folder, reason) from None
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+
+
 def print_line(text: str, file: TextIO | None = None) -> None:
     """Print a line at once; if the output cannot be written, warn once and continue."""
-    try:
+    with _output_may_fail():
         print(text, file=file or sys.stdout, flush=True)
+
+
+class TerminalOutput:
+    """A terminal for rich that may go away, as with a lost connection: the run outlives it."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with _output_may_fail():
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _output_may_fail():
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@contextlib.contextmanager
+def _output_may_fail() -> Iterator[None]:
+    try:
+        yield
     except OSError as reason:
         text = f"the output cannot be written: {reason.strerror}; training continues"
         warn_once(_OUTPUT, text)

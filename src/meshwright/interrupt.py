@@ -15,6 +15,7 @@ A program that only imports meshwright is not affected: there Ctrl-C raises Keyb
 
 import atexit
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -22,14 +23,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TypeVar
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}  # 128 + the number, as shells have it
+# 128 + the number, as shells have it; SIGHUP comes when a terminal or ssh connection is gone
+EXIT_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 LONGEST_END_S = 30.0  # for what is cleaned up; a second Ctrl-C does not wait for it
 
 _T = TypeVar("_T")
 _listening = False
 _ending = threading.Event()
 # innermost last
-_takers: dict[int, list[Callable[[], bool]]] = {signal.SIGINT: [], signal.SIGTERM: []}
+_takers: dict[int, list[Callable[[], bool]]] = {number: [] for number in EXIT_CODES}
 _lines: list[Callable[[], str]] = [lambda: "stopped"]
 _before_end: list[Callable[[], object]] = []
 
@@ -49,7 +51,7 @@ def end_on_ctrl_c() -> None:
 
 @contextlib.contextmanager
 def signal_calls(number: signal.Signals, take: Callable[[], bool]) -> Iterator[None]:
-    """Inside, SIGINT (Ctrl-C) or SIGTERM calls `take`; if that is False, it ends the process."""
+    """Inside, the signal calls `take`; if that is False, it ends the process."""
     with _registered(_takers[number], take):
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -64,13 +66,31 @@ def signal_calls(number: signal.Signals, take: Callable[[], bool]) -> Iterator[N
             elif number == signal.SIGINT:
                 raise KeyboardInterrupt
             else:
-                raise SystemExit(EXIT_CODES[signal.SIGTERM])
+                raise SystemExit(EXIT_CODES[signal.Signals(number)])
 
         signal.signal(number, handle)
         try:
             yield
         finally:
             signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def termination_calls(take: Callable[[signal.Signals], bool]) -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP call `take`, as in `signal_calls`.
+
+    SIGHUP stays ignored where it is ignored: so `nohup` lets a process outlive its terminal.
+    """
+    with contextlib.ExitStack() as calls:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGTERM or not hangup_is_ignored():
+                calls.enter_context(signal_calls(number, functools.partial(take, number)))
+        yield
+
+
+def hangup_is_ignored() -> bool:
+    """Whether this process was started with nohup."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def ctrl_c_says(line: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
@@ -84,7 +104,7 @@ def before_end(action: Callable[[], object]) -> contextlib.AbstractContextManage
 
 
 def ending_by_signal() -> bool:
-    """Whether Ctrl-C or SIGTERM is ending this process now."""
+    """Whether a signal is ending this process now."""
     return _ending.is_set()
 
 
@@ -100,7 +120,7 @@ def _registered(entries: list[_T], entry: _T) -> Iterator[None]:
 def _listen(read: int) -> None:
     while data := os.read(read, 64):
         for number in data:
-            if number == signal.SIGINT or (number == signal.SIGTERM and _takers[number]):
+            if number == signal.SIGINT or _takers.get(number):
                 _end_unless_taken(number)
 
 

@@ -1,5 +1,7 @@
 """Which folders are checkpoints, which are kept, and what killed processes left."""
 
+import contextlib
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.checkpoint import Checkpoints
+from meshwright.checkpoint import checkpoints as checkpoints_module
 from meshwright.checkpoint import folder as folder_module
 from meshwright.checkpoint.folder import steps_to_delete
 
@@ -43,6 +46,66 @@ def test_one_that_cannot_be_deleted_is_a_warning(
         assert checkpoints.steps() == [1, 2]
     said = "warning: step 2 is saved, but step 1 cannot be deleted: not allowed\n"
     assert capsys.readouterr().err == said
+
+
+def test_of_an_old_one_that_is_a_link_the_link_is_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    with Checkpoints(folder, keep_last=1) as checkpoints:
+        checkpoints.save(1, TREE, {}, wait=True)
+        (folder / "step-00000001").rename(elsewhere)
+        (folder / "step-00000001").symlink_to(elsewhere)
+        (folder / ".deleting-00000009").symlink_to(elsewhere)  # as an earlier version left it
+        checkpoints.save(2, TREE, {}, wait=True)
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    assert (elsewhere / "checkpoint.json").is_file()
+    said = f"step 1 was a link, which is deleted; what it led to is left: {elsewhere}\n"
+    assert capsys.readouterr().err == f"warning: {said}"
+
+
+def test_a_folder_made_again_under_a_save_is_no_checkpoint_and_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list_files = checkpoints_module.list_files
+
+    def deleted_and_made_again(saving: Path) -> dict[str, tuple[int, int | None]]:
+        shutil.rmtree(tmp_path / "run")
+        (saving / "arrays").mkdir(parents=True)  # as Orbax does
+        return list_files(saving)
+
+    monkeypatch.setattr(checkpoints_module, "list_files", deleted_and_made_again)
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, TREE, {})
+        with pytest.raises(mw.MeshwrightError, match=r"saving-00000001 was deleted or moved"):
+            checkpoints.wait()
+        assert checkpoints.steps() == []
+    assert (tmp_path / "run" / ".saving-00000001" / "arrays").is_dir()
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 3])
+def test_nothing_is_completed_marked_or_deleted_in_a_folder_that_is_not_the_runs(
+    calls: int, tmp_path: Path
+) -> None:
+    """`calls`: how often the folder is still the run's while it saves."""
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        for step in (1, 2, 3):
+            Checkpoints(tmp_path, keep_last=None).save(step, TREE, {}, wait=True)
+        left = iter(range(calls))
+
+        def check_owned() -> None:
+            if next(left, None) is None:
+                raise mw.MeshwrightError("the folder is another run's")
+
+        checkpoints.check_owned = check_owned
+        with contextlib.suppress(mw.MeshwrightError):
+            checkpoints.save(4, TREE, {}, wait=True)
+        # to begin, to delete 1, to delete 2, to complete 4
+        assert checkpoints.steps() == [1, 2, 3][max(calls - 1, 0) :]
+        with pytest.raises(mw.MeshwrightError, match="another run's"):
+            checkpoints.confirm(3)
+        assert checkpoints.healthy() == [3], "known to this process"
+    assert not (tmp_path / "step-00000003" / "healthy").exists()
 
 
 @given(

@@ -63,6 +63,10 @@ def test_the_text_says_what_is_mixed(
         ("a.store,,b.store", "names an empty source"),
         ("a.store:0.7,b.store", "'b.store' has no weight"),
         ("a.store:1,a.store:2", "names 'a.store' twice"),
+        ("a.store,./a.store", "names 'a.store' and again as './a.store'"),
+        ("a.store/:1,b.store:2,link:3", "names 'a.store/' and again as 'link'"),
+        ("{here}/a.store,b.store,b.store/../a.store", "names '{here}/a.store' and again as"),
+        ("embedded,a.store,embedded", "names 'embedded' twice"),
         ("a.store:0", "must be above 0"),
         ("a.store:1,b.store:-2", "must be above 0"),
         ("a.store:1.2.3", "is not a number"),
@@ -72,9 +76,10 @@ def test_the_text_says_what_is_mixed(
     ],
 )
 def test_mistakes_in_the_text_are_named(here: Path, text: str, words: str) -> None:
+    (here / "link").symlink_to("a.store")
     with pytest.raises(MeshwrightError) as said:
-        Mixture.parse(text)
-    assert words in str(said.value)
+        Mixture.parse(text.format(here=here))
+    assert words.format(here=here) in str(said.value)
 
 
 @given(st.text("ab.:,0123 -e", max_size=12))

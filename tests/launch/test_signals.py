@@ -1,9 +1,11 @@
 """SIGTERM and Ctrl-C ask; several processes leave the loop before the same step, always."""
 
+import contextlib
 import os
 import random
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -66,6 +68,33 @@ def test_before_the_first_step_a_signal_ends_at_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT, stepping=False)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@contextlib.contextmanager
+def hangup_disposition(disposition: signal.Handlers) -> Iterator[None]:
+    """What SIGHUP does, however the tests were started."""
+    before = signal.signal(signal.SIGHUP, disposition)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGHUP) is disposition
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_lost_connection_is_a_request_to_stop() -> None:
+    with hangup_disposition(signal.SIG_DFL):
+        assert send(signal.SIGHUP).reason == "SIGHUP"
+        assert send(signal.SIGHUP, signal.SIGHUP, signal.SIGTERM).reason == "SIGHUP"
+        with pytest.raises(SystemExit) as ended:
+            send(signal.SIGHUP, stepping=False)
+    assert ended.value.code == 129
+
+
+def test_under_nohup_a_lost_connection_is_ignored() -> None:
+    with hangup_disposition(signal.SIG_IGN):
+        assert not send(signal.SIGHUP).requested
+        assert not send(signal.SIGHUP, stepping=False).requested
+        assert send(signal.SIGHUP, signal.SIGTERM).reason == "SIGTERM"
 
 
 def test_outside_the_main_thread_a_stop_is_asked_for_by_hand() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from meshwright.checkpoint import folders
 from meshwright.cli.main import main
 from meshwright.errors import MeshwrightError
 from meshwright.serve import generation_mesh, load, look_into
+from meshwright.torch import checkpoint
 from meshwright.torch.train import train
 from meshwright.torch.train.batch import model_inputs
 from meshwright.torch.train.settings import check_settings
@@ -89,6 +91,31 @@ def test_a_run_ends_well_if_an_older_checkpoint_cannot_be_deleted(
         f"warning: step {step} is saved, but step 1 cannot be deleted: not allowed"
         for step in (3, 4)
     ]
+
+
+def test_a_run_whose_folder_was_replaced_ends_and_changes_nothing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, write = tmp_path / "run", checkpoint._write
+
+    def replacing(file: Path, values: dict[str, torch.Tensor]) -> None:
+        write(file, values)
+        if file.parent.name == ".saving-00000002":
+            shutil.rmtree(run)
+            file.parent.mkdir(parents=True)
+            (run / "checkpoints" / "step-00000001").mkdir()
+
+    monkeypatch.setattr(checkpoint, "_write", replacing)
+    config = TrainConfig("tiny", run, "torch", "dp=1", steps=4, batch=2, seq=16)
+    settings = {"checkpoint.every": 1, "checkpoint.keep_last": 1}
+    try:
+        with pytest.raises(MeshwrightError, match=r"^the run's folder .* was deleted or moved"):
+            train(with_settings(config, settings))
+    finally:
+        dist.destroy_process_group()
+    left = sorted(path.name for path in run.rglob("*"))
+    assert left == [".saving-00000002", "checkpoints", "step-00000001"]
+    assert "warning" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from meshwright.cli.train import settings as command_line_settings
 from meshwright.launch import HANG_TIMEOUT_S, flat_settings
 from meshwright.launch.cpu import MOST_DEVICES, simulate_devices
 from meshwright.models import LossConfig, preset
+from meshwright.serve import ServeConfig
 from meshwright.train.config import (
     TrainConfig,
     config_from_dict,
@@ -94,6 +96,25 @@ def test_values_at_the_ends_of_their_ranges_are_taken() -> None:
         override=("rope.theta=1e6", "layers=2"),
     )  # fmt: skip
     assert config_from_dict(config_to_dict(config), "test") == config
+
+
+@pytest.mark.parametrize("config", [TrainConfig, ServeConfig])
+def test_every_path_may_be_text_and_every_text_a_path(config: Any) -> None:
+    model = config("tiny")
+    hints = typing.get_type_hints(config)
+    kinds = {name: (hints[name], *typing.get_args(hints[name])) for name in hints}
+    paths = [name for name in kinds if Path in kinds[name]]
+    texts = [name for name in ("model", "data", "rules", "tokenizer") if name in kinds]
+    assert paths
+    for name in paths:
+        given = dataclasses.replace(model, **{name: "a/folder"})
+        assert given == dataclasses.replace(model, **{name: Path("a/folder")})
+        assert getattr(given, name) == Path("a/folder")
+        with pytest.raises(MeshwrightError, match=f"{name}=5 is not a path"):
+            dataclasses.replace(model, **{name: 5})
+    for name in texts:
+        given = dataclasses.replace(model, **{name: Path("a/folder")})
+        assert getattr(given, name) == "a/folder"
 
 
 def test_every_setting_has_a_flat_name() -> None:

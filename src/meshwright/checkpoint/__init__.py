@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import folder as folders
 from meshwright.checkpoint.folder import misnamed, not_a_folder
+from meshwright.checkpoint.held_path import HeldPath
 from meshwright.checkpoint.intact import Command, advice, read_intact_step, read_step
 from meshwright.checkpoint.pieces import (
     Piece,
@@ -35,6 +36,7 @@ __all__ = [
     "Channel",
     "Checkpoints",
     "Command",
+    "HeldPath",
     "Piece",
     "Record",
     "SavedArray",

@@ -57,10 +57,12 @@ class Checkpoints:
             if value is not None and whole_number(value, name) == 0:
                 raise MeshwrightError(f"{name}=0 would keep nothing; give 1 or more, or None")
         self.keep_last, self.keep_every = keep_last, keep_every
+        self.check_owned: folders.CheckOwned = lambda: None  # before each write and deletion
         self._command = command
         self._confirmed: set[int] = set()  # by this process; maybe not marked on disk yet
         self._ahead, self._behind = Channel("foreground"), Channel("background")
         self._writer: Writer | None = None
+        self._saving: folders.Saving | None = None  # in process 0
         self._thread: threading.Thread | None = None
         self._met = False  # whether this process has reported that its part is written
         self._failure: list[str] = []  # at most one, not yet raised
@@ -149,9 +151,10 @@ class Checkpoints:
         if jax.process_index():
             return ""
         try:
+            self.check_owned()
             if step in self.steps():
                 return f"step {step} is already saved in {self.folder}; delete it to replace it"
-            folders.begin(self.folder, step)
+            self._saving = folders.Saving(self.folder, step)
         except (OSError, MeshwrightError) as error:
             return f"step {step} cannot be saved in {self.folder}: {error}"
         return ""
@@ -181,24 +184,25 @@ class Checkpoints:
                 problem = self._why_not_saved(step, size, error)
             if problem and not self._met:
                 self._behind.agree(problem)
-            if not problem and jax.process_index() == 0:
+            if not problem and self._saving is not None:
                 try:
-                    saving = folders.saving_folder(self.folder, step)
                     arrays = {
                         name: SavedArray(shape, dtype, fingerprint_text(sums[name]), key)
                         for name, (shape, dtype, key) in specs.items()
                     }
-                    write_record(saving, Record(step, arrays, meta, list_files(saving)))
-                    folders.complete(self.folder, step)
+                    self.check_owned()
+                    files = list_files(self._saving.path)
+                    write_record(self._saving.path, Record(step, arrays, meta, files))
+                    self._saving.complete()
+                    self._mark_confirmed()
                 except Exception as error:
                     problem = self._why_not_saved(step, size, error)
                 else:
-                    self._mark_confirmed()
                     if warning := self._delete_old(step):  # the step is saved all the same
                         print(f"warning: {warning}", file=sys.stderr, flush=True)
             verdict = self._behind.agree(problem)
-            if verdict and jax.process_index() == 0:
-                folders.give_up(self.folder, step)
+            if verdict and self._saving is not None:
+                self._saving.give_up()
         except BaseException as error:
             verdict = str(error) or type(error).__name__
         if verdict:
@@ -206,7 +210,7 @@ class Checkpoints:
 
     def _delete_old(self, step: int) -> str:
         return folders.delete_old(
-            self.folder, step, self.keep_last, self.keep_every, self._confirmed
+            self.folder, step, self.keep_last, self.keep_every, self._confirmed, self.check_owned
         )
 
     def _why_not_saved(self, step: int, size: int, error: BaseException) -> str:
@@ -233,6 +237,7 @@ class Checkpoints:
     def _mark_confirmed(self) -> None:
         if jax.process_index():
             return
+        self.check_owned()
         marked = folders.healthy_steps(self.folder)
         for step in self._confirmed.intersection(self.steps()).difference(marked):
             with contextlib.suppress(OSError):  # a full disk: this process still knows
@@ -278,7 +283,10 @@ class Checkpoints:
         if jax.process_index() == 0:
             try:
                 if later := [other for other in self.steps() if other > step]:
+                    self.check_owned()
                     moved = later, folders.set_aside(self.folder, later, copied)
+            except MeshwrightError as error:
+                problem = str(error)
             except OSError as error:
                 problem = (
                     f"checkpoints after step {step} cannot be set aside in {self.folder}: "

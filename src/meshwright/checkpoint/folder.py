@@ -19,10 +19,11 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.held_path import HeldPath
 from meshwright.errors import MeshwrightError
 
 ARRAYS = "arrays"  # the part that Orbax writes
@@ -30,6 +31,8 @@ RECORD = "checkpoint.json"
 _HEALTHY = "healthy"
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.(saving|deleting)-\d{8,}")
+
+CheckOwned = Callable[[], None]  # raises if the folder is no longer this run's
 
 
 def checked_folder(folder: Any) -> Path:
@@ -174,25 +177,42 @@ def set_aside(folder: Path, steps: list[int], copied: Path) -> Path:
 
 def clear_leftovers(folder: Path) -> None:
     """Delete only what interrupted saves and deletions left."""
-    for entry in list(os.scandir(folder)):
-        if _LEFTOVER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path, ignore_errors=True)
+    for path in [folder / entry.name for entry in os.scandir(folder)]:
+        if _LEFTOVER.fullmatch(path.name) and not _delete_link(path):
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write into."""
-    folder.mkdir(parents=True, exist_ok=True)
-    clear_leftovers(folder)
-    saving = saving_folder(folder, step)
-    saving.mkdir()
-    return saving
+class Saving:
+    """A checkpoint that is being written: `complete` makes it one, `give_up` deletes it.
 
+    Writers create again a folder that was deleted under them, without what they wrote before. That
+    one is neither completed nor deleted: it may be another run's.
+    """
 
-def complete(folder: Path, step: int) -> None:
-    """Turn the written folder into a checkpoint by an atomic rename."""
-    flush(saving_folder(folder, step))
-    os.rename(saving_folder(folder, step), complete_folder(folder, step))
-    flush(folder)
+    def __init__(self, folder: Path, step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(folder)
+        self.folder, self.step, self.path = folder, step, saving_folder(folder, step)
+        self.path.mkdir()
+        self._held = HeldPath(self.path)
+
+    def complete(self) -> None:
+        """Turn the written folder into a checkpoint by an atomic rename."""
+        if not self._held.is_there():
+            raise MeshwrightError(
+                f"step {self.step} was not saved: {self.path} was deleted or moved; "
+                f"{others(self.folder)}"
+            )
+        flush(self.path)
+        os.rename(self.path, complete_folder(self.folder, self.step))
+        flush(self.folder)
+        self._held.close()
+
+    def give_up(self) -> None:
+        """Delete a failed save, to free its space."""
+        if self._held.is_there():
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._held.close()
 
 
 def flush(path: Path) -> None:
@@ -204,16 +224,24 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def give_up(folder: Path, step: int) -> None:
-    """Delete a failed save, to free its space."""
-    shutil.rmtree(saving_folder(folder, step), ignore_errors=True)
-
-
-def delete(folder: Path, step: int) -> None:
+def delete(folder: Path, step: int) -> str:
+    """Delete a checkpoint. Of one that is a link, only the link; gives back what is left then."""
     deleting = folder / f".deleting-{step:08d}"
+    target = complete_folder(folder, step).resolve()
     with contextlib.suppress(FileNotFoundError):  # already deleted by hand
         os.rename(complete_folder(folder, step), deleting)
+        if _delete_link(deleting):
+            return f"step {step} was a link, which is deleted; what it led to is left: {target}"
         shutil.rmtree(deleting)
+    return ""
+
+
+def _delete_link(path: Path) -> bool:
+    """Whether it was a symbolic link, which rmtree refuses."""
+    if not path.is_symlink():
+        return False
+    path.unlink()
+    return True
 
 
 def delete_old(
@@ -222,20 +250,22 @@ def delete_old(
     keep_last: int | None,
     keep_every: int | None,
     confirmed: Collection[int] = (),
+    check_owned: CheckOwned = lambda: None,
 ) -> str:
     """Delete what need not be kept once `step` is saved; the warning if one cannot be, else ''.
 
-    `confirmed`: healthy ones that may not be marked.
+    `confirmed`: healthy ones that may not be marked. `check_owned`: called before each deletion.
     """
-    which = "older ones"
+    which, left = "older ones", []
     try:
         healthy = {*healthy_steps(folder), *confirmed}
         for old in steps_to_delete(complete_steps(folder), keep_last, keep_every, healthy):
             which = f"step {old}"
-            delete(folder, old)
+            check_owned()
+            left.append(delete(folder, old))
     except (OSError, MeshwrightError) as error:
         return f"step {step} is saved, but {which} cannot be deleted: {error}"
-    return ""
+    return "; ".join(filter(None, left))
 
 
 def steps_to_delete(

@@ -45,6 +45,9 @@ class Pack:
     """Token that ends each document; the tokenizer's eos_token by default."""
     field: str = "text"
     """JSON field or table column that contains the text."""
+    split: str | None = None
+    """Split of a dataset's folder, such as train (data/train-*.parquet, train/, train.jsonl); "all"
+    packs every file."""
     split_on: str | None = None
     """Separator between documents in text files, such as '\\n\\n'; without it, a file is one."""
     special_tokens: bool = False
@@ -138,7 +141,7 @@ def pack(asked: Pack) -> None:
             asked.sources,
             asked.out,
             tokenizer,
-            Reading(asked.field, split_on),
+            Reading(asked.field, split_on, asked.split),
             special_tokens=asked.special_tokens,
             skip_bad=asked.skip_bad,
             overwrite=asked.overwrite,

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from meshwright.data import load_chat_template
 from meshwright.errors import MeshwrightError, not_installed
-from meshwright.interrupt import signal_calls
+from meshwright.interrupt import signal_calls, termination_calls
 from meshwright.launch import (
     EXIT_CODE,
     Follower,
@@ -54,7 +54,8 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
 
     meshwright serve runs/first --mesh tp=2 --port 8000
 
-    SIGTERM or Ctrl-C finishes the requests that run and refuses new ones; a second ends at once.
+    SIGTERM, SIGHUP or Ctrl-C finishes the requests that run and refuses new ones; a second one ends
+    at once.
     """
     try:
         import meshwright.serve.server  # noqa: F401
@@ -123,11 +124,11 @@ def _answer(source: Source, config: ServeConfig, link: Leader | None) -> None:
 
 
 def _follow(source: Source, config: ServeConfig, link: Follower) -> None:
-    """Compute for process 0 until it ends; SIGTERM and Ctrl-C are passed on to it."""
+    """Compute for process 0 until it ends; SIGTERM, SIGHUP and Ctrl-C are passed on to it."""
     mesh, dtype = _mesh(source, config)
     asked = False
 
-    def ask() -> bool:
+    def ask(*_: object) -> bool:
         nonlocal asked
         if asked:
             return False
@@ -135,7 +136,7 @@ def _follow(source: Source, config: ServeConfig, link: Follower) -> None:
         link.ask_to_stop()
         return True
 
-    with signal_calls(signal.SIGTERM, ask), signal_calls(signal.SIGINT, ask):
+    with termination_calls(ask), signal_calls(signal.SIGINT, ask):
         follow(link, source, mesh, dtype, config.engine)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from meshwright.arithmetic import first_repeated
 from meshwright.data.embedded import EMBEDDED, embedded_corpus
 from meshwright.data.schedule import Schedule
 from meshwright.data.store import TokenStore
@@ -43,12 +42,16 @@ class Mixture:
                 f"data {text!r}: '{without}' has no weight but others have; give every store a "
                 "weight, or none"
             )
-        repeated = first_repeated([path for path, _ in parts])
-        if repeated is not None:
-            raise MeshwrightError(
-                f"data {text!r} names '{repeated}' twice; give it once with the sum of its weights"
-            )
         stores = [_open(path) for path, _ in parts]
+        path_of: dict[str, str] = {}  # by content: ./a.store, a link or a copy is the same store
+        for store, (path, _) in zip(stores, parts, strict=True):
+            if (other := path_of.get(store.identity)) is not None:
+                again = "twice" if other == path else f"and again as '{path}'"
+                raise MeshwrightError(
+                    f"data {text!r} names '{other}' {again}; give it once with the sum of its "
+                    "weights"
+                )
+            path_of[store.identity] = path
         return cls.of(stores, weights or None)
 
     @classmethod

@@ -67,9 +67,10 @@ def pack(
     Each document ends with the tokenizer's end-of-document id. `special_tokens` also adds the
     tokens the tokenizer puts around a text, such as Llama's begin-of-text.
     """
-    found = [(str(source), *find_files(source)) for source in sources]
+    found = [(str(source), *find_files(source, reading.split)) for source in sources]
     if not found:
         raise MeshwrightError("nothing to pack; give files or folders")
+    _check_read_once(found)
     problems: list[str] = []
 
     def bad(problem: str) -> None:
@@ -94,6 +95,19 @@ def pack(
         first_bad=tuple(problems[:8]),
         other_files=tuple(str(other) for _, _, others in found for other in others),
     )
+
+
+def _check_read_once(found: Sequence[tuple[str, list[Path], list[Path]]]) -> None:
+    """Raise if two sources, however they are spelled, name the same file."""
+    source_of: dict[Path, str] = {}
+    for source, files, _ in found:
+        for path in {file.resolve() for file in files}:
+            if path in source_of:
+                raise MeshwrightError(
+                    f"'{source_of[path]}' and '{source}' both name {path}, which would be packed "
+                    "twice; leave one out"
+                )
+            source_of[path] = source
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from meshwright.data.splits import ALL, choose_split
 from meshwright.errors import MeshwrightError, did_you_mean, not_installed, one_of
 from meshwright.present import count
 
@@ -24,17 +25,21 @@ Bad = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Reading:
-    """How to find documents in files: the field of a record, the separator in a text file."""
+    """How to find documents: the field of a record, the separator in a text file, the split."""
 
     field: str = "text"
     split_on: str | None = None
+    split: str | None = None  # of a dataset's folder; 'all' for every file
 
 
 PLAIN = Reading()
 
 
-def find_files(source: str | Path) -> tuple[list[Path], list[Path]]:
-    """The files to read of a file or folder, in order; and the files of unsupported kinds."""
+def find_files(source: str | Path, split: str | None = None) -> tuple[list[Path], list[Path]]:
+    """The files to read of a file or folder, in order; and the files of unsupported kinds.
+
+    `split`: that of a folder's splits; a file is read whatever its name says.
+    """
     path = Path(source)
     if not path.exists():
         raise MeshwrightError(f"data '{source}' does not exist")
@@ -45,11 +50,15 @@ def find_files(source: str | Path) -> tuple[list[Path], list[Path]]:
             )
         return [path], []
     if (path / "dataset_dict.json").is_file():
-        splits = _json_file(path / "dataset_dict.json").get("splits") or ["train"]
-        choices = one_of([str(path / str(split)) for split in splits])
-        raise MeshwrightError(
-            f"data '{source}' is a dataset with several splits; choose one: {choices}"
-        )
+        splits = [str(name) for name in _json_file(path / "dataset_dict.json").get("splits") or ()]
+        if split not in (*splits, ALL):
+            hint = "" if split is None else did_you_mean(split, splits)
+            raise MeshwrightError(
+                f"data '{source}' is a dataset with several splits; choose one of "
+                f"{', '.join(splits)} with --split{hint}"
+            )
+        chosen = splits if split == ALL else [str(split)]
+        return [file for name in chosen for file in _saved_dataset(path / name)], []
     if (path / "state.json").is_file():
         return _saved_dataset(path), []
     files = sorted(
@@ -63,7 +72,8 @@ def find_files(source: str | Path) -> tuple[list[Path], list[Path]]:
         raise MeshwrightError(
             f"data folder '{source}' holds no file of a supported type ({', '.join(KINDS)})"
         )
-    return known, [file for file in files if not kind_of(file)]
+    others = [file for file in files if not kind_of(file)]
+    return choose_split(path, known, split), others
 
 
 def kind_of(file: Path) -> str | None:

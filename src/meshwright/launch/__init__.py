@@ -5,7 +5,13 @@ from meshwright.launch.comparison import Fact, compare_processes
 from meshwright.launch.coordinator import CoordinatorLostError, Store, coordinator_store
 from meshwright.launch.cpu import check_simulated, make_room_for_cpu_collectives, simulate_devices
 from meshwright.launch.ending import EXIT_CODE, AgreedError, end_process, ends_together
-from meshwright.launch.facts import by_content, flat_settings, software_facts, weights_sample
+from meshwright.launch.facts import (
+    by_content,
+    convert_paths,
+    flat_settings,
+    software_facts,
+    weights_sample,
+)
 from meshwright.launch.gpu import take_most_gpu_memory
 from meshwright.launch.link import Follower, Leader, open_link
 from meshwright.launch.processes import Joined, join
@@ -15,8 +21,8 @@ from meshwright.launch.watchdog import HANG_TIMEOUT_S, Watchdog, pause_timeout_s
 __all__ = [
     "EXIT_CODE", "HANG_TIMEOUT_S", "AgreedError", "CoordinatorLostError", "Fact", "Follower",
     "Joined", "Leader", "Stop", "Store", "Watchdog", "agree", "by_content", "cache_folder",
-    "check_simulated", "compare_processes", "coordinator_store", "end_process", "ends_together",
-    "flat_settings", "join", "keep_compiled_programs", "make_room_for_cpu_collectives", "open_link",
-    "pause_timeout_s", "simulate_devices", "software_facts", "stop_on_signals",
-    "take_most_gpu_memory", "weights_sample",
+    "check_simulated", "compare_processes", "convert_paths", "coordinator_store", "end_process",
+    "ends_together", "flat_settings", "join", "keep_compiled_programs",
+    "make_room_for_cpu_collectives", "open_link", "pause_timeout_s", "simulate_devices",
+    "software_facts", "stop_on_signals", "take_most_gpu_memory", "weights_sample",
 ]  # fmt: skip

@@ -62,7 +62,8 @@ def ends_together(
 def _end_failed(store: Store, process_id: int, failure: BaseException, interval_s: float) -> None:
     if threading.current_thread() is threading.main_thread():
         # torchrun and Slurm send it when another process is gone; this one ends anyway, and says so
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
     wait_s = farewell_s(process_id, interval_s)
     if isinstance(failure, AgreedError):
         end_process(str(failure), MISTAKE_CODE, wait_s)

@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,28 @@ def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:
         nested = dataclasses.is_dataclass(value)
         flat |= flat_settings(value, f"{name}.") if nested else {name: value}
     return flat
+
+
+def convert_paths(config: Any) -> None:
+    """In __post_init__: a path may be given as text, and text that names a file as a path."""
+    for name, kinds in _field_types(type(config)).items():
+        value = getattr(config, name)
+        if isinstance(value, str) and Path in kinds:
+            object.__setattr__(config, name, Path(value))
+        elif isinstance(value, os.PathLike) and Path not in kinds and str in kinds:
+            object.__setattr__(config, name, os.fspath(value))
+        elif Path in kinds and not isinstance(value, kinds):
+            raise MeshwrightError(f"{name}={value!r} is not a path; give text or a pathlib.Path")
+
+
+@functools.cache
+def _field_types(kind: type) -> dict[str, tuple[type, ...]]:
+    """The types that each field of a dataclass may have."""
+    hints = typing.get_type_hints(kind)
+    return {
+        name: tuple(t for t in (hint, *typing.get_args(hint)) if isinstance(t, type))
+        for name, hint in hints.items()
+    }
 
 
 def by_content(name: str, content: Any) -> Fact:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C become "stop after this step".
+"""SIGTERM, SIGHUP (a lost connection) and Ctrl-C become "stop after this step".
 
     with stop_on_signals() as stop:
         for step in range(first, steps):
@@ -6,8 +6,8 @@
                 break                       # save, and end with 0
             …
 
-Before the first step there is nothing to save: there either of them ends the process at once, and
-so does a second Ctrl-C later (in a program that calls `train`: KeyboardInterrupt, SystemExit).
+Before the first step there is nothing to save: there each of them ends the process at once, and so
+does a second Ctrl-C later (in a program that calls `train`: KeyboardInterrupt, SystemExit).
 
 ## Why all processes stop before the same step
 
@@ -35,7 +35,7 @@ import signal
 from collections.abc import Iterator
 
 from meshwright.errors import MeshwrightError
-from meshwright.interrupt import ctrl_c_says, signal_calls
+from meshwright.interrupt import ctrl_c_says, signal_calls, termination_calls
 from meshwright.launch.coordinator import Store
 
 _runs = itertools.count()  # the same in every process: each opens its loops in the same order
@@ -60,7 +60,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Catch SIGTERM and Ctrl-C inside the block; the previous handlers are restored after it.
+    """Catch the signals inside the block; the previous handlers are restored after it.
 
     Python delivers signals to the main thread only: in other threads nothing is caught; use
     `request` to stop.
@@ -69,11 +69,11 @@ def stop_on_signals() -> Iterator[Stop]:
 
     interrupts = itertools.count()
 
-    def take_sigterm() -> bool:
+    def take_termination(number: signal.Signals) -> bool:
         if stop.stepping and not stop.requested:
-            _say("SIGTERM: stopping after this step")
+            _say(f"{number.name}: stopping after this step")
         if stop.stepping:
-            stop.request("SIGTERM")
+            stop.request(number.name)
         return stop.stepping
 
     def take_ctrl_c() -> bool:
@@ -88,7 +88,7 @@ def stop_on_signals() -> Iterator[Stop]:
         return "stopped at once" if stop.stepping else "stopped before the first step"
 
     with (
-        signal_calls(signal.SIGTERM, take_sigterm),
+        termination_calls(take_termination),
         signal_calls(signal.SIGINT, take_ctrl_c),
         ctrl_c_says(line),
     ):

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from meshwright.checkpoint import HeldPath
 from meshwright.errors import MeshwrightError
 from meshwright.launch.coordinator import CoordinatorLostError, Store
 from meshwright.launch.ending import (
@@ -80,6 +81,7 @@ class Watchdog:
                 "must be above 0 and no longer than the second, which covers compiling and saving"
             )
         self._folder = Path(run_folder)
+        self._held: HeldPath | None = None  # the folder, from the first step on
         self._timeout_s, self._pause_timeout_s = timeout_s, pause_timeout_s
         self._store, self._process_id, self._processes = store, process_id, processes
         self._poll_s = look_interval_s(processes, poll_s)
@@ -110,6 +112,8 @@ class Watchdog:
         trace: TracebackType | None,
     ) -> None:
         self._stopped.set()
+        if self._held is not None:
+            self._held.close()
         if self._store is not None:
             left = dataclasses.replace(self._now(), left=True)
             with contextlib.suppress(CoordinatorLostError):
@@ -117,6 +121,9 @@ class Watchdog:
 
     def beat(self, step: int) -> None:
         """`step` is about to begin."""
+        if not self._beats:
+            with contextlib.suppress(OSError):  # this host may not see it
+                self._held = HeldPath(self._folder)
         self._beats += 1
         graced = self._beats <= STEPS_WITH_GRACE
         limit = self._pause_timeout_s if graced else self._timeout_s
@@ -210,6 +217,20 @@ class Watchdog:
         return verdict(sorted(reports, key=lambda r: r.process), self._process_id, self._silence_s)
 
     def _finish(self, line: str) -> None:
+        # what is now at the path of a folder that was deleted or moved may be another run's
+        own_folder = self._held is None or self._held.is_there()
+        if own_folder:
+            self._write_stacks(line)
+        if self._store is not None:
+            line = self._told_to_all(line)
+        if own_folder:
+            self._write_line(line)
+        alone = self._store is None
+        self._end(
+            line, exit_code(line), 0.0 if alone else farewell_s(self._process_id, self._poll_s)
+        )
+
+    def _write_stacks(self, line: str) -> None:
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             stacks = self._folder / f"watchdog-stacks-{self._process_id}.txt"
@@ -217,14 +238,10 @@ class Watchdog:
                 file.write(f"{line}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file=file, all_threads=True)
-        if self._store is not None:
-            line = self._told_to_all(line)
+
+    def _write_line(self, line: str) -> None:
         with contextlib.suppress(OSError), (self._folder / "watchdog.txt").open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {self._process_id}: {line}\n")
-        alone = self._store is None
-        self._end(
-            line, exit_code(line), 0.0 if alone else farewell_s(self._process_id, self._poll_s)
-        )
 
     def _told_to_all(self, line: str) -> str:
         # in a thread, since the store itself may hang

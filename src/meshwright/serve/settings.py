@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from tyro.conf import UseAppendAction
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.launch import convert_paths
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
 
@@ -210,6 +211,7 @@ class ServeConfig:
     easylm: EasyLMConfig = dataclasses.field(default_factory=EasyLMConfig)
 
     def __post_init__(self) -> None:
+        convert_paths(self)
         if not 0 <= self.port < 2**16:
             raise MeshwrightError(f"port={self.port} must be from 0 to 65535; 0 takes a free one")
         for origin in self.origins:

@@ -66,6 +66,7 @@ class Checkpoints:
     ) -> None:
         self.folder: Path = folders.checked_folder(folder)
         self.keep_last, self.keep_every = keep_last, keep_every
+        self.check_owned: folders.CheckOwned = lambda: None  # before each write and deletion
         self.command = command  # that uses a step, for messages
 
     def steps(self) -> list[int]:
@@ -86,6 +87,7 @@ class Checkpoints:
         The newest healthy checkpoint is never deleted.
         """
         if dist.get_rank() == 0:
+            self.check_owned()
             with contextlib.suppress(OSError):  # a full disk: the next one is marked
                 folders.mark_healthy(self.folder, step)
 
@@ -99,6 +101,7 @@ class Checkpoints:
         with together(f"setting aside what is after step {step}") as problems:
             later = [other for other in self.steps() if other > step]
             if dist.get_rank() == 0 and later:
+                problems.catch(self.check_owned)
                 moved = problems.catch(lambda: folders.set_aside(self.folder, later, copied))
         return None if moved is None else (later, moved)
 
@@ -149,34 +152,39 @@ class Checkpoints:
         dist.all_gather_object(sizes, sum(value.nbytes for value in values.values()))
         failed = f"step {step} was not saved"
         why = functools.partial(folders.why_not_saved, self.folder, sum(sizes))
+        begun = None  # in rank 0
         with together(failed, why=why) as problems:
             if rank == 0:
-                problems.catch(lambda: self._begin(step))
+                begun = problems.catch(lambda: self._begin(step))
         try:
             with together(failed, why=why) as problems:
                 problems.catch(lambda: _write(saving / file, values))
             reports: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(reports, (arrays, pieces, sums))
             with together(failed, why=why) as problems:
-                if rank == 0:
-                    problems.catch(lambda: self._finish(step, content, reports))
+                if begun is not None:
+                    problems.catch(lambda: self._finish(begun, content, reports))
         except MeshwrightError:
-            if rank == 0:
-                folders.give_up(self.folder, step)
+            if begun is not None:
+                begun.give_up()
             raise
         if rank == 0:
-            warning = folders.delete_old(self.folder, step, self.keep_last, self.keep_every)
+            warning = folders.delete_old(
+                self.folder, step, self.keep_last, self.keep_every, check_owned=self.check_owned
+            )
             if warning:  # the step is saved all the same
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
         dist.barrier()  # every rank sees the same steps
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int) -> folders.Saving:
+        self.check_owned()
         if step in self.steps():
             raise MeshwrightError(f"step {step} is already saved in {self.folder}; delete it first")
-        folders.begin(self.folder, step)
+        return folders.Saving(self.folder, step)
 
-    def _finish(self, step: int, content: dict[str, Any], reports: list[Any]) -> None:
-        saving = folders.saving_folder(self.folder, step)
+    def _finish(self, begun: folders.Saving, content: dict[str, Any], reports: list[Any]) -> None:
+        self.check_owned()
+        saving = begun.path
         pieces: dict[str, list[Piece]] = {}
         arrays: dict[str, SavedArray] = {}
         for own, parts, _ in reports:
@@ -188,8 +196,8 @@ class Checkpoints:
             name: SavedArray(one.shape, one.dtype, printed[name]) for name, one in arrays.items()
         }
         write_pieces(saving, pieces)
-        write_record(saving, Record(step, arrays, content, list_files(saving)))
-        folders.complete(self.folder, step)
+        write_record(saving, Record(begun.step, arrays, content, list_files(saving)))
+        begun.complete()
 
     def restore(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None

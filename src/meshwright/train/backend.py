@@ -17,6 +17,8 @@ class SavedSteps(Protocol):
     """The checkpoints of a run, whatever is in them; every process makes the same calls."""
 
     folder: Path
+    check_owned: Callable[[], None]
+    """Called before each write and deletion; raises where the folder is another run's by now."""
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, in order."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from meshwright.arithmetic import check_seed
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.launch import HANG_TIMEOUT_S, check_simulated, flat_settings
+from meshwright.launch import HANG_TIMEOUT_S, check_simulated, convert_paths, flat_settings
 from meshwright.models import LossConfig
 from meshwright.train.optimizer import OptimizerConfig
 
@@ -161,6 +161,7 @@ class TrainConfig:
     """Simulate this many devices on the CPU, at most 1024."""
 
     def __post_init__(self) -> None:
+        convert_paths(self)
         values = flat_settings(self)
         for name, least in _AT_LEAST.items():
             value = values[name]

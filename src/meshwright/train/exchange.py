@@ -56,12 +56,11 @@ def save_pieces(
     writes = jax.process_index() == 0
     if writes and step in folders.complete_steps(place):
         raise MeshwrightError(f"step {step} is already saved in {place}; delete it to replace it")
-    if writes:
-        folders.begin(place, step)
+    begun = folders.Saving(place, step) if writes else None
     trees = {"params": state.params, "exp_avg": adam.mu, "exp_avg_sq": adam.nu}
     for part, tree in trees.items():
         save_hf(saving / part, tree, config)
-    if not writes:
+    if begun is None:
         return step
     pieces: dict[str, list[Piece]] = {}
     arrays: dict[str, SavedArray] = {}
@@ -81,7 +80,7 @@ def save_pieces(
     content = as_json({"user": meta or {}, "optimizer": optimizer, "mesh": ""})
     write_pieces(saving, pieces)
     write_record(saving, Record(step, arrays, content, list_files(saving)))
-    folders.complete(place, step)
+    begun.complete()
     return step
 
 

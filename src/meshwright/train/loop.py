@@ -6,7 +6,7 @@ The same calls in every process of a run; process 0 speaks.
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshwright.checkpoint import not_a_folder
@@ -29,8 +29,11 @@ from meshwright.train.optimizer import DEFAULT_WARMUP
 from meshwright.train.resume import check_resume, resume_command, resume_step
 from meshwright.train.run import (
     LiveLine,
+    LostFolderError,
     MetricsLog,
     StepClock,
+    check_room,
+    description_files,
     disk_errors_in_one_line,
     only_run_in,
     print_line,
@@ -82,6 +85,8 @@ class Loop:
         self.signalled = False
         self.tokens = 0
         self.clock = StepClock()
+        # before each write into the run's folder: raises where it is another run's by now
+        self.check_owned: Callable[[], None] = lambda: None
 
     def go(self) -> None:
         config = self.config
@@ -96,17 +101,33 @@ class Loop:
         if first >= last:
             self._say(f"nothing to do: {config.run} is at step {first}, and {last} are wanted")
             return
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as lock:
             if self.speaks:
-                stack.enter_context(only_run_in(config.run))
+                self.check_owned = lock.enter_context(only_run_in(config.run))
+                self.checkpoints.check_owned = self.check_owned
+            last = self._train(first)
+            if self.speaks:
+                self._write_page(last)
+
+    def _train(self, first: int) -> int:
+        """From loading to the last save; gives back the step it is of."""
+        config, description = self.config, self._description()
+        if self.speaks:  # before anything slow
+            size = sum(len(text.encode()) for text in description.values())
+            if (metrics := config.run / METRICS).is_file():  # copied without later lines
+                size += metrics.stat().st_size
+            check_room(config.run, size)
+        with contextlib.ExitStack() as stack:
             self.backend.check_memory()
             activity = "creating weights" if self.saved is None else f"reading step {self.saved}"
             with self.watchdog.paused("loading"), waiting_line(activity, shown=self.speaks):
                 self.backend.start(self.saved)
             with self.watchdog.paused("compiling"):
                 self.backend.compile(self._say)
+            self.check_owned()
             self._set_later_aside()
-            self._write_description()
+            if self.speaks:
+                write_description(config.run, description)
             stack.callback(self._close)
             log = stack.enter_context(
                 MetricsLog(
@@ -128,12 +149,15 @@ class Loop:
             # who sends a signal does not wait for long
             if config.eval.sequences and last not in (first, self.evaluated) and not self.signalled:
                 self._evaluate(last, log, live)
-        if self.speaks:
-            try:
-                page = write_run_page(config.run)
-            except MeshwrightError as problem:
-                raise MeshwrightError(f"step {last} is saved, but {problem}") from None
-            self._say(f"curves: {page}")
+        return last
+
+    def _write_page(self, last: int) -> None:
+        self.check_owned()
+        try:
+            page = write_run_page(self.config.run)
+        except MeshwrightError as problem:
+            raise MeshwrightError(f"step {last} is saved, but {problem}") from None
+        self._say(f"curves: {page}")
 
     def _steps(self, first: int, log: MetricsLog, live: LiveLine) -> int:
         """All steps from `first`; gives back how many are done."""
@@ -179,6 +203,7 @@ class Loop:
         step, report = waiting
         config, backend = self.config, self.backend
         values = backend.values(report)
+        self.check_owned()
         self.tokens += values["tokens"]
         took = self.clock.tick(values.get("keys_seen"))
         metrics: dict[str, Any] = {
@@ -243,6 +268,7 @@ class Loop:
     def _evaluate(self, step: int, log: MetricsLog, live: LiveLine) -> None:
         with self.watchdog.paused("evaluating"), self.clock.paused():
             entropy, tokens = self.backend.evaluate()
+        self.check_owned()
         self.evaluated = step
         loss = entropy / max(tokens, 1)
         log.write(step, {"eval_loss": loss})
@@ -265,6 +291,7 @@ class Loop:
         try:
             self.checkpoints.wait()
         except MeshwrightError as problem:
+            self.check_owned()
             live.print(f"warning: {problem}")
 
     def _save_if_possible(self, step: int, live: LiveLine) -> None:
@@ -278,6 +305,7 @@ class Loop:
                 self.backend.save(step, self._meta(step))
                 self.unconfirmed.append(step)
             except MeshwrightError as problem:
+                self.check_owned()
                 live.print(f"warning: {problem}; training continues")
 
     def _save_for_good(self, step: int, live: LiveLine) -> None:
@@ -299,7 +327,9 @@ class Loop:
             try:
                 self.checkpoints.close()
             except MeshwrightError as problem:  # not in place of the error that ends the run
-                self._say(f"warning: {problem}")
+                with contextlib.suppress(LostFolderError):  # that is the error
+                    self.check_owned()
+                    self._say(f"warning: {problem}")
 
     def _set_later_aside(self) -> None:
         """Checkpoints after the step resumed from would be mistaken for this run's own."""
@@ -341,9 +371,7 @@ class Loop:
         if self.saved is not None:
             self._say(f"resuming from step {self.saved} in {self.checkpoints.folder}")
 
-    def _write_description(self) -> None:
-        if not self.speaks:
-            return
+    def _description(self) -> dict[str, str]:
         backend, folder = self.backend, self.config.run
         settings = config_to_dict(self.config) | {
             "model_config": model_to_dict(backend.model),
@@ -359,7 +387,7 @@ class Loop:
             "FLOPs of a token": backend.work.formula,
         }
         tokenizer = backend.loader.mixture.tokenizer
-        write_description(folder, settings, about, tokenizer.to_json())
+        return description_files(settings, about, tokenizer.to_json())
 
     def _say(self, text: str) -> None:
         if self.speaks:

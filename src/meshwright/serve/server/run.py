@@ -16,7 +16,7 @@ from types import TracebackType
 import uvicorn
 
 from meshwright.errors import MeshwrightError
-from meshwright.interrupt import signal_calls
+from meshwright.interrupt import signal_calls, termination_calls
 from meshwright.present import count
 from meshwright.serve.request import EngineStoppedError
 from meshwright.serve.server.app import application
@@ -126,9 +126,9 @@ class HttpServer:
 
 
 def run_until_stopped(server: HttpServer) -> None:
-    """Wait for SIGTERM or Ctrl-C, then finish what runs; a second one ends at once."""
+    """Wait for SIGTERM, SIGHUP or Ctrl-C, then finish what runs; a second one ends at once."""
 
-    def stop() -> bool:
+    def stop(*_: object) -> bool:
         asked = server.service.draining
         if not asked:
             _LOG.info("stopping: in flight are %s", count(server.service.in_flight, "sequence"))
@@ -136,7 +136,7 @@ def run_until_stopped(server: HttpServer) -> None:
         return True
 
     engine = server.service.engine
-    with signal_calls(signal.SIGTERM, stop), signal_calls(signal.SIGINT, stop):
+    with termination_calls(stop), signal_calls(signal.SIGINT, stop):
         while server.wait(0.2):
             if engine.failure is not None:
                 server.wait(_FAILED_SECONDS)

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.errors import MeshwrightError
-from meshwright.interrupt import signal_calls
+from meshwright.interrupt import hangup_is_ignored, signal_calls
 from meshwright.launch import EXIT_CODE
 from meshwright.train import TrainConfig
 
@@ -55,6 +55,8 @@ def start_processes(processes: int, arguments: Sequence[str]) -> None:
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=LONGEST_STOP_S,
+        # which are passed on to the ranks; SIGHUP stays ignored under nohup
+        signals_to_handle="SIGTERM,SIGINT,SIGQUIT" + ("" if hangup_is_ignored() else ",SIGHUP"),
     )
     command = ("-m", "meshwright.cli.main", "train", *arguments)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))

@@ -1,9 +1,9 @@
 """What stands around the training loop: processes, signals, the watchdog, metrics, the run page."""
 
-from meshwright.files import disk_errors_in_one_line, print_line
-from meshwright.train.run.description import write_description
+from meshwright.files import check_room, disk_errors_in_one_line, print_line
+from meshwright.train.run.description import description_files, write_description
 from meshwright.train.run.live import LiveLine, waiting_line
-from meshwright.train.run.lock import only_run_in
+from meshwright.train.run.lock import LostFolderError, only_run_in
 from meshwright.train.run.metrics import Metrics, MetricsLog, read_metrics
 from meshwright.train.run.page import write_run_page
 from meshwright.train.run.throughput import (
@@ -17,8 +17,8 @@ from meshwright.train.run.throughput import (
 )
 
 __all__ = [
-    "LiveLine", "Memory", "Metrics", "MetricsLog", "StepClock", "Throughput",
-    "chip_peak_flops", "disk_errors_in_one_line", "memory", "only_run_in",
-    "peak_flops", "print_line", "read_metrics", "throughput", "waiting_line",
+    "LiveLine", "LostFolderError", "Memory", "Metrics", "MetricsLog", "StepClock", "Throughput",
+    "check_room", "chip_peak_flops", "description_files", "disk_errors_in_one_line", "memory",
+    "only_run_in", "peak_flops", "print_line", "read_metrics", "throughput", "waiting_line",
     "write_description", "write_run_page",
 ]  # fmt: skip

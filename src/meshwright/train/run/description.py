@@ -7,10 +7,14 @@ from typing import Any
 from meshwright.files import write_whole
 
 
-def write_description(
-    folder: Path, settings: dict[str, Any], about: dict[str, Any], tokenizer: dict[str, Any]
-) -> None:
+def description_files(
+    settings: dict[str, Any], about: dict[str, Any], tokenizer: dict[str, Any]
+) -> dict[str, str]:
     """config.json (all settings), run.json (what the page shows first), tokenizer_state.json."""
     files = {"config.json": settings, "run.json": about, "tokenizer_state.json": tokenizer}
-    for name, data in files.items():
-        write_whole(folder / name, json.dumps(data, indent=2) + "\n")
+    return {name: json.dumps(data, indent=2) + "\n" for name, data in files.items()}
+
+
+def write_description(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        write_whole(folder / name, text)

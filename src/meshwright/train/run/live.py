@@ -8,10 +8,11 @@ import math
 import sys
 import threading
 import time
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
-from meshwright.files import print_line
+from meshwright.files import TerminalOutput, print_line
 from meshwright.present import GIB, count_text, duration_text
 
 PLAIN_EVERY_S = 10.0
@@ -178,7 +179,7 @@ def _rich_live(file: TextIO, transient: bool = False) -> Any | None:
         from rich.live import Live
     except ImportError:
         return None
-    console = Console(file=file)
+    console = Console(file=typing.cast(TextIO, TerminalOutput(file)))
     if console.is_dumb_terminal:
         return None
     live = Live(console=console, refresh_per_second=4, transient=transient)

@@ -1,36 +1,45 @@
-"""One run at a time in a folder."""
+"""One run at a time in a folder, for as long as the folder is the one it locked."""
 
 import contextlib
 import errno
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
+from meshwright.checkpoint import HeldPath
 from meshwright.errors import MeshwrightError
 from meshwright.files import cannot_be_written
 
 FILE = ".lock"
 
 
+class LostFolderError(MeshwrightError):
+    """The folder is no longer this run's: the run must neither write nor delete there."""
+
+
 @contextlib.contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
-    """Hold the folder while inside; the lock goes with the process, however it ends."""
+def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
+    """Hold the folder while inside; the lock goes with the process, however it ends.
+
+    Gives a function to call before each write or deletion in the folder; it raises
+    LostFolderError. A lock belongs to a file, not to its path: after `rm -rf` or `mv` of the
+    folder, another run may hold a lock at the same path.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # unbuffered: closing has nothing left to write that could fail
         file = (folder / FILE).open("ab+", buffering=0)
     except OSError as reason:
         raise cannot_be_written(folder, reason) from None
-    with file:
+    with file, contextlib.ExitStack() as held:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            owner = file.read().decode(errors="replace").strip() or "unknown"
             raise MeshwrightError(
-                f"another run is writing to {str(folder)!r} ({owner}); "
+                f"another run is writing to {str(folder)!r} ({_owner(file)}); "
                 "stop it, or give --run another folder"
             ) from None
         except OSError as reason:
@@ -43,6 +52,32 @@ def only_run_in(folder: Path) -> Iterator[None]:
             file.truncate(0)
             if file.write(owner_line) != len(owner_line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            paths = [held.enter_context(HeldPath(path)) for path in (folder, folder / FILE)]
         except OSError as reason:
             raise cannot_be_written(folder, reason) from None
-        yield
+        yield lambda: _check_owned(*paths)
+
+
+def _check_owned(folder: HeldPath, lock: HeldPath) -> None:
+    own_folder = folder.is_there()
+    if own_folder and lock.is_there():
+        return
+    lost = f"lock {lock.path}" if own_folder else f"folder {folder.path}"
+    try:
+        with lock.path.open("rb") as file:
+            change = f"replaced by that of {_owner(file)}"
+            remedy = "Start it again with another --run"
+    except OSError:
+        change = "deleted" if own_folder else "deleted or moved"
+        remedy = "The same command starts it again" + (
+            "" if own_folder else "; first move the folder back, if it was moved"
+        )
+    raise LostFolderError(
+        f"the run's {lost} was {change}. The run ended without another save, and left alone what "
+        f"is there now. {remedy}"
+    )
+
+
+def _owner(lock: IO[bytes]) -> str:
+    lock.seek(0)
+    return lock.read().decode(errors="replace").strip() or "unknown"
