@@ -1,6 +1,7 @@
 """What holds for every test: no time limits, patience with what is slow, paths that exist."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,3 +96,78 @@ def test_no_test_measures_time_or_waits_for_a_number_of_seconds() -> None:
             name = file.relative_to(ROOT)
             assert not (lines := time_limits(program)), f"{name}: a limit of time, lines {lines}"
             assert not (lines := short_waits(program)), f"{name}: not PATIENCE_S, lines {lines}"
+
+
+# ---- paths --------------------------------------------------------------------------------------
+
+
+def path_of(node: ast.expr, file: Path, names: dict[str, Path]) -> Path | None:
+    """The path that an expression of `__file__` and literals stands for, if it is one."""
+    match node:
+        case ast.Name(name):
+            return names.get(name)
+        case ast.Call(func=ast.Name("Path"), args=[ast.Name("__file__")]):
+            return file
+        case ast.Call(func=ast.Attribute(value, "resolve" | "absolute"), args=[]):
+            return path_of(value, file, names)
+        case ast.Call(
+            func=ast.Attribute(value, "with_name"), args=[ast.Constant(str() as name)]
+        ) if base := path_of(value, file, names):
+            return base.with_name(name)
+        case ast.Attribute(value, "parent") if base := path_of(value, file, names):
+            return base.parent
+        case ast.Subscript(ast.Attribute(value, "parents"), ast.Constant(int() as number)) if (
+            base := path_of(value, file, names)
+        ):
+            return base.parents[number]
+        case ast.BinOp(left, ast.Div(), ast.Constant(str() as name)) if base := path_of(
+            left, file, names
+        ):
+            return base / name
+    return None
+
+
+def missing_paths(text: str, file: Path) -> list[str]:
+    """Paths of the repository that a file names and that are not there."""
+    tree = ast.parse(text)
+    names: dict[str, Path] = {}
+    for statement in tree.body:
+        match statement:
+            case ast.Assign([ast.Name(name)], value) if path := path_of(value, file, names):
+                names[name] = path
+    paths = {path_of(node, file, names) for node in ast.walk(tree) if isinstance(node, ast.expr)}
+    made = (".pytest_cache", ".venv")  # by what runs
+    return [
+        str(path)
+        for path in sorted(path for path in paths if path is not None)
+        if not path.exists() and not any(part.startswith(made) for part in path.parts)
+    ]
+
+
+def test_a_path_that_is_not_there_is_found() -> None:
+    text = 'SCRIPT = Path(__file__).parents[{}] / "benchmarks" / "placement.py"'
+    assert missing_paths(text.format(1), Path(__file__)) == []
+    assert missing_paths(text.format(2), Path(__file__))
+    assert missing_paths('HERE = Path(__file__).parent\nrun(HERE / "gone.py")', Path(__file__))
+
+
+def test_every_path_that_a_script_builds_exists() -> None:
+    missing = {str(file.relative_to(ROOT)): missing_paths(file.read_text(), file) for file in SCRIPTS}  # fmt: skip
+    assert {name: paths for name, paths in missing.items() if paths} == {}
+
+
+def test_every_file_that_commands_name_exists() -> None:
+    named = re.compile(r"(?<![\w./-])(?:tests|benchmarks|examples|tools|docs|src)/[\w/.-]+\.\w+")
+    files = [
+        ROOT / "Makefile",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / ".ci" / "run",
+        *(ROOT / "benchmarks").glob("*.py"),
+    ]
+    missing = {
+        (str(file.relative_to(ROOT)), path)
+        for file in files
+        for path in named.findall(file.read_text())
+        if not (ROOT / path).exists()
+    }  # fmt: skip
+    assert missing == set()
