@@ -2,10 +2,14 @@
 
 import ast
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 TESTS = sorted(set((ROOT / "tests").rglob("*.py")) - {Path(__file__)})
@@ -171,3 +175,26 @@ def test_every_file_that_commands_name_exists() -> None:
         if not (ROOT / path).exists()
     }  # fmt: skip
     assert missing == set()
+
+
+# ---- signals ------------------------------------------------------------------------------------
+
+
+def test_processes_of_tests_hear_signals_that_a_background_shell_ignores() -> None:
+    """`nohup make test &` starts with SIGHUP, SIGINT and SIGQUIT ignored, and so would they."""
+    ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+    child = f"import signal; print([signal.getsignal(n) is not signal.SIG_IGN for n in {[*map(int, ignored)]}])"
+    program = f"""
+import signal, subprocess, sys
+for number in {[*map(int, ignored)]}:
+    signal.signal(number, signal.SIG_IGN)
+from tests.processes import hear_signals
+hear_signals()
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+subprocess.run([sys.executable, "-c", {child!r}], check=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.stdout == "[True, True, True]\n", done.stderr
