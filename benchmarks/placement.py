@@ -32,7 +32,7 @@ RATIO_LIMIT, EXPLAIN_LIMIT, IMPORT_LIMIT = 1.10, 1.0, 0.15  # times, seconds, se
 
 def placement_ratios() -> dict[str, float]:
     """The time of each notation over that of device_put by hand: medians of paired rounds."""
-    mesh = mw.mesh("fsdp=2,tp=4")
+    mesh = mw.mesh("fsdp=2,tp=4", devices=jax.devices()[:8])
     tree = {
         f"layer{i}": {
             "up": np.ones((64, 128), np.float32),

@@ -24,11 +24,13 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FAST])
 import jax
 import pytest
 from hypothesis import settings
+from tests.processes import hear_signals
 
 from meshwright.launch.cpu import make_room_for_cpu_collectives
 from meshwright.machines import Machine
 from meshwright.ops import mosaic
 
+hear_signals()
 make_room_for_cpu_collectives()
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)

@@ -56,7 +56,7 @@ def serve() -> None:
 
 
 def _become(arguments: list[str], out: str, errors: str, folder: str) -> None:
-    signal.alarm(300)  # seconds; ends what hangs
+    signal.alarm(1200)  # seconds; ends what hangs
     os.chdir(folder)
     for number, path in enumerate((os.devnull, out, errors)):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)

@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+
+from tests.patience import PATIENCE_S
 
 
 def free_port() -> str:
@@ -13,6 +16,18 @@ def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
+
+
+def hear_signals() -> None:
+    """Let this process and those it starts hear signals that a background shell or nohup ignores.
+
+    An ignored signal stays ignored in children; one that has a handler here is the default there.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)  # nohup still keeps this process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +78,7 @@ def run_commands(*commands: Sequence[str]) -> list[Ended]:
         [sys.executable, "-c", _PROGRAM, json.dumps([list(command) for command in commands])],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [Ended(*ended) for ended in json.loads(done.stdout.splitlines()[-1])]

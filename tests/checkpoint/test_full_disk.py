@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 
 PROGRAM = """
 import json, os, resource, signal, sys
@@ -46,7 +47,7 @@ print(json.dumps({"errors": errors, "steps": steps, "left": left, "same": same})
 
 
 def check(command: list[str], said: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found = json.loads(done.stdout)

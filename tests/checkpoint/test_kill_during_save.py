@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "kill_during_save.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_during_save.py"
 
 
 @pytest.mark.slow
@@ -15,7 +16,7 @@ def test_three_kills_inside_a_save_lose_nothing() -> None:
         [sys.executable, SCRIPT, "--kills", "3", "--seed", "1"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 kills inside a save" in done.stdout

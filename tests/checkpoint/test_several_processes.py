@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_S
 from tests.processes import free_port
 
 pytestmark = pytest.mark.slow  # starting jax in several processes takes 10 to 30 s
@@ -60,11 +61,10 @@ def same(a, b):
     return all(jax.tree.leaves(jax.tree.map(equal, a, b)))
 
 def error_of(call, *arguments):
-    started = time.time()
     try:
         call(*arguments)
     except mw.MeshwrightError as error:
-        return {"error": str(error), "seconds": time.time() - started}
+        return {"error": str(error)}
     return {"error": None}
 """
 
@@ -140,7 +140,7 @@ def run(program: str, processes: int, folder: Path, job: str) -> list[dict[str, 
     ]
     results = []
     for process in started:
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, err[-3000:]
         assert "absl" not in err
         assert "orbax" not in err
@@ -155,7 +155,6 @@ def test_two_save_and_one_restores(tmp_path: Path) -> None:
         assert found["healthy"] == [3]
         assert found["full"]["error"].startswith("process 1: step 2 was not saved")
         assert "File too large" in found["full"]["error"]
-        assert found["full"]["seconds"] < 20
         assert found["steps"] == [1, 3]
         assert "must be on a disk that all processes share" in found["apart"]["error"]
         assert "'x' is on this process only" in found["alone"]["error"]
@@ -176,7 +175,6 @@ def test_one_saves_and_two_restore(tmp_path: Path) -> None:
         # process 1 alone has the rows that are lost
         assert "process 1: " in found["lost"]["error"]
         assert "'params/w' cannot be read" in found["lost"]["error"]
-        assert found["lost"]["seconds"] < 20
 
 
 def lose_the_last_rows(step: Path) -> None:

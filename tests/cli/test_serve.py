@@ -1,24 +1,26 @@
 """`meshwright serve`: its settings, what it prints, and that signals end it."""
 
 import dataclasses
+import math
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_S
 from tests.serve.server.bigram_engine import BigramEngine
 from tests.serve.server.serving import source
 
 from meshwright.cli import serve as serve_cli
 from meshwright.cli.commands import run
 from meshwright.serve import ServeConfig
+from meshwright.serve.server import HttpServer
 
 ROOT = Path(__file__).parents[2]
 # the command with the engine of the tests, in a process of its own
@@ -33,6 +35,21 @@ serve_cli._engine = lambda *_: BigramEngine(delay=0.01)
 sys.argv = ["meshwright", "serve", "runs/bigram", "--port", "0", *sys.argv[1:]]
 main()
 """
+
+
+@pytest.fixture
+def ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server gets a signal as soon as it waits for one."""
+    waits = HttpServer.wait
+    ended: list[HttpServer] = []
+
+    def wait(server: HttpServer, seconds: float = math.inf) -> bool:
+        if server not in ended:
+            ended.append(server)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return waits(server, seconds)
+
+    monkeypatch.setattr(HttpServer, "wait", wait)
 
 
 @pytest.fixture
@@ -93,11 +110,11 @@ def test_what_is_wrong_is_said_before_the_weights_are_read(
     assert "is used by another program" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("ends_at_once")
 def test_the_engine_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     engine = BigramEngine()
     monkeypatch.setattr(serve_cli, "look_into", lambda *_, **__: source())
     monkeypatch.setattr(serve_cli, "_engine", lambda *_: engine)
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     run(["serve", "runs/bigram", "--port", "0", "--host", "0.0.0.0"])
     assert engine.closed
     shown = capsys.readouterr()
@@ -106,6 +123,7 @@ def test_the_engine_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys
     assert "can use this server" in shown.err
 
 
+@pytest.mark.usefixtures("ends_at_once")
 def test_default_sampling_is_shown_and_can_be_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,7 +133,6 @@ def test_default_sampling_is_shown_and_can_be_left_out(
     monkeypatch.setattr(serve_cli, "_engine", lambda *_: BigramEngine())
 
     def shown(*flags: str) -> str:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
         run(["serve", "runs/bigram", "--port", "0", *flags])
         return capsys.readouterr().out
 
@@ -139,11 +156,11 @@ def test_a_signal_finishes_what_runs_and_ends_the_process(number: int) -> None:
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]
         body = b'{"prompt": "a", "max_tokens": 40, "ignore_eos": true, "stream": true}'
-        with urllib.request.urlopen(f"{url}/completions", body, timeout=20) as response:
+        with urllib.request.urlopen(f"{url}/completions", body, timeout=PATIENCE_S) as response:
             response.readline()  # it runs
             process.send_signal(number)
             assert response.read().endswith(b"data: [DONE]\n\n")
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
         process.communicate()

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.patience import PATIENCE_S, eventually
 from tests.processes import free_port
 
 from meshwright.data import (
@@ -138,9 +138,7 @@ def test_reading_runs_ahead_and_stops_when_it_is_left() -> None:
 
     steps = read_ahead(read, 5, None, threads=2, ahead=4)
     assert next(steps) == (5, 5)
-    deadline = time.monotonic() + 10
-    while len(seen) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: len(seen) >= 4)
     assert set(seen) >= {5, 6, 7, 8}
     steps.close()  # type: ignore[attr-defined]
     assert max(seen) < 20
@@ -266,7 +264,7 @@ def test_two_processes_each_read_their_half_of_the_batch() -> None:
     alone = training_loader(Mixture.of([embedded_corpus()]), batch=8, seq=32)
     sums = [int(alone.host_batch(step)["tokens"].sum()) for step in range(5, 8)]
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, err[-3000:]
         found = json.loads(out.strip().splitlines()[-1])
         assert found["right"]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
@@ -29,7 +30,7 @@ def test_every_snippet_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     # a cache of its own: what was compiled before says less
     environment = os.environ | {"MESHWRIGHT_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, runner, page], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        [sys.executable, runner, page], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S,
         env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

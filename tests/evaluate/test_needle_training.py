@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE_S
 
 from meshwright.data import Needles, needle_sequences
 from meshwright.evaluate.needle import retrieve
@@ -26,7 +27,7 @@ MODEL = {
 def meshwright(*words: object) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "meshwright.cli.main", *map(str, words)],
-        capture_output=True, text=True, timeout=900,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from tests.patience import PATIENCE_S
 from tests.processes import free_port
 
 PROGRAM = """
@@ -24,7 +25,7 @@ print(sorted(store.get_all("a/").items()))
 def test_text_is_kept_the_first_time_or_every_time() -> None:
     port = free_port()
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, port], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM, port], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == [

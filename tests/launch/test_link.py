@@ -4,10 +4,10 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
+from tests.patience import PATIENCE_S, eventually
 
 from meshwright.errors import MeshwrightError
 from meshwright.launch import link as links
@@ -63,9 +63,7 @@ def linked(followers: int = 2) -> Iterator[tuple[Leader, list[Follower]]]:
 
 
 def wait_for(texts: list[str], number: int) -> None:
-    end = time.monotonic() + 10
-    while len(texts) < number and time.monotonic() < end:
-        time.sleep(0.01)
+    eventually(lambda: len(texts) >= number)
     assert len(texts) == number, texts
 
 
@@ -89,10 +87,8 @@ def test_the_leader_hears_messages_and_requests_to_stop() -> None:
         leader.on_stop = stopped.set
         second.send(b"ready")
         first.ask_to_stop()
-        assert stopped.wait(10)
-        end = time.monotonic() + 10
-        while not heard and time.monotonic() < end:
-            time.sleep(0.01)
+        assert stopped.wait(PATIENCE_S)
+        eventually(lambda: heard)
         assert heard == [(2, b"ready")]
 
 
@@ -167,12 +163,11 @@ def test_strangers_are_not_let_in_and_a_missing_process_is_named() -> None:
 
     thread = threading.Thread(target=lead)
     thread.start()
-    while "meshwright/link" not in store:
-        time.sleep(0.01)
+    eventually(lambda: "meshwright/link" in store)
     port = json.loads(store["meshwright/link"])["port"]
     hello = json.dumps({"key": "guessed", "process": 1, "host": "h"}).encode()
     for data in (b"GET / HTTP/1.1\r\n\r\n", links._HEAD.pack(links.HELLO, len(hello)) + hello):
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as stranger:
             stranger.sendall(data)
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(10) == b""

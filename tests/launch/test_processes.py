@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.patience import PATIENCE_S
 from tests.processes import free_port
 
 from meshwright import MeshwrightError
@@ -83,7 +84,7 @@ except MeshwrightError as mistake:
     os._exit(2)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert "Traceback" not in done.stderr
     assert "Check failure" not in done.stderr
@@ -130,5 +131,5 @@ def test_different_numbers_of_processes_are_told() -> None:
         )
         for i, number in enumerate((2, 3))
     ]
-    errors = [process.communicate(timeout=60)[1] for process in processes]
+    errors = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
     assert sum("every process needs the same number" in error for error in errors) == 1

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 from tests.processes import free_port
 
 PROGRAM = """
@@ -24,7 +25,7 @@ store = coordinator_store()
 
 def next_batch(step):
     if step == 6 and process == 1 and mode == "hang":
-        time.sleep(1000)
+        time.sleep(100_000)
     if step == 6 and mode == f"stopped {process}":
         os.kill(os.getpid(), signal.SIGSTOP)
     if step == 6 and process == 1 and mode == "killed":
@@ -41,7 +42,8 @@ with ends_together(store, joined.process_id, 2, poll_s=0.25), stop_on_signals() 
     split, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (["dp"], []))
     x = jax.jit(lambda: jnp.ones(2), out_shardings=split)()
     train_step = jax.jit(lambda x: x.sum(), out_shardings=whole)
-    with Watchdog(folder, timeout_s=3, pause_timeout_s=60, poll_s=0.25, store=store,
+    hangs = mode == "hang" or mode.startswith("stopped")
+    with Watchdog(folder, timeout_s=4 if hangs else 1200, pause_timeout_s=1200, poll_s=0.25, store=store,
                   process_id=joined.process_id, processes=joined.processes) as watchdog:
         for step in range(1, 2000):
             if agree(stop, step, store, lag=0):
@@ -80,12 +82,10 @@ def wait_for_step_five(processes: list[subprocess.Popen[str]]) -> None:
 def test_a_process_that_hangs_is_named_and_the_run_ends(tmp_path: Path) -> None:
     processes = start("hang", tmp_path)
     wait_for_step_five(processes)
-    began = time.monotonic()
-    ends = [process.communicate(timeout=30) for process in processes]
-    assert time.monotonic() - began < 12
+    ends = [process.communicate(timeout=PATIENCE_S) for process in processes]
     assert [process.returncode for process in processes] == [75, 75]
     said = (
-        r"step 6 has not finished for [3-9] s: process 1 \(\S+\) was last seen at step 5, in "
+        r"step 6 has not finished for \d+ s: process 1 \(\S+\) was last seen at step 5, in "
         r"<string>:\d+ next_batch; the other waits in step 6"
     )
     for _, err in ends:
@@ -98,7 +98,7 @@ def test_a_signal_to_one_process_stops_all_before_the_same_step(tmp_path: Path) 
     processes = start("run", tmp_path)
     wait_for_step_five(processes)
     processes[1].send_signal(signal.SIGTERM)
-    ends = [process.communicate(timeout=60) for process in processes]
+    ends = [process.communicate(timeout=PATIENCE_S) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], ends
     said = [re.search(r"stopped before step (\d+): (.*)", out) for out, _ in ends]
     assert said[0] is not None
@@ -111,9 +111,7 @@ def test_a_signal_to_one_process_stops_all_before_the_same_step(tmp_path: Path) 
 def test_an_error_in_one_process_ends_the_others_and_is_told_there(tmp_path: Path) -> None:
     processes = start("raise", tmp_path)
     wait_for_step_five(processes)
-    began = time.monotonic()
-    ends = [process.communicate(timeout=30) for process in processes]
-    assert time.monotonic() - began < 12
+    ends = [process.communicate(timeout=PATIENCE_S) for process in processes]
     assert [process.returncode for process in processes] == [75, 1]
     assert "error: process 1 failed: rows 40 to 80 cannot be read" in ends[0][1]
     assert "Traceback" not in ends[0][1]
@@ -124,7 +122,7 @@ def test_a_mistake_in_one_process_ends_all_with_the_code_of_a_mistake(tmp_path: 
     """Damaged data would be met again by another try, which 75 asks for."""
     processes = start("mistake", tmp_path)
     wait_for_step_five(processes)
-    ends = [process.communicate(timeout=30) for process in processes]
+    ends = [process.communicate(timeout=PATIENCE_S) for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert "error: process 1 stopped: token store 'a.store' is damaged" in ends[0][1]
     assert "error: token store 'a.store' is damaged" in ends[1][1]
@@ -138,7 +136,7 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
     processes[1].wait()
     time.sleep(0.3)
     processes[0].send_signal(signal.SIGTERM)  # as torchrun and Slurm do then
-    ends = [process.communicate(timeout=30) for process in processes]
+    ends = [process.communicate(timeout=PATIENCE_S) for process in processes]
     assert [process.returncode for process in processes] == [75, -signal.SIGKILL], ends[0][1]
     assert re.search(r"process 1 \(\S+\) is gone, last seen at step \d \(", ends[0][1]), ends
 
@@ -147,8 +145,8 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stopped", "said"),
     [
-        (1, r"process 1 \(\S+\) has not reported for \d s: it is stopped"),
-        (0, r"process 0, the coordinator, has not responded for \d s"),
+        (1, r"process 1 \(\S+\) has not reported for \d+ s: it is stopped"),
+        (0, r"process 0, the coordinator, has not responded for \d+ s"),
     ],
 )
 def test_a_process_that_is_stopped_is_named(tmp_path: Path, stopped: int, said: str) -> None:
@@ -156,7 +154,7 @@ def test_a_process_that_is_stopped_is_named(tmp_path: Path, stopped: int, said: 
     other = processes[1 - stopped]
     try:
         wait_for_step_five(processes)
-        _, err = other.communicate(timeout=30)
+        _, err = other.communicate(timeout=PATIENCE_S)
     finally:
         processes[stopped].kill()
         processes[stopped].communicate()

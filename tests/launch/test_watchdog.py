@@ -1,20 +1,25 @@
 """One process: a step that hangs ends it, in time and with the reason; a slow save does not."""
 
+import re
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S, eventually
 
 from meshwright import MeshwrightError
 from meshwright.launch import Watchdog
+from meshwright.launch import watchdog as watchdogs
 
 PROGRAM = """
 import sys, time
 from meshwright.launch import Watchdog
 def next_batch():
-    time.sleep(100)
+    time.sleep(100_000)
 with Watchdog(sys.argv[1], timeout_s=0.5, pause_timeout_s=20, poll_s=0.1) as watchdog:
     for step in range(1, 4):
         watchdog.beat(step)
@@ -22,63 +27,109 @@ with Watchdog(sys.argv[1], timeout_s=0.5, pause_timeout_s=20, poll_s=0.1) as wat
 """
 
 
-def ended(run: Path, **limits: float) -> tuple[Watchdog, list[str]]:
+class Clock:
+    """A time that passes when the test says so, and then until the watchdog has looked at it."""
+
+    strftime = staticmethod(time.strftime)
+
+    def __init__(self) -> None:
+        self.now, self.looks = 0.0, 0
+
+    def monotonic(self) -> float:
+        self.looks += threading.current_thread().name == "watchdog"
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        seen = self.looks
+        # a look reads the time twice, so it has begun and ended within four
+        eventually(lambda: self.looks >= seen + 4 or not watching())
+
+
+def watching() -> bool:
+    return any(thread.name == "watchdog" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(watchdogs, "time", made)
+    yield made
+    eventually(lambda: not watching())
+
+
+def ended(run: Path) -> tuple[Watchdog, list[str]]:
     lines: list[str] = []
-    basic = {"timeout_s": 0.3, "pause_timeout_s": 5.0, "poll_s": 0.05}
-    watchdog = Watchdog(run, end=lambda line, code, wait: lines.append(line), **(basic | limits))  # type: ignore[arg-type]
-    return watchdog, lines
+    end = lambda line, code, wait: lines.append(line)  # noqa: E731
+    return Watchdog(run, timeout_s=3, pause_timeout_s=8, poll_s=0.01, end=end), lines
 
 
 def test_a_reader_that_hangs_ends_the_process_and_leaves_its_stack(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, tmp_path], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 75
-    said = "step 3 has not finished for 1 s: this process is in <string>:5 next_batch"
-    assert f"error: {said}" in done.stderr
-    assert said in (tmp_path / "watchdog.txt").read_text()
+    said = r"step 3 has not finished for \d+ s: this process is in <string>:5 next_batch"
+    assert re.search(f"error: {said}", done.stderr)
+    assert re.search(said, (tmp_path / "watchdog.txt").read_text())
     stacks = (tmp_path / "watchdog-stacks-0.txt").read_text()
     assert "in next_batch" in stacks
 
 
-def test_steps_that_continue_are_left_alone(tmp_path: Path) -> None:
+def test_steps_that_continue_are_left_alone(tmp_path: Path, clock: Clock) -> None:
     watchdog, lines = ended(tmp_path)
     with watchdog:
         for step in range(8):
             watchdog.beat(step)
-            time.sleep(0.1)
-    time.sleep(0.5)  # nothing is watched after the loop
+            clock.advance(2)
+    clock.advance(100)  # nothing is watched after the loop
     assert lines == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_compiling_and_saving_have_the_longer_limit(tmp_path: Path) -> None:
+def test_compiling_and_saving_have_the_longer_limit(tmp_path: Path, clock: Clock) -> None:
     watchdog, lines = ended(tmp_path)
     with watchdog:
-        time.sleep(0.4)
+        clock.advance(4)
         for step in (1, 2):
             watchdog.beat(step)
-            time.sleep(0.4)
+            clock.advance(4)
         watchdog.beat(3)
         with watchdog.paused("saving"):
-            time.sleep(0.5)
-        time.sleep(0.2)  # the step has its whole limit again
+            clock.advance(4)
+        clock.advance(2)  # the step has its whole limit again
         assert lines == []
-        time.sleep(0.4)
-    assert len(lines) == 1
-    assert lines[0].startswith("step 3 has not finished")
+        clock.advance(2)
+        assert len(lines) == 1
+    assert lines[0].startswith("step 3 has not finished for 4 s")
 
 
-def test_a_save_that_never_ends_is_noticed_too(tmp_path: Path) -> None:
-    watchdog, lines = ended(tmp_path, timeout_s=0.2, pause_timeout_s=0.4)
+def test_a_save_that_never_ends_is_noticed_too(tmp_path: Path, clock: Clock) -> None:
+    watchdog, lines = ended(tmp_path)
     with watchdog:
         for step in (1, 2, 3):
             watchdog.beat(step)
         with watchdog.paused("saving"):
-            time.sleep(0.8)
-    assert len(lines) == 1
-    assert "step 3 has not finished for" in lines[0]
+            clock.advance(4)
+            assert lines == []
+            clock.advance(5)
+            assert len(lines) == 1
+    assert "step 3 has not finished for 9 s" in lines[0]
     assert "(saving)" in lines[0]
+
+
+def test_time_in_which_the_machine_slept_does_not_count(tmp_path: Path, clock: Clock) -> None:
+    watchdog, lines = ended(tmp_path)
+    with watchdog:
+        for step in (1, 2, 3):
+            watchdog.beat(step)
+        clock.advance(3600)
+        assert lines == []
+        clock.advance(4)
+        assert len(lines) == 1
 
 
 def test_limits_that_make_no_sense_are_refused(tmp_path: Path) -> None:

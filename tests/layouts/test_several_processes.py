@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+from tests.patience import PATIENCE_S
 from tests.processes import free_port
 
 PROGRAM = """
@@ -42,7 +43,7 @@ def test_two_processes_of_four_devices_hold_their_own_shards() -> None:
     ]
     results = []
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, err[-3000:]
         results.append(json.loads(out.strip().splitlines()[-1]))
     for result in results:

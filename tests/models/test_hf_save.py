@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tests.patience import PATIENCE_S
 from tests.processes import free_port
 
 import meshwright as mw
@@ -244,7 +245,7 @@ def test_two_processes_read_half_each_and_write_one_folder(tmp_path: Path) -> No
         for i in range(2)
     ]
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, err[-3000:]
         # process 0 alone found these, and both heard of them
         assert out.count("refused:") == 2

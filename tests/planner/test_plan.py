@@ -5,7 +5,6 @@ import itertools
 import math
 import re
 import shlex
-import time
 from typing import Literal
 
 import hypothesis
@@ -30,7 +29,6 @@ from meshwright.planner.memory import memory
 from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.report.words import next_commands
 from meshwright.planner.result import Choice
-from meshwright.planner.shares import place_axes
 from meshwright.planner.time import step_time
 from meshwright.train.config import ComputeConfig, TrainConfig, with_settings
 from meshwright.train.setup import check_sizes, choose_rules
@@ -602,15 +600,6 @@ def test_a_step_too_small_for_its_device_is_bound_by_nothing_running() -> None:
     assert found.seconds["idle"] > found.step_seconds / 2
 
 
-# ---- time
-
-
-def test_405b_on_4096_chips_takes_less_than_a_second() -> None:
-    taken = []
-    for _ in range(6):  # the best of this process's own time: other work should not count
-        place_axes.cache_clear()
-        start = time.process_time()
-        found = plan("llama-3.1-405b", "v5p:16x16x16", 2048, 8192)
-        taken.append(time.process_time() - start)
-    assert min(taken) < 1.0  # about 0.8 alone (benchmarks/RESULTS.md)
+def test_every_mesh_of_4096_chips_is_ranked_or_refused() -> None:
+    found = plan("llama-3.1-405b", "v5p:16x16x16", 2048, 8192)
     assert len(found.ranked) + len(found.refused) == len(list(meshes(4096))) == 455

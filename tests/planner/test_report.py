@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shlex
-import time
 from pathlib import Path
 from typing import Any
 
@@ -483,7 +482,7 @@ def test_a_name_on_the_page_cannot_become_code() -> None:
 
 
 @pytest.mark.parametrize("machine", ["v5p:16x16x16", "h100:128x8", "2*v6e:16x16", "7x:4x4x4"])
-def test_a_page_of_thousands_of_chips_is_made_quickly_with_every_device_in_place(
+def test_a_page_of_thousands_of_chips_is_small_with_every_device_in_place(
     machine: str,
 ) -> None:
     made = made_plan()
@@ -491,9 +490,7 @@ def test_a_page_of_thousands_of_chips_is_made_quickly_with_every_device_in_place
     choice = Choice(fsdp=on.num_devices // 32, tp=8, sp=4)
     one = dataclasses.replace(made.ranked[1], choice=choice)
     plan = dataclasses.replace(made, machine=on, ranked=(one,) * 200)
-    start = time.monotonic()
     text = page(plan)
-    assert time.monotonic() - start < 20, "about a second, on a machine that does nothing else"
     assert len(text) < 3e6
     first = page_data(plan)["rows"][0]
     assert sorted(first["order"]) == list(range(on.num_devices))

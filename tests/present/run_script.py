@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_S
 
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="runs a page's script: node is not installed")
@@ -18,7 +19,9 @@ def run_script(text: str, folder: Path) -> tuple[list[dict[str, Any]], list[dict
     file = folder / "page.html"
     file.write_text(text, encoding="utf-8")
     command = [NODE, str(Path(__file__).with_name("stand_in.js")), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     return told["drawn"], told["fired"]

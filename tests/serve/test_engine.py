@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.patience import PATIENCE_S, eventually
 from tests.serve.test_decode import BASE, KINDS, whole_logits
 
 from meshwright.errors import MeshwrightError
@@ -254,19 +255,11 @@ def streamed(engine: Engine, request: Request, most: int | None = None) -> list[
     return asyncio.run(run())
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    async def run() -> None:
-        while not done():
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(run(), 30))
-
-
 def test_a_closed_stream_is_cancelled(engine: Engine) -> None:
     before = engine.stats().finished.get("cancelled", 0)
     deltas = streamed(engine, Request(PROMPTS[2], GREEDY, 80), most=3)
     assert all(delta.finish_reason is None for delta in deltas)
-    wait_until(lambda: engine.stats().finished.get("cancelled", 0) == before + 1)
+    eventually(lambda: engine.stats().finished.get("cancelled", 0) == before + 1)
 
 
 def test_a_request_is_cancelled_by_its_id(engine: Engine) -> None:
@@ -327,7 +320,7 @@ def test_a_full_queue_and_a_closed_engine_refuse_requests(model: Model) -> None:
         engine.generate([Request((1,))])
 
 
-def within_a_minute(run: Callable[[], Any]) -> Any:
+def unless_it_hangs(run: Callable[[], Any]) -> Any:
     """The result of a call, or its error; a call that hangs fails."""
     results: list[Any] = []
 
@@ -339,7 +332,7 @@ def within_a_minute(run: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert results, "the call hangs"
     return results[0]
 
@@ -355,7 +348,7 @@ def test_requests_that_wait_run_when_a_whole_batch_ends(
     max_batch: int, requests: list[Request], model: Model
 ) -> None:
     engine = on_demand(model, max_batch=max_batch)
-    found = within_a_minute(lambda: engine.generate(requests))
+    found = unless_it_hangs(lambda: engine.generate(requests))
     assert [len(done.tokens) for done in found] == [request.max_new for request in requests]
     engine.close()
 
@@ -374,7 +367,7 @@ def test_a_request_that_is_sent_while_the_engine_closes_is_refused(
 
     monkeypatch.setattr(engine, "_job", check_and_close)
     request = Request((1,))
-    found = within_a_minute(
+    found = unless_it_hangs(
         lambda: streamed(engine, request) if streams else engine.generate([request])
     )
     assert isinstance(found, MeshwrightError)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_S
 
 HERE = Path(__file__).parent
 
@@ -46,7 +47,7 @@ class SixProcesses:
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "6",
              str(HERE / "worker.py"), str(out) + ".part", "short" if short else "long", *sorted(IN_SHORT)],
             env=os.environ | quiet | {"PYTHONPATH": source}, capture_output=True, text=True,
-            timeout=1200,
+            timeout=PATIENCE_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-6000:]
         Path(f"{out}.part").rename(out)

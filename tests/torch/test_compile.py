@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -38,6 +39,6 @@ def test_compiled_blocks_have_the_gradients_of_one_process(tmp_path: Path) -> No
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          str(tmp_path / "program.py"), str(HERE)],
-        env=env, capture_output=True, text=True, timeout=600,
+        env=env, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

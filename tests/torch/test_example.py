@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -20,7 +21,7 @@ def run(processes: int, *arguments: str) -> dict[int, float]:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
          str(processes), str(ROOT / "examples" / "torch_2d.py"), *arguments],
-        env=env, capture_output=True, text=True, timeout=300,
+        env=env, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found = re.findall(r"^step (\d+): loss ([\d.]+)$", done.stdout, re.MULTILINE)

@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-import time
 from typing import Any
 
 import jax
@@ -176,7 +175,7 @@ def test_uneven_parts_are_those_of_fully_shard() -> None:
     ]
 
 
-def test_8b_on_64_ranks_is_explained_in_a_second() -> None:
+def test_8b_on_64_ranks_is_explained_as_it_is_placed() -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -187,16 +186,13 @@ def test_8b_on_64_ranks_is_explained_in_a_second() -> None:
     model = meta(config)
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
     try:
-        began = time.perf_counter()
         mesh = mt.mesh("dp=-1,tp=8", device="cpu")
         table = mt.explain(model, mesh)
         text = str(table)
-        took = time.perf_counter() - began
         mt.parallelize(model, mesh, sequence_parallel=True)
         held = {name: param.to_local().shape for name, param in model.named_parameters()}
     finally:
         dist.destroy_process_group()
-    assert took < 1
     assert "8,030,261,248 elements" in text
     assert held["model.layers.31.mlp.up_proj.weight"] == (14336 // 64, 4096)
     assert held["model.layers.0.self_attn.o_proj.weight"] == (512, 512)

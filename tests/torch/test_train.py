@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tests.patience import PATIENCE_S
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -165,7 +166,7 @@ def test_the_store_of_torchrun_holds_text_by_key() -> None:
         "127.0.0.1",
         0,
         is_master=True,
-        timeout=datetime.timedelta(seconds=5),
+        timeout=datetime.timedelta(seconds=PATIENCE_S),
         wait_for_workers=False,
     )
     store = TorchrunStore(served.clone())

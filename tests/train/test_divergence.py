@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.patience import PATIENCE_S
 from tests.processes import Ended, free_port, run_commands
 from tests.train.test_loop import MODEL
 
@@ -151,7 +152,7 @@ def test_two_processes_give_up_together_and_resume_from_the_same_step(tmp_path: 
             for i in range(2)
         ]  # fmt: skip
         try:
-            said = [process.communicate(timeout=600) for process in started]
+            said = [process.communicate(timeout=PATIENCE_S) for process in started]
         finally:
             for process in started:
                 process.kill()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 from tests.processes import run_commands
 from tests.train.test_loop import MODEL
 
@@ -95,7 +96,7 @@ print(json.dumps(found))
 """
     done = subprocess.run(
         [*inside, 'exec "$0" -c "$1"', sys.executable, program],
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     at_start, first_save, second_save = json.loads(done.stdout.splitlines()[-1])
@@ -139,7 +140,7 @@ def test_output_that_was_lost_is_an_error_at_the_end(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "meshwright.cli.main", "machines"],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S,
         )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr == (
@@ -168,7 +169,7 @@ def test_output_that_was_lost_does_not_change_how_a_run_ends(
     )
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, timeout=120,
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, timeout=PATIENCE_S,
             env=os.environ | {"PYTHONUNBUFFERED": ""}, text=True,
         )  # fmt: skip
     assert done.returncode == code

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE_S
 
 from meshwright.errors import MeshwrightError
 from meshwright.models import override, preset
@@ -55,7 +56,7 @@ def test_a_million_tokens_over_lwms_mesh_is_said_and_lowers(long_store: Path) ->
         "16384", "--compute.dtype", "bfloat16",
     ]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *said], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", PROGRAM, *said], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -70,7 +71,7 @@ def test_without_other_positions_the_models_own_length_holds(long_store: Path) -
     done = subprocess.run(
         [sys.executable, "-m", "meshwright.cli.main", "train", "llama-2-7b", "--seq", str(LENGTH), "--mesh",
          "1,-1,1,4", "--cpu-devices", "4", "--batch", "1", "--data", str(long_store)],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 2
     assert "seq=1048576 is longer than the model allows; 4096 or less would fit" in done.stderr
@@ -131,7 +132,7 @@ def test_a_length_that_does_not_divide_names_only_lengths_that_do(tmp_path: Path
         [sys.executable, "-m", "meshwright.cli.main", "train", "tiny", "--mesh", "fsdp=2,sp=4",
          "--cpu-devices", "8", "--context-parallel", "ring", "--seq", "261", "--batch", "2",
          "--run", str(tmp_path / "run")],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 2
     assert "seq=256 or 264 would fit" in done.stderr

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import pytest
+from tests.patience import PATIENCE_S
 from tests.processes import free_port
 
 import meshwright
@@ -138,7 +139,7 @@ def test_two_processes_with_other_settings_both_end_before_anything_is_compiled(
         )
         for i in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=120)[0] for process in both]
+    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in both]
     assert [process.returncode for process in both] == [2, 2], "\n".join(outputs)
     for output in outputs:
         assert "--batch: 8 in process 0, 16 in process 1" in output

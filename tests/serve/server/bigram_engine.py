@@ -4,6 +4,7 @@ import asyncio
 import collections
 import dataclasses
 import itertools
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
@@ -52,6 +53,8 @@ class BigramEngine:
     max_length: int = 512
     delay: float = 0.0
     """Seconds per token."""
+    held_after: int | None = None
+    """After so many deltas, a request waits until `release()`: it runs for as long as a test needs."""
     answer: Callable[[str], str] | None = None
     """Generates this text instead, given the prompt."""
     is_ready: bool = True
@@ -68,6 +71,10 @@ class BigramEngine:
         self.counts: collections.Counter[str] = collections.Counter()
         self.finished: collections.Counter[str] = collections.Counter()
         self.closed = False
+        self._released = threading.Event()
+
+    def release(self) -> None:
+        self._released.set()
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         assert request.id not in self.active
@@ -76,8 +83,10 @@ class BigramEngine:
         self.counts["prompt"] += len(request.prompt)
         reason = "cancelled"
         try:
-            for delta in self._deltas(request):
+            for index, delta in enumerate(self._deltas(request)):
                 await asyncio.sleep(self.delay)
+                while index == self.held_after and not self._released.is_set():
+                    await asyncio.sleep(0.002)
                 self.counts["generated"] += len(delta.tokens)
                 reason = delta.finish_reason or reason
                 yield dataclasses.replace(delta, cached_tokens=self.cached)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.patience import PATIENCE_S
 from tests.serve.server.bigram_engine import END, TOKENIZER, BigramEngine
 
 from meshwright.data import ChatTemplate
@@ -72,7 +73,7 @@ class Running:
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
     ) -> Answer:
         with contextlib.closing(
-            http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+            http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         ) as connection:
             connection.request(method, path, body, dict(headers or {}))
             response = connection.getresponse()

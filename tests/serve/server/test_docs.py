@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.docs.run_page import FENCE, ByLine
+from tests.patience import PATIENCE_S
 from tests.serve.server.serving import serving
 
 PAGE = Path(__file__).parents[3] / "docs" / "serve" / "server.md"
@@ -22,7 +23,9 @@ def test_the_examples_print_what_the_page_shows() -> None:
         for example in examples:
             command, _, shown = example.partition("\n")
             command = command.replace("http://127.0.0.1:8000", server.url)
-            done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=20)
+            done = subprocess.run(
+                command, shell=True, capture_output=True, text=True, timeout=PATIENCE_S
+            )
             alike = ByLine().check_output(shown, done.stdout, doctest.ELLIPSIS)
             assert alike, (
                 f"{command} printed\n{done.stdout}{done.stderr}\nbut the page shows\n{shown}"

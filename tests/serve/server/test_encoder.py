@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = "from meshwright.cli.main import main; main()"
@@ -44,14 +45,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield found[1]
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(PATIENCE_S)
 
 
 def post(url: str, path: str, **body: Any) -> Any:
     """The answer of a route, or the message of its error."""
     request = urllib.request.Request(url + path, json.dumps(body).encode())
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         data = json.load(error)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_S, eventually
 from tests.serve.server.bigram_engine import BigramEngine
 from tests.serve.server.serving import Running, serving
 
@@ -34,7 +35,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
     opened = browser.new_page()
-    opened.set_default_timeout(10_000)
+    opened.set_default_timeout(PATIENCE_S * 1000)
     problems: list[str] = []
     opened.on("pageerror", lambda error: problems.append(str(error)))
     yield opened
@@ -102,17 +103,14 @@ def test_a_chat_in_a_browser(page: Any) -> None:
 
 
 def test_stop_cancels_the_request(page: Any) -> None:
-    with serving(BigramEngine(answer=lambda _: "word " * 90, delay=0.02)) as server:
+    with serving(BigramEngine(answer=lambda _: "word " * 90, held_after=40)) as server:
         page.goto(server.url)
         say(page, "Hi")
         page.locator(".assistant .text", has_text="word word").wait_for()
         page.get_by_role("button", name="Stop").click()
         finished(page)
         assert page.locator(".stats").last.inner_text().endswith("stopped")
-        for _ in range(100):
-            if not server.engine.active:
-                break
-            page.wait_for_timeout(20)
+        eventually(lambda: not server.engine.active)
         assert server.engine.finished == {"cancelled": 1}
 
 

@@ -7,12 +7,12 @@ import gc
 import json
 import logging
 import random
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_S, eventually
 from tests.serve.server.bigram_engine import BigramEngine
 from tests.serve.server.serving import Running, serving
 
@@ -88,7 +88,7 @@ class Clients:
             async with limit:
                 kind = self.kinds[index % len(self.kinds)]
                 try:
-                    status = await asyncio.wait_for(kind(), 30)
+                    status = await asyncio.wait_for(kind(), PATIENCE_S)
                 except (ConnectionError, asyncio.IncompleteReadError):
                     status = None  # the server may close on what is not HTTP
                 assert status is None or status in EXPECTED, (kind.__name__, status)
@@ -210,10 +210,7 @@ def attacked(number: int, rounds: int, caplog: pytest.LogCaptureFixture) -> None
             clients = Clients(server.port, seed)
             asyncio.run(clients.run(number))
             assert {200, 400, 401, 413} <= set(clients.statuses)
-            until = time.monotonic() + 5
-            while not is_idle(server) and time.monotonic() < until:
-                time.sleep(0.01)
-            assert is_idle(server)
+            eventually(lambda: is_idle(server))
             assert server.get("/health").status == 200
             assert all(server.engine.finished[reason] for reason in ("length", "cancelled"))
             sizes.append(resident_bytes())
