@@ -9,7 +9,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -42,14 +42,32 @@ class Tokenizer(Protocol):
     def identity(self) -> str:
         """A hash of everything that affects ids: equal for equivalent tokenizers."""
 
+    @property
+    def longest_token(self) -> int | None:
+        """Most characters of a text that one id stands for, white space not counted.
+
+        A text of n such characters has at least n / longest_token ids. None: there is no such
+        limit, as where all unknown characters of a word become one id.
+        """
+
     def encode(self, text: str) -> Ids:
         """The ids of one text, without special tokens."""
 
     def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[Ids]:
         """The ids of several texts, in parallel where the tokenizer can."""
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of any ids. Cut characters and unknown ids become `�`; special ids vanish."""
+    def encode_with_offsets(self, text: str, special_tokens: bool) -> tuple[list[int], list[int]]:
+        """The ids of a text, and the character of it where each begins.
+
+        Ids that share a character begin at the same one; a special id that is not in the text has
+        no characters.
+        """
+
+    def decode(self, ids: Iterable[int], special_tokens: bool = False) -> str:
+        """The text of any ids. Cut characters and unknown ids become `�`.
+
+        Special ids vanish, or are shown by name with `special_tokens`.
+        """
 
     def token_text(self, token: int) -> str:
         """The text of one id: special tokens by name, a part of a character as `�`."""
@@ -65,6 +83,7 @@ class ByteTokenizer:
     vocab = 257
     end_of_document = 256
     identity = "bytes-1"
+    longest_token = 1
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
@@ -72,13 +91,23 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[Ids]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def encode_with_offsets(self, text: str, special_tokens: bool) -> tuple[list[int], list[int]]:
+        lengths = [len(_utf8(character)) for character in text]
+        return self.encode(text).tolist(), np.repeat(np.arange(len(text)), lengths).tolist()
+
+    def decode(self, ids: Iterable[int], special_tokens: bool = False) -> str:
+        tokens = np.fromiter(ids, np.int64)
+        ends = np.flatnonzero(tokens == self.end_of_document)
         # 0xff never occurs in UTF-8, so an id outside the vocabulary becomes �
-        known = (i if 0 <= i < 256 else 255 for i in map(int, ids) if i != 256)
-        return bytes(known).decode("utf-8", errors="replace")
+        known = np.where((tokens >= 0) & (tokens < 256), tokens, 255).astype(np.uint8)
+        if not special_tokens:
+            return np.delete(known, ends).tobytes().decode("utf-8", errors="replace")
+        documents = (part.tobytes() for part in np.split(known, ends))
+        first, *rest = (part.decode("utf-8", errors="replace") for part in documents)
+        return first + "".join("<|endoftext|>" + text[1:] for text in rest)
 
     def token_text(self, token: int) -> str:
-        return "<|endoftext|>" if token == 256 else self.decode([token])
+        return self.decode([token], special_tokens=True)
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind}
@@ -95,6 +124,7 @@ class HuggingFaceTokenizer:
         self._end_token = end_token
         text = json.dumps(self._definition, ensure_ascii=False, sort_keys=True)
         self._inner = _from_definition(text)
+        _keep_spaces(self._inner.post_processor)
         vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         if end_token not in vocabulary:
             raise MeshwrightError(
@@ -102,6 +132,7 @@ class HuggingFaceTokenizer:
                 f"{did_you_mean(end_token, _special_tokens(definition))}"
             )
         self.vocab = max(vocabulary.values()) + 1
+        self.longest_token = longest_token(self._definition, vocabulary)
         self.end_of_document = vocabulary[end_token]
         digest = hashlib.sha256(f"{self.end_of_document}\n{text}".encode())
         self.identity = f"huggingface-{digest.hexdigest()[:32]}"
@@ -118,17 +149,31 @@ class HuggingFaceTokenizer:
             for text in texts:
                 _utf8(text)
             raise
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+        return [_as_array(encoding.ids) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def encode_with_offsets(self, text: str, special_tokens: bool) -> tuple[list[int], list[int]]:
+        _utf8(text)
+        # of a batch: the library lets other threads run only then
+        (encoding,) = self._inner.encode_batch([text], add_special_tokens=special_tokens)
+        begins, end = [], 0
+        for first, last in encoding.offsets:
+            # characters that no token has, as white space before a special token, go to the next
+            begins.append(min(first, end) if last > first else end)
+            end = max(end, last)
+        return encoding.ids, begins
+
+    def decode(self, ids: Iterable[int], special_tokens: bool = False) -> str:
         text = ""
         for known, run in _runs(ids, self.vocab):
-            text += self._inner.decode(run) if known else REPLACEMENT * len(run)
+            if known:  # as a batch: the library lets other threads run only then
+                (decoded,) = self._inner.decode_batch([run], not special_tokens)
+                text += decoded
+            else:
+                text += REPLACEMENT * len(run)
         return text
 
     def token_text(self, token: int) -> str:
-        known = 0 <= token < self.vocab
-        return self._inner.decode([token], skip_special_tokens=False) if known else REPLACEMENT
+        return self.decode([token], special_tokens=True)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -204,17 +249,67 @@ def _utf8(text: str) -> bytes:
 
 
 def _runs(ids: Iterable[int], vocab: int) -> Iterator[tuple[bool, list[int]]]:
-    run: list[int] = []
-    run_known = True
-    for each in map(int, ids):
-        known = 0 <= each < vocab
-        if known != run_known and run:
-            yield run_known, run
-            run = []
-        run_known = known
-        run.append(each)
-    if run:
-        yield run_known, run
+    """Runs of ids that are all in the vocabulary, or all not."""
+    tokens = np.fromiter(ids, np.int64)
+    known = (tokens >= 0) & (tokens < vocab)
+    for run in np.split(tokens, np.flatnonzero(np.diff(known)) + 1) if len(tokens) else ():
+        yield bool(0 <= run[0] < vocab), run.tolist()
+
+
+def _as_array(ids: list[int]) -> Ids:
+    """In parts, between which other threads run: a list of millions takes long to read."""
+    parts = (ids[at : at + _PART] for at in range(0, len(ids), _PART))
+    return np.concatenate([np.empty(0, np.int32), *(np.array(part, np.int32) for part in parts)])
+
+
+def longest_token(definition: dict[str, Any], vocabulary: Collection[str]) -> int | None:
+    """`Tokenizer.longest_token` of a tokenizer.json; None where a part of it may drop characters.
+
+    >>> bpe, pieces = {"type": "BPE", "byte_fallback": True}, [f"<0x{b:02X}>" for b in range(256)]
+    >>> longest_token({"model": bpe}, [*pieces, "<|end|>"])
+    7
+    >>> longest_token({"model": bpe, "pre_tokenizer": {"type": "Whitespace"}}, pieces)
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    model = definition["model"]
+    normalizers = _steps(definition.get("normalizer"), "normalizers")
+    splits = _steps(definition.get("pre_tokenizer"), "pretokenizers")
+    # every byte must have an id: unknown characters are dropped, or many of them become one id
+    by_bytes = any(step["type"] == "ByteLevel" for step in (*normalizers, *splits))
+    byte_names = ByteLevel.alphabet() if by_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
+    knows_all = (by_bytes or model.get("byte_fallback")) and {*vocabulary}.issuperset(byte_names)
+    keeps_all = all(map(_keeps_characters, (*normalizers, *splits)))
+    if model.get("type") not in ("BPE", "Unigram") or not knows_all or not keeps_all:
+        return None
+    composed = any(step["type"] in ("NFC", "NFKC") for step in normalizers)
+    # Unicode composes at most four characters to one
+    return max(map(len, vocabulary)) * (4 if composed else 1)
+
+
+def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, which may be sequences of sequences."""
+    if part is None:
+        return []
+    if part.get("type") != "Sequence":
+        return [part]
+    return [step for inner in part[name] for step in _steps(inner, name)]
+
+
+def _keeps_characters(step: dict[str, Any]) -> bool:
+    """Whether a normalizer or pre-tokenizer never makes a text shorter, white space aside."""
+    if step["type"] == "Replace":
+        replaced = step["pattern"].get("String")
+        return replaced is not None and len(step["content"]) >= len(replaced)
+    if step["type"] == "Split":
+        return bool(step["behavior"] != "Removed")
+    return step["type"] in _KEEPING
+
+
+_KEEPING = frozenset(
+    ("ByteLevel", "Metaspace", "Digits", "Prepend", "Lowercase", "NFC", "NFD", "NFKC", "NFKD")
+)
+_PART = 1 << 16
 
 
 def _from_definition(text: str) -> Any:
@@ -230,6 +325,14 @@ def _from_definition(text: str) -> Any:
         raise MeshwrightError(
             f"the 'tokenizers' library cannot read tokenizer.json: {reason}"
         ) from None
+
+
+def _keep_spaces(post_processor: Any) -> None:
+    """Have the offsets of a token begin at its space; ids are not affected."""
+    steps = post_processor if type(post_processor).__name__ == "Sequence" else (post_processor,)
+    for step in steps:
+        if hasattr(step, "trim_offsets"):
+            step.trim_offsets = False
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Access:
     id: str
     usage: Usage = dataclasses.field(default_factory=Usage)
     gone: bool = False
+    body_bytes: int = 0
 
 
 class Gate:
