@@ -325,7 +325,10 @@ def create(specs: Any, shardings: Any, seed: int = 0) -> Any:
                 f"array {path!r} has no init; give ArraySpec(…, init=mw.Normal(0.02)) or the like"
             )
 
-    leaf_shardings = treedef.flatten_up_to(jax.tree.broadcast(shardings, specs, is_leaf=is_spec))
+    structure: Any = treedef  # jax's stub has no flatten_up_to
+    leaf_shardings = structure.flatten_up_to(
+        jax.tree.broadcast(shardings, specs, is_leaf=is_spec)
+    )
 
     def make(root: jax.Array) -> Any:
         made = []

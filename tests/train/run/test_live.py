@@ -116,8 +116,7 @@ def test_long_waiting_is_told_again_without_a_terminal(monkeypatch: pytest.Monke
     monkeypatch.setattr(live, "REPEATED_AFTER_S", 0.001)
     file = io.StringIO()
     with waiting_line("compiling", file=file):
-        while file.getvalue().count("\n") < 3:
-            time.sleep(0.001)
+        eventually(lambda: file.getvalue().count("\n") >= 3)
     first, *rest = file.getvalue().splitlines()
     assert first == "compiling …"
     assert set(rest) == {"compiling … 0 s"}
