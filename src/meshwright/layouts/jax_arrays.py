@@ -326,9 +326,7 @@ def create(specs: Any, shardings: Any, seed: int = 0) -> Any:
             )
 
     structure: Any = treedef  # jax's stub has no flatten_up_to
-    leaf_shardings = structure.flatten_up_to(
-        jax.tree.broadcast(shardings, specs, is_leaf=is_spec)
-    )
+    leaf_shardings = structure.flatten_up_to(jax.tree.broadcast(shardings, specs, is_leaf=is_spec))
 
     def make(root: jax.Array) -> Any:
         made = []
