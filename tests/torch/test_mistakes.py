@@ -123,6 +123,15 @@ def test_an_optimizer_that_only_jax_has() -> None:
         check_saved(now, before, "step 2")
 
 
+def test_a_broken_connection_is_named_in_plain_words() -> None:
+    text = "[/a/gloo/transport/tcp/pair.cc:543] Connection closed by peer [127.0.0.1]:4242. GLHF! "
+    with pytest.raises(ConnectionError) as error, command.connection_errors():
+        raise RuntimeError(text + "\nException raised from readBytes")
+    assert str(error.value) == "Connection closed by peer [127.0.0.1]:4242"
+    with pytest.raises(RuntimeError, match="shapes differ"), command.connection_errors():
+        raise RuntimeError("shapes differ")
+
+
 def test_gpus_that_no_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

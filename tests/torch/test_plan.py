@@ -99,6 +99,7 @@ CASES = [
     case("llama", "dp=3,fsdp=4,tp=1", batch=24, accumulation=2),
     case("qwen3", "dp=1,fsdp=4,tp=3", sequence_parallel=True, batch=48),
     case("tied llama", "dp=2,fsdp=2,tp=3", remat="full"),
+    case("llama", "dp=1,fsdp=4,tp=3", batch=24, accumulation=2),
 ]
 MORE = [
     case("llama", "dp=1,fsdp=12,tp=1"),

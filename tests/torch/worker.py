@@ -22,9 +22,11 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 import backend_cases
+import tree_worker
 
 import meshwright as mw
 import meshwright.torch as mt
+from meshwright.torch.parallelize import parallelized
 from models import SIZES, batches, optimizer_of, tiny, train
 
 MESHES = ("dp=1,tp=6", "dp=2,tp=3", "dp=3,tp=2", "dp=6,tp=1")
@@ -60,6 +62,11 @@ def cases() -> dict[str, Callable[[], Any]]:
     found["skipped steps"] = lambda: backend_cases.skipped(shared_folder())
     found["own rules"] = lambda: backend_cases.own_rules(shared_folder())
     found["full disk"] = lambda: backend_cases.full_disk(shared_folder())
+    for name, case in RULES.items():
+        found[f"rules {name}"] = lambda c=case: by_rules(*c)
+    found["random trees"] = lambda: [
+        tree_worker.compared(seed, mt.mesh("dp=2,tp=3", device="cpu")) for seed in range(12)
+    ]
     for kind in ARCHITECTURES:
         found[f"architecture {kind}"] = lambda k=kind: own_plan(k)
     return found
@@ -357,27 +364,76 @@ def audited() -> dict[str, Any]:
 def own_plan(kind: str) -> dict[str, Any]:
     """Logits and gradients of an architecture that is split by its own tp plan."""
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
-    plain, model = (tiny(kind, **sizes).eval() for _ in range(2))
-    mt.parallelize(model, mt.mesh("dp=2,tp=3", device="cpu"))
+    return against_plain(lambda: tiny(kind, **sizes), "dp=2,tp=3")
+
+
+MLP_RULES = [("fc1/weight", "out in -> out@tp in"), ("fc1/bias", "out -> out@tp"),
+             ("fc2/weight", "out in -> out in@tp")]  # fmt: skip
+RULES: dict[str, tuple[str, str, str, list[tuple[str, Any]]]] = {
+    "opt mlp": ("opt", "CausalLM", "dp=2,tp=3", MLP_RULES),
+    "opt attention and mlp": ("opt", "CausalLM", "dp=3,tp=2", [
+        *MLP_RULES, ("[qkv]_proj/weight", "out in -> out@tp in"), ("[qkv]_proj/bias", "o -> o@tp"),
+        ("out_proj/weight", "out in -> out in@tp")]),
+    "falcon mlp": ("falcon", "CausalLM", "dp=2,tp=3", [
+        ("dense_h_to_4h", "out in -> out@tp in"), ("dense_4h_to_h", "out in -> out in@tp")]),
+    "bert": ("bert", "MaskedLM", "dp=3,tp=2", [
+        ("(query|key|value|intermediate/dense)/weight", "out in -> out@tp in"),
+        ("(query|key|value|intermediate/dense)/bias", "out -> out@tp"),
+        ("layer.*output/dense/weight", "out in -> out in@tp")]),
+    "bert on dp": ("bert", "MaskedLM", "dp=6,tp=1", []),
+    "mamba reads weights of its children": ("mamba", "CausalLM", "dp=2,tp=3", [
+        ("in_proj", "out in -> out@tp in")]),
+    "fused gate and up": ("phi3", "CausalLM", "dp=2,tp=3", [
+        ("gate_up_proj", "out in -> out@tp in"), ("down_proj", "out in -> out in@tp")]),
+}  # fmt: skip
+
+
+def by_rules(kind: str, head: str, text: str, rules: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Logits and gradients of an architecture that is split by rules."""
+    import transformers
+
+    sizes = {"vocab_size": 96, "hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2,
+             "intermediate_size": 72, "ffn_dim": 72, "word_embed_proj_dim": 48, "state_size": 8,
+             "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+    sizes |= {"num_key_value_heads": 6}
+
+    def make() -> Any:
+        usual = transformers.AutoConfig.for_model(kind)
+        own = {name: size for name, size in sizes.items() if hasattr(usual, name)}
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(kind, **own)
+        return getattr(transformers, f"AutoModelFor{head}").from_config(config).double()
+
+    given = mw.PathRules([*rules, (".*", ())]) if rules else None
+    return against_plain(make, text, given)
+
+
+def against_plain(make: Callable[[], Any], text: str, rules: Any = None) -> dict[str, Any]:
+    """The largest differences of logits and gradients between a mesh and one process."""
+    plain, model = (make().eval() for _ in range(2))
+    mt.parallelize(model, mt.mesh(text, device="cpu"), rules)
     tokens = batches(1, 2)[0]
     wanted = plain(input_ids=tokens).logits
     logits = model(input_ids=tokens).logits
     wanted.square().sum().backward()
     logits.square().sum().backward()
-    worst_gradient = 0.0
+    # some are 0 but for rounding: the bias of keys changes no attention
+    largest = max(p.grad.abs().max().item() for p in plain.parameters() if p.grad is not None)
+    errors = {}
     for (name, one), (_, other) in zip(
         plain.named_parameters(), model.named_parameters(), strict=True
     ):
-        gradient = other.grad.full_tensor()
-        scale = one.grad.abs().max().item() or 1.0
-        worst_gradient = max(worst_gradient, (gradient - one.grad).abs().max().item() / scale)
-        del name
+        if one.grad is not None:
+            scale = max(one.grad.abs().max().item(), 1e-6 * largest)
+            errors[name] = (other.grad.full_tensor() - one.grad).abs().max().item() / scale
     inside = [p for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
     split = [p for p in inside if any(place.is_shard() for place in p.placements[1:])]
     return {
         "logits": (logits - wanted).abs().max().item(),
-        "gradients": worst_gradient,
-        "split": len(split) / len(inside),
+        "gradients": max(errors.values()),
+        "of": max(errors, key=lambda name: errors[name]),
+        "split": len(split) / max(len(inside), 1),
+        "layers": sorted(parallelized(model).split.layers),
     }
 
 

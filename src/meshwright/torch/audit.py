@@ -139,7 +139,7 @@ class _Recorder(TorchDispatchMode):
         self._shape = shape
         self._names = {id(module): path for path, module in model.named_modules()}
         self._inside: list[str] = []
-        self._backward = False  # whether a backward pass has begun
+        self._backward = False  # whether a backward pass has begun since the last forward pass
         self._hooks = contextlib.ExitStack()
         self._begun = ""  # the module whose backward pass began last
 
@@ -155,6 +155,8 @@ class _Recorder(TorchDispatchMode):
         super().__exit__(*error)
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
+        if not self._inside and not _in_backward():
+            self._backward = False  # the next micro-batch: what its loss sends is no optimizer's
         self._inside.append(self._names.get(id(module), ""))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -171,7 +173,7 @@ class _Recorder(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, as the operators on local tensors
         result = func(*args, **(kwargs or {}))
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = _in_backward()
         self._backward |= in_backward
         operation = _STARTS.get(func.__name__.split(".")[0])
         if operation is not None and func.namespace in ("c10d", "_c10d_functional"):
@@ -201,6 +203,10 @@ class _Recorder(TorchDispatchMode):
                     part_of_axes=part_of_axes(groups, self._shape),
                 )
             )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _sent(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[torch.Tensor]:

@@ -18,7 +18,7 @@ def check_model(model: nn.Module, placements: Placements) -> None:
     _check_untouched(model)
     _check_tied(model, placements)
     _check_heads(model, placements)
-    _check_divides(placements)
+    _check_divides(model, placements)
 
 
 def _check_untouched(model: nn.Module) -> None:
@@ -82,11 +82,23 @@ def _check_heads(model: nn.Module, placements: Placements) -> None:
             )
 
 
-def _check_divides(placements: Placements) -> None:
+def _check_divides(model: nn.Module, placements: Placements) -> None:
+    """A vocabulary need not divide: the part of the last rank is smaller, as long as it has one."""
     axes = placements.axes
-    for placed in placements.by_name.values():
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    tables = {
+        id(param)
+        for module in model.modules()
+        if module is head or isinstance(module, nn.Embedding)
+        for param in module._parameters.values()
+    }
+    for name, param in model.named_parameters(remove_duplicate=False):
+        placed = placements.by_name[name]
         dim = placed.dim_of(axes.tensor)
         if dim is None or placed.shape[dim] % axes.tp == 0:
+            continue
+        chunk = -(-placed.shape[dim] // axes.tp)
+        if id(param) in tables and dim == 0 and chunk * (axes.tp - 1) < placed.shape[dim]:
             continue
         size = placed.shape[dim]
         raise MeshwrightError(

@@ -8,15 +8,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from meshwright.errors import MeshwrightError
+from meshwright.torch.collectives import first_of_rank
 
 
 class _VocabParallel(torch.autograd.Function):
-    """Loss of each token, from this rank's logits [tokens, vocab / tp]."""
+    """Loss of each token, from this rank's logits [tokens, vocab / tp], the first of `first`."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, first: int, group: Any
+    ) -> torch.Tensor:
         entries = logits.shape[-1]
-        first = entries * dist.get_rank(group)
         largest = logits.amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         exponentials = (logits - largest[:, None]).exp()
@@ -30,11 +32,11 @@ class _VocabParallel(torch.autograd.Function):
         return sums[0].log() + largest - sums[1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         softmax, index, own = ctx.saved_tensors
         change = -own.to(softmax.dtype)[:, None]
         gradient = softmax.scatter_add(1, index[:, None], change)
-        return gradient * grads[0][:, None], None, None
+        return gradient * grads[0][:, None], None, None, None
 
 
 def cross_entropy(
@@ -42,11 +44,12 @@ def cross_entropy(
 ) -> torch.Tensor:
     """The sum of the losses of all tokens but those with `ignore_index`, in float32.
 
-    `logits`: [tokens, vocab], plain, or a DTensor split over its last dim.
+    `labels`: [tokens]. `logits`: [tokens, vocab] or [batch, length, vocab], plain, or a DTensor
+    split over its last dim.
     """
     if not isinstance(logits, DTensor):
         return functional.cross_entropy(
-            logits.float(), labels, ignore_index=ignore_index, reduction="sum"
+            logits.flatten(0, -2).float(), labels, ignore_index=ignore_index, reduction="sum"
         )
     if [p.is_shard(logits.ndim - 1) or p.is_shard(-1) for p in logits.placements] != [True]:
         raise MeshwrightError(
@@ -55,7 +58,9 @@ def cross_entropy(
         )
     valid = labels != ignore_index
     group = logits.device_mesh.get_group()
-    losses = _VocabParallel.apply(logits.to_local().float(), torch.where(valid, labels, 0), group)
+    local = logits.to_local().flatten(0, -2).float()
+    first = first_of_rank(logits.shape[-1], logits.device_mesh)
+    losses = _VocabParallel.apply(local, torch.where(valid, labels, 0), first, group)
     return (losses * valid).sum()
 
 
@@ -72,6 +77,6 @@ def causal_lm_loss(
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     flat = shift_labels.reshape(-1)
-    total = cross_entropy(logits.reshape(-1, vocab_size), flat, ignore_index)
+    total = cross_entropy(logits, flat, ignore_index)
     count = (flat != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
     return total / count

@@ -1,7 +1,9 @@
 """`parallelize(model, mesh, rules)`: tensor parallelism, then fully_shard, both from one layout."""
 
+import collections
 import dataclasses
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.meshes import MeshSpec
 from meshwright.torch.checks import check_model, check_sequence, refuse_generate
+from meshwright.torch.dry_run import SplitActivations
 from meshwright.torch.loss import causal_lm_loss
 from meshwright.torch.mesh import mesh as make_mesh
 from meshwright.torch.placement import Placements, Slices, place, tied
-from meshwright.torch.styles import blocks_of, styles
+from meshwright.torch.styles import blocks_of, styles, use_local_parameters
 
 _PARALLELIZED = "_meshwright"
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,6 +37,7 @@ class Parallelized:
     mesh: DeviceMesh
     sequence_parallel: bool
     loss_parallel: bool
+    split: SplitActivations
 
     @property
     def device(self) -> torch.device:
@@ -62,6 +66,7 @@ def parallelize(
     reshard_after_forward: bool | int | None = None,
     activation_checkpointing: bool = False,
     compile: bool = False,
+    example: Any = None,
 ) -> nn.Module:
     """Split a model over a mesh, in place, and give it back.
 
@@ -80,13 +85,19 @@ def parallelize(
             the root's).
         activation_checkpointing: recompute each block in the backward pass.
         compile: torch.compile each block.
+        example: the input of a forward pass (a tensor, a tuple of arguments, or a dict), small,
+            for a dry run on the CPU that finds which activations may stay split over tp. A Hugging
+            Face model that takes tokens needs none. Without it, activations are all-gathered after
+            every column-parallel layer.
 
     A model on the meta device gets its weights with `mw.torch.load_hf` or `mw.torch.initialize`.
     """
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else make_mesh(mesh)
     placements = place(model, device_mesh, rules)
     check_model(model, placements)
-    plan = styles(model, placements, sequence_parallel, loss_parallel)
+    plan, split = styles(model, placements, sequence_parallel, loss_parallel, example)
+    if split.note is not None and rules is not None and dist.get_rank() == 0:
+        warnings.warn(split.note, stacklevel=2)
     axes = placements.axes
     policy = _policy(mixed_precision)
     on_meta = any(param.is_meta for param in model.parameters())
@@ -97,6 +108,7 @@ def parallelize(
     if axes.tensor is not None and axes.tp > 1:
         parallelize_module(model, device_mesh[axes.tensor], plan, src_data_rank=None)
         tie(model, shared)
+        use_local_parameters(model, blocks_of(model), plan)
     blocks = [model.get_submodule(path) for path in blocks_of(model)]
     for block in blocks:
         if activation_checkpointing:
@@ -108,7 +120,7 @@ def parallelize(
         id(param): placements.by_name[name].dim_of(axes.shard)
         for name, param in model.named_parameters(remove_duplicate=False)
     }
-    for module in (*blocks, model):
+    for module in (*_with_own_parameters(blocks, model), model):
         fully_shard(
             module,
             mesh=data_mesh,
@@ -119,7 +131,7 @@ def parallelize(
     setattr(
         model,
         _PARALLELIZED,
-        Parallelized(placements, device_mesh, sequence_parallel, loss_parallel),
+        Parallelized(placements, device_mesh, sequence_parallel, loss_parallel, split),
     )
     if sequence_parallel and axes.tp > 1:
         _guard_sequence(model, placements)
@@ -132,6 +144,27 @@ def parallelize(
         if chosen and axes.tp > 1 and hasattr(model, "generate"):
             model.generate = refuse_generate(option)
     return model
+
+
+def _with_own_parameters(blocks: list[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """The blocks that share no parameter with the rest of the model, which FSDP2 cannot group."""
+    uses: collections.Counter[int] = collections.Counter()
+    for module in model.modules():
+        uses.update(id(param) for param in module._parameters.values() if param is not None)
+    own = (
+        collections.Counter(
+            id(param)
+            for module in block.modules()
+            for param in module._parameters.values()
+            if param is not None
+        )
+        for block in blocks
+    )
+    return [
+        block
+        for block, counts in zip(blocks, own, strict=True)
+        if all(uses[param] == count for param, count in counts.items())
+    ]
 
 
 def parallelized(model: nn.Module) -> Parallelized:
@@ -176,9 +209,11 @@ def _check_same_weights(model: nn.Module) -> None:
     if dist.get_backend() == "fake":
         return
     named = dict(model.named_parameters())
-    own = torch.stack(
-        [torch.hash_tensor(param.detach()).view(torch.int64) for param in named.values()]
-    )
+    hashes = [
+        torch.hash_tensor(param.detach().flatten(), dim=0).view(torch.int64)
+        for param in named.values()
+    ]
+    own = torch.stack(hashes)
     first = own.clone()
     dist.broadcast(first, 0)
     wrong = torch.zeros(1, dtype=torch.int64, device=own.device)

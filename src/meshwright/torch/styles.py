@@ -1,22 +1,41 @@
 """Placements → the tensor-parallel style of every module that owns parameters.
 
-PyTorch's own styles do the work for Linear layers (ColwiseParallel, RowwiseParallel). Three styles
-here do what it lacks: an embedding of any class split over the vocabulary; parameters that are
-whole on every rank, with their gradients summed where the activations are split; and the input of
-an attention or mlp block, all-gathered once for all its column-parallel layers.
+Parameters are DTensors; activations are plain tensors everywhere, so that a model's code may do
+with them what it likes. Which of them are parts, `dry_run` finds out: a column-parallel layer keeps
+its output split where all that follows, up to a row-parallel layer, is the same on a part;
+elsewhere it all-gathers it.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional
 
 from meshwright.errors import MeshwrightError
+from meshwright.torch.collectives import (
+    all_gather,
+    all_gather_shared,
+    all_reduce,
+    first_of_rank,
+    reduce_scatter,
+    share,
+    slice_of_rank,
+)
+from meshwright.torch.dry_run import (
+    SplitActivations,
+    example_of,
+    from_first_rank,
+    gathered_note,
+    split_activations,
+    with_first_tensor,
+)
 from meshwright.torch.placement import Placements
 
 _SEQUENCE = 1  # the dim of the sequence in [batch, length, embed]
@@ -27,79 +46,69 @@ def styles(
     placements: Placements,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
-) -> dict[str, ParallelStyle]:
-    """The style of every module, by its path; empty without tensor parallelism."""
+    example: Any = None,
+) -> tuple[dict[str, ParallelStyle], SplitActivations]:
+    """The style of every module, by its path, and which activations stay split.
+
+    Empty without tensor parallelism. `example`: arguments of a forward pass.
+    """
     if placements.axes.tp == 1:
-        return {}
+        return {}, SplitActivations()
     kinds = _kinds(model, placements)
-    inside = _tensor_blocks(kinds)
     head = _output_head(model)
-    between: Any = Shard(_SEQUENCE) if sequence_parallel else Replicate()
+    inputs = example_of(model, example)
+    if inputs is None:
+        missing = "no input of the model is known; give parallelize(…, example=…)"
+        split = SplitActivations(problem=missing)
+    else:
+        tp = placements.axes.tp
+        split = from_first_rank(lambda: split_activations(model, kinds, tp, head, inputs))
     blocks = blocks_of(model)
-    split_norms = _norms_between(model, kinds, inside, blocks) if sequence_parallel else set()
-    # blocks that are split between the ranks, so that norms and activations see a part
-    split_inside = {
-        parent
-        for parent in inside
-        for path, kind in kinds.items()
-        if path.rpartition(".")[0] == parent
-        and kind == "colwise"
-        and not _needs_all_gather(placements.word(path) or "", True)
-    }
-    found: dict[str, ParallelStyle] = {}
+    split_norms = _norms_between(model, kinds, split, blocks) if sequence_parallel else set()
+    partial = {id(p) for name, p in model.named_parameters() if name in split.parameters}
+    chosen: dict[str, ParallelStyle] = {}
     for path, kind in kinds.items():
-        parent = path.rpartition(".")[0]
-        word = placements.word(path) or ""
-        paired = parent in inside
+        stays = path in split.layers
+        in_block = path.rpartition(".")[0] in split.blocks
         if kind == "colwise" and path == head:
-            output = Shard(-1) if loss_parallel else Replicate()
-            found[path] = ColwiseParallel(
-                input_layouts=between, output_layouts=output, use_local_output=not loss_parallel
+            chosen[path] = Column(
+                "sequence" if sequence_parallel else "complete",
+                "DTensor" if loss_parallel else "complete",
             )
         elif kind == "colwise":
-            output = Replicate() if _needs_all_gather(word, paired) else Shard(-1)
-            found[path] = ColwiseParallel(output_layouts=output)
+            chosen[path] = Column(
+                "shared" if path in split.readers else "complete", "part" if stays else "complete"
+            )
         elif kind == "rowwise":
-            splits = word in ("rowwise_split_input", "rowwise_rep") or (not word and not paired)
-            found[path] = RowwiseParallel(
-                input_layouts=Replicate() if splits else Shard(-1),
-                output_layouts=between if paired else Replicate(),
+            chosen[path] = Row(
+                "part" if stays else "complete",
+                "sequence" if sequence_parallel and in_block else "complete",
             )
         elif kind == "vocab":
-            found[path] = VocabParallel()
+            chosen[path] = VocabParallel()
         elif kind == "embedding columns":
-            found[path] = ColwiseParallel(output_layouts=Replicate())
+            chosen[path] = EmbeddingColumns()
         else:
-            of_heads = word == "replicated_with_grad_allreduce" or (
-                parent in split_inside and _is_elementwise(model.get_submodule(path))
-            )
-            found[path] = Whole(partial_gradient=of_heads or path in split_norms)
-    for path in inside:
-        # one gather, and in the backward pass one sum, for all column-parallel layers of the block
-        if path not in found and _takes_dtensor(model, path, kinds):
-            found[path] = BlockInput(between)
+            own = model.get_submodule(path)._parameters
+            names = {name for name, param in own.items() if id(param) in partial}
+            chosen[path] = Whole(set(own) if path in split_norms else names)
+    # one gather, and in the backward pass one sum, for all column-parallel layers of a block
+    inputs_of = BlockInput("sequence" if sequence_parallel else "complete")
+    chosen |= {path: inputs_of for path in split.blocks if path not in chosen}
     if sequence_parallel:
-        found |= {path: SplitSequence() for path in _first_of_each(blocks)}
-    if loss_parallel and not isinstance(found.get(head or ""), ColwiseParallel):
+        chosen |= {path: SplitSequence() for path in _first_of_each(blocks)}
+    if loss_parallel and not isinstance(chosen.get(head or ""), Column):
         raise MeshwrightError(
             "loss_parallel=True needs an LM head that is split over the vocabulary; this model has "
             f"{'none' if head is None else f'{head!r}, which is not'}: leave it out"
         )
-    return found
-
-
-def _needs_all_gather(word: str, paired: bool) -> bool:
-    """Whether a column-parallel layer all-gathers its output: by the plan, or if alone."""
-    return word in ("colwise_gather_output", "colwise_rep") or (not word and not paired)
+    layers = (path for path, kind in kinds.items() if kind in ("colwise", "rowwise"))
+    note = gathered_note(split, (path for path in layers if path != head))
+    return chosen, dataclasses.replace(split, note=note)
 
 
 def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
-
-
-def _is_elementwise(module: nn.Module) -> bool:
-    """A norm, or an activation with parameters: it takes what a layer before it gives."""
-    return all(param is None or param.ndim < 2 for param in module._parameters.values())
 
 
 def _kinds(model: nn.Module, placements: Placements) -> dict[str, str]:
@@ -138,24 +147,6 @@ def _kinds(model: nn.Module, placements: Placements) -> dict[str, str]:
     return kinds
 
 
-def _tensor_blocks(kinds: Mapping[str, str]) -> set[str]:
-    """Modules that split inside: with a column-parallel and a row-parallel layer."""
-    by_parent: dict[str, set[str]] = {}
-    for path, kind in kinds.items():
-        by_parent.setdefault(path.rpartition(".")[0], set()).add(kind)
-    return {parent for parent, own in by_parent.items() if {"colwise", "rowwise"} <= own}
-
-
-def _takes_dtensor(model: nn.Module, block: str, kinds: Mapping[str, str]) -> bool:
-    """Whether only column-parallel layers read the input of a block."""
-    below = {path: kind for path, kind in kinds.items() if path.startswith(f"{block}.")}
-    return all(
-        kind in ("colwise", "rowwise")
-        or (kind == "whole" and _is_elementwise(model.get_submodule(path)))
-        for path, kind in below.items()
-    )
-
-
 def blocks_of(model: nn.Module) -> list[str]:
     """The paths of the model's repeated blocks: decoder layers, in order."""
     kinds = getattr(model, "_no_split_modules", None) or ()
@@ -175,7 +166,7 @@ def _first_of_each(blocks: list[str]) -> list[str]:
 
 
 def _norms_between(
-    model: nn.Module, kinds: Mapping[str, str], inside: set[str], blocks: list[str]
+    model: nn.Module, kinds: Mapping[str, str], split: SplitActivations, blocks: list[str]
 ) -> set[str]:
     """The norms that see a part of the sequence; a model of another structure is refused."""
     norms = set()
@@ -183,7 +174,7 @@ def _norms_between(
     head = _output_head(model)
     for path in kinds:
         module = model.get_submodule(path)
-        if any(path.startswith(f"{block}.") for block in inside) or path == head:
+        if path == head or _is_inside(path, module, kinds[path], split):
             continue
         if kinds[path] == "whole" and _is_norm(module):
             norms.add(path)
@@ -201,29 +192,118 @@ def _norms_between(
     return norms
 
 
+def _is_inside(path: str, module: nn.Module, kind: str, split: SplitActivations) -> bool:
+    """Whether a module works on the complete sequence, between the two ends of a block."""
+    if not any(path.startswith(f"{block}.") for block in split.blocks):
+        return False
+    if kind == "rowwise":
+        return path in split.layers and path.rpartition(".")[0] in split.blocks
+    if kind == "colwise":
+        return path in split.readers
+    own = (name for name, param in module._parameters.items() if param is not None)
+    return all(f"{path}.{name}" in split.parameters for name in own)
+
+
 def _output_head(model: nn.Module) -> str | None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return next((path for path, module in model.named_modules() if module is head), None)
 
 
-class Whole(ParallelStyle):
-    """Parameters that are whole on every tensor rank, used as plain tensors.
+class Column(ParallelStyle):
+    """A Linear layer split over its outputs.
 
-    `partial_gradient`: each rank sees a part of the activations (of the sequence, or of the
-    heads), so the gradients of the ranks are summed.
+    `takes`: what its input is, "complete", "shared" (complete, and the block sums the gradients)
+    or "sequence" (a part of it). `gives`: "complete", a "part" for each rank, or that as "DTensor".
     """
 
-    def __init__(self, partial_gradient: bool = False) -> None:
+    def __init__(self, takes: str, gives: str) -> None:
         super().__init__()
-        self.partial_gradient = partial_gradient
+        self.takes, self.gives = takes, gives
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute_parameters(module, device_mesh, dict.fromkeys(module._parameters, Replicate()))
-        _with_local_parameters(module, Partial() if self.partial_gradient else Replicate())
+        placements = dict.fromkeys(module._parameters, Shard(0))
+        distribute_parameters(module, device_mesh, placements)
+        original = module.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if self.takes != "shared":
+                x = _shared_input(x, self.takes, device_mesh)
+            with _local_parameters(module, placements):
+                part = original(x)
+            if self.gives == "part":
+                return part
+            if self.gives == "DTensor":
+                return _split_outputs(part, module.out_features, device_mesh)
+            chunk = -(-module.out_features // device_mesh.size())
+            if chunk * device_mesh.size() == module.out_features:
+                return all_gather(part, -1, device_mesh)
+            # a vocabulary that tp does not divide: the last part is smaller
+            padded = functional.pad(part, (0, chunk - part.shape[-1]))
+            return all_gather(padded, -1, device_mesh)[..., : module.out_features]
+
+        module.forward = forward
         return module
 
     def __repr__(self) -> str:
-        return f"Whole({'partial gradient' if self.partial_gradient else ''})"
+        return f"Column({self.takes} -> {self.gives})"
+
+
+class Row(ParallelStyle):
+    """A Linear layer split over its inputs; all sum their parts of the output.
+
+    `takes`: "complete", or a "part" for each rank. `gives`: "complete", or a part of the
+    "sequence".
+    """
+
+    def __init__(self, takes: str, gives: str) -> None:
+        super().__init__()
+        self.takes, self.gives = takes, gives
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        sequence = self.gives == "sequence"
+        distribute_parameters(module, device_mesh, {"weight": Shard(1), "bias": Replicate()})
+        gradients = {"weight": Shard(1), "bias": Partial() if sequence else Replicate()}
+        original = module.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if self.takes == "complete":
+                x = slice_of_rank(x, -1, device_mesh)
+            with _local_parameters(module, gradients):
+                bias, module._parameters["bias"] = module._parameters["bias"], None
+                try:
+                    part = original(x)
+                finally:
+                    module._parameters["bias"] = bias
+            if sequence:
+                output = reduce_scatter(part, _SEQUENCE, device_mesh)
+            else:
+                output = all_reduce(part, device_mesh)
+            return output if bias is None else output + bias
+
+        module.forward = forward
+        return module
+
+    def __repr__(self) -> str:
+        return f"Row({self.takes} -> {self.gives})"
+
+
+class Whole(ParallelStyle):
+    """Parameters that are whole on every tensor rank; `use_local_parameters` makes them plain.
+
+    `partial`: those used on a part of the activations (of the sequence, or of the heads), so that
+    the gradients of the ranks are summed.
+    """
+
+    def __init__(self, partial: Set[str] = frozenset()) -> None:
+        super().__init__()
+        self.partial = partial
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_parameters(module, device_mesh, dict.fromkeys(module._parameters, Replicate()))
+        return module
+
+    def __repr__(self) -> str:
+        return f"Whole(partial gradients: {', '.join(sorted(self.partial)) or 'none'})"
 
 
 class VocabParallel(ParallelStyle):
@@ -232,7 +312,7 @@ class VocabParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_parameters(module, device_mesh, dict.fromkeys(module._parameters, Shard(0)))
         entries = module.weight.to_local().shape[0]
-        first = entries * device_mesh.get_local_rank()
+        first = first_of_rank(module.weight.shape[0], device_mesh)
         lookup = module.forward
         padding = getattr(module, "padding_idx", None)
         if padding is not None:  # an index of this rank's entries
@@ -240,49 +320,71 @@ class VocabParallel(ParallelStyle):
 
         def forward(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             own = (tokens >= first) & (tokens < first + entries)
-            with _local_parameters(module, Shard(0)):
-                found = lookup(torch.where(own, tokens - first, 0), *args, **kwargs)
-            found = found * own.unsqueeze(-1).to(found.dtype)
-            partial = DTensor.from_local(found, device_mesh, [Partial()], run_check=False)
-            return partial.redistribute(placements=[Replicate()]).to_local()
+            with _local_parameters(module, {"weight": Shard(0)}):
+                entry = lookup(torch.where(own, tokens - first, 0), *args, **kwargs)
+            return all_reduce(entry * own.unsqueeze(-1).to(entry.dtype), device_mesh)
+
+        module.forward = forward
+        return module
+
+
+class EmbeddingColumns(ParallelStyle):
+    """An embedding whose entries are split: each rank looks up its part of every token."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        placements = dict.fromkeys(module._parameters, Shard(1))
+        distribute_parameters(module, device_mesh, placements)
+        lookup = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            with _local_parameters(module, placements):
+                return all_gather(lookup(*args, **kwargs), -1, device_mesh)
 
         module.forward = forward
         return module
 
 
 class BlockInput(ParallelStyle):
-    """The first tensor of a module's input as a replicated DTensor; `given`: how it comes."""
+    """One gather, and one sum of gradients, for all column-parallel layers of a block."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, takes: str) -> None:
         super().__init__()
-        self.given = given
+        self.takes = takes
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def prepare(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return _with_first_tensor(
-                args,
-                kwargs,
-                lambda x: DTensor.from_local(
-                    x, device_mesh, [self.given], run_check=False
-                ).redistribute(placements=[Replicate()]),
-            )
-
-        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: with_first_tensor(
+                args, kwargs, lambda x: _shared_input(x, self.takes, device_mesh)
+            ),
+            with_kwargs=True,
+        )
         return module
 
 
 class SplitSequence(ParallelStyle):
-    """The first tensor of a module's input, replicated, split along the sequence."""
+    """The first tensor of a module's input, complete, split along the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def split(x: torch.Tensor) -> torch.Tensor:
-            whole = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
-            return whole.redistribute(placements=[Shard(_SEQUENCE)]).to_local()
-
         module.register_forward_pre_hook(
-            lambda _, args, kwargs: _with_first_tensor(args, kwargs, split), with_kwargs=True
+            lambda _, args, kwargs: with_first_tensor(
+                args, kwargs, lambda x: slice_of_rank(x, _SEQUENCE, device_mesh)
+            ),
+            with_kwargs=True,
         )
         return module
+
+
+def _split_outputs(part: torch.Tensor, outputs: int, mesh: DeviceMesh) -> DTensor:
+    shape = torch.Size((*part.shape[:-1], outputs))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, mesh, [Shard(part.ndim - 1)], run_check=False, shape=shape, stride=stride
+    )
+
+
+def _shared_input(x: torch.Tensor, takes: str, mesh: DeviceMesh) -> torch.Tensor:
+    """The complete input of column-parallel layers."""
+    return all_gather_shared(x, _SEQUENCE, mesh) if takes == "sequence" else share(x, mesh)
 
 
 def distribute_parameters(
@@ -297,39 +399,57 @@ def distribute_parameters(
         module.register_parameter(name, nn.Parameter(part, requires_grad=param.requires_grad))
 
 
-def _with_local_parameters(module: nn.Module, gradient: Any) -> None:
-    original = module.forward
+def use_local_parameters(
+    model: nn.Module, blocks: Iterable[str], plan: Mapping[str, ParallelStyle]
+) -> None:
+    """Give the code of each block, and of the model around them, whole parameters as plain tensors.
+
+    Modules also read parameters of their children, so this is not done module by module.
+    """
+    owners: dict[str, list[tuple[nn.Module, dict[str, Any]]]] = {}
+    for path, style in plan.items():
+        if isinstance(style, Whole):
+            module = model.get_submodule(path)
+            gradients: dict[str, Any] = {
+                name: Partial() if name in style.partial else Replicate()
+                for name in module._parameters
+            }
+            around = next((b for b in blocks if f"{path}.".startswith(f"{b}.")), "")
+            owners.setdefault(around, []).append((module, gradients))
+    for around, modules in owners.items():
+        _run_with_local_parameters(model.get_submodule(around), modules)
+
+
+def _run_with_local_parameters(
+    block: nn.Module, modules: list[tuple[nn.Module, dict[str, Any]]]
+) -> None:
+    original = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _local_parameters(module, gradient):
+        kept = [_use_local(module, gradients) for module, gradients in modules]
+        try:
             return original(*args, **kwargs)
+        finally:
+            for (module, _), own in zip(modules, kept, strict=True):
+                module._parameters.update(own)
 
-    module.forward = forward
+    block.forward = forward
 
 
 @contextlib.contextmanager
-def _local_parameters(module: nn.Module, gradient: Any) -> Iterator[None]:
-    """The module's own DTensor parameters as plain tensors; `gradient`: the placement of theirs."""
-    kept = {name: param for name, param in module._parameters.items() if isinstance(param, DTensor)}
+def _local_parameters(module: nn.Module, gradients: Mapping[str, Any]) -> Iterator[None]:
+    """A module's own DTensor parameters as plain tensors; `gradients`: the placement of theirs."""
+    kept = _use_local(module, gradients)
     try:
-        for name, param in kept.items():
-            local: Any = param.to_local(grad_placements=[gradient])
-            module._parameters[name] = local
         yield
     finally:
         module._parameters.update(kept)
 
 
-def _with_first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
-    """The arguments with their first tensor of floating point changed."""
-
-    def is_hidden(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-    for i, value in enumerate(args):
-        if is_hidden(value):
-            return (*args[:i], change(value), *args[i + 1 :]), kwargs
-    for name in ("hidden_states", *kwargs):
-        if is_hidden(kwargs.get(name)):
-            return args, kwargs | {name: change(kwargs[name])}
-    raise MeshwrightError("a module that is split over tp got no tensor as its input")
+def _use_local(module: nn.Module, gradients: Mapping[str, Any]) -> dict[str, nn.Parameter | None]:
+    """Put plain tensors in the place of a module's DTensors, which it returns."""
+    kept = {name: param for name, param in module._parameters.items() if isinstance(param, DTensor)}
+    for name, param in kept.items():
+        local: Any = param.to_local(grad_placements=[gradients[name]])
+        module._parameters[name] = local
+    return dict(kept)

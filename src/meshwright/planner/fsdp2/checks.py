@@ -83,7 +83,7 @@ def micro_batches(job: Job, fixed: Mapping[str, Any]) -> Mapping[str, Any]:
 def refusal(job: Job, choice: Choice) -> str | None:
     """Why sizes do not divide, in a sentence; None if they do. What fsdp splits need not."""
     model, tp, ranks = job.model, choice.tp, choice.dp * choice.fsdp
-    for dim in ("kv_heads", "heads", "mlp", "vocab"):
+    for dim in ("kv_heads", "heads", "mlp"):  # of the vocabulary the last rank may have less
         size = getattr(model, dim)
         if size % tp:
             fits = max(n for n in divisors(size) if n <= tp)

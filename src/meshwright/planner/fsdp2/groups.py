@@ -36,7 +36,7 @@ def block_group(model: DecoderConfig, tp: int, shards: int) -> Group:
 def root_group(model: DecoderConfig, tp: int, shards: int) -> Group:
     """Embedding, last norm and LM head: all-gathered once, kept until the backward pass ends."""
     tables = 1 if model.tied_embeddings else 2
-    return _group([(model.embed, 1), *tables * [(model.vocab // tp, model.embed)]], shards)
+    return _group([(model.embed, 1), *tables * [(-(-model.vocab // tp), model.embed)]], shards)
 
 
 def _group(arrays: list[tuple[int, int]], shards: int) -> Group:

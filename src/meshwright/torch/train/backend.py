@@ -246,7 +246,7 @@ class TorchBackend(Backend):
         """The summed cross-entropy of this rank's sequences."""
         logits = self.network(**model_inputs(part, self._window, self._device)).logits
         wanted = targets(part, self._device)
-        return self._cross_entropy(logits.reshape(-1, logits.shape[-1]), wanted.reshape(-1))
+        return self._cross_entropy(logits, wanted.reshape(-1))
 
     def _keys_seen(self, batch: Arrays) -> float:
         """Keys that a token attends to, on average over this rank's sequences."""

@@ -1,8 +1,12 @@
 """One process of a training run under torchrun."""
 
+import contextlib
+import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -67,7 +71,10 @@ def train(
         start_processes(processes, arguments)
         return
     joined, store = join(pause_timeout_s(config.hang_timeout))
-    with supervised(config, joined, store) as (stop, watchdog):
+    if joined.process_id:  # every process has the same warnings
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch").setLevel(logging.ERROR)
+    with supervised(config, joined, store) as (stop, watchdog), connection_errors():
         with watchdog.paused("comparing settings"):
             check_same_settings(config, store, joined, PACKAGES)
             if config.mesh == AUTO and choose is not None:
@@ -80,6 +87,18 @@ def train(
             backend = TorchBackend(config, make_mesh(config.mesh))
         Loop(backend, stop, store, watchdog).go()
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def connection_errors() -> Iterator[None]:
+    """What gloo says of a broken connection, without its source lines and its good wishes."""
+    try:
+        yield
+    except RuntimeError as failure:
+        text = str(failure).partition("\n")[0]
+        if "gloo/" not in text:
+            raise
+        raise ConnectionError(re.sub(r"^\[[^]]*\]\s*|[.\s]*GLHF!\s*$", "", text)) from None
 
 
 def _check_mesh(config: TrainConfig, model: DecoderConfig) -> None:

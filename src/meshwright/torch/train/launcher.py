@@ -60,6 +60,7 @@ def start_processes(processes: int, arguments: Sequence[str]) -> None:
     )
     command = ("-m", "meshwright.cli.main", "train", *arguments)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings come from every process
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say more
     try:
         # Ctrl-C goes to the ranks, which save; without a taker it would end this process at once

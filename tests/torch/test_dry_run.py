@@ -1,0 +1,108 @@
+"""What stays split over tp: right in any module tree, and kept where it can be."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.torch.conftest import SixProcesses
+
+import meshwright as mw
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from meshwright.torch.placement import place  # noqa: E402
+from meshwright.torch.styles import styles  # noqa: E402
+
+HERE = Path(__file__).parent
+TREES = 240
+
+
+def check_trees(found: list[dict[str, Any]], *kept: str) -> None:
+    wrong = [tree for tree in found if tree["wrong"]]
+    assert not wrong, wrong[:3]
+    assert not [tree for tree in found if "refused" in tree]
+    # it would be right, and of no use, to keep nothing split
+    for kind in kept:
+        assert sum(tree.get(kind, 0) > 0 for tree in found) >= len(found) // 12, kind
+
+
+def test_random_trees_have_the_gradients_of_one_process(on_six: SixProcesses) -> None:
+    check_trees(on_six["random trees"], "layers", "parameters")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 3])
+def test_many_random_trees_have_the_gradients_of_one_process(tp: int, tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp),
+         str(HERE / "tree_worker.py"), str(tmp_path / "out.json"), str(TREES)],
+        env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found) == TREES
+    check_trees(found, "layers", "parameters", "blocks")
+
+
+@pytest.mark.parametrize(
+    ("case", "layers"),
+    [
+        ("opt mlp", 4),
+        ("opt attention and mlp", 4),  # its attention names the number of heads
+        ("falcon mlp", 4),
+        ("bert", 12),
+        ("bert on dp", 0),
+        ("mamba reads weights of its children", 0),
+        ("fused gate and up", 0),
+    ],
+)
+def test_rules_give_the_gradients_of_one_process(
+    on_six: SixProcesses, case: str, layers: int
+) -> None:
+    found = on_six[f"rules {case}"]
+    assert "failed" not in found, found["failed"]
+    assert found["logits"] < 1e-5
+    assert found["gradients"] < 1e-4, found["of"]
+    assert len(found["layers"]) == layers
+
+
+class Reads(torch.nn.Module):
+    """Uses the weight of a layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+
+    def forward(self, x: Any) -> Any:
+        return x @ self.layer.weight
+
+
+def test_a_split_weight_that_other_code_reads_is_refused() -> None:
+    rules = mw.PathRules([("weight", "out in -> out@tp in"), ("bias", "out -> out@tp")])
+    model = Reads()
+    with pytest.raises(mw.MeshwrightError, match=r"'layer\.weight' is split over tp, and code out"):
+        styles(model, place(model, "dp=1,tp=2", rules), example=torch.ones(2, 6))
+
+
+def test_a_model_that_cannot_run_alone_says_why() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Linear(12, 6))
+    rules = mw.PathRules([("0/weight", "o i -> o@tp i"), ("0/bias", "o -> o@tp"),
+                          ("1/weight", "o i -> o i@tp"), (".*", ())])  # fmt: skip
+    placements = place(model, "dp=1,tp=2", rules)
+    _, split = styles(model, placements)
+    assert split.note == (
+        "activations are all-gathered around 0, 1: no input of the model is known; give "
+        "parallelize(…, example=…)"
+    )
+    _, split = styles(model, placements, example="text")
+    assert split.problem is not None
+    assert "TypeError" in split.problem
+    _, split = styles(model, placements, example=torch.ones(2, 6))
+    assert split.note is None
+    assert split.layers == {"0", "1"}
