@@ -1,13 +1,18 @@
 """A disk that fills up while saving: said once, nothing lost, and saving continues when there is space."""
 
+import asyncio
 import json
+import logging
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from etils import epath  # type: ignore[import-untyped]
 from tests.patience import PATIENCE_S
+
+from meshwright.checkpoint import orbax_arrays
 
 PROGRAM = """
 import json, os, resource, signal, sys
@@ -75,6 +80,26 @@ def test_a_file_system_without_space_loses_nothing(tmp_path: Path) -> None:
         [*inside, command, sys.executable, PROGRAM],
         f"the disk of {tmp_path} is full (0.00 GB free, up to 0.02 GB",
     )
+
+
+def test_futures_that_orbax_gave_up_are_not_printed_and_others_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As asyncio tells of them: a text, and the traceback of the error nobody asked for."""
+    from orbax.checkpoint._src.path import async_path
+
+    orbax_arrays._orbax()
+    gone = epath.Path("/nowhere/at/all")
+    for write in (lambda: asyncio.run(async_path.write_text(gone, "x")), lambda: gone.read_text()):
+        try:
+            write()
+        except OSError as error:
+            told = (type(error), error, error.__traceback__)
+            logging.getLogger("asyncio").error(
+                "Future exception was never retrieved", exc_info=told
+            )
+    assert len(caplog.records) == 1
+    assert "read_text" in caplog.text
 
 
 def test_a_limit_on_file_sizes_loses_nothing(tmp_path: Path) -> None:

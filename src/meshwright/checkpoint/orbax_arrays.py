@@ -5,6 +5,7 @@ import functools
 import logging
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,22 @@ def _blamed(text: str, names: dict[str, Any]) -> str:
 def _orbax() -> Any:
     import orbax.checkpoint as ocp
 
-    # progress messages, tracebacks of errors that we raise, tasks of a failed save
+    # progress messages, tracebacks of errors that we raise
     logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
-    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
+    logging.getLogger("asyncio").addFilter(lambda record: not _left_by_orbax(record))
     _drop_stragglers()
     return ocp
+
+
+def _left_by_orbax(record: logging.LogRecord) -> bool:
+    """Whether asyncio tells of a task or future of a failed save, whose first error we raise.
+
+    Orbax gives up its other tasks then, and asyncio logs their errors when they are collected as
+    garbage. The text names the function of a task, and the traceback of a future is from Orbax.
+    """
+    trace = None if record.exc_info is None else record.exc_info[2]
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    return any("orbax" in text for text in (record.getMessage(), *files))
 
 
 def _drop_stragglers() -> None:

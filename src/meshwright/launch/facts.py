@@ -39,7 +39,8 @@ def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def convert_paths(config: Any) -> None:
     """In __post_init__: a path may be given as text, and text that names a file as a path."""
-    for name, kinds in _field_types(type(config)).items():
+    config_type: type = type(config)
+    for name, kinds in _field_types(config_type).items():
         value = getattr(config, name)
         if isinstance(value, str) and Path in kinds:
             object.__setattr__(config, name, Path(value))
