@@ -121,6 +121,9 @@ class LimitsConfig:
     """Most messages of a chat."""
     tools: int = 1024
     """Most tools of a chat."""
+    characters: int = 2**21
+    """Most characters of a text that is tokenized, or those of --engine.max-length of the
+    tokenizer's longest tokens if that is more; a longer text is answered with 413."""
     texts: int = 16_384
     """Most texts in a list of EasyLM's routes."""
     body_seconds: float = 30.0

@@ -13,6 +13,7 @@ from tests.serve.server.bigram_engine import BigramEngine
 from tests.serve.server.serving import Answer, Running, serving
 from tests.serve.server.test_limits import in_background
 from tokenizers import decoders, models, normalizers, pre_tokenizers
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from meshwright.data import ByteTokenizer, ChatTemplate
 from meshwright.data.tokenizers import HuggingFaceTokenizer
@@ -103,6 +104,23 @@ def test_a_small_request_does_not_wait_for_large_ones(
     assert [answers[0].status for answers in (first, second, third)] == [200] * 3
 
 
+def test_others_are_served_between_parts_of_a_body(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of one byte take the parser long, so the event loop gives it little at once."""
+    sizes = []
+    plain = AutoHTTPProtocol.data_received
+
+    def data_received(self: AutoHTTPProtocol, data: bytes) -> None:
+        sizes.append(len(data))
+        plain(self, data)
+
+    monkeypatch.setattr(AutoHTTPProtocol, "data_received", data_received)
+    assert server.post("/tokenize", prompt="a" * 300_000).data["count"] == 300_000
+    assert sum(sizes) > 300_000
+    assert max(sizes) <= 1 << 14
+
+
 # ---- lists that are too long --------------------------------------------------------------------
 
 
@@ -157,6 +175,21 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(
         # the longest prompt is taken in any case
         ids = server.post(COMPLETIONS, prompt=[65] * 500, max_tokens=1, metadata=[1, [2], {}])
         assert ids.status == 200
+
+
+def test_a_text_that_takes_too_long_to_tokenize_is_refused() -> None:
+    with serving(limits=LimitsConfig(characters=1000)) as server:
+        for path, body in (
+            ("/tokenize", {"prompt": "a" * 1001}),
+            ("/generate", {"prefix_text": ["a", "a" * 1001]}),
+            ("/loglikelihood-rolling", {"text": ["a" * 1001]}),
+            (COMPLETIONS, {"prompt": " " * 1001}),
+        ):
+            answer = server.post(path, **body)
+            assert answer.status == 413
+            assert "the server tokenizes 1,000 at once (--limits.characters)" in answer.message
+    with serving(limits=LimitsConfig(characters=100)) as server:  # the longest prompt is taken
+        assert server.post(COMPLETIONS, prompt="a" * 511, max_tokens=1).status == 200
 
 
 VALUES = st.recursive(

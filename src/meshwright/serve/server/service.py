@@ -120,6 +120,14 @@ class Service:
 
         Takes a second for a million characters: not for the thread of an event loop.
         """
+        longest_prompt = self.engine.max_length * (self.source.tokenizer.longest_token or 0)
+        most = max(self.config.limits.characters, longest_prompt)
+        if len(text) > most:
+            raise ApiError(
+                413,
+                f"a text has {len(text):,} characters; the server tokenizes {most:,} at once "
+                "(--limits.characters); send it in parts",
+            )
         if special_tokens:
             return tuple(self.source.encode(text))
         return tuple(self.source.tokenizer.encode(text).tolist())
