@@ -1,9 +1,12 @@
 """Chat templates of Hugging Face folders, found and rendered."""
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshwright.data import ChatTemplate, load_chat_template
 from meshwright.errors import MeshwrightError
@@ -69,3 +72,93 @@ def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ChatTemplate("{% if %}")
     with pytest.raises(MeshwrightError, match="cannot be read"):
         load_chat_template(tmp_path, tmp_path / "none.jinja")
+
+
+# ---- a message that is continued ----------------------------------------------------------------
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LLAMA_3 = """{{- bos_token }}{%- for m in messages %}
+{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}"""
+GEMMA = """{{ bos_token }}{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}
+{{- '<start_of_turn>' + role + '\\n' + m['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"""
+MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]
+{%- else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"""
+QWEN_3 = """{%- for m in messages %}{%- set content = m.content %}{%- if m.role == 'assistant' %}
+{%- set reasoning = '' %}{%- if '</think>' in content %}
+{%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}
+{{- '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+{{- '<|im_end|>\\n' }}{%- else %}{{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}"""
+T5 = "{% for m in messages %}{{ m.role }}: {{ m.content.rstrip() }}\n{% endfor %}</s>"
+
+
+def _qwen_3(content: str) -> str:
+    reasoning = ""
+    if "</think>" in content:
+        reasoning = content.split("</think>")[0].rstrip("\n").split("<think>")[-1].strip("\n")
+        content = content.split("</think>")[-1]
+    return f"<think>\n{reasoning}\n</think>\n\n" + content.lstrip("\n")
+
+
+# the text before the last message's content, and the content as the template writes it
+CONTINUED = {
+    CHATML: ("<|im_start|>user\nend<|im_end|>\n<|im_start|>assistant\n", str),
+    LLAMA_3: (
+        "<s><|start_header_id|>user<|end_header_id|>\n\nend<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        str.strip,
+    ),
+    GEMMA: ("<s><start_of_turn>user\nend<end_of_turn>\n<start_of_turn>model\n", str.strip),
+    MISTRAL: ("<s>[INST] end[/INST] ", str),
+    QWEN_3: ("<|im_start|>user\nend<|im_end|>\n<|im_start|>assistant\n", _qwen_3),
+    T5: ("user: end\nassistant: ", str.rstrip),
+}
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+PIECES = st.sampled_from(
+    ["", " ", "\n", "\n\n", "\t", "end", "i", "|>", "<|im_end|>", "<|im_end|>\n", "<|eot_id|>", "<end_of_turn>\n",
+     "</s>", "[/INST]", "assistant", "\n</think>", "<think>", "</think>", "{{ m }}", "é", "Once upon", "\N{NO-BREAK SPACE}"]
+)  # fmt: skip
+
+
+@functools.cache
+def compiled(template: str) -> ChatTemplate:
+    return ChatTemplate(template, SPECIAL)
+
+
+def continued(template: str, content: str) -> str:
+    messages = [{"role": "user", "content": "end"}, {"role": "assistant", "content": content}]
+    return compiled(template).render(messages, generation_prompt=False, continue_final=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(PIECES, max_size=6).map("".join) | st.text(max_size=8))
+def test_a_continued_prompt_ends_with_the_content_as_the_template_writes_it(content: str) -> None:
+    for template, (before, written) in CONTINUED.items():
+        assert continued(template, content) == before + written(content)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "message"),
+    [
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "a", "does not write the content"),
+        ("{% for m in messages %}{{ m.content[:3] }};{% endfor %}", "abcd", "does not write"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "a", "more than once"),
+        ("{% for m in messages %}{% if m.content %}<{{ m.content }}>{% endif %}{% endfor %}", "", "another form"),
+        ("{% for m in messages %}{{ m.content | length }}{{ m.content }}{% endfor %}", "a", "another form"),
+        ("{% for m in messages %}{{ m.content | replace('ab', 'b') }}.{% endfor %}", "ab" * 20, None),
+        ("{% for m in messages %}{{ m.content[::-1] }}.{% endfor %}", "ab", "does not write"),
+    ],
+)  # fmt: skip
+def test_a_message_whose_end_is_not_known_is_not_continued(
+    template: str, content: str, message: str | None
+) -> None:
+    if message is None:  # changed, but it is known where it ends
+        assert continued(template, content) == "end." + "b" * 20
+        return
+    with pytest.raises(MeshwrightError, match=f"{message}.*leave the message out"):
+        continued(template, content)

@@ -6,6 +6,7 @@ template.render([{"role": "user", "content": "Hi!"}])
 
 import datetime
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,28 @@ class ChatTemplate:
         *,
         generation_prompt: bool = True,
         values: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> str:
-        """The prompt; `generation_prompt` opens the model's own message, `values` are variables."""
+        """The prompt; `generation_prompt` opens the model's own message, `values` are variables.
+
+        `continue_final`: it ends with the content of the last message, which the model continues.
+        """
+        prompt = self._render(messages, tools, generation_prompt, values)
+        if not continue_final:
+            return prompt
+        # a marker shows where the template writes the end of the content, whatever the content is
+        last, marker = messages[-1], secrets.token_hex(16)
+        marked = {**last, "content": last["content"] + marker}
+        marked_prompt = self._render([*messages[:-1], marked], tools, generation_prompt, values)
+        return _up_to_marker(prompt, marked_prompt, marker, last["content"])
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        generation_prompt: bool,
+        values: Mapping[str, Any] | None,
+    ) -> str:
         template = self._with_tools if tools else self._default
         try:
             return template.render(
@@ -73,6 +94,34 @@ class ChatTemplate:
             raise MeshwrightError(
                 f"the chat template cannot render these messages: {type(reason).__name__}: {reason}"
             ) from None
+
+
+def _up_to_marker(prompt: str, marked_prompt: str, marker: str, content: str) -> str:
+    """The part of a prompt that ends with `content`, which the marker follows in `marked_prompt`.
+
+    A template may strip the white space around a content, but not change it otherwise.
+
+    >>> _up_to_marker("[end][end]", "[end#][end]", "#", "end")
+    '[end'
+    """
+    before, *tails = marked_prompt.split(marker)
+    reason = ""
+    if not tails:
+        reason = "does not write the content of the last message"
+    elif len(tails) > 1:
+        reason = "writes the content of the last message more than once"
+    else:
+        end = len(prompt) - len(tails[0])
+        stripped = len(before) - end
+        fits = 0 <= stripped <= len(content) - len(content.rstrip())
+        if not fits or prompt != before[:end] + tails[0]:
+            reason = "writes the last message in another form when it is continued"
+    if reason:
+        raise MeshwrightError(
+            f"continue_final_message: the chat template {reason}, so it is not known where the "
+            "model would continue it; leave the message out and set add_generation_prompt=true"
+        )
+    return prompt[:end]
 
 
 def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:

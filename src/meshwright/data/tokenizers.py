@@ -48,8 +48,18 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[Ids]:
         """The ids of several texts, in parallel where the tokenizer can."""
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of any ids. Cut characters and unknown ids become `�`; special ids vanish."""
+    def encode_with_offsets(self, text: str, special_tokens: bool) -> tuple[list[int], list[int]]:
+        """The ids of a text, and the character of it where each begins.
+
+        Ids that share a character begin at the same one; a special id that is not in the text has
+        no characters.
+        """
+
+    def decode(self, ids: Iterable[int], special_tokens: bool = False) -> str:
+        """The text of any ids. Cut characters and unknown ids become `�`.
+
+        Special ids vanish, or are shown by name with `special_tokens`.
+        """
 
     def token_text(self, token: int) -> str:
         """The text of one id: special tokens by name, a part of a character as `�`."""
@@ -72,13 +82,23 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[Ids]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def encode_with_offsets(self, text: str, special_tokens: bool) -> tuple[list[int], list[int]]:
+        lengths = [len(_utf8(character)) for character in text]
+        return self.encode(text).tolist(), np.repeat(np.arange(len(text)), lengths).tolist()
+
+    def decode(self, ids: Iterable[int], special_tokens: bool = False) -> str:
+        tokens = np.fromiter(ids, np.int64)
+        ends = np.flatnonzero(tokens == self.end_of_document)
         # 0xff never occurs in UTF-8, so an id outside the vocabulary becomes �
-        known = (i if 0 <= i < 256 else 255 for i in map(int, ids) if i != 256)
-        return bytes(known).decode("utf-8", errors="replace")
+        known = np.where((tokens >= 0) & (tokens < 256), tokens, 255).astype(np.uint8)
+        if not special_tokens:
+            return np.delete(known, ends).tobytes().decode("utf-8", errors="replace")
+        documents = (part.tobytes() for part in np.split(known, ends))
+        first, *rest = (part.decode("utf-8", errors="replace") for part in documents)
+        return first + "".join("<|endoftext|>" + text[1:] for text in rest)
 
     def token_text(self, token: int) -> str:
-        return "<|endoftext|>" if token == 256 else self.decode([token])
+        return self.decode([token], special_tokens=True)
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind}
@@ -95,6 +115,7 @@ class HuggingFaceTokenizer:
         self._end_token = end_token
         text = json.dumps(self._definition, ensure_ascii=False, sort_keys=True)
         self._inner = _from_definition(text)
+        _keep_spaces(self._inner.post_processor)
         vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         if end_token not in vocabulary:
             raise MeshwrightError(
@@ -120,15 +141,25 @@ class HuggingFaceTokenizer:
             raise
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def encode_with_offsets(self, text: str, special_tokens: bool) -> tuple[list[int], list[int]]:
+        _utf8(text)
+        encoding = self._inner.encode(text, add_special_tokens=special_tokens)
+        begins, end = [], 0
+        for first, last in encoding.offsets:
+            # characters that no token has, as white space before a special token, go to the next
+            begins.append(min(first, end) if last > first else end)
+            end = max(end, last)
+        return encoding.ids, begins
+
+    def decode(self, ids: Iterable[int], special_tokens: bool = False) -> str:
         text = ""
         for known, run in _runs(ids, self.vocab):
-            text += self._inner.decode(run) if known else REPLACEMENT * len(run)
+            hidden = not special_tokens
+            text += self._inner.decode(run, hidden) if known else REPLACEMENT * len(run)
         return text
 
     def token_text(self, token: int) -> str:
-        known = 0 <= token < self.vocab
-        return self._inner.decode([token], skip_special_tokens=False) if known else REPLACEMENT
+        return self.decode([token], special_tokens=True)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -230,6 +261,14 @@ def _from_definition(text: str) -> Any:
         raise MeshwrightError(
             f"the 'tokenizers' library cannot read tokenizer.json: {reason}"
         ) from None
+
+
+def _keep_spaces(post_processor: Any) -> None:
+    """Have the offsets of a token begin at its space; ids are not affected."""
+    steps = post_processor if type(post_processor).__name__ == "Sequence" else (post_processor,)
+    for step in steps:
+        if hasattr(step, "trim_offsets"):
+            step.trim_offsets = False
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 
-from meshwright.data import ByteTokenizer
+from meshwright.data import ByteTokenizer, Tokenizer
 from meshwright.serve.request import Completion, Delta, EngineStats, Request, TokenLogprobs
 
 TOKENIZER = ByteTokenizer()
@@ -61,6 +61,8 @@ class BigramEngine:
 
     cached: int = 0
     """Tokens that are said to be reused, in every delta."""
+    tokenizer: Tokenizer = TOKENIZER
+    """Of 257 ids."""
 
     def __post_init__(self) -> None:
         self.active: dict[str, Request] = {}
@@ -90,7 +92,7 @@ class BigramEngine:
         tokens, ended = self._tokens(request)
         deltas, text, cut, sent = [], "", False, 0
         for index, token in enumerate(tokens):
-            text = TOKENIZER.decode(tokens[: index + 1])
+            text = self.tokenizer.decode(tokens[: index + 1])
             at = min((p for p in map(text.find, request.stop) if p >= 0), default=-1)
             cut = at >= 0
             last = index == len(tokens) - 1

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.serve.server.bigram_engine import END, TOKENIZER, BigramEngine
+from tests.serve.server.bigram_engine import TOKENIZER, BigramEngine
 
-from meshwright.data import ChatTemplate
+from meshwright.data import ChatTemplate, Tokenizer
 from meshwright.models import preset
 from meshwright.serve.load import Source
 from meshwright.serve.server import HttpServer, Service
@@ -84,18 +84,23 @@ def config(**settings: Any) -> ServeConfig:
     return ServeConfig("runs/bigram", port=0, **settings)
 
 
-def source() -> Source:
+def source(tokenizer: Tokenizer = TOKENIZER, special_tokens: bool = False) -> Source:
     model = dataclasses.replace(preset("tiny"), vocab=320)  # more than the tokenizer has
-    return Source(model, TOKENIZER, frozenset({END}), False, "bigram", lambda _: None)
+    ends = frozenset({tokenizer.end_of_document})
+    return Source(model, tokenizer, ends, special_tokens, "bigram", lambda _: None)
 
 
 @contextlib.contextmanager
 def serving(
-    engine: BigramEngine | None = None, template: str | None = QWEN, **settings: Any
+    engine: BigramEngine | None = None,
+    template: str | None = QWEN,
+    special_tokens: bool = False,
+    **settings: Any,
 ) -> Iterator[Running]:
     """A server that runs inside; fails if a request is left in the engine at its end."""
     engine = engine or BigramEngine()
     chat = None if template is None else ChatTemplate(template)
-    with HttpServer(Service(engine, source(), config(**settings), chat)) as server:
+    model = source(engine.tokenizer, special_tokens)
+    with HttpServer(Service(engine, model, config(**settings), chat)) as server:
         yield Running(server, engine)
     assert not engine.active, "requests are left in the engine"

@@ -69,6 +69,18 @@ def test_a_message_can_be_continued(server: Running) -> None:
     assert prompt_of(server).endswith("<|im_start|>assistant\nOnce upon")
 
 
+@pytest.mark.parametrize("content", ["end", "i", "|>", "<|im_end|>", "assistant", "\n", " ", ""])
+def test_a_continued_message_may_be_part_of_the_template(server: Running, content: str) -> None:
+    parts = [{"type": "text", "text": content[:1]}, {"type": "text", "text": content[1:]}]
+    for form in (content, parts):
+        answer = server.post(
+            CHAT, messages=[*HI, {"role": "assistant", "content": form}], max_tokens=1,
+            add_generation_prompt=False, continue_final_message=True,
+        )  # fmt: skip
+        assert answer.status == 200
+        assert prompt_of(server).endswith(f"<|im_end|>\n<|im_start|>assistant\n{content}")
+
+
 def test_a_model_without_a_template_continues_the_text() -> None:
     with serving(template=None) as server:
         server.post(CHAT, messages=HI, max_tokens=1)
@@ -180,6 +192,7 @@ def test_reasoning_is_apart() -> None:
         ({"messages": HI, "max_tokens": 0}, "1 or more"),
         ({"messages": HI, "functions": []}, "unknown field 'functions'"),
         ({"messages": HI, "continue_final_message": True}, "continue_final_message needs"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "add_generation_prompt": False, "continue_final_message": True}, "which come after the content"),
         ({"messages": HI, "response_format": {"type": "json_schema", "json_schema": {}}}, "json_schema.schema must be"),
         ({"messages": HI, "response_format": {"type": "json"}}, "response_format.type is 'json'"),
         ({"messages": HI, "modalities": ["audio"]}, "text only"),

@@ -16,7 +16,7 @@ from tests.serve.server.bigram_engine import (
 from tests.serve.server.serving import Running, serving
 
 from meshwright.data.tokenizers import HuggingFaceTokenizer
-from meshwright.serve.server.logprobs import TextOffsets, TokenLengths
+from meshwright.serve.server.logprobs import TextOffsets, TokenTexts
 
 PROMPT = "The old"
 TOKENS = list(PROMPT.encode())
@@ -130,8 +130,8 @@ def test_offsets_count_characters_of_the_text(server: Running) -> None:
     settings = {"prompt": [*"né".encode(), 256, 97], "echo": True, "logprobs": 1}
     answer = server.post("/v1/completions", **settings, max_tokens=0)
     (choice,) = answer.data["choices"]
-    assert choice["text"] == "néa"
-    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2]
+    assert choice["text"] == "né<|endoftext|>a"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 15]
 
 
 def test_offsets_know_spaces_at_the_start_of_tokens() -> None:
@@ -155,7 +155,7 @@ def test_offsets_know_spaces_at_the_start_of_tokens() -> None:
     inner.add_special_tokens(["<end>"])
     tokenizer = HuggingFaceTokenizer(json.loads(inner.to_str()), "<end>")
     tokens = [0, 1, 2, 3, 4, 5, 6, 1]
-    offsets = TextOffsets(TokenLengths(tokenizer))
+    offsets = TextOffsets(TokenTexts(tokenizer))
     found = [offsets.add(token) for token in tokens]
     text = tokenizer.decode(tokens)
     assert text == "the older é the"

@@ -23,8 +23,10 @@ _MAX_TOKENS = 16  # OpenAI's default
 @dataclasses.dataclass(frozen=True)
 class _Prompt:
     tokens: tuple[int, ...]
-    text: str
-    """What `echo` repeats."""
+    text: str = ""
+    """What `echo` repeats: the text as it was sent, or that of the tokens, special ones by name."""
+    offsets: tuple[int, ...] = ()
+    """Where each token begins in `text`."""
 
 
 async def completions(http: HttpRequest, service: Service) -> Response:
@@ -79,12 +81,25 @@ async def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
     prompts = []
     for entry in entries:
         if isinstance(entry, str):
-            prompts.append(_Prompt(next(encoded), entry))
+            offsets = _text_offsets(service, body, entry) if body.echo else ()
+            prompts.append(_Prompt(next(encoded), entry, offsets))
         else:
             service.check_tokens(entry)
-            text = service.source.tokenizer.decode(entry) if body.echo else ""
-            prompts.append(_Prompt(tuple(entry), text))
+            prompts.append(_echoed(service, entry) if body.echo else _Prompt(tuple(entry)))
     return prompts
+
+
+def _text_offsets(service: Service, body: CompletionBody, text: str) -> tuple[int, ...]:
+    special_tokens = service.source.special_tokens and body.add_special_tokens is not False
+    _, begins = service.source.tokenizer.encode_with_offsets(text, special_tokens)
+    return tuple(begins)
+
+
+def _echoed(service: Service, tokens: Sequence[int]) -> _Prompt:
+    """A prompt of tokens with its text."""
+    text = service.source.tokenizer.decode(tokens, special_tokens=True)
+    offsets = TextOffsets(service.logprobs.named_texts)
+    return _Prompt(tuple(tokens), text, tuple(offsets.add(token) for token in tokens))
 
 
 def _request(
@@ -124,7 +139,10 @@ class _Answer:
         }
         # each prompt n times
         self.prompts = [prompt for prompt in prompts for _ in range(body.n or 1)]
-        self.offsets = [TextOffsets(self.names.lengths) for _ in self.prompts]
+        self.offsets = [
+            TextOffsets(self.names.texts, len(prompt.text) if body.echo else 0)
+            for prompt in self.prompts
+        ]
         usage.prompt = sum(len(prompt.tokens) for prompt in prompts)
 
     async def whole(self) -> dict[str, Any]:
@@ -161,9 +179,10 @@ class _Answer:
         if self.body.logprobs is not None:
             tokens: tuple[int, ...] = result.tokens
             logprobs: tuple[TokenLogprobs | None, ...] = result.logprobs
+            offsets = [self.offsets[index].add(token) for token in tokens]
             if echo:
                 tokens, logprobs = prompt.tokens + tokens, result.prompt_logprobs + logprobs
-            offsets = [self.offsets[index].add(token) for token in tokens]
+                offsets = [*prompt.offsets, *offsets]
             written = self.names.completion(tokens, logprobs, offsets)
         return {
             "index": index,

@@ -15,13 +15,12 @@ class LogprobWriter:
     """Writes log-probabilities with the texts of a tokenizer's tokens, which it keeps."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        # a part of a character has no text of its own: it is shown as its id, so that names differ
-        def name(token: int) -> str:
-            text = tokenizer.token_text(token)
-            return f"token_id:{token}" if not text or _CUT in text else text
+        self.texts = TokenTexts(tokenizer)
+        self.named_texts = TokenTexts(tokenizer, special_tokens=True)
 
-        self._name = functools.lru_cache(maxsize=65536)(name)
-        self.lengths = TokenLengths(tokenizer)
+    def _name(self, token: int) -> str:
+        # a part of a character has no text of its own: it is shown as its id, so that names differ
+        return self.named_texts.of(token) or f"token_id:{token}"
 
     def completion(
         self,
@@ -61,47 +60,53 @@ class LogprobWriter:
         return {"token": name, "logprob": logprob, "bytes": text}
 
 
-class TokenLengths:
-    """How many characters a token adds to a text; None for a part of a character.
+class TokenTexts:
+    """The text that a token adds to a text before it; None for a part of a character.
 
-    Lengths are kept: most tokens of a text are decoded once for all requests.
+    Texts are kept: most tokens of a text are decoded once for all requests.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.decode = tokenizer.decode
+    def __init__(self, tokenizer: Tokenizer, special_tokens: bool = False) -> None:
+        """`special_tokens`: they have their names as texts, else none."""
+
+        def decode(tokens: Sequence[int]) -> str:
+            return tokenizer.decode(tokens, special_tokens)
+
         # some tokenizers drop the space of the first token
         before = [int(token) for token in tokenizer.encode("a")]
-        known = len(tokenizer.decode(before))
+        known = len(decode(before))
 
-        def length(token: int) -> int | None:
-            text = tokenizer.decode([*before, token])
-            return None if text.endswith(_CUT) else len(text) - known
+        def text(token: int) -> str | None:
+            added = decode([*before, token])[known:]
+            return None if _CUT in added else added
 
-        self.of = functools.lru_cache(maxsize=65536)(length)
+        self.decode = decode
+        self.of = functools.lru_cache(maxsize=65536)(text)
 
 
 class TextOffsets:
     """Where the text of each token begins; tokens that share a character begin at the same place.
 
     >>> from meshwright.data import ByteTokenizer
-    >>> offsets = TextOffsets(TokenLengths(ByteTokenizer()))
+    >>> offsets = TextOffsets(TokenTexts(ByteTokenizer()))
     >>> [offsets.add(token) for token in "néa".encode()]
     [0, 1, 1, 2]
     """
 
-    def __init__(self, lengths: TokenLengths) -> None:
-        self._lengths = lengths
-        self._next = 0
+    def __init__(self, texts: TokenTexts, begin: int = 0) -> None:
+        """`begin`: where the text of the first token begins."""
+        self._texts = texts
+        self._next = begin
         self._first = True
         self._part: list[int] = []  # tokens of a character that is not complete
 
     def add(self, token: int) -> int:
-        begin, length = self._next, self._lengths.of(token)
-        if length is not None and not self._part and not self._first:
-            self._next += length
+        begin, own = self._next, self._texts.of(token)
+        if own is not None and not self._part and not self._first:
+            self._next += len(own)
             return begin
         self._part.append(token)
-        text = self._lengths.decode(self._part)
+        text = self._texts.decode(self._part)
         self._first &= not text
         if not text.endswith(_CUT) or len(self._part) > _LONGEST_CHARACTER:
             self._next += len(text)

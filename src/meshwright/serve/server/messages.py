@@ -33,6 +33,12 @@ async def chat_prompt(
             "assistant",
             "continue_final_message",
         )
+    if continue_final and checked[-1].get("tool_calls"):
+        raise bad_request(
+            "continue_final_message: the last message has tool_calls, which come after the content "
+            "that would be continued; leave them out",
+            "continue_final_message",
+        )
     template = service.template
     if template is None:
         if tools:
@@ -49,10 +55,13 @@ async def chat_prompt(
                 '{"type": "function", "function": {"name": …, "parameters": …}}',
                 "tools",
             )
-    text = template.render(checked, tools, generation_prompt=generation_prompt, values=values)
-    if continue_final:  # without what the template puts after the last message
-        last = checked[-1]["content"].strip()
-        text = text[: text.rindex(last) + len(last)] if last and last in text else text
+    text = template.render(
+        checked,
+        tools,
+        generation_prompt=generation_prompt,
+        values=values,
+        continue_final=continue_final,
+    )
     return text, await service.encode(text, special_tokens=False)  # the template writes them
 
 
