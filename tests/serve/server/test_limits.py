@@ -1,5 +1,6 @@
 """Limits, keys, clients that leave, and the end of the server."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -8,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,46 @@ def test_a_request_that_takes_too_long_is_cancelled() -> None:
         assert len(events) > 3
         assert "longer than 1.5 s" in last["error"]["message"]
         eventually(lambda: not server.engine.active)
+
+
+class Occupied(BigramEngine):
+    """Gives the first sequence its tokens, and none to the others."""
+
+    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+        if self.active:
+            self.active[request.id] = request
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                del self.active[request.id]
+        async for delta in super().stream(request):
+            yield delta
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, LONG),
+        (COMPLETIONS, LONG | {"stream": True, "n": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
+        ("/loglikelihood", {"text": ["a"]}),
+    ],
+)
+def test_a_request_that_waits_too_long_for_others_is_told_to_try_again(
+    path: str, body: dict[str, object]
+) -> None:
+    limits = LimitsConfig(request_seconds=1.0)
+    with serving(Occupied(delay=0.02), limits=limits) as server:
+        with in_background(lambda: server.post(COMPLETIONS, **LONG)) as first:
+            eventually(lambda: bool(server.engine.active))
+            answer = server.post(path, **body)
+        assert answer.status == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "x-should-retry" not in answer.headers
+        assert "send it again later" in answer.message
+        assert "fewer tokens" not in answer.message
+        # the one that ran is told what it can do itself
+        assert (first[0].status, "fewer tokens" in first[0].message) == (504, True)
 
 
 def test_more_than_the_server_takes_is_refused_until_there_is_room() -> None:

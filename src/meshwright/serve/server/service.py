@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import secrets
 import time
@@ -25,6 +26,20 @@ _CALL_COST = 200  # characters that take as long as a call of the tokenizer
 MOST_STOPS = 16
 LONGEST_STOP = 256  # characters
 _BUFFERED = 64  # deltas of a response with several choices
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far the sequences of an HTTP request are, for the message if it takes too long."""
+
+    behind_others: bool = False
+    """Whether sequences of other requests were in flight when they were admitted."""
+    begun: bool = False
+    """Whether the engine has given a result of any of them."""
+
+
+PROGRESS: contextvars.ContextVar[Progress] = contextvars.ContextVar("progress")
+"""That of the HTTP request which a task works for."""
 
 
 @dataclasses.dataclass
@@ -94,8 +109,9 @@ class Service:
                 429,
                 f"the server is full: {self.in_flight} of {limit} sequences are in flight; try "
                 "again later",
-                headers={"Retry-After": str(min(60, max(1, round(self.seconds))))},
+                headers={"Retry-After": str(self.retry_after)},
             )
+        PROGRESS.get(Progress()).behind_others = self.in_flight > 0
         self.in_flight += sequences
         started = time.monotonic()
         try:
@@ -103,6 +119,11 @@ class Service:
         finally:
             self.in_flight -= sequences
             self.seconds += 0.1 * (time.monotonic() - started - self.seconds)
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds until a request may find room."""
+        return min(60, max(1, round(self.seconds)))
 
     # ---- prompts ---------------------------------------------------------------------------------
 
@@ -201,8 +222,10 @@ class Service:
         started = last = time.perf_counter()
         stream = self.engine.stream(request)
         finished = first = False
+        progress = PROGRESS.get(Progress())
         try:
             async for delta in stream:
+                progress.begun = True
                 now = time.perf_counter()
                 if delta.tokens and not first:
                     first = True
