@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.serve.server.bigram_engine import BigramEngine
-from tests.serve.server.serving import Answer, Running, config, serving
+from tests.serve.server.serving import Answer, Running, config, serving, source
 
 from meshwright.errors import MeshwrightError
 from meshwright.serve.request import Delta, EngineStoppedError, Request
@@ -162,6 +162,29 @@ def test_a_model_that_is_not_ready_is_unavailable() -> None:
         assert server.get("/v1/models").status == 200
         server.engine.is_ready = True
         assert server.get("/health").data == {"status": "ok"}
+
+
+def test_every_route_says_that_the_server_starts() -> None:
+    service = Service(None, source(), config(), None, starting="compiling 2 of 5: decode 16")
+    with HttpServer(service) as http_server:
+        engine = BigramEngine()
+        server = Running(http_server, engine)
+        paths = ("/", "/v1/models", "/tokenizer_info", "/health", "/ready", "/no/such/path")
+        gets = {path: server.get(path) for path in paths}
+        bodies = (COMPLETIONS, "/v1/chat/completions", "/tokenize", "/generate", "/loglikelihood")
+        posts = {path: server.post(path, prompt="a") for path in bodies}
+        for path, answer in (gets | posts).items():
+            assert (answer.status, answer.headers["retry-after"]) == (503, "5"), path
+            assert "the server is starting: compiling 2 of 5: decode 16" in answer.message
+            assert answer.data["error"]["type"] == "service_unavailable_error"
+        assert gets["/"].headers["refresh"] == "5"  # a browser loads the page again
+        # the process is alive, which is what Kubernetes must not restart
+        assert server.get("/live").status == server.get("/metrics").status == 200
+        service.loaded_engine = engine
+        for path in ("/", "/v1/models", "/health", "/ready", "/live"):
+            assert server.get(path).status == 200
+        assert server.post(COMPLETIONS, prompt="a").status == 200
+        assert "meshwright_generated_tokens_total" in server.get("/metrics").text
 
 
 def test_an_engine_that_has_stopped_says_why_and_ends_the_server(

@@ -106,6 +106,11 @@ async def _health(http: HttpRequest, service: Service) -> Response:
     return json_response({"status": "ok"})
 
 
+async def _live(http: HttpRequest, service: Service) -> Response:
+    """That the process answers, also while it starts or finishes what runs."""
+    return json_response({"status": "alive"})
+
+
 async def _ready(http: HttpRequest, service: Service) -> Response:
     await _health(http, service)
     return PlainTextResponse("Ready!\n")
@@ -132,6 +137,7 @@ _GET: dict[str, _Endpoint] = {
     "/v1/models": _models,
     "/v1/models/{name:path}": _model,
     "/tokenizer_info": tokenizer_info,
+    "/live": _live,
     "/health": _health,
     "/ready": _ready,
     "/metrics": _metrics,

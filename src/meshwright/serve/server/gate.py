@@ -15,7 +15,8 @@ from meshwright.serve.server.errors import ApiError, ClientGoneError, error_resp
 from meshwright.serve.server.service import Service, Usage, request_id
 
 LOG = logging.getLogger("meshwright.access")
-OPEN = frozenset({"/", "/health", "/ready"})  # no key needed: the page asks for it
+OPEN = frozenset({"/", "/health", "/ready", "/live"})  # no key needed: the page asks for it
+_WITHOUT_ENGINE = frozenset({"/live", "/metrics"})  # answered also while the server starts
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _CLIENT_GONE = 499  # as nginx logs it
 
@@ -63,7 +64,7 @@ class Gate:
                 raise ClientGoneError from reason
 
         try:
-            refusal = self._refusal(scope)
+            refusal = self._refusal(scope) or self._starting(scope)
             app = self._app if refusal is None else error_response(refusal)
             await app(scope, receive, watched)
         except ClientGoneError:
@@ -106,6 +107,17 @@ class Gate:
         return ApiError(
             401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
         )
+
+    def _starting(self, scope: Scope) -> ApiError | None:
+        if scope["path"] in _WITHOUT_ENGINE:
+            return None
+        try:
+            self._service.engine  # noqa: B018, which is an error while there is none
+        except ApiError as reason:
+            if scope["path"] == "/":  # a browser loads the page again until it is there
+                reason.headers["Refresh"] = reason.headers["Retry-After"]
+            return reason
+        return None
 
     def _is_known(self, key: str) -> bool:
         digest = _digest(key.encode("utf-8", "surrogateescape"))

@@ -46,12 +46,15 @@ PROGRESS: contextvars.ContextVar[Progress] = contextvars.ContextVar("progress")
 class Service:
     """One model behind one server."""
 
-    engine: AnyEngine
+    loaded_engine: AnyEngine | None
+    """None while the server starts."""
     source: Source
     config: ServeConfig
     template: ChatTemplate | None
     defaults: Defaults = dataclasses.field(default_factory=Defaults)
     """Settings of completions and chats that name none."""
+    starting: str = "reading the weights"
+    """What the server does while there is no engine."""
     in_flight: int = 0
     """Sequences that run or wait."""
     draining: bool = False
@@ -62,7 +65,7 @@ class Service:
     """Recent duration of a request, for Retry-After."""
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.engine.stats)
+        self.metrics = Metrics(lambda: self.loaded_engine and self.loaded_engine.stats())
         self.logprobs = LogprobWriter(self.source.tokenizer)
         self.keys = self.config.api_keys()
         self.created = int(time.time())
@@ -71,6 +74,13 @@ class Service:
     @property
     def name(self) -> str:
         return self.config.served_name
+
+    @property
+    def engine(self) -> AnyEngine:
+        """The engine, or a 503 while there is none."""
+        if self.loaded_engine is None:
+            raise unavailable(f"the server is starting: {self.starting}; send the request later")
+        return self.loaded_engine
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
