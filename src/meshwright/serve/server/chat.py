@@ -45,7 +45,7 @@ async def chat_completions(http: HttpRequest, service: Service) -> Response:
         values=values,
     )
     grammar = await chat_grammar(service, body, text, _tool_format(service, body))
-    request = _request(service, body, tokens, grammar)
+    request = _request(service, body, tokens or (service.start,), grammar)
     answer = _Answer(service, body, text, request, http.scope["access"].usage)
     if body.stream:
         return await event_stream(http, service, answer.events())

@@ -86,7 +86,8 @@ async def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
         else:
             service.check_tokens(entry)
             prompts.append(_echoed(service, entry) if body.echo else _Prompt(tuple(entry)))
-    return prompts
+    empty = _Prompt((service.start,), offsets=(0,))
+    return [prompt if prompt.tokens else empty for prompt in prompts]
 
 
 def _text_offsets(service: Service, body: CompletionBody, text: str) -> tuple[int, ...]:

@@ -1,13 +1,16 @@
 """The routes of EasyLM's server, with its request and response bodies."""
 
 import dataclasses
+import functools
 import itertools
+import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from meshwright.errors import MeshwrightError
 from meshwright.present import count
 from meshwright.serve.request import Completion, Request, TokenLogprobs
 from meshwright.serve.sampling import Sampling
@@ -17,9 +20,31 @@ from meshwright.serve.server.bodies import (
     GreedyUntilBody,
     ScoreBody,
 )
-from meshwright.serve.server.errors import bad_request, json_response
+from meshwright.serve.server.errors import ApiError, bad_request, json_response, of_mistake
 from meshwright.serve.server.service import Service, check_stops, request_id
 from meshwright.serve.server.transport import finish, read
+
+Endpoint = Callable[[HttpRequest, Service], Awaitable[Response]]
+
+
+def _as_fastapi(endpoint: Endpoint) -> Endpoint:
+    """A bad body is answered as EasyLM's server does: 422 with FastAPI's `detail`."""
+
+    @functools.wraps(endpoint)
+    async def answer(http: HttpRequest, service: Service) -> Response:
+        try:
+            return await endpoint(http, service)
+        except MeshwrightError as reason:
+            error = of_mistake(reason)
+        except ApiError as reason:
+            error = reason
+        if error.status != 400:
+            raise error
+        place = ["body", *(re.findall(r"\w+", error.param) if error.param else ())]
+        detail = {"type": "value_error", "loc": place, "msg": error.message}
+        return json_response({"detail": [detail]}, 422)
+
+    return answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +53,7 @@ class _Score:
     is_greedy: bool = True
 
 
+@_as_fastapi
 async def loglikelihood(http: HttpRequest, service: Service) -> Response:
     """Log-likelihood of each text after its prefix, and whether greedy decoding gives it."""
     service.check_scored("/loglikelihood")
@@ -65,15 +91,15 @@ async def loglikelihood(http: HttpRequest, service: Service) -> Response:
     )
 
 
+@_as_fastapi
 async def loglikelihood_rolling(http: HttpRequest, service: Service) -> Response:
     """Log-likelihood of each text, in windows of the longest sequence where it is longer."""
     service.check_scored("/loglikelihood-rolling")
     body = await read(http, ScoreBody, service.config.limits)
     size = min(service.config.easylm.seq_length, service.engine.max_length - 1)
     windows = []
-    start = _start(service)
     for text in await _text_tokens(service, body.text):
-        tokens = (start, *text)
+        tokens = (service.start, *text)
         own = []
         for first in range(1, len(tokens), size):
             end = min(first + size, len(tokens))
@@ -91,6 +117,7 @@ async def loglikelihood_rolling(http: HttpRequest, service: Service) -> Response
     )
 
 
+@_as_fastapi
 async def generate(http: HttpRequest, service: Service) -> Response:
     body = await read(http, GenerateBody, service.config.limits)
     own = service.config.easylm
@@ -102,6 +129,7 @@ async def generate(http: HttpRequest, service: Service) -> Response:
     )
 
 
+@_as_fastapi
 async def chat(http: HttpRequest, service: Service) -> Response:
     body = await read(http, EasyLMChatBody, service.config.limits)
     own = service.config.easylm
@@ -119,6 +147,7 @@ async def chat(http: HttpRequest, service: Service) -> Response:
     return json_response({"response": text, "context": context, "temperature": temperature})
 
 
+@_as_fastapi
 async def greedy_until(http: HttpRequest, service: Service) -> Response:
     """Greedy continuation of each prefix, up to the first of its stop texts."""
     body = await read(http, GreedyUntilBody, service.config.limits)
@@ -239,15 +268,8 @@ def _fitting(service: Service, prompt: tuple[int, ...]) -> tuple[tuple[int, ...]
     return prompt[-most:], longest - most
 
 
-def _start(service: Service) -> int:
-    """The token before a text: the one that prompts begin with, else the end of a document."""
-    beginning = service.source.encode("")
-    return beginning[0] if beginning else service.source.tokenizer.end_of_document
-
-
 async def _prompts(service: Service, texts: Sequence[str]) -> list[tuple[int, ...]]:
-    start = (_start(service),)
-    return [tokens or start for tokens in await service.encode_all(texts)]
+    return [tokens or (service.start,) for tokens in await service.encode_all(texts)]
 
 
 async def _text_tokens(service: Service, texts: Sequence[str]) -> list[tuple[int, ...]]:

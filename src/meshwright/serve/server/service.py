@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -155,6 +156,14 @@ class Service:
         work = len(texts) * _CALL_COST + sum(map(len, texts))
         return all_encoded() if work < _LONG_TEXT else await asyncio.to_thread(all_encoded)
 
+    @functools.cached_property
+    def start(self) -> int:
+        """What an empty prompt stands for: the token that prompts begin with, else the end of a
+        document.
+        """
+        beginning = self.source.encode("")
+        return beginning[0] if beginning else self.source.tokenizer.end_of_document
+
     def check_tokens(self, tokens: Sequence[int], param: str = "prompt") -> None:
         vocab = self.source.tokenizer.vocab  # the model's may be padded
         largest = max(tokens, default=0)
@@ -184,8 +193,6 @@ class Service:
         `param` is the field that the prompt comes from.
         """
         longest = self.engine.max_length
-        if not prompt:
-            raise bad_request("the prompt is empty; a model continues at least one token", param)
         left = longest - len(prompt)
         if self.has_encoder and left >= 0:  # the output has a length of its own
             left = longest
