@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import logging
 import re
@@ -314,6 +315,39 @@ def test_pages_of_other_sites_cannot_use_a_server_on_this_machine() -> None:
             assert server.get("/v1/models", Host=host).status == status
         preflight = {"Origin": "https://chat.example.org", "Access-Control-Request-Method": "POST"}
         assert server.send("OPTIONS", COMPLETIONS, None, preflight).status == 200
+
+
+def test_the_names_of_the_loopback_address_are_one_origin() -> None:
+    with serving() as server:
+        hosts = [f"{name}:{server.port}" for name in ("localhost", "127.0.0.1", "[::1]")]
+        for host, page in itertools.product(hosts, hosts):
+            headers = {"Host": host, "Origin": f"http://{page}"}
+            answer = server.send("GET", "/v1/models", None, headers)
+            assert answer.status == 200, headers
+            # a browser reads the answer only if it is told that it may
+            if host != page:
+                assert answer.headers["access-control-allow-origin"] == headers["Origin"]
+                asked = headers | {
+                    "Access-Control-Request-Method": "POST",
+                    "Access-Control-Request-Headers": "content-type",
+                }
+                assert server.send("OPTIONS", COMPLETIONS, None, asked).status == 200
+            # another program of this machine, and names that only look alike
+            for other in (
+                f"http://localhost:{server.port + 1}",
+                "http://localhost",
+                f"http://localhost.evil.example:{server.port}",
+                f"http://evil.example:{server.port}",
+            ):
+                answer = server.send("GET", "/v1/models", None, {"Host": host, "Origin": other})
+                assert answer.status == 403, (host, other)
+                assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_loopback_page_is_foreign_to_a_server_of_another_machine() -> None:
+    with serving(host="0.0.0.0") as server:
+        page = {"Host": f"10.0.0.5:{server.port}", "Origin": f"http://localhost:{server.port}"}
+        assert server.send("GET", "/v1/models", None, page).status == 403
 
 
 def test_the_access_log_has_one_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:

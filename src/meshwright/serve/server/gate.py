@@ -17,7 +17,8 @@ from meshwright.serve.server.service import Service, Usage, request_id
 LOG = logging.getLogger("meshwright.access")
 OPEN = frozenset({"/", "/health", "/ready", "/live"})  # no key needed: the page asks for it
 _WITHOUT_ENGINE = frozenset({"/live", "/metrics"})  # answered also while the server starts
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+_PORTS = {"http": 80, "https": 443}
 _CLIENT_GONE = 499  # as nginx logs it
 
 
@@ -39,8 +40,8 @@ class Gate:
         config = service.config
         self._origins = frozenset(config.origins)
         self._own_names = None
-        if config.host in _LOOPBACK and not self._keys:
-            self._own_names = _LOOPBACK | {urlsplit(o).hostname for o in self._origins}
+        if config.host in LOOPBACK and not self._keys:
+            self._own_names = LOOPBACK | {urlsplit(o).hostname for o in self._origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,8 +88,7 @@ class Gate:
                 f"the host '{host[:100]}' is not this machine; use localhost, or start the server "
                 "with an API key or with --allow-origin",
             )
-        is_foreign = origin is not None and _address(origin) != host
-        if is_foreign and origin not in self._origins:
+        if origin is not None and origin not in self._origins and not is_own(origin, host):
             return ApiError(
                 403,
                 f"web pages of '{str(origin)[:100]}' may not call this server; --allow-origin "
@@ -144,11 +144,27 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _address(origin: str) -> str | None:
+def loopback_origins(port: int) -> list[str]:
+    """What a browser calls pages that this machine serves at a port."""
+    names = [f"[{name}]" if ":" in name else name for name in LOOPBACK]
+    return [f"http://{name}" + (f":{port}" if port != _PORTS["http"] else "") for name in names]
+
+
+def is_own(origin: str, host: str) -> bool:
+    """Whether a page of this origin came from the host that its request goes to.
+
+    The names of the loopback address are one host.
+
+    >>> is_own("http://localhost:8000", "127.0.0.1:8000"), is_own("http://a.org", "b.org")
+    (True, False)
+    """
     try:
-        return urlsplit(origin).netloc
+        page, own = urlsplit(origin), urlsplit(f"{urlsplit(origin).scheme}://{host}")
+        ports = [parts.port or _PORTS.get(parts.scheme) for parts in (page, own)]
     except ValueError:
-        return None
+        return False
+    names = {page.hostname, own.hostname}
+    return ports[0] == ports[1] and None not in names and (len(names) == 1 or names <= LOOPBACK)
 
 
 def _hostname(host: str) -> str | None:

@@ -49,12 +49,13 @@ class HttpServer:
         """`bound`: the socket to listen on, if it was bound before the service was there."""
         self.service = service
         self._socket = bound or bind(service.config.host, service.config.port)
-        self.url = _url(*self._socket.getsockname()[:2])
+        host, port = self._socket.getsockname()[:2]
+        self.url = _url(host, port)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._server = _Uvicorn(
             uvicorn.Config(
-                application(service),
+                application(service, port),
                 lifespan="on",
                 log_config=None,
                 log_level="critical",  # failures are logged by the application
