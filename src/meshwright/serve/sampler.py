@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     where: Any  # [2, size]: slots and positions
     variant: int  # of VARIANTS
     held: Sequence[Held] = ()
-    masked: bool = False  # some sequences have a grammar
+    masked: bool = False  # some sequences are constrained
 
 
 class PlacedChoice(NamedTuple):
@@ -61,7 +61,7 @@ class Slots:
         self._spare = max_batch  # of logits that nobody wants
         self._holders: list[Running | None] = [None] * max_batch
 
-    def choice(self, size: int, sampled: Sequence[tuple[int, Running]]) -> Choice:
+    def choice(self, size: int, sampled: Sequence[tuple[int, Running]], masked: bool) -> Choice:
         """What there is to know of `size` logits, for sequences by their index."""
         where = np.zeros((2, size), np.int32)
         where[0] = self._spare
@@ -71,7 +71,6 @@ class Slots:
         where[1, indices] = [sequence.computed for sequence in sequences]
         variant = max(sequence.owner.variant for sequence in sequences)
         new = [one for one in sequences if self._holders[one.slot or 0] is not one]
-        masked = any(one.owner.constraint is not None for one in sequences)
         return Choice(where, variant, [self._hold(one) for one in new], masked)
 
     def _hold(self, sequence: Running) -> Held:
