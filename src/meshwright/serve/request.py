@@ -56,6 +56,11 @@ class Request:
     id: str = ""
     """Names the request in logs and in `cancel`; the engine chooses one if empty."""
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the output may come to a point where no token is left to choose."""
+        return self.grammar is not None or self.allowed is not None or bool(self.banned)
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:

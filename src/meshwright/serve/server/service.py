@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -16,7 +17,7 @@ from meshwright.serve.defaults import Defaults
 from meshwright.serve.load import Source, has_encoder
 from meshwright.serve.request import AnyEngine, Completion, Delta, Request
 from meshwright.serve.sampling import Sampling
-from meshwright.serve.server.bodies import GenerationBody
+from meshwright.serve.server.bodies import MOST_LOGPROBS, NEUTRAL, GenerationBody
 from meshwright.serve.server.errors import ApiError, bad_request, unavailable
 from meshwright.serve.server.logprobs import LogprobWriter
 from meshwright.serve.server.metrics import Metrics
@@ -26,6 +27,7 @@ _LONG_TEXT = 20_000  # characters; tokenizing more would hold up the other reque
 _CALL_COST = 200  # characters that take as long as a call of the tokenizer
 MOST_STOPS = 16
 LONGEST_STOP = 256  # characters
+MOST_BAD_WORDS = 256
 _BUFFERED = 64  # deltas of a response with several choices
 
 
@@ -66,7 +68,7 @@ class Service:
     """Recent duration of a request, for Retry-After."""
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(lambda: self.loaded_engine and self.loaded_engine.stats())
+        self.metrics = Metrics(lambda: self.loaded_engine.stats() if self.loaded_engine else None)
         self.logprobs = LogprobWriter(self.source.tokenizer)
         self.keys = self.config.api_keys()
         self.created = int(time.time())
@@ -215,19 +217,84 @@ class Service:
         check_stops(stop, "stop")
         self.check_tokens(body.stop_token_ids or (), "stop_token_ids")
         self.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
+        self.check_tokens(body.allowed_token_ids or (), "allowed_token_ids")
+        check_neutral(body)
         stop_tokens = frozenset(body.stop_token_ids or ())
         sampling = _sampling(body, self.defaults.sampling)
+        allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
+        banned = self._banned(body.bad_words or ())
         requests = []
         for base in bases:
+            if (body.min_tokens or 0) > base.max_new:
+                raise bad_request(
+                    f"min_tokens={body.min_tokens} is more than max_tokens, {base.max_new}; send "
+                    "a smaller one, or a larger max_tokens",
+                    "min_tokens",
+                )
             seed = secrets.randbits(32) if body.seed is None else body.seed
             for choice in range(body.n or 1):
                 own = dataclasses.replace(sampling, seed=(seed + choice) % 2**32)
                 request = dataclasses.replace(
                     base, sampling=own, stop=tuple(stop), stop_tokens=stop_tokens,
-                    ignore_end=bool(body.ignore_eos), id=request_id("seq"),
+                    ignore_end=bool(body.ignore_eos), min_new=body.min_tokens or 0,
+                    include_stop=bool(body.include_stop_str_in_output), allowed=allowed,
+                    special_tokens=body.skip_special_tokens is False, banned=banned,
+                    cache_salt=body.cache_salt or "", id=request_id("seq"),
                 )  # fmt: skip
                 requests.append(request)
         return requests
+
+    def truncated(
+        self, prompt: tuple[int, ...], limit: int | None, max_new: int | None
+    ) -> tuple[int, ...]:
+        """The last tokens of a prompt: `limit` of them, or with -1 those that fit."""
+        if limit == 0:
+            raise bad_request(
+                "truncate_prompt_tokens=0 leaves no prompt; send 1 or more, or -1 for what fits",
+                "truncate_prompt_tokens",
+            )
+        if limit == -1:
+            room = 0 if self.has_encoder else max(max_new or 0, 1)
+            limit = max(self.engine.max_length - room, 1)
+        return prompt if limit is None else prompt[-limit:]
+
+    def prompt_logprobs(self, body: GenerationBody) -> int | None:
+        """How many log-probabilities per token of the prompt a body asks for, as vLLM's field."""
+        wanted = body.prompt_logprobs
+        if wanted is None:
+            return None
+        self.check_scored("prompt_logprobs")
+        reason = ""
+        if wanted < 0:
+            reason = f"the whole vocabulary is not supported; send 0 to {MOST_LOGPROBS}"
+        elif body.stream:
+            reason = "not supported in a stream; send stream=false"
+        if reason:
+            raise bad_request(f"prompt_logprobs={wanted}: {reason}", "prompt_logprobs")
+        return wanted
+
+    def _banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of words, at the beginning of a text and after a space, as in vLLM."""
+        if len(words) > MOST_BAD_WORDS:
+            raise bad_request(
+                f"bad_words has {len(words):,} words; send at most {MOST_BAD_WORDS}", "bad_words"
+            )
+        banned = []
+        for word in words:
+            if not word.strip() or len(word) > LONGEST_STOP:
+                raise bad_request(
+                    f"bad_words: a word has {len(word)} characters or is blank; send words of 1 to "
+                    f"{LONGEST_STOP}",
+                    "bad_words",
+                )
+            first, inner = (
+                tuple(self.source.tokenizer.encode(space + word.lstrip()).tolist())
+                for space in ("", " ")
+            )
+            banned.append(first)
+            if inner[0] != first[0] and len(inner) == len(first):
+                banned.append(inner)
+        return tuple(banned)
 
     # ---- running ---------------------------------------------------------------------------------
 
@@ -252,7 +319,9 @@ class Service:
                 last = now if delta.tokens else last
                 if delta.finish_reason == "error":
                     self.check_ready()
-                    raise ApiError(500, delta.error or "the engine failed on this request")
+                    # what a request excludes is its own doing; trying again would not help
+                    status = 400 if request.is_constrained else 500
+                    raise ApiError(status, delta.error or "the engine failed on this request")
                 if delta.finish_reason == "cancelled":
                     raise unavailable("the engine cancelled the request; send it again later")
                 finished = delta.finish_reason is not None
@@ -314,6 +383,17 @@ class Service:
                 yield index, result
         finally:
             await _cancel(tasks)
+
+
+def check_neutral(body: GenerationBody) -> None:
+    """Refuse fields of vLLM that are not supported, unless they change nothing."""
+    for name, neutral in NEUTRAL.items():
+        value = getattr(body, name)
+        if value is not None and value != neutral:
+            alternative = "" if neutral is None else f", or send {json.dumps(neutral)}"
+            raise bad_request(
+                f"{name} is not supported by this server; leave it out{alternative}", name
+            )
 
 
 def check_stops(texts: Sequence[str], param: str) -> None:
