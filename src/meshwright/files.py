@@ -116,7 +116,7 @@ def _output_may_fail() -> Iterator[None]:
     try:
         yield
     except OSError as reason:
-        text = f"the output cannot be written: {reason.strerror}; training continues"
+        text = f"the output cannot be written: {reason.strerror}; the command continues"
         warn_once(_OUTPUT, text)
 
 

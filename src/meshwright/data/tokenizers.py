@@ -35,6 +35,10 @@ class Tokenizer(Protocol):
         """Vocabulary size: the largest id plus one."""
 
     @property
+    def missing(self) -> tuple[int, ...]:
+        """Ids below `vocab` that no token has."""
+
+    @property
     def end_of_document(self) -> int:
         """The id that ends each document."""
 
@@ -81,6 +85,7 @@ class ByteTokenizer:
 
     kind: ClassVar[str] = "bytes"
     vocab = 257
+    missing = ()
     end_of_document = 256
     identity = "bytes-1"
     longest_token = 1
@@ -133,6 +138,7 @@ class HuggingFaceTokenizer:
             )
         self.vocab = max(vocabulary.values()) + 1
         self.longest_token = longest_token(self._definition, vocabulary)
+        self.missing = tuple(sorted(set(range(self.vocab)) - set(vocabulary.values())))
         self.end_of_document = vocabulary[end_token]
         digest = hashlib.sha256(f"{self.end_of_document}\n{text}".encode())
         self.identity = f"huggingface-{digest.hexdigest()[:32]}"
