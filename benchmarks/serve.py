@@ -59,7 +59,7 @@ class AnyTokens:
     kind, identity = "none", "none"
 
     def __init__(self, vocab: int) -> None:
-        self.vocab, self.end_of_document = vocab, 0
+        self.vocab, self.missing, self.end_of_document = vocab, (), 0
 
     def decode(self, ids: Any) -> str:
         return " ".join(map(str, ids))

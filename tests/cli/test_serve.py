@@ -1,6 +1,8 @@
 """`meshwright serve`: its settings, what it prints, and that signals end it."""
 
+import contextlib
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -8,7 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +21,14 @@ import pytest
 from tests.serve.server.bigram_engine import BigramEngine
 from tests.serve.server.serving import source
 
+import meshwright.serve.server
 from meshwright.cli import serve as serve_cli
 from meshwright.cli.commands import run
+from meshwright.errors import MeshwrightError
+from meshwright.launch import EXIT_CODE
 from meshwright.serve import ServeConfig
+from meshwright.serve.server import bind, longest_shutdown
+from meshwright.serve.settings import LimitsConfig
 
 ROOT = Path(__file__).parents[2]
 # the command with the engine of the tests, in a process of its own
@@ -129,12 +139,120 @@ def test_default_sampling_is_shown_and_can_be_left_out(
     assert "--generation-config none" in message
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_what_runs_and_ends_the_process(number: int) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+def start(
+    program: str = PROGRAM, flags: Sequence[str] = (), **streams: Any
+) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *flags], cwd=ROOT, text=True, **pipes | streams,
         env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
     )  # fmt: skip
+
+
+def test_clients_are_told_what_the_server_does_while_it_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also the errors of a start that fails reach the command line as before."""
+    answers: list[Any] = []
+    ports: list[int] = []
+
+    def bind_and_note(*address: Any) -> socket.socket:
+        bound = bind(*address)
+        ports.append(bound.getsockname()[1])
+        return bound
+
+    def engine(*arguments: Any) -> Any:
+        *_, progress = arguments
+        for text in ("", "compiling 2 of 5: decode 16"):
+            if text:
+                progress(text)
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/health", timeout=20)
+            answers.append((refused.value.code, json.load(refused.value)["error"]["message"]))
+        raise MeshwrightError("out of memory")
+
+    monkeypatch.setattr(serve_cli, "look_into", lambda *_, **__: source())
+    monkeypatch.setattr(serve_cli, "_engine", engine)
+    monkeypatch.setattr(meshwright.serve.server, "bind", bind_and_note)
+    with pytest.raises(SystemExit):
+        run(["serve", "runs/bigram", "--port", "0"])
+    (first, reading), (second, compiling) = answers
+    assert first == second == 503
+    assert "the server is starting: reading the weights" in reading
+    assert "the server is starting: compiling 2 of 5: decode 16" in compiling
+    assert capsys.readouterr().err == "compiling 2 of 5: decode 16\nerror: out of memory\n"
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_log_on_a_full_disk_does_not_end_the_server(stream: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    with open("/dev/full", "w") as full:
+        flags = ["--host", "0.0.0.0", "--port", port]  # a warning on standard error
+        process = start(flags=flags, **{stream: full})
+    try:
+        answered = False
+        while not answered:
+            assert process.poll() is None, process.communicate()
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=20)
+                answered = True
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, output
+    assert "Traceback" not in f"{output}"
+    if stream == "stdout":
+        assert "warning: the output cannot be written: No space left on device" in output[1]
+
+
+def test_a_long_stream_does_not_outlive_the_time_to_finish() -> None:
+    process = start(flags=["--limits.shutdown-seconds", "0.5"])
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        body = b'{"prompt": "a", "max_tokens": 500, "ignore_eos": true, "stream": true}'
+        with urllib.request.urlopen(f"{url}/completions", body, timeout=60) as response:
+            response.readline()  # it runs
+            process.send_signal(signal.SIGTERM)
+            *_, last, _ = response.read().split(b"\n\n")
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0
+    assert "shutting down" in json.loads(last.removeprefix(b"data: "))["error"]["message"]
+
+
+def test_a_step_that_does_not_end_does_not_keep_the_process() -> None:
+    stuck = "import time\nBigramEngine.close = lambda _: time.sleep(1000)\n"
+    stuck += "import meshwright.serve.server.run as server_run\nserver_run._CLOSING_SECONDS = 0\n"
+    program = PROGRAM.replace("sys.argv = ", f"{stuck}sys.argv = ")
+    process = start(program, ["--limits.shutdown-seconds", "0"])
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == EXIT_CODE
+    assert "the server did not end within 2 s of the signal" in errors
+
+
+def test_kubernetes_waits_longer_than_a_shutdown_takes() -> None:
+    assert (
+        longest_shutdown(LimitsConfig()) < 30
+    )  # terminationGracePeriodSeconds, if a pod does not set it
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_what_runs_and_ends_the_process(number: int) -> None:
+    process = start()
     try:
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from tests.serve.test_decode import BASE, KINDS, whole_logits
 
+from meshwright.data.tokenizers import HuggingFaceTokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.serve import (
     Delta,
@@ -229,6 +232,124 @@ def test_generation_stops_at_texts_and_tokens(engine: Engine) -> None:
     assert (done.tokens, done.text) == (whole.tokens[: first + 1], text[:first])
 
 
+def greedy_without(
+    model: Model, prompt: tuple[int, ...], count: int, excluded: Callable[[list[int]], set[int]]
+) -> list[int]:
+    """Greedy tokens by the forward pass of training; `excluded` are those that may not follow."""
+    output: list[int] = []
+    for _ in range(count):
+        scores = log_probabilities(model.params, model.config, [*prompt, *output])[-1].copy()
+        scores[list(excluded(output))] = -np.inf
+        output.append(int(scores.argmax()))
+    return output
+
+
+def test_nothing_ends_a_request_before_its_least_tokens(engine: Engine, model: Model) -> None:
+    prompt = PROMPTS[0]
+    ends = frozenset(greedy_without(model, prompt, 1, lambda _: set()))
+    [short] = engine.generate([Request(prompt, GREEDY, 12, stop_tokens=ends)])
+    assert list(short.tokens) == list(ends)
+    request = Request(prompt, GREEDY, 12, stop_tokens=ends, min_new=6)
+    [done] = engine.generate([request])
+    expected = greedy_without(model, prompt, 12, lambda out: set(ends) if len(out) < 6 else set())
+    last = next((i for i, token in enumerate(expected) if token in ends), 11)
+    assert last >= 6
+    assert list(done.tokens) == expected[: last + 1]
+    tokens = [token for delta in streamed(engine, request) for token in delta.tokens]
+    assert tokens == list(done.tokens)
+
+
+def test_stop_texts_count_after_the_least_tokens(engine: Engine) -> None:
+    free = Request(PROMPTS[0], Sampling(seed=5), 12)
+    [text] = [done.text for done in engine.generate([free])]
+    stop, least = text[5:8], 7
+    assert text.index(stop) == 5
+    for include in (False, True):
+        request = dataclasses.replace(free, stop=(stop,), include_stop=include)
+        shown = text[:8] if include else text[:5]
+        for min_new, expected in ((0, shown), (least, shown), (least + 1, text)):
+            limited = dataclasses.replace(request, min_new=min_new)
+            [done] = engine.generate([limited])
+            assert done.text == expected
+            assert "".join(delta.text for delta in streamed(engine, limited)) == expected
+
+
+def test_the_text_of_a_stop_token_can_be_included(engine: Engine) -> None:
+    [free] = engine.generate([Request(PROMPTS[0], GREEDY, 8)])
+    stop = frozenset({free.tokens[3]})
+    for include, count in ((False, 3), (True, 4)):
+        request = Request(PROMPTS[0], GREEDY, 8, stop_tokens=stop, include_stop=include)
+        first = free.tokens.index(free.tokens[3]) - 3
+        [done] = engine.generate([request])
+        assert (done.text, done.finish_reason) == (free.text[: count + first], "stop")
+        assert "".join(delta.text for delta in streamed(engine, request)) == done.text
+
+
+def test_banned_and_allowed_tokens_follow_their_definition(engine: Engine, model: Model) -> None:
+    prompt = PROMPTS[0]
+    free = greedy_without(model, prompt, 10, lambda _: set())
+    banned = ((free[0],), tuple(free[2:4]), tuple(free[5:8]))
+
+    def forbidden(output: list[int]) -> set[int]:
+        return {
+            each[-1]
+            for each in banned
+            if len(each) == 1 or output[-len(each) + 1 :] == list(each[:-1])
+        }
+
+    allowed = frozenset({3, 7, *free[1:6]})
+    others = set(range(BASE.vocab)) - allowed
+    requests = [
+        Request(prompt, GREEDY, 10, banned=banned),
+        Request(prompt, GREEDY, 10, banned=tuple((token,) for token in free)),
+        Request(prompt, GREEDY, 10, allowed=allowed),
+        Request(prompt, GREEDY, 10, allowed=allowed, banned=((free[1],),), logprobs=2),
+        Request(prompt, GREEDY, 10),  # which does not notice the others
+    ]
+    expected = [
+        greedy_without(model, prompt, 10, forbidden),
+        greedy_without(model, prompt, 10, lambda _: set(free)),
+        greedy_without(model, prompt, 10, lambda _: others),
+        greedy_without(model, prompt, 10, lambda _: others | {free[1]}),
+        free,
+    ]
+    assert expected[0] != free
+    assert [list(done.tokens) for done in engine.generate(requests)] == expected
+    impossible = Request(prompt, GREEDY, 10, allowed=frozenset({5}), banned=((5, 5),))
+    with pytest.raises(MeshwrightError, match="excludes every token that could follow"):
+        engine.generate([impossible])
+
+
+def test_a_salt_keeps_the_cached_keys_of_clients_apart(engine: Engine) -> None:
+    prompt = tuple(range(40, 64)) * 2
+
+    def cached(salt: str) -> int:
+        [done] = engine.generate([Request(prompt, GREEDY, 2, cache_salt=salt)])
+        return done.cached_tokens
+
+    assert [cached("one"), cached("two"), cached("")] == [0, 0, 0]
+    assert cached("one") == cached("two") == cached("") > 0
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_sampled(random_model: RandomModel) -> None:
+    """Neither those between its own, nor those that only the model has."""
+    ids = [0, 1, 2, 5, 6, 9, 11, 40, 41]
+    words = tokenizers.models.WordLevel({f"<{i}>": i for i in ids}, unk_token="<0>")
+    tokenizer = HuggingFaceTokenizer(json.loads(tokenizers.Tokenizer(words).to_str()), "<1>")
+    assert tokenizer.missing == tuple(sorted(set(range(42)) - set(ids)))
+    random = random_model(BASE, generation_mesh())
+    model = Model(
+        dataclasses.replace(random.source, tokenizer=tokenizer), random.params, random.mesh
+    )
+    free = Request((5, 9, 2), GREEDY, max_new=60, ignore_end=True)
+    anything = dataclasses.replace(free, sampling=Sampling(1000.0, seed=5))
+    with on_demand(model) as engine:
+        for request in (free, anything, dataclasses.replace(anything, logprobs=2, min_new=30)):
+            [done] = engine.generate([request])
+            assert len(done.tokens) == 60
+            assert set(done.tokens) <= set(ids)
+
+
 def test_end_tokens_end_a_request_unless_ignored(random_model: RandomModel) -> None:
     model = random_model(BASE, generation_mesh(), frozenset({14}))
     with on_demand(model) as engine:
@@ -300,6 +421,24 @@ def test_a_request_is_cancelled_by_its_id(engine: Engine) -> None:
 def test_what_cannot_be_served_is_refused(request_: Request, message: str, engine: Engine) -> None:
     with pytest.raises(MeshwrightError, match=message):
         engine.generate([request_])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_new": 5}, "min_new=5 must be from 0 to max_new, 4"),
+        ({"min_new": -1}, "min_new=-1"),
+        ({"allowed": frozenset()}, "allowed is empty"),
+        ({"allowed": frozenset({9999})}, "allowed has token 9999"),
+        ({"banned": ((),)}, "banned has an empty sequence"),
+        ({"banned": ((1, -1),)}, "banned has token -1"),
+    ],
+)
+def test_rules_that_cannot_be_followed_are_refused(
+    fields: dict[str, Any], message: str, engine: Engine
+) -> None:
+    with pytest.raises(MeshwrightError, match=message):
+        engine.generate([Request((1, 2), max_new=4, **fields)])
 
 
 def test_an_engine_without_prompt_logprobs_says_how_to_get_them(model: Model) -> None:

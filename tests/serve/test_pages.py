@@ -85,3 +85,17 @@ def test_no_page_is_lost_or_written_by_two(remember: bool, data: st.DataObject) 
     for _, pages in live:
         pool.release(pages)
     assert pool.available == pool.total
+
+
+def test_a_salt_keeps_prefixes_apart() -> None:
+    pool = PagePool(pages=16, page_size=2)
+    tokens = [1, 2, 3, 4, 5]
+    for salt in ("", "one", "two"):
+        assert pool.match(tokens, salt) == []
+        pages = [pool.take(), pool.take()]
+        pool.remember(pages, tokens, salt)
+        pool.release(pages)
+        assert pool.match(tokens, salt) == pages
+    # a salt that is the digest of a page does not continue it
+    (first, _) = pool._chain(tokens, 2, "")
+    assert pool.match([3, 4, 5], first.decode("latin-1")) == []

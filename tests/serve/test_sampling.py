@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.serve.load import generation_mesh
-from meshwright.serve.sampling import Sampling, filtered, sample
+from meshwright.serve.sampling import KnownTokens, Sampling, filtered, sample
 
 VOCAB = 12
 
@@ -120,8 +120,12 @@ def test_a_draw_depends_on_seed_and_row_and_not_on_the_others_or_the_mesh() -> N
 
 def test_tokens_that_the_tokenizer_lacks_are_never_taken() -> None:
     logits = np.tile(np.arange(64.0), (64, 1))
-    assert draw(logits, Sampling(0), vocab=10).max() == 9
-    assert draw(logits, Sampling(100.0), vocab=10).max() == 9
+    assert draw(logits, Sampling(0), known=KnownTokens(10)).max() == 9
+    assert draw(logits, Sampling(100.0), known=KnownTokens(10)).max() == 9
+    # nor an id between others that no token has
+    holes = KnownTokens(10, missing=(0, 7, 9))
+    assert set(draw(logits, Sampling(0), known=holes)) == {8}
+    assert set(draw(logits, Sampling(1000.0), known=holes)) == {1, 2, 3, 4, 5, 6, 8}
 
 
 @pytest.mark.parametrize(

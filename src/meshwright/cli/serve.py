@@ -1,10 +1,10 @@
 """`meshwright serve`: a model behind an HTTP server, with a chat page."""
 
-import functools
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from meshwright.serve import (
     serving_of,
     start_engine,
 )
+from meshwright.train.run import print_line
 
 
 def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
@@ -54,7 +55,8 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
 
     meshwright serve runs/first --mesh tp=2 --port 8000
 
-    SIGTERM or Ctrl-C finishes the requests that run and refuses new ones; a second ends at once.
+    SIGTERM or Ctrl-C finishes the requests that run and refuses new ones, for
+    --limits.shutdown-seconds at most; a second ends at once.
     """
     try:
         import meshwright.serve.server  # noqa: F401
@@ -92,7 +94,13 @@ def _source(config: ServeConfig) -> Source:
 
 def _answer(source: Source, config: ServeConfig, link: Leader | None) -> None:
     """Serve clients, in process 0."""
-    from meshwright.serve.server import HttpServer, Service, bind, run_until_stopped
+    from meshwright.serve.server import (
+        HttpServer,
+        Service,
+        bind,
+        longest_shutdown,
+        run_until_stopped,
+    )
 
     defaults = Defaults()
     if config.generation_config == "auto":
@@ -100,26 +108,37 @@ def _answer(source: Source, config: ServeConfig, link: Leader | None) -> None:
     template = load_chat_template(Path(config.model), config.chat_template)
     keys = config.api_keys()
     if config.host not in ("127.0.0.1", "localhost", "::1") and not keys:
-        print(
+        print_line(
             f"warning: whoever reaches {config.host} can use this server; --api-key-file FILE "
             "makes clients need a key",
-            file=sys.stderr,
+            sys.stderr,
         )
-    with bind(config.host, config.port) as bound:  # before the weights are read, which takes long
-        engine = _engine(source, config, link)
+    service = Service(None, source, config, template, defaults)
+
+    def progress(text: str) -> None:
+        print_line(text, sys.stderr)
+        service.starting = text
+
+    seconds = longest_shutdown(config.limits)
+    too_long = f"the server did not end within {seconds:g} s of the signal: a step still runs"
+    watchdog = threading.Timer(seconds, end_process, (too_long,))
+    watchdog.daemon = True
+    # before the weights are read, which takes long: clients are told to wait
+    with bind(config.host, config.port) as bound, HttpServer(service, bound) as server:
+        engine = _engine(source, config, link, progress)
         try:
-            service = Service(engine, source, config, template, defaults)
-            with HttpServer(service, bound) as server:
-                if link is not None:
-                    link.on_stop = server.stop
-                chat = "the chat page" + ("" if template else " (no chat template: plain text)")
-                print(f"{config.served_name} is served at {server.url}/v1", flush=True)
-                print(f"{chat}: {server.url}/", flush=True)
-                if str(defaults):
-                    print(f"default sampling, by generation_config.json: {defaults}", flush=True)
-                run_until_stopped(server)
+            service.loaded_engine = engine
+            if link is not None:
+                link.on_stop = server.stop
+            chat = "the chat page" + ("" if template else " (no chat template: plain text)")
+            print_line(f"{config.served_name} is served at {server.url}/v1")
+            print_line(f"{chat}: {server.url}/")
+            if str(defaults):
+                print_line(f"default sampling, by generation_config.json: {defaults}")
+            run_until_stopped(server, watchdog.start)
         finally:
             engine.close()
+            watchdog.cancel()
 
 
 def _follow(source: Source, config: ServeConfig, link: Follower) -> None:
@@ -144,19 +163,20 @@ def _mesh(source: Source, config: ServeConfig) -> tuple[Mesh, Any]:
     check_fits(source.config, mesh)
     dtype = default_dtype(config.dtype, mesh.devices.flat[0].platform)
     processes = jax.process_count()
-    print(
+    print_line(
         f"{source.name}, mesh {mesh_text(mesh.shape)} on {count(mesh.size, 'device')} of "
         f"{len(jax.devices())}, {dtype}"
         + (f", process {jax.process_index()} of {processes}" if processes > 1 else ""),
-        file=sys.stderr,
+        sys.stderr,
     )
     return mesh, jnp.dtype(dtype)
 
 
-def _engine(source: Source, config: ServeConfig, link: Leader | None) -> Engine | Replicas:
+def _engine(
+    source: Source, config: ServeConfig, link: Leader | None, progress: Callable[[str], None]
+) -> Engine | Replicas:
     """The engine with the model on its mesh, compiled."""
     mesh, dtype = _mesh(source, config)
-    progress = functools.partial(print, file=sys.stderr, flush=True)
     if link is None:
         return start_engine(source, mesh, dtype, config.engine, progress)
     engine = lead(link, source, mesh, dtype, config.engine, progress)

@@ -35,6 +35,10 @@ class Tokenizer(Protocol):
         """Vocabulary size: the largest id plus one."""
 
     @property
+    def missing(self) -> tuple[int, ...]:
+        """Ids below `vocab` that no token has."""
+
+    @property
     def end_of_document(self) -> int:
         """The id that ends each document."""
 
@@ -81,6 +85,7 @@ class ByteTokenizer:
 
     kind: ClassVar[str] = "bytes"
     vocab = 257
+    missing = ()
     end_of_document = 256
     identity = "bytes-1"
     longest_token = 1
@@ -132,6 +137,7 @@ class HuggingFaceTokenizer:
                 f"{did_you_mean(end_token, _special_tokens(definition))}"
             )
         self.vocab = max(vocabulary.values()) + 1
+        self.missing = tuple(sorted(set(range(self.vocab)) - set(vocabulary.values())))
         self.longest_token = longest_token(self._definition, vocabulary)
         self.end_of_document = vocabulary[end_token]
         digest = hashlib.sha256(f"{self.end_of_document}\n{text}".encode())

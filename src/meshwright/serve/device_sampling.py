@@ -17,7 +17,7 @@ import numpy.typing as npt
 from jax import lax
 
 from meshwright.serve.request import Request
-from meshwright.serve.sampling import Sampling
+from meshwright.serve.sampling import KnownTokens, Sampling
 
 TOP = 20  # most probable tokens that are returned with log-probabilities
 MAX_BIAS = 300  # entries of a logit_bias
@@ -92,16 +92,20 @@ def allowed_only(logits: jax.Array, masks: jax.Array) -> jax.Array:
     return jnp.where(allowed != 0, logits, -jnp.inf)
 
 
-def greedy(logits: jax.Array, vocab: int) -> jax.Array:
-    """[n, vocab] → tokens; only the first `vocab` are chosen."""
-    return jnp.argmax(logits[:, :vocab], axis=-1).astype(jnp.int32)
+def greedy(logits: jax.Array, known: KnownTokens) -> jax.Array:
+    """[n, vocab] → tokens."""
+    return jnp.argmax(known.only(logits), axis=-1).astype(jnp.int32)
 
 
 def plain(
-    logits: jax.Array, settings: Settings, slots: jax.Array, positions: jax.Array, vocab: int
+    logits: jax.Array,
+    settings: Settings,
+    slots: jax.Array,
+    positions: jax.Array,
+    known: KnownTokens,
 ) -> jax.Array:
     """Tokens by temperature alone."""
-    logits = logits[:, :vocab]
+    logits = known.only(logits)
     return _draw(logits, _scaled(logits, settings.temperature[slots]), settings, slots, positions)
 
 
@@ -111,7 +115,7 @@ def full(
     slots: jax.Array,
     positions: jax.Array,
     counts: tuple[jax.Array, jax.Array],
-    vocab: int,
+    known: KnownTokens,
 ) -> jax.Array:
     """Tokens by all settings.
 
@@ -120,16 +124,16 @@ def full(
     penalized = logits
     in_prompt, in_output = (x[slots] for x in counts)
     repetition = settings.repetition[slots, None]
-    known = (in_prompt > 0) | (in_output > 0)
+    seen = (in_prompt > 0) | (in_output > 0)
     divided = jnp.where(penalized > 0, penalized / repetition, penalized * repetition)
-    penalized = jnp.where(known, divided, penalized)
+    penalized = jnp.where(seen, divided, penalized)
     penalized -= settings.presence[slots, None] * (in_output > 0).astype(jnp.float32)
     penalized -= settings.frequency[slots, None] * in_output.astype(jnp.float32)
     index = jnp.arange(slots.shape[0])[:, None]
     penalized = penalized.at[index, settings.bias_tokens[slots]].add(
         settings.bias[slots], mode="drop"
     )
-    penalized = penalized[:, :vocab]
+    penalized = known.only(penalized)
     scaled = _scaled(penalized, settings.temperature[slots])
     kept = _kept(scaled, settings.top_k[slots], settings.top_p[slots], settings.min_p[slots])
     return _draw(penalized, jnp.where(kept, scaled, -jnp.inf), settings, slots, positions)

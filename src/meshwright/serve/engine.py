@@ -26,6 +26,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.present import count
 from meshwright.serve.device_sampling import variant_of
 from meshwright.serve.executor import AnyExecutor, Executor, Read
+from meshwright.serve.grammars import TokenRules
 from meshwright.serve.job import Job, Sink, check_request, completion_of
 from meshwright.serve.load import Model, has_encoder, serving_of
 from meshwright.serve.pages import PagePool
@@ -231,11 +232,16 @@ class Engine:
             ends |= self.source.ends
         if not request.id:
             request = dataclasses.replace(request, id=f"request-{next(self._names)}")
-        text = TextStream(self.source.tokenizer) if streams or request.stop else None
+        text = None
+        if streams or request.stop:
+            text = TextStream(self.source.tokenizer, request.special_tokens)
         constraint, grammars = None, self.source.grammars
         if request.grammar is not None:
-            constraint, ends = grammars.start(request.grammar), ends | grammars.ends
-        stops, variant = StopTexts(request.stop), variant_of(request)
+            ends |= grammars.ends
+        rules = TokenRules(request.allowed, request.banned, ends, request.min_new)
+        if request.grammar is not None or rules.excludes_any:
+            constraint = grammars.start(request.grammar, rules)
+        stops, variant = StopTexts(request.stop, request.include_stop), variant_of(request)
         return Job(request, sink, ends, text, stops, variant, streams, constraint)
 
     def _send(self, action: Callable[[], Any]) -> None:
@@ -314,6 +320,7 @@ class Engine:
             request.id, list(tokens), len(tokens), request.max_new,
             scored=request.prompt_logprobs is not None, owner=job,
             encoder_tokens=request.prompt if self.has_encoder else (),
+            cache_salt=request.cache_salt,
         )  # fmt: skip
         self._jobs[request.id] = job
         self._counts["prompt"] += len(request.prompt)
@@ -328,7 +335,7 @@ class Engine:
         assert sequence is not None
         assert delta.finish_reason is not None
         known = sequence.tokens[: min(sequence.computed, len(sequence.tokens))]
-        self._scheduler.pool.remember(sequence.pages, known)
+        self._scheduler.pool.remember(sequence.pages, known, sequence.cache_salt)
         self._scheduler.remove(sequence)
         del self._jobs[job.request.id]
         self._finished[delta.finish_reason] += 1
@@ -361,8 +368,7 @@ class Engine:
             self._counts["generated"] += 1
             job: Job = sequence.owner
             if job.constraint is not None and job.constraint.error:
-                error = f"the output cannot follow its grammar further: {job.constraint.error}"
-                self._finish(job, Delta(finish_reason="error", error=error))
+                self._finish(job, Delta(finish_reason="error", error=job.constraint.error))
                 continue
             wanted = job.request.logprobs
             each = () if wanted is None else (_logprobs_at(results.logprobs, index, wanted),)
@@ -375,12 +381,14 @@ class Engine:
         reason: FinishReason | None = "stop" if token in job.ends else None
         job.new_tokens.append(token)
         job.new_logprobs += logprobs
-        if job.text is not None and reason is None:
-            job.new_text += job.stops.add(job.text.add(token))
-        if len(sequence.tokens) - sequence.prompt_length >= job.request.max_new:
+        number = len(sequence.tokens) - sequence.prompt_length
+        is_early = number <= job.request.min_new
+        if job.text is not None and (reason is None or job.request.include_stop):
+            job.new_text += job.stops.add(job.text.add(token), is_early)
+        if number >= job.request.max_new:
             reason = reason or "length"
         if job.text is not None and reason is not None and not job.stops.found:
-            job.new_text += job.stops.add(job.text.end())
+            job.new_text += job.stops.add(job.text.end(), is_early)
             job.new_text += job.stops.end()
         if job.stops.found:
             reason = "stop"

@@ -23,7 +23,7 @@ from meshwright.machines import check_host_memory
 from meshwright.models import batch_multiple, decode, generation_of, prefill
 from meshwright.present import count
 from meshwright.serve.load import Model, has_encoder
-from meshwright.serve.sampling import Sampling, sample
+from meshwright.serve.sampling import KnownTokens, Sampling, sample
 
 _BLOCK = 64  # lengths are multiples of this, so that few programs are compiled
 
@@ -73,8 +73,8 @@ def stream(
     room = _in_blocks(max(map(len, prompts)) + max_new)
     _check_cache(model, len(prompts), room)
     start, advance = model_functions(model.config, model.mesh, room)
-    vocab = min(model.source.tokenizer.vocab, model.config.vocab)
-    choose = chooser(model.mesh, sampling or Sampling(), vocab)
+    known = KnownTokens.of(model.source.tokenizer, model.config.vocab)
+    choose = chooser(model.mesh, sampling or Sampling(), known)
 
     def steps() -> Iterator[tuple[int, int]]:
         live = set(range(len(prompts)))
@@ -185,7 +185,7 @@ def model_functions(config: Any, mesh: Mesh, room: int) -> tuple[Start, Advance]
 
 
 @functools.lru_cache(maxsize=64)
-def chooser(mesh: Mesh, sampling: Sampling, vocab: int) -> Choose:
+def chooser(mesh: Mesh, sampling: Sampling, known: KnownTokens) -> Choose:
     """The program that samples a token [batch] from logits [batch, vocab] at positions [batch].
 
     It is separate, so that another temperature does not recompile the model. Tokens are replicated
@@ -194,7 +194,7 @@ def chooser(mesh: Mesh, sampling: Sampling, vocab: int) -> Choose:
 
     def choose(logits: jax.Array, positions: jax.Array) -> jax.Array:
         indices = jnp.arange(logits.shape[0])
-        return reshard(sample(logits, indices, positions, sampling, vocab), P(None))
+        return reshard(sample(logits, indices, positions, sampling, known), P(None))
 
     return _on(mesh, jax.jit(choose))
 

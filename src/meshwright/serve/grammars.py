@@ -1,11 +1,12 @@
-"""Constrained decoding: the tokens that a grammar allows next, by llguidance.
+"""Constrained decoding: the tokens that a grammar and the rules of a request allow next.
 
     grammar = Grammar.json({"type": "object", "properties": {"age": {"type": "integer"}}})
     [completion] = engine.generate([Request(prompt, grammar=grammar, max_new=100)])
 
 A grammar is text in llguidance's Lark. A tokenizer's `Grammars` compiles it, once for all requests
-that use it; a `Constraint` follows the output of one request. The masks it gives are of the host:
-the device computes the logits of a token while the host reads the token before.
+that use it; a `Constraint` follows the output of one request, by the grammar and by `TokenRules`
+(bad words, allowed ids, a minimum of tokens), which need no library. The masks it gives are of the
+host: the device computes the logits of a token while the host reads the token before.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,15 +81,71 @@ def json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {text}"
 
 
-class Constraint:
-    """How far the output of a request has followed its grammar; used by one thread."""
+@dataclasses.dataclass(frozen=True)
+class TokenRules:
+    """Which ids the output may have, whatever its text."""
 
-    def __init__(self, matcher: "LLMatcher") -> None:
-        self.matcher = matcher
+    allowed: frozenset[int] | None = None
+    """None: all of them."""
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids that it must not have."""
+    ends: frozenset[int] = frozenset()
+    min_new: int = 0
+    """Ids that it has before one of `ends`."""
+
+    @property
+    def excludes_any(self) -> bool:
+        return self.allowed is not None or bool(self.banned) or self.min_new > 0
+
+
+class Constraint:
+    """What the next token of a request may be, by its grammar and its rules; used by one thread."""
+
+    def __init__(self, matcher: "LLMatcher | None", rules: TokenRules | None = None) -> None:
+        self.matcher, self.rules = matcher, rules or TokenRules()
+        self.output: list[int] = []
         self.unread: tuple[Any, int] | None = None
         """The sampled tokens of a step, on the device, and the index of the request's."""
         self.error = ""
-        """Why the grammar cannot be followed further, as where it became too complex."""
+        """Why no token can follow, as where the grammar became too complex."""
+
+    def holds_at(self, index: int) -> bool:
+        """Whether it says anything of the token of this index."""
+        rules = self.rules
+        is_permanent = self.matcher is not None or rules.allowed is not None or bool(rules.banned)
+        return is_permanent or index < rules.min_new
+
+    def advance(self, token: int) -> None:
+        self.output.append(token)
+        if self.matcher is not None and not self.matcher.is_stopped():
+            self.matcher.consume_token(token)
+
+    def restrict(self, row: Masks) -> None:
+        """Clear the bits of tokens that the rules exclude, in a mask of what the grammar allows."""
+        bits, rules = row.view(np.uint32), self.rules
+        if rules.allowed is not None:
+            bits &= _bits(rules.allowed, bits.size)
+        last = (
+            banned[-1]
+            for banned in rules.banned
+            if len(banned) == 1 or tuple(self.output[1 - len(banned) :]) == banned[:-1]
+        )
+        bits &= ~_bits(last, bits.size)
+        if len(self.output) < rules.min_new:
+            later = bits & ~_bits(rules.ends, bits.size)
+            if later.any():  # a grammar may be complete before
+                bits[:] = later
+        if not self.error and not bits.any():
+            self.error = "the request excludes every token that could follow"
+
+
+def _bits(tokens: Iterable[int], words: int) -> npt.NDArray[np.uint32]:
+    """A mask with the bits of these tokens."""
+    ids = np.fromiter(tokens, np.int64)
+    ids = ids[ids < 32 * words]
+    bits = np.zeros(words, np.uint32)
+    np.bitwise_or.at(bits, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+    return bits
 
 
 class Grammars:
@@ -102,9 +159,9 @@ class Grammars:
         self._lock = threading.Lock()
         self.compile = functools.lru_cache(_KEPT)(self._compile)
 
-    def start(self, grammar: Grammar) -> Constraint:
+    def start(self, grammar: Grammar | None, rules: TokenRules | None = None) -> Constraint:
         """A constraint for a new output."""
-        return Constraint(self.compile(grammar).deep_copy())
+        return Constraint(None if grammar is None else self.compile(grammar).deep_copy(), rules)
 
     def masks(self, size: int, constraints: Sequence[tuple[int, Constraint]] = ()) -> Masks:
         """Allowed tokens as bits [size, words]; everything where no constraint has the index."""
@@ -112,17 +169,32 @@ class Grammars:
         if not constraints:
             return masks
         self._advance([constraint for _, constraint in constraints])
-        matchers = [(constraint.matcher, index) for index, constraint in constraints]
+        matchers = [
+            (constraint.matcher, index)
+            for index, constraint in constraints
+            if constraint.matcher is not None
+        ]
         row, address = masks.strides[0], masks.ctypes.data
         if len(matchers) > _ALONE:
             self._executor.unsafe_compute_mask_ptr(matchers, address, row, size)
         else:
             for matcher, index in matchers:
                 matcher.unsafe_compute_mask_ptr(address + index * row, row)
-        for _, constraint in constraints:
-            if constraint.matcher.is_error():
-                constraint.error = _reason(constraint.matcher.get_error())
+        for index, constraint in constraints:
+            if constraint.matcher is None:
+                masks[index] = self._known
+            elif constraint.matcher.is_error():
+                reason = _reason(constraint.matcher.get_error())
+                constraint.error = f"the output cannot follow its grammar further: {reason}"
+            constraint.restrict(masks[index])
         return masks
+
+    @functools.cached_property
+    def _known(self) -> Masks:
+        """The mask of all ids that the tokenizer has."""
+        words = -(-self._tokenizer.vocab // 32)
+        known = _bits(range(self._tokenizer.vocab), words)
+        return (known & ~_bits(self._tokenizer.missing, words)).view(np.int32)
 
     def _advance(self, constraints: Sequence[Constraint]) -> None:
         """Wait for the tokens that were sampled last, and follow them."""
@@ -133,8 +205,7 @@ class Grammars:
             tokens, index = constraint.unread
             if id(tokens) not in read:
                 read[id(tokens)] = np.asarray(tokens).tolist()
-            if not constraint.matcher.is_stopped():
-                constraint.matcher.consume_token(read[id(tokens)][index])
+            constraint.advance(read[id(tokens)][index])
         for constraint in constraints:
             constraint.unread = None
 

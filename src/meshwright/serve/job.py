@@ -67,12 +67,26 @@ def check_request(
     if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
         example = stop if isinstance(stop, str) else "END"
         raise MeshwrightError(f"stop={stop!r} must be a tuple of texts, as in stop=({example!r},)")
+    if not 0 <= request.min_new <= max(request.max_new, 0):
+        raise MeshwrightError(
+            f"min_new={request.min_new} must be from 0 to max_new, {request.max_new}"
+        )
+    if request.allowed is not None and not request.allowed:
+        raise MeshwrightError("allowed is empty, which would allow no token; leave it out for all")
+    if not all(request.banned):
+        raise MeshwrightError("banned has an empty sequence; give at least one token in each")
     biases, vocab = request.sampling.logit_bias, model_config.vocab
     if len(biases) > MAX_BIAS:
         raise MeshwrightError(f"logit_bias has {len(biases)} entries; {MAX_BIAS} are allowed")
-    for token, _ in biases:
-        if not 0 <= token < vocab:
-            raise MeshwrightError(f"logit_bias has token {token}; the model has 0 to {vocab - 1}")
+    named = {
+        "logit_bias": [token for token, _ in biases],
+        "allowed": request.allowed or (),
+        "banned": [token for sequence in request.banned for token in sequence],
+    }
+    for name, tokens in named.items():
+        for token in tokens:
+            if not 0 <= token < vocab:
+                raise MeshwrightError(f"{name} has token {token}; the model has 0 to {vocab - 1}")
 
 
 def completion_of(job: Job, deltas: list[Delta], tokenizer: Tokenizer) -> Completion:
@@ -83,8 +97,8 @@ def completion_of(job: Job, deltas: list[Delta], tokenizer: Tokenizer) -> Comple
     tokens = tuple(token for delta in deltas for token in delta.tokens)
     text = "".join(delta.text for delta in deltas)
     if job.text is None:
-        ended = tokens and tokens[-1] in job.ends
-        text = tokenizer.decode(tokens[:-1] if ended else tokens)
+        ended = tokens and tokens[-1] in job.ends and not job.request.include_stop
+        text = tokenizer.decode(tokens[:-1] if ended else tokens, job.request.special_tokens)
     return Completion(
         tokens=tokens,
         text=text,

@@ -62,15 +62,16 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """The pages that hold the longest known prefix of full pages, with one more user each.
 
-        At least one token is left to compute: its logits are needed.
+        Only prefixes that were remembered with the same salt are known. At least one token is left
+        to compute: its logits are needed.
         """
         pages: list[int] = []
         if not self._remembers:
             return pages
-        for digest in self._chain(tokens, (len(tokens) - 1) // self.page_size):
+        for digest in self._chain(tokens, (len(tokens) - 1) // self.page_size, salt):
             page = self._pages.get(digest)
             if page is None:
                 break
@@ -79,23 +80,28 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def remember(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
+    def remember(self, pages: Sequence[int], tokens: Sequence[int], salt: str = "") -> None:
         """Note what the full pages of a sequence hold; a prefix that is known stays as it is."""
         if not self._remembers:
             return
         full = min(len(tokens) // self.page_size, len(pages))
         if not full or pages[full - 1] in self._digests:
             return
-        for page, digest in zip(pages, self._chain(tokens, full), strict=False):
+        for page, digest in zip(pages, self._chain(tokens, full, salt), strict=False):
             if page not in self._digests and digest not in self._pages:
                 self._digests[page] = digest
                 self._pages[digest] = page
 
-    def _chain(self, tokens: Sequence[int], pages: int) -> list[Digest]:
-        """A digest per page, of its tokens and all before."""
+    def _chain(self, tokens: Sequence[int], pages: int, salt: str) -> list[Digest]:
+        """A digest per page, of its tokens and all before, and of the salt."""
         numbers = np.asarray(tokens[: pages * self.page_size], np.int32)
-        digests, before = [], b""
+        digests, before = [], _digest(salt.encode(), b"salt") if salt else b""
         for part in numbers.reshape(pages, self.page_size):
-            before = hashlib.blake2b(before + part.tobytes(), digest_size=16).digest()
+            before = _digest(before + part.tobytes())
             digests.append(before)
         return digests
+
+
+def _digest(data: bytes, person: bytes = b"") -> Digest:
+    """`person` keeps a salt from being taken for the digest of a page."""
+    return hashlib.blake2b(data, digest_size=16, person=person).digest()

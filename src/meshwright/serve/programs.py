@@ -38,6 +38,7 @@ from meshwright.ops.attention import (
 from meshwright.serve.device_sampling import TOP, greedy, top_logprobs
 from meshwright.serve.load import Model, has_encoder, serving_of, targets
 from meshwright.serve.prompts import PromptInputs, PromptShape, fill_with_prompts, prompt_shapes
+from meshwright.serve.sampling import KnownTokens
 from meshwright.serve.scheduler import scoring_shape
 from meshwright.serve.settings import EngineConfig
 
@@ -145,7 +146,7 @@ class Steps:
         self.widths = self.width, self.width if has_encoder(model_config) else 0
         self.prompt_shapes = prompt_shapes(config, model_config, mesh.shape, max_length)
         self.dtype = jnp.dtype(dtype)
-        self.vocab = model_config.vocab  # tokens that may be chosen
+        self.known = KnownTokens(model_config.vocab)
         self.cache_dtype = CACHE_DTYPES[config.cache] if config.cache else self.dtype
         with jax.set_mesh(mesh):
             self.compute = Compute(_rules(), self.dtype, scan=False, stationary=True)
@@ -188,7 +189,7 @@ class Steps:
         ends = shape.decode + jnp.arange(shape.chunks) * shape.length + inputs.counts - 1
         rest = jnp.zeros(self.chunk_places - shape.chunks if shape.chunks else 0, jnp.int32)
         logits = logits_at(jnp.concatenate([jnp.arange(shape.decode), ends, rest]))
-        new = greedy(logits, self.vocab)
+        new = greedy(logits, self.known)
         nobody = jnp.full(rest.shape, self.config.max_batch, jnp.int32)
         last_tokens = last_tokens.at[jnp.concatenate([inputs.next_slots, nobody])].set(new)
         scores = None
@@ -247,7 +248,7 @@ class Programs(Steps):
         super().__init__(
             model.config, model.mesh, model.params["embedding"].dtype, config, max_length
         )
-        self.vocab = min(model.source.tokenizer.vocab, self.vocab)
+        self.known = KnownTokens.of(model.source.tokenizer, model.config.vocab)
         self.compilations = 0
         self._functions: dict[Any, Any] = {}  # jitted
         self.is_ready = False

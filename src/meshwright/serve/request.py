@@ -30,19 +30,36 @@ class Request:
     max_new: int = 16
     """Largest number of tokens to generate; 0 only scores the prompt (see `prompt_logprobs`)."""
     stop: tuple[str, ...] = ()
-    """Texts that end the generation; they are not part of the result."""
+    """Texts that end the generation; they are not part of the result (see `include_stop`)."""
     stop_tokens: frozenset[int] = frozenset()
     """Token ids that end it, in addition to the model's end tokens."""
     ignore_end: bool = False
     """Continue after the model's end tokens, for benchmarks."""
+    min_new: int = 0
+    """Tokens before which no end token, stop token or stop text ends the generation."""
+    include_stop: bool = False
+    """The result has the stop text, or the text of the token that ended it."""
+    special_tokens: bool = False
+    """Special tokens are shown in the text, by name."""
     logprobs: int | None = None
     """Return the log-probability of each token, and of so many of the most probable tokens."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
+    allowed: frozenset[int] | None = None
+    """Token ids that may be generated; None: all."""
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that are not generated."""
     grammar: Grammar | None = None
     """What the output must be, up to an end token; `max_new` or a stop text can cut it short."""
+    cache_salt: str = ""
+    """Keys and values are reused only between requests with the same salt."""
     id: str = ""
     """Names the request in logs and in `cancel`; the engine chooses one if empty."""
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the output may come to a point where no token is left to choose."""
+        return self.grammar is not None or self.allowed is not None or bool(self.banned)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from meshwright.serve.device_sampling import (
 )
 from meshwright.serve.grammars import Masks
 from meshwright.serve.programs import Programs
-from meshwright.serve.sampling import Sampling
+from meshwright.serve.sampling import KnownTokens, Sampling
 from meshwright.serve.scheduler import Sequence as Running
 
 _WITH_COUNTS = ("full", "logprobs")
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     where: Any  # [2, size]: slots and positions
     variant: int  # of VARIANTS
     held: Sequence[Held] = ()
-    masked: bool = False  # some sequences have a grammar
+    masked: bool = False  # some sequences are constrained
 
 
 class PlacedChoice(NamedTuple):
@@ -61,7 +61,7 @@ class Slots:
         self._spare = max_batch  # of logits that nobody wants
         self._holders: list[Running | None] = [None] * max_batch
 
-    def choice(self, size: int, sampled: Sequence[tuple[int, Running]]) -> Choice:
+    def choice(self, size: int, sampled: Sequence[tuple[int, Running]], masked: bool) -> Choice:
         """What there is to know of `size` logits, for sequences by their index."""
         where = np.zeros((2, size), np.int32)
         where[0] = self._spare
@@ -71,7 +71,6 @@ class Slots:
         where[1, indices] = [sequence.computed for sequence in sequences]
         variant = max(sequence.owner.variant for sequence in sequences)
         new = [one for one in sequences if self._holders[one.slot or 0] is not one]
-        masked = any(one.owner.constraint is not None for one in sequences)
         return Choice(where, variant, [self._hold(one) for one in new], masked)
 
     def _hold(self, sequence: Running) -> Held:
@@ -85,12 +84,11 @@ class Slots:
 
 
 class Sampler:
-    def __init__(self, programs: Programs, vocab: int) -> None:
-        """`vocab` is that of the tokenizer, which may have fewer tokens than the model."""
+    def __init__(self, programs: Programs, mask_bits: int) -> None:
+        """`mask_bits`: of the masks of grammars, one for each id of the tokenizer."""
         self._programs = programs
         self._size = programs.model_config.vocab
-        self._vocab = min(vocab, self._size)
-        self._mask_words = -(-vocab // 32)
+        self._mask_words = -(-mask_bits // 32)
         slots = programs.config.max_batch + 1  # the last is for logits that nobody wants
         self._settings = Settings.empty(slots, self._size)
         self._on_device = self._upload()
@@ -134,7 +132,7 @@ class Sampler:
         for slot, new in choice.counts:
             self._set_counts(slot, new)
         programs, name = self._programs, VARIANTS[choice.variant]
-        choose = functools.partial(_choose, name, self._vocab)
+        choose = functools.partial(_choose, name, programs.known)
         counts = self._counts if name in _WITH_COUNTS else None
         allowed = logits if masks is None else self._allowed(logits, masks)
         programs.last_tokens, tokens, logprobs, counts = programs.run(
@@ -166,7 +164,7 @@ class Sampler:
 
 def _choose(
     variant: str,
-    vocab: int,
+    known: KnownTokens,
     logits: tuple[jax.Array, jax.Array],
     last_tokens: jax.Array,
     settings: Settings,
@@ -178,11 +176,11 @@ def _choose(
     logprobs: Any = ()
     by_model, allowed = logits
     if variant == "greedy":
-        tokens = device_sampling.greedy(allowed, vocab)
+        tokens = device_sampling.greedy(allowed, known)
     elif counts is None:
-        tokens = device_sampling.plain(allowed, settings, slots, positions, vocab)
+        tokens = device_sampling.plain(allowed, settings, slots, positions, known)
     else:
-        tokens = device_sampling.full(allowed, settings, slots, positions, counts, vocab)
+        tokens = device_sampling.full(allowed, settings, slots, positions, counts, known)
         counts = counts[0], counts[1].at[slots, tokens].add(1)
         if variant == "logprobs":
             logprobs = top_logprobs(by_model, tokens, TOP)

@@ -6,14 +6,16 @@ or on the rest of the batch.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.arithmetic import check_seed, whole_number
+from meshwright.data import Tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.ops import spec_of
 
@@ -82,22 +84,41 @@ class Sampling:
         return self.has_penalties or bool(self.logit_bias)
 
 
+class KnownTokens(NamedTuple):
+    """The ids that may be sampled: those that the tokenizer has, which may be fewer than the
+    model's.
+    """
+
+    vocab: int
+    missing: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(tokenizer: Tokenizer, model_vocab: int) -> "KnownTokens":
+        return KnownTokens(min(tokenizer.vocab, model_vocab), tokenizer.missing)
+
+    def only(self, logits: jax.Array) -> jax.Array:
+        """Logits [n, vocab] of the ids below `vocab`; -inf for those that are missing."""
+        logits = logits[:, : self.vocab]
+        return logits.at[:, np.array(self.missing)].set(-jnp.inf) if self.missing else logits
+
+
 def sample(
     logits: jax.Array,
     indices: jax.Array,
     positions: jax.Array,
     sampling: Sampling,
-    vocab: int | None = None,
+    known: KnownTokens | None = None,
 ) -> jax.Array:
     """A token [batch] from logits [batch, vocab], whose vocabulary is not sharded.
 
-    `indices` and `positions` [batch] make the random keys distinct. Only the first `vocab` tokens
-    are sampled, for a tokenizer that is smaller than the model's vocabulary.
+    `indices` and `positions` [batch] make the random keys distinct. Only `known` tokens are
+    sampled, or any without it.
     """
     batch = spec_of(logits)[0]
 
     def local(logits: jax.Array, indices: jax.Array, positions: jax.Array) -> jax.Array:
-        logits = logits.astype(jnp.float32)[:, :vocab]
+        logits = logits.astype(jnp.float32)
+        logits = logits if known is None else known.only(logits)
         if sampling.temperature < 1e-6:  # float32 could not divide by much less
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         root = jax.random.key(sampling.seed)

@@ -28,6 +28,7 @@ class Sequence:
     scored: bool = False  # the log-probabilities of its prompt are wanted
     owner: Any = None
     encoder_tokens: tuple[int, ...] = ()  # what an encoder reads
+    cache_salt: str = ""
     encoder_pages: list[int] = dataclasses.field(default_factory=list)
     encoded: bool = False  # its keys are in the encoder's pages, or will be after what is in flight
     waits: bool = False  # for a program that takes its whole prompt
@@ -212,7 +213,7 @@ class Scheduler:
             size = self.pool.page_size
             # running sequences get what their prompts need, and a page each before long
             promised = sum(1 + self._missing(each) for each in self.running)
-            pages = [] if sequence.scored else self.pool.match(sequence.tokens)
+            pages = [] if sequence.scored else self.pool.match(sequence.tokens, sequence.cache_salt)
             encoder_pages = -(-len(sequence.encoder_tokens) // size)
             missing = self._missing(sequence) - len(pages) + encoder_pages
             if missing + promised > self.pool.available:

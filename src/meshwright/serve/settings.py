@@ -131,8 +131,9 @@ class LimitsConfig:
     """Time for a request, from its body to its last token; then it is cancelled."""
     send_seconds: float = 60.0
     """Time for a client to read what was sent to it; then its request is cancelled."""
-    shutdown_seconds: float = 30.0
-    """Time for running requests to finish after SIGTERM or Ctrl-C."""
+    shutdown_seconds: float = 20.0
+    """Time for running requests to finish after SIGTERM or Ctrl-C; Kubernetes ends a process 30 s
+    after SIGTERM unless it is told otherwise."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -62,17 +62,19 @@ class StepPlanner:
                 inputs.chunk_targets[index, : len(following)] = following
             if chunk.samples:
                 sampled.append((shape.decode + index, sequence))
-            self._pool.remember(sequence.pages, sequence.tokens[: sequence.computed])
+            known = sequence.tokens[: sequence.computed]
+            self._pool.remember(sequence.pages, known, sequence.cache_salt)
         size = shape.decode + (self._sizes.chunk_places if shape.chunks else 0)
-        choice = self._slots.choice(size, sampled) if sampled else None
+        constraints = [
+            (index, constraint)
+            for index, sequence in sampled
+            if (constraint := sequence.owner.constraint) is not None
+            and constraint.holds_at(sequence.generated - 1)  # which counts the new token
+        ]
+        choice = self._slots.choice(size, sampled, bool(constraints)) if sampled else None
         # the tokens of nobody go to the slot after the last
         slots = self._config.max_batch if choice is None else choice.where[0, : shape.places]
         inputs.next_slots[:] = slots
-        constraints = [
-            (index, sequence.owner.constraint)
-            for index, sequence in sampled
-            if sequence.owner.constraint is not None
-        ]
         tokens = (shape, flat) if step.decode or step.chunks else None
         return StepPlan(prompts, tokens, choice, constraints), sampled
 
@@ -88,7 +90,8 @@ class StepPlanner:
             inputs.tokens[index, : chunk.count] = tokens[: chunk.count]
             inputs.tables[index] = tables[sequence.slot]
             inputs.lengths[index] = chunk.count
-            self._pool.remember(sequence.pages, sequence.tokens[: chunk.count])
+            known = sequence.tokens[: chunk.count]
+            self._pool.remember(sequence.pages, known, sequence.cache_salt)
         return shape, flat
 
     def _shape(self, step: Step) -> Shape:

@@ -1,5 +1,6 @@
 """Tokens to text as they come, and the texts that end a generation."""
 
+import functools
 from collections.abc import Sequence
 
 from meshwright.data import Tokenizer
@@ -17,8 +18,9 @@ class TextStream:
     ['n', '', 'é']
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, special_tokens: bool = False) -> None:
+        """`special_tokens`: they are shown by name."""
+        self._decode = functools.partial(tokenizer.decode, special_tokens=special_tokens)
         self._tokens: list[int] = []
         self._before = 0  # first token that is decoded again, for its effect on those after
         self._done = 0  # tokens whose text was given
@@ -32,8 +34,8 @@ class TextStream:
         return self._text(True)
 
     def _text(self, anyway: bool) -> str:
-        given = self._tokenizer.decode(self._tokens[self._before : self._done])
-        text = self._tokenizer.decode(self._tokens[self._before :])
+        given = self._decode(self._tokens[self._before : self._done])
+        text = self._decode(self._tokens[self._before :])
         if len(text) <= len(given) or (text.endswith(_REPLACEMENT) and not anyway):
             return ""
         self._before, self._done = self._done, len(self._tokens)
@@ -50,25 +52,40 @@ class StopTexts:
     True
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """`include`: the text ends after the stop text, not before it."""
+        self._stops, self._include = tuple(stop for stop in stops if stop), include
         self._held = ""
+        self._exempt = 0  # characters at the start of what is held back that end no stop text
         self.found = False
 
-    def add(self, text: str) -> str:
+    def add(self, text: str, exempt: bool = False) -> str:
+        """What is certain of the text so far; `exempt`: no stop text ends in the new part."""
         if not self._stops:
             return text
         text, self._held = self._held + text, ""
-        starts = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if starts:
+        exempt_length = len(text) if exempt else self._exempt
+        places = [
+            (at, at + len(stop))
+            for stop in self._stops
+            if (at := text.find(stop, max(exempt_length - len(stop) + 1, 0))) >= 0
+        ]
+        if places:
             self.found = True
-            return text[: min(starts)]
+            begin, end = min(places)
+            return text[: end if self._include else begin]
+        held = self._start_of_stop(text)
+        certain = len(text) - held
+        self._held, self._exempt = text[certain:], max(exempt_length - certain, 0)
+        return text[:certain]
+
+    def _start_of_stop(self, text: str) -> int:
+        """How many characters at the end of a text may begin a stop text."""
         longest = max(map(len, self._stops)) - 1
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):
-                self._held = text[-size:]
-                return text[:-size]
-        return text
+                return size
+        return 0
 
     def end(self) -> str:
         """What was held back, if no stop text was found."""

@@ -7,6 +7,7 @@ import math
 import pytest
 import tokenizers
 from tests.serve.server.bigram_engine import (
+    END,
     TABLE,
     TOKENIZER,
     BigramEngine,
@@ -204,8 +205,6 @@ def test_the_default_number_of_tokens_fits_a_long_prompt(server: Running) -> Non
         ({}, "no field 'prompt'", "prompt"),
         ({"prompt": 7}, "expected a text or a list, got a whole number - at 'prompt'", "prompt"),
         ({"prompt": []}, "at least one prompt", "prompt"),
-        ({"prompt": ""}, "prompt is empty", "prompt"),
-        ({"prompt": [[]]}, "prompt is empty", "prompt"),
         ({"prompt": ["a", 7]}, "mixes tokens", "prompt"),
         ({"prompt": [300]}, "token 300 does not exist; the tokenizer has 0 to 256", "prompt"),
         ({"prompt": "a", "max_tokens": -1}, "max_tokens", "max_tokens"),
@@ -277,3 +276,33 @@ def test_an_unknown_path_or_method_says_what_there_is(server: Running) -> None:
     answer = server.post("/v1/models/bigram")
     assert answer.message == "/v1/models/bigram does not take POST; use GET"
     assert "/v1/models/NAME," in server.get("/v1/nothing").message
+
+
+def test_an_empty_prompt_starts_a_document(server: Running) -> None:
+    expected = TOKENIZER.decode(greedy([END], 5))
+    for prompt in ("", [""], [[]]):
+        data = server.post("/v1/completions", prompt=prompt, max_tokens=5, temperature=0).data
+        assert data["choices"][0]["text"] == expected
+        assert server.engine.seen[-1].prompt == (END,)
+    # it is what /loglikelihood scores a text after
+    echoed = server.post(
+        "/v1/completions",
+        prompt="",
+        max_tokens=5,
+        temperature=0,
+        echo=True,
+        logprobs=0,
+        ignore_eos=True,
+    ).data["choices"][0]
+    assert echoed["logprobs"]["token_logprobs"][0] is None
+    assert echoed["logprobs"]["text_offset"][:2] == [0, 0]
+    (score,) = server.post("/loglikelihood", text=[echoed["text"]]).data["log_likelihood"]
+    assert score == pytest.approx(sum(echoed["logprobs"]["token_logprobs"][1:]))
+
+
+def test_so_does_an_empty_chat_without_a_template() -> None:
+    with serving(template=None) as server:
+        messages = [{"role": "user", "content": ""}]
+        answer = server.post("/v1/chat/completions", messages=messages, max_tokens=3)
+        assert answer.status == 200
+        assert server.engine.seen[-1].prompt == (END,)

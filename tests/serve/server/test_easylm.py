@@ -41,7 +41,8 @@ def test_of_a_long_prefix_the_end_is_used() -> None:
         assert data["log_likelihood"] == pytest.approx([loglikelihood(tokens("abcd"), 2)[0]])
         assert len(server.engine.seen[-1].prompt) == 8
         answer = server.post("/loglikelihood", text=["y" * 9])
-        assert (answer.status, "rolling" in answer.message) == (400, True)
+        (detail,) = answer.data["detail"]
+        assert (answer.status, "rolling" in detail["msg"]) == (422, True)
 
 
 @pytest.mark.parametrize("length", [0, 1, 6, 7, 8, 14, 15, 40])
@@ -102,23 +103,48 @@ def test_an_end_token_stops_greedy_until() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "place"),
     [
-        ("/loglikelihood", {}),
-        ("/loglikelihood", {"text": "not a list"}),
-        ("/loglikelihood", {"text": ["a"], "prefix_text": ["a", "b"]}),
-        ("/loglikelihood-rolling", {"prefix_text": ["a"]}),
-        ("/generate", {"text": ["a"]}),
-        ("/generate", {"prefix_text": ["a"], "temperature": -1}),
-        ("/greedy-until", {"prefix_text": ["a"]}),
-        ("/greedy-until", {"prefix_text": ["a"], "until": []}),
-        ("/greedy-until", {"prefix_text": ["a"], "until": [""]}),
-        ("/greedy-until", {"prefix_text": ["a"], "until": [["b"] * 17]}),
-        ("/chat", {}),
-        ("/chat", {"prompt": 3}),
+        ("/loglikelihood", {}, ["text"]),
+        ("/loglikelihood", {"text": "not a list"}, ["text"]),
+        ("/loglikelihood", {"text": ["a", 3]}, ["text"]),
+        ("/loglikelihood", {"text": ["a"], "prefix_text": ["a", "b"]}, ["prefix_text"]),
+        ("/loglikelihood-rolling", {"prefix_text": ["a"]}, ["text"]),
+        ("/loglikelihood_rolling", {"prefix_text": ["a"]}, ["text"]),
+        ("/generate", {"text": ["a"]}, ["prefix_text"]),
+        ("/generate", {"prefix_text": ["a"], "temperature": -1}, ["temperature"]),
+        ("/greedy-until", {"prefix_text": ["a"]}, ["until"]),
+        ("/greedy-until", {"prefix_text": ["a"], "until": []}, ["until"]),
+        ("/greedy_until", {"prefix_text": ["a"], "until": [""]}, ["until"]),
+        ("/greedy-until", {"prefix_text": ["a"], "until": [["b"] * 17]}, ["until"]),
+        ("/chat", {}, ["prompt"]),
+        ("/chat", {"prompt": 3}, ["prompt"]),
+        ("/chat", {"prompt": "a", "contxt": ""}, ["contxt"]),
     ],
 )
-def test_a_mistake_is_not_a_failure(server: Running, path: str, body: dict[str, object]) -> None:
+def test_a_bad_body_is_answered_in_the_form_of_fastapi(
+    server: Running, path: str, body: dict[str, object], place: list[str]
+) -> None:
     answer = server.post(path, **body)
-    assert answer.status == 400, answer.text
-    assert answer.message
+    assert answer.status == 422, answer.text
+    (detail,) = answer.data["detail"]
+    assert detail["loc"] == ["body", *place]
+    assert detail["msg"]
+
+
+def test_so_is_a_body_that_is_no_json(server: Running) -> None:
+    for data in (b"", b"{", b"[]", b"\xff"):
+        answer = server.send("POST", "/generate", data)
+        assert (answer.status, answer.data["detail"][0]["loc"]) == (422, ["body"])
+
+
+def test_other_errors_keep_their_status() -> None:
+    with serving(BigramEngine(is_ready=False)) as server:
+        assert server.post("/generate", prefix_text=["a"]).status == 503
+
+
+def test_an_empty_prefix_starts_a_document(server: Running) -> None:
+    server.post("/generate", prefix_text=[""])
+    assert server.engine.seen[-1].prompt == (END,)
+    server.post("/greedy-until", prefix_text=[""], until=["§"])
+    assert server.engine.seen[-1].prompt == (END,)

@@ -208,3 +208,29 @@ def test_reasoning_ends_where_its_mark_is(engine: Engine) -> None:
     assert constraint.matcher.is_accepting()
     other = engine.source.grammars.start(grammar)
     assert other.matcher.try_consume_tokens(list(b"hm </think>6")) == 11
+
+
+def test_fields_of_vllm_hold_for_what_is_generated(real: Running) -> None:
+    chat = {"messages": HI, "seed": 4, "max_tokens": 30}
+    for stream in (False, True):
+        answer = real.post(CHAT, **chat, n=2, guided_choice=["left", "right"], stream=stream)
+        texts = ["", ""]
+        for event in answer.events[:-1] if stream else [answer.data]:
+            for choice in event["choices"]:
+                message = choice["delta"] if stream else choice["message"]
+                texts[choice["index"]] += message.get("content") or ""
+        assert set(texts) <= {"left", "right"}
+    free = {"prompt": "ab", "seed": 3, "max_tokens": 12, "allowed_token_ids": [97, 98, 99]}
+    (choice,) = real.post("/v1/completions", **free, bad_words=["ca", "bb"]).data["choices"]
+    assert set(choice["text"]) <= set("abc")
+    assert len(choice["text"]) == 12
+    assert "ca" not in choice["text"]
+    assert "bb" not in choice["text"]
+    stop = {"stop": [choice["text"][2]], "bad_words": ["ca", "bb"]}
+    for least, include in ((0, False), (5, True)):
+        more = stop | {"min_tokens": least, "include_stop_str_in_output": include}
+        (cut,) = real.post("/v1/completions", **free | more).data["choices"]
+        at = choice["text"].find(stop["stop"][0], least)
+        assert cut["text"] == choice["text"][: at + include if at >= 0 else None]
+    nothing = real.post("/v1/completions", **free, bad_words=["a", "b", "c"])
+    assert (nothing.status, "excludes every token" in nothing.message) == (400, True)

@@ -1,19 +1,21 @@
 """Limits, keys, clients that leave, and the end of the server."""
 
+import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import logging
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.serve.server.bigram_engine import BigramEngine
-from tests.serve.server.serving import Answer, Running, config, serving
+from tests.serve.server.serving import Answer, Running, config, serving, source
 
 from meshwright.errors import MeshwrightError
 from meshwright.serve.request import Delta, EngineStoppedError, Request
@@ -86,6 +88,46 @@ def test_a_request_that_takes_too_long_is_cancelled() -> None:
         eventually(lambda: not server.engine.active)
 
 
+class Occupied(BigramEngine):
+    """Gives the first sequence its tokens, and none to the others."""
+
+    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+        if self.active:
+            self.active[request.id] = request
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                del self.active[request.id]
+        async for delta in super().stream(request):
+            yield delta
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, LONG),
+        (COMPLETIONS, LONG | {"stream": True, "n": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
+        ("/loglikelihood", {"text": ["a"]}),
+    ],
+)
+def test_a_request_that_waits_too_long_for_others_is_told_to_try_again(
+    path: str, body: dict[str, object]
+) -> None:
+    limits = LimitsConfig(request_seconds=1.0)
+    with serving(Occupied(delay=0.02), limits=limits) as server:
+        with in_background(lambda: server.post(COMPLETIONS, **LONG)) as first:
+            eventually(lambda: bool(server.engine.active))
+            answer = server.post(path, **body)
+        assert answer.status == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "x-should-retry" not in answer.headers
+        assert "send it again later" in answer.message
+        assert "fewer tokens" not in answer.message
+        # the one that ran is told what it can do itself
+        assert (first[0].status, "fewer tokens" in first[0].message) == (504, True)
+
+
 def test_more_than_the_server_takes_is_refused_until_there_is_room() -> None:
     with serving(BigramEngine(delay=0.002), limits=LimitsConfig(requests=2)) as server:
         answer = server.post(COMPLETIONS, prompt="a", n=3)
@@ -121,6 +163,29 @@ def test_a_model_that_is_not_ready_is_unavailable() -> None:
         assert server.get("/v1/models").status == 200
         server.engine.is_ready = True
         assert server.get("/health").data == {"status": "ok"}
+
+
+def test_every_route_says_that_the_server_starts() -> None:
+    service = Service(None, source(), config(), None, starting="compiling 2 of 5: decode 16")
+    with HttpServer(service) as http_server:
+        engine = BigramEngine()
+        server = Running(http_server, engine)
+        paths = ("/", "/v1/models", "/tokenizer_info", "/health", "/ready", "/no/such/path")
+        gets = {path: server.get(path) for path in paths}
+        bodies = (COMPLETIONS, "/v1/chat/completions", "/tokenize", "/generate", "/loglikelihood")
+        posts = {path: server.post(path, prompt="a") for path in bodies}
+        for path, answer in (gets | posts).items():
+            assert (answer.status, answer.headers["retry-after"]) == (503, "5"), path
+            assert "the server is starting: compiling 2 of 5: decode 16" in answer.message
+            assert answer.data["error"]["type"] == "service_unavailable_error"
+        assert gets["/"].headers["refresh"] == "5"  # a browser loads the page again
+        # the process is alive, which is what Kubernetes must not restart
+        assert server.get("/live").status == server.get("/metrics").status == 200
+        service.loaded_engine = engine
+        for path in ("/", "/v1/models", "/health", "/ready", "/live"):
+            assert server.get(path).status == 200
+        assert server.post(COMPLETIONS, prompt="a").status == 200
+        assert "meshwright_generated_tokens_total" in server.get("/metrics").text
 
 
 def test_an_engine_that_has_stopped_says_why_and_ends_the_server(
@@ -250,6 +315,39 @@ def test_pages_of_other_sites_cannot_use_a_server_on_this_machine() -> None:
             assert server.get("/v1/models", Host=host).status == status
         preflight = {"Origin": "https://chat.example.org", "Access-Control-Request-Method": "POST"}
         assert server.send("OPTIONS", COMPLETIONS, None, preflight).status == 200
+
+
+def test_the_names_of_the_loopback_address_are_one_origin() -> None:
+    with serving() as server:
+        hosts = [f"{name}:{server.port}" for name in ("localhost", "127.0.0.1", "[::1]")]
+        for host, page in itertools.product(hosts, hosts):
+            headers = {"Host": host, "Origin": f"http://{page}"}
+            answer = server.send("GET", "/v1/models", None, headers)
+            assert answer.status == 200, headers
+            # a browser reads the answer only if it is told that it may
+            if host != page:
+                assert answer.headers["access-control-allow-origin"] == headers["Origin"]
+                asked = headers | {
+                    "Access-Control-Request-Method": "POST",
+                    "Access-Control-Request-Headers": "content-type",
+                }
+                assert server.send("OPTIONS", COMPLETIONS, None, asked).status == 200
+            # another program of this machine, and names that only look alike
+            for other in (
+                f"http://localhost:{server.port + 1}",
+                "http://localhost",
+                f"http://localhost.evil.example:{server.port}",
+                f"http://evil.example:{server.port}",
+            ):
+                answer = server.send("GET", "/v1/models", None, {"Host": host, "Origin": other})
+                assert answer.status == 403, (host, other)
+                assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_loopback_page_is_foreign_to_a_server_of_another_machine() -> None:
+    with serving(host="0.0.0.0") as server:
+        page = {"Host": f"10.0.0.5:{server.port}", "Origin": f"http://localhost:{server.port}"}
+        assert server.send("GET", "/v1/models", None, page).status == 403
 
 
 def test_the_access_log_has_one_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -21,6 +21,7 @@ from meshwright.present import render
 from meshwright.serve.server import easylm
 from meshwright.serve.server.chat import chat_completions
 from meshwright.serve.server.completions import completions
+from meshwright.serve.server.easylm import Endpoint
 from meshwright.serve.server.errors import (
     ApiError,
     error_response,
@@ -28,27 +29,26 @@ from meshwright.serve.server.errors import (
     of_mistake,
     unavailable,
 )
-from meshwright.serve.server.gate import Gate
+from meshwright.serve.server.gate import Gate, loopback_origins
 from meshwright.serve.server.service import Service
 from meshwright.serve.server.tokens import detokenize, tokenize, tokenizer_info
 
 _LOG = logging.getLogger("meshwright.serve")
-_Endpoint = Callable[[HttpRequest, Service], Awaitable[Response]]
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
-def application(service: Service) -> Starlette:
-    """All routes; `service` is theirs."""
+def application(service: Service, port: int) -> Starlette:
+    """All routes; `service` is theirs, `port` the one that they are served at."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.stopped = asyncio.get_running_loop().create_future()
         yield
 
-    def route(path: str, endpoint: _Endpoint, method: str) -> Route:
+    def route(path: str, endpoint: Endpoint, method: str) -> Route:
         async def handle(request: HttpRequest) -> Response:
             return await endpoint(request, service)
 
@@ -58,19 +58,17 @@ def application(service: Service) -> Starlette:
         *(route(path, endpoint, "GET") for path, endpoint in _GET.items()),
         *(route(path, endpoint, "POST") for path, endpoint in _POST.items()),
     ]
-    middleware = [Middleware(Gate, service=service, paths=(*_GET, *_POST))]
-    if service.config.allow_origin:
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=service.config.origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-        )
-        middleware.insert(0, cors)
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=(*service.config.origins, *loopback_origins(port)),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+    )
+    gate = Middleware(Gate, service=service, paths=(*_GET, *_POST))
     return Starlette(
         routes=routes,
         lifespan=lifespan,
-        middleware=middleware,
+        middleware=[cors, gate],
         exception_handlers={
             ApiError: _api_error,
             MeshwrightError: _mistake,
@@ -106,6 +104,11 @@ async def _health(http: HttpRequest, service: Service) -> Response:
     return json_response({"status": "ok"})
 
 
+async def _live(http: HttpRequest, service: Service) -> Response:
+    """That the process answers, also while it starts or finishes what runs."""
+    return json_response({"status": "alive"})
+
+
 async def _ready(http: HttpRequest, service: Service) -> Response:
     await _health(http, service)
     return PlainTextResponse("Ready!\n")
@@ -127,16 +130,17 @@ async def _page(http: HttpRequest, service: Service) -> Response:
     return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
 
 
-_GET: dict[str, _Endpoint] = {
+_GET: dict[str, Endpoint] = {
     "/": _page,
     "/v1/models": _models,
     "/v1/models/{name:path}": _model,
     "/tokenizer_info": tokenizer_info,
+    "/live": _live,
     "/health": _health,
     "/ready": _ready,
     "/metrics": _metrics,
 }
-_POST: dict[str, _Endpoint] = {
+_POST: dict[str, Endpoint] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
     "/tokenize": tokenize,

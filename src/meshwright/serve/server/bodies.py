@@ -15,7 +15,25 @@ Positive = Annotated[int, Meta(ge=1, lt=2**31)]
 TokenId = Natural
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
+LONGEST_SALT = 1024  # characters
+# fields of vLLM that are not supported, with the value that changes nothing, if there is one
+NEUTRAL: dict[str, Any] = {
+    "priority": 0,
+    "use_beam_search": False,
+    "length_penalty": 1,
+    "early_stopping": False,
+    "spaces_between_special_tokens": True,
+    "logits_processors": None,
+    "guided_grammar": None,
+    "guided_decoding_backend": None,
+    "guided_whitespace_pattern": None,
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    "kv_transfer_params": None,
+    "vllm_xargs": None,
+}
 _Stop = str | list[str]
+_Choice = Annotated[list[str], Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -27,9 +45,10 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """vLLM's way to ask for JSON, a regular expression, or one of some texts."""
 
-    json: dict[str, Any] | None = None
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    choice: _Choice | None = None
 
 
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -54,6 +73,32 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
+    # vLLM's
+    min_tokens: Natural | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=MOST_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: list[str] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=LONGEST_SALT)] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: _Choice | None = None
+    # vLLM's too: see NEUTRAL
+    priority: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    spaces_between_special_tokens: Any = None
+    logits_processors: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
     # accepted and without effect here
     user: Any = None
     metadata: Any = None

@@ -45,9 +45,12 @@ async def chat_completions(http: HttpRequest, service: Service) -> Response:
             generation_prompt=body.add_generation_prompt is not False,
             continue_final=bool(body.continue_final_message),
             values=values,
+            any_length=body.truncate_prompt_tokens is not None,
         ),
     )
     grammar = await chat_grammar(service, body, text, _tool_format(service, body))
+    limit = body.truncate_prompt_tokens
+    tokens = service.truncated(tokens or (service.start,), limit, _max_tokens(body))
     request = _request(service, body, tokens, grammar)
     answer = _Answer(service, body, text, request, http.scope["access"].usage)
     if body.stream:
@@ -73,13 +76,19 @@ def _tool_format(service: Service, body: ChatBody) -> ToolFormat:
 def _request(
     service: Service, body: ChatBody, tokens: tuple[int, ...], grammar: Grammar | None
 ) -> Request:
-    given = body.max_completion_tokens
-    given = body.max_tokens if given is None else given
-    max_new = service.room(tokens, given, service.defaults.max_new, "messages")
+    max_new = service.room(tokens, _max_tokens(body), service.defaults.max_new, "messages")
     if not max_new:
         raise bad_request("max_tokens=0 generates nothing; give 1 or more", "max_tokens")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return Request(tokens, max_new=max_new, logprobs=logprobs, grammar=grammar)
+    return Request(
+        tokens, max_new=max_new, logprobs=logprobs, grammar=grammar,
+        prompt_logprobs=service.prompt_logprobs(body),
+    )  # fmt: skip
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    given = body.max_completion_tokens
+    return body.max_tokens if given is None else given
 
 
 class _Answer:
@@ -133,7 +142,11 @@ class _Answer:
                     "finish_reason": _reason(result, bool(calls)),
                 }
             )
-        return self._head("chat.completion") | {"choices": choices, "usage": self.usage.data()}
+        answer = self._head("chat.completion") | {"choices": choices, "usage": self.usage.data()}
+        if (count := self.body.prompt_logprobs) is not None:
+            scores = results[0].prompt_logprobs
+            answer["prompt_logprobs"] = self.names.prompt(self.requests[0].prompt, scores, count)
+        return answer
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         options = self.body.stream_options

@@ -13,7 +13,7 @@ from meshwright.serve.request import Completion, Delta, Request, TokenLogprobs
 from meshwright.serve.server.bodies import CompletionBody
 from meshwright.serve.server.errors import bad_request, json_response
 from meshwright.serve.server.formats import completion_grammar
-from meshwright.serve.server.logprobs import TextOffsets
+from meshwright.serve.server.logprobs import TextOffsets, first_of
 from meshwright.serve.server.service import Service, Usage, request_id
 from meshwright.serve.server.transport import event_stream, finish, off_loop, read
 
@@ -77,7 +77,7 @@ def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
         raise bad_request("prompt is an empty list; send at least one prompt", "prompt")
     service.check_number(len(entries) * (body.n or 1))
     for entry in entries:
-        if isinstance(entry, str):
+        if isinstance(entry, str) and body.truncate_prompt_tokens is None:
             service.check_characters(entry)
     prompts = []
     for entry in entries:
@@ -88,7 +88,16 @@ def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
         else:
             service.check_tokens(entry)
             prompts.append(_echoed(service, entry) if body.echo else _Prompt(tuple(entry)))
-    return prompts
+    empty = _Prompt((service.start,), offsets=(0,))
+    return [_truncated(service, body, prompt if prompt.tokens else empty) for prompt in prompts]
+
+
+def _truncated(service: Service, body: CompletionBody, prompt: _Prompt) -> _Prompt:
+    max_new = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    tokens = service.truncated(prompt.tokens, body.truncate_prompt_tokens, max_new)
+    if len(tokens) == len(prompt.tokens):
+        return prompt
+    return _echoed(service, tokens) if body.echo else _Prompt(tokens)
 
 
 def _text_offsets(service: Service, body: CompletionBody, text: str) -> tuple[int, ...]:
@@ -108,15 +117,18 @@ def _request(
     service: Service, body: CompletionBody, prompt: _Prompt, grammar: Grammar | None
 ) -> Request:
     max_new = service.room(prompt.tokens, body.max_tokens, _MAX_TOKENS)
-    if not max_new and not body.echo:
+    scored = service.prompt_logprobs(body)
+    if not max_new and not body.echo and scored is None:
         raise bad_request(
             "max_tokens=0 generates nothing; with echo=true it returns the prompt, and with "
             "logprobs its log-probabilities",
             "max_tokens",
         )
+    if body.echo and body.logprobs is not None:
+        scored = max(body.logprobs, scored or 0)
     return Request(
-        prompt.tokens, max_new=max_new, logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None, grammar=grammar,
+        prompt.tokens, max_new=max_new, logprobs=body.logprobs, prompt_logprobs=scored,
+        grammar=grammar,
     )  # fmt: skip
 
 
@@ -141,9 +153,9 @@ class _Answer:
         }
         # each prompt n times
         self.prompts = [prompt for prompt in prompts for _ in range(body.n or 1)]
+        shown = self.names.named_texts if body.skip_special_tokens is False else self.names.texts
         self.offsets = [
-            TextOffsets(self.names.texts, len(prompt.text) if body.echo else 0)
-            for prompt in self.prompts
+            TextOffsets(shown, len(prompt.text) if body.echo else 0) for prompt in self.prompts
         ]
         usage.prompt = sum(len(prompt.tokens) for prompt in prompts)
 
@@ -183,12 +195,18 @@ class _Answer:
             logprobs: tuple[TokenLogprobs | None, ...] = result.logprobs
             offsets = [self.offsets[index].add(token) for token in tokens]
             if echo:
-                tokens, logprobs = prompt.tokens + tokens, result.prompt_logprobs + logprobs
+                of_prompt = first_of(result.prompt_logprobs, self.body.logprobs)
+                tokens, logprobs = prompt.tokens + tokens, of_prompt + logprobs
                 offsets = [*prompt.offsets, *offsets]
             written = self.names.completion(tokens, logprobs, offsets)
-        return {
+        choice = {
             "index": index,
             "text": (prompt.text if echo else "") + result.text,
             "logprobs": written,
             "finish_reason": result.finish_reason,
         }
+        if (count := self.body.prompt_logprobs) is not None:
+            choice["prompt_logprobs"] = self.names.prompt(
+                prompt.tokens, result.prompt_logprobs, count
+            )
+        return choice

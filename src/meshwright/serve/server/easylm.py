@@ -1,13 +1,16 @@
 """The routes of EasyLM's server, with its request and response bodies."""
 
 import dataclasses
+import functools
 import itertools
+import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from meshwright.errors import MeshwrightError
 from meshwright.present import count
 from meshwright.serve.request import Completion, Request, TokenLogprobs
 from meshwright.serve.sampling import Sampling
@@ -17,9 +20,31 @@ from meshwright.serve.server.bodies import (
     GreedyUntilBody,
     ScoreBody,
 )
-from meshwright.serve.server.errors import bad_request, json_response
+from meshwright.serve.server.errors import ApiError, bad_request, json_response, of_mistake
 from meshwright.serve.server.service import Service, check_stops, request_id
 from meshwright.serve.server.transport import finish, off_loop, read
+
+Endpoint = Callable[[HttpRequest, Service], Awaitable[Response]]
+
+
+def _as_fastapi(endpoint: Endpoint) -> Endpoint:
+    """A bad body is answered as EasyLM's server does: 422 with FastAPI's `detail`."""
+
+    @functools.wraps(endpoint)
+    async def answer(http: HttpRequest, service: Service) -> Response:
+        try:
+            return await endpoint(http, service)
+        except MeshwrightError as reason:
+            error = of_mistake(reason)
+        except ApiError as reason:
+            error = reason
+        if error.status != 400:
+            raise error
+        place = ["body", *(re.findall(r"\w+", error.param) if error.param else ())]
+        detail = {"type": "value_error", "loc": place, "msg": error.message}
+        return json_response({"detail": [detail]}, 422)
+
+    return answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +53,7 @@ class _Score:
     is_greedy: bool = True
 
 
+@_as_fastapi
 async def loglikelihood(http: HttpRequest, service: Service) -> Response:
     """Log-likelihood of each text after its prefix, and whether greedy decoding gives it."""
     service.check_scored("/loglikelihood")
@@ -51,6 +77,7 @@ async def loglikelihood(http: HttpRequest, service: Service) -> Response:
     )
 
 
+@_as_fastapi
 async def loglikelihood_rolling(http: HttpRequest, service: Service) -> Response:
     """Log-likelihood of each text, in windows of the longest sequence where it is longer."""
     service.check_scored("/loglikelihood-rolling")
@@ -67,6 +94,7 @@ async def loglikelihood_rolling(http: HttpRequest, service: Service) -> Response
     )
 
 
+@_as_fastapi
 async def generate(http: HttpRequest, service: Service) -> Response:
     body = await read(http, GenerateBody, service)
     own = service.config.easylm
@@ -79,6 +107,7 @@ async def generate(http: HttpRequest, service: Service) -> Response:
     )
 
 
+@_as_fastapi
 async def chat(http: HttpRequest, service: Service) -> Response:
     body = await read(http, EasyLMChatBody, service)
     own = service.config.easylm
@@ -96,6 +125,7 @@ async def chat(http: HttpRequest, service: Service) -> Response:
     return json_response({"response": text, "context": context, "temperature": temperature})
 
 
+@_as_fastapi
 async def greedy_until(http: HttpRequest, service: Service) -> Response:
     """Greedy continuation of each prefix, up to the first of its stop texts."""
     body = await read(http, GreedyUntilBody, service)
@@ -150,9 +180,8 @@ def _windows(
 def _rolling_windows(service: Service, texts: Sequence[str]) -> list[list[_Window]]:
     size = min(service.config.easylm.seq_length, service.engine.max_length - 1)
     windows = []
-    start = _start(service)
     for text in _text_tokens(service, texts):
-        tokens = (start, *text)
+        tokens = (service.start, *text)
         own = []
         for first in range(1, len(tokens), size):
             end = min(first + size, len(tokens))
@@ -252,19 +281,12 @@ def _fitting(service: Service, prompt: tuple[int, ...]) -> tuple[tuple[int, ...]
     return prompt[-most:], longest - most
 
 
-def _start(service: Service) -> int:
-    """The token before a text: the one that prompts begin with, else the end of a document."""
-    beginning = service.source.encode("")
-    return beginning[0] if beginning else service.source.tokenizer.end_of_document
-
-
 def _check_list(service: Service, field: str, texts: Sequence[str]) -> None:
     service.check_entries(field, len(texts), service.config.limits.texts, "--limits.texts")
 
 
 def _prompts(service: Service, texts: Sequence[str]) -> list[tuple[int, ...]]:
-    start = (_start(service),)
-    return [service.encode(text) or start for text in texts]
+    return [service.encode(text) or (service.start,) for text in texts]
 
 
 def _prefixes(service: Service, texts: Sequence[str]) -> list[tuple[int, ...]]:

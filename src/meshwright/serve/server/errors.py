@@ -65,8 +65,9 @@ def of_mistake(reason: MeshwrightError) -> ApiError:
     return bad_request(str(reason))
 
 
-def unavailable(message: str) -> ApiError:
-    return ApiError(503, message, headers={"Retry-After": "5"})
+def unavailable(message: str, retry_after: int = 5) -> ApiError:
+    """`retry_after`: seconds, which OpenAI's clients wait before they send the request again."""
+    return ApiError(503, message, headers={"Retry-After": str(retry_after)})
 
 
 def error_response(error: ApiError) -> Response:

@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from meshwright.errors import MeshwrightError
 from meshwright.serve.grammars import Grammar, json_rule
-from meshwright.serve.server.bodies import ChatBody, GenerationBody
+from meshwright.serve.server.bodies import ChatBody, GenerationBody, StructuredOutputs
 from meshwright.serve.server.errors import bad_request
 from meshwright.serve.server.output import THINK, THOUGHT, ToolFormat
 from meshwright.serve.server.service import Service
@@ -18,7 +20,7 @@ _ANY_OBJECT = {"type": "object"}
 
 async def completion_grammar(service: Service, body: GenerationBody) -> Grammar | None:
     """The grammar of a completion, compiled; None if it is free."""
-    if body.response_format is None and body.structured_outputs is None:
+    if _is_free(body):
         return None
     return await asyncio.to_thread(_completion_grammar, service, body)
 
@@ -30,8 +32,7 @@ async def chat_grammar(
 
     `tools` is the format of its calls. A model that reasons may do so before the answer.
     """
-    fields = (body.response_format, body.structured_outputs, body.tools, body.tool_choice)
-    if not any(fields):
+    if _is_free(body) and not body.tools and body.tool_choice is None:
         return None
     return await asyncio.to_thread(_chat_grammar, service, body, prompt, tools)
 
@@ -79,24 +80,49 @@ def _errors_of(field: str) -> Iterator[None]:
         raise bad_request(f"{field}: {reason}", field) from None
 
 
+_GUIDED = ("guided_json", "guided_regex", "guided_choice")  # vLLM's older fields
+
+
+def _is_free(body: GenerationBody) -> bool:
+    """Whether no field asks for a format of the text."""
+    names = ("response_format", "structured_outputs", *_GUIDED)
+    return all(getattr(body, name) is None for name in names)
+
+
 def _field(body: GenerationBody) -> str:
-    return "structured_outputs" if body.structured_outputs is not None else "response_format"
+    """The field that asks for a format of the text."""
+    names = ("structured_outputs", *_GUIDED)
+    return next((name for name in names if getattr(body, name) is not None), "response_format")
+
+
+def _wanted(body: GenerationBody) -> StructuredOutputs | None:
+    """The structured output that a body asks for, by the field of this name or the older ones."""
+    older = [name for name in _GUIDED if getattr(body, name) is not None]
+    if not older:
+        return body.structured_outputs
+    if len(older) > 1 or body.structured_outputs is not None:
+        both = f"{older[0]} and {(*older, 'structured_outputs')[1]}"
+        raise bad_request(f"{both} ask for two formats of one text; send one of them", older[0])
+    return StructuredOutputs(
+        json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice
+    )
 
 
 def _answer(body: GenerationBody) -> Grammar | None:
     """The grammar of the text that a body asks for."""
-    wanted = body.structured_outputs
+    wanted = _wanted(body)
     kind = (body.response_format or {}).get("type", "text")
     if wanted is not None:
-        given = [name for name in ("json", "regex", "choice") if getattr(wanted, name) is not None]
+        names = ("json", "json_object", "regex", "choice")
+        given = [name for name in names if getattr(wanted, name) not in (None, False)]
         if len(given) != 1 or kind != "text":
-            raise bad_request(
-                "structured_outputs needs one of json, regex and choice, and no response_format",
-                "structured_outputs",
-            )
+            needs = f"one of {', '.join(names)}, and " if body.structured_outputs else ""
+            raise bad_request(f"{_field(body)} needs {needs}no response_format", _field(body))
         if wanted.regex is not None:
             return Grammar.regex(wanted.regex)
-        return Grammar.choice(wanted.choice) if wanted.choice else Grammar.json(wanted.json or {})
+        if wanted.choice:
+            return Grammar.choice(wanted.choice)
+        return Grammar.json(_ANY_OBJECT if wanted.json is None else _schema(body, wanted.json))
     if kind == "text":
         return None
     if kind == "json_object":
@@ -115,6 +141,19 @@ def _answer(body: GenerationBody) -> Grammar | None:
             "response_format",
         )
     return Grammar.json(schema)
+
+
+def _schema(body: GenerationBody, schema: dict[str, Any] | str) -> dict[str, Any]:
+    """A JSON schema, which vLLM also takes as a text."""
+    if isinstance(schema, dict):
+        return schema
+    try:
+        value = msgspec.json.decode(schema)
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise bad_request(f"{_field(body)}: the text is no JSON schema", _field(body))
+    return value
 
 
 def _is_forced(body: ChatBody) -> bool:

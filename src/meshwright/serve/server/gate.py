@@ -16,8 +16,10 @@ from meshwright.serve.server.service import Service, Usage, request_id
 from meshwright.serve.server.transport import give_back_memory
 
 LOG = logging.getLogger("meshwright.access")
-OPEN = frozenset({"/", "/health", "/ready"})  # no key needed: the page asks for it
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+OPEN = frozenset({"/", "/health", "/ready", "/live"})  # no key needed: the page asks for it
+_WITHOUT_ENGINE = frozenset({"/live", "/metrics"})  # answered also while the server starts
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+_PORTS = {"http": 80, "https": 443}
 _CLIENT_GONE = 499  # as nginx logs it
 
 
@@ -40,8 +42,8 @@ class Gate:
         config = service.config
         self._origins = frozenset(config.origins)
         self._own_names = None
-        if config.host in _LOOPBACK and not self._keys:
-            self._own_names = _LOOPBACK | {urlsplit(o).hostname for o in self._origins}
+        if config.host in LOOPBACK and not self._keys:
+            self._own_names = LOOPBACK | {urlsplit(o).hostname for o in self._origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,7 +67,7 @@ class Gate:
                 raise ClientGoneError from reason
 
         try:
-            refusal = self._refusal(scope)
+            refusal = self._refusal(scope) or self._starting(scope)
             app = self._app if refusal is None else error_response(refusal)
             await app(scope, receive, watched)
         except ClientGoneError:
@@ -89,8 +91,7 @@ class Gate:
                 f"the host '{host[:100]}' is not this machine; use localhost, or start the server "
                 "with an API key or with --allow-origin",
             )
-        is_foreign = origin is not None and _address(origin) != host
-        if is_foreign and origin not in self._origins:
+        if origin is not None and origin not in self._origins and not is_own(origin, host):
             return ApiError(
                 403,
                 f"web pages of '{str(origin)[:100]}' may not call this server; --allow-origin "
@@ -109,6 +110,17 @@ class Gate:
         return ApiError(
             401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
         )
+
+    def _starting(self, scope: Scope) -> ApiError | None:
+        if scope["path"] in _WITHOUT_ENGINE:
+            return None
+        try:
+            self._service.engine  # noqa: B018, which is an error while there is none
+        except ApiError as reason:
+            if scope["path"] == "/":  # a browser loads the page again until it is there
+                reason.headers["Refresh"] = reason.headers["Retry-After"]
+            return reason
+        return None
 
     def _is_known(self, key: str) -> bool:
         digest = _digest(key.encode("utf-8", "surrogateescape"))
@@ -135,11 +147,27 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _address(origin: str) -> str | None:
+def loopback_origins(port: int) -> list[str]:
+    """What a browser calls pages that this machine serves at a port."""
+    names = [f"[{name}]" if ":" in name else name for name in LOOPBACK]
+    return [f"http://{name}" + (f":{port}" if port != _PORTS["http"] else "") for name in names]
+
+
+def is_own(origin: str, host: str) -> bool:
+    """Whether a page of this origin came from the host that its request goes to.
+
+    The names of the loopback address are one host.
+
+    >>> is_own("http://localhost:8000", "127.0.0.1:8000"), is_own("http://a.org", "b.org")
+    (True, False)
+    """
     try:
-        return urlsplit(origin).netloc
+        page, own = urlsplit(origin), urlsplit(f"{urlsplit(origin).scheme}://{host}")
+        ports = [parts.port or _PORTS.get(parts.scheme) for parts in (page, own)]
     except ValueError:
-        return None
+        return False
+    names = {page.hostname, own.hostname}
+    return ports[0] == ports[1] and None not in names and (len(names) == 1 or names <= LOOPBACK)
 
 
 def _hostname(host: str) -> str | None:

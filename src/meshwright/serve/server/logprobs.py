@@ -1,5 +1,6 @@
 """Log-probabilities in OpenAI's two forms."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +38,24 @@ class LogprobWriter:
             "text_offset": list(offsets),
         }
 
+    def prompt(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], count: int
+    ) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: of each token and of the `count` most probable, by id."""
+        return [
+            None if each is None else self._ranked(token, each)
+            for token, each in zip(tokens, first_of(logprobs, count), strict=True)
+        ]
+
+    def _ranked(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+        ranks = {token: (logprobs.logprob, logprobs.rank + 1)}
+        for rank, (candidate, logprob) in enumerate(logprobs.top, 1):
+            ranks.setdefault(candidate, (logprob, rank))
+        return {
+            str(each): {"logprob": logprob, "rank": rank, "decoded_token": self._name(each)}
+            for each, (logprob, rank) in ranks.items()
+        }
+
     def _by_name(self, name: str, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
         if logprobs is None:
             return None
@@ -58,6 +77,13 @@ class LogprobWriter:
         name = self._name(token)
         text = None if name.startswith("token_id:") else list(name.encode())
         return {"token": name, "logprob": logprob, "bytes": text}
+
+
+def first_of(
+    logprobs: Sequence[TokenLogprobs | None], count: int
+) -> tuple[TokenLogprobs | None, ...]:
+    """With the first `count` of the most probable tokens at each position."""
+    return tuple(each and dataclasses.replace(each, top=each.top[:count]) for each in logprobs)
 
 
 class TokenTexts:

@@ -16,7 +16,7 @@ _RATE_SECONDS = 1.0  # shorter than this between two reads, tokens/s would be no
 class Metrics:
     """All metrics of one server, in a registry of its own."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(stats))
         self.responses = Counter(
@@ -40,16 +40,18 @@ class Metrics:
 class _EngineCollector:
     """Reads the engine's stats when Prometheus asks."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
         self._stats = stats
         self._last = (time.monotonic(), 0)
         self._rate = 0.0
 
     def describe(self) -> list[Metric]:
-        return []  # or registering would ask an engine that is not ready
+        return []  # registering asks nothing of the engine
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
+        if stats is None:  # there is no engine yet
+            return
         usage = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
         for name, text, value in (
             ("requests_running", "Sequences in the batch.", stats.running),

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import uvicorn
@@ -22,6 +22,7 @@ from meshwright.present import count
 from meshwright.serve.request import EngineStoppedError
 from meshwright.serve.server.app import application
 from meshwright.serve.server.service import Service
+from meshwright.serve.settings import LimitsConfig
 
 _LOG = logging.getLogger("meshwright.serve")
 _BACKLOG = 2048
@@ -29,6 +30,7 @@ _PARSED_BYTES = 1 << 14  # of a connection, before the event loop serves the oth
 _START_SECONDS = 30.0
 _FAILED_SECONDS = 5.0  # in which clients and /health get the reason, after the engine has failed
 _LAST_WORDS_SECONDS = 2  # for errors to reach clients, after the time for finishing is over
+_CLOSING_SECONDS = 4  # for the rest of the process after that, as a step that runs
 
 
 class _Uvicorn(uvicorn.Server):
@@ -80,12 +82,13 @@ class HttpServer:
         """`bound`: the socket to listen on, if it was bound before the service was there."""
         self.service = service
         self._socket = bound or bind(service.config.host, service.config.port)
-        self.url = _url(*self._socket.getsockname()[:2])
+        host, port = self._socket.getsockname()[:2]
+        self.url = _url(host, port)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._server = _Uvicorn(
             uvicorn.Config(
-                application(service),
+                application(service, port),
                 http=_Protocol,
                 lifespan="on",
                 log_config=None,
@@ -159,13 +162,18 @@ class HttpServer:
         self._server.should_exit = True
 
 
-def run_until_stopped(server: HttpServer) -> None:
-    """Wait for SIGTERM or Ctrl-C, then finish what runs; a second one ends at once."""
+def run_until_stopped(server: HttpServer, on_stop: Callable[[], object] | None = None) -> None:
+    """Wait for SIGTERM or Ctrl-C, then finish what runs; a second one ends at once.
+
+    `on_stop` is called at the first.
+    """
 
     def stop() -> bool:
         asked = server.service.draining
         if not asked:
             _LOG.info("stopping: in flight are %s", count(server.service.in_flight, "sequence"))
+        if not asked and on_stop is not None:
+            on_stop()
         server.stop(now=asked)
         return True
 
@@ -178,6 +186,11 @@ def run_until_stopped(server: HttpServer) -> None:
                 server.wait()
     if engine.failure is not None:
         raise EngineStoppedError(engine.failure)
+
+
+def longest_shutdown(limits: LimitsConfig) -> float:
+    """Seconds after which a process that was asked to end should have ended."""
+    return limits.shutdown_seconds + _LAST_WORDS_SECONDS + _CLOSING_SECONDS
 
 
 def _url(host: str, port: int) -> str:

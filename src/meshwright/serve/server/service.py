@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
+import functools
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -15,7 +18,7 @@ from meshwright.serve.device_sampling import MAX_BIAS
 from meshwright.serve.load import Source, has_encoder
 from meshwright.serve.request import AnyEngine, Completion, Delta, Request
 from meshwright.serve.sampling import Sampling
-from meshwright.serve.server.bodies import GenerationBody
+from meshwright.serve.server.bodies import MOST_LOGPROBS, NEUTRAL, GenerationBody
 from meshwright.serve.server.errors import ApiError, bad_request, unavailable
 from meshwright.serve.server.logprobs import LogprobWriter
 from meshwright.serve.server.metrics import Metrics
@@ -25,19 +28,37 @@ _PART = 1 << 16  # characters that are counted at once
 MOST_STOPS = 16
 MOST_STOP_TOKENS = 1024
 LONGEST_STOP = 256  # characters
+MOST_BAD_WORDS = 256
 _BUFFERED = 64  # deltas of a response with several choices
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far the sequences of an HTTP request are, for the message if it takes too long."""
+
+    behind_others: bool = False
+    """Whether sequences of other requests were in flight when they were admitted."""
+    begun: bool = False
+    """Whether the engine has given a result of any of them."""
+
+
+PROGRESS: contextvars.ContextVar[Progress] = contextvars.ContextVar("progress")
+"""That of the HTTP request which a task works for."""
 
 
 @dataclasses.dataclass
 class Service:
     """One model behind one server."""
 
-    engine: AnyEngine
+    loaded_engine: AnyEngine | None
+    """None while the server starts."""
     source: Source
     config: ServeConfig
     template: ChatTemplate | None
     defaults: Defaults = dataclasses.field(default_factory=Defaults)
     """Settings of completions and chats that name none."""
+    starting: str = "reading the weights"
+    """What the server does while there is no engine."""
     in_flight: int = 0
     """Sequences that run or wait."""
     draining: bool = False
@@ -48,7 +69,7 @@ class Service:
     """Recent duration of a request, for Retry-After."""
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.engine.stats)
+        self.metrics = Metrics(lambda: self.loaded_engine.stats() if self.loaded_engine else None)
         self.logprobs = LogprobWriter(self.source.tokenizer)
         self.keys = self.config.api_keys()
         self.created = int(time.time())
@@ -57,6 +78,13 @@ class Service:
     @property
     def name(self) -> str:
         return self.config.served_name
+
+    @property
+    def engine(self) -> AnyEngine:
+        """The engine, or a 503 while there is none."""
+        if self.loaded_engine is None:
+            raise unavailable(f"the server is starting: {self.starting}; send the request later")
+        return self.loaded_engine
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
@@ -103,8 +131,9 @@ class Service:
                 429,
                 f"the server is full: {self.in_flight} of {limit} sequences are in flight; try "
                 "again later",
-                headers={"Retry-After": str(min(60, max(1, round(self.seconds))))},
+                headers={"Retry-After": str(self.retry_after)},
             )
+        PROGRESS.get(Progress()).behind_others = self.in_flight > 0
         self.in_flight += sequences
         started = time.monotonic()
         try:
@@ -112,6 +141,11 @@ class Service:
         finally:
             self.in_flight -= sequences
             self.seconds += 0.1 * (time.monotonic() - started - self.seconds)
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds until a request may find room."""
+        return min(60, max(1, round(self.seconds)))
 
     # ---- prompts ---------------------------------------------------------------------------------
 
@@ -148,6 +182,14 @@ class Service:
                 "context_length_exceeded",
             )
 
+    @functools.cached_property
+    def start(self) -> int:
+        """What an empty prompt stands for: the token that prompts begin with, else the end of a
+        document.
+        """
+        beginning = self.source.encode("")
+        return beginning[0] if beginning else self.source.tokenizer.end_of_document
+
     def check_tokens(self, tokens: Sequence[int], param: str = "prompt") -> None:
         vocab = self.source.tokenizer.vocab  # the model's may be padded
         largest = max(tokens, default=0)
@@ -177,8 +219,6 @@ class Service:
         `param` is the field that the prompt comes from.
         """
         longest = self.engine.max_length
-        if not prompt:
-            raise bad_request("the prompt is empty; a model continues at least one token", param)
         left = longest - len(prompt)
         if self.has_encoder and left >= 0:  # the output has a length of its own
             left = longest
@@ -203,19 +243,84 @@ class Service:
             self.check_entries(field, len(getattr(body, field) or ()), most)
         self.check_tokens(body.stop_token_ids or (), "stop_token_ids")
         self.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
+        self.check_tokens(body.allowed_token_ids or (), "allowed_token_ids")
+        check_neutral(body)
         stop_tokens = frozenset(body.stop_token_ids or ())
         sampling = _sampling(body, self.defaults.sampling)
+        allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
+        banned = self._banned(body.bad_words or ())
         requests = []
         for base in bases:
+            if (body.min_tokens or 0) > base.max_new:
+                raise bad_request(
+                    f"min_tokens={body.min_tokens} is more than max_tokens, {base.max_new}; send "
+                    "a smaller one, or a larger max_tokens",
+                    "min_tokens",
+                )
             seed = secrets.randbits(32) if body.seed is None else body.seed
             for choice in range(body.n or 1):
                 own = dataclasses.replace(sampling, seed=(seed + choice) % 2**32)
                 request = dataclasses.replace(
                     base, sampling=own, stop=tuple(stop), stop_tokens=stop_tokens,
-                    ignore_end=bool(body.ignore_eos), id=request_id("seq"),
+                    ignore_end=bool(body.ignore_eos), min_new=body.min_tokens or 0,
+                    include_stop=bool(body.include_stop_str_in_output), allowed=allowed,
+                    special_tokens=body.skip_special_tokens is False, banned=banned,
+                    cache_salt=body.cache_salt or "", id=request_id("seq"),
                 )  # fmt: skip
                 requests.append(request)
         return requests
+
+    def truncated(
+        self, prompt: tuple[int, ...], limit: int | None, max_new: int | None
+    ) -> tuple[int, ...]:
+        """The last tokens of a prompt: `limit` of them, or with -1 those that fit."""
+        if limit == 0:
+            raise bad_request(
+                "truncate_prompt_tokens=0 leaves no prompt; send 1 or more, or -1 for what fits",
+                "truncate_prompt_tokens",
+            )
+        if limit == -1:
+            room = 0 if self.has_encoder else max(max_new or 0, 1)
+            limit = max(self.engine.max_length - room, 1)
+        return prompt if limit is None else prompt[-limit:]
+
+    def prompt_logprobs(self, body: GenerationBody) -> int | None:
+        """How many log-probabilities per token of the prompt a body asks for, as vLLM's field."""
+        wanted = body.prompt_logprobs
+        if wanted is None:
+            return None
+        self.check_scored("prompt_logprobs")
+        reason = ""
+        if wanted < 0:
+            reason = f"the whole vocabulary is not supported; send 0 to {MOST_LOGPROBS}"
+        elif body.stream:
+            reason = "not supported in a stream; send stream=false"
+        if reason:
+            raise bad_request(f"prompt_logprobs={wanted}: {reason}", "prompt_logprobs")
+        return wanted
+
+    def _banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of words, at the beginning of a text and after a space, as in vLLM."""
+        if len(words) > MOST_BAD_WORDS:
+            raise bad_request(
+                f"bad_words has {len(words):,} words; send at most {MOST_BAD_WORDS}", "bad_words"
+            )
+        banned = []
+        for word in words:
+            if not word.strip() or len(word) > LONGEST_STOP:
+                raise bad_request(
+                    f"bad_words: a word has {len(word)} characters or is blank; send words of 1 to "
+                    f"{LONGEST_STOP}",
+                    "bad_words",
+                )
+            first, inner = (
+                tuple(self.source.tokenizer.encode(space + word.lstrip()).tolist())
+                for space in ("", " ")
+            )
+            banned.append(first)
+            if inner[0] != first[0] and len(inner) == len(first):
+                banned.append(inner)
+        return tuple(banned)
 
     # ---- running ---------------------------------------------------------------------------------
 
@@ -227,8 +332,10 @@ class Service:
         started = last = time.perf_counter()
         stream = self.engine.stream(request)
         finished = first = False
+        progress = PROGRESS.get(Progress())
         try:
             async for delta in stream:
+                progress.begun = True
                 now = time.perf_counter()
                 if delta.tokens and not first:
                     first = True
@@ -238,7 +345,9 @@ class Service:
                 last = now if delta.tokens else last
                 if delta.finish_reason == "error":
                     self.check_ready()
-                    raise ApiError(500, delta.error or "the engine failed on this request")
+                    # what a request excludes is its own doing; trying again would not help
+                    status = 400 if request.is_constrained else 500
+                    raise ApiError(status, delta.error or "the engine failed on this request")
                 if delta.finish_reason == "cancelled":
                     raise unavailable("the engine cancelled the request; send it again later")
                 finished = delta.finish_reason is not None
@@ -300,6 +409,17 @@ class Service:
                 yield index, result
         finally:
             await _cancel(tasks)
+
+
+def check_neutral(body: GenerationBody) -> None:
+    """Refuse fields of vLLM that are not supported, unless they change nothing."""
+    for name, neutral in NEUTRAL.items():
+        value = getattr(body, name)
+        if value is not None and value != neutral:
+            alternative = "" if neutral is None else f", or send {json.dumps(neutral)}"
+            raise bad_request(
+                f"{name} is not supported by this server; leave it out{alternative}", name
+            )
 
 
 def check_stops(texts: Sequence[str], param: str) -> None:

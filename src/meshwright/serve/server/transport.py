@@ -1,6 +1,7 @@
 """HTTP around a request: its body, a client that leaves, server-sent events."""
 
 import asyncio
+import contextvars
 import ctypes
 import logging
 import sys
@@ -22,7 +23,7 @@ from meshwright.serve.server.errors import (
     of_mistake,
     unavailable,
 )
-from meshwright.serve.server.service import Service
+from meshwright.serve.server.service import PROGRESS, Progress, Service
 from meshwright.serve.settings import LimitsConfig
 
 _T = TypeVar("_T")
@@ -97,10 +98,21 @@ def _too_slow(limits: LimitsConfig) -> ApiError:
     )
 
 
+def _not_started(service: Service) -> ApiError:
+    limit = service.config.limits.request_seconds
+    return unavailable(
+        f"the server was busy with other requests for {limit:g} s and has not started this one; "
+        "send it again later",
+        service.retry_after,
+    )
+
+
 async def finish(request: Request, service: Service, work: Coroutine[Any, Any, _T]) -> _T:
     """The result of `work`; cancels it if the client leaves, or at a limit of the server."""
-    limits = service.config.limits
-    task = asyncio.create_task(work)
+    limits, progress = service.config.limits, Progress()
+    context = contextvars.copy_context()
+    context.run(PROGRESS.set, progress)
+    task = asyncio.create_task(work, context=context)
     gone = asyncio.create_task(_disconnect(request.receive))
     assert service.stopped is not None
     ends: set[asyncio.Future[Any]] = {task, gone, service.stopped}
@@ -114,7 +126,10 @@ async def finish(request: Request, service: Service, work: Coroutine[Any, Any, _
             return task.result()
         if gone.done():
             raise ClientGoneError
-        raise unavailable(_STOPPED) if service.stopped.done() else _too_slow(limits)
+        if service.stopped.done():
+            raise unavailable(_STOPPED)
+        is_queued = progress.behind_others and not progress.begun
+        raise _not_started(service) if is_queued else _too_slow(limits)
     finally:
         await _end(task, gone)
 

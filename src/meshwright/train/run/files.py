@@ -69,7 +69,7 @@ def print_line(text: str, file: TextIO | None = None) -> None:
     try:
         print(text, file=file or sys.stdout, flush=True)
     except OSError as reason:
-        text = f"the output cannot be written: {reason.strerror}; training continues"
+        text = f"the output cannot be written: {reason.strerror}; the command continues"
         warn_once(_OUTPUT, text)
 
 
