@@ -9,7 +9,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -46,6 +46,14 @@ class Tokenizer(Protocol):
     def identity(self) -> str:
         """A hash of everything that affects ids: equal for equivalent tokenizers."""
 
+    @property
+    def longest_token(self) -> int | None:
+        """Most characters of a text that one id stands for, white space not counted.
+
+        A text of n such characters has at least n / longest_token ids. None: there is no such
+        limit, as where all unknown characters of a word become one id.
+        """
+
     def encode(self, text: str) -> Ids:
         """The ids of one text, without special tokens."""
 
@@ -80,6 +88,7 @@ class ByteTokenizer:
     missing = ()
     end_of_document = 256
     identity = "bytes-1"
+    longest_token = 1
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
@@ -129,6 +138,7 @@ class HuggingFaceTokenizer:
             )
         self.vocab = max(vocabulary.values()) + 1
         self.missing = tuple(sorted(set(range(self.vocab)) - set(vocabulary.values())))
+        self.longest_token = longest_token(self._definition, vocabulary)
         self.end_of_document = vocabulary[end_token]
         digest = hashlib.sha256(f"{self.end_of_document}\n{text}".encode())
         self.identity = f"huggingface-{digest.hexdigest()[:32]}"
@@ -145,11 +155,12 @@ class HuggingFaceTokenizer:
             for text in texts:
                 _utf8(text)
             raise
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+        return [_as_array(encoding.ids) for encoding in encodings]
 
     def encode_with_offsets(self, text: str, special_tokens: bool) -> tuple[list[int], list[int]]:
         _utf8(text)
-        encoding = self._inner.encode(text, add_special_tokens=special_tokens)
+        # of a batch: the library lets other threads run only then
+        (encoding,) = self._inner.encode_batch([text], add_special_tokens=special_tokens)
         begins, end = [], 0
         for first, last in encoding.offsets:
             # characters that no token has, as white space before a special token, go to the next
@@ -160,8 +171,11 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int], special_tokens: bool = False) -> str:
         text = ""
         for known, run in _runs(ids, self.vocab):
-            hidden = not special_tokens
-            text += self._inner.decode(run, hidden) if known else REPLACEMENT * len(run)
+            if known:  # as a batch: the library lets other threads run only then
+                (decoded,) = self._inner.decode_batch([run], not special_tokens)
+                text += decoded
+            else:
+                text += REPLACEMENT * len(run)
         return text
 
     def token_text(self, token: int) -> str:
@@ -241,17 +255,67 @@ def _utf8(text: str) -> bytes:
 
 
 def _runs(ids: Iterable[int], vocab: int) -> Iterator[tuple[bool, list[int]]]:
-    run: list[int] = []
-    run_known = True
-    for each in map(int, ids):
-        known = 0 <= each < vocab
-        if known != run_known and run:
-            yield run_known, run
-            run = []
-        run_known = known
-        run.append(each)
-    if run:
-        yield run_known, run
+    """Runs of ids that are all in the vocabulary, or all not."""
+    tokens = np.fromiter(ids, np.int64)
+    known = (tokens >= 0) & (tokens < vocab)
+    for run in np.split(tokens, np.flatnonzero(np.diff(known)) + 1) if len(tokens) else ():
+        yield bool(0 <= run[0] < vocab), run.tolist()
+
+
+def _as_array(ids: list[int]) -> Ids:
+    """In parts, between which other threads run: a list of millions takes long to read."""
+    parts = (ids[at : at + _PART] for at in range(0, len(ids), _PART))
+    return np.concatenate([np.empty(0, np.int32), *(np.array(part, np.int32) for part in parts)])
+
+
+def longest_token(definition: dict[str, Any], vocabulary: Collection[str]) -> int | None:
+    """`Tokenizer.longest_token` of a tokenizer.json; None where a part of it may drop characters.
+
+    >>> bpe, pieces = {"type": "BPE", "byte_fallback": True}, [f"<0x{b:02X}>" for b in range(256)]
+    >>> longest_token({"model": bpe}, [*pieces, "<|end|>"])
+    7
+    >>> longest_token({"model": bpe, "pre_tokenizer": {"type": "Whitespace"}}, pieces)
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    model = definition["model"]
+    normalizers = _steps(definition.get("normalizer"), "normalizers")
+    splits = _steps(definition.get("pre_tokenizer"), "pretokenizers")
+    # every byte must have an id: unknown characters are dropped, or many of them become one id
+    by_bytes = any(step["type"] == "ByteLevel" for step in (*normalizers, *splits))
+    byte_names = ByteLevel.alphabet() if by_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
+    knows_all = (by_bytes or model.get("byte_fallback")) and {*vocabulary}.issuperset(byte_names)
+    keeps_all = all(map(_keeps_characters, (*normalizers, *splits)))
+    if model.get("type") not in ("BPE", "Unigram") or not knows_all or not keeps_all:
+        return None
+    composed = any(step["type"] in ("NFC", "NFKC") for step in normalizers)
+    # Unicode composes at most four characters to one
+    return max(map(len, vocabulary)) * (4 if composed else 1)
+
+
+def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, which may be sequences of sequences."""
+    if part is None:
+        return []
+    if part.get("type") != "Sequence":
+        return [part]
+    return [step for inner in part[name] for step in _steps(inner, name)]
+
+
+def _keeps_characters(step: dict[str, Any]) -> bool:
+    """Whether a normalizer or pre-tokenizer never makes a text shorter, white space aside."""
+    if step["type"] == "Replace":
+        replaced = step["pattern"].get("String")
+        return replaced is not None and len(step["content"]) >= len(replaced)
+    if step["type"] == "Split":
+        return bool(step["behavior"] != "Removed")
+    return step["type"] in _KEEPING
+
+
+_KEEPING = frozenset(
+    ("ByteLevel", "Metaspace", "Digits", "Prepend", "Lowercase", "NFC", "NFD", "NFKC", "NFKD")
+)
+_PART = 1 << 16
 
 
 def _from_definition(text: str) -> Any:

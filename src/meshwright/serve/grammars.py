@@ -67,10 +67,18 @@ class Grammar:
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """The part of a rule that stands for JSON of a schema."""
+    text = ""
     try:
-        return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+        # in pieces: a schema that is too large is not written to its end
+        for piece in json.JSONEncoder().iterencode({**schema, "x-guidance": _JSON_OPTIONS}):
+            text += piece
+            if len(text) > LARGEST:
+                raise MeshwrightError(
+                    f"the JSON schema has more than {LARGEST:,} characters; send a smaller one"
+                )
     except RecursionError:
         raise MeshwrightError("the JSON schema is nested too deeply") from None
+    return f"%json {text}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,6 +113,18 @@ class LimitsConfig:
     """Sequences that may run or wait at once; a request beyond that is answered with 429."""
     body_bytes: int = 16 * 2**20
     """Largest request body; a larger one is answered with 413."""
+    body_values: int = 2**18
+    """Most JSON values in a request body (numbers, texts, lists, objects), or twice
+    --engine.max-length if that is more; a body with more is answered with 413."""
+    messages: int = 8192
+    """Most messages of a chat."""
+    tools: int = 1024
+    """Most tools of a chat."""
+    characters: int = 2**21
+    """Most characters of a text that is tokenized, or those of --engine.max-length of the
+    tokenizer's longest tokens if that is more; a longer text is answered with 413."""
+    texts: int = 16_384
+    """Most texts in a list of EasyLM's routes."""
     body_seconds: float = 30.0
     """Time for a client to send its body."""
     request_seconds: float = 600.0

@@ -24,11 +24,11 @@ from meshwright.serve.server.output import (
     tool_format,
 )
 from meshwright.serve.server.service import Service, Usage, request_id
-from meshwright.serve.server.transport import event_stream, finish, read
+from meshwright.serve.server.transport import event_stream, finish, off_loop, read
 
 
 async def chat_completions(http: HttpRequest, service: Service) -> Response:
-    body = await read(http, ChatBody, service.config.limits)
+    body = await read(http, ChatBody, service)
     service.check_model(body.model)
     _check(body)
     service.check_number(body.n or 1)
@@ -36,13 +36,17 @@ async def chat_completions(http: HttpRequest, service: Service) -> Response:
     values = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         values.setdefault("reasoning_effort", body.reasoning_effort)
-    text, tokens = await chat_prompt(
-        service,
-        body.messages,
-        body.tools if uses_tools else None,
-        generation_prompt=body.add_generation_prompt is not False,
-        continue_final=bool(body.continue_final_message),
-        values=values,
+    text, tokens = await off_loop(
+        http,
+        lambda: chat_prompt(
+            service,
+            body.messages,
+            body.tools if uses_tools else None,
+            generation_prompt=body.add_generation_prompt is not False,
+            continue_final=bool(body.continue_final_message),
+            values=values,
+            any_length=body.truncate_prompt_tokens is not None,
+        ),
     )
     grammar = await chat_grammar(service, body, text, _tool_format(service, body))
     limit = body.truncate_prompt_tokens

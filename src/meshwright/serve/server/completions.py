@@ -15,7 +15,7 @@ from meshwright.serve.server.errors import bad_request, json_response
 from meshwright.serve.server.formats import completion_grammar
 from meshwright.serve.server.logprobs import TextOffsets, first_of
 from meshwright.serve.server.service import Service, Usage, request_id
-from meshwright.serve.server.transport import event_stream, finish, read
+from meshwright.serve.server.transport import event_stream, finish, off_loop, read
 
 _MAX_TOKENS = 16  # OpenAI's default
 
@@ -30,12 +30,12 @@ class _Prompt:
 
 
 async def completions(http: HttpRequest, service: Service) -> Response:
-    body = await read(http, CompletionBody, service.config.limits)
+    body = await read(http, CompletionBody, service)
     service.check_model(body.model)
     _check(body)
     if body.echo:
         service.check_scored("echo")
-    prompts = await _prompts(service, body)
+    prompts = await off_loop(http, lambda: _prompts(service, body))
     grammar = await completion_grammar(service, body)
     requests = service.requests(body, [_request(service, body, each, grammar) for each in prompts])
     answer = _Answer(service, body, prompts, requests, http.scope["access"].usage)
@@ -58,7 +58,7 @@ def _check(body: CompletionBody) -> None:
         )
 
 
-async def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
+def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
     """The prompts: a text, tokens, or a list of both."""
     given = body.prompt
     if isinstance(given, str):
@@ -76,13 +76,15 @@ async def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
     if not entries:
         raise bad_request("prompt is an empty list; send at least one prompt", "prompt")
     service.check_number(len(entries) * (body.n or 1))
-    texts = [entry for entry in entries if isinstance(entry, str)]
-    encoded = iter(await service.encode_all(texts, body.add_special_tokens is not False))
+    for entry in entries:
+        if isinstance(entry, str) and body.truncate_prompt_tokens is None:
+            service.check_characters(entry)
     prompts = []
     for entry in entries:
         if isinstance(entry, str):
+            tokens = service.encode(entry, body.add_special_tokens is not False)
             offsets = _text_offsets(service, body, entry) if body.echo else ()
-            prompts.append(_Prompt(next(encoded), entry, offsets))
+            prompts.append(_Prompt(tokens, entry, offsets))
         else:
             service.check_tokens(entry)
             prompts.append(_echoed(service, entry) if body.echo else _Prompt(tuple(entry)))

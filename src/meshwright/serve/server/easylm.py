@@ -22,7 +22,7 @@ from meshwright.serve.server.bodies import (
 )
 from meshwright.serve.server.errors import ApiError, bad_request, json_response, of_mistake
 from meshwright.serve.server.service import Service, check_stops, request_id
-from meshwright.serve.server.transport import finish, read
+from meshwright.serve.server.transport import finish, off_loop, read
 
 Endpoint = Callable[[HttpRequest, Service], Awaitable[Response]]
 
@@ -57,29 +57,15 @@ class _Score:
 async def loglikelihood(http: HttpRequest, service: Service) -> Response:
     """Log-likelihood of each text after its prefix, and whether greedy decoding gives it."""
     service.check_scored("/loglikelihood")
-    body = await read(http, ScoreBody, service.config.limits)
+    body = await read(http, ScoreBody, service)
+    _check_list(service, "text", body.text)
     prefixes = [""] * len(body.text) if body.prefix_text is None else body.prefix_text
     if len(prefixes) != len(body.text):
         raise bad_request(
             f"prefix_text has {len(prefixes)} entries, text {len(body.text)}; they must be as many",
             "prefix_text",
         )
-    own = service.config.easylm
-    begins = await _prompts(
-        service, [own.prepend_to_prefix + prefix + own.append_to_prefix for prefix in prefixes]
-    )
-    windows = []
-    most = service.engine.max_length
-    for before, after in zip(begins, await _text_tokens(service, body.text), strict=True):
-        if len(after) >= most:
-            raise bad_request(
-                f"a text has {count(len(after), 'token')}, which with a prefix is more than the "
-                f"server's limit of {count(most, 'token')} (--engine.max-length); send it to "
-                "/loglikelihood-rolling",
-                "text",
-            )
-        before = before[len(after) - most :]  # the end of a long prefix
-        windows.append([(before + after, len(after))])
+    windows = await off_loop(http, lambda: _windows(service, prefixes, body.text))
     scores = await finish(http, service, _scores(service, windows))
     return json_response(
         {
@@ -95,18 +81,9 @@ async def loglikelihood(http: HttpRequest, service: Service) -> Response:
 async def loglikelihood_rolling(http: HttpRequest, service: Service) -> Response:
     """Log-likelihood of each text, in windows of the longest sequence where it is longer."""
     service.check_scored("/loglikelihood-rolling")
-    body = await read(http, ScoreBody, service.config.limits)
-    size = min(service.config.easylm.seq_length, service.engine.max_length - 1)
-    windows = []
-    for text in await _text_tokens(service, body.text):
-        tokens = (service.start, *text)
-        own = []
-        for first in range(1, len(tokens), size):
-            end = min(first + size, len(tokens))
-            # the last window reaches back, and only its new tokens are scored
-            begin = max(end - size, 1)
-            own.append((tokens[begin - 1 : end], end - first))
-        windows.append(own)
+    body = await read(http, ScoreBody, service)
+    _check_list(service, "text", body.text)
+    windows = await off_loop(http, lambda: _rolling_windows(service, body.text))
     scores = await finish(http, service, _scores(service, windows))
     return json_response(
         {
@@ -119,10 +96,11 @@ async def loglikelihood_rolling(http: HttpRequest, service: Service) -> Response
 
 @_as_fastapi
 async def generate(http: HttpRequest, service: Service) -> Response:
-    body = await read(http, GenerateBody, service.config.limits)
+    body = await read(http, GenerateBody, service)
     own = service.config.easylm
     temperature = own.default_temperature if body.temperature is None else body.temperature
-    prompts = [own.prepend_to_prefix + text + own.append_to_prefix for text in body.prefix_text]
+    _check_list(service, "prefix_text", body.prefix_text)
+    prompts = await off_loop(http, lambda: _prefixes(service, body.prefix_text))
     texts = await finish(http, service, _generated(service, prompts, temperature))
     return json_response(
         {"prefix_text": body.prefix_text, "output_text": texts, "temperature": temperature}
@@ -131,7 +109,7 @@ async def generate(http: HttpRequest, service: Service) -> Response:
 
 @_as_fastapi
 async def chat(http: HttpRequest, service: Service) -> Response:
-    body = await read(http, EasyLMChatBody, service.config.limits)
+    body = await read(http, EasyLMChatBody, service)
     own = service.config.easylm
     temperature = own.default_temperature if body.temperature is None else body.temperature
     context = (
@@ -141,8 +119,8 @@ async def chat(http: HttpRequest, service: Service) -> Response:
         + own.chat_user_suffix
         + own.chat_lm_prefix
     )
-    work = _generated(service, [own.chat_prepend_text + context], temperature)
-    (text,) = await finish(http, service, work)
+    prompts = await off_loop(http, lambda: _prompts(service, [own.chat_prepend_text + context]))
+    (text,) = await finish(http, service, _generated(service, prompts, temperature))
     context += text + own.chat_lm_suffix
     return json_response({"response": text, "context": context, "temperature": temperature})
 
@@ -150,24 +128,24 @@ async def chat(http: HttpRequest, service: Service) -> Response:
 @_as_fastapi
 async def greedy_until(http: HttpRequest, service: Service) -> Response:
     """Greedy continuation of each prefix, up to the first of its stop texts."""
-    body = await read(http, GreedyUntilBody, service.config.limits)
+    body = await read(http, GreedyUntilBody, service)
     if len(body.until) != len(body.prefix_text):
         raise bad_request(
             f"until has {len(body.until)} entries, prefix_text {len(body.prefix_text)}; send a "
             "text or a list of texts for each prefix",
             "until",
         )
-    own = service.config.easylm
+    _check_list(service, "prefix_text", body.prefix_text)
     stops = [(each,) if isinstance(each, str) else tuple(each) for each in body.until]
     for each in stops:
         check_stops(each, "until")
-    prompts = [own.prepend_to_prefix + text + own.append_to_prefix for text in body.prefix_text]
+    prompts = await off_loop(http, lambda: _prefixes(service, body.prefix_text))
     texts = await finish(http, service, _greedy_until(service, prompts, stops))
     return json_response(
         {
             "prefix_text": body.prefix_text,
             "until": body.until,
-            "max_length": own.greedy_until_max_length,
+            "max_length": service.config.easylm.greedy_until_max_length,
             "output_text": texts,
         }
     )
@@ -177,6 +155,41 @@ async def greedy_until(http: HttpRequest, service: Service) -> Response:
 
 _Window = tuple[tuple[int, ...], int]
 """A prompt, and how many of its last tokens are scored."""
+
+
+def _windows(
+    service: Service, prefixes: Sequence[str], texts: Sequence[str]
+) -> list[list[_Window]]:
+    """Each text after the end of its prefix that fits."""
+    windows = []
+    most = service.engine.max_length
+    begins, ends = _prefixes(service, prefixes), _text_tokens(service, texts)
+    for before, after in zip(begins, ends, strict=True):
+        if len(after) >= most:
+            raise bad_request(
+                f"a text has {count(len(after), 'token')}, which with a prefix is more than the "
+                f"server's limit of {count(most, 'token')} (--engine.max-length); send it to "
+                "/loglikelihood-rolling",
+                "text",
+            )
+        before = before[len(after) - most :]  # the end of a long prefix
+        windows.append([(before + after, len(after))])
+    return windows
+
+
+def _rolling_windows(service: Service, texts: Sequence[str]) -> list[list[_Window]]:
+    size = min(service.config.easylm.seq_length, service.engine.max_length - 1)
+    windows = []
+    for text in _text_tokens(service, texts):
+        tokens = (service.start, *text)
+        own = []
+        for first in range(1, len(tokens), size):
+            end = min(first + size, len(tokens))
+            # the last window reaches back, and only its new tokens are scored
+            begin = max(end - size, 1)
+            own.append((tokens[begin - 1 : end], end - first))
+        windows.append(own)
+    return windows
 
 
 async def _scores(service: Service, texts: Sequence[Sequence[_Window]]) -> list[_Score]:
@@ -199,9 +212,9 @@ async def _scores(service: Service, texts: Sequence[Sequence[_Window]]) -> list[
     return scores
 
 
-async def _generated(service: Service, texts: Sequence[str], temperature: float) -> list[str]:
-    prompts = await _prompts(service, texts)
-
+async def _generated(
+    service: Service, prompts: Sequence[tuple[int, ...]], temperature: float
+) -> list[str]:
     def requests() -> Iterator[Request]:
         for tokens in prompts:
             prompt, max_new = _fitting(service, tokens)
@@ -212,15 +225,15 @@ async def _generated(service: Service, texts: Sequence[str], temperature: float)
 
 
 async def _greedy_until(
-    service: Service, texts: Sequence[str], stops: Sequence[tuple[str, ...]]
+    service: Service, prompts: Sequence[tuple[int, ...]], stops: Sequence[tuple[str, ...]]
 ) -> list[str]:
     """As long as no stop text comes, generate again from the end of the text so far.
 
     A model with an encoder cannot: its output ends at the server's longest.
     """
-    tokens = await _prompts(service, texts)
-    generated = ["" for _ in texts]
-    left = dict.fromkeys(range(len(texts)), service.config.easylm.greedy_until_max_length)
+    tokens = [*prompts]
+    generated = ["" for _ in prompts]
+    left = dict.fromkeys(range(len(prompts)), service.config.easylm.greedy_until_max_length)
 
     def request(index: int, most: int) -> Request:
         prompt, max_new = _fitting(service, tokens[index])
@@ -268,11 +281,24 @@ def _fitting(service: Service, prompt: tuple[int, ...]) -> tuple[tuple[int, ...]
     return prompt[-most:], longest - most
 
 
-async def _prompts(service: Service, texts: Sequence[str]) -> list[tuple[int, ...]]:
-    return [tokens or (service.start,) for tokens in await service.encode_all(texts)]
+def _check_list(service: Service, field: str, texts: Sequence[str]) -> None:
+    service.check_entries(field, len(texts), service.config.limits.texts, "--limits.texts")
 
 
-async def _text_tokens(service: Service, texts: Sequence[str]) -> list[tuple[int, ...]]:
+def _prompts(service: Service, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    return [service.encode(text) or (service.start,) for text in texts]
+
+
+def _prefixes(service: Service, texts: Sequence[str]) -> list[tuple[int, ...]]:
     own = service.config.easylm
-    whole = [own.prepend_to_text + text + own.append_to_text for text in texts]
-    return await service.encode_all(whole, False)
+    return _prompts(
+        service, [own.prepend_to_prefix + text + own.append_to_prefix for text in texts]
+    )
+
+
+def _text_tokens(service: Service, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    own = service.config.easylm
+    return [
+        service.encode(own.prepend_to_text + text + own.append_to_text, special_tokens=False)
+        for text in texts
+    ]

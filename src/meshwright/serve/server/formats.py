@@ -1,8 +1,9 @@
 """The grammar of an output: what response_format, structured_outputs and tool_choice ask for."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +20,9 @@ _ANY_OBJECT = {"type": "object"}
 
 async def completion_grammar(service: Service, body: GenerationBody) -> Grammar | None:
     """The grammar of a completion, compiled; None if it is free."""
-    return await _compiled(service, _answer(body), _field(body))
+    if _is_free(body):
+        return None
+    return await asyncio.to_thread(_completion_grammar, service, body)
 
 
 async def chat_grammar(
@@ -29,7 +32,23 @@ async def chat_grammar(
 
     `tools` is the format of its calls. A model that reasons may do so before the answer.
     """
-    answer, calls = _answer(body), _calls(body, tools)
+    if _is_free(body) and not body.tools and body.tool_choice is None:
+        return None
+    return await asyncio.to_thread(_chat_grammar, service, body, prompt, tools)
+
+
+def _completion_grammar(service: Service, body: GenerationBody) -> Grammar | None:
+    with _errors_of(_field(body)):
+        return _compiled(service, _answer(body))
+
+
+def _chat_grammar(
+    service: Service, body: ChatBody, prompt: str, tools: ToolFormat
+) -> Grammar | None:
+    with _errors_of(_field(body)):
+        answer = _answer(body)
+    with _errors_of("tools"):
+        calls = _calls(body, tools)
     if calls and _is_forced(body):
         grammar, field = Grammar(calls, "calls"), "tool_choice"
     elif answer is None:
@@ -41,20 +60,33 @@ async def chat_grammar(
     template = service.template
     if template is not None and THOUGHT in template.text:
         grammar = after_reasoning(grammar, prompt.rstrip())
-    return await _compiled(service, grammar, field)
+    with _errors_of(field):
+        return _compiled(service, grammar)
 
 
-async def _compiled(service: Service, grammar: Grammar | None, field: str) -> Grammar | None:
-    """The grammar, which the engine has at hand then; or a 400 with what it cannot do."""
+def _compiled(service: Service, grammar: Grammar | None) -> Grammar | None:
+    """The grammar, which the engine has at hand then."""
     if grammar is not None:
-        try:
-            await asyncio.to_thread(service.source.grammars.compile, grammar)
-        except MeshwrightError as reason:
-            raise bad_request(f"{field}: {reason}", field) from None
+        service.source.grammars.compile(grammar)
     return grammar
 
 
+@contextlib.contextmanager
+def _errors_of(field: str) -> Iterator[None]:
+    """Inside, what a grammar cannot do becomes a 400 that names the field."""
+    try:
+        yield
+    except MeshwrightError as reason:
+        raise bad_request(f"{field}: {reason}", field) from None
+
+
 _GUIDED = ("guided_json", "guided_regex", "guided_choice")  # vLLM's older fields
+
+
+def _is_free(body: GenerationBody) -> bool:
+    """Whether no field asks for a format of the text."""
+    names = ("response_format", "structured_outputs", *_GUIDED)
+    return all(getattr(body, name) is None for name in names)
 
 
 def _field(body: GenerationBody) -> str:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.serve.server.errors import ApiError, ClientGoneError, error_response
 from meshwright.serve.server.service import Service, Usage, request_id
+from meshwright.serve.server.transport import give_back_memory
 
 LOG = logging.getLogger("meshwright.access")
 OPEN = frozenset({"/", "/health", "/ready", "/live"})  # no key needed: the page asks for it
@@ -29,6 +30,7 @@ class Access:
     id: str
     usage: Usage = dataclasses.field(default_factory=Usage)
     gone: bool = False
+    body_bytes: int = 0
 
 
 class Gate:
@@ -75,6 +77,7 @@ class Gate:
             raise
         finally:
             self._record(scope, access, _CLIENT_GONE if access.gone else status, started)
+            give_back_memory(access.body_bytes)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

@@ -11,7 +11,7 @@ Messages = Sequence[Mapping[str, Any]]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-async def chat_prompt(
+def chat_prompt(
     service: Service,
     messages: Messages,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -19,11 +19,15 @@ async def chat_prompt(
     generation_prompt: bool = True,
     continue_final: bool = False,
     values: Mapping[str, Any] | None = None,
+    any_length: bool = False,
 ) -> tuple[str, tuple[int, ...]]:
-    """The prompt of a chat, as text and tokens.
+    """The prompt of a chat, as text and tokens; `any_length`: it need not fit the model.
 
     Without a chat template the messages are joined, and the model continues them as a text.
     """
+    limits = service.config.limits
+    service.check_entries("messages", len(messages), limits.messages, "--limits.messages")
+    service.check_entries("tools", len(tools or ()), limits.tools, "--limits.tools")
     if not messages:
         raise bad_request("messages is empty; send at least one message", "messages")
     checked = [_message(index, message) for index, message in enumerate(messages)]
@@ -39,12 +43,18 @@ async def chat_prompt(
             "that would be continued; leave them out",
             "continue_final_message",
         )
+
+    def encoded(text: str, special_tokens: bool) -> tuple[int, ...]:
+        if not any_length:
+            service.check_characters(text, "messages")
+        return service.encode(text, special_tokens)
+
     template = service.template
     if template is None:
         if tools:
             raise bad_request("tools: this model has no chat template that takes them", "tools")
         text = "\n".join(message["content"] for message in checked)
-        return text, await service.encode(text)
+        return text, encoded(text, True)
     if tools and not template.takes_tools:
         raise bad_request("tools: the model's chat template does not take them", "tools")
     for index, tool in enumerate(tools or ()):
@@ -62,7 +72,7 @@ async def chat_prompt(
         values=values,
         continue_final=continue_final,
     )
-    return text, await service.encode(text, special_tokens=False)  # the template writes them
+    return text, encoded(text, False)  # the template writes special tokens
 
 
 def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import signal_calls
@@ -25,6 +26,7 @@ from meshwright.serve.settings import LimitsConfig
 
 _LOG = logging.getLogger("meshwright.serve")
 _BACKLOG = 2048
+_PARSED_BYTES = 1 << 14  # of a connection, before the event loop serves the others
 _START_SECONDS = 30.0
 _FAILED_SECONDS = 5.0  # in which clients and /health get the reason, after the engine has failed
 _LAST_WORDS_SECONDS = 2  # for errors to reach clients, after the time for finishing is over
@@ -35,6 +37,37 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # signals are for the main thread
+
+
+class _Protocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
+    """Parses a part of what has arrived, and the next after others had their turn.
+
+    A body in chunks of one byte takes the parser a second per megabyte.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._unparsed = bytearray()
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        is_first = not self._unparsed
+        self._unparsed += data
+        if is_first:
+            self._parse()
+
+    def _parse(self) -> None:
+        if self.transport.is_closing():
+            return
+        part = bytes(self._unparsed[:_PARSED_BYTES])
+        super().data_received(part)
+        del self._unparsed[:_PARSED_BYTES]
+        if self.transport.is_closing():
+            return
+        if self._unparsed:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._parse)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
 
 
 class HttpServer:
@@ -56,6 +89,7 @@ class HttpServer:
         self._server = _Uvicorn(
             uvicorn.Config(
                 application(service, port),
+                http=_Protocol,
                 lifespan="on",
                 log_config=None,
                 log_level="critical",  # failures are logged by the application

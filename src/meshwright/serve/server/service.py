@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.data import ChatTemplate
 from meshwright.present import count
 from meshwright.serve.defaults import Defaults
+from meshwright.serve.device_sampling import MAX_BIAS
 from meshwright.serve.load import Source, has_encoder
 from meshwright.serve.request import AnyEngine, Completion, Delta, Request
 from meshwright.serve.sampling import Sampling
@@ -23,9 +24,9 @@ from meshwright.serve.server.logprobs import LogprobWriter
 from meshwright.serve.server.metrics import Metrics
 from meshwright.serve.settings import ServeConfig
 
-_LONG_TEXT = 20_000  # characters; tokenizing more would hold up the other requests
-_CALL_COST = 200  # characters that take as long as a call of the tokenizer
+_PART = 1 << 16  # characters that are counted at once
 MOST_STOPS = 16
+MOST_STOP_TOKENS = 1024
 LONGEST_STOP = 256  # characters
 MOST_BAD_WORDS = 256
 _BUFFERED = 64  # deltas of a response with several choices
@@ -110,6 +111,14 @@ class Service:
                 "send fewer prompts or a smaller n"
             )
 
+    def check_entries(self, field: str, number: int, most: int, setting: str = "") -> None:
+        """Refuse a list that is too long, before any work is done for its entries."""
+        if number > most:
+            flag = f" ({setting})" if setting else ""
+            raise bad_request(
+                f"{field} has {number:,} entries; the server takes {most:,}{flag}", field
+            )
+
     @contextlib.contextmanager
     def admitted(self, sequences: int) -> Iterator[None]:
         """Inside, the sequences count as in flight; refuses them if there is no room."""
@@ -140,23 +149,38 @@ class Service:
 
     # ---- prompts ---------------------------------------------------------------------------------
 
-    async def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
-        """The tokens of a text; `special_tokens`: as the model's prompts begin."""
-        return (await self.encode_all([text], special_tokens))[0]
+    def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
+        """The tokens of a text; `special_tokens`: as the model's prompts begin.
 
-    async def encode_all(
-        self, texts: Sequence[str], special_tokens: bool = True
-    ) -> list[tuple[int, ...]]:
-        def encoded(text: str) -> tuple[int, ...]:
-            if special_tokens:
-                return tuple(self.source.encode(text))
-            return tuple(int(token) for token in self.source.tokenizer.encode(text))
+        Takes a second for a million characters: not for the thread of an event loop.
+        """
+        longest_prompt = self.engine.max_length * (self.source.tokenizer.longest_token or 0)
+        most = max(self.config.limits.characters, longest_prompt)
+        if len(text) > most:
+            raise ApiError(
+                413,
+                f"a text has {len(text):,} characters; the server tokenizes {most:,} at once "
+                "(--limits.characters); send it in parts",
+            )
+        if special_tokens:
+            return tuple(self.source.encode(text))
+        return tuple(self.source.tokenizer.encode(text).tolist())
 
-        def all_encoded() -> list[tuple[int, ...]]:
-            return [encoded(text) for text in texts]
-
-        work = len(texts) * _CALL_COST + sum(map(len, texts))
-        return all_encoded() if work < _LONG_TEXT else await asyncio.to_thread(all_encoded)
+    def check_characters(self, text: str, param: str = "prompt") -> None:
+        """Refuse a text that has too many characters to fit, before it is tokenized."""
+        most, per_token = self.engine.max_length, self.source.tokenizer.longest_token
+        if per_token is None or len(text) <= most * per_token:
+            return
+        parts = (text[at : at + _PART] for at in range(0, len(text), _PART))
+        characters = sum(len("".join(part.split())) for part in parts)
+        if characters > most * per_token:
+            raise bad_request(
+                f"the prompt has {len(text):,} characters, which are at least "
+                f"{-(-characters // per_token):,} tokens; that is more than the server's limit of "
+                f"{count(most, 'token')} (--engine.max-length); send a shorter prompt",
+                param,
+                "context_length_exceeded",
+            )
 
     @functools.cached_property
     def start(self) -> int:
@@ -215,6 +239,8 @@ class Service:
         """Each of `bases` with the body's sampling and stops, for each of `n` choices."""
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         check_stops(stop, "stop")
+        for field, most in (("stop_token_ids", MOST_STOP_TOKENS), ("logit_bias", MAX_BIAS)):
+            self.check_entries(field, len(getattr(body, field) or ()), most)
         self.check_tokens(body.stop_token_ids or (), "stop_token_ids")
         self.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
         self.check_tokens(body.allowed_token_ids or (), "allowed_token_ids")

@@ -9,23 +9,31 @@ from meshwright.serve.server.bodies import DetokenizeBody, TokenizeBody
 from meshwright.serve.server.errors import bad_request, json_response
 from meshwright.serve.server.messages import chat_prompt
 from meshwright.serve.server.service import Service
-from meshwright.serve.server.transport import read
+from meshwright.serve.server.transport import off_loop, read
 
 
 async def tokenize(http: HttpRequest, service: Service) -> Response:
-    body = await read(http, TokenizeBody, service.config.limits)
+    body = await read(http, TokenizeBody, service)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("send either 'prompt', a text, or 'messages', a chat")
+    return await off_loop(http, lambda: json_response(_tokenized(service, body)))
+
+
+def _tokenized(service: Service, body: TokenizeBody) -> dict[str, Any]:
     tokenizer = service.source.tokenizer
     end = tokenizer.end_of_document
     if body.prompt is not None and body.prompt == tokenizer.token_text(end):
         tokens: tuple[int, ...] = (end,)  # also where the tokenizer has no text for it
     elif body.prompt is not None:
-        tokens = await service.encode(body.prompt, body.add_special_tokens)
+        tokens = service.encode(body.prompt, body.add_special_tokens)
     else:
-        _, tokens = await chat_prompt(
-            service, body.messages or (), body.tools, generation_prompt=body.add_generation_prompt
+        _, tokens = chat_prompt(
+            service,
+            body.messages or (),
+            body.tools,
+            generation_prompt=body.add_generation_prompt,
+            any_length=True,
         )
     answer: dict[str, Any] = {
         "tokens": tokens,
@@ -33,15 +41,17 @@ async def tokenize(http: HttpRequest, service: Service) -> Response:
         "max_model_len": service.engine.max_length,
     }
     if body.return_token_strs:
-        answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
-    return json_response(answer)
+        texts = {token: tokenizer.token_text(token) for token in set(tokens)}
+        answer["token_strs"] = [texts[token] for token in tokens]
+    return answer
 
 
 async def detokenize(http: HttpRequest, service: Service) -> Response:
-    body = await read(http, DetokenizeBody, service.config.limits)
+    body = await read(http, DetokenizeBody, service)
     service.check_model(body.model)
     service.check_tokens(body.tokens, "tokens")
-    return json_response({"prompt": service.source.tokenizer.decode(body.tokens)})
+    decode = service.source.tokenizer.decode
+    return await off_loop(http, lambda: json_response({"prompt": decode(body.tokens)}))
 
 
 async def tokenizer_info(http: HttpRequest, service: Service) -> Response:
