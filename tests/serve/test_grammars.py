@@ -27,7 +27,7 @@ from meshwright.serve import (
     generation_mesh,
 )
 from meshwright.serve.device_sampling import allowed_only
-from meshwright.serve.grammars import Constraint
+from meshwright.serve.grammars import Constraint, TokenRules
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "nested": {
@@ -254,7 +254,7 @@ def test_schemas_that_cannot_be_followed(
 def test_a_grammar_that_fails_on_the_way_is_an_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(grammar: Grammar) -> Constraint:
+    def start(grammar: Grammar, rules: TokenRules) -> Constraint:
         constraint = Constraint(engine.source.grammars.compile(grammar).deep_copy())
         constraint.unread = np.array([ord("z")]), 0  # which the grammar does not allow
         return constraint

@@ -137,8 +137,8 @@ class HuggingFaceTokenizer:
                 f"{did_you_mean(end_token, _special_tokens(definition))}"
             )
         self.vocab = max(vocabulary.values()) + 1
-        self.longest_token = longest_token(self._definition, vocabulary)
         self.missing = tuple(sorted(set(range(self.vocab)) - set(vocabulary.values())))
+        self.longest_token = longest_token(self._definition, vocabulary)
         self.end_of_document = vocabulary[end_token]
         digest = hashlib.sha256(f"{self.end_of_document}\n{text}".encode())
         self.identity = f"huggingface-{digest.hexdigest()[:32]}"

@@ -222,7 +222,7 @@ def test_the_default_number_of_tokens_fits_a_long_prompt(server: Running) -> Non
         ({"prompt": "a", "top_p": 0}, "top_p=0", None),
         ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, 'response_format: Unimplemented keys: ["not"]', "response_format"),
         ({"prompt": "a", "structured_outputs": {"regex": "(a"}}, "unclosed group", "structured_outputs"),
-        ({"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["a"]}}, "one of json, regex and choice", "structured_outputs"),
+        ({"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["a"]}}, "one of json, json_object, regex, choice", "structured_outputs"),
         ({"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs.choice", "structured_outputs.choice"),
         ({"prompt": "a\ud800"}, "", None),
     ],

@@ -56,7 +56,7 @@ def post(url: str, path: str, **body: Any) -> Any:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         data = json.load(error)
-        return data["error"]["message"]
+        return data["error"]["message"] if "error" in data else data["detail"][0]["msg"]
 
 
 def test_completions_are_those_of_transformers(url: str) -> None:

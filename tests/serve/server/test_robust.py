@@ -32,13 +32,15 @@ BODIES: dict[str, dict[str, Any]] = {
         "logit_bias": {"65": 1}, "seed": 1, "n": 2, "stop": ["x"], "stop_token_ids": [5], "ignore_eos": False,
         "stream": False, "stream_options": {"include_usage": True}, "echo": True, "logprobs": 2, "best_of": 2,
         "suffix": None, "user": "me", "add_special_tokens": True, "response_format": {"type": "text"},
+        "min_tokens": 1, "include_stop_str_in_output": True, "prompt_logprobs": 1, "bad_words": ["x"],
+        "truncate_prompt_tokens": 1, "allowed_token_ids": [65], "cache_salt": "s", "priority": 0,
     },
     "/v1/chat/completions": {
         "model": "bigram", "messages": [{"role": "system", "content": "s"}, *HI], "max_tokens": 3, "n": 1,
         "max_completion_tokens": 2, "logprobs": True, "top_logprobs": 2, "tools": [TOOL], "tool_choice": "auto",
         "parallel_tool_calls": False, "add_generation_prompt": True, "continue_final_message": False,
         "chat_template_kwargs": {"x": 1}, "reasoning_effort": "low", "modalities": ["text"], "stream": True,
-        "stop": "x", "metadata": {}, "seed": None,
+        "stop": "x", "metadata": {}, "seed": None, "skip_special_tokens": False, "guided_choice": ["a"],
     },
     "/tokenize": {"prompt": "ab", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [65, 66]},
@@ -67,7 +69,7 @@ NOT_HTTP = [
     b"GET /%ff%00%0a HTTP/1.1\r\nHost: localhost\r\n\r\n", b"DELETE / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET /v1/models/../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",
 ]  # fmt: skip
-EXPECTED = {200, 400, 401, 403, 404, 405, 408, 413, 429, 431}
+EXPECTED = {200, 400, 401, 403, 404, 405, 408, 413, 422, 429, 431}
 
 
 class Clients:
@@ -116,7 +118,7 @@ class Clients:
     async def not_json(self) -> int | None:
         path, _ = self.body()
         status = await self.send(request(path, self.random.choice(NOT_JSON)))
-        assert status == 400
+        assert status == refused(path)
         return status
 
     async def not_http(self) -> int | None:
@@ -183,6 +185,11 @@ def request(path: str, body: bytes, key: str = KEY) -> bytes:
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     ).encode() + body
+
+
+def refused(path: str) -> int:
+    """The status of a bad body: EasyLM's routes have FastAPI's."""
+    return 400 if path.startswith("/v1/") or "tokenize" in path else 422
 
 
 async def read_status(reader: asyncio.StreamReader) -> int | None:
@@ -252,7 +259,7 @@ def test_three_hundred_streams_at_once_each_give_their_own_text(server: Running)
         assert shown == "".join(delta.text for delta in alone)
 
 
-def test_a_wrong_type_in_any_field_is_a_400(server: Running) -> None:
+def test_a_wrong_type_in_any_field_is_refused(server: Running) -> None:
     """None means that the field is left out, so it may be right."""
     for path, body in BODIES.items():
         for field in body:
@@ -260,5 +267,5 @@ def test_a_wrong_type_in_any_field_is_a_400(server: Running) -> None:
                 continue  # anything goes
             answer = server.post(path, **{**body, field: {"not": ["the", "type"]}})
             loose = field in ("chat_template_kwargs", "response_format")
-            assert answer.status == 400 or loose, (path, field, answer.text)
+            assert answer.status == refused(path) or loose, (path, field, answer.text)
             assert answer.status != 500

@@ -45,6 +45,7 @@ async def chat_completions(http: HttpRequest, service: Service) -> Response:
             generation_prompt=body.add_generation_prompt is not False,
             continue_final=bool(body.continue_final_message),
             values=values,
+            any_length=body.truncate_prompt_tokens is not None,
         ),
     )
     grammar = await chat_grammar(service, body, text, _tool_format(service, body))

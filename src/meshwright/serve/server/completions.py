@@ -77,7 +77,7 @@ def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
         raise bad_request("prompt is an empty list; send at least one prompt", "prompt")
     service.check_number(len(entries) * (body.n or 1))
     for entry in entries:
-        if isinstance(entry, str):
+        if isinstance(entry, str) and body.truncate_prompt_tokens is None:
             service.check_characters(entry)
     prompts = []
     for entry in entries:

@@ -180,9 +180,8 @@ def _windows(
 def _rolling_windows(service: Service, texts: Sequence[str]) -> list[list[_Window]]:
     size = min(service.config.easylm.seq_length, service.engine.max_length - 1)
     windows = []
-    start = service.start
     for text in _text_tokens(service, texts):
-        tokens = (start, *text)
+        tokens = (service.start, *text)
         own = []
         for first in range(1, len(tokens), size):
             end = min(first + size, len(tokens))

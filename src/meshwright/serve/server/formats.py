@@ -21,7 +21,7 @@ _ANY_OBJECT = {"type": "object"}
 
 async def completion_grammar(service: Service, body: GenerationBody) -> Grammar | None:
     """The grammar of a completion, compiled; None if it is free."""
-    if body.response_format is None and body.structured_outputs is None:
+    if _is_free(body):
         return None
     return await asyncio.to_thread(_completion_grammar, service, body)
 
@@ -33,8 +33,7 @@ async def chat_grammar(
 
     `tools` is the format of its calls. A model that reasons may do so before the answer.
     """
-    fields = (body.response_format, body.structured_outputs, body.tools, body.tool_choice)
-    if not any(fields):
+    if _is_free(body) and not body.tools and body.tool_choice is None:
         return None
     return await asyncio.to_thread(_chat_grammar, service, body, prompt, tools)
 
@@ -80,6 +79,12 @@ def _errors_of(field: str) -> Iterator[None]:
         yield
     except MeshwrightError as reason:
         raise bad_request(f"{field}: {reason}", field) from None
+
+
+def _is_free(body: GenerationBody) -> bool:
+    """Whether no field asks for a format of the text."""
+    names = ("response_format", "structured_outputs", *_GUIDED)
+    return all(getattr(body, name) is None for name in names)
 
 
 def _field(body: GenerationBody) -> str:
