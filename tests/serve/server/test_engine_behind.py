@@ -1,14 +1,15 @@
 """The real engine behind the server: streams at once equal requests alone, scores equal direct ones."""
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 
 import pytest
 from tests.serve.server.serving import Running, config
+from tests.serve.test_decode import BASE
 
-from meshwright.models import preset
-from meshwright.serve import Engine, Model, generation_mesh
+from meshwright.serve import Engine, EngineConfig, Model, generation_mesh
 from meshwright.serve.server import HttpServer, Service
 
 pytestmark = pytest.mark.slow
@@ -16,9 +17,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def real(random_model: Callable[..., Model]) -> Iterator[Running]:
-    model = random_model(preset("tiny"), generation_mesh())
+    model = random_model(dataclasses.replace(BASE, vocab=320), generation_mesh())
+    settings = EngineConfig(
+        max_length=256, page_size=8, chunk=64, chunk_shapes=((4, 16), (1, 64)),
+        batch_buckets=(1, 32),
+    )  # fmt: skip
     with (
-        Engine(model) as engine,
+        Engine(model, settings) as engine,
         HttpServer(Service(engine, model.source, config(access_log=False), None)) as server,
     ):
         yield Running(server, engine)

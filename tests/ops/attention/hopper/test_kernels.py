@@ -158,10 +158,12 @@ def test_it_lowers_for_a_gpu_that_is_not_here_on_any_mesh(
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 2
     whole, gradients = traced.out_info
-    assert [x.shape for x in (*whole, *gradients)] == [
+    dq, dk, dv, dbias = gradients
+    assert [x.shape for x in (*whole, dq, dk, dv)] == [
         q.shape, q.shape[:3], q.shape, k.shape, v.shape,
     ]  # fmt: skip
-    assert {x.dtype for x in (whole.out, *gradients)} == {jnp.dtype(dtype)}
+    assert {x.dtype for x in (whole.out, dq, dk, dv)} == {jnp.dtype(dtype)}
+    assert dbias is None
 
 
 @NEEDS
