@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import meshwright.torch as mt
 from meshwright.checkpoint import folders
+from meshwright.data import NO_TARGET
 from meshwright.errors import MeshwrightError
 from meshwright.torch import checkpoint
 from meshwright.torch.parallelize import parallelized
@@ -168,3 +169,68 @@ def full_disk(folder: Path) -> dict[str, Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found["errors"])
     return found | {"everyone": everyone, "steps": checkpoints.steps()}
+
+
+def of_transformers(kind: str, folder: Path) -> dict[str, float]:
+    """A step on packed documents, against transformers on one document at a time."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+    if (
+        dist.get_rank() == 0
+    ):  # windows shorter than the documents; tp does not divide the vocabulary
+        tiny(kind, vocab_size=385, sliding_window=8, **sizes).save_pretrained(folder / "model")
+    dist.barrier()
+    model = folder / "model"
+    backend = backend_of(
+        TrainConfig(
+            str(model),
+            folder / "run",
+            "torch",
+            "dp=2,tp=3",
+            steps=20,
+            batch=4,
+            seq=32,
+            init_from=model,
+        )
+    )
+    backend.start(None)
+    numbers = np.random.default_rng(0)
+    documents = [numbers.integers(3, 385, length) for length in (13, 19, 20, 12, 31, 1, 32)]
+    sequences = [documents[0:2], documents[2:4], documents[4:6], documents[6:7]]
+    index, _ = mt.data_shard(mt.mesh("dp=2,tp=3", device="cpu"))
+    report = backend.values(backend.step(packed(sequences[2 * index : 2 * index + 2])))
+    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    total, count = torch.zeros(()), sum(len(document) - 1 for document in documents)
+    for document in documents:
+        tokens = torch.from_numpy(document)[None]
+        logits = plain(input_ids=tokens).logits[0, :-1]
+        total = total + torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum")
+    (total / count).backward()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters()])
+    backend.save(1, {})
+    again = backend_of(backend.config)
+    again.start(1)
+    same = bits(again) == bits(backend)
+    return {
+        "loss": abs(report["loss"] - (total / count).item()),
+        "gradient_norm": abs(report["gradient_norm"] / norm.item() - 1),
+        "resumed": float(same),
+    }
+
+
+def packed(sequences: list[list[Any]]) -> dict[str, Any]:
+    """A batch of one micro-batch, several documents a sequence."""
+
+    def laid(parts: Any) -> Any:
+        return np.stack([np.concatenate(own) for own in parts])[None].astype(np.int32)
+
+    ends = [[np.append(d[1:], NO_TARGET) for d in own] for own in sequences]
+    return {
+        "tokens": laid(sequences),
+        "targets": laid(ends),
+        "segments": laid(
+            [[np.full(len(d), i + 1) for i, d in enumerate(own)] for own in sequences]
+        ),
+        "positions": laid([[np.arange(len(d)) for d in own] for own in sequences]),
+    }

@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
+import transformers
 
 from meshwright.cli.main import main
 from meshwright.errors import MeshwrightError
@@ -98,6 +99,28 @@ def test_a_model_of_another_family(tmp_path: Path, capsys: pytest.CaptureFixture
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "for others call mw.torch.parallelize in a script" in told(capsys, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            "--mesh auto",
+            "the plan has no figures of gemma2 models; name the mesh, such as --mesh dp=2",
+        ),
+        ("--mesh dp=1,tp=2", "heads=3 cannot be split in tp=2; tp=1 would fit"),
+        ("--mesh dp=2 --override rope.theta=1", "for gemma2 models change config.json"),
+    ],
+)
+def test_a_model_that_jax_does_not_have(
+    flags: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.Gemma2Config(
+        vocab_size=384, hidden_size=12, num_attention_heads=3, num_key_value_heads=3, head_dim=4,
+        num_hidden_layers=1, intermediate_size=12, max_position_embeddings=512,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    assert says in told(capsys, str(tmp_path), "--processes", "2", *flags.split())
 
 
 def test_a_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.torch.conftest import IN_SHORT, SixProcesses
 
 import meshwright as mw
+from meshwright.models import TORCH_ONLY_TYPES
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -188,3 +189,19 @@ def test_an_architecture_is_split_by_its_own_plan(on_six: SixProcesses, kind: st
     assert found["logits"] < 1e-6
     assert found["gradients"] < 1e-4  # of the largest of a weight
     assert found["split"] == 1  # every matrix of the layers
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=_slow_unless_short("train by command", kind))
+        for kind in TORCH_ONLY_TYPES
+    ],
+)
+def test_a_step_on_packed_documents_is_that_of_transformers(
+    on_six: SixProcesses, kind: str
+) -> None:
+    found = result(on_six, f"train by command {kind}")
+    assert found["loss"] < 1e-5
+    assert found["gradient_norm"] < 1e-4
+    assert found["resumed"]

@@ -107,7 +107,8 @@ class Tree(nn.Module):
             if between == "any":
                 self._add_line(chooser, widths, 2)
             else:
-                self._append(widths, *self._between(chooser, between), [len(widths) - 1], MLP)
+                line = self._between(chooser, between)
+                self._append(widths, *line, [len(widths) - 1], widths[-1])
         if widths[-1] == MLP:
             layer = nn.Linear(MLP, EMBED)
             self._append(widths, "linear", layer, [len(widths) - 1], EMBED)

@@ -26,6 +26,7 @@ import tree_worker
 
 import meshwright as mw
 import meshwright.torch as mt
+from meshwright.models import TORCH_ONLY_TYPES
 from meshwright.torch.parallelize import parallelized
 from models import SIZES, batches, optimizer_of, tiny, train
 
@@ -67,6 +68,10 @@ def cases() -> dict[str, Callable[[], Any]]:
     found["random trees"] = lambda: [
         tree_worker.compared(seed, mt.mesh("dp=2,tp=3", device="cpu")) for seed in range(12)
     ]
+    for kind in TORCH_ONLY_TYPES:
+        found[f"train by command {kind}"] = lambda k=kind: backend_cases.of_transformers(
+            k, shared_folder()
+        )
     for kind in ARCHITECTURES:
         found[f"architecture {kind}"] = lambda k=kind: own_plan(k)
     return found

@@ -34,6 +34,9 @@ from meshwright.models.safetensors_read import (
     read_folder,
     read_header,
 )
+from meshwright.models.torch_only import MODEL_TYPES as TORCH_ONLY_TYPES
+from meshwright.models.torch_only import TransformersConfig
+from meshwright.models.torch_only import read_config as torch_only_config
 from meshwright.models.work import Attention, Block, Stack
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "SOURCE",
     "SPECIAL_TOKENS",
     "TENSOR_DTYPES",
+    "TORCH_ONLY_TYPES",
     "ActivationLayouts",
     "Attention",
     "Block",
@@ -57,6 +61,7 @@ __all__ = [
     "Serving",
     "Stack",
     "StoredTensor",
+    "TransformersConfig",
     "abstract_arrays",
     "activation_layouts",
     "batch_multiple",
@@ -86,4 +91,5 @@ __all__ = [
     "save_hf",
     "scans_layers",
     "to_hf_config",
+    "torch_only_config",
 ]

@@ -20,6 +20,7 @@ from meshwright.models.huggingface import (
     short,
 )
 from meshwright.models.t5.family import T5
+from meshwright.models.torch_only import TORCH_ONLY
 
 FAMILIES: tuple[ModelFamily, ...] = (DECODER, T5)
 PRESETS: dict[str, Any] = {
@@ -49,7 +50,7 @@ def layer_count(config: Any) -> int:
 
 def family_of(config: Any) -> ModelFamily:
     """The family whose config this is."""
-    for family in FAMILIES:
+    for family in (*FAMILIES, TORCH_ONLY):
         if isinstance(config, family.config):
             return family
     names = ", ".join(family.config.__name__ for family in FAMILIES)
@@ -165,7 +166,7 @@ def model_from_dict(data: Mapping[str, Any]) -> Any:
     """The reverse of model_to_dict; data without a family is a decoder's."""
     values = dict(data)
     name = values.pop("family", DECODER.name)
-    for family in FAMILIES:
+    for family in (*FAMILIES, TORCH_ONLY):
         if family.name == name:
             return family.from_dict(values)
     raise MeshwrightError(f"no model family is called {name!r}")

@@ -11,12 +11,13 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import MeshwrightError
@@ -38,15 +39,16 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     own = parallelized(model)
     files = tensor_files(Path(folder))
     shared = _shared_names(model)
+    stored_names = _names_in_files(model, files)
     sources = {}
     for name, placed in own.placements.by_name.items():
-        found = next((other for other in shared.get(name, [name]) if other in files), None)
-        if found is None:
+        names = [other for other in shared.get(name, [name]) if other in stored_names]
+        if not names:
             raise MeshwrightError(
                 f"{folder} has no tensor {name!r} of shape {placed.shape}; it holds "
                 f"{', '.join(sorted(files)[:3])}, …: is it a folder of this model?"
             )
-        sources[name] = found
+        sources[name] = stored_names[names[0]]
     materialize(model)
     with _Opened() as opened, torch.no_grad():
         for name, param in model.named_parameters():
@@ -67,6 +69,24 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     if unused:
         logger.warning("%s: %d tensors are not in the model: %s", folder, len(unused), unused[:4])
     return model
+
+
+def _names_in_files(model: Any, files: Iterable[str]) -> dict[str, str]:
+    """By the model's name of a tensor, that in the files; transformers has renamed some modules."""
+    names = {name: name for name in files}
+    if hasattr(model, "save_pretrained"):
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+        # fully_shard gives a model a class of its own
+        kind = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+        changes = get_checkpoint_conversion_mapping(kind.__name__)
+        if changes is None:
+            changes = get_checkpoint_conversion_mapping(model.config.model_type)
+        renamings = [change for change in changes or () if isinstance(change, WeightRenaming)]
+        for name in files:
+            names.setdefault(rename_source_key(name, renamings, [])[0], name)
+    return names
 
 
 def initialize(model: nn.Module, seed: int = 0) -> nn.Module:

@@ -19,7 +19,7 @@ from meshwright.data import (
 )
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Explanation, explain
-from meshwright.models import SOURCE, SPECIAL_TOKENS, describe_padding, from_hf_config, override
+from meshwright.models import SOURCE, SPECIAL_TOKENS, describe_padding, family_of, override
 from meshwright.train.abstract_step import AbstractStep, abstract_step
 from meshwright.train.config import TrainConfig
 from meshwright.train.run.trackers import check_trackers
@@ -104,7 +104,7 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
 
 def _check_weights(folder: Path, config: TrainConfig, model: Any) -> None:
     """Weights made for other settings (a rope, a norm) would fit and be wrong."""
-    theirs = override(from_hf_config(folder), config.override, config.seq)
+    theirs = override(_read_config(folder, model), config.override, config.seq)
     differ = [
         field.name
         for field in dataclasses.fields(model)
@@ -122,12 +122,17 @@ def _check_weights(folder: Path, config: TrainConfig, model: Any) -> None:
         )
 
 
+def _read_config(folder: Path, model: Any) -> Any:
+    """The config of a folder, read as that of `model` was."""
+    return family_of(model).hugging_face.read_config(folder)
+
+
 def _hf_config(config: TrainConfig, model: Any, tokenizer: Tokenizer) -> dict[str, Any]:
     """What `save_hf` will need of the folder that the weights or the model came from.
 
     Special tokens and tokenizer files are kept if the data was packed with that tokenizer.
     """
-    source = model if config.init_from is None else from_hf_config(config.init_from)
+    source = model if config.init_from is None else _read_config(config.init_from, model)
     fields = dict(source.hf_config or {})
     folder = None if SOURCE not in fields else Path(fields[SOURCE])
     if folder is not None and (folder / "tokenizer.json").is_file():

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import MeshwrightError, not_installed
 from meshwright.machines import check_host_memory
-from meshwright.models import to_hf_config
+from meshwright.models import TransformersConfig, to_hf_config
 from meshwright.present import bytes_text, nearest_multiples
 from meshwright.torch.checkpoint import Checkpoints
 from meshwright.torch.checks import check_sequence
@@ -25,6 +25,7 @@ from meshwright.torch.train.batch import Arrays, micro_batches, model_inputs, ta
 from meshwright.torch.train.from_jax import as_pieces
 from meshwright.torch.train.launcher import by_torchrun
 from meshwright.torch.train.settings import check_settings
+from meshwright.torch.train.work import NetworkWork
 from meshwright.train import (
     Backend,
     Memory,
@@ -55,8 +56,8 @@ class TorchBackend(Backend):
         self._sequences = self._sequences_of(config)
         data = prepare_data(config, model)
         self.loader, self.eval_loader, self.model = data.loader, data.eval_loader, data.model
-        self.work = StepWork(model, {"tokens": config.seq})
         self._window = model.sliding_window
+        self._own_masks = isinstance(model, TransformersConfig)
         self.checkpoints: Checkpoints = Checkpoints(**checkpoint_settings(config))
         cuda = mesh.device_type == "cuda"
         self.device_kind = torch.cuda.get_device_name() if cuda else "cpu"
@@ -65,7 +66,7 @@ class TorchBackend(Backend):
         if config.compute.sequence_parallel and axes.tp > 1:
             check_sequence(config.seq, axes.tp, axes.tensor)
         rules = file_rules(config)  # None: those that follow from the model
-        self.network = _on_meta(to_hf_config(model), _DTYPES[config.compute.param_dtype])
+        self.network = on_meta(to_hf_config(model), _DTYPES[config.compute.param_dtype])
         try:
             self._explanation = explain(self.network, mesh, rules)
         except MeshwrightError as mistake:
@@ -73,6 +74,12 @@ class TorchBackend(Backend):
                 raise
             raise MeshwrightError(f"rules {config.rules!r}: {mistake}") from None
         self.num_parameters = self._explanation.num_elements
+        lengths = {"tokens": config.seq}
+        self.work = (
+            NetworkWork.of(self.network, model, lengths)
+            if isinstance(model, TransformersConfig)
+            else StepWork(model, lengths)
+        )
         parallelize(
             self.network,
             mesh,
@@ -244,7 +251,9 @@ class TorchBackend(Backend):
 
     def _entropy(self, part: Arrays) -> torch.Tensor:
         """The summed cross-entropy of this rank's sequences."""
-        logits = self.network(**model_inputs(part, self._window, self._device)).logits
+        logits = self.network(
+            **model_inputs(part, self._window, self._device, self._own_masks)
+        ).logits
         wanted = targets(part, self._device)
         return self._cross_entropy(logits, wanted.reshape(-1))
 
@@ -295,7 +304,7 @@ class TorchBackend(Backend):
         return Memory(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), limit)
 
 
-def _on_meta(fields: dict[str, Any], dtype: torch.dtype) -> Any:
+def on_meta(fields: dict[str, Any], dtype: torch.dtype) -> Any:
     """The Hugging Face model of a config.json, without weights."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -306,7 +315,7 @@ def _on_meta(fields: dict[str, Any], dtype: torch.dtype) -> Any:
     kind = fields["model_type"]
     config = AutoConfig.for_model(kind, **{k: v for k, v in fields.items() if k != "model_type"})
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _dtensors(network: torch.nn.Module) -> Iterator[DTensor]:

@@ -12,11 +12,14 @@ IGNORED = -100
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
 
 
-def model_inputs(batch: Arrays, window: int | None, device: torch.device) -> dict[str, Any]:
+def model_inputs(
+    batch: Arrays, window: int | None, device: torch.device, own_masks: bool = False
+) -> dict[str, Any]:
     """Arguments of the model for sequences [batch, length].
 
     Documents that share a sequence do not see each other: they get positions and a mask of their
     own. Where each sequence is one document, the model's plain causal attention is used.
+    `own_masks`: the model makes its masks itself, from positions; its layers may have windows.
     """
     segments = batch["segments"]
     inputs: dict[str, Any] = {"input_ids": _long(batch["tokens"], device), "use_cache": False}
@@ -24,7 +27,7 @@ def model_inputs(batch: Arrays, window: int | None, device: torch.device) -> dic
     packed = bool((segments != segments[:, :1]).any())
     if packed:
         inputs["position_ids"] = _long(batch["positions"], device)
-    if packed or (window is not None and length > window):
+    if not own_masks and (packed or (window is not None and length > window)):
         own = torch.from_numpy(segments).to(device)
         index = torch.arange(length, device=device)
         distance = index[:, None] - index

@@ -19,14 +19,15 @@ from meshwright.launch import pause_timeout_s
 from meshwright.layouts import Rules
 from meshwright.machines import CHIPS, Machine, chip_of_kind
 from meshwright.meshes import MeshSpec
-from meshwright.models import DecoderConfig
+from meshwright.models import DecoderConfig, TransformersConfig, to_hf_config
 from meshwright.planner import Choice, Job
 from meshwright.planner.fsdp2 import refusal
 from meshwright.torch.dims import ACTIVATIONS
+from meshwright.torch.explanation import explain
 from meshwright.torch.load import tensor_files
 from meshwright.torch.mesh import axes_of
 from meshwright.torch.mesh import mesh as make_mesh
-from meshwright.torch.train.backend import TorchBackend, check_batch
+from meshwright.torch.train.backend import TorchBackend, check_batch, on_meta
 from meshwright.torch.train.launcher import start_processes, starts_processes
 from meshwright.torch.train.settings import check_settings
 from meshwright.torch.train.store import join
@@ -56,6 +57,11 @@ def train(
     what to say about them.
     """
     model = check_settings(config)
+    if config.mesh == AUTO and isinstance(model, TransformersConfig):
+        raise MeshwrightError(
+            f"--mesh auto: the plan has no figures of {model.model_type} models; name the mesh, "
+            f"such as --mesh dp={config.processes or 1}"
+        )
     starts = starts_processes(config)
     if config.mesh != AUTO:
         _check_mesh(config, model)
@@ -101,7 +107,7 @@ def connection_errors() -> Iterator[None]:
         raise ConnectionError(re.sub(r"^\[[^]]*\]\s*|[.\s]*GLHF!\s*$", "", text)) from None
 
 
-def _check_mesh(config: TrainConfig, model: DecoderConfig) -> None:
+def _check_mesh(config: TrainConfig, model: DecoderConfig | TransformersConfig) -> None:
     """What can be known before the processes are started."""
     spec = MeshSpec.parse(config.mesh)
     given = math.prod(size for size in spec.sizes if size > 0)
@@ -113,10 +119,14 @@ def _check_mesh(config: TrainConfig, model: DecoderConfig) -> None:
             f"torchrun --nproc-per-node {given} --no-python -- meshwright train …"
         )
     by = "started by torchrun" if "WORLD_SIZE" in os.environ else f"--processes {processes}"
-    axes = axes_of(spec.resolve(processes, where=f"in the run ({by})"))
+    spec = spec.resolve(processes, where=f"in the run ({by})")
+    axes = axes_of(spec)
     check_batch(config, axes)
     if (rules := file_rules(config)) is not None:  # what is split depends on them
         _check_axes(config.rules, rules, spec)
+        return
+    if isinstance(model, TransformersConfig):
+        explain(on_meta(to_hf_config(model), torch.float32), spec)
         return
     job = Job(model, config.batch, config.seq, backend="torch")
     parallel = config.compute.sequence_parallel

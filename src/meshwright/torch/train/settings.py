@@ -4,7 +4,13 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError, UnsupportedModelError
 from meshwright.launch import flat_settings
-from meshwright.models import DecoderConfig
+from meshwright.models import (
+    TORCH_ONLY_TYPES,
+    DecoderConfig,
+    TransformersConfig,
+    override,
+    torch_only_config,
+)
 from meshwright.train import TrainConfig, check_length, file_rules, model_of
 
 # settings of JAX alone, and what to do instead
@@ -27,7 +33,15 @@ _JAX_ONLY = {
 }
 
 
-def check_settings(config: TrainConfig) -> DecoderConfig:
+def _of_transformers(config: TrainConfig) -> TransformersConfig | None:
+    """A model that JAX does not have; None where --backend torch does not train it either."""
+    try:
+        return override(torch_only_config(config.model), config.override, config.seq)
+    except UnsupportedModelError:
+        return None
+
+
+def check_settings(config: TrainConfig) -> DecoderConfig | TransformersConfig:
     """The model; raise if a setting is one that PyTorch does not have."""
     now, usual = flat_settings(config), flat_settings(TrainConfig(config.model))
     for name, instead in _JAX_ONLY.items():
@@ -67,8 +81,11 @@ def check_settings(config: TrainConfig) -> DecoderConfig:
     try:
         model: Any = model_of(config)
     except UnsupportedModelError as unsupported:
-        raise MeshwrightError(f"{unsupported}; {others}") from None
-    if not isinstance(model, DecoderConfig):
+        model = _of_transformers(config)
+        if model is None:
+            known = ", ".join(TORCH_ONLY_TYPES)
+            raise MeshwrightError(f"{unsupported}, and by model_type {known}; {others}") from None
+    if not isinstance(model, DecoderConfig | TransformersConfig):
         raise MeshwrightError(
             f"{config.model} is not a dense decoder, and --backend torch trains Llama, Mistral, "
             f"Qwen2 and Qwen3 models; {others}"
