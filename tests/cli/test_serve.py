@@ -183,7 +183,7 @@ def test_clients_are_told_what_the_server_does_while_it_starts(
             if text:
                 progress(text)
             with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/health", timeout=20)
+                urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/health", timeout=PATIENCE_S)
             answers.append((refused.value.code, json.load(refused.value)["error"]["message"]))
         raise MeshwrightError("out of memory")
 
@@ -211,11 +211,11 @@ def test_a_log_on_a_full_disk_does_not_end_the_server(stream: str) -> None:
         while not answered:
             assert process.poll() is None, process.communicate()
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=20)
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S)
                 answered = True
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=60)
+        output = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
         process.communicate()
@@ -231,11 +231,11 @@ def test_a_long_stream_does_not_outlive_the_time_to_finish() -> None:
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]
         body = b'{"prompt": "a", "max_tokens": 500, "ignore_eos": true, "stream": true}'
-        with urllib.request.urlopen(f"{url}/completions", body, timeout=60) as response:
+        with urllib.request.urlopen(f"{url}/completions", body, timeout=PATIENCE_S) as response:
             response.readline()  # it runs
             process.send_signal(signal.SIGTERM)
             *_, last, _ = response.read().split(b"\n\n")
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
         process.communicate()
@@ -252,7 +252,7 @@ def test_a_step_that_does_not_end_does_not_keep_the_process() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
         process.communicate()

@@ -107,7 +107,7 @@ def test_an_end_token_stops_greedy_until() -> None:
     [
         ("/loglikelihood", {}, ["text"]),
         ("/loglikelihood", {"text": "not a list"}, ["text"]),
-        ("/loglikelihood", {"text": ["a", 3]}, ["text"]),
+        ("/loglikelihood", {"text": ["a", 3]}, ["text", 1]),
         ("/loglikelihood", {"text": ["a"], "prefix_text": ["a", "b"]}, ["prefix_text"]),
         ("/loglikelihood-rolling", {"prefix_text": ["a"]}, ["text"]),
         ("/loglikelihood_rolling", {"prefix_text": ["a"]}, ["text"]),
@@ -123,7 +123,7 @@ def test_an_end_token_stops_greedy_until() -> None:
     ],
 )
 def test_a_bad_body_is_answered_in_the_form_of_fastapi(
-    server: Running, path: str, body: dict[str, object], place: list[str]
+    server: Running, path: str, body: dict[str, object], place: list[str | int]
 ) -> None:
     answer = server.post(path, **body)
     assert answer.status == 422, answer.text
@@ -143,8 +143,8 @@ def test_other_errors_keep_their_status() -> None:
         assert server.post("/generate", prefix_text=["a"]).status == 503
 
 
-def test_an_empty_prefix_starts_a_document(server: Running) -> None:
-    server.post("/generate", prefix_text=[""])
-    assert server.engine.seen[-1].prompt == (END,)
-    server.post("/greedy-until", prefix_text=[""], until=["§"])
-    assert server.engine.seen[-1].prompt == (END,)
+@pytest.mark.parametrize(("path", "more"), [("/generate", {}), ("/greedy-until", {"until": ["§"]})])
+def test_an_empty_prefix_starts_a_document(path: str, more: dict[str, object]) -> None:
+    with serving() as server:
+        server.post(path, prefix_text=[""], **more)
+        assert server.engine.seen[0].prompt == (END,)
