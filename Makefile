@@ -29,7 +29,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # what training and serving in JAX need
 $(DEMO): pyproject.toml constraints.txt
-	@echo "installing jax and what else the demo needs in $(VENV) (about 250 MB to download)"
+	@echo "installing jax and what else the demo needs in $(VENV) (about 190 MB to download)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[serve]'
 	touch $@

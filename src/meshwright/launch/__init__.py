@@ -3,7 +3,12 @@
 from meshwright.launch.cache import cache_folder, keep_compiled_programs
 from meshwright.launch.comparison import Fact, compare_processes
 from meshwright.launch.coordinator import CoordinatorLostError, Store, coordinator_store
-from meshwright.launch.cpu import check_simulated, make_room_for_cpu_collectives, simulate_devices
+from meshwright.launch.cpu import (
+    check_simulated,
+    make_room_for_cpu_collectives,
+    quick_compile_options,
+    simulate_devices,
+)
 from meshwright.launch.ending import EXIT_CODE, AgreedError, end_process, ends_together
 from meshwright.launch.facts import (
     by_content,
@@ -23,6 +28,7 @@ __all__ = [
     "Joined", "Leader", "Stop", "Store", "Watchdog", "agree", "by_content", "cache_folder",
     "check_simulated", "compare_processes", "convert_paths", "coordinator_store", "end_process",
     "ends_together", "flat_settings", "join", "keep_compiled_programs",
-    "make_room_for_cpu_collectives", "open_link", "pause_timeout_s", "simulate_devices",
-    "software_facts", "stop_on_signals", "take_most_gpu_memory", "weights_sample",
+    "make_room_for_cpu_collectives", "open_link", "pause_timeout_s", "quick_compile_options",
+    "simulate_devices", "software_facts", "stop_on_signals", "take_most_gpu_memory",
+    "weights_sample",
 ]  # fmt: skip

@@ -328,10 +328,12 @@ def create(specs: Any, shardings: Any, seed: int = 0) -> Any:
     structure: Any = treedef  # jax's stub has no flatten_up_to
     leaf_shardings = structure.flatten_up_to(jax.tree.broadcast(shardings, specs, is_leaf=is_spec))
 
+    path_numbers = np.array([zlib.crc32(path.encode()) for path in paths], np.uint32)
+
     def make(root: jax.Array) -> Any:
         made = []
-        for path, spec, sharding in zip(paths, leaves, leaf_shardings, strict=True):
-            key = jax.random.fold_in(root, zlib.crc32(path.encode()))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(root, path_numbers)
+        for key, spec, sharding in zip(keys, leaves, leaf_shardings, strict=True):
             ignores_shape = getattr(spec.init, "ignores_shape", False)
             shape = _fewest_dims(spec, sharding) if ignores_shape else spec.unpadded_shape
             values = spec.init(key, shape, spec.dtype).reshape(spec.unpadded_shape)

@@ -21,6 +21,7 @@ from meshwright.launch import (
     join,
     keep_compiled_programs,
     make_room_for_cpu_collectives,
+    quick_compile_options,
     simulate_devices,
     take_most_gpu_memory,
 )
@@ -162,7 +163,8 @@ class JaxBackend(Backend):
         step = self._setup.step
         start = time.monotonic()
         with waiting_line("compiling", shown=self.process_id == 0), _heard(say):
-            self._compiled = step.functions.train.lower(self._state, step.batch).compile()
+            lowered = step.functions.train.lower(self._state, step.batch)
+            self._compiled = lowered.compile(quick_compile_options(self._devices[0].platform))
         took = duration_text(time.monotonic() - start)
         held = self._compiled.memory_analysis()
         if held is not None:
