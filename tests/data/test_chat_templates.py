@@ -67,6 +67,24 @@ def test_a_refusal_is_one_line(text: str, message: str) -> None:
         ChatTemplate(text).render(HI)
 
 
+def test_json_of_a_template_is_that_of_the_library() -> None:
+    value = {"b": [1, None, {"a": "<é>"}], "a": 1.5}
+    messages = [{"role": "user", "content": value}]
+    for options in ("", "indent=2", "sort_keys=true", 'separators=(",", ":")', "ensure_ascii=true"):
+        arguments = eval(f"dict({options})", {"true": True})
+        template = ChatTemplate(f"{{{{ messages[0].content | tojson({options}) }}}}")
+        expected = json.dumps(value, **{"ensure_ascii": False, **arguments})
+        assert template.render(messages) == expected
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    tool: list[object] = []
+    for _ in range(5000):
+        tool = [tool]
+    with pytest.raises(MeshwrightError, match="nested too deeply"):
+        ChatTemplate("{{ tools | tojson }}").render(HI, [tool])
+
+
 def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(MeshwrightError, match="not valid jinja2"):
         ChatTemplate("{% if %}")

@@ -90,6 +90,8 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as reason:
             raise MeshwrightError(f"the chat template refuses these messages: {reason}") from None
+        except RecursionError:
+            raise MeshwrightError("the messages or tools are nested too deeply") from None
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as reason:
             raise MeshwrightError(
                 f"the chat template cannot render these messages: {type(reason).__name__}: {reason}"
@@ -161,8 +163,9 @@ def _compiled(text: str) -> jinja2.Template:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # jinja2's own escapes < and >, which models were not trained on
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    # jinja2's own escapes < and >, which models were not trained on; in pieces, so that other
+    # threads run while a large value is written
+    return "".join(json.JSONEncoder(ensure_ascii=ensure_ascii, **options).iterencode(value))
 
 
 def _raise(message: str) -> None:

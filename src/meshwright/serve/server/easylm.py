@@ -40,8 +40,8 @@ def _as_fastapi(endpoint: Endpoint) -> Endpoint:
             error = reason
         if error.status != 400:
             raise error
-        words = re.findall(r"\w+", error.param or "")
-        place = ["body", *(int(word) if word.isdigit() else word for word in words)]
+        names = re.findall(r"\w+", error.param or "")
+        place = ["body", *(int(name) if name.isdecimal() else name for name in names)]
         detail = {"type": "value_error", "loc": place, "msg": error.message}
         return json_response({"detail": [detail]}, 422)
 
