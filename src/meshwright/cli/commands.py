@@ -11,7 +11,9 @@ import tyro
 from meshwright.cli.audit import audit_command
 from meshwright.cli.data import data
 from meshwright.cli.eval import evaluate
+from meshwright.cli.flags import NUMBERS, check_given_once
 from meshwright.cli.generate import generate
+from meshwright.cli.jax_log import shorten_plugin_errors
 from meshwright.cli.machines import machines
 from meshwright.cli.other_systems import check_flags
 from meshwright.cli.plan import plan
@@ -19,7 +21,7 @@ from meshwright.cli.prove import prove_command
 from meshwright.cli.serve import serve, serve_command
 from meshwright.cli.show import show
 from meshwright.cli.train import train, train_command
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.train.run import disk_errors_in_one_line, output_is_written
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -53,6 +55,7 @@ def run(arguments: list[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show × gets a ?
+    shorten_plugin_errors()
     try:
         with output_is_written(), disk_errors_in_one_line():
             _run(arguments)
@@ -63,6 +66,10 @@ def run(arguments: list[str]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
+    command = arguments[0] if arguments else "--help"
+    if not command.startswith("-") and command not in COMMANDS:
+        raise MeshwrightError(f"there is no command {command!r}{did_you_mean(command, COMMANDS)}")
+    check_given_once(arguments[1:])
     if arguments[:1] and arguments[0] in WITH_MESH:
         check_flags(arguments[0], arguments[1:])
     if arguments[:1] and arguments[0] in WITH_SETTINGS:
@@ -74,4 +81,5 @@ def _run(arguments: list[str]) -> None:
         description="Say where every axis goes, see what it costs, run it.",
         args=arguments,
         config=(tyro.conf.UseAppendAction,),
+        registry=NUMBERS,
     )
