@@ -1,12 +1,17 @@
 """Flags of other systems are answered with the command that does the same here."""
 
+import dataclasses
 import shlex
 
 import pytest
 
 from meshwright import MeshwrightError
 from meshwright.cli.other_systems import check_flags
+from meshwright.cli.plan import PlanSettings
 from meshwright.cli.train import settings
+from meshwright.launch import flat_settings
+from meshwright.serve import ServeConfig
+from meshwright.train import TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -26,8 +31,21 @@ from meshwright.cli.train import settings
         ("tiny --model_parallel_submesh (2,1,1,2)", "tiny --submesh 2,1,1,2"),
         ("tiny --parameter_partitioning_dims=2", "tiny --rules t5x:1,2"),
         ("tiny --total_steps 100 --seq_length 64", "tiny --steps 100 --seq 64"),
+        ("tiny --lr 3e-4", "tiny --optimizer.learning-rate 3e-4"),
+        ("tiny --learning_rate=1e-3 --max_steps 5", "tiny --optimizer.learning-rate 1e-3 --steps 5"),
+        ("tiny --output-dir out", "tiny --run out"),
+        ("tiny --grad_accum_steps 4 --bf16", "tiny --accumulation 4 --compute.dtype bfloat16"),
+        ("tiny --bf16 True --gradient_checkpointing", "tiny --compute.dtype bfloat16 --compute.remat full"),
+        ("tiny --sequence-parallel ring", "tiny --context-parallel ring"),
+        ("tiny --sequence-parallel=ulysses --sp 2", "tiny --context-parallel ulysses --mesh fsdp=-1,sp=2"),
+        ("tiny --sequence_parallel", "tiny --compute.sequence-parallel"),
+        ("tiny --training.steps 10 --training.seq_len 64", "tiny --steps 10 --seq 64"),
+        ("tiny max_target_length=64 ici_tensor_parallelism=2", "tiny --seq 64 --mesh fsdp=-1,tp=2"),
+        ("tiny --optimizer.adamw_optimizer.lr 1e-4", "tiny --optimizer.learning-rate 1e-4"),
+        ("tiny --weight-decay 0.1", "tiny --optimizer.weight-decay 0.1"),
+        ("tiny --save_steps 9 --save_total_limit 2", "tiny --checkpoint.every 9 --checkpoint.keep-last 2"),
     ],
-)
+)  # fmt: skip
 def test_a_flag_of_another_system_names_the_command_here(theirs: str, ours: str) -> None:
     with pytest.raises(MeshwrightError, match="of another system; the same here") as said:
         check_flags("train", theirs.replace("(", "").replace(")", "").replace("'", "").split())
@@ -78,3 +96,38 @@ def test_own_flags_are_left_alone() -> None:
 def test_a_flag_of_before_is_answered_with_the_one_of_now(flag: str, now: str) -> None:
     with pytest.raises(MeshwrightError, match=f"{flag} is now {now}"):
         check_flags("train", ["tiny", flag])
+
+
+@pytest.mark.parametrize(
+    ("command", "theirs", "words"),
+    [
+        ("train", "tiny --epochs 3", "there is no --epochs: a run is as long as its --steps"),
+        ("train", "tiny --num_train_epochs=3", "tokens = steps x batch x seq"),
+        ("train", "tiny --tokens 1e12", "tokens = steps x batch x seq"),
+        ("train", "tiny --per_device_train_batch_size 4", "--batch is the global batch"),
+        ("train", "tiny per_device_batch_size=4", "--batch is the global batch"),
+        ("train", "tiny --resume_from_checkpoint", "the same command resumes the run"),
+        ("train", "--model tiny", "the model is the first word"),
+        ("plan", "tiny --tokens 1e12", "with --cost-per-hour the cost of a trillion tokens"),
+        ("plan", "tiny --lr 3", "--lr is a setting of training .*; leave it out of plan"),
+        ("plan", "tiny --batch_size 8", "the same here: meshwright plan tiny --batch 8"),
+        ("plan", "tiny --optim adamw", "the same here: meshwright plan tiny --optimizer adamw"),
+        ("generate", "runs/x --epochs 3", "leave it out of generate"),
+        ("serve", "runs/x --max_steps 3", "leave it out of serve"),
+    ],
+)
+def test_what_has_no_flag_here_is_answered_for_the_command(
+    command: str, theirs: str, words: str
+) -> None:
+    with pytest.raises(MeshwrightError, match=words):
+        check_flags(command, theirs.split())
+
+
+def test_no_flag_of_this_system_is_taken_for_one_of_another() -> None:
+    own = [name.replace("_", "-") for name in flat_settings(TrainConfig("tiny"))]
+    own += [field.name.replace("_", "-") for field in dataclasses.fields(PlanSettings)]
+    own += [name.replace("_", "-") for name in flat_settings(ServeConfig("tiny"))]
+    for name in own:
+        if name != "model":  # a word without a flag
+            check_flags("train", [f"--{name}", "1"])
+            check_flags("train", [f"--{name.replace('-', '_')}=1"])

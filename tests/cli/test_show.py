@@ -48,6 +48,14 @@ def test_show_prints_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["model"]["bytes_per_device"] > 0
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=16", "data=16", "data=4,model=4"])
+def test_axes_that_a_mesh_does_not_name_have_size_1(
+    mesh: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["show", "--mesh", mesh, "--on", "v5e:4x4", "--json", "--model", "tiny"])
+    assert json.loads(capsys.readouterr().out)["model"]["bytes_per_device"] > 0
+
+
 def test_show_takes_rules_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rules = tmp_path / "rules.txt"
     rules.write_text(".*norm => ... -> ...\n.* => x ... -> x@fsdp ...\n")
@@ -84,7 +92,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([*MESH, "--rules", "x"], ["--rules needs --model"]),
         ([*MESH, "--model", "tiny", "--rules", "nowhere.txt"], ["'nowhere.txt' cannot be read"]),
         ([*MESH, "--html", "/nowhere/page.html"], ["'/nowhere/page.html' cannot be written"]),
-        (["show", "--mesh", "data=16", "--on", "v5e:4x4", "--model", "tiny"], ["no fsdp and no tp"]),
+        (["show", "--mesh", "rows=16", "--on", "v5e:4x4", "--model", "tiny"], ["'rows' has no role"]),
         (["machines", "v5"], ["'v5' is not known"]),
     ],
 )  # fmt: skip

@@ -169,3 +169,20 @@ def test_a_machine_of_your_own_chip_works() -> None:
     assert machine.num_devices == 8
     with pytest.raises(MeshwrightError, match="takes 2 sizes"):
         Machine(chip, (2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("h100:99999999999x8", "is too large; at most 1,000,000 devices are supported"),
+        (f"v5e:{'9' * 5000}", "is too large"),
+        ("h100:*", "'*' is not a shape; sizes are numbers joined by x, as in 'h100:8'"),
+        ("h100:8*", "'8*' is not a shape"),
+        ("2*h100:*", "'*' is not a shape"),
+        ("x*h100:8", "'x' is not a number of slices; write 2*v5e:16x16"),
+    ],
+)
+def test_sizes_that_cannot_be_say_why(text: str, says: str) -> None:
+    with pytest.raises(MeshwrightError) as refused:
+        Machine.parse(text)
+    assert says in str(refused.value)

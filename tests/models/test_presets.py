@@ -1,12 +1,13 @@
 """Presets are what their publishers say: parameter counts, and what the config files hold."""
 
 import math
+import re
 
 import jax
 import pytest
 
 from meshwright import MeshwrightError
-from meshwright.models import preset
+from meshwright.models import model_config, preset, registry
 from meshwright.models.decoder import PRESETS, abstract_arrays
 from meshwright.ops.rope import Llama3Scaling
 
@@ -90,3 +91,34 @@ def test_the_flops_of_a_token_are_six_a_weight_and_attention() -> None:
 def test_a_model_that_is_not_there_is_guessed_at() -> None:
     with pytest.raises(MeshwrightError, match=r"did you mean 'llama-3.1-8b'\?"):
         preset("llama3.1-8b")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("mixtral-8x7b", "'mixtral-8x7b' is a mixture of experts, which no model family here"),
+        ("mistralai/Mixtral-8x22B", "is a mixture of experts"),
+        ("deepseek-v3", "is a mixture of experts"),
+        ("qwen3-30b-a3b", "is a mixture of experts"),
+        ("gpt2", "is of no architecture that is supported; these are LlamaForCausalLM"),
+        ("google/gemma-2-9b", "is of no architecture that is supported"),
+        ("meta-llama/Llama-3.1-8B", "did you mean 'llama-3.1-8b'?"),
+        ("llama-3.1-8", "did you mean 'llama-3.1-8b'?"),
+        ("./nowhere", "'./nowhere' is not a folder, and no config.json is there; give a preset"),
+        ("nowhere/at/all", "is not a folder, and no config.json is there"),
+        ("weights.safetensors", "is not a folder, and no config.json is there"),
+        ("", "is not a folder, and no config.json is there"),
+        ("x" * 5000, "is not a preset"),
+        ("a\0b", "is not a preset"),
+    ],
+)
+def test_a_name_that_is_no_model_is_answered_with_the_reason(name: str, says: str) -> None:
+    with pytest.raises(MeshwrightError) as refused:
+        model_config(name)
+    assert says in str(refused.value)
+
+
+def test_no_preset_is_taken_for_a_model_that_is_not_supported() -> None:
+    for name in PRESETS:
+        assert model_config(name) is PRESETS[name]
+        assert not re.search("experts|architecture", registry._unknown(f"{name}x"))

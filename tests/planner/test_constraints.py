@@ -24,7 +24,7 @@ def test_limits_hold(text: str, allowed: Choice, not_allowed: Choice) -> None:
     assert not limits.allows(not_allowed)
 
 
-@pytest.mark.parametrize("text", [None, "", "auto", "*", "dp=*,fsdp=*,tp=*,sp=*"])
+@pytest.mark.parametrize("text", [None, "auto", "*", "dp=*,fsdp=*,tp=*,sp=*"])
 def test_nothing_said_allows_everything(text: str | None) -> None:
     assert parse(text).allows(Choice(dp=2, fsdp=4, tp=8, sp=16))
 
@@ -35,7 +35,17 @@ def test_nothing_said_allows_everything(text: str | None) -> None:
         ("pt=4", "'pt' is not an axis; did you mean 'tp'?"),
         ("tp=four", "'tp=four' is not a limit of an axis; write tp=8"),
         ("tp<8", "'tp<8' is not a limit of an axis"),
-        ("tp=0", "tp=0 must be at least 1"),
+        ("tp=0", "the size in tp=0 must be at least 1"),
+        ("fsdp<=-1", "the size in fsdp<=-1 must be at least 1"),
+        ("tp>=*", "the size in tp>=* must be at least 1"),
+        ("", "mesh '' is empty; write limits, such as 'fsdp=*,tp<=8', or leave it out"),
+        (" ", "is empty"),
+        ("tp=2,tp=4", "limits axis 'tp' twice"),
+        ("tp=*,tp=4", "limits axis 'tp' twice"),
+        ("tp<=2,tp<=4", "limits axis 'tp' twice"),
+        ("tp>=2,tp=4", "limits axis 'tp' twice"),
+        ("mp=2,tp=4", "limits axis 'tp' twice"),
+        (f"tp={'9' * 5000}", "is not a limit of an axis"),
         ("tp=4,,sp=1", "'' is not a limit"),
     ],
 )

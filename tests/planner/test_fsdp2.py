@@ -51,8 +51,8 @@ def test_meshes_have_no_sp_and_a_data_axis_alone_shards_weights() -> None:
 
 
 def test_what_tp_cannot_split_is_refused_and_what_fsdp_cannot_is_padded() -> None:
-    assert refusal(JOB, Choice(tp=16)) == "kv_heads=8 cannot be split in tp=16; tp=8 would fit"
-    assert "batch=8 cannot be split in dp·fsdp=3" in (refusal(JOB, Choice(fsdp=3)) or "")
+    assert refusal(JOB, Choice(tp=16)) == "kv_heads=8 cannot be split in tp=16"
+    assert "batch=8 is not divisible by dp·fsdp=3" in (refusal(JOB, Choice(fsdp=3)) or "")
     assert refusal(Job(LLAMA, 3, 8192, backend="torch"), Choice(fsdp=3)) is None
 
 

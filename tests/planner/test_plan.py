@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 import shlex
-from typing import Literal
+from typing import Any, Literal
 
 import hypothesis
 import pytest
@@ -26,6 +26,7 @@ from meshwright.planner.candidates import (
     with_strategy,
 )
 from meshwright.planner.memory import memory
+from meshwright.planner.parts import mlp_chunks
 from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.report.words import next_commands
 from meshwright.planner.result import Choice
@@ -156,9 +157,9 @@ def test_limits_on_the_mesh_hold_and_what_is_fixed_stays() -> None:
 @pytest.mark.parametrize(
     ("accumulation", "mesh", "words"),
     [
-        (7, None, "accumulation=7 does not divide batch=64: .*accumulation=4 or 8, or batch=63 or 70"),
+        (7, None, "accumulation=7 does not divide batch=64: .*; batch=56 or 112 would fit"),
         (128, None, "accumulation=128 does not divide batch=64"),
-        (16, "fsdp=8", "accumulation=16 does not divide the 8 sequences of a device.*1, 2, 4, 8 would"),
+        (16, "fsdp=8", "accumulation=16 does not divide the 8 sequences of a device.* would fit"),
     ],
 )  # fmt: skip
 def test_micro_batches_that_do_not_divide_the_batch_are_the_reason_given(
@@ -334,20 +335,55 @@ def test_rows_longer_than_the_models_are_warned_of_and_the_commands_run() -> Non
 # ---- refusals
 
 
+@pytest.mark.parametrize("seq", [2147483647, 1000003])
+def test_a_prime_number_of_tokens_is_planned_as_any_other(seq: int) -> None:
+    assert mlp_chunks(seq, Choice(mlp_chunk=4096)) == seq  # found among its divisors
+    with pytest.raises(MeshwrightError, match=f"seq={seq} on 'h100:8' fits on no mesh"):
+        plan("llama-3.1-8b", "h100:8", 8, seq)
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    batch=st.integers(1, 64),
+    seq=st.integers(1, 300),
+    devices=st.integers(1, 12),
+    limits=st.sampled_from([None, "tp=3", "sp=5", "tp>=2,sp=1", "fsdp=8"]),
+    accumulation=st.sampled_from([None, 3, 7]),
+)
+def test_what_a_plan_proposes_can_be_planned(
+    batch: int, seq: int, devices: int, limits: str | None, accumulation: int | None
+) -> None:
+    job: dict[str, Any] = {"batch": batch, "seq": seq}
+    try:
+        plan("tiny", f"cpu:{devices}", **job, mesh=limits, accumulation=accumulation)
+    except MeshwrightError as refused:
+        proposal = str(refused).rpartition("; ")[2]
+    else:
+        return
+    if not proposal.endswith("would fit"):
+        return  # no mesh has these axes, or none fits
+    mesh = re.search("mesh '(.*?)'", proposal)
+    for name, numbers in re.findall(r"(batch|seq)=(\d+(?: or \d+)*)", proposal):
+        job[name] = int(numbers.split(" or ")[-1])
+    plan(
+        "tiny", f"cpu:{devices}", **job, mesh=mesh[1] if mesh else limits, accumulation=accumulation
+    )
+
+
 @pytest.mark.parametrize(
     ("choice", "says"),
     [
-        (Choice(fsdp=4, tp=16), "kv_heads=8 cannot be split in tp=16; tp=8 would fit"),
-        (Choice(fsdp=48), "embed=4096 cannot be split in fsdp·sp=48; fsdp·sp=32 would fit"),
-        (Choice(dp=512), "batch=256 is not divisible by dp·fsdp=512; batch=512 would fit"),
-        (Choice(dp=96), "batch=256 is not divisible by dp·fsdp=96; batch=192 or 288 would fit"),
+        (Choice(fsdp=4, tp=16), "kv_heads=8 cannot be split in tp=16"),
+        (Choice(fsdp=48), "embed=4096 cannot be split in fsdp·sp=48"),
+        (Choice(dp=512), "batch=256 is not divisible by dp·fsdp=512"),
+        (Choice(dp=96), "batch=256 is not divisible by dp·fsdp=96"),
         (
             Choice(fsdp=2, sp=128, sequence_parallel=True, tp=8),
             "seq=4000 is not divisible by sp·tp=1024",
         ),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused_with_what_would(choice: Choice, says: str) -> None:
+def test_sizes_that_do_not_divide_are_refused(choice: Choice, says: str) -> None:
     config = TrainConfig("llama-3.1-8b", batch=256, seq=4000)
     why = refusal(job_of(config, Machine.parse("v5p:4x4x4")), choice)
     assert why is not None
@@ -381,7 +417,7 @@ def test_a_row_too_short_for_two_chunks_a_device_is_refused() -> None:
     assert {(one.strategy, one.tp) for one in four} == {("ulysses", 1)}
     why = {(one.choice.tp, one.choice.sp): one.why for one in found.refused}
     assert "seq=1004 is not divisible by 8 (two chunks per device" in why[2, 4]
-    assert why[1, 8] == "seq=1004 is not divisible by sp=8; seq=1000 or 1008 would fit"
+    assert why[1, 8] == "seq=1004 is not divisible by sp=8"
 
 
 def test_a_mesh_that_is_too_small_says_what_it_needs() -> None:
@@ -439,7 +475,10 @@ def test_a_model_that_fits_nowhere_is_told_how_many_devices_would_do() -> None:
         ({"seq": 1.5}, "seq=1.5 must be a whole number from 1"),
         ({"mesh": "pt=2"}, "'pt' is not an axis; did you mean 'tp'?"),
         ({"mesh": "tp=3"}, "no mesh of 64 devices lies within 'tp=3'"),
-        ({"mesh": "tp=16"}, "kv_heads=8 cannot be split in tp=16; tp=8 would fit"),
+        (
+            {"mesh": "tp=16"},
+            "kv_heads=8 cannot be split in tp=16; mesh 'dp=1,fsdp=64,tp=1,sp=1' would fit",
+        ),
         ({"remat": "ful"}, "remat='ful' is not a policy; did you mean 'full'?"),
         ({"objective": "speed"}, "objective='speed' is not known"),
         ({"optimizer": "adam"}, "did you mean 'adamw'?"),

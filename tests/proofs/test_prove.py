@@ -5,8 +5,11 @@ import importlib.util
 import json
 import platform
 import re
+import types
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import pytest
 
 import meshwright as mw
@@ -14,7 +17,7 @@ from meshwright.audits import audit
 from meshwright.machines import Machine
 from meshwright.models import preset
 from meshwright.planner import choice_of, job_of, padding
-from meshwright.proofs import Proof, prove
+from meshwright.proofs import Proof, child, prove
 from meshwright.proofs.compare import compare, expected
 from meshwright.proofs.proof import _proof, digest
 from meshwright.proofs.target import check_extra, child_environment, gpu_description
@@ -104,7 +107,8 @@ def test_another_setting_is_another_program(cache: Path, proof: Proof) -> None:
 
 def test_a_mistake_is_said_as_train_says_it(cache: Path) -> None:
     with pytest.raises(
-        mw.MeshwrightError, match=r"kv_heads=4 cannot be split in tp=8; tp=4 would fit"
+        mw.MeshwrightError,
+        match=r"kv_heads=4 cannot be split in tp=8; mesh 'tp=4,dp=1,fsdp=2,sp=1' would fit",
     ):
         prove(dataclasses.replace(CONFIG, mesh="tp=8"), "cpu:8", cache=cache)
 
@@ -191,3 +195,62 @@ def test_flags_of_this_machine_are_not_given_to_another_machines_compiler(
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     for machine in ("v5p:2x2x1", "h200:1", "cpu:8"):
         assert "XLA_FLAGS" not in child_environment(Machine.parse(machine))
+
+
+class _Program:
+    def as_text(self) -> str:
+        return "HloModule train"
+
+    def memory_analysis(self) -> types.SimpleNamespace:
+        kinds = ("argument", "output", "alias", "temp", "generated_code", "host_temp")
+        return types.SimpleNamespace(**{f"{kind}_size_in_bytes": 1 for kind in kinds})
+
+
+class _Lowered:
+    """A step that compiles only where `works` says so."""
+
+    def __init__(self, works: Callable[[dict[str, object]], bool]) -> None:
+        self.works, self.tried = works, 0
+
+    def compile(self, compiler_options: dict[str, object]) -> _Program:
+        self.tried += 1
+        if not self.works(compiler_options):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes")
+        return _Program()
+
+
+def _compiled_by_child(
+    lowered: _Lowered, machine: str, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> dict[str, object]:
+    monkeypatch.setattr(
+        child, "_trained", lambda *_: (lowered, types.SimpleNamespace(shape={}), None)
+    )
+    monkeypatch.setattr("meshwright.proofs.target.absent_devices", lambda _: [])
+    return child.compiled({"machine": machine}, folder)
+
+
+def test_matmuls_whose_triton_tiles_fail_are_compiled_without_triton(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lowered = _Lowered(lambda options: options.get("xla_gpu_enable_triton_gemm") is False)
+    result = _compiled_by_child(lowered, "h100:8", monkeypatch, tmp_path)
+    assert result["options"] == {"xla_gpu_enable_triton_gemm": False}
+    assert lowered.tried == 2
+    made = _proof(result, Machine.parse("h100:8"), "dp=8", "jax 0", tmp_path, False)
+    assert made.compiler == "jax 0 (xla_gpu_enable_triton_gemm=False)"
+
+
+@pytest.mark.parametrize(("machine", "times"), [("h100:8", 2), ("cpu:1", 1)])
+def test_a_compile_that_fails_either_way_says_the_first_reason(
+    machine: str, times: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lowered = _Lowered(lambda options: False)
+    result = _compiled_by_child(lowered, machine, monkeypatch, tmp_path)
+    assert lowered.tried == times
+    with pytest.raises(mw.MeshwrightError, match="Couldn't find output tile sizes"):
+        _proof(result, Machine.parse(machine), "dp=1", "jax 0", tmp_path, False)
+
+
+def test_a_proof_says_where_and_when_it_was_compiled(proof: Proof) -> None:
+    assert proof.compiled_on == platform.machine()
+    assert re.fullmatch(r"20[0-9]{2}-[0-9]{2}-[0-9]{2}", proof.date)

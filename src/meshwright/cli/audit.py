@@ -24,7 +24,7 @@ from meshwright.audits import (
     sums_table,
 )
 from meshwright.audits import audit as read_audit
-from meshwright.cli.flags import take, take_all, take_switch
+from meshwright.cli.flags import take, take_all, take_integer, take_switch
 from meshwright.errors import MeshwrightError
 from meshwright.meshes import STANDARD_AXES, MeshSpec
 from meshwright.present import mesh_text
@@ -58,12 +58,10 @@ def audit_command(arguments: Sequence[str]) -> None:
         print(HELP)
         return
     text, expect = take(words, "--text"), take_all(words, "--expect")
-    fail_on, most = take(words, "--fail-on"), take(words, "--rows")
+    fail_on, most = take(words, "--fail-on"), take_integer(words, "--rows")
     as_json = take_switch(words, "--json")
     if fail_on not in (None, "surprise", "rewrite"):
         raise MeshwrightError(f"--fail-on {fail_on!r} is not known; it can be: surprise, rewrite")
-    if most is not None and not most.isdigit():
-        raise MeshwrightError(f"--rows {most!r} is not a whole number from 0")
     if text is not None:
         if fail_on and not expect:
             raise _unknown(fail_on, "a program")
@@ -73,7 +71,7 @@ def audit_command(arguments: Sequence[str]) -> None:
     if as_json:
         print(json.dumps(audit.data()))
     else:
-        show(audit, Console(), 30 if most is None else int(most))
+        show(audit, Console(), 30 if most is None else most)
     if (fail_on and audit.surprises) or (fail_on == "rewrite" and audit.rewritten):
         raise SystemExit(1)
 

@@ -78,18 +78,26 @@ def _run(arguments: list[str]) -> None:
     if name not in COMMANDS:
         kind = "not an option here" if name.startswith("-") else "not a command"
         raise MeshwrightError(f"{name!r} is {kind}{did_you_mean(name, [*COMMANDS, *OPTIONS])}")
-    if name in WITH_MESH:
-        from meshwright.cli.other_systems import check_flags
+    # here, since tyro takes as long to import as all of this
+    import tyro
 
+    from meshwright.cli.flags import NUMBERS, check_given_once
+    from meshwright.cli.jax_log import shorten_plugin_errors
+    from meshwright.cli.other_systems import check_flags
+
+    shorten_plugin_errors()
+    check_given_once(words)
+    if name in WITH_MESH:
         check_flags(name, words)
     command = COMMANDS[name]
     function = getattr(importlib.import_module(f"meshwright.cli.{name}"), command.function)
     if command.reads_words:
         function(words)
         return
-    import tyro
-
-    tyro.cli(function, prog=f"meshwright {name}", args=words, config=(tyro.conf.UseAppendAction,))
+    tyro.cli(
+        function, prog=f"meshwright {name}", args=words, config=(tyro.conf.UseAppendAction,),
+        registry=NUMBERS,
+    )  # fmt: skip
 
 
 def _help() -> str:

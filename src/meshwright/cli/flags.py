@@ -1,6 +1,73 @@
-"""Flags of a command that takes train's settings too: taken out of the words before those."""
+"""What all commands read alike: numbers, flags given once, and flags before train's settings."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
 
 from meshwright.errors import MeshwrightError
+
+REPEATABLE = frozenset({"--array", "--prompt", "--expect", "--api-key", "--allow-origin"})
+_SUFFIXES = {"k": 1, "m": 2, "b": 3, "g": 3, "t": 4}  # the power of 1000, or of 1024
+
+
+def integer(text: str) -> int:
+    """A whole number as people write it.
+
+    >>> integer("4096"), integer("8_192"), integer("1e12"), integer("4Ki")
+    (4096, 8192, 1000000000000, 4096)
+    """
+    word = text.strip().replace("_", "")
+    if re.fullmatch(r"[+-]?[0-9]{1,30}", word):
+        return int(word)
+    if found := re.fullmatch(r"([+-]?[0-9]{1,15})(?:\.([0-9]{1,15}))?[eE][+]?([0-9]{1,2})", word):
+        digits, fraction, power = found[1], (found[2] or "").rstrip("0"), int(found[3])
+        if len(fraction) <= power:
+            return int(digits + fraction.ljust(power, "0"))
+    if found := re.fullmatch(r"([0-9]{1,15})([kmbgt])(i?)", word, re.IGNORECASE):
+        number, power = int(found[1]), _SUFFIXES[found[2].lower()]
+        if found[3]:
+            return number * 1024**power
+        raise MeshwrightError(
+            f"{text!r} can be {number * 1000**power} or {number * 1024**power}; write the number "
+            "that you mean"
+        )
+    raise MeshwrightError(f"{text[:40]!r} is not a whole number, such as 4096, 8_192 or 1e12")
+
+
+NUMBERS = tyro.constructors.ConstructorRegistry()  # for tyro.cli: settings that are integers
+
+
+@NUMBERS.primitive_rule
+def _integers(
+    type_info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    if type_info.type is not int:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: integer(words[0]),
+        is_instance=lambda value: isinstance(value, int) and not isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def check_given_once(words: Sequence[str]) -> None:
+    """Raise for a flag that stands twice: the first value would be dropped without a word."""
+    values: dict[str, str] = {}
+    for word, after in itertools.zip_longest(words, words[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        name = flag.replace("_", "-")
+        if not re.match(r"--[a-zA-Z]", flag) or name in REPEATABLE:
+            continue
+        value = value if equals else after
+        if name in values:
+            first = f"{name} {values[name]}" if values[name] else name
+            raise MeshwrightError(f"{name} is given twice; give it once, as in {first}")
+        values[name] = "" if value.startswith("--") else value
 
 
 def take(words: list[str], flag: str) -> str | None:
@@ -32,3 +99,17 @@ def take_switch(words: list[str], flag: str) -> bool:
     there = flag in words
     words[:] = [word for word in words if word != flag]
     return there
+
+
+def take_integer(words: list[str], flag: str, least: int = 0) -> int | None:
+    """The value of a flag that is a whole number, taken out of the words."""
+    text = take(words, flag)
+    if text is None:
+        return None
+    try:
+        number = integer(text)
+    except MeshwrightError as mistake:
+        raise MeshwrightError(f"{flag}: {mistake}") from None
+    if number < least:
+        raise MeshwrightError(f"{flag} {number} must be a whole number from {least}")
+    return number

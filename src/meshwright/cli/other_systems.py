@@ -21,20 +21,88 @@ _AXES = {
 _MESHES = frozenset({"mesh_dim", "mp_mesh_dim", "jax_mesh"})
 # T5X's sets of rules, by how many dims of activations and of parameters are split
 _RULES = {"activation_partitioning_dims": 0, "parameter_partitioning_dims": 1}
+# settings of train, as EasyLM, Hugging Face's Trainer, torchtitan, MaxText and Megatron call them
 _RENAMED = {
     "total_steps": "--steps", "train_steps": "--steps", "train_iters": "--steps",
+    "max_steps": "--steps", "num_steps": "--steps", "training.steps": "--steps",
     "seq_length": "--seq", "seq_len": "--seq", "sequence_length": "--seq",
-    "max_target_length": "--seq",
-    "global_batch_size": "--batch", "load_checkpoint": "--init-from",
+    "max_target_length": "--seq", "max_seq_length": "--seq", "max_seq_len": "--seq",
+    "max_length": "--seq", "block_size": "--seq", "context_length": "--seq",
+    "global_batch_size": "--batch", "batch_size": "--batch", "train_batch_size": "--batch",
+    "gradient_accumulation_steps": "--accumulation", "accumulate_gradient_steps": "--accumulation",
+    "grad_accum_steps": "--accumulation", "accumulation_steps": "--accumulation",
+    "load_checkpoint": "--init-from", "load_parameters_path": "--init-from",
     "model_parallel_submesh": "--submesh",
+    "lr": "--optimizer.learning-rate", "learning_rate": "--optimizer.learning-rate",
+    "peak_lr": "--optimizer.learning-rate", "optimizer.lr": "--optimizer.learning-rate",
+    "optimizer.adamw_optimizer.lr": "--optimizer.learning-rate",
+    "weight_decay": "--optimizer.weight-decay",
+    "optimizer.adamw_optimizer.weight_decay": "--optimizer.weight-decay",
+    "warmup_steps": "--optimizer.warmup-steps", "lr_warmup_steps": "--optimizer.warmup-steps",
+    "lr_warmup_iters": "--optimizer.warmup-steps",
+    "optimizer.adamw_optimizer.lr_warmup_steps": "--optimizer.warmup-steps",
+    "lr_scheduler_type": "--optimizer.schedule", "lr_decay_style": "--optimizer.schedule",
+    "optim": "--optimizer.name", "opt_type": "--optimizer.name",
+    "max_grad_norm": "--optimizer.clip-norm", "clip_grad": "--optimizer.clip-norm",
+    "max_norm": "--optimizer.clip-norm", "grad_clip": "--optimizer.clip-norm",
+    "gradient_clipping_threshold": "--optimizer.clip-norm",
+    "adam_beta1": "--optimizer.b1", "adam_beta2": "--optimizer.b2",
+    "adam_epsilon": "--optimizer.eps", "adam_eps": "--optimizer.eps",
+    "output_dir": "--run", "out_dir": "--run", "base_output_directory": "--run",
+    "logger.output_dir": "--run", "job.dump_folder": "--run", "save": "--run",
+    "save_steps": "--checkpoint.every", "save_interval": "--checkpoint.every",
+    "save_milestone_freq": "--checkpoint.every", "save_model_freq": "--checkpoint.every",
+    "checkpoint_period": "--checkpoint.every", "save_total_limit": "--checkpoint.keep-last",
+    "eval_steps": "--eval.every", "eval_interval": "--eval.every",
+    "logging_steps": "--log.every", "log_freq": "--log.every", "log_interval": "--log.every",
+    "dataset_path": "--data", "train_data": "--data", "dataset": "--data",
+    "remat_policy": "--compute.remat", "wandb_project": "--log.wandb",
 }  # fmt: skip
+# without a value, or with one that is true
+_SWITCHES = {
+    "bf16": "--compute.dtype bfloat16", "fp16": "--compute.dtype bfloat16",
+    "gradient_checkpointing": "--compute.remat full",
+    "recompute_activations": "--compute.remat full",
+}  # fmt: skip
+# what has no flag of its own here, and what to do
+_ADVICE = {
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "num_train_epochs", "tokens", "num_tokens", "train_tokens",
+         "total_tokens"),
+        "a run is as long as its --steps, each of --batch sequences of --seq tokens: tokens = "
+        "steps x batch x seq",
+    ),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "per_device_batch_size", "micro_batch_size",
+         "local_batch_size", "batch_size_per_device"),
+        "--batch is the global batch: sequences of a device x devices x micro-batches "
+        "(--accumulation)",
+    ),
+    **dict.fromkeys(
+        ("resume", "resume_from_checkpoint", "resume_checkpoint", "load"),
+        "the same command resumes the run in --run; --resume-from STEP takes another checkpoint",
+    ),
+    **dict.fromkeys(
+        ("model", "model_name", "model_name_or_path", "model_path", "load_model_config"),
+        "the model is the first word after the command; weights come from --init-from FOLDER",
+    ),
+}  # fmt: skip
+# plan's names for settings of train
+_OF_PLAN = {
+    "--batch": "--batch", "--seq": "--seq", "--accumulation": "--accumulation",
+    "--optimizer.name": "--optimizer", "--compute.remat": "--remat",
+}  # fmt: skip
+_WITH_TRAINS = ("train", "audit", "prove")  # commands that take train's settings
 # flags that were here before
 _BEFORE = {
     "compute.no-overlap": "--compute.overlap off",
     "compute.no-scan": "--compute.layers unroll",
     "compute.scan": "--compute.layers scan",
 }
-_KNOWN = {*_AXES, *_MESHES, *_RULES, *_RENAMED}
+_STRATEGIES = ("auto", "ring", "allgather", "ulysses")
+_KNOWN = {*_AXES, *_MESHES, *_RULES, *_RENAMED, *_SWITCHES, *_ADVICE, "sequence_parallel"}
+# MaxText's settings are words KEY=VALUE
+_KEYS = {*_RENAMED, *_ADVICE, *(name for name in _AXES if "_" in name)}
 _PREFIXES = ("gin.", "partitioning.", "PjitPartitioner.", "parallelism.", "training.")
 
 
@@ -47,12 +115,23 @@ def check_flags(command: str, words: Sequence[str]) -> None:
         if word.startswith("--") and word[2:] in _BEFORE:
             raise MeshwrightError(f"{word} is now {_BEFORE[word[2:]]}")
     for name, value, written in _flags(words):
+        if name in _ADVICE:
+            raise MeshwrightError(_advice(command, name, written[0]))
         if name in _RENAMED and not value:
-            raise MeshwrightError(f"{written[0]} needs a value; here it is {_RENAMED[name]}")
+            flag = _own_flag(command, _RENAMED[name], written[0])
+            raise MeshwrightError(f"{written[0]} needs a value; here it is {flag}")
         if name == "num_partitions" and "." in written[0]:
             ours += ["--num-partitions", value]
         elif name in _RENAMED:
-            ours += [_RENAMED[name], value]
+            ours += [_own_flag(command, _RENAMED[name], written[0]), value]
+        elif name in _SWITCHES or name == "sequence_parallel":
+            if value.lower() == "false":
+                ours += []
+            elif value in _STRATEGIES:
+                ours += ["--context-parallel", value]
+            else:
+                flag, *rest = _SWITCHES.get(name, "--compute.sequence-parallel").split()
+                ours += [_own_flag(command, flag, written[0]), *rest]
         elif name in _KNOWN:
             given_flags[name] = value
         else:
@@ -72,6 +151,31 @@ def check_flags(command: str, words: Sequence[str]) -> None:
     )
 
 
+def _advice(command: str, name: str, flag: str) -> str:
+    """What to do in place of a flag that has no other name here."""
+    if command in _WITH_TRAINS:
+        return f"there is no {flag}: {_ADVICE[name]}"
+    if command == "plan" and "tokens" in name:
+        return (
+            f"there is no {flag}: plan says the tokens of a second, and with --cost-per-hour the "
+            "cost of a trillion tokens"
+        )
+    return _not_of(command, flag)
+
+
+def _own_flag(command: str, flag: str, theirs: str) -> str:
+    """What a command calls a setting of train."""
+    own = flag if command in _WITH_TRAINS else (_OF_PLAN if command == "plan" else {}).get(flag)
+    if own is None:
+        raise MeshwrightError(_not_of(command, theirs, flag))
+    return own
+
+
+def _not_of(command: str, theirs: str, flag: str | None = None) -> str:
+    here = "" if flag is None else f", where it is {flag}"
+    return f"{theirs} is a setting of training (meshwright train){here}; leave it out of {command}"
+
+
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
     """(name, value, words) of each flag that may be another system's; other words as they are."""
     rest = list(words)
@@ -79,10 +183,11 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
         word = rest.pop(0)
         name, equals, value = word.lstrip("-").partition("=")
         written = [word]
-        for prefix in _PREFIXES:
-            name = name.removeprefix(prefix)
         name = name.replace("-", "_")
-        if not word.startswith("--") or name not in (*_KNOWN, "num_partitions"):
+        for prefix in _PREFIXES:
+            name = name if name in _KNOWN else name.removeprefix(prefix)
+        is_flag = word.startswith("--") or (equals and "." not in name and name in _KEYS)
+        if not is_flag or name not in (*_KNOWN, "num_partitions"):
             yield "", "", written
             continue
         if not equals and rest and not rest[0].startswith("--"):

@@ -15,7 +15,7 @@ from meshwright.audits import Audit
 from meshwright.audits import audit as read_audit
 from meshwright.cli.audit import show as show_audit
 from meshwright.cli.auto import planned
-from meshwright.cli.flags import take, take_switch
+from meshwright.cli.flags import take, take_integer, take_switch
 from meshwright.cli.train import settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
@@ -78,15 +78,14 @@ def prove_command(arguments: Sequence[str]) -> None:
 
         prove_serve(words)
         return
-    on, plan_file, choice = take(words, "--on"), take(words, "--plan"), take(words, "--choice")
-    fail_on, most = take(words, "--fail-on"), take(words, "--rows")
+    on, plan_file = take(words, "--on"), take(words, "--plan")
+    choice, most = take_integer(words, "--choice"), take_integer(words, "--rows")
+    fail_on = take(words, "--fail-on")
     as_json, again = take_switch(words, "--json"), take_switch(words, "--no-cache")
     if fail_on not in (None, "surprise", "rewrite", "memory"):
         raise MeshwrightError(
             f"--fail-on {fail_on!r} is not known; it can be: surprise, rewrite, memory"
         )
-    if most is not None and not most.isdigit():
-        raise MeshwrightError(f"--rows {most!r} is not a whole number from 0")
     default = model = None
     if plan_file is not None:
         if words and not words[0].startswith("-"):
@@ -126,7 +125,7 @@ def prove_command(arguments: Sequence[str]) -> None:
     if as_json:
         print(json.dumps(_data(config, proof, audit, compared)))
     else:
-        _print(config, proof, audit, compared, known, 12 if most is None else int(most))
+        _print(config, proof, audit, compared, known, 12 if most is None else most)
     wrong = {
         "surprise": audit is not None and audit.surprises,
         "rewrite": audit is not None and (audit.surprises or audit.rewritten),
@@ -136,11 +135,11 @@ def prove_command(arguments: Sequence[str]) -> None:
         raise SystemExit(1)
 
 
-def _planned(plan: Plan, file: str, choice: str | None) -> TrainConfig:
+def _planned(plan: Plan, file: str, choice: int | None) -> TrainConfig:
     """The settings of a plan's choice."""
-    if choice is not None and not (choice.isdigit() and 1 <= int(choice) <= len(plan.ranked)):
+    if choice is not None and not 1 <= choice <= len(plan.ranked):
         raise MeshwrightError(
-            f"--choice {choice!r} is not one of the plan's meshes, 1 to {len(plan.ranked)}"
+            f"--choice {choice} is not one of the plan's meshes, 1 to {len(plan.ranked)}"
         )
     if plan.kind != "train":
         raise MeshwrightError(
@@ -152,7 +151,7 @@ def _planned(plan: Plan, file: str, choice: str | None) -> TrainConfig:
             f"the plan {file!r} was made of a DecoderConfig and names no model; prove it in "
             "Python: meshwright.proofs.prove(TrainConfig(…), machine, model=…)"
         )
-    return apply(plan.config, plan.ranked[0 if choice is None else int(choice) - 1].choice)
+    return apply(plan.config, plan.ranked[0 if choice is None else choice - 1].choice)
 
 
 def _read(

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from meshwright.audits import audit as read_audit
 from meshwright.cli.audit import show as show_audit
-from meshwright.cli.flags import take, take_switch
+from meshwright.cli.flags import take, take_integer, take_switch
 from meshwright.cli.prove import headline, print_comparison, proof_data, shown
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
@@ -90,10 +90,8 @@ def prove_serve(words: list[str]) -> None:
 
 
 def _number(words: list[str], flag: str, default: int | None = None) -> int:
-    text = take(words, flag)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdigit():
-        said = "is missing" if text is None else f"{text!r} is not a whole number"
-        raise MeshwrightError(f"prove --serve: {flag} {said}; give it as in {flag} 32")
-    return int(text)
+    number = take_integer(words, flag)
+    number = default if number is None else number
+    if number is None:
+        raise MeshwrightError(f"prove --serve: {flag} is missing; give it as in {flag} 32")
+    return number

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import tyro
 from jax.sharding import Mesh
 
+from meshwright.cli.flags import NUMBERS
 from meshwright.data import load_chat_template
 from meshwright.errors import MeshwrightError, not_installed
 from meshwright.interrupt import signal_calls, termination_calls
@@ -192,5 +193,6 @@ def serve_command(arguments: Sequence[str]) -> None:
             description=serve.__doc__,
             args=arguments,
             config=(tyro.conf.PositionalRequiredArgs,),
+            registry=NUMBERS,
         )
     )

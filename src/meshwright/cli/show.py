@@ -42,10 +42,10 @@ def show(
     # here, after the settings are read: it imports jax
     from meshwright.show import array_grid, axis_table, machine_grid, page, ring_lines, scene
 
-    placed = _mesh(mesh, on, axes)
-    arrays = [_array(text) for text in array]
     if rules is not None and model is None:
         raise MeshwrightError("--rules needs --model: rules place a model's arrays")
+    placed = _mesh(mesh, on, axes, own_rules=model is not None and rules is None)
+    arrays = [_array(text) for text in array]
     table = None if model is None else _explained(model, rules, placed)
     drawn = scene(placed, arrays, table)
     if html is not None:
@@ -68,8 +68,10 @@ def show(
         console.print(table)
 
 
-def _mesh(text: str, on: str, axes: str | None) -> MachineMesh:
+def _mesh(text: str, on: str, axes: str | None, own_rules: bool) -> MachineMesh:
     spec = MeshSpec.parse(text, axes=None if axes is None else axes.split(","))
+    if own_rules and not {"fsdp", "tp"} <= set(spec.names):  # which a model's own rules name
+        spec = spec.with_standard_axes()
     machine = Machine.parse(on)
     try:
         return build_mesh(spec, machine=machine)
@@ -95,7 +97,7 @@ def _explained(model: str, rules_file: Path | None, placed: MachineMesh) -> Expl
     config = preset(model)
     if rules_file is None:
         rules = family_of(config).rules()
-        vocab = padded_vocab(config, rules, _standard(placed).shape)
+        vocab = padded_vocab(config, rules, placed.shape)
         return explain(abstract_arrays(config, vocab=vocab), rules, placed)
     try:
         text = rules_file.read_text(encoding="utf-8")
@@ -106,14 +108,3 @@ def _explained(model: str, rules_file: Path | None, placed: MachineMesh) -> Expl
     rules = Rules.parse(text)
     vocab = padded_vocab(config, rules, placed.shape)
     return explain(abstract_arrays(config, vocab=vocab), rules, placed)
-
-
-def _standard(placed: MachineMesh) -> MachineMesh:
-    missing = [axis for axis in ("fsdp", "tp") if axis not in placed.axis_names]
-    if missing:
-        raise MeshwrightError(
-            f"the model's own rules place arrays on fsdp and tp; mesh '{placed}' has no "
-            f"{' and no '.join(missing)}: add {','.join(f'{axis}=1' for axis in missing)}, or give "
-            "--rules"
-        )
-    return placed

@@ -7,6 +7,7 @@ from typing import Any
 
 import tyro
 
+from meshwright.cli.flags import NUMBERS
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.train import TrainConfig, config_from_file
@@ -66,6 +67,7 @@ def settings(arguments: Sequence[str], default: TrainConfig | None = None) -> Tr
         description=train.__doc__,
         args=rest,
         config=(tyro.conf.PositionalRequiredArgs,),
+        registry=NUMBERS,
         **defaults,
     )
 

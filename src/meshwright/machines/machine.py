@@ -17,10 +17,8 @@ from meshwright.arithmetic import whole_number, whole_numbers
 from meshwright.errors import MeshwrightError
 from meshwright.machines.chips import Chip
 from meshwright.machines.recognize import recognize
-from meshwright.machines.text import read_machine
+from meshwright.machines.text import MAX_DEVICES, read_machine
 from meshwright.present import count
-
-MAX_DEVICES = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from meshwright.machines.cloud_names import cloud_topology, is_cloud_name
 from meshwright.machines.slices import check_slice
 from meshwright.present import count
 
+MAX_DEVICES = 1_000_000
 GRAMMAR = (
     "a machine is CHIP:SHAPE (v5p:4x4x8, v5e:16x16, h100:8, h100:16x8 for hosts x GPUs, cpu:8), "
     "a cloud name (v5p-256), N*MACHINE for N slices (2*v5e:16x16), or 'here'"
@@ -21,7 +22,7 @@ def read_machine(text: str) -> tuple[Chip, tuple[int, ...], int]:
         raise MeshwrightError(f"machine {text!r} is not text; {GRAMMAR}")
     rest = text.strip()
     slices = 1
-    if "*" in rest:
+    if "*" in rest.partition(":")[0]:
         head, rest = (part.strip() for part in rest.split("*", 1))
         if not re.fullmatch(r"[0-9]{1,5}", head) or int(head) < 1:
             raise MeshwrightError(
@@ -50,6 +51,10 @@ def read_machine(text: str) -> tuple[Chip, tuple[int, ...], int]:
         raise MeshwrightError(
             f"machine {text!r}: no chip is called {name!r}{_near(name)} For hardware that is not "
             "in the catalogue give your own: mw.Machine(mw.Chip(...), shape)"
+        )
+    if re.fullmatch(r"[0-9]+(x[0-9]+)*", sizes_text) and re.search("[0-9]{8}", sizes_text):
+        raise MeshwrightError(
+            f"machine {text!r} is too large; at most {MAX_DEVICES:,} devices are supported"
         )
     if not re.fullmatch(r"[0-9]{1,7}(x[0-9]{1,7})*", sizes_text):
         raise MeshwrightError(

@@ -9,11 +9,14 @@ from meshwright.meshes.machine_mesh import MachineMesh
 from meshwright.meshes.rings import is_ring, ring_in_words
 from meshwright.meshes.spec import (
     FIELD_ROLES,
+    MOST_TRIED,
     RESERVED_AXIS,
     ROLES,
     STANDARD_AXES,
+    Accepts,
     MeshShape,
     MeshSpec,
+    nearest_sizes,
 )
 from meshwright.meshes.tiles import tile_mesh
 
@@ -21,9 +24,10 @@ if TYPE_CHECKING:
     from meshwright.meshes.jax_mesh import AnyMesh
 
 __all__ = [
-    "FIELD_ROLES", "RESERVED_AXIS", "ROLES", "STANDARD_AXES", "AnyMesh", "MachineMesh",
-    "MeshShape", "MeshSpec", "Share", "Shares", "axes_across_slices", "closes",
-    "device_list", "is_ring", "mesh", "ring_in_words", "shares_of", "sharing", "tile_mesh",
+    "FIELD_ROLES", "MOST_TRIED", "RESERVED_AXIS", "ROLES", "STANDARD_AXES", "Accepts", "AnyMesh",
+    "MachineMesh", "MeshShape", "MeshSpec", "Share", "Shares", "axes_across_slices", "closes",
+    "device_list", "is_ring", "mesh", "nearest_sizes", "ring_in_words", "shares_of", "sharing",
+    "tile_mesh",
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from meshwright.machines import Machine
 from meshwright.meshes.arrange import arrange, device_list
 from meshwright.meshes.machine_mesh import MachineMesh
 from meshwright.meshes.rings import lay_rings
-from meshwright.meshes.spec import MeshSpec
+from meshwright.meshes.spec import Accepts, MeshSpec
 
 if TYPE_CHECKING:
     from meshwright.meshes.jax_mesh import Mesh
@@ -23,6 +23,7 @@ def mesh(
     devices: Sequence[Any] | None = None,
     axes: Sequence[str] | None = None,
     axis_types: AxisTypes = "auto",
+    accepts: Accepts | None = None,
 ) -> "Mesh": ...
 @overload
 def mesh(
@@ -31,6 +32,7 @@ def mesh(
     devices: None = None,
     axes: Sequence[str] | None = None,
     axis_types: AxisTypes = "auto",
+    accepts: Accepts | None = None,
 ) -> MachineMesh: ...
 @overload
 def mesh(
@@ -39,6 +41,7 @@ def mesh(
     devices: Sequence[Any],
     axes: Sequence[str] | None = None,
     axis_types: AxisTypes = "auto",
+    accepts: Accepts | None = None,
 ) -> "Mesh": ...
 @overload
 def mesh(
@@ -47,6 +50,7 @@ def mesh(
     devices: Sequence[Any] | None = None,
     axes: Sequence[str] | None = None,
     axis_types: AxisTypes = "auto",
+    accepts: Accepts | None = None,
 ) -> "Mesh | MachineMesh": ...
 def mesh(
     text: str | MeshSpec,
@@ -54,6 +58,7 @@ def mesh(
     devices: Sequence[Any] | None = None,
     axes: Sequence[str] | None = None,
     axis_types: AxisTypes = "auto",
+    accepts: Accepts | None = None,
 ) -> "Mesh | MachineMesh":
     """A mesh over the devices of this process, or of an absent machine.
 
@@ -64,7 +69,7 @@ def mesh(
 
     With `devices` (default: all) it is a jax Mesh. With `machine` alone, it is a MachineMesh, whose
     devices need not exist. With both, the devices have the order of that machine. `axis_types`
-    chooses jax's automatic or explicit sharding.
+    chooses jax's automatic or explicit sharding. `accepts` says which meshes an error may propose.
     """
     if not isinstance(axis_types, str) or axis_types not in ("auto", "explicit"):
         raise MeshwrightError(f"axis_types={axis_types!r} is not one of 'auto', 'explicit'")
@@ -74,13 +79,13 @@ def mesh(
         from meshwright.meshes.jax_mesh import all_devices, jax_mesh
 
         devices = all_devices() if devices is None else devices
-        spec = spec.resolve(len(devices))
+        spec = spec.resolve(len(devices), accepts=accepts)
         torus = None if spec.plain else _torus_of(devices)
         if torus is None:
             return jax_mesh(arrange(spec.sizes, devices, spec.plain), spec.names, axis_types)
         machine = torus
     machine = Machine.parse(machine)
-    spec = spec.resolve(machine.num_devices, where=f"in '{machine}'")
+    spec = spec.resolve(machine.num_devices, where=f"in '{machine}'", accepts=accepts)
     placed = arrange(spec.sizes, machine.devices, spec.plain)
     if not spec.plain:
         placed = lay_rings(placed, spec.names, machine)

@@ -17,7 +17,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, Self
 
 from meshwright.arithmetic import divisors, first_repeated
@@ -33,9 +33,13 @@ FIELD_ROLES = {
     "cp": "sp", "expert": "ep", "stage": "pp",
 }  # fmt: skip
 
+MOST_TRIED = 4096  # meshes, before a message says that none fits
 RESERVED_AXIS = "devices_"  # axes of bare devices, where an expression is placed without a mesh
 _AXIS_NAME = re.compile(r"[^\W\d]\w*")
 _SIZE = re.compile(r"[+-]?[0-9]{1,9}")
+
+
+Accepts = Callable[[Mapping[str, int]], bool]  # whether a mesh of these sizes can be used
 
 
 class MeshShape(Protocol):
@@ -222,8 +226,13 @@ class MeshSpec:
         missing = tuple((axis, 1) for axis in STANDARD_AXES if axis not in spec.names)
         return dataclasses.replace(spec, axes=axes + missing)
 
-    def resolve(self, num_devices: int, where: str = "here") -> Self:
-        """Fill in -1 and check that the mesh takes exactly `num_devices`."""
+    def resolve(
+        self, num_devices: int, where: str = "here", accepts: "Accepts | None" = None
+    ) -> Self:
+        """Fill in -1 and check that the mesh takes exactly `num_devices`.
+
+        An error proposes meshes that fit, of those that `accepts` takes (default: all).
+        """
         if num_devices < 1:
             raise MeshwrightError(f"mesh {self.quoted} cannot be laid on {num_devices} devices")
         known = math.prod(size for size in self.sizes if size != -1)
@@ -232,58 +241,71 @@ class MeshSpec:
             if known != num_devices:
                 raise MeshwrightError(
                     f"mesh {self.quoted} needs {count(known, 'device')}, {there}; "
-                    f"{one_of(self._fits(num_devices))} would fit"
+                    f"{self._proposals(num_devices, accepts)}"
                 )
             return self
         rest, remainder = divmod(num_devices, known)
         if remainder or not rest:
             raise MeshwrightError(
                 f"mesh {self.quoted}: the sizes given multiply to {known}, which does not divide "
-                f"the {num_devices} devices {where}; "
-                f"{one_of(self._fits(num_devices))} would fit"
+                f"the {num_devices} devices {where}; {self._proposals(num_devices, accepts)}"
             )
         return dataclasses.replace(
             self, axes=tuple((name, rest if size == -1 else size) for name, size in self.axes)
         )
 
-    def _fits(self, num_devices: int) -> list[str]:
-        """Up to three meshes of the same axes that take `num_devices`, nearest first.
-
-        Near: few axes changed, then by how far (in factors) they moved.
-        """
-        fixed = [i for i, size in enumerate(self.sizes) if size != -1]
-        infers = len(fixed) < len(self.sizes)
-        candidates: list[tuple[int, float, tuple[int, ...]]] = []
-        for changed in itertools.chain(
-            itertools.combinations(fixed, 1), itertools.combinations(fixed, 2)
-        ):
-            kept = math.prod(self.sizes[i] for i in fixed if i not in changed)
-            if num_devices % kept:
-                continue
-            for sizes in _factorings(num_devices // kept, len(changed), exact=not infers):
-                new = list(self.sizes)
-                for i, size in zip(changed, sizes, strict=True):
-                    new[i] = size
-                moved = sum(
-                    abs(math.log(s / self.sizes[i])) for i, s in zip(changed, sizes, strict=True)
-                )
-                candidates.append((len(changed), moved, tuple(new)))
-        best = list(dict.fromkeys(new for _, _, new in sorted(candidates)))[:3]
-        if not best:
-            best = [tuple(num_devices if i == 0 else 1 for i in range(len(self.sizes)))]
-        return [str(dataclasses.replace(self, axes=self._with_sizes(sizes))) for sizes in best]
+    def _proposals(self, num_devices: int, accepts: "Accepts | None") -> str:
+        """The end of a sentence: up to three meshes of the same axes that would fit."""
+        fits = []
+        for sizes in itertools.islice(nearest_sizes(self.sizes, num_devices), MOST_TRIED):
+            spec = dataclasses.replace(self, axes=self._with_sizes(sizes))
+            if accepts is None or accepts(spec.resolve(num_devices).shape):
+                fits.append(str(spec))
+            if len(fits) == 3:
+                break
+        if fits:
+            return f"{one_of(fits)} would fit"
+        return f"no mesh of these axes fits the model on {count(num_devices, 'device')}"
 
     def _with_sizes(self, sizes: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
         return tuple(zip(self.names, sizes, strict=True))
 
 
-def _factorings(number: int, parts: int, exact: bool) -> list[tuple[int, ...]]:
+def nearest_sizes(sizes: Sequence[int], num_devices: int) -> Iterator[tuple[int, ...]]:
+    """Other sizes of the same axes that take `num_devices`, nearest first; -1 stays.
+
+    Near: few axes changed, then by how far (in factors) they moved.
+
+    >>> list(nearest_sizes((2, 3), 8))
+    [(2, 4), (4, 2), (1, 8), (8, 1)]
+    """
+    fixed = [i for i, size in enumerate(sizes) if size != -1]
+    infers = len(fixed) < len(sizes)
+
+    def distance(new: tuple[int, ...]) -> float:
+        return round(sum(abs(math.log(new[i] / sizes[i])) for i in fixed), 9)
+
+    for changes in range(1, len(fixed) + 1):
+        found = set()
+        for changed in itertools.combinations(fixed, changes):
+            kept = math.prod(sizes[i] for i in fixed if i not in changed)
+            if num_devices % kept:
+                continue
+            for parts in _factorings(num_devices // kept, changes, exact=not infers):
+                if all(part != sizes[i] for i, part in zip(changed, parts, strict=True)):
+                    new = dict(zip(changed, parts, strict=True))
+                    found.add(tuple(new.get(i, size) for i, size in enumerate(sizes)))
+        yield from sorted(found, key=lambda new: (distance(new), new))
+
+
+def _factorings(number: int, parts: int, exact: bool) -> Iterator[tuple[int, ...]]:
     """Ways to write `number` (or, if not exact, a divisor of it) as a product of `parts`."""
     if parts == 1:
-        return [(number,)] if exact else [(d,) for d in divisors(number)]
-    return [
-        (d, *rest) for d in divisors(number) for rest in _factorings(number // d, parts - 1, exact)
-    ]
+        yield from ((number,),) if exact else ((d,) for d in divisors(number))
+        return
+    for d in divisors(number):
+        for rest in _factorings(number // d, parts - 1, exact):
+            yield (d, *rest)
 
 
 def _declared(axes: Sequence[str]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from meshwright.models.activations import ActivationLayouts, activation_layouts
 from meshwright.models.compute import OFFLOAD, Compute, default_dtype, scans_layers
 from meshwright.models.decoder import DecoderConfig, decoder_rules
-from meshwright.models.divisibility import indivisible
+from meshwright.models.divisibility import indivisible, what_fits
 from meshwright.models.family import Generation, HuggingFace, ModelFamily, Serving
 from meshwright.models.generation import batch_multiple, decode, prefill
 from meshwright.models.huggingface import SOURCE, SPECIAL_TOKENS, load_tensors
@@ -92,4 +92,5 @@ __all__ = [
     "scans_layers",
     "to_hf_config",
     "torch_only_config",
+    "what_fits",
 ]

@@ -1,15 +1,18 @@
 """Whether a mesh divides what the rules split: the model's dims, the batch and the sequence."""
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from meshwright.arithmetic import divisors
 from meshwright.layouts import Rules
+from meshwright.meshes import MOST_TRIED, nearest_sizes
 from meshwright.models.registry import family_of
-from meshwright.present import nearest_multiples
+from meshwright.present import count, mesh_text
 
+_MOST = 2**31 - 1  # dims of arrays are counted in int32
 # the length may be split differently between blocks and inside of them
 ACTIVATIONS = ("batch length embed", "batch length mlp")
 
@@ -22,9 +25,9 @@ def indivisible(
     seq: int | None,
     accumulation: int = 1,
 ) -> str | None:
-    """Why a mesh cannot split this model and batch, with what would fit; None if it can.
+    """Why a mesh cannot split this model and batch; None if it can.
 
-    "kv_heads=8 cannot be split in tp=16; tp=8 would fit"
+    "kv_heads=8 cannot be split in tp=16"
 
     With `seq` None the length is not checked.
     """
@@ -34,17 +37,64 @@ def indivisible(
     for dim, axes in dim_axes.items():
         size, parts = getattr(model, dim), _parts(axes, mesh_shape)
         if size % parts:
-            over, fit = "·".join(axes), max(d for d in divisors(size) if d <= parts)
-            return f"{dim}={size} cannot be split in {over}={parts}; {over}={fit} would fit"
+            return f"{dim}={size} cannot be split in {'·'.join(axes)}={parts}"
     parts = accumulation * _parts(batch_axes, mesh_shape)
     if batch % parts:
         over = "·".join([*batch_axes, *(["accumulation"] if accumulation > 1 else [])])
-        return _not_divisible("batch", batch, over, parts)
+        return f"batch={batch} is not divisible by {over}={parts}"
     for axes in lengths:
         parts = _parts(axes, mesh_shape)
         if seq is not None and seq % parts:
-            return _not_divisible("seq", seq, "·".join(axes), parts)
+            return f"seq={seq} is not divisible by {'·'.join(axes)}={parts}"
     return None
+
+
+class Refuses(Protocol):
+    """Whether a mesh is refused with a batch and a sequence length."""
+
+    def __call__(self, mesh_shape: Mapping[str, int], /, batch: int, seq: int) -> bool: ...
+
+
+def what_fits(
+    mesh_shape: Mapping[str, int], batch: int, seq: int, refuses: Refuses, accumulation: int = 1
+) -> str:
+    """The end of a message about a mesh that is refused: what would not be.
+
+    Another batch or length (`"batch=60 or 80 would fit"`), another mesh of as many devices, or
+    both. All checks are in `refuses`: nothing is proposed that it refuses.
+    """
+    devices = math.prod(mesh_shape.values())
+    # of which one is divided by all that splits
+    units = [unit * times for times in {1, accumulation} for unit in divisors(2 * devices)]
+    for name, size in (("batch", batch), ("seq", seq)):
+        numbers = {"batch": batch, "seq": seq}
+        multiples = sorted({n for unit in units for n in _around(size, unit)})
+        fits = [n for n in multiples if not refuses(mesh_shape, **numbers | {name: n})]
+        if fits:
+            nearest = [n for n in fits if n < size][-1:] + [n for n in fits if n > size][:1]
+            return f"{name}={' or '.join(map(str, nearest))} would fit"
+    others = nearest_sizes(tuple(mesh_shape.values()), devices)
+    meshes: list[Mapping[str, int]] = [
+        dict(zip(mesh_shape, sizes, strict=True)) for sizes in itertools.islice(others, MOST_TRIED)
+    ]
+    # context parallelism changes more than the other axes do
+    meshes.sort(key=lambda shape: shape.get("sp") != mesh_shape.get("sp"))
+    for shape in meshes:
+        if not refuses(shape, batch, seq):
+            return f"mesh '{mesh_text(shape)}' would fit"
+    for shape in (mesh_shape, *meshes):
+        batches, lengths = ((size, *_around(size, max(units))) for size in (batch, seq))
+        for new_batch, new_seq in itertools.product(batches, lengths):
+            if not refuses(shape, new_batch, new_seq):
+                numbers = {"batch": new_batch} | ({} if new_seq == seq else {"seq": new_seq})
+                return f"mesh '{mesh_text(shape)}' with {mesh_text(numbers)} would fit"
+    return f"no mesh of {count(devices, 'device')} with these axes would"
+
+
+def _around(size: int, unit: int) -> list[int]:
+    """The multiples of a unit on both sides of a size."""
+    below = size // unit * unit
+    return [multiple for multiple in (below, below + unit) if 0 < multiple <= _MOST]
 
 
 @functools.lru_cache(maxsize=64)
@@ -63,8 +113,3 @@ def _split_axes(
 
 def _parts(axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> int:
     return math.prod(mesh_shape[axis] for axis in axes)
-
-
-def _not_divisible(name: str, size: int, over: str, parts: int) -> str:
-    fit = nearest_multiples(size, parts)
-    return f"{name}={size} is not divisible by {over}={parts}; {name}={fit} would fit"

@@ -1,7 +1,9 @@
 """The model families, and models by name, by file and by config."""
 
+import contextlib
 import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,8 +70,38 @@ def generation_of(config: Any) -> Generation:
 def preset(name: str) -> Any:
     """A published model's config."""
     if name not in PRESETS:
-        raise MeshwrightError(f"model {name!r} is not a preset{did_you_mean(name, PRESETS)}")
+        raise MeshwrightError(_unknown(name))
     return PRESETS[name]
+
+
+# published models whose architecture is in no family, by how their names are written
+_MIXTURES = re.compile(
+    r"mixtral|deepseek|dbrx|grok|arctic|olmoe|gpt-oss|kimi|ernie-4|glm-4\.[5-9]|llama-4|switch-|moe"
+    r"|[0-9]+x[0-9]+b|-a[0-9.]+b"
+)
+_OTHERS = re.compile(
+    r"gemma|gpt|phi|falcon|opt-|bloom|pythia|bert|mamba|jamba|rwkv|olmo|cohere|command-r|starcoder"
+    r"|stablelm|smollm|glm|granite|mpt|yi-|internlm|baichuan|palm|bart|pegasus|byt5|mt5|ul2|nemotron"
+)
+
+
+def _unknown(name: str) -> str:
+    """Why a name is not a model here, and what would be."""
+    last = str(name).rstrip("/").rpartition("/")[2].lower()
+    if last in PRESETS:
+        return f"model {name!r} is not a preset; did you mean {last!r}?"
+    if _MIXTURES.search(last):
+        return f"model {name!r} is a mixture of experts, which no model family here supports yet"
+    if _OTHERS.match(last):
+        known = ", ".join(arch for family in FAMILIES for arch in family.hugging_face.architectures)
+        return f"model {name!r} is of no architecture that is supported; these are {known}"
+    if not name or re.search(r"[/\\]|^[.~]|\.[a-z]{2,}$", str(name)):
+        return (
+            f"model {name!r} is not a folder, and no config.json is there; give a preset, such as "
+            "llama-3.1-8b, a Hugging Face config.json, or a "
+            "folder that holds one"
+        )
+    return f"model {name!r} is not a preset{did_you_mean(name, PRESETS)}"
 
 
 def abstract_arrays(config: Any, dtype: Any = jnp.float32, vocab: int | None = None) -> Any:
@@ -94,11 +126,14 @@ def model_config(model: str) -> Any:
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model)
-    if (path / "checkpoints").is_dir():
+    is_run = is_folder = False
+    with contextlib.suppress(OSError):  # what cannot be the name of a file
+        is_run, is_folder = (path / "checkpoints").is_dir(), path.is_dir()
+    if is_run:
         raise MeshwrightError(
             f"{model!r} is a run, not a model; to resume it: --config {path / 'config.json'}"
         )
-    if path.is_dir() or path.suffix == ".json":
+    if model and (is_folder or path.suffix == ".json"):
         return from_hf_config(path)
     return preset(model)  # raises, with the nearest names
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from meshwright.arithmetic import divisors
 from meshwright.layouts import axes_of
 from meshwright.ops.collectives import spec_of
 
@@ -31,7 +32,7 @@ def over_chunks(
     sizes = jax.sharding.get_abstract_mesh().shape
     ways = math.prod(sizes[axis] for axis in axes_of(spec[1], spec))
     part = length // ways
-    chunks = next(n for n in range(-(-part // size), part + 1) if part % n == 0)
+    chunks = next(n for n in divisors(part) if n * size >= part)
     if chunks == 1:
         return function(x, *weights)
     cut = P(spec[0], spec[1], None, None, spec[2])

@@ -42,10 +42,14 @@ def parse(text: str | None) -> Constraints:
             f"mesh {text!r} is no text of limits; write 'tp=2', 'fsdp=*,tp<=8' or, for all axes "
             f"in the order {', '.join(STANDARD_AXES)}, '1,-1,2,1'"
         )
-    if text.strip() in ("", "auto", "*"):
+    if text.strip() in ("auto", "*"):
         return Constraints()
+    if not text.strip():
+        raise MeshwrightError(
+            f"mesh {text!r} is empty; write limits, such as 'fsdp=*,tp<=8', or leave it out"
+        )
     sizes = [said.strip() for said in text.split(",")]
-    if all(re.fullmatch(r"-?\d+|\*", size) for size in sizes):
+    if all(re.fullmatch(r"-?[0-9]{1,9}|\*", size) for size in sizes):
         if len(sizes) != len(STANDARD_AXES):
             raise MeshwrightError(
                 f"mesh {text!r} has {count(len(sizes), 'size')} without a name; give one for each "
@@ -53,8 +57,9 @@ def parse(text: str | None) -> Constraints:
             )
         text = ",".join(f"{axis}={size}" for axis, size in zip(STANDARD_AXES, sizes, strict=True))
     limits = []
+    named: list[tuple[str, str]] = []
     for said in text.split(","):
-        found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\*|-?\d+)\s*(?::\s*(\w+)\s*)?", said)
+        found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\*|-?[0-9]{1,9})\s*(?::\s*(\w+)\s*)?", said)
         if found is None:
             raise MeshwrightError(
                 f"mesh {text!r}: {said.strip()!r} is not a limit of an axis; write tp=8, tp<=8, "
@@ -66,9 +71,18 @@ def parse(text: str | None) -> Constraints:
             raise MeshwrightError(
                 f"mesh {text!r}: {axis!r} is not an axis{did_you_mean(axis, STANDARD_AXES)}"
             )
-        if size in ("*", "-1"):
+        same_axis = [limit_how for limit_axis, limit_how in named if limit_axis == axis]
+        if how in same_axis or (same_axis and "=" in (how, *same_axis)):
+            raise MeshwrightError(
+                f"mesh {text!r} limits axis {axis!r} twice; give one size (tp=8), or a range "
+                "(tp>=2,tp<=8)"
+            )
+        named.append((axis, how))
+        if how == "=" and size in ("*", "-1"):
             continue
-        if int(size) < 1:
-            raise MeshwrightError(f"mesh {text!r}: {axis}{how}{size} must be at least 1")
+        if size == "*" or int(size) < 1:
+            raise MeshwrightError(
+                f"mesh {text!r}: the size in {axis}{how}{size} must be at least 1"
+            )
         limits.append((axis, how, int(size)))
     return Constraints(tuple(limits))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.arithmetic import round_up
+from meshwright.arithmetic import divisors, round_up
 from meshwright.errors import MeshwrightError
 from meshwright.models import Attention, activation_layouts, describe_padding, family_of
 from meshwright.ops.attention import Split
@@ -112,7 +112,7 @@ def mlp_chunks(length: int, choice: Choice) -> int:
     if not choice.mlp_chunk:
         return 1
     least = math.ceil(length / choice.mlp_chunk)
-    return next(n for n in range(least, length + 1) if length % n == 0)
+    return next(n for n in divisors(length) if n >= least)
 
 
 def loss_chunks(job: Job, choice: Choice) -> tuple[int, int]:

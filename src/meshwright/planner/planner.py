@@ -12,25 +12,26 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
-from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import Machine, largest_slice, squarest
-from meshwright.models import family_of, model_config
+from meshwright.meshes import STANDARD_AXES
+from meshwright.models import family_of, model_config, what_fits
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
 from meshwright.planner import constraints, fsdp2
+from meshwright.planner.candidates import meshes
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.efficiency import OPTIMIZER_BYTES, told_to_overlap
 from meshwright.planner.kernels import slow_attention
 from meshwright.planner.largest import largest_batch, largest_seq
 from meshwright.planner.parts import padding
 from meshwright.planner.reason import bound_and_reason
-from meshwright.planner.result import Estimate, Job, Plan, Refusal
-from meshwright.planner.search import Found, Objective, fitting, possible, search
-from meshwright.planner.serving import serving
+from meshwright.planner.result import Choice, Estimate, Job, Plan, Refusal
+from meshwright.planner.search import Found, Objective, fitting, search, why_not
+from meshwright.planner.serving import serves, serving
 from meshwright.planner.settings import constraints_of, job_of
 from meshwright.planner.time import transfers
-from meshwright.present import count, nearest_multiples
+from meshwright.present import count
 from meshwright.train import AUTO, TrainConfig, with_settings
 
 OBJECTIVES = ("throughput", "latency", "memory")
@@ -112,7 +113,6 @@ def plan_config(
     remat, policies = limits.fixed.get("remat"), job.remat
     if remat is not None and remat not in policies:
         raise MeshwrightError(f"remat={remat!r} is not a policy{did_you_mean(remat, policies)}")
-    _check_accumulation(job.batch, limits.fixed.get("accumulation", 1))
     if kind == "serve":
         estimates, refused = serving(job, machine, limits, objective)
     else:
@@ -176,17 +176,6 @@ def _config(model: Any, given: Mapping[str, Any]) -> TrainConfig:
     if not isinstance(config, TrainConfig):
         config = TrainConfig(config if isinstance(config, str) else "", mesh=AUTO)
     return with_settings(config, {_SETTINGS[name]: value for name, value in given.items()})
-
-
-def _check_accumulation(batch: int, accumulation: int) -> None:
-    if batch % accumulation:
-        able = divisors(batch)
-        near = sorted(sorted(able, key=lambda n: abs(n - accumulation))[:2])
-        raise MeshwrightError(
-            f"accumulation={accumulation} does not divide batch={batch}: every micro-batch has as "
-            f"many sequences; accumulation={' or '.join(map(str, near))}, or batch="
-            f"{nearest_multiples(batch, accumulation)} would fit"
-        )
 
 
 def _check(
@@ -306,11 +295,18 @@ def _nothing(
             f"{'dp, fsdp and tp' if job.backend == 'torch' else 'dp, fsdp, tp and sp'} must "
             "multiply to that" + (", and fsdp=1 is left out" if job.backend == "torch" else "")
         )
+    accumulation = limits.fixed.get("accumulation", 1)
+    if job.batch % accumulation:
+        return (
+            f"accumulation={accumulation} does not divide batch={job.batch}: every micro-batch has "
+            f"as many sequences; {_proposal(job, machine, limits, refused[0].choice)}"
+        )
     too_large = [(one.memory.total, i, one) for i, one in enumerate(refused) if one.memory]
     if not too_large:
         whys = {one.why: one.choice.mesh for one in reversed(refused)}
         some = "; ".join(f"'{mesh}': {why}" for why, mesh in list(whys.items())[:3])
-        return f"no mesh{within} can run {what}: {some}"
+        fits = _proposal(job, machine, limits, refused[0].choice)
+        return f"no mesh{within} can run {what}: {some}; {fits}"
     nearest = min(too_large)[2]
     said = f"{what} fits on no mesh{within}: the nearest, '{nearest.choice.mesh}', {nearest.why}"
     larger = _larger_that_fits(job, machine, limits)
@@ -319,17 +315,43 @@ def _nothing(
     return f"{said}; {count(larger.num_devices, 'device')} would do: '{larger}'"
 
 
+def _proposal(job: Job, machine: Machine, limits: Constraints, refused: Choice) -> str:
+    """What would fit: a mesh outside of the limits, or another batch or length."""
+    if limits.limits:
+        unlimited = _first_that_fits(job, machine, Constraints(fixed=limits.fixed))
+        if unlimited is not None:
+            return f"mesh '{unlimited.mesh}' would fit"
+
+    def refuses(mesh_shape: Mapping[str, int], batch: int, seq: int) -> bool:
+        dp, fsdp, tp, sp = (mesh_shape[axis] for axis in STANDARD_AXES)
+        mesh = Choice(dp, fsdp, tp, sp)
+        changed = dataclasses.replace(job, batch=batch, seq=seq)
+        return not limits.allows(mesh) or not _fits_on(changed, mesh, machine, limits)
+
+    accumulation = limits.fixed.get("accumulation", 1)
+    return what_fits(refused.sizes, job.batch, job.seq, refuses, accumulation)
+
+
+def _first_that_fits(job: Job, machine: Machine, limits: Constraints) -> Choice | None:
+    """A mesh within the limits that fits, the plainest first."""
+    every = fsdp2.meshes if job.backend == "torch" else meshes
+    allowed = filter(limits.allows, every(machine.num_devices))
+    return next((mesh for mesh in allowed if _fits_on(job, mesh, machine, limits)), None)
+
+
+def _fits_on(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> bool:
+    """Whether a mesh passes every check of a plan, memory last."""
+    if job.kind == "serve":
+        return serves(job, mesh, machine, limits)
+    if why_not(job, mesh, machine, limits) is not None:
+        return False
+    return bool(fitting(job, mesh, machine, limits)[0])
+
+
 def _larger_that_fits(job: Job, machine: Machine, limits: Constraints) -> Machine | None:
     """The first machine of the same chip, doubled and doubled again, on which some mesh fits."""
-    for larger in _larger(machine):
-        if job.kind == "serve":
-            if serving(job, larger, limits, "memory")[0]:
-                return larger
-            continue
-        for mesh, why in possible(job, larger, limits):
-            if why is None and fitting(job, mesh, larger, limits)[0]:
-                return larger
-    return None
+    every = _larger(machine)
+    return next((one for one in every if _first_that_fits(job, one, limits) is not None), None)
 
 
 def _larger(machine: Machine) -> Iterator[Machine]:

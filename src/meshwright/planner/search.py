@@ -127,18 +127,21 @@ def possible(
 ) -> Iterator[tuple[Choice, str | None]]:
     """The meshes within the limits, each with why it cannot be."""
     every = fsdp2.meshes if job.backend == "torch" else meshes
-    for mesh in every(machine.num_devices):
-        if not limits.allows(mesh):
-            continue
-        parallel = limits.fixed.get("sequence_parallel", False)
-        asked = dataclasses.replace(mesh, sequence_parallel=True) if parallel else mesh
-        why = refusal(job, asked)
-        if why is None:
-            try:
-                _strategies(job, mesh, machine, limits)
-            except MeshwrightError as reason:
-                why = str(reason)
-        yield mesh, why
+    for mesh in filter(limits.allows, every(machine.num_devices)):
+        yield mesh, why_not(job, mesh, machine, limits)
+
+
+def why_not(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> str | None:
+    """Why a mesh cannot be, whatever the memory; None if it can."""
+    parallel = limits.fixed.get("sequence_parallel", False)
+    asked = dataclasses.replace(mesh, sequence_parallel=True) if parallel else mesh
+    why = refusal(job, asked)
+    if why is None:
+        try:
+            _strategies(job, mesh, machine, limits)
+        except MeshwrightError as reason:
+            why = str(reason)
+    return why
 
 
 def fitting(
@@ -295,8 +298,7 @@ def _too_large(choice: Choice, need: Memory) -> Refusal:
 def _indivisible(job: Job, mesh: Choice, accumulation: int) -> str:
     """Why the sequences of a device do not divide into so many micro-batches."""
     sequences = job.batch // (mesh.dp * mesh.fsdp)
-    able = ", ".join(map(str, divisors(sequences)))
     return (
         f"accumulation={accumulation} does not divide the {count(sequences, 'sequence')} of a "
-        f"device (batch={job.batch} over dp·fsdp={mesh.dp * mesh.fsdp}); {able} would fit"
+        f"device (batch={job.batch} over dp·fsdp={mesh.dp * mesh.fsdp})"
     )

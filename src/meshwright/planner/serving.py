@@ -8,6 +8,7 @@ serve/engine.py with its default pages and chunks. Formulas are written over num
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.machines import Machine
@@ -43,16 +44,14 @@ def serving(
     found: list[tuple[float, Estimate]] = []
     refused: list[Refusal] = []
     for mesh in meshes(machine.num_devices):
-        if mesh.fsdp > 1 or mesh.sp > 1 or not limits.allows(mesh):
+        if not _is_served(mesh) or not limits.allows(mesh):
             continue
         why = refusal(job, mesh)
         if why is not None:
             refused.append(Refusal(mesh, why))
             continue
-        for weights in _weights(job, limits):
-            cache = limits.fixed.get("cache")
-            choice = dataclasses.replace(mesh, weights=weights, cache=cache)
-            need = memory(job, choice, machine)
+        for choice in _choices(job, mesh, limits):
+            need, weights = memory(job, choice, machine), choice.weights
             if not need.fits:
                 why = f"needs {need.total / 2**30:.1f} of {need.limit / 2**30:.1f} GiB"
                 why += f" with weights in {weights}" if weights else ""
@@ -70,6 +69,25 @@ def serving(
         ]  # fmt: skip
         ranked += _ranked(part, objective, ranked)
     return ranked, refused
+
+
+def serves(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> bool:
+    """Whether a mesh is not refused."""
+    return (
+        _is_served(mesh)
+        and refusal(job, mesh) is None
+        and any(memory(job, choice, machine).fits for choice in _choices(job, mesh, limits))
+    )
+
+
+def _is_served(mesh: Choice) -> bool:
+    return mesh.fsdp == mesh.sp == 1
+
+
+def _choices(job: Job, mesh: Choice, limits: Constraints) -> Iterator[Choice]:
+    """A mesh with every way to keep the weights."""
+    for weights in _weights(job, limits):
+        yield dataclasses.replace(mesh, weights=weights, cache=limits.fixed.get("cache"))
 
 
 def _weights(job: Job, limits: Constraints) -> tuple[str | None, ...]:

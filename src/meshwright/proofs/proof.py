@@ -38,6 +38,8 @@ class Proof:
     machine: Machine
     mesh: str
     compiler: str
+    compiled_on: str  # the architecture of the machine that compiled it: x86_64
+    date: str  # when
     times: Mapping[str, float]  # seconds of lowering and compiling
     footprint: Footprint | None  # None: it did not compile
     out_of_memory: OutOfMemory | None
@@ -147,10 +149,10 @@ def _proved(
 def _check(config: Any, model: Any, machine: Machine) -> None:
     """Sizes against the mesh, before a compiler is started."""
     from meshwright.models import override
-    from meshwright.train import check_sizes, choose_rules, training_mesh
+    from meshwright.train import accepted_meshes, check_sizes, choose_rules, training_mesh
 
     model = override(model, config.override, config.seq)
-    shape = training_mesh(config, machine).shape
+    shape = training_mesh(config, machine, accepts=accepted_meshes(config, model)).shape
     check_sizes(config, model, choose_rules(config, model), shape)
 
 
@@ -164,6 +166,11 @@ _WITHOUT_EFFECT = (
 def _proof(
     result: dict[str, Any], machine: Machine, mesh: str, compiler: str, folder: Path, cached: bool
 ) -> Proof:
+    if "options" in result:
+        compiler += (
+            f" ({', '.join(f'{name}={value}' for name, value in result['options'].items())})"
+        )
+    made = machine, mesh, compiler, result["compiled_on"], result["date"]
     if "failure" in result:
         exhausted = out_of_memory(result["failure"])
         if exhausted is None:
@@ -171,15 +178,10 @@ def _proof(
                 f"the compiler for '{machine}' failed: {digest(result['failure'])} The whole "
                 f"message is in {folder / 'message.txt'}"
             )
-        return Proof(
-            machine, mesh, compiler, result["times"], None, exhausted, result["attention"],
-            folder, cached,
-        )  # fmt: skip
+        return Proof(*made, result["times"], None, exhausted, result["attention"], folder, cached)
     report = folder / "memory.txt.gz"
     used = footprint(machine, result["sizes"], _read(report) if report.exists() else None)
-    return Proof(
-        machine, mesh, compiler, result["times"], used, None, result["attention"], folder, cached
-    )
+    return Proof(*made, result["times"], used, None, result["attention"], folder, cached)
 
 
 def digest(message: str) -> str:

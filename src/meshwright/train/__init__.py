@@ -22,6 +22,7 @@ from meshwright.train.run import Memory, chip_peak_flops
 from meshwright.train.run.trackers import check_trackers
 from meshwright.train.same_settings import check_same_settings
 from meshwright.train.setup import (
+    accepted_meshes,
     check_fp8,
     check_length,
     check_sizes,
@@ -38,10 +39,11 @@ from meshwright.train.work import StepWork
 
 __all__ = [
     "AUTO", "NONE", "AbstractStep", "Backend", "Loop", "Memory", "Say", "StepWork", "TorchConfig",
-    "TrainConfig", "abstract_step", "check_fp8", "check_length", "check_run_folder",
-    "check_same_settings", "check_sizes", "check_trackers", "checkpoint_settings",
-    "chip_peak_flops", "choose_rules", "config_from_dict", "config_from_file", "config_to_dict",
-    "field_lengths", "file_rules", "layers_choice", "learning_rate", "load_pieces", "model_of",
-    "overlap_choice", "overlap_text", "prepare", "prepare_data", "save_pieces", "settings_flags",
+    "TrainConfig", "abstract_step", "accepted_meshes", "check_fp8", "check_length",
+    "check_run_folder", "check_same_settings", "check_sizes", "check_trackers",
+    "checkpoint_settings", "chip_peak_flops", "choose_rules", "config_from_dict",
+    "config_from_file", "config_to_dict", "field_lengths", "file_rules", "layers_choice",
+    "learning_rate", "load_pieces", "model_of", "overlap_choice", "overlap_text", "prepare",
+    "prepare_data", "save_pieces", "settings_flags",
     "supervised", "train", "training_mesh", "training_spec", "with_settings",
 ]  # fmt: skip

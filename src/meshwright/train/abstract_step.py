@@ -20,6 +20,7 @@ from meshwright.models import Compute, family_of, override, padded_vocab
 from meshwright.train.config import TrainConfig
 from meshwright.train.optimizer import make_optimizer
 from meshwright.train.setup import (
+    accepted_meshes,
     check_sizes,
     choose_rules,
     compute_of,
@@ -74,15 +75,13 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
     model = model_of(config) if model is None else override(model, config.override, config.seq)
     rules = choose_rules(config, model)
     if mesh is None:
-        mesh = training_mesh(config)
+        mesh = training_mesh(config, accepts=accepted_meshes(config, model))
     if any(kind != jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
         raise MeshwrightError(
             "the step runs on explicit mesh axes; make the mesh with axis_types='explicit'"
         )
-    # the length last: one that sp divides may still not suit the strategy
-    check_sizes(config, model, rules, mesh.shape, split_length=False)
-    compute, attention = compute_of(config, model, rules, mesh)
     check_sizes(config, model, rules, mesh.shape)
+    compute, attention = compute_of(config, model, rules, mesh)
     vocab = padded_vocab(model, rules, mesh.shape)
     arrays = family_of(model).arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)

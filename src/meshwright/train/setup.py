@@ -13,7 +13,7 @@ from meshwright.data import OBJECTIVES, EncoderDecoderObjective, Tokenizer, sent
 from meshwright.errors import MeshwrightError, one_of
 from meshwright.layouts import Rules
 from meshwright.machines import CHIPS, Chip, Machine, chip_of_kind
-from meshwright.meshes import STANDARD_AXES, MeshSpec, mesh, tile_mesh
+from meshwright.meshes import STANDARD_AXES, Accepts, MeshSpec, mesh, tile_mesh
 from meshwright.models import (
     OFFLOAD,
     Compute,
@@ -26,16 +26,19 @@ from meshwright.models import (
     model_config,
     override,
     scans_layers,
+    what_fits,
 )
 from meshwright.ops import nontrivial_axes
 from meshwright.ops.attention import (
     FLOPS_PER_BYTE,
+    STRATEGIES,
     calls_of,
     choose_strategy,
     explain_strategy,
     sequence_order,
     slow_kernel,
 )
+from meshwright.ops.attention import refusal as strategy_refusal
 from meshwright.present import count
 from meshwright.train.config import ComputeConfig, TrainConfig
 
@@ -96,11 +99,15 @@ def training_spec(config: TrainConfig) -> MeshSpec:
 
 
 def training_mesh(
-    config: TrainConfig, machine: Machine | None = None, devices: Sequence[Any] | None = None
+    config: TrainConfig,
+    machine: Machine | None = None,
+    devices: Sequence[Any] | None = None,
+    accepts: Accepts | None = None,
 ) -> Any:
     """The mesh of the settings over the devices here, or over a machine as `mw.mesh` takes it."""
     if _tile(config) is None:
-        return mesh(training_spec(config), machine, devices, axis_types="explicit")
+        spec = training_spec(config)
+        return mesh(spec, machine, devices, axis_types="explicit", accepts=accepts)
     submesh = None if config.submesh is None else _tile(config)
     tiles = tile_mesh(machine or Machine.here(), submesh, config.num_partitions)
     data, model = tiles.devices.shape
@@ -285,18 +292,53 @@ def flops_per_byte(device: Any) -> float:
 
 
 def check_sizes(
+    config: TrainConfig, model: Any, rules: Rules, mesh_shape: Mapping[str, int]
+) -> None:
+    """The model, the batch, the length and how attention splits it, against the mesh."""
+    check_length(config, model)
+    why = _refusal(config, model, rules, mesh_shape, config.batch, config.seq)
+    if why is None:
+        return
+
+    def refuses(mesh_shape: Mapping[str, int], batch: int, seq: int) -> bool:
+        if seq > model.max_seq:
+            return True
+        return _refusal(config, model, rules, mesh_shape, batch, seq) is not None
+
+    fits = what_fits(mesh_shape, config.batch, config.seq, refuses, config.accumulation)
+    raise MeshwrightError(f"{why}; {fits}")
+
+
+def accepted_meshes(config: TrainConfig, model: Any) -> Accepts:
+    """Which meshes the settings can run on, for errors that propose one."""
+    rules = choose_rules(config, model)
+    return lambda shape: _refusal(config, model, rules, shape, config.batch, config.seq) is None
+
+
+def _refusal(
     config: TrainConfig,
     model: Any,
     rules: Rules,
     mesh_shape: Mapping[str, int],
-    split_length: bool = True,
-) -> None:
-    """The model, the batch and, if it is to be, the split length against the mesh."""
-    check_length(config, model)
-    seq = config.seq if split_length else None
-    why = indivisible(model, rules, mesh_shape, config.batch, seq, config.accumulation)
+    batch: int,
+    seq: int,
+) -> str | None:
+    """Why a mesh cannot run the settings with this batch and length; None if it can."""
+    why = indivisible(model, rules, mesh_shape, batch, None, config.accumulation)
     if why is not None:
-        raise MeshwrightError(why)
+        return why
+    # the length last: one that sp divides may still not suit the strategy
+    layouts = activation_layouts(rules, nontrivial_axes(mesh_shape))
+    split = family_of(model).sequence_split(model, layouts, mesh_shape, seq)
+    strategy = config.context_parallel
+    names = STRATEGIES if strategy == "auto" else (strategy,)
+    reasons = [strategy_refusal(split, name, proposes=False) for name in names]
+    if all(reasons):
+        each = ", ".join(f"{name}: {why}" for name, why in zip(names, reasons, strict=True))
+        auto = f"context parallelism over sp={split.ways} is not possible: {each}"
+        named = f"context_parallel={strategy!r} is not possible: {reasons[0]}"
+        return auto if strategy == "auto" else named
+    return indivisible(model, rules, mesh_shape, batch, seq, config.accumulation)
 
 
 def check_length(config: TrainConfig, model: Any) -> None:

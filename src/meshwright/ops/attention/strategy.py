@@ -72,8 +72,8 @@ def choose_strategy(split: Split, strategy: str = "auto") -> str:
     return strategy
 
 
-def refusal(split: Split, strategy: str) -> str | None:
-    """Why a strategy is not possible, None if it is."""
+def refusal(split: Split, strategy: str, *, proposes: bool = True) -> str | None:
+    """Why a strategy is not possible, None if it is; `proposes` lengths that would fit."""
     if split.ways == 1:
         return None
     if strategy == "ulysses":
@@ -93,10 +93,8 @@ def refusal(split: Split, strategy: str) -> str | None:
         parts = split.ways * (2 if sequence_order(split, strategy) == "zigzag" else 1)
     if split.length % parts:
         chunks = " (two chunks per device, to balance a causal mask)" if parts > split.ways else ""
-        return (
-            f"seq={split.length} is not divisible by {parts}{chunks}; seq="
-            f"{nearest_multiples(split.length, parts)} would fit"
-        )
+        fits = f"; seq={nearest_multiples(split.length, parts)} would fit" if proposes else ""
+        return f"seq={split.length} is not divisible by {parts}{chunks}{fits}"
     return None
 
 

@@ -8,7 +8,6 @@ from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.models import DecoderConfig
 from meshwright.planner.result import Choice, Job
-from meshwright.present import nearest_multiples
 
 
 def check_backend(job: Job, machine: Machine) -> None:
@@ -86,16 +85,9 @@ def refusal(job: Job, choice: Choice) -> str | None:
     for dim in ("kv_heads", "heads", "mlp"):  # of the vocabulary the last rank may have less
         size = getattr(model, dim)
         if size % tp:
-            fits = max(n for n in divisors(size) if n <= tp)
-            return f"{dim}={size} cannot be split in tp={tp}; tp={fits} would fit"
+            return f"{dim}={size} cannot be split in tp={tp}"
     if choice.sequence_parallel and job.seq % tp:
-        return (
-            f"seq={job.seq} cannot be split in tp={tp} by sequence parallelism; "
-            f"seq={nearest_multiples(job.seq, tp)} would fit"
-        )
+        return f"seq={job.seq} cannot be split in tp={tp} by sequence parallelism"
     if job.batch % ranks:
-        return (
-            f"batch={job.batch} cannot be split in dp·fsdp={ranks}; "
-            f"batch={nearest_multiples(job.batch, ranks)} would fit"
-        )
+        return f"batch={job.batch} is not divisible by dp·fsdp={ranks}"
     return None
