@@ -64,6 +64,8 @@ ALLOWED = {
     "docs/notation/mesh.md": (ROW, "of chips, and a user's axis"),
     "docs/coming-from/t5x.md": (ROW, "of chips"),
     "src/meshwright/train/state.py": (ROW, "skipped_in_a_row, an array of every checkpoint"),
+    "src/meshwright/torch/dry_run.py": (ROW, "row-parallel layers, of a matrix"),
+    "src/meshwright/torch/styles.py": (ROW, "row-parallel layers"),
     "src/meshwright/torch/audit.py": (ROW, "of the table of collectives"),
     "src/meshwright/torch/explanation.py": (ROW, "of the table of arrays"),
     "src/meshwright/data/readers.py": (ROW, "of a Parquet or Arrow table"),

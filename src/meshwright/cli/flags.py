@@ -56,7 +56,7 @@ def _integers(
 
 
 def check_given_once(words: Sequence[str]) -> None:
-    """Raise for a flag that stands twice: the first value would be dropped without a word."""
+    """Raise for a flag that is given twice: the value given first would be dropped silently."""
     values: dict[str, str] = {}
     for word, after in itertools.zip_longest(words, words[1:], fillvalue=""):
         flag, equals, value = word.partition("=")

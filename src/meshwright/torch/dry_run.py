@@ -94,7 +94,7 @@ def split_activations(
     return SplitActivations(frozenset(split), dry.partial(split), frozenset(blocks), readers)
 
 
-def gathered_note(split: SplitActivations, layers: Iterable[str]) -> str | None:
+def all_gather_note(split: SplitActivations, layers: Iterable[str]) -> str | None:
     """Which of the column- and row-parallel layers do not pass parts on, and why."""
     names = sorted({generic(path) for path in layers if path not in split.layers})
     if not names:

@@ -30,9 +30,9 @@ from meshwright.torch.collectives import (
 )
 from meshwright.torch.dry_run import (
     SplitActivations,
+    all_gather_note,
     example_of,
     from_first_rank,
-    gathered_note,
     split_activations,
     with_first_tensor,
 )
@@ -103,7 +103,7 @@ def styles(
             f"{'none' if head is None else f'{head!r}, which is not'}: leave it out"
         )
     layers = (path for path, kind in kinds.items() if kind in ("colwise", "rowwise"))
-    note = gathered_note(split, (path for path in layers if path != head))
+    note = all_gather_note(split, (path for path in layers if path != head))
     return chosen, dataclasses.replace(split, note=note)
 
 

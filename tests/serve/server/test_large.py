@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.patience import PATIENCE_S
 from tests.serve.server.bigram_engine import BigramEngine
 from tests.serve.server.serving import Answer, Running, serving
 from tests.serve.server.test_limits import in_background
@@ -72,12 +73,12 @@ def test_other_requests_are_answered_while_a_large_one_is_prepared(
 
     def waiting(*args: Any, **kwargs: Any) -> Any:
         begun.set()
-        assert answered.wait(30), "/health was not answered"
+        assert answered.wait(PATIENCE_S), "/health was not answered"
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, waiting)
     with in_background(lambda: long_server.post(path, **body)) as answers:
-        assert begun.wait(20)
+        assert begun.wait(PATIENCE_S)
         health = long_server.get("/health")
         answered.set()
     assert health.status == 200
@@ -90,7 +91,7 @@ def test_a_small_request_does_not_wait_for_large_ones(
     plain, answered = ByteTokenizer.decode, threading.Event()
 
     def waiting(self: ByteTokenizer, ids: Any, special_tokens: bool = False) -> str:
-        assert len(ids) < 100 or answered.wait(30), "the small request was not answered"
+        assert len(ids) < 100 or answered.wait(PATIENCE_S), "the small request was not answered"
         return plain(self, ids, special_tokens)
 
     monkeypatch.setattr(ByteTokenizer, "decode", waiting)
