@@ -1,7 +1,7 @@
 """Print a Python that runs and is new enough: `find_python.py 3.12`.
 
 The newest jax needs a newer Python than this project does. A name on the PATH may be pyenv's shim
-of a version that is not activated, which runs nothing, so each is tried; pyenv's versions come last.
+of a version that is not activated, which runs nothing, so each is tried, and pyenv's versions last.
 """
 
 import os
