@@ -187,8 +187,10 @@ def _signal_in_steps(number: int) -> Callable[[Stage], list[End]]:
 
 
 fault("stop", "SIGTERM between steps", GOOD, says="saved step")(_signal_in_steps(signal.SIGTERM))
+fault("stop", "SIGHUP between steps", GOOD, says="saved step")(_signal_in_steps(signal.SIGHUP))
 fault("stop", "Ctrl-C between steps", GOOD, says="saved step")(_signal_in_steps(signal.SIGINT))
 fault("stop", "SIGTERM to one process of 2", GOOD)(_signal_one_of_two(signal.SIGTERM, 1))
+fault("stop", "SIGHUP to one process of 2", GOOD)(_signal_one_of_two(signal.SIGHUP, 1))
 for process in (0, 1):
     fault("stop", f"SIGSTOP process {process} of 2", RETRY, signalled=(KILLED,))(
         _signal_one_of_two(signal.SIGSTOP, process, *HANG)
@@ -206,6 +208,77 @@ def _two_at_once(stage: Stage) -> list[End]:
     return [found]
 
 
+# ---- a folder that is no longer the run's
+
+LOST = {"says": "left alone what is there now"}
+
+
+def _move_away(stage: Stage, commands: list[Command]) -> Path:
+    """Take the folder from a run between steps; gives back where it is."""
+    _steps_done(stage, commands[0])
+    aside = stage.folder / "moved"
+    for command in commands:
+        command.began = time.monotonic()
+    stage.run.rename(aside)
+    return aside
+
+
+def _no_longer_there(stage: Stage) -> None:
+    if stage.run.exists() and any(stage.run.glob("**/step-*")):
+        raise FaultError("the run made its folder again")
+    shutil.rmtree(stage.run, ignore_errors=True)  # an unfinished save may have made it
+
+
+@fault("folder", "deleted between steps", MISTAKE, resume=None, **LOST)
+def _deleted(stage: Stage) -> list[End]:
+    command = stage.start(steps=10_000)
+    _steps_done(stage, command)
+    command.began = time.monotonic()
+    shutil.rmtree(stage.run, ignore_errors=True)
+    found = command.end()
+    _no_longer_there(stage)
+    return [found]
+
+
+@fault("folder", "moved between steps, and back", MISTAKE, **LOST)
+def _moved(stage: Stage) -> list[End]:
+    command = stage.start(steps=10_000)
+    aside = _move_away(stage, [command])
+    found = command.end()
+    _no_longer_there(stage)
+    aside.rename(stage.run)
+    return [found]
+
+
+@fault("folder", "moved under 2 processes, and back", MISTAKE)
+def _moved_under_two(stage: Stage) -> list[End]:
+    commands = stage.pair(steps=10_000)
+    aside = _move_away(stage, commands)
+    ends = [command.end() for command in commands]
+    _no_longer_there(stage)
+    aside.rename(stage.run)
+    return ends
+
+
+@fault("folder", "deleted, and the same command again", MISTAKE, **LOST)
+def _two_runs(stage: Stage) -> list[End]:
+    """The first run sleeps until the second is at its end, then wants to write and rotate."""
+    first = stage.start("--checkpoint.keep-last", "1", steps=10_000)
+    _steps_done(stage, first)
+    first.signal(signal.SIGSTOP)
+    shutil.rmtree(stage.run)
+    second = stage.start(steps=6).end()
+    if second.code:
+        raise FaultError(second.output)
+    files = [path for path in stage.run.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    first.signal(signal.SIGCONT)
+    found = first.end()
+    if any(not path.exists() or path.read_bytes() != before[path] for path in files):
+        raise FaultError("the first run changed what the second had written")
+    return [found]
+
+
 # ---- full disk
 
 FULL = {"says": "full"}
@@ -216,6 +289,15 @@ NO_SPACE = {"says": "No space left"}
 def _full_at_start(stage: Stage) -> list[End]:
     with small_disk(stage, 0):
         return [stage.start().end()]
+
+
+@fault("full disk", "not a byte free when it resumes", MISTAKE, **NO_SPACE)
+def _full_at_resume(stage: Stage) -> list[End]:
+    with small_disk(stage, 0):
+        ended = stage.start(steps=8, cached=False).end()
+    if "compil" in ended.output:
+        raise FaultError("it compiled before it looked at the disk")
+    return [ended]
 
 
 @fault("full disk", "no room for a checkpoint, to the end", MISTAKE, **FULL)
@@ -616,6 +698,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a word of the kind or name")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # not inherited from nohup by what is signalled
     chosen = [one for one in FAULTS if options.only in one.title]
     if not all(try_faults(chosen, ONE, add_to_record)):
         return 1
