@@ -16,7 +16,7 @@ import functools
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ from meshwright.layouts.trees import tree_paths
 from meshwright.meshes import AnyMesh, MachineMesh, MeshSpec, device_list
 from meshwright.meshes import mesh as build_mesh
 from meshwright.present import mesh_text
+
+_UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 tree_flatten, tree_flatten_with_path = jax.tree.flatten, jax.tree_util.tree_flatten_with_path
 
@@ -285,16 +287,24 @@ def held_dtype(leaf: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Normal:
-    """Normal values with this standard deviation."""
+    """Normal values with this standard deviation: those of jax.random.normal, times `std`."""
 
     std: float
-    ignores_shape: ClassVar[bool] = True
 
     def __call__(self, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
-        # in float32 and then rounded: a bfloat16 model starts from the rounded float32 one
-        values = jax.random.normal(key, shape, jnp.float32)
-        # rounded before std, or the compiler may multiply std by a constant of `normal` first
-        return (jax.lax.optimization_barrier(values) * self.std).astype(dtype)
+        return self.from_bits(jax.random.bits(key, tuple(shape), jnp.uint32), dtype)
+
+    def from_bits(self, bits: jax.Array, dtype: Any) -> jax.Array:
+        """The values of 32 random bits each."""
+        # 23 bits are the mantissa of a number in [1, 2), which is moved to (-1, 1)
+        mantissa = (bits >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
+        low = np.nextafter(np.float32(-1), np.float32(0))
+        uniform = jax.lax.bitcast_convert_type(mantissa, jnp.float32) - np.float32(1)
+        uniform = jnp.maximum(low, uniform * (np.float32(1) - low) + low)
+        values = np.float32(math.sqrt(2)) * jax.lax.erf_inv(uniform)
+        # rounded before std, or the compiler may multiply the constants first; in float32 and then
+        # rounded to dtype: a bfloat16 model starts from the rounded float32 one
+        return (jax.lax.optimization_barrier(values) * np.float32(self.std)).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,9 +321,9 @@ def create(specs: Any, shardings: Any, seed: int = 0) -> Any:
     """Create the arrays of `specs`, sharded: no device ever holds a complete array.
 
     A value depends on the seed, the array's path and the position in it, but not on the mesh or on
-    the padding of the array. An initializer whose attribute `ignores_shape` is true gives the same
-    values, in row-major order, for all shapes of one size; it is called with the fewest dims that
-    keep the shards, because XLA's CPU compiler takes seconds for random bits of four dims.
+    the padding of the array. On CPUs the random bits of initializers that have `from_bits` are
+    drawn by a program of their own, compiled without optimization: XLA's CPU compiler takes up to
+    15 s to optimize it, and integers are the same either way.
     """
     check_seed(seed)
     is_spec = lambda leaf: isinstance(leaf, ArraySpec)  # noqa: E731
@@ -324,19 +334,31 @@ def create(specs: Any, shardings: Any, seed: int = 0) -> Any:
             raise MeshwrightError(
                 f"array {path!r} has no init; give ArraySpec(…, init=mw.Normal(0.02)) or the like"
             )
-
     structure: Any = treedef  # jax's stub has no flatten_up_to
     leaf_shardings = structure.flatten_up_to(jax.tree.broadcast(shardings, specs, is_leaf=is_spec))
-
     path_numbers = np.array([zlib.crc32(path.encode()) for path in paths], np.uint32)
+    devices = {device for sharding in leaf_shardings for device in sharding.device_set}
+    on_cpu = {device.platform for device in devices} == {"cpu"}
+    by_bits = [i for i, spec in enumerate(leaves) if on_cpu and hasattr(spec.init, "from_bits")]
 
-    def make(root: jax.Array) -> Any:
+    def keys(root: jax.Array) -> jax.Array:
+        return jax.vmap(jax.random.fold_in, (None, 0))(root, path_numbers)
+
+    def draw(root: jax.Array) -> list[jax.Array]:
+        own = keys(root)
+        shapes = [(i, leaves[i].unpadded_shape, leaves[i].shape) for i in by_bits]
+        return [
+            resized(jax.random.bits(own[i], part, jnp.uint32), full) for i, part, full in shapes
+        ]
+
+    def make(root: jax.Array, drawn: list[jax.Array]) -> Any:
         made = []
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(root, path_numbers)
-        for key, spec, sharding in zip(keys, leaves, leaf_shardings, strict=True):
-            ignores_shape = getattr(spec.init, "ignores_shape", False)
-            shape = _fewest_dims(spec, sharding) if ignores_shape else spec.unpadded_shape
-            values = spec.init(key, shape, spec.dtype).reshape(spec.unpadded_shape)
+        bits = dict(zip(by_bits, drawn, strict=True))
+        for i, (key, spec) in enumerate(zip(keys(root), leaves, strict=True)):
+            if i in bits:
+                values = spec.init.from_bits(resized(bits[i], spec.unpadded_shape), spec.dtype)
+            else:
+                values = spec.init(key, spec.unpadded_shape, spec.dtype)
             made.append(resized(values, spec.shape))
         return jax.tree.unflatten(treedef, made)
 
@@ -344,26 +366,20 @@ def create(specs: Any, shardings: Any, seed: int = 0) -> Any:
     current = jax.sharding.get_abstract_mesh()
     automatic = current.update_axis_types(dict.fromkeys(current.axis_names, AxisType.Auto))
     with jax.threefry_partitionable(True), jax.sharding.use_abstract_mesh(automatic):
-        return jax.jit(make, out_shardings=shardings)(jax.random.key(seed))
+        root, drawn = jax.random.key(seed), []
+        if by_bits:
+            placed = [_automatic(leaf_shardings[i]) for i in by_bits]
+            drawn = jax.jit(draw, out_shardings=placed, compiler_options=_UNOPTIMIZED)(root)
+        return jax.jit(make, out_shardings=shardings)(root, drawn)
 
 
-def _fewest_dims(spec: ArraySpec, sharding: Any) -> tuple[int, ...]:
-    """The unpadded shape with each unsharded dim merged into the one before it.
-
-    Only the first of the merged dims is sharded, and it divides: the shards stay the same.
-    """
-    if not isinstance(sharding, NamedSharding):  # on one device
-        return (math.prod(spec.unpadded_shape),)
-    merged: list[int] = []
-    divides = False
-    dims = zip(spec.unpadded_shape, spec.shape, _axes(sharding, len(spec.shape)), strict=True)
-    for size, padded, axes in dims:
-        if divides and not axes:
-            merged[-1] *= size
-        else:
-            merged.append(size)
-        divides = size == padded
-    return tuple(merged)
+def _automatic(sharding: Any) -> Any:
+    """The sharding on a mesh of automatic axes."""
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return sharding
+    mesh = sharding.mesh
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names, axis_types=types), sharding.spec)
 
 
 def resized(x: jax.Array, shape: Sequence[int]) -> jax.Array:
