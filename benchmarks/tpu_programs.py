@@ -22,7 +22,7 @@ from meshwright.audits import audit
 from meshwright.machines import Machine
 from meshwright.proofs import prove
 from plan_against_compiler import GIB, asynchronous, case, config_of, job_and_choice, words
-from results import here, write_section
+from results import origins, write_section
 
 RECORD = Path(__file__).with_name("tpu_programs.json")
 STEPS = [
@@ -64,12 +64,6 @@ def of_dump(folder: Path) -> tuple[str, int]:
     found = re.search(r"color=0\)\nTotal bytes: (\d+)", report)
     assert found is not None
     return text, int(found[1])
-
-
-def of_compiler(one: dict[str, Any]) -> tuple[str, int]:
-    proof = prove(config_of(one), one["on"])
-    assert proof.footprint is not None
-    return proof.text, proof.footprint.total
 
 
 def read_record() -> dict[str, dict[str, Any]]:
@@ -135,16 +129,23 @@ def main(arguments: Iterable[str] | None = None) -> None:
     steps = STEPS if options.step is None else [STEPS[options.step]]
     for one in steps if options.record else []:
         compiled = one | {"overlap": options.overlap}
-        text, total = of_compiler(compiled) if options.dump is None else of_dump(options.dump)
-        add_to_record(options.record, one, summary(compiled, text, total))
+        if options.dump is None:
+            proof = prove(config_of(compiled), one["on"])
+            assert proof.footprint is not None
+            text, total = proof.text, proof.footprint.total
+            made = {"compiler": proof.compiler, "machine": proof.compiled_on, "date": proof.date}
+        else:  # of another machine, perhaps
+            (text, total), made = of_dump(options.dump), {}
+        add_to_record(options.record, one, summary(compiled, text, total) | made)
     record = read_record()
     cycles = any(entry["cycles"] for entries in record.values() for entry in entries.values())
+    made = origins(entry for entries in record.values() for entry in entries.values())
     priced = "" if cycles else " Compiled up to the assignment of buffers, so without cycles."
     said = (
-        f"`python benchmarks/tpu_programs.py --write`, {here()}.{priced} The roofline of the "
-        "compiled program before, and of it the part that is left with gradients scattered along "
-        "a dim of their own (ops/collectives.py), and with overlap, which is the default now; GiB "
-        "of gradients reduce-scattered + all-reduced; GiB of memory; and of the bytes "
+        f"`python benchmarks/tpu_programs.py --write`; compiled by {made}.{priced} The roofline "
+        "of the compiled program before, and of it the part that is left with gradients scattered "
+        "along a dim of their own (ops/collectives.py), and with overlap, which is the default "
+        "now; GiB of gradients reduce-scattered + all-reduced; GiB of memory; and of the bytes "
         "all-gathered in loops the share that is asynchronous."
     )
     lines = table(record)

@@ -4,6 +4,10 @@
 >>> scattered_by(64, Machine.parse("v5p:4x4x4")), scattered_by(32, Machine.parse("v5p:4x4x4"))
 ('all-reduce', 'reduce-scatter')
 
+The compilers of TPUs and GPUs all-gather embedding and LM head anew for every micro-batch, and sum
+norms once for all of them. The GPU compiler (jax 0.10.2) also sums the embedding's gradient over dp
+once: its all-reduce leaves the loop over micro-batches.
+
 The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 512 chips):
 - emits an all-reduce, and slices afterwards, instead of a reduce-scatter over all devices of a
   slice: twice the bytes on the wire. Over a part of a slice it scatters, and over a flat slice
@@ -16,7 +20,6 @@ The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 5
 - between slices sends only a device's part: an all-reduce is a reduce-scatter within slices, an
   all-reduce between them and an all-gather. Over all devices of one of several slices it does
   scatter, unless the axis continues in the others (seen on v5e);
-- all-gathers embedding and LM head anew for every micro-batch, and sums norms once for all of them;
 - lets the gradients of keys make their first ring step before they become float32.
 Not counted: where memory is nearly exhausted it may all-gather weights once more instead of keeping
 them. Weights that fsdp and sp split together are all-gathered one axis after the other there
@@ -71,13 +74,9 @@ def compiled_sends(
     if job.sizes.is_tied and machine.chip.platform != "cpu":
         apart = 1 < math.gcd(choice.dp, machine.slices) < choice.dp
         found = [one for one in found if one.carries is not Carries.HEAD_GRADIENT or apart]
-    if machine.is_tpu:
+    if rules := _RULES.get(machine.chip.platform):
         program = _program(job, choice, machine)
-        found = [
-            changed
-            for send in found
-            for changed in (_rewritten(send, program) if send.carries in _TPU_RULES else (send,))
-        ]
+        found = [changed for send in found for changed in _rewritten(send, program, rules)]
     return found
 
 
@@ -107,7 +106,7 @@ def _across(choice: Choice, machine: Machine) -> Mapping[str, int]:
 
 
 class _Program(NamedTuple):
-    """What the rules of the TPU compiler depend on."""
+    """What the rules of a compiler depend on."""
 
     choice: Choice
     dtype: str
@@ -166,8 +165,20 @@ def _all_reduce_gradients(send: Send, program: _Program) -> Iterator[Send]:
     yield send
 
 
+def _once_over_dp(send: Send, program: _Program) -> Iterator[Send]:
+    """A gradient that is all-reduced over dp after the loop over micro-batches."""
+    is_sum = send.operation == "all-reduce" and send.times == program.choice.accumulation
+    yield send._replace(times=1) if is_sum else send
+
+
 _AXIS_BY_AXIS = (_axis_by_axis,)
 _GRADIENTS = (_axis_by_axis, _all_reduce_gradients)
+_GPU_RULES: Mapping[Carries, tuple[Rule, ...]] = {
+    Carries.TABLE: (_micro_batches,),
+    Carries.VECTOR_GRADIENTS: (_micro_batches,),
+    Carries.EMBEDDING_GRADIENT: (_once_over_dp,),
+    Carries.KEY_GRADIENTS: (_first_ring_step,),
+}
 _TPU_RULES: Mapping[Carries, tuple[Rule, ...]] = {
     Carries.LAYER_WEIGHTS: _AXIS_BY_AXIS,
     Carries.TABLE: (_micro_batches, _axis_by_axis),
@@ -179,9 +190,14 @@ _TPU_RULES: Mapping[Carries, tuple[Rule, ...]] = {
 }
 
 
-def _rewritten(send: Send, program: _Program) -> list[Send]:
+_RULES = {"gpu": _GPU_RULES, "tpu": _TPU_RULES}  # by platform
+
+
+def _rewritten(
+    send: Send, program: _Program, rules: Mapping[Carries, tuple[Rule, ...]]
+) -> list[Send]:
     """What the rules for its kind make of a send, one after the other."""
     found = [send]
-    for rule in _TPU_RULES[send.carries]:
+    for rule in rules.get(send.carries, ()):
         found = [changed for one in found for changed in rule(one, program)]
     return found
