@@ -91,7 +91,7 @@ def test_flags_that_collect_values_may_be_repeated() -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("trian", "there is no command 'trian'; did you mean 'train'?"),
+        ("trian", "'trian' is not a command; did you mean 'train'?"),
         ("plam", "did you mean 'plan'?"),
         ("finetune", "known: show, machines, plan, prove"),
     ],

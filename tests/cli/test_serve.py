@@ -205,7 +205,7 @@ def test_a_log_on_a_full_disk_does_not_end_the_server(stream: str) -> None:
         port = str(free.getsockname()[1])
     with open("/dev/full", "w") as full:
         flags = ["--host", "0.0.0.0", "--port", port]  # a warning on standard error
-        process = start(flags=flags, **{stream: full})
+        process = start(PROGRAM.replace('"--port", "0", ', ""), flags, **{stream: full})
     try:
         answered = False
         while not answered:

@@ -180,7 +180,7 @@ def test_mistakes_about_files_are_named(tmp_path: Path) -> None:
     for name, words in [
         ("nowhere", "does not exist"),
         ("x.md", "unsupported file type; it can be '.txt'"),
-        ("splits", "choose one of train, test with --split"),
+        ("splits", "choose one with --split: train, test"),
         ("state", "does not list data files"),
         ("empty", "holds no file of a supported type"),
     ]:

@@ -126,7 +126,7 @@ def test_a_million_tokens_on_512_chips_are_split_over_rows_and_heads() -> None:
 
 
 def tokens_per_gpu(
-    model: str, on: str, batch: int, seq: int, mesh: str = "", remat: str | None = None
+    model: str, on: str, batch: int, seq: int, mesh: str | None = None, remat: str | None = None
 ) -> float:
     """Tokens a second and chip, of the best the plan has on this mesh."""
     machine = Machine.parse(on)
@@ -191,11 +191,11 @@ def test_70b_is_as_fast_on_2048_gpus_as_on_64_where_the_network_is_fast(
         (6514, "llama-3.1-8b", "h100-500w:16x8", 256, "fsdp=128"),
         # 405B: theirs is FSDP 8 x TP 8 x 8 pipeline stages in float8; a plan has neither stages nor
         # float8, and its best mesh in bfloat16 is held to the same
-        (128, "llama-3.1-405b", "h100-500w:64x8", 512, ""),
+        (128, "llama-3.1-405b", "h100-500w:64x8", 512, None),
     ],
 )
 def test_gpus_of_a_lower_power_limit_are_as_slow_as_published(
-    tokens: float, model: str, on: str, batch: int, mesh: str
+    tokens: float, model: str, on: str, batch: int, mesh: str | None
 ) -> None:
     assert tokens_per_gpu(model, on, batch, 8192, mesh) == pytest.approx(tokens, rel=0.10)
 

@@ -165,6 +165,7 @@ def test_so_is_the_gpus() -> None:
 def test_a_failure_of_the_compiler_is_digested_and_kept(tmp_path: Path) -> None:
     message = "INTERNAL: Mosaic failed to compile TPU kernel: bad tiling\n\nmany more lines"
     result = {"times": {}, "failure": message, "attention": None}
+    result |= {"compiled_on": "x86_64", "date": "2026-11-17"}
     with pytest.raises(mw.MeshwrightError, match=r"Mosaic failed.*message\.txt"):
         _proof(result, mw.Machine.parse("v5e:2x4"), "tp=8", "", tmp_path, False)
     assert digest("x" * 500).endswith("….")

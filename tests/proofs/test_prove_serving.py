@@ -88,7 +88,7 @@ def test_the_command_reports_both_steps_and_the_audit(
     ("words", "says"),
     [
         ("tiny --on cpu:8 --seq 64", "--batch is missing"),
-        ("tiny --on cpu:8 --batch 4 --seq x", "--seq 'x' is not a whole number"),
+        ("tiny --on cpu:8 --batch 4 --seq x", "--seq: 'x' is not a whole number"),
         ("tiny --batch 4 --seq 64", "--on MACHINE"),
         ("tiny --on cpu:8 --batch 4 --seq 64 --mesh fsdp=8", "meshes of dp and tp"),
         ("tiny --on cpu:8 --batch 4 --seq 64 --weights int4", "must be int8 or fp8"),

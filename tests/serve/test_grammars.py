@@ -239,7 +239,7 @@ def test_a_mesh_gives_the_same_outputs(engine: Engine, random_model: Callable[..
         ({"$ref": "#/$defs/none"}, "/none' does not exist"),
         ({"$ref": "http://127.0.0.1:1/schema"}, "127.0.0.1:1/schema"),
         ({"$ref": "#"}, "no output can satisfy it"),
-        ({"enum": ["x" * 2**17]}, "at most 131,072"),
+        ({"enum": ["x" * 2**17]}, "more than 131,072"),
         ({"type": "string", "format": "nonsense"}, "nonsense"),
     ],
 )

@@ -131,7 +131,7 @@ def test_output_to_a_full_disk_does_not_stop_a_run(
         live.update({"step": step, "loss": 1.0})
         live.print("a line")
     live.close()
-    assert capsys.readouterr().err.count("No space left on device; training continues") == 1
+    assert capsys.readouterr().err.count("No space left on device; the command continues") == 1
     with pytest.raises(OSError, match="No space left"):
         full.close()
 

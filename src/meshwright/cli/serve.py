@@ -124,6 +124,14 @@ def _answer(source: Source, config: ServeConfig, link: Leader | None) -> None:
     too_long = f"the server did not end within {seconds:g} s of the signal: a step still runs"
     watchdog = threading.Timer(seconds, end_process, (too_long,))
     watchdog.daemon = True
+
+    def announce() -> None:
+        chat = "the chat page" + ("" if template else " (no chat template: plain text)")
+        print_line(f"{config.served_name} is served at {server.url}/v1")
+        print_line(f"{chat}: {server.url}/")
+        if str(defaults):
+            print_line(f"default sampling, by generation_config.json: {defaults}")
+
     # before the weights are read, which takes long: clients are told to wait
     with bind(config.host, config.port) as bound, HttpServer(service, bound) as server:
         engine = _engine(source, config, link, progress)
@@ -131,12 +139,7 @@ def _answer(source: Source, config: ServeConfig, link: Leader | None) -> None:
             service.loaded_engine = engine
             if link is not None:
                 link.on_stop = server.stop
-            chat = "the chat page" + ("" if template else " (no chat template: plain text)")
-            print_line(f"{config.served_name} is served at {server.url}/v1")
-            print_line(f"{chat}: {server.url}/")
-            if str(defaults):
-                print_line(f"default sampling, by generation_config.json: {defaults}")
-            run_until_stopped(server, watchdog.start)
+            run_until_stopped(server, announce, watchdog.start)
         finally:
             engine.close()
             watchdog.cancel()

@@ -54,8 +54,8 @@ def find_files(source: str | Path, split: str | None = None) -> tuple[list[Path]
         if split not in (*splits, ALL):
             hint = "" if split is None else did_you_mean(split, splits)
             raise MeshwrightError(
-                f"data '{source}' is a dataset with several splits; choose one of "
-                f"{', '.join(splits)} with --split{hint}"
+                f"data '{source}' is a dataset with several splits; choose one "
+                f"with --split: {', '.join(splits)}{hint}"
             )
         chosen = splits if split == ALL else [str(split)]
         return [file for name in chosen for file in _saved_dataset(path / name)], []

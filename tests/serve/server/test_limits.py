@@ -190,7 +190,7 @@ def test_an_engine_that_has_stopped_says_why_and_ends_the_server(
 
         def wait() -> None:
             try:
-                run.run_until_stopped(server.server)
+                run.run_until_stopped(server.server, lambda: None, lambda: None)
             except EngineStoppedError as error:
                 raised.append(str(error))
 

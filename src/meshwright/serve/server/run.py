@@ -162,23 +162,25 @@ class HttpServer:
         self._server.should_exit = True
 
 
-def run_until_stopped(server: HttpServer, on_stop: Callable[[], object] | None = None) -> None:
+def run_until_stopped(
+    server: HttpServer, on_ready: Callable[[], object], on_stop: Callable[[], object]
+) -> None:
     """Wait for SIGTERM, SIGHUP or Ctrl-C, then finish what runs; a second one ends at once.
 
-    `on_stop` is called at the first.
+    `on_ready` is called once signals are heard, `on_stop` at the first of them.
     """
 
     def stop(*_: object) -> bool:
         asked = server.service.draining
         if not asked:
             _LOG.info("stopping: in flight are %s", count(server.service.in_flight, "sequence"))
-        if not asked and on_stop is not None:
             on_stop()
         server.stop(now=asked)
         return True
 
     engine = server.service.engine
     with termination_calls(stop), signal_calls(signal.SIGINT, stop):
+        on_ready()
         while server.wait(0.2):
             if engine.failure is not None:
                 server.wait(_FAILED_SECONDS)

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from meshwright.launch import pause_timeout_s
 from meshwright.layouts import Rules
 from meshwright.machines import CHIPS, Machine, chip_of_kind
 from meshwright.meshes import MeshSpec
-from meshwright.models import DecoderConfig, TransformersConfig, to_hf_config
+from meshwright.models import DecoderConfig, TransformersConfig, to_hf_config, what_fits
 from meshwright.planner import Choice, Job
 from meshwright.planner.fsdp2 import refusal
 from meshwright.torch.dims import ACTIVATIONS
@@ -128,11 +128,23 @@ def _check_mesh(config: TrainConfig, model: DecoderConfig | TransformersConfig) 
     if isinstance(model, TransformersConfig):
         explain(on_meta(to_hf_config(model), torch.float32), spec)
         return
-    job = Job(model, config.batch, config.seq, backend="torch")
-    parallel = config.compute.sequence_parallel
-    choice = Choice(fsdp=processes // axes.tp, tp=axes.tp, sequence_parallel=parallel)
-    if (problem := refusal(job, choice)) is not None:
-        raise MeshwrightError(f"mesh {spec.quoted}: {problem}")
+    decoder, parallel = model, config.compute.sequence_parallel
+
+    def problem(mesh_shape: Mapping[str, int], batch: int, seq: int) -> str | None:
+        tp = mesh_shape.get(axes.tensor or "", 1)
+        ranks = math.prod(mesh_shape.values()) // tp
+        if batch % (ranks * config.accumulation):
+            return f"batch={batch} is not divisible by ranks·accumulation={ranks}"
+        job = Job(decoder, batch, seq, backend="torch")
+        return refusal(job, Choice(fsdp=ranks, tp=tp, sequence_parallel=parallel))
+
+    def refuses(mesh_shape: Mapping[str, int], batch: int, seq: int) -> bool:
+        return seq > decoder.max_seq or problem(mesh_shape, batch, seq) is not None
+
+    sizes = dict(zip(spec.names, spec.sizes, strict=True))
+    if (why := problem(sizes, config.batch, config.seq)) is not None:
+        fits = what_fits(sizes, config.batch, config.seq, refuses, config.accumulation)
+        raise MeshwrightError(f"mesh {spec.quoted}: {why}; {fits}")
 
 
 def _check_folders(config: TrainConfig) -> None:

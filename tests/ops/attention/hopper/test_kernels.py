@@ -61,7 +61,8 @@ def test_what_it_serves_and_why_not(said: dict[str, Any], why: str | None) -> No
 def test_it_is_taken_where_it_is_the_fastest_that_can_serve() -> None:
     part = {"queries": 256, "keys": 256, "mask": Mask(window=300, offset=256)}
     for said, name in (
-        ({}, "hopper"),
+        ({}, "cudnn"),
+        ({"segmented": True}, "hopper"),
         ({"dtype": "float16"}, "cudnn"),
         ({"head_dim": 128}, "cudnn"),
         ({"head_dim": 128, "mask": Mask(window=64)}, "cudnn"),
@@ -121,7 +122,7 @@ def test_what_is_taken_and_what_is_not_is_said_once(caplog: pytest.LogCaptureFix
     kernels._say.cache_clear()
     with caplog.at_level("INFO", logger="meshwright"):
         for _ in range(2):
-            choose(ABLE)
+            choose(dataclasses.replace(ABLE, segmented=True))
             choose(dataclasses.replace(ABLE, head_dim=128, mask=Mask(block=64)))
     assert caplog.messages == [
         "attention kernel: hopper",
