@@ -176,6 +176,7 @@ _GRADIENTS = (_axis_by_axis, _all_reduce_gradients)
 _GPU_RULES: Mapping[Carries, tuple[Rule, ...]] = {
     Carries.TABLE: (_micro_batches,),
     Carries.VECTOR_GRADIENTS: (_micro_batches,),
+    Carries.QK_NORM_GRADIENTS: (_micro_batches,),
     Carries.EMBEDDING_GRADIENT: (_once_over_dp,),
     Carries.KEY_GRADIENTS: (_first_ring_step,),
 }
