@@ -11,7 +11,7 @@ def shorten_plugin_errors() -> None:
 def _in_one_line(record: logging.LogRecord) -> bool:
     if record.exc_info and record.exc_info[1] is not None:
         reason = str(record.exc_info[1]).strip().partition("\n")[0]
-        said = record.getMessage().strip().partition("\n")[0]
-        record.msg, record.args = "warning: %s: %s; it is not used", (said, reason)
+        message = record.getMessage().strip().partition("\n")[0]
+        record.msg, record.args = "warning: %s: %s; it is not used", (message, reason)
         record.exc_info = record.exc_text = None
     return True

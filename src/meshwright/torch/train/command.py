@@ -133,8 +133,8 @@ def _check_mesh(config: TrainConfig, model: DecoderConfig | TransformersConfig) 
     def problem(mesh_shape: Mapping[str, int], batch: int, seq: int) -> str | None:
         tp = mesh_shape.get(axes.tensor or "", 1)
         ranks = math.prod(mesh_shape.values()) // tp
-        if batch % (ranks * config.accumulation):
-            return f"batch={batch} is not divisible by ranks·accumulation={ranks}"
+        if batch % (parts := ranks * config.accumulation):
+            return f"batch={batch} is not divisible by dp·fsdp·accumulation={parts}"
         job = Job(decoder, batch, seq, backend="torch")
         return refusal(job, Choice(fsdp=ranks, tp=tp, sequence_parallel=parallel))
 
