@@ -62,13 +62,13 @@ def config_of(case: dict[str, Any]) -> Any:
 def planned(case: dict[str, Any], machine: str) -> dict[str, float]:
     """Bytes and seconds by the plan."""
     from meshwright.machines import Machine
-    from meshwright.planner import choice_of, job_of, memory
+    from meshwright.planner import StepModel, choice_of, job_of, memory
     from meshwright.planner.time import step_time
 
     on, config = Machine.parse(machine), config_of(case)
     job = job_of(config, on)
-    known = job, choice_of(config, job, on)
-    return {"planned": memory(*known, on).total, "planned_seconds": step_time(*known, on).step}
+    step = StepModel(job, choice_of(config, job, on), on)
+    return {"planned": memory(step).total, "planned_seconds": step_time(step).step}
 
 
 def measured(case: dict[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def share(ways: int, kernel: str) -> Callable[..., Any]:
     import jax.numpy as jnp
     from jax import lax
 
-    from meshwright.ops.attention.block import Block
+    from meshwright.ops.attention.block import Block, Method
     from meshwright.ops.attention.mask import Mask
     from meshwright.ops.attention.ring_steps import (
         Keys,
@@ -64,12 +64,13 @@ def share(ways: int, kernel: str) -> Callable[..., Any]:
         """`own` and `others`: Keys, those of turns 1, 2, .. stacked; `passing`: gradient sums."""
         turns = ring_steps_of(Mask(), "zigzag", ways, q.shape[1])
         here = Block(q, own.both[0], own.both[1], own.segments, own.segments)
-        at_home = turns, jnp.bool_(True), turns.first, kernel
+        at_home = turns, jnp.bool_(True), turns.first, Method(kernel)
         numbers = jnp.arange(1, ways)
 
         def forward(done: Any, met: Any) -> Any:
             keys, turn = met
-            return add_ring_step(done, here, Keys(*keys), turns, device >= turn, None, kernel)
+            here_too = turns, device >= turn, None, Method(kernel)
+            return add_ring_step(done, here, Keys(*keys), *here_too)
 
         written_out = unrolled(ways - 1, q)
         whole, _ = lax.scan(
@@ -83,7 +84,7 @@ def share(ways: int, kernel: str) -> Callable[..., Any]:
         def backward(of_q: Any, met: Any) -> Any:
             keys, sums, turn = met
             more_q, more, _ = gradients_of_ring_step(
-                whole, given, here, Keys(*keys), turns, device >= turn, None, kernel
+                whole, given, here, Keys(*keys), turns, device >= turn, None, Method(kernel)
             )
             return of_q + more_q, sums + more
 

@@ -116,9 +116,9 @@ def losses(config: TrainConfig, way: str) -> Iterator[float]:
             state, _ = functions.train(state, batch)
         entropy = tokens = 0.0
         for _, batch in setup.eval_loader.iterate(0, functions.batch_sharding):
-            report = jax.device_get(functions.evaluate(state.params, batch))
-            entropy += report["entropy"].item()
-            tokens += report["tokens"].item()
+            loss = jax.device_get(functions.evaluate(state.params, batch))["loss"]
+            entropy += loss.sum.item()
+            tokens += loss.count.item()
         yield entropy / tokens
 
 

@@ -97,7 +97,7 @@ def explain_seconds() -> float:
     """Median time to describe a 405B model and to explain, print and export its placement."""
     mesh = mw.mesh("dp=1,fsdp=64,tp=8,sp=1", machine="v5p:8x8x8")
     rules = mw.Rules([rule for rule in decoder_rules().rules if rule.dim != "layers"],
-                     optional=("batch", "length"))  # fmt: skip
+                     optional=decoder_rules().optional)  # fmt: skip
     times = []
     for _ in range(5):
         start = time.perf_counter()

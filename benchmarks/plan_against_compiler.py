@@ -210,6 +210,7 @@ def recorded(one: dict[str, Any], proof: Any) -> dict[str, Any]:
     """What the compiler said of a case."""
     from compiled_roofline import roofline
     from meshwright.audits import audit
+    from meshwright.planner import StepModel
     from meshwright.proofs.compare import expected
 
     said: dict[str, Any] = {
@@ -220,7 +221,9 @@ def recorded(one: dict[str, Any], proof: Any) -> dict[str, Any]:
         lacks = proof.out_of_memory
         return said | {"needed": lacks.needed, "limit": lacks.limit, "early": lacks.early}
     job, choice = job_and_choice(one)
-    found = audit(proof.text, choice.sizes, expected=expected(job, choice, proof.machine))
+    found = audit(
+        proof.text, choice.sizes, expected=expected(StepModel(job, choice, proof.machine))
+    )
     sums = [
         {"operation": s.operation, "axes": list(s.axes), "bytes": s.bytes} for s in found.by_axis()
     ]
@@ -312,7 +315,7 @@ def words(one: dict[str, Any]) -> str:
 def memory_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[float], int, int]:
     """Lines, how far each is off, how many verdicts are right, and of how many."""
     from meshwright.machines import Machine
-    from meshwright.planner.memory import memory
+    from meshwright.planner import StepModel, memory
 
     lines = [
         "| case | plan | compiler | off | fits, by plan and compiler |",
@@ -321,7 +324,7 @@ def memory_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[flo
     off, right, verdicts = [], 0, 0
     for entry in record.values():
         one = entry["case"]
-        need = memory(*job_and_choice(one), Machine.parse(one["on"]))
+        need = memory(StepModel(*job_and_choice(one), Machine.parse(one["on"])))
         fits = "total" in entry and entry["total"] <= entry["limit"]
         verdicts += 1
         right += need.fits == fits
@@ -336,7 +339,7 @@ def memory_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[flo
 def traffic_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[float]]:
     """Every kind of collective of at least a thousandth of all bytes, and how far each is off."""
     from meshwright.machines import Machine
-    from meshwright.planner.rewrites import compiled_traffic
+    from meshwright.planner import StepModel, staged
 
     lines = ["| case | collective | plan | compiler | off |", "|---|---|---|---|---|"]
     off = []
@@ -345,7 +348,7 @@ def traffic_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[fl
             continue
         one = entry["case"]
         planned: dict[tuple[str, tuple[str, ...]], int] = {}
-        for sent in compiled_traffic(*job_and_choice(one), Machine.parse(one["on"])):
+        for sent in staged(StepModel(*job_and_choice(one), Machine.parse(one["on"]))):
             place = sent.operation, sent.axes
             planned[place] = planned.get(place, 0) + sent.bytes * sent.times
         compiled = {(s["operation"], tuple(s["axes"])): s["bytes"] for s in entry["sums"]}
@@ -417,10 +420,13 @@ def overlap_table(record: dict[str, dict[str, Any]]) -> list[str]:
 def times_of_roofline(record: dict[str, dict[str, Any]]) -> tuple[float, float]:
     """The plan's seconds over the roofline's: the least and the most of all programs."""
     from meshwright.machines import Machine
+    from meshwright.planner import StepModel
     from meshwright.planner.time import step_time
 
     ratios = [
-        step_time(*job_and_choice(entry["case"]), Machine.parse(entry["case"]["on"])).step
+        step_time(
+            StepModel(*job_and_choice(entry["case"]), Machine.parse(entry["case"]["on"]))
+        ).step
         / entry["seconds"]["as compiled"]
         for entry in record.values()
         if "seconds" in entry

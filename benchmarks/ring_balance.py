@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.ops.attention.block import Block, Gradients, Kernel, Partial
+from meshwright.ops.attention.block import Block, Gradients, Kernel, Method, Partial
 from meshwright.ops.attention.kernels import KERNELS
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.attention.ring_steps import Keys, RingStep, add_ring_step, ring_steps_of
@@ -83,7 +83,7 @@ def computed(
     try:
         both, step = jnp.stack([tokens(keys)] * 2), RingStep(jnp.int32(device), number, ways)
         with jax.disable_jit():  # so that the kernel is given numbers, and of a branch only its own
-            add_ring_step(done, mine, Keys(both, None), steps, step, mask, "noting")
+            add_ring_step(done, mine, Keys(both, None), steps, step, mask, Method("noting"))
     finally:
         del KERNELS["noting"]
     return noted

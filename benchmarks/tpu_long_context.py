@@ -123,12 +123,10 @@ def hops_under_kernels(text: str) -> tuple[int, int]:
 
 def table() -> tuple[list[str], list[str]]:
     """The table, and what is not as it should be."""
-    import meshwright as mw
-
     lines = [
-        "| mesh | rows of 1M tokens | links of a hop | GiB of a chip | compiled in | hops of keys "
-        "and gradients with a kernel running meanwhile | arrays with a whole row |",
-        "|---|---|---|---|---|---|---|",
+        "| mesh | rows of 1M tokens | GiB of a chip | compiled in | hops of keys and gradients "
+        "with a kernel running meanwhile | arrays with a whole row |",
+        "|---|---|---|---|---|---|",
     ]
     wrong = []
     for run in RUNS:
@@ -137,9 +135,8 @@ def table() -> tuple[list[str], list[str]]:
             env=os.environ | ABSENT, check=True, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         found = json.loads(child.stdout.splitlines()[-1])
-        links = sorted(set(mw.mesh(run.mesh, MACHINE).ring_hops("sp")))
         said = f"{run.mesh}{', `sequence_parallel`' if run.sequence_parallel else ''}"
-        start = f"| {said} | {run.rows} | {' or '.join(map(str, links))} |"
+        start = f"| {said} | {run.rows} |"
         if "bytes" in found:
             (hidden, hops), used = found["hops"], found["bytes"] / GIB
             rest = f" {used:.1f} | {found['seconds']:.0f} s | {hidden} of {hops} | "

@@ -68,11 +68,10 @@ ORDER = [
     "ops",
     "models",
     "data",
-    "checkpoint",
     "launch",
+    "checkpoint",
     "train",
     "serve",
-    "evaluate",
     "audits",
     "planner",
     "proofs",
@@ -156,7 +155,10 @@ print(table)
 # more than 8 parameters, and why
 MANY_PARAMETERS = {
     "ops/attention/ring_steps.py:gradients_of_ring_step": "a kernel: what a ring step holds",
+    "ops/attention/attention.py:attention": "what models differ in, by keyword",
+    "ops/cross_entropy.py:cross_entropy": "what models differ in, by keyword",
     "planner/planner.py:plan": "mw.plan: settings of a user, by keyword",
+    "train/step.py:step_functions": "settings of a run, by keyword",
     "torch/parallelize.py:parallelize": "mw.torch.parallelize: settings of a user, by keyword",
     "models/decoder/presets.py:_qwen": "a table of presets, one line each",
 }

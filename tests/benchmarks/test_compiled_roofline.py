@@ -23,7 +23,7 @@ PEAK, MEMORY = 459e12, 0.9 * 2.765e12
 CLOCK = PEAK / 2**18  # 1.75 GHz
 # all 64 chips: x, y and z, both ways round each
 LINKS = 6 * 90e9 * efficiency.ICI
-CHOICE = Choice(fsdp=64, remat="full")
+CHOICE = Choice.of(fsdp=64, remat="full")
 JOB = Job(model_config("llama-3.1-8b"), batch=64, seq=4096)
 
 # four layers, each: a weight is all-gathered, multiplied with, and the result scaled; the logits'
@@ -131,7 +131,7 @@ def test_overlapped_what_is_longer_than_its_layer_is_waited_for() -> None:
 
 
 def test_what_tp_sends_hides_under_nothing() -> None:
-    tp = Choice(fsdp=16, tp=4)
+    tp = Choice.of(fsdp=16, tp=4)
     text = TEXT.replace("[1,64]<=[64]", "[16,4]<=[64]")
     found = found_in(text, tp)
     assert set(found.exposed) == {"tp"}
@@ -348,10 +348,10 @@ def test_a_kernel_that_is_not_known_is_said() -> None:
 @pytest.mark.parametrize(
     ("name", "on", "choice"),
     [
-        ("tpu_v5e_4", "v5e:2x2", Choice(fsdp=4)),
-        ("tpu_v5e_16", "v5e:4x4", Choice(fsdp=16)),
-        ("tpu7x_8", "tpu7x:2x2x1", Choice(fsdp=8)),
-        ("tpu_slices_2x4", "2*v5e:2x2", Choice(dp=2, fsdp=4)),
+        ("tpu_v5e_4", "v5e:2x2", Choice.of(fsdp=4)),
+        ("tpu_v5e_16", "v5e:4x4", Choice.of(fsdp=16)),
+        ("tpu7x_8", "tpu7x:2x2x1", Choice.of(fsdp=8)),
+        ("tpu_slices_2x4", "2*v5e:2x2", Choice.of(dp=2, fsdp=4)),
     ],
 )
 def test_everything_that_audit_reads_is_sent_once(name: str, on: str, choice: Choice) -> None:
@@ -374,7 +374,7 @@ def test_everything_that_audit_reads_is_sent_once(name: str, on: str, choice: Ch
 def test_on_v5e_all_gathers_are_partly_hidden_as_they_are_compiled() -> None:
     text = (Path(__file__).parents[1] / "audits" / "texts" / "tpu_v5e_16.txt").read_text()
     machine = Machine.parse("v5e:4x4")
-    found = roofline(text, {"fsdp": 16}, machine, JOB, Choice(fsdp=16))
+    found = roofline(text, {"fsdp": 16}, machine, JOB, Choice.of(fsdp=16))
     assert found.hidden["fsdp"] > 0
     assert found.exposed["fsdp"] > found.hidden["fsdp"]
 
@@ -386,7 +386,7 @@ def test_another_mesh_than_the_program_s_is_a_mistake() -> None:
 
 def test_only_tpu_programs_have_cycles() -> None:
     with pytest.raises(MeshwrightError, match="compiled for TPUs"):
-        roofline(TEXT, {"fsdp": 8}, Machine.parse("h100:1x8"), JOB, Choice(fsdp=8))
+        roofline(TEXT, {"fsdp": 8}, Machine.parse("h100:1x8"), JOB, Choice.of(fsdp=8))
 
 
 def test_every_tpu_has_a_clock_that_its_cycles_can_be_read_by() -> None:

@@ -24,7 +24,7 @@ if processes > 1:
 from jax.sharding import NamedSharding, PartitionSpec as P
 import meshwright as mw
 from meshwright.checkpoint import Checkpoints
-from meshwright.checkpoint.agreement import Channel
+from meshwright.launch import StoreAgreement
 
 def state_on(mesh, step):
     def make():
@@ -88,7 +88,7 @@ if job == "save in two":
     checkpoints.confirm(3)
     from pathlib import Path
     found["aside"] = checkpoints.set_aside_after(3, Path(folder, "none")) is not None
-    found["first"] = Channel("test").from_first(f"from process {process}")
+    found["first"] = StoreAgreement("test").from_first(f"from process {process}")
     found["healthy"] = checkpoints.healthy()
     found["steps"] = checkpoints.steps()
     apart = Checkpoints(folder + f"/apart{process}")

@@ -55,19 +55,6 @@ def test_info_shows_a_store_and_its_documents(
     assert "640" in capsys.readouterr().out
 
 
-def test_needle_writes_sequences_that_can_be_read(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["data", "needle", "a.store", "--sequences", "3", "--seq", "64", "--questions", "2"])
-    assert capsys.readouterr().out == (
-        "wrote a.store: 3 sequences of 64 tokens, each with 4 needles and 2 questions; train with --data "
-        "a.store --seq 64\n"
-    )
-    main(["data", "info", "a.store", "--document", "2"])
-    sequence = capsys.readouterr().out
-    assert (sequence.count("!"), sequence.count("?")) == (4, 2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -80,15 +67,6 @@ def test_needle_writes_sequences_that_can_be_read(
         (["pack", "books", "--out", "a.store", "--split-on", ""], ["--split-on is empty"]),
         (["pack", "books", "--out", "a.store", "--split-on", "\\"], ["--split-on"]),
         (["pack", "books", "--out", "books/a.txt/b"], ["cannot be written: Not a directory"]),
-        (
-            ["needle", "a.store", "--sequences", "4", "--seq", "40"],
-            ["seq=40 is too short", "or more"],
-        ),
-        (
-            ["needle", "a.store", "--sequences", "0", "--seq", "64"],
-            ["sequences=0 leaves nothing to ask"],
-        ),
-        (["needle", "books", "--sequences", "4", "--seq", "64"], ["'books' already exists"]),
         (["info", "nowhere"], ["'nowhere' does not exist", "meshwright data pack"]),
         (["info", "books"], ["'books' is not a token store"]),
         (["info", "embedded", "--document", "640"], ["no document 640"]),

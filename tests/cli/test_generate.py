@@ -107,7 +107,7 @@ def test_the_seed_decides(run: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--prompt", "a", "--temperature", "-1"], ["temperature=-1.0"]),
         (["--prompt", "a", "--top-p", "2"], ["top_p=2.0 must be a probability"]),
         (["--prompt", "a", "--step", "8"], ["no checkpoint of step 8", "7"]),
-        (["--prompt", "a", "--mesh", "tp=4"], ["tp=4 does not divide the model's kv_heads=2"]),
+        (["--prompt", "a", "--mesh", "tp=4"], ["tp=4 does not divide the model's heads=2"]),
         (["--prompt", "a", "--mesh", "fsdp=64"], ["needs 64 devices, 16 are here"]),
         (["--prompt", "a", "--mesh", "tq=2"], ["axis 'tq'", "the axes are dp, fsdp, tp, sp"]),
         (["--prompt", "a", "--cpu-devices", "0"], ["--cpu-devices 0"]),

@@ -75,7 +75,7 @@ def test_explain_shows_one_mesh_and_as_data_only_that(capsys: pytest.CaptureFixt
     main([*SMALL, "--explain", "fsdp=-1,tp=4", "--json"])
     data = json.loads(capsys.readouterr().out)
     assert data["mesh"] == "dp=1,fsdp=4,tp=4,sp=1"
-    assert data["transfers"]
+    assert data["collectives"]
 
 
 def test_explain_of_a_mesh_that_cannot_be_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,14 +90,14 @@ def test_constraints_leave_only_meshes_like_them(capsys: pytest.CaptureFixture[s
     data = json.loads(capsys.readouterr().out)
     assert data["ranked"]
     for one in data["ranked"]:
-        assert (one["choice"]["tp"], one["choice"]["sp"]) == (2, 1)
+        assert [one["choice"]["sizes"][axis] for axis in ("tp", "sp")] == [2, 1]
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_remat_and_micro_batches_can_be_fixed(
     remat: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([*SMALL, "--remat", remat, "--accumulation", "2", "--json"])
+    main([*SMALL, "--compute.remat", remat, "--accumulation", "2", "--json"])
     choices = [one["choice"] for one in json.loads(capsys.readouterr().out)["ranked"]]
     assert {(one["remat"], one["accumulation"]) for one in choices} == {(remat, 2)}
 
@@ -124,16 +124,13 @@ def test_the_report_of_the_largest_model_on_thousands_of_chips_is_small(
     [
         (["--on", "v5q:4x4"], ["no chip is called 'v5q'", "mw.Machine(mw.Chip(...)"]),
         (["--on", "nonsense"], ["'nonsense' is not known", "CHIP:SHAPE"]),
-        (["--batch", "0"], ["batch=0 must be a whole number from 1"]),
-        (["--seq", "-5"], ["seq=-5 must be a whole number from 1"]),
         (["--top", "0"], ["--top 0"]),
-        (["--accumulation", "0"], ["accumulation=0 must be"]),
         (["--cost-per-hour", "-1"], ["cost_per_hour=-1.0 is not a price"]),
         (["--cost-per-hour", "nan"], ["is not a price"]),
         (["--mesh", "pt<=8"], ["'pt'", "did you mean 'tp'?"]),
         (["--mesh", "tp<8"], ["tp<8"]),
         (["--mesh", "1,-1,2"], ["3 sizes without a name"]),
-        (["--objective", "latency"], ["objective='latency' is how long a token takes to serve"]),
+        (["--rank-by", "latency"], ["rank_by='latency' is the time of a token of serving"]),
         (["--explain", "fsdp=5"], ["needs 5 devices, 16 are in 'v5e:4x4'"]),
         (["--explain", "pt=4"], ["'pt'"]),
         (["--explain", "fsdp=4,tp=4", "--mesh", "tp=2"], ["'fsdp=4,tp=4' was not looked at"]),
@@ -156,7 +153,7 @@ def test_mistakes_are_one_readable_message_and_status_2(
 
 
 @pytest.mark.parametrize(
-    "said", [["--remat", "full"], ["--accumulation", "2"], ["--optimizer", "adamw"]]
+    "said", [["--compute.remat", "full"], ["--accumulation", "2"], ["--optimizer.name", "lion"]]
 )
 def test_what_only_training_has_is_refused_for_serving(
     said: list[str], capsys: pytest.CaptureFixture[str]
@@ -165,6 +162,29 @@ def test_what_only_training_has_is_refused_for_serving(
         main([*SMALL, "--serve", *said])
     assert stopped.value.code == 2
     assert "is of training, and serving is planned" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--batch 0 --seq 64", "--batch 8 --seq 64 --accumulation 0"])
+def test_settings_are_checked_as_trains_are(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "tiny", "--on", "v5e:4x4", *flags.split()])
+    assert "=0 must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting", "value"),
+    [
+        ("--context-parallel ring --mesh sp=4", "strategy", "ring"),
+        ("--compute.sequence-parallel --mesh tp=4", "sequence_parallel", True),
+        ("--compute.mlp-chunk 512", "mlp_chunk", 512),
+    ],
+)
+def test_settings_of_train_are_kept(
+    flags: str, setting: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*SMALL, *flags.split(), "--json"])
+    choices = [one["choice"] for one in json.loads(capsys.readouterr().out)["ranked"]]
+    assert {one[setting] for one in choices} == {value}
 
 
 def test_sizes_in_order_are_limits_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,10 +27,10 @@ def test_show_prints_the_mesh_the_arrays_and_the_model(capsys: pytest.CaptureFix
 
 def test_show_says_how_far_the_hops_of_a_ring_go(capsys: pytest.CaptureFixture[str]) -> None:
     main(["show", "--mesh", "1,1,4,128", "--on", "v4:8x8x8"])
-    assert "\nsp: ring of 128, every hop one link\n" in capsys.readouterr().out
+    assert "\nsp: ring of 128, 56 of 128 hops take 2 links, 8 take 3\n" in capsys.readouterr().out
     main(["show", "--mesh", "1,1,4,128", "--on", "v4:8x8x8", "--json"])
     axes = {axis["name"]: axis for axis in json.loads(capsys.readouterr().out)["axes"]}
-    assert axes["sp"]["hops_by_links"] == {"1": 128}
+    assert axes["sp"]["hops_by_links"] == {"1": 64, "2": 56, "3": 8}
     assert "ring" not in axes["tp"]
 
 

@@ -26,14 +26,14 @@ ROOT = Path(__file__).parents[2]
 # the changelog is not one of them: it may name what is no more
 NAMED = ("README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")
 PAGES = [*map(ROOT.joinpath, NAMED), *ROOT.glob("docs/**/*.md")]
-SUBCOMMANDS = {"data": ("pack", "needle", "info", "upgrade"), "eval": ("needle",)}
+SUBCOMMANDS = {"data": ("pack", "info", "upgrade")}
 COMMAND = re.compile(rf"meshwright ({'|'.join(cli.COMMANDS)})\b")
 FLAG = re.compile(r"(?<![\w/<!-])--[a-z][\w.-]*\w")
 BEFORE = {"--version", "--config"}  # read before the flags of a command
-# of XLA, Slurm, torchrun, LWM, benchmarks/ and tools/
+# of XLA, Slurm, torchrun, LWM, benchmarks/, examples/ and tools/
 THEIRS = re.compile(
     r"--(xla\w*|nodes|ntasks.*|nnodes|nproc-per-node|no-python|run-path|rdzv.*|(mp_)?mesh_dim|tp$|"
-    r"documents|check)"
+    r"documents|check|needles)"
 )
 
 
@@ -49,7 +49,7 @@ def flags(command: str) -> frozenset[str]:
         with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
             cli.run([command, *([sub] if sub else []), "--help"])
     found = {*FLAG.findall(said.getvalue()), *BEFORE, "--help"}
-    return frozenset(found | flags("train") if command in ("prove", "audit") else found)
+    return frozenset(found | flags("train") if command in ("prove", "audit", "plan") else found)
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -101,6 +101,7 @@ def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_cli, "run_training", parsed)
     monkeypatch.setattr(train_cli, "run_in_torch", parsed)
     monkeypatch.setattr(train_cli, "config_from_file", lambda _: train_cli.TrainConfig("tiny"))
+    monkeypatch.setattr("meshwright.planner.plan", parsed)
     monkeypatch.setattr(prove_cli, "prove", parsed)
     monkeypatch.setattr("meshwright.cli.prove_serve.prove_serving", parsed)
     monkeypatch.setattr(prove_cli, "read_plan", lambda _: plan("tiny", "cpu:8", 16, 128))

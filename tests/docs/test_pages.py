@@ -14,7 +14,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*
 
 
 # pages whose commands take a minute and more
-LONG = ("docs/train/needle.md", "docs/train/long-context.md", "docs/plan/prove.md")
+LONG = ("docs/train/long-context.md", "docs/plan/prove.md")
 
 
 @pytest.mark.parametrize(

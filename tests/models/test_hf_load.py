@@ -18,8 +18,9 @@ import meshwright as mw
 from meshwright import MeshwrightError
 from meshwright.models import load_hf, save_hf
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
+from meshwright.models.decoder.architectures.llama import TENSORS
 from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.models.decoder.hf_folder import NAMES, hf_model
+from meshwright.models.decoder.hf_folder import hf_model
 
 REFERENCE = Path(__file__).parent / "hf_reference"
 
@@ -70,7 +71,7 @@ def test_the_names_are_those_transformers_wrote() -> None:
         arrays = hf_model(from_hf_config(folder)).arrays.values()
         ours = {name: array.shape for array in arrays for name in array.names}
         assert ours == {name: tensor.shape for name, tensor in plain_read(folder).items()}
-    assert len({name for name, _ in NAMES.values()}) == len(NAMES)
+    assert len({name for name, _ in TENSORS.values()}) == len(TENSORS)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

@@ -20,7 +20,7 @@ from meshwright.ops.collectives import (
     stacks,
     tie_gradients,
 )
-from meshwright.planner.rewrites import scattered_by
+from meshwright.planner.compilers import scattered_by
 
 
 def mesh_of(text: str) -> jax.sharding.Mesh:

@@ -22,6 +22,7 @@ MODELS = {
     "qwen3": dataclasses.replace(_LLAMA, kv_heads=4, qk_norm=True),
     "tied": dataclasses.replace(_LLAMA, tied_embeddings=True),
     "window": dataclasses.replace(_LLAMA, sliding_window=6),
+    "norms after": dataclasses.replace(_LLAMA, norm_places="both", tied_embeddings=True),
 }
 ROWS, SEQ, CHUNK = 8, 32, 24  # a micro-batch's; the chunk is that of tests/train/toy.py
 
@@ -37,6 +38,7 @@ class Case:
     mlp_chunk: int = 0
     optimizer: str = "adamw"
     layers: int = 3
+    trainable: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         said = [self.model, self.mesh]
@@ -54,13 +56,13 @@ class Case:
     def job(self) -> Job:
         return Job(
             self.config, batch=ROWS * self.accumulation, seq=SEQ, dtype="float32",
-            loss_chunk=CHUNK, optimizer=self.optimizer,
+            loss_chunk=CHUNK, optimizer=self.optimizer, trainable=self.trainable,
         )  # fmt: skip
 
     @property
     def choice(self) -> Choice:
         spec = MeshSpec.parse(self.mesh)
-        return Choice(
+        return Choice.of(
             **dict(zip(spec.names, spec.sizes, strict=True)),
             remat=self.remat, accumulation=self.accumulation, sequence_parallel=self.sequence_parallel,
             strategy=self.strategy, mlp_chunk=self.mlp_chunk,
@@ -74,6 +76,7 @@ def sent(case: Case) -> list[Collective]:
     setting = Setting(
         case.choice.mesh, rules=rules, remat=case.remat, config=case.config,
         context_parallel=case.strategy, mlp_chunk=case.mlp_chunk, optimizer=case.optimizer,
+        trainable=case.trainable,
     )  # fmt: skip
     run = parts(setting)
     shape = (case.accumulation, ROWS, SEQ)

@@ -2,7 +2,8 @@
 
 from meshwright.machines import Machine
 from meshwright.models import preset
-from meshwright.planner.result import Choice, Estimate, Memory, Plan, Refusal, Transfer
+from meshwright.planner.collective import Collective
+from meshwright.planner.result import Choice, Estimate, Memory, Plan, Refusal
 from meshwright.train import TrainConfig
 
 GIB = 2**30
@@ -10,9 +11,9 @@ GIB = 2**30
 
 def transfer(
     what: str, operation: str, axes: tuple[str, ...], size: int, times: int, **rest: object
-) -> Transfer:
+) -> Collective:
     said = {"phase": "forward", "link": "ICI x+y, closed", "seconds": 0.02, "hidden": 0.015}
-    return Transfer(what, operation, axes, size, times, **(said | rest))  # type: ignore[arg-type]
+    return Collective(what, operation, axes, size, times, **(said | rest))  # type: ignore[arg-type]
 
 
 def estimate(choice: Choice, step: float, parameters: int, bound: str, reason: str) -> Estimate:
@@ -48,7 +49,7 @@ def estimate(choice: Choice, step: float, parameters: int, bound: str, reason: s
         flops=flops,
         computed_flops=flops * (1.33 if choice.remat == "full" else 1.0),
         memory_bytes=1.1e12,
-        transfers=kept,
+        collectives=kept,
         seconds={"matmuls": 0.7 * step, "attention": 0.1 * step, "exposed": 0.2 * step},
         step_seconds=step,
         mfu=flops / (step * 459e12),
@@ -60,31 +61,31 @@ def estimate(choice: Choice, step: float, parameters: int, bound: str, reason: s
 def made_plan(cost_per_hour: float | None = 4.2) -> Plan:
     ranked = (
         estimate(
-            Choice(fsdp=64), 2.0, 2 * GIB, "compute",
+            Choice.of(fsdp=64), 2.0, 2 * GIB, "compute",
             "compute-bound: gathers of weights hide under the layers' work",
         ),
         estimate(
-            Choice(fsdp=16, tp=4, remat="full", accumulation=2, sequence_parallel=True), 2.5, 3 * GIB, "tp",
+            Choice.of(fsdp=16, tp=4, remat="full", accumulation=2, sequence_parallel=True), 2.5, 3 * GIB, "tp",
             "tp=4 is network-bound: 4 all-reduces × 134 MB a layer over one ICI dimension",
         ),
         estimate(
-            Choice(dp=2, fsdp=8, sp=4, remat="mlp", strategy="ring", mlp_chunk=4096), 2.75, 4 * GIB,
+            Choice.of(dp=2, fsdp=8, sp=4, remat="mlp", strategy="ring", mlp_chunk=4096), 2.75, 4 * GIB,
             "sp", "sp=4 waits for keys: parts of 1,024 tokens are too short to hide a hop",
         ),
     )  # fmt: skip
     too_much = Memory({"parameters": 60 * GIB, "optimizer": 60 * GIB}, limit=94 * GIB)
     refused = (
-        Refusal(Choice(dp=64), "needs 120.0 GiB of 94.0: optimizer 60.0", too_much),
-        Refusal(Choice(tp=16, fsdp=4), "tp=16 does not divide kv_heads=8"),
-        Refusal(Choice(tp=32, fsdp=2), "tp=32 does not divide kv_heads=8"),
-        Refusal(Choice(sp=64), "seq=4096 is not divisible by 128"),
+        Refusal(Choice.of(dp=64), "needs 120.0 GiB of 94.0: optimizer 60.0", too_much),
+        Refusal(Choice.of(tp=16, fsdp=4), "tp=16 does not divide kv_heads=8"),
+        Refusal(Choice.of(tp=32, fsdp=2), "tp=32 does not divide kv_heads=8"),
+        Refusal(Choice.of(sp=64), "seq=4096 is not divisible by 128"),
     )
     return Plan(
         config=TrainConfig("llama-3.1-8b", batch=256, seq=4096),
         model=preset("llama-3.1-8b"),
         kind="train",
         machine=Machine.parse("v5p:4x4x4"),
-        objective="throughput",
+        rank_by="throughput",
         ranked=ranked,
         refused=refused,
         largest_batch=512,

@@ -10,12 +10,12 @@ from meshwright.planner.result import Choice
 @pytest.mark.parametrize(
     ("text", "allowed", "not_allowed"),
     [
-        ("tp=4", Choice(tp=4, fsdp=2), Choice(tp=2, fsdp=4)),
-        ("fsdp=*,tp<=8,sp=1", Choice(fsdp=64, tp=8), Choice(fsdp=32, tp=16)),
-        ("tp >= 2 , dp=1", Choice(fsdp=4, tp=2), Choice(dp=2, tp=2)),
-        ("tp>=2,tp<=4", Choice(tp=4), Choice(tp=8)),
-        ("1,-1,2,1", Choice(fsdp=64, tp=2), Choice(dp=2, fsdp=32, tp=2)),
-        ("fsdp=-1,sp=2", Choice(fsdp=64, sp=2), Choice(fsdp=128)),
+        ("tp=4", Choice.of(tp=4, fsdp=2), Choice.of(tp=2, fsdp=4)),
+        ("fsdp=*,tp<=8,sp=1", Choice.of(fsdp=64, tp=8), Choice.of(fsdp=32, tp=16)),
+        ("tp >= 2 , dp=1", Choice.of(fsdp=4, tp=2), Choice.of(dp=2, tp=2)),
+        ("tp>=2,tp<=4", Choice.of(tp=4), Choice.of(tp=8)),
+        ("1,-1,2,1", Choice.of(fsdp=64, tp=2), Choice.of(dp=2, fsdp=32, tp=2)),
+        ("fsdp=-1,sp=2", Choice.of(fsdp=64, sp=2), Choice.of(fsdp=128)),
     ],
 )
 def test_limits_hold(text: str, allowed: Choice, not_allowed: Choice) -> None:
@@ -26,7 +26,7 @@ def test_limits_hold(text: str, allowed: Choice, not_allowed: Choice) -> None:
 
 @pytest.mark.parametrize("text", [None, "auto", "*", "dp=*,fsdp=*,tp=*,sp=*"])
 def test_nothing_said_allows_everything(text: str | None) -> None:
-    assert parse(text).allows(Choice(dp=2, fsdp=4, tp=8, sp=16))
+    assert parse(text).allows(Choice.of(dp=2, fsdp=4, tp=8, sp=16))
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.models import preset
 from meshwright.planner import Choice, Job, memory, plan
-from meshwright.planner.candidates import refusal
 from meshwright.planner.constraints import parse
-from meshwright.planner.fsdp2 import data_axis, meshes, sends
-from meshwright.planner.fsdp2.groups import block_group, root_group
 from meshwright.planner.report import find_mesh, plan_data, plan_from_data
 from meshwright.planner.report.words import next_commands
+from meshwright.planner.schedules.fsdp2 import data_axis, group_of, meshes, refusal
+from meshwright.planner.step import StepModel
 
 LLAMA = preset("llama-3.1-8b")
 JOB = Job(LLAMA, 8, 8192, backend="torch", scan=False)
@@ -24,19 +23,19 @@ H100 = Machine.parse("h100:8")
 
 
 def test_groups_are_the_parameters_of_a_block_and_of_the_root() -> None:
-    block, root = block_group(LLAMA, 1, 1), root_group(LLAMA, 1, 1)
+    block, root = group_of(LLAMA, True, 1, 1), group_of(LLAMA, False, 1, 1)
     assert 32 * block.whole + root.whole == 8_030_261_248
     tied = preset("llama-3.2-1b")
-    assert root_group(tied, 2, 1) == (128256 * 2048 // 2 + 2048,) * 2
+    assert group_of(tied, False, 2, 1) == (128256 * 2048 // 2 + 2048,) * 2
     # 4,096 rows over 3: two shards of 1,366 and one of 1,364, sent as three of 1,366
-    assert root_group(LLAMA, 1, 3).whole - root_group(LLAMA, 1, 1).whole == 2
-    assert block_group(LLAMA, 1, 3).shard == block_group(LLAMA, 1, 3).whole // 3
+    assert group_of(LLAMA, False, 1, 3).whole - group_of(LLAMA, False, 1, 1).whole == 2
+    assert group_of(LLAMA, True, 1, 3).shard == group_of(LLAMA, True, 1, 3).whole // 3
 
 
 def test_meshes_have_no_sp_and_a_data_axis_alone_shards_weights() -> None:
     found = {choice.mesh for choice in meshes(8)}
     assert len(found) == 7
-    assert {choice.sp for choice in meshes(64)} == {1}
+    assert {choice.size("sp") for choice in meshes(64)} == {1}
     assert "dp=2,fsdp=4,tp=1,sp=1" in found
     assert "dp=8,fsdp=1,tp=1,sp=1" not in found
     assert data_axis(parse("dp=4,tp<=2").limits) == (
@@ -51,14 +50,14 @@ def test_meshes_have_no_sp_and_a_data_axis_alone_shards_weights() -> None:
 
 
 def test_what_tp_cannot_split_is_refused_and_what_fsdp_cannot_is_padded() -> None:
-    assert refusal(JOB, Choice(tp=16)) == "kv_heads=8 cannot be split in tp=16"
-    assert "batch=8 is not divisible by dp·fsdp=3" in (refusal(JOB, Choice(fsdp=3)) or "")
-    assert refusal(Job(LLAMA, 3, 8192, backend="torch"), Choice(fsdp=3)) is None
+    assert refusal(JOB, Choice.of(tp=16)) == "kv_heads=8 cannot be split in tp=16"
+    assert "batch=8 is not divisible by dp·fsdp=3" in (refusal(JOB, Choice.of(fsdp=3)) or "")
+    assert refusal(Job(LLAMA, 3, 8192, backend="torch"), Choice.of(fsdp=3)) is None
 
 
 def test_memory_of_8b_by_hand() -> None:
-    choice = Choice(fsdp=8)
-    kinds = memory(JOB, choice, H100).kinds
+    choice = Choice.of(fsdp=8)
+    kinds = memory(StepModel(JOB, choice, H100)).kinds
     weights = 8_030_261_248 // 8
     assert kinds["parameters"] == 4 * weights
     assert kinds["optimizer"] == 8 * weights
@@ -66,35 +65,38 @@ def test_memory_of_8b_by_hand() -> None:
     token = 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336) + 4 * (2 + 32)
     last = 6 * 4096 + 4 + 2 * 4096
     assert kinds["saved activations"] == 8192 * (32 * token + last)
-    assert kinds["all-gathered weights"] == 2 * root_group(LLAMA, 1, 8).whole
+    assert kinds["all-gathered weights"] == 2 * group_of(LLAMA, False, 1, 8).whole
     assert kinds["loss"] == 2 * 2 * 8192 * 128256
 
 
 def sent(choice: Choice, axis: str) -> int:
     """Bytes of a step over an axis, without single numbers."""
-    own = [send for send in sends(JOB, choice) if send.axes == (axis,) and send.bytes > 2000]
-    return sum(send.bytes * send.times for send in own)
+    sent = StepModel(JOB, choice, H100).collectives
+    own = [one for one in sent if one.axes == (axis,) and one.bytes > 2000]
+    return sum(one.bytes * one.times for one in own)
 
 
 def test_bytes_of_a_step_by_hand() -> None:
     blocks, root = 6_979_584_000, 1_050_677_248
     # gathered in bfloat16, blocks twice; gradients summed in float32
-    assert sent(Choice(fsdp=8), "fsdp") == (2 + 2 + 4) * blocks + (2 + 4) * root
-    assert sent(Choice(dp=2, fsdp=4), "dp") == 4 * (blocks + root) // 4
+    assert sent(Choice.of(fsdp=8), "fsdp") == (2 + 2 + 4) * blocks + (2 + 4) * root
+    assert sent(Choice.of(dp=2, fsdp=4), "dp") == 4 * (blocks + root) // 4
     # the embedding's sum, the gradient of the LM head's input, four of each block; and of each token
     # a maximum and two sums for the loss
     stream, tokens = 2 * 8 * 8192 * 4096, 8 * 8192
-    assert sent(Choice(tp=8), "tp") == (2 + 4 * 32) * stream + (4 + 8) * tokens
+    assert sent(Choice.of(tp=8), "tp") == (2 + 4 * 32) * stream + (4 + 8) * tokens
 
 
 def test_it_overlaps_what_fsdp2_does_and_nothing_of_tp() -> None:
     ranking = plan("llama-3.1-8b", "h100:8", 64, 4096, backend="torch")
-    mixed = next(one for one in ranking.ranked if one.choice.tp > 1 and one.choice.fsdp > 1)
-    by_what = {one.what: one for one in mixed.transfers}
+    mixed = next(
+        one for one in ranking.ranked if one.choice.size("tp") > 1 and one.choice.size("fsdp") > 1
+    )
+    by_what = {one.what: one for one in mixed.collectives}
     assert by_what["weights of a block"].hidden > 0
     assert by_what["gradients of a block"].hidden > 0
     assert by_what["weights of the root"].hidden == 0
-    assert all(one.hidden == 0 for one in mixed.transfers if one.axes == ("tp",))
+    assert all(one.hidden == 0 for one in mixed.collectives if one.axes == ("tp",))
 
 
 def test_published_steps_of_fsdp2_lie_between_no_remat_and_full() -> None:
@@ -140,8 +142,8 @@ def test_bfloat16_parameters_take_one_micro_batch_as_in_train() -> None:
 
 @pytest.mark.parametrize(("model", "on", "how", "words"), [
     ("llama-3.1-8b", "v5p:2x2x2", {}, "is a TPU machine, and the PyTorch backend runs on GPUs"),
-    ("t5-small", "h100:8", {}, "trains Llama, Mistral, Qwen 2 and Qwen 3"),
-    ("llama-3.1-8b", "h100:8", {"kind": "serve"}, "leave out --backend torch to serve"),
+    ("t5-small", "h100:8", {}, "is a t5 model, and plans of the PyTorch backend"),
+    ("llama-3.1-8b", "h100:8", {"kind": "serve"}, "is of training, and serving is planned"),
     ("llama-3.1-8b", "h100:8", {"mesh": "sp=2"}, "the PyTorch backend has no sp axis"),
     ("llama-3.1-8b", "h100:8", {"remat": "mlp"}, "known: none, full"),
     ("llama-3.1-8b", "h100:8", {"optimizer": "lion"}, "optimizer=lion is a setting of the JAX"),

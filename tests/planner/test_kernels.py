@@ -10,19 +10,19 @@ from meshwright.models import preset
 from meshwright.planner import plan
 from meshwright.planner.efficiency import PLAIN_ATTENTION
 from meshwright.planner.kernels import slow_attention
-from meshwright.planner.memory import moments
+from meshwright.planner.memory import peak_bytes
 from meshwright.planner.result import Choice, Job
-from meshwright.planner.work import work
+from meshwright.planner.step import StepModel
 from meshwright.train.config import ComputeConfig, TrainConfig
 from meshwright.train.setup import choose_rules, compute_of
 
 V5E, A100 = Machine.parse("v5e:4x4"), Machine.parse("a100-80:8")
 MODEL = preset("llama-3.2-1b")
-FSDP = Choice(fsdp=16)
+FSDP = Choice.of(fsdp=16)
 
 
 def attention_seconds(job: Job, machine: Machine, choice: Choice = FSDP) -> float:
-    return work(job, choice, machine).seconds["attention"]
+    return StepModel(job, choice, machine).work.seconds["attention"]
 
 
 @pytest.mark.parametrize("seq", [4000, 3648, 1000])
@@ -45,7 +45,10 @@ def test_a_slower_kernel_takes_longer_and_its_scores_take_memory() -> None:
     # fused kernels have head_dim as the last dim, which TPUs pad to 128 lanes; plain JAX has not
     heads = 2 * MODEL.heads + 2 * MODEL.kv_heads
     padding = 2 * MODEL.layers * 4096 * heads * (128 - MODEL.head_dim)
-    more = moments(slow, FSDP, V5E)["attention"] - moments(job, FSDP, V5E)["attention"]
+    more = (
+        peak_bytes(StepModel(slow, FSDP, V5E))["attention"]
+        - peak_bytes(StepModel(job, FSDP, V5E))["attention"]
+    )
     assert more == scores - padding
 
 
@@ -55,7 +58,7 @@ def test_the_plan_says_which_kernel_is_slow_and_why() -> None:
     for one in found.ranked:
         assert "; attention in the slower kernel blockwise (not hopper: " in one.reason
         assert "it takes a sliding window or packed documents, not both)" in one.reason
-    job, choice = Job(near, 8, 4096), Choice(fsdp=8)
+    job, choice = Job(near, 8, 4096), Choice.of(fsdp=8)
     whole = dataclasses.replace(job, model=MODEL)
     # the window spares the kernel in plain JAX nothing
     ratio = attention_seconds(job, A100, choice) / attention_seconds(whole, A100, choice)

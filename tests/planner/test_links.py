@@ -8,7 +8,6 @@ import pytest
 import meshwright as mw
 from meshwright.arithmetic import divisors
 from meshwright.machines import Machine
-from meshwright.meshes.boxes import closes
 from meshwright.planner.links import Link, over
 from meshwright.planner.shares import AXES, place_axes
 
@@ -43,19 +42,6 @@ def test_each_axis_reaches_as_far_as_on_the_mesh_itself(text: str) -> None:
             reach = dict(zip(machine.grid_names, share, strict=True)) | {"slice": slices}
             found = {name: extent for name, extent in reach.items() if extent > 1}
             assert found == mesh.axis_extent(axis), (sizes, axis)
-
-
-@pytest.mark.parametrize("text", ["v4:4x4x4", "v5p:4x4x8", "v5e:4x8", "v6e:8x16", "7x:4x4x4"])
-def test_a_ring_closes_where_every_hop_of_the_mesh_is_one_link(text: str) -> None:
-    machine = Machine.parse(text)
-    seen = set()
-    for sizes in meshes_of(machine, 12):
-        hops = placed(machine, sizes).ring_hops("sp")
-        if hops:
-            closed = closes(place_axes(machine, sizes).shares, 3, machine)
-            assert closed == (max(hops) <= 1), (sizes, hops)
-            seen.add(closed)
-    assert seen
 
 
 def link(text: str, sizes: tuple[int, ...], *axes: str) -> Link:

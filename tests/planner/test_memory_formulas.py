@@ -16,11 +16,12 @@ from meshwright.machines import Machine
 from meshwright.models import preset
 from meshwright.models.decoder import abstract_arrays
 from meshwright.planner import Plan, plan
-from meshwright.planner.memory import formulas, memory, moments
+from meshwright.planner.memory import formulas, memory, peak_bytes
 from meshwright.planner.report import explain, report
 from meshwright.planner.report.explain import SMALL
 from meshwright.planner.result import Choice, Estimate, Job
-from meshwright.planner.time import formulas as transfer_formulas
+from meshwright.planner.step import StepModel
+from meshwright.planner.time import byte_formulas
 from meshwright.train.optimizer import OptimizerConfig, make_optimizer
 
 
@@ -39,13 +40,13 @@ def worked_out(formula: str) -> float:
 
 
 CHOICES = [
-    Choice(fsdp=8),
-    Choice(dp=8, remat="elementwise"),
-    Choice(fsdp=4, tp=2, remat="mlp", accumulation=2),
-    Choice(fsdp=2, tp=2, sp=2, strategy="ring", sequence_parallel=True, mlp_chunk=1024),
-    Choice(fsdp=4, sp=2, strategy="allgather", remat="full", accumulation=2),
-    Choice(fsdp=4, sp=2, strategy="ulysses", remat="full"),
-    Choice(fsdp=4, sp=2),
+    Choice.of(fsdp=8),
+    Choice.of(dp=8, remat="elementwise"),
+    Choice.of(fsdp=4, tp=2, remat="mlp", accumulation=2),
+    Choice.of(fsdp=2, tp=2, sp=2, strategy="ring", sequence_parallel=True, mlp_chunk=1024),
+    Choice.of(fsdp=4, sp=2, strategy="allgather", remat="full", accumulation=2),
+    Choice.of(fsdp=4, sp=2, strategy="ulysses", remat="full"),
+    Choice.of(fsdp=4, sp=2),
 ]
 
 
@@ -58,7 +59,7 @@ SETTINGS = list(
 
 
 def fullest(job: Job, choice: Choice, machine: Machine) -> str:
-    found = moments(job, choice, machine)
+    found = peak_bytes(StepModel(job, choice, machine))
     return max(found, key=lambda moment: found[moment])
 
 
@@ -68,7 +69,10 @@ def test_a_formula_gives_what_is_counted(model: str, choice: Choice) -> None:
     for (on, seq, optimizer), overlap in itertools.product(SETTINGS, (False, True)):
         job = Job(preset(model), 16, seq, optimizer=optimizer, overlap=overlap)
         machine = Machine.parse(on)
-        kinds, said = memory(job, choice, machine).kinds, formulas(job, choice, machine)
+        kinds, said = (
+            memory(StepModel(job, choice, machine)).kinds,
+            formulas(StepModel(job, choice, machine)),
+        )
         assert said.keys() == kinds.keys()
         for kind, words in said.items():
             assert worked_out(words) == pytest.approx(kinds[kind], rel=1e-3, abs=2), (kind, words)
@@ -78,9 +82,12 @@ def test_a_formula_gives_what_is_counted(model: str, choice: Choice) -> None:
 def test_a_formula_counts_the_padding_of_the_vocabulary(kind: Literal["train", "serve"]) -> None:
     config = dataclasses.replace(preset("llama-3.1-8b"), vocab=128257)
     machine = Machine.parse("h100:8")
-    for choice in (Choice(dp=2, tp=4), Choice(fsdp=2 if kind == "train" else 1, tp=4)):
+    for choice in (Choice.of(dp=2, tp=4), Choice.of(fsdp=2 if kind == "train" else 1, tp=4)):
         job = Job(config, 16, 1024, kind=kind)
-        kinds, said = memory(job, choice, machine).kinds, formulas(job, choice, machine)
+        kinds, said = (
+            memory(StepModel(job, choice, machine)).kinds,
+            formulas(StepModel(job, choice, machine)),
+        )
         for name, words in said.items():
             assert worked_out(words) == pytest.approx(kinds[name], rel=1e-3, abs=2), (name, words)
 
@@ -98,7 +105,7 @@ def test_parameters_are_counted_as_the_models_arrays_are(model: str) -> None:
     config = preset(model)
     leaves = jax.tree.leaves(abstract_arrays(config))
     bytes_of_all = 4 * sum(math.prod(leaf.shape) for leaf in leaves)
-    said = formulas(Job(config, 8, 1024), Choice(), Machine.parse("h100:1"))
+    said = formulas(StepModel(Job(config, 8, 1024), Choice.of(), Machine.parse("h100:1")))
     assert worked_out(said["parameters"]) == bytes_of_all
 
 
@@ -118,7 +125,7 @@ def test_moments_are_counted_as_the_optimizers_state_is(
     state = jax.tree.leaves(jax.eval_shape(made.init, arrays))
     kept = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state if leaf.ndim > 1)
     job = Job(config, 8, 1024, optimizer=optimizer, moments=moments, param_dtype=param_dtype)
-    said = formulas(job, Choice(), Machine.parse("h100:1"))
+    said = formulas(StepModel(job, Choice.of(), Machine.parse("h100:1")))
     assert worked_out(said["optimizer"]) == pytest.approx(kept, rel=1e-5)  # and norms
 
 
@@ -139,15 +146,18 @@ def test_a_plan_says_what_fewer_bits_in_moments_save() -> None:
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_formula_of_serving_gives_what_is_counted(tp: int, weights: str | None) -> None:
     job = Job(preset("llama-3.1-8b"), 64, 16384, kind="serve")
-    choice, machine = Choice(dp=8 // tp, tp=tp, weights=weights), Machine.parse("h100:8")
-    kinds, said = memory(job, choice, machine).kinds, formulas(job, choice, machine)
+    choice, machine = Choice.of(dp=8 // tp, tp=tp, weights=weights), Machine.parse("h100:8")
+    kinds, said = (
+        memory(StepModel(job, choice, machine)).kinds,
+        formulas(StepModel(job, choice, machine)),
+    )
     assert {kind: pytest.approx(worked_out(said[kind]), abs=2) for kind in said} == kinds
 
 
 def test_explain_shows_formulas_the_moments_and_the_reserve() -> None:
     found = plan("llama-3.1-8b", "h100:8", 64, 4096, mesh="tp=2,sp=1,dp=1")
     text = explained(found, found.best)
-    said = formulas(found.job, found.best.choice, found.machine)
+    said = formulas(StepModel(found.job, found.best.choice, found.machine))
     for kind, words in said.items():
         assert f"{words} = {found.best.memory.kinds[kind]:,}" in text
     assert "moments, in GiB: loss " in text
@@ -178,12 +188,12 @@ def test_explain_shows_the_formula_of_each_transfer_that_counts(
 ) -> None:
     found = plan(model, on, 64, 4096, mesh=mesh)
     one = found.best
-    said = transfer_formulas(found.job, one, found.machine)
-    assert one.transfers
+    said = byte_formulas(StepModel(found.job, one.choice, found.machine), one.collectives)
+    assert one.collectives
     text = explained(found, one)
-    large = [sent for sent in one.transfers if sent.seconds >= SMALL * one.step_seconds]
+    large = [sent for sent in one.collectives if sent.seconds >= SMALL * one.step_seconds]
     assert large
-    for sent, words in zip(one.transfers, said, strict=True):
+    for sent, words in zip(one.collectives, said, strict=True):
         assert worked_out(words) == pytest.approx(sent.bytes, rel=1e-3, abs=2), (sent.what, words)
         if sent in large:
             assert f"{words} = {sent.bytes:,}" in text, sent.what

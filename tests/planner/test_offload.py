@@ -11,8 +11,8 @@ from meshwright.planner import efficiency, plan
 from meshwright.planner.memory import memory
 from meshwright.planner.report import explain
 from meshwright.planner.result import Choice, Job
+from meshwright.planner.step import StepModel
 from meshwright.planner.time import step_time
-from meshwright.planner.work import work
 
 GIB = 2**30
 
@@ -30,14 +30,14 @@ def test_inputs_of_layers_are_counted_on_the_host(
     on: str, mesh: dict[str, int], sequence_parallel: bool
 ) -> None:
     job, machine = Job(preset("llama-3.1-8b"), 128, 2048), Machine.parse(on)
-    choice = Choice(**mesh, sequence_parallel=sequence_parallel)
+    choice = Choice.of(**mesh, sequence_parallel=sequence_parallel)
     full, offload = (
-        memory(job, dataclasses.replace(choice, remat=remat), machine)
+        memory(StepModel(job, dataclasses.replace(choice, remat=remat), machine))
         for remat in ("full", "offload")
     )
     # 32 layers of an 8B model save 4,096 numbers of two bytes for each token
-    split = choice.tp if sequence_parallel else 1
-    layer = 128 * 2048 // (choice.dp * choice.fsdp) * 4096 * 2 // split
+    split = choice.size("tp") if sequence_parallel else 1
+    layer = 128 * 2048 // (choice.size("dp") * choice.size("fsdp")) * 4096 * 2 // split
     on_device = [one.kinds["saved activations"] for one in (full, offload)]
     assert on_device == [32 * layer, 2 * layer]
     assert full.total - offload.total == 30 * layer
@@ -60,19 +60,19 @@ COMPILED = {
 def test_memory_is_that_of_the_compiler(case: tuple[str, int, str], compiled: float) -> None:
     model, batch, moments = case
     job = Job(preset(model), batch, 2048, moments=moments)
-    need = memory(job, Choice(remat="offload"), Machine.parse("h200:1"))
+    need = memory(StepModel(job, Choice.of(remat="offload"), Machine.parse("h200:1")))
     assert need.total / GIB == pytest.approx(compiled, rel=0.07)
 
 
 def test_time_is_that_of_full_and_of_what_the_link_does_not_hide() -> None:
     job, machine = Job(preset("llama-3.1-8b"), 8, 4096), Machine.parse("h100:8")
     for accumulation in (1, 2):
-        choice = Choice(tp=8, accumulation=accumulation)
+        choice = Choice.of(tp=8, accumulation=accumulation)
         full, offload = (
-            step_time(job, dataclasses.replace(choice, remat=remat), machine)
+            step_time(StepModel(job, dataclasses.replace(choice, remat=remat), machine))
             for remat in ("full", "offload")
         )
-        done = work(job, dataclasses.replace(choice, remat="full"), machine)
+        done = StepModel(job, dataclasses.replace(choice, remat="full"), machine).work
         sent = 32 * 8 * 4096 * 4096 * 2  # all micro-batches, whole on each tp rank
         seconds = sent / (efficiency.HOST_LINK * 64e9)
         waits = max(0, seconds - 0.75 * done.forward) + max(0, seconds - 0.09 * done.backward)
@@ -81,7 +81,9 @@ def test_time_is_that_of_full_and_of_what_the_link_does_not_hide() -> None:
         assert offload.seconds["waiting for the host"] == pytest.approx(waits)
     # and a loop where layers would be unrolled
     unrolled = dataclasses.replace(job, scan=False)
-    assert step_time(unrolled, offload_of(choice), machine).step == pytest.approx(offload.step)
+    assert step_time(StepModel(unrolled, offload_of(choice), machine)).step == pytest.approx(
+        offload.step
+    )
 
 
 def offload_of(choice: Choice) -> Choice:
@@ -143,6 +145,13 @@ def test_a_host_with_too_little_memory_is_refused() -> None:
 
 def test_on_cpus_nothing_moves() -> None:
     job, machine = Job(preset("tiny"), 8, 128), Machine.parse("cpu:1")
-    full, offload = (memory(job, Choice(remat=remat), machine) for remat in ("full", "offload"))
+    full, offload = (
+        memory(StepModel(job, Choice.of(remat=remat), machine)) for remat in ("full", "offload")
+    )
     assert offload == full
-    assert step_time(job, Choice(remat="offload"), machine).seconds["waiting for the host"] == 0
+    assert (
+        step_time(StepModel(job, Choice.of(remat="offload"), machine)).seconds[
+            "waiting for the host"
+        ]
+        == 0
+    )

@@ -21,7 +21,6 @@ from meshwright.planner import Plan, apply, choice_of, job_of, plan
 from meshwright.planner.candidates import (
     flops_per_byte,
     meshes,
-    refusal,
     strategies,
     with_strategy,
 )
@@ -30,6 +29,7 @@ from meshwright.planner.parts import mlp_chunks
 from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.report.words import next_commands
 from meshwright.planner.result import Choice
+from meshwright.planner.step import StepModel
 from meshwright.planner.time import step_time
 from meshwright.train.config import ComputeConfig, TrainConfig, with_settings
 from meshwright.train.setup import check_sizes, choose_rules
@@ -45,7 +45,7 @@ def small(**options: object) -> Plan:
 def test_every_mesh_of_the_devices_is_ranked_or_refused_once() -> None:
     found = small()
     seen = [one.choice for one in found.ranked] + [one.choice for one in found.refused]
-    sizes = sorted((c.dp, c.fsdp, c.tp, c.sp) for c in seen)
+    sizes = sorted(tuple(c.sizes.values()) for c in seen)
     twos = [1, 2, 4, 8, 16, 32, 64]
     wanted = [one for one in itertools.product(twos, repeat=4) if math.prod(one) == 64]
     assert sizes == sorted(wanted)
@@ -110,15 +110,15 @@ def test_a_mesh_takes_fewer_micro_batches_where_that_keeps_it_in_its_group() -> 
         )
         for remat in ("none", "elementwise", "mlp", "full"):
             fewer = dataclasses.replace(one.choice, remat=remat, accumulation=1)
-            need = memory(found.job, fewer, found.machine)
+            need = memory(StepModel(found.job, fewer, found.machine))
             if one.choice.accumulation > 1 and need.fits and not need.tight:
                 # the bound is of the fastest way of the group, which may be shown no longer
-                assert step_time(found.job, fewer, found.machine).step > 0.9 * bound
+                assert step_time(StepModel(found.job, fewer, found.machine)).step > 0.9 * bound
 
 
 def test_groups_are_of_time_and_not_where_memory_orders() -> None:
-    assert {one.group for one in small(objective="memory").ranked} == {0}
-    served = small(kind="serve", objective="latency", weights="plain")
+    assert {one.group for one in small(rank_by="memory").ranked} == {0}
+    served = small(kind="serve", rank_by="latency", weights="plain")
     assert served.best.group == 1
     fastest = min(one.step_seconds for one in served.ranked if not one.memory.tight)
     assert served.best.step_seconds <= (1 + UNCERTAINTY) * fastest
@@ -133,13 +133,15 @@ def test_each_mesh_has_the_best_of_the_rest() -> None:
         times: dict[bool, list[float]] = {False: [], True: []}
         for remat in ("none", "elementwise", "mlp", "full"):
             for rounds in (1, 2, 4, 8):
-                for along in (False, True)[: 1 + (mesh.tp > 1)]:
+                for along in (False, True)[: 1 + (mesh.size("tp") > 1)]:
                     other = dataclasses.replace(
                         mesh, remat=remat, accumulation=rounds, sequence_parallel=along
                     )
-                    if refusal(job, other) is None:
-                        need = memory(job, other, machine)
-                        times[need.tight] += [step_time(job, other, machine).step] * need.fits
+                    if job.schedule.refusal(job, other) is None:
+                        need = memory(StepModel(job, other, machine))
+                        times[need.tight] += [
+                            step_time(StepModel(job, other, machine)).step
+                        ] * need.fits
         fastest = min(times[False] or times[True])
         assert fastest <= one.step_seconds * 1.0001
         assert one.step_seconds <= (1 + UNCERTAINTY) * fastest
@@ -148,8 +150,8 @@ def test_each_mesh_has_the_best_of_the_rest() -> None:
 def test_limits_on_the_mesh_hold_and_what_is_fixed_stays() -> None:
     found = small(mesh="tp>=2,tp<=4,sp=1", remat="full", accumulation=2)
     assert found.ranked
-    assert {one.choice.tp for one in found.ranked} == {2, 4}
-    assert {one.choice.sp for one in found.ranked} == {1}
+    assert {one.choice.size("tp") for one in found.ranked} == {2, 4}
+    assert {one.choice.size("sp") for one in found.ranked} == {1}
     fixed = {(one.choice.remat, one.choice.accumulation) for one in found.ranked}
     assert fixed == {("full", 2)}
 
@@ -170,7 +172,7 @@ def test_micro_batches_that_do_not_divide_the_batch_are_the_reason_given(
 
 
 def test_the_objective_memory_gives_the_least_of_it() -> None:
-    fast, lean = small(), small(objective="memory")
+    fast, lean = small(), small(rank_by="memory")
     assert lean.best.memory.total < fast.best.memory.total
     assert lean.best.step_seconds > fast.best.step_seconds
     assert lean.best.memory.total == min(one.memory.total for one in lean.ranked)
@@ -184,8 +186,8 @@ def test_attention_over_split_rows_has_the_fastest_strategy_that_fits() -> None:
         assert one.choice.strategy in strategies(job, one.choice)
         for strategy in strategies(job, one.choice):
             other = dataclasses.replace(one.choice, strategy=strategy)
-            if not memory(job, other, machine).tight:
-                assert one.step_seconds <= 1.0001 * step_time(job, other, machine).step
+            if not memory(StepModel(job, other, machine)).tight:
+                assert one.step_seconds <= 1.0001 * step_time(StepModel(job, other, machine)).step
 
 
 @pytest.mark.parametrize("on", ["v5e:4x4", "v5p:4x4x4", "h100:8", "cpu:8"])
@@ -196,7 +198,7 @@ def test_auto_is_what_train_would_take_on_that_machine(on: str) -> None:
     chip = machine.chip
     figure = {"v5e:4x4": 197e12 / 45e9, "v5p:4x4x4": 459e12 / 90e9, "h100:8": 989e12 / 450e9}
     assert flops_per_byte(machine) == pytest.approx(figure.get(on, 5000.0), rel=0.02), chip
-    choice = Choice(fsdp=2, sp=4)
+    choice = Choice.of(fsdp=2, sp=4)
     work = 2**13 / 2  # of a turn, FLOPs for each byte that hops
     assert with_strategy(job, choice, machine).strategy == (
         "ring" if work >= flops_per_byte(machine) else "ulysses"
@@ -304,16 +306,31 @@ def test_a_slower_way_that_leaves_the_reserve_free_is_taken_before_a_tight_one()
     one, machine, job = found.best, found.machine, found.job
     assert not one.memory.tight
     tight = [
-        (memory(job, other, machine), step_time(job, other, machine).step)
+        (memory(StepModel(job, other, machine)), step_time(StepModel(job, other, machine)).step)
         for remat in ("none", "elementwise", "mlp", "full")
         for rounds in (1, 2, 4, 8)
-        for other in [Choice(fsdp=8, remat=remat, accumulation=rounds)]
+        for other in [Choice.of(fsdp=8, remat=remat, accumulation=rounds)]
     ]
     faster = [need for need, step in tight if need.fits and step < one.step_seconds]
     assert all(need.tight for need in faster)
 
 
 # ---- rows longer than the model's
+def test_learned_positions_end_where_their_table_does() -> None:
+    model = dataclasses.replace(preset("tiny"), rope=None, learned_positions=True, max_seq=1024)
+    with pytest.raises(MeshwrightError, match="longer than the model allows; 1024 or less") as told:
+        plan(model, "h100:8", 8, 2048)
+    assert "override" not in str(told.value)
+    with pytest.raises(MeshwrightError, match="1,024 learned positions and no rotary ones"):
+        override(model, ("rope.scaling=linear", "rope.factor=2"), 2048)
+
+
+def test_a_command_for_a_longer_t5_says_so_with_the_users_own_changes() -> None:
+    config = TrainConfig("t5-small", mesh="auto", batch=8, seq=1024, override=("encoder_layers=2",))
+    found = plan(config, "v5e:2x2")
+    for command in next_commands(found, found.best.choice):
+        assert "--override encoder_layers=2 max_seq=1024" in command
+    assert "--override max_seq=1024" in found.warnings[0]
 
 
 def test_rows_longer_than_the_models_are_warned_of_and_the_commands_run() -> None:
@@ -337,7 +354,7 @@ def test_rows_longer_than_the_models_are_warned_of_and_the_commands_run() -> Non
 
 @pytest.mark.parametrize("seq", [2147483647, 1000003])
 def test_a_prime_number_of_tokens_is_planned_as_any_other(seq: int) -> None:
-    assert mlp_chunks(seq, Choice(mlp_chunk=4096)) == seq  # found among its divisors
+    assert mlp_chunks(seq, Choice.of(mlp_chunk=4096)) == seq  # found among its divisors
     with pytest.raises(MeshwrightError, match=f"seq={seq} on 'h100:8' fits on no mesh"):
         plan("llama-3.1-8b", "h100:8", 8, seq)
 
@@ -373,19 +390,20 @@ def test_what_a_plan_proposes_can_be_planned(
 @pytest.mark.parametrize(
     ("choice", "says"),
     [
-        (Choice(fsdp=4, tp=16), "kv_heads=8 cannot be split in tp=16"),
-        (Choice(fsdp=48), "embed=4096 cannot be split in fsdp·sp=48"),
-        (Choice(dp=512), "batch=256 is not divisible by dp·fsdp=512"),
-        (Choice(dp=96), "batch=256 is not divisible by dp·fsdp=96"),
+        (Choice.of(fsdp=4, tp=16), "kv_heads=8 cannot be split in tp=16"),
+        (Choice.of(fsdp=48), "embed=4096 cannot be split in fsdp·sp=48"),
+        (Choice.of(dp=512), "batch=256 is not divisible by dp·fsdp=512"),
+        (Choice.of(dp=96), "batch=256 is not divisible by dp·fsdp=96"),
         (
-            Choice(fsdp=2, sp=128, sequence_parallel=True, tp=8),
+            Choice.of(fsdp=2, sp=128, sequence_parallel=True, tp=8),
             "seq=4000 is not divisible by sp·tp=1024",
         ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(choice: Choice, says: str) -> None:
     config = TrainConfig("llama-3.1-8b", batch=256, seq=4000)
-    why = refusal(job_of(config, Machine.parse("v5p:4x4x4")), choice)
+    job = job_of(config, Machine.parse("v5p:4x4x4"))
+    why = job.schedule.refusal(job, choice)
     assert why is not None
     assert says in why
 
@@ -407,22 +425,22 @@ def test_a_vocabulary_that_tp_does_not_divide_is_padded_and_said(
         if one.choice in by_mesh:
             more = one.memory.kinds["parameters"] - by_mesh[one.choice]
             size = 4 if kind == "train" else 2
-            assert more == 2 * 2 * 4096 * size / (one.choice.fsdp * one.choice.tp)
+            assert more == 2 * 2 * 4096 * size / (one.choice.size("fsdp") * one.choice.size("tp"))
 
 
 def test_a_row_too_short_for_two_chunks_a_device_is_refused() -> None:
     found = plan("tiny", "cpu:8", 8, 1004)
     # ulysses needs no chunks, and four key heads can be split over sp=4
-    four = [one.choice for one in found.ranked if one.choice.sp == 4]
-    assert {(one.strategy, one.tp) for one in four} == {("ulysses", 1)}
-    why = {(one.choice.tp, one.choice.sp): one.why for one in found.refused}
+    four = [one.choice for one in found.ranked if one.choice.size("sp") == 4]
+    assert {(one.strategy, one.size("tp")) for one in four} == {("ulysses", 1)}
+    why = {(one.choice.size("tp"), one.choice.size("sp")): one.why for one in found.refused}
     assert "seq=1004 is not divisible by 8 (two chunks per device" in why[2, 4]
     assert why[1, 8] == "seq=1004 is not divisible by sp=8"
 
 
 def test_a_mesh_that_is_too_small_says_what_it_needs() -> None:
     found = plan("llama-3.1-70b", "h100:4x8", 64, 4096)
-    large = next(one for one in found.refused if one.choice.dp == 32)
+    large = next(one for one in found.refused if one.choice.size("dp") == 32)
     assert large.memory is not None
     assert not large.memory.fits
     assert f"needs {large.memory.total / 2**30:.1f} of" in large.why
@@ -469,31 +487,32 @@ def test_a_model_that_fits_nowhere_is_told_how_many_devices_would_do() -> None:
         ({"on": "v5q:4x4x4"}, "v5"),
         ({"model": 8}, "model 8 is neither a preset's name, nor a config.json"),
         ({"batch": None}, "batch is missing; give it, or a TrainConfig"),
-        ({"batch": 0}, "batch=0 must be a whole number from 1"),
-        ({"batch": 10**30}, "must be a whole number from 1 to 2147483647"),
-        ({"seq": 2**31}, "seq=2147483648 must be a whole number from 1 to 2147483647"),
-        ({"seq": 1.5}, "seq=1.5 must be a whole number from 1"),
+        ({"batch": 0}, "batch=0 must be at least 1"),
+        ({"batch": 10**30}, "is too large; it must fit in 64 bits"),
+        ({"seq": 2**31}, "seq=2147483648 must be at most 2147483647"),
+        ({"seq": 1.5}, "seq is 1.5; it must be int"),
         ({"mesh": "pt=2"}, "'pt' is not an axis; did you mean 'tp'?"),
         ({"mesh": "tp=3"}, "no mesh of 64 devices lies within 'tp=3'"),
         (
             {"mesh": "tp=16"},
             "kv_heads=8 cannot be split in tp=16; mesh 'dp=1,fsdp=64,tp=1,sp=1' would fit",
         ),
-        ({"remat": "ful"}, "remat='ful' is not a policy; did you mean 'full'?"),
-        ({"objective": "speed"}, "objective='speed' is not known"),
-        ({"optimizer": "adam"}, "did you mean 'adamw'?"),
-        ({"param_dtype": "float3"}, "did you mean 'float32'?"),
-        ({"accumulation": 0}, "accumulation=0 must be a whole number from 1"),
-        ({"accumulation": "2"}, "accumulation='2' must be a whole number from 1"),
+        ({"remat": "ful"}, "compute.remat is 'ful'; one of none, elementwise"),
+        ({"remt": "full"}, "there is no setting 'remt'; did you mean 'remat'"),
+        ({"rank_by": "speed"}, "rank_by='speed' is not known"),
+        ({"optimizer": "adam"}, "optimizer 'adam' is not known; did you mean 'adamw'?"),
+        ({"param_dtype": "float3"}, "compute.param_dtype is 'float3'; one of float32"),
+        ({"accumulation": 0}, "accumulation=0 must be at least 1"),
+        ({"accumulation": "2"}, "accumulation is '2'; it must be int"),
         ({"cost_per_hour": float("nan")}, "cost_per_hour=nan is not a price"),
         ({"cost_per_hour": "4"}, "cost_per_hour='4' is not a price"),
         ({"mesh": {"tp": 2}}, "mesh {'tp': 2} is no text of limits; write 'tp=2'"),
         ({"mesh": "1,-1,2"}, "has 3 sizes without a name; give one for each of dp, fsdp, tp, sp"),
-        ({"dtype": "int8"}, "dtype='int8' is not known"),
-        ({"objective": "latency"}, "objective='latency' is how long a token takes to serve"),
-        ({"kind": "serve", "remat": "full"}, "remat='full' is of training"),
+        ({"dtype": "int8"}, "compute.dtype is 'int8'; one of"),
+        ({"rank_by": "latency"}, "rank_by='latency' is the time of a token of serving"),
+        ({"kind": "serve", "remat": "full"}, "compute.remat='full' is of training"),
         ({"kind": "serve", "accumulation": 2}, "accumulation=2 is of training"),
-        ({"kind": "serve", "optimizer": "adamw"}, "optimizer='adamw' is of training"),
+        ({"kind": "serve", "optimizer": "adamw"}, "optimizer.name='adamw' is of training"),
     ],
 )
 def test_mistakes_say_what_would_work(said: dict[str, object], says: str) -> None:
@@ -508,7 +527,7 @@ def test_a_model_too_large_to_serve_is_told_of_a_machine_that_can() -> None:
         plan("llama-3.1-70b", "h100:1", 8, 4096, kind="serve")
     larger = str(error.value).rpartition("would do: '")[2].rstrip("'")
     assert larger == "h100:2"  # 141 GB of weights and 11 of cache in 162
-    assert plan("llama-3.1-70b", larger, 8, 4096, kind="serve").best.choice.tp == 2
+    assert plan("llama-3.1-70b", larger, 8, 4096, kind="serve").best.choice.size("tp") == 2
 
 
 # nearly all of attention is outside the window: counted as if it were inside, MFU would be above 1
@@ -548,7 +567,7 @@ def test_any_job_on_any_machine_is_planned_or_refused_in_words(
         assert 0 < one.mfu < 1
         assert one.computed_flops >= one.flops * (1 - 1e-9)
         assert one.step_seconds == pytest.approx(sum(one.seconds.values()))
-        assert all(sent.seconds >= sent.hidden >= 0 and sent.link for sent in one.transfers)
+        assert all(sent.seconds >= sent.hidden >= 0 and sent.link for sent in one.collectives)
 
 
 # ---- how much more would fit
@@ -558,12 +577,12 @@ def test_the_largest_batch_fits_and_one_row_more_on_each_rank_does_not() -> None
     found = plan("llama-3.1-8b", "h100:8", 64, 1024)
     best, most = found.best.choice, found.largest_batch
     assert most is not None
-    ranks = best.dp * best.fsdp
+    ranks = best.size("dp") * best.size("fsdp")
     assert most % ranks == 0
 
     def fits(batch: int) -> bool:
         job = dataclasses.replace(found.job, batch=batch)
-        return memory(job, dataclasses.replace(best, accumulation=1), found.machine).fits
+        return memory(StepModel(job, dataclasses.replace(best, accumulation=1), found.machine)).fits
 
     assert fits(most)
     assert not fits(most + ranks)
@@ -604,20 +623,20 @@ def test_serving_reads_weights_and_cache_once_for_each_token() -> None:
     found = plan("llama-3.1-8b", "h100:8", 64, 8192, kind="serve", weights="plain")
     model = preset("llama-3.1-8b")
     for one in found.ranked:
-        assert one.choice.fsdp == one.choice.sp == 1
-        weights = 2 * model.matmul_params / one.choice.tp
+        assert one.choice.size("fsdp") == one.choice.size("sp") == 1
+        weights = 2 * model.matmul_params / one.choice.size("tp")
         cache = 2 * 2 * 32 * 8 * 128 * 8192 * 64 / 8
         assert one.memory_bytes == pytest.approx(weights + cache)
         assert one.step_seconds > one.memory_bytes / 3.35e12
     assert found.tokens_per_second(found.best) == pytest.approx(64 / found.best.step_seconds)
     # of few rows the weights are most: tp shares them
-    alone = plan("llama-3.1-8b", "h100:8", 8, 1024, kind="serve", objective="latency")
-    assert alone.best.choice.tp == 8
+    alone = plan("llama-3.1-8b", "h100:8", 8, 1024, kind="serve", rank_by="latency")
+    assert alone.best.choice.size("tp") == 8
 
 
 def test_serving_latency_is_a_tokens_time_and_throughput_that_of_a_full_machine() -> None:
     model, on, batch, seq = "llama-3.1-8b", "h100:8", 8, 1024
-    fast = plan(model, on, batch, seq, kind="serve", objective="latency", weights="plain")
+    fast = plan(model, on, batch, seq, kind="serve", rank_by="latency", weights="plain")
     steps = [one.step_seconds for one in fast.ranked]
     assert steps == sorted(steps)
     many = plan(model, on, batch, seq, kind="serve", weights="plain")

@@ -1,6 +1,5 @@
 """Where the field has published what it runs, and is right, a plan says the same."""
 
-import dataclasses
 import re
 
 import pytest
@@ -33,10 +32,11 @@ def test_fsdp_is_preferred_over_dp_for_the_same_devices(
     best = found.best.choice
     alike = [
         one for one in found.ranked
-        if (one.choice.tp, one.choice.sp) == (best.tp, best.sp) and not one.memory.tight
+        if all(one.choice.size(axis) == best.size(axis) for axis in ("tp", "sp"))
+        and not one.memory.tight
     ]  # fmt: skip
-    assert best.fsdp == max(one.choice.fsdp for one in alike)
-    order = [one.choice.fsdp for one in sorted(alike, key=lambda one: one.step_seconds)]
+    assert best.size("fsdp") == max(one.choice.size("fsdp") for one in alike)
+    order = [one.choice.size("fsdp") for one in sorted(alike, key=lambda one: one.step_seconds)]
     assert len(order) > 1
     if found.machine.is_tpu and order[0] != max(order):
         # over a whole slice the TPU compiler sums gradients by an all-reduce: half of it may win
@@ -50,8 +50,10 @@ def test_fsdp_is_preferred_over_dp_for_the_same_devices(
 def test_fsdp_alone_is_ahead_of_meshes_with_tp_for_8b_on_eight_h100() -> None:
     """The guide to 2-D parallelism on 8 x H100, at 1,024 tokens: 8 x 1 is the fastest."""
     found = plan("llama-3.1-8b", "h100:8", 56, 1024, mesh="dp=1,sp=1")
-    assert found.best.choice.tp == 1
-    order = [one.choice.tp for one in sorted(found.ranked, key=lambda one: one.step_seconds)]
+    assert found.best.choice.size("tp") == 1
+    order = [
+        one.choice.size("tp") for one in sorted(found.ranked, key=lambda one: one.step_seconds)
+    ]
     assert order == sorted(order)
 
 
@@ -64,14 +66,14 @@ def test_the_largest_batch_of_a_data_rank_grows_with_tp() -> None:
             param_dtype="float32",
         )  # fmt: skip
         assert found.largest_batch is not None
-        rows.append(found.largest_batch // found.best.choice.fsdp)
+        rows.append(found.largest_batch // found.best.choice.size("fsdp"))
     assert rows == sorted(set(rows))
 
 
 @pytest.mark.parametrize("model", ["llama-2-7b", "llama-2-70b"])
 def test_tp_stays_inside_the_hosts_of_gpus(model: str) -> None:
     found = plan(model, "h100:16x8", 256, 4096, mesh="dp=1,sp=1")
-    assert found.best.choice.tp <= 8
+    assert found.best.choice.size("tp") <= 8
     if model == "llama-2-7b":  # whose 32 key heads would let it go further
         inside, outside = on_mesh(found, fsdp=16, tp=8), on_mesh(found, fsdp=8, tp=16)
         assert outside.step_seconds > 1.3 * inside.step_seconds
@@ -118,11 +120,11 @@ def test_a_million_tokens_on_512_chips_are_split_over_rows_and_heads() -> None:
     found = plan("llama-2-7b", "v4:8x8x8", 8, 2**20)
     best = found.best
     assert best.memory.fits
-    assert best.choice.sp > 1
+    assert best.choice.size("sp") > 1
     assert best.choice.strategy == "ring"
     assert best.seconds["attention"] > 0.7 * best.step_seconds
     # one ring over more devices than rows leave is always possible: LWM's largest
-    assert any(dataclasses.astuple(one.choice)[:4] == (1, 1, 4, 128) for one in found.ranked)
+    assert any(one.choice.mesh == "dp=1,fsdp=1,tp=4,sp=128" for one in found.ranked)
 
 
 def tokens_per_gpu(

@@ -77,7 +77,7 @@ def test_a_machine_of_ones_own_chip_survives_being_written() -> None:
 def test_the_keys_of_the_data_are_those_the_documentation_lists() -> None:
     data = plan_data(made_plan())
     text = (Path(__file__).parents[2] / "docs/plan/plan.md").read_text()
-    for keys in (data, data["ranked"][0], data["refused"][0], data["ranked"][0]["transfers"][0]):
+    for keys in (data, data["ranked"][0], data["refused"][0], data["ranked"][0]["collectives"][0]):
         for key in keys:
             assert f"`{key}`" in text, key
 
@@ -106,7 +106,11 @@ def test_numbers_of_numpy_are_written_as_plain_ones() -> None:
     [
         (("mesh",), "fsdp=4,tp=2", ".mesh is 'fsdp=4,tp=2', but the rest of the file gives"),
         (("ranked", 0, "mesh"), "fsdp=4,tp=2", "ranked[0].mesh is 'fsdp=4,tp=2'"),
-        (("ranked", 1, "choice", "fsdp"), 64, "ranked[1].mesh is 'dp=1,fsdp=16,tp=4,sp=1'"),
+        (
+            ("ranked", 1, "choice", "sizes", "fsdp"),
+            64,
+            "ranked[1].mesh is 'dp=1,fsdp=16,tp=4,sp=1'",
+        ),
         (("machine", "text"), "v5p:4x4x8", "machine.text is 'v5p:4x4x8'"),
         (("machine", "shape"), [4, 4, 8], "machine.text is 'v5p:4x4x4'"),
         (("ranked", 0, "step_seconds"), 9.0, "ranked[0]."),
@@ -156,24 +160,25 @@ def _changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     ("path", "value", "words"),
     [
         (("format",), "something", "is not a plan; `meshwright plan"),
-        (("version",), 99, "is of version 99, this Meshwright reads 5; plan again"),
-        (("version",), 3, "is of version 3, this Meshwright reads 5; plan again"),
-        (("config",), 8, "config should be an object, it is 8"),
+        (("version",), 99, "is of version 99, this Meshwright reads 6; plan again"),
+        (("version",), 3, "is of version 3, this Meshwright reads 6; plan again"),
+        (("config",), 8, "the plan.config: expected `object`, got `int`"),
         (("config", "batch"), KeyError, "config lacks the key 'batch'"),
-        (("config", "batch"), "8", "config: setting 'batch' is '8'; it must be int"),
-        (("config", "batch"), True, "config: setting 'batch' is True; it must be int"),
+        (("config", "batch"), "8", "the plan.config.batch: expected `int`, got `str`"),
+        (("config", "batch"), True, "the plan.config.batch: expected `int`, got `bool`"),
         (("config", "batch"), 8, "tokens_per_second is 524288.0, but the rest of the file gives"),
         (("config", "compute", "dtype"), KeyError, "config.compute lacks the key 'dtype'"),
-        (("kind",), "swim", "kind should be 'train' or 'serve', it is 'swim'"),
+        (("kind",), "swim", "the plan.kind: invalid enum value 'swim'; plan again"),
         (("model", "heads"), 7, "heads=7 cannot share kv_heads=8"),
-        (("model", "rope", "scaling", "type"), "Odd", "rope.scaling.type should be"),
+        (("model", "rope", "scaling", "kind"), "Odd", "is not a model's config: 'Odd'"),
+        (("model",), KeyError, "model is not a model's config"),
         (("machine", "shape"), [4, 4], "v5p machine takes 3 sizes"),
-        (("machine", "chip", "host_box"), [1, 1], "host_box should be a list of 3"),
-        (("ranked",), {}, "ranked should be a list, it is {}"),
+        (("machine", "chip", "host_box"), [1, 1], "host_box: expected `array` of length 3"),
+        (("ranked",), {}, "the plan.ranked: expected `array`, got `object`"),
         (("ranked",), [], "the plan ranks no mesh: 'ranked' is empty; plan again"),
-        (("ranked", 0, "step_seconds"), float("nan"), "should be a finite number"),
-        (("ranked", 1, "transfers", 0, "phase"), 3, "ranked[1].transfers[0].phase should be"),
-        (("ranked", 0, "memory", "kinds"), [1], "memory.kinds should be an object"),
+        (("ranked", 0, "step_seconds"), float("nan"), "ranked[0].tokens_per_second is"),
+        (("ranked", 1, "collectives", 0, "phase"), 3, "ranked[1].collectives[0].phase: expected"),
+        (("ranked", 0, "memory", "kinds"), [1], "memory.kinds: expected `object`, got `array`"),
     ],
 )
 def test_data_that_is_not_a_plan_is_refused_by_the_name_of_its_key(
@@ -299,7 +304,7 @@ def test_of_meshes_that_lack_memory_the_nearest_is_named() -> None:
     first = plan.refused[0]
     assert first.memory is not None
     near = dataclasses.replace(first.memory, kinds={"parameters": 95 * 2**30})
-    nearer = Refusal(Choice(dp=32, tp=2), "needs 95.0 GiB of 94.0", near)
+    nearer = Refusal(Choice.of(dp=32, tp=2), "needs 95.0 GiB of 94.0", near)
     plan = dataclasses.replace(plan, refused=(*plan.refused, nearer))
     text = "\n".join(printed(report(plan, 120), 120))
     assert "2  for memory; the nearest is dp=32,tp=2: needs 95.0 GiB" in text
@@ -373,7 +378,7 @@ def test_explain_fills_in_every_formula() -> None:
     text = " ".join(" ".join(printed(explain(plan, two, 120), 120)).split())
     for kind in two.memory.kinds:
         assert kind in text
-    for one in two.transfers:
+    for one in two.collectives:
         assert one.what in text
         assert one.link in text
     model = plan.job.model
@@ -389,7 +394,7 @@ def test_explain_names_small_transfers_without_a_row_for_each() -> None:
     plan = made_plan()
     one = plan.ranked[1]
     small = [transfer(f"scalar {i}", "all-reduce", ("tp",), 4, 1, seconds=1e-6) for i in range(3)]
-    one = dataclasses.replace(one, transfers=(*small, *one.transfers))
+    one = dataclasses.replace(one, collectives=(*small, *one.collectives))
     text = " ".join(" ".join(printed(explain(plan, one, 120), 120)).split())
     assert "and 3 small ones, 3.00 µs in all: scalar 0, scalar 1, scalar 2" in text
 
@@ -424,7 +429,7 @@ def test_sums_by_axis_hold_every_transfer_once() -> None:
     axes = figures.by_axis(one)
     assert list(axes) == ["tp", "fsdp"], "the longest first"
     assert sum(time.seconds for time in axes.values()) == pytest.approx(
-        sum(each.seconds for each in one.transfers)
+        sum(each.seconds for each in one.collectives)
     )
     assert sum(time.exposed for time in axes.values()) == pytest.approx(one.exposed)
 
@@ -455,7 +460,7 @@ def test_two_cores_of_a_chip_share_what_it_has() -> None:
         (amount(9.89e14, "FLOP"), "989 TFLOP"), (amount(0.5), "0.500"), (amount(5e16), "50,000T"),
         (gib(0), "0.0"), (gib(2**29), "0.50"), (gib(2**20), "0.001"), (gib(1500 * 2**30), "1,500.0"),
         (bar(0.5, 4), "██  "), (bar(1.7, 4), "████"), (bar(0.0, 4), "    "), (bar(1 / 32, 4), "▏   "),
-        (short_mesh(Choice()), "fsdp=1"),
+        (short_mesh(Choice.of()), "fsdp=1"),
     ],
 )  # fmt: skip
 def test_numbers_are_short_and_keep_their_size(shown: str, text: str) -> None:
@@ -487,7 +492,7 @@ def test_a_page_of_thousands_of_chips_is_small_with_every_device_in_place(
 ) -> None:
     made = made_plan()
     on = Machine.parse(machine)
-    choice = Choice(fsdp=on.num_devices // 32, tp=8, sp=4)
+    choice = Choice.of(fsdp=on.num_devices // 32, tp=8, sp=4)
     one = dataclasses.replace(made.ranked[1], choice=choice)
     plan = dataclasses.replace(made, machine=on, ranked=(one,) * 200)
     text = page(plan)

@@ -11,11 +11,13 @@ import pytest
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.meshes import mesh as build_mesh
-from meshwright.models import DecoderConfig, generation_of, preset
+from meshwright.models import DecoderConfig, preset, serving_of
 from meshwright.planner import plan
 from meshwright.planner.memory import memory
 from meshwright.planner.result import Choice, Estimate, Job
-from meshwright.planner.serving import WEIGHTS, formulas, prefill
+from meshwright.planner.schedules.engine import prefill
+from meshwright.planner.serving import WEIGHTS, second_formulas
+from meshwright.planner.step import StepModel
 from meshwright.serve import EngineConfig
 from meshwright.serve.load import targets
 
@@ -44,7 +46,7 @@ def test_decode_is_as_fast_as_measured(model: DecoderConfig, batch: int, measure
 
 def test_prompts_are_computed_as_fast_as_measured() -> None:
     job = Job(LLAMA_8B, 256, 1024, kind="serve")
-    seconds = prefill(job, Choice(), Machine.parse("h200:1"), chunk=2048, prompts=2)
+    seconds = prefill(StepModel(job, Choice.of(), Machine.parse("h200:1")), chunk=2048, prompts=2)
     assert 2 * 1024 / seconds == pytest.approx(PREFILL, rel=TOLERANCE)
 
 
@@ -106,22 +108,22 @@ def test_weights_take_what_the_engines_arrays_take(model: str, weights: str | No
     config = preset(model)
     stacks = ("layers", "encoder_layers", "decoder_layers")
     config = dataclasses.replace(config, **{name: 2 for name in stacks if hasattr(config, name)})
-    serving = generation_of(config).serving
-    assert serving is not None
+    serving = serving_of(config)
     mesh = build_mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1])
     params = targets(config, mesh, jnp.bfloat16)
     with jax.set_mesh(mesh):
         arrays = jax.eval_shape(lambda params: serving.weights(params, config, weights), params)
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
     job = Job(config, 8, 512, kind="serve")
-    kinds = memory(job, Choice(weights=weights), Machine.parse("h100:1")).kinds
+    kinds = memory(StepModel(job, Choice.of(weights=weights), Machine.parse("h100:1"))).kinds
     assert kinds["parameters"] == size
 
 
 def test_the_cache_is_whole_pages_and_one_for_scratch() -> None:
     job = Job(LLAMA_8B, 64, 1000, kind="serve")
-    kinds = memory(job, Choice(dp=2, tp=4), Machine.parse("h100:8")).kinds
-    page = EngineConfig().page_size * generation_of(LLAMA_8B).cached_numbers(LLAMA_8B) * 2 // 4
+    kinds = memory(StepModel(job, Choice.of(dp=2, tp=4), Machine.parse("h100:8"))).kinds
+    numbers = 2 * LLAMA_8B.layers * LLAMA_8B.kv_heads * LLAMA_8B.head_dim
+    page = EngineConfig().page_size * numbers * 2 // 4
     assert kinds["key-value cache"] == page * (32 * math.ceil(1000 / 64) + 1)
 
 
@@ -133,7 +135,7 @@ def test_the_largest_batch_fills_the_engines_part_of_memory() -> None:
     machine, part = found.machine, EngineConfig().memory_fraction
     for batch, fits in ((full, True), (full + 1, False)):
         job = dataclasses.replace(found.job, batch=batch)
-        need = memory(job, found.best.choice, machine)
+        need = memory(StepModel(job, found.best.choice, machine))
         assert (need.total <= part * need.limit) == fits
 
 
@@ -154,11 +156,12 @@ def test_a_longer_prompt_takes_longer_to_its_first_token() -> None:
 def test_every_part_of_a_step_has_its_formula() -> None:
     found = plan(LLAMA_8B, "h200:8", 64, 2048, kind="serve")
     for one in found.ranked:
-        said = formulas(found.job, one, found.machine)
+        said = second_formulas(StepModel(found.job, one.choice, found.machine), one)
         assert {*said} == {part for part, seconds in one.seconds.items() if seconds} | {
             "first token"
         }
-        assert f"{EngineConfig().chunk + 64 // one.choice.dp} tokens" in said["first token"]
+        tokens = EngineConfig().chunk + 64 // one.choice.size("dp")
+        assert f"{tokens} tokens" in said["first token"]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.models import abstract_arrays, preset
 from meshwright.planner import choice_of, job_of, plan
-from meshwright.planner.memory import formulas, memory, moments
-from meshwright.planner.rewrites import compiled_traffic
+from meshwright.planner.compilers import staged
+from meshwright.planner.memory import formulas, memory, peak_bytes
 from meshwright.planner.sizes import sizes_of
+from meshwright.planner.step import StepModel
 from meshwright.train import TrainConfig, abstract_step, training_mesh, with_settings
 
 RECORD = [
@@ -41,14 +42,14 @@ def test_the_record_has_six_steps_of_several_models_and_machines() -> None:
 
 @pytest.mark.parametrize("entry", RECORD, ids=NAMES)
 def test_memory_is_within_a_tenth_of_the_compilers(entry: dict[str, Any]) -> None:
-    ratio = memory(*planned(entry)).total / entry["total"]
+    ratio = memory(StepModel(*planned(entry))).total / entry["total"]
     assert (0.86 if entry["case"]["on"] == FLAT else 0.90) <= ratio <= 1.10
 
 
 @pytest.mark.parametrize("entry", RECORD, ids=NAMES)
 def test_bytes_are_within_a_hundredth_of_the_compilers(entry: dict[str, Any]) -> None:
     sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for sent in compiled_traffic(*planned(entry)):
+    for sent in staged(StepModel(*planned(entry))):
         sums[sent.operation, sent.axes] += sent.bytes * sent.times
     compiled = {(s["operation"], tuple(s["axes"])): s["bytes"] for s in entry["sums"]}
     if entry["case"]["on"] == FLAT:
@@ -86,7 +87,7 @@ def test_bytes_are_those_of_the_step_compiled_for_cpus(changes: dict[str, Any]) 
     machine = Machine.parse("cpu:8")
     job = job_of(config, machine)
     sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for sent in compiled_traffic(job, choice_of(config, job, machine), machine):
+    for sent in staged(StepModel(job, choice_of(config, job, machine), machine)):
         sums[sent.operation, sent.axes] += sent.bytes * sent.times
     assert sums.keys() == compiled.keys()
     assert {kind: pytest.approx(size, rel=0.01) for kind, size in compiled.items()} == sums
@@ -104,12 +105,12 @@ def test_sizes_are_those_of_the_arrays(name: str) -> None:
 
 def test_a_plan_ranks_meshes_without_context_parallelism_and_says_why() -> None:
     found = plan("t5-v1.1-xl", "v5p:2x2x2", 64, 512)
-    assert all(one.choice.sp == 1 for one in found.ranked)
+    assert all(one.choice.size("sp") == 1 for one in found.ranked)
     why = next(one.why for one in found.refused if one.choice.sizes["sp"] == 8)
     assert "context parallelism" in why
     job, choice = found.job, found.best.choice
-    assert "backward of the encoder" in moments(job, choice, found.machine)
-    assert formulas(job, choice, found.machine).keys() == found.best.memory.kinds.keys()
+    assert "backward of the encoder" in peak_bytes(StepModel(job, choice, found.machine))
+    assert formulas(StepModel(job, choice, found.machine)).keys() == found.best.memory.kinds.keys()
 
 
 def test_the_lengths_are_those_of_the_objective() -> None:

@@ -12,10 +12,10 @@ from meshwright.machines import Machine
 from meshwright.models import preset
 from meshwright.models.decoder import DecoderConfig
 from meshwright.planner import plan
+from meshwright.planner.compilers import staged
 from meshwright.planner.result import Choice, Job
-from meshwright.planner.rewrites import compiled_traffic
-from meshwright.planner.time import StepTime, step_time, transfers
-from meshwright.planner.work import work
+from meshwright.planner.step import StepModel
+from meshwright.planner.time import StepTime, step_time
 
 CONFIG = DecoderConfig(vocab=64, layers=2, embed=256, heads=4, kv_heads=2, head_dim=64, mlp=768)
 ROWS, SEQ = 24, 16
@@ -38,7 +38,7 @@ def compiled_flops(remat: str) -> float:
 
 def planned_flops(remat: str) -> float:
     job = Job(CONFIG, ROWS, SEQ, dtype="float32", scan=False)
-    return work(job, Choice(remat=remat), Machine.parse("cpu:1")).computed
+    return StepModel(job, Choice.of(remat=remat), Machine.parse("cpu:1")).work.computed
 
 
 def test_flops_are_those_of_the_compiled_step_within_what_is_elementwise() -> None:
@@ -57,7 +57,7 @@ def test_remat_makes_again_what_the_compiled_step_does(remat: str) -> None:
 
 def step(model: str | DecoderConfig, on: str, batch: int, seq: int, choice: Choice, **job: bool) -> StepTime:  # fmt: skip
     config = preset(model) if isinstance(model, str) else model
-    return step_time(Job(config, batch, seq, **job), choice, Machine.parse(on))
+    return step_time(StepModel(Job(config, batch, seq, **job), choice, Machine.parse(on)))
 
 
 def mfu(found: StepTime, on: str) -> float:
@@ -71,9 +71,9 @@ def mfu(found: StepTime, on: str) -> float:
 
 @pytest.mark.parametrize(("batch", "seq", "measured"), [(8, 2048, 0.2393), (4, 8192, 0.5689)])
 def test_a_step_on_one_gpu_takes_what_was_measured(batch: int, seq: int, measured: float) -> None:
-    found = step("llama-3.2-1b", "h200:1", batch, seq, Choice(), scan=False)
+    found = step("llama-3.2-1b", "h200:1", batch, seq, Choice.of(), scan=False)
     assert found.step == pytest.approx(measured, rel=0.05)
-    assert not found.sends
+    assert not found.collectives
 
 
 # ---- published: MaxText's MFU. What it ran is assumed: 2K tokens on v5, 8K on v6e, two to eight rows
@@ -100,7 +100,7 @@ def test_utilization_is_within_ten_points_of_what_was_published(
 ) -> None:
     found = plan(model, on, rows * Machine.parse(on).num_chips, seq, mesh="tp=1,sp=1")
     assert found.best.mfu == pytest.approx(published, abs=0.10)
-    assert found.best.choice.fsdp >= found.machine.num_chips // 2
+    assert found.best.choice.size("fsdp") >= found.machine.num_chips // 2
 
 
 def test_ends_that_are_one_array_send_one_gradient_on_accelerators() -> None:
@@ -108,7 +108,7 @@ def test_ends_that_are_one_array_send_one_gradient_on_accelerators() -> None:
     job = Job(preset("llama-3.2-1b"), 16, 2048)
     sizes = {}
     for on in ("h100:8", "v5e:2x4", "cpu:8"):
-        rows = compiled_traffic(job, Choice(fsdp=8), Machine.parse(on))
+        rows = staged(StepModel(job, Choice.of(fsdp=8), Machine.parse(on)))
         sizes[on] = sum(one.bytes * one.times for one in rows if one.what.startswith("gradient of"))
     assert sizes["h100:8"] == sizes["v5e:2x4"] == pytest.approx(2.3 * 2**30, rel=0.03)
     assert sizes["cpu:8"] - sizes["h100:8"] == 2 * 128256 * 2048
@@ -118,30 +118,32 @@ def test_ends_that_are_one_array_send_one_gradient_on_accelerators() -> None:
 
 
 def waited(found: StepTime, *axes: str) -> float:
-    return sum(one.seconds - one.hidden for one in transfers(found) if one.axes == axes)
+    return sum(one.seconds - one.hidden for one in found.collectives if one.axes == axes)
 
 
 def test_weights_hide_under_layers_and_sums_of_tp_under_nothing() -> None:
-    both = step("llama-3.1-8b", "h100:8x8", 128, 4096, Choice(fsdp=16, tp=4))
-    of_weights = [one for one in transfers(both) if one.axes == ("fsdp",) and "weights" in one.what]
+    both = step("llama-3.1-8b", "h100:8x8", 128, 4096, Choice.of(fsdp=16, tp=4))
+    of_weights = [
+        one for one in both.collectives if one.axes == ("fsdp",) and "weights" in one.what
+    ]
     assert all(one.hidden >= 0.5 * one.seconds > 0 for one in of_weights)
-    assert all(one.hidden == 0 for one in transfers(both) if one.axes == ("tp",))
+    assert all(one.hidden == 0 for one in both.collectives if one.axes == ("tp",))
     assert waited(both, "tp") > waited(both, "fsdp") > 0
 
 
 def test_nothing_hides_for_longer_than_there_is_work() -> None:
     """Few tokens: the gathers are most of the step."""
-    found = step("llama-3.1-8b", "h100:8x8", 64, 64, Choice(fsdp=64))
-    hidden = sum(one.hidden for one in transfers(found))
+    found = step("llama-3.1-8b", "h100:8x8", 64, 64, Choice.of(fsdp=64))
+    hidden = sum(one.hidden for one in found.collectives)
     assert hidden <= found.work.forward + found.work.backward
     assert waited(found, "fsdp") > sum(found.work.seconds.values())
 
 
 def test_rings_hide_where_parts_are_long_and_do_not_where_they_are_short() -> None:
     def share(seq: int) -> float:
-        ring = Choice(fsdp=8, sp=8, strategy="ring")
+        ring = Choice.of(fsdp=8, sp=8, strategy="ring")
         found = step("llama-2-7b", "v5p:4x4x4", 8, seq, ring)
-        rows = [one for one in transfers(found) if "keys" in one.what]
+        rows = [one for one in found.collectives if "keys" in one.what]
         return sum(one.hidden for one in rows) / sum(one.seconds for one in rows)
 
     assert share(2**19) > 0.8
@@ -150,26 +152,26 @@ def test_rings_hide_where_parts_are_long_and_do_not_where_they_are_short() -> No
 
 def test_gathers_are_waited_for_where_the_compiler_makes_them_synchronous() -> None:
     for on, hides in (("v5p:4x4x4", False), ("v5e:8x8", True), ("h100:8x8", True)):
-        found = step("llama-3.1-8b", on, 128, 4096, Choice(fsdp=64))
-        assert any(one.hidden > 0 for one in transfers(found)) == hides
+        found = step("llama-3.1-8b", on, 128, 4096, Choice.of(fsdp=64))
+        assert any(one.hidden > 0 for one in found.collectives) == hides
 
 
 def test_seconds_add_up_to_the_step() -> None:
-    found = step("llama-3.1-8b", "h100:2x8", 64, 4096, Choice(fsdp=8, tp=2))
+    found = step("llama-3.1-8b", "h100:2x8", 64, 4096, Choice.of(fsdp=8, tp=2))
     assert sum(found.seconds.values()) == pytest.approx(found.step)
-    exposed = sum(one.seconds - one.hidden for one in transfers(found))
+    exposed = sum(one.seconds - one.hidden for one in found.collectives)
     assert found.seconds["waiting for links"] == pytest.approx(exposed)
 
 
 def test_a_model_split_over_tp_has_its_share_of_the_work() -> None:
     job = Job(preset("llama-3.1-8b"), 64, 4096)
     machine = Machine.parse("v5p:4x4x4")
-    one, eight = (work(job, Choice(fsdp=64 // tp, tp=tp), machine) for tp in (1, 8))
+    one, eight = (StepModel(job, Choice.of(fsdp=64 // tp, tp=tp), machine).work for tp in (1, 8))
     assert one.computed == pytest.approx(eight.computed)
     # each device's matmuls are narrower, and what tp repeats between blocks is not shared
     assert eight.seconds["matmuls"] >= one.seconds["matmuls"]
     assert eight.seconds["elementwise"] > one.seconds["elementwise"]
-    along = work(job, Choice(fsdp=8, tp=8, sequence_parallel=True), machine)
+    along = StepModel(job, Choice.of(fsdp=8, tp=8, sequence_parallel=True), machine).work
     assert along.seconds["elementwise"] == pytest.approx(one.seconds["elementwise"])
 
 
@@ -193,7 +195,7 @@ def test_a_window_shortens_attention_as_far_as_it_hides() -> None:
     model = preset("mistral-7b")
     whole = dataclasses.replace(model, sliding_window=None)
     with_window, without = (
-        work(Job(config, 8, 32768), Choice(fsdp=8), machine).seconds["attention"]
+        StepModel(Job(config, 8, 32768), Choice.of(fsdp=8), machine).work.seconds["attention"]
         for config in (model, whole)
     )
     # pairs within 4,096 of 32,768 tokens: 4096 * (32768 - 2048) of 32768 ** 2 / 2

@@ -13,6 +13,7 @@ from tests.present.run_script import needs_node, of, run_script
 
 import meshwright as mw
 from meshwright.machines import Machine
+from meshwright.planner import Choice
 from meshwright.planner.report import page as plan_page
 from meshwright.planner.report.words import short_mesh
 from meshwright.present import render
@@ -81,7 +82,7 @@ def test_every_machine_is_drawn_on_both_pages(machine: str, tmp_path: Path) -> N
     places = {(one["x"], one["y"]) for one in of(drawn, "rect", "device")}
     assert len(places) == 32
     made = made_plan()
-    choice = dataclasses.replace(made.best.choice, dp=1, fsdp=4, tp=8, sp=1)
+    choice = Choice.of(fsdp=4, tp=8)
     best = dataclasses.replace(made.best, choice=choice)
     plan = dataclasses.replace(made, machine=Machine.parse(machine), ranked=(best,))
     drawn, _ = run_script(plan_page(plan), tmp_path)

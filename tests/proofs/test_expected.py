@@ -8,7 +8,8 @@ from meshwright.audits import Collective
 from meshwright.audits.expected import judged
 from meshwright.machines import Machine
 from meshwright.planner import choice_of, job_of
-from meshwright.planner.rewrites import compiled_traffic
+from meshwright.planner.compilers import staged
+from meshwright.planner.step import StepModel
 from meshwright.proofs.compare import expected
 from meshwright.train.config import TrainConfig
 
@@ -18,7 +19,7 @@ def judge(config: TrainConfig, on: str, *rows: Collective) -> list[str]:
     machine = Machine.parse(on)
     job = job_of(config, machine)
     known = job, choice_of(config, job, machine)
-    found = judged(rows, expected(*known, machine))
+    found = judged(rows, expected(StepModel(*known, machine)))
     return [row.rewritten or row.why if row.planned else "" for row in found]
 
 
@@ -82,7 +83,7 @@ def test_gradients_are_summed_whole_only_over_all_of_one_slice(
     job = job_of(config, machine)
     known = job, choice_of(config, job, machine)
     mlp = [
-        one for one in compiled_traffic(*known, machine)
+        one for one in staged(StepModel(*known, machine))
         if one.what == "gradient of the mlp weights of a layer" and one.axes == ("fsdp",)
     ]  # fmt: skip
     assert {one.operation for one in mlp} == {"reduce-scatter" if scattered else "all-reduce"}
@@ -94,7 +95,7 @@ def test_only_a_devices_part_goes_between_slices() -> None:
     job = job_of(config, machine)
     known = job, choice_of(config, job, machine)
     rows = [
-        (one.operation, one.bytes) for one in compiled_traffic(*known, machine)
+        (one.operation, one.bytes) for one in staged(StepModel(*known, machine))
         if one.what == "gradient of the mlp weights of a layer" and one.axes == ("dp",)
     ]  # fmt: skip
     size = 2 * 3 * 3072 * 8192 // 16

@@ -17,6 +17,7 @@ from meshwright.audits import audit
 from meshwright.machines import Machine
 from meshwright.models import preset
 from meshwright.planner import choice_of, job_of, padding
+from meshwright.planner.step import StepModel
 from meshwright.proofs import Proof, child, prove
 from meshwright.proofs.compare import compare, expected
 from meshwright.proofs.proof import _proof, digest
@@ -59,11 +60,11 @@ def test_results_are_short_to_look_at(proof: Proof) -> None:
 
 def test_the_program_has_what_the_plan_says_and_nothing_else(proof: Proof) -> None:
     job = job_of(CONFIG, proof.machine)
-    known = job, choice_of(CONFIG, job, proof.machine)
-    found = audit(proof.text, known[1].sizes, expected=expected(*known, proof.machine))
+    step = StepModel(job, choice_of(CONFIG, job, proof.machine), proof.machine)
+    found = audit(proof.text, step.choice.sizes, expected=expected(step))
     assert found.rows
     assert not found.surprises
-    sent = [one for one in compare(*known, proof, found) if " over " in one.what]
+    sent = [one for one in compare(step, proof, found) if " over " in one.what]
     assert len(sent) >= 4
     large = [one for one in sent if one.compiled > 10_000]
     assert large
@@ -74,11 +75,11 @@ def test_so_it_is_with_a_padded_vocabulary(cache: Path) -> None:
     model = dataclasses.replace(preset("tiny"), vocab=321)
     padded = prove(CONFIG, "cpu:8", model=model, cache=cache)
     job = job_of(CONFIG, padded.machine, model)
-    known = job, choice_of(CONFIG, job, padded.machine)
-    assert padding(*known) == "vocab 321 padded to 324 for tp=4"
-    found = audit(padded.text, known[1].sizes, expected=expected(*known, padded.machine))
+    step = StepModel(job, choice_of(CONFIG, job, padded.machine), padded.machine)
+    assert padding(step.job, step.choice) == "vocab 321 padded to 324 for tp=4"
+    found = audit(padded.text, step.choice.sizes, expected=expected(step))
     assert not found.surprises
-    compared = compare(*known, padded, found)
+    compared = compare(step, padded, found)
     large = [one for one in compared if " over " in one.what and one.compiled > 10_000]
     assert large
     assert all(one.off is not None and abs(one.off) < 0.01 for one in large)

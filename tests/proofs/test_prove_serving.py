@@ -12,13 +12,14 @@ from meshwright.machines import Machine
 from meshwright.models import preset
 from meshwright.planner import Choice, Job
 from meshwright.planner.memory import memory
-from meshwright.proofs import Proof, compare_serving, expected_serving, prove_serving
+from meshwright.planner.step import StepModel
+from meshwright.proofs import Proof, compare, expected_serving, prove_serving
 from meshwright.serve import ServedStep
 
 pytestmark = pytest.mark.usefixtures("fast_proofs")
 STEP = ServedStep("dp=4,fsdp=1,tp=2,sp=1", batch=16, seq=256)
 JOB = Job(preset("tiny"), STEP.batch, STEP.seq, "tiny", "serve", dtype="float32")
-CHOICE = Choice(dp=4, tp=2)
+CHOICE = Choice.of(dp=4, tp=2)
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +36,23 @@ def test_decode_and_prefill_fit(proofs: dict[str, Proof]) -> None:
 
 def test_weights_and_pages_are_arguments_of_the_planned_size(proofs: dict[str, Proof]) -> None:
     """Beside them are only the host's integers."""
-    kinds = memory(JOB, CHOICE, Machine.parse("cpu:8")).kinds
+    kinds = memory(StepModel(JOB, CHOICE, Machine.parse("cpu:8"))).kinds
     used = proofs["decode"].footprint
     assert used is not None
     more = used.kinds["arguments"] - kinds["parameters"] - kinds["key-value cache"]
     assert 0 < more < 4096
     # the pages are written in place, and the last token of each slot: one more than sequences
-    slots = STEP.batch // CHOICE.dp + 1
+    slots = STEP.batch // CHOICE.size("dp") + 1
     in_place = kinds["key-value cache"] + 4 * slots
     assert used.kinds["of outputs, in place of arguments"] == in_place
 
 
 def test_a_decode_step_sends_what_is_planned_and_nothing_else(proofs: dict[str, Proof]) -> None:
     machine = Machine.parse("cpu:8")
-    wanted = expected_serving(JOB, CHOICE, machine)
+    wanted = expected_serving(StepModel(JOB, CHOICE, machine))
     found = audit(proofs["decode"].text, {"dp": 1, "fsdp": 1, "tp": 2, "sp": 1}, expected=wanted)
     assert not found.surprises
-    compared = compare_serving(JOB, CHOICE, proofs, found)
+    compared = compare(StepModel(JOB, CHOICE, Machine.parse("cpu:8")), proofs["prefill"], found)
     assert [one.what for one in compared] == [
         "memory of a device", "all-reduce over tp", "all-gather over tp",
     ]  # fmt: skip
@@ -62,16 +63,17 @@ def test_a_decode_step_sends_what_is_planned_and_nothing_else(proofs: dict[str, 
 
 
 def test_a_mesh_that_does_not_divide_is_refused(tmp_path: Path) -> None:
-    step = ServedStep("dp=1,fsdp=1,tp=8,sp=1", batch=8, seq=64)
-    with pytest.raises(MeshwrightError, match="does not divide the model's kv_heads=4"):
-        prove_serving(step, preset("tiny"), "cpu:8", cache=tmp_path)
+    step = ServedStep("dp=1,fsdp=1,tp=16,sp=1", batch=8, seq=64)
+    with pytest.raises(MeshwrightError, match="does not divide the model's heads=8"):
+        prove_serving(step, preset("tiny"), "cpu:16", cache=tmp_path)
 
 
 def test_the_command_reports_both_steps_and_the_audit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    command = "prove tiny --on cpu:2 --serve --mesh tp=2 --batch 4 --seq 128 --weights int8"
+    # of four KV heads, each is on two devices
+    command = "prove tiny --on cpu:8 --serve --mesh tp=8 --batch 4 --seq 128 --engine.weights int8"
     main([*command.split(), "--fail-on", "surprise"])
     text = capsys.readouterr().out
     assert "decode fits: " in text
@@ -91,7 +93,7 @@ def test_the_command_reports_both_steps_and_the_audit(
         ("tiny --on cpu:8 --batch 4 --seq x", "--seq: 'x' is not a whole number"),
         ("tiny --batch 4 --seq 64", "--on MACHINE"),
         ("tiny --on cpu:8 --batch 4 --seq 64 --mesh fsdp=8", "meshes of dp and tp"),
-        ("tiny --on cpu:8 --batch 4 --seq 64 --weights int4", "must be int8 or fp8"),
+        ("tiny --on cpu:8 --batch 4 --seq 64 --engine.weights int4", "must be int8 or fp8"),
         ("t5-tiny --on cpu:2 --mesh tp=2 --batch 4 --seq 64", "compiles steps of decoders"),
     ],
 )

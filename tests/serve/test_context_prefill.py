@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from tests.serve.test_decode import BASE, KINDS
+from tests.serve.models import BASE, KINDS
 from tests.serve.test_engine import SMALL, check_logprobs
 
 from meshwright.audits import audit

@@ -10,7 +10,7 @@ import jsonschema
 import numpy as np
 import pytest
 import tokenizers
-from tests.serve.test_decode import BASE
+from tests.serve.models import BASE
 
 from meshwright.data import ByteTokenizer
 from meshwright.data.tokenizers import HuggingFaceTokenizer

@@ -17,7 +17,7 @@ CONFIG = EngineConfig(
 )  # fmt: skip
 CASES = [
     ("llama-3.1-scaling", "fsdp=2,tp=2,sp=2"), ("mistral-window", "tp=1"),
-    ("qwen2.5-tied", "tp=1"), ("qwen3-sharded", "tp=1"),
+    ("qwen2.5-tied", "tp=4"), ("qwen3-sharded", "tp=1"),
 ]  # fmt: skip
 LATER = [("mistral-window", "tp=2"), ("qwen3-sharded", "sp=4")]
 LATER += [(name, "tp=1") for name in REFERENCE if (name, "tp=1") not in CASES]

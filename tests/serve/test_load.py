@@ -18,8 +18,16 @@ from meshwright.models import model_to_dict, save_hf
 from meshwright.models.decoder import DecoderConfig
 from meshwright.ops.rope import Llama3Scaling, Rope
 from meshwright.serve.defaults import defaults_of
-from meshwright.serve.generate import model_functions, padded
-from meshwright.serve.load import Model, generation_mesh, load_for_generation, look_into
+from meshwright.serve.engine import Engine
+from meshwright.serve.load import (
+    Model,
+    check_fits,
+    generation_mesh,
+    load_for_generation,
+    look_into,
+)
+from meshwright.serve.request import Request
+from meshwright.serve.settings import EngineConfig
 
 RandomModel = Callable[..., Model]
 CONFIG = DecoderConfig(
@@ -86,17 +94,15 @@ def test_a_step_can_be_chosen_and_weights_cast(run: Path) -> None:
 
 @pytest.mark.slow
 def test_bfloat16_continues_about_as_float32(run: Path) -> None:
-    """Its logits, next to those of float32: rounding alone is between them."""
+    """Its log-probabilities, next to those of float32: rounding alone is between them."""
     mesh = generation_mesh()
     found = []
     for dtype in (jnp.float32, jnp.bfloat16):
         model = load_for_generation(run, mesh, dtype)
-        start, advance = model_functions(CONFIG, mesh, 64)
-        logits, cache = start(model.params, *padded([[1, 2], [3]], model.config, mesh))
-        assert cache.keys.dtype == dtype
-        logits, _ = advance(model.params, cache, jnp.asarray([5, 6], jnp.int32))
-        found.append(np.asarray(logits))
-    assert found[1].dtype == np.float32
+        with Engine(model, EngineConfig(max_batch=1, compile_first=False)) as engine:
+            assert engine._executor.programs.pools[0].dtype == dtype
+            [done] = engine.generate([Request((1, 2, 3, 5, 6), max_new=0, prompt_logprobs=0)])
+        found.append(np.array([each.logprob for each in done.prompt_logprobs[1:] if each]))
     size = np.abs(found[0]).max()
     assert 0 < np.abs(found[1] - found[0]).max() < 0.05 * size
 
@@ -171,13 +177,36 @@ def test_a_hugging_face_folder_without_a_tokenizer_says_so(tmp_path: Path, model
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
-        ("tp=8", "tp=8 does not divide the model's kv_heads=4; 1 or 2 or 4 would"),
+        ("tp=16", "tp=16 does not divide the model's heads=8; 2 or 4 or 8 would"),
         ("fsdp=3,sp=2", "fsdp=3 · sp=2 does not divide the model's embed=32; 1 or 2 or 4 would"),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_model_is_refused(run: Path, mesh: str, words: str) -> None:
     with pytest.raises(mw.MeshwrightError, match=words):
         load_for_generation(run, generation_mesh(mesh))
+
+
+def test_tp_divides_the_kv_heads_or_is_a_multiple_of_them() -> None:
+    config = dataclasses.replace(CONFIG, heads=12, kv_heads=6, mlp=96)
+    for tensor in (1, 2, 3, 6, 12):
+        check_fits(config, generation_mesh(f"tp={tensor}"))
+    with pytest.raises(
+        mw.MeshwrightError,
+        match="tp=4 neither divides the model's kv_heads=6 nor is a multiple of them; 3 or 6 or 12",
+    ):
+        check_fits(config, generation_mesh("tp=4"))
+
+
+def test_each_kv_head_is_held_by_as_many_devices_as_tp_has_for_it(run: Path) -> None:
+    alone, split = (load_for_generation(run, generation_mesh(text)) for text in ("tp=1", "tp=8"))
+    for name in ("wk", "wv"):
+        heads = np.asarray(alone.params["layers"]["attention"][name])
+        array = split.params["layers"]["attention"][name]
+        for shard in array.addressable_shards:
+            [head] = range(8)[shard.index[2]]
+            np.testing.assert_array_equal(shard.data[:, :, 0], heads[:, :, head // 2])
+    assert (alone.config.kv_heads, split.config.kv_heads) == (4, 8)
+    assert split.source.config == CONFIG
 
 
 def test_a_mesh_takes_the_first_devices_and_axes_of_one() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.patience import PATIENCE_S, eventually
-from tests.serve.test_decode import BASE
+from tests.serve.models import BASE
 
 from meshwright.errors import MeshwrightError
 from meshwright.serve import Engine, EngineConfig, Model, Request, Sampling

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.serve.test_decode import BASE
+from tests.serve.models import BASE
 from tests.serve.test_engine import GREEDY, PROMPTS, on_demand
 
 from meshwright.errors import MeshwrightError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.launch import flat_settings
-from meshwright.launch.comparison import differing
+from meshwright.launch.agreement import differing
 from meshwright.serve import ServeConfig, look_into
 from meshwright.serve.same_settings import CONTENT, FREE_GROUPS, MAY_DIFFER, settings_facts
 

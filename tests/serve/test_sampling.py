@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.serve.load import generation_mesh
-from meshwright.serve.sampling import KnownTokens, Sampling, filtered, sample
+from meshwright.serve.device_sampling import Settings, _kept, _order, full
+from meshwright.serve.sampling import KnownTokens, Sampling
 
-VOCAB = 12
+VOCAB, BATCH = 12, 6
+keep = jax.jit(_kept)
+choose = jax.jit(full, static_argnums=5)
 
 
 def reference(logits: np.ndarray, sampling: Sampling) -> set[int]:
@@ -62,26 +62,45 @@ samplings = st.builds(
 
 
 @settings(max_examples=60)
-@given(rows, samplings)
-def test_filters_leave_the_tokens_that_numpy_leaves(row: list[float], sampling: Sampling) -> None:
-    logits = np.asarray(row, np.float32)
-    left = np.asarray(filtered(jnp.asarray(logits), sampling))
-    assert np.isfinite(left).any()
-    if not near_a_limit(logits, sampling):
-        assert set(np.flatnonzero(np.isfinite(left)).tolist()) == reference(logits, sampling)
-    kept = np.isfinite(left)
-    expected = logits[kept] / sampling.temperature  # up to a constant
-    np.testing.assert_allclose(left[kept] - left.max(), expected - expected.max(), atol=1e-5)
+@given(
+    st.lists(rows, min_size=BATCH, max_size=BATCH),
+    st.lists(samplings, min_size=BATCH, max_size=BATCH),
+)
+def test_filters_keep_the_tokens_that_numpy_keeps(
+    rows: list[list[float]], wanted: list[Sampling]
+) -> None:
+    logits = np.asarray(rows, np.float32)
+    temperature = np.array([each.temperature for each in wanted], np.float32)
+    scaled = (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
+    found = keep(
+        scaled,
+        np.array([each.top_k or VOCAB for each in wanted], np.int32),
+        np.array([each.top_p or 1.0 for each in wanted], np.float32),
+        np.array([each.min_p or 0.0 for each in wanted], np.float32),
+    )
+    for kept, row, sampling in zip(np.asarray(found), logits, wanted, strict=True):
+        assert kept.any()
+        if not near_a_limit(row, sampling):
+            assert set(np.flatnonzero(kept).tolist()) == reference(row, sampling)
 
 
-def draw(logits: Any, sampling: Sampling, mesh: Mesh | None = None, **options: Any) -> np.ndarray:
-    mesh = generation_mesh() if mesh is None else mesh
-    rows = options.pop("rows", np.arange(len(logits)))
-    with jax.set_mesh(mesh):
-        axes = tuple(axis for axis, size in mesh.shape.items() if size > 1) or None
-        placed = jax.device_put(jnp.asarray(logits, jnp.float32), NamedSharding(mesh, P(axes)))
-        function = jax.jit(lambda logits, rows: sample(logits, rows, rows * 7, sampling, **options))
-        return np.asarray(function(placed, rows))
+def test_integers_have_the_order_of_floats() -> None:
+    x = np.array([-np.inf, -3e38, -2.5, -1e-40, -0.0, 0.0, 1e-40, 1.0, 3e38, np.inf], np.float32)
+    order = np.asarray(_order(jnp.asarray(x))).astype(np.int64)
+    assert (np.diff(order) >= 0).all()
+    assert order[4] == order[5]
+    assert (np.diff(order[[0, 1, 2, 4, 7, 8, 9]]) > 0).all()
+
+
+def draw(logits: Any, sampling: Sampling, known: KnownTokens | None = None) -> np.ndarray:
+    """A token of each row of logits, at positions that differ, by all settings."""
+    logits = np.asarray(logits, np.float32)
+    count, vocab = logits.shape
+    slots = Settings.empty(1, vocab)
+    slots.set(0, sampling, vocab)
+    counts = np.zeros((1, vocab), np.int32), np.zeros((1, vocab), np.int32)
+    where = np.zeros(count, np.int32), 7 * np.arange(count, dtype=np.int32)
+    return np.asarray(choose(logits, slots, *where, counts, known or KnownTokens(vocab)))
 
 
 def test_draws_have_the_probabilities_that_the_filters_leave() -> None:
@@ -107,15 +126,12 @@ def test_a_temperature_near_0_is_as_good_as_0() -> None:
     assert draw(logits, Sampling(1e-38, top_p=0.9)).tolist() == logits.argmax(-1).tolist()
 
 
-def test_a_draw_depends_on_seed_and_row_and_not_on_the_others_or_the_mesh() -> None:
+def test_a_draw_depends_on_seed_and_position() -> None:
     logits = np.zeros((8, 64))
-    all_of_them = draw(logits, Sampling(seed=1)).tolist()
-    assert len(set(all_of_them)) > 4
-    assert draw(logits, Sampling(seed=2)).tolist() != all_of_them
-    assert draw(logits[:3], Sampling(seed=1), rows=np.array([5, 0, 7])).tolist() == [
-        all_of_them[i] for i in (5, 0, 7)
-    ]
-    assert draw(logits, Sampling(seed=1), generation_mesh("fsdp=4,dp=2")).tolist() == all_of_them
+    first = draw(logits, Sampling(seed=1)).tolist()
+    assert len(set(first)) > 4
+    assert draw(logits, Sampling(seed=2)).tolist() != first
+    assert draw(logits[:3], Sampling(seed=1)).tolist() == first[:3]
 
 
 def test_tokens_that_the_tokenizer_lacks_are_never_taken() -> None:

@@ -89,7 +89,7 @@ def test_any_machine_can_be_drawn(mesh: str, machine: str, words: dict[str, str]
 @pytest.mark.parametrize(
     ("mesh", "machine", "lines", "counts"),
     [
-        ("fsdp=4,sp=16", "v5p:4x4x4", ["sp: ring of 16, every hop one link"], {"1": 16}),
+        ("fsdp=16,sp=16", "v6e:16x16", ["sp: ring of 16, every hop one link"], {"1": 16}),
         ("fsdp=4,sp=4", "v5e:4x4", ["sp: ring of 4, 1 of 4 hops takes 3 links"], {"1": 3, "3": 1}),
         ("fsdp=8,sp=2", "v5e:4x4", [], None),
         ("sp=8", "h100:8", [], None),

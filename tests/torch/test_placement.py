@@ -104,9 +104,9 @@ def test_every_rank_has_the_slice_of_the_same_device_in_jax(case: Any) -> None:
 
 
 def test_dims_are_those_of_the_jax_models() -> None:
-    from meshwright.models.decoder.hf_folder import NAMES
+    from meshwright.models.decoder.architectures.llama import TENSORS
 
-    for name, dims in NAMES.values():
+    for name, dims in TENSORS.values():
         merged = dims.replace("(heads head_dim)", "heads").replace(
             "(kv_heads head_dim)", "kv_heads"
         )

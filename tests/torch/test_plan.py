@@ -12,7 +12,8 @@ import pytest
 from meshwright.machines import Machine
 from meshwright.models import DecoderConfig
 from meshwright.planner import Choice, Job, choice_of, job_of, memory
-from meshwright.planner.fsdp2 import saved_by_block, sends
+from meshwright.planner.schedules.fsdp2_memory import Fsdp2Device
+from meshwright.planner.step import StepModel
 from meshwright.train import TrainConfig, with_settings
 
 torch = pytest.importorskip("torch")
@@ -130,7 +131,7 @@ def test_a_step_sends_and_holds_what_the_plan_says(one: Case, tmp_path: Path) ->
             live.add(moments["exp_avg"])
             live.add(moments["exp_avg_sq"])
         backend.step(batch)
-    assert memory(job, choice, CPU).total == pytest.approx(live.most, rel=0.03)
+    assert memory(StepModel(job, choice, CPU)).total == pytest.approx(live.most, rel=0.03)
 
 
 def test_the_loss_of_every_micro_batch_is_of_the_forward_pass(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def sends_as_planned(one: Case, tmp_path: Path) -> Any:
     for row in found.rows:
         sent[row.operation, row.axes, row.phase, row.bytes] += row.times
     planned: collections.Counter[Any] = collections.Counter()
-    for send in sends(job, choice):
+    for send in StepModel(job, choice, CPU).collectives:
         planned[send.operation, send.axes, send.phase, send.bytes] += send.times
     assert sent == planned
     return job, choice, backend, batch
@@ -185,4 +186,4 @@ def test_a_block_saves_what_the_plan_says(kind: str, compiled: bool) -> None:
     bytes_ = sum(storage.nbytes() for storage in saved.values())
     del out
     job = Job(KINDS[kind], 2, 24, dtype="bfloat16", backend="torch", compiled=compiled, scan=False)
-    assert bytes_ == saved_by_block(job, Choice())
+    assert bytes_ == Fsdp2Device(StepModel(job, Choice.of(), CPU)).saved_block

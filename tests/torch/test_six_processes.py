@@ -9,7 +9,7 @@ import pytest
 from tests.torch.conftest import IN_SHORT, SixProcesses
 
 import meshwright as mw
-from meshwright.models import TORCH_ONLY_TYPES
+from meshwright.models import BY_TRANSFORMERS
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -145,6 +145,8 @@ def test_initial_weights_do_not_depend_on_the_mesh(on_six: SixProcesses) -> None
         ("generate", "parallelize a model without sequence_parallel"),
         ("twice", "has been through fully_shard already"),
         ("devices", "'dp=2,tp=3', 'dp=1,tp=6' or 'dp=3,tp=2' would fit"),
+        ("forward", "calls the `forward` of a block itself"),
+        ("heads", "tp=3 would fit"),
     ],
 )
 def test_mistakes_are_named(on_six: SixProcesses, case: str, words: str) -> None:
@@ -195,7 +197,7 @@ def test_an_architecture_is_split_by_its_own_plan(on_six: SixProcesses, kind: st
     "kind",
     [
         pytest.param(kind, marks=_slow_unless_short("train by command", kind))
-        for kind in TORCH_ONLY_TYPES
+        for kind in BY_TRANSFORMERS
     ],
 )
 def test_a_step_on_packed_documents_is_that_of_transformers(

@@ -26,7 +26,7 @@ import tree_worker
 
 import meshwright as mw
 import meshwright.torch as mt
-from meshwright.models import TORCH_ONLY_TYPES
+from meshwright.models import BY_TRANSFORMERS
 from meshwright.torch.parallelize import parallelized
 from models import SIZES, batches, optimizer_of, tiny, train
 
@@ -68,7 +68,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     found["random trees"] = lambda: [
         tree_worker.compared(seed, mt.mesh("dp=2,tp=3", device="cpu")) for seed in range(12)
     ]
-    for kind in TORCH_ONLY_TYPES:
+    for kind in BY_TRANSFORMERS:
         found[f"train by command {kind}"] = lambda k=kind: backend_cases.of_transformers(
             k, shared_folder()
         )
@@ -334,7 +334,27 @@ def refused() -> dict[str, str]:
     found["generate"] = message(lambda: model.generate(torch.ones(2, 3, dtype=torch.int64)))
     found["twice"] = message(lambda: mt.parallelize(model, mesh))
     found["devices"] = message(lambda: mt.mesh("dp=2,tp=4", device="cpu"))
+    model = mt.parallelize(_CallsForward(), mt.mesh("dp=6", device="cpu"))
+    found["forward"] = message(lambda: model(torch.ones(2, 8)))
+    # 4 and 2 ranks divide the queries' heads, but only 3 those of keys and values
+    model = tiny("llama", num_attention_heads=12, num_key_value_heads=3, head_dim=4)
+    found["heads"] = message(lambda: mt.parallelize(model, mt.mesh("dp=1,tp=6", device="cpu")))
     return found
+
+
+class _CallsForward(torch.nn.Module):
+    """A model that calls `forward` of its blocks, as SqueezeBERT does: no hook of FSDP runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(2)]
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
 
 
 def audited() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from meshwright.models import family_of
 from meshwright.models.decoder import DecoderConfig
 from meshwright.planner import job_of
 from meshwright.planner.result import Choice
-from meshwright.planner.work import work
+from meshwright.planner.step import StepModel
 from meshwright.train import TrainConfig, abstract_step, with_settings
 
 MODEL = DecoderConfig(
@@ -79,7 +79,7 @@ def test_planned_and_reported_flops_are_those_of_the_programs_matmuls(window):
     everything = matmul_flops(step.lower().as_text()) - logits
 
     job = job_of(step.config, Machine.parse("cpu:1"), model)
-    planned = work(job, Choice(), Machine.parse("cpu:1"))
+    planned = StepModel(job, Choice.of(), Machine.parse("cpu:1")).work
     assert planned.flops == pytest.approx(planned.computed, rel=1e-6)
     seen = model.keys_seen(SEQ)
     assert planned.flops == pytest.approx(everything - pairs * (SEQ - seen), rel=1e-6)
@@ -90,6 +90,30 @@ def test_planned_and_reported_flops_are_those_of_the_programs_matmuls(window):
     assert reported == pytest.approx(everything - pairs * (SEQ - seen), rel=1e-6)
     if window is None:
         assert reported < 0.97 * planned.flops
+
+
+def test_layers_that_differ_are_counted_each_with_its_own_window():
+    """Of two layers one has a window; the mlp has no gate, and biases cost nothing."""
+    model = dataclasses.replace(
+        MODEL, pattern=[{"sliding_window": 64}, {}], gated=False, activation="gelu",
+        mlp_bias=True, qkv_bias=True, norm="layer", norm_bias=True, mlp=1024, heads=4, kv_heads=2,
+        head_dim=128,
+    )  # fmt: skip
+    distance = np.arange(SEQ)[:, None] - np.arange(SEQ)[None]
+    seen = [((distance >= 0) & (distance < window)).sum() / SEQ for window in (64, SEQ)]
+    step = made(model)
+    pairs = 12 * 4 * 128 * BATCH * SEQ * sum(SEQ - keys for keys in seen)
+    logits = 2 * BATCH * SEQ * model.embed * model.vocab
+    useful = matmul_flops(step.lower().as_text()) - logits - pairs
+    # exact counts have the diagonal, which the formula for whole sequences leaves out
+    reported = step.work.flops_per_token(sum(seen) / 2) * BATCH * SEQ
+    assert reported == pytest.approx(useful, rel=1e-6)
+    assert step.work.flops_per_token() == pytest.approx(useful / BATCH / SEQ, rel=1e-3)
+    batch = {"positions": jnp.asarray(packed(1)["positions"])}
+    assert float(family_of(model).keys_seen(model, batch)) == pytest.approx(sum(seen) / 2)
+    machine = Machine.parse("cpu:1")
+    planned = StepModel(job_of(step.config, machine, model), Choice.of(), machine).work
+    assert planned.flops == pytest.approx(useful, rel=1e-3)
 
 
 def test_keys_seen_counts_documents_and_windows_pair_by_pair():

@@ -15,8 +15,7 @@ from meshwright.machines import CHIPS, Machine
 from meshwright.models import preset
 from meshwright.planner import job_of
 from meshwright.planner.result import Choice
-from meshwright.planner.traffic import traffic
-from meshwright.planner.work import work
+from meshwright.planner.step import StepModel
 from meshwright.train import TrainConfig, abstract_step, with_settings
 from meshwright.train.config import ComputeConfig
 from meshwright.train.setup import check_fp8, matmuls_text
@@ -106,14 +105,18 @@ def test_fsdp_gathers_the_weights_of_layers_in_eight_bits(matmul):
 
 
 def test_the_plan_counts_faster_matmuls_and_smaller_all_gathers():
-    machine, choice = Machine.parse("h200:1x8"), Choice(fsdp=8, remat="full")
+    machine, choice = Machine.parse("h200:1x8"), Choice.of(fsdp=8, remat="full")
     config = TrainConfig("llama-3.1-8b", batch=64, seq=4096)
     found = {}
     for matmul in ("auto", "fp8"):
         job = job_of(with_settings(config, {"compute.matmul": matmul}), machine)
-        gathers = [one for one in traffic(job, choice) if "weights of a layer" in one.what]
+        gathers = [
+            one
+            for one in StepModel(job, choice, machine).written
+            if "weights of a layer" in one.what
+        ]
         gathered = sum(one.bytes * one.times for one in gathers if one.operation == "all-gather")
-        found[matmul] = gathered, work(job, choice, machine).seconds["matmuls"]
+        found[matmul] = gathered, StepModel(job, choice, machine).work.seconds["matmuls"]
     # 1 byte instead of 2
     assert found["fp8"][0] == pytest.approx(found["auto"][0] / 2)
     assert 1.4 < found["auto"][1] / found["fp8"][1] < 1.59

@@ -175,9 +175,9 @@ def test_a_mistake_is_told_before_anything_is_compiled(
 def test_an_unsupported_architecture_and_another_model_are_named(
     train_command: TrainCommand, model: str, tmp_path: Path
 ) -> None:
-    other = tmp_path / "gpt2.json"
-    other.write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
-    assert "GPT2LMHeadModel" in train_command(str(other), "--run", str(tmp_path / "r"), expect=2)
+    other = tmp_path / "bloom.json"
+    other.write_text(json.dumps({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}))
+    assert "BloomForCausalLM" in train_command(str(other), "--run", str(tmp_path / "r"), expect=2)
     run = ["--run", str(tmp_path / "run"), "--cpu-devices", "1"]
     train_command(model, *SETTINGS, *run, "--stop-at", "1")
     said = train_command("tiny", *SETTINGS, *run, expect=2)

@@ -13,8 +13,8 @@ from tests.processes import Ended, run_commands
 from tests.train.test_loop import MODEL
 
 from meshwright.checkpoint import Checkpoints
-from meshwright.checkpoint.agreement import Channel
 from meshwright.errors import MeshwrightError
+from meshwright.launch import StoreAgreement
 from meshwright.train.config import TrainConfig
 from meshwright.train.resume import _check_data, resume_step
 from meshwright.train.run import read_metrics
@@ -31,22 +31,22 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 
 
 def test_the_step_that_is_asked_for_is_resumed_from(checkpoints: Checkpoints) -> None:
-    channel = Channel("test")
+    agreement = StoreAgreement("test")
     for wanted, step in (("latest", 4), ("2", 2), ("00004", 4), ("none", None)):
-        assert resume_step(checkpoints, wanted, channel.from_first) == step
+        assert resume_step(checkpoints, wanted, agreement.from_first) == step
     with pytest.raises(MeshwrightError, match=r"resume_from=3: .* it has steps 2, 4$"):
-        resume_step(checkpoints, "3", channel.from_first)
+        resume_step(checkpoints, "3", agreement.from_first)
     for mistake in ("-2", "1.5", "two", "lastest", ""):
         with pytest.raises(MeshwrightError, match="neither a step nor 'latest' nor 'none'"):
             TrainConfig("tiny", resume_from=mistake)
 
 
 def test_an_empty_folder_starts_anew_and_has_no_step(tmp_path: Path) -> None:
-    empty, channel = Checkpoints(tmp_path / "new"), Channel("test")
-    assert resume_step(empty, "latest", channel.from_first) is None
-    assert resume_step(empty, "none", channel.from_first) is None
+    empty, agreement = Checkpoints(tmp_path / "new"), StoreAgreement("test")
+    assert resume_step(empty, "latest", agreement.from_first) is None
+    assert resume_step(empty, "none", agreement.from_first) is None
     with pytest.raises(MeshwrightError, match="it has none; start with --resume-from none"):
-        resume_step(empty, "2", channel.from_first)
+        resume_step(empty, "2", agreement.from_first)
 
 
 def test_a_run_whose_checkpoints_were_all_renamed_does_not_start_anew_in_silence(
@@ -55,8 +55,8 @@ def test_a_run_whose_checkpoints_were_all_renamed_does_not_start_anew_in_silence
     for step, name in ((2, "step-2"), (4, "best")):
         (checkpoints.folder / f"step-{step:08d}").rename(checkpoints.folder / name)
     with pytest.raises(MeshwrightError, match=r"under other names \(best, step-2\).*Rename them"):
-        resume_step(checkpoints, "latest", Channel("test").from_first)
-    assert resume_step(checkpoints, "none", Channel("test").from_first) is None
+        resume_step(checkpoints, "latest", StoreAgreement("test").from_first)
+    assert resume_step(checkpoints, "none", StoreAgreement("test").from_first) is None
 
 
 def test_other_data_is_told_by_what_differs() -> None:
@@ -177,14 +177,14 @@ def test_a_runs_own_record_says_to_resume_from_its_latest(runs: Runs) -> None:
 def test_a_file_in_the_place_of_a_run_is_told(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    trained, below, generated, asked = run_commands(
+    trained, below, generated, served = run_commands(
         ["train", "tiny", "--run", str(file)],
         ["train", "tiny", "--run", str(file / "below")],
         ["generate", str(file), "--prompt", "a"],
-        ["eval", "needle", str(file)],
+        ["serve", str(file)],
     )
     assert trained.err == f"error: --run {str(file)!r} is a file; give a folder\n"
     assert below.err == f"error: --run {str(file / 'below')!r} is inside {file}, which is a file\n"
-    for ended in (generated, asked):
+    for ended in (generated, served):
         assert ended.err.startswith(f"error: {file} is a file; give the folder of a run")
-    assert {ended.code for ended in (trained, below, generated, asked)} == {2}
+    assert {ended.code for ended in (trained, below, generated, served)} == {2}

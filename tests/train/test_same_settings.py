@@ -13,10 +13,9 @@ from tests.patience import PATIENCE_S
 from tests.processes import free_port
 
 import meshwright
-from meshwright.data import TokenStore
-from meshwright.data.needle import Needles, write_needles
+from meshwright.data import ByteTokenizer, TokenStore, pack
 from meshwright.launch import flat_settings
-from meshwright.launch.comparison import differing
+from meshwright.launch.agreement import differing
 from meshwright.train.config import TrainConfig, config_from_dict
 from meshwright.train.same_settings import FILES, MAY_DIFFER, settings_facts
 
@@ -70,7 +69,10 @@ def test_every_setting_is_compared_or_listed_as_free_to_differ() -> None:
 
 
 def store(folder: Path, seed: int) -> TokenStore:
-    return write_needles(Needles(), folder, sequences=20, seq=64, seed=seed)
+    file = folder.with_suffix(".txt")
+    file.write_text(f"A story, number {seed}. " * 60)
+    pack([file], folder, ByteTokenizer())
+    return TokenStore.open(folder)
 
 
 def test_data_is_compared_by_content_not_by_path(tmp_path: Path) -> None:

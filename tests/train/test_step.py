@@ -128,9 +128,9 @@ def test_evaluation_is_the_summed_entropy_by_hand() -> None:
     _, entropy, _, _ = by_hand()
     run = parts(Setting(MESH))
     batch = packed_batch(0)
-    found = run.functions.evaluate(run.new_state().params, run.put(batch))
-    assert int(found["tokens"]) == (batch["targets"] >= 0).sum()
-    assert float(found["entropy"]) / int(found["tokens"]) == pytest.approx(entropy, rel=1e-6)
+    found = run.functions.evaluate(run.new_state().params, run.put(batch))["loss"]
+    assert int(found.count) == (batch["targets"] >= 0).sum()
+    assert float(found.sum) / int(found.count) == pytest.approx(entropy, rel=1e-6)
 
 
 def bits(tree: Any) -> list[bytes]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshwright as mw
+from meshwright.layouts import select_trainable
 from meshwright.models import Compute, LossConfig, padded_vocab
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
 from meshwright.train.optimizer import OptimizerConfig, make_optimizer
@@ -42,6 +43,7 @@ class Setting:
     fp8_skips: int = 0
     moments: str = "auto"
     first_batch: int = 0  # of the batches there are
+    trainable: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,7 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
     mesh = mw.mesh(setting.mesh, devices=jax.devices()[:count], axis_types="explicit")
     vocab = padded_vocab(setting.config, setting.rules, mesh.shape)
     arrays = abstract_arrays(setting.config, setting.params_dtype, vocab)
+    arrays = select_trainable(arrays, setting.trainable)
     # Adam's first steps are as large as the learning rate whatever the gradient: at 1e-3 twenty of
     # them move weights of 0.02 by their own size, so errors show, and do not yet feed on themselves.
     # Lion takes signs: one that rounding turns moves its weight by twice the rate, so, as is usual,
@@ -92,8 +95,9 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
     )  # fmt: skip
     loss = LossConfig(setting.z_loss, chunk=24)  # does not divide the tokens
     functions = step_functions(
-        setting.config, compute, optimizer, rate, mesh, loss=loss, clip_norm=clip_norm
-    )
+        setting.config, compute, optimizer, rate, mesh, loss=loss, clip_norm=clip_norm,
+        trainable=setting.trainable,
+    )  # fmt: skip
     target = abstract_state(arrays, setting.rules, optimizer, mesh)
     kinds = setting.config, setting.params_dtype
     return Parts(mesh, functions, target, arrays, optimizer, *kinds)

@@ -24,6 +24,7 @@ _INSTRUCTION = re.compile(
 )
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s=(]+) ?\(.*\{$")
 _END = re.compile(r"^\}( *$|, execution_thread=| //)")
+_START = re.compile(r"^\s+(ROOT )?%?[^\s=]+ = ")
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 
 
@@ -121,14 +122,10 @@ def _bodies(text: str) -> Iterator[tuple[str, bool, list[str]]]:
         elif _END.match(line):
             yield header[2], bool(header[1]), body
             header = None
-        elif _starts(line) or not body:
+        elif _START.match(line) or not body:
             body.append(line)
         else:  # metadata with a line break in it
             body[-1] += "\n" + line
-
-
-def _starts(line: str) -> bool:
-    return bool(re.match(r"\s+(ROOT )?%?[^\s=]+ = ", line))
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -131,7 +131,8 @@ class _Reader:
         for i, branch in enumerate(one.branches, 1):
             which = ", ".join(filter(None, (place.branch, f"{i} of {number}")))
             ways.append(list(self.walk(branch, dataclasses.replace(place, branch=which))))
-        most = max(range(number), key=lambda i: _sent(ways[i]), default=0)
+        sent = [sum(row.wire_bytes * row.times for row in rows if row.counted) for rows in ways]
+        most = max(range(number), key=lambda i: sent[i], default=0)
         for i, rows in enumerate(ways):
             for row in rows:
                 yield row if i == most else dataclasses.replace(row, counted=False)
@@ -285,10 +286,6 @@ class _Reader:
                 between_slices=True,
             )  # fmt: skip
             yield _hidden(row, body[position + 1 : _received_at(body, position)])
-
-
-def _sent(rows: list[Collective]) -> float:
-    return sum(c.wire_bytes * c.times for c in rows if c.counted)
 
 
 def _across_slices(one: Instruction) -> bool:

@@ -52,7 +52,8 @@ def sums_table(audit: Audit) -> Table:
             ("part of " if one.part_of_axes else "") + "+".join(one.axes),
             one.operation + (f" ({one.rewritten} rewritten)" if one.rewritten else ""),
             f"{one.times:,}", bytes_text(one.bytes),
-            bytes_text(round(one.wire_bytes)), _share(one.hidden_bytes, one.wire_bytes),
+            bytes_text(round(one.wire_bytes)),
+            f"{one.hidden_bytes / one.wire_bytes:.0%}" if one.wire_bytes else "",
         )
         for one in audit.by_axis()
     ]  # fmt: skip
@@ -218,10 +219,6 @@ def relative_source(source: str) -> str:
         if Path(source).is_relative_to(folder) and folder != Path(os.sep):
             return Path(source).relative_to(folder).as_posix()
     return source
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else ""
 
 
 def _table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:

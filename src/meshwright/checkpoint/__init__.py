@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import folder as folders
 from meshwright.checkpoint.folder import misnamed, not_a_folder
-from meshwright.checkpoint.held_path import HeldPath
 from meshwright.checkpoint.intact import Command, advice, read_intact_step, read_step
 from meshwright.checkpoint.pieces import (
     Piece,
@@ -28,15 +27,12 @@ from meshwright.checkpoint.record import (
 )
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.agreement import Channel
     from meshwright.checkpoint.checkpoints import Checkpoints
     from meshwright.checkpoint.piece_tree import load_piece_tree
 
 __all__ = [
-    "Channel",
     "Checkpoints",
     "Command",
-    "HeldPath",
     "Piece",
     "Record",
     "SavedArray",
@@ -63,7 +59,6 @@ __all__ = [
 ]  # fmt: skip
 
 _WITH_JAX = {
-    "Channel": "agreement",
     "Checkpoints": "checkpoints",
     "load_piece_tree": "piece_tree",
 }

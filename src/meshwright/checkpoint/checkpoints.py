@@ -20,7 +20,6 @@ import jax
 
 from meshwright.arithmetic import whole_number
 from meshwright.checkpoint import folder as folders
-from meshwright.checkpoint.agreement import TIMEOUT, Channel
 from meshwright.checkpoint.fingerprint import fingerprint, fingerprint_text
 from meshwright.checkpoint.intact import Command, read_step
 from meshwright.checkpoint.leaves import as_stored, check_leaf, key_kind
@@ -35,6 +34,7 @@ from meshwright.checkpoint.record import (
 )
 from meshwright.checkpoint.restore import restore_tree
 from meshwright.errors import MeshwrightError
+from meshwright.launch import TIMEOUT_S, StoreAgreement
 
 
 class Checkpoints:
@@ -60,7 +60,7 @@ class Checkpoints:
         self.check_owned: folders.CheckOwned = lambda: None  # before each write and deletion
         self._command = command
         self._confirmed: set[int] = set()  # by this process; maybe not marked on disk yet
-        self._ahead, self._behind = Channel("foreground"), Channel("background")
+        self._ahead, self._behind = StoreAgreement("foreground"), StoreAgreement("background")
         self._writer: Writer | None = None
         self._saving: folders.Saving | None = None  # in process 0
         self._thread: threading.Thread | None = None
@@ -101,7 +101,7 @@ class Checkpoints:
         problem = ""
         try:
             if self._writer is None:
-                self._writer = Writer(self._meet, TIMEOUT)
+                self._writer = Writer(self._meet, TIMEOUT_S)
             # Orbax refuses arrays without elements; their shape is enough
             self._writer.start(saving / folders.ARRAYS, {n: a for n, a in arrays.items() if a.size})
         except Exception as error:  # reported to the other processes in the background

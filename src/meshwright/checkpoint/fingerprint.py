@@ -132,15 +132,12 @@ def _words(array: jax.Array) -> list[jax.Array]:
         return [array.astype(jnp.uint32)]
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return [*_words(array.real), *_words(array.imag)]
-    bits = jnp.iinfo(array.dtype).bits if _whole_numbers(array) else jnp.finfo(array.dtype).bits
+    limits = jnp.iinfo if jnp.issubdtype(array.dtype, jnp.integer) else jnp.finfo
+    bits = limits(array.dtype).bits
     if bits == 64:
         pairs = lax.bitcast_convert_type(array, jnp.uint32)
         return [pairs[..., 0], pairs[..., 1]]
     return [lax.bitcast_convert_type(array, f"uint{bits}").astype(jnp.uint32)]
-
-
-def _whole_numbers(array: jax.Array) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jnp.integer))
 
 
 def _mix(x: jax.Array, rounds: tuple[int, int, int, int, int]) -> jax.Array:

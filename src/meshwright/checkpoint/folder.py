@@ -23,8 +23,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.held_path import HeldPath
 from meshwright.errors import MeshwrightError
+from meshwright.files import HeldPath
 
 ARRAYS = "arrays"  # the part that Orbax writes
 RECORD = "checkpoint.json"

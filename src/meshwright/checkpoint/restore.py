@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from meshwright.checkpoint.agreement import Channel
 from meshwright.checkpoint.compare import check_same_arrays, check_targets
 from meshwright.checkpoint.fingerprint import fingerprint, fingerprint_text
 from meshwright.checkpoint.folder import ARRAYS, complete_folder
@@ -16,6 +15,7 @@ from meshwright.checkpoint.names import like, named_leaves
 from meshwright.checkpoint.orbax_arrays import read_arrays
 from meshwright.checkpoint.record import SavedArray, altered, check_files
 from meshwright.errors import MeshwrightError
+from meshwright.launch import Agreement
 
 
 def restore_tree(
@@ -23,7 +23,7 @@ def restore_tree(
     step: int,
     targets: Any,
     cast: bool,
-    channel: Channel,
+    agreement: Agreement,
     command: Command | None = None,
 ) -> Any:
     """The checkpoint in the shardings of `targets`; all processes succeed or all raise."""
@@ -44,7 +44,7 @@ def restore_tree(
                 problem = f"{error}. {advice(folder, step, command)}"
     except MeshwrightError as error:
         problem = str(error)
-    channel.check(problem, about=f"restoring step {step}")
+    agreement.check(problem, about=f"restoring step {step}")
 
     stored = {name: stored_target(target, saved[name]) for name, target in wanted.items()}
     read: dict[str, jax.Array] = {}
@@ -53,7 +53,7 @@ def restore_tree(
         read = read_arrays(place / ARRAYS, filled) if filled else {}
     except MeshwrightError as error:
         problem = f"checkpoint {place} {error}. {advice(folder, step, command)}"
-    channel.check(problem)
+    agreement.check(problem)
 
     wrong = _other_values(read, saved)
     if wrong:

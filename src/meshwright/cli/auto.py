@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from meshwright.cli.flags import named_settings
 from meshwright.launch import flat_settings
 from meshwright.machines import Machine
 from meshwright.models import default_dtype
@@ -18,14 +19,11 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
     from meshwright.planner import CHOSEN, apply, constraints_of, plan_config
 
     assert config.mesh == AUTO
-    # --compute.no-sequence-parallel says as much as --compute.sequence-parallel does
-    flags = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
-    named = {flag.replace(".no_", ".") for flag in flags}
-    ranking = plan_config(config, machine, constraints_of(config, named))
+    ranking = plan_config(config, machine, constraints_of(config, named_settings(words)))
     chosen = apply(config, ranking.best.choice)
     values = flat_settings(chosen)
     chosen_values = {name.rpartition(".")[2]: values[name] for name in ("mesh", *CHOSEN.values())}
-    if ranking.best.choice.sp == 1:  # nothing for a strategy to split
+    if ranking.best.choice.size("sp") == 1:  # nothing for a strategy to split
         del chosen_values["context_parallel"]
     with_it = ", ".join(f"{name} {value}" for name, value in chosen_values.items() if value)
     warned = "".join(f"\nwarning: {warning}" for warning in ranking.warnings)
@@ -38,7 +36,7 @@ def planned_to_serve(model: Any, machine: Machine, sequences: int, longest: int,
 
     ranking = plan(
         model, machine, sequences, longest,
-        kind="serve", objective="latency", weights="plain",
+        kind="serve", rank_by="latency", weights="plain",
         dtype=default_dtype(dtype, machine.chip.platform),
     )  # fmt: skip
     return ranking.mesh

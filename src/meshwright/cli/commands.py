@@ -24,8 +24,9 @@ COMMANDS = {
     ),
     "machines": Command("machines", "List the chips in the catalogue."),
     "plan": Command(
-        "plan",
+        "plan_command",
         "Rank every mesh of a machine for a model: step time, memory, what limits it, and why.",
+        reads_words=True,
     ),
     "prove": Command(
         "prove_command",
@@ -47,11 +48,10 @@ COMMANDS = {
         "Serve a model over HTTP: OpenAI's API, EasyLM's routes and a chat page.",
         reads_words=True,
     ),
-    "eval": Command("evaluate", "Evaluate a trained model."),
 }
 
 OPTIONS = ("--help", "--version")
-WITH_MESH = ("train", "audit", "prove", "plan", "generate", "serve", "eval")
+WITH_MESH = ("train", "audit", "prove", "plan", "generate", "serve")
 
 
 def run(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""`meshwright data`: make token stores from text or as a needle task, and inspect them."""
+"""`meshwright data`: make token stores from text, and inspect them."""
 
 import codecs
 import sys
@@ -13,7 +13,6 @@ from rich.table import Table
 
 from meshwright.data import (
     EMBEDDED,
-    Needles,
     Packed,
     Reading,
     TokenStore,
@@ -21,7 +20,6 @@ from meshwright.data import (
     load_tokenizer,
     sequence_count,
     upgrade,
-    write_needles,
 )
 from meshwright.data import pack as pack_store
 from meshwright.errors import MeshwrightError
@@ -59,33 +57,6 @@ class Pack:
 
 
 @dataclass(frozen=True)
-class Needle:
-    """Generate a needle-in-a-haystack task: filler text hides key-value pairs and asks for them.
-
-    meshwright data needle needle.store --sequences 10000 --seq 256
-    """
-
-    out: tyro.conf.Positional[Path]
-    """Folder of the new token store; train on it with the same --seq."""
-    sequences: int
-    """Number of sequences to generate."""
-    seq: int
-    """Sequence length in tokens."""
-    needles: int = Needles.needles
-    """Key-value pairs hidden in each sequence; keys are distinct."""
-    questions: int | None = None
-    """Pairs asked for at the end of each sequence; all of them by default."""
-    key_length: int = Needles.key_length
-    """Letters in a key."""
-    value_length: int = Needles.value_length
-    """Letters in a value."""
-    seed: int = 0
-    """Random seed; the same seed gives the same sequences."""
-    overwrite: bool = False
-    """Replace an existing token store."""
-
-
-@dataclass(frozen=True)
 class Info:
     """Show the contents of a token store."""
 
@@ -114,7 +85,6 @@ def data(
     # settings only: tyro would present errors of the work itself as its own
     command: tyro.conf.OmitSubcommandPrefixes[
         Annotated[Pack, tyro.conf.subcommand("pack")]
-        | Annotated[Needle, tyro.conf.subcommand("needle")]
         | Annotated[Info, tyro.conf.subcommand("info")]
         | Annotated[Upgrade, tyro.conf.subcommand("upgrade")]
     ],
@@ -122,8 +92,6 @@ def data(
     """Make and inspect token stores."""
     if isinstance(command, Pack):
         pack(command)
-    elif isinstance(command, Needle):
-        needle(command)
     elif isinstance(command, Upgrade):
         store = upgrade(command.store)
         print(f"upgraded {command.store}: {len(store.tokens):,} tokens match their hashes")
@@ -153,19 +121,6 @@ def pack(asked: Pack) -> None:
     print(_summary(done, asked.out))
     for problem in done.first_bad:
         print(f"  skipped: {problem}", file=sys.stderr)
-
-
-def needle(asked: Needle) -> None:
-    """Write the sequences and print the command that trains on them."""
-    settings = Needles(asked.needles, asked.questions, asked.key_length, asked.value_length)
-    store = write_needles(
-        settings, asked.out, asked.sequences, asked.seq, asked.seed, asked.overwrite
-    )
-    print(
-        f"wrote {asked.out}: {count(store.documents, 'sequence')} of {asked.seq:,} tokens, each "
-        f"with {count(settings.needles, 'needle')} and {count(settings.asked, 'question')}; train "
-        f"with --data {asked.out} --seq {asked.seq}"
-    )
 
 
 def info(asked: Info) -> None:

@@ -71,8 +71,12 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
     import jax.numpy as jnp
 
     from meshwright.cli.auto import planned_to_serve
-    from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
-    from meshwright.models import default_dtype, describe_padding, generation_of
+    from meshwright.launch import (
+        keep_compiled_programs,
+        make_room_for_cpu_collectives,
+        simulate_devices,
+    )
+    from meshwright.models import default_dtype, describe_padding, serving_of
     from meshwright.serve import (
         Sampling,
         check_fits,
@@ -89,6 +93,7 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
     )
     texts = _texts(settings.prompt)
     make_room_for_cpu_collectives()
+    keep_compiled_programs()
     if settings.cpu_devices is not None:
         simulate_devices(settings.cpu_devices)
     source = look_into(
@@ -112,12 +117,14 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
         f"{source.name}, mesh {mesh_text(placed.shape)} on {count(placed.size, 'device')} of "
         f"{len(jax.devices())}, {kind}"
     )
-    padded = describe_padding(source.config, generation_of(source.config).rules(), placed.shape)
+    padded = describe_padding(source.config, serving_of(source.config).rules(), placed.shape)
     used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
     model = load(source, placed, jnp.dtype(kind))
     tokens = _TokenStream(
-        stream(model, prompts, settings.max_new, sampling), len(prompts), source.ends
+        stream(model, prompts, settings.max_new, sampling, release=True),
+        len(prompts),
+        source.ends,
     )
     try:
         with ctrl_c_says(lambda: f"\nstopped; {tokens.summary()}"):
@@ -148,9 +155,8 @@ class _TokenStream:
             collections.deque() for _ in range(self.prompts)
         ]
         self.started = time.perf_counter()
-        self.first: float | None = None
-        self.first_tokens = self.tokens = 0
-        self.last = self.started
+        self.first = self.warm = self.last = self.started
+        self.warm_tokens = self.tokens = 0
 
     def of_prompt(self, index: int) -> Iterator[int]:
         """The tokens generated for one prompt."""
@@ -170,19 +176,21 @@ class _TokenStream:
         prompt, token = generated
         self.last = time.perf_counter()
         self.tokens += 1
-        if self.tokens <= self.prompts:  # the first tokens of all prompts arrive together
-            self.first, self.first_tokens = self.last, self.tokens
+        if self.tokens == 1:
+            self.first = self.last
+        # prefill is compiled for the first tokens of prompts, decode for the second ones
+        if self.tokens <= 2 * self.prompts:
+            self.warm, self.warm_tokens = self.last, self.tokens
         self.buffers[prompt].append(token)
         return True
 
     def speed(self) -> dict[str, Any]:
-        """Tokens per second after the first tokens, whose time includes compilation."""
-        after = self.tokens - self.first_tokens
-        first = self.last if self.first is None else self.first
+        """Tokens per second, without the first two of each prompt: those wait for compilation."""
+        after = self.tokens - self.warm_tokens
         return {
             "tokens": self.tokens,
-            "seconds_to_first": round(first - self.started, 3),
-            "tokens_per_second": round(after / (self.last - first), 1) if after else None,
+            "seconds_to_first": round(self.first - self.started, 3),
+            "tokens_per_second": round(after / (self.last - self.warm), 1) if after else None,
         }
 
     def summary(self) -> str:

@@ -87,12 +87,7 @@ _ADVICE = {
         "the model is the first word after the command; weights come from --init-from FOLDER",
     ),
 }  # fmt: skip
-# plan's names for settings of train
-_OF_PLAN = {
-    "--batch": "--batch", "--seq": "--seq", "--accumulation": "--accumulation",
-    "--optimizer.name": "--optimizer", "--compute.remat": "--remat",
-}  # fmt: skip
-_WITH_TRAINS = ("train", "audit", "prove")  # commands that take train's settings
+_WITH_TRAINS = ("train", "audit", "prove", "plan")  # commands that take train's settings
 # flags that were here before
 _BEFORE = {
     "compute.no-overlap": "--compute.overlap off",
@@ -153,22 +148,21 @@ def check_flags(command: str, words: Sequence[str]) -> None:
 
 def _advice(command: str, name: str, flag: str) -> str:
     """What to do in place of a flag that has no other name here."""
-    if command in _WITH_TRAINS:
-        return f"there is no {flag}: {_ADVICE[name]}"
     if command == "plan" and "tokens" in name:
         return (
             f"there is no {flag}: plan says the tokens of a second, and with --cost-per-hour the "
             "cost of a trillion tokens"
         )
+    if command in _WITH_TRAINS:
+        return f"there is no {flag}: {_ADVICE[name]}"
     return _not_of(command, flag)
 
 
 def _own_flag(command: str, flag: str, theirs: str) -> str:
     """What a command calls a setting of train."""
-    own = flag if command in _WITH_TRAINS else (_OF_PLAN if command == "plan" else {}).get(flag)
-    if own is None:
+    if command not in _WITH_TRAINS:
         raise MeshwrightError(_not_of(command, theirs, flag))
-    return own
+    return flag
 
 
 def _not_of(command: str, theirs: str, flag: str | None = None) -> str:

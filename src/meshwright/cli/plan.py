@@ -2,112 +2,101 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
-import tyro
 from rich.console import Console
 
+from meshwright.cli.flags import named_settings, take, take_integer, take_switch
 from meshwright.errors import MeshwrightError
 from meshwright.present import write_page
 
+if TYPE_CHECKING:
+    from meshwright.planner import Plan
 
-@dataclass(frozen=True)
-class PlanSettings:
-    """Model, machine, batch, what is fixed in the search, and how to show the plan."""
+HELP = """usage: meshwright plan MODEL --on MACHINE --batch N --seq N [the settings of train]
+       meshwright plan MODEL --on MACHINE --serve --batch N --seq N
+                       [--engine.weights int8|fp8|plain] [--engine.cache fp8]
 
-    model: tyro.conf.Positional[str]
-    """Model preset (llama-3.1-8b), a Hugging Face config.json, or a folder that holds one."""
-    on: str
-    """Machine: v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8, here."""
-    batch: int
-    """Global batch size in sequences; with --serve, sequences decoded at a time."""
-    seq: int
-    """Sequence length in tokens; with --serve, of a prompt and of the cache of each sequence."""
-    mesh: str | None = None
-    """Only meshes that match: "fsdp=*,tp<=8,sp=1"."""
-    objective: Literal["throughput", "latency", "memory"] = "throughput"
-    """What to rank by: tokens per second, free memory, or with --serve the time per token."""
-    remat: Literal["none", "elementwise", "mlp", "full", "offload"] | None = None
-    """Only this remat policy; by default the fastest that fits."""
-    accumulation: int | None = None
-    """Only this number of micro-batches; by default the fastest that fits."""
-    optimizer: str | None = None
-    """Optimizer, whose state takes memory; adamw by default."""
-    moments: Literal["auto", "float32", "bfloat16", "int8"] | None = None
-    """Plan with train's --optimizer.moments; by default moments are kept like the parameters."""
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of parameters and, by default, of optimizer state."""
-    matmul: Literal["auto", "fp8"] = "auto"
-    """Plan with train's --compute.matmul: fp8 multiplies layers in 8-bit floats."""
-    overlap: Literal["auto", "on", "off"] | None = None
-    """Plan with train's --compute.overlap: TPUs all-gather weights during compute."""
-    backend: Literal["jax", "torch"] = "jax"
-    """Plan train's --backend: torch is FSDP2 and tensor parallelism on the Hugging Face model."""
-    serve: bool = False
-    """Plan `meshwright serve` instead of training: weights, KV cache, times of tokens."""
-    weights: Literal["plain", "int8", "fp8"] | None = None
-    """With --serve, only weights kept so; plain: not quantized."""
-    cache: Literal["fp8"] | None = None
-    """With --serve, the KV cache in 8 bits."""
-    cost_per_hour: float | None = None
-    """Price of one chip per hour; the report then shows the cost of a trillion tokens."""
-    top: int = 8
-    """Number of meshes to list."""
-    refused: bool = False
-    """List every refused mesh with the reason."""
-    explain: str | None = None
-    """Explain this mesh: every formula with its numbers."""
-    json: bool = False
-    """Print JSON, which `meshwright prove --plan FILE` reads."""
-    html: Path | None = None
-    """Write a self-contained HTML page to this file."""
+Rank every mesh of a machine for a model: step time, memory, what limits it, and why. Meshes whose
+times cannot be told apart are one group, the simplest first. A setting of train that is named is
+kept (--compute.remat full, --accumulation 4, --context-parallel ring, --backend torch …); the
+others are chosen with the mesh where they change what fits or how fast it is.
+
+  MODEL                a preset (llama-3.1-8b), a Hugging Face config.json, or its folder
+  --on MACHINE         v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8, here
+  --batch N            global batch size in sequences; with --serve, sequences decoded at a time
+  --seq N              sequence length in tokens; with --serve, of a prompt and of its cache
+  --mesh LIMITS        only meshes that match: "fsdp=*,tp<=8,sp=1"
+  --serve              plan `meshwright serve` instead: weights, KV cache, times of tokens
+  --rank-by WHAT       rank by throughput, memory, or with --serve latency (default: throughput)
+  --cost-per-hour X    price of one chip per hour; shows the cost of a trillion tokens
+  --top N              meshes to list (default 8)
+  --refused            list every refused mesh with the reason
+  --explain MESH       explain one mesh: every formula with its numbers
+  --json               print JSON, which `meshwright prove --plan FILE` reads
+  --html FILE          write a self-contained HTML page
+
+meshwright train --help lists the settings."""
 
 
-def plan(settings: tyro.conf.OmitArgPrefixes[PlanSettings]) -> None:
+def plan_command(arguments: Sequence[str]) -> None:
     """Rank every mesh of a machine for a model: step time, memory, what limits it, and why.
-
-    Meshes whose times cannot be told apart are one group, the simplest first.
 
     meshwright plan llama-3.1-8b --on v5p:4x4x4 --batch 256 --seq 4096
     """
-    # here, after the settings are read: it imports jax
-    from meshwright.planner import plan as make_plan
+    words = list(arguments)  # the flags of plan are taken out, the rest are train's
+    if not words or "--help" in words or "-h" in words:
+        print(HELP)
+        return
+    shown, html = take(words, "--explain"), take(words, "--html")
+    top, refused = take_integer(words, "--top", 1), take_switch(words, "--refused")
+    as_json = take_switch(words, "--json")
+    ranking = _ranking(words)
     from meshwright.planner.report import explain, find_mesh, found_data, page, plan_data, report
 
-    if settings.top < 1:
-        raise MeshwrightError(f"--top {settings.top} must be a whole number from 1")
-    ranking = make_plan(
-        settings.model,
-        settings.on,
-        settings.batch,
-        settings.seq,
-        objective=settings.objective,
-        mesh=settings.mesh,
-        remat=settings.remat,
-        accumulation=settings.accumulation,
-        kind="serve" if settings.serve else "train",
-        optimizer=settings.optimizer,
-        moments=settings.moments,
-        param_dtype=settings.param_dtype,
-        overlap=settings.overlap,
-        matmul=settings.matmul,
-        backend=settings.backend,
-        weights=settings.weights,
-        cache=settings.cache,
-        cost_per_hour=settings.cost_per_hour,
-    )
-    mesh = None if settings.explain is None else find_mesh(ranking, settings.explain)
-    if settings.html is not None:
-        write_page(settings.html, page(ranking))
-        print(f"wrote {settings.html}", file=sys.stderr if settings.json else sys.stdout)
-    if settings.json:
+    mesh = None if shown is None else find_mesh(ranking, shown)
+    if html is not None:
+        write_page(Path(html), page(ranking))
+        print(f"wrote {html}", file=sys.stderr if as_json else sys.stdout)
+    if as_json:
         print(json.dumps(plan_data(ranking) if mesh is None else found_data(ranking, mesh)))
-    if settings.json or settings.html is not None:
+    if as_json or html is not None:
         return
     console = Console()
     if mesh is not None:
         console.print(explain(ranking, mesh, console.width))
     else:
-        console.print(report(ranking, console.width, top=settings.top, refused=settings.refused))
+        console.print(report(ranking, console.width, top=top or 8, refused=refused))
+
+
+def _ranking(words: list[str]) -> "Plan":
+    """The plan that the command line asks for."""
+    on, mesh = take(words, "--on"), take(words, "--mesh")
+    rank_by, price = take(words, "--rank-by") or "throughput", take(words, "--cost-per-hour")
+    serves = take_switch(words, "--serve")
+    if on is None:
+        raise MeshwrightError("--on says for which machine: --on v5p:4x4x4, --on h100:8, --on here")
+    weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")
+    named = named_settings(words)
+    for name in ("batch", "seq"):
+        if not named & {name, "config"}:
+            raise MeshwrightError(f"--{name} is missing; give it, as in --{name} 256")
+    # here, since they import jax
+    from meshwright.cli.train import settings
+    from meshwright.planner import plan
+
+    config = settings(words, prog="meshwright plan")
+    return plan(
+        config, on, mesh=mesh, kind="serve" if serves else "train",
+        rank_by=rank_by,  # type: ignore[arg-type]
+        cost_per_hour=_price(price), named=named, weights=weights, cache=cache,
+    )  # fmt: skip
+
+
+def _price(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        raise MeshwrightError(f"--cost-per-hour {text!r} is not a price, such as 4.2") from None

@@ -19,16 +19,7 @@ from meshwright.cli.flags import take, take_integer, take_switch
 from meshwright.cli.train import settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.planner import (
-    Choice,
-    Job,
-    Plan,
-    apply,
-    choice_of,
-    job_of,
-    memory,
-    padding,
-)
+from meshwright.planner import Plan, StepModel, apply, choice_of, job_of, memory, padding
 from meshwright.planner.report import read_plan
 from meshwright.present import Column, Row, aligned, bytes_text, count
 from meshwright.proofs import Comparison, Proof, compare, expected, prove
@@ -36,8 +27,8 @@ from meshwright.train import AUTO, TrainConfig, training_spec
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
 meshwright prove --plan FILE [--choice N]
-meshwright prove MODEL --on MACHINE --serve --mesh … --batch N --seq N [--weights int8|fp8]
-                  [--cache fp8]
+meshwright prove MODEL --on MACHINE --serve --mesh … --batch N --seq N
+                  [--engine.weights int8|fp8] [--engine.cache fp8]
 
 Compile the step that `meshwright train` with these settings would run on MACHINE, with that
 machine's own compiler; none of its chips is needed. Says whether it fits, the compiler's own count
@@ -46,8 +37,8 @@ of memory, every collective, and how far the plan was off. Results are kept, by 
   --on MACHINE         v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8
   --plan FILE          what `meshwright plan --json` wrote; its best mesh, or choice N (from 1)
   --serve              the decode and the prefill step of `meshwright serve` instead: --batch
-                       sequences over all replicas, each of up to --seq tokens; --weights int8, fp8;
-                       --cache fp8
+                       sequences over all replicas, each of up to --seq tokens; --engine.weights
+                       int8 or fp8, --engine.cache fp8
   --rows N             collectives to show (default 12; 0: all)
   --no-cache           compile again
   --json               plain data
@@ -117,15 +108,15 @@ def prove_command(arguments: Sequence[str]) -> None:
         )
     with shown(f"{config.model} on {machine}") as progress:
         proof = prove(config, machine, model=model, cache=not again, progress=progress)
-    known = None
+    step = None
     if has_plan:
         job = job_of(config, machine, model)
-        known = job, choice_of(config, job, machine)
-    audit, compared = _read(config, proof, known)
+        step = StepModel(job, choice_of(config, job, machine), machine)
+    audit, compared = _read(config, proof, step)
     if as_json:
         print(json.dumps(_data(config, proof, audit, compared)))
     else:
-        _print(config, proof, audit, compared, known, 12 if most is None else most)
+        _print(config, proof, audit, compared, step, 12 if most is None else most)
     wrong = {
         "surprise": audit is not None and audit.surprises,
         "rewrite": audit is not None and (audit.surprises or audit.rewritten),
@@ -155,25 +146,25 @@ def _planned(plan: Plan, file: str, choice: int | None) -> TrainConfig:
 
 
 def _read(
-    config: TrainConfig, proof: Proof, known: tuple[Job, Choice] | None
+    config: TrainConfig, proof: Proof, step: StepModel | None
 ) -> tuple[Audit | None, tuple[Comparison, ...]]:
     """The audit, with what the plan expects, and the comparison."""
     if proof.footprint is None:
-        return None, () if known is None else compare(*known, proof, None)
+        return None, () if step is None else compare(step, proof, None)
     shape = dict(training_spec(config).resolve(proof.machine.num_devices).axes)
-    if known is None:
+    if step is None:
         return read_audit(proof.text, shape), ()
-    audit = read_audit(proof.text, shape, expected=expected(*known, proof.machine))
-    return audit, compare(*known, proof, audit)
+    audit = read_audit(proof.text, shape, expected=expected(step))
+    return audit, compare(step, proof, audit)
 
 
 def _print(
     config: TrainConfig, proof: Proof, audit: Audit | None, compared: Sequence[Comparison],
-    known: tuple[Job, Choice] | None, most: int,
+    step: StepModel | None, most: int,
 ) -> None:  # fmt: skip
     console = Console()
     console.print(headline(config.model, proof), highlight=False, soft_wrap=True)
-    if known is not None and (padded := padding(*known)) is not None:
+    if step is not None and (padded := padding(step.job, step.choice)) is not None:
         console.print(padded, highlight=False, soft_wrap=True)
     if proof.footprint is not None:
         kinds = ", ".join(
@@ -186,12 +177,9 @@ def _print(
         )
     buffers = proof.footprint.buffers if proof.footprint else ()
     buffers = proof.out_of_memory.buffers if proof.out_of_memory else buffers
-    if proof.footprint is None and not buffers and known is not None:
+    if proof.footprint is None and not buffers and step is not None:
         # the compiler gave up before it had placed anything
-        kinds = ", ".join(
-            f"{kind} {bytes_text(size)}"
-            for kind, size in memory(*known, proof.machine).kinds.items()
-        )
+        kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in memory(step).kinds.items())
         console.print(f"by the plan: {kinds}", highlight=False, soft_wrap=True)
     if buffers:
         lines = [Row((bytes_text(buffer.bytes), buffer.arrays)) for buffer in buffers[:6]]

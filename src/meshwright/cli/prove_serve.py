@@ -14,16 +14,16 @@ from meshwright.meshes import STANDARD_AXES, MeshSpec
 from meshwright.models import default_dtype, model_config
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
-from meshwright.planner import Choice, Job
+from meshwright.planner import Choice, Job, StepModel
 from meshwright.present import bytes_text
-from meshwright.proofs import compare_serving, expected_serving, prove_serving
+from meshwright.proofs import compare, expected_serving, prove_serving
 from meshwright.serve import ServedStep
 
 
 def prove_serve(words: list[str]) -> None:
     """`words` are the command line without --serve."""
     on, mesh = take(words, "--on"), take(words, "--mesh")
-    weights, kept = take(words, "--weights"), take(words, "--cache")
+    weights, kept = take(words, "--engine.weights"), take(words, "--engine.cache")
     batch, seq = (_number(words, flag) for flag in ("--batch", "--seq"))
     most = _number(words, "--rows", 12)
     fail_on = take(words, "--fail-on")
@@ -33,13 +33,15 @@ def prove_serve(words: list[str]) -> None:
     if len(words) != 1 or words[0].startswith("-") or on is None:
         raise MeshwrightError(
             f"prove --serve cannot be read at {' '.join(words)!r}; write meshwright prove MODEL "
-            "--on MACHINE --serve --mesh tp=8 --batch 32 --seq 2048 [--weights int8|fp8] "
-            "[--cache fp8]"
+            "--on MACHINE --serve --mesh tp=8 --batch 32 --seq 2048 [--engine.weights "
+            "int8|fp8] [--engine.cache fp8]"
         )
     if weights not in (None, *QUANTIZED_DTYPES):
-        raise MeshwrightError(f"--weights {weights!r} must be {' or '.join(QUANTIZED_DTYPES)}")
+        raise MeshwrightError(
+            f"--engine.weights {weights!r} must be {' or '.join(QUANTIZED_DTYPES)}"
+        )
     if kept not in (None, *CACHE_DTYPES):
-        raise MeshwrightError(f"--cache {kept!r} must be {' or '.join(CACHE_DTYPES)}")
+        raise MeshwrightError(f"--engine.cache {kept!r} must be {' or '.join(CACHE_DTYPES)}")
     name, machine = words[0], Machine.parse(on)
     spec = MeshSpec.parse(mesh or "tp=-1").with_standard_axes()
     axes = dict(spec.resolve(machine.num_devices, where=f"in '{machine}'").axes)
@@ -54,14 +56,15 @@ def prove_serve(words: list[str]) -> None:
             cache=not again, progress=progress,
         )  # fmt: skip
     job = Job(model, batch, seq, name, "serve", dtype=dtype)
-    choice = Choice(dp=axes["dp"], tp=axes["tp"], weights=weights, cache=kept)
+    choice = Choice.of(dp=axes["dp"], tp=axes["tp"], weights=weights, cache=kept)
+    step = StepModel(job, choice, machine)
     decode = proofs["decode"]
     audit = None
     if decode.footprint is not None:
         replica = {**axes, "dp": 1}
-        wanted = expected_serving(job, choice, machine)
+        wanted = expected_serving(step)
         audit = read_audit(decode.text, replica, expected=wanted)
-    compared = compare_serving(job, choice, proofs, audit)
+    compared = compare(step, proofs["prefill"], audit)
     if as_json:
         data = {
             "decode": proof_data(decode, audit, compared),

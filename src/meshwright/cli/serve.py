@@ -21,6 +21,7 @@ from meshwright.launch import (
     EXIT_CODE,
     Follower,
     Leader,
+    compare_processes,
     coordinator_store,
     end_process,
     join,
@@ -29,7 +30,7 @@ from meshwright.launch import (
     open_link,
     simulate_devices,
 )
-from meshwright.models import default_dtype
+from meshwright.models import default_dtype, serving_of
 from meshwright.present import count, mesh_text
 from meshwright.serve import (
     Defaults,
@@ -44,8 +45,7 @@ from meshwright.serve import (
     generation_mesh,
     lead,
     look_into,
-    look_into_together,
-    serving_of,
+    settings_facts,
     start_engine,
 )
 from meshwright.train.run import print_line
@@ -73,7 +73,9 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
     joined = join(config.coordinator, config.processes, config.process_id)
     store = coordinator_store()
     with open_link(joined, store) as link:
-        source = look_into_together(lambda: _source(config), config, store, joined)
+        source = compare_processes(
+            lambda: _source(config), lambda source: settings_facts(config, source), store, joined
+        )
         try:
             if isinstance(link, Follower):
                 _follow(source, config, link)

@@ -54,7 +54,9 @@ def run_in_torch(config: TrainConfig, arguments: Sequence[str]) -> None:
     train(config, arguments, lambda auto, machine: planned(auto, machine, arguments))
 
 
-def settings(arguments: Sequence[str], default: TrainConfig | None = None) -> TrainConfig:
+def settings(
+    arguments: Sequence[str], default: TrainConfig | None = None, prog: str = "meshwright train"
+) -> TrainConfig:
     """The command line as settings; flags change `default`, or what `--config FILE` holds."""
     rest, file = _without_config(list(arguments))
     if file is not None and default is not None:
@@ -63,7 +65,7 @@ def settings(arguments: Sequence[str], default: TrainConfig | None = None) -> Tr
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     return tyro.cli(
         TrainConfig,
-        prog="meshwright train",
+        prog=prog,
         description=train.__doc__,
         args=rest,
         config=(tyro.conf.PositionalRequiredArgs,),

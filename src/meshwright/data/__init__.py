@@ -9,7 +9,6 @@ from meshwright.data.check import check_data
 from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
 from meshwright.data.loader import Loader, Objective, held_out_loader, training_loader
 from meshwright.data.mixture import Mixture
-from meshwright.data.needle import Needles, NeedleSequences, needle_sequences, write_needles
 from meshwright.data.objectives import (
     OBJECTIVES,
     EncoderDecoderObjective,
@@ -35,12 +34,12 @@ if TYPE_CHECKING:
 __all__ = [
     "EMBEDDED", "FIELDS", "NO_TARGET", "OBJECTIVES", "ByteTokenizer", "ChatTemplate",
     "EncoderDecoderObjective",
-    "Loader", "Mixture", "NeedleSequences", "Needles", "Objective", "Packed", "PrefixLM",
+    "Loader", "Mixture", "Objective", "Packed", "PrefixLM",
     "Reading", "SpanCorruption", "TokenStore", "Tokenizer", "check_data", "decode_stream",
     "embedded_corpus", "embedded_text", "held_out_loader", "load_chat_template",
-    "load_tokenizer", "needle_sequences",
+    "load_tokenizer",
     "pack", "read_sequences", "sentinel_top", "sequence_count", "tokenizer_from_json",
-    "training_loader", "upgrade", "write_needles",
+    "training_loader", "upgrade",
 ]  # fmt: skip
 
 

@@ -42,7 +42,9 @@ class Mixture:
                 f"data {text!r}: '{without}' has no weight but others have; give every store a "
                 "weight, or none"
             )
-        stores = [_open(path) for path, _ in parts]
+        stores = [
+            embedded_corpus() if path == EMBEDDED else TokenStore.open(path) for path, _ in parts
+        ]
         path_of: dict[str, str] = {}  # by content: ./a.store, a link or a copy is the same store
         for store, (path, _) in zip(stores, parts, strict=True):
             if (other := path_of.get(store.identity)) is not None:
@@ -107,10 +109,6 @@ def _source(part: str, text: str) -> tuple[str, str | None]:
         raise MeshwrightError(f"data {text!r} names an empty source; {GRAMMAR}")
     match = _WEIGHT.fullmatch(part)
     return (part, None) if match is None else (match["path"].strip(), match["weight"])
-
-
-def _open(path: str) -> TokenStore:
-    return embedded_corpus() if path == EMBEDDED else TokenStore.open(path)
 
 
 def _named(store: TokenStore) -> str:

@@ -67,10 +67,10 @@ def pack(
     Each document ends with the tokenizer's end-of-document id. `special_tokens` also adds the
     tokens the tokenizer puts around a text, such as Llama's begin-of-text.
     """
-    found = [(str(source), *find_files(source, reading.split)) for source in sources]
-    if not found:
+    sources_read = [(str(source), *find_files(source, reading.split)) for source in sources]
+    if not sources_read:
         raise MeshwrightError("nothing to pack; give files or folders")
-    _check_read_once(found)
+    _check_read_once(sources_read)
     problems: list[str] = []
 
     def bad(problem: str) -> None:
@@ -80,7 +80,7 @@ def pack(
 
     with new_store(out, tokenizer, special_tokens, overwrite) as writer:
         facts = []
-        for source, files, _ in found:
+        for source, files, _ in sources_read:
             before = writer.documents
             for texts in _batches(_documents(files, reading, bad)):
                 writer.add(texts)
@@ -89,18 +89,18 @@ def pack(
         writer.finish({"sources": facts, "empty": writer.empty, "bad": len(problems)})
     return Packed(
         store=TokenStore.open(out),
-        files=sum(len(files) for _, files, _ in found),
+        files=sum(len(files) for _, files, _ in sources_read),
         empty=writer.empty,
         bad=len(problems),
         first_bad=tuple(problems[:8]),
-        other_files=tuple(str(other) for _, _, others in found for other in others),
+        other_files=tuple(str(other) for _, _, others in sources_read for other in others),
     )
 
 
-def _check_read_once(found: Sequence[tuple[str, list[Path], list[Path]]]) -> None:
+def _check_read_once(sources_read: Sequence[tuple[str, list[Path], list[Path]]]) -> None:
     """Raise if two sources, however they are spelled, name the same file."""
     source_of: dict[Path, str] = {}
-    for source, files, _ in found:
+    for source, files, _ in sources_read:
         for path in {file.resolve() for file in files}:
             if path in source_of:
                 raise MeshwrightError(
@@ -243,13 +243,13 @@ def upgrade(path: str | Path) -> TokenStore:
 
 
 def _add_checksums(file: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     checksums = BlockChecksums(file.with_name(checksum_name(file.name)))
     with closing(checksums), file.open("rb") as stream:
         while data := stream.read(1 << 20):
-            found.update(data)
+            digest.update(data)
             checksums.update(data)
-        if found.hexdigest() != facts["sha256"]:
+        if digest.hexdigest() != facts["sha256"]:
             raise damaged(
                 file, f"{file.name} differs from what was packed (its hash does not match)"
             )

@@ -1,7 +1,13 @@
 """Multi-process runs: join, compare settings, watchdog, signals; simulated CPU devices."""
 
+from meshwright.launch.agreement import (
+    TIMEOUT_S,
+    Agreement,
+    Fact,
+    StoreAgreement,
+    compare_processes,
+)
 from meshwright.launch.cache import cache_folder, keep_compiled_programs
-from meshwright.launch.comparison import Fact, compare_processes
 from meshwright.launch.coordinator import CoordinatorLostError, Store, coordinator_store
 from meshwright.launch.cpu import (
     check_simulated,
@@ -24,11 +30,11 @@ from meshwright.launch.signals import Stop, agree, stop_on_signals
 from meshwright.launch.watchdog import HANG_TIMEOUT_S, Watchdog, pause_timeout_s
 
 __all__ = [
-    "EXIT_CODE", "HANG_TIMEOUT_S", "AgreedError", "CoordinatorLostError", "Fact", "Follower",
-    "Joined", "Leader", "Stop", "Store", "Watchdog", "agree", "by_content", "cache_folder",
-    "check_simulated", "compare_processes", "convert_paths", "coordinator_store", "end_process",
-    "ends_together", "flat_settings", "join", "keep_compiled_programs",
-    "make_room_for_cpu_collectives", "open_link", "pause_timeout_s", "quick_compile_options",
-    "simulate_devices", "software_facts", "stop_on_signals", "take_most_gpu_memory",
-    "weights_sample",
+    "EXIT_CODE", "HANG_TIMEOUT_S", "TIMEOUT_S", "AgreedError", "Agreement", "CoordinatorLostError",
+    "Fact", "Follower", "Joined", "Leader", "Stop", "Store", "StoreAgreement", "Watchdog", "agree",
+    "by_content", "cache_folder", "check_simulated", "compare_processes", "convert_paths",
+    "coordinator_store", "end_process", "ends_together", "flat_settings", "join",
+    "keep_compiled_programs", "make_room_for_cpu_collectives", "open_link", "pause_timeout_s",
+    "quick_compile_options", "simulate_devices", "software_facts", "stop_on_signals",
+    "take_most_gpu_memory", "weights_sample",
 ]  # fmt: skip

@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-import jax
-
 
 def cache_folder(name: str) -> Path:
     """A folder in `$MESHWRIGHT_CACHE`, or in meshwright's part of the user's cache folder."""
@@ -16,6 +14,8 @@ def cache_folder(name: str) -> Path:
 
 def keep_compiled_programs() -> None:
     """Turn on jax's persistent compilation cache, unless the user has chosen its folder."""
+    import jax
+
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("programs")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -8,8 +8,6 @@ jax has no public API for it. Only the functions at the end use the private one.
 
 from typing import Any, Protocol
 
-import jax
-
 from meshwright.errors import MeshwrightError
 
 
@@ -48,7 +46,7 @@ class CoordinatorStore:
     def get(self, key: str) -> str | None:
         try:
             return str(self._client.key_value_try_get(key))
-        except jax.errors.JaxRuntimeError as reason:
+        except RuntimeError as reason:
             if "NOT_FOUND" in str(reason):
                 return None
             raise _lost(reason) from None
@@ -56,19 +54,19 @@ class CoordinatorStore:
     def get_all(self, folder: str) -> dict[str, str]:
         try:
             return dict(self._client.key_value_dir_get(folder))
-        except jax.errors.JaxRuntimeError as reason:
+        except RuntimeError as reason:
             raise _lost(reason) from None
 
     def put(self, key: str, text: str) -> None:
         try:
             self._client.key_value_set(key, text, allow_overwrite=True)
-        except jax.errors.JaxRuntimeError as reason:
+        except RuntimeError as reason:
             raise _lost(reason) from None
 
     def put_once(self, key: str, text: str) -> str:
         try:
             self._client.key_value_set(key, text)
-        except jax.errors.JaxRuntimeError as reason:
+        except RuntimeError as reason:
             if "ALREADY_EXISTS" not in str(reason):
                 raise _lost(reason) from None
             return self.get(key) or text

@@ -3,8 +3,6 @@
 import functools
 import os
 
-import jax
-
 from meshwright.errors import MeshwrightError
 
 # XLA's CPU runtime starts collectives that do not depend on one another in any order, which can
@@ -30,6 +28,8 @@ def quick_compile_options(platform: str) -> dict[str, bool] | None:
     Without its fusion emitters, XLA's CPU compiler takes two thirds of the time for the step of
     `tiny`, which runs as fast. Newer ones (jax 0.12) no longer have this option, and refuse it.
     """
+    import jax
+
     options = {"xla_cpu_use_fusion_emitters": False}
     if platform != "cpu":
         return None
@@ -54,6 +54,8 @@ def check_simulated(number: int, given: str = "") -> None:
 
 def simulate_devices(number: int) -> None:
     """Simulate this number of devices on the CPU; call before jax is used."""
+    import jax
+
     check_simulated(number)
     try:
         jax.config.update("jax_platforms", "cpu")

@@ -13,11 +13,9 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import jax
-
 import meshwright
 from meshwright.errors import MeshwrightError
-from meshwright.launch.comparison import Fact
+from meshwright.launch.agreement import Fact
 
 JAX_OPTIONS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl",
@@ -67,6 +65,8 @@ def by_content(name: str, content: Any) -> Fact:
 
 def software_facts(*packages: str) -> dict[str, Fact]:
     """Versions of jax, of these packages and of meshwright, and options that change results."""
+    import jax
+
     facts = {"version of jax": Fact(jax.__version__)}
     for package in packages:
         facts[f"version of {package}"] = Fact(importlib.metadata.version(package))

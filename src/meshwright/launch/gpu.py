@@ -3,6 +3,7 @@
 import os
 
 from meshwright.machines import free_host_memory
+from meshwright.present import GIB
 
 SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -16,4 +17,4 @@ def take_most_gpu_memory() -> None:
     os.environ.setdefault(SHARE, "0.95")
     free = free_host_memory()
     if free is not None:
-        os.environ.setdefault(PINNED, str(max(1, free // 2**30)))
+        os.environ.setdefault(PINNED, str(max(1, free // GIB)))

@@ -378,10 +378,7 @@ def open_link(joined: Joined, store: Store | None) -> Iterator[Leader | Follower
 def _listen(host: str) -> socket.socket:
     """A server of any free port of the address that the others know; of all, if it is not ours."""
     try:
-        return socket.create_server((host, 0), family=_family(host))
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, 0), family=family)
     except OSError:
         return socket.create_server(("", 0))
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]

@@ -14,8 +14,6 @@ import socket
 import threading
 from typing import Any
 
-import jax
-
 from meshwright.errors import MeshwrightError
 from meshwright.launch.coordinator import coordinator_store
 
@@ -57,6 +55,8 @@ def join(
     wanted = _checked(**given)
     if wanted.processes == 1:
         return wanted
+    import jax
+
     if jax.distributed.is_initialized():
         return _joined_before(wanted)
     if wanted.process_id == 0:
@@ -147,6 +147,8 @@ def _check_port(coordinator: str) -> None:
 
 
 def _joined_before(wanted: Joined) -> Joined:
+    import jax
+
     joined = Joined(jax.process_index(), jax.process_count())
     if joined != wanted:
         raise MeshwrightError(
@@ -162,13 +164,17 @@ def _join_detected(processes: int | None, process_id: int | None, patience_s: fl
             "--coordinator auto detects the number of processes and the process id: leave out "
             "--processes and --process-id"
         )
+    import jax
+
     if not jax.distributed.is_initialized():
         _initialize(patience_s, None)
     return Joined(jax.process_index(), jax.process_count())
 
 
 def _initialize(patience_s: float, wanted: Joined | None, **arguments: Any) -> None:
-    # jax's own service would handle SIGTERM, and the run could not save
+    import jax
+
+    # its own service would handle SIGTERM, and the run could not save
     config: Any = jax.config
     config.update("jax_enable_preemption_service", False)
     if config.jax_cpu_collectives_implementation in (None, "none"):

@@ -29,8 +29,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from meshwright.checkpoint import HeldPath
 from meshwright.errors import MeshwrightError
+from meshwright.files import HeldPath
 from meshwright.launch.coordinator import CoordinatorLostError, Store
 from meshwright.launch.ending import (
     POLL_S,

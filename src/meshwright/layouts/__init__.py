@@ -10,6 +10,7 @@ from meshwright.layouts.logical_rules import Rules, standard_rules
 from meshwright.layouts.optimizer import optimizer_layouts
 from meshwright.layouts.path_rules import PathRules
 from meshwright.layouts.resolve import resolve
+from meshwright.layouts.trainable import select_trainable
 from meshwright.layouts.trees import path_text, tree_paths
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ __all__ = [
     "ArraySpec", "Constant", "Explanation", "Layout", "LayoutLike", "Normal", "PathRules",
     "PlacedArray", "Rules", "axes_of", "create", "decide", "explain", "fit", "is_abstract",
     "layout_tree", "optimizer_layouts", "path_text", "replication_notes", "resized_like", "resolve",
-    "shard", "sharding", "shardings", "standard_rules", "stored", "tree_paths",
+    "select_trainable", "shard", "sharding", "shardings", "standard_rules", "stored", "tree_paths",
 ]  # fmt: skip
 
 

@@ -28,6 +28,11 @@ class ArraySpec:
     the array is zeros, so that its dims are divisible. `inputs` counts the dims that a matmul sums
     over, after a leading `layers`: 1 for `layers embed heads head_dim`. With 0 the array is a
     vector, such as a norm or a bias: optimizers do not decay it, and it is not cast for matmuls.
+    `kind` says what it is: a matrix, a norm, a bias or an embedding. `activation` names what a norm
+    or bias of a layer is applied to (residual, heads, kv_heads or mlp): it is replicated over the
+    mesh axes that split the other dims of that activation, and its gradient is reduced over them.
+    `trained` is False for an array that a run leaves as it is; of one that stacks layers it may be
+    the layers that are trained.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +41,9 @@ class ArraySpec:
     init: Any = dataclasses.field(default=None, repr=False)
     unpadded: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
     inputs: int = dataclasses.field(default=0, repr=False)
+    kind: str = dataclasses.field(default="", repr=False)
+    activation: str = dataclasses.field(default="", repr=False)
+    trained: bool | tuple[int, ...] = dataclasses.field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", whole_numbers(self.shape, "shape"))
@@ -78,6 +86,16 @@ class ArraySpec:
     def is_stacked(self) -> bool:
         """One array for all layers, dim `layers` first."""
         return self.dims[:1] == ("layers",)
+
+    @property
+    def trained_part(self) -> "ArraySpec | None":
+        """What is trained of it: all, nothing (None), or an array of fewer layers."""
+        if isinstance(self.trained, bool):
+            return self if self.trained else None
+        layers = len(self.trained)
+        unpadded = None if self.unpadded is None else (layers, *self.unpadded[1:])
+        shape = (layers, *self.shape[1:])
+        return dataclasses.replace(self, shape=shape, unpadded=unpadded, trained=True)
 
     @property
     def unpadded_shape(self) -> tuple[int, ...]:

@@ -245,6 +245,7 @@ def _explanation(decided: TreeDecisions, mesh: MeshShape) -> Explanation:
         shape = tuple(int(size) for size in leaf.shape) if is_abstract(leaf) else ()
         dtype, itemsize = _dtype(leaf)
         layout, mesh_shape = decision.layout, decision.mesh.shape
+        by_number = is_device_line(decision.mesh)
         total = math.prod(shape) * itemsize
         rows.append(
             PlacedArray(
@@ -257,7 +258,7 @@ def _explanation(decided: TreeDecisions, mesh: MeshShape) -> Explanation:
                 copies=layout.copies(mesh_shape),
                 rule=decision.rule,
                 lost=decision.lost,
-                expression=_as_text(layout, decision.mesh),
+                expression=layout.numbers(mesh_shape) if by_number else layout.expression,
                 num_elements=math.prod(getattr(leaf, "unpadded_shape", shape)),
             )
         )
@@ -270,10 +271,6 @@ def _explanation(decided: TreeDecisions, mesh: MeshShape) -> Explanation:
 def _omitted(columns: list[Column], rows: list[Row], width: int) -> list[str]:
     names = omitted_columns(columns, rows, width)
     return [f"left out for lack of width: {', '.join(names)}"] if names else []
-
-
-def _as_text(layout: Layout, mesh: MeshShape) -> Expression:
-    return layout.numbers(mesh.shape) if is_device_line(mesh) else layout.expression
 
 
 def _dtype(leaf: Any) -> tuple[str, int]:

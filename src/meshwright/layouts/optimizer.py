@@ -67,13 +67,11 @@ def optimizer_layouts(
             "or its shape is not what is left of one; say where it goes: "
             "extra=mw.PathRules([(regex, layout), …])"
         )
-    if extra is not None and (unused := _never_placed(extra, placed_by_extra)):
-        raise MeshwrightError(f"extra=: {'; '.join(unused)}")
+    if extra is not None:
+        matches = map(extra.matcher.found_in, placed_by_extra)
+        if unused := extra.never_decided(matches, lambda: placed_by_extra):
+            raise MeshwrightError(f"extra=: {'; '.join(unused)}")
     return flatten(state)[1].unflatten(found)
-
-
-def _never_placed(extra: PathRules, paths: list[str]) -> list[str]:
-    return extra.never_decided(map(extra.matcher.found_in, paths), lambda: paths)
 
 
 def _follow(

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.present import GIB
 
-GIB = 2**30
 MIB = 2**20
 TERA = 1e12
 # of a GPU's memory, what jax's allocator gives out when asked for 0.95 (train asks): 132.8 of 140.4

@@ -3,10 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from meshwright.meshes.arrange import axes_across_slices, device_list
-from meshwright.meshes.boxes import Share, Shares, closes, shares_of, sharing
 from meshwright.meshes.build import mesh
 from meshwright.meshes.machine_mesh import MachineMesh
-from meshwright.meshes.rings import is_ring, ring_in_words
+from meshwright.meshes.rings import ring_in_words
 from meshwright.meshes.spec import (
     FIELD_ROLES,
     MOST_TRIED,
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIELD_ROLES", "MOST_TRIED", "RESERVED_AXIS", "ROLES", "STANDARD_AXES", "Accepts", "AnyMesh",
-    "MachineMesh", "MeshShape", "MeshSpec", "Share", "Shares", "axes_across_slices", "closes",
-    "device_list", "is_ring", "mesh", "nearest_sizes", "ring_in_words", "shares_of", "sharing",
-    "tile_mesh",
+    "MachineMesh", "MeshShape", "MeshSpec", "axes_across_slices", "device_list", "mesh",
+    "nearest_sizes", "ring_in_words", "tile_mesh",
 ]  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.meshes.arrange import arrange, device_list
 from meshwright.meshes.machine_mesh import MachineMesh
-from meshwright.meshes.rings import lay_rings
 from meshwright.meshes.spec import Accepts, MeshSpec
 
 if TYPE_CHECKING:
@@ -87,8 +86,6 @@ def mesh(
     machine = Machine.parse(machine)
     spec = spec.resolve(machine.num_devices, where=f"in '{machine}'", accepts=accepts)
     placed = arrange(spec.sizes, machine.devices, spec.plain)
-    if not spec.plain:
-        placed = lay_rings(placed, spec.names, machine)
     planned = MachineMesh(machine, spec.names, placed, axis_types)
     return planned if devices is None else planned.to_jax(devices)
 

@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import Machine, slice_of
 from meshwright.meshes.arrange import device_list
-from meshwright.meshes.rings import crosses, groups_along, hop_lengths, is_ring
+from meshwright.meshes.rings import RING_AXES, ring_hops
 from meshwright.present import mesh_text
 
 if TYPE_CHECKING:
@@ -74,20 +74,15 @@ class MachineMesh:
         """The number of links of each hop around a ring axis (sp); the last hop goes to the first.
 
         >>> mw.mesh("sp=8", machine="v5e:2x4").ring_hops("sp")
-        (1, 1, 1, 1, 1, 1, 1, 1)
+        (1, 2, 1, 2, 1, 2, 1, 2)
 
         The maximum over all groups, since they send at the same time. Empty where links cannot be
         counted: an axis that is not a ring or has two devices, an axis across slices, GPUs.
         """
         index = self._axis_index(axis)
-        if (
-            not self.machine.is_tpu
-            or not is_ring(axis, self.devices.shape[index])
-            or crosses(self.devices, self.axis_names, axis)
-        ):
+        if not self.machine.is_tpu or axis not in RING_AXES or self.devices.shape[index] <= 2:
             return ()
-        hops = hop_lengths(groups_along(self.devices, index), self.machine)
-        return tuple(hops.max(axis=1).tolist())
+        return ring_hops(self.devices, index, self.machine)
 
     def to_jax(self, devices: Sequence[Any] | None = None) -> "Mesh":
         """A jax Mesh of `devices` (default: all), each at the position of its abstract counterpart.

@@ -95,7 +95,7 @@ def choose_tile(machine: Machine, num_partitions: int) -> tuple[int, ...]:
             f"of '{machine}'; {', '.join(map(str, near))} would fit"
         )
     known = _table(machine, num_partitions)
-    if known is not None and _divides(known, grid):
+    if known is not None and all(g % t == 0 for t, g in zip(known, grid, strict=True)):
         return known
     tiles = [
         tile
@@ -171,7 +171,3 @@ def _checked_tile(machine: Machine, submesh: Any) -> tuple[int, ...]:
                 f"{name}={size} into {whole}; {name} can be {', '.join(map(str, fits))}"
             )
     return tile
-
-
-def _divides(tile: tuple[int, ...], grid: tuple[int, ...]) -> bool:
-    return all(g % t == 0 for t, g in zip(tile, grid, strict=True))

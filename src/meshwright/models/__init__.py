@@ -4,10 +4,18 @@ from meshwright.models.activations import ActivationLayouts, activation_layouts
 from meshwright.models.compute import OFFLOAD, Compute, default_dtype, scans_layers
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.models.divisibility import indivisible, what_fits
-from meshwright.models.family import Generation, HuggingFace, ModelFamily, Serving
-from meshwright.models.generation import batch_multiple, decode, prefill
+from meshwright.models.family import HuggingFace, ModelFamily, Serving
 from meshwright.models.huggingface import SOURCE, SPECIAL_TOKENS, load_tensors
-from meshwright.models.loss import LmHead, LossConfig, lm_logits, next_token_loss
+from meshwright.models.loss import (
+    ExtraLoss,
+    LmHead,
+    LossConfig,
+    LossSums,
+    Metric,
+    lm_logits,
+    next_token_loss,
+    target_count,
+)
 from meshwright.models.padding import describe_padding, padded_vocab
 from meshwright.models.registry import (
     FAMILIES,
@@ -15,7 +23,6 @@ from meshwright.models.registry import (
     abstract_arrays,
     family_of,
     from_hf_config,
-    generation_of,
     layer_count,
     layer_counts,
     load_hf,
@@ -25,6 +32,7 @@ from meshwright.models.registry import (
     override,
     preset,
     save_hf,
+    serving_of,
     to_hf_config,
 )
 from meshwright.models.safetensors_read import DTYPES as TENSOR_DTYPES
@@ -34,29 +42,30 @@ from meshwright.models.safetensors_read import (
     read_folder,
     read_header,
 )
-from meshwright.models.torch_only import MODEL_TYPES as TORCH_ONLY_TYPES
-from meshwright.models.torch_only import TransformersConfig
+from meshwright.models.torch_only import BY_TRANSFORMERS, TransformersConfig
 from meshwright.models.torch_only import read_config as torch_only_config
 from meshwright.models.work import Attention, Block, Stack
 
 __all__ = [
+    "BY_TRANSFORMERS",
     "FAMILIES",
     "OFFLOAD",
     "PRESETS",
     "SOURCE",
     "SPECIAL_TOKENS",
     "TENSOR_DTYPES",
-    "TORCH_ONLY_TYPES",
     "ActivationLayouts",
     "Attention",
     "Block",
     "Compute",
     "DecoderConfig",
-    "Generation",
+    "ExtraLoss",
     "HuggingFace",
     "LmHead",
     "LossConfig",
+    "LossSums",
     "MappedFiles",
+    "Metric",
     "ModelFamily",
     "Serving",
     "Stack",
@@ -64,14 +73,11 @@ __all__ = [
     "TransformersConfig",
     "abstract_arrays",
     "activation_layouts",
-    "batch_multiple",
-    "decode",
     "decoder_rules",
     "default_dtype",
     "describe_padding",
     "family_of",
     "from_hf_config",
-    "generation_of",
     "indivisible",
     "layer_count",
     "layer_counts",
@@ -84,12 +90,13 @@ __all__ = [
     "next_token_loss",
     "override",
     "padded_vocab",
-    "prefill",
     "preset",
     "read_folder",
     "read_header",
     "save_hf",
     "scans_layers",
+    "serving_of",
+    "target_count",
     "to_hf_config",
     "torch_only_config",
     "what_fits",

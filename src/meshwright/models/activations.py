@@ -7,8 +7,7 @@ follow `batch length embed`; inside a block, where tp splits heads or mlp, the r
 A decode step has one token per sequence, so its activations are smaller than the weights. There
 weights are `stationary`: each device multiplies with its shard of a matrix, and partial sums are
 reduced. A model that fits only when it is split still works, and no device reads more than its
-shard. Beside a weight, whose embed dim takes fsdp, sequences are split over dp alone (the dim
-`sequences`); in attention they are split over all axes but tp (the dim `batch`).
+shard.
 """
 
 import dataclasses
@@ -55,10 +54,6 @@ class ActivationLayouts:
         """The axes over which the input of a projection to this layout is all-gathered."""
         return () if self.stationary else self.axes(layout)
 
-    def beside_weight(self, layout: P) -> P:
-        """A layout of heads, mlp or vocab where it is multiplied with a weight."""
-        return P(self.residual.partitions[0], *layout.partitions[1:])
-
     def axes(self, layout: P) -> tuple[str, ...]:
         """The axes that split the third dim: heads, mlp or vocab."""
         return axes_of(layout.partitions[2], layout)
@@ -72,19 +67,6 @@ def activation_layouts(
 
     def spec(dims: str) -> P:
         return drop_trivial_axes(P(*rules.layout(dims).axes), nontrivial)
-
-    if stationary:
-        residual = spec("sequences length embed")
-        return ActivationLayouts(
-            tokens=spec("sequences length"),
-            residual=residual,
-            block=residual,
-            heads=spec("batch length heads head_dim"),
-            kv_heads=spec("batch length kv_heads head_dim"),
-            mlp=spec("sequences length mlp"),
-            logits=spec("batch length vocab"),
-            stationary=True,
-        )
 
     heads, kv_heads, mlp = (
         spec("batch length heads head_dim"),
@@ -117,11 +99,12 @@ def activation_layouts(
     return ActivationLayouts(
         tokens=P(batch, length),
         residual=residual,
-        block=P(batch, length, None),
+        block=residual if stationary else P(batch, length, None),
         heads=heads,
         kv_heads=kv_heads,
         mlp=mlp,
         logits=logits,
+        stationary=stationary,
     )
 
 

@@ -5,29 +5,36 @@ every remat policy: a block takes `x` and an `update` still to be added, and ret
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
+from meshwright.errors import MeshwrightError
+from meshwright.layouts import ArraySpec
 from meshwright.models.activations import ActivationLayouts
 from meshwright.models.compute import OFFLOAD, Compute, remat_policy
 from meshwright.ops import (
     Fp8Weight,
+    NormKind,
     Quantized,
+    add_bias,
     all_gather,
     einsum,
     fp8_einsum,
+    normalize,
     over_chunks,
     partial_sums,
     plain_weights,
     reduce_to,
-    rms_norm,
     scaled,
+    spec_of,
     split_axes,
     weight_in_fp8,
 )
@@ -40,7 +47,7 @@ Layer = Callable[[jax.Array, jax.Array | None, Params, Any], tuple[jax.Array, ja
 
 # what a layer saves for its backward pass, by checkpoint_name; the rest is recomputed, and weights
 # are all-gathered again
-_MATMULS = frozenset({"input", "q", "k", "v", "attention", "middle", "gate", "up"})
+_MATMULS = frozenset({"input", "q", "k", "v", "attention", "middle", "gate", "up", "output"})
 REMAT: dict[str, frozenset[str]] = {
     "none": _MATMULS | {"normed", "activated"},  # everything that takes time to compute
     "elementwise": _MATMULS,  # norms and activations twice
@@ -51,67 +58,119 @@ REMAT: dict[str, frozenset[str]] = {
 
 
 def through_layers(
-    layer: Layer, x: jax.Array, weights: Any, states: Any, compute: Compute
+    pattern: Sequence[Layer], x: jax.Array, weights: Any, states: Any, compute: Compute
 ) -> tuple[jax.Array, jax.Array | None, Any]:
     """x through all layers, the update still to be added (or None), and what the layers keep.
 
-    `weights` and `states` have one entry per layer, or are stacked: dim `layers` first.
+    Layer i runs `pattern[i % len(pattern)]`. `weights` have one entry per layer, or are stacked,
+    dim `layers` first; for a loop over several kinds, see `by_period`. `states`, in an engine, have
+    one entry per layer.
     """
     checkpointed = functools.partial(jax.checkpoint, policy=remat_policy(compute.remat, REMAT))
     if not compute.scan:
-        layer, update, kept = checkpointed(layer), None, []
+        layers, update, kept = [checkpointed(layer) for layer in pattern], None, []
         weights = weights if isinstance(weights, list) else _unstack(weights)
-        states = states if isinstance(states, list) else [None] * len(weights)
+        states = [None] * len(weights) if states is None else states
         skips = compute.fp8_skips
         for i, (layer_weights, state) in enumerate(zip(weights, states, strict=True)):
             if not skips <= i < len(weights) - skips:
                 layer_weights = plain_weights(layer_weights)
+            layer = layers[i % len(layers)]
             x, update, keeps = layer(x, update, layer_weights, state)
             kept.append(keeps)
         return x, update, kept
 
     # the carry of a loop is written and read again: one array, not two
-    def added(x: jax.Array, w: Params, state: Any) -> tuple[jax.Array, Any]:
-        x, update, keeps = layer(x, None, w, state)
-        return x + update, keeps
+    def added(layer: Layer, x: jax.Array, w: Params) -> tuple[jax.Array, None]:
+        x, update, _ = layer(x, None, w, None)
+        return x + update, None
 
-    run = checkpointed(added, prevent_cse=False)
-    loop = functools.partial(lax.scan, lambda x, part: run(x, *part))
-    if compute.matmul != "fp8" or not compute.fp8_skips:
-        x, kept = loop(x, (weights, states))
-        return x, None, kept
-    # three loops: what the first and the last run over is not in fp8
-    first, middle, last = _split_ends(weights, compute.fp8_skips)
-    for part in (plain_weights(first), middle, plain_weights(last)):
-        x, _ = loop(x, (part, None))
+    runs = [checkpointed(functools.partial(added, layer), prevent_cse=False) for layer in pattern]
+    if len(pattern) > 1:
+        return _through_periods(runs, x, weights, compute), None, None
+    parts = [weights]
+    if compute.matmul == "fp8" and compute.fp8_skips:
+        # three loops: what the first and the last run over is not in fp8
+        first, middle, last = _split_ends(weights, compute.fp8_skips)
+        parts = [plain_weights(first), middle, plain_weights(last)]
+    for part in parts:
+        x, _ = lax.scan(runs[0], x, part)
     return x, None, None
 
 
-def prepare_weights(layers: Params, layouts: ActivationLayouts, compute: Compute) -> Params:
-    """The stacked weights of all layers, ready for the loop.
+def _through_periods(
+    runs: Sequence[Any], x: jax.Array, weights: Any, compute: Compute
+) -> jax.Array:
+    """x through layers of several kinds: a loop over full periods of the pattern, then the rest."""
+    if compute.matmul == "fp8":
+        raise MeshwrightError(
+            f"fp8 matmuls in a loop over layers of {len(runs)} kinds are not supported; unroll the "
+            "layers (--compute.layers unroll)"
+        )
+
+    def period(x: jax.Array, part: Params) -> tuple[jax.Array, None]:
+        for run, w in zip(runs, _unstack(part), strict=True):
+            x, _ = run(x, w)
+        return x, None
+
+    periods, rest = weights
+    if periods:
+        x, _ = lax.scan(period, x, periods)
+    for run, w in zip(runs, rest, strict=False):
+        x, _ = run(x, w)
+    return x
+
+
+def by_period(weights: Params, period: int) -> tuple[Params, list[Params]]:
+    """Stacked weights [layers, ..] as [periods, period, ..], and those of the layers left over."""
+    leaves, treedef = jax.tree.flatten(weights)
+    layers = leaves[0].shape[0]
+    full = layers // period * period
+    parts = [lax.split(leaf, (full, layers - full), axis=0) for leaf in leaves]
+
+    def folded(part: jax.Array) -> jax.Array:
+        spec = spec_of(part)
+        shape = (full // period, period, *part.shape[1:])
+        return jnp.reshape(part, shape, out_sharding=P(None, None, *spec[1:]))
+
+    periods = jax.tree.unflatten(treedef, [folded(part) for part, _ in parts]) if full else {}
+    rest = jax.tree.unflatten(treedef, [part for _, part in parts])
+    return periods, _unstack(rest) if full < layers else []
+
+
+def prepare_weights(layers: Params, specs: Params, compute: Compute) -> Params:
+    """The weights of layers, stacked or of one, ready for use.
 
     Matrices are cast while they are sharded. Vectors (norms, biases) are small and replicated:
-    marked here, their gradients are reduced once for all layers, after the loop.
+    marked here, their gradients are reduced once for all layers, after the loop. `specs` describe
+    the arrays of the stack; those that are merged for serving are matrices.
     """
 
-    def ready(name: str, w: jax.Array) -> Any:
-        match name:
-            case "norm" | "bo":
-                return along_residual(w, layouts)
-            case "bq" | "bk" | "bv":
-                return all_gather(w, split_axes(layouts.heads.partitions[:2]))
-            case "q_norm" | "k_norm":
-                return all_gather(w, split_axes(layouts.heads.partitions))
-            case _ if isinstance(w, Quantized):
-                return w
-            case _:
-                w = w.astype(compute.dtype)
-                return weight_in_fp8(w) if compute.matmul == "fp8" else w
+    def ready(w: Any, spec: ArraySpec | None) -> Any:
+        if spec is not None and spec.activation == "residual":
+            return along_residual(w, compute.layouts)
+        if spec is not None and spec.activation:  # stored as the activation is split
+            axes = getattr(compute.layouts, spec.activation).partitions
+            return all_gather(w, split_axes(axes[: len(axes) - spec.ndim + spec.is_stacked]))
+        if isinstance(w, Quantized):
+            return w
+        w = w.astype(compute.dtype)
+        return weight_in_fp8(w) if compute.matmul == "fp8" else w
 
     return {
-        block: {name: ready(name, w) for name, w in arrays.items()}
+        block: {name: ready(w, specs[block].get(name)) for name, w in arrays.items()}
         for block, arrays in layers.items()
     }
+
+
+def along_residual(vector: jax.Array, layouts: ActivationLayouts) -> jax.Array:
+    """A vector over embed, split as the residual stream is, and replicated over its tokens' axes.
+
+    It is stored whole, whatever splits the residual stream.
+    """
+    *tokens, embed_axes = layouts.residual.partitions
+    vector = reshard(vector, P(*(None,) * (vector.ndim - 1), embed_axes))
+    return all_gather(vector, split_axes(tokens))
 
 
 def _unstack(weights: Params) -> list[Params]:
@@ -134,44 +193,48 @@ def _split_ends(weights: Params, ends: int) -> tuple[Params, Params, Params]:
     return first, middle, last
 
 
-def along_residual(vector: jax.Array, layouts: ActivationLayouts) -> jax.Array:
-    """A vector over embed, split as the residual stream is."""
-    *tokens, embed_axes = layouts.residual.partitions
-    vector = reshard(vector, P(*(None,) * (vector.ndim - 1), embed_axes))
-    return all_gather(vector, split_axes(tokens))
-
-
 def enter(
-    x: jax.Array,
-    update: jax.Array | None,
-    scale: jax.Array,
-    name: str,
-    eps: float,
-    compute: Compute,
+    x: jax.Array, update: jax.Array | None, w: Params, norm: NormKind, name: str, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
-    """A block's first step: `x + update`, by name, and its norm."""
+    """A block's first step: `x + update`, by name, and its norm; `w` are the block's arrays."""
     if update is not None:
         x = checkpoint_name(x + update, name)
     elif compute.remat == OFFLOAD:  # an argument: saved where it is, unless named
         x = checkpoint_name(x, name)
-    return x, checkpoint_name(rms_norm(x, scale, eps), "normed")
+    return x, norm_before(x, w, norm)
 
 
-def last_norm(x: jax.Array, update: jax.Array | None, scale: jax.Array, eps: float) -> jax.Array:
-    """The norm of `x + update`, after the last layer of a stack."""
-    return rms_norm(x if update is None else x + update, scale, eps)
+def norm_before(x: jax.Array, w: Params, norm: NormKind) -> jax.Array:
+    """What a block reads: the norm of the residual stream, or itself where there is none before."""
+    if "norm" not in w:
+        return x
+    return checkpoint_name(normalize(x, w["norm"], norm, w.get("norm_bias")), "normed")
+
+
+def norm_after(update: jax.Array, w: Params, norm: NormKind) -> jax.Array:
+    """What a block adds: its output, or the norm of that."""
+    if "post_norm" not in w:
+        return update
+    update = checkpoint_name(update, "output")  # the gradient of the norm needs it
+    return normalize(update, w["post_norm"], norm, w.get("post_norm_bias"))
+
+
+def last_norm(
+    x: jax.Array, update: jax.Array | None, params: Params, norm: NormKind, compute: Compute
+) -> jax.Array:
+    """The norm of `x + update`, after the last layer of a stack that has these params."""
+    x = x if update is None else x + update
+    scale = along_residual(params["norm"], compute.layouts)
+    if not norm.bias:
+        return normalize(x, scale, norm)
+    return normalize(x, scale, norm, along_residual(params["norm_bias"], compute.layouts))
 
 
 def enter_attention(
-    x: jax.Array,
-    update: jax.Array | None,
-    scale: jax.Array,
-    name: str,
-    eps: float,
-    compute: Compute,
+    x: jax.Array, update: jax.Array | None, w: Params, norm: NormKind, name: str, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
     """x with the update, and its norm as the projections to heads take it."""
-    x, normed = enter(x, update, scale, name, eps, compute)
+    x, normed = enter(x, update, w, norm, name, compute)
     return x, all_gather(normed, compute.layouts.all_gathered(compute.layouts.heads))
 
 
@@ -199,7 +262,7 @@ def project(
 ) -> jax.Array:
     """The product of x [batch, length, embed] and a weight, sharded as `target`."""
     layouts = compute.layouts
-    out = partial_sums(layouts.beside_weight(target), layouts.summed)
+    out = partial_sums(target, layouts.summed)
     y = _multiply(dims, x, weight, out, compute, **options)
     return _scaled(reduce_to(y, layouts.summed, target), weight)
 
@@ -212,52 +275,78 @@ def attention_output(mixed: jax.Array, w: Params, compute: Compute) -> jax.Array
     """What heads [batch, length, heads, head_dim] add to the residual stream."""
     layouts = compute.layouts
     over = layouts.axes(layouts.heads)
-    if layouts.stationary:
-        mixed = reshard(mixed, layouts.beside_weight(layouts.heads))
     weight = gather_weight(w["wo"], compute)
     out = _multiply("blhd,hde->ble", mixed, weight, partial_sums(layouts.block, over), compute)
     return _scaled(reduce_to(out, over, layouts.residual), weight)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 def mlp(
     x: jax.Array,
     update: jax.Array | None,
     w: Params,
-    eps: float,
+    norm: NormKind,
     compute: Compute,
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    activation: str = "silu",
 ) -> tuple[jax.Array, jax.Array]:
-    """x with the update, and the next update.
+    """x with the update, and the next update."""
+    x, normed = enter(x, update, w, norm, "middle", compute)
+    return x, norm_after(feed_forward(normed, w, compute, activation), w, norm)
+
+
+def feed_forward(
+    normed: jax.Array, w: Params, compute: Compute, activation: str = "silu"
+) -> jax.Array:
+    """The mlp of what `norm_before` gives.
 
     With a weight `gate` the activation of its product multiplies that of `up`; without, the mlp is
-    the activation between `up` and `down`. `gate_up` [embed, 2, mlp] is both in one.
+    the activation between `up` and `down`. `gate_up` [embed, 2, mlp] is both in one. Each may have
+    a bias.
     """
     layouts = compute.layouts
     over, inputs_over = layouts.axes(layouts.mlp), layouts.all_gathered(layouts.mlp)
     names = [name for name in ("gate_up", "gate", "up") if name in w]
-    x, normed = enter(x, update, w["norm"], "middle", eps, compute)
+    biased = [name for name in ("gate", "up") if f"{name}_bias" in w]
     weights = [gather_weight(w[name], compute) for name in (*names, "down")]
+    biases = [w[f"{name}_bias"].astype(compute.dtype) for name in biased]
 
-    def forward(target: P, normed: jax.Array, *weights: Any) -> Any:
-        *first, down = weights
+    def forward(target: P, normed: jax.Array, *arrays: Any) -> Any:
+        *first, down = arrays[: len(weights)]
+        bias_of = dict(zip(biased, arrays[len(weights) :], strict=True))
         normed = all_gather(normed, inputs_over)  # [batch, length, embed]
-        hidden = [
-            checkpoint_name(_to_mlp(normed, weight, compute), name)
-            for name, weight in zip(names, first, strict=True)
-        ]
-        if names == ["gate_up"]:
-            hidden = [hidden[0][:, :, 0], hidden[0][:, :, 1]]
-        gated = activation(hidden[0])
-        activated = checkpoint_name(gated * hidden[1] if len(hidden) == 2 else gated, "activated")
+
+        def hidden(name: str, weight: Weight) -> list[jax.Array]:
+            y = _to_mlp(normed, weight, compute)
+            parts = [y[:, :, 0], y[:, :, 1]] if name == "gate_up" else [y]
+            of = ("gate", "up") if name == "gate_up" else (name,)
+            return [
+                checkpoint_name(add_bias(part, bias_of[one]) if one in bias_of else part, one)
+                for one, part in zip(of, parts, strict=True)
+            ]
+
+        *gates, up = itertools.chain.from_iterable(map(hidden, names, first))
+        gated = ACTIVATIONS[activation](gates[0] if gates else up)
+        activated = checkpoint_name(gated * up if gates else gated, "activated")
         out = _multiply("blm,me->ble", activated, down, partial_sums(layouts.block, over), compute)
         return _scaled(reduce_to(out, over, target), down)
 
     if not compute.mlp_chunk:
-        return x, forward(layouts.residual, normed, *weights)
-    # all-reduced, since a chunk's tokens are not those that tp splits between blocks
-    chunk = functools.partial(forward, layouts.block)
-    out = over_chunks(chunk, reshard(normed, layouts.block), weights, compute.mlp_chunk)
-    return x, reshard(out, layouts.residual)
+        out = forward(layouts.residual, normed, *weights, *biases)
+    else:  # all-reduced, since a chunk's tokens are not those that tp splits between blocks
+        chunk = functools.partial(forward, layouts.block)
+        inputs = reshard(normed, layouts.block)
+        out = over_chunks(chunk, inputs, [*weights, *biases], compute.mlp_chunk)
+        out = reshard(out, layouts.residual)
+    if "down_bias" in w:
+        out = add_bias(out, w["down_bias"].astype(out.dtype))
+    return out
 
 
 def _to_mlp(h: jax.Array, weight: Weight, compute: Compute) -> jax.Array:

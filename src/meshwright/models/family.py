@@ -6,28 +6,16 @@ from typing import Any
 
 from meshwright.layouts import Rules
 from meshwright.models.huggingface import HfModel
+from meshwright.models.loss import LossSums
 from meshwright.models.work import Stack
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """How prefill and decode call `forward`: see models/generation.py."""
-
-    rules: Callable[[], Rules]
-    compute: Callable[[Any], Any]
-    """params → Compute of a decode step."""
-    start: Callable[..., Any]
-    """(params, prompts [batch, length], lengths [batch], config, room) → batch, state, Compute."""
-    cached_numbers: Callable[[Any], int]
-    """config → numbers that the cache holds for each token."""
-    serving: "Serving | None" = None
-    """None: an engine cannot serve it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
     """What an engine needs for its steps over pages: see serve/programs.py."""
 
+    rules: Callable[[], Rules]
+    """How the weights are stored, and how the activations of a step are split."""
     weights: Callable[..., Any]
     """(params, config, dtype, release) → weights for steps, their layers in a list."""
     layers: Callable[[Any], int]
@@ -43,6 +31,10 @@ class Serving:
     """(config, prompt) → the tokens that the decoder begins with."""
     biased: bool = False
     """Whether attention to the decoder's own tokens adds a bias to scores."""
+    window: Callable[[Any], int | None] = lambda config: None
+    """config → the sliding window of some layer, None if none has one."""
+    softcapped: Callable[[Any], bool] = lambda config: False
+    """config → whether some layer caps scores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +69,8 @@ class ModelFamily:
     """The arrays of a batch, each [micro-batches, batch, length]."""
     objectives: tuple[str, ...]
     """Training objectives (see data/objectives.py), the default first."""
-    loss: Callable[..., Any]
-    """(params, batch, scale, config, compute, LossConfig) → scaled loss, summed entropy."""
+    loss: Callable[..., LossSums]
+    """(params, batch, scale, config, compute, LossConfig) → LossSums of a micro-batch."""
     forward: Callable[..., Any]
     """(params, batch, config, compute, state=None) → hidden [batch, length, embed], state.
 
@@ -102,7 +94,12 @@ class ModelFamily:
     to_dict: Callable[[Any], dict[str, Any]]
     from_dict: Callable[[Mapping[str, Any]], Any]
     hugging_face: HuggingFace
-    generation: Generation | None = None
+    serving: Serving | None = None
+    """None: it cannot generate text."""
+    longer: Callable[[Any, int], tuple[str, ...]] = lambda config, seq: ()
+    """(config, sequence length) → changes for `override` by which positions reach so far.
+
+    Empty where they cannot."""
     keys_seen: Callable[[Any, Mapping[str, Any]], Any] | None = None
     """(config, batch) → keys that a query attends to within its document and window, on average.
 

@@ -1,6 +1,7 @@
-"""The LM head: logits, and the loss of next tokens fused with it."""
+"""What a loss returns; the LM head: logits, and the loss of next tokens fused with it."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,15 @@ from jax.sharding import reshard
 from meshwright.errors import MeshwrightError
 from meshwright.models.blocks import project
 from meshwright.models.compute import Compute
-from meshwright.ops import Quantized, all_gather, cross_entropy, current_platform, tie_gradients
+from meshwright.ops import (
+    IGNORED,
+    Quantized,
+    add_bias,
+    all_gather,
+    cross_entropy,
+    current_platform,
+    tie_gradients,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +39,61 @@ class LossConfig:
             raise MeshwrightError(f"loss.chunk={self.chunk} must be at least 1")
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A sum over a micro-batch and what it is divided by; over micro-batches both are added."""
+
+    sum: jax.Array
+    count: jax.Array | None = None  # None: the number of targets
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExtraLoss:
+    """A loss beside that of the targets, summed over a micro-batch, and its weight."""
+
+    sum: jax.Array
+    weight: float | jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossSums:
+    """What `loss` of a family returns for a micro-batch; every array is a scalar.
+
+    What is differentiated is `scaled` plus, of each extra loss, weight × scale × sum.
+    """
+
+    scaled: jax.Array  # `scale` × the summed loss of the targets
+    count: jax.Array  # number of targets
+    metrics: Mapping[str, Metric]
+    extra: Mapping[str, ExtraLoss] = dataclasses.field(default_factory=dict)
+
+    def total(self, scale: jax.Array) -> jax.Array:
+        """What is differentiated."""
+        weighted = (one.weight * scale * one.sum for one in self.extra.values())
+        return sum(weighted, start=self.scaled)
+
+    @property
+    def reported(self) -> dict[str, Metric]:
+        """The metrics, and each extra loss per target and without its weight."""
+        return {**self.metrics, **{name: Metric(one.sum) for name, one in self.extra.items()}}
+
+
+def target_count(targets: jax.Array) -> jax.Array:
+    """How many targets count in the loss."""
+    return jnp.sum((targets != IGNORED).astype(jnp.int32))
+
+
 @dataclasses.dataclass(frozen=True)
 class LmHead:
     """The weight of the LM head as it is stored, padding included."""
 
     weight: Any  # [embed, vocab], or [vocab, embed] if it is the embedding
     tied: bool
+    bias: jax.Array | None = None  # [vocab]
+    softcap: float | None = None  # logits x become softcap · tanh(x / softcap)
 
     def all_gathered(self, compute: Compute) -> Any:
         """The weight in the dtype of matmuls, as a matmul takes it."""
@@ -43,6 +101,10 @@ class LmHead:
             return self.weight
         weight = self.weight.astype(compute.dtype)
         return all_gather(weight, compute.layouts.weight_axes, table=True)
+
+    def all_gathered_bias(self, compute: Compute) -> jax.Array | None:
+        """The bias, replicated over the axes that split tokens."""
+        return None if self.bias is None else all_gather(self.bias, compute.layouts.token_axes)
 
 
 def lm_logits(x: jax.Array, head: LmHead, vocab: int, compute: Compute) -> jax.Array:
@@ -53,6 +115,10 @@ def lm_logits(x: jax.Array, head: LmHead, vocab: int, compute: Compute) -> jax.A
         all_gather(x, layouts.all_gathered(layouts.logits)), head.all_gathered(compute),
         layouts.logits, compute, preferred_element_type=jnp.float32,
     )  # fmt: skip
+    if head.bias is not None:
+        logits = add_bias(logits, head.bias.astype(logits.dtype))
+    if head.softcap is not None:
+        logits = head.softcap * jnp.tanh(logits / head.softcap)
     if logits.shape[2] == vocab:
         return logits
     # without padding the vocabulary is not divisible, so every device gets all of it
@@ -67,15 +133,15 @@ def next_token_loss(
     vocab: int,
     compute: Compute,
     loss: LossConfig,
-) -> tuple[jax.Array, jax.Array]:
-    """Of hidden states [batch, length, embed]: `scale` × the summed loss, and the summed entropy.
+) -> LossSums:
+    """The loss of hidden states [batch, length, embed]; the metric `loss` is their entropy.
 
     Targets are [batch, length], in the same order; `vocab` is the vocabulary without padding.
     """
     layouts = compute.layouts
     with jax.named_scope("loss"):
         hidden, weight = _all_gathered(hidden, head, compute)
-        return cross_entropy(
+        scaled, entropy = cross_entropy(
             all_gather(hidden, layouts.axes(layouts.logits)),
             weight,
             targets,
@@ -84,7 +150,10 @@ def next_token_loss(
             chunk=loss.chunk,
             tied=head.tied,
             vocab=vocab,
+            bias=head.all_gathered_bias(compute),
+            softcap=head.softcap,
         )
+    return LossSums(scaled, target_count(targets), {"loss": Metric(entropy)})
 
 
 def _all_gathered(hidden: jax.Array, head: LmHead, compute: Compute) -> Any:

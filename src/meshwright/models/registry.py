@@ -1,7 +1,6 @@
 """The model families, and models by name, by file and by config."""
 
 import contextlib
-import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from meshwright.arithmetic import first_repeated
 from meshwright.errors import MeshwrightError, UnsupportedModelError, did_you_mean
 from meshwright.models.decoder import DECODER
-from meshwright.models.family import Generation, ModelFamily
+from meshwright.models.family import ModelFamily, Serving
 from meshwright.models.huggingface import (
     OnRead,
     load_folder,
@@ -30,19 +29,9 @@ PRESETS: dict[str, Any] = {
 }
 
 
-@functools.lru_cache(maxsize=256)
 def layer_counts(config: Any) -> tuple[int, ...]:
     """Layers of each stack of a model."""
-    family = family_of(config)
-    counts = []
-    for stack in family.work(config):
-        arrays = family.arrays(config)
-        for key in stack.path:
-            arrays = arrays[key]
-        while isinstance(arrays, Mapping):
-            arrays = next(iter(arrays.values()))
-        counts.append(arrays.shape[0])
-    return tuple(counts)
+    return tuple(stack.layers for stack in family_of(config).work(config))
 
 
 def layer_count(config: Any) -> int:
@@ -59,12 +48,12 @@ def family_of(config: Any) -> ModelFamily:
     raise MeshwrightError(f"{config!r} is not the config of a model; give one of {names}")
 
 
-def generation_of(config: Any) -> Generation:
-    """How the model generates; an error for one that cannot yet."""
+def serving_of(config: Any) -> Serving:
+    """What an engine needs to know of a model; an error for one that cannot generate yet."""
     family = family_of(config)
-    if family.generation is None:
+    if family.serving is None:
         raise MeshwrightError(f"models of the family {family.name!r} cannot generate text yet")
-    return family.generation
+    return family.serving
 
 
 def preset(name: str) -> Any:
@@ -80,8 +69,13 @@ _MIXTURES = re.compile(
     r"|[0-9]+x[0-9]+b|-a[0-9.]+b"
 )
 _OTHERS = re.compile(
-    r"gemma|gpt|phi|falcon|opt-|bloom|pythia|bert|mamba|jamba|rwkv|olmo|cohere|command-r|starcoder"
-    r"|stablelm|smollm|glm|granite|mpt|yi-|internlm|baichuan|palm|bart|pegasus|byt5|mt5|ul2|nemotron"
+    r"gemma-[0-9]+b|gemma-3n|phi-[12]|falcon|bloom|bert|mamba|jamba|rwkv|olmo-1|cohere|command-r"
+    r"|starcoder|stablelm|smollm|glm|mpt|yi-|internlm|baichuan|palm|bart|pegasus|byt5|mt5|ul2"
+    r"|nemotron"
+)
+# of an architecture that is supported, without a preset
+_WITHOUT_PRESET = re.compile(
+    r"gpt2|gpt-j|gpt-neox|pythia|opt-|phi-[34]|olmo-2|granite-[23]|smollm3|gemma-[23]-"
 )
 
 
@@ -92,6 +86,11 @@ def _unknown(name: str) -> str:
         return f"model {name!r} is not a preset; did you mean {last!r}?"
     if _MIXTURES.search(last):
         return f"model {name!r} is a mixture of experts, which no model family here supports yet"
+    if _WITHOUT_PRESET.match(last):
+        return (
+            f"model {name!r} has no preset; its architecture is supported: give its Hugging Face "
+            "config.json, or a folder that holds one"
+        )
     if _OTHERS.match(last):
         known = ", ".join(arch for family in FAMILIES for arch in family.hugging_face.architectures)
         return f"model {name!r} is of no architecture that is supported; these are {known}"

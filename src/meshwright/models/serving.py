@@ -21,23 +21,25 @@ Merge = Callable[..., jax.Array]
 Merged = Mapping[str, tuple[tuple[str, ...], Merge]]
 """A name to the weights that it is made of, and how."""
 
-# dims that a matmul sums over
-_INPUTS = {"wqkv": 1, "wkv": 1, "wq": 1, "wo": 2, "gate_up": 1, "up": 1, "down": 1}
-
 
 def unstacked(
-    stacked: Params, merged: Mapping[str, Merged], dtype: str | None, release: bool
+    stacked: Params,
+    specs: Params,
+    merged: Mapping[str, Merged],
+    dtype: str | None,
+    release: bool,
 ) -> list[Params]:
     """The weights of each layer; with `release`, arrays that were copied are deleted.
 
-    `merged` says by block which weights become one. `dtype` is that of quantized weights: int8 or
-    fp8.
+    `specs` describe the stacked arrays. `merged` says by block which weights become one. `dtype` is
+    that of quantized weights: int8 or fp8.
     """
     count = jax.tree.leaves(stacked)[0].shape[0]
     layers: list[Params] = [{block: {} for block in stacked} for _ in range(count)]
 
-    def move(block: str, name: str, arrays: tuple[jax.Array, ...], merge: Merge) -> None:
-        inputs = _INPUTS.get(name, 0) if dtype else 0
+    def move(block: str, name: str, parts: tuple[str, ...], merge: Merge) -> None:
+        arrays = tuple(stacked[block][part] for part in parts)
+        inputs = specs[block][parts[0]].inputs if dtype else 0
         for index, layer in enumerate(layers):
             layer[block][name] = _layer(jnp.int32(index), arrays, merge, inputs, dtype)
         if release:
@@ -46,11 +48,15 @@ def unstacked(
                 array.delete()
 
     for block, arrays in stacked.items():
-        left = dict(arrays)
-        for name, (parts, merge) in merged.get(block, {}).items():
-            move(block, name, tuple(left.pop(part) for part in parts), merge)
-        for name, array in left.items():
-            move(block, name, (array,), _same)
+        into = {  # a model may lack some: an mlp that is not gated has no gate
+            name: made for name, made in merged.get(block, {}).items() if {*made[0]} <= {*arrays}
+        }
+        for name, (parts, merge) in into.items():
+            move(block, name, parts, merge)
+        gone = {part for parts, _ in into.values() for part in parts}
+        for name in arrays:
+            if name not in gone:
+                move(block, name, (name,), _same)
     return layers
 
 

@@ -15,10 +15,13 @@ class Attention:
     """Attention of a block: its mask, and where keys and values come from."""
 
     mask: Mask
+    """Of layers that differ, the one that sees most."""
     keys_from: str = ""
     """The batch field whose sequence gives keys and values; its own if empty."""
     biased: bool = False
     """Whether a bias is added to the scores, which not every kernel can."""
+    masks: tuple[tuple[Mask, int], ...] = ()
+    """Each mask, and how many layers have it, where they differ."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +46,22 @@ class Stack:
     field: str
     """The batch field of the sequence."""
     blocks: tuple[Block, ...]
+    layers: int
+    """How many there are."""
 
 
-def attention_block(attention: Attention, name: str = "attention", enters: str = "input") -> Block:
+def attention_block(
+    attention: Attention,
+    name: str = "attention",
+    enters: str = "input",
+    norm_places: str = "before",
+) -> Block:
     """Attention as `blocks` and the families compute it; `enters` names the residual stream."""
     heads, kv_heads = "heads head_dim", "kv_heads head_dim"
     return Block(
         name,
         saved={
-            enters: "embed", "normed": "embed", "q": heads, "k": kv_heads, "v": kv_heads,
+            enters: "embed", **_norms(norm_places), "q": heads, "k": kv_heads, "v": kv_heads,
             "attention": heads,
         },
         outputs={"wq": "q", "wk": "k", "wv": "v", "wo": "middle"},
@@ -59,11 +69,21 @@ def attention_block(attention: Attention, name: str = "attention", enters: str =
     )  # fmt: skip
 
 
-def mlp_block(gated: bool = True) -> Block:
+def mlp_block(gated: bool = True, norm_places: str = "before") -> Block:
     """The mlp of `blocks`."""
     first = ("gate", "up") if gated else ("up",)
     return Block(
         "mlp",
-        saved={"middle": "embed", "normed": "embed", **dict.fromkeys((*first, "activated"), "mlp")},
+        saved={
+            "middle": "embed",
+            **_norms(norm_places),
+            **dict.fromkeys((*first, "activated"), "mlp"),
+        },
         outputs={**{name: name for name in first}, "down": ""},
     )
+
+
+def _norms(places: str) -> dict[str, str]:
+    """What norms before and after a block save."""
+    before = {} if places == "after" else {"normed": "embed"}
+    return before | ({} if places == "before" else {"output": "embed"})

@@ -24,16 +24,16 @@ from meshwright.ops.fp8 import (
     weight_in_fp8,
 )
 from meshwright.ops.mosaic import switched_on
-from meshwright.ops.norms import add_bias, rms_norm
+from meshwright.ops.norms import NORMS, NormKind, add_bias, normalize, rms_norm
 from meshwright.ops.quantized import QUANTIZED_DTYPES, Quantized, einsum, quantize, scaled
 from meshwright.ops.relative_bias import relative_bias, relative_bias_at
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, rotate
 
 __all__ = [
-    "COMPILER_OPTIONS", "IGNORED", "QUANTIZED_DTYPES", "SCALE", "Fp8Weight",
-    "LinearScaling", "Llama3Scaling", "Quantized", "Rope", "Scaling", "YarnScaling", "add_bias",
-    "all_gather", "cross_entropy", "current_platform", "drop_trivial_axes", "einsum", "embed",
-    "fp8_einsum", "keeps_logit_gradients", "nontrivial_axes",
+    "COMPILER_OPTIONS", "IGNORED", "NORMS", "QUANTIZED_DTYPES", "SCALE", "Fp8Weight",
+    "LinearScaling", "Llama3Scaling", "NormKind", "Quantized", "Rope", "Scaling", "YarnScaling",
+    "add_bias", "all_gather", "cross_entropy", "current_platform", "drop_trivial_axes", "einsum",
+    "embed", "fp8_einsum", "keeps_logit_gradients", "nontrivial_axes", "normalize",
     "over_chunks", "partial_sums", "plain_weights", "quantize", "reduce_to", "relative_bias",
     "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes", "stacks",
     "switched_on", "tie_gradients", "weight_in_fp8",

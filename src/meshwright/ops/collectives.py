@@ -155,21 +155,25 @@ def tie_gradients(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array
     """The identity; in the backward pass, each gradient waits for the other.
 
     A scheduler may delay what nothing waits for. Here the gradient of `x`, with which the backward
-    pass continues, waits for that of `weight`, so the inputs of the latter can be freed.
+    pass continues, waits for that of `weight`, so the inputs of the latter can be freed. A weight
+    that is not differentiated has none to wait for.
     """
     return x, weight
 
 
-def _identity(x: jax.Array, weight: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-    return (x, weight), None
+def _identity(x: Any, weight: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    # a residual must be made of arrays; whether it is None is known when the program is traced
+    return (x.value, weight.value), None if weight.perturbed else ()
 
 
-def _barrier(_: None, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _barrier(frozen: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
+    if frozen is not None:
+        return gradients[0], None
     x, weight = lax.optimization_barrier(gradients)
     return x, weight
 
 
-tie_gradients.defvjp(_identity, _barrier)
+tie_gradients.defvjp(_identity, _barrier, symbolic_zeros=True)
 
 
 def varying_like(x: jax.Array, *others: jax.Array) -> jax.Array:

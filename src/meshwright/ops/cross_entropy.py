@@ -37,15 +37,18 @@ def cross_entropy(
     chunk: int = 2048,
     tied: bool = False,
     vocab: int | None = None,
+    bias: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over tokens: `scale` times (entropy + z_loss · logsumexp²), and the entropy.
 
     `hidden` [batch, length, embed], `head` [embed, vocab] (`tied`: [vocab, embed]), `targets`
     [batch, length], IGNORED where they do not count. Only the first sum has a gradient. `chunk` is
     the number of tokens whose logits a device computes at a time. In a padded head only the first
-    `vocab` entries are tokens: the others have probability 0 and no gradient.
+    `vocab` entries are tokens: the others have probability 0 and no gradient. Logits are the
+    product plus `bias` [vocab], x, and with a softcap: softcap · tanh(x / softcap).
     """
-    hidden_type, head_type = (jax.typeof(x).sharding.spec for x in (hidden, head))
+    hidden_type = jax.typeof(hidden).sharding.spec
     targets_spec = drop_trivial_axes(spec_of(targets), nontrivial_axes())
     targets = jax.sharding.reshard(targets, targets_spec)
     tokens_over = split_axes(targets_spec.partitions)
@@ -54,15 +57,17 @@ def cross_entropy(
     tokens_of_head = None if vocab == head.shape[vocab_dim] else vocab
 
     def local(
-        hidden: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array
+        hidden: jax.Array, head: Any, targets: jax.Array, scale: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        fused = _fused(vocab_over, tokens_over, z_loss, chunk, tied, tokens_of_head)
+        fused = _fused(vocab_over, tokens_over, z_loss, chunk, tied, tokens_of_head, softcap)
         sums = fused(hidden, head, targets, scale)
         return tuple(lax.psum(part, tokens_over) for part in sums) if tokens_over else sums
 
-    specs = (hidden_type, head_type, targets_spec, jax.P())
+    head_arrays = (head,) if bias is None else (head, bias)
+    head_types = tuple(jax.typeof(x).sharding.spec for x in head_arrays)
+    specs = (hidden_type, head_types, targets_spec, jax.P())
     out = (jax.P(), jax.P())
-    return jax.shard_map(local, in_specs=specs, out_specs=out)(hidden, head, targets, scale)
+    return jax.shard_map(local, in_specs=specs, out_specs=out)(hidden, head_arrays, targets, scale)
 
 
 def keeps_logit_gradients(tokens: int, embed: int, item_bytes: int) -> bool:
@@ -82,10 +87,12 @@ def _fused(
     chunk: int,
     tied: bool,
     tokens_of_head: int | None,
+    softcap: float | None,
 ) -> Any:
     """The loss on one device, with its own backward pass.
 
-    `tokens_of_head`: number of entries of the head that are tokens, None if all are.
+    `tokens_of_head`: number of entries of the head that are tokens, None if all are. The head is a
+    tuple of its weight and, if it has one, its bias; so are its gradients.
     """
     to_logits = "te,ve->tv" if tied else "te,ev->tv"
     to_hidden = "tv,ve->te" if tied else "tv,ev->te"
@@ -100,13 +107,18 @@ def _fused(
         total = jnp.sum(jnp.exp(logits.astype(jnp.float32) - most[:, None]), axis=-1)
         return jnp.log(over_vocab(lax.psum, total)) + most
 
-    def one_chunk(h: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array) -> Any:
+    def one_chunk(h: jax.Array, head: Any, targets: jax.Array, scale: jax.Array) -> Any:
         """Sums of a chunk [tokens], and the gradient of its logits.
 
         Logits have the dtype of the matmul; everything computed from them is float32.
         """
-        vocab = head.shape[0 if tied else 1]
-        logits = jnp.einsum(to_logits, h, head)
+        weight, *bias = head
+        vocab = weight.shape[0 if tied else 1]
+        logits = jnp.einsum(to_logits, h, weight)
+        if bias:
+            logits += bias[0].astype(logits.dtype)[None]
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
         first = lax.axis_index(vocab_over) * vocab if vocab_over else 0
         if tokens_of_head is not None:
             entry = first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
@@ -126,6 +138,9 @@ def _fused(
         gradient = jnp.exp(logits.astype(jnp.float32) - normalizer[:, None]) * dnormalizer[:, None]
         # minus one at the target: a scatter, which costs less than a comparison everywhere
         below = jnp.exp(at_index - normalizer) * dnormalizer - counts * scale
+        if softcap is not None:  # the derivative of tanh; padding has no gradient anyway
+            gradient *= jnp.maximum(1 - (logits.astype(jnp.float32) / softcap) ** 2, 0)
+            below *= 1 - (at_index / softcap) ** 2
         gradient = gradient.astype(h.dtype)
         tokens = jnp.arange(targets.size)
         index = jnp.where(local, index, vocab)  # out of range: dropped
@@ -151,7 +166,7 @@ def _fused(
         return lax.pcast(x, missing, to="varying") if missing else x
 
     @jax.custom_vjp
-    def fused(hidden: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array) -> Any:
+    def fused(hidden: jax.Array, head: Any, targets: jax.Array, scale: jax.Array) -> Any:
         def step(sums: Any, part: Any) -> Any:
             more, _ = one_chunk(part[0], head, part[1], scale)
             return jax.tree.map(jnp.add, sums, more), None
@@ -159,16 +174,22 @@ def _fused(
         zero = varying(jnp.zeros(()), tokens_over)
         return lax.scan(step, (zero, zero), chunks(hidden, targets))[0]
 
-    def forward(hidden: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array) -> Any:
+    def forward(hidden: jax.Array, head: Any, targets: jax.Array, scale: jax.Array) -> Any:
         h, t = chunks(hidden, targets)
         kept = keeps_logit_gradients(t.size, hidden.shape[-1], hidden.dtype.itemsize)
         whole = kept and current_platform() != "tpu"
         by_chunks = head_gradient_at_once if whole else head_gradient_by_chunks
         sums, head_gradient, hidden_gradient = by_chunks(h, head, t, scale)
         tokens = hidden_gradient.reshape(-1, hidden.shape[-1])[: targets.size]
-        return sums, (tokens.reshape(hidden.shape), head_gradient.astype(head.dtype))
+        head_gradients = tuple(g.astype(x.dtype) for g, x in zip(head_gradient, head, strict=True))
+        return sums, (tokens.reshape(hidden.shape), head_gradients)
 
-    def head_gradient_at_once(h: jax.Array, head: jax.Array, t: jax.Array, scale: Any) -> Any:
+    def bias_gradient(head: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
+        """Of gradients [.., vocab] of logits; empty for a head without bias."""
+        axes = tuple(range(gradient.ndim - 1))
+        return (jnp.sum(gradient, axis=axes, dtype=jnp.float32),) if len(head) > 1 else ()
+
+    def head_gradient_at_once(h: jax.Array, head: Any, t: jax.Array, scale: Any) -> Any:
         """The sums, and the gradients of head and hidden [chunks, tokens, embed].
 
         The gradient of the head is one matmul over all tokens.
@@ -176,7 +197,7 @@ def _fused(
 
         def step(sums: Any, part: Any) -> Any:
             more, gradient = one_chunk(part[0], head, part[1], scale)
-            hidden_gradient = jnp.einsum(to_hidden, gradient, head)
+            hidden_gradient = jnp.einsum(to_hidden, gradient, head[0])
             return jax.tree.map(jnp.add, sums, more), (gradient, hidden_gradient)
 
         zero = varying(jnp.zeros(()), tokens_over)
@@ -187,9 +208,10 @@ def _fused(
         else:
             sums, (gradients, hidden_gradient) = lax.scan(step, start, (h, t))
         operands = (gradients, h) if tied else (h, gradients)
-        return sums, jnp.einsum(to_head, *(flat(x) for x in operands)), hidden_gradient
+        of_weight = jnp.einsum(to_head, *(flat(x) for x in operands))
+        return sums, (of_weight, *bias_gradient(head, gradients)), hidden_gradient
 
-    def head_gradient_by_chunks(h: jax.Array, head: jax.Array, t: jax.Array, scale: Any) -> Any:
+    def head_gradient_by_chunks(h: jax.Array, head: Any, t: jax.Array, scale: Any) -> Any:
         """The same, with the gradient of the head accumulated over chunks in float32."""
 
         def fold(i: Any) -> Any:
@@ -197,8 +219,9 @@ def _fused(
             chunk_hidden, targets = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (h, t))
             sums, gradient = one_chunk(chunk_hidden, head, targets, scale)
             operands = (gradient, chunk_hidden) if tied else (chunk_hidden, gradient)
-            head_gradient = jnp.einsum(to_head, *operands, preferred_element_type=jnp.float32)
-            return (sums, head_gradient), jnp.einsum(to_hidden, gradient, head)
+            of_weight = jnp.einsum(to_head, *operands, preferred_element_type=jnp.float32)
+            head_gradient = (of_weight, *bias_gradient(head, gradient))
+            return (sums, head_gradient), jnp.einsum(to_hidden, gradient, head[0])
 
         def step(i: Any, carry: Any) -> Any:
             (folded, hidden_gradient), (more, chunk_gradient) = carry, fold(i)
@@ -209,7 +232,7 @@ def _fused(
             # all chunks in the loop: logits outside of it would get memory of their own
             zero = varying(jnp.zeros(()), tokens_over)
             everywhere = (*tokens_over, *vocab_over)
-            head_sum = varying(jnp.zeros(head.shape, jnp.float32), everywhere)
+            head_sum = tuple(varying(jnp.zeros(x.shape, jnp.float32), everywhere) for x in head)
             carry, start = (((zero, zero), head_sum), varying(jnp.zeros_like(h), everywhere)), 0
         else:
             # start with the first chunk: zeros would cost a write and a read of the head
@@ -225,11 +248,11 @@ def _fused(
         hidden_gradient, head_gradient = gradients
         weight = cotangents[0]  # of the first sum; the entropy is only reported
         hidden_gradient = hidden_gradient * weight.astype(hidden_gradient.dtype)
-        head_gradient = head_gradient * weight.astype(head_gradient.dtype)
+        head_gradient = tuple(x * weight.astype(x.dtype) for x in head_gradient)
         if vocab_over:
             hidden_gradient = lax.pcast(hidden_gradient, vocab_over, to="unreduced")
         if tokens_over:
-            head_gradient = lax.pcast(head_gradient, tokens_over, to="unreduced")
+            head_gradient = tuple(lax.pcast(x, tokens_over, to="unreduced") for x in head_gradient)
         return hidden_gradient, head_gradient, None, None
 
     fused.defvjp(forward, backward)

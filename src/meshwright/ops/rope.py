@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.errors import MeshwrightError
+
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
@@ -49,9 +51,18 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 class Rope:
     theta: float = 10000.0
     scaling: Scaling | None = None
+    dims: int | None = None  # of a head, the first; None: all are rotated
+    interleaved: bool = False  # pairs are neighbours (GPT-J), not one of each half
+
+    def __post_init__(self) -> None:
+        if self.dims is not None and (self.dims < 2 or self.dims % 2):
+            raise MeshwrightError(
+                f"rotary embedding of {self.dims} dims: it rotates pairs, so it must be even"
+            )
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians per position, for each pair of a head: [head_dim / 2]."""
+        """Radians per position, for each pair of a head that is rotated: [head_dim / 2]."""
+        head_dim = self.dims or head_dim
         pair = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
         plain = 1.0 / self.theta**pair
         match self.scaling:
@@ -74,6 +85,13 @@ class Rope:
             return self.scaling.attention_factor
         return 1.0 if self.scaling.factor <= 1 else 0.1 * math.log(self.scaling.factor) + 1.0
 
+    def rotate(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        """x [.., head_dim] rotated by its `tables`."""
+        if self.dims is None or self.dims == x.shape[-1]:
+            return _neighbours(x, cos, sin) if self.interleaved else rotate(x, cos, sin)
+        rotated = dataclasses.replace(self, dims=None).rotate(x[..., : self.dims], cos, sin)
+        return jnp.concatenate([rotated, x[..., self.dims :]], axis=-1)
+
     def tables(self, positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
         """Cosines and sines for positions [batch, length]: [batch, length, 1, head_dim / 2]."""
         frequencies = jnp.asarray(self.frequencies(head_dim))
@@ -86,6 +104,14 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
+
+
+def _neighbours(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate pair i of each head, (x[2 i], x[2 i + 1]), by its angle."""
+    x32 = x.astype(jnp.float32)
+    first, second = x32[..., ::2], x32[..., 1::2]
+    rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.reshape(x.shape).astype(x.dtype)
 
 
 def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:

@@ -1,15 +1,13 @@
-"""Every mesh of a number of devices, and why one cannot run a job."""
+"""Every mesh of a number of devices, and the strategies of attention that serve one."""
 
 import dataclasses
 from collections.abc import Iterator
 
 from meshwright.arithmetic import divisors
 from meshwright.machines import Machine
-from meshwright.models import indivisible
 from meshwright.ops.attention import FLOPS_PER_BYTE, STRATEGIES, choose_strategy
 from meshwright.ops.attention import refusal as strategy_refusal
-from meshwright.planner import fsdp2
-from meshwright.planner.parts import split_of, standard_rules
+from meshwright.planner.parts import split_of
 from meshwright.planner.result import Choice, Job
 
 
@@ -18,15 +16,7 @@ def meshes(devices: int) -> Iterator[Choice]:
     for tp in divisors(devices):
         for sp in divisors(devices // tp):
             for dp in divisors(devices // (tp * sp)):
-                yield Choice(dp=dp, fsdp=devices // (tp * sp * dp), tp=tp, sp=sp)
-
-
-def refusal(job: Job, choice: Choice) -> str | None:
-    """Why sizes do not divide, in a sentence; None if they do."""
-    if job.backend == "torch":
-        return fsdp2.refusal(job, choice)
-    rules = standard_rules(job.model, choice.sequence_parallel)
-    return indivisible(job.model, rules, choice.sizes, job.batch, job.seq, choice.accumulation)
+                yield Choice({"dp": dp, "fsdp": devices // (tp * sp * dp), "tp": tp, "sp": sp})
 
 
 def with_strategy(job: Job, choice: Choice, machine: Machine) -> Choice:
@@ -34,7 +24,7 @@ def with_strategy(job: Job, choice: Choice, machine: Machine) -> Choice:
 
     A strategy that was named is kept, if it can serve.
     """
-    if choice.sp == 1:
+    if choice.size("sp") == 1:
         return choice
     split = dataclasses.replace(split_of(job, choice), flops_per_byte=flops_per_byte(machine))
     return dataclasses.replace(choice, strategy=choose_strategy(split, choice.strategy))
@@ -42,7 +32,7 @@ def with_strategy(job: Job, choice: Choice, machine: Machine) -> Choice:
 
 def strategies(job: Job, choice: Choice) -> tuple[str, ...]:
     """Every strategy that can serve a mesh; an error says why none can."""
-    if choice.sp == 1:
+    if choice.size("sp") == 1:
         return (choice.strategy,)
     split = split_of(job, choice)
     able = tuple(name for name in STRATEGIES if strategy_refusal(split, name) is None)

@@ -1,7 +1,7 @@
 """What a user says about the mesh that is to be chosen.
 
 >>> limits = parse("fsdp=*,tp<=8,sp=1")
->>> limits.allows(Choice(fsdp=64, tp=4)), limits.allows(Choice(fsdp=16, tp=16))
+>>> limits.allows(Choice.of(fsdp=64, tp=4)), limits.allows(Choice.of(fsdp=16, tp=16))
 (True, False)
 """
 
@@ -27,7 +27,7 @@ class Constraints:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of Choice
 
     def allows(self, choice: Choice) -> bool:
-        return all(_COMPARE[how](getattr(choice, axis), size) for axis, how, size in self.limits)
+        return all(_COMPARE[how](choice.sizes[axis], size) for axis, how, size in self.limits)
 
     def __str__(self) -> str:
         return ",".join(f"{axis}{how}{size}" for axis, how, size in self.limits)

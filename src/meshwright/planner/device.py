@@ -1,7 +1,6 @@
 """A device's share of a job: sizes of its model and activations, as numbers or as terms."""
 
 import functools
-import itertools
 import math
 from typing import NamedTuple
 
@@ -44,15 +43,15 @@ class Device:
         self.used = number(item_bytes(job.dtype), "bytes")
         self.float32 = number(4, "bytes")
         self.cached = number(1, "bytes") if choice.cache else self.used  # in a KV cache
-        self.tp = number(choice.tp, name="tp")
-        split = choice.tp * choice.fsdp * choice.sp
+        self.tp = number(choice.size("tp"), name="tp")
+        split = choice.size("tp", "fsdp", "sp")
         self.devices = number(split, "devices")
-        self.is_sharded = choice.fsdp * choice.sp > 1
+        self.is_sharded = choice.size("fsdp", "sp") > 1
         self.casts = item_bytes(job.param_dtype) != item_bytes(job.dtype)
         # a GPU's compiler frees a layer's cast weights as its gradients come, but in a loop, or if
         # gradients are sent
         is_loop = job.scan or choice.remat == OFFLOAD
-        alone = machine.chip.platform == "gpu" and split * choice.dp == 1
+        alone = machine.chip.platform == "gpu" and split * choice.size("dp") == 1
         self.frees_by_layer = alone and self.casts and not is_loop
         self.embed = number(sizes.embed)
         self.vocab = number(vocab(job, choice))
@@ -79,18 +78,44 @@ class DeviceStack:
         self.device, self.index, self.sizes = device, index, sizes
         self.layers = number(sizes.layers, "layers")
         self.weights = number(sizes.weights)
+        self.gradient_weights = number(sizes.gradient_weights)  # of a layer
         self.attention_weights = number(sizes.attention_weights)
-        self.length = device.job.lengths[sizes.field] // choice.sp
+        self.length = device.job.lengths[sizes.field] // choice.size("sp")
         self.tokens = number(device.sequences * self.length, "tokens")
-        saved = self._saved_by_layer() if device.job.kind == "train" else 0
-        self.offloaded = self.layers * saved if device.offloads else 0
-        layers = number(min(IN_FLIGHT, sizes.layers), "layers") if device.offloads else self.layers
-        self.saved = layers * saved + self.bias if device.job.kind == "train" else 0
+
+    @functools.cached_property
+    def _saved_layer(self) -> Number:
+        return self._saved_by_layer()
+
+    @property
+    def offloaded(self) -> Number:
+        """Bytes in the host's memory."""
+        return self.layers * self._saved_layer if self.device.offloads else 0
+
+    @property
+    def saved(self) -> Number:
+        """Bytes that all layers save for the backward pass, on the device."""
+        number, offloads = self.device.number, self.device.offloads
+        in_flight = min(IN_FLIGHT, self.sizes.layers)
+        layers = number(in_flight, "layers") if offloads else self.layers
+        return layers * self._saved_layer + self.bias
 
     @property
     def layer(self) -> Number:
         """Bytes of a layer's matrices, all-gathered."""
         return self.device.used * self.weights / self.device.tp
+
+    @property
+    def layer_gradients(self) -> Number:
+        """Bytes of the gradients of a layer's matrices, before they are scattered."""
+        return self.device.used * self.gradient_weights / self.device.tp
+
+    @property
+    def trained_weights(self) -> Number:
+        """Weights of all layers that are trained."""
+        if self.sizes.trained_weights == self.sizes.layers * self.sizes.gradient_weights:
+            return self.layers * self.gradient_weights
+        return self.device.number(self.sizes.trained_weights)
 
     @property
     def stream(self) -> Number:
@@ -101,12 +126,12 @@ class DeviceStack:
         """Bytes that a layer saves for the backward pass."""
         device, choice = self.device, self.device.choice
         groups = _saved_numbers(
-            device.sizes, self.index, device.job.remat[choice.remat], choice.tp,
+            device.sizes, self.index, device.job.remat[choice.remat], choice.size("tp"),
             choice.sequence_parallel, self._stored_by,
         )  # fmt: skip
         each: Number = 0
         for field, multiple, numbers, lse in groups:
-            length = round_up(device.job.lengths[field] // choice.sp, multiple)
+            length = round_up(device.job.lengths[field] // choice.size("sp"), multiple)
             of_token = device.used * device.number(numbers)
             if lse:
                 of_token = of_token + device.float32 * device.number(lse)
@@ -145,7 +170,7 @@ class DeviceStack:
         """Bytes that a layer's backward pass computes with: activations and their gradients."""
         device = self.device
         chunks = mlp_chunks(self.length, device.choice)
-        mlp = device.number(self.sizes.mlp.inner / device.choice.tp / chunks)
+        mlp = device.number(self.sizes.mlp.inner / device.choice.size("tp") / chunks)
         return device.used * self.tokens * (arrays * mlp + 4 * device.embed)
 
     @property
@@ -175,7 +200,7 @@ class DeviceStack:
                 continue
             ring = device.strategy in ("ring", "allgather")
             keys = split.part if ring else split.keys or split.length
-            heads = split.heads / (choice.sp if device.strategy == "ulysses" else 1)
+            heads = split.heads / (choice.size("sp") if device.strategy == "ulysses" else 1)
             numbers = device.number(device.sequences, "sequences") * device.number(
                 min(PLAIN_QUERIES, split.part if ring else split.length), "queries"
             )
@@ -193,7 +218,7 @@ class DeviceStack:
             case "ring":  # and the sums over ring steps, forward or backward, in float32
                 return (2 * used + 3 * float32) * keys + 5 * float32 * queries
             case "allgather":
-                return (used + float32) * keys * device.number(device.choice.sp, name="sp")
+                return (used + float32) * keys * device.number(device.choice.size("sp"), name="sp")
             case "ulysses":
                 return 3 * used * queries
             case _:
@@ -227,33 +252,6 @@ class DeviceStack:
         """
         device = self.device
         return device.used * self.tokens * (device.embed + self.heads(4, self.gpu_arrays[1]))
-
-
-class DeviceModel:
-    """A device's share of a model under a choice.
-
-    Stacks know the device, not the model: without a cycle, a search leaves nothing to collect.
-    """
-
-    def __init__(
-        self, job: Job, choice: Choice, machine: Machine, number: MakeNumber = plain
-    ) -> None:
-        self.device = device = Device(job, choice, machine, number)
-        sizes = device.sizes
-        self.stacks = [DeviceStack(device, i, stack) for i, stack in enumerate(sizes.stacks)]
-        self.last = self.stacks[-1]
-        tables = number(sizes.tables * vocab(job, choice) * sizes.embed)
-        # over the stacks up to each: what they save, and their weights on a device
-        self.saved_up_to = list(itertools.accumulate(stack.saved for stack in self.stacks))
-        weights = [stack.layers * stack.weights for stack in self.stacks]
-        layers = list(itertools.accumulate(weights))
-        self.layers_up_to = [each / device.devices for each in layers]
-        self.layers_and_tables = (layers[-1] + tables) / device.devices
-        self.layers, self.tables = self.layers_up_to[-1], tables / device.devices
-        # norms and biases; biases are split over tp with their heads
-        vectors = sizes.residual_vectors.numbers + sizes.other_vectors.numbers
-        of_heads = sizes.head_vectors.numbers + sizes.position_vectors.numbers
-        self.vectors = number(vectors + of_heads // choice.tp)
 
 
 class _Stored(NamedTuple):

@@ -45,9 +45,9 @@ def attention_slowdown(job: Job, choice: Choice, machine: Machine, index: int = 
 def _kernels(job: Job, choice: Choice, machine: Machine) -> tuple[Kernel, ...]:
     """Of each of splits_of, its slow kernel, and how much longer padding makes it take."""
     chip, strategy = machine.chip, strategy_of(job, choice)
-    if job.backend == "torch":  # flash attention of scaled_dot_product_attention
+    if job.schedule.fused_attention:  # scaled_dot_product_attention
         return ((None, 1.0),) * len(splits_of(job, choice))
-    key = choice.tp, choice.sp, strategy, chip.name
+    key = choice.size("tp"), choice.size("sp"), strategy, chip.name
     found: tuple[Kernel, ...] | None = job.kernels.get(key)
     if found is None:
         call = strategy, chip.platform, chip.device_kinds[0], job.dtype, job.attention

@@ -6,19 +6,22 @@ from collections.abc import Callable
 
 from meshwright.machines import Machine
 from meshwright.models import OFFLOAD
-from meshwright.planner.memory import ENGINE, memory
+from meshwright.planner.memory import memory
 from meshwright.planner.result import Choice, Job, Memory
+from meshwright.planner.schedules.engine import ENGINE
+from meshwright.planner.step import StepModel
 
 _MOST = 1 << 24
 
 
 def largest_batch(job: Job, choice: Choice, machine: Machine) -> int | None:
     """Sequences of a step without micro-batches, with the choice's remat; None if none fit."""
-    ranks = choice.dp * choice.fsdp
+    ranks = choice.size("dp", "fsdp")
     alone = dataclasses.replace(choice, accumulation=1)
 
     def fits(sequences: int) -> bool:
-        return _fits(memory(dataclasses.replace(job, batch=sequences * ranks), alone, machine), job)
+        larger = dataclasses.replace(job, batch=sequences * ranks)
+        return _fits(memory(StepModel(larger, alone, machine)), job)
 
     sequences = _most(fits)
     return sequences * ranks if sequences else None
@@ -26,14 +29,14 @@ def largest_batch(job: Job, choice: Choice, machine: Machine) -> int | None:
 
 def largest_seq(job: Job, choice: Choice, machine: Machine) -> int | None:
     """Tokens of a sequence, one on each data rank, with the remat that keeps least."""
-    ranks = choice.dp * choice.fsdp
-    unit = math.lcm(1024, 2 * choice.sp * choice.tp)
+    ranks = choice.size("dp", "fsdp")
+    unit = math.lcm(1024, 2 * choice.size("sp", "tp"))
     remat = least_kept(job, choice, machine)
     alone = dataclasses.replace(choice, accumulation=1, remat=remat)
 
     def fits(units: int) -> bool:
         longer = dataclasses.replace(job, batch=ranks, seq=units * unit)
-        return _fits(memory(longer, alone, machine), job)
+        return _fits(memory(StepModel(longer, alone, machine)), job)
 
     units = _most(fits)
     return units * unit if units else None

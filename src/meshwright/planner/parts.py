@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.arithmetic import divisors, round_up
 from meshwright.errors import MeshwrightError
 from meshwright.models import Attention, activation_layouts, describe_padding, family_of
-from meshwright.ops.attention import Split
+from meshwright.ops.attention import Mask, Split
 from meshwright.planner.result import Choice, Job
 from meshwright.planner.sizes import StackSizes
 
@@ -25,12 +25,12 @@ def item_bytes(dtype: str) -> int:
 
 def sequences(job: Job, choice: Choice) -> int:
     """Sequences of a micro-batch on a device."""
-    return job.batch // (choice.dp * choice.fsdp * choice.accumulation)
+    return job.batch // (choice.size("dp", "fsdp") * choice.accumulation)
 
 
 def length(job: Job, choice: Choice) -> int:
     """Tokens on a device of the sequence that meets the LM head."""
-    return job.lengths["tokens"] // choice.sp
+    return job.lengths["tokens"] // choice.size("sp")
 
 
 def tokens(job: Job, choice: Choice) -> int:
@@ -40,7 +40,7 @@ def tokens(job: Job, choice: Choice) -> int:
 
 def vocab(job: Job, choice: Choice) -> int:
     """The vocabulary in memory, padded to a multiple of tp."""
-    return round_up(job.model.vocab, choice.tp)
+    return round_up(job.model.vocab, choice.size("tp"))
 
 
 def padding(job: Job, choice: Choice) -> str | None:
@@ -57,15 +57,15 @@ def standard_rules(model: Any, sequence_parallel: bool = False) -> Any:
 def split_of(job: Job, choice: Choice) -> Split:
     """How the first attention of a model is split over sp; an error says why it cannot be."""
     splits = splits_of(job, choice)
-    return splits[0][2] if splits else _first_split(job, {"tp": choice.tp, "sp": choice.sp})
+    return splits[0][2] if splits else _first_split(job, choice.sizes)
 
 
 def splits_of(job: Job, choice: Choice) -> tuple[tuple[StackSizes, Attention, Split], ...]:
     """Every attention of a layer of each stack; an error says why sp cannot split it."""
-    key = choice.tp, choice.sp
+    key = choice.size("tp"), choice.size("sp")
     found: tuple[tuple[StackSizes, Attention, Split], ...] | None = job.splits.get(key)
     if found is None:
-        found = job.splits[key] = _splits(job, {"tp": choice.tp, "sp": choice.sp})
+        found = job.splits[key] = _splits(job, choice.sizes)
     return found
 
 
@@ -97,7 +97,7 @@ def strategy_of(job: Job, choice: Choice) -> str:
 
     `auto` depends on the machine: candidates.with_strategy makes it one of the others first.
     """
-    if choice.sp == 1:
+    if choice.size("sp") == 1:
         return "none"
     if choice.strategy == "auto":
         raise MeshwrightError(
@@ -123,9 +123,14 @@ def loss_chunks(job: Job, choice: Choice) -> tuple[int, int]:
 
 
 def keys_seen(attention: Attention, queries: int, keys: int) -> float:
-    """Keys that a query attends to, on average."""
-    mask = attention.mask.within(queries, keys)
-    if not mask.causal:
-        return keys
-    window = min(mask.window or keys, keys)
-    return window * (2 * keys - window) / keys / 2
+    """Keys that a query attends to, on average over queries and layers."""
+
+    def seen(mask: Mask) -> float:
+        mask = mask.within(queries, keys)
+        if not mask.causal:
+            return keys
+        window = min(mask.window or keys, keys)
+        return window * (2 * keys - window) / keys / 2
+
+    masks = attention.masks or ((attention.mask, 1),)
+    return sum(layers * seen(mask) for mask, layers in masks) / sum(n for _, n in masks)

@@ -13,31 +13,31 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.launch import flat_settings
 from meshwright.machines import Machine, largest_slice, squarest
-from meshwright.meshes import STANDARD_AXES
 from meshwright.models import family_of, model_config, what_fits
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
-from meshwright.planner import constraints, fsdp2
-from meshwright.planner.candidates import meshes
+from meshwright.planner import constraints
 from meshwright.planner.constraints import Constraints
-from meshwright.planner.efficiency import OPTIMIZER_BYTES, told_to_overlap
+from meshwright.planner.efficiency import told_to_overlap
 from meshwright.planner.kernels import slow_attention
 from meshwright.planner.largest import largest_batch, largest_seq
 from meshwright.planner.parts import padding
 from meshwright.planner.reason import bound_and_reason
 from meshwright.planner.result import Choice, Estimate, Job, Plan, Refusal
-from meshwright.planner.search import Found, Objective, fitting, search, why_not
-from meshwright.planner.serving import serves, serving
-from meshwright.planner.settings import constraints_of, job_of
-from meshwright.planner.time import transfers
+from meshwright.planner.schedules import fsdp2
+from meshwright.planner.search import Candidate, RankBy, feasible, search, why_not
+from meshwright.planner.serving import search_serving, serves
+from meshwright.planner.settings import constraints_of, job_of, setting_name
 from meshwright.present import count
-from meshwright.train import AUTO, TrainConfig, with_settings
+from meshwright.train import AUTO, TrainConfig, check_length, with_settings
 
-OBJECTIVES = ("throughput", "latency", "memory")
-DTYPES = ("float32", "bfloat16")
+RANK_BY = ("throughput", "latency", "memory")
 UNQUANTIZED = "plain"  # weights in the dtype of activations
-MOST = 2**31 - 1  # of batch, seq and the like: dims of arrays are counted in int32
+SERVED = {  # settings of an engine, and their values
+    "weights": (UNQUANTIZED, *QUANTIZED_DTYPES), "cache": tuple(CACHE_DTYPES),
+}  # fmt: skip
 MOST_DEVICES = 65536  # to which a larger machine is looked for
 
 
@@ -47,38 +47,38 @@ def plan(
     batch: int | None = None,
     seq: int | None = None,
     *,
-    objective: Objective = "throughput",
+    rank_by: RankBy = "throughput",
     mesh: str | None = None,
     kind: Literal["train", "serve"] = "train",
     cost_per_hour: float | None = None,
+    named: Collection[str] = (),
     **settings: Any,
 ) -> Plan:
     """Every mesh for a model on a machine, ranked.
 
     `model` is a preset, a config.json, a model's config, or a TrainConfig; `on` a machine as a
     value or in text; `batch` the sequences of a step, over all devices. `mesh` limits what may be
-    chosen (`fsdp=*,tp<=8,sp=1`). The `settings` remat and accumulation, or weights of serving
-    (plain, int8 or fp8), fix what else would be chosen with it, and `cache="fp8"` is a KV cache of
-    8 bits; loss_chunk, optimizer, moments, param_dtype, dtype, matmul, layers and overlap are
-    settings of train and have its defaults.
+    chosen (`fsdp=*,tp<=8,sp=1`). The `settings` are those of train, by the last part of their names
+    (`remat="full"`, `optimizer="muon"`) or with `_` for the dot (`optimizer_moments="bfloat16"`);
+    of serving, weights (plain, int8 or fp8) and cache (fp8).
 
-    Of a TrainConfig the mesh, remat, accumulation, sequence_parallel, context_parallel and
-    mlp_chunk are kept where they are not the defaults. Settings given here replace its own.
+    Remat, accumulation, sequence_parallel, context_parallel and mlp_chunk are chosen with the mesh
+    unless they are given here or, in a TrainConfig, are not the defaults; settings of it that are
+    `named` are kept in any case.
     """
     machine = Machine.parse(on)
+    _check_question(rank_by, kind, cost_per_hour)
     given = {"batch": batch, "seq": seq} | settings
     given = {name: value for name, value in given.items() if value is not None}
-    _check(objective, kind, cost_per_hour, given)
-    fixed = {name: given.pop(name) for name in CHOSEN_TOO if name in given}
-    if fixed.get("weights") == UNQUANTIZED:
-        fixed["weights"] = None
-    config = _config(model, given)
-    limits = constraints_of(config)
+    config, changed, engine = _config(model, kind, given)
+    named = {*named, *changed}
+    _check_kind(config, kind, named)
+    limits = constraints_of(config, named)
     if mesh is not None:
         limits = dataclasses.replace(limits, limits=constraints.parse(mesh).limits)
-    limits = dataclasses.replace(limits, fixed={**limits.fixed, **fixed})
+    limits = dataclasses.replace(limits, fixed={**limits.fixed, **engine})
     model = None if isinstance(model, str | TrainConfig) else model
-    made = plan_config(config, machine, limits, model=model, kind=kind, objective=objective)
+    made = plan_config(config, machine, limits, model=model, kind=kind, rank_by=rank_by)
     return dataclasses.replace(made, cost_per_hour=cost_per_hour)
 
 
@@ -102,11 +102,13 @@ def plan_config(
     *,
     model: Any = None,
     kind: Literal["train", "serve"] = "train",
-    objective: Objective = "throughput",
+    rank_by: RankBy = "throughput",
 ) -> Plan:
     """Every mesh within the limits for these settings, ranked; `model` as in `job_of`."""
     model = model_config(config.model) if model is None else model
     job = job_of(config, machine, model, kind)
+    if kind == "train" and not family_of(job.model).longer(job.model, job.seq):
+        check_length(config, job.model)
     if job.backend == "torch":
         fsdp2.check_backend(job, machine)
         limits = Constraints(fsdp2.data_axis(limits.limits), fsdp2.micro_batches(job, limits.fixed))
@@ -114,10 +116,10 @@ def plan_config(
     if remat is not None and remat not in policies:
         raise MeshwrightError(f"remat={remat!r} is not a policy{did_you_mean(remat, policies)}")
     if kind == "serve":
-        estimates, refused = serving(job, machine, limits, objective)
+        estimates, refused = search_serving(job, machine, limits, rank_by)
     else:
-        found, refused = search(job, machine, limits, objective)
-        estimates = [_estimate(job, machine, one) for one in found]
+        found, refused = search(job, machine, limits, rank_by)
+        estimates = [_estimate(one) for one in found]
     if not estimates:
         raise MeshwrightError(_nothing(job, machine, limits, refused))
     best = estimates[0].choice
@@ -126,7 +128,7 @@ def plan_config(
         model=model,
         kind=kind,
         machine=machine,
-        objective=objective,
+        rank_by=rank_by,
         ranked=tuple(estimates),
         refused=tuple(refused),
         largest_batch=largest_batch(job, best, machine),
@@ -135,25 +137,10 @@ def plan_config(
     )
 
 
-# arguments of plan, and the settings that they are
-_SETTINGS = {
-    "batch": "batch", "seq": "seq", "loss_chunk": "loss.chunk", "optimizer": "optimizer.name",
-    "moments": "optimizer.moments",
-    "param_dtype": "compute.param_dtype", "dtype": "compute.dtype", "layers": "compute.layers",
-    "overlap": "compute.overlap", "matmul": "compute.matmul", "fp8_skips": "compute.fp8_skips",
-    "backend": "backend", "compile": "torch.compile", "loss_parallel": "torch.loss_parallel",
-    "reshard_after_forward": "torch.reshard_after_forward",
-}  # fmt: skip
-_KNOWN = {
-    "optimizer": tuple(OPTIMIZER_BYTES), "param_dtype": DTYPES, "dtype": DTYPES,
-    "matmul": ("auto", "fp8"), "backend": ("jax", "torch"), "compile": ("auto", "on", "off"),
-    "overlap": ("auto", "on", "off"),
-}  # fmt: skip
-CHOSEN_TOO = ("remat", "accumulation", "weights", "cache")
-
-
-def _config(model: Any, given: Mapping[str, Any]) -> TrainConfig:
-    """The settings, with every mistake found."""
+def _config(
+    model: Any, kind: str, given: Mapping[str, Any]
+) -> tuple[TrainConfig, set[str], dict[str, Any]]:
+    """The settings of train, the names of those that were given, and settings of an engine."""
     if not isinstance(model, str | TrainConfig):
         try:
             family_of(model)
@@ -162,71 +149,58 @@ def _config(model: Any, given: Mapping[str, Any]) -> TrainConfig:
                 f"model {model!r} is neither a preset's name, nor a config.json, nor a model's "
                 "config, nor a TrainConfig"
             ) from None
-    for name in ("batch", "seq", "loss_chunk"):
-        if name in given:
-            _check_number(name, given[name])
-        elif name in ("batch", "seq") and not isinstance(model, TrainConfig):
-            raise MeshwrightError(f"{name} is missing; give it, or a TrainConfig")
-    for name, known in _KNOWN.items():
-        if name in given and given[name] not in known:
-            raise MeshwrightError(
-                f"{name}={given[name]!r} is not known{did_you_mean(given[name], known)}"
-            )
     config = model
     if not isinstance(config, TrainConfig):
+        for name in ("batch", "seq"):
+            if name not in given:
+                raise MeshwrightError(f"{name} is missing; give it, or a TrainConfig")
         config = TrainConfig(config if isinstance(config, str) else "", mesh=AUTO)
-    return with_settings(config, {_SETTINGS[name]: value for name, value in given.items()})
+    known, engine = tuple(flat_settings(config)), {}
+    changes: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in SERVED:
+            engine[name] = _engine_setting(kind, name, value)
+            continue
+        if name == "serve":
+            raise MeshwrightError("plan has no setting 'serve'; serving is kind=\"serve\"")
+        changes[setting_name(name, known)] = value
+    return with_settings(config, changes), set(changes), engine
 
 
-def _check(
-    objective: str, kind: str, cost_per_hour: float | None, given: Mapping[str, Any]
-) -> None:
-    """Find mistakes in what plan was asked."""
-    known = (*_SETTINGS, *CHOSEN_TOO)
-    for name in given:
-        if name not in known:
-            hint = '; serving is kind="serve"' if name == "serve" else did_you_mean(name, known)
-            raise MeshwrightError(f"plan has no setting {name!r}{hint}")
-    if objective not in OBJECTIVES:
+def _check_kind(config: TrainConfig, kind: str, named: Collection[str]) -> None:
+    for setting, value in flat_settings(config).items() if kind == "serve" else ():
+        if setting in named and setting not in ("model", "batch", "seq", "mesh", "compute.dtype"):
+            raise MeshwrightError(
+                f"{setting}={value!r} is of training, and serving is planned; leave it out"
+            )
+
+
+def _engine_setting(kind: str, name: str, value: str) -> str | None:
+    if kind == "train":
         raise MeshwrightError(
-            f"objective={objective!r} is not known{did_you_mean(objective, OBJECTIVES)}"
+            f"{name}={value!r} is of serving, and training is planned; leave it out"
         )
-    served = {"weights": (UNQUANTIZED, *QUANTIZED_DTYPES), "cache": tuple(CACHE_DTYPES)}
-    for name, values in served.items():
-        if name in given:
-            _check_served(kind, name, given[name], values)
-    if "accumulation" in given:
-        _check_number("accumulation", given["accumulation"])
+    if value not in SERVED[name]:
+        raise MeshwrightError(
+            f"{name}={value!r} is not known{did_you_mean(str(value), SERVED[name])}"
+        )
+    return None if value == UNQUANTIZED else value
+
+
+def _check_question(rank_by: str, kind: str, cost_per_hour: float | None) -> None:
+    """Find mistakes in what plan was asked."""
+    if rank_by not in RANK_BY:
+        raise MeshwrightError(f"rank_by={rank_by!r} is not known{did_you_mean(rank_by, RANK_BY)}")
     price = cost_per_hour
     if price is not None and not (isinstance(price, int | float) and 0 < price < math.inf):
         raise MeshwrightError(
             f"cost_per_hour={price!r} is not a price; give what one chip costs for an hour, such "
             "as 4.2"
         )
-    if kind == "train" and objective == "latency":
+    if kind == "train" and rank_by == "latency":
         raise MeshwrightError(
-            "objective='latency' is how long a token takes to serve; of a train step of a given "
-            "batch the shortest is also the most tokens a second: objective='throughput'"
+            "rank_by='latency' is the time of a token of serving; for training use 'throughput'"
         )
-    for name in ("remat", "accumulation", "optimizer", "moments", "overlap"):
-        if kind == "serve" and given.get(name):
-            raise MeshwrightError(
-                f"{name}={given[name]!r} is of training, and serving is planned; leave it out"
-            )
-
-
-def _check_served(kind: str, name: str, value: object, known: Collection[str]) -> None:
-    if kind == "train":
-        raise MeshwrightError(
-            f"{name}={value!r} is of serving, and training is planned; leave it out"
-        )
-    if value not in known:
-        raise MeshwrightError(f"{name}={value!r} is not known{did_you_mean(str(value), known)}")
-
-
-def _check_number(what: str, number: object) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST:
-        raise MeshwrightError(f"{what}={number!r} must be a whole number from 1 to {MOST}")
 
 
 def _warnings(job: Job, machine: Machine) -> tuple[str, ...]:
@@ -242,15 +216,13 @@ def _warnings(job: Job, machine: Machine) -> tuple[str, ...]:
     if job.seq > longest and job.kind == "serve":
         found.append(f"{said}; weights made for longer sequences are needed")
     elif job.seq > longest:
-        found.append(
-            f"{said}; train needs --override rope.theta=…, or rope.scaling and rope.factor (the "
-            "commands below take linear scaling)"
-        )
+        changes = " ".join(family_of(job.model).longer(job.model, job.seq))
+        found.append(f"{said}; train needs --override {changes}, as in the commands below")
     return tuple(found)
 
 
-def _estimate(job: Job, machine: Machine, one: Found) -> Estimate:
-    timing = one.timing
+def _estimate(one: Candidate) -> Estimate:
+    timing, job, machine = one.timing, one.step.job, one.step.machine
     peak = machine.chip.bf16_flops / machine.chip.cores_per_chip
     bound, reason = bound_and_reason(one.choice, timing)
     slow = slow_attention(job, one.choice, machine)
@@ -269,7 +241,7 @@ def _estimate(job: Job, machine: Machine, one: Found) -> Estimate:
         flops=timing.work.flops,
         computed_flops=timing.work.computed,
         memory_bytes=timing.work.memory_bytes,
-        transfers=transfers(timing),
+        collectives=timing.collectives,
         seconds=timing.seconds,
         step_seconds=timing.step,
         mfu=timing.work.flops / timing.step / peak,
@@ -323,8 +295,7 @@ def _proposal(job: Job, machine: Machine, limits: Constraints, refused: Choice) 
             return f"mesh '{unlimited.mesh}' would fit"
 
     def refuses(mesh_shape: Mapping[str, int], batch: int, seq: int) -> bool:
-        dp, fsdp, tp, sp = (mesh_shape[axis] for axis in STANDARD_AXES)
-        mesh = Choice(dp, fsdp, tp, sp)
+        mesh = Choice.of(**mesh_shape)
         changed = dataclasses.replace(job, batch=batch, seq=seq)
         return not limits.allows(mesh) or not _fits_on(changed, mesh, machine, limits)
 
@@ -334,8 +305,7 @@ def _proposal(job: Job, machine: Machine, limits: Constraints, refused: Choice) 
 
 def _first_that_fits(job: Job, machine: Machine, limits: Constraints) -> Choice | None:
     """A mesh within the limits that fits, the plainest first."""
-    every = fsdp2.meshes if job.backend == "torch" else meshes
-    allowed = filter(limits.allows, every(machine.num_devices))
+    allowed = filter(limits.allows, job.schedule.meshes(machine.num_devices))
     return next((mesh for mesh in allowed if _fits_on(job, mesh, machine, limits)), None)
 
 
@@ -345,7 +315,7 @@ def _fits_on(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> b
         return serves(job, mesh, machine, limits)
     if why_not(job, mesh, machine, limits) is not None:
         return False
-    return bool(fitting(job, mesh, machine, limits)[0])
+    return bool(feasible(job, mesh, machine, limits)[0])
 
 
 def _larger_that_fits(job: Job, machine: Machine, limits: Constraints) -> Machine | None:

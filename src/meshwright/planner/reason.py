@@ -16,9 +16,8 @@ _PLURAL = {
 def bound_and_reason(choice: Choice, timing: StepTime) -> tuple[str, str]:
     """What bounds it (compute, memory, axes, or idle), and the sentence."""
     waits: dict[tuple[str, ...], float] = {}
-    for timed in timing.sends:
-        axes = timed.send.axes
-        waits[axes] = waits.get(axes, 0.0) + timed.exposed
+    for one in timing.collectives:
+        waits[one.axes] = waits.get(one.axes, 0.0) + one.exposed
     parts, step = timing.seconds, timing.step
     compute = parts["matmuls"] + parts["attention"]
     memory = sum(parts[name] for name in ("elementwise", "loss", "optimizer", "loop over layers"))
@@ -52,28 +51,26 @@ def _network(choice: Choice, timing: StepTime, axes: tuple[str, ...], waited: fl
 
 def _sends(choice: Choice, timing: StepTime, axes: tuple[str, ...]) -> str:
     """`4 all-reduces x 512 MB a layer over ICI x8, open`: the most waited for kind."""
-    over = [timed for timed in timing.sends if timed.send.axes == axes]
-    worst = max(over, key=lambda timed: timed.exposed)
-    operation, size, layers = worst.send.operation, worst.send.bytes, worst.send.layers
-    alike = operation, size, layers, worst.send.stack
+    over = [one for one in timing.collectives if one.axes == axes]
+    worst = max(over, key=lambda one: one.exposed)
+    operation, size, layers = worst.operation, worst.bytes, worst.layers
+    alike = operation, size, layers, worst.stack
     times = sum(
-        send.times
-        for send, *_ in over
-        if (send.operation, send.bytes, send.layers, send.stack) == alike
+        one.times for one in over if (one.operation, one.bytes, one.layers, one.stack) == alike
     )
     many, where = times, "a step"
     if layers:
         many, where = times // (layers * choice.accumulation), "a layer"
-        where += f" of the {worst.send.stack}" if worst.send.stack else ""
+        where += f" of the {worst.stack}" if worst.stack else ""
     words = _PLURAL[operation] if many > 1 else operation
     micro = ""
     if choice.accumulation > 1 and layers:
         micro = f" and micro-batch, {count(choice.accumulation, 'micro-batch')},"
-    return f"{many} {words} x {_size(size)} {where}{micro} over {worst.link.words}"
+    return f"{many} {words} x {_size(size)} {where}{micro} over {worst.link}"
 
 
 def _axes(choice: Choice, axes: tuple[str, ...]) -> str:
-    return " · ".join(f"{axis}={getattr(choice, axis)}" for axis in axes)
+    return " · ".join(f"{axis}={choice.sizes[axis]}" for axis in axes)
 
 
 def _size(size: float) -> str:

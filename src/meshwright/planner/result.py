@@ -6,17 +6,22 @@ Bytes and seconds are of one device and of one optimizer step unless a name says
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.machines import Machine
+from meshwright.meshes import STANDARD_AXES
 from meshwright.models import OFFLOAD, family_of
+from meshwright.planner.collective import Collective
 from meshwright.planner.sizes import ModelSizes, sizes_of
 from meshwright.present import mesh_text
 from meshwright.train import TrainConfig, field_lengths
 
+if TYPE_CHECKING:
+    from meshwright.planner.step import Schedule
+
 RESERVE = 0.05  # of memory
-Phase = Literal["forward", "backward", "optimizer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Job:
     overlap: bool = False  # a TPU is told to gather weights while it computes
     attention: str = "auto"  # the kernel, as train's --compute.attention takes it
     objective: str = "auto"  # what it is trained on, as train's --objective takes it
+    trainable: tuple[str, ...] = ()  # patterns of what is trained; none: everything
     backend: Literal["jax", "torch"] = "jax"
     compiled: bool = True  # PyTorch: torch.compile of each block and of the loss
     loss_parallel: bool = True  # PyTorch: logits stay split over tp
@@ -57,7 +63,7 @@ class Job:
     @functools.cached_property
     def sizes(self) -> ModelSizes:
         """Of the model."""
-        return sizes_of(self.model)
+        return sizes_of(self.model, self.trainable)
 
     @functools.cached_property
     def lengths(self) -> Mapping[str, int]:
@@ -75,11 +81,14 @@ class Job:
 
     @functools.cached_property
     def remat(self) -> Mapping[str, frozenset[str]]:
-        """Remat policies of the model: the activations that each saves; PyTorch has two."""
-        policies = family_of(self.model).remat
-        if self.backend == "torch":
-            return {name: policies[name] for name in ("none", "full")}
-        return policies
+        """Remat policies of the model: the activations that each saves."""
+        return self.schedule.remat(family_of(self.model).remat)
+
+    @functools.cached_property
+    def schedule(self) -> "Schedule":
+        from meshwright.planner.schedules import schedule_of  # which imports this module
+
+        return schedule_of(self.kind, self.backend)
 
     @functools.cached_property
     def splits(self) -> dict[tuple[int, int], Any]:
@@ -96,10 +105,7 @@ class Job:
 class Choice:
     """One way to run a job: the mesh, and what is chosen with it."""
 
-    dp: int = 1
-    fsdp: int = 1
-    tp: int = 1
-    sp: int = 1
+    sizes: Mapping[str, int]  # of mesh axes, by role
     remat: str = "none"
     accumulation: int = 1
     sequence_parallel: bool = False
@@ -108,13 +114,25 @@ class Choice:
     weights: str | None = None  # serving: int8 or fp8; None: not quantized
     cache: str | None = None  # serving: fp8; None: as activations
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "sp": self.sp}
+    @classmethod
+    def of(cls, **values: Any) -> "Choice":
+        """Axes that are not named have one device: `Choice.of(fsdp=8, tp=2, remat="full")`."""
+        sizes = {axis: values.pop(axis, 1) for axis in STANDARD_AXES}
+        return cls(sizes, **values)
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.remat, self.accumulation, self.strategy, self.weights))
+
+    def size(self, *roles: str) -> int:
+        """Devices along these axes together."""
+        devices = 1
+        for role in roles:
+            devices *= self.sizes[role]
+        return devices
 
     @property
     def devices(self) -> int:
-        return self.dp * self.fsdp * self.tp * self.sp
+        return math.prod(self.sizes.values())
 
     @property
     def mesh(self) -> str:
@@ -160,22 +178,6 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
-    """One kind of collective of a step."""
-
-    what: str  # in words: "weights of a layer", "sums of a block's outputs"
-    operation: str  # all-gather, reduce-scatter, all-reduce, collective-permute, all-to-all
-    axes: tuple[str, ...]  # of the mesh, in its order
-    bytes: int  # of the full array on a device, in one execution (see audits.Collective.bytes)
-    times: int  # in a step
-    phase: Phase
-    pieces: int = 1  # operations that send these bytes each time: a layer's matrices go one by one
-    link: str = ""  # what it goes over, in words: "ICI x+y, closed", "NVLink", "host network"
-    seconds: float = 0.0  # all times together, if nothing hid it
-    hidden: float = 0.0  # of those, the seconds that lie under compute
-
-
-@dataclasses.dataclass(frozen=True)
 class Serving:
     """What a choice does for requests, beside the step of the batch that was asked for."""
 
@@ -197,7 +199,7 @@ class Estimate:
     flops: float  # useful ones, by the formula of DecoderConfig.flops_per_token
     computed_flops: float  # with what remat computes again
     memory_bytes: float  # read and written
-    transfers: tuple[Transfer, ...]
+    collectives: tuple[Collective, ...]
     seconds: Mapping[str, float]  # by part: matmuls, attention, elementwise, optimizer, exposed …
     step_seconds: float
     mfu: float
@@ -208,8 +210,8 @@ class Estimate:
 
     @property
     def exposed(self) -> float:
-        """Seconds of transfers that nothing hides."""
-        return sum(one.seconds - one.hidden for one in self.transfers)
+        """Seconds of collectives that nothing hides."""
+        return sum(one.exposed for one in self.collectives)
 
     def __repr__(self) -> str:
         """The choice and what it costs; every number is a field."""
@@ -241,7 +243,7 @@ class Plan:
     model: Any  # the one that the config names, before its positions are changed
     kind: Literal["train", "serve"]
     machine: Machine
-    objective: Literal["throughput", "latency", "memory"]
+    rank_by: Literal["throughput", "latency", "memory"]
     ranked: tuple[
         Estimate, ...
     ]  # one for each mesh, with the best of the rest; serving: and weights

@@ -7,7 +7,7 @@ best = apply(config, plan(config, machine).best.choice)
 from collections.abc import Collection
 from typing import Any, Literal
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import flat_settings
 from meshwright.machines import Machine
 from meshwright.models import OFFLOAD, default_dtype, model_config, override
@@ -34,6 +34,23 @@ CHOSEN = {
     "strategy": "context_parallel",
     "mlp_chunk": "compute.mlp_chunk",
 }
+
+
+def setting_name(name: str, known: Collection[str]) -> str:
+    """The dotted name of a setting that is given by its last part, or with `_` for the dot.
+
+    >>> known = ("batch", "optimizer.name", "compute.remat")
+    >>> [setting_name(name, known) for name in ("batch", "remat", "compute_remat", "optimizer")]
+    ['batch', 'compute.remat', 'compute.remat', 'optimizer.name']
+    """
+    names = (name, name.replace("_", ".", 1), f"{name}.name")
+    alike = [setting for setting in known if setting in names or setting.endswith(f".{name}")]
+    if len(alike) == 1:
+        return alike[0]
+    if alike:
+        raise MeshwrightError(f"setting {name!r} can be {' or '.join(alike)}; give one of them")
+    short = [setting.rpartition(".")[2] for setting in known]
+    raise MeshwrightError(f"there is no setting {name!r}{did_you_mean(name, [*known, *short])}")
 
 
 def job_of(
@@ -63,7 +80,8 @@ def job_of(
         dtype=default_dtype(compute.dtype, platform), loss_chunk=config.loss.chunk,
         matmul=compute.matmul, fp8_skips=compute.fp8_skips,
         scan=scan and not in_torch, overlap=overlap, attention=compute.attention,
-        objective=config.objective, backend=config.backend, compiled=compiled,
+        objective=config.objective, trainable=config.trainable,
+        backend=config.backend, compiled=compiled,
         loss_parallel=config.torch.loss_parallel,
         reshard_after_forward=config.torch.reshard_after_forward,
     )  # fmt: skip
@@ -73,21 +91,21 @@ def choice_of(config: TrainConfig, job: Job, machine: Machine) -> Choice:
     """How the config says to run its job, with the strategy that `auto` is on this machine."""
     values = flat_settings(config)
     chosen = {field: values[setting] for field, setting in CHOSEN.items()}
-    chosen |= dict(training_spec(config).resolve(machine.num_devices).axes)
-    return with_strategy(job, Choice(**chosen), machine)
+    axes = dict(training_spec(config).resolve(machine.num_devices).axes)
+    return with_strategy(job, Choice.of(**axes, **chosen), machine)
 
 
 def apply(config: TrainConfig, choice: Choice) -> TrainConfig:
     """The config that runs its job as chosen."""
     changes = {setting: getattr(choice, field) for field, setting in CHOSEN.items()}
-    if choice.sp == 1:  # nothing for a strategy to split
+    if choice.size("sp") == 1:  # nothing for a strategy to split
         del changes["context_parallel"]
     if choice.remat == OFFLOAD:
         changes["compute.layers"] = AUTO  # which is a loop then
     mesh = choice.mesh
     if config.backend == "torch":  # which needs a data axis, and has no sp
-        axes = {"dp": choice.dp, "fsdp": choice.fsdp, "tp": choice.tp}
-        mesh = mesh_text({axis: n for axis, n in axes.items() if n > 1 or axis == "fsdp"})
+        kept = {axis: n for axis, n in choice.sizes.items() if n > 1 or axis == "fsdp"}
+        mesh = mesh_text(kept)
     whole = {"mesh": mesh, "num_partitions": None, "submesh": None}
     return with_settings(config, whole | changes)
 

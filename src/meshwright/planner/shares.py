@@ -13,22 +13,15 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any
 
+from meshwright.arithmetic import divisors
 from meshwright.machines import Machine
-from meshwright.meshes import (
-    STANDARD_AXES,
-    Share,
-    Shares,
-    axes_across_slices,
-    closes,
-    is_ring,
-    shares_of,
-    sharing,
-)
+from meshwright.meshes import STANDARD_AXES, axes_across_slices
 
 AXES = STANDARD_AXES
+Share = tuple[int, ...]  # of one axis, along x, y, z and core
+Shares = tuple[Share, ...]  # one share an axis
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,18 +45,7 @@ def place_axes(machine: Machine, sizes: tuple[int, ...]) -> Placement:
     if not machine.is_tpu:
         return Placement(machine, _in_listed_order(within, machine.grid), across)
     box = machine.slice_shape
-    shares = _whole_dims(within, box) or _split_dims(within, box)
-    torus = cast(Machine, _Torus(box, machine.wraps))
-    if is_ring("sp", sizes[3]) and across[3] == 1 and not closes(shares, 3, torus):
-        shares = _closed(shares, within, torus)
-    return Placement(machine, shares, across)
-
-
-class _Torus(NamedTuple):
-    """All that mesh.boxes asks of a machine, worked out once."""
-
-    slice_shape: Share
-    wraps: tuple[bool, bool, bool]
+    return Placement(machine, _whole_dims(within, box) or _split_dims(within, box), across)
 
 
 def _in_listed_order(sizes: tuple[int, ...], grid: tuple[int, ...]) -> Shares:
@@ -106,7 +88,7 @@ def _split_dims(sizes: tuple[int, ...], box: Share) -> Shares:
     for size in reversed(sizes):
         left = tuple(side // taken for side, taken in zip(box, used, strict=True))
         chosen = max(
-            shares_of(size, left), key=functools.partial(_worth, box=box, used=tuple(used))
+            _shares_of(size, left), key=functools.partial(_worth, box=box, used=tuple(used))
         )
         used = [taken * n for taken, n in zip(used, chosen, strict=True)]
         found.append(chosen)
@@ -120,45 +102,14 @@ def _worth(share: Share, box: Share, used: Share) -> tuple[object, ...]:
     return math.prod(whole), sum(n > 1 for n in whole), math.prod(begun), share
 
 
-def _closed(shares: Shares, sizes: tuple[int, ...], machine: Machine) -> Shares:
-    """With shares exchanged so that the ring along sp closes, if no other axis pays for it."""
-
-    def costs(some: Shares) -> list[int]:  # of the last axis first: it has the first claim
-        return [sharing(some, axis, machine) for axis in (2, 1, 0)]
-
-    limits = [sharing(shares, axis, machine) for axis in range(3)]
-    box = machine.slice_shape
-    nothing = (1,) * len(box)
-
-    def completed(later: Shares, left: Share) -> Iterator[Shares]:
-        """Every share of what is left for the axes before these, none busier than now."""
-        axis = len(sizes) - len(later) - 1
-        if axis < 0:
-            yield later
-            return
-        for share in shares_of(sizes[axis], left):
-            some = (share, *later)
-            # how busy an axis is depends on the later ones alone
-            if sharing((*(nothing,) * axis, *some), axis, machine) <= limits[axis]:
-                yield from completed(some, _without(left, share))
-
-    # sp is the last axis: whether its ring closes depends on its own share alone
-    better = [
-        complete
-        for ring in shares_of(sizes[3], box)
-        if closes((nothing, nothing, nothing, ring), 3, machine)
-        for complete in completed((ring,), _without(box, ring))
-    ]
-    if not better:
-        return shares
-
-    def preference(other: Shares) -> tuple[object, ...]:
-        changed = sum(mine != theirs for mine, theirs in zip(other, shares, strict=True))
-        return changed, costs(other), [[-n for n in share] for share in other]
-
-    return min(better, key=preference)
-
-
-def _without(box: Share, share: Share) -> Share:
-    """What a share leaves of a box."""
-    return tuple(side // part for side, part in zip(box, share, strict=True))
+@functools.lru_cache(maxsize=65536)
+def _shares_of(size: int, box: Share) -> tuple[Share, ...]:
+    """Every share of this size that divides a box."""
+    if not box:
+        return ((),) if size == 1 else ()
+    return tuple(
+        (first, *rest)
+        for first in divisors(box[0])
+        if size % first == 0
+        for rest in _shares_of(size // first, box[1:])
+    )

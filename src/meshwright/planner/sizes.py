@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshwright.layouts import ArraySpec
+from meshwright.layouts import ArraySpec, select_trainable
 from meshwright.models import Attention, Block, Stack, family_of
 
 
@@ -27,6 +27,7 @@ class Matrix:
     adds_to_residual: bool  # its last dim is embed: it leads back to the residual stream
     of_keys: bool  # it makes keys or values
     outputs: int  # numbers that it makes of a token
+    trained_layers: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,20 @@ class BlockSizes:
     @functools.cached_property
     def weights(self) -> int:
         return sum(matrix.weights for matrix in self.matrices)
+
+    @functools.cached_property
+    def with_gradients(self) -> tuple[Matrix, ...]:
+        """Matrices with a trained layer: the loop over layers makes gradients of all layers."""
+        return tuple(matrix for matrix in self.matrices if matrix.trained_layers)
+
+    @functools.cached_property
+    def gradient_weights(self) -> int:
+        return sum(matrix.weights for matrix in self.with_gradients)
+
+    @property
+    def has_gradients_of_inputs(self) -> bool:
+        """Whether a matrix that reads the block's input has a gradient."""
+        return any(not matrix.adds_to_residual for matrix in self.with_gradients)
 
     @functools.cached_property
     def inner(self) -> int:
@@ -68,6 +83,17 @@ class StackSizes:
         return sum(block.weights for block in self.blocks)
 
     @functools.cached_property
+    def gradient_weights(self) -> int:
+        """Of a layer, the weights that have gradients."""
+        return sum(block.gradient_weights for block in self.blocks)
+
+    @functools.cached_property
+    def trained_weights(self) -> int:
+        """Of all layers."""
+        matrices = (matrix for block in self.blocks for matrix in block.matrices)
+        return sum(matrix.weights * matrix.trained_layers for matrix in matrices)
+
+    @functools.cached_property
     def attention_weights(self) -> int:
         return sum(block.weights for block in self.blocks if block.attention)
 
@@ -88,6 +114,9 @@ class Vectors:
 
     numbers: int  # of all layers
     arrays: int
+    trained: int  # numbers that are trained
+    gradients: int  # numbers of the arrays of which some layer is trained
+    gradient_arrays: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,6 +126,8 @@ class ModelSizes:
     dims: Mapping[str, int]
     stacks: tuple[StackSizes, ...]
     tables: int  # embedding and LM head: 1 if they are tied
+    trains_embedding: bool
+    trains_head: bool  # the LM head; of a tied one, the embedding
     residual_vectors: Vectors  # over embed
     head_vectors: Vectors  # over heads, which tp splits
     position_vectors: Vectors  # biases of relative positions, over heads
@@ -116,12 +147,22 @@ class ModelSizes:
         """In the matrices of all layers."""
         return sum(stack.layers * stack.weights for stack in self.stacks)
 
+    @property
+    def trained_tables(self) -> int:
+        return self.trains_embedding + (self.trains_head and not self.is_tied)
+
     @functools.cached_property
-    def matrices(self) -> int:
-        """Arrays of matrices, those of a stack's layers being one each."""
-        return self.tables + sum(
-            len(block.matrices) for stack in self.stacks for block in stack.blocks
+    def trained_matrices(self) -> int:
+        """Arrays of matrices that are trained, those of a stack's layers being one each."""
+        return self.trained_tables + sum(
+            len(block.with_gradients) for stack in self.stacks for block in stack.blocks
         )
+
+    @functools.cached_property
+    def trained_parameters(self) -> int:
+        """In matrices, embedding and LM head."""
+        tables = self.trained_tables * self.dims["vocab"] * self.embed
+        return sum(stack.trained_weights for stack in self.stacks) + tables
 
     @functools.cached_property
     def layers(self) -> int:
@@ -140,11 +181,11 @@ class ModelSizes:
 
 
 @functools.lru_cache(maxsize=256)
-def sizes_of(model: Any) -> ModelSizes:
-    """The sizes of a model's config."""
+def sizes_of(model: Any, trainable: tuple[str, ...] = ()) -> ModelSizes:
+    """The sizes of a model's config, of which `trainable` is trained."""
     family = family_of(model)
-    arrays = family.arrays(model)
-    leaves = list(_leaves(arrays))
+    arrays = select_trainable(family.arrays(model), trainable)
+    leaves = list(array_leaves(arrays))
     dims = {
         dim: size
         for array in leaves
@@ -159,13 +200,23 @@ def sizes_of(model: Any) -> ModelSizes:
         if not array.inputs:
             vectors[_kind_of_vector(set(array.dims))].append(array)
     counted = {
-        kind: Vectors(sum(math.prod(one.shape) for one in some), len(some))
+        kind: Vectors(
+            numbers=sum(one.size for one in some),
+            arrays=len(some),
+            trained=sum(one.trained_part.size for one in some if one.trained_part),
+            gradients=sum(one.size for one in some if one.trained),
+            gradient_arrays=sum(bool(one.trained) for one in some),
+        )
         for kind, some in vectors.items()
     }
+    of_vocab = [array for array in leaves if "vocab" in array.dims]
+    trained_kinds = {array.kind for array in of_vocab if array.trained}
     return ModelSizes(
         dims=dims,
         stacks=tuple(_stack(stack, arrays, len(declared) > 1) for stack in declared),
-        tables=sum("vocab" in array.dims for array in leaves),
+        tables=len(of_vocab),
+        trains_embedding="embedding" in trained_kinds,
+        trains_head=bool(trained_kinds - {"embedding"}) or len(of_vocab) == 1 == len(trained_kinds),
         residual_vectors=counted["residual"],
         head_vectors=counted["heads"],
         position_vectors=counted["position"],
@@ -182,10 +233,10 @@ def _kind_of_vector(dims: set[str | None]) -> str:
     return "heads" if dims & {"heads", "kv_heads"} else "other"
 
 
-def _leaves(tree: Any) -> Iterator[ArraySpec]:
+def array_leaves(tree: Any) -> Iterator[ArraySpec]:
     if isinstance(tree, Mapping):
         for child in tree.values():
-            yield from _leaves(child)
+            yield from array_leaves(child)
     else:
         yield tree
 
@@ -193,11 +244,10 @@ def _leaves(tree: Any) -> Iterator[ArraySpec]:
 def _stack(stack: Stack, arrays: Any, named: bool) -> StackSizes:
     for key in stack.path:
         arrays = arrays[key]
-    first = next(_leaves(arrays))
     return StackSizes(
         name=stack.path[0] if named else "",
         field=stack.field,
-        layers=first.shape[0],
+        layers=stack.layers,
         blocks=tuple(_block(block, arrays[block.name]) for block in stack.blocks),
     )
 
@@ -215,6 +265,7 @@ def _block(block: Block, arrays: Mapping[str, ArraySpec]) -> BlockSizes:
         of_keys = output in ("k", "v")
         inner = weights // embed
         outputs = embed if back else inner
-        matrices.append(Matrix(name, weights, inner, output, back, of_keys, outputs))
+        trained = 0 if array.trained_part is None else array.trained_part.shape[0]
+        matrices.append(Matrix(name, weights, inner, output, back, of_keys, outputs, trained))
     saved = {name: tuple(dims.split()) for name, dims in block.saved.items()}
     return BlockSizes(block.name, tuple(matrices), saved, block.attention)

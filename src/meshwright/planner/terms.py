@@ -80,6 +80,9 @@ class Term:
     def __rmul__(self, other: Number) -> "Term":
         return _as_term(other) * self
 
+    def __rtruediv__(self, other: Number) -> "Term":
+        return _as_term(other) / self
+
     def __lt__(self, other: Number) -> bool:
         return self.value < _as_term(other).value
 

@@ -7,35 +7,15 @@ lets them; ring steps while attention does. What tp sends is needed at once and 
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
 
-from meshwright.machines import Machine
-from meshwright.models import OFFLOAD
 from meshwright.planner import efficiency
+from meshwright.planner.collective import Collective
 from meshwright.planner.links import Link, over
-from meshwright.planner.memory import offloaded
-from meshwright.planner.result import Choice, Estimate, Job, Transfer
-from meshwright.planner.rewrites import compiled_sends
-from meshwright.planner.serving import sends as serving_sends
 from meshwright.planner.shares import place_axes
+from meshwright.planner.step import StepModel, Work
 from meshwright.planner.terms import term
-from meshwright.planner.traffic import Carries, Send
-from meshwright.planner.work import Work, work
 
-_HIDEABLE = (Carries.LAYER_WEIGHTS, Carries.LAYER_GRADIENTS)
-
-
-class TimedSend(NamedTuple):
-    """A kind of collective with its link, its seconds, and those that compute hides."""
-
-    send: Send
-    link: Link
-    seconds: float
-    hidden: float
-
-    @property
-    def exposed(self) -> float:
-        return self.seconds - self.hidden
+_HIDEABLE = ("layer weights", "layer gradients")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,91 +25,73 @@ class StepTime:
     work: Work
     seconds: Mapping[str, float]  # by part
     step: float
-    waits: list[tuple[Send, Link, float, str, float]]  # seconds; what could hide how many of them
+    waits: list[tuple[Collective, Link, float, str, float]]
+    """Seconds of each collective; what could hide how many of them."""
     hidden: Mapping[str, float]  # of the seconds that could hide, by what hides them, the share
 
     @functools.cached_property
-    def sends(self) -> tuple[TimedSend, ...]:
-        """Its collectives, each with the seconds that compute hides."""
+    def collectives(self) -> tuple[Collective, ...]:
+        """With the seconds of each that compute hides."""
         return tuple(
-            TimedSend(send, link, seconds, able * self.hidden.get(place, 0.0))
-            for send, link, seconds, place, able in self.waits
+            one.timed(link.words, seconds, able * self.hidden.get(place, 0.0))
+            for one, link, seconds, place, able in self.waits
         )
 
 
-def step_time(job: Job, choice: Choice, machine: Machine, done: Work | None = None) -> StepTime:
-    """The step of a choice on a machine; `done` is its work, where that is known already."""
-    done = work(job, choice, machine) if done is None else done
-    placement = place_axes(machine, (choice.dp, choice.fsdp, choice.tp, choice.sp))
-    waits: list[tuple[Send, Link, float, str, float]] = []
+def step_time(step: StepModel) -> StepTime:
+    """Seconds of a step by part, and its collectives with the links they go over."""
+    work = step.work
+    placement = place_axes(step.machine, tuple(step.choice.sizes.values()))
+    waits: list[tuple[Collective, Link, float, str, float]] = []
     wanted: dict[str, float] = {}  # seconds that could hide, by what they could hide under
     exposed = 0.0
-    for send in compiled_sends(job, choice, machine):
-        link = over(placement, send.axes)
-        each = link.seconds(send.operation, send.bytes) + (send.pieces - 1) * link.latency
-        seconds = send.times * each
+    for one in step.collectives:
+        link = over(placement, one.axes)
+        each = link.seconds(one.operation, one.bytes) + (one.pieces - 1) * link.latency
+        seconds = one.times * each
         exposed += seconds
         place, able = "", 0.0  # needed at once, or sent when no layer computes
-        if send.carries in _HIDEABLE or send.operation == "collective-permute":
-            place, able = _hides_under(send, link, machine, job)
+        if one.payload in _HIDEABLE or one.operation == "collective-permute":
+            place, able = _hides_under(one, link, step)
             able *= seconds
             wanted[place] = wanted.get(place, 0.0) + able
-        waits.append((send, link, seconds, place, able))
+        waits.append((one, link, seconds, place, able))
     room = {
-        "forward": efficiency.HIDE_MOST * done.forward,
-        "backward": efficiency.HIDE_MOST * done.backward,
-        "ring forward": efficiency.HIDE_RING * done.attention_forward,
-        "ring backward": efficiency.HIDE_RING * done.attention_backward,
+        "forward": efficiency.HIDE_MOST * work.forward,
+        "backward": efficiency.HIDE_MOST * work.backward,
+        "ring forward": efficiency.HIDE_RING * work.attention_forward,
+        "ring backward": efficiency.HIDE_RING * work.attention_backward,
     }
     # what is sent under a GPU's compute slows that down: so much less is gained
-    gained = 1.0 - efficiency.SLOWED_BY_SENDING.get(machine.chip.platform, 0.0)
+    gained = 1.0 - efficiency.SLOWED_BY_SENDING.get(step.machine.chip.platform, 0.0)
     hidden = {
         place: gained * min(1.0, room[place] / seconds)
         for place, seconds in wanted.items()
         if seconds
     }
     exposed -= sum(wanted[place] * share for place, share in hidden.items())
-    parts = {**done.seconds, "waiting for links": exposed}
-    if choice.remat == OFFLOAD:
-        parts["waiting for the host"] = _waiting_for_host(job, choice, machine, done)
-    return StepTime(done, parts, sum(parts.values()), waits, hidden)
+    parts = step.schedule.seconds(step, exposed)
+    return StepTime(work, parts, sum(parts.values()), waits, hidden)
 
 
-def _waiting_for_host(job: Job, choice: Choice, machine: Machine, done: Work) -> float:
-    """Seconds in which activations go to the host's memory, or come back, and nothing computes."""
-    bandwidth = machine.chip.host_link_bandwidth or efficiency.UNKNOWN_HOST_LINK
-    rate = efficiency.HOST_LINK * bandwidth / machine.chip.cores_per_chip
-    seconds = choice.accumulation * offloaded(job, choice, machine) / rate
-    passes = {"forward": done.forward, "backward": done.backward}
-    room = {name: efficiency.HIDE_OFFLOADED[name] * computes for name, computes in passes.items()}
-    return sum(max(0.0, seconds - hidden) for hidden in room.values())
-
-
-def _hides_under(send: Send, link: Link, machine: Machine, job: Job) -> tuple[str, float]:
+def _hides_under(one: Collective, link: Link, step: StepModel) -> tuple[str, float]:
     """Under what it can hide, and how much of it at most."""
-    if send.operation == "collective-permute":
-        return f"ring {send.phase}", efficiency.HIDE_RING
-    if send.operation == "all-reduce" and link.network == "host network" and job.backend == "jax":
-        return send.phase, efficiency.HIDE_SUMS_OVER_HOSTS
+    if one.operation == "collective-permute":
+        return f"ring {one.phase}", efficiency.HIDE_RING
+    between_hosts = one.operation == "all-reduce" and link.network == "host network"
+    if between_hosts and not step.schedule.hides_sums_over_hosts:
+        return one.phase, efficiency.HIDE_SUMS_OVER_HOSTS
     # under the first layer's all-gathers, and the last layer's sums, no other layer computes
-    others = 1.0 - 1.0 / send.layers
-    return send.phase, others * efficiency.hides(machine.chip, send.operation, job.overlap)
+    others = 1.0 - 1.0 / one.layers
+    return one.phase, others * efficiency.hides(step.machine.chip, one.operation, step.job.overlap)
 
 
-def transfers(timing: StepTime) -> tuple[Transfer, ...]:
-    """The collectives of a step as a plan shows them."""
-    return tuple(
-        timed.send.transfer(timed.link.words, timed.seconds, timed.hidden) for timed in timing.sends
-    )
-
-
-def formulas(job: Job, estimate: Estimate, machine: Machine) -> list[str]:
-    """Of each transfer of an estimate, how its bytes came about: `2 bytes · 4,096 tokens · …`.
+def byte_formulas(step: StepModel, collectives: tuple[Collective, ...]) -> list[str]:
+    """Of each collective of an estimate, how its bytes came about: `2 bytes · 4,096 tokens · …`.
 
     "" where the formulas of this Meshwright do not give the estimate's numbers.
     """
-    of_kind = compiled_sends if job.kind == "train" else serving_sends
-    sends = of_kind(job, estimate.choice, machine, term)
-    if [int(send.bytes.value) for send in sends] != [one.bytes for one in estimate.transfers]:
-        return [""] * len(estimate.transfers)
-    return [str(send.bytes) for send in sends]
+    printed = StepModel(step.job, step.choice, step.machine, term).collectives
+    if [int(one.bytes.value) for one in printed] != [one.bytes for one in collectives]:
+        return [""] * len(collectives)
+    return [str(one.bytes) for one in printed]

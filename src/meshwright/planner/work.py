@@ -1,12 +1,13 @@
-"""What one device computes in a step, and how long that takes if nothing is waited for."""
+"""What one device computes in a train step, and how long that takes if nothing is waited for."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from meshwright.machines import Machine
 from meshwright.models import OFFLOAD, family_of
 from meshwright.ops.attention import backward_kernels
-from meshwright.planner import efficiency, fsdp2
-from meshwright.planner.candidates import with_strategy
+from meshwright.planner import efficiency
 from meshwright.planner.kernels import attention_slowdown
 from meshwright.planner.parts import (
     item_bytes,
@@ -18,20 +19,7 @@ from meshwright.planner.parts import (
 )
 from meshwright.planner.result import Choice, Job
 from meshwright.planner.sizes import BlockSizes, Matrix, StackSizes
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """Of a device and a step; seconds of layers also by pass, for sends to hide under."""
-
-    flops: float  # useful
-    computed: float  # with what remat computes again
-    memory_bytes: float
-    seconds: dict[str, float]  # by part
-    forward: float  # seconds of the layers
-    backward: float
-    attention_forward: float
-    attention_backward: float
+from meshwright.planner.step import StepModel, Work
 
 
 @dataclasses.dataclass
@@ -43,22 +31,37 @@ class _Passes:
     backward: float = 0.0
 
 
-def work(job: Job, choice: Choice, machine: Machine) -> Work:
-    """The work of a train step on each device."""
-    if choice.strategy == "auto":
-        choice = with_strategy(job, choice, machine)
+def train_work(
+    step: StepModel,
+    elementwise: tuple[float, float, float] = (
+        efficiency.ELEMENTWISE_EMBED,
+        efficiency.ELEMENTWISE_HEADS,
+        efficiency.ELEMENTWISE_MLP,
+    ),
+    loss_numbers: float = efficiency.LOSS_LOGITS,
+    copied: Mapping[str, float] = MappingProxyType({}),
+) -> Work:
+    """The work of a train step on each device.
+
+    Arguments:
+        elementwise: activations read and written of a token and layer, in numbers of embed, heads
+            and mlp.
+        loss_numbers: times the logits are read or written.
+        copied: by part, bytes that are copied.
+    """
+    job, choice, machine = step.job, step.choice, step.machine
     chip, sizes = machine.chip, job.sizes
     memory = chip.memory_bandwidth / chip.cores_per_chip * efficiency.MEMORY
-    item, micro_batches, tp = item_bytes(job.dtype), choice.accumulation, choice.tp
+    item, micro_batches, tp = item_bytes(job.dtype), choice.accumulation, choice.size("tp")
     saved = job.remat[choice.remat]
     known, on_device = job.lengths, sequences(job, choice)
-    matmuls, elementwise = _Passes(), 0.0
+    matmuls, moved = _Passes(), 0.0
     weights_read = 0.0
     between = tp if choice.sequence_parallel else 1
-    of_embed, of_heads, of_mlp = _elementwise_numbers(job)
+    of_embed, of_heads, of_mlp = elementwise
     repeated = 1 + efficiency.ELEMENTWISE_AGAIN[choice.remat]
     for stack in sizes.stacks:
-        tokens = on_device * (known[stack.field] // choice.sp)
+        tokens = on_device * (known[stack.field] // choice.size("sp"))
         for block in stack.blocks:
             _add_matmuls(matmuls, job, choice, machine, (stack, block, saved))
         numbers = (
@@ -66,16 +69,17 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
             + of_heads * _heads(stack) / tp
             + of_mlp * stack.mlp.inner / tp
         )
-        elementwise += item * numbers * stack.layers * tokens * micro_batches * repeated
+        moved += item * numbers * stack.layers * tokens * micro_batches * repeated
         weights_read += item * stack.weights / tp * stack.layers * micro_batches * 3
     attention = _attention(job, choice, machine, again="attention" not in saved)
-    tokens = on_device * (known["tokens"] // choice.sp)
+    tokens = on_device * (known["tokens"] // choice.size("sp"))
     vocab_on_device = vocab(job, choice) / tp
     head_flops, head_seconds = _matmul(
-        job, choice, machine, (vocab_on_device * sizes.embed, vocab_on_device, tokens), 3.0
-    )
-    logits = item * _loss_numbers(job, choice) * vocab_on_device * tokens * micro_batches
-    stored = sizes.parameters / (choice.fsdp * choice.sp * tp)
+        job, choice, machine, (vocab_on_device * sizes.embed, vocab_on_device, tokens),
+        2.0 + sizes.trains_head,
+    )  # fmt: skip
+    logits = item * loss_numbers * vocab_on_device * tokens * micro_batches
+    stored = sizes.trained_parameters / (choice.size("fsdp", "sp") * tp)
     fewer = 4 - item_bytes(job.moments_dtype) if job.moments != "auto" else 0
     moments = efficiency.MOMENTS_READ_AND_WRITTEN[job.optimizer]
     update = (efficiency.OPTIMIZER_BYTES[job.optimizer] - fewer * moments) * stored
@@ -87,39 +91,24 @@ def work(job: Job, choice: Choice, machine: Machine) -> Work:
     seconds = {
         "matmuls": matmuls.forward + matmuls.backward + head_seconds,
         "attention": attention.forward + attention.backward,
-        "elementwise": elementwise / memory,
+        "elementwise": moved / memory,
         "loss": logits / memory,
         "optimizer": update / memory,
+        **{part: size / memory for part, size in copied.items()},
     }
-    if job.backend == "torch":
-        seconds["copies of FSDP"] = fsdp2.copied_bytes(job, choice) / memory
     layers = matmuls.forward + matmuls.backward + seconds["attention"] + seconds["elementwise"]
     seconds["loop over layers"] = (scan - 1) * layers
     seconds["idle"] = efficiency.IDLE_STEP
     return Work(
         flops=family_of(job.model).flops(job.model, known) * job.batch / choice.devices,
         computed=matmuls.computed + head_flops + attention.computed,
-        memory_bytes=elementwise + logits + update + weights_read,
+        memory_bytes=moved + logits + update + weights_read,
         seconds=seconds,
         forward=matmuls.forward + attention.forward + seconds["elementwise"] / 3,
         backward=matmuls.backward + attention.backward + seconds["elementwise"] * 2 / 3,
         attention_forward=attention.forward,
         attention_backward=attention.backward,
     )
-
-
-def _elementwise_numbers(job: Job) -> tuple[float, float, float]:
-    if job.backend == "torch":
-        return fsdp2.elementwise_numbers(job)
-    return (
-        efficiency.ELEMENTWISE_EMBED,
-        efficiency.ELEMENTWISE_HEADS,
-        efficiency.ELEMENTWISE_MLP,
-    )
-
-
-def _loss_numbers(job: Job, choice: Choice) -> float:
-    return fsdp2.loss_numbers(job, choice) if job.backend == "torch" else efficiency.LOSS_LOGITS
 
 
 def _matmul(
@@ -146,20 +135,22 @@ def _add_matmuls(
     """Add the matmuls of a block in all layers of its stack; `part` has what is saved last."""
     stack, block, saved = part
     known, on_device = job.lengths, sequences(job, choice)
-    side = min(block.inner / choice.tp, job.sizes.embed)
+    side = min(block.inner / choice.size("tp"), job.sizes.embed)
     keys_from = block.attention.keys_from if block.attention else ""
     by_field: dict[str, list[Matrix]] = {}
     for matrix in block.matrices:
         field = keys_from if matrix.of_keys and keys_from else stack.field
         by_field.setdefault(field, []).append(matrix)
     for field, matrices in by_field.items():
-        tokens = on_device * (known[field] // choice.sp)
+        tokens = on_device * (known[field] // choice.size("sp"))
         weights = sum(one.weights for one in matrices)
         # a matmul is computed again unless what it makes is saved
         repeated = sum(one.weights for one in matrices if one.output and one.output not in saved)
-        shape = weights / choice.tp, side, tokens
+        trained = sum(one.weights for one in matrices if one.trained_layers)
+        shape = weights / choice.size("tp"), side, tokens
         flops, forward = _matmul(job, choice, machine, shape, 1.0)
-        more, backward = _matmul(job, choice, machine, shape, 2.0 + repeated / weights)
+        passes = 1.0 + trained / weights + repeated / weights
+        more, backward = _matmul(job, choice, machine, shape, passes)
         in_fp8 = job.fp8_layers(stack.layers)
         layers = stack.layers - in_fp8 + in_fp8 / efficiency.fp8(machine.chip, min(side, tokens))
         total.computed += stack.layers * (flops + more)

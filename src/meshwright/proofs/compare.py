@@ -3,20 +3,9 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
 
 from meshwright.audits import Audit, Expected
-from meshwright.machines import Machine
-from meshwright.planner import (
-    Choice,
-    Job,
-    compiled_sends,
-    compiled_traffic,
-    in_stages,
-    memory,
-    serving_sends,
-    traffic,
-)
+from meshwright.planner import StepModel, in_stages, memory, staged
 from meshwright.proofs.proof import Proof
 
 
@@ -39,18 +28,15 @@ _PADDED = 1.13
 _FLOAT32 = 2  # a compiler may add up in float32 what is bfloat16
 
 
-def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]:
+def expected(step: StepModel) -> tuple[Expected, ...]:
     """What the plan would have the step send; anything larger of its kind is something else.
 
     What a TPU's compiler may make of it instead is told apart: all-reduces of full arrays in place
     of all-gathers and reduce-scatters, permutes of the edges of padded parts, and stages of what is
     sent over several slices, within them and between them.
     """
-    intended = {
-        (transfer.what, axis): transfer.operation
-        for transfer in traffic(job, choice)
-        for axis in transfer.axes
-    }
+    machine, choice = step.machine, step.choice
+    intended = {(one.what, axis): one.operation for one in step.written for axis in one.axes}
     largest: dict[tuple[str, tuple[str, ...], str], tuple[int, str]] = {}
 
     def add(operation: str, axes: tuple[str, ...], size: float, what: str, made_of: str) -> None:
@@ -59,11 +45,11 @@ def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]
 
     # sums over micro-batches may be sent after them all, in float32
     summed = 2 if machine.is_tpu and choice.accumulation > 1 else 1
-    for send in compiled_sends(job, choice, machine):
-        what, over = send.what, send.axes
-        meant = intended.get((what, over[0]), send.operation)
+    for one in step.collectives:
+        what, over = one.what, one.axes
+        meant = intended.get((what, over[0]), one.operation)
         origin = f"{meant} over {'+'.join(over)}"
-        for stage in in_stages(send._replace(operation=meant), choice, machine):
+        for stage in in_stages(one.changed(operation=meant), step):
             operation, axes, size = stage.operation, stage.axes, _PADDED * summed * stage.bytes
             as_meant = (operation, axes) == (meant, over)
             add(operation, axes, size, what, "" if as_meant else origin)
@@ -73,7 +59,7 @@ def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]
                 edge = size / math.prod(choice.sizes[axis] for axis in axes)
                 add("collective-permute", axes, edge, what, origin)
     if machine.chip.platform == "gpu":
-        for axes, size in _combined(job, choice, machine).items():
+        for axes, size in _combined(step).items():
             add("all-reduce", axes, size, "sums of a step in one array", "")
     return tuple(
         Expected(operation, axes, None, what, at_most=size, rewrite_of=made_of)
@@ -81,48 +67,34 @@ def expected(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]
     )
 
 
-def expected_serving(job: Job, choice: Choice, machine: Machine) -> tuple[Expected, ...]:
+def expected_serving(step: StepModel) -> tuple[Expected, ...]:
     """What the plan would have a decode step send, in float32 at most."""
     return tuple(
-        Expected(send.operation, ("tp",), None, send.what, at_most=_FLOAT32 * int(send.bytes))
-        for send in serving_sends(job, choice, machine)
+        Expected(one.operation, one.axes, None, one.what, at_most=_FLOAT32 * int(one.bytes))
+        for one in step.collectives
     )
 
 
-def compare_serving(
-    job: Job, choice: Choice, proofs: Mapping[str, Proof], audit: Audit | None
-) -> tuple[Comparison, ...]:
-    """Memory of prefill, which needs most, and the bytes that a decode step sends."""
-    machine = proofs["prefill"].machine
-    compared = _memory(memory(job, choice, machine).total, proofs["prefill"])
-    if audit is None:
-        return tuple(compared)
-    planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for send in serving_sends(job, choice, machine):
-        planned[send.operation, ("tp",)] += int(send.bytes) * send.times
-    return (*compared, *_traffic(planned, audit))
-
-
-def _combined(job: Job, choice: Choice, machine: Machine) -> Counter[tuple[str, ...]]:
+def _combined(step: StepModel) -> Counter[tuple[str, ...]]:
     """Bytes of all sums over the same axes: the GPU compiler sends those outside of loops as one.
 
     Gradients of norms and of biases, the loss and the gradient's norm are such.
     """
     total: Counter[tuple[str, ...]] = Counter()
-    for send in compiled_sends(job, choice, machine):
-        if send.operation == "all-reduce" and not send.layers:
-            total[send.axes] += send.bytes * send.times
+    for one in step.collectives:
+        if one.operation == "all-reduce" and not one.layers:
+            total[one.axes] += one.bytes * one.times
     return total
 
 
-def compare(job: Job, choice: Choice, proof: Proof, audit: Audit | None) -> tuple[Comparison, ...]:
+def compare(step: StepModel, proof: Proof, audit: Audit | None) -> tuple[Comparison, ...]:
     """Memory, and the bytes of every kind of collective over every set of axes."""
-    compared = _memory(memory(job, choice, proof.machine).total, proof)
+    compared = _memory(memory(step).total, proof)
     if audit is None:
         return tuple(compared)
     planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for transfer in compiled_traffic(job, choice, proof.machine):
-        planned[transfer.operation, transfer.axes] += transfer.bytes * transfer.times
+    for one in staged(step):
+        planned[one.operation, one.axes] += int(one.bytes) * one.times
     return (*compared, *_traffic(planned, audit))
 
 

@@ -1,10 +1,11 @@
-"""Serve a model: the inference engine, and generation with a fixed batch of prompts."""
+"""Serve a model: the inference engine, which also generates for a list of prompts."""
 
 from meshwright.serve.abstract_step import Part, ServedStep
 from meshwright.serve.defaults import Defaults, defaults_of
 from meshwright.serve.engine import Engine
-from meshwright.serve.generate import check_prompts, stream
+from meshwright.serve.generate import stream
 from meshwright.serve.grammars import Grammar, Grammars
+from meshwright.serve.job import check_prompts
 from meshwright.serve.load import (
     Model,
     Source,
@@ -13,7 +14,7 @@ from meshwright.serve.load import (
     has_encoder,
     load,
     look_into,
-    serving_of,
+    served_config,
 )
 from meshwright.serve.lockstep import follow, lead
 from meshwright.serve.replicas import Replicas, start_engine
@@ -28,7 +29,7 @@ from meshwright.serve.request import (
     Request,
     TokenLogprobs,
 )
-from meshwright.serve.same_settings import look_into_together
+from meshwright.serve.same_settings import settings_facts
 from meshwright.serve.sampling import Sampling
 from meshwright.serve.settings import EngineConfig, ServeConfig
 
@@ -63,8 +64,8 @@ __all__ = [
     "lead",
     "load",
     "look_into",
-    "look_into_together",
-    "serving_of",
+    "served_config",
+    "settings_facts",
     "start_engine",
     "stream",
 ]

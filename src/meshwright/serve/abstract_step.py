@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
 from meshwright.models import default_dtype
-from meshwright.serve.load import check_fits, has_encoder
+from meshwright.serve.load import check_fits, has_encoder, served_config
 from meshwright.serve.programs import Shape, Steps
 from meshwright.serve.replicas import replica_meshes
 from meshwright.serve.settings import EngineConfig
@@ -54,7 +54,7 @@ class ServedStep:
             max_batch=max_batch, max_length=self.seq, weights=self.weights, cache=self.cache
         )
         dtype = default_dtype(self.dtype, mesh.devices.flat[0].platform)
-        steps = Steps(model, replica, dtype, config, self.seq)
+        steps = Steps(served_config(model, replica.shape), replica, dtype, config, self.seq)
         shape = Shape(max_batch)
         if part == "prefill":
             shape = Shape(max_batch, 1, min(config.chunk, self.seq), first=False)

@@ -20,15 +20,17 @@ import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.models import serving_of
 from meshwright.present import count
 from meshwright.serve.device_sampling import variant_of
 from meshwright.serve.executor import AnyExecutor, Executor, Read
 from meshwright.serve.grammars import TokenRules
 from meshwright.serve.job import Job, Sink, check_request, completion_of
-from meshwright.serve.load import Model, has_encoder, serving_of
+from meshwright.serve.load import Model, has_encoder
 from meshwright.serve.pages import PagePool
 from meshwright.serve.request import (
     Completion,
@@ -130,30 +132,36 @@ class Engine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Run requests to their end, in any order; the results are in the order of the requests."""
-        done = threading.Event()
+        deltas: SimpleQueue[tuple[int, Delta]] = SimpleQueue()
+        jobs = self.submit(requests, lambda index, delta: deltas.put((index, delta)), streams=False)
         results: list[list[Delta]] = [[] for _ in requests]
-        left = len(requests)
-
-        def sink(index: int, delta: Delta) -> None:
-            nonlocal left
+        running = len(jobs)
+        while running:
+            index, delta = deltas.get()
             results[index].append(delta)
-            if delta.finish_reason is not None:
-                left -= 1
-                if not left:
-                    done.set()
-
-        jobs = [
-            self._job(request, functools.partial(sink, index), streams=False)
-            for index, request in enumerate(requests)
-        ]
-        if not jobs:
-            return []
-        for job in jobs:
-            self._send(functools.partial(self._start, job))
-        done.wait()
+            running -= delta.finish_reason is not None
         tokenizer = self.source.tokenizer
         pairs = zip(jobs, results, strict=True)
         return [completion_of(job, deltas, tokenizer) for job, deltas in pairs]
+
+    def submit(
+        self,
+        requests: Sequence[Request],
+        sink: Callable[[int, Delta], None],
+        *,
+        streams: bool = True,
+    ) -> list[Job]:
+        """Start requests; `sink` gets (index of the request, delta) in the engine's thread.
+
+        With `streams` each token comes as soon as it is known, else all when a request has ended.
+        """
+        jobs = [
+            self._job(request, functools.partial(sink, index), streams=streams)
+            for index, request in enumerate(requests)
+        ]
+        for job in jobs:
+            self._send(functools.partial(self._start, job))
+        return jobs
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         """Yield deltas as they come; closing the iterator cancels the request."""

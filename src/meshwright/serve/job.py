@@ -1,13 +1,14 @@
 """A request on its way through an engine: what is asked of it first, and what becomes of it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from meshwright.arithmetic import whole_number
 from meshwright.data import Tokenizer
 from meshwright.errors import MeshwrightError
+from meshwright.present import count
 from meshwright.serve.device_sampling import MAX_BIAS, TOP
-from meshwright.serve.generate import check_prompts
 from meshwright.serve.grammars import Constraint
 from meshwright.serve.load import has_encoder
 from meshwright.serve.request import Completion, Delta, Request, TokenLogprobs
@@ -35,6 +36,31 @@ class Job:
     new_tokens: list[int] = dataclasses.field(default_factory=list)
     new_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     new_text: str = ""
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_new: int, config: Any) -> None:
+    """Raise a MeshwrightError for missing prompts, unknown tokens, or too long sequences."""
+    if whole_number(max_new, "max_new") < 1:
+        raise MeshwrightError("max_new=0 generates nothing; give 1 or more")
+    if not prompts:
+        raise MeshwrightError("no prompt; give at least one")
+    for number, prompt in enumerate(prompts, start=1):
+        if not len(prompt):
+            raise MeshwrightError(f"prompt {number} is empty; a model continues at least one token")
+        wrong = [token for token in prompt if not 0 <= token < config.vocab]
+        if wrong:
+            raise MeshwrightError(
+                f"prompt {number} has token {wrong[0]}; the model has 0 to {config.vocab - 1}"
+            )
+        # an encoder reads the prompt; a decoder alone has it in its own sequence
+        left = config.max_seq - (0 if has_encoder(config) else len(prompt))
+        if max_new > left or len(prompt) > config.max_seq:
+            is_shorter = 0 < left < max_new
+            fits = f"max_new={left} would fit" if is_shorter else "give a shorter prompt"
+            raise MeshwrightError(
+                f"prompt {number} has {count(len(prompt), 'token')}; with max_new={max_new} that "
+                f"is more than the model's {config.max_seq}; {fits}"
+            )
 
 
 def check_request(

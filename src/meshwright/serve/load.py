@@ -14,25 +14,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from meshwright.data import Tokenizer, load_tokenizer, tokenizer_from_json
 from meshwright.errors import MeshwrightError
 from meshwright.launch import weights_sample
-from meshwright.layouts import ArraySpec, Layout, Rules, fit, layout_tree, stored
+from meshwright.layouts import ArraySpec, Layout, fit, layout_tree, stored
 from meshwright.machines import check_host_memory, host_bytes
 from meshwright.meshes import MeshSpec
 from meshwright.meshes import mesh as build_mesh
 from meshwright.models import (
-    Serving,
     abstract_arrays,
     family_of,
     from_hf_config,
-    generation_of,
     load_hf,
     model_from_dict,
     padded_vocab,
+    serving_of,
 )
 from meshwright.ops import drop_trivial_axes, nontrivial_axes
 from meshwright.present import mesh_text
@@ -42,17 +41,6 @@ from meshwright.serve.grammars import Grammars
 def has_encoder(config: Any) -> bool:
     """Whether prompts are read by an encoder, so that the output does not continue them."""
     return "encoder_tokens" in family_of(config).batch_fields
-
-
-def serving_of(config: Any) -> Serving:
-    """What an engine needs to know of a model; an error if it cannot serve it."""
-    serving = generation_of(config).serving
-    if serving is None:
-        raise MeshwrightError(
-            f"an engine cannot serve models of the family {family_of(config).name!r}; use "
-            "meshwright generate"
-        )
-    return serving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +85,7 @@ class Model:
 
     @property
     def config(self) -> Any:
-        return self.source.config
+        return served_config(self.source.config, self.mesh.shape)
 
 
 def generation_mesh(text: str = "dp=1,fsdp=1,tp=1,sp=1") -> Mesh:
@@ -155,27 +143,52 @@ def look_into(
     return _hugging_face(folder, fields, own, end_token)
 
 
-def load(source: Source, mesh: Mesh, dtype: Any = jnp.float32, rules: Rules | None = None) -> Model:
-    """Load the weights onto the mesh, matrices in `dtype`; each device reads its shard.
-
-    `rules` shard them; the default is the rules of generation.
-    """
+def load(source: Source, mesh: Mesh, dtype: Any = jnp.float32) -> Model:
+    """Load the weights onto the mesh, matrices in `dtype`; each device reads its shard."""
     check_fits(source.config, mesh)
-    padded = targets(source.config, mesh, dtype, rules)
+    arrays = abstract_arrays(source.config)
+    padded = targets(served_config(source.config, mesh.shape), mesh, dtype)
     check_host_memory(
         host_bytes(padded),
         f"{source.name} in {jnp.dtype(dtype).name}",
         "use --dtype bfloat16, or fewer devices if some hold copies",
     )
-    on_disk = jax.tree.map(
-        lambda target, spec: stored(target, spec.shape), padded, abstract_arrays(source.config)
-    )
-    return Model(source, fit(source.read(on_disk), padded), mesh)
+    on_disk = jax.tree.map(lambda target, spec: stored(target, spec.shape), padded, arrays)
+    params = jax.tree.map(_repeat_kv_heads, source.read(on_disk), padded, arrays)
+    return Model(source, fit(params, padded), mesh)
+
+
+def served_config(config: Any, mesh_shape: Mapping[str, int]) -> Any:
+    """The model as a mesh holds it: KV heads are repeated where tp is a multiple of their number.
+
+    A device then holds one KV head, which is that of all its query heads.
+    """
+    tensor = mesh_shape.get("tp", 1)
+    if tensor <= config.kv_heads or tensor % config.kv_heads or config.heads % tensor:
+        return config
+    return dataclasses.replace(config, kv_heads=tensor)
+
+
+def _repeat_kv_heads(array: jax.Array, target: jax.ShapeDtypeStruct, spec: ArraySpec) -> jax.Array:
+    """An array with as many KV heads as its target has; others as they are."""
+    if "kv_heads" not in spec.dims or array.shape == target.shape:
+        return array
+    with jax.set_mesh(target.sharding.mesh):
+        dim = spec.dims.index("kv_heads")
+        repeated: jax.Array = _repeat(array, dim, target.shape[dim], target.sharding.spec)
+    return repeated
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _repeat(x: jax.Array, dim: int, size: int, spec: P) -> jax.Array:
+    axes = [*spec, *(None,) * (x.ndim - len(spec))]
+    whole = reshard(x, P(*axes[:dim], None, *axes[dim + 1 :]))
+    return reshard(jnp.repeat(whole, size // x.shape[dim], axis=dim), P(*axes))
 
 
 def check_fits(config: Any, mesh: Mesh) -> None:
     """Raise a MeshwrightError if the mesh does not divide the model's dims."""
-    for axes, dims in ((("tp",), ("kv_heads", "mlp")), (("fsdp", "sp"), ("embed",))):
+    for axes, dims in ((("tp",), ("heads", "mlp")), (("fsdp", "sp"), ("embed",))):
         parts = math.prod(mesh.shape[axis] for axis in axes)
         for dim in dims:
             size = getattr(config, dim)
@@ -186,14 +199,24 @@ def check_fits(config: Any, mesh: Mesh) -> None:
                     f"mesh '{mesh_text(mesh.shape)}': {sizes} does not divide the model's "
                     f"{dim}={size}; {' or '.join(fits)} would"
                 )
+    tensor, size = mesh.shape["tp"], config.kv_heads
+    if size % tensor and tensor % size:
+        fits = [
+            str(n) for n in range(1, config.heads + 1)
+            if config.heads % n == config.mlp % n == 0 and (size % n == 0 or n % size == 0)
+        ][-3:]  # fmt: skip
+        raise MeshwrightError(
+            f"mesh '{mesh_text(mesh.shape)}': tp={tensor} neither divides the model's "
+            f"kv_heads={size} nor is a multiple of them; {' or '.join(fits)} would do"
+        )
 
 
-def targets(config: Any, mesh: Mesh, dtype: Any, rules: Rules | None = None) -> Any:
+def targets(config: Any, mesh: Mesh, dtype: Any) -> Any:
     """Abstract parameters with shardings; norms and biases in float32.
 
     The vocabulary is padded where the mesh does not divide it.
     """
-    rules = generation_of(config).rules() if rules is None else rules
+    rules = serving_of(config).rules()
     arrays = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
     nontrivial = nontrivial_axes(mesh.shape)
 

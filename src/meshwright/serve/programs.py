@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
-from meshwright.layouts import Rules
-from meshwright.models import Compute, family_of, lm_logits
+from meshwright.machines import check_host_memory, host_bytes
+from meshwright.models import Compute, family_of, lm_logits, serving_of
 from meshwright.ops import current_platform, spec_of
 from meshwright.ops.attention import (
     CACHE_DTYPES,
@@ -35,8 +35,9 @@ from meshwright.ops.attention import (
     most_pages,
     pool_shape,
 )
+from meshwright.present import count
 from meshwright.serve.device_sampling import TOP, greedy, top_logprobs
-from meshwright.serve.load import Model, has_encoder, serving_of, targets
+from meshwright.serve.load import Model, has_encoder, targets
 from meshwright.serve.prompts import PromptInputs, PromptShape, fill_with_prompts, prompt_shapes
 from meshwright.serve.sampling import KnownTokens
 from meshwright.serve.scheduler import scoring_shape
@@ -149,11 +150,11 @@ class Steps:
         self.known = KnownTokens(model_config.vocab)
         self.cache_dtype = CACHE_DTYPES[config.cache] if config.cache else self.dtype
         with jax.set_mesh(mesh):
-            self.compute = Compute(_rules(), self.dtype, scan=False, stationary=True)
+            self.compute = Compute(self.serving.rules(), self.dtype, scan=False, stationary=True)
             call = PagedCall(
                 current_platform(), str(self.dtype), model_config.head_dim,
-                getattr(model_config, "sliding_window", None), self.serving.biased, config.cache,
-                config.page_size,
+                self.serving.window(model_config), self.serving.biased, config.cache,
+                config.page_size, self.serving.softcapped(model_config),
             )  # fmt: skip
             self.kernel = choose_paged(call, config.kernel)
 
@@ -252,6 +253,11 @@ class Programs(Steps):
         self.compilations = 0
         self._functions: dict[Any, Any] = {}  # jitted
         self.is_ready = False
+        check_host_memory(
+            host_bytes(self._abstract_pools(config.pages or self._most_pages)),
+            f"a KV cache for {count(config.max_batch, 'sequence')} of up to {max_length} tokens",
+            "use a smaller max_batch (fewer prompts) or max_length (max_new)",
+        )
         with jax.set_mesh(self.mesh):
             self.weights = self.serving.weights(model.params, model.config, config.weights, release)
         wanted = config.pages or self._least(self._pages_that_fit())
@@ -392,7 +398,7 @@ class Programs(Steps):
         config, length = self.model_config, self.width * self.config.page_size
         numbers = self.chunk_places * length * config.kv_heads * config.head_dim // tensor
         copied = 4 * numbers * self.dtype.itemsize
-        if self.kernel != "plain" and getattr(config, "sliding_window", None) is None:
+        if self.kernel != "plain" and self.serving.window(config) is None:
             return copied
         return copied + 8 * self.config.chunk * length * config.heads // tensor
 
@@ -401,9 +407,13 @@ class Programs(Steps):
         page = size * config.kv_heads * config.head_dim // self.mesh.shape.get("tp", 1)
         return most_pages(self.kernel, pages, page, self.cache_dtype.itemsize)
 
+    @property
+    def _most_pages(self) -> int:
+        """Pages for as many sequences as are decoded together, all of the greatest length."""
+        return self.config.max_batch * sum(self.widths) + 1
+
     def _pages_that_fit(self) -> int:
-        config = self.model_config
-        most = self.config.max_batch * sum(self.widths) + 1
+        config, most = self.model_config, self._most_pages
         device = self.mesh.local_devices[0]
         memory = device.memory_stats() if device.platform != "cpu" else None
         if not memory:
@@ -422,19 +432,6 @@ class Programs(Steps):
         left -= 2 * 4 * (self.config.max_batch + 1) * config.vocab  # counts for penalties
         left -= self._chunk_bytes(tensor)
         return min(most, max(int(left // page), 0))
-
-
-def _rules() -> Rules:
-    """Weights as in generation; the tokens of a step are not split."""
-    return Rules(
-        [
-            *((dim, "tp") for dim in ("vocab", "heads", "kv_heads", "mlp")),
-            ("embed", ("fsdp", "sp")),
-            *((dim, None) for dim in ("batch", "sequences", "length", "head_dim")),
-            *((dim, None) for dim in ("layers", "norm")),
-        ],
-        optional=("batch", "sequences", "length"),
-    )
 
 
 def _take(x: jax.Array, indices: jax.Array) -> jax.Array:

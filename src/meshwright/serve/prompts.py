@@ -15,9 +15,9 @@ from jax.sharding import reshard
 
 from meshwright.arithmetic import round_up
 from meshwright.errors import MeshwrightError
-from meshwright.models import Compute
+from meshwright.models import Compute, serving_of
 from meshwright.ops.attention import fill_pages
-from meshwright.serve.load import has_encoder, serving_of
+from meshwright.serve.load import has_encoder
 from meshwright.serve.settings import EngineConfig
 
 _SHORTEST = 64  # tokens of the smallest default shape

@@ -7,6 +7,7 @@ step.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,10 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from meshwright.serve.engine import Engine
-from meshwright.serve.load import Source, load
+from meshwright.serve.job import Job
+from meshwright.serve.load import Model, Source, load
 from meshwright.serve.request import Completion, Delta, EngineStats, Request
 from meshwright.serve.settings import EngineConfig
 
@@ -32,11 +34,39 @@ def start_engine(
     progress: Callable[[str], None] | None = None,
 ) -> "Engine | Replicas":
     """Load a model and compile its programs: one engine, or one for each index of dp."""
+    return engine_of(load(source, mesh, dtype), config, progress, release=True)
+
+
+def engine_of(
+    model: Model,
+    config: EngineConfig | None = None,
+    progress: Callable[[str], None] | None = None,
+    *,
+    release: bool = False,
+) -> "Engine | Replicas":
+    """Engines of a loaded model, as `start_engine`; `release` frees the model's own weights."""
     engines = [
-        Engine(load(source, part, dtype), config, progress=progress, release=True)
-        for part in replica_meshes(mesh)
+        Engine(part, config, progress=progress, release=release) for part in _replica_models(model)
     ]
     return engines[0] if len(engines) == 1 else Replicas(engines)
+
+
+def _replica_models(model: Model) -> list[Model]:
+    """The model on the mesh of each index of dp, with the arrays that its devices hold."""
+    meshes = replica_meshes(model.mesh)
+    if len(meshes) == 1:
+        return [model]
+
+    def on(mesh: Mesh) -> Model:
+        def part(array: jax.Array) -> jax.Array:
+            shards = {shard.device: shard.data for shard in array.addressable_shards}
+            place = NamedSharding(mesh, array.sharding.spec)  # type: ignore[attr-defined]
+            arrays = [shards[device] for device in mesh.devices.flat]
+            return jax.make_array_from_single_device_arrays(array.shape, place, arrays)
+
+        return dataclasses.replace(model, params=jax.tree.map(part, model.params), mesh=mesh)
+
+    return [on(mesh) for mesh in meshes]
 
 
 def replica_meshes(mesh: Mesh) -> list[Mesh]:
@@ -101,6 +131,19 @@ class Replicas:
                     range(count),
                 )
             )
+        return [parts[i % count][i // count] for i in range(len(requests))]
+
+    def submit(self, requests: Sequence[Request], sink: Callable[[int, Delta], None]) -> list[Job]:
+        """Start requests; `sink` gets (index of the request, delta), in the engines' threads."""
+        count = len(self.engines)
+
+        def deliver(first: int, index: int, delta: Delta) -> None:
+            sink(first + count * index, delta)
+
+        parts = [
+            engine.submit(requests[i::count], functools.partial(deliver, i))
+            for i, engine in enumerate(self.engines)
+        ]
         return [parts[i % count][i // count] for i in range(len(requests))]
 
     def cancel(self, request_id: str) -> None:

@@ -1,18 +1,8 @@
 """What every process of a server must have been started with: settings, model, versions."""
 
-from collections.abc import Callable
 from typing import Any
 
-from meshwright.errors import MeshwrightError
-from meshwright.launch import (
-    Fact,
-    Joined,
-    Store,
-    by_content,
-    compare_processes,
-    flat_settings,
-    software_facts,
-)
+from meshwright.launch import Fact, by_content, flat_settings, software_facts
 from meshwright.models import model_to_dict
 from meshwright.serve.load import Source
 from meshwright.serve.settings import ServeConfig
@@ -26,24 +16,6 @@ MAY_DIFFER = frozenset(
 )  # fmt: skip
 FREE_GROUPS = ("limits.", "easylm.")  # of process 0 too
 CONTENT = frozenset({"model", "tokenizer", "step", "end_token"})  # compared by what they lead to
-
-
-def look_into_together(
-    look: Callable[[], Source], config: ServeConfig, store: Store | None, joined: Joined
-) -> Source:
-    """What `look` returns; an error in every process if they differ or one of them fails."""
-    if store is None:
-        return look()
-    facts: dict[str, Fact] | str
-    source = None
-    try:
-        source = look()
-        facts = settings_facts(config, source)
-    except MeshwrightError as mistake:
-        facts = str(mistake)
-    compare_processes(facts, store, joined.process_id, joined.processes)
-    assert source is not None
-    return source
 
 
 def settings_facts(config: ServeConfig, source: Source) -> dict[str, Fact]:

@@ -1,7 +1,6 @@
-"""Sample a token from logits: greedy, or with temperature, top-k, top-p and min-p.
+"""Settings of sampling: greedy, or temperature, filters, penalties and biases.
 
-A sample depends on the seed, the prompt's index, the position and the logits, but not on the mesh
-or on the rest of the batch.
+See device_sampling.py for how tokens are chosen by them.
 """
 
 import dataclasses
@@ -11,13 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from meshwright.arithmetic import check_seed, whole_number
 from meshwright.data import Tokenizer
 from meshwright.errors import MeshwrightError
-from meshwright.ops import spec_of
 
 _MOST = 1e30  # of penalties and biases
 
@@ -100,60 +96,6 @@ class KnownTokens(NamedTuple):
         """Logits [n, vocab] of the ids below `vocab`; -inf for those that are missing."""
         logits = logits[:, : self.vocab]
         return logits.at[:, np.array(self.missing)].set(-jnp.inf) if self.missing else logits
-
-
-def sample(
-    logits: jax.Array,
-    indices: jax.Array,
-    positions: jax.Array,
-    sampling: Sampling,
-    known: KnownTokens | None = None,
-) -> jax.Array:
-    """A token [batch] from logits [batch, vocab], whose vocabulary is not sharded.
-
-    `indices` and `positions` [batch] make the random keys distinct. Only `known` tokens are
-    sampled, or any without it.
-    """
-    batch = spec_of(logits)[0]
-
-    def local(logits: jax.Array, indices: jax.Array, positions: jax.Array) -> jax.Array:
-        logits = logits.astype(jnp.float32)
-        logits = logits if known is None else known.only(logits)
-        if sampling.temperature < 1e-6:  # float32 could not divide by much less
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        root = jax.random.key(sampling.seed)
-
-        def draw(logits: jax.Array, index: jax.Array, position: jax.Array) -> jax.Array:
-            key = jax.random.fold_in(jax.random.fold_in(root, index), position)
-            return jax.random.categorical(key, filtered(logits, sampling)).astype(jnp.int32)
-
-        return jax.vmap(draw)(logits, indices, positions)
-
-    specs = (P(batch, None), P(batch), P(batch))
-    return jax.shard_map(local, in_specs=specs, out_specs=P(batch))(
-        logits, *(jax.sharding.reshard(x, P(batch)) for x in (indices, positions))
-    )
-
-
-def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Logits [vocab] divided by the temperature; -inf for tokens that a filter removes."""
-    # the maximum is 0, so that no temperature makes it infinite
-    scaled = (logits - jnp.max(logits)) / sampling.temperature
-    kept = jnp.ones(logits.shape, bool)
-    vocab = logits.shape[0]
-    if sampling.top_k is not None or sampling.top_p is not None:
-        # exactly k remain: of equal logits, those with smaller ids
-        k = vocab if sampling.top_k is None else min(sampling.top_k, vocab)
-        likeliest, ids = lax.top_k(scaled, k)
-        stays = jnp.ones(k, bool)
-        if sampling.top_p is not None:
-            probabilities = jax.nn.softmax(likeliest)
-            before = jnp.cumsum(probabilities) - probabilities
-            stays = before < sampling.top_p
-        kept = jnp.zeros(logits.shape, bool).at[ids].set(stays, unique_indices=True)
-    if sampling.min_p:  # 0 keeps every token
-        kept &= scaled >= math.log(sampling.min_p)  # the maximum is at 0
-    return jnp.where(kept, scaled, -jnp.inf)
 
 
 def _check_bias(logit_bias: object) -> None:

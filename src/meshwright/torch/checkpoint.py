@@ -10,9 +10,8 @@ through torch's get_optimizer_state_dict, by parameter names.
 
 import contextlib
 import functools
-import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,10 @@ from meshwright.checkpoint import (
     write_record,
 )
 from meshwright.errors import MeshwrightError
+from meshwright.launch import Agreement
 from meshwright.torch.load import materialize
 from meshwright.torch.parallelize import Parallelized, parallelized
 from meshwright.torch.placement import Slices
-
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Checkpoints:
@@ -98,11 +96,11 @@ class Checkpoints:
     def set_aside_after(self, step: int, copied: Path) -> tuple[list[int], Path] | None:
         """Move the checkpoints after `step`, with a copy of a file, to where they are not read."""
         moved = None
-        with together(f"setting aside what is after step {step}") as problems:
+        with RANKS.collective_errors(f"setting aside what is after step {step}") as catch:
             later = [other for other in self.steps() if other > step]
             if dist.get_rank() == 0 and later:
-                problems.catch(self.check_owned)
-                moved = problems.catch(lambda: folders.set_aside(self.folder, later, copied))
+                catch(self.check_owned)
+                moved = catch(lambda: folders.set_aside(self.folder, later, copied))
         return None if moved is None else (later, moved)
 
     def wait(self) -> None:
@@ -153,17 +151,17 @@ class Checkpoints:
         failed = f"step {step} was not saved"
         why = functools.partial(folders.why_not_saved, self.folder, sum(sizes))
         begun = None  # in rank 0
-        with together(failed, why=why) as problems:
+        with RANKS.collective_errors(failed, why=why) as catch:
             if rank == 0:
-                begun = problems.catch(lambda: self._begin(step))
+                begun = catch(lambda: self._begin(step))
         try:
-            with together(failed, why=why) as problems:
-                problems.catch(lambda: _write(saving / file, values))
+            with RANKS.collective_errors(failed, why=why) as catch:
+                catch(lambda: _write(saving / file, values))
             reports: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(reports, (arrays, pieces, sums))
-            with together(failed, why=why) as problems:
+            with RANKS.collective_errors(failed, why=why) as catch:
                 if begun is not None:
-                    problems.catch(lambda: self._finish(begun, content, reports))
+                    catch(lambda: self._finish(begun, content, reports))
         except MeshwrightError:
             if begun is not None:
                 begun.give_up()
@@ -209,24 +207,24 @@ class Checkpoints:
         """
         own = parallelized(model)
         place = folders.existing_folder(self.folder, whole_number(step, "step"))
-        with together(f"restoring step {step}") as problems:
+        with RANKS.collective_errors(f"restoring step {step}") as catch:
             read = read_step if dist.get_rank() else read_intact_step  # one looks at the files
-            record = problems.catch(lambda: read(self.folder, step, self.command))
-            pieces = problems.catch(lambda: read_pieces(place))
+            record = catch(lambda: read(self.folder, step, self.command))
+            pieces = catch(lambda: read_pieces(place))
         assert record is not None
         assert pieces is not None
         materialize(model)
         state, _ = _optimizer_state(model, optimizer)
         named = list(_named_tensors(model, state))
-        with together(f"restoring step {step}") as problems:
-            problems.catch(lambda: _check_same(place, record, named))
+        with RANKS.collective_errors(f"restoring step {step}") as catch:
+            catch(lambda: _check_same(place, record, named))
         reader = _Reader(place, pieces)
         sums = {}
         advised = f". {advice(self.folder, step, self.command)}"
-        with together(f"restoring step {step}", advised) as problems, torch.no_grad():
+        with RANKS.collective_errors(f"restoring step {step}", advised) as catch, torch.no_grad():
             for name, param_name, tensor in named:
                 slices = own.slices(param_name)
-                problems.catch(lambda n=name, t=tensor, s=slices: reader.fill(n, _local(t), s))
+                catch(functools.partial(reader.fill, name, _local(tensor), slices))
                 if _writes(own, param_name):
                     bits = _bits(_local(tensor).detach().cpu().contiguous())
                     sums[name] = sums_of_bits(bits, _starts(slices), tensor.shape)
@@ -278,41 +276,18 @@ class _Reader:
         return self._files[file]
 
 
-class together:  # noqa: N801  # used as a function
-    """What one rank fails at, all ranks raise; so none waits for it forever."""
+class _RankAgreement(Agreement):
+    """Agreements of the ranks of torch.distributed."""
 
-    def __init__(
-        self, about: str, advised: str = "", why: Callable[[Exception], str] | None = None
-    ) -> None:
-        self._about, self._advised, self._problem = about, advised, ""
-        self._why = why
+    member = "rank"
 
-    def __enter__(self) -> "together":
-        return self
+    def exchange(self, report: Any, decide: Callable[[Mapping[int, Any]], str]) -> str:
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, report)
+        return decide(dict(enumerate(reports)))
 
-    def catch(self, act: Any) -> Any:
-        """Do it, unless something failed before."""
-        if self._problem:
-            return None
-        try:
-            return act()
-        except MeshwrightError as error:
-            self._problem = str(error)
-        except Exception as error:  # also those of safetensors: the other ranks wait for this one
-            self._problem = f"{type(error).__name__}: {error}"
-            if self._why is not None:
-                with contextlib.suppress(Exception):  # a disk that cannot be read either
-                    self._problem = self._why(error)
-        return None
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is not None:
-            return
-        problems: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, self._problem)
-        for rank, problem in enumerate(problems):
-            if problem:
-                raise MeshwrightError(f"{self._about}: rank {rank}: {problem}{self._advised}")
+RANKS = _RankAgreement()
 
 
 def _named_tensors(
@@ -406,12 +381,13 @@ def _writes(own: Parallelized, name: str) -> bool:
 
 def _check_same(place: Path, record: Record, named: list[tuple[str, str, torch.Tensor]]) -> None:
     wanted = {name: SavedArray(tuple(t.shape), _dtype_name(t), "") for name, _, t in named}
+    has_optimizer = any(name.startswith("optimizer/") for name in wanted)
     lines = []
     for name in sorted({*wanted, *record.arrays}):
         have, want = record.arrays.get(name), wanted.get(name)
         if want is None and (name.startswith("random/") or not wanted.keys() - {name}):
             continue
-        if want is None and name.startswith("optimizer/") and not _has_optimizer(named):
+        if want is None and name.startswith("optimizer/") and not has_optimizer:
             continue
         if have is None or want is None or (have.shape, have.dtype) != (want.shape, want.dtype):
             lines.append(f"  {name}: {have or 'not'} saved, {want or 'not'} requested")
@@ -420,10 +396,6 @@ def _check_same(place: Path, record: Record, named: list[tuple[str, str, torch.T
         raise MeshwrightError(
             "\n".join([f"checkpoint {place} holds a different model:", *lines[:8], *more])
         )
-
-
-def _has_optimizer(named: list[tuple[str, str, torch.Tensor]]) -> bool:
-    return any(name.startswith("optimizer/") for name, _, _ in named)
 
 
 def _verify(place: Path, record: Record, sums: dict[str, tuple[int, int]], advised: str) -> None:
@@ -456,11 +428,7 @@ def _write(file: Path, values: dict[str, torch.Tensor]) -> None:
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
     """The elements of a CPU tensor as unsigned integers."""
-    size = tensor.element_size()
-    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    if not math.prod(tensor.shape):
-        return np.zeros(tuple(tensor.shape), _UNSIGNED[size])
-    return tensor.view(signed).numpy().view(_UNSIGNED[size])
+    return tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy()
 
 
 def _starts(slices: Slices) -> tuple[int, ...]:

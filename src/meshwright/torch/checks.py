@@ -1,12 +1,13 @@
 """What would fail or be wrong at run time, found before anything runs; each with what would fit."""
 
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError
 from meshwright.present import nearest_multiples
 from meshwright.torch.dims import dims_of, head_counts
@@ -69,7 +70,7 @@ def _check_heads(model: nn.Module, placements: Placements) -> None:
         if is_split and count is not None and count % axes.tp:
             raise MeshwrightError(
                 f"{dim}={count} cannot be split in {axes.tensor}={axes.tp}; "
-                f"{axes.tensor}={_fit(count, axes.tp)} would fit"
+                f"{axes.tensor}={_fit(model, placements)} would fit"
             )
     for module, own in split.items():
         if len(set(own.values())) > 1:
@@ -85,6 +86,19 @@ def _check_heads(model: nn.Module, placements: Placements) -> None:
 def _check_divides(model: nn.Module, placements: Placements) -> None:
     """A vocabulary need not divide: the part of the last rank is smaller, as long as it has one."""
     axes = placements.axes
+    for placed, dim, is_table in _split_dims(model, placements):
+        size = placed.shape[dim]
+        if _divides(size, axes.tp, is_table):
+            continue
+        raise MeshwrightError(
+            f"parameter {placed.name!r} of shape {placed.shape}: dim {placed.layout.dims[dim]!r} "
+            f"of size {size} cannot be split in {axes.tensor}={axes.tp}; {axes.tensor}="
+            f"{_fit(model, placements)} would fit, or make it {nearest_multiples(size, axes.tp)}"
+        )
+
+
+def _split_dims(model: nn.Module, placements: Placements) -> Iterator[tuple[Placement, int, bool]]:
+    """Each parameter that tp splits, the dim, and whether that is a vocabulary."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     tables = {
         id(param)
@@ -94,18 +108,13 @@ def _check_divides(model: nn.Module, placements: Placements) -> None:
     }
     for name, param in model.named_parameters(remove_duplicate=False):
         placed = placements.by_name[name]
-        dim = placed.dim_of(axes.tensor)
-        if dim is None or placed.shape[dim] % axes.tp == 0:
-            continue
-        chunk = -(-placed.shape[dim] // axes.tp)
-        if id(param) in tables and dim == 0 and chunk * (axes.tp - 1) < placed.shape[dim]:
-            continue
-        size = placed.shape[dim]
-        raise MeshwrightError(
-            f"parameter {placed.name!r} of shape {placed.shape}: dim {placed.layout.dims[dim]!r} "
-            f"of size {size} cannot be split in {axes.tensor}={axes.tp}; {axes.tensor}="
-            f"{_fit(size, axes.tp)} would fit, or make it {nearest_multiples(size, axes.tp)}"
-        )
+        dim = placed.dim_of(placements.axes.tensor)
+        if dim is not None:
+            yield placed, dim, id(param) in tables and dim == 0
+
+
+def _divides(size: int, tp: int, is_table: bool) -> bool:
+    return size % tp == 0 or (is_table and -(-size // tp) * (tp - 1) < size)
 
 
 def check_sequence(length: int, tp: int, tensor: str | None) -> None:
@@ -116,6 +125,25 @@ def check_sequence(length: int, tp: int, tensor: str | None) -> None:
             f"parallelism splits it over; pad to {-(-length // tp) * tp}, or leave out "
             "sequence_parallel"
         )
+
+
+def explain_mixed_tensors(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's forward pass, with a sentence where a weight is used that was not all-gathered."""
+
+    @functools.wraps(forward)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as reason:
+            if "mixed torch.Tensor and DTensor" not in str(reason):
+                raise
+            raise MeshwrightError(
+                "the model uses a weight that is still split: it calls the `forward` of a block "
+                "itself, or uses a weight of another module, so that PyTorch does not all-gather "
+                f"it; call the block instead, as in `layer(x)` ({str(reason).partition('!')[0]})"
+            ) from reason
+
+    return explained
 
 
 def refuse_generate(what: str) -> Any:
@@ -134,5 +162,11 @@ def _axes(placed: Placement) -> str:
     return str(placed.layout).partition("->")[2].strip()
 
 
-def _fit(size: int, parts: int) -> int:
-    return max(d for d in divisors(size) if d <= parts)
+def _fit(model: nn.Module, placements: Placements) -> int:
+    """The largest tp, of those below, that every check of a size passes."""
+    sizes = [
+        (placed.shape[dim], is_table) for placed, dim, is_table in _split_dims(model, placements)
+    ]
+    sizes += [(heads, False) for heads in head_counts(model).values()]
+    smaller = range(placements.axes.tp - 1, 0, -1)
+    return next(tp for tp in smaller if all(_divides(size, tp, table) for size, table in sizes))

@@ -18,7 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.meshes import MeshSpec
-from meshwright.torch.checks import check_model, check_sequence, refuse_generate
+from meshwright.torch.checks import (
+    check_model,
+    check_sequence,
+    explain_mixed_tensors,
+    refuse_generate,
+)
 from meshwright.torch.dry_run import SplitActivations
 from meshwright.torch.loss import causal_lm_loss
 from meshwright.torch.mesh import mesh as make_mesh
@@ -133,6 +138,7 @@ def parallelize(
         _PARALLELIZED,
         Parallelized(placements, device_mesh, sequence_parallel, loss_parallel, split),
     )
+    model.forward = explain_mixed_tensors(model.forward)
     if sequence_parallel and axes.tp > 1:
         _guard_sequence(model, placements)
     if loss_parallel and axes.tp > 1:

@@ -107,10 +107,6 @@ def styles(
     return chosen, dataclasses.replace(split, note=note)
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
-
-
 def _kinds(model: nn.Module, placements: Placements) -> dict[str, str]:
     """How each module that owns parameters is split."""
     tensor = placements.axes.tensor
@@ -176,7 +172,7 @@ def _norms_between(
         module = model.get_submodule(path)
         if path == head or _is_inside(path, module, kinds[path], split):
             continue
-        if kinds[path] == "whole" and _is_norm(module):
+        if kinds[path] == "whole" and "norm" in type(module).__name__.lower():
             norms.add(path)
         elif module is not embedding:
             raise MeshwrightError(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
-from meshwright.layouts import Rules
+from meshwright.layouts import Rules, select_trainable
 from meshwright.models import Compute, family_of, override, padded_vocab
 from meshwright.train.config import TrainConfig
 from meshwright.train.optimizer import make_optimizer
@@ -44,7 +44,7 @@ class AbstractStep:
     mesh: Mesh
     rules: Rules
     compute: Compute
-    arrays: Any  # ArraySpecs of the parameters
+    arrays: Any  # ArraySpecs of the parameters, with what is trained
     optimizer: Any
     functions: StepFunctions
     state: TrainState  # jax.ShapeDtypeStructs with shardings
@@ -84,11 +84,13 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
     compute, attention = compute_of(config, model, rules, mesh)
     vocab = padded_vocab(model, rules, mesh.shape)
     arrays = family_of(model).arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
+    arrays = select_trainable(arrays, config.trainable)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
     overlap, _ = overlap_choice(config.compute.overlap, known_chip(mesh.devices.flat[0]))
     functions = step_functions(
         model, compute, optimizer, rate, mesh,
         loss=config.loss, clip_norm=config.optimizer.clip_norm, overlap=overlap,
+        trainable=config.trainable,
     )  # fmt: skip
     lengths = field_lengths(model, config.seq, config.objective)
 

@@ -96,11 +96,11 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def values(self, report: Any) -> dict[str, Any]:
-        """Wait for a report: loss, gradient_norm, learning_rate, tokens, skipped, …"""
+        """Wait for a report: train.step's STEP_VALUES, and the metrics of the loss by name."""
 
     @abc.abstractmethod
-    def evaluate(self) -> tuple[float, int]:
-        """The summed cross-entropy of the held-out tokens, and their number."""
+    def evaluate(self) -> dict[str, tuple[float, float]]:
+        """The sum and count of each metric over the held-out tokens; `loss` is among them."""
 
     @abc.abstractmethod
     def is_finite(self) -> bool:

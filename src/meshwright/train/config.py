@@ -1,6 +1,7 @@
 """All settings of a run, as one value that can be written down and read again."""
 
 import dataclasses
+import functools
 import json
 import math
 import typing
@@ -139,6 +140,9 @@ class TrainConfig:
     """Sharding rules: standard, a set of T5X (t5x:1,1 t5x:2,1 t5x:1,2 t5x:2,2), or a file."""
     override: tuple[str, ...] = ()
     """Changes to the model's config, each NAME=VALUE: rope.theta=5e7, layers=4."""
+    trainable: tuple[str, ...] = ()
+    """Train only arrays in whose path one of these regexes is found: norm, layers/-1/ (the last
+    layer). Without any: all."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
@@ -217,6 +221,8 @@ _AT_LEAST = {
 
 def with_settings(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
     """The config with other values of the settings that have these dotted names."""
+    for name, value in changes.items():
+        _check_type(value, _types_of_settings()[name], name)
     top = {name: value for name, value in changes.items() if "." not in name}
     nested: dict[str, dict[str, Any]] = {}
     for name in changes.keys() - top.keys():
@@ -329,15 +335,28 @@ def _from_dict(kind: Any, data: Mapping[str, Any], where: str) -> Any:
     return kind(**values)
 
 
+@functools.cache
+def _types_of_settings(kind: Any = TrainConfig, prefix: str = "") -> dict[str, Any]:
+    """The type of every setting, by its dotted name."""
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        nested = dataclasses.is_dataclass(hint)
+        found |= _types_of_settings(hint, f"{name}.") if nested else {prefix + name: hint}
+    return found
+
+
 def _check_type(value: Any, kind: Any, subject: str) -> None:
     options = typing.get_args(kind) or (kind,)
     if typing.get_origin(kind) is Literal:
         if value not in options:
             raise MeshwrightError(f"{subject} is {value!r}; one of {', '.join(map(str, options))}")
         return
+    if typing.get_origin(kind) is tuple:
+        return
     allowed = tuple(option for option in options if isinstance(option, type))
     number = isinstance(value, int) and not isinstance(value, bool)
-    if type(value) in allowed or (float in allowed and number):
+    is_path = isinstance(value, Path) and Path in allowed
+    if type(value) in allowed or is_path or (float in allowed and number):
         return
     names = " or ".join("none" if option is type(None) else option.__name__ for option in allowed)
     raise MeshwrightError(f"{subject} is {value!r}; it must be {names}")

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.checkpoint import Channel, Checkpoints, folders, holds_pieces
+from meshwright.checkpoint import Checkpoints, folders, holds_pieces
 from meshwright.errors import MeshwrightError
 from meshwright.launch import (
+    StoreAgreement,
     coordinator_store,
     join,
     keep_compiled_programs,
@@ -40,6 +42,7 @@ from meshwright.train.same_settings import check_same_settings
 from meshwright.train.setup import known_chip, layers_text, matmuls_text
 from meshwright.train.state import TrainState, new_state, params_are_finite
 from meshwright.train.tpu import overlap_text
+from meshwright.train.trainable import trained_part, trained_specs
 
 AUTO = "auto"  # a mesh that is chosen once the devices are known
 
@@ -79,7 +82,7 @@ class JaxBackend(Backend):
         self.config = config
         self.process_id, self.processes = jax.process_index(), jax.process_count()
         self.checkpoints: Checkpoints = Checkpoints(**checkpoint_settings(config))
-        self._channel = Channel("run")
+        self._agreement = StoreAgreement("run")
         self._setup = setup = prepare(config)
         step = setup.step
         self.model, self.loader, self.eval_loader = setup.model, setup.loader, setup.eval_loader
@@ -92,14 +95,19 @@ class JaxBackend(Backend):
         self._compiled: Any = None  # after `compile`
 
     def from_first(self, text: str) -> str:
-        return self._channel.from_first(text)
+        return self._agreement.from_first(text)
 
     def placement_lines(self) -> Iterator[str]:
         yield self._setup.explanation.summary()
         state = self._setup.step.state
+        trained = trained_part(self._setup.step.arrays, state.params)
+        if self.config.trainable:
+            specs = trained_specs(self._setup.step.arrays)
+            numbers = sum(math.prod(spec.unpadded_shape) for spec in jax.tree.leaves(specs))
+            yield f"trains {numbers:,} of {self.num_parameters:,} parameters; the rest is frozen"
         kinds = {
             "parameters": bytes_per_device(state.params),
-            "gradients": bytes_per_device(state.params),
+            "gradients": bytes_per_device(trained),
             "optimizer": bytes_per_device(state.optimizer),
         }
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in kinds.items())
@@ -125,8 +133,9 @@ class JaxBackend(Backend):
 
     def check_memory(self) -> None:
         target = self._setup.step.state
+        trained = trained_part(self._setup.step.arrays, target.params)
         check_host_memory(
-            host_bytes(target) + host_bytes(target.params),  # gradients are as large as parameters
+            host_bytes(target) + host_bytes(trained),  # gradients are as large as parameters
             f"{self.config.model} with parameters, gradients and optimizer state",
             "use a smaller model, --optimizer.moments int8, or --optimizer.name adafactor",
         )
@@ -198,15 +207,16 @@ class JaxBackend(Backend):
     def values(self, report: Any) -> dict[str, Any]:
         return {name: value.item() for name, value in jax.device_get(report).items()}
 
-    def evaluate(self) -> tuple[float, int]:
+    def evaluate(self) -> dict[str, tuple[float, float]]:
         assert self.eval_loader is not None
         functions = self._setup.step.functions
-        entropy, tokens = 0.0, 0
+        totals: dict[str, tuple[float, float]] = {}
         for _, batch in self.eval_loader.iterate(0, functions.batch_sharding):
-            report = jax.device_get(functions.evaluate(self._state.params, batch))
-            entropy += report["entropy"].item()
-            tokens += report["tokens"].item()
-        return entropy, tokens
+            metrics = jax.device_get(functions.evaluate(self._state.params, batch))
+            for name, one in metrics.items():
+                total, counted = totals.get(name, (0.0, 0))
+                totals[name] = total + one.sum.item(), counted + one.count.item()
+        return totals
 
     def is_finite(self) -> bool:
         return params_are_finite(self._state, self._setup.step.mesh)

@@ -43,6 +43,7 @@ from meshwright.train.run import (
     write_run_page,
 )
 from meshwright.train.run.metrics import FILE as METRICS
+from meshwright.train.step import STEP_VALUES
 
 
 @contextlib.contextmanager
@@ -207,7 +208,7 @@ class Loop:
         self.tokens += values["tokens"]
         took = self.clock.tick(values.get("keys_seen"))
         metrics: dict[str, Any] = {
-            "loss": values["loss"],
+            **{name: value for name, value in values.items() if name not in STEP_VALUES},
             "grad_norm": values["gradient_norm"],
             "learning_rate": values["learning_rate"],
             "tokens": self.tokens,
@@ -267,12 +268,13 @@ class Loop:
 
     def _evaluate(self, step: int, log: MetricsLog, live: LiveLine) -> None:
         with self.watchdog.paused("evaluating"), self.clock.paused():
-            entropy, tokens = self.backend.evaluate()
+            sums = self.backend.evaluate()
         self.check_owned()
         self.evaluated = step
-        loss = entropy / max(tokens, 1)
-        log.write(step, {"eval_loss": loss})
-        live.print(f"step {step}: eval loss {loss:.4f} over {tokens:,} tokens")
+        means = {name: total / max(counted, 1) for name, (total, counted) in sums.items()}
+        log.write(step, {f"eval_{name}": value for name, value in means.items()})
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+        live.print(f"step {step}: eval {shown} over {sums['loss'][1]:,} tokens")
 
     # checkpoints
 

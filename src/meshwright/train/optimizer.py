@@ -16,6 +16,7 @@ import optax
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.train.moments import StoredMoments, stored_moments
 from meshwright.train.muon import muon
+from meshwright.train.trainable import trained_specs
 
 ScheduleName = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 Moments = Literal["auto", StoredMoments]
@@ -133,9 +134,9 @@ Schedule = Callable[[Any], Any]
 def make_optimizer(
     config: OptimizerConfig, steps: int, arrays: Any
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    """The optax transformation for arrays of these specs, and the learning rate by step."""
+    """The optax transformation of what is trained of these specs; the learning rate by step."""
     rate = learning_rate(config, steps)
-    optimizer = OPTIMIZERS[config.name](config, rate, arrays)
+    optimizer = OPTIMIZERS[config.name](config, rate, trained_specs(arrays))
     if config.moments != "auto":
         optimizer = stored_moments(optimizer, config.moments)
     return optimizer, rate

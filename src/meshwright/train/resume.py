@@ -21,6 +21,7 @@ from meshwright.train.config import (
 )
 
 _SHOWN = 8
+ALL = "all"  # arrays are trained
 
 
 def resume_step(
@@ -112,6 +113,7 @@ def check_resume(
     now, before = config_to_dict(config), meta["config"]
     # earlier versions kept moments like the parameters
     before["optimizer"].setdefault("moments", "auto")
+    before.setdefault("trainable", [])  # and trained everything
     check_saved(now, before, where)
     if now["steps"] != before["steps"]:
         say(
@@ -129,9 +131,11 @@ def check_saved(now: dict[str, Any], before: dict[str, Any], where: str) -> None
     """What is saved is what this run would save."""
 
     def saved(settings: dict[str, Any]) -> dict[str, str]:
+        """By setting, in words."""
         optimizer, param_dtype = settings["optimizer"], settings["compute"]["param_dtype"]
         moments = optimizer["moments"]
         kept = {"optimizer.name": optimizer["name"], "compute.param_dtype": param_dtype}
+        kept["trainable"] = shlex.join(settings["trainable"]) or ALL
         if now.get("backend") != "torch":  # which keeps moments like the weights
             kept["optimizer.moments"] = param_dtype if moments == "auto" else moments
         return kept
@@ -140,6 +144,8 @@ def check_saved(now: dict[str, Any], before: dict[str, Any], where: str) -> None
         was = saved(before)[name]
         if value != was:
             again = f"Give --{name.replace('_', '-')} {was} again"
+            if name == "trainable" and was == ALL:
+                again = "Leave --trainable out"
             if now.get("backend") == "torch" and name == "optimizer.name":
                 again = f"Resume it without --backend torch, which has no {was}"
             raise MeshwrightError(

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.data import Mixture
-from meshwright.errors import MeshwrightError
 from meshwright.launch import (
     Fact,
     Joined,
@@ -38,13 +37,7 @@ def check_same_settings(
     packages: Sequence[str] = PACKAGES,
 ) -> None:
     """An error in every process, before anything is compiled, if one was started differently."""
-    if store is None:
-        return
-    try:
-        facts: dict[str, Fact] | str = settings_facts(config, packages)
-    except MeshwrightError as mistake:
-        facts = str(mistake)
-    compare_processes(facts, store, joined.process_id, joined.processes)
+    compare_processes(lambda: config, lambda read: settings_facts(read, packages), store, joined)
 
 
 def settings_facts(config: TrainConfig, packages: Sequence[str] = PACKAGES) -> dict[str, Fact]:

@@ -181,11 +181,13 @@ def _with_activations(rules: Rules, file: str, standard: Rules) -> Rules:
     dims = {rule.dim for rule in rules.rules}
     for dim in sorted(standard.optional - dims):
         example = standard.layout(dim).axes[0]
+        if not example:  # a dim of weights that some models have, never split
+            continue
         raise MeshwrightError(
             f"rules {file!r} do not say where dim {dim!r} goes, which activations have; "
             f"add a line such as '{dim}? -> {'+'.join(example)}', or '{dim}? -> none'"
         )
-    return Rules(rules.rules, optional=rules.optional | standard.optional)
+    return Rules(rules.rules, optional=rules.optional | (standard.optional & dims))
 
 
 def compute_of(
@@ -344,8 +346,9 @@ def _refusal(
 def check_length(config: TrainConfig, model: Any) -> None:
     """Raise if the sequences are longer than the model's positions reach."""
     if config.seq > model.max_seq:
+        changes = " ".join(family_of(model).longer(model, config.seq))
+        further = f", or let its positions reach further: --override {changes}" if changes else ""
         raise MeshwrightError(
-            f"seq={config.seq} is longer than the model allows; {model.max_seq} or less would fit, "
-            "or say how its positions reach further: --override rope.theta=…, or rope.scaling=… "
-            "with rope.factor=…"
+            f"seq={config.seq} is longer than the model allows; {model.max_seq} or less would fit"
+            f"{further}"
         )

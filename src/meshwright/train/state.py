@@ -21,6 +21,7 @@ from meshwright.layouts import (
     stored,
 )
 from meshwright.ops import drop_trivial_axes, nontrivial_axes
+from meshwright.train.trainable import trained_part, trained_specs, unfrozen
 
 
 @jax.tree_util.register_dataclass
@@ -38,14 +39,14 @@ def abstract_state(
 ) -> TrainState:
     """The abstract state: jax.ShapeDtypeStructs, each with its sharding on the mesh.
 
-    Optimizer state lies with its parameter. Axes of one device are left out, as in the forward's
-    types. What does not divide is padded.
+    Optimizer state is of what is trained, and lies with its parameter. Axes of one device are left
+    out, as in the forward's types. What does not divide is padded.
     """
     nontrivial = nontrivial_axes(mesh.shape)
-    unpadded = unpadded_arrays(arrays)
+    trained = unpadded_arrays(trained_specs(arrays))
     param_layouts = layout_tree(arrays, rules, mesh=mesh)
-    moments = jax.eval_shape(optimizer.init, unpadded)
-    moment_layouts = optimizer_layouts(moments, unpadded, param_layouts)
+    moments = jax.eval_shape(optimizer.init, trained)
+    moment_layouts = optimizer_layouts(moments, trained, unfrozen(arrays, param_layouts))
 
     def placed(leaf: Any, layout: Layout) -> jax.ShapeDtypeStruct:
         parts = (math.prod(mesh.shape[axis] for axis in axes) for axes in layout.axes)
@@ -73,7 +74,7 @@ def stored_state(
 ) -> TrainState:
     """The abstract state `target` as a checkpoint holds it: without padding."""
     params = unpadded_arrays(arrays)
-    moments = jax.eval_shape(optimizer.init, params)
+    moments = jax.eval_shape(optimizer.init, unpadded_arrays(trained_specs(arrays)))
 
     def without(tree: Any, unpadded: Any) -> Any:
         return jax.tree.map(lambda padded, leaf: stored(padded, leaf.shape), tree, unpadded)
@@ -97,7 +98,8 @@ def new_state(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
 
     def first_moments(params: Any) -> Any:
-        moments = optimizer.init(resized_like(params, unpadded_arrays(arrays)))
+        trained = unpadded_arrays(trained_specs(arrays))
+        moments = optimizer.init(resized_like(trained_part(arrays, params), trained))
         return resized_like(moments, target.optimizer)
 
     with jax.set_mesh(mesh):

@@ -70,7 +70,8 @@ def loss_and_gradients(config: T5Config, mesh_text: str, rules: Any, **options: 
 
         def total(params: Any) -> Any:
             scale = jnp.float32(1 / 50)
-            return loss(params, batch(), scale, config, compute, LossConfig(z_loss=1e-3, chunk=16))
+            sums = loss(params, batch(), scale, config, compute, LossConfig(z_loss=1e-3, chunk=16))
+            return sums.total(scale), sums.metrics["loss"].sum
 
         step = jax.jit(jax.value_and_grad(total, has_aux=True), compiler_options=QUICKLY)
         (value, entropy), gradients = step(params)

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.serve.models import BASE
 from tests.serve.server.serving import Running, config
-from tests.serve.test_decode import BASE
 
 from meshwright.serve import Engine, EngineConfig, Model, generation_mesh
 from meshwright.serve.server import HttpServer, Service

@@ -11,8 +11,8 @@ import jsonschema
 import openai
 import pydantic
 import pytest
+from tests.serve.models import BASE
 from tests.serve.server.serving import QWEN, Running, config
-from tests.serve.test_decode import BASE
 from tests.serve.test_grammars import CONFIG, SCHEMAS
 
 from meshwright.data import ChatTemplate

@@ -209,7 +209,11 @@ def is_idle(server: Running) -> bool:
 def attacked(number: int, rounds: int, caplog: pytest.LogCaptureFixture) -> None:
     """`rounds` times `number` requests of every kind, many at once."""
     limits = LimitsConfig(
-        requests=12, body_bytes=LARGEST, body_seconds=0.5, request_seconds=10, send_seconds=2
+        requests=12,
+        body_bytes=LARGEST,
+        body_seconds=0.5,
+        request_seconds=PATIENCE_S,
+        send_seconds=2,
     )
     sizes = []
     with serving(BigramEngine(delay=0.0005), limits=limits, api_key=(KEY,)) as server:

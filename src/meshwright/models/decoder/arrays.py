@@ -1,4 +1,4 @@
-"""Every parameter of a dense decoder: shape, dtype, dims, initializer.
+"""Every parameter of a decoder: shape, dtype, dims, initializer, and what it is.
 
 The arrays of layers are stacked: one array holds a weight of all layers, dim `layers` first. So a
 tree is short, a scan iterates over it, and names do not depend on how the forward pass is run.
@@ -9,8 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec, Constant, Normal
 from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.kinds import LayerKind
 
 _STD = 0.02
 
@@ -22,54 +24,105 @@ def abstract_arrays(
 
     `vocab` is the vocabulary in memory, if it is padded (`padded_vocab`).
     """
-    sizes = {
-        "layers": config.layers,
-        "vocab": config.vocab,
-        "embed": config.embed,
-        "norm": config.embed,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "mlp": config.mlp,
-    }
-
-    in_memory = {} if vocab is None else {"vocab": vocab}
-
-    def array(dims: str, init: Any, inputs: int = 0) -> ArraySpec:
-        shape = tuple(sizes[dim] for dim in dims.split())
-        padded = tuple((sizes | in_memory)[dim] for dim in dims.split())
-        return ArraySpec(padded, dims, dtype, init, None if padded == shape else shape, inputs)
-
-    matrix, ones, zeros = Normal(_STD), Constant(1.0), Constant(0.0)
-    # what is added to the residual stream starts smaller, so that depth does not make it grow
-    added = Normal(_STD / math.sqrt(2 * config.layers))
-    attention = {
-        "norm": array("layers norm", ones),
-        "wq": array("layers embed heads head_dim", matrix, 1),
-        "wk": array("layers embed kv_heads head_dim", matrix, 1),
-        "wv": array("layers embed kv_heads head_dim", matrix, 1),
-        "wo": array("layers heads head_dim embed", added, 2),
-    }
-    if config.qkv_bias:
-        attention["bq"] = array("layers heads head_dim", zeros)
-        attention["bk"] = array("layers kv_heads head_dim", zeros)
-        attention["bv"] = array("layers kv_heads head_dim", zeros)
-    if config.output_bias:
-        attention["bo"] = array("layers norm", zeros)
-    if config.qk_norm:
-        attention["q_norm"] = array("layers head_dim", ones)
-        attention["k_norm"] = array("layers head_dim", ones)
-    mlp = {
-        "norm": array("layers norm", ones),
-        "gate": array("layers embed mlp", matrix, 1),
-        "up": array("layers embed mlp", matrix, 1),
-        "down": array("layers mlp embed", added, 1),
-    }
+    describe = _Describe(config, dtype, vocab)
+    stacks = [describe.layers(kind) for kind in config.pattern]
+    if any(stack != stacks[0] for stack in stacks):
+        raise MeshwrightError(
+            "the layers of this model have arrays of different shapes, which cannot be stacked; "
+            "give all kinds of its pattern the same heads, mlp, biases and norms"
+        )
     arrays: dict[str, Any] = {
-        "embedding": array("vocab embed", matrix, 1),
-        "layers": {"attention": attention, "mlp": mlp},
-        "norm": array("norm", ones),
+        "embedding": describe("vocab embed", "embedding", Normal(_STD), 1),
+        "layers": stacks[0],
+        **describe.norms("norm", "norm", config.pattern[0]),
     }
+    if config.learned_positions:
+        arrays["positions"] = describe("positions embed", "embedding", Normal(_STD), 1)
     if not config.tied_embeddings:
-        arrays["output"] = array("embed vocab", matrix, 1)
+        arrays["output"] = describe("embed vocab", "matrix", Normal(_STD), 1)
+    if config.head_bias:
+        arrays["output_bias"] = describe("vocab", "bias", Constant(0.0))
     return arrays
+
+
+class _Describe:
+    """ArraySpecs from dims."""
+
+    def __init__(self, config: DecoderConfig, dtype: Any, vocab: int | None) -> None:
+        self.dtype = dtype
+        # what is added to the residual stream starts smaller, so that depth does not make it grow
+        self.added = Normal(_STD / math.sqrt(2 * config.layers))
+        self.sizes = {
+            "layers": config.layers, "vocab": config.vocab, "embed": config.embed,
+            "norm": config.embed, "positions": config.max_seq + config.position_offset,
+        }  # fmt: skip
+        self.in_memory = {} if vocab is None else {"vocab": vocab}
+
+    def __call__(
+        self, dims: str, kind: str, init: Any, inputs: int = 0, activation: str = ""
+    ) -> ArraySpec:
+        shape = tuple(self.sizes[dim] for dim in dims.split())
+        padded = tuple((self.sizes | self.in_memory)[dim] for dim in dims.split())
+        unpadded = None if padded == shape else shape
+        return ArraySpec(padded, dims, self.dtype, init, unpadded, inputs, kind, activation)
+
+    def norm(self, dims: str, activation: str, kind: LayerKind) -> ArraySpec:
+        start = Constant(0.0 if kind.norm.kind == "rms+1" else 1.0)
+        return self(dims, "norm", start, activation=activation)
+
+    def bias(self, dims: str, activation: str) -> ArraySpec:
+        return self(dims, "bias", Constant(0.0), activation=activation)
+
+    def norms(self, name: str, dims: str, kind: LayerKind) -> dict[str, ArraySpec]:
+        """The arrays of a norm of the residual stream."""
+        arrays = {name: self.norm(dims, "residual", kind)}
+        return arrays | ({f"{name}_bias": self.bias(dims, "residual")} if kind.norm.bias else {})
+
+    def layers(self, kind: LayerKind) -> dict[str, dict[str, ArraySpec]]:
+        """The arrays of all layers, which are of one kind."""
+        self.sizes |= {
+            "heads": kind.attention.heads,
+            "kv_heads": kind.attention.kv_heads,
+            "head_dim": kind.attention.head_dim,
+            "mlp": kind.mlp.size,
+        }
+        return {"attention": self._attention(kind), "mlp": self._mlp(kind)}
+
+    def _block_norms(self, kind: LayerKind) -> dict[str, ArraySpec]:
+        """Those before and after a block."""
+        before = self.norms("norm", "layers norm", kind) if kind.norm_places != "after" else {}
+        after = self.norms("post_norm", "layers norm", kind) if kind.norm_places != "before" else {}
+        return before | after
+
+    def _attention(self, kind: LayerKind) -> dict[str, ArraySpec]:
+        matrix, attention = Normal(_STD), kind.attention
+        arrays = {
+            **self._block_norms(kind),
+            "wq": self("layers embed heads head_dim", "matrix", matrix, 1),
+            "wk": self("layers embed kv_heads head_dim", "matrix", matrix, 1),
+            "wv": self("layers embed kv_heads head_dim", "matrix", matrix, 1),
+            "wo": self("layers heads head_dim embed", "matrix", self.added, 2),
+        }
+        if attention.qkv_bias:
+            arrays["bq"] = self.bias("layers heads head_dim", "heads")
+            arrays["bk"] = self.bias("layers kv_heads head_dim", "kv_heads")
+            arrays["bv"] = self.bias("layers kv_heads head_dim", "kv_heads")
+        if attention.output_bias:
+            arrays["bo"] = self.bias("layers norm", "residual")
+        if attention.qk_norm:
+            of_q, of_k = ("heads ", "kv_heads ") if attention.joint_qk_norm else ("", "")
+            arrays["q_norm"] = self.norm(f"layers {of_q}head_dim", "heads", kind)
+            arrays["k_norm"] = self.norm(f"layers {of_k}head_dim", "kv_heads", kind)
+        return arrays
+
+    def _mlp(self, kind: LayerKind) -> dict[str, ArraySpec]:
+        first = ("gate", "up") if kind.mlp.gated else ("up",)
+        arrays = {
+            **({} if kind.shared_norm else self._block_norms(kind)),
+            **{name: self("layers embed mlp", "matrix", Normal(_STD), 1) for name in first},
+            "down": self("layers mlp embed", "matrix", self.added, 1),
+        }
+        if kind.mlp.bias:
+            arrays |= {f"{name}_bias": self.bias("layers mlp", "mlp") for name in first}
+            arrays["down_bias"] = self.bias("layers norm", "residual")
+        return arrays

@@ -1,6 +1,7 @@
 """Dense decoders as a model family."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,51 +9,105 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.models.blocks import REMAT
+from meshwright.models.decoder.architectures import ARCHITECTURES
 from meshwright.models.decoder.arrays import abstract_arrays
-from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.forward import forward, generation_compute, lm_head, loss, start
+from meshwright.models.decoder.config import DecoderConfig, own_defaults
+from meshwright.models.decoder.forward import forward, lm_head, loss
 from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
-from meshwright.models.decoder.hf_families import FAMILIES
 from meshwright.models.decoder.hf_folder import hf_model
-from meshwright.models.decoder.override import override
+from meshwright.models.decoder.kinds import FIELDS, LayerKind, field_defaults, field_of
+from meshwright.models.decoder.override import longer, override
 from meshwright.models.decoder.presets import PRESETS
-from meshwright.models.decoder.rules import decoder_rules, generation_rules, t5x_rules
+from meshwright.models.decoder.rules import decoder_rules, serving_rules, t5x_rules
 from meshwright.models.decoder.sequence import sequence_split
 from meshwright.models.decoder.serving import prompt_keys, serving_weights
-from meshwright.models.family import Generation, HuggingFace, ModelFamily, Serving
+from meshwright.models.family import HuggingFace, ModelFamily, Serving
 from meshwright.models.states import PagedCache
 from meshwright.models.work import Attention, Stack, attention_block, mlp_block
 from meshwright.ops import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from meshwright.ops.attention import Mask
 
+_ROPE = dataclasses.fields(Rope)
 _SCALINGS: dict[str, Any] = {
     kind.__name__: kind for kind in (LinearScaling, Llama3Scaling, YarnScaling)
 }
+# written always; what was added later only where it is not the default, so that what earlier
+# versions wrote of a model stays equal to what is written now
+_ALWAYS = frozenset(
+    {
+        "heads", "kv_heads", "head_dim", "mlp", "rope", "norm_eps", "qkv_bias", "output_bias",
+        "qk_norm", "sliding_window", "theta", "scaling", "tied_embeddings", "max_seq",
+    }
+)  # fmt: skip
 
 
 def to_dict(config: DecoderConfig) -> dict[str, Any]:
-    """A config as plain JSON data, without the config.json it was read from."""
-    data = dataclasses.asdict(config)
-    del data["hf_config"]
-    if config.rope.scaling is not None:
-        data["rope"]["scaling"]["kind"] = type(config.rope.scaling).__name__
-    return data
+    """A config as plain JSON data, without the config.json it was read from.
+
+    Layers that are all alike are said by name, as in `--override`; others by a list of such.
+    """
+    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    del own["hf_config"], own["pattern"]
+    data = _said(own, own_defaults())
+    kinds = [_kind_to_dict(kind) for kind in config.pattern]
+    return data | (kinds[0] if len(kinds) == 1 else {"pattern": kinds})
 
 
 def from_dict(data: Mapping[str, Any]) -> DecoderConfig:
     """The reverse of to_dict."""
     values = dict(data)
+    if "pattern" in values:
+        values["pattern"] = [_kind_from_dict(kind) for kind in values["pattern"]]
+        return DecoderConfig(**values)
+    return DecoderConfig(**_kind_from_dict(values))
+
+
+def _kind_to_dict(kind: LayerKind) -> dict[str, Any]:
+    fields = _said({name: field_of(kind, name) for name in FIELDS}, field_defaults())
+    if kind.attention.rope is None:
+        return fields
+    rope = {field.name: getattr(kind.attention.rope, field.name) for field in _ROPE}
+    data = _said(rope, {field.name: field.default for field in _ROPE})
+    if data["scaling"] is not None:
+        name = type(data["scaling"]).__name__
+        data["scaling"] = dataclasses.asdict(data["scaling"]) | {"kind": name}
+    return fields | {"rope": data}
+
+
+def _said(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in values.items()
+        if name in _ALWAYS or name not in defaults or value != defaults[name]
+    }
+
+
+def _kind_from_dict(fields: Mapping[str, Any]) -> dict[str, Any]:
+    values = dict(fields)
+    if values["rope"] is None:
+        return values
     rope = dict(values.pop("rope"))
     scaling = rope.pop("scaling")
     if scaling is not None:
         scaling = dict(scaling)
         scaling = _SCALINGS[scaling.pop("kind")](**scaling)
-    return DecoderConfig(**values, rope=Rope(**rope, scaling=scaling))
+    return values | {"rope": Rope(**rope, scaling=scaling)}
 
 
 def _work(config: DecoderConfig) -> tuple[Stack, ...]:
-    attention = Attention(Mask(window=config.sliding_window))
-    return (Stack(("layers",), "tokens", (attention_block(attention), mlp_block())),)
+    """One stack: its layers have the same arrays, and may differ in their masks."""
+    masks: dict[Mask, int] = {}
+    for kind, layers in config.kinds.items():
+        mask = Mask(window=kind.attention.window)
+        masks[mask] = masks.get(mask, 0) + layers
+    widest = max(masks, key=lambda mask: mask.window or math.inf)
+    attention = Attention(widest, masks=tuple(masks.items()) if len(masks) > 1 else ())
+    first = config.pattern[0]
+    blocks = (
+        attention_block(attention, norm_places=first.norm_places),
+        mlp_block(first.mlp.gated, first.norm_places),
+    )
+    return (Stack(("layers",), "tokens", blocks, config.layers),)
 
 
 def _flops(
@@ -67,9 +122,23 @@ def _keys_seen(config: DecoderConfig, batch: Mapping[str, jax.Array]) -> jax.Arr
     if "positions" not in batch:
         return None
     keys = batch["positions"] + 1
-    if config.sliding_window is not None:
-        keys = jnp.minimum(keys, config.sliding_window)
-    return jnp.mean(keys.astype(jnp.float32))
+    windows: dict[int | None, int] = {}
+    for kind, layers in config.kinds.items():
+        windows[kind.attention.window] = windows.get(kind.attention.window, 0) + layers
+
+    def mean(window: int | None) -> jax.Array:
+        seen = keys if window is None else jnp.minimum(keys, window)
+        return jnp.mean(seen.astype(jnp.float32))
+
+    means = [mean(window) for window in windows]
+    if len(means) == 1:
+        return means[0]
+    return jnp.average(jnp.stack(means), weights=jnp.asarray([*windows.values()], jnp.float32))
+
+
+def _window(config: DecoderConfig) -> int | None:
+    windows = [kind.attention.window for kind in config.pattern]
+    return next((window for window in windows if window is not None), None)
 
 
 DECODER = ModelFamily(
@@ -91,24 +160,22 @@ DECODER = ModelFamily(
     keys_seen=_keys_seen,
     split_dims=("heads", "kv_heads", "mlp", "embed"),
     override=override,
+    longer=longer,
     to_dict=to_dict,
     from_dict=from_dict,
     hugging_face=HuggingFace(
-        architectures={family.architecture: family.model_type for family in FAMILIES.values()},
+        architectures={one.name: one.model_type for one in ARCHITECTURES},
         read_config=from_hf_config,
         write_config=to_hf_config,
         model=hf_model,
     ),
-    generation=Generation(
-        rules=generation_rules,
-        compute=generation_compute,
-        start=start,
-        cached_numbers=lambda config: 2 * config.layers * config.kv_heads * config.head_dim,
-        serving=Serving(
-            weights=serving_weights,
-            layers=lambda config: config.layers,
-            state=lambda pools, tokens, _: PagedCache(pools, tokens),
-            prompt_keys=prompt_keys,
-        ),
+    serving=Serving(
+        rules=serving_rules,
+        weights=serving_weights,
+        layers=lambda config: config.layers,
+        state=lambda pools, tokens, _: PagedCache(pools, tokens),
+        prompt_keys=prompt_keys,
+        window=_window,
+        softcapped=lambda config: any(k.attention.softcap for k in config.pattern),
     ),
 )

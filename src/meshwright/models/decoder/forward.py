@@ -1,4 +1,4 @@
-"""The forward pass of every dense decoder here: Llama, Mistral, Qwen.
+"""The forward pass of every decoder: embedding, the layers of its pattern, the last norm.
 
 One code for every mesh, and for training, prefill and decode: sharding is in the types (explicit
 mesh axes), each step that sends something says so (all_gather, reduce_to, out_sharding), and the
@@ -6,42 +6,32 @@ attention state is an argument.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from meshwright.models.blocks import (
+    Layer,
     Params,
-    along_residual,
-    attention_output,
-    enter_attention,
-    gather_weight,
+    by_period,
     last_norm,
-    mlp,
     prepare_weights,
-    project,
     through_layers,
 )
 from meshwright.models.compute import Compute
+from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.rules import decoder_rules, generation_rules
+from meshwright.models.decoder.kinds import LayerKind
+from meshwright.models.decoder.layer import run_layer
 from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
-from meshwright.models.loss import LmHead, LossConfig, lm_logits, next_token_loss
-from meshwright.models.states import AttentionState, EmptyCache, KeptKeys
-from meshwright.ops import (
-    add_bias,
-    all_gather,
-    embed,
-    nontrivial_axes,
-    rms_norm,
-    rotate,
-)
-from meshwright.ops.attention import attention
+from meshwright.models.loss import LmHead, LossConfig, LossSums, lm_logits, next_token_loss
+from meshwright.models.states import KeptKeys, PagedCache
+from meshwright.ops import Rope, all_gather, embed
+from meshwright.ops.attention import ContextParallel, Mask, attention
 
 Batch = Mapping[str, jax.Array]
 
@@ -51,7 +41,7 @@ def forward(
     batch: Batch,
     config: DecoderConfig,
     compute: Compute,
-    state: AttentionState | EmptyCache | KeptKeys | None = None,
+    state: PagedCache | KeptKeys | None = None,
 ) -> tuple[jax.Array, Any]:
     """Tokens [batch, length] to [batch, length, embed] after the last norm, and the next state.
 
@@ -59,7 +49,7 @@ def forward(
     (which count within them). For states see models/states.py.
     """
     x, state, sequences = _forward(params, batch, config, compute, state)
-    if sequences.context.order == "contiguous":
+    if sequences.order == "contiguous":
         return x, state
     layouts = compute.layouts
     return reshard(sequences.restored(reshard(x, layouts.block)), layouts.residual), state
@@ -74,7 +64,8 @@ def logits(params: Params, batch: Batch, config: DecoderConfig, compute: Compute
 def lm_head(params: Params, config: DecoderConfig) -> LmHead:
     """The LM head, which may be padded: entries from `config.vocab` on are no tokens."""
     tied = config.tied_embeddings
-    return LmHead(params["embedding" if tied else "output"], tied)
+    weight = params["embedding" if tied else "output"]
+    return LmHead(weight, tied, params.get("output_bias"), config.logit_softcap)
 
 
 def loss(
@@ -84,31 +75,12 @@ def loss(
     config: DecoderConfig,
     compute: Compute,
     settings: LossConfig,
-) -> tuple[jax.Array, jax.Array]:
-    """Of a micro-batch [batch, length]: `scale` × its summed loss, and the summed entropy."""
+) -> LossSums:
+    """Of a micro-batch [batch, length]: the loss of its targets."""
     x, _, sequences = _forward(params, batch, config, compute)
     targets = sequences.arranged(reshard(batch["targets"], compute.layouts.tokens))
     head = lm_head(params, config)
     return next_token_loss(x, head, targets, scale, config.vocab, compute, settings)
-
-
-def generation_compute(params: Params) -> Compute:
-    """In the dtype of the weights, which are stationary."""
-    return Compute(generation_rules(), params["embedding"].dtype, stationary=True)
-
-
-def start(
-    params: Params, prompts: jax.Array, lengths: jax.Array, config: DecoderConfig, room: int
-) -> tuple[Batch, EmptyCache, Compute]:
-    """The inputs of forward for prompts [batch, length] of these lengths [batch].
-
-    With context parallelism the length of prompts is split, as in training: activations are larger
-    than weights there.
-    """
-    compute = generation_compute(params)
-    if "sp" in nontrivial_axes():
-        compute = Compute(decoder_rules(sp=True), compute.dtype)
-    return {"tokens": prompts}, EmptyCache(lengths, room), compute
 
 
 def _forward(
@@ -116,7 +88,7 @@ def _forward(
     batch: Batch,
     config: DecoderConfig,
     compute: Compute,
-    state: AttentionState | EmptyCache | KeptKeys | None = None,
+    state: PagedCache | KeptKeys | None = None,
 ) -> tuple[jax.Array, Any, SequencePlan]:
     """As forward, but the hidden states are in the order in which the devices hold sequences."""
     layouts = compute.layouts
@@ -130,95 +102,70 @@ def _forward(
     weight = params["embedding"].astype(compute.dtype)
     table = all_gather(weight, layouts.weight_axes, table=True)
     x = embed(table, placed(tokens), layouts.residual)
-    if state is None or isinstance(state, EmptyCache | KeptKeys):
-        positions, states = batch.get("positions", in_order), None
+    if isinstance(state, PagedCache):
+        positions, pools = state.positions(), state.layers
     else:
-        positions, states = state.positions(tokens), state.layers
+        positions, pools = batch.get("positions", in_order), None
+    if config.embedding_scale != 1:
+        x = x * config.embedding_scale
+    if config.learned_positions:
+        table = all_gather(params["positions"].astype(compute.dtype), layouts.weight_axes)
+        x = x + embed(table, placed(positions) + config.position_offset, layouts.residual)
     by_head = P(*layouts.heads.partitions[:2])
-    rope = config.rope.tables(placed(positions, by_head), config.head_dim)
+    rotations = _rotations(config, placed(positions, by_head))
     segments = None if segments is None else placed(segments)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-        if state is not None and not isinstance(state, EmptyCache | KeptKeys):
-            return state.attend(q, k, v, layer, config.sliding_window)
-        context, mask = sequences.context, sequences.mask
-        mixed = attention(q, k, v, segments, mask, context=context, kernel=compute.kernel)
-        return mixed, None if state is None else (sequences.restored(k), sequences.restored(v))
+    def layer(kind: LayerKind, mask: Mask, context: ContextParallel) -> Layer:
+        softcap = kind.attention.softcap
+        capped: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
 
-    layer = functools.partial(_layer, attend=attend, rope=rope, config=config, compute=compute)
-    weights = params["layers"]  # stacked; of an engine, a list
-    if isinstance(weights, list):
-        weights = [prepare_weights(layer_weights, layouts, compute) for layer_weights in weights]
-    else:
-        weights = prepare_weights(weights, layouts, compute)
-    x, update, kept = through_layers(layer, x, weights, states, compute)
-    scale = along_residual(params["norm"], layouts)
-    x = last_norm(x, update, scale, config.norm_eps)
-    if isinstance(state, EmptyCache):
-        keys, values = kept
-        return x, state.filled(keys, values, generation_compute(params).layouts), sequences
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+            if isinstance(state, PagedCache):
+                return state.attend(q, k, v, layer, kind.attention.window, **capped)
+            mixed = attention(
+                q, k, v, segments, mask, context=context, kernel=compute.kernel, **capped
+            )
+            return mixed, None if state is None else (sequences.restored(k), sequences.restored(v))
+
+        rope = rotations[kind.attention.rope, kind.attention.head_dim]
+        return functools.partial(run_layer, kind=kind, attend=attend, rope=rope, compute=compute)
+
+    pattern = [
+        layer(kind, mask, context)
+        for kind, (mask, context) in zip(config.pattern, sequences.attention, strict=True)
+    ]
+    weights = _layer_weights(params["layers"], config, compute)
+    x, update, kept = through_layers(pattern, x, weights, pools, compute)
+    x = last_norm(x, update, params, config.pattern[0].norm, compute)
+    if config.logit_scale != 1:
+        x = x * config.logit_scale
     if isinstance(state, KeptKeys):
         return x, KeptKeys(kept), sequences
     return x, None if state is None else state.updated(kept), sequences
 
 
-def _layer(
-    x: jax.Array,
-    update: jax.Array | None,
-    w: Params,
-    state: Any,
-    *,
-    attend: Any,
-    rope: tuple[jax.Array, jax.Array],
-    config: DecoderConfig,
-    compute: Compute,
-) -> tuple[jax.Array, jax.Array, Any]:
-    """The residual stream after one layer but for the last update, that update, the state."""
-    with jax.named_scope("attention"):
-        own, eps = w["attention"], config.norm_eps
-        x, normed = enter_attention(x, update, own["norm"], "input", eps, compute)
-        q, k, v = _heads(normed, own, rope, config, compute)
-        mixed, state = attend(q, k, v, state)
-        update = attention_output(mixed, own, compute)
-        if config.output_bias:
-            update = add_bias(update, own["bo"].astype(update.dtype))
-    with jax.named_scope("mlp"):
-        x, update = mlp(x, update, w["mlp"], config.norm_eps, compute)
-    return x, update, state
+def _rotations(
+    config: DecoderConfig, positions: jax.Array
+) -> dict[tuple[Rope | None, int], Callable[[jax.Array], jax.Array]]:
+    """How queries and keys at these positions [batch, length] are rotated, by rope and head_dim."""
+    found: dict[Any, Callable[[jax.Array], jax.Array]] = {}
+    for kind in config.pattern:
+        rope, size = kind.attention.rope, kind.attention.head_dim
+        if rope is None:
+            found[rope, size] = lambda x: x
+        elif (rope, size) not in found:
+            cos, sin = rope.tables(positions, size)
+            found[rope, size] = functools.partial(rope.rotate, cos=cos, sin=sin)
+    return found
 
 
-def _heads(
-    normed: jax.Array,
-    w: Params,
-    rope: tuple[jax.Array, jax.Array],
-    config: DecoderConfig,
-    compute: Compute,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values, with biases, norms and rotary positions."""
-    layouts = compute.layouts
-
-    def finish(name: str, y: jax.Array) -> jax.Array:
-        if config.qkv_bias:
-            y = add_bias(y, w[f"b{name}"].astype(y.dtype))
-        if name == "v":
-            return checkpoint_name(y, "v")
-        if config.qk_norm:  # whose gradient needs its input
-            y = rms_norm(checkpoint_name(y, name), w[f"{name}_norm"], config.norm_eps)
-            return rotate(y, *rope)
-        return checkpoint_name(rotate(y, *rope), name)
-
-    def projected(name: str, layout: P) -> jax.Array:
-        weight = gather_weight(w[f"w{name}"], compute)
-        return finish(name, project("ble,ehd->blhd", normed, weight, layout, compute))
-
-    if "wqkv" in w:  # see serving_weights
-        batch, length, heads, _ = layouts.kv_heads.partitions
-        target = P(batch, length, heads, None, None)
-        weight = gather_weight(w["wqkv"], compute)
-        merged = project("ble,ekgd->blkgd", normed, weight, target, compute)
-        q = merged[:, :, :, :-2]
-        shape = (*q.shape[:2], config.heads, config.head_dim)
-        q = jnp.reshape(q, shape, out_sharding=layouts.heads)
-        return finish("q", q), finish("k", merged[:, :, :, -2]), finish("v", merged[:, :, :, -1])
-    q = projected("q", layouts.heads)
-    return q, projected("k", layouts.kv_heads), projected("v", layouts.kv_heads)
+def _layer_weights(layers: Any, config: DecoderConfig, compute: Compute) -> Any:
+    """The weights of the layers, ready for `through_layers`; an engine has them in a list."""
+    specs, period = abstract_arrays(config)["layers"], len(config.pattern)
+    if isinstance(layers, list):
+        return [prepare_weights(layer, specs, compute) for layer in layers]
+    if period == 1 or not compute.scan:
+        return prepare_weights(layers, specs, compute)
+    periods, rest = by_period(layers, period)
+    ready = [prepare_weights(layer, specs, compute) for layer in rest]
+    return prepare_weights(periods, specs, compute), ready

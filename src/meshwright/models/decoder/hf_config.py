@@ -14,23 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.models.decoder.architecture import Architecture
+from meshwright.models.decoder.architectures import ARCHITECTURES
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.hf_families import Family, family_of, named_family
-from meshwright.models.decoder.hf_fields import KNOWN
-from meshwright.models.decoder.hf_rope import rope_from_hf, rope_to_hf
+from meshwright.models.decoder.kinds import field_of, field_types
 from meshwright.models.huggingface import (
     HARMLESS,
     SOURCE,
     check_fields,
-    flag,
-    number,
     read_hf_config,
     remembered,
     short,
-    whole,
 )
-
-_DEFAULT_WINDOW = 4096  # of Mistral and Qwen, where config.json does not say
 
 
 def from_hf_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConfig:
@@ -40,33 +35,12 @@ def from_hf_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> Decode
     fields, and the folder they are from, for `to_hf_config` and `save_hf`.
     """
     fields, where = read_hf_config(source)
-    family = named_family(fields, where)
-    check_fields(fields, KNOWN, where)
-    layers = whole(fields, "num_hidden_layers", where)
-    max_seq = whole(fields, "max_position_embeddings", where, family.max_seq)
-    heads = whole(fields, "num_attention_heads", where)
-    embed = whole(fields, "hidden_size", where)
-    kv_heads = _kv_heads(fields, family, heads, where)
-    qkv_bias, output_bias = _biases(fields, family, where)
+    architecture = named_architecture(fields, where)
+    check_fields(fields, architecture.known, where)
+    file = None if isinstance(source, Mapping) else Path(where)
     try:
-        return DecoderConfig(
-            vocab=whole(fields, "vocab_size", where),
-            layers=layers,
-            embed=embed,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=_head_dim(fields, family, embed, heads, where),
-            mlp=whole(fields, "intermediate_size", where),
-            tied_embeddings=flag(fields, "tie_word_embeddings", where, False),
-            max_seq=max_seq,
-            rope=rope_from_hf(fields, max_seq, where),
-            norm_eps=number(fields, "rms_norm_eps", where, 1e-6),
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
-            qk_norm=family.qk_norm,
-            sliding_window=_sliding_window(fields, family, layers, where),
-            hf_config=remembered(fields, None if isinstance(source, Mapping) else Path(where)),
-        )
+        values = architecture.read(fields, where)
+        return DecoderConfig(**values, hf_config=remembered(fields, file))
     except MeshwrightError as error:
         text = str(error)
         raise MeshwrightError(text if text.startswith(where) else f"{where}: {text}") from None
@@ -96,7 +70,7 @@ def to_hf_config(
     if _is_read_as(config, source):
         fields = source
     else:
-        fields = _fields_of_source_family(config, source) or _fields(config, family_of(config))
+        fields = architecture_of(config).write(config)
         fields |= {name: source[name] for name in source if name in HARMLESS}
     for spelling in [name for name in ("dtype", "torch_dtype") if name in fields] or [
         "torch_dtype"
@@ -114,6 +88,13 @@ def to_hf_config(
     return fields
 
 
+def _can_say(architecture: Architecture, config: DecoderConfig) -> bool:
+    try:
+        return _is_read_as(config, architecture.write(config))
+    except MeshwrightError:  # layers differ in what the architecture says once
+        return False
+
+
 def _is_read_as(config: DecoderConfig, fields: Mapping[str, Any]) -> bool:
     try:
         return from_hf_config(fields) == config
@@ -121,133 +102,44 @@ def _is_read_as(config: DecoderConfig, fields: Mapping[str, Any]) -> bool:
         return False
 
 
-def _fields_of_source_family(
-    config: DecoderConfig, source: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """The fields in the source's architecture; None without a source, or if it cannot say them."""
-    if not source.get("architectures") and not source.get("model_type"):
-        return None
-    fields = _fields(config, named_family(source, "config"))
-    return fields if _is_read_as(config, fields) else None
-
-
-def _fields(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "vocab_size": config.vocab,
-        "hidden_size": config.embed,
-        "intermediate_size": config.mlp,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_seq,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_embeddings,
-        "attention_dropout": 0.0,
-        **rope_to_hf(config.rope),
-        # null: else transformers takes Llama 2's 1 and 2
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    if family.optional_bias:
-        fields["attention_bias"] = config.output_bias
-    if family.window == "all":
-        fields["sliding_window"] = config.sliding_window
-    if family.window == "switched":
-        fields["sliding_window"] = config.sliding_window
-        fields["use_sliding_window"] = config.sliding_window is not None
-        fields["max_window_layers"] = 0 if config.sliding_window is not None else config.layers
-    return fields
-
-
-def _kv_heads(fields: Mapping[str, Any], family: Family, heads: int, where: str) -> int:
-    # transformers takes a fixed number for the other families, which fits hardly any model
-    may_be_absent = family.kv_heads_may_be_absent or "num_key_value_heads" in fields
-    return whole(fields, "num_key_value_heads", where, heads if may_be_absent else None)
-
-
-def _head_dim(fields: Mapping[str, Any], family: Family, embed: int, heads: int, where: str) -> int:
-    default = family.head_dim or embed // heads
-    if fields.get("head_dim") is None and family.head_dim is None and embed % heads:
+def named_architecture(fields: Mapping[str, Any], where: str) -> Architecture:
+    """The architecture by `architectures`, or by `model_type` where that is silent."""
+    by_name = {one.name: one for one in ARCHITECTURES}
+    by_type = {one.model_type: one for one in ARCHITECTURES}
+    supported = f"supported are {', '.join(by_name)}"
+    named, model_type = fields.get("architectures"), fields.get("model_type")
+    if named is None or named == []:
+        if model_type is None:
+            raise MeshwrightError(f"{where}: architectures is missing; {supported}")
+        if not isinstance(model_type, str) or model_type not in by_type:
+            raise MeshwrightError(f"{where}: model_type {short(model_type)}; {supported}")
+        return by_type[model_type]
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in list(by_name):
+        raise MeshwrightError(f"{where}: architectures {short(named)}; {supported}")
+    architecture = by_name[named[0]]
+    if model_type is not None and model_type != architecture.model_type:
         raise MeshwrightError(
-            f"{where}: hidden_size={embed} is not a multiple of num_attention_heads={heads}, and "
-            "head_dim is not given"
+            f"{where}: architectures {short(named)} and model_type {short(model_type)} disagree; "
+            f"its model_type is {architecture.model_type!r}"
         )
-    return whole(fields, "head_dim", where, default)
+    return architecture
 
 
-def _biases(fields: Mapping[str, Any], family: Family, where: str) -> tuple[bool, bool]:
-    """Whether q, k and v have a bias, and whether the output has."""
-    asked = flag(fields, "attention_bias", where, family.qkv_bias)
-    if family.optional_bias:
-        return asked, asked
-    if asked != family.qkv_bias:
-        always = "always has q, k and v biases" if family.qkv_bias else "has no biases"
-        raise MeshwrightError(
-            f"{where}: attention_bias={asked} is not honoured: {family.architecture} {always}"
-        )
-    return family.qkv_bias, False
-
-
-def _sliding_window(
-    fields: Mapping[str, Any], family: Family, layers: int, where: str
-) -> int | None:
-    """The window all layers have, or None; layers that differ are an error."""
-    is_set = fields.get("sliding_window", _DEFAULT_WINDOW) is not None
-    if family.window == "none":
-        sliding = 0
-        if fields.get("sliding_window") is not None or flag(
-            fields, "use_sliding_window", where, False
-        ):
-            raise MeshwrightError(
-                f"{where}: sliding_window={short(fields.get('sliding_window'))} is not honoured: "
-                f"{family.architecture} has none; MistralForCausalLM has"
-            )
-    elif family.window == "all":
-        sliding = layers if is_set else 0
-        if is_set and not flag(fields, "use_sliding_window", where, True):
-            raise MeshwrightError(
-                f"{where}: use_sliding_window=False is not honoured by {family.architecture}; set "
-                "sliding_window to null"
-            )
-    else:
-        is_set = is_set and flag(fields, "use_sliding_window", where, False)
-        first = fields.get("max_window_layers", 28)  # those below see everything
-        if isinstance(first, bool) or not isinstance(first, int):
-            raise MeshwrightError(
-                f"{where}: max_window_layers={short(first)} must be a whole number"
-            )
-        sliding = min(max(layers - first, 0), layers) if is_set else 0
-    types = fields.get("layer_types")
-    if types is not None:
-        listed = _sliding_layers(types, layers, where)
-        if (family.window != "switched" and listed != sliding) or (listed and not is_set):
-            raise MeshwrightError(
-                f"{where}: layer_types={short(types)} and sliding_window="
-                f"{short(fields.get('sliding_window'))} disagree; remove layer_types"
-            )
-        sliding = listed
-    if sliding not in (0, layers):
-        raise MeshwrightError(
-            f"{where}: {sliding} of {layers} layers have a sliding window; only the same for all "
-            "layers is honoured"
-        )
-    return whole(fields, "sliding_window", where, _DEFAULT_WINDOW) if sliding else None
-
-
-def _sliding_layers(types: Any, layers: int, where: str) -> int:
-    kinds = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != layers:
-        raise MeshwrightError(
-            f"{where}: layer_types={short(types)} must be a list with a text for each of the "
-            f"{layers} layers"
-        )
-    for kind in types:
-        if kind not in kinds:
-            raise MeshwrightError(
-                f"{where}: layer type {short(kind)} is not supported; {' and '.join(kinds)} are"
-            )
-    return types.count("sliding_attention")
+def architecture_of(config: DecoderConfig) -> Architecture:
+    """The architecture that the config was read from, or the first that can say the config."""
+    source = config.hf_config or {}
+    first = []
+    if source.get("architectures") or source.get("model_type"):
+        first = [named_architecture(source, "config")]
+    for architecture in (*first, *(one for one in ARCHITECTURES if one.suits(config))):
+        if _can_say(architecture, config):
+            return architecture
+    features = ", ".join(
+        f"{name}={field_of(config.pattern[0], name)}"
+        for name, kind in field_types().items()
+        if kind is not int and name not in ("rope", "norm_eps")
+    )
+    raise MeshwrightError(
+        f"no Hugging Face architecture has {features}, embed={config.embed} and heads="
+        f"{config.heads} together; supported are {', '.join(one.name for one in ARCHITECTURES)}"
+    )

@@ -36,9 +36,15 @@ _OF_TYPE = {
 }
 
 
-def rope_from_hf(fields: Mapping[str, Any], max_seq: int, where: str) -> Rope:
+def rope_from_hf(
+    fields: Mapping[str, Any],
+    max_seq: int,
+    head_dim: int,
+    where: str,
+    theta: float = _DEFAULT_THETA,
+) -> Rope:
     """The Rope that the fields of a config.json describe."""
-    settings = _settings(fields, where)
+    settings, name = _settings(fields, where), "partial_rotary_factor"
     kind = _one_value(settings, "rope_type", settings, "type", where) or "default"
     if not isinstance(kind, str) or kind not in _OF_TYPE:
         raise MeshwrightError(
@@ -50,16 +56,11 @@ def rope_from_hf(fields: Mapping[str, Any], max_seq: int, where: str) -> Rope:
                 f"{where}: {key}={short(value)} is not a setting of rope_type {kind!r}"
                 f"{did_you_mean(key, _OF_TYPE[kind] or ('rope_theta',))}"
             )
-    if settings.get("partial_rotary_factor") not in (None, 1):
-        raise MeshwrightError(
-            f"{where}: partial_rotary_factor={short(settings['partial_rotary_factor'])} is not "
-            "honoured: whole heads are rotated, so it must be 1"
-        )
     theta = number(
         {"rope_theta": _one_value(settings, "rope_theta", fields, "rope_theta", where)},
         "rope_theta",
         where,
-        _DEFAULT_THETA,
+        theta,
     )
     if theta <= 1:
         raise MeshwrightError(f"{where}: rope_theta={theta:g} must be above 1")
@@ -77,11 +78,32 @@ def rope_from_hf(fields: Mapping[str, Any], max_seq: int, where: str) -> Rope:
         )
     original = whole({"original_max_position_embeddings": original},
                      "original_max_position_embeddings", where, max_seq)  # fmt: skip
-    return Rope(theta, _scaling(kind, settings, original, max_seq, where))
+    return Rope(
+        theta,
+        _scaling(kind, settings, original, max_seq, where),
+        _rotated_dims(_one_value(settings, name, fields, name, where), head_dim, where),
+    )
 
 
-def rope_to_hf(rope: Rope) -> dict[str, Any]:
+def _rotated_dims(factor: Any, head_dim: int, where: str) -> int | None:
+    """Dims of a head that are rotated, None for all."""
+    name = "partial_rotary_factor"
+    share = number({name: factor}, name, where, 1.0)
+    if share == 1:
+        return None
+    dims = int(head_dim * share)
+    if share > 1 or dims < 2 or dims % 2:
+        raise MeshwrightError(
+            f"{where}: {name}={short(factor)} of head_dim={head_dim} rotates {dims} dims; they "
+            f"must be pairs, and at most {head_dim}"
+        )
+    return None if dims == head_dim else dims
+
+
+def rope_to_hf(rope: Rope | None, head_dim: int) -> dict[str, Any]:
     """The fields of a config.json that say this Rope."""
+    if rope is None:
+        return {}
     scaling: dict[str, Any] | None
     match rope.scaling:
         case None:
@@ -106,7 +128,8 @@ def rope_to_hf(rope: Rope) -> dict[str, Any]:
             }
             if attention_factor is not None:
                 scaling["attention_factor"] = attention_factor
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+    partial = {} if rope.dims is None else {"partial_rotary_factor": rope.dims / head_dim}
+    return {"rope_theta": rope.theta, "rope_scaling": scaling} | partial
 
 
 def _settings(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.kinds import field_types
 from meshwright.models.overrides import override_fields, value_of
-from meshwright.ops import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from meshwright.ops import LinearScaling, Llama3Scaling, YarnScaling
 
 _ROPE = ("rope.theta", "rope.scaling", "rope.factor")
 _SCALINGS = ("linear", "yarn", "llama3")
@@ -19,13 +21,33 @@ def override(config: DecoderConfig, changes: Mapping[str, str], seq: int) -> Dec
     >>> override(tiny, {"layers": "2", "rope.theta": "5e7"}, 32768).max_seq
     32768
     """
-    return _with_rope(override_fields(config, changes, _ROPE), changes, seq)
+    return _with_rope(override_fields(config, changes, _ROPE, field_types()), changes, seq)
+
+
+def longer(config: DecoderConfig, seq: int) -> tuple[str, ...]:
+    """Changes by which positions reach sequences of `seq` tokens; none for learned ones."""
+    if _positions_of_layers(config):
+        return ()
+    return "rope.scaling=linear", f"rope.factor={-(-seq // config.max_seq)}"
+
+
+def _positions_of_layers(config: DecoderConfig) -> str:
+    """Why one change of rotary positions does not fit all layers; empty if it does."""
+    ropes = {kind.attention.rope for kind in config.pattern}
+    if None in ropes and config.learned_positions:
+        return f"this model has {config.max_seq:,} learned positions and no rotary ones"
+    if None in ropes or len(ropes) > 1:
+        return "the layers of this model have different positions; change them in config.json"
+    return ""
 
 
 def _with_rope(config: DecoderConfig, changes: Mapping[str, str], seq: int) -> DecoderConfig:
     """Rotary positions other than the model's own, for longer contexts."""
-    if not set(changes) & set(_ROPE):
+    given = [name for name in _ROPE if name in changes]
+    if not given:
         return config
+    if why := _positions_of_layers(config):
+        raise MeshwrightError(f"override {given[0]}={changes[given[0]]}: {why}")
     theta = value_of("rope.theta", changes.get("rope.theta", str(config.rope.theta)), float)
     factor = value_of("rope.factor", changes.get("rope.factor", "1"), float)
     name, scaling = changes.get("rope.scaling"), config.rope.scaling
@@ -54,4 +76,6 @@ def _with_rope(config: DecoderConfig, changes: Mapping[str, str], seq: int) -> D
             scaling = YarnScaling(factor, config.max_seq)
         case "llama3":
             scaling = Llama3Scaling(factor, 1.0, 4.0, config.max_seq)
-    return dataclasses.replace(config, rope=Rope(theta, scaling), max_seq=max(config.max_seq, seq))
+    rope = dataclasses.replace(config.rope, theta=theta, scaling=scaling)
+    changed: dict[str, Any] = {"rope": rope, "max_seq": max(config.max_seq, seq)}
+    return dataclasses.replace(config, **changed)

@@ -27,8 +27,9 @@ def decoder_rules(sp: bool = False, sequence_parallel: bool = False) -> Rules:
             ("head_dim", None),
             ("layers", None),
             ("norm", None),
+            ("positions", None),
         ],
-        optional=("batch", "length"),
+        optional=("batch", "length", "positions"),
     )
 
 
@@ -37,28 +38,26 @@ def t5x_rules(activation_dims: int = 1, parameter_dims: int = 1) -> Rules:
 
     Its set names `kv` what is `head_dim` here; key heads go with the heads, norms stay whole.
     """
-    own = [("kv_heads", "model"), ("head_dim", None), ("norm", None)]
+    own = [("kv_heads", "model"), ("head_dim", None), ("norm", None), ("positions", None)]
     standard = standard_rules(activation_dims, parameter_dims)
     heads = next(i for i, rule in enumerate(standard.rules) if rule.dim == "heads")
     rules = Rules(
         [*standard.rules[: heads + 1], *own, *standard.rules[heads + 1 :]],
-        optional=standard.optional,
+        optional=(*standard.optional, "positions"),
     )
     return rules.rename_axes(data=("dp", "fsdp"), model="tp")
 
 
-def generation_rules() -> Rules:
-    """Weights as in training with sp; attention and cache split `batch` over all axes but tp.
-
-    Where a weight is used its embed dim is over fsdp and sp, so `sequences` are over dp alone.
-    """
+def serving_rules() -> Rules:
+    """Weights as in training with sp; the tokens of a step are not split."""
     return Rules(
         [
-            ("batch", ("dp", "fsdp", "sp")),
-            ("sequences", "dp"),
             *((dim, "tp") for dim in ("vocab", "heads", "kv_heads", "mlp")),
             ("embed", ("fsdp", "sp")),
-            *((dim, None) for dim in ("length", "head_dim", "layers", "norm")),
+            *(
+                (dim, None)
+                for dim in ("batch", "length", "head_dim", "layers", "norm", "positions")
+            ),
         ],
-        optional=("batch", "sequences", "length"),
+        optional=("batch", "length", "positions"),
     )

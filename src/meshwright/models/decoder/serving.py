@@ -8,6 +8,7 @@ import jax
 from meshwright.layouts import Rules
 from meshwright.models.blocks import Params
 from meshwright.models.compute import Compute
+from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.forward import forward
 from meshwright.models.serving import Merged, merge_gate_up, merge_qkv, quantized_head, unstacked
@@ -26,7 +27,8 @@ def serving_weights(
 
     `dtype` is that of quantized weights (int8 or fp8); the embedding and a tied LM head stay.
     """
-    layers = unstacked(params["layers"], _MERGED, dtype, release)
+    specs = abstract_arrays(config)["layers"]
+    layers = unstacked(params["layers"], specs, _MERGED, dtype, release)
     return {**params, "layers": layers, **quantized_head(params, dtype, release)}
 
 
@@ -50,7 +52,7 @@ def _context_rules() -> Rules:
             *((dim, "tp") for dim in ("vocab", "heads", "kv_heads", "mlp")),
             ("length", along),
             ("embed", along),
-            *((dim, None) for dim in ("batch", "head_dim", "layers", "norm")),
+            *((dim, None) for dim in ("batch", "head_dim", "layers", "norm", "positions")),
         ],
-        optional=("batch", "length"),
+        optional=("batch", "length", "positions"),
     )

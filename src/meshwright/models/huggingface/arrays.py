@@ -1,7 +1,9 @@
 """Hugging Face's tensors of a model beside our arrays.
 
 Theirs are one tensor a layer, output dims first, heads and head_dim as one dim. Ours are stacked
-over layers, input dims first.
+over layers, input dims first. Several of ours may be parts of one tensor of theirs, such as q, k
+and v in `(parts head_dim) embed`: the parts lie side by side along the dim of theirs that is called
+`parts`, in the order of the table.
 """
 
 import dataclasses
@@ -22,13 +24,20 @@ class HfArray:
     name: str  # theirs, with {layer} if there is one a layer
     shape: tuple[int, ...]  # of a tensor of theirs
     unfolded: tuple[int, ...]  # the same with the dims in brackets apart
-    order: tuple[int, ...]  # our dim i, without layers, is their unfolded dim order[i]
+    window: tuple[slice | int, ...]  # which part of the unfolded tensor it is
+    order: tuple[int, ...]  # our dim i, without layers, is dim order[i] of that part
     layers: int | None  # how many tensors, None for one that is no layer's
 
     @property
     def stack(self) -> str:
         """What the names of the arrays of the same layers begin with; of a single one, all."""
         return self.name.partition("{layer}")[0]
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of what it is in a tensor of theirs."""
+        pairs = zip(self.window, self.unfolded, strict=True)
+        return tuple(len(range(size)[one]) for one, size in pairs if isinstance(one, slice))
 
     @property
     def names(self) -> list[str]:
@@ -49,25 +58,67 @@ class HfModel:
     # tensors that the files may hold too: the same as another
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # endings of names of tensors that the model does not use
+    prefix: str = ""  # of all names but the LM head's; some published files leave it out
+
+    def without_prefix(self) -> "HfModel":
+        """The same for files whose names lack the prefix."""
+
+        def short(name: str) -> str:
+            return name.removeprefix(self.prefix)
+
+        return dataclasses.replace(
+            self,
+            arrays={
+                path: dataclasses.replace(array, name=short(array.name))
+                for path, array in self.arrays.items()
+            },
+            copies={short(copy): short(name) for copy, name in self.copies.items()},
+            prefix="",
+        )
 
 
 def hf_arrays(specs: Any, names: Mapping[str, tuple[str, str]]) -> dict[str, HfArray]:
     """Every array by path; `names` has for each path the name of theirs and its dims."""
     by_path = dict(zip(tree_paths(specs), jax.tree.leaves(specs), strict=True))
-    return {path: _hf_array(path, by_path[path], *names[path]) for path in names if path in by_path}
+    paths = [path for path in names if path in by_path]
+    ends: dict[str, int] = {}  # of the parts so far, by tensor
+    starts = {}
+    for path in paths:
+        name, text = names[path]
+        starts[path] = ends.get(name, 0)
+        ends[name] = starts[path] + _part_size(by_path[path], text)
+    return {
+        path: _hf_array(path, by_path[path], *names[path], starts[path], ends[names[path][0]])
+        for path in paths
+    }
 
 
-def _hf_array(path: str, spec: ArraySpec, name: str, text: str) -> HfArray:
-    size = dict(zip(spec.dims, spec.shape, strict=True))
+def _own_dim(spec: ArraySpec, text: str) -> str | None:
+    """The dim of ours along which parts of their tensor lie; None: each part is one index."""
+    named = {dim for part in _parts(text) for dim in part.split()}
+    return next((str(dim) for dim in spec.dims if dim not in (*named, "layers")), None)
+
+
+def _part_size(spec: ArraySpec, text: str) -> int:
+    own = _own_dim(spec, text)
+    return 1 if own is None else spec.shape[spec.dims.index(own)]
+
+
+def _hf_array(path: str, spec: ArraySpec, name: str, text: str, start: int, end: int) -> HfArray:
+    size = dict(zip(spec.dims, spec.shape, strict=True)) | {"parts": end}
     folds = [part.split() for part in _parts(text)]
     unfolded = [dim for fold in folds for dim in fold]
+    own = _own_dim(spec, text)
+    part: slice | int = start if own is None else slice(start, start + _part_size(spec, text))
+    kept = [own if dim == "parts" else dim for dim in unfolded if dim != "parts" or own]
     ours = [dim for dim in spec.dims if dim != "layers"]
     return HfArray(
         path=path,
         name=name,
         shape=tuple(math.prod(size[dim] for dim in fold) for fold in folds),
         unfolded=tuple(size[dim] for dim in unfolded),
-        order=tuple(unfolded.index(str(dim)) for dim in ours),
+        window=tuple(part if dim == "parts" else slice(None) for dim in unfolded),
+        order=tuple(kept.index(str(dim)) for dim in ours),
         layers=size.get("layers"),
     )
 

@@ -78,6 +78,8 @@ def load_tensors(
     if not jnp.issubdtype(leaves[0].dtype, jnp.floating):
         raise MeshwrightError(f"weights cannot be read as {dtype!r}; give jnp.bfloat16 or the like")
     targets = _targets(specs, leaves, paths, shardings)
+    if model.prefix and not any(name.startswith(model.prefix) for name in files.tensors):
+        model = model.without_prefix()
     check_tensors(files.tensors, model, folder)
     _check_copies(files, files.tensors, model.copies)
     loaded = []
@@ -230,7 +232,8 @@ def _read_into(out: np.ndarray, array: HfArray, index: Slices, stored: np.ndarra
     """Copy a block of one tensor of theirs, transposed into our dims; gives back the bytes read."""
     order = array.order
     inverse = [order.index(dim) for dim in range(len(order))]
-    wanted = stored.reshape(array.unfolded)[tuple(index[dim] for dim in inverse)]
+    part = stored.reshape(array.unfolded)[array.window]
+    wanted = part[tuple(index[dim] for dim in inverse)]
     transposed = out.transpose(inverse)
     if wanted.dtype == out.dtype:  # bits are faster to copy than bfloat16
         bits = np.dtype(f"u{out.dtype.itemsize}")

@@ -73,10 +73,13 @@ def save_folder(
     dtypes = {path: kind or _stored_dtype(path, leaf) for path, leaf in leaves.items()}
     arrays = dict(model.arrays)
     fields = model.write_config(dtypes[next(iter(arrays))].name)
-    source = {name: (array, i) for array in arrays.values() for i, name in enumerate(array.names)}
+    source: dict[str, list[tuple[HfArray, int]]] = {}  # the parts of each tensor
+    for array in arrays.values():
+        for i, name in enumerate(array.names):
+            source.setdefault(name, []).append((array, i))
     planned = [
-        PlannedTensor(name, dtypes[source[name][0].path], source[name][0].shape)
-        for name in _in_order(arrays)
+        PlannedTensor(name, dtypes[source[name][0][0].path], source[name][0][0].shape)
+        for name in dict.fromkeys(_in_order(arrays))
     ]
     files = plan_files(planned, max_file_bytes)
 
@@ -117,21 +120,27 @@ def _in_order(arrays: dict[str, HfArray]) -> list[str]:
 
 def _values(
     part: list[PlannedTensor],
-    source: dict[str, tuple[HfArray, int]],
+    source: dict[str, list[tuple[HfArray, int]]],
     leaves: dict[str, Any],
 ) -> Iterator[np.ndarray]:
     for tensor in part:
-        array, layer = source[tensor.name]
-        yield _fetch(leaves[array.path], array, layer, tensor.dtype)
+        first, *others = source[tensor.name]
+        if not others:
+            yield _fetch(leaves[first[0].path], *first, tensor.dtype).reshape(tensor.shape)
+            continue
+        joined = np.empty(first[0].unfolded, tensor.dtype)
+        for array, layer in (first, *others):
+            joined[array.window] = _fetch(leaves[array.path], array, layer, tensor.dtype)
+        yield joined.reshape(tensor.shape)
 
 
 def _fetch(value: Any, array: HfArray, layer: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """A tensor of theirs on this host, from an array of ours wherever it lies."""
+    """What an array of ours is in a tensor of theirs, on this host, wherever the array lies."""
     theirs = tuple(array.order.index(dim) for dim in range(len(array.order)))
     stacked = array.layers is not None
     if not isinstance(value, jax.Array):
         one = np.asarray(value)[layer] if stacked else np.asarray(value)
-        return one.transpose(theirs).astype(dtype).reshape(array.shape)
+        return one.transpose(theirs).astype(dtype)
     mesh, value = _on_automatic_axes(value)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         tensor = _transpose(value, layer, theirs, stacked, dtype)
@@ -140,8 +149,7 @@ def _fetch(value: Any, array: HfArray, layer: int, dtype: np.dtype[Any]) -> np.n
             tensor = jax.device_put(tensor, NamedSharding(mesh, PartitionSpec()))
             tensor = tensor.addressable_data(0)
     # without the padding of a vocabulary that the mesh does not divide
-    true = tuple(slice(size) for size in array.unfolded)
-    return np.asarray(tensor)[true].reshape(array.shape)
+    return np.asarray(tensor)[tuple(slice(size) for size in array.part_shape)]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

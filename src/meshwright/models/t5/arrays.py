@@ -33,21 +33,27 @@ def abstract_arrays(
     }
     in_memory = {} if vocab is None else {"vocab": vocab}
 
-    def array(dims: str, init: Any, inputs: int = 0, layers: int = 0) -> ArraySpec:
+    def array(
+        dims: str, init: Any, inputs: int = 0, layers: int = 0, *, kind: str = "matrix"
+    ) -> ArraySpec:
         dims = f"layers {dims}" if layers else dims
         known = sizes | {"layers": layers}
         shape = tuple(known[dim] for dim in dims.split())
         padded = tuple((known | in_memory)[dim] for dim in dims.split())
-        return ArraySpec(padded, dims, dtype, init, None if padded == shape else shape, inputs)
+        unpadded = None if padded == shape else shape
+        activation = "residual" if kind == "norm" else ""
+        return ArraySpec(padded, dims, dtype, init, unpadded, inputs, kind, activation)
 
-    ones = Constant(1.0)
+    def norm(layers: int = 0) -> ArraySpec:
+        return array("norm", Constant(1.0), layers=layers, kind="norm")
+
     by_embed, by_mlp = Normal(config.embed**-0.5), Normal(config.mlp**-0.5)
     of_queries = Normal((config.embed * config.head_dim) ** -0.5)
     of_output = Normal(1 / math.sqrt(config.heads * config.head_dim))
 
     def attention(layers: int) -> dict[str, ArraySpec]:
         return {
-            "norm": array("norm", ones, layers=layers),
+            "norm": norm(layers),
             "wq": array("embed heads head_dim", of_queries, 1, layers),
             "wk": array("embed kv_heads head_dim", by_embed, 1, layers),
             "wv": array("embed kv_heads head_dim", by_embed, 1, layers),
@@ -57,7 +63,7 @@ def abstract_arrays(
     def mlp(layers: int) -> dict[str, ArraySpec]:
         gate = {"gate": array("embed mlp", by_embed, 1, layers)} if config.gated else {}
         return {
-            "norm": array("norm", ones, layers=layers),
+            "norm": norm(layers),
             **gate,
             "up": array("embed mlp", by_embed, 1, layers),
             "down": array("mlp embed", by_mlp, 1, layers),
@@ -66,12 +72,12 @@ def abstract_arrays(
     def stack(layers: int, **more: Any) -> dict[str, Any]:
         return {
             "layers": {"attention": attention(layers), **more, "mlp": mlp(layers)},
-            "norm": array("norm", ones),
-            "relative_bias": array("relpos_buckets heads", by_embed),
+            "norm": norm(),
+            "relative_bias": array("relpos_buckets heads", by_embed, kind="bias"),
         }
 
     arrays: dict[str, Any] = {
-        "embedding": array("vocab embed", Normal(1.0), 1),
+        "embedding": array("vocab embed", Normal(1.0), 1, kind="embedding"),
         "encoder": stack(config.encoder_layers),
         "decoder": stack(config.decoder_layers, cross_attention=attention(config.decoder_layers)),
     }

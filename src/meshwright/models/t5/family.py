@@ -7,18 +7,17 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.models.activations import ActivationLayouts, attention_split
 from meshwright.models.blocks import REMAT
-from meshwright.models.family import Generation, HuggingFace, ModelFamily, Serving
+from meshwright.models.family import HuggingFace, ModelFamily, Serving
 from meshwright.models.overrides import override_fields
 from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
 from meshwright.models.t5.forward import forward, lm_head, loss
-from meshwright.models.t5.generation import generation_compute, generation_rules, start
 from meshwright.models.t5.hf_config import ARCHITECTURE, MODEL_TYPE, from_hf_config, to_hf_config
 from meshwright.models.t5.hf_folder import hf_model
 from meshwright.models.t5.presets import PRESETS
-from meshwright.models.t5.rules import t5_rules, t5x_rules
+from meshwright.models.t5.rules import serving_rules, t5_rules, t5x_rules
 from meshwright.models.t5.serving import prompt_keys, serving_weights
-from meshwright.models.t5.state import T5PagedState
+from meshwright.models.t5.state import T5PagedCache
 from meshwright.models.work import Attention, Stack, attention_block, mlp_block
 from meshwright.ops.attention import EVERYTHING, Mask, Split
 
@@ -49,8 +48,18 @@ def _work(config: T5Config) -> tuple[Stack, ...]:
     to_encoder = Attention(EVERYTHING, keys_from="encoder_tokens")
     cross = attention_block(to_encoder, "cross_attention", enters="middle")
     return (
-        Stack(("encoder", "layers"), "encoder_tokens", (attention_block(to_own), mlp)),
-        Stack(("decoder", "layers"), "tokens", (attention_block(causal), cross, mlp)),
+        Stack(
+            ("encoder", "layers"),
+            "encoder_tokens",
+            (attention_block(to_own), mlp),
+            config.encoder_layers,
+        ),
+        Stack(
+            ("decoder", "layers"),
+            "tokens",
+            (attention_block(causal), cross, mlp),
+            config.decoder_layers,
+        ),
     )
 
 
@@ -78,6 +87,7 @@ T5 = ModelFamily(
     flops=lambda config, lengths: config.flops(lengths["encoder_tokens"], lengths["tokens"]),
     split_dims=("heads", "mlp", "embed"),
     override=_override,
+    longer=lambda config, seq: (f"max_seq={seq}",),  # relative positions have no end
     to_dict=_to_dict,
     from_dict=lambda data: T5Config(**data),
     hugging_face=HuggingFace(
@@ -86,19 +96,13 @@ T5 = ModelFamily(
         write_config=to_hf_config,
         model=hf_model,
     ),
-    generation=Generation(
-        rules=generation_rules,
-        compute=generation_compute,
-        start=start,
-        # of the decoder's tokens and, made once, of the encoder's
-        cached_numbers=lambda config: 4 * config.decoder_layers * config.heads * config.head_dim,
-        serving=Serving(
-            weights=serving_weights,
-            layers=lambda config: config.decoder_layers,
-            state=T5PagedState,
-            prompt_keys=prompt_keys,
-            own_prompt=lambda config, prompt: (config.start_token,),
-            biased=True,
-        ),
+    serving=Serving(
+        rules=serving_rules,
+        weights=serving_weights,
+        layers=lambda config: config.decoder_layers,
+        state=T5PagedCache,
+        prompt_keys=prompt_keys,
+        own_prompt=lambda config, prompt: (config.start_token,),
+        biased=True,
     ),
 )

@@ -5,7 +5,6 @@ are not scaled by head_dim. One code for every mesh, and for training and genera
 decoder family, the attention state is an argument.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ from jax.sharding import reshard
 
 from meshwright.models.blocks import (
     Params,
-    along_residual,
     attention_output,
     enter_attention,
     gather_weight,
@@ -28,20 +26,18 @@ from meshwright.models.blocks import (
     through_layers,
 )
 from meshwright.models.compute import Compute
-from meshwright.models.loss import LmHead, LossConfig, lm_logits, next_token_loss
+from meshwright.models.loss import LmHead, LossConfig, LossSums, lm_logits, next_token_loss
+from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
-from meshwright.models.t5.state import T5PagedState, T5State
-from meshwright.ops import all_gather, embed, relative_bias
+from meshwright.models.t5.state import T5PagedCache
+from meshwright.ops import NormKind, all_gather, embed, relative_bias
 from meshwright.ops.attention import EVERYTHING, ContextParallel, Mask, Segments, attention
 
 Batch = Mapping[str, jax.Array]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], Any]  # q, k, v
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=True),
-    "silu": jax.nn.silu,
-}
+# T5's gelu is the approximation
+_ACTIVATIONS = {"relu": "relu", "gelu": "gelu_tanh", "silu": "silu"}
 
 
 def logits(params: Params, batch: Batch, config: T5Config, compute: Compute) -> jax.Array:
@@ -57,8 +53,8 @@ def loss(
     config: T5Config,
     compute: Compute,
     settings: LossConfig,
-) -> tuple[jax.Array, jax.Array]:
-    """Of a micro-batch: `scale` × its summed loss, and the summed entropy."""
+) -> LossSums:
+    """Of a micro-batch: the loss of its targets."""
     x, _ = forward(params, batch, config, compute)
     targets = reshard(batch["targets"], compute.layouts.tokens)
     head = lm_head(params, config)
@@ -76,7 +72,7 @@ def forward(
     batch: Batch,
     config: T5Config,
     compute: Compute,
-    state: T5State | T5PagedState | None = None,
+    state: T5PagedCache | None = None,
 ) -> tuple[jax.Array, Any]:
     """[batch, length, embed] of the decoder's tokens as the LM head takes them, the next state.
 
@@ -85,7 +81,7 @@ def forward(
     number the examples of a sequence from 1, padding 0: tokens of the decoder see the encoder's of
     the same number. With a state, which has the encoder's keys, the batch is the next `tokens`.
     """
-    layouts, stack = compute.layouts, params["decoder"]
+    layouts, stack, norm = compute.layouts, params["decoder"], NormKind(config.norm_eps)
     batch = {name: reshard(x, layouts.tokens) for name, x in batch.items()}
     weight = params["embedding"].astype(compute.dtype)
     table = all_gather(weight, layouts.weight_axes, table=True)
@@ -97,33 +93,32 @@ def forward(
     else:
         own_bias = state.bias(stack["relative_bias"], config.max_distance)
 
-    def layer(x: jax.Array, update: jax.Array | None, w: Params, cached: Any) -> Any:
-        cross, eps = w["cross_attention"], config.norm_eps
+    def layer(x: jax.Array, update: jax.Array | None, w: Params, pool: Any) -> Any:
+        cross = w["cross_attention"]
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
             if state is None:
                 return whole(q, k, v), None
-            return state.attend(q, k, v, cached, own_bias)
+            return state.attend(q, k, v, pool, own_bias)
 
         with jax.named_scope("attention"):
             x, update, kept = _self_attention(x, update, w["attention"], attend, config, compute)
         with jax.named_scope("cross_attention"):
-            x, h = enter_attention(x, update, cross["norm"], "middle", eps, compute)
+            x, h = enter_attention(x, update, cross, norm, "middle", compute)
             q = _queries(h, cross, config, compute)
             if state is None:
                 keys = keys_and_values(encoded, cross, compute)
                 mixed = attention_of(compute, EVERYTHING, segments)(q, *keys)
             else:
-                mixed = state.attend_to_encoded(q, cached, compute)
+                mixed = state.attend_to_encoded(q, pool)
             update = attention_output(mixed, cross, compute)
         return *_mlp(x, update, w, config, compute), kept
 
     x = embed(table, batch["tokens"], layouts.residual)
-    weights = layer_weights(stack, compute)
-    states = None if state is None else state.layers
-    x, update, kept = through_layers(layer, x, weights, states, compute)
-    scale = along_residual(stack["norm"], layouts)
-    x = last_norm(x, update, scale, config.norm_eps)
+    weights = layer_weights(params, "decoder", config, compute)
+    pools = None if state is None else state.layers
+    x, update, kept = through_layers([layer], x, weights, pools, compute)
+    x = last_norm(x, update, stack, norm, compute)
     x = x * config.embed**-0.5 if config.scaled_output else x
     return x, None if state is None else state.updated(kept)
 
@@ -157,19 +152,18 @@ def encode(
 
     with jax.named_scope("encoder"):
         x = embed(table, tokens, layouts.residual)
-        weights = layer_weights(params["encoder"], compute)
-        x, update, _ = through_layers(layer, x, weights, None, compute)
-        scale = along_residual(params["encoder"]["norm"], layouts)
-        normed = last_norm(x, update, scale, config.norm_eps)
+        weights = layer_weights(params, "encoder", config, compute)
+        x, update, _ = through_layers([layer], x, weights, None, compute)
+        normed = last_norm(x, update, params["encoder"], NormKind(config.norm_eps), compute)
         return all_gather(normed, layouts.all_gathered(layouts.heads))
 
 
-def layer_weights(stack: Params, compute: Compute) -> Any:
+def layer_weights(params: Params, stack: str, config: T5Config, compute: Compute) -> Any:
     """The weights of a stack's layers, ready for `through_layers`; an engine has them in a list."""
-    layers, layouts = stack["layers"], compute.layouts
+    layers, specs = params[stack]["layers"], abstract_arrays(config)[stack]["layers"]
     if isinstance(layers, list):
-        return [prepare_weights(layer, layouts, compute) for layer in layers]
-    return prepare_weights(layers, layouts, compute)
+        return [prepare_weights(layer, specs, compute) for layer in layers]
+    return prepare_weights(layers, specs, compute)
 
 
 def keys_and_values(source: jax.Array, w: Params, compute: Compute) -> tuple[jax.Array, jax.Array]:
@@ -210,8 +204,7 @@ def _self_attention(
     compute: Compute,
 ) -> tuple[jax.Array, jax.Array, Any]:
     """x with the update, the next update, and what the state keeps."""
-    eps = config.norm_eps
-    x, normed = enter_attention(x, update, w["norm"], "input", eps, compute)
+    x, normed = enter_attention(x, update, w, NormKind(config.norm_eps), "input", compute)
     if "wqkv" in w:
         merged = _project_merged(normed, w["wqkv"], compute)
         q, k, v = (merged[:, :, :, i] for i in range(3))
@@ -247,4 +240,4 @@ def _mlp(
 ) -> tuple[jax.Array, jax.Array]:
     with jax.named_scope("mlp"):
         activation = _ACTIVATIONS[config.activation]
-        return mlp(x, update, w["mlp"], config.norm_eps, compute, activation)
+        return mlp(x, update, w["mlp"], NormKind(config.norm_eps), compute, activation)

@@ -2,6 +2,7 @@
 
 from meshwright.layouts import Rules
 from meshwright.models.decoder.rules import decoder_rules
+from meshwright.models.decoder.rules import serving_rules as decoder_serving_rules
 from meshwright.models.decoder.rules import t5x_rules as decoder_t5x_rules
 
 
@@ -13,6 +14,11 @@ def t5_rules(sp: bool = False, sequence_parallel: bool = False) -> Rules:
 def t5x_rules(activation_dims: int = 1, parameter_dims: int = 1) -> Rules:
     """T5X's standard sets: data is (dp, fsdp), model is tp."""
     return with_encoder(decoder_t5x_rules(activation_dims, parameter_dims))
+
+
+def serving_rules() -> Rules:
+    """Those of a decoder that is served."""
+    return with_encoder(decoder_serving_rules(), ("relpos_buckets", None))
 
 
 def with_encoder(rules: Rules, *more: tuple[str, None]) -> Rules:

@@ -14,6 +14,7 @@ from meshwright.models.serving import (
     quantized_head,
     unstacked,
 )
+from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
 from meshwright.models.t5.forward import encode, keys_and_values, layer_weights
 from meshwright.ops import all_gather
@@ -29,12 +30,15 @@ def serving_weights(
     merged: dict[str, Any] = {
         "attention": {"wqkv": (("wq", "wk", "wv"), merge_qkv)},
         "cross_attention": {"wkv": (("wk", "wv"), merge_kv)},
-        "mlp": {"gate_up": (("gate", "up"), merge_gate_up)} if config.gated else {},
+        "mlp": {"gate_up": (("gate", "up"), merge_gate_up)},
     }
-    stacks = {
-        name: params[name] | {"layers": unstacked(params[name]["layers"], merged, dtype, release)}
-        for name in ("encoder", "decoder")
-    }
+    specs = abstract_arrays(config)
+
+    def layers(stack: str) -> list[Params]:
+        arrays, of_arrays = params[stack]["layers"], specs[stack]["layers"]
+        return unstacked(arrays, of_arrays, merged, dtype, release)
+
+    stacks = {name: params[name] | {"layers": layers(name)} for name in ("encoder", "decoder")}
     return {**params, **stacks, **quantized_head(params, dtype, release)}
 
 
@@ -48,5 +52,5 @@ def prompt_keys(
     encoded = encode(weights, batch, config, compute, table)
     return [
         keys_and_values(encoded, layer["cross_attention"], compute)
-        for layer in layer_weights(weights["decoder"], compute)
+        for layer in layer_weights(weights, "decoder", config, compute)
     ]

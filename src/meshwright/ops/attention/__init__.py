@@ -11,13 +11,13 @@ ids, 0 is padding). Each device computes its own sequences and heads. Where devi
 from meshwright.ops.attention.attention import Segments, attention, split_of
 from meshwright.ops.attention.block import Call
 from meshwright.ops.attention.blockwise import BLOCK_QUERIES
-from meshwright.ops.attention.cached import cached_attention
 from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
 from meshwright.ops.attention.kernels import KERNELS, choose
 from meshwright.ops.attention.mask import EVERYTHING, Mask
 from meshwright.ops.attention.order import from_zigzag, to_zigzag
 from meshwright.ops.attention.paged import (
     CACHE_DTYPES,
+    PagedBias,
     PagedCall,
     PagedKeys,
     PagedTokens,
@@ -52,6 +52,7 @@ __all__ = [
     "Call",
     "ContextParallel",
     "Mask",
+    "PagedBias",
     "PagedCall",
     "PagedKeys",
     "PagedTokens",
@@ -60,7 +61,6 @@ __all__ = [
     "attend_to_pages",
     "attention",
     "backward_kernels",
-    "cached_attention",
     "calls_of",
     "choose",
     "choose_paged",

@@ -1,5 +1,6 @@
 """The attention function on any mesh; context parallelism where the length is split."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts import axes_of
 from meshwright.ops.attention import ring, ulysses
-from meshwright.ops.attention.block import Block
+from meshwright.ops.attention.block import Block, Method
 from meshwright.ops.attention.kernels import one_call
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.attention.strategy import (
@@ -33,20 +34,24 @@ def attention(
     mask: Mask | None = None,
     *,
     bias: jax.Array | None = None,
+    softcap: float | None = None,
     context: ContextParallel | None = None,
     kernel: str = "auto",
 ) -> jax.Array:
     """Attention with a mask, within each packed document; the result is sharded as `q`.
 
     `bias` [heads, queries, keys] is added to the scaled scores of every sequence of the batch, and
-    has a gradient; it is split over heads as `q` is, and whole along the length.
+    has a gradient; it is split over heads as `q` is, and whole along the length. `softcap` keeps
+    scores s within its size: softcap · tanh(s / softcap).
     """
     _check(q, k, v, *_of_both(segments))
     mask = (mask or Mask()).within(q.shape[1], k.shape[1])
     context = context or ContextParallel()
     specs = spec_of(q), spec_of(k)
     over = axes_of(specs[0][1], specs[0])
-    split = split_of(q, k, mask, biased=bias is not None)
+    split = dataclasses.replace(
+        split_of(q, k, mask, biased=bias is not None), softcapped=softcap is not None
+    )
     strategy = choose_strategy(split, context.strategy) if split.ways > 1 else "none"
     _check_order(context.order, split, strategy)
     if split.ways > 1 and mask.causal and q.shape[1] != k.shape[1]:
@@ -55,17 +60,19 @@ def attention(
             f"{k.shape[1]} and {q.shape[1]}"
         )
 
+    method = Method(kernel, softcap)
+
     def local(q: jax.Array, k: jax.Array, v: jax.Array, more: Any) -> jax.Array:
         block = Block(q, k, v, *_of_both(more.get("segments")), bias=more.get("bias"))
         if block.bias is not None:  # its gradient is summed over the devices that split the batch
             block = block._replace(bias=varying_like(block.bias, q))
         match strategy:
             case "none":
-                return one_call(block, mask, kernel)
+                return one_call(block, mask, method)
             case "ulysses":
-                return ulysses.attend(block, mask, over, split.ways, kernel)
+                return ulysses.attend(block, mask, over, split.ways, method)
             case _:
-                return ring.attend(block, mask, over, split.ways, strategy, context.order, kernel)
+                return ring.attend(block, mask, over, split.ways, strategy, context.order, method)
 
     more: dict[str, Any] = {} if segments is None else {"segments": segments}
     if bias is not None:

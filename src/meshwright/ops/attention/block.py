@@ -54,6 +54,13 @@ class Gradients(NamedTuple):
     bias: jax.Array | None = None
 
 
+class Method(NamedTuple):
+    """How a block is computed: by which kernel, or the fastest, and with which cap of scores."""
+
+    kernel: str = "auto"
+    softcap: float | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """The static description of a kernel call; a kernel accepts or refuses it."""
@@ -68,6 +75,7 @@ class Call:
     dynamic: bool = False  # the mask is known only at run time (k_end)
     partial: bool = False  # results are partial, in float32
     biased: bool = False  # a bias is added to the scores
+    softcapped: bool = False  # scores are capped
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -79,7 +87,7 @@ class Kernel:
     """Forward and backward passes, each with an optional post-processing function.
 
     Both take the dtype of their results last, None for that of their inputs. A kernel that supports
-    only the latter ignores it.
+    only the latter ignores it. A kernel that accepts calls with capped scores takes `softcap` too.
     """
 
     forward: Callable[..., Any]  # block, mask, dtype

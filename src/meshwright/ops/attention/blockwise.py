@@ -31,12 +31,19 @@ class _Queries(NamedTuple):
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _forward(block: Block, mask: Mask, dtype: Any = None, *, size: int | None) -> Partial:
+def _forward(
+    block: Block,
+    mask: Mask,
+    dtype: Any = None,
+    *,
+    size: int | None,
+    softcap: float | None = None,
+) -> Partial:
     dtype = dtype or block.q.dtype
 
     def some(part: _Queries) -> Partial:
         q, grouped = part.q, _grouped(part.q, block.k)
-        scores = _scores(grouped, part, block, mask)
+        scores = _scores(grouped, part, block, mask, softcap)
         most = jnp.max(scores, axis=-1, keepdims=True)
         most = jnp.where(jnp.isneginf(most), 0.0, most)  # a query without keys
         weights = jnp.exp(scores - most)
@@ -59,6 +66,7 @@ def _backward(
     dtype: Any = None,
     *,
     size: int | None,
+    softcap: float | None = None,
 ) -> Gradients:
     dtype = dtype or block.q.dtype
     delta = jnp.sum(output.out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
@@ -69,10 +77,13 @@ def _backward(
         q = queries.q
         grouped, dout = _grouped(q, block.k), _grouped(dout, block.k)
         lse, delta = (x.reshape(*grouped.shape[:4], 1) for x in (lse, delta))
-        scores = _scores(grouped, queries, block, mask)
+        scores = _scores(grouped, queries, block, mask, softcap)
         weights = jnp.where(jnp.isneginf(scores), 0.0, jnp.exp(scores - lse))
         of_weights = _product("bqkgd,bskd->bqkgs", dout, block.v)
         of_biased = weights * (of_weights - delta)
+        if softcap is not None:  # the derivative of tanh; masked scores have no weight
+            capped = jnp.where(jnp.isneginf(scores), 0.0, scores)
+            of_biased *= 1 - (capped / softcap) ** 2
         of_scores = (of_biased * q.shape[-1] ** -0.5).astype(q.dtype)
         of_q = _product("bqkgs,bskd->bqkgd", of_scores, block.k).reshape(q.shape)
         of_k += _product("bqkgs,bqkgd->bskd", of_scores, grouped)
@@ -88,13 +99,17 @@ def _backward(
     return Gradients(of_q, of_k.astype(dtype), of_v.astype(dtype), of_bias)
 
 
-def _scores(grouped: jax.Array, queries: _Queries, block: Block, mask: Mask) -> jax.Array:
+def _scores(
+    grouped: jax.Array, queries: _Queries, block: Block, mask: Mask, softcap: float | None
+) -> jax.Array:
     """[batch, queries, kv_heads, group, keys], -inf where masked."""
     number, head_dim = grouped.shape[1], grouped.shape[-1]
     scores = _product("bqkgd,bskd->bqkgs", grouped, block.k) * head_dim**-0.5
     if queries.bias is not None:
         bias = jnp.moveaxis(queries.bias, 0, 1)  # [queries, heads, keys]
         scores += bias.reshape(1, *scores.shape[1:]).astype(jnp.float32)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     keys = jnp.arange(block.k.shape[1])
     seen = mask.seen(queries.first + jnp.arange(number), keys)
     seen = None if seen is None else seen[None]

@@ -31,7 +31,7 @@ def calls_of(
         mask = mask.within(queries, keys)
         return Call(
             platform, dtype, queries, keys, split.head_dim, mask, segmented, dynamic, not whole,
-            split.biased,
+            split.biased, split.softcapped,
         )  # fmt: skip
 
     whole = split.ways == 1 or strategy == "ulysses"

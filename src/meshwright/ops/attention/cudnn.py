@@ -97,6 +97,8 @@ def _refuses(call: Call) -> str | None:
         return why
     if call.biased:
         return "it adds no bias to the scores"
+    if call.softcapped:
+        return "it does not cap scores"
     if call.dynamic:
         return "it needs the mask at compile time"
     if call.mask.block is not None:

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.ops.attention.block import Block, Call, Gradients, Kernel, Partial, with_gradient
+from meshwright.ops.attention.block import (
+    Block,
+    Call,
+    Gradients,
+    Kernel,
+    Method,
+    Partial,
+    with_gradient,
+)
 from meshwright.ops.attention.blockwise import blockwise, dense
 from meshwright.ops.attention.cudnn import cudnn
 from meshwright.ops.attention.hopper import hopper
@@ -41,7 +49,7 @@ _OF_ONE_PLATFORM = frozenset(name for names in FUSED.values() for name in names)
 def forward(
     block: Block,
     mask: Mask,
-    kernel: str,
+    method: Method,
     in_flight: Any = (),
     dtype: Any = jnp.float32,
 ) -> tuple[Partial, Any]:
@@ -53,10 +61,11 @@ def forward(
     None for the dtype of the queries.
     """
     mask = mask.within(*block.lengths)
-    chosen, lengths = _kernel(block, mask, kernel, partial=dtype is not None)
+    chosen, lengths = _kernel(block, mask, method, partial=dtype is not None)
     padded = pad_block(block, mask, lengths)
-    found, in_flight = _meet(chosen.forward(padded, mask, dtype), in_flight)
-    return cut_output(chosen.partial(found), block.lengths), in_flight
+    result = chosen.forward(padded, mask, dtype, **_capped(method))
+    result, in_flight = _meet(result, in_flight)
+    return cut_output(chosen.partial(result), block.lengths), in_flight
 
 
 def backward(
@@ -64,43 +73,50 @@ def backward(
     mask: Mask,
     output: Partial,
     dout: jax.Array,
-    kernel: str,
+    method: Method,
     in_flight: Any = (),
     dtype: Any = jnp.float32,
 ) -> tuple[Gradients, Any]:
     """This block's part of the gradients; `output` is over all keys."""
     mask = mask.within(*block.lengths)
-    chosen, lengths = _kernel(block, mask, kernel, partial=dtype is not None)
+    chosen, lengths = _kernel(block, mask, method, partial=dtype is not None)
     padded, queries = pad_block(block, mask, lengths), lengths[0]
     output, dout = pad_output(output, queries), pad_cotangent(dout, queries)
-    found = chosen.backward(padded, mask, output, dout, dtype)
-    found, in_flight = _meet(found, in_flight)
-    return cut_gradients(chosen.gradients(found), block.lengths), in_flight
+    result = chosen.backward(padded, mask, output, dout, dtype, **_capped(method))
+    result, in_flight = _meet(result, in_flight)
+    return cut_gradients(chosen.gradients(result), block.lengths), in_flight
 
 
-def _meet(found: Any, in_flight: Any) -> Any:
+def _capped(method: Method) -> dict[str, float]:
+    """The argument of a kernel, which only those have that accept such calls."""
+    return {} if method.softcap is None else {"softcap": method.softcap}
+
+
+def _meet(result: Any, in_flight: Any) -> Any:
     """Make each wait for the other."""
     if not jax.tree.leaves(in_flight):
-        return found, in_flight
-    return lax.optimization_barrier((found, in_flight))
+        return result, in_flight
+    return lax.optimization_barrier((result, in_flight))
 
 
-def one_call(block: Block, mask: Mask, kernel: str) -> jax.Array:
+def one_call(block: Block, mask: Mask, method: Method) -> jax.Array:
     """Attention of one block, without context parallelism."""
     return with_gradient(
-        lambda block: forward(block, mask, kernel, dtype=None)[0],
-        lambda block, output, dout: backward(block, mask, output, dout, kernel, dtype=None)[0],
+        lambda block: forward(block, mask, method, dtype=None)[0],
+        lambda block, output, dout: backward(block, mask, output, dout, method, dtype=None)[0],
     )(block)
 
 
-def _kernel(block: Block, mask: Mask, kernel: str, partial: bool) -> tuple[Kernel, tuple[int, int]]:
+def _kernel(
+    block: Block, mask: Mask, method: Method, partial: bool
+) -> tuple[Kernel, tuple[int, int]]:
     """The kernel, and the padded numbers of queries and keys."""
     call = Call(
         current_platform(), str(block.q.dtype), *block.lengths, block.q.shape[-1], mask,
         segmented=block.q_segments is not None, dynamic=block.k_end is not None,
-        partial=partial, biased=block.bias is not None,
+        partial=partial, biased=block.bias is not None, softcapped=method.softcap is not None,
     )  # fmt: skip
-    chosen = KERNELS[choose(call, kernel)]
+    chosen = KERNELS[choose(call, method.kernel)]
     return chosen, chosen.lengths(call)
 
 

@@ -89,7 +89,7 @@ class PagedKeys:
     chunk_lengths: jax.Array  # [chunks]
 
 
-Bias = tuple[jax.Array, jax.Array]
+PagedBias = tuple[jax.Array, jax.Array]
 """Of decode tokens [decode, heads, 1, keys] and of chunks [chunks, heads, length, keys]."""
 
 
@@ -104,6 +104,7 @@ class PagedCall:
     biased: bool = False  # a bias is added to the scores
     pages: str | None = None  # their dtype, if it is another one
     page_size: int = 64
+    softcapped: bool = False  # scores are capped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +122,16 @@ def paged_attention(
     tokens: PagedTokens,
     *,
     window: int | None = None,
-    bias: Bias | None = None,
+    bias: PagedBias | None = None,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, Pool]:
     """Causal attention of q [1, tokens, heads, head_dim], and the pool with these keys and values.
 
     The pool has the shape `pool_shape` for the kernel of the tokens. A bias, split over heads as q
-    is, is added to the scores; only the plain kernel does that.
+    is, is added to the scores; only the plain kernel does that. `softcap` as in `attention`.
     """
     kernel = KERNELS[tokens.kernel]
+    capped = {} if softcap is None else {"softcap": softcap}
 
     def local(
         q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool, tokens: PagedTokens, more: Any
@@ -136,7 +139,7 @@ def paged_attention(
         q, k, v = q[0], _rounded(k[0], pool), _rounded(v[0], pool)
         pool = _written(pool, k, v, tokens.slots(page_size_of(pool)), kernel.merged)
         k, v = k.astype(q.dtype), v.astype(q.dtype)
-        return kernel.attend(q, k, v, pool, tokens, window, **more)[None], pool
+        return kernel.attend(q, k, v, pool, tokens, window, **more, **capped)[None], pool
 
     heads, kv_heads = spec_of(q), spec_of(k)
     pools = spec_of(pool)
@@ -280,7 +283,8 @@ def _plain(
     pool: Pool,
     tokens: PagedTokens,
     window: int | None,
-    bias: Bias | tuple[None, None] = (None, None),
+    bias: PagedBias | tuple[None, None] = (None, None),
+    softcap: float | None = None,
 ) -> jax.Array:
     def attend(
         q: jax.Array, tables: jax.Array, positions: jax.Array, bias: jax.Array | None
@@ -290,7 +294,7 @@ def _plain(
         visible = distance >= 0
         if window is not None:
             visible &= distance < window
-        return _over_pages(q, tables, visible, pool, bias)
+        return _over_pages(q, tables, visible, pool, bias, softcap)
 
     parts: Any = zip(
         _by_kind(q, tokens.positions.shape[0], tokens.length),
@@ -310,6 +314,7 @@ def _over_pages(
     visible: jax.Array,
     pool: Pool,
     bias: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """q [n, length, heads, head_dim] over the pages of tables [n, width], softmax in float32.
 
@@ -322,6 +327,8 @@ def _over_pages(
     scores *= head_dim**-0.5
     if bias is not None:
         scores += bias.reshape(scores.shape)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     return jnp.einsum("nkgls,nskd->nlkgd", weights, values).reshape(q.shape)
@@ -411,6 +418,7 @@ def _ragged(
     pool: Pool,
     tokens: PagedTokens,
     window: int | None,
+    softcap: float | None = None,
 ) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -434,7 +442,7 @@ def _ragged(
     def run(q: jax.Array, pages: jax.Array) -> jax.Array:
         out: jax.Array = ragged_paged_attention(
             q, pages, lengths, tables, ends, used,
-            sm_scale=q.shape[-1] ** -0.5, sliding_window=window, **blocks,
+            sm_scale=q.shape[-1] ** -0.5, sliding_window=window, soft_cap=softcap, **blocks,
         )  # fmt: skip
         return out
 
@@ -457,12 +465,16 @@ def _cudnn_refuses(call: PagedCall) -> str | None:
         return "it reads pages in the dtype of the queries"
     if call.biased:
         return "it adds no bias to scores over pages"
+    if call.softcapped:
+        return "it does not cap scores"
     return fused.refuses(call.platform, call.dtype, call.head_dim)
 
 
 def _triton_refuses(call: PagedCall) -> str | None:
     if call.biased:
         return "it adds no bias to scores over pages"
+    if call.softcapped:
+        return "it does not cap scores"
     if call.head_dim not in (16, 32, 64, 128):
         return f"head_dim {call.head_dim} is not 16, 32, 64 or 128"
     if call.page_size not in (16, 32, 64, 128):

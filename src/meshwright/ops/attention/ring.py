@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.ops.attention.block import Block, Gradients, Partial, with_gradient
+from meshwright.ops.attention.block import Block, Gradients, Method, Partial, with_gradient
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.attention.permute import permute
 from meshwright.ops.attention.ring_steps import (
@@ -47,7 +47,7 @@ def attend(
     ways: int,
     strategy: str,
     order: str,
-    kernel: str,
+    method: Method,
 ) -> jax.Array:
     """Inside shard_map: attention of this device's part of the sequences, split over `over`."""
     steps = ring_steps_of(mask, order, ways, local.q.shape[1])
@@ -62,9 +62,9 @@ def attend(
         return RingStep(lax.axis_index(over), index, ways)
 
     return with_gradient(
-        lambda block: _forward(block, steps, transport(block), at, kernel),
+        lambda block: _forward(block, steps, transport(block), at, method),
         lambda block, output, dout: _backward(
-            block, steps, transport(block), at, output, dout, kernel
+            block, steps, transport(block), at, output, dout, method
         ),
     )(local)
 
@@ -121,13 +121,13 @@ def _forward(
     steps: RingSteps,
     transport: Transport,
     at: Callable[[Any], RingStep],
-    kernel: str,
+    method: Method,
 ) -> Partial:
     """The output of this device's queries over all keys they attend to."""
 
     def visit(done: Partial | None, held: Any, coming: Any, index: Any, mask: Mask | None) -> Any:
         keys = transport.keys(held, index)
-        return add_ring_step(done, local, keys, steps, at(index), mask, kernel, in_flight=coming)
+        return add_ring_step(done, local, keys, steps, at(index), mask, method, in_flight=coming)
 
     output: Partial = _all_steps(steps, transport, visit, local.q)
     return output._replace(out=output.out.astype(local.q.dtype))
@@ -140,7 +140,7 @@ def _backward(
     at: Callable[[Any], RingStep],
     output: Partial,
     dout: jax.Array,
-    kernel: str,
+    method: Method,
 ) -> Gradients:
     """Gradients of this device's queries, and of its keys from all queries that attend to them."""
 
@@ -148,7 +148,7 @@ def _backward(
         keys = transport.keys(held, index)
         done, arriving = (None, None) if sums is None else (sums[0], transport.along(sums[1]))
         dq, dkeys, (coming, arriving) = gradients_of_ring_step(
-            output, dout, local, keys, steps, at(index), mask, kernel, in_flight=(coming, arriving)
+            output, dout, local, keys, steps, at(index), mask, method, in_flight=(coming, arriving)
         )
         dq = dq if done is None else done + dq
         return (dq, transport.collect(arriving, index, dkeys)), coming

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.ops.attention import kernels
-from meshwright.ops.attention.block import Block, Gradients, Partial, merge, where
+from meshwright.ops.attention.block import Block, Gradients, Method, Partial, merge, where
 from meshwright.ops.attention.mask import EVERYTHING, Mask
 from meshwright.ops.collectives import current_platform
 
@@ -121,7 +121,7 @@ def unrolled(steps: int, q: jax.Array) -> bool:
 
 def add_ring_step(
     done: Partial | None, local: Block, keys: Keys, steps: RingSteps, step: RingStep,
-    mask: Mask | None, kernel: str, in_flight: Any = (),
+    mask: Mask | None, method: Method, in_flight: Any = (),
 ) -> tuple[Partial, Any]:  # fmt: skip
     """Merge the output of this ring step into the output so far; also returns `in_flight`.
 
@@ -135,17 +135,17 @@ def add_ring_step(
         _, second = _chunks(local)
 
         def earlier() -> Partial:
-            return kernels.forward(_earlier(local, keys), EVERYTHING, kernel)[0]
+            return kernels.forward(_earlier(local, keys), EVERYTHING, method)[0]
 
         def later() -> Partial:
-            partial = kernels.forward(_with(second, keys), EVERYTHING, kernel)[0]
+            partial = kernels.forward(_with(second, keys), EVERYTHING, method)[0]
             return Partial(_behind(partial.out, 0), _behind(partial.lse, -jnp.inf))
 
         partial = lax.cond(step.before, earlier, later)
         partial, in_flight = lax.optimization_barrier((partial, in_flight))
         return merge(done, partial), in_flight
     block = _with(local, keys, key_ends(steps, step, local.q.shape[1]))
-    partial, in_flight = kernels.forward(block, mask or EVERYTHING, kernel, in_flight)
+    partial, in_flight = kernels.forward(block, mask or EVERYTHING, method, in_flight)
     if done is None:
         return Partial(partial.out.astype(jnp.float32), partial.lse), in_flight
     seen = keys_seen(steps, step)
@@ -156,18 +156,18 @@ def add_ring_step(
 
 def gradients_of_ring_step(
     output: Partial, dout: jax.Array, local: Block, keys: Keys, steps: RingSteps, step: RingStep,
-    mask: Mask | None, kernel: str, in_flight: Any = (),
+    mask: Mask | None, method: Method, in_flight: Any = (),
 ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
     """dq and stacked (dk, dv) of this ring step, in float32; also returns `in_flight`."""
     if mask is None and steps.order == "zigzag":
         _, (second, output2, dout2) = _chunks((local, output, dout))
 
         def earlier() -> Gradients:
-            gradients = kernels.backward(_earlier(local, keys), EVERYTHING, output, dout, kernel)[0]
+            gradients = kernels.backward(_earlier(local, keys), EVERYTHING, output, dout, method)[0]
             return Gradients(gradients.q, _ahead(gradients.k), _ahead(gradients.v))
 
         def later() -> Gradients:
-            gradients = kernels.backward(_with(second, keys), EVERYTHING, output2, dout2, kernel)[0]
+            gradients = kernels.backward(_with(second, keys), EVERYTHING, output2, dout2, method)[0]
             return gradients._replace(q=_behind(gradients.q, 0))
 
         gradients = lax.cond(step.before, earlier, later)
@@ -175,7 +175,7 @@ def gradients_of_ring_step(
     else:
         block = _with(local, keys, key_ends(steps, step, local.q.shape[1]))
         gradients, in_flight = kernels.backward(
-            block, mask or EVERYTHING, output, dout, kernel, in_flight
+            block, mask or EVERYTHING, output, dout, method, in_flight
         )
         seen = keys_seen(steps, step)
         if seen is not None and mask is not steps.first:

@@ -20,9 +20,8 @@ from jax import lax
 from meshwright.arithmetic import round_up
 from meshwright.ops.attention.block import Block, Call, Gradients, Kernel, Partial
 from meshwright.ops.attention.mask import Mask
-from meshwright.ops.collectives import untyped
+from meshwright.ops.collectives import LANES, untyped
 
-LANES = 128  # block sizes and padded lengths are multiples of this
 LARGEST = 1024  # tokens in a block
 MOST_PADDING = 1 / 4  # of a length, to allow larger blocks; an estimate, not measured on a TPU
 COMPUTED = 512  # keys per block whose scores are computed at once
@@ -48,7 +47,12 @@ def splash_kernel(interpret: bool = False) -> Kernel:
 
 
 def _forward(
-    block: Block, mask: Mask, dtype: Any = None, *, interpret: bool
+    block: Block,
+    mask: Mask,
+    dtype: Any = None,
+    *,
+    interpret: bool,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     kernels = _kernels()
     queries, keys = block.q.shape[1], block.k.shape[1]
@@ -62,7 +66,7 @@ def _forward(
         save_residuals=True,
         mask_value=kernels.DEFAULT_MASK_VALUE,
         mask_function=_seen(mask),
-        attn_logits_soft_cap=None,
+        attn_logits_soft_cap=softcap,
         residual_checkpoint_name=None,
         interpret=interpret,
     )
@@ -95,6 +99,7 @@ def _backward(
     dtype: Any = None,
     *,
     interpret: bool,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     kernels = _kernels()
     queries, keys = block.q.shape[1], block.k.shape[1]
@@ -107,7 +112,7 @@ def _backward(
     if not sizes.use_fused_bwd_kernel:
         of_queries = info(sizes.block_q_dq, sizes.block_kv_dq, by_keys=False)
     options = (
-        False, kernels.DEFAULT_MASK_VALUE, True, sizes, None, _seen(mask), None, interpret,
+        False, kernels.DEFAULT_MASK_VALUE, True, sizes, None, _seen(mask), softcap, interpret,
     )  # fmt: skip
 
     def one(q: Any, k: Any, v: Any, documents: Any, out: Any, lse: Any, dout: Any) -> Any:

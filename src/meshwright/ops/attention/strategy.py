@@ -47,6 +47,7 @@ class Split:
     mask: Mask
     flops_per_byte: float = FLOPS_PER_BYTE  # of the machine, between neighbours along the axis
     biased: bool = False  # a bias is added to the scores
+    softcapped: bool = False  # scores are capped
     keys: int | None = None  # length of the keys' sequence, if it is another one
 
     @property

@@ -4,12 +4,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.ops.attention.block import Block
+from meshwright.ops.attention.block import Block, Method
 from meshwright.ops.attention.kernels import one_call
 from meshwright.ops.attention.mask import Mask
 
 
-def attend(local: Block, mask: Mask, over: tuple[str, ...], ways: int, kernel: str) -> jax.Array:
+def attend(
+    local: Block,
+    mask: Mask,
+    over: tuple[str, ...],
+    ways: int,
+    method: Method,
+) -> jax.Array:
     """Inside shard_map: attention of this device's part of the sequences, split over `over`."""
 
     def full_sequences(x: jax.Array) -> jax.Array:
@@ -32,5 +38,5 @@ def attend(local: Block, mask: Mask, over: tuple[str, ...], ways: int, kernel: s
     if bias is not None:  # whole over the length on every device: each takes its own heads
         heads = bias.shape[0] // ways
         bias = lax.dynamic_slice_in_dim(bias, lax.axis_index(over) * heads, heads)
-    out = one_call(Block(q, k, v, q_segments, k_segments, bias=bias), mask, kernel)
+    out = one_call(Block(q, k, v, q_segments, k_segments, bias=bias), mask, method)
     return lax.all_to_all(out, over, split_axis=1, concat_axis=2, tiled=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from meshwright.errors import MeshwrightError
 from meshwright.meshes import STANDARD_AXES, MeshSpec
 from meshwright.models import family_of
-from meshwright.planner.memory import formulas, moments
+from meshwright.planner.memory import formulas, peak_bytes
 from meshwright.planner.memory import memory as count_memory
 from meshwright.planner.parts import keys_seen, splits_of
 from meshwright.planner.report import figures
@@ -21,8 +21,9 @@ from meshwright.planner.result import (
     Refusal,
     Serving,
 )
-from meshwright.planner.serving import formulas as serving_formulas
-from meshwright.planner.time import formulas as transfer_formulas
+from meshwright.planner.serving import second_formulas
+from meshwright.planner.step import StepModel
+from meshwright.planner.time import byte_formulas
 from meshwright.present import (
     Column,
     Row,
@@ -105,10 +106,10 @@ def _memory(plan: Plan, choice: Choice, memory: Memory, width: int) -> "list[Ren
         Column("GiB"),
         Column("", right=False, importance=1, style="cyan"),
     ]
-    job, machine = plan.job, plan.machine
+    step = StepModel(plan.job, choice, plan.machine)
     # formulas are worked out anew: they are shown where they give these numbers
-    is_theirs = count_memory(job, choice, machine) == memory
-    said = formulas(job, choice, machine) if is_theirs else {}
+    is_theirs = count_memory(step) == memory
+    said = formulas(step) if is_theirs else {}
     most = max([*memory.kinds.values(), 1])
     rows = [
         Row(
@@ -133,8 +134,8 @@ def _memory(plan: Plan, choice: Choice, memory: Memory, width: int) -> "list[Ren
     if memory.host:
         limit = "" if memory.host_limit is None else f" of {gib(memory.host_limit)}"
         lines.append(f"in the memory of each host: {gib(memory.host)}{limit} GiB of activations")
-    if is_theirs and job.kind == "train":
-        found = moments(job, choice, machine)
+    if is_theirs and plan.job.kind == "train":
+        found = peak_bytes(step)
         sizes = ", ".join(f"{moment} {gib(size)}" for moment, size in found.items())
         fullest = max(found, key=lambda moment: found[moment])
         lines.append(f"moments, in GiB: {sizes}; the fullest is {fullest}")
@@ -201,7 +202,7 @@ def _transfers(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableTy
     from rich.text import Text
 
     lines = _heading("transfers", " of a device; the longest first")
-    if not estimate.transfers:
+    if not estimate.collectives:
         return [*lines, Text("  none: one device, or nothing to exchange")]
     columns = [
         Column("operation", right=False),
@@ -211,9 +212,10 @@ def _transfers(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableTy
         Column("time"),
         Column("hidden"),
     ]
-    texts = transfer_formulas(plan.job, estimate, plan.machine)
-    said = dict(zip(estimate.transfers, texts, strict=True))
-    ordered = sorted(estimate.transfers, key=lambda one: -one.seconds)
+    step = StepModel(plan.job, estimate.choice, plan.machine)
+    texts = byte_formulas(step, estimate.collectives)
+    said = dict(zip(estimate.collectives, texts, strict=True))
+    ordered = sorted(estimate.collectives, key=lambda one: -one.seconds)
     large = [one for one in ordered if one.seconds >= SMALL * estimate.step_seconds] or ordered[:3]
     rows = []
     for one in large:
@@ -239,7 +241,7 @@ def _time(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
         Column("", right=False, importance=1, style="cyan"),
     ]
     step = estimate.step_seconds
-    said = serving_formulas(plan.job, estimate, plan.machine)
+    said = second_formulas(StepModel(plan.job, estimate.choice, plan.machine), estimate)
     rows = [
         Row(
             (part, seconds_text(seconds), percent(seconds / step), bar(seconds / step, BAR)),

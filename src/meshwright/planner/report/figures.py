@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
-from meshwright.planner.result import Estimate, Plan, Transfer
+from meshwright.planner.collective import Collective
+from meshwright.planner.result import Estimate, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +73,11 @@ def roofline(plan: Plan, estimate: Estimate) -> Roofline:
     return Roofline(
         compute=estimate.computed_flops / peak_flops(plan),
         memory=estimate.memory_bytes / memory_bandwidth(plan),
-        links=sum(one.seconds for one in estimate.transfers),
+        links=sum(one.seconds for one in estimate.collectives),
     )
 
 
-def wire_bytes(transfer: Transfer, sizes: Mapping[str, int]) -> float:
+def wire_bytes(transfer: Collective, sizes: Mapping[str, int]) -> float:
     """Bytes a device sends in a step for it: the share that is not its own, round a ring."""
     ways = 1
     for axis in transfer.axes:
@@ -88,7 +89,7 @@ def wire_bytes(transfer: Transfer, sizes: Mapping[str, int]) -> float:
 def by_axis(estimate: Estimate) -> dict[str, AxisTime]:
     """Transfers summed by the axes they go over: `{"fsdp": …, "fsdp+sp": …}`, the longest first."""
     sums: dict[str, list[float]] = {}
-    for one in estimate.transfers:
+    for one in estimate.collectives:
         total = sums.setdefault("+".join(one.axes), [0.0, 0.0, 0.0])
         total[0] += one.seconds
         total[1] += one.hidden

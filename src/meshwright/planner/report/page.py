@@ -7,7 +7,8 @@ from meshwright.meshes import mesh as build_mesh
 from meshwright.planner.report import figures
 from meshwright.planner.report.words import group_headings, next_commands, settings, short_mesh
 from meshwright.planner.result import Estimate, Plan
-from meshwright.planner.time import formulas
+from meshwright.planner.step import StepModel
+from meshwright.planner.time import byte_formulas
 from meshwright.present import amount, count, gib, percent, render, seconds_text
 
 TEMPLATE = Path(__file__).with_name("plan.html")
@@ -20,7 +21,7 @@ def page(plan: Plan) -> str:
     job = plan.job
     title = f"{job.name or 'a model'} on {plan.machine}"
     size = f"batch {job.batch:,} × {job.seq:,} tokens"
-    about = [size, f"best {plan.objective} first", count(plan.machine.num_chips, "chip")]
+    about = [size, f"best {plan.rank_by} first", count(plan.machine.num_chips, "chip")]
     return render(
         TEMPLATE,
         title=title,
@@ -98,6 +99,7 @@ def _row(
             "fullTokens": estimate.serving.full_tokens_per_second,
         }
     if rank < DETAILED:
+        step = StepModel(plan.job, choice, plan.machine)
         row["transfers"] = [
             [
                 f"{one.what}, {one.phase}",
@@ -111,7 +113,7 @@ def _row(
                 formula,
             ]
             for one, formula in sorted(
-                zip(estimate.transfers, formulas(plan.job, estimate, plan.machine), strict=True),
+                zip(estimate.collectives, byte_formulas(step, estimate.collectives), strict=True),
                 key=lambda pair: -pair[0].seconds,
             )
         ]

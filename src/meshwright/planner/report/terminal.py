@@ -17,6 +17,7 @@ from meshwright.planner.report.words import (
     what_overlaps,
 )
 from meshwright.planner.result import Estimate, Job, Memory, Plan, Serving
+from meshwright.planner.step import StepModel
 from meshwright.present import (
     Column,
     Row,
@@ -79,8 +80,10 @@ def _header(plan: Plan) -> "list[RenderableType]":
         if job.kind == "train"
         else f"serving, weights {job.dtype}, KV cache {plan.best.choice.cache or job.dtype}"
     )
-    first = f"best {plan.objective} first"
-    if job.kind == "serve" and plan.objective == "throughput":
+    if job.trainable:
+        kept += f", trains {' '.join(job.trainable)}"
+    first = f"best {plan.rank_by} first"
+    if job.kind == "serve" and plan.rank_by == "throughput":
         first = "most tokens a second with as many sequences as fit first"
     return [title, Text(rows), Text(f"{kept}; {first}", style="dim")]
 
@@ -100,7 +103,7 @@ def _optimizer(plan: Plan) -> str:
     if job.moments_dtype == job.param_dtype:
         return job.optimizer
     like_parameters = dataclasses.replace(job, moments="auto")
-    more = count_memory(like_parameters, best.choice, plan.machine).kinds["optimizer"]
+    more = count_memory(StepModel(like_parameters, best.choice, plan.machine)).kinds["optimizer"]
     saved = more - best.memory.kinds["optimizer"]
     verb = "saves" if saved > 0 else "takes"
     return (

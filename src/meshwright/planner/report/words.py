@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from meshwright.models import generation_of
+from meshwright.models import family_of
 from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.result import Choice, Job, Plan, Refusal
 from meshwright.planner.settings import apply
@@ -45,7 +45,7 @@ def settings(choice: Choice, kind: str) -> str:
     words = [f"remat {choice.remat}", count(choice.accumulation, "micro-batch")]
     if choice.sequence_parallel:
         words.append("sequence_parallel")
-    if choice.sp > 1:
+    if choice.size("sp") > 1:
         words.append(f"attention over sp: {choice.strategy}")
     if choice.mlp_chunk:
         words.append(f"mlp_chunk {choice.mlp_chunk:,}")
@@ -59,10 +59,8 @@ def next_commands(plan: Plan, choice: Choice) -> list[str]:
         return _to_serve(plan, choice)
     config = apply(plan.config, choice)
     if job.seq > job.model.max_seq:  # Plan.warnings says so
-        factor = -(-job.seq // job.model.max_seq)
-        config = with_settings(
-            config, {"override": ("rope.scaling=linear", f"rope.factor={factor}")}
-        )
+        changes = family_of(job.model).longer(job.model, job.seq)
+        config = with_settings(config, {"override": (*config.override, *changes)})
     model = job.name or "MODEL"
     if job.backend == "torch":
         return [_in_torch(plan, model, config)]
@@ -96,18 +94,16 @@ def what_overlaps(job: Job) -> str:
 
 def _to_serve(plan: Plan, choice: Choice) -> list[str]:
     job, mesh = plan.job, ["--mesh", choice.mesh]
-    if generation_of(job.model).serving is None:  # for meshwright generate
-        return [shlex.join(["meshwright", "show", *mesh, "--on", str(plan.machine)])]
     prove = ["meshwright", "prove", job.name or "MODEL", "--on", str(plan.machine), "--serve"]
     prove += [*mesh, "--batch", str(job.batch), "--seq", str(job.seq)]
-    of_replica = str(-(-job.batch // choice.dp))
+    of_replica = str(-(-job.batch // choice.size("dp")))
     serve = ["meshwright", "serve", "MODEL_FOLDER", *mesh, "--engine.max-batch", of_replica]
     serve += ["--engine.max-length", str(job.seq)]
     if choice.weights:
-        prove += ["--weights", choice.weights]
+        prove += ["--engine.weights", choice.weights]
         serve += ["--engine.weights", choice.weights]
     if choice.cache:
-        prove += ["--cache", choice.cache]
+        prove += ["--engine.cache", choice.cache]
         serve += ["--engine.cache", choice.cache]
     if len(job.sizes.stacks) > 1:  # prove --serve compiles the steps of decoders
         return [shlex.join(serve)]

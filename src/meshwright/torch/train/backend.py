@@ -14,7 +14,7 @@ from meshwright.errors import MeshwrightError, not_installed
 from meshwright.machines import check_host_memory
 from meshwright.models import TransformersConfig, to_hf_config
 from meshwright.present import bytes_text, nearest_multiples
-from meshwright.torch.checkpoint import Checkpoints
+from meshwright.torch.checkpoint import RANKS, Checkpoints
 from meshwright.torch.checks import check_sequence
 from meshwright.torch.explanation import explain
 from meshwright.torch.load import initialize, load_hf
@@ -120,9 +120,7 @@ class TorchBackend(Backend):
         return index * each, (index + 1) * each
 
     def from_first(self, text: str) -> str:
-        texts = [text]
-        dist.broadcast_object_list(texts, 0)
-        return texts[0]
+        return RANKS.from_first(text)
 
     def placement_lines(self) -> Iterator[str]:
         yield self._explanation.summary()
@@ -272,7 +270,7 @@ class TorchBackend(Backend):
     def values(self, report: Any) -> dict[str, Any]:
         return dict(report)
 
-    def evaluate(self) -> tuple[float, int]:
+    def evaluate(self) -> dict[str, tuple[float, float]]:
         assert self.eval_loader is not None
         entropy, counted = torch.zeros((), device=self._device), 0
         with torch.no_grad():
@@ -281,7 +279,7 @@ class TorchBackend(Backend):
                     entropy += self._entropy(part)
                     counted += int((part["targets"] >= 0).sum())
         total, tokens = self._sum([entropy, float(counted)])
-        return total, round(tokens)
+        return {"loss": (total, round(tokens))}
 
     def is_finite(self) -> bool:
         own = [param.to_local() for param in _dtensors(self.network)]

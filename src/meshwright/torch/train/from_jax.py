@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint import Checkpoints as JaxCheckpoints
 from meshwright.checkpoint import folders, holds_pieces
-from meshwright.torch.checkpoint import Checkpoints, together
+from meshwright.torch.checkpoint import RANKS, Checkpoints
 from meshwright.train import TorchConfig, TrainConfig, prepare, save_pieces, with_settings
 
 
@@ -24,10 +24,10 @@ def as_pieces(config: TrainConfig, checkpoints: Checkpoints, step: int) -> Itera
         yield checkpoints
         return
     place = checkpoints.folder / "from-jax"
-    with together(f"converting step {step}") as problems:
+    with RANKS.collective_errors(f"converting step {step}") as catch:
         if dist.get_rank() == 0:
-            problems.catch(lambda: shutil.rmtree(place, ignore_errors=True))
-            problems.catch(lambda: _convert(config, checkpoints, step))
+            catch(lambda: shutil.rmtree(place, ignore_errors=True))
+            catch(lambda: _convert(config, checkpoints, step))
     try:
         yield Checkpoints(place)
     finally:

@@ -5,10 +5,11 @@ from typing import Any
 from meshwright.errors import MeshwrightError, UnsupportedModelError
 from meshwright.launch import flat_settings
 from meshwright.models import (
-    TORCH_ONLY_TYPES,
+    BY_TRANSFORMERS,
     DecoderConfig,
     TransformersConfig,
     override,
+    to_hf_config,
     torch_only_config,
 )
 from meshwright.train import TrainConfig, check_length, file_rules, model_of
@@ -27,14 +28,19 @@ _JAX_ONLY = {
     "compute.attention": "PyTorch's scaled_dot_product_attention chooses its kernel",
     "compute.mlp_chunk": "use --compute.remat full to save memory",
     "compute.overlap": "FSDP2 always overlaps",
+    "trainable": "PyTorch trains every array here",
     "optimizer.moments": "PyTorch keeps moments in the dtype of the weights",
     "loss.z_loss": "PyTorch has no z-loss here",
     "loss.chunk": "use more --accumulation or a smaller --batch to save memory",
 }
 
 
+# DecoderConfigs that PyTorch trains with masks of ours
+_OWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
 def _of_transformers(config: TrainConfig) -> TransformersConfig | None:
-    """A model that JAX does not have; None where --backend torch does not train it either."""
+    """A model with transformers' own masks; None where --backend torch does not train it."""
     try:
         return override(torch_only_config(config.model), config.override, config.seq)
     except UnsupportedModelError:
@@ -83,8 +89,15 @@ def check_settings(config: TrainConfig) -> DecoderConfig | TransformersConfig:
     except UnsupportedModelError as unsupported:
         model = _of_transformers(config)
         if model is None:
-            known = ", ".join(TORCH_ONLY_TYPES)
+            known = ", ".join(BY_TRANSFORMERS)
             raise MeshwrightError(f"{unsupported}, and by model_type {known}; {others}") from None
+    if isinstance(model, DecoderConfig) and to_hf_config(model)["model_type"] not in _OWN_TYPES:
+        model = _of_transformers(config)
+        if model is None:
+            raise MeshwrightError(
+                f"{config.model} is not a model that --backend torch trains; it trains "
+                f"{', '.join((*_OWN_TYPES, *BY_TRANSFORMERS))}; {others}"
+            )
     if not isinstance(model, DecoderConfig | TransformersConfig):
         raise MeshwrightError(
             f"{config.model} is not a dense decoder, and --backend torch trains Llama, Mistral, "

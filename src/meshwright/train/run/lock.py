@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from meshwright.checkpoint import HeldPath
 from meshwright.errors import MeshwrightError
-from meshwright.files import cannot_be_written
+from meshwright.files import HeldPath, cannot_be_written
 
 FILE = ".lock"
 

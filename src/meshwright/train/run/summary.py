@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.present import count_text, duration_text
+from meshwright.present import GIB, count_text, duration_text
 from meshwright.train.run.metrics import Metrics
 
 MOST_POINTS = 8000
@@ -33,7 +33,7 @@ CURVES = (
     Curve("tokens_per_second", "tokens/s"),
     Curve("mfu", "MFU", "%", 100.0),
     Curve("step_seconds", "seconds per step", " s", log=True),
-    Curve("memory_bytes", "memory", " GiB", 1 / 2**30),
+    Curve("memory_bytes", "memory", " GiB", 1 / GIB),
 )
 
 

@@ -48,6 +48,8 @@ def _refuses(call: Call) -> str | None:
         return f"it needs head_dim {known}, not {call.head_dim}"
     if call.biased:
         return "it adds no bias to the scores"
+    if call.softcapped:
+        return "it does not cap scores"
     if call.dynamic:
         return "it needs the mask at compile time"
     return None

@@ -47,7 +47,9 @@ def forward(
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         found: tuple[jax.Array, ...] = mosaic().kernel(
-            lambda *refs: _block(sizes, mask, _refs(refs, in_two)),
+            lambda *refs: _block(
+                sizes, mask, _Refs(*refs if in_two else (*refs[:8], None, *refs[8:]))
+            ),
             out_type=(
                 jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
                 *(jax.ShapeDtypeStruct(q.shape, q.dtype),) * (2 if in_two else 1),
@@ -109,10 +111,6 @@ class _Refs(NamedTuple):
     v_came: Any
     k_used: Any
     v_used: Any
-
-
-def _refs(refs: tuple[Any, ...], in_two: bool) -> _Refs:
-    return _Refs(*refs if in_two else (*refs[:8], None, *refs[8:]))
 
 
 def _scratch(dtype: Any, sizes: _Sizes) -> list[Any]:

@@ -1,0 +1,174 @@
+"""What a layer of a decoder is: kinds of attention, MLP and norm, as data.
+
+A stack of layers repeats a pattern of layer kinds. Each setting of a kind also has a name of its
+own (`FIELDS`), by which configs, `--override` and Hugging Face tables speak of it:
+
+>>> kind = layer_kind(heads=8, kv_heads=4, head_dim=16, mlp=512, sliding_window=64)
+>>> kind.attention.window, field_of(kind, "sliding_window")
+(64, 64)
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.models.blocks import ACTIVATIONS
+from meshwright.ops import NormKind, Rope
+
+NORM_PLACES = ("before", "after", "both")
+_PLAIN_ROPE = Rope()
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionKind:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None = _PLAIN_ROPE  # None: no rotary positions
+    window: int | None = None  # a token sees itself and window - 1 before it
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False  # each head's query and key through a norm
+    joint_qk_norm: bool = False  # that norm is over all heads together
+    scale: float | None = None  # of scores; None: head_dim^-0.5
+    softcap: float | None = None  # scores s become softcap · tanh(s / softcap)
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "kv_heads", "head_dim"):
+            check_size(name, getattr(self, name))
+        if self.heads % self.kv_heads:
+            raise MeshwrightError(
+                f"heads={self.heads} cannot share kv_heads={self.kv_heads} evenly; heads must be a "
+                "multiple of kv_heads"
+            )
+        if self.rope is not None and self.head_dim % 2:
+            raise MeshwrightError(
+                f"head_dim={self.head_dim} is odd; it must be even: rotary embedding rotates pairs"
+            )
+        if self.window is not None and self.window < 1:
+            raise MeshwrightError(f"sliding_window={self.window} must be at least 1")
+
+    def keys_seen(self, seq: int) -> float:
+        """Keys that a query sees, on average: half of the sequence, fewer within a window."""
+        window = min(self.window or seq, seq)
+        return window * (2 * seq - window) / seq / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpKind:
+    size: int  # of the activations inside it
+    gated: bool = True  # the activation of one projection multiplies another
+    activation: str = "silu"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_size("mlp", self.size)
+        if self.activation not in ACTIVATIONS:
+            raise MeshwrightError(
+                f"activation={self.activation!r} is not an activation"
+                f"{did_you_mean(self.activation, ACTIVATIONS)}"
+            )
+
+    @property
+    def matrices(self) -> int:
+        return 3 if self.gated else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    attention: AttentionKind
+    mlp: MlpKind
+    norm: NormKind
+    norm_places: str = "before"  # each block, after it, or both
+    parallel: bool = False  # attention and mlp read the same residual stream
+    shared_norm: bool = False  # and the same norm of it
+    residual_scale: float = 1.0  # of what attention and mlp add
+
+    def __post_init__(self) -> None:
+        if self.norm_places not in NORM_PLACES:
+            raise MeshwrightError(
+                f"norm_places={self.norm_places!r} is not one of them"
+                f"{did_you_mean(self.norm_places, NORM_PLACES)}"
+            )
+        if self.shared_norm and not self.parallel:
+            raise MeshwrightError("shared_norm=True is for parallel layers; set parallel=True")
+
+
+# the name of each setting, and where a layer kind has it
+FIELDS: Mapping[str, tuple[str, str]] = {
+    "heads": ("attention", "heads"),
+    "kv_heads": ("attention", "kv_heads"),
+    "head_dim": ("attention", "head_dim"),
+    "mlp": ("mlp", "size"),
+    "rope": ("attention", "rope"),
+    "norm_eps": ("norm", "eps"),
+    "qkv_bias": ("attention", "qkv_bias"),
+    "output_bias": ("attention", "output_bias"),
+    "qk_norm": ("attention", "qk_norm"),
+    "sliding_window": ("attention", "window"),
+    "gated": ("mlp", "gated"),
+    "activation": ("mlp", "activation"),
+    "mlp_bias": ("mlp", "bias"),
+    "norm": ("norm", "kind"),
+    "norm_bias": ("norm", "bias"),
+    "joint_qk_norm": ("attention", "joint_qk_norm"),
+    "score_scale": ("attention", "scale"),
+    "score_softcap": ("attention", "softcap"),
+    "norm_places": ("", "norm_places"),
+    "parallel": ("", "parallel"),
+    "shared_norm": ("", "shared_norm"),
+    "residual_scale": ("", "residual_scale"),
+}
+_PARTS: Mapping[str, Any] = {
+    "attention": AttentionKind, "mlp": MlpKind, "norm": NormKind, "": LayerKind
+}  # fmt: skip
+
+
+def layer_kind(**fields: Any) -> LayerKind:
+    """The layer kind with these fields, by their names."""
+    parts: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
+    for name, value in fields.items():
+        part, field = _place(name)
+        parts[part][field] = value
+    own = parts.pop("")
+    return LayerKind(**{part: _PARTS[part](**values) for part, values in parts.items()}, **own)
+
+
+def with_fields(kind: LayerKind, fields: Mapping[str, Any]) -> LayerKind:
+    """The layer kind with these fields changed."""
+    return layer_kind(**{name: field_of(kind, name) for name in FIELDS} | dict(fields))
+
+
+def field_of(kind: LayerKind, name: str) -> Any:
+    """A field of a layer kind, by its name."""
+    part, field = _place(name)
+    return getattr(getattr(kind, part) if part else kind, field)
+
+
+def field_types() -> dict[str, Any]:
+    """The type of each field."""
+    types = {part: {f.name: f.type for f in dataclasses.fields(_PARTS[part])} for part in _PARTS}
+    return {name: types[part][field] for name, (part, field) in FIELDS.items()}
+
+
+def field_defaults() -> dict[str, Any]:
+    """The value that a field has where nothing is said; of a size there is none."""
+    parts = {part: {f.name: f for f in dataclasses.fields(_PARTS[part])} for part in _PARTS}
+    fields = {name: parts[part][field] for name, (part, field) in FIELDS.items()}
+    return {
+        name: field.default
+        for name, field in fields.items()
+        if field.default is not dataclasses.MISSING
+    }
+
+
+def check_size(name: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise MeshwrightError(f"{name}={value!r} of a model must be a whole number from 1")
+
+
+def _place(name: str) -> tuple[str, str]:
+    if name not in FIELDS:
+        raise TypeError(f"{name!r} is not a field of a model")
+    return FIELDS[name]

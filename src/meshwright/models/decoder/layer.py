@@ -1,0 +1,103 @@
+"""One layer of a decoder, by its kind: attention and an MLP that add to the residual stream."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from meshwright.models.blocks import (
+    Params,
+    attention_output,
+    enter,
+    feed_forward,
+    gather_weight,
+    mlp,
+    norm_after,
+    norm_before,
+    project,
+)
+from meshwright.models.compute import Compute
+from meshwright.models.decoder.kinds import LayerKind
+from meshwright.ops import add_bias, all_gather, normalize
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+
+
+def run_layer(
+    x: jax.Array,
+    update: jax.Array | None,
+    w: Params,
+    state: Any,
+    *,
+    kind: LayerKind,
+    attend: Attend,
+    rope: Callable[[jax.Array], jax.Array],
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array, Any]:
+    """The residual stream after one layer but for the last update, that update, the state."""
+    own, of_mlp, layouts = w["attention"], w["mlp"], compute.layouts
+    with jax.named_scope("attention"):
+        x, normed = enter(x, update, own, kind.norm, "input", compute)
+        inputs = all_gather(normed, layouts.all_gathered(layouts.heads))
+        q, k, v = _heads(inputs, own, rope, kind, compute)
+        mixed, state = attend(q, k, v, state)
+        update = attention_output(mixed, own, compute)
+        if kind.attention.output_bias:
+            update = add_bias(update, own["bo"].astype(update.dtype))
+        update = _scaled(norm_after(update, own, kind.norm), kind)
+    with jax.named_scope("mlp"):
+        if not kind.parallel:
+            x, added = mlp(x, update, of_mlp, kind.norm, compute, kind.mlp.activation)
+            return x, _scaled(added, kind), state
+        normed = normed if kind.shared_norm else norm_before(x, of_mlp, kind.norm)
+        added = feed_forward(normed, of_mlp, compute, kind.mlp.activation)
+        return x, update + _scaled(norm_after(added, of_mlp, kind.norm), kind), state
+
+
+def _scaled(update: jax.Array, kind: LayerKind) -> jax.Array:
+    return update if kind.residual_scale == 1 else update * kind.residual_scale
+
+
+def _heads(
+    normed: jax.Array,
+    w: Params,
+    rope: Callable[[jax.Array], jax.Array],
+    kind: LayerKind,
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values, with biases, norms and rotary positions."""
+    layouts, of = compute.layouts, kind.attention
+
+    def finish(name: str, y: jax.Array) -> jax.Array:
+        if of.qkv_bias:
+            y = add_bias(y, w[f"b{name}"].astype(y.dtype))
+        if name == "v":
+            return checkpoint_name(y, "v")
+        if of.qk_norm:  # whose gradient needs its input
+            y = normalize(checkpoint_name(y, name), w[f"{name}_norm"], kind.norm)
+            return scaled(name, rope(y))
+        return checkpoint_name(scaled(name, rope(y)), name)
+
+    def scaled(name: str, y: jax.Array) -> jax.Array:
+        """Queries for attention that multiplies scores with head_dim^-0.5."""
+        if name != "q" or of.scale is None or of.scale == of.head_dim**-0.5:
+            return y
+        return y * (of.scale * of.head_dim**0.5)
+
+    def projected(name: str, layout: P) -> jax.Array:
+        weight = gather_weight(w[f"w{name}"], compute)
+        return finish(name, project("ble,ehd->blhd", normed, weight, layout, compute))
+
+    if "wqkv" in w:  # see serving_weights
+        batch, length, heads, _ = layouts.kv_heads.partitions
+        target = P(batch, length, heads, None, None)
+        weight = gather_weight(w["wqkv"], compute)
+        merged = project("ble,ekgd->blkgd", normed, weight, target, compute)
+        q = merged[:, :, :, :-2]
+        q = jnp.reshape(q, (*q.shape[:2], of.heads, of.head_dim), out_sharding=layouts.heads)
+        return finish("q", q), finish("k", merged[:, :, :, -2]), finish("v", merged[:, :, :, -1])
+    q = projected("q", layouts.heads)
+    return q, projected("k", layouts.kv_heads), projected("v", layouts.kv_heads)

@@ -1,0 +1,194 @@
+"""What a compiler makes of the collectives it is given, as rules over typed transfers.
+
+>>> from meshwright.machines import Machine
+>>> scattered_by(64, Machine.parse("v5p:4x4x4")), scattered_by(32, Machine.parse("v5p:4x4x4"))
+('all-reduce', 'reduce-scatter')
+
+The compilers of TPUs and GPUs all-gather embedding and LM head anew for every micro-batch, and sum
+norms once for all of them. The GPU compiler (jax 0.10.2) also sums the embedding's gradient over dp
+once: its all-reduce leaves the loop over micro-batches.
+
+The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 512 chips):
+- emits an all-reduce, and slices afterwards, instead of a reduce-scatter over all devices of a
+  slice: twice the bytes on the wire. Over a part of a slice it scatters, and over a flat slice
+  that is not square (seen on v5e:4x8);
+- does the same with the embedding's gradient where an encoder and a decoder look it up, unless it
+  is scattered along a dim of its own. What it would all-reduce because of its shape always is
+  (ops.stacks);
+- adds the two gradients of a tied embedding before they are sent, not after (as the GPU compiler
+  does), except where dp continues in other slices;
+- between slices sends only a device's part: an all-reduce is a reduce-scatter within slices, an
+  all-reduce between them and an all-gather. Over all devices of one of several slices it does
+  scatter, unless the axis continues in the others (seen on v5e);
+- lets the gradients of keys make their first ring step before they become float32.
+Not counted: where memory is nearly exhausted it may all-gather weights once more instead of keeping
+them. Weights that fsdp and sp split together are all-gathered one axis after the other there
+(ops.all_gather).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from meshwright.machines import Machine
+from meshwright.meshes import axes_across_slices
+from meshwright.ops import stacks
+from meshwright.planner.collective import Collective, Payload
+from meshwright.planner.links import WITHIN_SLICES
+from meshwright.planner.parts import item_bytes
+from meshwright.planner.result import Choice
+from meshwright.planner.step import StepModel
+
+SMALLEST = 16  # devices; of smaller slices only 2x2x2 was seen not to scatter
+
+
+def scattered_by(ways: int, machine: Machine) -> str:
+    """The operation by which the machine's compiler scatters sums over so many devices."""
+    if not machine.is_tpu or machine.slices > 1 or ways < machine.num_devices:
+        return "reduce-scatter"
+    if len(set(machine.shape)) > 1 and len(machine.shape) == 2:
+        return "reduce-scatter"
+    return "all-reduce" if machine.shape == (2, 2, 2) or ways >= SMALLEST else "reduce-scatter"
+
+
+def rewritten(step: StepModel, written: list[Collective]) -> list[Collective]:
+    """The collectives of XLA's train step, as the machine's compiler has them."""
+    choice, machine = step.choice, step.machine
+    if step.sizes.is_tied and machine.chip.platform != "cpu":
+        apart = 1 < math.gcd(choice.size("dp"), machine.slices) < choice.size("dp")
+        written = [one for one in written if one.payload != "LM head gradient" or apart]
+    if rules := _RULES.get(machine.chip.platform):
+        program = _program(step)
+        written = [changed for one in written for changed in _rewritten(one, program, rules)]
+    return written
+
+
+def staged(step: StepModel) -> list[Collective]:
+    """The collectives of a step; those over several slices as what is sent within and between."""
+    return [stage for one in step.collectives for stage in in_stages(one, step)]
+
+
+def in_stages(send: Collective, step: StepModel) -> tuple[Collective, ...]:
+    """A send over axes that continue in other slices: what is sent within and between slices."""
+    machine, sizes = step.machine, step.choice.sizes
+    across = _across(step.choice, machine)
+    far = tuple(axis for axis in send.axes if across[axis] > 1)
+    near = tuple(axis for axis in send.axes if sizes[axis] > across[axis])
+    if not far or not near or send.operation not in WITHIN_SLICES:
+        return (send,)
+    ways = math.prod(sizes[axis] // across[axis] for axis in near)
+    before, after = WITHIN_SLICES[send.operation]
+    if send.operation == "reduce-scatter" and ways >= max(machine.devices_per_slice, SMALLEST):
+        before = ("all-reduce",)
+    return (
+        *(send.changed(operation=each, axes=near) for each in before),
+        send.changed(axes=far, bytes=send.bytes // ways),
+        *(send.changed(operation=each, axes=near) for each in after),
+    )
+
+
+def _across(choice: Choice, machine: Machine) -> Mapping[str, int]:
+    """How many slices each axis spans."""
+    sizes = choice.sizes
+    factors = axes_across_slices(list(sizes.values()), machine.slices)
+    return dict(zip(sizes, factors, strict=True))
+
+
+class _Program(NamedTuple):
+    """What the rules of a compiler depend on."""
+
+    choice: Choice
+    dtype: str
+    scattered: Mapping[str, str]  # axis → the operation that scatters sums over it
+    summed: Mapping[Payload, bool]  # gradients that are all-reduced over any devices
+    across: Mapping[str, int]
+
+
+def _program(step: StepModel) -> _Program:
+    job, choice, machine = step.job, step.choice, step.machine
+    shard = job.sizes.embed // choice.size("fsdp", "sp")
+    twice = len(job.sizes.stacks) > 1 and not stacks(shard, is_last=True, table=True)
+    summed: dict[Payload, bool] = {"embedding gradient": twice}
+    scattered = {axis: scattered_by(choice.sizes[axis], machine) for axis in ("fsdp", "sp")}
+    across = _across(choice, machine)
+    return _Program(choice, job.dtype, scattered, summed, across)
+
+
+Rule = Callable[[Collective, _Program], Iterator[Collective]]
+
+
+def _micro_batches(send: Collective, program: _Program) -> Iterator[Collective]:
+    """Embedding and LM head are all-gathered for each micro-batch; norms are summed once."""
+    times = program.choice.accumulation if send.payload == "table" else 1
+    yield send if send.times == times else send.changed(times=times)
+
+
+def _first_ring_step(send: Collective, program: _Program) -> Iterator[Collective]:
+    """The gradients of keys make their first ring step in the dtype of the matmuls."""
+    if send.operation == "collective-permute":
+        first = send.layers * program.choice.accumulation
+        ratio = 4 // item_bytes(program.dtype)
+        yield send.changed(bytes=send.bytes // ratio, times=first)
+        send = send.changed(times=send.times - first)
+    yield send
+
+
+def _axis_by_axis(send: Collective, program: _Program) -> Iterator[Collective]:
+    """Weights over sp in a device's part of fsdp, then over fsdp in full."""
+    if send.axes == ("fsdp", "sp"):
+        yield send.changed(axes=("sp",), bytes=send.bytes // program.choice.size("fsdp"))
+        send = send.changed(axes=("fsdp",))
+    yield send
+
+
+def _all_reduce_gradients(send: Collective, program: _Program) -> Iterator[Collective]:
+    """An all-reduce in place of some reduce-scatters of gradients."""
+    axes = send.axes
+    if send.operation != "reduce-scatter":
+        yield send
+        return
+    # over several slices in_stages says how it is summed within one
+    if program.across[axes[0]] == 1 and (
+        program.summed.get(send.payload) or program.scattered[axes[0]] == "all-reduce"
+    ):
+        send = send.changed(operation="all-reduce")
+    yield send
+
+
+def _once_over_dp(send: Collective, program: _Program) -> Iterator[Collective]:
+    """A gradient that is all-reduced over dp after the loop over micro-batches."""
+    is_sum = send.operation == "all-reduce" and send.times == program.choice.accumulation
+    yield send.changed(times=1) if is_sum else send
+
+
+_AXIS_BY_AXIS = (_axis_by_axis,)
+_GRADIENTS = (_axis_by_axis, _all_reduce_gradients)
+_GPU_RULES: Mapping[Payload, tuple[Rule, ...]] = {
+    "table": (_micro_batches,),
+    "vector gradients": (_micro_batches,),
+    "q/k norm gradients": (_micro_batches,),
+    "embedding gradient": (_once_over_dp,),
+    "key gradients": (_first_ring_step,),
+}
+_TPU_RULES: Mapping[Payload, tuple[Rule, ...]] = {
+    "layer weights": _AXIS_BY_AXIS,
+    "table": (_micro_batches, _axis_by_axis),
+    "layer gradients": _GRADIENTS,
+    "embedding gradient": _GRADIENTS,
+    "LM head gradient": _GRADIENTS,
+    "vector gradients": (_micro_batches,),
+    "key gradients": (_first_ring_step,),
+}
+
+
+_RULES = {"gpu": _GPU_RULES, "tpu": _TPU_RULES}  # by platform
+
+
+def _rewritten(
+    send: Collective, program: _Program, rules: Mapping[Payload, tuple[Rule, ...]]
+) -> list[Collective]:
+    """What the rules for its kind make of a send, one after the other."""
+    found = [send]
+    for rule in rules.get(send.payload, ()):
+        found = [changed for one in found for changed in rule(one, program)]
+    return found

@@ -1,0 +1,295 @@
+"""The schedule of the inference engine: decode steps, chunks of prompts, and the KV cache.
+
+A decode step reads the weights and the keys of all sequences once; tp adds up blocks. A step with a
+chunk of a prompt computes the places of the whole batch beside it. Both are steps of
+serve/engine.py with its default pages and chunks.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+from meshwright.arithmetic import round_up
+from meshwright.planner import candidates, efficiency
+from meshwright.planner.collective import Collective
+from meshwright.planner.device import Device
+from meshwright.planner.links import over
+from meshwright.planner.parts import keys_seen, splits_of
+from meshwright.planner.result import Choice, Job
+from meshwright.planner.schedules import jax
+from meshwright.planner.shares import place_axes
+from meshwright.planner.sizes import StackSizes
+from meshwright.planner.step import Kinds, Schedule, StepModel, Work
+from meshwright.planner.terms import Number
+from meshwright.serve import EngineConfig, served_config
+
+ENGINE = EngineConfig()  # pages, chunks of prompts and memory of an engine that is served with
+KINDS = ("parameters", "key-value cache", "working activations")
+
+
+def meshes(devices: int) -> Iterator[Choice]:
+    """Every mesh of dp and tp: weights stay where they are used, so fsdp and sp are 1."""
+    return (mesh for mesh in candidates.meshes(devices) if mesh.size("fsdp", "sp") == 1)
+
+
+def held(job: Job, choice: Choice) -> Job:
+    """KV heads are repeated where tp is a multiple of their number."""
+    model = served_config(job.model, choice.sizes)
+    return job if model is job.model else dataclasses.replace(job, model=model)
+
+
+def refusal(job: Job, choice: Choice) -> str | None:
+    """Why sizes do not divide, in a sentence; None if they do."""
+    return jax.refusal(held(job, choice), choice)
+
+
+def places(job: Job, choice: Choice) -> int:
+    """Sequences of a replica's step."""
+    return math.ceil(job.batch / choice.size("dp"))
+
+
+# ---- memory
+
+
+def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
+    """Weights in the dtype they are kept in, the pages of the cache, and a step's activations.
+
+    As serve/programs.py takes them: logits of all sequences are on every device, three times.
+    """
+    device, job, number = step.device, step.job, step.number
+    sequences = number(places(job, step.choice), "sequences")
+    cache: Number = 0
+    for stack, kept in _kept_tokens(job):
+        layers = number(stack.layers, "layers")
+        tokens = sequences * number(kept, "tokens") + number(ENGINE.page_size, "tokens")
+        cache = cache + 2 * layers * tokens * _cached_heads(device)
+    mlp = number(step.last.sizes.mlp.inner)
+    tokens = sequences + number(min(job.seq, ENGINE.chunk), "tokens")
+    yield (
+        "prefill",
+        {
+            "parameters": _served_weights(step),
+            "key-value cache": device.cached * cache,
+            "working activations": (
+                3 * device.float32 * sequences * device.vocab + 16 * tokens * (device.embed + mlp)
+            ),
+        },
+    )
+
+
+def _served_weights(step: StepModel) -> Number:
+    """Quantized are the matrices of layers and an LM head of its own.
+
+    Norms, biases and scales are in float32.
+    """
+    device, number = step.device, step.number
+    used = device.used
+    if step.choice.weights is None:
+        return used * step.layers_and_tables + device.float32 * step.vectors
+    quantized, outputs = step.layers, number(0)
+    for stack in device.sizes.stacks:
+        matrices = [matrix for block in stack.blocks for matrix in block.matrices]
+        split = sum(matrix.outputs for matrix in matrices if not matrix.adds_to_residual)
+        whole = sum(matrix.outputs for matrix in matrices if matrix.adds_to_residual)
+        layers = number(stack.layers, "layers")
+        outputs = outputs + layers * (number(split) / device.tp + number(whole))
+    if not device.sizes.is_tied:
+        quantized, outputs = quantized + device.table, outputs + device.vocab / device.tp
+    unquantized = device.float32 * (step.vectors + outputs)
+    return number(1, "bytes") * quantized + used * device.table + unquantized
+
+
+def _cached_heads(device: Device) -> Number:
+    """Numbers of a key on a device."""
+    dims, number = device.sizes.dims, device.number
+    return number(dims["kv_heads"], "heads") * number(dims["head_dim"]) / device.tp
+
+
+def _kept_tokens(job: Job) -> list[tuple[StackSizes, int]]:
+    """Attentions of the last stack, which generates, and the tokens whose keys each keeps.
+
+    The engine keeps whole pages of all tokens, also of those that a sliding window has left.
+    """
+    stack = job.sizes.stacks[-1]
+    kept = round_up(job.seq, ENGINE.page_size)
+    return [(stack, kept) for block in stack.blocks if block.attention]
+
+
+def _read_tokens(job: Job) -> list[tuple[StackSizes, int]]:
+    """Attentions of the last stack, and the tokens whose keys each reads for a new one."""
+    stack = job.sizes.stacks[-1]
+    found = []
+    for attention in (block.attention for block in stack.blocks if block.attention):
+        masks = attention.masks or ((attention.mask, 1),)
+        read = sum(layers * min(job.seq, mask.window or job.seq) for mask, layers in masks)
+        found.append((stack, round(read / sum(layers for _, layers in masks))))
+    return found
+
+
+# ---- collectives
+
+
+def collectives(step: StepModel) -> Iterator[Collective]:
+    """What a decode step sends over tp: the residual stream's sums, and the logits to all."""
+    yield from _sent(step, places(step.job, step.choice))
+
+
+def _sent(step: StepModel, tokens: int) -> Iterator[Collective]:
+    """What a step of so many tokens sends; logits are of one for each sequence."""
+    if step.choice.size("tp") == 1:
+        return
+    device, number, stack = step.device, step.number, step.sizes.stacks[-1]
+    sequences = number(places(step.job, step.choice), "sequences")
+    what, sums = (
+        "sums of the embedding and of a layer's blocks",
+        1 + len(stack.blocks) * stack.layers,
+    )
+    size = device.used * number(tokens, "sequences") * device.embed
+    yield Collective(what, "all-reduce", ("tp",), size, sums, "forward")
+    size = device.float32 * sequences * device.vocab
+    yield Collective("logits", "all-gather", ("tp",), size, 1, "forward")
+
+
+# ---- time
+
+
+def work(step: StepModel) -> Work:
+    """The work of a decode step; `sequences`: logits, choice of a token, the host's account."""
+    number, machine = step.number, step.machine
+    many = places(step.job, step.choice)
+    sequences = number(many, "sequences")
+    bandwidth = _bandwidth(step)
+    read, weights = _weight_bytes(step)
+    flops = 2 * weights * sequences
+    cache = _cache_bytes(step)
+    rate = efficiency.matmul(machine.chip, many)
+    parts = {
+        "weights": max(read / bandwidth, flops / _peak(step, rate)),
+        "cache": cache / bandwidth,
+        "gaps between kernels": _gaps(step),
+        "sequences": sequences / number(efficiency.SEQUENCES_PER_SECOND, "sequences/s"),
+    }
+    return Work(flops, flops, read + cache, parts)
+
+
+def seconds(step: StepModel, links: Number) -> Mapping[str, Number]:
+    """Seconds of a decode step by part; `idle` is what the host takes longer to launch it."""
+    parts = {**step.work.seconds, "waiting for links": step.number(links, "s")}
+    busy = parts["weights"] + parts["cache"] + parts["gaps between kernels"]
+    busy = busy + parts["waiting for links"]
+    launching = _launching(step)
+    if launching > busy:
+        parts["idle"] = launching - busy
+    return parts
+
+
+def prefill(step: StepModel, chunk: int = ENGINE.chunk, prompts: int = 1) -> Number:
+    """Seconds to compute prompts of seq tokens, `chunk` tokens in a step, with no other to do."""
+    job, number = step.job, step.number
+    steps = math.ceil(prompts * job.seq / chunk)
+    each = min(prompts * job.seq, chunk)
+    attention: Number = 0
+    for stack, kind, split in splits_of(job, step.choice):
+        keys = split.keys or split.length
+        seen = number(round(keys_seen(kind, split.length, keys)), "keys")
+        heads = number(stack.layers, "layers") * number(split.heads * split.head_dim)
+        rate = efficiency.attention(step.machine.chip, split.head_dim, keys)
+        flops = 4 * heads * number(prompts * split.length, "tokens") * seen
+        attention = attention + flops / _peak(step, rate)
+    return number(steps, "steps") * _chunk_step(step, each) + attention
+
+
+def _chunk_step(step: StepModel, chunk: int) -> Number:
+    """Seconds of a step with a chunk, without attention: places of the batch are computed too."""
+    device, number, machine = step.device, step.number, step.machine
+    sizes, many, tp = step.sizes, places(step.job, step.choice), step.choice.size("tp")
+    tokens = number(chunk + many, "tokens")
+    bandwidth = _bandwidth(step)
+    read, _ = _weight_bytes(step)
+    head = number(sizes.dims["vocab"] * sizes.embed) * number(many + 1, "tokens")
+    flops = 2 * (number(sizes.layer_weights) * tokens + head) / device.tp
+    rate = efficiency.PREFILL * efficiency.matmul(machine.chip, chunk + many)
+    numbers = 0.0
+    for stack in sizes.stacks:
+        heads = sum(block.inner for block in stack.blocks if block.attention)
+        numbers += stack.layers * (
+            efficiency.ELEMENTWISE_EMBED * sizes.embed
+            + efficiency.ELEMENTWISE_HEADS * heads / tp
+            + efficiency.ELEMENTWISE_MLP * stack.mlp.inner / tp
+        )
+    # a forward pass: a third of a training step's
+    elementwise = device.used * tokens * number(round(numbers / 3))
+    busy = max(read / bandwidth, flops / _peak(step, rate)) + elementwise / bandwidth + _gaps(step)
+    busy = busy + number(_link_seconds(step, chunk + many), "s")
+    return max(busy, _launching(step))
+
+
+def _link_seconds(step: StepModel, tokens: int) -> float:
+    plain = StepModel(step.job, step.choice, step.machine)
+    placement = place_axes(step.machine, tuple(step.choice.sizes.values()))
+    return sum(
+        one.times * over(placement, one.axes).seconds(one.operation, int(one.bytes))
+        for one in _sent(plain, tokens)
+    )
+
+
+def _weight_bytes(step: StepModel) -> tuple[Number, Number]:
+    """Bytes of the weights that a generated token meets, on a device, and their number."""
+    device, sizes, number = step.device, step.sizes, step.number
+    stack = sizes.stacks[-1]
+    layers = number(stack.layers, "layers") * number(stack.weights) / device.tp
+    head = number(sizes.dims["vocab"] * sizes.embed) / device.tp
+    if step.choice.weights is None:
+        return device.used * (layers + head), layers + head
+    one = number(1, "bytes")
+    return one * layers + (device.used if sizes.is_tied else one) * head, layers + head
+
+
+def _cache_bytes(step: StepModel) -> Number:
+    """Bytes of keys and values that a step reads."""
+    number = step.number
+    sequences = number(places(step.job, step.choice), "sequences")
+    cache: Number = 0
+    for stack, seen in _read_tokens(step.job):
+        layers, tokens = number(stack.layers, "layers"), number(seen, "tokens")
+        cache = cache + 2 * layers * sequences * tokens * _cached_heads(step.device)
+    return step.device.cached * cache
+
+
+def _bandwidth(step: StepModel) -> Number:
+    chip = step.machine.chip
+    bandwidth = chip.memory_bandwidth / chip.cores_per_chip * efficiency.MEMORY
+    return step.number(bandwidth, "bytes/s")
+
+
+def _peak(step: StepModel, share: float) -> Number:
+    chip = step.machine.chip
+    return step.number(chip.bf16_flops / chip.cores_per_chip * share, "FLOP/s")
+
+
+def _kernels(step: StepModel) -> Number:
+    each = efficiency.KERNELS_OF_LAYER.get(step.machine.chip.platform, 0.0)
+    return step.number(round(step.sizes.stacks[-1].layers * each), "kernels")
+
+
+def _gaps(step: StepModel) -> Number:
+    return _kernels(step) / step.number(efficiency.GAPS_PER_SECOND, "kernels/s")
+
+
+def _launching(step: StepModel) -> Number:
+    return _kernels(step) / step.number(efficiency.LAUNCHES_PER_SECOND, "kernels/s")
+
+
+SCHEDULE = Schedule(
+    meshes=meshes,
+    held=held,
+    refusal=refusal,
+    remat=lambda policies: policies,
+    kinds=KINDS,
+    always=lambda step: {},
+    peaks=peaks,
+    written=collectives,
+    compiled=lambda step, written: written,
+    work=work,
+    seconds=seconds,
+)

@@ -1,0 +1,367 @@
+"""Every collective of the built-in train step, in closed form.
+
+Each collective of the step is written out in models, train.step and ops, and stands here once more
+as a formula over the model's declared work. Tests compare both with the compiled program.
+"""
+
+from collections.abc import Iterator
+
+from meshwright.models import family_of
+from meshwright.ops.attention import ring_steps_of, sequence_order
+from meshwright.planner.collective import Collective, Payload, Phase
+from meshwright.planner.parts import (
+    loss_chunks,
+    mlp_chunks,
+    sequences,
+    split_of,
+    strategy_of,
+    vocab,
+)
+from meshwright.planner.sizes import StackSizes, Vectors
+from meshwright.planner.step import StepModel
+from meshwright.planner.terms import Number
+
+PASSES: tuple[Phase, Phase] = ("forward", "backward")
+
+
+def collectives(model: StepModel) -> Iterator[Collective]:
+    """What one optimizer step sends, as it is written."""
+    step = _Step(model)
+    for kind in (
+        step.layer_weights(), step.blocks(), step.keys(), step.tables(), step.vectors(),
+        step.vocabulary(), step.order_and_documents(), step.optimizer(), step.scalars(),
+    ):  # fmt: skip
+        yield from kind
+
+
+class _Step:
+    """A step whose collectives are listed."""
+
+    def __init__(self, step: StepModel) -> None:
+        self.job, self.choice, self.number = step.job, step.choice, step.number
+        self.sizes, sizes = step.sizes, step.choice.sizes
+        self.nontrivial = [axis for axis, size in sizes.items() if size > 1]
+        device, number = step.device, step.number
+        self.item, self.stored, self.four = device.used, device.stored, device.float32
+        self.tp, self.embed = device.tp, device.embed
+        self.fsdp = number(self.choice.size("fsdp"), name="fsdp")
+        self.sp = number(self.choice.size("sp"), name="sp")
+        self.micro_batches = self.choice.accumulation
+        # sums over tp, which sequence parallelism leaves split
+        self.reduce = "reduce-scatter" if self.choice.sequence_parallel else "all-reduce"
+
+    def over(self, *axes: str) -> tuple[str, ...]:
+        """Those of the axes that have more than one device."""
+        return tuple(axis for axis in self.nontrivial if axis in axes)
+
+    def executions(self, stack: StackSizes) -> int:
+        """How often a step runs a layer of a stack."""
+        return stack.layers * self.micro_batches
+
+    def length(self, stack: StackSizes) -> int:
+        """Tokens of a stack's sequence on a device."""
+        return self.job.lengths[stack.field] // self.choice.size("sp")
+
+    def stream(self, stack: StackSizes) -> Number:
+        """Bytes of a stack's residual stream, replicated over tp."""
+        number = self.number
+        on_device = number(sequences(self.job, self.choice), "sequences")
+        return self.item * on_device * number(self.length(stack), "tokens") * self.embed
+
+    def layer_weights(self) -> Iterator[Collective]:
+        """A layer's matrices: all-gathered over the axes that split them and the tokens."""
+        shards, replicas = self.over("fsdp", "sp"), self.over("dp")
+        for stack in self.sizes.stacks:
+            times, of = self.executions(stack), f"of {_a_layer(stack)}"
+            in_fp8 = self.job.fp8_layers(stack.layers) * self.micro_batches
+            for block in stack.blocks:
+                size = self.item * self.number(block.weights) // self.tp
+                name, pieces = block.name.replace("_", "-"), len(block.matrices)
+                weights: Payload = "layer weights"
+                gradient: Payload = "layer gradients"
+                about = pieces, stack.layers, stack.name
+                for phase in PASSES:
+                    what = f"{name} weights {of}"
+                    rest = times - in_fp8
+                    yield Collective(what, "all-gather", shards, size, rest, phase, weights, *about)
+                    what, byte = f"{what} in fp8", self.number(block.weights) // self.tp
+                    yield Collective(
+                        what, "all-gather", shards, byte, in_fp8, phase, weights, *about
+                    )
+                what = f"gradient of the {name} weights {of}"
+                later: Phase = "backward"
+                size = self.item * self.number(block.gradient_weights) // self.tp
+                about = len(block.with_gradients), stack.layers, stack.name
+                yield Collective(
+                    what, "reduce-scatter", shards, size, times, later, gradient, *about
+                )
+                part = size // (self.fsdp * self.sp)
+                yield Collective(what, "all-reduce", replicas, part, times, later, gradient, *about)
+
+    def tables(self) -> Iterator[Collective]:
+        """The embedding and the LM head: all-gathered once, their gradients per micro-batch."""
+        shards, replicas = self.over("fsdp", "sp"), self.over("dp")
+        size = self.item * (self.number(vocab(self.job, self.choice)) * self.embed) // self.tp
+        tables = ("the embedding",) if self.sizes.is_tied else ("the embedding", "the LM head")
+        for what in tables:
+            yield Collective(what, "all-gather", shards, size, 1, "forward", "table")
+        times = self.micro_batches
+        tables_sent: tuple[tuple[str, Payload, bool], ...] = (
+            ("embedding", "embedding gradient", self.sizes.trains_embedding),
+            ("LM head", "LM head gradient", self.sizes.trains_head),
+        )
+        for table, payload, trained in tables_sent:
+            if not trained:
+                continue
+            what = f"gradient of the {table}"
+            yield Collective(what, "reduce-scatter", shards, size, times, "backward", payload)
+            part = size // (self.fsdp * self.sp)
+            yield Collective(what, "all-reduce", replicas, part, times, "backward", payload)
+
+    def vectors(self) -> Iterator[Collective]:
+        """Norms and biases: replicated, their gradients added once for all layers."""
+        tokens, every = self.over("dp", "fsdp", "sp"), self.over("dp", "fsdp", "tp", "sp")
+        residual = every if self.choice.sequence_parallel else tokens
+        kinds: tuple[tuple[str, Vectors, tuple[str, ...], Number, Payload], ...] = (
+            ("norms", self.sizes.residual_vectors, residual, 1, "vector gradients"),
+            ("biases", self.sizes.head_vectors, tokens, self.tp, "vector gradients"),
+            (
+                "norms of queries and keys", self.sizes.other_vectors, every, 1,
+                "q/k norm gradients",
+            ),
+        )  # fmt: skip
+        for what, vectors, axes, split, payload in kinds:
+            size = self.stored * self.number(vectors.gradients) // split
+            yield Collective(
+                f"gradients of {what}", "all-reduce", axes, size, self.micro_batches, "backward",
+                payload, vectors.gradient_arrays,
+            )  # fmt: skip
+
+        # those of relative positions are summed by distance, before distances share a bucket
+        for stack in self.sizes.stacks:
+            if stack.is_biased and self.sizes.position_vectors.gradients:
+                heads = self.number(self.sizes.dims["heads"], "heads")
+                distances = 2 * self.number(self.length(stack), "tokens")
+                yield Collective(
+                    "gradients of the biases of relative positions", "all-reduce", tokens,
+                    self.four * heads * distances // self.tp, self.micro_batches, "backward",
+                    "vector gradients",
+                )  # fmt: skip
+
+    def blocks(self) -> Iterator[Collective]:
+        """Blocks whose heads or mlp tp splits: partial sums added, inputs all-gathered."""
+        over = self.over("tp")
+        if not over:
+            return
+
+        for stack in self.sizes.stacks:
+            size, of = self.stream(stack), f"of {_a_layer(stack)}"
+
+            def send(
+                what: str, operation: str, times: int, phase: Phase, size: Number = size,
+                stack: StackSizes = stack,
+            ) -> Collective:  # fmt: skip
+                each, about = times * self.executions(stack), (1, stack.layers, stack.name)
+                payload: Payload = "activations"
+                return Collective(what, operation, over, size, each, phase, payload, *about)
+
+            chunks = mlp_chunks(self.length(stack), self.choice)
+            blocks = len(stack.blocks)
+            whole = blocks if chunks == 1 else blocks - 1
+            if self.choice.sequence_parallel:
+                inputs, gather = f"inputs of the blocks {of}", "all-gather"
+                yield send(inputs, gather, blocks, "forward")
+                again = blocks
+                if self.choice.remat == "none":  # gradients of weights alone need them
+                    again = sum(block.has_gradients_of_inputs for block in stack.blocks)
+                yield send(f"{inputs}, again", gather, again, "backward")
+                yield send(f"gradients of the blocks {of}", gather, blocks, "backward")
+            yield send(f"sums of the blocks {of}", self.reduce, whole, "forward")
+            what = f"gradients of the inputs of the blocks {of}"
+            yield send(what, self.reduce, whole, "backward")
+            if self.choice.repeats_layers:  # the last only if a norm of it is computed again
+                what = f"sums of the blocks {of}, computed again"
+                again = blocks if "output" in stack.blocks[-1].saved else blocks - 1
+                yield send(what, self.reduce, again, "backward")
+            if chunks > 1:
+                part = size // self.number(chunks, "chunks")
+                what = f"sums of the mlp {of}, by chunks"
+                yield send(what, "all-reduce", chunks, "forward", part)
+                what = f"gradients of the input of the mlp {of}, by chunks"
+                yield send(what, "all-reduce", chunks, "backward", part)
+        yield from self._encoder_output(over)
+
+    def _encoder_output(self, over: tuple[str, ...]) -> Iterator[Collective]:
+        """A sequence that other layers attend to: its gradients are summed once for all of them."""
+        fields = {
+            block.attention.keys_from
+            for stack in self.sizes.stacks
+            for block in stack.blocks
+            if block.attention and block.attention.keys_from
+        }
+        for stack in self.sizes.stacks:
+            if stack.field in fields:
+                what, size = f"output of the {stack.name}", self.stream(stack)
+                times = self.micro_batches
+                kind: Payload = "activations"
+                if self.choice.sequence_parallel:
+                    yield Collective(what, "all-gather", over, size, times, "forward", kind)
+                what = f"gradient of the {what}"
+                yield Collective(what, self.reduce, over, size, times, "backward", kind)
+
+    def vocabulary(self) -> Iterator[Collective]:
+        """Embedding and loss, whose vocabulary tp splits."""
+        over, times = self.over("tp"), self.micro_batches
+        if not over:
+            return
+        for stack in self.sizes.stacks:
+            size = self.stream(stack)
+            yield Collective("embedded tokens", self.reduce, over, size, times, "forward")
+            if self.choice.sequence_parallel and self.sizes.trains_embedding:
+                what = "gradient of the embedded tokens"
+                yield Collective(what, "all-gather", over, size, times, "backward")
+        size = self.stream(self.sizes.stacks[-1])
+        yield Collective("gradient of the loss's input", self.reduce, over, size, times, "backward")
+        if self.choice.sequence_parallel:
+            yield Collective("input of the loss", "all-gather", over, size, times, "forward")
+        chunks, chunk = loss_chunks(self.job, self.choice)
+        tokens = self.number(chunk, "tokens")
+        for what, size, pieces in (
+            ("maxima over the vocabulary", self.item * tokens, 1),
+            ("sums over the vocabulary", 2 * self.four * tokens, 2),
+        ):
+            each = chunks * times
+            yield Collective(what, "all-reduce", over, size, each, "forward", pieces=pieces)
+
+    def keys(self) -> Iterator[Collective]:
+        """Attention over split sequences."""
+        over = self.over("sp")
+        if not over:
+            return
+        (stack,) = self.sizes.stacks  # what attends to another sequence is not split
+        split, strategy = split_of(self.job, self.choice), strategy_of(self.job, self.choice)
+        times, number = self.executions(stack), self.number
+        tokens = number(sequences(self.job, self.choice), "sequences") * number(
+            split.part, "tokens"
+        )
+        keys = 2 * tokens * number(split.kv_heads, "heads") * number(split.head_dim)
+        gradients = "gradients of keys and values"
+
+        def send(
+            what: str, operation: str, size: Number, times: int, phase: Phase,
+            payload: Payload = "activations", pieces: int = 1,
+        ) -> Collective:  # fmt: skip
+            return Collective(
+                what, operation, over, size, times, phase, payload, pieces, stack.layers
+            )
+
+        if strategy == "ring":
+            steps = self._ring_exchanges()
+            again = steps if self.choice.repeats_layers else 0
+            # the first step of a ring that is computed again serves the backward pass too
+            back = max(steps - 1, 0) if again else steps
+            permute, size = "collective-permute", self.item * keys
+            what = "keys and values to the next device"
+            yield send(what, permute, size, steps * times, "forward")
+            yield send(f"{what}, again", permute, size, (again + back) * times, "backward")
+            many = (steps + 1) * times if steps else 0
+            yield send(gradients, permute, self.four * keys, many, "backward", "key gradients")
+        elif strategy == "allgather":
+            for phase in PASSES:
+                size = self.item * keys * self.sp
+                yield send("keys and values of full sequences", "all-gather", size, times, phase)
+            size = self.four * keys * self.sp
+            payload: Payload = "key gradients"
+            yield send(gradients, "reduce-scatter", size, times, "backward", payload)
+        else:
+            heads = 2 * split.heads + 2 * split.kv_heads
+            size = self.item * tokens * number(heads, "heads") * number(split.head_dim)
+            what, operation = (
+                "queries, keys, values and outputs, from length to heads",
+                "all-to-all",
+            )
+            yield send(what, operation, size, times, "forward", pieces=4)
+            yield send(f"{what}, again", operation, size, times, "backward", pieces=4)
+            yield send(f"gradients of {what}", operation, size, times, "backward", pieces=4)
+
+    def order_and_documents(self) -> Iterator[Collective]:
+        """The order in which devices hold sequences, and the document of each key."""
+        over = self.over("sp")
+        if not over:
+            return
+        (stack,) = self.sizes.stacks
+        split, strategy = split_of(self.job, self.choice), strategy_of(self.job, self.choice)
+        times, number = self.micro_batches, self.number
+        on_device = number(sequences(self.job, self.choice), "sequences")
+        ids = self.four * on_device * number(split.part, "tokens")
+        documents = ids if self.job.documents else 0
+        permute = "collective-permute"
+        if sequence_order(split, strategy) == "zigzag":
+            arrays = 4 if self.job.documents else 3
+            # half of them, and with two devices only one half moves
+            halves = (1 if self.choice.size("sp") == 2 else 2) * arrays * times
+            what = "tokens, targets, segment ids and positions into zig-zag order"
+            yield Collective(what, permute, over, ids // 2, halves, "forward")
+        if strategy == "ring":
+            exchanges = self._ring_exchanges()
+            if not exchanges:
+                return
+            # what the first ring step needs is the same for all layers
+            rest = self.executions(stack) * (exchanges - 1)
+            what = "segment ids of the keys"
+            yield Collective(what, permute, over, documents, times + rest, "forward")
+            again = rest * (2 if self.choice.repeats_layers else 1)
+            yield Collective(f"{what}, again", permute, over, documents, again, "backward")
+        else:
+            operation = "all-gather" if strategy == "allgather" else "all-to-all"
+            what = "segment ids of full sequences"
+            yield Collective(what, operation, over, documents * self.sp, times, "forward")
+
+    def _ring_exchanges(self) -> int:
+        """How often keys are sent around a ring."""
+        split = split_of(self.job, self.choice)
+        order = sequence_order(split, "ring")
+        return ring_steps_of(split.mask, order, self.choice.size("sp"), split.part).exchanges
+
+    def optimizer(self) -> Iterator[Collective]:
+        """Muon needs full matrices: each device gets those of some layers."""
+        over = self.over("fsdp", "tp", "sp")
+        if self.job.optimizer != "muon" or not over:
+            return
+        devices = self.choice.size("fsdp", "tp", "sp")
+        for stack in self.sizes.stacks:
+            trained = [matrix for block in stack.blocks for matrix in block.with_gradients]
+            for count in sorted({matrix.trained_layers for matrix in trained}, reverse=True):
+                layers = self.number(-(-count // devices), "layers a device")
+                matrices = [matrix for matrix in trained if matrix.trained_layers == count]
+                weights = self.number(sum(matrix.weights for matrix in matrices))
+                what = f"full matrices of {_a_layer(stack)}, there and back"
+                yield Collective(
+                    what, "all-to-all", over, self.four * weights * layers, 2, "optimizer",
+                    pieces=len(matrices),
+                )  # fmt: skip
+
+    def scalars(self) -> Iterator[Collective]:
+        """The loss, the number of targets, the keys seen, and the gradient's norm."""
+        sizes, times = self.sizes, 2 * self.micro_batches
+        tokens, batch, shards = (
+            self.over(*axes) for axes in (("dp", "fsdp", "sp"), ("dp", "fsdp"), ("fsdp", "sp"))
+        )
+        norm = "norm of the gradient"
+        packed = int(self.job.documents and family_of(self.job.model).keys_seen is not None)
+        of_heads = sizes.head_vectors.gradient_arrays + sizes.position_vectors.gradient_arrays
+        split = sizes.trained_matrices + of_heads
+        for what, axes, many, phase in (
+            ("loss and entropy", tokens, times, "forward"),
+            ("number of targets", batch, 1, "forward"),
+            ("number of targets", self.over("sp"), 1, "forward"),
+            ("keys that a query sees", batch, packed, "forward"),
+            ("keys that a query sees", self.over("sp"), packed, "forward"),
+            (norm, shards, sizes.trained_matrices, "optimizer"),
+            (norm, self.over("tp"), split, "optimizer"),
+        ):
+            yield Collective(what, "all-reduce", axes, self.four, many, phase)  # type: ignore[arg-type]
+
+
+def _a_layer(stack: StackSizes) -> str:
+    return f"a layer of the {stack.name}" if stack.name else "a layer"

@@ -1,0 +1,210 @@
+"""What XLA's train step holds, by kind, at each moment when memory can be highest.
+
+Memory can be highest at several moments of a step. *Loss*: all that the layers save is there, and
+with it the LM head, its gradient and a chunk of logits. *Backward*: what the layers save is there,
+and one layer's weights, its gradients and all it computes with. *Attention*: the same layer when
+its mlp is done but for the weights' gradients, and attention is computed. *End*: what was saved is
+gone, the gradients of all weights are there, and the embedding's is not sharded yet. The largest
+counts; tests compare the sum with the buffer assignments of the TPU and GPU compilers and with a
+GPU's measured peak.
+
+Every formula is written once: over floats in a search, over terms where it is printed.
+"""
+
+from collections.abc import Callable, Iterator
+
+from meshwright.ops import keeps_logit_gradients
+from meshwright.ops.attention import sequence_order
+from meshwright.planner.device import Device
+from meshwright.planner.efficiency import hides, told_to_overlap
+from meshwright.planner.parts import (
+    item_bytes,
+    loss_chunks,
+    split_of,
+    vocab,
+)
+from meshwright.planner.step import Kinds, StepModel
+from meshwright.planner.terms import Number
+
+AHEAD = 0.5  # of the LM head, with overlap: steps compiled with it took -1.3 to 2.1 of it more
+KINDS = (
+    "parameters", "optimizer", "weights in bfloat16", "gradients", "saved activations",
+    "all-gathered weights", "working activations", "loss", "attention", "batch",
+)  # fmt: skip
+
+
+def always(step: StepModel) -> Kinds:
+    """What is there all through the step."""
+    device = step.device
+    job, choice, stored = device.job, device.choice, device.stored
+    trained = step.trained_layers_and_tables + step.trained_vectors
+    moment, others = device.moment, step.trained_tables + step.trained_vectors
+    optimizer: dict[str, Callable[[], Number]] = {
+        "adamw": lambda: 2 * moment * trained,
+        "lion": lambda: moment * trained,
+        "adafactor": lambda: 0.01 * stored * trained,  # two vectors of each matrix
+        "muon": lambda: moment * (step.trained_layers + 2 * others),
+    }
+    batch = device.number(device.sequences * choice.accumulation, "sequences")
+    in_batch: Number = 0
+    for size, arrays in job.arrays_by_length.items():
+        tokens = device.number(size // choice.size("sp"), "tokens")
+        in_batch = in_batch + device.float32 * device.number(arrays, "arrays") * batch * tokens
+    always: Kinds = {
+        "parameters": stored * (step.layers_and_tables + step.vectors),
+        "optimizer": optimizer[job.optimizer](),
+        "batch": in_batch,
+    }
+    if choice.accumulation > 1 and device.casts and not device.is_tpu:
+        # embedding and LM head are cast before the loop over micro-batches; a TPU casts them anew
+        always["weights in bfloat16"] = device.used * step.tables
+    if choice.accumulation > 1:
+        always["gradients"] = device.float32 * step.trained_layers_and_tables
+    return always
+
+
+def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
+    """What comes and goes, at each moment."""
+    device, last = step.device, step.last
+    choice, used = device.choice, device.used
+    found: dict[str, Kinds] = {"loss": _loss(step)}
+    # the last stack whose weights are needed: its backward pass is still to come
+    needed = {"loss": -1, "end": 0}
+    for number, stack in reversed(list(enumerate(step.stacks))):
+        where = f" of the {stack.sizes.name}" if stack.sizes.name else ""
+        backward = _backward(step, number)
+        found[f"backward{where}"] = backward
+        needed[f"backward{where}"] = needed[f"attention{where}"] = number
+        found[f"attention{where}"] = backward | {
+            "working activations": stack.working(stack.mlp_arrays_left),
+            "attention": stack.attention,
+        }
+        if not device.is_tpu and device.is_sharded:
+            # the gradients of the layer before it are still to be scattered
+            attention = used * stack.attention_weights / device.tp
+            found[f"attention{where}"]["all-gathered weights"] = stack.layer + attention
+    # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
+    table = device.table
+    of_embedding = (len(step.stacks) * device.float32 + used) * table
+    end: Kinds = {
+        "gradients": used * step.gradients
+        + (of_embedding if device.sizes.trains_embedding else 0)
+        + last.stream,
+        "all-gathered weights": last.layer_gradients if _gradient_in_flight(device) else 0,
+    }  # fmt: skip
+    if device.sizes.is_tied:  # the LM head's is added to it there
+        end["loss"] = _head_gradient(device) * table
+    found["end"] = end
+    for name, moment in found.items():
+        # a GPU has no use for the cast weights at the end, unless another micro-batch follows
+        if device.casts and (name != "end" or device.is_tpu or choice.accumulation > 1):
+            moment["weights in bfloat16"] = used * step.layers_up_to[needed[name]]
+        if choice.accumulation > 1 and name != "loss":
+            by_layer = device.frees_by_layer and name != "end"
+            summed = step.trained_tables if by_layer else step.gradients
+            moment["gradients"] = max(moment["gradients"], used * summed)
+        if device.job.overlap and told_to_overlap(device.machine.chip) and device.is_sharded:
+            # what is sharded is all-gathered before it is needed
+            moment["all-gathered weights"] = (
+                moment.get("all-gathered weights", 0) + AHEAD * used * table
+            )
+    yield from found.items()
+
+
+def _loss(step: StepModel) -> Kinds:
+    """All that the layers save, the LM head and its gradient, a chunk of logits."""
+    device, last = step.device, step.last
+    used = device.used
+    chunks, chunk = loss_chunks(device.job, device.choice)
+    if _head_at_once(device):
+        # the gradients of all logits are kept instead of the sum
+        bytes_of_head = used
+        logits = chunks * chunk + (2 * chunk if chunks > 1 else chunk)
+    else:
+        bytes_of_head, logits = used, 2 * chunk
+        if device.sizes.trains_head:
+            bytes_of_head = used + device.float32
+    # hidden states and their gradient; on GPUs also the stream before the last norm
+    streams = 2 if device.is_tpu else 3
+    of_logits = used * device.number(logits, "tokens") * device.vocab / device.tp
+    kinds: Kinds = {
+        "saved activations": step.saved_up_to[-1],
+        "loss": bytes_of_head * device.table + of_logits + streams * last.stream,
+    }
+    if gap := _gap_of_embedding(device):
+        kinds["all-gathered weights"] = used * device.number(gap) / device.tp
+    # XLA for GPUs fills the time of the LM head's all-gather with the last layer's attention
+    recomputes = last.sizes.attention_weights and not device.saves_attention
+    if not device.is_tpu and device.is_sharded and recomputes:
+        kinds["attention"] = last.recomputed_attention
+    return kinds
+
+
+def _backward(step: StepModel, number: int) -> Kinds:
+    """The backward pass of a layer, while the stacks before it keep what they saved."""
+    device, stack = step.device, step.stacks[number]
+    used = device.used
+    if device.frees_by_layer:  # no copy of a layer's weights, and gradients of one layer
+        done = step.gradients_from(number + 1) + stack.gradient_weights / device.devices
+        copies: Number = 0
+    else:
+        done = step.gradients_from(number)
+        copies = (2 if device.is_sharded else 1) * stack.layer
+        if stack.sizes.gradient_weights < stack.sizes.weights:  # all-gathered, and gradients
+            copies = copies - stack.layer + stack.layer_gradients
+    # a device has only its part of the LM head's gradient; that of a tied one waits, not sharded
+    scattered = device.is_sharded and not device.sizes.is_tied
+    head = _head_gradient(device)
+    return {
+        "saved activations": step.saved_up_to[number],
+        "gradients": used * done,
+        "all-gathered weights": copies,
+        "working activations": stack.working(stack.mlp_arrays),
+        "loss": head * step.trained_tables if scattered else head * device.table,
+    }
+
+
+def _head_at_once(device: Device) -> bool:
+    """Whether the LM head's gradient is one matmul of all tokens, as ops.cross_entropy does."""
+    chunks, chunk = loss_chunks(device.job, device.choice)
+    item = item_bytes(device.job.dtype)
+    return not device.is_tpu and keeps_logit_gradients(chunks * chunk, device.sizes.embed, item)
+
+
+def _head_gradient(device: Device) -> Number:
+    """Bytes for each number of the LM head's gradient, through the backward pass.
+
+    With more than one device of tokens it is summed over them, in the dtype of the matmuls, before
+    that pass. Alone, a GPU keeps what it summed until the update.
+    """
+    choice = device.choice
+    if not device.sizes.trains_head:
+        return 0
+    alone = choice.size("dp", "fsdp", "sp") == 1
+    summed = alone and not device.is_tpu and not _head_at_once(device)
+    return device.float32 if summed else device.used
+
+
+def _gap_of_embedding(device: Device) -> int:
+    """Numbers of the all-gathered embedding whose place is empty at the loss.
+
+    A TPU's buffers are placed in the order of its program. Where all-gathers are asynchronous and
+    tokens are reordered first, the embedding is all-gathered meanwhile; what the layers save is
+    placed above it and stays there. One chunk's logits fit into the gap.
+    """
+    by_itself = device.is_tpu and hides(device.machine.chip, "all-gather", overlap=False) > 0
+    if not by_itself or device.sizes.is_tied:  # a tied one is the LM head at the loss
+        return 0
+    if sequence_order(split_of(device.job, device.choice), device.strategy) != "zigzag":
+        return 0
+    _, chunk = loss_chunks(device.job, device.choice)
+    embed = device.sizes.embed
+    return (embed - (chunk if chunk <= embed else 0)) * vocab(device.job, device.choice)
+
+
+def _gradient_in_flight(device: Device) -> bool:
+    """Whether the last layer's gradient is still to be scattered when the embedding's is made.
+
+    In XLA's loop for GPUs each layer's is scattered while that of the next is computed.
+    """
+    return not device.is_tpu and device.is_sharded and device.choice.accumulation == 1

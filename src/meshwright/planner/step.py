@@ -1,0 +1,202 @@
+"""One step of a job on a machine: what it holds, computes and sends, written down once.
+
+>>> from meshwright.machines import Machine
+>>> from meshwright.models import preset
+>>> from meshwright.planner.result import Choice, Job
+>>> job = Job(preset("llama-3.1-8b"), batch=256, seq=4096)
+>>> step = StepModel(job, Choice.of(fsdp=64), Machine.parse("v5p:4x4x4"))
+>>> len(step.collectives), max(step.peaks, key=lambda name: sum(step.peaks[name].values()))
+(15, 'loss')
+
+A schedule (planner/schedules) says what is all-gathered and kept when. Memory, time, reports and
+the comparison with compiled programs read these lists.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from meshwright.machines import Machine
+from meshwright.planner.collective import Collective
+from meshwright.planner.device import Device, DeviceStack
+from meshwright.planner.parts import vocab
+from meshwright.planner.result import Choice, Job
+from meshwright.planner.sizes import Vectors
+from meshwright.planner.terms import MakeNumber, Number, plain
+
+Kinds = dict[str, Number]
+"""Bytes by kind: parameters, gradients, saved activations …"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a device computes in a step; seconds of layers also by pass, for sends to hide under."""
+
+    flops: float  # useful
+    computed: float  # with what remat computes again
+    memory_bytes: float
+    seconds: dict[str, Number]  # by part
+    forward: float = 0.0  # seconds of the layers
+    backward: float = 0.0
+    attention_forward: float = 0.0
+    attention_backward: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a program runs a step: XLA's train step, PyTorch's FSDP2, the inference engine."""
+
+    meshes: Callable[[int], Iterator[Choice]]
+    """Number of devices → the meshes to consider."""
+    refusal: Callable[[Job, Choice], str | None]
+    """Why sizes do not divide, in a sentence; None if they do."""
+    remat: Callable[[Mapping[str, frozenset[str]]], Mapping[str, frozenset[str]]]
+    """The family's remat policies → those that there are."""
+    kinds: tuple[str, ...]
+    """Kinds of memory, in the order they are shown."""
+    always: Callable[["StepModel"], Kinds]
+    """Bytes that are there all through the step."""
+    peaks: Callable[["StepModel"], Iterable[tuple[str, Kinds]]]
+    """Bytes that come and go, at each moment when memory can be highest."""
+    written: Callable[["StepModel"], Iterable[Collective]]
+    """Collectives as the program has them."""
+    compiled: Callable[["StepModel", list[Collective]], list[Collective]]
+    """The same as the machine's compiler has them."""
+    work: Callable[["StepModel"], Work]
+    seconds: Callable[["StepModel", Number], Mapping[str, Number]]
+    """(step, seconds that links are waited for) → seconds by part."""
+    held: Callable[[Job, Choice], Job] = lambda job, choice: job
+    """The job with the model as a mesh holds it."""
+    fused_attention: bool = False
+    """Whether attention never falls back to a slower kernel."""
+    hides_sums_over_hosts: bool = False
+    """Whether all-reduces between hosts overlap as others do."""
+    chunks_mlp: bool = False
+    """Whether the mlp may take a long sequence in chunks."""
+
+
+class StepModel:
+    """A step: its arrays on a device, its collectives, what is live when, what is computed."""
+
+    def __init__(
+        self, job: Job, choice: Choice, machine: Machine, number: MakeNumber = plain
+    ) -> None:
+        job = job.schedule.held(job, choice)
+        self.device = device = Device(job, choice, machine, number)
+        self.job, self.choice, self.machine, self.number = job, device.choice, machine, number
+        self.sizes, self.schedule = job.sizes, job.schedule
+
+    @functools.cached_property
+    def stacks(self) -> list[DeviceStack]:
+        # they know the device, not this: without a cycle, a search leaves nothing to collect
+        sizes = self.device.sizes
+        return [DeviceStack(self.device, i, stack) for i, stack in enumerate(sizes.stacks)]
+
+    @property
+    def last(self) -> DeviceStack:
+        """The stack before the LM head."""
+        return self.stacks[-1]
+
+    @functools.cached_property
+    def saved_up_to(self) -> list[Number]:
+        """Bytes that the stacks up to each save for the backward pass."""
+        return list(itertools.accumulate(stack.saved for stack in self.stacks))
+
+    @functools.cached_property
+    def _layer_weights(self) -> list[Number]:
+        return list(itertools.accumulate(stack.layers * stack.weights for stack in self.stacks))
+
+    @functools.cached_property
+    def layers_up_to(self) -> list[Number]:
+        """Weights on a device of the stacks up to each."""
+        return [weights / self.device.devices for weights in self._layer_weights]
+
+    @property
+    def layers(self) -> Number:
+        """Weights of all layers, on a device."""
+        return self.layers_up_to[-1]
+
+    @functools.cached_property
+    def _table_weights(self) -> Number:
+        sizes = self.device.sizes
+        return self.number(sizes.tables * vocab(self.job, self.choice) * sizes.embed)
+
+    @property
+    def tables(self) -> Number:
+        """Weights of embedding and LM head, on a device."""
+        return self._table_weights / self.device.devices
+
+    @functools.cached_property
+    def layers_and_tables(self) -> Number:
+        return (self._layer_weights[-1] + self._table_weights) / self.device.devices
+
+    @functools.cached_property
+    def vectors(self) -> Number:
+        """Norms and biases; biases are split over tp with their heads."""
+        return self._vectors(lambda vectors: vectors.numbers)
+
+    @functools.cached_property
+    def trained_vectors(self) -> Number:
+        return self._vectors(lambda vectors: vectors.trained)
+
+    def _vectors(self, numbers: Callable[[Vectors], int]) -> Number:
+        sizes = self.device.sizes
+        whole = numbers(sizes.residual_vectors) + numbers(sizes.other_vectors)
+        of_heads = numbers(sizes.head_vectors) + numbers(sizes.position_vectors)
+        return self.number(whole + of_heads // self.choice.size("tp"))
+
+    @functools.cached_property
+    def _trained_tables(self) -> Number:
+        sizes = self.device.sizes
+        return self.number(sizes.trained_tables * vocab(self.job, self.choice) * sizes.embed)
+
+    @property
+    def trained_tables(self) -> Number:
+        """Weights of embedding and LM head that are trained, on a device."""
+        return self._trained_tables / self.device.devices
+
+    @functools.cached_property
+    def trained_layers(self) -> Number:
+        """Weights of layers that are trained, on a device."""
+        return sum(stack.trained_weights for stack in self.stacks) / self.device.devices
+
+    @functools.cached_property
+    def trained_layers_and_tables(self) -> Number:
+        layers = sum(stack.trained_weights for stack in self.stacks)
+        return (layers + self._trained_tables) / self.device.devices
+
+    def gradients_from(self, number: int) -> Number:
+        """Weights on a device that have gradients, of the stacks from this one on."""
+        stacks = self.stacks[number:]
+        return sum(stack.layers * stack.gradient_weights for stack in stacks) / self.device.devices
+
+    @functools.cached_property
+    def gradients(self) -> Number:
+        """Weights of layers and tables on a device that have gradients."""
+        layers = sum(stack.layers * stack.gradient_weights for stack in self.stacks)
+        return (layers + self._trained_tables) / self.device.devices
+
+    @functools.cached_property
+    def written(self) -> list[Collective]:
+        """Collectives as the program has them, those over more than one device."""
+        found = self.schedule.written(self)
+        return [one for one in found if one.axes and one.bytes and one.times]
+
+    @functools.cached_property
+    def collectives(self) -> list[Collective]:
+        """Collectives as the machine's compiler has them."""
+        return self.schedule.compiled(self, self.written)
+
+    @functools.cached_property
+    def peaks(self) -> dict[str, Kinds]:
+        """What is live at each moment when memory can be highest."""
+        always, kinds = self.schedule.always(self), self.schedule.kinds
+        return {
+            name: {kind: always.get(kind, 0) + live.get(kind, 0) for kind in kinds}
+            for name, live in self.schedule.peaks(self)
+        }
+
+    @functools.cached_property
+    def work(self) -> Work:
+        return self.schedule.work(self)

@@ -1,0 +1,180 @@
+"""Every architecture computes what transformers computes: logits, gradients, files, tokens."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tests.models.tiny_architectures import MODELS, save
+from tests.train import toy
+
+import meshwright as mw
+from meshwright.data.tokenizers import ByteTokenizer
+from meshwright.models import (
+    Compute,
+    LossConfig,
+    abstract_arrays,
+    from_hf_config,
+    load_hf,
+    model_from_dict,
+    model_to_dict,
+    save_hf,
+)
+from meshwright.models.decoder import decoder_rules, logits
+from meshwright.models.decoder.forward import loss
+from meshwright.serve import Engine, EngineConfig, Request, Sampling
+from meshwright.serve.load import Source, generation_mesh, load
+
+by_name = pytest.mark.parametrize("name", MODELS)
+
+
+def quick_for(*names: str) -> Any:
+    """All models; those that are not named here are slow: between these every feature is tested."""
+    slow = {name: () if name in names else (pytest.mark.slow,) for name in MODELS}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in slow.items()])
+
+
+TOKENS = np.random.default_rng(0).integers(0, 48, (2, 24)).astype(np.int32)
+ENGINE = EngineConfig(
+    max_batch=2, max_length=64, page_size=8, chunk_shapes=((1, 8),), chunk=8, batch_buckets=(2,),
+    compile_first=False,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @functools.cache
+    def made(name: str) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("models") / name
+        return folder, save(name, folder)
+
+    return made
+
+
+def loaded(folder: Path, mesh: str = "fsdp=2,tp=2") -> tuple[Any, Any, Any]:
+    config, spec = from_hf_config(folder), mw.MeshSpec.parse(mesh)
+    devices = jax.devices()[: np.prod(spec.sizes)]
+    placed = mw.mesh(mesh, devices=devices, axis_types="explicit")
+    shardings = mw.shardings(abstract_arrays(config), decoder_rules(), mesh=placed)
+    return config, placed, load_hf(folder, config, shardings)
+
+
+@by_name
+def test_logits_and_gradients_are_those_of_transformers(
+    name: str, folders: Any, tmp_path: Path
+) -> None:
+    import torch
+
+    folder, model = folders(name)
+    tokens = torch.as_tensor(TOKENS, dtype=torch.int64)
+    model.zero_grad()
+    out = model(tokens, labels=tokens)
+    out.loss.backward()
+    config, mesh, params = loaded(folder, "dp=1,fsdp=2,tp=2,sp=1")
+    compute = Compute(decoder_rules())
+    targets = np.full_like(TOKENS, -1)
+    targets[:, :-1] = TOKENS[:, 1:]
+    batch = {"tokens": TOKENS, "targets": targets}
+    scale = jnp.float32(1 / (targets >= 0).sum())
+
+    def both(params: Any) -> Any:
+        found = logits(params, batch, config, compute)
+        return loss(params, batch, scale, config, compute, LossConfig()).scaled, found
+
+    with jax.set_mesh(mesh):
+        (value, found), gradients = jax.jit(jax.value_and_grad(both, has_aux=True))(params)
+    expected = out.logits.detach().numpy()
+    assert np.abs(expected).max() > 1  # so that 1e-4 says something
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(float(value), out.loss.item(), rtol=1e-5)
+    save_hf(tmp_path / "gradients", gradients, config)
+    written = load_file(tmp_path / "gradients" / "model.safetensors")
+    right = {one: param.grad.numpy() for one, param in model.named_parameters()}
+    if name == "gpt_neox":  # transformers has another name for it than its files
+        right["embed_out.weight"] = right.pop("lm_head.weight")
+    assert right.keys() == written.keys()
+    for one, gradient in written.items():
+        np.testing.assert_allclose(gradient, right[one], rtol=1e-3, atol=1e-5, err_msg=one)
+
+
+@by_name
+def test_a_model_that_is_written_again_is_bit_equal(
+    name: str, folders: Any, tmp_path: Path
+) -> None:
+    import torch
+    import transformers
+
+    folder, model = folders(name)
+    config, _, params = loaded(folder, "dp=1,fsdp=2,tp=2,sp=1")
+    assert model_from_dict(model_to_dict(config)) == config
+    save_hf(tmp_path / "again", params, config)
+    assert from_hf_config(tmp_path / "again") == config
+    # without the config.json it came from, too
+    save_hf(tmp_path / "anew", params, dataclasses.replace(config, hf_config=None))
+    assert from_hf_config(tmp_path / "anew") == config
+    tokens = torch.as_tensor(TOKENS, dtype=torch.int64)
+    anew = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "anew", dtype=torch.float32, attn_implementation="eager"
+    )
+    np.testing.assert_array_equal(*(one(tokens).logits.detach().numpy() for one in (model, anew)))
+    before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    for one in before:
+        np.testing.assert_array_equal(before[one], after[one], err_msg=one)
+
+
+@quick_for("opt", "gptj", "gemma2", "gemma3")
+def test_greedy_tokens_of_an_engine_are_those_of_transformers(name: str, folders: Any) -> None:
+    import torch
+
+    folder, model = folders(name)
+    config = from_hf_config(folder)
+    source = Source(
+        config, ByteTokenizer(), frozenset(), False, name,
+        lambda targets: load_hf(folder, config, jax.tree.map(lambda one: one.sharding, targets)),
+    )  # fmt: skip
+    prompts = [TOKENS[0, :19], TOKENS[1, :3]]
+    requests = [
+        Request(tuple(one.tolist()), max_new=9, sampling=Sampling(temperature=0)) for one in prompts
+    ]
+    with Engine(load(source, generation_mesh()), ENGINE) as engine:
+        found = engine.generate(requests)
+    for prompt, done in zip(prompts, found, strict=True):
+        tokens = torch.as_tensor(prompt[None], dtype=torch.int64)
+        right = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=9, do_sample=False,
+            pad_token_id=0,
+        )  # fmt: skip
+        assert list(done.tokens) == right[0, len(prompt) :].tolist()
+
+
+def losses(name: str, folders: Any, mesh: str) -> np.ndarray:
+    config = from_hf_config(folders(name)[0])
+    return toy.train(toy.Setting(mesh=mesh, config=config, steps=4))[0]
+
+
+@quick_for("gpt_neox", "olmo2", "gemma2", "gemma3")
+def test_losses_are_the_same_on_a_mesh(name: str, folders: Any) -> None:
+    found = losses(name, folders, "dp=1,fsdp=2,tp=2,sp=2")
+    np.testing.assert_allclose(found, losses(name, folders, toy.ONE), rtol=1e-5)
+
+
+@pytest.mark.slow
+@by_name
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "dp=2,fsdp=2,tp=1,sp=1",
+        "dp=1,fsdp=8,tp=1,sp=1",
+        "dp=2,fsdp=1,tp=2,sp=1",
+        "dp=1,fsdp=1,tp=2,sp=4",
+    ],
+)
+def test_losses_are_the_same_on_any_mesh(name: str, mesh: str, folders: Any) -> None:
+    found = losses(name, folders, mesh)
+    np.testing.assert_allclose(found, losses(name, folders, toy.ONE), rtol=1e-5)

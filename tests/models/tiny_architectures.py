@@ -1,0 +1,91 @@
+"""Tiny random models of every architecture, made by transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SIZES = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+# by name: the class of transformers' config, and its fields
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 48},
+    ),
+    "opt": (
+        "OPTConfig",
+        {
+            "vocab_size": 48, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64,
+        },
+    ),
+    "phi3": ("Phi3Config", SIZES | {"sliding_window": 9}),
+    "phi3-partial": (
+        "Phi3Config",
+        SIZES | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
+    ),
+    "olmo2": ("Olmo2Config", SIZES),
+    "granite": (
+        "GraniteConfig",
+        SIZES | {
+            "embedding_multiplier": 12.0, "logits_scaling": 4.0, "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "smollm3": ("SmolLM3Config", SIZES | {"num_hidden_layers": 5, "no_rope_layer_interval": 2}),
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+        | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25}},
+    ),
+    "gptj": (
+        "GPTJConfig",
+        {
+            "vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+            "n_inner": 48, "rotary_dim": 4,
+        },
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        SIZES | {
+            "num_hidden_layers": 3, "head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": 5,
+            "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        SIZES | {
+            "num_hidden_layers": 5, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 5,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] + 2 * ["sliding_attention"],
+        },
+    ),
+}  # fmt: skip
+
+
+def make(name: str) -> Any:
+    """The model in float32, every parameter random, biases and norms too."""
+    torch: Any = pytest.importorskip("torch", reason="the outside reader needs torch")
+    transformers: Any = pytest.importorskip("transformers", reason="the outside reader")
+    kind, fields = MODELS[name]
+    config = getattr(transformers, kind)(
+        **fields, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            noise = torch.randn(param.shape, generator=random)
+            param.copy_(0.3 * noise if param.ndim > 1 else param + 0.2 * noise)
+    return model.eval()
+
+
+def save(name: str, folder: Path) -> Any:
+    """The model, written to a folder."""
+    model = make(name)
+    model.save_pretrained(folder)
+    return model
