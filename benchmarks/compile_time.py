@@ -26,8 +26,8 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 from pathlib import Path
-from meshwright.train.config import ComputeConfig, TrainConfig
-from meshwright.train.abstract_step import abstract_step
+from meshwright.training.config import ComputeConfig, TrainConfig
+from meshwright.training.abstract_step import abstract_step
 
 step = abstract_step(TrainConfig(
     "llama-3.1-8b", mesh="fsdp=4,tp=2", batch=8, seq=2048,

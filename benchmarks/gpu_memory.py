@@ -43,8 +43,8 @@ LARGEST = {"model": "llama-3.1-8b", "seq": 4096}
 
 
 def config_of(case: dict[str, Any]) -> Any:
-    from meshwright.train.config import ComputeConfig, TrainConfig
-    from meshwright.train.optimizer import OptimizerConfig
+    from meshwright.training.config import ComputeConfig, TrainConfig
+    from meshwright.training.optimizer import OptimizerConfig
 
     return TrainConfig(
         case["model"], mesh="dp=1", batch=case["batch"], seq=case["seq"],
@@ -77,9 +77,9 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
 
     from meshwright.machines import Machine
-    from meshwright.train.abstract_step import abstract_step
-    from meshwright.train.optimizer import make_optimizer
-    from meshwright.train.state import new_state
+    from meshwright.training.abstract_step import abstract_step
+    from meshwright.training.optimizer import make_optimizer
+    from meshwright.training.state import new_state
 
     config = config_of(case)
     step = abstract_step(config)

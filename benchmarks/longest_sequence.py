@@ -51,9 +51,9 @@ def compile_step(seq: int, device: Any) -> Step:
 
     import meshwright as mw
     from meshwright.models import DecoderConfig
-    from meshwright.train.abstract_step import abstract_step
-    from meshwright.train.config import ComputeConfig, TrainConfig
-    from meshwright.train.state import new_state
+    from meshwright.training.abstract_step import abstract_step
+    from meshwright.training.config import ComputeConfig, TrainConfig
+    from meshwright.training.state import new_state
 
     model = DecoderConfig(**SIZES, max_seq=seq)
     mesh = mw.mesh("dp=1,fsdp=1,tp=1,sp=1", devices=[device], axis_types="explicit")

@@ -19,13 +19,13 @@ import numpy as np
 import optax
 
 from meshwright.layouts import create
-from meshwright.train import TrainConfig
-from meshwright.train.config import EvalConfig
-from meshwright.train.moments import stored_moments
-from meshwright.train.optimizer import OptimizerConfig, make_optimizer
-from meshwright.train.prepare import prepare
-from meshwright.train.state import abstract_state, new_state
-from meshwright.train.step import step_functions
+from meshwright.training import TrainConfig
+from meshwright.training.config import EvalConfig
+from meshwright.training.moments import stored_moments
+from meshwright.training.optimizer import OptimizerConfig, make_optimizer
+from meshwright.training.prepare import prepare
+from meshwright.training.state import abstract_state, new_state
+from meshwright.training.step import step_functions
 from results import here, write_section
 
 BLOCK = 128

@@ -183,7 +183,7 @@ def key(one: dict[str, Any]) -> str:
 
 
 def config_of(one: dict[str, Any]) -> Any:
-    from meshwright.train.config import ComputeConfig, TrainConfig
+    from meshwright.training.config import ComputeConfig, TrainConfig
 
     return TrainConfig(
         one["model"], mesh=one["mesh"], batch=one["batch"], seq=one["seq"],

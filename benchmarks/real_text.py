@@ -62,7 +62,7 @@ def train(
     store: Path, flags: Sequence[str], seed: int, matmul: str, at_once: int
 ) -> dict[str, Any]:
     """One run of the command in a process and a folder of its own; what it did."""
-    from meshwright.train.run import read_metrics
+    from meshwright.training.run import read_metrics
 
     code = "from meshwright.cli.main import main; main()"
     own = ["--seed", str(seed), "--compute.matmul", matmul]

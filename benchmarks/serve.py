@@ -70,7 +70,7 @@ def engine_of(name: str, dtype: str, tokenizer: Any = None, **settings: Any) -> 
 
     from meshwright.layouts import create
     from meshwright.models import DecoderConfig, abstract_arrays
-    from meshwright.serve import Engine, EngineConfig, Source, generation_mesh, load
+    from meshwright.serving import Engine, EngineConfig, Source, generation_mesh, load
 
     config = DecoderConfig(**SIZES[name], max_seq=8192)
 
@@ -100,7 +100,7 @@ def engine_of(name: str, dtype: str, tokenizer: Any = None, **settings: Any) -> 
 def requests(count: int, length: int, new: int, vocab: int, seed: int) -> list[Any]:
     import numpy as np
 
-    from meshwright.serve import Request, Sampling
+    from meshwright.serving import Request, Sampling
 
     tokens = np.random.default_rng(seed).integers(0, vocab, (count, length)).tolist()
     greedy = Sampling(temperature=0)

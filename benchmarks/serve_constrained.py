@@ -51,7 +51,7 @@ def words(vocab: int) -> Any:
 
 def speed(engine: Any, wanted: list[Any], every: int, new: int) -> float:
     """Tokens/s of decode, with a grammar for every `every`-th request."""
-    from meshwright.serve import Grammar
+    from meshwright.serving import Grammar
 
     grammar = Grammar.json(SCHEMA)
     wanted = [

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.machines import chip_of_kind
 from meshwright.ops.quantized import einsum, quantize, scaled
-from meshwright.serve import generation_mesh
+from meshwright.serving import generation_mesh
 
 WEIGHTS = 8
 MATMULS = ((4096, 6144), (4096, 28672), (14336, 4096))  # of the 8B shape

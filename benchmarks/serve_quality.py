@@ -20,7 +20,7 @@ def losses(run: str) -> dict[str, float]:
 
     from meshwright.data import embedded_text
     from meshwright.ops import quantized
-    from meshwright.serve import (
+    from meshwright.serving import (
         EngineConfig,
         Request,
         Sampling,

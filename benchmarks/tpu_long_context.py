@@ -58,8 +58,8 @@ def compiled(run: Run) -> dict[str, Any]:
     from meshwright.meshes import mesh
     from meshwright.models import preset
     from meshwright.ops.rope import Rope
-    from meshwright.train.abstract_step import abstract_step
-    from meshwright.train.config import ComputeConfig, TrainConfig
+    from meshwright.training.abstract_step import abstract_step
+    from meshwright.training.config import ComputeConfig, TrainConfig
 
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name=MACHINE, chip_config_name="megacore", wrap=[True] * 3

@@ -103,8 +103,8 @@ def ours(
     from meshwright.cli.train import settings
     from meshwright.launch import keep_compiled_programs
     from meshwright.models import layer_count
-    from meshwright.train.abstract_step import abstract_step
-    from meshwright.train.state import new_state
+    from meshwright.training.abstract_step import abstract_step
+    from meshwright.training.state import new_state
 
     keep_compiled_programs()  # as the command does: it then finds the program of this step
     config = settings(flags(shape, options, extra))

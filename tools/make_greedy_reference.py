@@ -1,6 +1,6 @@
 """Greedy tokens of transformers' generate, the outside reference of the engine.
 
-    python tools/make_greedy_reference.py        # writes tests/serve/greedy_reference.json
+    python tools/make_greedy_reference.py        # writes tests/serving/greedy_reference.json
 
 Needs torch and transformers, which Meshwright itself does not. The models are those that
 make_hf_reference.py wrote; each prompt is generated from alone, in float32, past end tokens.
@@ -60,7 +60,7 @@ def main() -> None:
         f"  {json.dumps(name)}: [\n    " + ",\n    ".join(map(json.dumps, cases)) + "\n  ]"
         for name, cases in reference.items()
     ]
-    file = TESTS / "serve" / "greedy_reference.json"
+    file = TESTS / "serving" / "greedy_reference.json"
     file.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 

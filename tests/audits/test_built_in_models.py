@@ -11,9 +11,9 @@ import meshwright as mw
 from meshwright.audits import Audit, audit
 from meshwright.audits.step import expected_of_step
 from meshwright.models.decoder import DecoderConfig
-from meshwright.train.abstract_step import abstract_step
-from meshwright.train.config import ComputeConfig, TrainConfig
-from meshwright.train.optimizer import OptimizerConfig
+from meshwright.training.abstract_step import abstract_step
+from meshwright.training.config import ComputeConfig, TrainConfig
+from meshwright.training.optimizer import OptimizerConfig
 
 LLAMA = DecoderConfig(vocab=128, layers=2, embed=64, heads=16, kv_heads=8, head_dim=8, mlp=128)
 MODELS = {

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from tests.serve.server.bigram_engine import BigramEngine
-from tests.serve.server.serving import serving
+from tests.serving.server.bigram_engine import BigramEngine
+from tests.serving.server.serving import serving
 
-from meshwright.serve.settings import LimitsConfig
+from meshwright.serving.settings import LimitsConfig
 from serve_online import Load, Result, arrivals, capacity, metric, table
 
 

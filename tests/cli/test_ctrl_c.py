@@ -33,7 +33,7 @@ def ended(code: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["meshwright.interrupt", "numpy", "jax", "jax._src.core", "optax", "meshwright.train.loop"]
+    "module", ["meshwright.interrupt", "numpy", "jax", "jax._src.core", "optax", "meshwright.training.loop"]
 )  # fmt: skip
 def test_ctrl_c_during_the_imports_is_one_line(module: str, tmp_path: Path) -> None:
     assert ended(AT_IMPORT.format(module=module, run=str(tmp_path / "run"))) == (130, "stopped\n")
@@ -110,7 +110,7 @@ def test_importing_meshwright_leaves_ctrl_c_to_the_program() -> None:
 import os, signal
 import meshwright as mw
 from meshwright.cli.main import main
-from meshwright.train import train
+from meshwright.training import train
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 try:
     os.kill(os.getpid(), signal.SIGINT)

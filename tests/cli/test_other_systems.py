@@ -8,8 +8,8 @@ from meshwright import MeshwrightError
 from meshwright.cli.other_systems import check_flags
 from meshwright.cli.train import settings
 from meshwright.launch import flat_settings
-from meshwright.serve import ServeConfig
-from meshwright.train import TrainConfig
+from meshwright.serving import ServeConfig
+from meshwright.training import TrainConfig
 
 
 @pytest.mark.parametrize(

@@ -19,24 +19,24 @@ from typing import Any
 
 import pytest
 from tests.patience import PATIENCE_S
-from tests.serve.server.bigram_engine import BigramEngine
-from tests.serve.server.serving import source
+from tests.serving.server.bigram_engine import BigramEngine
+from tests.serving.server.serving import source
 
-import meshwright.serve.server
+import meshwright.serving.server
 from meshwright.cli import serve as serve_cli
 from meshwright.cli.commands import run
 from meshwright.errors import MeshwrightError
 from meshwright.launch import EXIT_CODE
-from meshwright.serve import ServeConfig
-from meshwright.serve.server import HttpServer, bind, longest_shutdown
-from meshwright.serve.settings import LimitsConfig
+from meshwright.serving import ServeConfig
+from meshwright.serving.server import HttpServer, bind, longest_shutdown
+from meshwright.serving.settings import LimitsConfig
 
 ROOT = Path(__file__).parents[2]
 # the command with the engine of the tests, in a process of its own
 PROGRAM = """
 import sys
-from tests.serve.server.bigram_engine import BigramEngine
-from tests.serve.server.serving import source
+from tests.serving.server.bigram_engine import BigramEngine
+from tests.serving.server.serving import source
 from meshwright.cli import serve as serve_cli
 from meshwright.cli.main import main
 serve_cli.look_into = lambda *_, **__: source()
@@ -189,7 +189,7 @@ def test_clients_are_told_what_the_server_does_while_it_starts(
 
     monkeypatch.setattr(serve_cli, "look_into", lambda *_, **__: source())
     monkeypatch.setattr(serve_cli, "_engine", engine)
-    monkeypatch.setattr(meshwright.serve.server, "bind", bind_and_note)
+    monkeypatch.setattr(meshwright.serving.server, "bind", bind_and_note)
     with pytest.raises(SystemExit):
         run(["serve", "runs/bigram", "--port", "0"])
     (first, reading), (second, compiling) = answers
@@ -245,7 +245,7 @@ def test_a_long_stream_does_not_outlive_the_time_to_finish() -> None:
 
 def test_a_step_that_does_not_end_does_not_keep_the_process() -> None:
     stuck = "import time\nBigramEngine.close = lambda _: time.sleep(1000)\n"
-    stuck += "import meshwright.serve.server.run as server_run\nserver_run._CLOSING_SECONDS = 0\n"
+    stuck += "import meshwright.serving.server.run as server_run\nserver_run._CLOSING_SECONDS = 0\n"
     program = PROGRAM.replace("sys.argv = ", f"{stuck}sys.argv = ")
     process = start(program, ["--limits.shutdown-seconds", "0"])
     try:

@@ -107,7 +107,7 @@ def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove_cli, "read_plan", lambda _: plan("tiny", "cpu:8", 16, 128))
     monkeypatch.setattr(audit_cli, "_text_in", parsed)
     monkeypatch.setattr(serve_cli, "serve", parsed)
-    monkeypatch.setattr("meshwright.train.abstract_step", parsed)
+    monkeypatch.setattr("meshwright.training.abstract_step", parsed)
     monkeypatch.setattr("meshwright.launch.simulate_devices", lambda _: None)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.serve.server.bigram_engine import BigramEngine
-from tests.serve.server.serving import serving
+from tests.serving.server.bigram_engine import BigramEngine
+from tests.serving.server.serving import serving
 
 from meshwright.data import ByteTokenizer, Reading, TokenStore, pack, read_sequences
 

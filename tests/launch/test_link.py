@@ -1,4 +1,4 @@
-"""Messages between processes, here between threads; tests/serve has real processes."""
+"""Messages between processes, here between threads; tests/serving has real processes."""
 
 import contextlib
 import json

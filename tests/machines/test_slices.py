@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshwright import CHIPS, Chip, Machine, MeshwrightError, plan
 from meshwright.machines.slices import nearest_slices, slice_shapes
 from meshwright.proofs import prove
-from meshwright.train.config import TrainConfig
+from meshwright.training.config import TrainConfig
 
 # Cloud TPU's pages for v3, v4, v5e, v5p, v6e and TPU7x; the topologies of xpk
 PUBLISHED = """

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.models.tiny_architectures import MODELS, save
-from tests.train import toy
+from tests.training import toy
 
 import meshwright as mw
 from meshwright.data.tokenizers import ByteTokenizer
@@ -27,8 +27,8 @@ from meshwright.models import (
 )
 from meshwright.models.decoder import decoder_rules, logits
 from meshwright.models.decoder.forward import loss
-from meshwright.serve import Engine, EngineConfig, Request, Sampling
-from meshwright.serve.load import Source, generation_mesh, load
+from meshwright.serving import Engine, EngineConfig, Request, Sampling
+from meshwright.serving.load import Source, generation_mesh, load
 
 by_name = pytest.mark.parametrize("name", MODELS)
 

@@ -12,8 +12,8 @@ from meshwright import MeshwrightError
 from meshwright.layouts import Rules
 from meshwright.meshes import MeshSpec
 from meshwright.models import decoder_rules, indivisible, preset, what_fits
-from meshwright.train import TrainConfig, accepted_meshes, check_sizes, choose_rules
-from meshwright.train.config import ComputeConfig
+from meshwright.training import TrainConfig, accepted_meshes, check_sizes, choose_rules
+from meshwright.training.config import ComputeConfig
 
 MODEL = preset("llama-3.1-8b")  # embed 4096, 32 heads, 8 kv_heads, mlp 14336
 ONE = {"dp": 1, "fsdp": 1, "tp": 1, "sp": 1}

@@ -5,7 +5,7 @@ import pytest
 from meshwright.machines import Machine
 from meshwright.models import layer_count, preset, scans_layers
 from meshwright.planner import job_of
-from meshwright.train import TrainConfig, with_settings
+from meshwright.training import TrainConfig, with_settings
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-from tests.train.toy import Setting, parts
+from tests.training.toy import Setting, parts
 
 from meshwright.audits import Collective, collectives
 from meshwright.meshes import MeshSpec
@@ -24,7 +24,7 @@ MODELS = {
     "window": dataclasses.replace(_LLAMA, sliding_window=6),
     "norms after": dataclasses.replace(_LLAMA, norm_places="both", tied_embeddings=True),
 }
-ROWS, SEQ, CHUNK = 8, 32, 24  # a micro-batch's; the chunk is that of tests/train/toy.py
+ROWS, SEQ, CHUNK = 8, 32, 24  # a micro-batch's; the chunk is that of tests/training/toy.py
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from meshwright.machines import Machine
 from meshwright.models import preset
 from meshwright.planner.collective import Collective
 from meshwright.planner.result import Choice, Estimate, Memory, Plan, Refusal
-from meshwright.train import TrainConfig
+from meshwright.training import TrainConfig
 
 GIB = 2**30
 

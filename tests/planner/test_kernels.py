@@ -13,8 +13,8 @@ from meshwright.planner.kernels import slow_attention
 from meshwright.planner.memory import peak_bytes
 from meshwright.planner.result import Choice, Job
 from meshwright.planner.step import StepModel
-from meshwright.train.config import ComputeConfig, TrainConfig
-from meshwright.train.setup import choose_rules, compute_of
+from meshwright.training.config import ComputeConfig, TrainConfig
+from meshwright.training.setup import choose_rules, compute_of
 
 V5E, A100 = Machine.parse("v5e:4x4"), Machine.parse("a100-80:8")
 MODEL = preset("llama-3.2-1b")

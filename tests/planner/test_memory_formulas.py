@@ -22,7 +22,7 @@ from meshwright.planner.report.explain import SMALL
 from meshwright.planner.result import Choice, Estimate, Job
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import byte_formulas
-from meshwright.train.optimizer import OptimizerConfig, make_optimizer
+from meshwright.training.optimizer import OptimizerConfig, make_optimizer
 
 
 def explained(found: Plan, one: Estimate) -> str:

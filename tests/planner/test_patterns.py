@@ -8,8 +8,8 @@ import pytest
 from meshwright.machines import Machine
 from meshwright.models import from_hf_config
 from meshwright.planner import StepModel, choice_of, job_of, memory
-from meshwright.train import TrainConfig
-from meshwright.train.config import ComputeConfig
+from meshwright.training import TrainConfig
+from meshwright.training.config import ComputeConfig
 
 PUBLISHED = json.loads(
     (Path(__file__).parents[1] / "models" / "published_configs.json").read_text()

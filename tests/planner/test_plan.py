@@ -31,8 +31,8 @@ from meshwright.planner.report.words import next_commands
 from meshwright.planner.result import Choice
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import step_time
-from meshwright.train.config import ComputeConfig, TrainConfig, with_settings
-from meshwright.train.setup import check_sizes, choose_rules
+from meshwright.training.config import ComputeConfig, TrainConfig, with_settings
+from meshwright.training.setup import check_sizes, choose_rules
 
 
 def small(**options: object) -> Plan:

@@ -37,7 +37,7 @@ from meshwright.planner.report.page import page_data
 from meshwright.planner.report.words import folded, groups_of, next_commands, short_mesh
 from meshwright.planner.result import Choice, Plan, Refusal
 from meshwright.present import amount, bar, gib, seconds_text
-from meshwright.train import with_settings
+from meshwright.training import with_settings
 
 
 def printed(group: Group, width: int, **said: Any) -> list[str]:

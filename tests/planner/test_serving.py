@@ -18,8 +18,8 @@ from meshwright.planner.result import Choice, Estimate, Job
 from meshwright.planner.schedules.engine import prefill
 from meshwright.planner.serving import WEIGHTS, second_formulas
 from meshwright.planner.step import StepModel
-from meshwright.serve import EngineConfig
-from meshwright.serve.load import targets
+from meshwright.serving import EngineConfig
+from meshwright.serving.load import targets
 
 # benchmarks/serve.py, one H200, bfloat16: 512 tokens of context and 128 new ones, 576 on average
 LLAMA_8B = preset("llama-3.1-8b")

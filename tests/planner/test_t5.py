@@ -16,7 +16,7 @@ from meshwright.planner.compilers import staged
 from meshwright.planner.memory import formulas, memory, peak_bytes
 from meshwright.planner.sizes import sizes_of
 from meshwright.planner.step import StepModel
-from meshwright.train import TrainConfig, abstract_step, training_mesh, with_settings
+from meshwright.training import TrainConfig, abstract_step, training_mesh, with_settings
 
 RECORD = [
     entry

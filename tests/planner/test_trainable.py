@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from tests.planner.compiled import MODELS, Case
-from tests.train.toy import Setting, parts
+from tests.training.toy import Setting, parts
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import select_trainable
@@ -17,8 +17,8 @@ from meshwright.models import abstract_arrays, preset
 from meshwright.planner import plan
 from meshwright.planner.result import Choice, Job
 from meshwright.planner.step import StepModel
-from meshwright.train.optimizer import OptimizerConfig, make_optimizer
-from meshwright.train.trainable import trained_specs
+from meshwright.training.optimizer import OptimizerConfig, make_optimizer
+from meshwright.training.trainable import trained_specs
 
 LAST = ("layers/-1/",)
 SUBSETS = [("norm",), LAST, ("embedding",), ("output", r"layers/[12]\d/mlp", "bq")]

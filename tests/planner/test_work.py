@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.train.toy import ONE, Setting, parts
+from tests.training.toy import ONE, Setting, parts
 
 from meshwright.machines import Machine
 from meshwright.models import preset

@@ -19,7 +19,7 @@ from meshwright.planner.report.words import short_mesh
 from meshwright.present import render
 from meshwright.show import page as show_page
 from meshwright.show import scene
-from meshwright.train.run import MetricsLog, write_run_page
+from meshwright.training.run import MetricsLog, write_run_page
 
 SOURCE = Path(mw.__file__).parent
 

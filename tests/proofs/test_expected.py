@@ -11,7 +11,7 @@ from meshwright.planner import choice_of, job_of
 from meshwright.planner.compilers import staged
 from meshwright.planner.step import StepModel
 from meshwright.proofs.compare import expected
-from meshwright.train.config import TrainConfig
+from meshwright.training.config import TrainConfig
 
 
 def judge(config: TrainConfig, on: str, *rows: Collective) -> list[str]:

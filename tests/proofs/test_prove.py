@@ -22,7 +22,7 @@ from meshwright.proofs import Proof, child, prove
 from meshwright.proofs.compare import compare, expected
 from meshwright.proofs.proof import _proof, digest
 from meshwright.proofs.target import check_extra, child_environment, gpu_description
-from meshwright.train.config import ComputeConfig, TrainConfig
+from meshwright.training.config import ComputeConfig, TrainConfig
 
 pytestmark = pytest.mark.usefixtures("fast_proofs")
 CONFIG = TrainConfig("tiny", mesh="dp=1,fsdp=2,tp=4,sp=1", batch=8, seq=128)

@@ -14,7 +14,7 @@ from meshwright.planner import Choice, Job
 from meshwright.planner.memory import memory
 from meshwright.planner.step import StepModel
 from meshwright.proofs import Proof, compare, expected_serving, prove_serving
-from meshwright.serve import ServedStep
+from meshwright.serving import ServedStep
 
 pytestmark = pytest.mark.usefixtures("fast_proofs")
 STEP = ServedStep("dp=4,fsdp=1,tp=2,sp=1", batch=16, seq=256)

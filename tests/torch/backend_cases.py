@@ -22,7 +22,7 @@ from meshwright.torch import checkpoint
 from meshwright.torch.parallelize import parallelized
 from meshwright.torch.train.backend import TorchBackend
 from meshwright.torch.train.command import machine_of_run
-from meshwright.train import TrainConfig
+from meshwright.training import TrainConfig
 from models import tiny
 
 MESH = "dp=2,tp=-1"

@@ -15,7 +15,7 @@ from meshwright.cli.auto import planned
 from meshwright.errors import MeshwrightError
 from meshwright.torch.train import train
 from meshwright.torch.train.command import machine_of
-from meshwright.train import TrainConfig
+from meshwright.training import TrainConfig
 
 AUTO = TrainConfig("tiny", backend="torch", mesh="auto", steps=1, batch=2, seq=16)
 

@@ -11,9 +11,9 @@ import pytest
 import meshwright as mw
 from meshwright.models import Compute, LossConfig, abstract_arrays, decoder_rules, from_hf_config
 from meshwright.models import load_hf as load_into_jax
-from meshwright.train import load_pieces, save_pieces
-from meshwright.train.state import abstract_state, new_state
-from meshwright.train.step import step_functions
+from meshwright.training import load_pieces, save_pieces
+from meshwright.training.state import abstract_state, new_state
+from meshwright.training.step import step_functions
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -17,7 +17,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.models import preset, to_hf_config
 from meshwright.torch.train import command
 from meshwright.torch.train.backend import idle_gpus
-from meshwright.train.resume import check_saved
+from meshwright.training.resume import check_saved
 
 DIMS = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp"}
 DIMS |= {"head_dim": "none", "norm": "none"}

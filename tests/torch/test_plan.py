@@ -14,7 +14,7 @@ from meshwright.models import DecoderConfig
 from meshwright.planner import Choice, Job, choice_of, job_of, memory
 from meshwright.planner.schedules.fsdp2_memory import Fsdp2Device
 from meshwright.planner.step import StepModel
-from meshwright.train import TrainConfig, with_settings
+from meshwright.training import TrainConfig, with_settings
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -24,13 +24,13 @@ from tests.torch.models import tiny
 from meshwright.checkpoint import folders
 from meshwright.cli.main import main
 from meshwright.errors import MeshwrightError
-from meshwright.serve import generation_mesh, load, look_into
+from meshwright.serving import generation_mesh, load, look_into
 from meshwright.torch import checkpoint
 from meshwright.torch.train import train
 from meshwright.torch.train.batch import model_inputs
 from meshwright.torch.train.settings import check_settings
 from meshwright.torch.train.store import TorchrunStore
-from meshwright.train import TorchConfig, TrainConfig, with_settings
+from meshwright.training import TorchConfig, TrainConfig, with_settings
 
 SIZES = ["--steps", "9", "--batch", "8", "--seq", "64", "--accumulation", "2"]
 SIZES += ["--eval.sequences", "6", "--eval.every", "100", "--optimizer.learning-rate", "3e-3"]

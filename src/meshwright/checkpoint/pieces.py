@@ -56,7 +56,7 @@ def read_pieces(folder: Path) -> dict[str, list[Piece]]:
     except FileNotFoundError:
         raise MeshwrightError(
             f"{folder} has no {PIECES}: it is a checkpoint of Orbax, which only JAX reads; restore "
-            "it there and save it with meshwright.train.save_pieces, or its weights alone with "
+            "it there and save it with meshwright.training.save_pieces, or its weights alone with "
             "mw.save_hf"
         ) from None
     except (OSError, ValueError, TypeError) as error:

@@ -146,7 +146,7 @@ def _of_step(words: list[str], expect: list[str], fail_on: str | None) -> Audit:
     from meshwright.audits import expected_of_step
     from meshwright.cli.train import settings
     from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
-    from meshwright.train import AbstractStep, abstract_step
+    from meshwright.training import AbstractStep, abstract_step
 
     config = settings(words)
     make_room_for_cpu_collectives()

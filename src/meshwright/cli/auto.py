@@ -7,7 +7,7 @@ from meshwright.cli.flags import named_settings
 from meshwright.launch import flat_settings
 from meshwright.machines import Machine
 from meshwright.models import default_dtype
-from meshwright.train import AUTO, TrainConfig
+from meshwright.training import AUTO, TrainConfig
 
 
 def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tuple[TrainConfig, str]:

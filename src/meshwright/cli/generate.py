@@ -18,7 +18,7 @@ from meshwright.machines import Machine
 from meshwright.present import count, mesh_text
 
 if TYPE_CHECKING:
-    from meshwright.serve import Source
+    from meshwright.serving import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
         simulate_devices,
     )
     from meshwright.models import default_dtype, describe_padding, serving_of
-    from meshwright.serve import (
+    from meshwright.serving import (
         Sampling,
         check_fits,
         check_prompts,
@@ -86,7 +86,7 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
         look_into,
         stream,
     )
-    from meshwright.train import AUTO
+    from meshwright.training import AUTO
 
     sampling = Sampling(
         settings.temperature, settings.top_k, settings.top_p, settings.min_p, seed=settings.seed
@@ -204,7 +204,7 @@ class _TokenStream:
 def _print(tokens: _TokenStream, prompts: list[list[int]], source: "Source") -> None:
     """Stream each prompt with its continuation, or what was generated from it, in order."""
     from meshwright.data import decode_stream
-    from meshwright.serve import has_encoder
+    from meshwright.serving import has_encoder
 
     encoded = has_encoder(source.config)
     for index, prompt in enumerate(prompts):
@@ -219,7 +219,7 @@ def _print(tokens: _TokenStream, prompts: list[list[int]], source: "Source") -> 
 
 
 def _result(text: str, prompt: list[int], tokens: list[int], source: "Source") -> dict[str, Any]:
-    from meshwright.serve import has_encoder
+    from meshwright.serving import has_encoder
 
     ended = bool(tokens) and tokens[-1] in source.ends
     tokens = tokens[:-1] if ended else tokens

@@ -23,7 +23,7 @@ from meshwright.planner import Plan, StepModel, apply, choice_of, job_of, memory
 from meshwright.planner.report import read_plan
 from meshwright.present import Column, Row, aligned, bytes_text, count
 from meshwright.proofs import Comparison, Proof, compare, expected, prove
-from meshwright.train import AUTO, TrainConfig, training_spec
+from meshwright.training import AUTO, TrainConfig, training_spec
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
 meshwright prove --plan FILE [--choice N]

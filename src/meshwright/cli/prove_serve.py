@@ -17,7 +17,7 @@ from meshwright.ops.attention import CACHE_DTYPES
 from meshwright.planner import Choice, Job, StepModel
 from meshwright.present import bytes_text
 from meshwright.proofs import compare, expected_serving, prove_serving
-from meshwright.serve import ServedStep
+from meshwright.serving import ServedStep
 
 
 def prove_serve(words: list[str]) -> None:

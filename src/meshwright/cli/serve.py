@@ -32,7 +32,7 @@ from meshwright.launch import (
 )
 from meshwright.models import default_dtype, serving_of
 from meshwright.present import count, mesh_text
-from meshwright.serve import (
+from meshwright.serving import (
     Defaults,
     Engine,
     EngineStoppedError,
@@ -48,7 +48,7 @@ from meshwright.serve import (
     settings_facts,
     start_engine,
 )
-from meshwright.train.run import print_line
+from meshwright.training.run import print_line
 
 
 def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
@@ -60,7 +60,7 @@ def serve(config: tyro.conf.OmitArgPrefixes[ServeConfig]) -> None:
     --limits.shutdown-seconds at most; a second one ends at once.
     """
     try:
-        import meshwright.serve.server  # noqa: F401
+        import meshwright.serving.server  # noqa: F401
     except ImportError as reason:
         raise MeshwrightError(f"{reason}: {not_installed('serve')}") from None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
@@ -97,7 +97,7 @@ def _source(config: ServeConfig) -> Source:
 
 def _answer(source: Source, config: ServeConfig, link: Leader | None) -> None:
     """Serve clients, in process 0."""
-    from meshwright.serve.server import (
+    from meshwright.serving.server import (
         HttpServer,
         Service,
         bind,

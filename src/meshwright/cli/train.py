@@ -10,8 +10,8 @@ import tyro
 from meshwright.cli.flags import NUMBERS
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.train import TrainConfig, config_from_file
-from meshwright.train import train as run_training
+from meshwright.training import TrainConfig, config_from_file
+from meshwright.training import train as run_training
 
 
 def train(config: tyro.conf.OmitArgPrefixes[TrainConfig]) -> None:

@@ -12,7 +12,7 @@ from meshwright.models.work import Stack
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """What an engine needs for its steps over pages: see serve/programs.py."""
+    """What an engine needs for its steps over pages: see serving/programs.py."""
 
     rules: Callable[[], Rules]
     """How the weights are stored, and how the activations of a step are split."""

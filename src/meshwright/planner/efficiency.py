@@ -149,7 +149,7 @@ ACCUMULATION_BYTES = 12  # of each parameter, for each micro-batch
 # measured: seconds of a step in which nothing runs, 4 to 6 ms on H200
 IDLE_STEP = 4e-3
 
-# ---- serving (serve/engine.py), H200. Four constants are fitted to seven measured speeds of two
+# ---- serving (serving/engine.py), H200. Four constants are fitted to seven measured speeds of two
 # dense decoders of 8B and 1.5B (tests/planner/test_serving.py), with contexts of 576 tokens
 
 # measured: about 310 kernels of a decode step with 16 layers, 620 with 32

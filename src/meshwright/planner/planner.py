@@ -31,7 +31,7 @@ from meshwright.planner.search import Candidate, RankBy, feasible, search, why_n
 from meshwright.planner.serving import search_serving, serves
 from meshwright.planner.settings import constraints_of, job_of, setting_name
 from meshwright.present import count
-from meshwright.train import AUTO, TrainConfig, check_length, with_settings
+from meshwright.training import AUTO, TrainConfig, check_length, with_settings
 
 RANK_BY = ("throughput", "latency", "memory")
 UNQUANTIZED = "plain"  # weights in the dtype of activations

@@ -16,7 +16,7 @@ from meshwright.models import OFFLOAD, family_of
 from meshwright.planner.collective import Collective
 from meshwright.planner.sizes import ModelSizes, sizes_of
 from meshwright.present import mesh_text
-from meshwright.train import TrainConfig, field_lengths
+from meshwright.training import TrainConfig, field_lengths
 
 if TYPE_CHECKING:
     from meshwright.planner.step import Schedule

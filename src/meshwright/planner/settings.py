@@ -16,7 +16,7 @@ from meshwright.planner.candidates import with_strategy
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.result import Choice, Job
 from meshwright.present import mesh_text
-from meshwright.train import (
+from meshwright.training import (
     AUTO,
     TrainConfig,
     check_fp8,

@@ -83,7 +83,7 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _trained(request: dict[str, Any], machine: Any, devices: list[Any]) -> tuple[Any, Any, Any]:
     from meshwright.models import model_from_dict
-    from meshwright.train import abstract_step, config_from_dict, training_mesh
+    from meshwright.training import abstract_step, config_from_dict, training_mesh
 
     config = config_from_dict(request["config"], "request")
     placed = training_mesh(config, machine, devices)
@@ -94,7 +94,7 @@ def _trained(request: dict[str, Any], machine: Any, devices: list[Any]) -> tuple
 def _served(request: dict[str, Any], machine: Any, devices: list[Any]) -> tuple[Any, Any, Any]:
     from meshwright.meshes import MeshSpec, mesh
     from meshwright.models import model_from_dict
-    from meshwright.serve import ServedStep
+    from meshwright.serving import ServedStep
 
     step = ServedStep(**request["serve"])
     spec = MeshSpec.parse(step.mesh).with_standard_axes()

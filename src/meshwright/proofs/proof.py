@@ -78,7 +78,7 @@ def prove(
     does not fit is a Proof that says so; a mistake or any other failure is a MeshwrightError.
     """
     from meshwright.models import model_config, model_to_dict
-    from meshwright.train import config_to_dict
+    from meshwright.training import config_to_dict
 
     machine = Machine.parse(on)
     check_slice(machine.chip, machine.shape, machine.slices, str(machine))
@@ -149,7 +149,7 @@ def _proved(
 def _check(config: Any, model: Any, machine: Machine) -> None:
     """Sizes against the mesh, before a compiler is started."""
     from meshwright.models import override
-    from meshwright.train import accepted_meshes, check_sizes, choose_rules, training_mesh
+    from meshwright.training import accepted_meshes, check_sizes, choose_rules, training_mesh
 
     model = override(model, config.override, config.seq)
     shape = training_mesh(config, machine, accepts=accepted_meshes(config, model)).shape

@@ -36,7 +36,7 @@ from meshwright.present import (
     percent,
     seconds_text,
 )
-from meshwright.train import overlap_text
+from meshwright.training import overlap_text
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

@@ -9,7 +9,7 @@ from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.result import Choice, Job, Plan, Refusal
 from meshwright.planner.settings import apply
 from meshwright.present import count, percent
-from meshwright.train import TrainConfig, settings_flags, with_settings
+from meshwright.training import TrainConfig, settings_flags, with_settings
 
 
 def meshes(number: int) -> str:

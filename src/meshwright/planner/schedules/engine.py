@@ -2,7 +2,7 @@
 
 A decode step reads the weights and the keys of all sequences once; tp adds up blocks. A step with a
 chunk of a prompt computes the places of the whole batch beside it. Both are steps of
-serve/engine.py with its default pages and chunks.
+serving/engine.py with its default pages and chunks.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from meshwright.planner.shares import place_axes
 from meshwright.planner.sizes import StackSizes
 from meshwright.planner.step import Kinds, Schedule, StepModel, Work
 from meshwright.planner.terms import Number
-from meshwright.serve import EngineConfig, served_config
+from meshwright.serving import EngineConfig, served_config
 
 ENGINE = EngineConfig()  # pages, chunks of prompts and memory of an engine that is served with
 KINDS = ("parameters", "key-value cache", "working activations")
@@ -54,7 +54,7 @@ def places(job: Job, choice: Choice) -> int:
 def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
     """Weights in the dtype they are kept in, the pages of the cache, and a step's activations.
 
-    As serve/programs.py takes them: logits of all sequences are on every device, three times.
+    As serving/programs.py takes them: logits of all sequences are on every device, three times.
     """
     device, job, number = step.device, step.job, step.number
     sequences = number(places(job, step.choice), "sequences")

@@ -26,7 +26,7 @@ from meshwright.torch.train.from_jax import as_pieces
 from meshwright.torch.train.launcher import by_torchrun
 from meshwright.torch.train.settings import check_settings
 from meshwright.torch.train.work import NetworkWork
-from meshwright.train import (
+from meshwright.training import (
     Backend,
     Memory,
     Say,

@@ -30,7 +30,7 @@ from meshwright.torch.train.backend import TorchBackend, check_batch, on_meta
 from meshwright.torch.train.launcher import start_processes, starts_processes
 from meshwright.torch.train.settings import check_settings
 from meshwright.torch.train.store import join
-from meshwright.train import (
+from meshwright.training import (
     AUTO,
     NONE,
     Loop,

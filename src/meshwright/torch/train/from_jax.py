@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshwright.checkpoint import Checkpoints as JaxCheckpoints
 from meshwright.checkpoint import folders, holds_pieces
 from meshwright.torch.checkpoint import RANKS, Checkpoints
-from meshwright.train import TorchConfig, TrainConfig, prepare, save_pieces, with_settings
+from meshwright.training import TorchConfig, TrainConfig, prepare, save_pieces, with_settings
 
 
 @contextlib.contextmanager

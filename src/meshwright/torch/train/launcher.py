@@ -13,7 +13,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import hangup_is_ignored, signal_calls
 from meshwright.launch import EXIT_CODE
-from meshwright.train import TrainConfig
+from meshwright.training import TrainConfig
 
 RUN_ID = "meshwright"
 LONGEST_STOP_S = 600  # for the last step and its save, after a signal

@@ -12,7 +12,7 @@ from meshwright.models import (
     to_hf_config,
     torch_only_config,
 )
-from meshwright.train import TrainConfig, check_length, file_rules, model_of
+from meshwright.training import TrainConfig, check_length, file_rules, model_of
 
 # settings of JAX alone, and what to do instead
 _JAX_ONLY = {

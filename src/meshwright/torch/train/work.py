@@ -8,7 +8,7 @@ from torch import nn
 
 from meshwright.models import TransformersConfig
 from meshwright.present import amount
-from meshwright.train import StepWork
+from meshwright.training import StepWork
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,71 @@
+"""Serve a model: the inference engine, which also generates for a list of prompts."""
+
+from meshwright.serving.abstract_step import Part, ServedStep
+from meshwright.serving.defaults import Defaults, defaults_of
+from meshwright.serving.engine import Engine
+from meshwright.serving.generate import stream
+from meshwright.serving.grammars import Grammar, Grammars
+from meshwright.serving.job import check_prompts
+from meshwright.serving.load import (
+    Model,
+    Source,
+    check_fits,
+    generation_mesh,
+    has_encoder,
+    load,
+    look_into,
+    served_config,
+)
+from meshwright.serving.lockstep import follow, lead
+from meshwright.serving.replicas import Replicas, start_engine
+from meshwright.serving.request import (
+    AnyEngine,
+    Completion,
+    Delta,
+    EngineStats,
+    EngineStoppedError,
+    FinishReason,
+    OverloadedError,
+    Request,
+    TokenLogprobs,
+)
+from meshwright.serving.same_settings import settings_facts
+from meshwright.serving.sampling import Sampling
+from meshwright.serving.settings import EngineConfig, ServeConfig
+
+__all__ = [
+    "AnyEngine",
+    "Completion",
+    "Defaults",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "EngineStoppedError",
+    "FinishReason",
+    "Grammar",
+    "Grammars",
+    "Model",
+    "OverloadedError",
+    "Part",
+    "Replicas",
+    "Request",
+    "Sampling",
+    "ServeConfig",
+    "ServedStep",
+    "Source",
+    "TokenLogprobs",
+    "check_fits",
+    "check_prompts",
+    "defaults_of",
+    "follow",
+    "generation_mesh",
+    "has_encoder",
+    "lead",
+    "load",
+    "look_into",
+    "served_config",
+    "settings_facts",
+    "start_engine",
+    "stream",
+]

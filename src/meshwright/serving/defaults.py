@@ -1,0 +1,45 @@
+"""Settings of requests that name none, as a folder's generation_config.json has them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.arithmetic import whole_number
+from meshwright.errors import MeshwrightError
+from meshwright.serving.sampling import Sampling
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    max_new: int | None = None
+    """Maximum number of tokens of a chat's answer; None: what the context has room for."""
+
+    def __str__(self) -> str:
+        """
+        >>> str(Defaults(Sampling(0.6, top_p=0.9)))
+        'temperature 0.6, top_p 0.9'
+        """
+        values = {name: getattr(self.sampling, name) for name in _SAMPLING}
+        values["max_new_tokens"] = self.max_new
+        plain = {name: getattr(Sampling(), name) for name in _SAMPLING}
+        changed = (name for name in values if values[name] != plain.get(name))
+        return ", ".join(f"{name} {values[name]:g}" for name in changed)
+
+
+def defaults_of(fields: Mapping[str, Any]) -> Defaults:
+    """The defaults in the fields of a generation_config.json, those that vLLM uses too."""
+    given = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    if given.get("top_k") in (0, -1):  # all tokens
+        del given["top_k"]
+    limit = fields.get("max_new_tokens")
+    try:
+        if limit is not None and whole_number(limit, "max_new_tokens") < 1:
+            raise MeshwrightError(f"max_new_tokens={limit} must be at least 1")
+        return Defaults(Sampling(**given), limit)
+    except MeshwrightError as reason:
+        raise MeshwrightError(
+            f"generation_config.json: {reason}; or ignore it with --generation-config none"
+        ) from None

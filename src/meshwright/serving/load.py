@@ -1,0 +1,377 @@
+"""Load the model of a run's checkpoint or a Hugging Face folder onto any mesh.
+
+model = load_for_generation("runs/first", generation_mesh("fsdp=4,tp=2"))
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+from meshwright.data import Tokenizer, load_tokenizer, tokenizer_from_json
+from meshwright.errors import MeshwrightError
+from meshwright.launch import weights_sample
+from meshwright.layouts import ArraySpec, Layout, fit, layout_tree, stored
+from meshwright.machines import check_host_memory, host_bytes
+from meshwright.meshes import MeshSpec
+from meshwright.meshes import mesh as build_mesh
+from meshwright.models import (
+    abstract_arrays,
+    family_of,
+    from_hf_config,
+    load_hf,
+    model_from_dict,
+    padded_vocab,
+    serving_of,
+)
+from meshwright.ops import drop_trivial_axes, nontrivial_axes
+from meshwright.present import mesh_text
+from meshwright.serving.grammars import Grammars
+
+
+def has_encoder(config: Any) -> bool:
+    """Whether prompts are read by an encoder, so that the output does not continue them."""
+    return "encoder_tokens" in family_of(config).batch_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model in a folder: its config and tokenizer, with weights still to be read."""
+
+    config: Any
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    """Token ids that end a document."""
+    special_tokens: bool
+    """Whether to add the tokenizer's special tokens to a prompt, such as begin-of-text."""
+    name: str
+    """The source, for messages."""
+    read: Callable[[Any], Any]
+    """Reads the weights for a tree of abstract arrays with shardings."""
+    generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The fields of generation_config.json; see `defaults_of`."""
+    weights: Callable[[], Any] = lambda: None
+    """Identifies the weights without reading all of them, as JSON."""
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """For constrained decoding; engines and the server share it."""
+        return Grammars(self.tokenizer, self.ends)
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a prompt."""
+        tokens = [int(i) for i in self.tokenizer.encode_batch([prompt], self.special_tokens)[0]]
+        if not self.special_tokens and has_encoder(self.config):
+            tokens.append(self.tokenizer.end_of_document)  # as the encoder's inputs in training
+        return tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model on a mesh."""
+
+    source: Source
+    params: Any
+    mesh: Mesh
+
+    @property
+    def config(self) -> Any:
+        return served_config(self.source.config, self.mesh.shape)
+
+
+def generation_mesh(text: str = "dp=1,fsdp=1,tp=1,sp=1") -> Mesh:
+    """The mesh for a text: missing standard axes have size 1, remaining devices are unused.
+
+    >>> dict(generation_mesh("tp=1").shape)
+    {'tp': 1, 'dp': 1, 'fsdp': 1, 'sp': 1}
+    """
+    spec = MeshSpec.parse(text).with_standard_axes()
+    devices = jax.devices()
+    if spec.is_resolved:
+        devices = devices[: math.prod(spec.sizes)]
+    return build_mesh(spec, devices=devices, axis_types="explicit")
+
+
+def load_for_generation(
+    path: str | os.PathLike[str],
+    mesh: Mesh,
+    dtype: Any = jnp.float32,
+    *,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    end_token: str | None = None,
+) -> Model:
+    """The model in a run's folder (its last checkpoint, or `step`) or in a Hugging Face folder."""
+    source = look_into(path, step=step, tokenizer=tokenizer, end_token=end_token)
+    return load(source, mesh, dtype)
+
+
+def look_into(
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    end_token: str | None = None,
+) -> Source:
+    """The model in a run's folder or a Hugging Face folder, without reading weights.
+
+    `tokenizer` and `end_token` replace the folder's own (see load_tokenizer).
+    """
+    folder = Path(path)
+    fields = _config_file(folder)
+    own = None if tokenizer is None else load_tokenizer(tokenizer, end_token)
+    if "model_config" in fields:
+        return _run(folder, fields, step, own)
+    if "architectures" not in fields:
+        raise MeshwrightError(
+            f"{folder / 'config.json'} belongs neither to a run (it has no 'model_config') nor to "
+            "Hugging Face (no 'architectures'); give the folder of a run or of a Hugging Face model"
+        )
+    if step is not None:
+        raise MeshwrightError(
+            f"{folder} is a Hugging Face folder, which has no step {step}; leave --step out"
+        )
+    return _hugging_face(folder, fields, own, end_token)
+
+
+def load(source: Source, mesh: Mesh, dtype: Any = jnp.float32) -> Model:
+    """Load the weights onto the mesh, matrices in `dtype`; each device reads its shard."""
+    check_fits(source.config, mesh)
+    arrays = abstract_arrays(source.config)
+    padded = targets(served_config(source.config, mesh.shape), mesh, dtype)
+    check_host_memory(
+        host_bytes(padded),
+        f"{source.name} in {jnp.dtype(dtype).name}",
+        "use --dtype bfloat16, or fewer devices if some hold copies",
+    )
+    on_disk = jax.tree.map(lambda target, spec: stored(target, spec.shape), padded, arrays)
+    params = jax.tree.map(_repeat_kv_heads, source.read(on_disk), padded, arrays)
+    return Model(source, fit(params, padded), mesh)
+
+
+def served_config(config: Any, mesh_shape: Mapping[str, int]) -> Any:
+    """The model as a mesh holds it: KV heads are repeated where tp is a multiple of their number.
+
+    A device then holds one KV head, which is that of all its query heads.
+    """
+    tensor = mesh_shape.get("tp", 1)
+    if tensor <= config.kv_heads or tensor % config.kv_heads or config.heads % tensor:
+        return config
+    return dataclasses.replace(config, kv_heads=tensor)
+
+
+def _repeat_kv_heads(array: jax.Array, target: jax.ShapeDtypeStruct, spec: ArraySpec) -> jax.Array:
+    """An array with as many KV heads as its target has; others as they are."""
+    if "kv_heads" not in spec.dims or array.shape == target.shape:
+        return array
+    with jax.set_mesh(target.sharding.mesh):
+        dim = spec.dims.index("kv_heads")
+        repeated: jax.Array = _repeat(array, dim, target.shape[dim], target.sharding.spec)
+    return repeated
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _repeat(x: jax.Array, dim: int, size: int, spec: P) -> jax.Array:
+    axes = [*spec, *(None,) * (x.ndim - len(spec))]
+    whole = reshard(x, P(*axes[:dim], None, *axes[dim + 1 :]))
+    return reshard(jnp.repeat(whole, size // x.shape[dim], axis=dim), P(*axes))
+
+
+def check_fits(config: Any, mesh: Mesh) -> None:
+    """Raise a MeshwrightError if the mesh does not divide the model's dims."""
+    for axes, dims in ((("tp",), ("heads", "mlp")), (("fsdp", "sp"), ("embed",))):
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        for dim in dims:
+            size = getattr(config, dim)
+            if size % parts:
+                sizes = " · ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+                fits = [str(n) for n in range(1, mesh.size + 1) if size % n == 0][-3:]
+                raise MeshwrightError(
+                    f"mesh '{mesh_text(mesh.shape)}': {sizes} does not divide the model's "
+                    f"{dim}={size}; {' or '.join(fits)} would"
+                )
+    tensor, size = mesh.shape["tp"], config.kv_heads
+    if size % tensor and tensor % size:
+        fits = [
+            str(n) for n in range(1, config.heads + 1)
+            if config.heads % n == config.mlp % n == 0 and (size % n == 0 or n % size == 0)
+        ][-3:]  # fmt: skip
+        raise MeshwrightError(
+            f"mesh '{mesh_text(mesh.shape)}': tp={tensor} neither divides the model's "
+            f"kv_heads={size} nor is a multiple of them; {' or '.join(fits)} would do"
+        )
+
+
+def targets(config: Any, mesh: Mesh, dtype: Any) -> Any:
+    """Abstract parameters with shardings; norms and biases in float32.
+
+    The vocabulary is padded where the mesh does not divide it.
+    """
+    rules = serving_of(config).rules()
+    arrays = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
+    nontrivial = nontrivial_axes(mesh.shape)
+
+    def target(spec: ArraySpec, layout: Layout) -> jax.ShapeDtypeStruct:
+        kept = dtype if spec.is_matrix else jnp.float32
+        place = NamedSharding(mesh, drop_trivial_axes(P(*layout.axes), nontrivial))
+        return jax.ShapeDtypeStruct(spec.shape, kept, sharding=place)
+
+    places = layout_tree(arrays, rules, mesh=mesh)
+    return jax.tree.map(target, arrays, places)
+
+
+def _config_file(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        why = "is a file" if folder.exists() else "does not exist"
+        raise MeshwrightError(
+            f"{folder} {why}; give the folder of a run (as in meshwright train --run FOLDER) or of "
+            "a Hugging Face model"
+        )
+    file = folder / "config.json"
+    if not file.is_file():
+        above = next((up for up in folder.resolve().parents if (up / "checkpoints").is_dir()), None)
+        hint = "" if above is None else f"; the run it is part of is {above}"
+        raise MeshwrightError(
+            f"{folder} holds no config.json, so it is neither a run nor a Hugging Face model{hint}"
+        )
+    fields = _json(file)
+    if not isinstance(fields, dict):
+        raise MeshwrightError(f"{file} is not a JSON object")
+    return fields
+
+
+def _run(
+    folder: Path, fields: dict[str, Any], step: int | None, tokenizer: Tokenizer | None
+) -> Source:
+    from meshwright.checkpoint import (
+        Checkpoints,
+        folders,
+        holds_pieces,
+        load_piece_tree,
+        read_intact_step,
+    )
+
+    try:
+        config = model_from_dict(fields["model_config"])
+        config = dataclasses.replace(config, hf_config=fields.get("hf_config"))
+    except (KeyError, TypeError, ValueError) as reason:
+        raise MeshwrightError(
+            f"{folder / 'config.json'}: 'model_config' does not match this version: {reason}"
+        ) from None
+    if tokenizer is None:
+        tokenizer = _run_tokenizer(folder / "tokenizer_state.json")
+    _check_vocabulary(tokenizer, config, folder)
+
+    def command(other: int) -> str:
+        return f"the same command with --step {other}"
+
+    checkpoints = Checkpoints(folder / "checkpoints", command=command)
+    chosen = checkpoints.latest() if step is None else step
+    if chosen is None:
+        raise MeshwrightError(
+            f"{folder / 'checkpoints'} holds no complete checkpoint; the run saves one when it "
+            f"ends and every --checkpoint.every steps{_renamed(checkpoints.folder)}"
+        )
+    checkpoints.arrays(chosen)  # or an error that lists them
+
+    def read(targets: Any) -> Any:
+        if holds_pieces(folders.complete_folder(checkpoints.folder, chosen)):
+            record = read_intact_step(checkpoints.folder, chosen, command)
+            return load_piece_tree(checkpoints.folder, record, config, "params", targets)
+        return checkpoints.restore(chosen, {"params": targets}, cast=True)["params"]
+
+    return Source(
+        config=config,
+        tokenizer=tokenizer,
+        ends=frozenset({tokenizer.end_of_document}),
+        special_tokens=False,  # as in `meshwright data pack`
+        name=f"step {chosen} of {folder}",
+        read=read,
+        weights=lambda: {
+            name: array.fingerprint for name, array in checkpoints.arrays(chosen).items()
+        },
+    )
+
+
+def _renamed(checkpoints: Path) -> str:
+    from meshwright.checkpoint import misnamed
+
+    names = misnamed(checkpoints)
+    return f"; renamed ones are not read: {', '.join(names[:4])}" if names else ""
+
+
+def _hugging_face(
+    folder: Path, fields: dict[str, Any], tokenizer: Tokenizer | None, end_token: str | None
+) -> Source:
+    config = from_hf_config(folder)
+    beside = folder / "generation_config.json"
+    generation_config = _json(beside) if beside.is_file() else {}
+    if not isinstance(generation_config, dict):
+        raise MeshwrightError(f"{beside} is not a JSON object")
+    if tokenizer is None:
+        if not (folder / "tokenizer.json").is_file():
+            raise MeshwrightError(
+                f"{folder} holds no tokenizer.json; name one with --tokenizer: 'bytes', a "
+                "tokenizer.json or a folder that holds one"
+            )
+        tokenizer = load_tokenizer(folder, end_token)
+    _check_vocabulary(tokenizer, config, folder)
+
+    def read(targets: Any) -> Any:
+        shardings = jax.tree.map(lambda target: target.sharding, targets)
+        return load_hf(folder, config, shardings, targets["embedding"].dtype)
+
+    return Source(
+        config=config,
+        tokenizer=tokenizer,
+        ends=frozenset({tokenizer.end_of_document}) | _hf_ends(fields, generation_config),
+        special_tokens=True,
+        name=str(folder),
+        read=read,
+        generation_config=generation_config,
+        weights=lambda: weights_sample(folder),
+    )
+
+
+def _run_tokenizer(file: Path) -> Tokenizer:
+    if not file.is_file():
+        raise MeshwrightError(f"{file} does not exist; name the run's tokenizer with --tokenizer")
+    try:
+        return tokenizer_from_json(_json(file))
+    except (KeyError, TypeError, AttributeError):
+        raise MeshwrightError(f"{file} does not describe a tokenizer") from None
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: Any, folder: Path) -> None:
+    if tokenizer.vocab > config.vocab:
+        raise MeshwrightError(
+            f"the tokenizer has {tokenizer.vocab} tokens, the model in {folder} {config.vocab}: "
+            "they do not match; name the model's tokenizer with --tokenizer"
+        )
+
+
+def _hf_ends(*files: Mapping[str, Any]) -> frozenset[int]:
+    """The eos_token_id (one or several) of config.json and generation_config.json."""
+    ends: set[int] = set()
+    for fields in files:
+        value = fields.get("eos_token_id")
+        ends |= {i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)}
+    return frozenset(ends)
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as reason:
+        raise MeshwrightError(f"{file} cannot be read: {reason.strerror or reason}") from None
+    except (ValueError, RecursionError) as reason:
+        raise MeshwrightError(f"{file} is not readable JSON: {reason}") from None

@@ -1,0 +1,49 @@
+"""Training: the step, optimizers, data, checkpoints, and the loop that joins them."""
+
+from meshwright.training.abstract_step import AbstractStep, abstract_step
+from meshwright.training.backend import Backend, Say
+from meshwright.training.config import (
+    NONE,
+    TorchConfig,
+    TrainConfig,
+    config_from_dict,
+    config_from_file,
+    config_to_dict,
+    settings_flags,
+    with_settings,
+)
+from meshwright.training.exchange import load_pieces, save_pieces
+from meshwright.training.jax_backend import AUTO, train
+from meshwright.training.loop import Loop, check_run_folder, supervised
+from meshwright.training.optimizer import learning_rate
+from meshwright.training.prepare import prepare, prepare_data
+from meshwright.training.resume import checkpoint_settings
+from meshwright.training.run import Memory, chip_peak_flops
+from meshwright.training.run.trackers import check_trackers
+from meshwright.training.same_settings import check_same_settings
+from meshwright.training.setup import (
+    accepted_meshes,
+    check_fp8,
+    check_length,
+    check_sizes,
+    choose_rules,
+    field_lengths,
+    file_rules,
+    layers_choice,
+    model_of,
+    training_mesh,
+    training_spec,
+)
+from meshwright.training.tpu import overlap_choice, overlap_text
+from meshwright.training.work import StepWork
+
+__all__ = [
+    "AUTO", "NONE", "AbstractStep", "Backend", "Loop", "Memory", "Say", "StepWork", "TorchConfig",
+    "TrainConfig", "abstract_step", "accepted_meshes", "check_fp8", "check_length",
+    "check_run_folder", "check_same_settings", "check_sizes", "check_trackers",
+    "checkpoint_settings", "chip_peak_flops", "choose_rules", "config_from_dict",
+    "config_from_file", "config_to_dict", "field_lengths", "file_rules", "layers_choice",
+    "learning_rate", "load_pieces", "model_of", "overlap_choice", "overlap_text", "prepare",
+    "prepare_data", "save_pieces", "settings_flags",
+    "supervised", "train", "training_mesh", "training_spec", "with_settings",
+]  # fmt: skip

@@ -1,0 +1,248 @@
+"""Training with JAX: one compiled step, arrays over all devices of all processes.
+
+train(TrainConfig("tiny", steps=200, run=Path("runs/first")))
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.checkpoint import Checkpoints, folders, holds_pieces
+from meshwright.errors import MeshwrightError
+from meshwright.launch import (
+    StoreAgreement,
+    coordinator_store,
+    join,
+    keep_compiled_programs,
+    make_room_for_cpu_collectives,
+    quick_compile_options,
+    simulate_devices,
+    take_most_gpu_memory,
+)
+from meshwright.layouts import fit
+from meshwright.machines import check_host_memory, host_bytes
+from meshwright.models import OFFLOAD, load_hf
+from meshwright.present import bytes_text, duration_text
+from meshwright.training.backend import Backend, Say
+from meshwright.training.config import TrainConfig
+from meshwright.training.exchange import load_pieces
+from meshwright.training.loop import Loop, check_run_folder, supervised
+from meshwright.training.prepare import bytes_per_device, prepare
+from meshwright.training.resume import checkpoint_settings, resume_command
+from meshwright.training.run import Memory, memory, peak_flops, waiting_line
+from meshwright.training.same_settings import check_same_settings
+from meshwright.training.setup import known_chip, layers_text, matmuls_text
+from meshwright.training.state import TrainState, new_state, params_are_finite
+from meshwright.training.tpu import overlap_text
+from meshwright.training.trainable import trained_part, trained_specs
+
+AUTO = "auto"  # a mesh that is chosen once the devices are known
+
+
+def train(config: TrainConfig, choose: Callable[[TrainConfig], TrainConfig] | None = None) -> None:
+    """Run to the end, to a signal, or to a mistake (MeshwrightError).
+
+    The same call in every process of a run. `choose` gives the settings of a mesh where the one
+    asked for is 'auto'.
+    """
+    make_room_for_cpu_collectives()
+    take_most_gpu_memory()
+    if config.cpu_devices is not None:
+        simulate_devices(config.cpu_devices)
+    if config.mesh == AUTO and choose is None:
+        raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
+    joined = join(config.coordinator, config.processes, config.process_id)
+    if jax.default_backend() != "cpu":
+        keep_compiled_programs()
+    store = coordinator_store()
+    with supervised(config, joined, store) as (stop, watchdog):
+        with watchdog.paused("comparing settings"):
+            check_same_settings(config, store, joined)
+            if config.mesh == AUTO and choose is not None:
+                config = choose(config)
+                check_same_settings(config, store, joined)
+        check_run_folder(config)
+        with watchdog.paused("preparing"):
+            backend = JaxBackend(config)
+        Loop(backend, stop, store, watchdog).go()
+
+
+class JaxBackend(Backend):
+    lag = 1
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.process_id, self.processes = jax.process_index(), jax.process_count()
+        self.checkpoints: Checkpoints = Checkpoints(**checkpoint_settings(config))
+        self._agreement = StoreAgreement("run")
+        self._setup = setup = prepare(config)
+        step = setup.step
+        self.model, self.loader, self.eval_loader = setup.model, setup.loader, setup.eval_loader
+        self._devices = list(step.mesh.devices.flat)
+        self.mesh_shape, self.num_devices = step.mesh.shape, step.mesh.size
+        self.device_kind = self._devices[0].device_kind
+        self.num_parameters = setup.explanation.num_elements
+        self.work = step.work
+        self._state: TrainState  # after `start`
+        self._compiled: Any = None  # after `compile`
+
+    def from_first(self, text: str) -> str:
+        return self._agreement.from_first(text)
+
+    def placement_lines(self) -> Iterator[str]:
+        yield self._setup.explanation.summary()
+        state = self._setup.step.state
+        trained = trained_part(self._setup.step.arrays, state.params)
+        if self.config.trainable:
+            specs = trained_specs(self._setup.step.arrays)
+            numbers = sum(math.prod(spec.unpadded_shape) for spec in jax.tree.leaves(specs))
+            yield f"trains {numbers:,} of {self.num_parameters:,} parameters; the rest is frozen"
+        kinds = {
+            "parameters": bytes_per_device(state.params),
+            "gradients": bytes_per_device(trained),
+            "optimizer": bytes_per_device(state.optimizer),
+        }
+        parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in kinds.items())
+        yield f"per device: {parts}"
+
+    def compute_lines(self) -> Iterator[str]:
+        setup, platform = self._setup, self._devices[0].platform
+        settings = self.config.compute
+        if platform != "cpu" or settings.layers != "auto" or settings.remat == OFFLOAD:
+            yield layers_text(self.config, setup.step.model, platform, self.num_devices)
+        chip = known_chip(self._devices[0])
+        matmuls = chip and matmuls_text(settings, setup.step.model, chip)
+        if matmuls:
+            yield matmuls
+        if platform == "tpu":
+            yield overlap_text(settings.overlap, chip)
+        if setup.step.attention is not None:
+            yield f"attention: {setup.step.attention}"
+        if setup.padding is not None:
+            yield f"{setup.padding} (in memory only)"
+        for remark in setup.explanation.remarks:
+            yield f"note: {remark}"
+
+    def check_memory(self) -> None:
+        target = self._setup.step.state
+        trained = trained_part(self._setup.step.arrays, target.params)
+        check_host_memory(
+            host_bytes(target) + host_bytes(trained),  # gradients are as large as parameters
+            f"{self.config.model} with parameters, gradients and optimizer state",
+            "use a smaller model, --optimizer.moments int8, or --optimizer.name adafactor",
+        )
+
+    def start(self, saved: int | None) -> None:
+        setup, step = self._setup, self._setup.step
+        if saved is not None:
+            with jax.set_mesh(step.mesh):
+                restored = self._restored(saved)
+                restored = fit(restored, step.state)
+                none = jax.device_put(np.int32(0), step.state.step.sharding)
+            self._state = dataclasses.replace(restored, skipped_in_a_row=none)
+            return
+        params = None
+        if self.config.init_from is not None:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.stored.params)
+            dtype = self.config.compute.param_dtype
+            params = load_hf(self.config.init_from, setup.model, shardings, dtype)
+            params = fit(params, step.state.params)
+        self._state = new_state(
+            step.arrays, step.state, step.optimizer, step.mesh, self.config.seed, params
+        )
+
+    def _restored(self, saved: int) -> TrainState:
+        """Without padding; of a checkpoint that JAX or PyTorch wrote."""
+        folder = self.checkpoints.folder
+        if holds_pieces(folders.complete_folder(folder, saved)):
+            command = functools.partial(resume_command, self.config)
+            return load_pieces(folder, saved, self._setup.stored, self.model, command)[0]
+        state: TrainState = self.checkpoints.restore(saved, self._setup.stored)
+        return state
+
+    def compile(self, say: Say) -> None:
+        step = self._setup.step
+        start = time.monotonic()
+        with waiting_line("compiling", shown=self.process_id == 0), _heard(say):
+            lowered = step.functions.train.lower(self._state, step.batch)
+            self._compiled = lowered.compile(quick_compile_options(self._devices[0].platform))
+        took = duration_text(time.monotonic() - start)
+        held = self._compiled.memory_analysis()
+        if held is not None:
+            total = (
+                held.argument_size_in_bytes
+                + held.temp_size_in_bytes
+                + held.output_size_in_bytes
+                - held.alias_size_in_bytes
+            )
+            say(f"compiled in {took}: {bytes_text(total)} per device by the compiler's account")
+            on_host = held.host_temp_size_in_bytes  # offloaded
+            if self._devices[0].platform == "cpu":  # and, beyond the state, the step itself
+                on_host += total - held.argument_size_in_bytes
+            self._check_step_memory(on_host)
+
+    def _check_step_memory(self, of_device: int) -> None:
+        config = self.config
+        check_host_memory(
+            of_device * len(self._setup.step.mesh.local_devices),
+            f"one step of {config.model} with batch={config.batch} and seq={config.seq}",
+            "use a smaller --batch or --seq, more --accumulation, or --compute.remat full",
+        )
+
+    def batches(self, first: int) -> Iterator[tuple[int, Any]]:
+        return self.loader.iterate(first, self._setup.step.functions.batch_sharding)
+
+    def step(self, batch: Any) -> Any:
+        self._state, report = self._compiled(self._state, batch)
+        return report
+
+    def values(self, report: Any) -> dict[str, Any]:
+        return {name: value.item() for name, value in jax.device_get(report).items()}
+
+    def evaluate(self) -> dict[str, tuple[float, float]]:
+        assert self.eval_loader is not None
+        functions = self._setup.step.functions
+        totals: dict[str, tuple[float, float]] = {}
+        for _, batch in self.eval_loader.iterate(0, functions.batch_sharding):
+            metrics = jax.device_get(functions.evaluate(self._state.params, batch))
+            for name, one in metrics.items():
+                total, counted = totals.get(name, (0.0, 0))
+                totals[name] = total + one.sum.item(), counted + one.count.item()
+        return totals
+
+    def is_finite(self) -> bool:
+        return params_are_finite(self._state, self._setup.step.mesh)
+
+    def save(self, step: int, meta: dict[str, Any], wait: bool = False) -> None:
+        self.checkpoints.save(step, fit(self._state, self._setup.stored), meta, wait=wait)
+
+    def peak_flops(self) -> float | None:
+        return peak_flops(self._devices)
+
+    def memory(self) -> Memory | None:
+        return memory()
+
+
+@contextlib.contextmanager
+def _heard(say: Say) -> Iterator[None]:
+    """What the library logs inside (which attention kernel, and why) is said."""
+    logger = logging.getLogger("meshwright")
+    handler = logging.Handler()
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # some libraries give the root logger a handler of its own
+    try:
+        yield
+    finally:
+        logger.level, logger.propagate = before
+        logger.removeHandler(handler)

@@ -1,0 +1,153 @@
+"""From settings to everything a run needs, with every mistake found before anything is compiled."""
+
+import contextlib
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from meshwright.data import (
+    Loader,
+    Mixture,
+    Tokenizer,
+    check_data,
+    held_out_loader,
+    load_tokenizer,
+    training_loader,
+)
+from meshwright.errors import MeshwrightError
+from meshwright.layouts import Explanation, explain
+from meshwright.models import SOURCE, SPECIAL_TOKENS, describe_padding, family_of, override
+from meshwright.training.abstract_step import AbstractStep, abstract_step
+from meshwright.training.config import TrainConfig
+from meshwright.training.run.trackers import check_trackers
+from meshwright.training.setup import objective_of
+from meshwright.training.state import TrainState, stored_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A run, made ready: nothing is on a device yet."""
+
+    step: AbstractStep
+    model: Any  # with what `save_hf` needs
+    stored: TrainState  # the step's state as a checkpoint holds it, without padding
+    loader: Loader
+    eval_loader: Loader | None
+    explanation: Explanation
+    padding: str | None  # what is padded in memory, in words
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Read model, mesh, rules and data, and check them against each other."""
+    check_trackers(config.log.tensorboard, config.log.wandb is not None)
+    step = abstract_step(config)
+    data = prepare_data(config, step.model)
+    return Setup(
+        step,
+        data.model,
+        stored_state(step.arrays, step.state, step.optimizer),
+        data.loader,
+        data.eval_loader,
+        explain(step.arrays, step.rules, step.mesh),
+        describe_padding(step.model, step.rules, step.mesh.shape),
+    )
+
+
+class Data(NamedTuple):
+    """What a run reads, checked against its model."""
+
+    loader: Loader
+    eval_loader: Loader | None
+    model: Any  # its config, with what `save_hf` needs
+
+
+def prepare_data(config: TrainConfig, model: Any) -> Data:
+    """Open the data; raise if it, or the weights to start from, do not suit the model."""
+    if config.init_from is not None:
+        _check_weights(config.init_from, config, model)
+    mixture = Mixture.parse(config.data)
+    tokenizer = None
+    if config.init_from is not None and (config.init_from / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(str(config.init_from))
+    objective = objective_of(config, model, mixture.tokenizer)
+    seq = config.seq if objective is None else objective.raw_length
+    held_out = config.eval.sequences
+    check_data(
+        mixture,
+        vocab=model.vocab,
+        seq=seq,
+        batch=config.batch,
+        held_out=held_out,
+        tokenizer=tokenizer,
+    )
+    loader = training_loader(
+        mixture,
+        batch=config.batch,
+        seq=seq,
+        accumulation=config.accumulation,
+        seed=config.seed,
+        held_out=held_out,
+        objective=objective,
+    )
+    eval_loader = None
+    if held_out:
+        micro_batch = config.batch // config.accumulation
+        eval_loader = held_out_loader(
+            mixture, batch=micro_batch, seq=seq, held_out=held_out, objective=objective
+        )
+    fields = _hf_config(config, model, mixture.tokenizer)
+    return Data(loader, eval_loader, dataclasses.replace(model, hf_config=fields))
+
+
+def _check_weights(folder: Path, config: TrainConfig, model: Any) -> None:
+    """Weights made for other settings (a rope, a norm) would fit and be wrong."""
+    theirs = override(_read_config(folder, model), config.override, config.seq)
+    differ = [
+        field.name
+        for field in dataclasses.fields(model)
+        if field.compare
+        and field.name != "max_seq"
+        and getattr(model, field.name) != getattr(theirs, field.name)
+    ]
+    if differ:
+        differences = ", ".join(
+            f"{name} {getattr(theirs, name)} there, {getattr(model, name)} here" for name in differ
+        )
+        raise MeshwrightError(
+            f"init_from {str(folder)!r} holds the weights of another model: {differences}; give "
+            f"that folder as the model too: meshwright train {folder} --init-from {folder}"
+        )
+
+
+def _read_config(folder: Path, model: Any) -> Any:
+    """The config of a folder, read as that of `model` was."""
+    return family_of(model).hugging_face.read_config(folder)
+
+
+def _hf_config(config: TrainConfig, model: Any, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What `save_hf` will need of the folder that the weights or the model came from.
+
+    Special tokens and tokenizer files are kept if the data was packed with that tokenizer.
+    """
+    source = model if config.init_from is None else _read_config(config.init_from, model)
+    fields = dict(source.hf_config or {})
+    folder = None if SOURCE not in fields else Path(fields[SOURCE])
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        with contextlib.suppress(MeshwrightError):  # one that cannot be read is another one
+            if load_tokenizer(folder).identity == tokenizer.identity:
+                return fields
+    elif config.init_from is not None:
+        return fields  # no tokenizer contradicts its special tokens
+    kept = {name: fields[name] for name in fields if name not in (SOURCE, *SPECIAL_TOKENS)}
+    return kept | {"eos_token_id": tokenizer.end_of_document}
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes of abstract arrays with shardings on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

@@ -1,0 +1,354 @@
+"""What settings say of a step: the model, the mesh, the rules, how it is computed."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from meshwright.data import OBJECTIVES, EncoderDecoderObjective, Tokenizer, sentinel_top
+from meshwright.errors import MeshwrightError, one_of
+from meshwright.layouts import Rules
+from meshwright.machines import CHIPS, Chip, Machine, chip_of_kind
+from meshwright.meshes import STANDARD_AXES, Accepts, MeshSpec, mesh, tile_mesh
+from meshwright.models import (
+    OFFLOAD,
+    Compute,
+    activation_layouts,
+    default_dtype,
+    family_of,
+    indivisible,
+    layer_count,
+    layer_counts,
+    model_config,
+    override,
+    scans_layers,
+    what_fits,
+)
+from meshwright.ops import nontrivial_axes
+from meshwright.ops.attention import (
+    FLOPS_PER_BYTE,
+    STRATEGIES,
+    calls_of,
+    choose_strategy,
+    explain_strategy,
+    sequence_order,
+    slow_kernel,
+)
+from meshwright.ops.attention import refusal as strategy_refusal
+from meshwright.present import count
+from meshwright.training.config import ComputeConfig, TrainConfig
+
+
+def model_of(config: TrainConfig) -> Any:
+    """The model that the settings name, with their changes to it."""
+    return override(model_config(config.model), config.override, config.seq)
+
+
+def objective_of(
+    config: TrainConfig, model: Any, tokenizer: Tokenizer | None = None
+) -> EncoderDecoderObjective | None:
+    """The training objective; None for next tokens. Without data's tokenizer, its lengths alone."""
+    name = _objective_name(model, config.objective)
+    if name == "next-token":
+        return None
+    end, vocab = 1, model.vocab
+    if tokenizer is not None:
+        end, vocab = tokenizer.end_of_document, sentinel_top(tokenizer, model.vocab)
+    objective = OBJECTIVES[name](config.seq, vocab, end, model.start_token, config.seed)
+    if tokenizer is not None:
+        objective.check_sentinels(tokenizer)
+    return objective
+
+
+def _objective_name(model: Any, objective: str) -> str:
+    known = family_of(model).objectives
+    name = known[0] if objective == "auto" else objective
+    if name not in known:
+        raise MeshwrightError(
+            f"objective={name!r} is not one of this model; it trains on {one_of(known)}"
+        )
+    return name
+
+
+def field_lengths(model: Any, seq: int, objective: str = "auto") -> Mapping[str, int]:
+    """The length of each field of a batch."""
+    name = _objective_name(model, objective)
+    if name == "next-token":
+        return dict.fromkeys(family_of(model).batch_fields, seq)
+    return OBJECTIVES[name](seq, model.vocab, end=1).lengths
+
+
+def training_spec(config: TrainConfig) -> MeshSpec:
+    """The mesh that is asked for, by role; standard axes that are not named have size 1.
+
+    With rules from a file that name axes of this mesh, the axes keep their names.
+    """
+    tile = _tile(config)
+    if tile is not None:
+        return MeshSpec.parse(f"dp=-1,fsdp=1,tp={math.prod(tile)},sp=1")
+    spec = MeshSpec.parse(config.mesh)
+    rules = file_rules(config)
+    axes = set() if rules is None else {axis for rule in rules.rules for axis in rule.axes}
+    if axes & (set(spec.names) - set(STANDARD_AXES)):
+        return spec
+    return spec.with_standard_axes()
+
+
+def training_mesh(
+    config: TrainConfig,
+    machine: Machine | None = None,
+    devices: Sequence[Any] | None = None,
+    accepts: Accepts | None = None,
+) -> Any:
+    """The mesh of the settings over the devices here, or over a machine as `mw.mesh` takes it."""
+    if _tile(config) is None:
+        spec = training_spec(config)
+        return mesh(spec, machine, devices, axis_types="explicit", accepts=accepts)
+    submesh = None if config.submesh is None else _tile(config)
+    tiles = tile_mesh(machine or Machine.here(), submesh, config.num_partitions)
+    data, model = tiles.devices.shape
+    placed = dataclasses.replace(
+        tiles,
+        axis_names=STANDARD_AXES,
+        devices=tiles.devices.reshape(data, 1, model, 1),
+        axis_types="explicit",
+    )
+    return placed if machine is not None and devices is None else placed.to_jax(devices)
+
+
+def _tile(config: TrainConfig) -> tuple[int, ...] | None:
+    """The devices of a model replica, if the settings name a tile of the machine."""
+    if config.num_partitions is not None:
+        return (config.num_partitions,)
+    if config.submesh is None:
+        return None
+    sizes = config.submesh.strip("()[] ").split(",")
+    if not all(size.strip().isdecimal() and int(size) for size in sizes):
+        raise MeshwrightError(
+            f"submesh={config.submesh!r} is not a tile; write its sides x,y,z,cores: 2,1,1,2"
+        )
+    return tuple(map(int, sizes))
+
+
+def choose_rules(config: TrainConfig, model: Any) -> Rules:
+    """The model's standard rules, one of T5X's sets, or those in a file."""
+    family = family_of(model)
+    sequence_parallel = config.compute.sequence_parallel
+    if config.rules == "standard":
+        return family.rules(sp=True, sequence_parallel=sequence_parallel)
+    if sequence_parallel:
+        raise MeshwrightError(
+            "compute.sequence_parallel is part of the standard rules; with own rules say it there: "
+            "length -> sp+tp after the rules of heads, mlp and vocab"
+        )
+    rules = file_rules(config)
+    if rules is None:
+        return family.t5x_rules(*_T5X[config.rules])
+    return _with_activations(rules, config.rules, family.rules(sp=True))
+
+
+_T5X = {f"t5x:{a},{p}": (a, p) for a in (1, 2) for p in (1, 2)}
+
+
+def file_rules(config: TrainConfig) -> Rules | None:
+    """The rules of a file; None for the standard rules and T5X's."""
+    if config.rules == "standard" or config.rules in _T5X:
+        return None
+    try:
+        text = Path(config.rules).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as reason:
+        raise MeshwrightError(
+            f"rules {config.rules!r} are neither 'standard', nor one of {', '.join(_T5X)}, nor a "
+            f"file that can be read ({reason})"
+        ) from None
+    if "=>" in text:
+        raise MeshwrightError(
+            f"rules {config.rules!r} are path rules (regex => layout), which are for scripts; "
+            "train takes one 'dim -> axis' a line"
+        )
+    try:
+        return Rules.parse(text)
+    except MeshwrightError as mistake:
+        raise MeshwrightError(f"rules {config.rules!r}: {mistake}") from None
+
+
+def _with_activations(rules: Rules, file: str, standard: Rules) -> Rules:
+    """A file's rules, of which some are for activations: no weight needs to have their dims."""
+    dims = {rule.dim for rule in rules.rules}
+    for dim in sorted(standard.optional - dims):
+        example = standard.layout(dim).axes[0]
+        if not example:  # a dim of weights that some models have, never split
+            continue
+        raise MeshwrightError(
+            f"rules {file!r} do not say where dim {dim!r} goes, which activations have; "
+            f"add a line such as '{dim}? -> {'+'.join(example)}', or '{dim}? -> none'"
+        )
+    return Rules(rules.rules, optional=rules.optional | (standard.optional & dims))
+
+
+def compute_of(
+    config: TrainConfig, model: Any, rules: Rules, placed: Mesh
+) -> tuple[Compute, str | None]:
+    """How the forward is computed; and of attention, how it is split and whether it is slow."""
+    settings = config.compute
+    device = placed.devices.flat[0]
+    dtype = jnp.dtype(default_dtype(settings.dtype, device.platform))
+    layouts = activation_layouts(rules, nontrivial_axes(placed.shape))
+    split = family_of(model).sequence_split(model, layouts, placed.shape, config.seq)
+    strategy: str = config.context_parallel
+    words = None
+    if split.ways > 1:
+        split = dataclasses.replace(split, flops_per_byte=flops_per_byte(device))
+        why = "as asked"
+        if strategy == "auto":
+            strategy, why = explain_strategy(split)
+        order = sequence_order(split, choose_strategy(split, strategy))
+        words = f"{strategy} over {split.ways} parts of a sequence, in {order} order ({why})"
+    calls = calls_of(split, strategy, device.platform, dtype.name, segmented=True)
+    slow = slow_kernel(calls, settings.attention, device.device_kind)
+    if slow is not None:
+        slower = f"in the slower kernel {slow[0]} ({slow[1]})"
+        words = slower if words is None else f"{words}; {slower}"
+    scan, _ = layers_choice(config, model, device.platform, placed.size)
+    compute = Compute(
+        rules,
+        dtype,
+        settings.remat,
+        scan,
+        settings.attention,
+        strategy,
+        settings.mlp_chunk,
+        settings.matmul,
+        settings.fp8_skips,
+    )
+    if settings.matmul == "fp8":
+        chip = chip_of_kind(device.device_kind, device.platform)
+        check_fp8(config, model, chip)
+    return compute, words
+
+
+def check_fp8(config: TrainConfig, model: Any, chip: Chip) -> None:
+    """That the chip multiplies in fp8, or is a CPU, which simulates it; that layers are left."""
+    if chip.platform != "cpu" and chip.fp8_flops is None:
+        raise MeshwrightError(
+            f"compute.matmul fp8: {chip.name} has no fp8 units; leave it out, or use one of "
+            + ", ".join(one.name for one in CHIPS.values() if (one.fp8_flops or 0) > one.bf16_flops)
+        )
+    stacks = layer_counts(model)
+    if min(stacks) <= 2 * config.compute.fp8_skips:
+        raise MeshwrightError(
+            f"compute.fp8_skips={config.compute.fp8_skips} leaves none of {min(stacks)} layers to "
+            "fp8; give a smaller one, or 0"
+        )
+
+
+def layers_choice(config: TrainConfig, model: Any, platform: str, devices: int) -> tuple[bool, str]:
+    """Whether a loop runs over the layers, and why."""
+    if config.compute.remat == OFFLOAD:
+        return True, "offloaded activations need it"
+    return scans_layers(config.compute.layers, layer_count(model), platform, devices)
+
+
+def layers_text(config: TrainConfig, model: Any, platform: str, devices: int) -> str:
+    """A line that says how the layers run, why, and which setting changes it."""
+    scan, why = layers_choice(config, model, platform, devices)
+    how, other = ("a scan", "unroll") if scan else ("unrolled", "scan")
+    if config.compute.remat == OFFLOAD:
+        where = "which is a CPU's own: as remat full" if platform == "cpu" else "pinned"
+        return f"layers: {how} ({why}); their inputs go to the host's memory, {where}"
+    return f"layers: {how} ({why}); --compute.layers {other} runs the other way"
+
+
+def matmuls_text(compute: ComputeConfig, model: Any, chip: Chip) -> str | None:
+    """A line that says how many layers multiply in fp8; None if none do, or were meant to."""
+    if compute.matmul != "fp8":
+        without = "note: --compute.fp8-skips has no effect without --compute.matmul fp8"
+        return without if compute.fp8_skips else None
+    stacks = layer_counts(model)
+    layers = sum(stacks)
+    in_fp8 = layers - 2 * compute.fp8_skips * len(stacks)
+    how = "e4m3, gradients e5m2"
+    if chip.platform == "cpu":
+        how = "simulated: CPUs have no fp8 units"
+    elif (chip.fp8_flops or 0) <= chip.bf16_flops:
+        how += f"; {chip.name} has the same peak in bfloat16: only all-gathers gain"
+    return f"matmuls: fp8 in {in_fp8} of {count(layers, 'layer')} ({how})"
+
+
+def known_chip(device: Any) -> Chip | None:
+    """The chip of a device; None if it is not in the catalogue."""
+    try:
+        return chip_of_kind(device.device_kind, device.platform)
+    except MeshwrightError:
+        return None
+
+
+def flops_per_byte(device: Any) -> float:
+    """FLOP/s of a chip for each byte/s to its neighbour; a usual figure where it is not known."""
+    chip = known_chip(device)
+    return FLOPS_PER_BYTE if chip is None or chip.platform == "cpu" else chip.flops_per_byte
+
+
+def check_sizes(
+    config: TrainConfig, model: Any, rules: Rules, mesh_shape: Mapping[str, int]
+) -> None:
+    """The model, the batch, the length and how attention splits it, against the mesh."""
+    check_length(config, model)
+    why = _refusal(config, model, rules, mesh_shape, config.batch, config.seq)
+    if why is None:
+        return
+
+    def refuses(mesh_shape: Mapping[str, int], batch: int, seq: int) -> bool:
+        if seq > model.max_seq:
+            return True
+        return _refusal(config, model, rules, mesh_shape, batch, seq) is not None
+
+    fits = what_fits(mesh_shape, config.batch, config.seq, refuses, config.accumulation)
+    raise MeshwrightError(f"{why}; {fits}")
+
+
+def accepted_meshes(config: TrainConfig, model: Any) -> Accepts:
+    """Which meshes the settings can run on, for errors that propose one."""
+    rules = choose_rules(config, model)
+    return lambda shape: _refusal(config, model, rules, shape, config.batch, config.seq) is None
+
+
+def _refusal(
+    config: TrainConfig,
+    model: Any,
+    rules: Rules,
+    mesh_shape: Mapping[str, int],
+    batch: int,
+    seq: int,
+) -> str | None:
+    """Why a mesh cannot run the settings with this batch and length; None if it can."""
+    why = indivisible(model, rules, mesh_shape, batch, None, config.accumulation)
+    if why is not None:
+        return why
+    # the length last: one that sp divides may still not suit the strategy
+    layouts = activation_layouts(rules, nontrivial_axes(mesh_shape))
+    split = family_of(model).sequence_split(model, layouts, mesh_shape, seq)
+    strategy = config.context_parallel
+    names = STRATEGIES if strategy == "auto" else (strategy,)
+    reasons = [strategy_refusal(split, name, proposes=False) for name in names]
+    if all(reasons):
+        each = ", ".join(f"{name}: {why}" for name, why in zip(names, reasons, strict=True))
+        auto = f"context parallelism over sp={split.ways} is not possible: {each}"
+        named = f"context_parallel={strategy!r} is not possible: {reasons[0]}"
+        return auto if strategy == "auto" else named
+    return indivisible(model, rules, mesh_shape, batch, seq, config.accumulation)
+
+
+def check_length(config: TrainConfig, model: Any) -> None:
+    """Raise if the sequences are longer than the model's positions reach."""
+    if config.seq > model.max_seq:
+        changes = " ".join(family_of(model).longer(model, config.seq))
+        further = f", or let its positions reach further: --override {changes}" if changes else ""
+        raise MeshwrightError(
+            f"seq={config.seq} is longer than the model allows; {model.max_seq} or less would fit"
+            f"{further}"
+        )

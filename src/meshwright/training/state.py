@@ -1,0 +1,122 @@
+"""What training carries from step to step, and where each part of it lies."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshwright.arithmetic import round_up
+from meshwright.layouts import (
+    Layout,
+    Rules,
+    create,
+    layout_tree,
+    optimizer_layouts,
+    resized_like,
+    stored,
+)
+from meshwright.ops import drop_trivial_axes, nontrivial_axes
+from meshwright.training.trainable import trained_part, trained_specs, unfrozen
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    step: Any  # optimizer steps tried, int32: the data position
+    params: Any
+    optimizer: Any
+    skipped: Any  # steps left out because loss or gradient was not finite
+    skipped_in_a_row: Any
+
+
+def abstract_state(
+    arrays: Any, rules: Rules, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """The abstract state: jax.ShapeDtypeStructs, each with its sharding on the mesh.
+
+    Optimizer state is of what is trained, and lies with its parameter. Axes of one device are left
+    out, as in the forward's types. What does not divide is padded.
+    """
+    nontrivial = nontrivial_axes(mesh.shape)
+    trained = unpadded_arrays(trained_specs(arrays))
+    param_layouts = layout_tree(arrays, rules, mesh=mesh)
+    moments = jax.eval_shape(optimizer.init, trained)
+    moment_layouts = optimizer_layouts(moments, trained, unfrozen(arrays, param_layouts))
+
+    def placed(leaf: Any, layout: Layout) -> jax.ShapeDtypeStruct:
+        parts = (math.prod(mesh.shape[axis] for axis in axes) for axes in layout.axes)
+        shape = tuple(map(round_up, leaf.shape, parts))
+        sharding = NamedSharding(mesh, drop_trivial_axes(P(*layout.axes), nontrivial))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+    counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+    return TrainState(
+        step=counter,
+        params=jax.tree.map(placed, arrays, param_layouts),
+        optimizer=jax.tree.map(placed, moments, moment_layouts),
+        skipped=counter,
+        skipped_in_a_row=counter,
+    )
+
+
+def unpadded_arrays(arrays: Any) -> Any:
+    """The abstract parameters without padding, as checkpoints hold and optimizers see them."""
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.unpadded_shape, spec.dtype), arrays)
+
+
+def stored_state(
+    arrays: Any, target: TrainState, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """The abstract state `target` as a checkpoint holds it: without padding."""
+    params = unpadded_arrays(arrays)
+    moments = jax.eval_shape(optimizer.init, unpadded_arrays(trained_specs(arrays)))
+
+    def without(tree: Any, unpadded: Any) -> Any:
+        return jax.tree.map(lambda padded, leaf: stored(padded, leaf.shape), tree, unpadded)
+
+    return dataclasses.replace(
+        target,
+        params=without(target.params, params),
+        optimizer=without(target.optimizer, moments),
+    )
+
+
+def new_state(
+    arrays: Any,
+    target: TrainState,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    seed: int = 0,
+    params: Any = None,
+) -> TrainState:
+    """The first state, every array created where it lies; `params` in place of random ones."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+
+    def first_moments(params: Any) -> Any:
+        trained = unpadded_arrays(trained_specs(arrays))
+        moments = optimizer.init(resized_like(trained_part(arrays, params), trained))
+        return resized_like(moments, target.optimizer)
+
+    with jax.set_mesh(mesh):
+        if params is None:
+            params = create(arrays, shardings.params, seed)
+        start = jax.sharding.auto_axes(first_moments, out_sharding=shardings.optimizer)
+        moments = jax.jit(start, out_shardings=shardings.optimizer)(params)
+        zero = [jax.device_put(jnp.zeros((), jnp.int32), shardings.step) for _ in range(3)]
+    return TrainState(zero[0], params, moments, zero[1], zero[2])
+
+
+def params_are_finite(state: TrainState, mesh: Mesh) -> bool:
+    """Whether every parameter is finite; one pass over them, the same in every process."""
+    with jax.set_mesh(mesh):
+        return bool(jax.device_get(_all_finite(state.params)))
+
+
+@jax.jit
+def _all_finite(tree: Any) -> jax.Array:
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]).all()
