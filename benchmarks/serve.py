@@ -70,7 +70,7 @@ def engine_of(name: str, dtype: str, tokenizer: Any = None, **settings: Any) -> 
 
     from meshwright.layouts import create
     from meshwright.models import DecoderConfig, abstract_arrays
-    from meshwright.serving import Engine, EngineConfig, Source, generation_mesh, load
+    from meshwright.serving import Engine, EngineConfig, Source, generation_mesh, load_weights
 
     config = DecoderConfig(**SIZES[name], max_seq=8192)
 
@@ -83,7 +83,7 @@ def engine_of(name: str, dtype: str, tokenizer: Any = None, **settings: Any) -> 
 
     tokenizer = tokenizer or AnyTokens(config.vocab)
     source = Source(config, tokenizer, frozenset(), False, name, read)
-    model = load(source, generation_mesh(), jnp.dtype(dtype))
+    model = load_weights(source, generation_mesh(), jnp.dtype(dtype))
     start = time.perf_counter()
 
     def progress(text: str) -> None:

@@ -149,7 +149,7 @@ def make_folder(folder: str, name: str) -> None:
     import meshwright.models as families
     from meshwright.layouts import create
     from meshwright.serving import generation_mesh
-    from meshwright.serving.load import targets
+    from meshwright.serving.source import targets
     from serve import SIZES
 
     config = families.DecoderConfig(**SIZES[name], max_seq=8192)

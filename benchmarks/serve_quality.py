@@ -25,12 +25,12 @@ def losses(run: str) -> dict[str, float]:
         Request,
         Sampling,
         generation_mesh,
-        look_into,
+        model_source,
         start_engine,
     )
 
     quantized._has_fp8 = lambda: True  # also on CPUs
-    source = look_into(run)
+    source = model_source(run)
     tokens = source.encode(embedded_text()[-2 * PIECE * PIECES :])[-PIECE * PIECES :]
     pieces = [tuple(tokens[i : i + PIECE]) for i in range(0, len(tokens), PIECE)]
     greedy = Sampling(temperature=0)

@@ -7,6 +7,8 @@ w = mw.shard(w, "embed mlp -> embed@fsdp mlp@tp", mesh=mesh)
 print(mw.explain(params, rules, mesh))
 print(mw.plan("llama-3.1-8b", "v5p:4x4x4", batch=256, seq=4096).mesh)
 print(mw.audit(jax.jit(step).lower(state, batch).compile()))
+mw.train(mw.TrainConfig("tiny", steps=200, run="runs/first"))
+print(mw.load("runs/first").generate("Once upon a time").text)
 """
 
 TYPE_CHECKING = False  # as typing's, whose import takes longer than all that is done here
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from meshwright import testing
     from meshwright import torch as torch
+    from meshwright.api import train
     from meshwright.audits import Audit, audit
     from meshwright.errors import MeshwrightError
     from meshwright.layouts import (
@@ -35,21 +38,27 @@ if TYPE_CHECKING:
     )
     from meshwright.machines import CHIPS, Chip, Machine
     from meshwright.meshes import MachineMesh, MeshSpec, mesh, tile_mesh
+    from meshwright.models import load_hf, save_hf
     from meshwright.planner import Plan, plan
     from meshwright.proofs import Proof, prove
+    from meshwright.serving import EngineConfig, LanguageModel, ServeConfig, load, serve
+    from meshwright.training import TrainConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CHIPS", "ArraySpec", "Audit", "Chip", "Constant", "Layout", "Machine", "MachineMesh",
-    "MeshSpec", "MeshwrightError", "Normal", "PathRules", "Plan", "Proof", "Rules", "audit",
-    "create", "explain", "layout_tree", "mesh", "optimizer_layouts", "plan", "prove", "shard",
-    "sharding", "shardings", "standard_rules", "testing", "tile_mesh",
+    "CHIPS", "ArraySpec", "Audit", "Chip", "Constant", "EngineConfig", "LanguageModel",
+    "Layout", "Machine", "MachineMesh", "MeshSpec", "MeshwrightError", "Normal", "PathRules",
+    "Plan", "Proof", "Rules", "ServeConfig", "TrainConfig", "audit", "create", "explain",
+    "layout_tree", "load", "load_hf", "mesh", "optimizer_layouts", "plan", "prove", "save_hf",
+    "serve", "shard", "sharding", "shardings", "standard_rules", "testing", "tile_mesh",
+    "train",
 ]  # fmt: skip
 
 # All is loaded when it is first asked for: `import meshwright` takes no time, so that the command
 # line can take care of Ctrl-C before jax is imported, and audit and plan need all models and ops.
 _MODULES = {
+    "meshwright.api": ("train",),
     "meshwright.audits": ("Audit", "audit"),
     "meshwright.errors": ("MeshwrightError",),
     "meshwright.layouts": (
@@ -58,8 +67,11 @@ _MODULES = {
     ),
     "meshwright.machines": ("CHIPS", "Chip", "Machine"),
     "meshwright.meshes": ("MachineMesh", "MeshSpec", "mesh", "tile_mesh"),
+    "meshwright.models": ("load_hf", "save_hf"),
     "meshwright.planner": ("Plan", "plan"),
     "meshwright.proofs": ("Proof", "prove"),
+    "meshwright.serving": ("EngineConfig", "LanguageModel", "ServeConfig", "load", "serve"),
+    "meshwright.training": ("TrainConfig",),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -23,11 +23,11 @@ from tests.serving.server.bigram_engine import BigramEngine
 from tests.serving.server.serving import source
 
 import meshwright.serving.server
-from meshwright.cli import serve as serve_cli
 from meshwright.cli.commands import run
 from meshwright.errors import MeshwrightError
 from meshwright.launch import EXIT_CODE
 from meshwright.serving import ServeConfig
+from meshwright.serving import start as serving_start
 from meshwright.serving.server import HttpServer, bind, longest_shutdown
 from meshwright.serving.settings import LimitsConfig
 
@@ -37,10 +37,10 @@ PROGRAM = """
 import sys
 from tests.serving.server.bigram_engine import BigramEngine
 from tests.serving.server.serving import source
-from meshwright.cli import serve as serve_cli
+from meshwright.serving import start as serving_start
 from meshwright.cli.main import main
-serve_cli.look_into = lambda *_, **__: source()
-serve_cli._engine = lambda *_: BigramEngine(delay=0.01)
+serving_start.model_source = lambda *_, **__: source()
+serving_start._engine = lambda *_: BigramEngine(delay=0.01)
 sys.argv = ["meshwright", "serve", "runs/bigram", "--port", "0", *sys.argv[1:]]
 main()
 """
@@ -65,7 +65,7 @@ def ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     """The settings that commands are read as; nothing is served."""
     read: list[ServeConfig] = []
-    monkeypatch.setattr(serve_cli, "serve", read.append)
+    monkeypatch.setattr("meshwright.cli.serve.serve", read.append)
     return read
 
 
@@ -109,8 +109,8 @@ def test_what_is_wrong_is_said_before_the_weights_are_read(
     with pytest.raises(SystemExit):
         run(["serve", str(tmp_path / "none")])
     assert "does not exist" in capsys.readouterr().err
-    monkeypatch.setattr(serve_cli, "look_into", lambda *_, **__: source())
-    monkeypatch.setattr(serve_cli, "_engine", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(serving_start, "model_source", lambda *_, **__: source())
+    monkeypatch.setattr(serving_start, "_engine", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(SystemExit):
         run(["serve", str(tmp_path), "--api-key-file", str(tmp_path / "none")])
     assert "--api-key-file" in capsys.readouterr().err
@@ -122,8 +122,8 @@ def test_what_is_wrong_is_said_before_the_weights_are_read(
 @pytest.mark.usefixtures("ends_at_once")
 def test_the_engine_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     engine = BigramEngine()
-    monkeypatch.setattr(serve_cli, "look_into", lambda *_, **__: source())
-    monkeypatch.setattr(serve_cli, "_engine", lambda *_: engine)
+    monkeypatch.setattr(serving_start, "model_source", lambda *_, **__: source())
+    monkeypatch.setattr(serving_start, "_engine", lambda *_: engine)
     run(["serve", "runs/bigram", "--port", "0", "--host", "0.0.0.0"])
     assert engine.closed
     shown = capsys.readouterr()
@@ -138,8 +138,8 @@ def test_default_sampling_is_shown_and_can_be_left_out(
 ) -> None:
     given = {"temperature": 0.6, "top_k": 20, "eos_token_id": 256}
     folder = dataclasses.replace(source(), generation_config=given)
-    monkeypatch.setattr(serve_cli, "look_into", lambda *_, **__: folder)
-    monkeypatch.setattr(serve_cli, "_engine", lambda *_: BigramEngine())
+    monkeypatch.setattr(serving_start, "model_source", lambda *_, **__: folder)
+    monkeypatch.setattr(serving_start, "_engine", lambda *_: BigramEngine())
 
     def shown(*flags: str) -> str:
         run(["serve", "runs/bigram", "--port", "0", *flags])
@@ -187,8 +187,8 @@ def test_clients_are_told_what_the_server_does_while_it_starts(
             answers.append((refused.value.code, json.load(refused.value)["error"]["message"]))
         raise MeshwrightError("out of memory")
 
-    monkeypatch.setattr(serve_cli, "look_into", lambda *_, **__: source())
-    monkeypatch.setattr(serve_cli, "_engine", engine)
+    monkeypatch.setattr(serving_start, "model_source", lambda *_, **__: source())
+    monkeypatch.setattr(serving_start, "_engine", engine)
     monkeypatch.setattr(meshwright.serving.server, "bind", bind_and_note)
     with pytest.raises(SystemExit):
         run(["serve", "runs/bigram", "--port", "0"])

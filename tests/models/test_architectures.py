@@ -28,7 +28,7 @@ from meshwright.models import (
 from meshwright.models.decoder import decoder_rules, logits
 from meshwright.models.decoder.forward import loss
 from meshwright.serving import Engine, EngineConfig, Request, Sampling
-from meshwright.serving.load import Source, generation_mesh, load
+from meshwright.serving.source import Source, generation_mesh, load
 
 by_name = pytest.mark.parametrize("name", MODELS)
 

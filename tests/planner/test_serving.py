@@ -19,7 +19,7 @@ from meshwright.planner.schedules.engine import prefill
 from meshwright.planner.serving import WEIGHTS, second_formulas
 from meshwright.planner.step import StepModel
 from meshwright.serving import EngineConfig
-from meshwright.serving.load import targets
+from meshwright.serving.source import targets
 
 # benchmarks/serve.py, one H200, bfloat16: 512 tokens of context and 128 new ones, 576 on average
 LLAMA_8B = preset("llama-3.1-8b")

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from meshwright.data.tokenizers import ByteTokenizer
 from meshwright.models.decoder import DecoderConfig
-from meshwright.serving.load import Model, Source, load
+from meshwright.serving.source import Model, Source, load_weights
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -35,7 +35,7 @@ def make_model(config: DecoderConfig, mesh: Mesh, ends: frozenset[int] = frozens
         return jax.tree.map(value, targets)
 
     source = Source(config, ByteTokenizer(), ends, False, "random", read)
-    return load(source, mesh)
+    return load_weights(source, mesh)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Kinds of decoders, and the logits of whole sequences by the forward pass of training."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,7 +11,9 @@ from meshwright.arithmetic import round_up
 from meshwright.models import Compute
 from meshwright.models.decoder import DecoderConfig, decoder_rules, logits
 from meshwright.ops.rope import Llama3Scaling, Rope, YarnScaling
-from meshwright.serving.load import generation_mesh
+from meshwright.serving.generate import stream
+from meshwright.serving.sampling import Sampling
+from meshwright.serving.source import Model, generation_mesh
 
 BASE = DecoderConfig(64, 2, 32, 8, 4, 8, 64, max_seq=256)
 KINDS = {
@@ -41,3 +44,22 @@ def whole_logits(params: Any, config: DecoderConfig, rows: list[list[int]]) -> n
     with jax.set_mesh(generation_mesh()):
         params, batch = jax.tree.map(np.asarray, params), {"tokens": tokens}
         return np.asarray(forward(params, batch, config, COMPUTE))[:, :length]
+
+
+class Continuation(NamedTuple):
+    tokens: tuple[int, ...]  # without the end token
+    ended: bool
+
+
+def generate(
+    model: Model, prompts: Sequence[Sequence[int]], max_new: int, sampling: Sampling | None = None
+) -> list[Continuation]:
+    """The continuation of each prompt."""
+    generated: list[list[int]] = [[] for _ in prompts]
+    for index, token in stream(model, prompts, max_new, sampling):
+        generated[index].append(token)
+    ended = [tokens[-1] in model.source.ends for tokens in generated]
+    return [
+        Continuation(tuple(tokens[: len(tokens) - end]), end)
+        for tokens, end in zip(generated, ended, strict=True)
+    ]

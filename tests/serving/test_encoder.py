@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tests.serving.models import generate
 
 from meshwright.errors import MeshwrightError
 from meshwright.models import Compute, preset
 from meshwright.models.t5 import T5Config, logits, t5_rules
 from meshwright.serving import Engine, EngineConfig, Model, Request, Sampling
-from meshwright.serving.generate import generate
-from meshwright.serving.load import generation_mesh, load_for_generation
+from meshwright.serving.source import generation_mesh, load_weights, model_source
 
 RandomModel = Callable[..., Model]
 REFERENCE = Path(__file__).parents[1] / "models" / "t5_reference"
@@ -97,7 +97,7 @@ def test_preempted_requests_have_them_too(mesh: str, random_model: RandomModel) 
 
 @pytest.mark.parametrize("folder", sorted(REFERENCE.iterdir()), ids=lambda folder: folder.name)
 def test_greedy_tokens_are_those_of_transformers(folder: Path, numbers: Path) -> None:
-    model = load_for_generation(folder, generation_mesh(), tokenizer=str(numbers))
+    model = load_weights(model_source(folder, tokenizer=str(numbers)), generation_mesh())
     prompts = [row[row != 0].tolist() for row in np.load(folder / "encoder_tokens.npy")]
     expected = np.load(folder / "generated.npy")[:, 1:]
     with Engine(model, SMALL) as engine:
@@ -121,7 +121,7 @@ def test_some_generations_change_from_token_to_token() -> None:
 @pytest.mark.parametrize("mesh", ["tp=1", "dp=2,fsdp=2,tp=2"])
 def test_generate_gives_the_tokens_of_transformers(mesh: str, numbers: Path) -> None:
     folder = REFERENCE / "t5-1.1"
-    model = load_for_generation(folder, generation_mesh(mesh), tokenizer=str(numbers))
+    model = load_weights(model_source(folder, tokenizer=str(numbers)), generation_mesh(mesh))
     prompts = [row[row != 0].tolist() for row in np.load(folder / "encoder_tokens.npy")]
     expected = np.load(folder / "generated.npy")[:, 1:]
     for row, done in zip(

@@ -28,7 +28,7 @@ from meshwright.serving import (
     Sampling,
     start_engine,
 )
-from meshwright.serving.load import generation_mesh, load_for_generation
+from meshwright.serving.source import generation_mesh, load_weights, model_source
 
 RandomModel = Callable[..., Model]
 GREEDY = Sampling(temperature=0)
@@ -131,7 +131,7 @@ def test_kv_heads_are_repeated_where_tp_has_more_devices(random_model: RandomMod
 )
 def test_logits_are_those_of_transformers(name: str, mesh: str, letters: Path) -> None:
     folder = Path(__file__).parents[1] / "models" / "hf_reference" / name
-    model = load_for_generation(folder, generation_mesh(mesh), tokenizer=str(letters))
+    model = load_weights(model_source(folder, tokenizer=str(letters)), generation_mesh(mesh))
     tokens, logits = np.load(folder / "tokens.npy"), np.load(folder / "logits.npy")
     requests = [Request(tuple(row.tolist()), max_new=0, prompt_logprobs=5) for row in tokens]
     with on_demand(model) as engine:

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.serving.models import BASE, whole_logits
+from tests.serving.models import BASE, Continuation, generate, whole_logits
 
 import meshwright as mw
 from meshwright.models.decoder import DecoderConfig
-from meshwright.serving.generate import Continuation, generate, stream
-from meshwright.serving.load import Model, generation_mesh
+from meshwright.serving.generate import stream
 from meshwright.serving.sampling import Sampling
+from meshwright.serving.source import Model, generation_mesh
 
 RandomModel = Callable[..., Model]
 CONFIG = DecoderConfig(64, 2, 32, 8, 4, 8, 64, max_seq=256, qk_norm=True, sliding_window=9)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.serving import Engine, EngineConfig, Request, Sampling
-from meshwright.serving.load import generation_mesh, load_for_generation
+from meshwright.serving.source import generation_mesh, load_weights, model_source
 
 TESTS = Path(__file__).parents[1]
 REFERENCE = json.loads((TESTS / "serving" / "greedy_reference.json").read_text())
@@ -28,7 +28,7 @@ LATER += [(name, "tp=1") for name in REFERENCE if (name, "tp=1") not in CASES]
 )
 def test_greedy_tokens_are_those_of_transformers(name: str, mesh: str, numbers: Path) -> None:
     folder = TESTS / "models" / "hf_reference" / name
-    model = load_for_generation(folder, generation_mesh(mesh), tokenizer=str(numbers))
+    model = load_weights(model_source(folder, tokenizer=str(numbers)), generation_mesh(mesh))
     expected = [tuple(case["tokens"]) for case in REFERENCE[name]]
     requests = [
         Request(tuple(case["prompt"]), Sampling(0), len(case["tokens"]), ignore_end=True)

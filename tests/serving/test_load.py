@@ -19,15 +19,15 @@ from meshwright.models.decoder import DecoderConfig
 from meshwright.ops.rope import Llama3Scaling, Rope
 from meshwright.serving.defaults import defaults_of
 from meshwright.serving.engine import Engine
-from meshwright.serving.load import (
+from meshwright.serving.request import Request
+from meshwright.serving.settings import EngineConfig
+from meshwright.serving.source import (
     Model,
     check_fits,
     generation_mesh,
-    load_for_generation,
-    look_into,
+    load_weights,
+    model_source,
 )
-from meshwright.serving.request import Request
-from meshwright.serving.settings import EngineConfig
 
 RandomModel = Callable[..., Model]
 CONFIG = DecoderConfig(
@@ -62,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: Model) -> Path:
 def test_the_last_checkpoint_of_a_run_is_read_onto_any_mesh(
     run: Path, model: Model, mesh: str
 ) -> None:
-    read = load_for_generation(run, generation_mesh(mesh))
+    read = load_weights(model_source(run), generation_mesh(mesh))
     assert read.config == CONFIG
     assert read.config.hf_config == {"eos_token_id": 256}  # for who writes it as such a model
     jax.tree.map(np.testing.assert_array_equal, read.params, model.params)
@@ -77,7 +77,7 @@ def test_a_hugging_face_folder_goes_through_a_mesh_that_does_not_divide_its_voca
     config = dataclasses.replace(CONFIG, vocab=321, rope=Rope())
     alone = random_model(config, generation_mesh())
     folder = save_hf(tmp_path / "alone", alone.params, config, dtype=jnp.float32)
-    read = load_for_generation(folder, generation_mesh("fsdp=2,tp=4"), tokenizer="bytes")
+    read = load_weights(model_source(folder, tokenizer="bytes"), generation_mesh("fsdp=2,tp=4"))
     assert read.params["embedding"].shape == (324, 32)
     again = save_hf(tmp_path / "again", read.params, config, dtype=jnp.float32)
     weights = "model.safetensors"
@@ -86,8 +86,8 @@ def test_a_hugging_face_folder_goes_through_a_mesh_that_does_not_divide_its_voca
 
 def test_a_step_can_be_chosen_and_weights_cast(run: Path) -> None:
     mesh = generation_mesh()
-    assert not load_for_generation(run, mesh, step=10).params["embedding"].any()
-    read = load_for_generation(run, mesh, jnp.bfloat16).params
+    assert not load_weights(model_source(run, step=10), mesh).params["embedding"].any()
+    read = load_weights(model_source(run), mesh, jnp.bfloat16).params
     assert read["output"].dtype == jnp.bfloat16
     assert read["norm"].dtype == jnp.float32
 
@@ -98,7 +98,7 @@ def test_bfloat16_continues_about_as_float32(run: Path) -> None:
     mesh = generation_mesh()
     found = []
     for dtype in (jnp.float32, jnp.bfloat16):
-        model = load_for_generation(run, mesh, dtype)
+        model = load_weights(model_source(run), mesh, dtype)
         with Engine(model, EngineConfig(max_batch=1, compile_first=False)) as engine:
             assert engine._executor.programs.pools[0].dtype == dtype
             [done] = engine.generate([Request((1, 2, 3, 5, 6), max_new=0, prompt_logprobs=0)])
@@ -113,7 +113,7 @@ def test_a_hugging_face_folder_is_read_with_its_tokenizer(
     folder = save_hf(tmp_path / "hf", model.params, CONFIG, dtype=jnp.float32)
     letters.rename(folder / "tokenizer.json")
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 17], "top_p": 0.5}')
-    read = load_for_generation(folder, generation_mesh("fsdp=2,tp=2"))
+    read = load_weights(model_source(folder), generation_mesh("fsdp=2,tp=2"))
     jax.tree.map(np.testing.assert_array_equal, read.params, model.params)
     assert read.source.ends == {1, 17}
     assert str(defaults_of(read.source.generation_config)) == "top_p 0.5"
@@ -130,7 +130,7 @@ def test_what_is_missing_or_wrong_in_a_run_is_said(run: Path, tmp_path: Path) ->
 
     def refused(*words: str, path: Path = run, **options: Any) -> None:
         with pytest.raises(mw.MeshwrightError) as error:
-            look_into(path, **options)
+            model_source(path, **options)
         for word in words:
             assert word in str(error.value)
 
@@ -145,7 +145,7 @@ def test_what_is_missing_or_wrong_in_a_run_is_said(run: Path, tmp_path: Path) ->
     refused("does not describe a tokenizer")
     (run / "tokenizer_state.json").unlink()
     refused("tokenizer_state.json does not exist", "--tokenizer")
-    assert look_into(run, tokenizer="bytes").config == CONFIG
+    assert model_source(run, tokenizer="bytes").config == CONFIG
     rewrite(run / "config.json", model_config=model_to_dict(CONFIG) | {"vocab": 200})
     refused("the tokenizer has 257 tokens", "200", tokenizer="bytes")
     rewrite(run / "config.json", model_config={"vocab": 200})
@@ -162,16 +162,16 @@ def test_a_run_without_a_checkpoint_says_so(run: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer_state.json"):
         shutil.copy(run / name, tmp_path)
     with pytest.raises(mw.MeshwrightError, match="holds no complete checkpoint"):
-        look_into(tmp_path)
+        model_source(tmp_path)
 
 
 def test_a_hugging_face_folder_without_a_tokenizer_says_so(tmp_path: Path, model: Model) -> None:
     folder = save_hf(tmp_path / "hf", model.params, CONFIG, dtype=jnp.float32)
     with pytest.raises(mw.MeshwrightError, match=r"no tokenizer\.json; name one with --tokenizer"):
-        look_into(folder)
+        model_source(folder)
     with pytest.raises(mw.MeshwrightError, match="which has no step 3"):
-        look_into(folder, step=3)
-    assert look_into(folder, tokenizer="bytes").ends == {256}
+        model_source(folder, step=3)
+    assert model_source(folder, tokenizer="bytes").ends == {256}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_hugging_face_folder_without_a_tokenizer_says_so(tmp_path: Path, model
 )
 def test_a_mesh_that_does_not_divide_the_model_is_refused(run: Path, mesh: str, words: str) -> None:
     with pytest.raises(mw.MeshwrightError, match=words):
-        load_for_generation(run, generation_mesh(mesh))
+        load_weights(model_source(run), generation_mesh(mesh))
 
 
 def test_tp_divides_the_kv_heads_or_is_a_multiple_of_them() -> None:
@@ -198,7 +198,9 @@ def test_tp_divides_the_kv_heads_or_is_a_multiple_of_them() -> None:
 
 
 def test_each_kv_head_is_held_by_as_many_devices_as_tp_has_for_it(run: Path) -> None:
-    alone, split = (load_for_generation(run, generation_mesh(text)) for text in ("tp=1", "tp=8"))
+    alone, split = (
+        load_weights(model_source(run), generation_mesh(text)) for text in ("tp=1", "tp=8")
+    )
     for name in ("wk", "wv"):
         heads = np.asarray(alone.params["layers"]["attention"][name])
         array = split.params["layers"]["attention"][name]

@@ -10,8 +10,8 @@ import pytest
 from tests.serving.models import BASE
 
 from meshwright.serving import EngineConfig
-from meshwright.serving.load import generation_mesh
 from meshwright.serving.programs import Programs, Shape, Steps
+from meshwright.serving.source import generation_mesh
 
 
 def test_a_step_sends_activations_and_no_weights() -> None:

@@ -15,7 +15,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.decoder.serving import serving_weights
 from meshwright.ops import einsum, quantize, scaled
 from meshwright.serving import EngineConfig, Model, Request
-from meshwright.serving.load import generation_mesh
+from meshwright.serving.source import generation_mesh
 
 RandomModel = Callable[..., Model]
 MATRICES = {"wq": 1, "wk": 1, "wv": 1, "wo": 2, "gate": 1, "up": 1, "down": 1}

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.launch import flat_settings
 from meshwright.launch.agreement import differing
-from meshwright.serving import ServeConfig, look_into
+from meshwright.serving import ServeConfig, model_source
 from meshwright.serving.same_settings import CONTENT, FREE_GROUPS, MAY_DIFFER, settings_facts
 
 REFERENCES = Path(__file__).parents[1] / "models" / "hf_reference"
@@ -18,7 +18,7 @@ REFERENCES = Path(__file__).parents[1] / "models" / "hf_reference"
 def differences(one: ServeConfig, other: ServeConfig) -> list[str]:
     facts = [
         settings_facts(
-            config, look_into(config.model, tokenizer=config.tokenizer, end_token="</s>")
+            config, model_source(config.model, tokenizer=config.tokenizer, end_token="</s>")
         )
         for config in (one, other)
     ]
@@ -54,7 +54,7 @@ def test_what_process_0_alone_acts_on_may_differ(config: ServeConfig) -> None:
 
 
 def test_every_setting_is_compared_or_listed_as_free_to_differ(config: ServeConfig) -> None:
-    facts = settings_facts(config, look_into(config.model, tokenizer=config.tokenizer))
+    facts = settings_facts(config, model_source(config.model, tokenizer=config.tokenizer))
     for name in flat_settings(config):
         compared = f"--{name.replace('_', '-')}" in facts
         free = name in MAY_DIFFER | CONTENT or name.startswith(FREE_GROUPS)

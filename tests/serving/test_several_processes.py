@@ -22,7 +22,7 @@ from meshwright.serving import (
     Request,
     Sampling,
     generation_mesh,
-    look_into,
+    model_source,
     start_engine,
 )
 
@@ -137,7 +137,7 @@ def streaming(server: Server, body: dict[str, Any]) -> Iterator[http.client.HTTP
 
 def tokens_of_one_process(model: Path) -> list[str]:
     """The texts of the two requests, by an engine of this process with one device."""
-    source = look_into(model, end_token="</s>")
+    source = model_source(model, end_token="</s>")
     sampling = Sampling(
         SAMPLED["temperature"], top_p=SAMPLED["top_p"], seed=SAMPLED["seed"],
         frequency_penalty=SAMPLED["frequency_penalty"], logit_bias=((5, 1.5),),

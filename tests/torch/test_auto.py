@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 
 import torch
 
-from meshwright.cli.auto import planned
 from meshwright.errors import MeshwrightError
+from meshwright.planner import planned
 from meshwright.torch.train import train
 from meshwright.torch.train.command import machine_of
 from meshwright.training import TrainConfig
@@ -24,7 +24,7 @@ def test_a_run_takes_the_mesh_that_the_plan_puts_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = dataclasses.replace(AUTO, run=tmp_path / "run")
-    train(config, choose=lambda auto, machine: planned(auto, machine, []))
+    train(config, choose=planned)
     said = capsys.readouterr().out
     assert said.startswith("mesh auto: mesh fsdp=1, accumulation 1, remat none (")
     assert "tiny on mesh fsdp=1: 1 cpu device" in said

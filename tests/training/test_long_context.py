@@ -75,7 +75,7 @@ def test_without_other_positions_the_models_own_length_holds(long_store: Path) -
     )  # fmt: skip
     assert done.returncode == 2
     assert "seq=1048576 is longer than the model allows; 4096 or less would fit" in done.stderr
-    assert "--override rope.theta=" in done.stderr
+    assert "--override rope.scaling=linear rope.factor=256" in done.stderr
 
 
 def test_positions_can_be_set_for_longer_sequences() -> None:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.serving.models import generate
 from tests.training.conftest import TrainCommand
 from tests.training.test_loop import MODEL, SETTINGS, losses
 from tests.training.toy import CONFIG, ONE, Parts, Setting, packed_batch, parts, train
@@ -24,9 +25,8 @@ from meshwright.layouts import fit
 from meshwright.models import save_hf
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules, t5x_rules
 from meshwright.models.decoder.hf_config import from_hf_config
-from meshwright.serving.generate import generate
-from meshwright.serving.load import generation_mesh, load_for_generation
 from meshwright.serving.sampling import Sampling
+from meshwright.serving.source import generation_mesh, load_weights, model_source
 from meshwright.training.state import TrainState, stored_state
 
 slow = pytest.mark.slow
@@ -156,7 +156,7 @@ def test_a_run_says_what_it_pads_and_generates_the_same_on_other_meshes(
     prompts = [[10, 20, 30], [99]]
     for sampling in (Sampling(0), Sampling(50.0), Sampling(50.0, top_k=300, top_p=0.99)):
         alone, split = (
-            generate(load_for_generation(run, generation_mesh(text)), prompts, 24, sampling)
+            generate(load_weights(model_source(run), generation_mesh(text)), prompts, 24, sampling)
             for text in ("tp=1", "tp=2")
         )
         assert split == alone

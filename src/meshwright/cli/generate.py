@@ -70,20 +70,20 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
     import jax
     import jax.numpy as jnp
 
-    from meshwright.cli.auto import planned_to_serve
     from meshwright.launch import (
         keep_compiled_programs,
         make_room_for_cpu_collectives,
         simulate_devices,
     )
     from meshwright.models import default_dtype, describe_padding, serving_of
+    from meshwright.planner import planned_to_serve
     from meshwright.serving import (
         Sampling,
         check_fits,
         check_prompts,
         generation_mesh,
-        load,
-        look_into,
+        load_weights,
+        model_source,
         stream,
     )
     from meshwright.training import AUTO
@@ -96,7 +96,7 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
     keep_compiled_programs()
     if settings.cpu_devices is not None:
         simulate_devices(settings.cpu_devices)
-    source = look_into(
+    source = model_source(
         settings.run,
         step=settings.step,
         tokenizer=settings.tokenizer,
@@ -120,7 +120,7 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
     padded = describe_padding(source.config, serving_of(source.config).rules(), placed.shape)
     used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
-    model = load(source, placed, jnp.dtype(kind))
+    model = load_weights(source, placed, jnp.dtype(kind))
     tokens = _TokenStream(
         stream(model, prompts, settings.max_new, sampling, release=True),
         len(prompts),

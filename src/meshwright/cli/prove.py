@@ -14,16 +14,15 @@ from rich.console import Console
 from meshwright.audits import Audit
 from meshwright.audits import audit as read_audit
 from meshwright.cli.audit import show as show_audit
-from meshwright.cli.auto import planned
 from meshwright.cli.flags import take, take_integer, take_switch
 from meshwright.cli.train import settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.planner import Plan, StepModel, apply, choice_of, job_of, memory, padding
+from meshwright.planner import Plan, StepModel, apply, choice_of, job_of, memory, padding, planned
 from meshwright.planner.report import read_plan
 from meshwright.present import Column, Row, aligned, bytes_text, count
 from meshwright.proofs import Comparison, Proof, compare, expected, prove
-from meshwright.training import AUTO, TrainConfig, training_spec
+from meshwright.training import AUTO, TrainConfig, named_settings, training_spec
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
 meshwright prove --plan FILE [--choice N]
@@ -98,7 +97,7 @@ def prove_command(arguments: Sequence[str]) -> None:
             "what a step sends, and mw.torch.explain where every parameter goes"
         )
     if config.mesh == AUTO:
-        config, chosen = planned(config, machine, words)
+        config, chosen = planned(config, machine, named_settings(words))
         print(chosen, file=sys.stderr)
     has_plan = config.rules == "standard"
     if fail_on in ("surprise", "rewrite") and not has_plan:

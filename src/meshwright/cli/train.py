@@ -9,49 +9,23 @@ import tyro
 
 from meshwright.cli.flags import NUMBERS
 from meshwright.errors import MeshwrightError
-from meshwright.machines import Machine
 from meshwright.training import TrainConfig, config_from_file
-from meshwright.training import train as run_training
 
+_DESCRIPTION = """Train a language model on any mesh.
 
-def train(config: tyro.conf.OmitArgPrefixes[TrainConfig]) -> None:
-    """Train a language model on any mesh.
+meshwright train tiny --mesh fsdp=4,tp=2 --data embedded --steps 200 --run runs/first
 
-    meshwright train tiny --mesh fsdp=4,tp=2 --data embedded --steps 200 --run runs/first
-
-    The same command resumes a stopped run, on this mesh or another. `--mesh auto` takes the mesh
-    that the plan puts first. `--config FILE` takes settings from a file (a run's own config.json,
-    say); flags after it win.
-    """
-    run_training(config)
+The same command resumes a stopped run, on this mesh or another. `--mesh auto` takes the mesh
+that the plan puts first. `--config FILE` takes settings from a file (a run's own config.json,
+say); flags after it win.
+"""
 
 
 def train_command(arguments: Sequence[str]) -> None:
-    def choose(config: TrainConfig) -> TrainConfig:
-        import jax
-
-        from meshwright.cli.auto import planned
-
-        chosen, words = planned(config, Machine.here(), arguments)
-        if jax.process_index() == 0:
-            print(words)
-        return chosen
-
     config = settings(arguments)
-    if config.backend == "torch":
-        run_in_torch(config, arguments)
-    else:
-        run_training(config, choose)
+    from meshwright.api import train  # imports what plans and compiles
 
-
-def run_in_torch(config: TrainConfig, arguments: Sequence[str]) -> None:
-    from meshwright.cli.auto import planned
-
-    try:
-        from meshwright.torch.train import train
-    except ImportError as missing:
-        raise MeshwrightError(f"--backend torch: {missing}") from None
-    train(config, arguments, lambda auto, machine: planned(auto, machine, arguments))
+    train(config, arguments)
 
 
 def settings(
@@ -66,7 +40,7 @@ def settings(
     return tyro.cli(
         TrainConfig,
         prog=prog,
-        description=train.__doc__,
+        description=_DESCRIPTION,
         args=rest,
         config=(tyro.conf.PositionalRequiredArgs,),
         registry=NUMBERS,

@@ -13,14 +13,18 @@ Works on any optax chain, and on any state that repeats the parameters' tree.
 
 import itertools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.layouts.decide import array_shape, one_layout_each
+from meshwright.layouts.decide import array_shape, layout_tree, one_layout_each
 from meshwright.layouts.layout import Layout
+from meshwright.layouts.logical_rules import Rules
 from meshwright.layouts.path_rules import PathRules
 from meshwright.layouts.resolve import as_layout
 from meshwright.layouts.trees import flatten, flatten_with_paths, path_text
+
+if TYPE_CHECKING:
+    from meshwright.layouts.jax_arrays import MeshLike
 
 Path = tuple[Any, ...]
 _SMALL = 1024  # elements
@@ -29,21 +33,26 @@ _SMALL = 1024  # elements
 def optimizer_layouts(
     state: Any,
     params: Any,
-    param_layouts: Any,
+    rules: Any,
     *,
+    mesh: "MeshLike | None" = None,
+    dims: Any = None,
     extra: PathRules | None = None,
 ) -> Any:
     """A tree of Layouts like `state`.
 
-    `state` and `params` may be abstract; `param_layouts` is a tree of layouts or shardings like
-    `params` (from `layouts`), or one for all. State that belongs to no parameter is replicated up
-    to 1,024 elements (counts, coefficients); `extra` places larger arrays, by their path.
+    `state` and `params` may be abstract. `rules` place the parameters: those that `mw.shard` takes,
+    with the same `mesh` and `dims`, or a tree of layouts or shardings like `params`, or one for
+    all. State that belongs to no parameter is replicated up to 1,024 elements (counts,
+    coefficients); `extra` places larger arrays, by their path.
     """
+    if isinstance(rules, PathRules | Rules):
+        rules = layout_tree(params, rules, mesh=mesh, dims=dims)
     if extra is not None and not isinstance(extra, PathRules):
         raise MeshwrightError(f"extra={extra!r} is not mw.PathRules")
     by_path = {}
     arrays = flatten_with_paths(params)
-    for (path, leaf), given in zip(arrays, one_layout_each(param_layouts, params), strict=True):
+    for (path, leaf), given in zip(arrays, one_layout_each(rules, params), strict=True):
         shape = array_shape(leaf, path_text(path))
         of_param = as_layout(given, len(shape))
         by_path[tuple(path)] = shape, of_param.check_rank(len(shape), path_text(path), given)

@@ -1,5 +1,6 @@
 """Choose a mesh before there is a machine: what each would hold, send and take, and why."""
 
+from meshwright.planner.auto import planned, planned_to_serve
 from meshwright.planner.collective import Collective
 from meshwright.planner.compilers import in_stages, staged
 from meshwright.planner.links import over
@@ -34,6 +35,8 @@ __all__ = [
     "place_axes",
     "plan",
     "plan_config",
+    "planned",
+    "planned_to_serve",
     "staged",
     "strategy_of",
 ]

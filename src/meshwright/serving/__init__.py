@@ -6,17 +6,8 @@ from meshwright.serving.engine import Engine
 from meshwright.serving.generate import stream
 from meshwright.serving.grammars import Grammar, Grammars
 from meshwright.serving.job import check_prompts
-from meshwright.serving.load import (
-    Model,
-    Source,
-    check_fits,
-    generation_mesh,
-    has_encoder,
-    load,
-    look_into,
-    served_config,
-)
 from meshwright.serving.lockstep import follow, lead
+from meshwright.serving.model import LanguageModel, load
 from meshwright.serving.replicas import Replicas, start_engine
 from meshwright.serving.request import (
     AnyEngine,
@@ -32,6 +23,17 @@ from meshwright.serving.request import (
 from meshwright.serving.same_settings import settings_facts
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.settings import EngineConfig, ServeConfig
+from meshwright.serving.source import (
+    Model,
+    Source,
+    check_fits,
+    generation_mesh,
+    has_encoder,
+    load_weights,
+    model_source,
+    served_config,
+)
+from meshwright.serving.start import serve
 
 __all__ = [
     "AnyEngine",
@@ -45,6 +47,7 @@ __all__ = [
     "FinishReason",
     "Grammar",
     "Grammars",
+    "LanguageModel",
     "Model",
     "OverloadedError",
     "Part",
@@ -63,7 +66,9 @@ __all__ = [
     "has_encoder",
     "lead",
     "load",
-    "look_into",
+    "load_weights",
+    "model_source",
+    "serve",
     "served_config",
     "settings_facts",
     "start_engine",

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
 from meshwright.models import default_dtype
-from meshwright.serving.load import check_fits, has_encoder, served_config
 from meshwright.serving.programs import Shape, Steps
 from meshwright.serving.replicas import replica_meshes
 from meshwright.serving.settings import EngineConfig
+from meshwright.serving.source import check_fits, has_encoder, served_config
 
 Part = Literal["decode", "prefill"]
 

@@ -1,6 +1,6 @@
 """The inference engine: continuous batching over a paged KV cache, on any mesh.
 
-    with Engine(load_for_generation("runs/first", generation_mesh("tp=2"))) as engine:
+    with start_engine(model_source("runs/first"), generation_mesh("tp=2")) as engine:
         [completion] = engine.generate([Request(prompt=(5, 9, 2), max_new=20)])
         async for delta in engine.stream(Request(prompt=(5, 9, 2))):
             …
@@ -30,7 +30,6 @@ from meshwright.serving.device_sampling import variant_of
 from meshwright.serving.executor import AnyExecutor, Executor, Read
 from meshwright.serving.grammars import TokenRules
 from meshwright.serving.job import Job, Sink, check_request, completion_of
-from meshwright.serving.load import Model, has_encoder
 from meshwright.serving.pages import PagePool
 from meshwright.serving.request import (
     Completion,
@@ -45,6 +44,7 @@ from meshwright.serving.request import (
 from meshwright.serving.scheduler import Scheduler, Step
 from meshwright.serving.scheduler import Sequence as Running
 from meshwright.serving.settings import EngineConfig
+from meshwright.serving.source import Model, has_encoder
 from meshwright.serving.step_planner import Sampled, StepPlanner
 from meshwright.serving.text import StopTexts, TextStream
 

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from meshwright.serving.grammars import Constraint, Grammars, Masks
-from meshwright.serving.load import Model
 from meshwright.serving.programs import Ints, Programs, Shape, Widths
 from meshwright.serving.prompts import PromptShape
 from meshwright.serving.sampler import Choice, Sampler
 from meshwright.serving.settings import EngineConfig
+from meshwright.serving.source import Model
 
 
 class StepPlan(NamedTuple):

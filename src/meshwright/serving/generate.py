@@ -1,55 +1,30 @@
 """Generate tokens from prompts, streamed, on any mesh.
 
-model = load_for_generation("runs/first", generation_mesh("tp=2"))
+source = model_source("runs/first")
+model = load_weights(source, generation_mesh("tp=2"))
 for prompt, token in stream(model, [source.encode("Once"), source.encode("The end of")]):
     …
 
-An engine runs for the prompts of a call, with programs for their number and lengths. For more than
-one call, start an engine (serving/replicas.py) and give it requests.
+An engine runs for the prompts of a call, with programs for their number and lengths; `mw.load`
+has one for any number of calls.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 from meshwright.arithmetic import round_up
 from meshwright.errors import MeshwrightError
 from meshwright.serving.job import check_prompts, check_request
-from meshwright.serving.load import Model, has_encoder
 from meshwright.serving.replicas import engine_of
 from meshwright.serving.request import Delta, Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.settings import EngineConfig
+from meshwright.serving.source import Model, has_encoder
 
 _BLOCK = 64  # lengths are multiples of this, so that few programs are compiled
 _MOST_SEQUENCES = 256  # of a replica that are decoded together; more wait
-
-
-@dataclasses.dataclass(frozen=True)
-class Continuation:
-    tokens: tuple[int, ...]
-    """Generated tokens, without the end token."""
-    ended: bool
-    """Whether an end-of-document token ended it; otherwise it has max_new tokens."""
-
-
-def generate(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    max_new: int = 100,
-    sampling: Sampling | None = None,
-) -> list[Continuation]:
-    """Generate a continuation of each prompt."""
-    tokens: list[list[int]] = [[] for _ in prompts]
-    for index, token in stream(model, prompts, max_new, sampling):
-        tokens[index].append(token)
-    return [_continuation(generated, model.source.ends) for generated in tokens]
-
-
-def _continuation(tokens: list[int], ends: Collection[int]) -> Continuation:
-    ended = bool(tokens) and tokens[-1] in ends
-    return Continuation(tuple(tokens[:-1] if ended else tokens), ended)
 
 
 def stream(

@@ -10,10 +10,10 @@ from meshwright.errors import MeshwrightError
 from meshwright.present import count
 from meshwright.serving.device_sampling import MAX_BIAS, TOP
 from meshwright.serving.grammars import Constraint
-from meshwright.serving.load import has_encoder
 from meshwright.serving.request import Completion, Delta, Request, TokenLogprobs
 from meshwright.serving.scheduler import Sequence as Running
 from meshwright.serving.settings import EngineConfig
+from meshwright.serving.source import has_encoder
 from meshwright.serving.text import StopTexts, TextStream
 
 Sink = Callable[[Delta], None]

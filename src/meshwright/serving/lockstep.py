@@ -32,10 +32,10 @@ from meshwright.serving.executor import (
     note_unread,
 )
 from meshwright.serving.grammars import Grammars, Masks
-from meshwright.serving.load import Model, Source, has_encoder, load
 from meshwright.serving.plans import pack, plan_of, results_of, sizes_of, unpack
 from meshwright.serving.replicas import Replicas, replica_meshes
 from meshwright.serving.settings import EngineConfig
+from meshwright.serving.source import Model, Source, has_encoder, load_weights
 
 
 def lead(
@@ -62,7 +62,7 @@ def lead(
     for channel in sorted(channels, key=lambda channel: 0 not in channel.processes):
         part = meshes[channel.replica]
         if 0 in channel.processes:
-            model = load(source, part, dtype)
+            model = load_weights(source, part, dtype)
             length = longest(config, source.config)
             executor: AnyExecutor = LeadExecutor(model, config, length, channel)
         else:
@@ -223,7 +223,9 @@ class FollowExecutor(Executor):
         config: EngineConfig,
         messages: "SimpleQueue[Any]",
     ) -> None:
-        super().__init__(load(source, mesh, dtype), config, longest(config, source.config), True)
+        super().__init__(
+            load_weights(source, mesh, dtype), config, longest(config, source.config), True
+        )
         self._messages = messages
 
     def masks(self, plan: StepPlan) -> Masks | None:

@@ -37,11 +37,11 @@ from meshwright.ops.attention import (
 )
 from meshwright.present import count
 from meshwright.serving.device_sampling import TOP, greedy, top_logprobs
-from meshwright.serving.load import Model, has_encoder, targets
 from meshwright.serving.prompts import PromptInputs, PromptShape, fill_with_prompts, prompt_shapes
 from meshwright.serving.sampling import KnownTokens
 from meshwright.serving.scheduler import scoring_shape
 from meshwright.serving.settings import EngineConfig
+from meshwright.serving.source import Model, has_encoder, targets
 
 Ints = npt.NDArray[np.int32]
 Widths = tuple[int, int]  # pages of a sequence, and of what an encoder read for it

@@ -17,8 +17,8 @@ from meshwright.arithmetic import round_up
 from meshwright.errors import MeshwrightError
 from meshwright.models import Compute, serving_of
 from meshwright.ops.attention import fill_pages
-from meshwright.serving.load import has_encoder
 from meshwright.serving.settings import EngineConfig
+from meshwright.serving.source import has_encoder
 
 _SHORTEST = 64  # tokens of the smallest default shape
 

@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshwright.serving.engine import Engine
 from meshwright.serving.job import Job
-from meshwright.serving.load import Model, Source, load
 from meshwright.serving.request import Completion, Delta, EngineStats, Request
 from meshwright.serving.settings import EngineConfig
+from meshwright.serving.source import Model, Source, load_weights
 
 
 def start_engine(
@@ -34,7 +34,7 @@ def start_engine(
     progress: Callable[[str], None] | None = None,
 ) -> "Engine | Replicas":
     """Load a model and compile its programs: one engine, or one for each index of dp."""
-    return engine_of(load(source, mesh, dtype), config, progress, release=True)
+    return engine_of(load_weights(source, mesh, dtype), config, progress, release=True)
 
 
 def engine_of(

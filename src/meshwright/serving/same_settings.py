@@ -4,8 +4,8 @@ from typing import Any
 
 from meshwright.launch import Fact, by_content, flat_settings, software_facts
 from meshwright.models import model_to_dict
-from meshwright.serving.load import Source
 from meshwright.serving.settings import ServeConfig
+from meshwright.serving.source import Source
 
 # who each process is, and what process 0 alone acts on
 MAY_DIFFER = frozenset(

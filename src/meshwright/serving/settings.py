@@ -179,6 +179,8 @@ class EasyLMConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
+    """All settings of a server."""
+
     model: str
     """Folder of a run, or of a Hugging Face model."""
     mesh: str = "dp=1,fsdp=1,tp=1,sp=1"

@@ -28,7 +28,7 @@ from meshwright.launch import (
     take_most_gpu_memory,
 )
 from meshwright.layouts import fit
-from meshwright.machines import check_host_memory, host_bytes
+from meshwright.machines import Machine, check_host_memory, host_bytes
 from meshwright.models import OFFLOAD, load_hf
 from meshwright.present import bytes_text, duration_text
 from meshwright.training.backend import Backend, Say
@@ -47,11 +47,14 @@ from meshwright.training.trainable import trained_part, trained_specs
 AUTO = "auto"  # a mesh that is chosen once the devices are known
 
 
-def train(config: TrainConfig, choose: Callable[[TrainConfig], TrainConfig] | None = None) -> None:
+def train(
+    config: TrainConfig,
+    choose: Callable[[TrainConfig, Machine], tuple[TrainConfig, str]] | None = None,
+) -> None:
     """Run to the end, to a signal, or to a mistake (MeshwrightError).
 
     The same call in every process of a run. `choose` gives the settings of a mesh where the one
-    asked for is 'auto'.
+    asked for is 'auto', and what to say about them.
     """
     make_room_for_cpu_collectives()
     take_most_gpu_memory()
@@ -67,7 +70,9 @@ def train(config: TrainConfig, choose: Callable[[TrainConfig], TrainConfig] | No
         with watchdog.paused("comparing settings"):
             check_same_settings(config, store, joined)
             if config.mesh == AUTO and choose is not None:
-                config = choose(config)
+                config, said = choose(config, Machine.here())
+                if jax.process_index() == 0:
+                    print(said)
                 check_same_settings(config, store, joined)
         check_run_folder(config)
         with watchdog.paused("preparing"):

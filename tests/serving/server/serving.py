@@ -13,9 +13,9 @@ from tests.serving.server.bigram_engine import TOKENIZER, BigramEngine
 
 from meshwright.data import ChatTemplate, Tokenizer
 from meshwright.models import preset
-from meshwright.serving.load import Source
 from meshwright.serving.server import HttpServer, Service
 from meshwright.serving.settings import ServeConfig
+from meshwright.serving.source import Source
 
 # ChatML, as Qwen has it, with tools
 QWEN = """{%- if tools %}<|im_start|>system

@@ -87,7 +87,6 @@ T5 = ModelFamily(
     flops=lambda config, lengths: config.flops(lengths["encoder_tokens"], lengths["tokens"]),
     split_dims=("heads", "mlp", "embed"),
     override=_override,
-    longer=lambda config, seq: (f"max_seq={seq}",),  # relative positions have no end
     to_dict=_to_dict,
     from_dict=lambda data: T5Config(**data),
     hugging_face=HuggingFace(

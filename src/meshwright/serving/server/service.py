@@ -15,7 +15,6 @@ from meshwright.data import ChatTemplate
 from meshwright.present import count
 from meshwright.serving.defaults import Defaults
 from meshwright.serving.device_sampling import MAX_BIAS
-from meshwright.serving.load import Source, has_encoder
 from meshwright.serving.request import AnyEngine, Completion, Delta, Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.server.bodies import MOST_LOGPROBS, NEUTRAL, GenerationBody
@@ -23,6 +22,7 @@ from meshwright.serving.server.errors import ApiError, bad_request, unavailable
 from meshwright.serving.server.logprobs import LogprobWriter
 from meshwright.serving.server.metrics import Metrics
 from meshwright.serving.settings import ServeConfig
+from meshwright.serving.source import Source, has_encoder
 
 _PART = 1 << 16  # characters that are counted at once
 MOST_STOPS = 16

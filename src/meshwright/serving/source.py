@@ -1,6 +1,6 @@
 """Load the model of a run's checkpoint or a Hugging Face folder onto any mesh.
 
-model = load_for_generation("runs/first", generation_mesh("fsdp=4,tp=2"))
+model = load_weights(model_source("runs/first"), generation_mesh("fsdp=4,tp=2"))
 """
 
 import dataclasses
@@ -101,21 +101,7 @@ def generation_mesh(text: str = "dp=1,fsdp=1,tp=1,sp=1") -> Mesh:
     return build_mesh(spec, devices=devices, axis_types="explicit")
 
 
-def load_for_generation(
-    path: str | os.PathLike[str],
-    mesh: Mesh,
-    dtype: Any = jnp.float32,
-    *,
-    step: int | None = None,
-    tokenizer: str | None = None,
-    end_token: str | None = None,
-) -> Model:
-    """The model in a run's folder (its last checkpoint, or `step`) or in a Hugging Face folder."""
-    source = look_into(path, step=step, tokenizer=tokenizer, end_token=end_token)
-    return load(source, mesh, dtype)
-
-
-def look_into(
+def model_source(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
@@ -143,7 +129,7 @@ def look_into(
     return _hugging_face(folder, fields, own, end_token)
 
 
-def load(source: Source, mesh: Mesh, dtype: Any = jnp.float32) -> Model:
+def load_weights(source: Source, mesh: Mesh, dtype: Any = jnp.float32) -> Model:
     """Load the weights onto the mesh, matrices in `dtype`; each device reads its shard."""
     check_fits(source.config, mesh)
     arrays = abstract_arrays(source.config)

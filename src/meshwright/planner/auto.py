@@ -1,25 +1,26 @@
 """`--mesh auto`: the settings of the mesh that the plan puts first."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
-from meshwright.cli.flags import named_settings
 from meshwright.launch import flat_settings
 from meshwright.machines import Machine
 from meshwright.models import default_dtype
+from meshwright.planner.planner import plan, plan_config
+from meshwright.planner.settings import CHOSEN, apply, constraints_of
 from meshwright.training import AUTO, TrainConfig
 
 
-def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tuple[TrainConfig, str]:
+def planned(
+    config: TrainConfig, machine: Machine, named: Collection[str] = ()
+) -> tuple[TrainConfig, str]:
     """The settings with a mesh of this machine, and what was chosen, in words.
 
     With the mesh come remat, micro-batches, the strategy of attention and what else the plan
-    chooses, but not what the command line (`words`) or a file says otherwise than usual.
+    chooses, but not settings in `named` or with another value than the default.
     """
-    from meshwright.planner import CHOSEN, apply, constraints_of, plan_config
-
     assert config.mesh == AUTO
-    ranking = plan_config(config, machine, constraints_of(config, named_settings(words)))
+    ranking = plan_config(config, machine, constraints_of(config, named))
     chosen = apply(config, ranking.best.choice)
     values = flat_settings(chosen)
     chosen_values = {name.rpartition(".")[2]: values[name] for name in ("mesh", *CHOSEN.values())}
@@ -32,8 +33,6 @@ def planned(config: TrainConfig, machine: Machine, words: Sequence[str]) -> tupl
 
 def planned_to_serve(model: Any, machine: Machine, sequences: int, longest: int, dtype: str) -> str:
     """The mesh over all devices with the lowest latency per token for so many long sequences."""
-    from meshwright.planner import plan
-
     ranking = plan(
         model, machine, sequences, longest,
         kind="serve", rank_by="latency", weights="plain",
