@@ -28,7 +28,7 @@ from meshwright.models import (
 from meshwright.models.decoder import decoder_rules, logits
 from meshwright.models.decoder.forward import loss
 from meshwright.serving import Engine, EngineConfig, Request, Sampling
-from meshwright.serving.source import Source, generation_mesh, load
+from meshwright.serving.source import Source, generation_mesh, load_weights
 
 by_name = pytest.mark.parametrize("name", MODELS)
 
@@ -142,7 +142,7 @@ def test_greedy_tokens_of_an_engine_are_those_of_transformers(name: str, folders
     requests = [
         Request(tuple(one.tolist()), max_new=9, sampling=Sampling(temperature=0)) for one in prompts
     ]
-    with Engine(load(source, generation_mesh()), ENGINE) as engine:
+    with Engine(load_weights(source, generation_mesh()), ENGINE) as engine:
         found = engine.generate(requests)
     for prompt, done in zip(prompts, found, strict=True):
         tokens = torch.as_tensor(prompt[None], dtype=torch.int64)

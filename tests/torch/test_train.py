@@ -24,7 +24,7 @@ from tests.torch.models import tiny
 from meshwright.checkpoint import folders
 from meshwright.cli.main import main
 from meshwright.errors import MeshwrightError
-from meshwright.serving import generation_mesh, load, model_source
+from meshwright.serving import generation_mesh, load_weights, model_source
 from meshwright.torch import checkpoint
 from meshwright.torch.train import train
 from meshwright.torch.train.batch import model_inputs
@@ -71,7 +71,7 @@ def test_a_run_goes_from_torch_to_jax_and_back(kind: str, tmp_path: Path) -> Non
     for key, value in wanted.items():
         assert found[key] == pytest.approx(value, rel=2e-5), key
     # the server and `generate` read what PyTorch saved
-    trees = [load(model_source(run), generation_mesh()).params for run in (plain, mixed)]
+    trees = [load_weights(model_source(run), generation_mesh()).params for run in (plain, mixed)]
     for one, other in zip(*map(jax.tree.leaves, trees), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-4)
 
