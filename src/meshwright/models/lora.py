@@ -36,8 +36,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise MeshwrightError(f"lora.rank={self.rank} must be at least 0; 0 means no LoRA")
-        if self.alpha <= 0:
-            raise MeshwrightError(f"lora.alpha={self.alpha} must be above 0, such as 16")
+        if not 0 < self.alpha < math.inf:
+            raise MeshwrightError(f"lora.alpha={self.alpha} must be a number above 0, such as 16")
         fields = dataclasses.fields(self)
         if not self.rank and any(getattr(self, one.name) != one.default for one in fields):
             raise MeshwrightError("the settings lora.… need --lora.rank, such as --lora.rank 16")

@@ -21,14 +21,14 @@ def low_rank_product(
     of_x, of_weight = operands.split(",")
     tokens = of_x[: -(a.ndim - 1)]
     inputs, outputs = of_weight[: a.ndim - 1], of_weight[a.ndim - 1 :]
-    narrow_target = P(*target.partitions[: len(tokens)], None)
+    small_target = P(*target.partitions[: len(tokens)], None)
 
     def local(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         x, a = varying_like(x, a, b), varying_like(a, x, b)
-        narrow = jnp.einsum(f"{of_x},{inputs}r->{tokens}r", x, a)
-        narrow = reduce_part(narrow, over, narrow_target)
-        narrow, b = varying_like(narrow, b), varying_like(b, narrow)
-        return jnp.einsum(f"{tokens}r,r{outputs}->{out}", narrow, b)
+        small = jnp.einsum(f"{of_x},{inputs}r->{tokens}r", x, a)
+        small = reduce_part(small, over, small_target)
+        small, b = varying_like(small, b), varying_like(b, small)
+        return jnp.einsum(f"{tokens}r,r{outputs}->{out}", small, b)
 
     sources = tuple(jax.typeof(array).sharding.spec for array in (x, a, b))
     return jax.shard_map(local, in_specs=sources, out_specs=target)(x, a, b)

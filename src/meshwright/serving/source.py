@@ -337,8 +337,10 @@ def _lora_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def adapter_targets(config: Any, lora: LoraConfig, mesh: Mesh) -> Any:
     """The abstract arrays of an adapter, with shardings."""
-    arrays = with_adapter(abstract_arrays(config), lora, jnp.float32, hf_names(config))
-    placed = abstract_params(arrays, serving_of(config).rules(), mesh, lambda spec: spec.dtype)
+    rules = serving_of(config).rules()
+    model = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
+    arrays = with_adapter(model, lora, jnp.float32, hf_names(config))
+    placed = abstract_params(arrays, rules, mesh, lambda spec: spec.dtype)
     return {ADAPTER: placed[ADAPTER]}
 
 

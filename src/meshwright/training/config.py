@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -260,16 +260,6 @@ def settings_flags(config: TrainConfig) -> list[str]:
         else:
             words += [f"--{group}{dot}{last}", str(value)]
     return words
-
-
-def named_settings(words: Sequence[str]) -> set[str]:
-    """The dotted names of the settings that a command line gives.
-
-    >>> sorted(named_settings(["tiny", "--batch", "8", "--compute.no-sequence-parallel"]))
-    ['batch', 'compute.sequence_parallel']
-    """
-    flags = (word.partition("=")[0] for word in words if word.startswith("--"))
-    return {flag[2:].replace("-", "_").replace(".no_", ".") for flag in flags}
 
 
 def _check_number(name: str, value: Any) -> None:
