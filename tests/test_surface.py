@@ -78,6 +78,7 @@ ORDER = [
     "show",
     "testing",
     "torch",
+    "api",
     "cli",
 ]
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from meshwright.models import load_hf, save_hf
     from meshwright.planner import Plan, plan
     from meshwright.proofs import Proof, prove
-    from meshwright.serving import EngineConfig, LanguageModel, ServeConfig, load, serve
+    from meshwright.serving import EngineConfig, LanguageModel, ServeConfig, export, load, serve
     from meshwright.training import TrainConfig
 
 __version__ = "0.1.0"
@@ -50,9 +50,9 @@ __all__ = [
     "CHIPS", "ArraySpec", "Audit", "Chip", "Constant", "EngineConfig", "LanguageModel",
     "Layout", "Machine", "MachineMesh", "MeshSpec", "MeshwrightError", "Normal", "PathRules",
     "Plan", "Proof", "Rules", "ServeConfig", "TrainConfig", "audit", "create", "explain",
-    "layout_tree", "load", "load_hf", "mesh", "optimizer_layouts", "plan", "prove", "save_hf",
-    "serve", "shard", "sharding", "shardings", "standard_rules", "testing", "tile_mesh",
-    "train",
+    "export", "layout_tree", "load", "load_hf", "mesh", "optimizer_layouts", "plan", "prove",
+    "save_hf", "serve", "shard", "sharding", "shardings", "standard_rules", "testing",
+    "tile_mesh", "train",
 ]  # fmt: skip
 
 # All is loaded when it is first asked for: `import meshwright` takes no time, so that the command
@@ -70,7 +70,9 @@ _MODULES = {
     "meshwright.models": ("load_hf", "save_hf"),
     "meshwright.planner": ("Plan", "plan"),
     "meshwright.proofs": ("Proof", "prove"),
-    "meshwright.serving": ("EngineConfig", "LanguageModel", "ServeConfig", "load", "serve"),
+    "meshwright.serving": (
+        "EngineConfig", "LanguageModel", "ServeConfig", "export", "load", "serve",
+    ),
     "meshwright.training": ("TrainConfig",),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,24 +1,26 @@
 """`mw.train`: a run with either backend, on a mesh that is named or planned."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from meshwright.errors import MeshwrightError
 from meshwright.planner import planned
-from meshwright.training import TrainConfig, named_settings, settings_flags
+from meshwright.training import TrainConfig, settings_flags
 from meshwright.training import train as train_in_jax
 
 
-def train(config: TrainConfig, words: Sequence[str] | None = None) -> None:
+def train(
+    config: TrainConfig, *, words: Sequence[str] | None = None, named: Collection[str] = ()
+) -> None:
     """Train a model; the same call resumes a run that stopped, on this mesh or another.
 
     It ends with the run, with a signal (the run is saved), or with a MeshwrightError. With the mesh
-    'auto' the plan chooses it, and the settings that have their default value and are not named
-    among `words`, the command line that gave the config.
+    'auto' the plan chooses it, and settings that have their default value and are not in `named`.
+    `words` are the command line of other processes that this starts; by default the config's own.
     """
     if words is None:
         words = [config.model, *settings_flags(config)]
-    choose = functools.partial(planned, named=named_settings(words))
+    choose = functools.partial(planned, named=named)
     if config.backend == "jax":
         train_in_jax(config, choose)
         return

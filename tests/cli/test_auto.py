@@ -1,9 +1,9 @@
 """`--mesh auto`: what the command line says is kept."""
 
+from meshwright.cli.flags import named_settings
 from meshwright.cli.train import settings
 from meshwright.machines import Machine
 from meshwright.planner import planned
-from meshwright.training import named_settings
 
 JOB = ["llama-3.1-8b", "--mesh", "auto", "--batch", "4", "--seq", "8192"]
 MACHINE = Machine.parse("v5e:4x4")

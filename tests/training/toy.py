@@ -96,7 +96,7 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
     loss = LossConfig(setting.z_loss, chunk=24)  # does not divide the tokens
     functions = step_functions(
         setting.config, compute, optimizer, rate, mesh, loss=loss, clip_norm=clip_norm,
-        trainable=setting.trainable,
+        arrays=arrays,
     )  # fmt: skip
     target = abstract_state(arrays, setting.rules, optimizer, mesh)
     kinds = setting.config, setting.params_dtype

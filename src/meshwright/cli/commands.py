@@ -40,6 +40,10 @@ COMMANDS = {
     ),
     "data": Command("data", "Make and inspect token stores."),
     "train": Command("train_command", "Train a language model on any mesh.", reads_words=True),
+    "export": Command(
+        "export",
+        "Write the model of a run as a folder that transformers reads, or an adapter for PEFT.",
+    ),
     "generate": Command(
         "generate", "Generate text with the model of a training run or of a Hugging Face folder."
     ),
@@ -51,7 +55,7 @@ COMMANDS = {
 }
 
 OPTIONS = ("--help", "--version")
-WITH_MESH = ("train", "audit", "prove", "plan", "generate", "serve")
+WITH_MESH = ("train", "audit", "prove", "plan", "generate", "serve", "export")
 
 
 def run(arguments: list[str]) -> None:

@@ -70,6 +70,16 @@ def check_given_once(words: Sequence[str]) -> None:
         values[name] = "" if value.startswith("--") else value
 
 
+def named_settings(words: Sequence[str]) -> set[str]:
+    """The dotted names of the settings that a command line gives.
+
+    >>> sorted(named_settings(["tiny", "--batch", "8", "--compute.no-sequence-parallel"]))
+    ['batch', 'compute.sequence_parallel']
+    """
+    flags = (word.partition("=")[0] for word in words if word.startswith("--"))
+    return {flag[2:].replace("-", "_").replace(".no_", ".") for flag in flags}
+
+
 def take(words: list[str], flag: str) -> str | None:
     """The last value of a flag, taken out of the words."""
     values = take_all(words, flag)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from meshwright.cli.flags import take, take_integer, take_switch
+from meshwright.cli.flags import named_settings, take, take_integer, take_switch
 from meshwright.errors import MeshwrightError
 from meshwright.present import write_page
 
@@ -73,8 +73,6 @@ def plan_command(arguments: Sequence[str]) -> None:
 
 def _ranking(words: list[str]) -> "Plan":
     """The plan that the command line asks for."""
-    from meshwright.training import named_settings
-
     on, mesh = take(words, "--on"), take(words, "--mesh")
     rank_by, price = take(words, "--rank-by") or "throughput", take(words, "--cost-per-hour")
     serves = take_switch(words, "--serve")

@@ -14,7 +14,7 @@ from rich.console import Console
 from meshwright.audits import Audit
 from meshwright.audits import audit as read_audit
 from meshwright.cli.audit import show as show_audit
-from meshwright.cli.flags import take, take_integer, take_switch
+from meshwright.cli.flags import named_settings, take, take_integer, take_switch
 from meshwright.cli.train import settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
@@ -22,7 +22,7 @@ from meshwright.planner import Plan, StepModel, apply, choice_of, job_of, memory
 from meshwright.planner.report import read_plan
 from meshwright.present import Column, Row, aligned, bytes_text, count
 from meshwright.proofs import Comparison, Proof, compare, expected, prove
-from meshwright.training import AUTO, TrainConfig, named_settings, training_spec
+from meshwright.training import AUTO, TrainConfig, training_spec
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
 meshwright prove --plan FILE [--choice N]

@@ -7,7 +7,7 @@ from typing import Any
 
 import tyro
 
-from meshwright.cli.flags import NUMBERS
+from meshwright.cli.flags import NUMBERS, named_settings
 from meshwright.errors import MeshwrightError
 from meshwright.training import TrainConfig, config_from_file
 
@@ -25,7 +25,7 @@ def train_command(arguments: Sequence[str]) -> None:
     config = settings(arguments)
     from meshwright.api import train  # imports what plans and compiles
 
-    train(config, arguments)
+    train(config, words=arguments, named=named_settings(arguments))
 
 
 def settings(

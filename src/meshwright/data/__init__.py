@@ -25,6 +25,7 @@ from meshwright.data.tokenizers import (
     Tokenizer,
     decode_stream,
     load_tokenizer,
+    tokenizer_files,
     tokenizer_from_json,
 )
 
@@ -38,8 +39,8 @@ __all__ = [
     "Reading", "SpanCorruption", "TokenStore", "Tokenizer", "check_data", "decode_stream",
     "embedded_corpus", "embedded_text", "held_out_loader", "load_chat_template",
     "load_tokenizer",
-    "pack", "read_sequences", "sentinel_top", "sequence_count", "tokenizer_from_json",
-    "training_loader", "upgrade",
+    "pack", "read_sequences", "sentinel_top", "sequence_count", "tokenizer_files",
+    "tokenizer_from_json", "training_loader", "upgrade",
 ]  # fmt: skip
 
 

@@ -224,6 +224,53 @@ def tokenizer_from_json(saved: dict[str, Any]) -> Tokenizer:
     )
 
 
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """The files from which transformers makes the same tokenizer, by name."""
+    saved = tokenizer.to_json()
+    if saved["kind"] == HuggingFaceTokenizer.kind:
+        definition, end = saved["definition"], saved["end_token"]
+    else:
+        definition, end = _bytes_definition(tokenizer.end_of_document), _BYTES_END
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    settings |= {"clean_up_tokenization_spaces": False}
+    return {"tokenizer.json": definition, "tokenizer_config.json": settings}
+
+
+_BYTES_END = "<|endoftext|>"
+
+
+def _bytes_definition(end: int) -> dict[str, Any]:
+    """A tokenizer.json whose ids are the bytes of UTF-8, without merges."""
+    # the characters by which byte-level tokenizers write bytes: printable ones as they are
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    characters = [chr(byte if byte in plain else next(others)) for byte in range(256)]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": end, "content": _BYTES_END, **special, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": {**level, "use_regex": False},
+        "post_processor": None,
+        "decoder": {**level, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {character: byte for byte, character in enumerate(characters)},
+            "merges": [],
+        },
+    }
+
+
 def decode_stream(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     """Yield text as ids arrive; a character is complete before it is yielded.
 

@@ -8,7 +8,7 @@ from meshwright.layouts.explanation import Explanation, PlacedArray, explain, re
 from meshwright.layouts.layout import Layout, axes_of
 from meshwright.layouts.logical_rules import Rules, standard_rules
 from meshwright.layouts.optimizer import optimizer_layouts
-from meshwright.layouts.path_rules import PathRules
+from meshwright.layouts.path_rules import PathMatcher, PathRules
 from meshwright.layouts.resolve import resolve
 from meshwright.layouts.trainable import select_trainable
 from meshwright.layouts.trees import path_text, tree_paths
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "ArraySpec", "Constant", "Explanation", "Layout", "LayoutLike", "Normal", "PathRules",
-    "PlacedArray", "Rules", "axes_of", "create", "decide", "explain", "fit", "is_abstract",
-    "layout_tree", "optimizer_layouts", "path_text", "replication_notes", "resized_like", "resolve",
-    "select_trainable", "shard", "sharding", "shardings", "standard_rules", "stored", "tree_paths",
+    "ArraySpec", "Constant", "Explanation", "Layout", "LayoutLike", "Normal", "PathMatcher",
+    "PathRules", "PlacedArray", "Rules", "axes_of", "create", "decide", "explain", "fit",
+    "is_abstract", "layout_tree", "optimizer_layouts", "path_text", "replication_notes",
+    "resized_like", "resolve", "select_trainable", "shard", "sharding", "shardings",
+    "standard_rules", "stored", "tree_paths",
 ]  # fmt: skip
 
 

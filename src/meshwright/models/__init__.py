@@ -6,6 +6,7 @@ from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.models.divisibility import indivisible, what_fits
 from meshwright.models.family import HuggingFace, ModelFamily, Serving
 from meshwright.models.huggingface import SOURCE, SPECIAL_TOKENS, load_tensors
+from meshwright.models.lora import ADAPTER, LoraConfig, merged, with_adapter
 from meshwright.models.loss import (
     ExtraLoss,
     LmHead,
@@ -23,14 +24,17 @@ from meshwright.models.registry import (
     abstract_arrays,
     family_of,
     from_hf_config,
+    hf_names,
     layer_count,
     layer_counts,
+    load_adapter,
     load_hf,
     model_config,
     model_from_dict,
     model_to_dict,
     override,
     preset,
+    save_adapter,
     save_hf,
     serving_of,
     to_hf_config,
@@ -47,6 +51,7 @@ from meshwright.models.torch_only import read_config as torch_only_config
 from meshwright.models.work import Attention, Block, Stack
 
 __all__ = [
+    "ADAPTER",
     "BY_TRANSFORMERS",
     "FAMILIES",
     "OFFLOAD",
@@ -62,6 +67,7 @@ __all__ = [
     "ExtraLoss",
     "HuggingFace",
     "LmHead",
+    "LoraConfig",
     "LossConfig",
     "LossSums",
     "MappedFiles",
@@ -78,12 +84,15 @@ __all__ = [
     "describe_padding",
     "family_of",
     "from_hf_config",
+    "hf_names",
     "indivisible",
     "layer_count",
     "layer_counts",
     "lm_logits",
+    "load_adapter",
     "load_hf",
     "load_tensors",
+    "merged",
     "model_config",
     "model_from_dict",
     "model_to_dict",
@@ -93,6 +102,7 @@ __all__ = [
     "preset",
     "read_folder",
     "read_header",
+    "save_adapter",
     "save_hf",
     "scans_layers",
     "serving_of",
@@ -100,4 +110,5 @@ __all__ = [
     "to_hf_config",
     "torch_only_config",
     "what_fits",
+    "with_adapter",
 ]

@@ -20,6 +20,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec
 from meshwright.models.activations import ActivationLayouts
 from meshwright.models.compute import OFFLOAD, Compute, remat_policy
+from meshwright.models.lora import Adapted
 from meshwright.ops import (
     Fp8Weight,
     NormKind,
@@ -28,6 +29,7 @@ from meshwright.ops import (
     all_gather,
     einsum,
     fp8_einsum,
+    low_rank_product,
     normalize,
     over_chunks,
     partial_sums,
@@ -40,7 +42,7 @@ from meshwright.ops import (
 )
 
 Params = dict[str, Any]
-Weight = jax.Array | Quantized | Fp8Weight
+Weight = jax.Array | Quantized | Fp8Weight | Adapted
 # x, the update or None, the layer's weights, its part of the attention state
 # → x, the next update, what the attention state keeps of this layer
 Layer = Callable[[jax.Array, jax.Array | None, Params, Any], tuple[jax.Array, jax.Array, Any]]
@@ -154,6 +156,9 @@ def prepare_weights(layers: Params, specs: Params, compute: Compute) -> Params:
             return all_gather(w, split_axes(axes[: len(axes) - spec.ndim + spec.is_stacked]))
         if isinstance(w, Quantized):
             return w
+        if isinstance(w, Adapted):
+            a, b = w.a.astype(compute.dtype), w.b.astype(compute.dtype)
+            return Adapted(ready(w.base, spec), a, b, w.scale)
         w = w.astype(compute.dtype)
         return weight_in_fp8(w) if compute.matmul == "fp8" else w
 
@@ -245,39 +250,51 @@ def gather_weight(weight: Weight, compute: Compute) -> Any:
         return weight
     if isinstance(weight, Quantized):  # `scaled` places the scale
         return Quantized(all_gather(weight.values, axes), weight.scale)
+    if isinstance(weight, Adapted):
+        a, b = all_gather(weight.a, axes), all_gather(weight.b, axes)
+        return Adapted(gather_weight(weight.base, compute), a, b, weight.scale)
     return all_gather(weight, axes)
-
-
-def _multiply(
-    dims: str, x: jax.Array, weight: Weight, out: P, compute: Compute, **options: Any
-) -> jax.Array:
-    """The einsum of x and a weight, in fp8 if the weight is to be."""
-    if isinstance(weight, Fp8Weight):
-        return fp8_einsum(dims, x, weight, compute.layouts.weight_axes, out)
-    return einsum(dims, x, weight, out_sharding=out, **options)
 
 
 def project(
     dims: str, x: jax.Array, weight: Weight, target: P, compute: Compute, **options: Any
 ) -> jax.Array:
     """The product of x [batch, length, embed] and a weight, sharded as `target`."""
-    layouts = compute.layouts
-    out = partial_sums(target, layouts.summed)
-    y = _multiply(dims, x, weight, out, compute, **options)
-    return _scaled(reduce_to(y, layouts.summed, target), weight)
+    over = compute.layouts.summed
+    return _product(dims, x, weight, target, over, target, compute, **options)
 
 
-def _scaled(y: jax.Array, weight: Weight) -> jax.Array:
-    return y if isinstance(weight, Fp8Weight) else scaled(y, weight)
+def _product(
+    dims: str,
+    x: jax.Array,
+    weight: Weight,
+    whole: P,
+    over: Sequence[str],
+    target: P,
+    compute: Compute,
+    **options: Any,
+) -> jax.Array:
+    """The product of x and a weight, sharded as `target`.
+
+    Devices along the axes `over` have partial sums, sharded as `whole` and then reduced.
+    """
+    if isinstance(weight, Adapted):
+        y = _product(dims, x, weight.base, whole, over, target, compute, **options)
+        update = low_rank_product(dims, x, weight.a, weight.b, over, target)
+        return y + (update * weight.scale).astype(y.dtype)
+    partial = partial_sums(whole, over)
+    if isinstance(weight, Fp8Weight):
+        y = fp8_einsum(dims, x, weight, compute.layouts.weight_axes, partial)
+        return reduce_to(y, over, target)
+    y = einsum(dims, x, weight, out_sharding=partial, **options)
+    return scaled(reduce_to(y, over, target), weight)
 
 
 def attention_output(mixed: jax.Array, w: Params, compute: Compute) -> jax.Array:
     """What heads [batch, length, heads, head_dim] add to the residual stream."""
     layouts = compute.layouts
-    over = layouts.axes(layouts.heads)
-    weight = gather_weight(w["wo"], compute)
-    out = _multiply("blhd,hde->ble", mixed, weight, partial_sums(layouts.block, over), compute)
-    return _scaled(reduce_to(out, over, layouts.residual), weight)
+    weight, over = gather_weight(w["wo"], compute), layouts.axes(layouts.heads)
+    return _product("blhd,hde->ble", mixed, weight, layouts.block, over, layouts.residual, compute)
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -334,8 +351,7 @@ def feed_forward(
         *gates, up = itertools.chain.from_iterable(map(hidden, names, first))
         gated = ACTIVATIONS[activation](gates[0] if gates else up)
         activated = checkpoint_name(gated * up if gates else gated, "activated")
-        out = _multiply("blm,me->ble", activated, down, partial_sums(layouts.block, over), compute)
-        return _scaled(reduce_to(out, over, target), down)
+        return _product("blm,me->ble", activated, down, layouts.block, over, target, compute)
 
     if not compute.mlp_chunk:
         out = forward(layouts.residual, normed, *weights, *biases)

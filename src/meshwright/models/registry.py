@@ -14,12 +14,18 @@ from meshwright.errors import MeshwrightError, UnsupportedModelError, did_you_me
 from meshwright.models.decoder import DECODER
 from meshwright.models.family import ModelFamily, Serving
 from meshwright.models.huggingface import (
+    WEIGHTS,
     OnRead,
+    adapter_model,
     load_folder,
+    load_tensors,
+    read_adapter_config,
     read_hf_config,
     save_folder,
     short,
 )
+from meshwright.models.lora import ADAPTER, LoraConfig, with_adapter
+from meshwright.models.safetensors_read import MappedFiles, read_header
 from meshwright.models.t5.family import T5
 from meshwright.models.torch_only import TORCH_ONLY
 
@@ -188,6 +194,44 @@ def save_hf(folder: str | os.PathLike[str], params: Any, config: Any, **options:
     Options are `dtype`, `max_file_bytes` and `tokenizer`: see models/huggingface/save.py.
     """
     return save_folder(folder, params, family_of(config).hugging_face.model(config), **options)
+
+
+def save_adapter(
+    folder: str | os.PathLike[str],
+    params: Any,
+    config: Any,
+    lora: LoraConfig,
+    base: str = "",
+    **options: Any,
+) -> Path:
+    """Write the adapter among `params` as a folder that PEFT reads; options are as in `save_hf`.
+
+    `base` is the folder, or the name, of the model that it adapts.
+    """
+    model = family_of(config).hugging_face.model(config)
+    arrays = with_adapter(model.specs, lora, jnp.float32, hf_names(config))
+    files = adapter_model(model, arrays, lora, base)
+    return save_folder(folder, {ADAPTER: params[ADAPTER]}, files, **options)
+
+
+def load_adapter(
+    folder: str | os.PathLike[str], config: Any, shardings: Any = None, dtype: Any = jnp.float32
+) -> tuple[Any, LoraConfig]:
+    """The adapter of a folder of PEFT, as `{"adapter": …}`, and its settings.
+
+    `shardings` are as in `load_hf`.
+    """
+    model = family_of(config).hugging_face.model(config)
+    lora = read_adapter_config(Path(folder), model)
+    files = adapter_model(model, with_adapter(model.specs, lora, jnp.float32), lora, "")
+    tensors = MappedFiles(read_header(Path(folder) / WEIGHTS))
+    return load_tensors(tensors, Path(folder), files, shardings, dtype), lora
+
+
+def hf_names(config: Any) -> dict[str, str]:
+    """Hugging Face's names of the model's arrays, by path."""
+    arrays = family_of(config).hugging_face.model(config).arrays
+    return {path: array.name for path, array in arrays.items()}
 
 
 def model_to_dict(config: Any) -> dict[str, Any]:

@@ -29,9 +29,12 @@ class PlannedTensor:
 
 
 def plan_files(
-    tensors: Sequence[PlannedTensor], max_file_bytes: int
+    tensors: Sequence[PlannedTensor], max_file_bytes: int, single: str = SINGLE
 ) -> dict[str, list[PlannedTensor]]:
-    """Which tensors go in which file, in order; a tensor larger than a file has one for itself."""
+    """Which tensors go in which file, in order; a tensor larger than a file has one for itself.
+
+    `single` is the name of the file if there is one.
+    """
     parts: list[list[PlannedTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -41,7 +44,7 @@ def plan_files(
         parts[-1].append(tensor)
         filled += tensor.nbytes
     if len(parts) == 1:
-        return {SINGLE: parts[0]}
+        return {single: parts[0]}
     return {
         f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)
     }

@@ -23,6 +23,7 @@ from meshwright.ops.fp8 import (
     plain_weights,
     weight_in_fp8,
 )
+from meshwright.ops.low_rank import low_rank_product
 from meshwright.ops.mosaic import switched_on
 from meshwright.ops.norms import NORMS, NormKind, add_bias, normalize, rms_norm
 from meshwright.ops.quantized import QUANTIZED_DTYPES, Quantized, einsum, quantize, scaled
@@ -33,8 +34,8 @@ __all__ = [
     "COMPILER_OPTIONS", "IGNORED", "NORMS", "QUANTIZED_DTYPES", "SCALE", "Fp8Weight",
     "LinearScaling", "Llama3Scaling", "NormKind", "Quantized", "Rope", "Scaling", "YarnScaling",
     "add_bias", "all_gather", "cross_entropy", "current_platform", "drop_trivial_axes", "einsum",
-    "embed", "fp8_einsum", "keeps_logit_gradients", "nontrivial_axes", "normalize",
-    "over_chunks", "partial_sums", "plain_weights", "quantize", "reduce_to", "relative_bias",
-    "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes", "stacks",
-    "switched_on", "tie_gradients", "weight_in_fp8",
+    "embed", "fp8_einsum", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes",
+    "normalize", "over_chunks", "partial_sums", "plain_weights", "quantize", "reduce_to",
+    "relative_bias", "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes",
+    "stacks", "switched_on", "tie_gradients", "weight_in_fp8",
 ]  # fmt: skip

@@ -134,20 +134,20 @@ def reduce_to(x: jax.Array, over: Sequence[str], target: P) -> jax.Array:
     if not over:
         return x
     source = jax.typeof(x).sharding.spec
-    scattered = [
-        (dim, tuple(axis for axis in axes_of(entry, target) if axis in over))
-        for dim, entry in enumerate(target)
-    ]
+    return jax.shard_map(
+        lambda part: reduce_part(part, over, target), in_specs=source, out_specs=target
+    )(x)
 
-    def local(part: jax.Array) -> jax.Array:
-        left = list(over)
-        for dim, axes in scattered:
-            if axes:
-                part = lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True)
-                left = [axis for axis in left if axis not in axes]
-        return lax.psum(part, tuple(left)) if left else part
 
-    return jax.shard_map(local, in_specs=source, out_specs=target)(x)
+def reduce_part(part: jax.Array, over: Sequence[str], target: P) -> jax.Array:
+    """Inside shard_map: as `reduce_to`."""
+    left = list(over)
+    for dim, entry in enumerate(target):
+        axes = tuple(axis for axis in axes_of(entry, target) if axis in over)
+        if axes:
+            part = lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True)
+            left = [axis for axis in left if axis not in axes]
+    return lax.psum(part, tuple(left)) if left else part
 
 
 @jax.custom_vjp

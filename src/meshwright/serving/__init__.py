@@ -20,6 +20,7 @@ from meshwright.serving.request import (
     Request,
     TokenLogprobs,
 )
+from meshwright.serving.run_export import export
 from meshwright.serving.same_settings import settings_facts
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.settings import EngineConfig, ServeConfig
@@ -61,6 +62,7 @@ __all__ = [
     "check_fits",
     "check_prompts",
     "defaults_of",
+    "export",
     "follow",
     "generation_mesh",
     "has_encoder",

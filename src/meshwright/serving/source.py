@@ -20,18 +20,23 @@ from jax.sharding import PartitionSpec as P
 from meshwright.data import Tokenizer, load_tokenizer, tokenizer_from_json
 from meshwright.errors import MeshwrightError
 from meshwright.launch import weights_sample
-from meshwright.layouts import ArraySpec, Layout, fit, layout_tree, stored
+from meshwright.layouts import ArraySpec, Layout, Rules, fit, layout_tree, stored
 from meshwright.machines import check_host_memory, host_bytes
 from meshwright.meshes import MeshSpec
 from meshwright.meshes import mesh as build_mesh
 from meshwright.models import (
+    ADAPTER,
+    LoraConfig,
     abstract_arrays,
     family_of,
     from_hf_config,
+    hf_names,
     load_hf,
+    merged,
     model_from_dict,
     padded_vocab,
     serving_of,
+    with_adapter,
 )
 from meshwright.ops import drop_trivial_axes, nontrivial_axes
 from meshwright.present import mesh_text
@@ -61,6 +66,8 @@ class Source:
     """The fields of generation_config.json; see `defaults_of`."""
     weights: Callable[[], Any] = lambda: None
     """Identifies the weights without reading all of them, as JSON."""
+    adapter: "Adapter | None" = None
+    """What a run with LoRA trained; `read` merges it with the weights."""
 
     @functools.cached_property
     def grammars(self) -> Grammars:
@@ -73,6 +80,16 @@ class Source:
         if not self.special_tokens and has_encoder(self.config):
             tokens.append(self.tokenizer.end_of_document)  # as the encoder's inputs in training
         return tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """The adapter of a run: its settings, the folder of the weights it adapts, and its factors."""
+
+    lora: LoraConfig
+    base: Path
+    read: Callable[[Any], Any]
+    """As that of a Source, for abstract arrays `{"adapter": …}`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,15 +221,22 @@ def targets(config: Any, mesh: Mesh, dtype: Any) -> Any:
     """
     rules = serving_of(config).rules()
     arrays = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
+    return abstract_params(
+        arrays, rules, mesh, lambda spec: dtype if spec.is_matrix else jnp.float32
+    )
+
+
+def abstract_params(
+    arrays: Any, rules: Rules, mesh: Mesh, dtype_of: Callable[[ArraySpec], Any]
+) -> Any:
+    """ArraySpecs as jax.ShapeDtypeStructs with shardings."""
     nontrivial = nontrivial_axes(mesh.shape)
 
     def target(spec: ArraySpec, layout: Layout) -> jax.ShapeDtypeStruct:
-        kept = dtype if spec.is_matrix else jnp.float32
         place = NamedSharding(mesh, drop_trivial_axes(P(*layout.axes), nontrivial))
-        return jax.ShapeDtypeStruct(spec.shape, kept, sharding=place)
+        return jax.ShapeDtypeStruct(spec.shape, dtype_of(spec), sharding=place)
 
-    places = layout_tree(arrays, rules, mesh=mesh)
-    return jax.tree.map(target, arrays, places)
+    return jax.tree.map(target, arrays, layout_tree(arrays, rules, mesh=mesh))
 
 
 def _config_file(folder: Path) -> dict[str, Any]:
@@ -269,7 +293,23 @@ def _run(
         )
     checkpoints.arrays(chosen)  # or an error that lists them
 
+    lora = LoraConfig(**_lora_fields(fields))
+    base = Path(fields.get("init_from") or fields.get("model", ""))
+    if lora.rank and not base.is_dir():
+        raise MeshwrightError(
+            f"{folder} holds an adapter of the weights in {base}, and they are not there any more"
+        )
+
+    def read_adapter(targets: Any) -> Any:
+        return checkpoints.restore(chosen, {"params": targets}, cast=True)["params"]
+
     def read(targets: Any) -> Any:
+        if lora.rank:
+            weights = _read_hf(base, config, targets)
+            mesh = targets["embedding"].sharding.mesh
+            factors = read_adapter(adapter_targets(config, lora, mesh))
+            with jax.set_mesh(mesh):
+                return merged({**weights, **factors}, lora.scale)
         if holds_pieces(folders.complete_folder(checkpoints.folder, chosen)):
             record = read_intact_step(checkpoints.folder, chosen, command)
             return load_piece_tree(checkpoints.folder, record, config, "params", targets)
@@ -285,7 +325,23 @@ def _run(
         weights=lambda: {
             name: array.fingerprint for name, array in checkpoints.arrays(chosen).items()
         },
+        adapter=Adapter(lora, base, read_adapter) if lora.rank else None,
     )
+
+
+def _lora_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of LoRA in a run's config.json; earlier versions have none."""
+    lora = dict(fields.get("lora") or {})
+    return {**lora, "targets": tuple(lora.get("targets", ()))}
+
+
+def adapter_targets(config: Any, lora: LoraConfig, mesh: Mesh) -> Any:
+    """The abstract arrays of an adapter, with shardings."""
+    rules = serving_of(config).rules()
+    model = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
+    arrays = with_adapter(model, lora, jnp.float32, hf_names(config))
+    placed = abstract_params(arrays, rules, mesh, lambda spec: spec.dtype)
+    return {ADAPTER: placed[ADAPTER]}
 
 
 def _renamed(checkpoints: Path) -> str:
@@ -312,20 +368,21 @@ def _hugging_face(
         tokenizer = load_tokenizer(folder, end_token)
     _check_vocabulary(tokenizer, config, folder)
 
-    def read(targets: Any) -> Any:
-        shardings = jax.tree.map(lambda target: target.sharding, targets)
-        return load_hf(folder, config, shardings, targets["embedding"].dtype)
-
     return Source(
         config=config,
         tokenizer=tokenizer,
         ends=frozenset({tokenizer.end_of_document}) | _hf_ends(fields, generation_config),
         special_tokens=True,
         name=str(folder),
-        read=read,
+        read=functools.partial(_read_hf, folder, config),
         generation_config=generation_config,
         weights=lambda: weights_sample(folder),
     )
+
+
+def _read_hf(folder: Path, config: Any, targets: Any) -> Any:
+    shardings = jax.tree.map(lambda target: target.sharding, targets)
+    return load_hf(folder, config, shardings, targets["embedding"].dtype)
 
 
 def _run_tokenizer(file: Path) -> Tokenizer:

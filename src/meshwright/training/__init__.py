@@ -9,7 +9,6 @@ from meshwright.training.config import (
     config_from_dict,
     config_from_file,
     config_to_dict,
-    named_settings,
     settings_flags,
     with_settings,
 )
@@ -44,7 +43,7 @@ __all__ = [
     "check_run_folder", "check_same_settings", "check_sizes", "check_trackers",
     "checkpoint_settings", "chip_peak_flops", "choose_rules", "config_from_dict",
     "config_from_file", "config_to_dict", "field_lengths", "file_rules", "layers_choice",
-    "learning_rate", "load_pieces", "model_of", "named_settings", "overlap_choice",
+    "learning_rate", "load_pieces", "model_of", "overlap_choice",
     "overlap_text", "prepare", "prepare_data", "save_pieces", "settings_flags", "supervised",
     "train", "training_mesh", "training_spec", "with_settings",
 ]  # fmt: skip

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
-from meshwright.layouts import Rules, select_trainable
-from meshwright.models import Compute, family_of, override, padded_vocab
+from meshwright.layouts import Rules
+from meshwright.models import Compute, override, padded_vocab
 from meshwright.training.config import TrainConfig
 from meshwright.training.optimizer import make_optimizer
 from meshwright.training.setup import (
@@ -27,6 +27,7 @@ from meshwright.training.setup import (
     field_lengths,
     known_chip,
     model_of,
+    training_arrays,
     training_mesh,
 )
 from meshwright.training.state import TrainState, abstract_state
@@ -83,14 +84,13 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
     check_sizes(config, model, rules, mesh.shape)
     compute, attention = compute_of(config, model, rules, mesh)
     vocab = padded_vocab(model, rules, mesh.shape)
-    arrays = family_of(model).arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
-    arrays = select_trainable(arrays, config.trainable)
+    arrays = training_arrays(config, model, compute.dtype, vocab)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
     overlap, _ = overlap_choice(config.compute.overlap, known_chip(mesh.devices.flat[0]))
     functions = step_functions(
         model, compute, optimizer, rate, mesh,
         loss=config.loss, clip_norm=config.optimizer.clip_norm, overlap=overlap,
-        trainable=config.trainable,
+        arrays=arrays,
     )  # fmt: skip
     lengths = field_lengths(model, config.seq, config.objective)
 

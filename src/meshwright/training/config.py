@@ -5,14 +5,14 @@ import functools
 import json
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.arithmetic import check_seed
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import HANG_TIMEOUT_S, check_simulated, convert_paths, flat_settings
-from meshwright.models import LossConfig
+from meshwright.models import LoraConfig, LossConfig
 from meshwright.training.optimizer import OptimizerConfig
 
 DEFAULT_MESH = "dp=1,fsdp=-1,tp=1,sp=1"
@@ -145,6 +145,7 @@ class TrainConfig:
     trainable: tuple[str, ...] = ()
     """Train only arrays in whose path one of these regexes is found: norm, layers/-1/ (the last
     layer). Without any: all."""
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
@@ -176,6 +177,11 @@ class TrainConfig:
         for name, value in values.items():
             _check_number(name, value)
         check_seed(self.seed)
+        if self.lora.rank and self.trainable:
+            raise MeshwrightError(
+                "lora.rank and trainable both say what is trained; give --lora.targets to adapt "
+                "some matrices only, or leave one out"
+            )
         if self.backend == "jax" and self.torch != TorchConfig():
             raise MeshwrightError("the settings torch.… belong to --backend torch; add it")
         for name in ("steps", "batch", "seq", "accumulation"):
@@ -254,16 +260,6 @@ def settings_flags(config: TrainConfig) -> list[str]:
         else:
             words += [f"--{group}{dot}{last}", str(value)]
     return words
-
-
-def named_settings(words: Sequence[str]) -> set[str]:
-    """The dotted names of the settings that a command line gives.
-
-    >>> sorted(named_settings(["tiny", "--batch", "8", "--compute.no-sequence-parallel"]))
-    ['batch', 'compute.sequence_parallel']
-    """
-    flags = (word.partition("=")[0] for word in words if word.startswith("--"))
-    return {flag[2:].replace("-", "_").replace(".no_", ".") for flag in flags}
 
 
 def _check_number(name: str, value: Any) -> None:

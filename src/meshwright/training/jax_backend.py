@@ -27,9 +27,9 @@ from meshwright.launch import (
     simulate_devices,
     take_most_gpu_memory,
 )
-from meshwright.layouts import fit
+from meshwright.layouts import create, fit, stored
 from meshwright.machines import Machine, check_host_memory, host_bytes
-from meshwright.models import OFFLOAD, load_hf
+from meshwright.models import ADAPTER, OFFLOAD, load_hf
 from meshwright.present import bytes_text, duration_text
 from meshwright.training.backend import Backend, Say
 from meshwright.training.config import TrainConfig
@@ -40,7 +40,7 @@ from meshwright.training.resume import checkpoint_settings, resume_command
 from meshwright.training.run import Memory, memory, peak_flops, waiting_line
 from meshwright.training.same_settings import check_same_settings
 from meshwright.training.setup import known_chip, layers_text, matmuls_text
-from meshwright.training.state import TrainState, new_state, params_are_finite
+from meshwright.training.state import TrainState, new_state, params_are_finite, saved_part
 from meshwright.training.tpu import overlap_text
 from meshwright.training.trainable import trained_part, trained_specs
 
@@ -106,7 +106,7 @@ class JaxBackend(Backend):
         yield self._setup.explanation.summary()
         state = self._setup.step.state
         trained = trained_part(self._setup.step.arrays, state.params)
-        if self.config.trainable:
+        if self.config.trainable or self.config.lora.rank:
             specs = trained_specs(self._setup.step.arrays)
             numbers = sum(math.prod(spec.unpadded_shape) for spec in jax.tree.leaves(specs))
             yield f"trains {numbers:,} of {self.num_parameters:,} parameters; the rest is frozen"
@@ -146,23 +146,41 @@ class JaxBackend(Backend):
         )
 
     def start(self, saved: int | None) -> None:
-        setup, step = self._setup, self._setup.step
+        step = self._setup.step
         if saved is not None:
             with jax.set_mesh(step.mesh):
                 restored = self._restored(saved)
-                restored = fit(restored, step.state)
+                restored = fit(restored, saved_part(step.state))
                 none = jax.device_put(np.int32(0), step.state.step.sharding)
+            if self.config.lora.rank:
+                whole = {**self._loaded(), **restored.params}
+                restored = dataclasses.replace(restored, params=whole)
             self._state = dataclasses.replace(restored, skipped_in_a_row=none)
             return
-        params = None
-        if self.config.init_from is not None:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.stored.params)
-            dtype = self.config.compute.param_dtype
-            params = load_hf(self.config.init_from, setup.model, shardings, dtype)
-            params = fit(params, step.state.params)
+        params: dict[str, Any] | None = None
+        if self._setup.weights is not None:
+            params = self._loaded()
+            if self.config.lora.rank:
+                specs, targets = step.arrays[ADAPTER], step.state.params[ADAPTER]
+                shardings = jax.tree.map(lambda target: target.sharding, targets)
+                params[ADAPTER] = create(specs, shardings, self.config.seed)
         self._state = new_state(
             step.arrays, step.state, step.optimizer, step.mesh, self.config.seed, params
         )
+
+    def _loaded(self) -> dict[str, Any]:
+        """The weights that the run starts from, without an adapter."""
+        setup, step = self._setup, self._setup.step
+        assert setup.weights is not None
+        targets = {name: step.state.params[name] for name in step.arrays if name != ADAPTER}
+        specs = {name: step.arrays[name] for name in targets}
+        on_disk = jax.tree.map(
+            lambda target, spec: stored(target, spec.unpadded_shape), targets, specs
+        )
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, on_disk)
+        dtype = targets["embedding"].dtype
+        params = fit(load_hf(setup.weights, setup.model, shardings, dtype), targets)
+        return jax.tree.map(lambda x, target: x.astype(target.dtype), params, targets)
 
     def _restored(self, saved: int) -> TrainState:
         """Without padding; of a checkpoint that JAX or PyTorch wrote."""
@@ -227,7 +245,8 @@ class JaxBackend(Backend):
         return params_are_finite(self._state, self._setup.step.mesh)
 
     def save(self, step: int, meta: dict[str, Any], wait: bool = False) -> None:
-        self.checkpoints.save(step, fit(self._state, self._setup.stored), meta, wait=wait)
+        state = fit(saved_part(self._state), self._setup.stored)
+        self.checkpoints.save(step, state, meta, wait=wait)
 
     def peak_flops(self) -> float | None:
         return peak_flops(self._devices)

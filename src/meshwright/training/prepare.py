@@ -38,6 +38,7 @@ class Setup:
     eval_loader: Loader | None
     explanation: Explanation
     padding: str | None  # what is padded in memory, in words
+    weights: Path | None  # the folder of the weights that it starts from
 
 
 def prepare(config: TrainConfig) -> Setup:
@@ -53,6 +54,7 @@ def prepare(config: TrainConfig) -> Setup:
         data.eval_loader,
         explain(step.arrays, step.rules, step.mesh),
         describe_padding(step.model, step.rules, step.mesh.shape),
+        weights_folder(config),
     )
 
 
@@ -64,14 +66,28 @@ class Data(NamedTuple):
     model: Any  # its config, with what `save_hf` needs
 
 
+def weights_folder(config: TrainConfig) -> Path | None:
+    """The folder of the weights that a run starts from; an adapter needs some."""
+    folder = Path(config.model)
+    if config.init_from is not None or not config.lora.rank:
+        return config.init_from
+    if folder.is_dir() and any(folder.glob("*.safetensors")):
+        return folder
+    raise MeshwrightError(
+        "LoRA adapts weights that are trained, and no folder of weights is named: give one as the "
+        "model, meshwright train FOLDER, or with --init-from FOLDER"
+    )
+
+
 def prepare_data(config: TrainConfig, model: Any) -> Data:
     """Open the data; raise if it, or the weights to start from, do not suit the model."""
-    if config.init_from is not None:
-        _check_weights(config.init_from, config, model)
+    weights = weights_folder(config)
+    if weights is not None:
+        _check_weights(weights, config, model)
     mixture = Mixture.parse(config.data)
     tokenizer = None
-    if config.init_from is not None and (config.init_from / "tokenizer.json").exists():
-        tokenizer = load_tokenizer(str(config.init_from))
+    if weights is not None and (weights / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(str(weights))
     objective = objective_of(config, model, mixture.tokenizer)
     seq = config.seq if objective is None else objective.raw_length
     held_out = config.eval.sequences
@@ -132,14 +148,15 @@ def _hf_config(config: TrainConfig, model: Any, tokenizer: Tokenizer) -> dict[st
 
     Special tokens and tokenizer files are kept if the data was packed with that tokenizer.
     """
-    source = model if config.init_from is None else _read_config(config.init_from, model)
+    weights = weights_folder(config)
+    source = model if weights is None else _read_config(weights, model)
     fields = dict(source.hf_config or {})
     folder = None if SOURCE not in fields else Path(fields[SOURCE])
     if folder is not None and (folder / "tokenizer.json").is_file():
         with contextlib.suppress(MeshwrightError):  # one that cannot be read is another one
             if load_tokenizer(folder).identity == tokenizer.identity:
                 return fields
-    elif config.init_from is not None:
+    elif weights is not None:
         return fields  # no tokenizer contradicts its special tokens
     kept = {name: fields[name] for name in fields if name not in (SOURCE, *SPECIAL_TOKENS)}
     return kept | {"eos_token_id": tokenizer.end_of_document}

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.checkpoint import misnamed
 from meshwright.errors import MeshwrightError
-from meshwright.models import model_to_dict
+from meshwright.models import LoraConfig, model_to_dict
 from meshwright.training.backend import SavedSteps
 from meshwright.training.config import (
     FREE,
@@ -114,6 +114,7 @@ def check_resume(
     # earlier versions kept moments like the parameters
     before["optimizer"].setdefault("moments", "auto")
     before.setdefault("trainable", [])  # and trained everything
+    before.setdefault("lora", dataclasses.asdict(LoraConfig()))
     check_saved(now, before, where)
     if now["steps"] != before["steps"]:
         say(
@@ -136,6 +137,9 @@ def check_saved(now: dict[str, Any], before: dict[str, Any], where: str) -> None
         moments = optimizer["moments"]
         kept = {"optimizer.name": optimizer["name"], "compute.param_dtype": param_dtype}
         kept["trainable"] = shlex.join(settings["trainable"]) or ALL
+        lora = settings["lora"]
+        kept |= {f"lora.{name}": str(lora[name]) for name in ("rank", "alpha", "rslora")}
+        kept["lora.targets"] = shlex.join(lora["targets"]) or ALL
         if now.get("backend") != "torch":  # which keeps moments like the weights
             kept["optimizer.moments"] = param_dtype if moments == "auto" else moments
         return kept
@@ -144,8 +148,8 @@ def check_saved(now: dict[str, Any], before: dict[str, Any], where: str) -> None
         was = saved(before)[name]
         if value != was:
             again = f"Give --{name.replace('_', '-')} {was} again"
-            if name == "trainable" and was == ALL:
-                again = "Leave --trainable out"
+            if was == ALL:
+                again = f"Leave --{name} out"
             if now.get("backend") == "torch" and name == "optimizer.name":
                 again = f"Resume it without --backend torch, which has no {was}"
             raise MeshwrightError(

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from meshwright.data import OBJECTIVES, EncoderDecoderObjective, Tokenizer, sentinel_top
 from meshwright.errors import MeshwrightError, one_of
-from meshwright.layouts import Rules
+from meshwright.layouts import Rules, select_trainable
 from meshwright.machines import CHIPS, Chip, Machine, chip_of_kind
 from meshwright.meshes import STANDARD_AXES, Accepts, MeshSpec, mesh, tile_mesh
 from meshwright.models import (
@@ -20,6 +20,7 @@ from meshwright.models import (
     activation_layouts,
     default_dtype,
     family_of,
+    hf_names,
     indivisible,
     layer_count,
     layer_counts,
@@ -27,6 +28,7 @@ from meshwright.models import (
     override,
     scans_layers,
     what_fits,
+    with_adapter,
 )
 from meshwright.ops import nontrivial_axes
 from meshwright.ops.attention import (
@@ -190,6 +192,19 @@ def _with_activations(rules: Rules, file: str, standard: Rules) -> Rules:
     return Rules(rules.rules, optional=rules.optional | (standard.optional & dims))
 
 
+def training_arrays(config: TrainConfig, model: Any, dtype: Any, vocab: int | None = None) -> Any:
+    """ArraySpecs of all that a step holds of the model, with what is trained.
+
+    `dtype` is that of matmuls; `vocab` is the vocabulary in memory, if it is padded.
+    """
+    family, lora = family_of(model), config.lora
+    arrays = family.arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
+    if not lora.rank:
+        return select_trainable(arrays, config.trainable)
+    base = dtype if lora.base == "auto" else jnp.dtype(lora.base)
+    return with_adapter(arrays, lora, base, hf_names(model))
+
+
 def compute_of(
     config: TrainConfig, model: Any, rules: Rules, placed: Mesh
 ) -> tuple[Compute, str | None]:
@@ -224,6 +239,7 @@ def compute_of(
         settings.mlp_chunk,
         settings.matmul,
         settings.fp8_skips,
+        adapter_scale=config.lora.scale,
     )
     if settings.matmul == "fp8":
         chip = chip_of_kind(device.device_kind, device.platform)

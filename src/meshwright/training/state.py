@@ -20,6 +20,7 @@ from meshwright.layouts import (
     resized_like,
     stored,
 )
+from meshwright.models import ADAPTER
 from meshwright.ops import drop_trivial_axes, nontrivial_axes
 from meshwright.training.trainable import trained_part, trained_specs, unfrozen
 
@@ -72,8 +73,11 @@ def unpadded_arrays(arrays: Any) -> Any:
 def stored_state(
     arrays: Any, target: TrainState, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """The abstract state `target` as a checkpoint holds it: without padding."""
-    params = unpadded_arrays(arrays)
+    """The abstract state `target` as a checkpoint holds it: without padding.
+
+    Of a model with an adapter it is the adapter; what is frozen can be read again.
+    """
+    target, params = saved_part(target), saved_params(unpadded_arrays(arrays))
     moments = jax.eval_shape(optimizer.init, unpadded_arrays(trained_specs(arrays)))
 
     def without(tree: Any, unpadded: Any) -> Any:
@@ -84,6 +88,16 @@ def stored_state(
         params=without(target.params, params),
         optimizer=without(target.optimizer, moments),
     )
+
+
+def saved_params(params: Any) -> Any:
+    """What a checkpoint holds of the parameters: the adapter if they have one, else all."""
+    return {ADAPTER: params[ADAPTER]} if ADAPTER in params else params
+
+
+def saved_part(state: TrainState) -> TrainState:
+    """What a checkpoint holds of the state."""
+    return dataclasses.replace(state, params=saved_params(state.params))
 
 
 def new_state(

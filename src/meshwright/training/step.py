@@ -5,7 +5,7 @@ state, report = functions.train(state, batch)
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
-from meshwright.layouts import ArraySpec, resized_like, select_trainable
+from meshwright.layouts import ArraySpec, resized_like
 from meshwright.models import Compute, LossConfig, LossSums, Metric, family_of, target_count
 from meshwright.ops import COMPILER_OPTIONS as FP8_OPTIONS
 from meshwright.ops import current_platform
@@ -82,12 +82,15 @@ def step_functions(
     loss: LossConfig | None = None,
     clip_norm: float | None = 1.0,
     overlap: bool = False,
-    trainable: Sequence[str] = (),
+    arrays: Any = None,
 ) -> StepFunctions:
-    """The functions of a run on one mesh; they compile on first use."""
+    """The functions of a run on one mesh; they compile on first use.
+
+    `arrays` are the ArraySpecs of the parameters, with what is trained; by default all is.
+    """
     family = family_of(config)
     settings = LossConfig() if loss is None else loss
-    arrays = select_trainable(family.arrays(config), trainable)
+    arrays = family.arrays(config) if arrays is None else arrays
     with jax.set_mesh(mesh):
         tokens = compute.layouts.tokens
 
@@ -259,7 +262,9 @@ def _update(
     """
     padded = params, moments
     kept = jax.tree.map(lambda x: jax.typeof(x).sharding, padded)
-    shapes = jax.tree.map(lambda spec, x: jax.ShapeDtypeStruct(spec.shape, x.dtype), specs, params)
+    shapes = jax.tree.map(
+        lambda spec, x: jax.ShapeDtypeStruct(spec.unpadded_shape, x.dtype), specs, params
+    )
     unpadded = shapes, jax.eval_shape(optimizer.init, shapes)
     # muon moves whole layers between devices itself, and types say nothing in there
     informed = optax.with_extra_args_support(optimizer)

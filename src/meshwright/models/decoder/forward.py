@@ -28,6 +28,7 @@ from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.kinds import LayerKind
 from meshwright.models.decoder.layer import run_layer
 from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
+from meshwright.models.lora import adapted_layers
 from meshwright.models.loss import LmHead, LossConfig, LossSums, lm_logits, next_token_loss
 from meshwright.models.states import KeptKeys, PagedCache
 from meshwright.ops import Rope, all_gather, embed
@@ -134,7 +135,8 @@ def _forward(
         layer(kind, mask, context)
         for kind, (mask, context) in zip(config.pattern, sequences.attention, strict=True)
     ]
-    weights = _layer_weights(params["layers"], config, compute)
+    layers = adapted_layers(params["layers"], params, ("layers",), compute.adapter_scale)
+    weights = _layer_weights(layers, config, compute)
     x, update, kept = through_layers(pattern, x, weights, pools, compute)
     x = last_norm(x, update, params, config.pattern[0].norm, compute)
     if config.logit_scale != 1:

@@ -15,23 +15,33 @@ from meshwright.models.huggingface.fields import (
     whole,
 )
 from meshwright.models.huggingface.load import OnRead, has_tensor, load_folder, load_tensors
+from meshwright.models.huggingface.peft import (
+    WEIGHTS,
+    adapter_model,
+    is_adapter,
+    read_adapter_config,
+)
 from meshwright.models.huggingface.save import save_folder
 
 __all__ = [
     "HARMLESS",
     "SOURCE",
     "SPECIAL_TOKENS",
+    "WEIGHTS",
     "HfArray",
     "HfModel",
     "KnownFields",
     "OnRead",
+    "adapter_model",
     "check_fields",
     "flag",
     "has_tensor",
     "hf_arrays",
+    "is_adapter",
     "load_folder",
     "load_tensors",
     "number",
+    "read_adapter_config",
     "read_hf_config",
     "remembered",
     "save_folder",

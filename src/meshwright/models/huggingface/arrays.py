@@ -59,6 +59,8 @@ class HfModel:
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # endings of names of tensors that the model does not use
     prefix: str = ""  # of all names but the LM head's; some published files leave it out
+    config_file: str = "config.json"
+    weights_file: str = "model.safetensors"  # where one holds all
 
     def without_prefix(self) -> "HfModel":
         """The same for files whose names lack the prefix."""

@@ -81,7 +81,7 @@ def save_folder(
         PlannedTensor(name, dtypes[source[name][0][0].path], source[name][0][0].shape)
         for name in dict.fromkeys(_in_order(arrays))
     ]
-    files = plan_files(planned, max_file_bytes)
+    files = plan_files(planned, max_file_bytes, model.weights_file)
 
     writes = jax.process_index() == 0
     whole = folder.absolute()
@@ -90,7 +90,7 @@ def save_folder(
     try:
         if writes:
             beside = _tokenizer_folder(model.source) if tokenizer is None else Path(tokenizer)
-            problem = _try(folder, lambda: _start(folder, partial, fields, beside))
+            problem = _try(folder, lambda: _start(folder, partial, fields, beside, model))
         _raise_everywhere(problem)
         for file, part in files.items():
             values = _values(part, source, leaves)
@@ -235,8 +235,10 @@ def _any_from(value: jax.Array, dim: int, start: jax.Array) -> jax.Array:
     return jnp.any(beyond & (value != 0))
 
 
-def _start(folder: Path, partial: Path, fields: dict[str, Any], beside: Path | None) -> None:
-    """The folder to write into, with config.json and the tokenizer's files in it."""
+def _start(
+    folder: Path, partial: Path, fields: dict[str, Any], beside: Path | None, model: HfModel
+) -> None:
+    """The folder to write into, with the config and the tokenizer's files in it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise MeshwrightError(f"{folder} is there already; give a folder that is new or empty")
     copied = [] if beside is None else _tokenizer_files(beside)
@@ -244,10 +246,11 @@ def _start(folder: Path, partial: Path, fields: dict[str, Any], beside: Path | N
         raise MeshwrightError(
             f"{beside} has no tokenizer file; looked for {', '.join(TOKENIZER_FILES)}"
         )
-    special = {} if beside is None else _special_tokens(beside)
+    whole = model.config_file == HfModel.config_file  # an adapter's names no special tokens
+    special = {} if beside is None or not whole else _special_tokens(beside)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial.mkdir()
-    write_json(partial / "config.json", fields | special)
+    write_json(partial / model.config_file, fields | special)
     for file in copied:
         assert beside is not None
         target = partial / file.relative_to(beside)

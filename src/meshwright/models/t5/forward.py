@@ -26,6 +26,7 @@ from meshwright.models.blocks import (
     through_layers,
 )
 from meshwright.models.compute import Compute
+from meshwright.models.lora import adapted_layers
 from meshwright.models.loss import LmHead, LossConfig, LossSums, lm_logits, next_token_loss
 from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
@@ -163,6 +164,7 @@ def layer_weights(params: Params, stack: str, config: T5Config, compute: Compute
     layers, specs = params[stack]["layers"], abstract_arrays(config)[stack]["layers"]
     if isinstance(layers, list):
         return [prepare_weights(layer, specs, compute) for layer in layers]
+    layers = adapted_layers(layers, params, (stack, "layers"), compute.adapter_scale)
     return prepare_weights(layers, specs, compute)
 
 

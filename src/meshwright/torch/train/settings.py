@@ -29,6 +29,7 @@ _JAX_ONLY = {
     "compute.mlp_chunk": "use --compute.remat full to save memory",
     "compute.overlap": "FSDP2 always overlaps",
     "trainable": "PyTorch trains every array here",
+    "lora.rank": "PyTorch trains every array here",
     "optimizer.moments": "PyTorch keeps moments in the dtype of the weights",
     "loss.z_loss": "PyTorch has no z-loss here",
     "loss.chunk": "use more --accumulation or a smaller --batch to save memory",

@@ -1,0 +1,38 @@
+"""`meshwright export`: the model of a run as a folder that transformers or PEFT reads."""
+
+from typing import Literal
+
+import tyro
+
+
+def export(
+    run: tyro.conf.Positional[str],
+    out: tyro.conf.Positional[str],
+    /,
+    *,
+    step: int | None = None,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    merge: bool = False,
+    mesh: str = "dp=1,fsdp=1,tp=1,sp=1",
+    cpu_devices: int | None = None,
+) -> None:
+    """Write the model of a run as a folder that transformers reads, or an adapter for PEFT.
+
+    meshwright export runs/first exported
+
+    Args:
+        run: Folder of a run.
+        out: Folder to write; it must be new or empty.
+        step: Step of the checkpoint; the latest by default.
+        dtype: Data type of the weights.
+        merge: Of a run with LoRA, the whole model with the adapter merged into it.
+        mesh: Mesh axes and sizes, for a model that one device cannot hold: fsdp=-1.
+        cpu_devices: Simulate this number of devices on the CPU.
+    """
+    from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
+    from meshwright.serving import export as write
+
+    make_room_for_cpu_collectives()
+    if cpu_devices is not None:
+        simulate_devices(cpu_devices)
+    print(f"wrote {write(run, out, step=step, dtype=dtype, merge=merge, mesh=mesh)}")

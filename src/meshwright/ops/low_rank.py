@@ -1,0 +1,34 @@
+"""The product with a matrix of low rank, as two small matmuls on each device."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from meshwright.ops.collectives import reduce_part, varying_like
+
+
+def low_rank_product(
+    dims: str, x: jax.Array, a: jax.Array, b: jax.Array, over: Sequence[str], target: P
+) -> jax.Array:
+    """The einsum `dims` of x and a·b, sharded as `target`.
+
+    The factors are a [inputs ..., r] and b [r, outputs ...]. Devices along the axes `over` have
+    partial sums, which are reduced between the two matmuls, where they are small.
+    """
+    operands, out = dims.split("->")
+    of_x, of_weight = operands.split(",")
+    tokens = of_x[: -(a.ndim - 1)]
+    inputs, outputs = of_weight[: a.ndim - 1], of_weight[a.ndim - 1 :]
+    small_target = P(*target.partitions[: len(tokens)], None)
+
+    def local(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        x, a = varying_like(x, a, b), varying_like(a, x, b)
+        small = jnp.einsum(f"{of_x},{inputs}r->{tokens}r", x, a)
+        small = reduce_part(small, over, small_target)
+        small, b = varying_like(small, b), varying_like(b, small)
+        return jnp.einsum(f"{tokens}r,r{outputs}->{out}", small, b)
+
+    sources = tuple(jax.typeof(array).sharding.spec for array in (x, a, b))
+    return jax.shard_map(local, in_specs=sources, out_specs=target)(x, a, b)

@@ -1,0 +1,250 @@
+"""LoRA computes what PEFT computes, and reads and writes its files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from tests.ops.attention.programs import QUICKLY
+
+import meshwright as mw
+from meshwright.models import (
+    ADAPTER,
+    LoraConfig,
+    LossConfig,
+    abstract_arrays,
+    family_of,
+    from_hf_config,
+    hf_names,
+    load_adapter,
+    load_hf,
+    merged,
+    save_adapter,
+    with_adapter,
+)
+from meshwright.training import TrainConfig, abstract_step
+from meshwright.training.config import ComputeConfig
+
+peft = pytest.importorskip("peft")
+
+TOKENS = np.random.default_rng(0).integers(3, 60, (8, 17))
+INPUTS, TARGETS = torch.tensor(TOKENS[:, :-1]), torch.tensor(TOKENS[:, 1:])
+
+
+def tiny(name: str) -> tuple[Any, list[str]]:
+    """A model of transformers, and modules to adapt."""
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    torch.manual_seed(0)
+    if name == "llama":
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
+            num_key_value_heads=4, head_dim=8, max_position_embeddings=64,
+        )  # fmt: skip
+        modules = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
+        return LlamaForCausalLM(config), modules.split()
+    if name == "gpt2":  # weights with input dims first
+        config = GPT2Config(
+            vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+        )  # fmt: skip
+        return GPT2LMHeadModel(config), ["c_fc", "mlp.c_proj"]
+    config = T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config), ["q", "v", "wo"]
+
+
+def adapted(name: str, folder: Path) -> Any:
+    """PEFT's model with a random adapter; both are in folders, `base` and `adapter`."""
+    model, modules = tiny(name)
+    model.save_pretrained(folder / "base")
+    chosen = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=modules, init_lora_weights=False,
+        fan_in_fan_out=name == "gpt2",
+    )  # fmt: skip
+    found = peft.get_peft_model(model, chosen).eval()
+    found.save_pretrained(folder / "adapter")
+    return found
+
+
+def theirs(model: Any) -> np.ndarray:
+    """PEFT's logits."""
+    named = {"input_ids": INPUTS}
+    if model.config.is_encoder_decoder:
+        named["decoder_input_ids"] = INPUTS
+    return model(**named).logits.detach().numpy()
+
+
+def on_mesh(folder: Path, mesh: str, **compute: Any) -> tuple[Any, Any]:
+    """The step of a run with that adapter, and its parameters."""
+    config = from_hf_config(folder / "base")
+    _, lora = load_adapter(folder / "adapter", config)
+    settings = TrainConfig(
+        str(folder / "base"),
+        mesh=mesh,
+        batch=8,
+        seq=16,
+        lora=lora,
+        compute=ComputeConfig(**compute),
+    )
+    spec = mw.MeshSpec.parse(mesh).with_standard_axes()
+    devices = jax.devices()[: int(np.prod(spec.sizes))]
+    step = abstract_step(settings, mw.mesh(spec, devices=devices, axis_types="explicit"))
+    places = jax.tree.map(lambda target: target.sharding, step.state.params)
+    of_adapter = {ADAPTER: places.pop(ADAPTER)}
+    factors, _ = load_adapter(folder / "adapter", config, of_adapter)
+    return step, load_hf(folder / "base", config, places) | factors
+
+
+def logits(step: Any, params: Any) -> np.ndarray:
+    from meshwright.models import lm_logits
+
+    family = family_of(step.model)
+    batch = dict.fromkeys(family.batch_fields, jnp.asarray(TOKENS[:, :-1], jnp.int32))
+    batch = {name: batch[name] for name in batch if name in ("tokens", "encoder_tokens")}
+
+    def run(params: Any) -> Any:
+        hidden, _ = family.forward(params, batch, step.model, step.compute)
+        return lm_logits(hidden, family.lm_head(params, step.model), step.model.vocab, step.compute)
+
+    with jax.set_mesh(step.mesh):
+        return np.asarray(jax.jit(run, compiler_options=QUICKLY)(params))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_logits_and_files_are_those_of_peft(name: str, tmp_path: Path) -> None:
+    model = adapted(name, tmp_path)
+    expected = theirs(model)
+    step, params = on_mesh(tmp_path, "fsdp=2,tp=2")
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(logits(step, params), expected, atol=1e-5 * scale)
+    with jax.set_mesh(step.mesh):
+        whole = merged(params, step.config.lora.scale)
+    np.testing.assert_allclose(logits(step, whole), expected, atol=1e-5 * scale)
+    base = {name: params[name] for name in params if name != ADAPTER}
+    assert np.abs(logits(step, base) - expected).max() > 0.05 * scale
+
+    out = save_adapter(
+        tmp_path / "out", params, step.model, step.config.lora, str(tmp_path / "base")
+    )
+    again = peft.PeftModel.from_pretrained(tiny(name)[0], out).eval()
+    np.testing.assert_array_equal(theirs(again), expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "compute"),
+    [
+        ("fsdp=4,tp=2", {}),
+        ("dp=2,tp=4", {"sequence_parallel": True, "remat": "full"}),
+        ("fsdp=2,tp=2,sp=2", {"layers": "unroll"}),
+        ("fsdp=2,tp=2", {"mlp_chunk": 4}),
+    ],
+)
+def test_every_gradient_is_that_of_peft(mesh: str, compute: Any, tmp_path: Path) -> None:
+    model = adapted("llama", tmp_path)
+    loss = torch.nn.functional.cross_entropy(model(input_ids=INPUTS).logits.mT, TARGETS)
+    loss.backward()
+    torch_gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    step, params = on_mesh(tmp_path, mesh, **compute)
+    fields = {
+        "tokens": TOKENS[:, :-1],
+        "targets": TOKENS[:, 1:],
+        "segments": np.ones((8, 16)),
+        "positions": np.tile(np.arange(16), (8, 1)),
+    }
+    place = step.functions.batch_sharding.update(
+        spec=jax.sharding.PartitionSpec(*step.functions.batch_sharding.spec[1:])
+    )
+    batch = {name: jax.device_put(x.astype(np.int32), place) for name, x in fields.items()}
+
+    def total(factors: Any) -> Any:
+        whole = params | {ADAPTER: factors}
+        scale = jnp.float32(1 / TARGETS.numel())
+        sums = family_of(step.model).loss(
+            whole, batch, scale, step.model, step.compute, LossConfig()
+        )
+        return sums.total(scale)
+
+    with jax.set_mesh(step.mesh):
+        found, gradients = jax.jit(jax.value_and_grad(total), compiler_options=QUICKLY)(
+            params[ADAPTER]
+        )
+    assert abs(float(found) - loss.item()) < 1e-5
+    out = save_adapter(
+        tmp_path / "gradients", {ADAPTER: gradients}, step.model, step.config.lora, ""
+    )
+    from safetensors.torch import load_file
+
+    ours = load_file(out / "adapter_model.safetensors")
+    assert len(ours) == len(torch_gradients) == 2 * 7 * 2
+    for name, gradient in torch_gradients.items():
+        mine = ours[name.replace(".default", "")]
+        assert (mine - gradient).abs().max() < 1e-5 * gradient.abs().max(), name
+
+
+def test_a_module_that_is_several_matrices_here_is_refused(tmp_path: Path) -> None:
+    model, _ = tiny("gpt2")
+    model.save_pretrained(tmp_path / "base")
+    chosen = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    peft.get_peft_model(model, chosen).save_pretrained(tmp_path / "adapter")
+    config = from_hf_config(tmp_path / "base")
+    with pytest.raises(
+        mw.MeshwrightError, match=r"adapts transformer\.h\.0\.attn\.c_attn, which is"
+    ):
+        load_adapter(tmp_path / "adapter", config)
+    lora = LoraConfig(2, targets=("attention",))
+    arrays = with_adapter(abstract_arrays(config), lora, jnp.float32)
+    zeros = jax.tree.map(lambda spec: np.zeros(spec.shape, "f"), arrays)
+    with pytest.raises(mw.MeshwrightError, match=r"PEFT has one adapter for all of .*c_attn"):
+        save_adapter(tmp_path / "out", zeros, config, lora)
+
+
+def test_adapters_that_are_not_plain_are_refused(tmp_path: Path) -> None:
+    adapted("llama", tmp_path)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    config = from_hf_config(tmp_path / "base")
+    for change, words in (
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.* is not supported"),
+        ({"r": "many"}, "r and lora_alpha must be numbers"),
+    ):
+        file.write_text(json.dumps(fields | change))
+        with pytest.raises(mw.MeshwrightError, match=words):
+            load_adapter(tmp_path / "adapter", config)
+
+
+def test_targets_are_paths_or_names_of_hugging_face(tmp_path: Path) -> None:
+    model, _ = tiny("llama")
+    model.save_pretrained(tmp_path / "base")
+    config = from_hf_config(tmp_path / "base")
+
+    def adapter(*targets: str) -> Any:
+        lora = LoraConfig(2, targets=targets)
+        arrays = with_adapter(abstract_arrays(config), lora, jnp.bfloat16, hf_names(config))
+        trained = [spec.trained for spec in jax.tree.leaves({**arrays, ADAPTER: {}})]
+        assert not any(trained)
+        assert arrays["layers"]["mlp"]["up"].dtype == jnp.bfloat16
+        assert arrays["norm"].dtype == jnp.float32
+        return {block: set(found) for block, found in arrays[ADAPTER]["layers"].items()}
+
+    assert adapter() == {"attention": {"wq", "wk", "wv", "wo"}, "mlp": {"gate", "up", "down"}}
+    assert adapter("attention") == {"attention": {"wq", "wk", "wv", "wo"}}
+    assert adapter("q_proj", "mlp/up") == {"attention": {"wq"}, "mlp": {"up"}}
+    with pytest.raises(mw.MeshwrightError, match=r"'qproj' .* did you mean 'q_proj'\?"):
+        adapter("qproj")
+    with pytest.raises(mw.MeshwrightError, match=r"the settings lora\.… need --lora.rank"):
+        LoraConfig(alpha=4)
+    assert LoraConfig(16, 32, rslora=True).scale == 8

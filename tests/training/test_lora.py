@@ -1,0 +1,81 @@
+"""A run with LoRA: only the adapter is trained and saved; it resumes, generates and is exported."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from tests.training.conftest import TrainCommand
+from tests.training.test_loop import losses
+
+import meshwright as mw
+from meshwright.checkpoint import Checkpoints
+
+peft = pytest.importorskip("peft")
+
+SETTINGS = ["--batch", "8", "--seq", "32", "--steps", "6", "--optimizer.learning-rate", "1e-2"]
+LORA = ["--lora.rank", "4", "--lora.targets", "q_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=261, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("base") / "llama"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_run_is_stopped_resumed_on_another_mesh_and_exported(
+    base: Path, train_command: TrainCommand, tmp_path: Path
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    first = ["--cpu-devices", "4", "--mesh", "fsdp=2,tp=2", "--stop-at", "3", "--run", str(run)]
+    said = train_command(str(base), *SETTINGS, *LORA, *first)
+    trained = 2 * 4 * (32 + 32 + 48 + 32)
+    assert f"trains {trained:,} of " in said
+    again = ["--cpu-devices", "2", "--mesh", "dp=2", "--run", str(run)]
+    assert "resuming from step 3" in train_command(str(base), *SETTINGS, *LORA, *again)
+    train_command(str(base), *SETTINGS, *LORA, "--cpu-devices", "1", "--run", str(whole))
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+    saved = Checkpoints(run / "checkpoints").arrays(6)
+    assert {name.split("/")[1] for name in saved if name.startswith("params/")} == {"adapter"}
+
+    out = mw.export(run, tmp_path / "adapter", dtype="float32")
+    factors = load_file(out / "adapter_model.safetensors")
+    assert sum(factor.size for factor in factors.values()) == trained
+    merged = mw.export(run, tmp_path / "merged", dtype="float32", merge=True)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokens = torch.tensor([list(b"Once upon a time")])
+    start, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (base, merged))
+    before = start(input_ids=tokens).logits
+    adapted = peft.PeftModel.from_pretrained(start, out)(input_ids=tokens).logits
+    assert (adapted - before).abs().max() > 0.05
+    assert (adapted - model(input_ids=tokens).logits).abs().max() < 1e-4
+    tokenizer = AutoTokenizer.from_pretrained(merged)  # of bytes, as the run's
+    assert tokenizer("né<|endoftext|>").input_ids == [*"né".encode(), 256]
+    with mw.load(run, "tp=2") as ours:
+        [done] = [ours.generate("Once upon a time", max_new=8, temperature=0)]
+    greedy = model.generate(tokens, max_new_tokens=8, do_sample=False)[0, 16:].tolist()
+    assert list(done.tokens) == greedy[: len(done.tokens)]
+    file = run / "config.json"
+    file.write_text(file.read_text().replace(str(base), "gone"))
+    with pytest.raises(mw.MeshwrightError, match="adapter of the weights in gone, and they are no"):
+        mw.load(run)
+
+
+def test_mistakes_are_told(base: Path, train_command: TrainCommand, tmp_path: Path) -> None:
+    run = ["--run", str(tmp_path / "run")]
+    said = train_command("tiny", *SETTINGS, "--lora.rank", "4", *run, expect=2)
+    assert "LoRA adapts weights that are trained, and no folder of weights is named" in said
+    said = train_command(str(base), *SETTINGS, *LORA, "--trainable", "norm", *run, expect=2)
+    assert "lora.rank and trainable both say what is trained" in said
+    said = train_command(str(base), *SETTINGS, *LORA, "--backend", "torch", *run, expect=2)
+    assert "--lora.rank 4 is a setting of the JAX backend" in said
