@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.errors import MeshwrightError
 from meshwright.planner.constraints import parse
-from meshwright.planner.result import Choice
+from meshwright.planner.workload import Choice
 
 
 @pytest.mark.parametrize(

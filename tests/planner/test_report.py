@@ -37,6 +37,7 @@ from meshwright.planner.report.page import page_data
 from meshwright.planner.report.words import folded, groups_of, next_commands, short_mesh
 from meshwright.planner.result import Choice, Plan, Refusal
 from meshwright.present import amount, bar, gib, seconds_text
+from meshwright.serving import EngineConfig
 from meshwright.training import with_settings
 
 
@@ -63,7 +64,7 @@ def test_every_model_survives_being_written(rope: Rope) -> None:
     made = made_plan(None)
     for model in [*PRESETS.values(), dataclasses.replace(PRESETS["tiny"], rope=rope)]:
         plan = dataclasses.replace(made, model=model)
-        assert plan_from_data(json.loads(json.dumps(plan_data(plan)))).job.model == model
+        assert plan_from_data(json.loads(json.dumps(plan_data(plan)))).workload.model == model
 
 
 def test_a_machine_of_ones_own_chip_survives_being_written() -> None:
@@ -160,15 +161,15 @@ def _changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     ("path", "value", "words"),
     [
         (("format",), "something", "is not a plan; `meshwright plan"),
-        (("version",), 99, "is of version 99, this Meshwright reads 6; plan again"),
-        (("version",), 3, "is of version 3, this Meshwright reads 6; plan again"),
+        (("version",), 99, "is of version 99, this Meshwright reads 7; plan again"),
+        (("version",), 3, "is of version 3, this Meshwright reads 7; plan again"),
         (("config",), 8, "the plan.config: expected `object`, got `int`"),
         (("config", "batch"), KeyError, "config lacks the key 'batch'"),
         (("config", "batch"), "8", "the plan.config.batch: expected `int`, got `str`"),
         (("config", "batch"), True, "the plan.config.batch: expected `int`, got `bool`"),
         (("config", "batch"), 8, "tokens_per_second is 524288.0, but the rest of the file gives"),
         (("config", "compute", "dtype"), KeyError, "config.compute lacks the key 'dtype'"),
-        (("kind",), "swim", "the plan.kind: invalid enum value 'swim'; plan again"),
+        (("engine",), "swim", "the plan.engine: expected `object | null`, got `str`; plan again"),
         (("model", "heads"), 7, "heads=7 cannot share kv_heads=8"),
         (("model", "rope", "scaling", "kind"), "Odd", "is not a model's config: 'Odd'"),
         (("model",), KeyError, "model is not a model's config"),
@@ -328,7 +329,7 @@ def test_the_commands_are_what_train_understands() -> None:
         assert config.compute.remat == choice.remat
         assert config.compute.sequence_parallel == choice.sequence_parallel
         assert config.compute.mlp_chunk == choice.mlp_chunk
-        assert config.context_parallel == choice.strategy
+        assert config.context_parallel == choice.context_parallel
 
 
 def test_another_optimizer_and_dtype_are_in_the_commands() -> None:
@@ -381,7 +382,7 @@ def test_explain_fills_in_every_formula() -> None:
     for one in two.collectives:
         assert one.what in text
         assert one.link in text
-    model = plan.job.model
+    model = plan.workload.model
     assert f"= {amount(model.flops_per_token(4096), 'FLOP')}" in text
     for part in ("798 TFLOP / 459 TFLOP/s = 1.74 s", "33% more: remat computes again",
                  "1.10 TB / 2.77 TB/s = 398 ms", "together 23.5 of 94.0 GiB that a device gives: 25%, fits",
@@ -436,7 +437,7 @@ def test_sums_by_axis_hold_every_transfer_once() -> None:
 
 def test_serving_makes_a_token_a_row_and_step() -> None:
     made = made_plan()
-    plan = dataclasses.replace(made, kind="serve")
+    plan = dataclasses.replace(made, engine=EngineConfig())
     assert plan_data(plan)["ranked"][0]["tokens_per_second"] == 256 / 2.0
     lines = printed(report(plan, 120), 120)
     assert "a token" in lines[4]

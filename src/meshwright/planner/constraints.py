@@ -8,13 +8,15 @@
 import dataclasses
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.launch import flat_settings
 from meshwright.meshes import FIELD_ROLES, STANDARD_AXES
-from meshwright.planner.result import Choice
+from meshwright.planner.workload import CHOSEN, Choice
 from meshwright.present import count
+from meshwright.training import AUTO, TrainConfig, training_spec
 
 _COMPARE = {"=": operator.eq, "<=": operator.le, ">=": operator.ge}
 
@@ -86,3 +88,19 @@ def parse(text: str | None) -> Constraints:
             )
         limits.append((axis, how, int(size)))
     return Constraints(tuple(limits))
+
+
+def constraints_of(config: TrainConfig, named: Collection[str] = ()) -> Constraints:
+    """What a config leaves to be chosen: the mesh, and settings that have their default value.
+
+    Settings in `named`, by their dotted names, are kept in any case.
+    """
+    values, usual = flat_settings(config), flat_settings(TrainConfig(config.model))
+    mesh = AUTO if config.mesh == AUTO else str(training_spec(config)).removeprefix("!")
+    limits = parse(None if mesh in (AUTO, usual["mesh"]) else mesh)
+    fixed = {
+        field: values[setting]
+        for field, setting in CHOSEN.items()
+        if setting in named or values[setting] != usual[setting]
+    }
+    return Constraints(limits.limits, fixed)

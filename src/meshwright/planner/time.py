@@ -10,12 +10,20 @@ from collections.abc import Mapping
 
 from meshwright.planner import efficiency
 from meshwright.planner.collective import Collective
-from meshwright.planner.links import Link, over
-from meshwright.planner.shares import place_axes
+from meshwright.planner.links import Link, over, place_axes
 from meshwright.planner.step import StepModel, Work
 from meshwright.planner.terms import term
+from meshwright.planner.workload import Choice
+from meshwright.present import count
 
 _HIDEABLE = ("layer weights", "layer gradients")
+_PLURAL = {
+    "all-gather": "all-gathers",
+    "reduce-scatter": "reduce-scatters",
+    "all-reduce": "all-reduces",
+    "collective-permute": "ring steps",
+    "all-to-all": "all-to-alls",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +49,7 @@ class StepTime:
 def step_time(step: StepModel) -> StepTime:
     """Seconds of a step by part, and its collectives with the links they go over."""
     work = step.work
-    placement = place_axes(step.machine, tuple(step.choice.sizes.values()))
+    placement = place_axes(step.machine, step.choice.sizes)
     waits: list[tuple[Collective, Link, float, str, float]] = []
     wanted: dict[str, float] = {}  # seconds that could hide, by what they could hide under
     exposed = 0.0
@@ -83,7 +91,9 @@ def _hides_under(one: Collective, link: Link, step: StepModel) -> tuple[str, flo
         return one.phase, efficiency.HIDE_SUMS_OVER_HOSTS
     # under the first layer's all-gathers, and the last layer's sums, no other layer computes
     others = 1.0 - 1.0 / one.layers
-    return one.phase, others * efficiency.hides(step.machine.chip, one.operation, step.job.overlap)
+    return one.phase, others * efficiency.hides(
+        step.machine.chip, one.operation, step.workload.overlap
+    )
 
 
 def byte_formulas(step: StepModel, collectives: tuple[Collective, ...]) -> list[str]:
@@ -91,7 +101,79 @@ def byte_formulas(step: StepModel, collectives: tuple[Collective, ...]) -> list[
 
     "" where the formulas of this Meshwright do not give the estimate's numbers.
     """
-    printed = StepModel(step.job, step.choice, step.machine, term).collectives
+    printed = StepModel(step.workload, step.choice, term).collectives
     if [int(one.bytes.value) for one in printed] != [one.bytes for one in collectives]:
         return [""] * len(collectives)
     return [str(one.bytes) for one in printed]
+
+
+def bound_and_reason(choice: Choice, timing: StepTime) -> tuple[str, str]:
+    """What bounds it (compute, memory, axes, or idle), and the sentence."""
+    waits: dict[tuple[str, ...], float] = {}
+    for one in timing.collectives:
+        waits[one.axes] = waits.get(one.axes, 0.0) + one.exposed
+    parts, step = timing.seconds, timing.step
+    compute = parts["matmuls"] + parts["attention"]
+    memory = sum(parts[name] for name in ("elementwise", "loss", "optimizer", "loop over layers"))
+    worst = max(waits, key=waits.__getitem__, default=())
+    waited = waits.get(worst, 0.0)
+    if worst and waited > max(memory, 0.5 * compute):
+        return "+".join(worst), _network(choice, timing, worst, waited)
+    if parts["idle"] > max(compute, memory, waited):
+        idle = _percent(parts["idle"], step)
+        return "idle", f"too small to fill the device: nothing runs in {idle} of the step"
+    share = f"matmuls {_percent(parts['matmuls'], step)}, attention "
+    share += f"{_percent(parts['attention'], step)}"
+    if memory > compute:
+        return "memory", f"memory-bound: {_percent(memory, step)} of the step; {share}"
+    said = f"compute-bound: {share} of the step"
+    again = 1 - timing.work.flops / timing.work.computed
+    if choice.remat == "mlp" or choice.repeats_layers:
+        said += f"; remat={choice.remat} makes {100 * again:.0f}% of the FLOPs again"
+    if worst and waited > 0.03 * step:
+        said += f"; {_percent(waited, step)} waits for {_axes(choice, worst)}"
+        said += f" ({_sends(choice, timing, worst)})"
+    return "compute", said
+
+
+def _network(choice: Choice, timing: StepTime, axes: tuple[str, ...], waited: float) -> str:
+    return (
+        f"{_axes(choice, axes)} is network-bound: {_sends(choice, timing, axes)}; "
+        f"{_percent(waited, timing.step)} of the step waits for it"
+    )
+
+
+def _sends(choice: Choice, timing: StepTime, axes: tuple[str, ...]) -> str:
+    """`4 all-reduces x 512 MB a layer over ICI x8, open`: the most waited for kind."""
+    over = [one for one in timing.collectives if one.axes == axes]
+    worst = max(over, key=lambda one: one.exposed)
+    operation, size, layers = worst.operation, worst.bytes, worst.layers
+    alike = operation, size, layers, worst.stack
+    times = sum(
+        one.times for one in over if (one.operation, one.bytes, one.layers, one.stack) == alike
+    )
+    many, where = times, "a step"
+    if layers:
+        many, where = times // (layers * choice.accumulation), "a layer"
+        where += f" of the {worst.stack}" if worst.stack else ""
+    words = _PLURAL[operation] if many > 1 else operation
+    micro = ""
+    if choice.accumulation > 1 and layers:
+        micro = f" and micro-batch, {count(choice.accumulation, 'micro-batch')},"
+    return f"{many} {words} x {_size(size)} {where}{micro} over {worst.link}"
+
+
+def _axes(choice: Choice, axes: tuple[str, ...]) -> str:
+    return " · ".join(f"{axis}={choice.sizes[axis]}" for axis in axes)
+
+
+def _size(size: float) -> str:
+    for unit, worth in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= worth:
+            value = size / worth
+            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}%"

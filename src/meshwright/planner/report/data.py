@@ -19,12 +19,12 @@ import msgspec
 
 from meshwright.errors import MeshwrightError
 from meshwright.models import model_from_dict, model_to_dict
-from meshwright.planner.ranking import UNCERTAINTY
 from meshwright.planner.report import figures
 from meshwright.planner.result import Estimate, Memory, Plan, Refusal, Serving
+from meshwright.planner.search import UNCERTAINTY
 
 FORMAT = "meshwright plan"
-VERSION = 6
+VERSION = 7
 _FOLLOWS = {Memory: ("total", "fits", "reserve", "tight"), Serving: ("full_tokens_per_second",)}
 
 

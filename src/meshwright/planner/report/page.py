@@ -18,15 +18,16 @@ PLACED = 8  # meshes that are drawn on the machine: each lists all its devices
 
 def page(plan: Plan) -> str:
     """The page's HTML; it needs nothing from outside."""
-    job = plan.job
-    title = f"{job.name or 'a model'} on {plan.machine}"
-    size = f"batch {job.batch:,} × {job.seq:,} tokens"
+    workload = plan.workload
+    title = f"{workload.config.model or 'a model'} on {plan.machine}"
+    size = f"batch {workload.batch:,} × {workload.seq:,} tokens"
     about = [size, f"best {plan.rank_by} first", count(plan.machine.num_chips, "chip")]
+    optimizer = workload.config.optimizer.name
     return render(
         TEMPLATE,
         title=title,
         data=page_data(plan),
-        about=" · ".join(["serving" if job.kind == "serve" else job.optimizer, *about]),
+        about=" · ".join(["serving" if workload.engine else optimizer, *about]),
         summary=_summary(plan),
         warnings=plan.warnings,
     )
@@ -73,8 +74,8 @@ def _row(
         "sizes": list(choice.sizes.values()),
         "remat": choice.remat,
         "micro": choice.accumulation,
-        "settings": settings(choice, plan.job.kind),
-        "weights": choice.weights or plan.job.dtype,
+        "settings": settings(choice, plan.workload.kind),
+        "weights": choice.weights or plan.workload.dtype,
         "step": estimate.step_seconds,
         "tokens": figures.tokens_per_second(plan, estimate),
         "chip": figures.per_chip(plan, estimate),
@@ -99,7 +100,7 @@ def _row(
             "fullTokens": estimate.serving.full_tokens_per_second,
         }
     if rank < DETAILED:
-        step = StepModel(plan.job, choice, plan.machine)
+        step = StepModel(plan.workload, choice)
         row["transfers"] = [
             [
                 f"{one.what}, {one.phase}",
@@ -128,7 +129,7 @@ def _summary(plan: Plan) -> list[tuple[str, str]]:
     best = plan.best
     cells = [
         ("best mesh", short_mesh(best.choice)),
-        ("step" if plan.job.kind == "train" else "a token", seconds_text(best.step_seconds)),
+        ("step" if plan.workload.kind == "train" else "a token", seconds_text(best.step_seconds)),
         ("tokens/s", amount(figures.tokens_per_second(plan, best))),
         ("tokens/s a chip", amount(figures.per_chip(plan, best))),
         ("MFU", percent(best.mfu)),
@@ -138,12 +139,12 @@ def _summary(plan: Plan) -> list[tuple[str, str]]:
         first = seconds_text(best.serving.first_token_seconds)
         cells.insert(1, ("first token", first))
     if plan.largest_batch is not None:
-        training = plan.job.kind == "train"
+        training = plan.workload.kind == "train"
         cells.append(
             ("largest micro-batch" if training else "largest batch", f"{plan.largest_batch:,}")
         )
     if plan.largest_seq is not None:
-        longest = plan.job.model.max_seq
+        longest = plan.workload.model.max_seq
         own = f" (model's own: {longest:,})" if plan.largest_seq > longest else ""
         cells.append(("longest sequence", f"{plan.largest_seq:,}{own}"))
     cost = figures.cost_per_trillion(plan, best)

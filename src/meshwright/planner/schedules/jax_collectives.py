@@ -8,15 +8,8 @@ from collections.abc import Iterator
 
 from meshwright.models import family_of
 from meshwright.ops.attention import ring_steps_of, sequence_order
+from meshwright.planner.attention import split_of
 from meshwright.planner.collective import Collective, Payload, Phase
-from meshwright.planner.parts import (
-    loss_chunks,
-    mlp_chunks,
-    sequences,
-    split_of,
-    strategy_of,
-    vocab,
-)
 from meshwright.planner.sizes import StackSizes, Vectors
 from meshwright.planner.step import StepModel
 from meshwright.planner.terms import Number
@@ -38,10 +31,12 @@ class _Step:
     """A step whose collectives are listed."""
 
     def __init__(self, step: StepModel) -> None:
-        self.job, self.choice, self.number = step.job, step.choice, step.number
+        self.workload, self.choice, self.number = step.workload, step.choice, step.number
         self.sizes, sizes = step.sizes, step.choice.sizes
         self.nontrivial = [axis for axis, size in sizes.items() if size > 1]
-        device, number = step.device, step.number
+        self.device = device = step.device
+        self.shares = {stack.sizes: stack for stack in step.stacks}
+        number = step.number
         self.item, self.stored, self.four = device.used, device.stored, device.float32
         self.tp, self.embed = device.tp, device.embed
         self.fsdp = number(self.choice.size("fsdp"), name="fsdp")
@@ -60,12 +55,12 @@ class _Step:
 
     def length(self, stack: StackSizes) -> int:
         """Tokens of a stack's sequence on a device."""
-        return self.job.lengths[stack.field] // self.choice.size("sp")
+        return self.shares[stack].length
 
     def stream(self, stack: StackSizes) -> Number:
         """Bytes of a stack's residual stream, replicated over tp."""
         number = self.number
-        on_device = number(sequences(self.job, self.choice), "sequences")
+        on_device = number(self.device.sequences, "sequences")
         return self.item * on_device * number(self.length(stack), "tokens") * self.embed
 
     def layer_weights(self) -> Iterator[Collective]:
@@ -73,7 +68,7 @@ class _Step:
         shards, replicas = self.over("fsdp", "sp"), self.over("dp")
         for stack in self.sizes.stacks:
             times, of = self.executions(stack), f"of {_a_layer(stack)}"
-            in_fp8 = self.job.fp8_layers(stack.layers) * self.micro_batches
+            in_fp8 = self.workload.fp8_layers(stack.layers) * self.micro_batches
             for block in stack.blocks:
                 size = self.item * self.number(block.weights) // self.tp
                 name, pieces = block.name.replace("_", "-"), len(block.matrices)
@@ -101,7 +96,7 @@ class _Step:
     def tables(self) -> Iterator[Collective]:
         """The embedding and the LM head: all-gathered once, their gradients per micro-batch."""
         shards, replicas = self.over("fsdp", "sp"), self.over("dp")
-        size = self.item * (self.number(vocab(self.job, self.choice)) * self.embed) // self.tp
+        size = self.item * (self.number(self.device.padded_vocab) * self.embed) // self.tp
         tables = ("the embedding",) if self.sizes.is_tied else ("the embedding", "the LM head")
         for what in tables:
             yield Collective(what, "all-gather", shards, size, 1, "forward", "table")
@@ -165,7 +160,7 @@ class _Step:
                 payload: Payload = "activations"
                 return Collective(what, operation, over, size, each, phase, payload, *about)
 
-            chunks = mlp_chunks(self.length(stack), self.choice)
+            chunks = self.shares[stack].mlp_chunks
             blocks = len(stack.blocks)
             whole = blocks if chunks == 1 else blocks - 1
             if self.choice.sequence_parallel:
@@ -224,7 +219,7 @@ class _Step:
         yield Collective("gradient of the loss's input", self.reduce, over, size, times, "backward")
         if self.choice.sequence_parallel:
             yield Collective("input of the loss", "all-gather", over, size, times, "forward")
-        chunks, chunk = loss_chunks(self.job, self.choice)
+        chunks, chunk = self.device.loss_chunks
         tokens = self.number(chunk, "tokens")
         for what, size, pieces in (
             ("maxima over the vocabulary", self.item * tokens, 1),
@@ -239,11 +234,9 @@ class _Step:
         if not over:
             return
         (stack,) = self.sizes.stacks  # what attends to another sequence is not split
-        split, strategy = split_of(self.job, self.choice), strategy_of(self.job, self.choice)
+        split, strategy = split_of(self.workload, self.choice), self.device.strategy
         times, number = self.executions(stack), self.number
-        tokens = number(sequences(self.job, self.choice), "sequences") * number(
-            split.part, "tokens"
-        )
+        tokens = number(self.device.sequences, "sequences") * number(split.part, "tokens")
         keys = 2 * tokens * number(split.kv_heads, "heads") * number(split.head_dim)
         gradients = "gradients of keys and values"
 
@@ -290,16 +283,14 @@ class _Step:
         if not over:
             return
         (stack,) = self.sizes.stacks
-        split, strategy = split_of(self.job, self.choice), strategy_of(self.job, self.choice)
+        split, strategy = split_of(self.workload, self.choice), self.device.strategy
         times, number = self.micro_batches, self.number
-        on_device = number(sequences(self.job, self.choice), "sequences")
+        on_device = number(self.device.sequences, "sequences")
         ids = self.four * on_device * number(split.part, "tokens")
-        documents = ids if self.job.documents else 0
         permute = "collective-permute"
         if sequence_order(split, strategy) == "zigzag":
-            arrays = 4 if self.job.documents else 3
-            # half of them, and with two devices only one half moves
-            halves = (1 if self.choice.size("sp") == 2 else 2) * arrays * times
+            # half of four arrays, and with two devices only one half moves
+            halves = (1 if self.choice.size("sp") == 2 else 2) * 4 * times
             what = "tokens, targets, segment ids and positions into zig-zag order"
             yield Collective(what, permute, over, ids // 2, halves, "forward")
         if strategy == "ring":
@@ -309,24 +300,24 @@ class _Step:
             # what the first ring step needs is the same for all layers
             rest = self.executions(stack) * (exchanges - 1)
             what = "segment ids of the keys"
-            yield Collective(what, permute, over, documents, times + rest, "forward")
+            yield Collective(what, permute, over, ids, times + rest, "forward")
             again = rest * (2 if self.choice.repeats_layers else 1)
-            yield Collective(f"{what}, again", permute, over, documents, again, "backward")
+            yield Collective(f"{what}, again", permute, over, ids, again, "backward")
         else:
             operation = "all-gather" if strategy == "allgather" else "all-to-all"
             what = "segment ids of full sequences"
-            yield Collective(what, operation, over, documents * self.sp, times, "forward")
+            yield Collective(what, operation, over, ids * self.sp, times, "forward")
 
     def _ring_exchanges(self) -> int:
         """How often keys are sent around a ring."""
-        split = split_of(self.job, self.choice)
+        split = split_of(self.workload, self.choice)
         order = sequence_order(split, "ring")
         return ring_steps_of(split.mask, order, self.choice.size("sp"), split.part).exchanges
 
     def optimizer(self) -> Iterator[Collective]:
         """Muon needs full matrices: each device gets those of some layers."""
         over = self.over("fsdp", "tp", "sp")
-        if self.job.optimizer != "muon" or not over:
+        if self.workload.config.optimizer.name != "muon" or not over:
             return
         devices = self.choice.size("fsdp", "tp", "sp")
         for stack in self.sizes.stacks:
@@ -348,7 +339,7 @@ class _Step:
             self.over(*axes) for axes in (("dp", "fsdp", "sp"), ("dp", "fsdp"), ("fsdp", "sp"))
         )
         norm = "norm of the gradient"
-        packed = int(self.job.documents and family_of(self.job.model).keys_seen is not None)
+        packed = int(family_of(self.workload.model).keys_seen is not None)
         of_heads = sizes.head_vectors.gradient_arrays + sizes.position_vectors.gradient_arrays
         split = sizes.trained_matrices + of_heads
         for what, axes, many, phase in (

@@ -20,7 +20,8 @@ from meshwright.layouts import Rules
 from meshwright.machines import CHIPS, Machine, chip_of_kind
 from meshwright.meshes import MeshSpec
 from meshwright.models import DecoderConfig, TransformersConfig, to_hf_config, what_fits
-from meshwright.planner import Choice, Job
+from meshwright.planner import Choice
+from meshwright.planner.schedules import fsdp2
 from meshwright.torch.dims import ACTIVATIONS
 from meshwright.torch.explanation import explain
 from meshwright.torch.load import tensor_files
@@ -134,8 +135,8 @@ def _check_mesh(config: TrainConfig, model: DecoderConfig | TransformersConfig) 
         ranks = math.prod(mesh_shape.values()) // tp
         if batch % (parts := ranks * config.accumulation):
             return f"batch={batch} is not divisible by dp·fsdp·accumulation={parts}"
-        job = Job(decoder, batch, seq, backend="torch")
-        return job.schedule.refusal(job, Choice.of(fsdp=ranks, tp=tp, sequence_parallel=parallel))
+        choice = Choice.of(fsdp=ranks, tp=tp, sequence_parallel=parallel)
+        return fsdp2.indivisible(decoder, choice, batch, seq)
 
     def refuses(mesh_shape: Mapping[str, int], batch: int, seq: int) -> bool:
         return seq > decoder.max_seq or problem(mesh_shape, batch, seq) is not None
