@@ -398,3 +398,17 @@ def test_a_program_for_cpus_says_that_it_sends_bfloat16_as_float32() -> None:
         assert found.notes[0] in str(found)
         assert found.data()["notes"] == list(found.notes)
     assert not audit(jax.jit(product).lower(X, W).compile()).notes
+
+
+def test_experts_are_an_axis_like_the_others() -> None:
+    mesh = mw.mesh("ep=2,tp=4", devices=jax.devices()[:8])
+    weights = {"experts": jax.ShapeDtypeStruct((4, 16, 32), jnp.float32)}
+    layout = "expert embed mlp -> expert@ep embed mlp@tp"
+    placed = mw.shard(weights, layout, mesh=mesh)
+    assert placed["experts"].sharding.spec == P("ep", None, "tp")
+    table = mw.explain(weights, layout, mesh)
+    assert "ep=2,tp=4" in table.summary()
+    assert table.data()["arrays"][0]["bytes_per_device"] == 4 * 4 * 16 * 32 // 8
+    summed = jax.jit(lambda tree: tree["experts"].sum(0), out_shardings=NamedSharding(mesh, P()))
+    found = audit(summed.lower(placed).compile())
+    assert {row.axes for row in found.rows} == {("ep",), ("tp",)}

@@ -46,6 +46,18 @@ def test_each_axis_reaches_as_far_as_on_the_mesh_itself(text: str) -> None:
             assert found == mesh.axis_extent(axis), (sizes, axis)
 
 
+@pytest.mark.parametrize("text", ["v5p:4x4x4", "v5e:8x8", "h100:8x8", "2*v5e:4x8"])
+def test_experts_and_stages_are_axes_like_the_others(text: str) -> None:
+    machine = Machine.parse(text)
+    sizes = {"pp": 2, "fsdp": 4, "ep": 4, "tp": 2}
+    mesh, laid = placed(machine, sizes), place_axes(machine, sizes)
+    for axis, share, slices in zip(laid.axes, laid.shares, laid.across, strict=True):
+        reach = dict(zip(machine.grid_names, share, strict=True)) | {"slice": slices}
+        assert {name: n for name, n in reach.items() if n > 1} == mesh.axis_extent(axis)
+    assert over(laid, ("ep",)).devices == 4
+    assert over(laid, ("pp", "ep")).devices == 8
+
+
 def link(text: str, sizes: tuple[int, ...], *axes: str) -> Link:
     named = dict(zip(STANDARD_AXES, sizes, strict=True))
     return over(place_axes(Machine.parse(text), named), axes)

@@ -41,7 +41,7 @@ def splits_of(
     workload: Workload, choice: Choice
 ) -> tuple[tuple[StackSizes, Attention, Split], ...]:
     """Every attention of a layer of each stack; an error says why sp cannot split it."""
-    key = choice.size("tp"), choice.size("sp")
+    key = choice.tensor, choice.context
     found: Splits | None = workload.splits.get(key)
     if found is None:
         found = workload.splits[key] = _splits(workload, choice.sizes)
@@ -91,7 +91,7 @@ def keys_seen(attention: Attention, queries: int, keys: int) -> float:
 
 def strategy_of(workload: Workload, choice: Choice) -> str:
     """The strategy of attention over sp; none where sequences are whole. It is not checked."""
-    if choice.size("sp") == 1:
+    if choice.context == 1:
         return "none"
     if choice.context_parallel == "auto":
         return with_strategy(workload, choice).context_parallel
@@ -103,7 +103,7 @@ def with_strategy(workload: Workload, choice: Choice) -> Choice:
 
     A strategy that was named is kept, if it can serve.
     """
-    if choice.size("sp") == 1:
+    if choice.context == 1:
         return choice
     chip = workload.machine.chip  # FLOP/s for each byte/s to its neighbour, as train takes it
     flops_per_byte = FLOPS_PER_BYTE if chip.platform == "cpu" else chip.flops_per_byte
@@ -114,7 +114,7 @@ def with_strategy(workload: Workload, choice: Choice) -> Choice:
 
 def strategies(workload: Workload, choice: Choice) -> tuple[str, ...]:
     """Every strategy that can serve a mesh; an error says why none can."""
-    if choice.size("sp") == 1:
+    if choice.context == 1:
         return (choice.context_parallel,)
     split = split_of(workload, choice)
     able = tuple(name for name in STRATEGIES if strategy_refusal(split, name) is None)
@@ -155,7 +155,7 @@ def _kernels(workload: Workload, choice: Choice) -> tuple[Kernel, ...]:
     chip, strategy = workload.machine.chip, strategy_of(workload, choice)
     if workload.schedule.fused_attention:  # scaled_dot_product_attention
         return ((None, 1.0),) * len(splits_of(workload, choice))
-    key = choice.size("tp"), choice.size("sp"), strategy
+    key = choice.tensor, choice.context, strategy
     found: tuple[Kernel, ...] | None = workload.kernels.get(key)
     if found is None:
         kernel = workload.config.compute.attention

@@ -106,7 +106,7 @@ class _Program(NamedTuple):
 
 def _program(step: StepModel) -> _Program:
     workload, choice, machine = step.workload, step.choice, step.machine
-    shard = workload.sizes.embed // choice.size("fsdp", "sp")
+    shard = workload.sizes.embed // choice.shards
     twice = len(workload.sizes.stacks) > 1 and not stacks(shard, is_last=True, table=True)
     summed: dict[Payload, bool] = {"embedding gradient": twice}
     scattered = {axis: scattered_by(choice.sizes[axis], machine) for axis in ("fsdp", "sp")}

@@ -33,10 +33,10 @@ class Device:
         self.used = number(ITEM_BYTES[workload.dtype], "bytes")
         self.float32 = number(4, "bytes")
         self.cached = number(1, "bytes") if choice.cache else self.used  # in a KV cache
-        self.tp = number(choice.size("tp"), name="tp")
-        split = choice.size("tp", "fsdp", "sp")
+        self.tp = number(choice.tensor, name="tp")
+        split = choice.shards * choice.tensor
         self.devices = number(split, "devices")
-        self.is_sharded = choice.size("fsdp", "sp") > 1
+        self.is_sharded = choice.shards > 1
         self.casts = ITEM_BYTES[workload.param_dtype] != ITEM_BYTES[workload.dtype]
         # a GPU's compiler frees a layer's cast weights as its gradients come, but in a loop, or if
         # gradients are sent
@@ -44,17 +44,17 @@ class Device:
         alone = machine.chip.platform == "gpu" and split * choice.size("dp") == 1
         self.frees_by_layer = alone and self.casts and not is_loop
         self.embed = number(sizes.embed)
-        self.padded_vocab = round_up(workload.model.vocab, choice.size("tp"))  # in memory
+        self.padded_vocab = round_up(workload.model.vocab, choice.tensor)  # in memory
         self.vocab = number(self.padded_vocab)
         # of a micro-batch
-        self.sequences = workload.batch // (choice.size("dp", "fsdp") * choice.accumulation)
+        self.sequences = workload.batch // (choice.data_ranks * choice.accumulation)
         # a CPU's memory is the host's
         self.offloads = choice.remat == OFFLOAD and machine.chip.platform != "cpu"
 
     @property
     def tokens(self) -> int:
         """Of a micro-batch, those that meet the LM head."""
-        return self.sequences * (self.workload.lengths["tokens"] // self.choice.size("sp"))
+        return self.sequences * (self.workload.lengths["tokens"] // self.choice.context)
 
     @property
     def loss_chunks(self) -> tuple[int, int]:
@@ -83,7 +83,7 @@ class DeviceStack:
         self.weights = number(sizes.weights)
         self.gradient_weights = number(sizes.gradient_weights)  # of a layer
         self.attention_weights = number(sizes.attention_weights)
-        self.length = device.workload.lengths[sizes.field] // choice.size("sp")
+        self.length = device.workload.lengths[sizes.field] // choice.context
         self.tokens = number(device.sequences * self.length, "tokens")
 
     @property
@@ -133,12 +133,12 @@ class DeviceStack:
         """Bytes that a layer saves for the backward pass."""
         device, choice = self.device, self.device.choice
         groups = _saved_numbers(
-            device.sizes, self.index, device.workload.remat[choice.remat], choice.size("tp"),
+            device.sizes, self.index, device.workload.remat[choice.remat], choice.tensor,
             choice.sequence_parallel, self._stored_by,
         )  # fmt: skip
         each: Number = 0
         for field, multiple, numbers, lse in groups:
-            length = round_up(device.workload.lengths[field] // choice.size("sp"), multiple)
+            length = round_up(device.workload.lengths[field] // choice.context, multiple)
             of_token = device.used * device.number(numbers)
             if lse:
                 of_token = of_token + device.float32 * device.number(lse)
@@ -176,7 +176,7 @@ class DeviceStack:
     def working(self, arrays: int) -> Number:
         """Bytes that a layer's backward pass computes with: activations and their gradients."""
         device = self.device
-        mlp = device.number(self.sizes.mlp.inner / device.choice.size("tp") / self.mlp_chunks)
+        mlp = device.number(self.sizes.mlp.inner / device.choice.tensor / self.mlp_chunks)
         return device.used * self.tokens * (arrays * mlp + 4 * device.embed)
 
     @property
@@ -206,7 +206,7 @@ class DeviceStack:
                 continue
             ring = device.strategy in ("ring", "allgather")
             keys = split.part if ring else split.keys or split.length
-            heads = split.heads / (choice.size("sp") if device.strategy == "ulysses" else 1)
+            heads = split.heads / (choice.context if device.strategy == "ulysses" else 1)
             numbers = device.number(device.sequences, "sequences") * device.number(
                 min(PLAIN_QUERIES, split.part if ring else split.length), "queries"
             )
@@ -224,7 +224,7 @@ class DeviceStack:
             case "ring":  # and the sums over ring steps, forward or backward, in float32
                 return (2 * used + 3 * float32) * keys + 5 * float32 * queries
             case "allgather":
-                return (used + float32) * keys * device.number(device.choice.size("sp"), name="sp")
+                return (used + float32) * keys * device.number(device.choice.context, name="sp")
             case "ulysses":
                 return 3 * used * queries
             case _:

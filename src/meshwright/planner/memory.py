@@ -50,7 +50,7 @@ def _fullest(step: StepModel) -> Kinds:
 
 def largest_batch(workload: Workload, choice: Choice) -> int | None:
     """Sequences of a step without micro-batches, with the choice's remat; None if none fit."""
-    ranks = choice.size("dp", "fsdp")
+    ranks = choice.data_ranks
     alone = dataclasses.replace(choice, accumulation=1)
 
     def fits(sequences: int) -> bool:
@@ -64,8 +64,8 @@ def largest_batch(workload: Workload, choice: Choice) -> int | None:
 
 def largest_seq(workload: Workload, choice: Choice) -> int | None:
     """Tokens of a sequence, one on each data rank, with the remat that keeps least."""
-    ranks = choice.size("dp", "fsdp")
-    unit = math.lcm(1024, 2 * choice.size("sp", "tp"))
+    ranks = choice.data_ranks
+    unit = math.lcm(1024, 2 * (choice.context * choice.tensor))
     remat = least_kept(workload, choice)
     alone = dataclasses.replace(choice, accumulation=1, remat=remat)
 

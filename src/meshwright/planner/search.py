@@ -228,14 +228,14 @@ def _feasible(
 
 def _bases(workload: Workload, mesh: Choice, limits: Constraints) -> Iterator[Choice]:
     """A mesh with strategies of attention, with and without sequence_parallel; last in chunks."""
-    length = workload.lengths["tokens"] // mesh.size("sp")
+    length = workload.lengths["tokens"] // mesh.context
     long = length >= LONG and workload.schedule.chunks_mlp
     chunks = (0, CHUNK) if long else (0,)
-    along = (False, True) if mesh.size("tp") > 1 else (False,)
+    along = (False, True) if mesh.tensor > 1 else (False,)
     fixed, able = limits.fixed, _strategies(workload, mesh, limits)
     for chunk in (fixed["mlp_chunk"],) if "mlp_chunk" in fixed else chunks:
         for parallel in (fixed["sequence_parallel"],) if "sequence_parallel" in fixed else along:
-            if parallel and workload.seq % mesh.size("sp", "tp"):
+            if parallel and workload.seq % (mesh.context * mesh.tensor):
                 continue
             for strategy in able:
                 yield dataclasses.replace(
@@ -262,7 +262,7 @@ def _fewest(
     enough: Callable[[Memory], bool],
 ) -> Candidate | None:
     """With the fewest micro-batches that fit, or the most if none does; None if none divides."""
-    sequences = workload.batch // base.size("dp", "fsdp")
+    sequences = workload.batch // base.data_ranks
     numbers = divisors(sequences) if accumulation is None else (accumulation,)
     if most:
         numbers = numbers[-1:]
@@ -306,7 +306,7 @@ def _too_large(smallest: Candidate) -> Refusal:
 
 def _indivisible(workload: Workload, mesh: Choice, accumulation: int) -> str:
     """Why the sequences of a device do not divide into so many micro-batches."""
-    ranks = mesh.size("dp", "fsdp")
+    ranks = mesh.data_ranks
     sequences = workload.batch // ranks
     return (
         f"accumulation={accumulation} does not divide the {count(sequences, 'sequence')} of a "

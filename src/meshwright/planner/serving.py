@@ -115,8 +115,8 @@ def _estimate(candidate: Candidate) -> Estimate:
     is_compute = work.flops / (peak * efficiency.matmul(chip, many)) == parts["weights"]
     bounds = {
         "weights": "compute" if is_compute else "memory", "cache": "memory",
-        "gaps between kernels": "idle", "sequences": "idle", "waiting for links": "tp",
-        "idle": "idle",
+        "gaps between kernels": "idle", "sequences": "idle", "idle": "idle",
+        "waiting for links": "+".join(step.collectives[0].axes if step.collectives else ()),
     }  # fmt: skip
     by_bound: dict[str, float] = {}
     for part, seconds in parts.items():

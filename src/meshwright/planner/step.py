@@ -163,7 +163,7 @@ class StepModel:
         sizes = self.device.sizes
         whole = numbers(sizes.residual_vectors) + numbers(sizes.other_vectors)
         of_heads = numbers(sizes.head_vectors) + numbers(sizes.position_vectors)
-        return self.number(whole + of_heads // self.choice.size("tp"))
+        return self.number(whole + of_heads // self.choice.tensor)
 
     @functools.cached_property
     def _trained_tables(self) -> Number:

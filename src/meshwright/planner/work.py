@@ -43,7 +43,7 @@ def train_work(
     workload, choice, machine = step.workload, step.choice, step.machine
     chip, sizes = machine.chip, workload.sizes
     memory = chip.memory_bandwidth / chip.cores_per_chip * efficiency.MEMORY
-    item, micro_batches, tp = ITEM_BYTES[workload.dtype], choice.accumulation, choice.size("tp")
+    item, micro_batches, tp = ITEM_BYTES[workload.dtype], choice.accumulation, choice.tensor
     saved = workload.remat[choice.remat]
     known, on_device = workload.lengths, step.device.sequences
     matmuls, moved = _Passes(), 0.0
@@ -52,7 +52,7 @@ def train_work(
     of_embed, of_heads, of_mlp = elementwise
     repeated = 1 + efficiency.ELEMENTWISE_AGAIN[choice.remat]
     for stack in sizes.stacks:
-        tokens = on_device * (known[stack.field] // choice.size("sp"))
+        tokens = on_device * (known[stack.field] // choice.context)
         for block in stack.blocks:
             _add_matmuls(matmuls, step, stack, block, saved)
         numbers = (
@@ -68,7 +68,7 @@ def train_work(
     shape = vocab_on_device * sizes.embed, vocab_on_device, tokens
     head_flops, head_seconds = _matmul(step, shape, 2.0 + sizes.trains_head)
     logits = item * loss_numbers * vocab_on_device * tokens * micro_batches
-    stored = sizes.trained_parameters / (choice.size("fsdp", "sp") * tp)
+    stored = sizes.trained_parameters / (choice.shards * tp)
     fewer = (
         4 - ITEM_BYTES[workload.moments_dtype] if workload.config.optimizer.moments != "auto" else 0
     )
@@ -122,21 +122,21 @@ def _add_matmuls(
 ) -> None:
     """Add the matmuls of a block in all layers of its stack."""
     choice, workload = step.choice, step.workload
-    side = min(block.inner / choice.size("tp"), step.sizes.embed)
+    side = min(block.inner / choice.tensor, step.sizes.embed)
     keys_from = block.attention.keys_from if block.attention else ""
     by_field: dict[str, list[Matrix]] = {}
     for matrix in block.matrices:
         field = keys_from if matrix.of_keys and keys_from else stack.field
         by_field.setdefault(field, []).append(matrix)
     for field, matrices in by_field.items():
-        tokens = step.device.sequences * (workload.lengths[field] // choice.size("sp"))
+        tokens = step.device.sequences * (workload.lengths[field] // choice.context)
         weights = sum(matrix.weights for matrix in matrices)
         # a matmul is computed again unless what it makes is saved
         repeated = sum(
             matrix.weights for matrix in matrices if matrix.output and matrix.output not in saved
         )
         trained = sum(matrix.weights for matrix in matrices if matrix.trained_layers)
-        shape = weights / choice.size("tp"), side, tokens
+        shape = weights / choice.tensor, side, tokens
         flops, forward = _matmul(step, shape, 1.0)
         more, backward = _matmul(step, shape, 1.0 + trained / weights + repeated / weights)
         in_fp8 = workload.fp8_layers(stack.layers)

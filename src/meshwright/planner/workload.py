@@ -197,6 +197,26 @@ class Choice:
         return devices
 
     @property
+    def data_ranks(self) -> int:
+        """Devices that the sequences of a batch are split over."""
+        return self.size("dp", "fsdp")
+
+    @property
+    def shards(self) -> int:
+        """Devices over which weights are all-gathered to be used."""
+        return self.size("fsdp", "sp")
+
+    @property
+    def tensor(self) -> int:
+        """Devices that heads, mlp and vocabulary are split over."""
+        return self.sizes["tp"]
+
+    @property
+    def context(self) -> int:
+        """Devices that a sequence is split over."""
+        return self.sizes["sp"]
+
+    @property
     def devices(self) -> int:
         return math.prod(self.sizes.values())
 
@@ -241,7 +261,7 @@ def apply(config: TrainConfig, choice: Choice) -> TrainConfig:
     from meshwright.planner.schedules import schedule_of  # which imports this module
 
     changes = {setting: getattr(choice, field) for field, setting in CHOSEN.items()}
-    if choice.size("sp") == 1:  # nothing for a strategy to split
+    if choice.context == 1:  # nothing for a strategy to split
         del changes["context_parallel"]
     if choice.remat == OFFLOAD:
         changes["compute.layers"] = AUTO  # which is a loop then

@@ -51,6 +51,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         "peak": figures.peak_flops(plan),
         "memoryBandwidth": figures.memory_bandwidth(plan),
         "linkBandwidth": figures.link_bandwidth(plan),
+        "axes": list(plan.best.choice.sizes),
         "kinds": kinds,
         "parts": parts,
         "groups": group_headings(plan),

@@ -45,7 +45,7 @@ def settings(choice: Choice, kind: str) -> str:
     words = [f"remat {choice.remat}", count(choice.accumulation, "micro-batch")]
     if choice.sequence_parallel:
         words.append("sequence_parallel")
-    if choice.size("sp") > 1:
+    if choice.context > 1:
         words.append(f"attention over sp: {choice.context_parallel}")
     if choice.mlp_chunk:
         words.append(f"mlp_chunk {choice.mlp_chunk:,}")
