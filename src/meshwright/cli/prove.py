@@ -136,7 +136,7 @@ def _planned(plan: Plan, file: str, choice: int | None) -> TrainConfig:
         )
     if not plan.config.model:
         raise MeshwrightError(
-            f"the plan {file!r} was made of a DecoderConfig and names no model; prove it in "
+            f"the plan {file!r} was made of a model's config and names no model; prove it in "
             "Python: meshwright.proofs.prove(TrainConfig(…), machine, model=…)"
         )
     return apply(plan.config, plan.ranked[0 if choice is None else choice - 1].choice)

@@ -68,7 +68,7 @@ class Estimate:
 
     choice: Choice
     memory: Memory
-    flops: float  # useful ones, by the formula of DecoderConfig.flops_per_token
+    flops: float  # useful ones, as ModelFamily.flops counts them
     computed_flops: float  # with what remat computes again
     memory_bytes: float  # read and written
     collectives: tuple[Collective, ...]
