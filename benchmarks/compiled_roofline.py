@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from instruction_times import Prices
-from meshwright.audits import Collective, Instruction, collectives, read_program, trip_count
+from meshwright.audits import Instruction, SentCollective, collectives, read_program, trip_count
 from meshwright.errors import MeshwrightError
 from meshwright.planner import StepModel, over, place_axes
 from meshwright.present import mesh_text
@@ -225,7 +225,9 @@ class _Timeline:
             return max(ways, key=lambda way: way.seconds), 1
         return None
 
-    def _send(self, row: Collective, now: float, free: dict[str, float], in_loop: bool) -> _Sent:
+    def _send(
+        self, row: SentCollective, now: float, free: dict[str, float], in_loop: bool
+    ) -> _Sent:
         names = tuple(axis for axis in self.placement.axes if axis in row.axes)
         axes = "+".join(names)
         link = over(self.placement, names)
@@ -241,7 +243,7 @@ class _Timeline:
         could_hide = of_layer and "tp" not in names and row.operation in _HIDEABLE
         return _Sent(axes, seconds, finish, could_hide)
 
-    def _rows(self, one: Instruction) -> list[Collective]:
+    def _rows(self, one: Instruction) -> list[SentCollective]:
         """What one instruction sends, as audit reads it."""
         alone = dataclasses.replace(
             self.program, entry="one", computations=ChainMap({"one": (one,)}, _all(self.program))

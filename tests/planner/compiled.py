@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from tests.planner.workloads import workload
 from tests.training.toy import Setting, parts
 
-from meshwright.audits import Collective, collectives
+from meshwright.audits import SentCollective, collectives
 from meshwright.meshes import MeshSpec
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.planner.workload import Choice, Workload
@@ -70,7 +70,7 @@ class Case:
 
 
 @functools.cache
-def sent(case: Case) -> list[Collective]:
+def sent(case: Case) -> list[SentCollective]:
     """Every collective of the compiled step."""
     rules = decoder_rules(sp=True, sequence_parallel=case.sequence_parallel)
     setting = Setting(

@@ -1,8 +1,8 @@
 """A plan made by hand: every part of it is there, and its numbers are easy to follow."""
 
+from meshwright.audits import Collective
 from meshwright.machines import Machine
 from meshwright.models import preset
-from meshwright.planner.collective import Collective
 from meshwright.planner.result import Estimate, Memory, Plan, Refusal
 from meshwright.planner.workload import Choice
 from meshwright.training import TrainConfig
@@ -14,7 +14,7 @@ def transfer(
     what: str, operation: str, axes: tuple[str, ...], size: int, times: int, **rest: object
 ) -> Collective:
     said = {"phase": "forward", "link": "ICI x+y, closed", "seconds": 0.02, "hidden": 0.015}
-    return Collective(what, operation, axes, size, times, **(said | rest))  # type: ignore[arg-type]
+    return Collective(operation, axes, size, times, what=what, **(said | rest))  # type: ignore[arg-type]
 
 
 def estimate(choice: Choice, step: float, parameters: int, bound: str, reason: str) -> Estimate:

@@ -17,6 +17,7 @@ from rich.console import Console, Group
 from tests.planner.made_plan import made_plan, transfer
 
 import meshwright as mw
+from meshwright.audits import wire_bytes
 from meshwright.cli.train import settings as train_settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
@@ -420,9 +421,12 @@ def ring_bytes(operation: str, whole: int, ways: int) -> float:
 
 @pytest.mark.parametrize("operation", ["all-gather", "reduce-scatter", "all-reduce"])
 def test_bytes_on_the_wire_are_those_of_a_ring(operation: str) -> None:
-    one = transfer("x", operation, ("fsdp", "sp"), 1000, 3)
-    sizes = {"dp": 2, "fsdp": 4, "tp": 8, "sp": 2}
-    assert figures.wire_bytes(one, sizes) == pytest.approx(3 * ring_bytes(operation, 1000, 8))
+    assert wire_bytes(operation, 1000, 8) == pytest.approx(ring_bytes(operation, 1000, 8))
+    sent = transfer("x", operation, ("fsdp", "sp"), 1000, 3)
+    choice = Choice.of(dp=2, fsdp=4, tp=8, sp=2)
+    one = dataclasses.replace(made_plan().best, choice=choice, collectives=(sent,))
+    summed = figures.by_axis(one)["fsdp+sp"].wire_bytes
+    assert summed == pytest.approx(3 * ring_bytes(operation, 1000, 8))
 
 
 def test_sums_by_axis_hold_every_transfer_once() -> None:

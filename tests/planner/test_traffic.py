@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from tests.planner.compiled import Case, sums
 
-from meshwright.planner.collective import Collective
+from meshwright.audits import Collective
 from meshwright.planner.step import StepModel
 
 FAST = [

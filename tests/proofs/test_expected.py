@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from meshwright.audits import Collective
+from meshwright.audits import SentCollective
 from meshwright.audits.expected import judged
 from meshwright.machines import Machine
 from meshwright.planner import Workload
@@ -14,7 +14,7 @@ from meshwright.proofs.compare import expected
 from meshwright.training.config import TrainConfig
 
 
-def judge(config: TrainConfig, on: str, *rows: Collective) -> list[str]:
+def judge(config: TrainConfig, on: str, *rows: SentCollective) -> list[str]:
     """For each row why it is planned, what it was made of, or nothing for a surprise."""
     machine = Machine.parse(on)
     step = StepModel(Workload.of(config, machine))
@@ -22,8 +22,10 @@ def judge(config: TrainConfig, on: str, *rows: Collective) -> list[str]:
     return [row.rewritten or row.why if row.planned else "" for row in found]
 
 
-def row(operation: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> Collective:
-    return Collective(operation, axes, 8, dtype, shape, (), "", ())
+def row(
+    operation: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str
+) -> SentCollective:
+    return SentCollective(operation, axes, 8, dtype, shape, (), "", ())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Choose a mesh before there is a machine: what each would hold, send and take, and why."""
 
-from meshwright.planner.collective import Collective
+from meshwright.audits import Collective
 from meshwright.planner.compilers import in_stages, staged
 from meshwright.planner.constraints import constraints_of
 from meshwright.planner.links import over, place_axes

@@ -30,10 +30,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from meshwright.audits import Collective, Payload
 from meshwright.machines import Machine
 from meshwright.meshes import axes_across_slices
 from meshwright.ops import stacks
-from meshwright.planner.collective import Collective, Payload
 from meshwright.planner.device import ITEM_BYTES
 from meshwright.planner.links import WITHIN_SLICES
 from meshwright.planner.step import StepModel
@@ -151,7 +151,7 @@ def _all_reduce_gradients(send: Collective, program: _Program) -> Iterator[Colle
     if program.across[axes[0]] == 1 and (
         program.summed.get(send.payload) or program.scattered[axes[0]] == "all-reduce"
     ):
-        send = send.changed(operation="all-reduce")
+        send = send.changed(operation="all-reduce", rewrite_of=str(send.changed(phase=None)))
     yield send
 
 

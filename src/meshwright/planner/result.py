@@ -8,8 +8,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from meshwright.audits import Collective
 from meshwright.machines import Machine
-from meshwright.planner.collective import Collective
 from meshwright.planner.workload import Choice, Workload
 from meshwright.serving import EngineConfig
 from meshwright.training import TrainConfig

@@ -17,10 +17,10 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from meshwright.audits import Collective
 from meshwright.meshes import STANDARD_AXES
 from meshwright.models import describe_padding
 from meshwright.planner.attention import standard_rules
-from meshwright.planner.collective import Collective
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.device import Device, DeviceStack
 from meshwright.planner.sizes import Vectors

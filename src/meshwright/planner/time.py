@@ -8,11 +8,11 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
+from meshwright.audits import Collective
 from meshwright.planner import efficiency
-from meshwright.planner.collective import Collective
 from meshwright.planner.links import Link, over, place_axes
 from meshwright.planner.step import StepModel, Work
-from meshwright.planner.terms import term
+from meshwright.planner.terms import term, value_of
 from meshwright.planner.workload import Choice
 from meshwright.present import count
 
@@ -41,7 +41,12 @@ class StepTime:
     def collectives(self) -> tuple[Collective, ...]:
         """With the seconds of each that compute hides."""
         return tuple(
-            one.timed(link.words, seconds, able * self.hidden.get(place, 0.0))
+            one.changed(
+                bytes=int(value_of(one.bytes)),
+                link=link.words,
+                seconds=seconds,
+                hidden=able * self.hidden.get(place, 0.0),
+            )
             for one, link, seconds, place, able in self.waits
         )
 
@@ -84,16 +89,15 @@ def step_time(step: StepModel) -> StepTime:
 
 def _hides_under(one: Collective, link: Link, step: StepModel) -> tuple[str, float]:
     """Under what it can hide, and how much of it at most."""
+    phase = str(one.phase)
     if one.operation == "collective-permute":
         return f"ring {one.phase}", efficiency.HIDE_RING
     between_hosts = one.operation == "all-reduce" and link.network == "host network"
     if between_hosts and not step.schedule.hides_sums_over_hosts:
-        return one.phase, efficiency.HIDE_SUMS_OVER_HOSTS
+        return phase, efficiency.HIDE_SUMS_OVER_HOSTS
     # under the first layer's all-gathers, and the last layer's sums, no other layer computes
     others = 1.0 - 1.0 / one.layers
-    return one.phase, others * efficiency.hides(
-        step.machine.chip, one.operation, step.workload.overlap
-    )
+    return phase, others * efficiency.hides(step.machine.chip, one.operation, step.workload.overlap)
 
 
 def byte_formulas(step: StepModel, collectives: tuple[Collective, ...]) -> list[str]:

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Mapping
 
 from meshwright.arithmetic import round_up
+from meshwright.audits import Collective
 from meshwright.planner import efficiency
 from meshwright.planner.attention import keys_seen, splits_of
-from meshwright.planner.collective import Collective
 from meshwright.planner.device import Device
 from meshwright.planner.links import over, place_axes
 from meshwright.planner.schedules import jax
@@ -149,9 +149,9 @@ def _sent(step: StepModel, tokens: int) -> Iterator[Collective]:
         1 + len(stack.blocks) * stack.layers,
     )
     size = device.used * number(tokens, "sequences") * device.embed
-    yield Collective(what, "all-reduce", ("tp",), size, sums, "forward")
+    yield Collective("all-reduce", ("tp",), size, sums, "forward", what)
     size = device.float32 * sequences * device.vocab
-    yield Collective("logits", "all-gather", ("tp",), size, 1, "forward")
+    yield Collective("all-gather", ("tp",), size, 1, "forward", "logits")
 
 
 # ---- time

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from meshwright.arithmetic import divisors
+from meshwright.audits import Collective, Payload, Phase
 from meshwright.errors import MeshwrightError
 from meshwright.meshes import MeshSpec
 from meshwright.models import family_of
 from meshwright.planner import efficiency
-from meshwright.planner.collective import Collective, Payload, Phase
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.device import ITEM_BYTES
 from meshwright.planner.sizes import array_leaves, sizes_of
@@ -100,15 +100,15 @@ class _Step:
             gradients: Payload = "layer gradients" if layers else "embedding gradient"
             size = self.item * self.number(group.whole)
             said = f"weights of {what}"
-            yield Collective(said, "all-gather", over, size, times, "forward", weights, *about)
+            yield Collective("all-gather", over, size, times, "forward", said, weights, *about)
             again = times if layers and self.workload.config.torch.reshard_after_forward else 0
             said += ", again"
-            yield Collective(said, "all-gather", over, size, again, BACKWARD, weights, *about)
+            yield Collective("all-gather", over, size, again, BACKWARD, said, weights, *about)
             said = f"gradients of {what}"
             size = self.four * self.number(group.whole)
-            yield Collective(said, "reduce-scatter", over, size, times, BACKWARD, gradients, *about)
+            yield Collective("reduce-scatter", over, size, times, BACKWARD, said, gradients, *about)
             size = self.four * self.number(group.shard)
-            yield Collective(said, "all-reduce", replicas, size, times, BACKWARD, gradients, *about)
+            yield Collective("all-reduce", replicas, size, times, BACKWARD, said, gradients, *about)
 
     def blocks(self) -> Iterator[Collective]:
         """Activations of attention and mlp, whose heads and inner dim tp splits."""
@@ -135,7 +135,7 @@ class _Step:
         for what, operation, times, phase in kinds:
             each = times * layers * self.micro_batches
             payload: Payload = "activations"
-            yield Collective(what, operation, self.tp, self.stream, each, phase, payload, 1, layers)
+            yield Collective(operation, self.tp, self.stream, each, phase, what, payload, 1, layers)
 
     def norms(self) -> Iterator[Collective]:
         """Gradients of norms that see a part of the sequence, or of the heads."""
@@ -144,12 +144,12 @@ class _Step:
         if self.choice.sequence_parallel:
             size, each = self.item * self.embed, (len(self.stack.blocks) * layers + 1) * times
             yield Collective(
-                "gradients of norms", "all-reduce", self.tp, size, each, BACKWARD, payload
+                "all-reduce", self.tp, size, each, BACKWARD, "gradients of norms", payload
             )
         if self.has_qk_norms:
             size, each = self.item * self.number(self.dims["head_dim"]), 2 * layers * times
             what = "gradients of the norms of queries and keys"
-            yield Collective(what, "all-reduce", self.tp, size, each, BACKWARD, payload)
+            yield Collective("all-reduce", self.tp, size, each, BACKWARD, what, payload)
 
     def ends(self) -> Iterator[Collective]:
         """The embedding, the LM head and the loss, whose vocabulary tp splits."""
@@ -157,7 +157,7 @@ class _Step:
 
         def send(what: str, operation: str, size: Number, phase: Phase) -> Collective:
             payload: Payload = "activations"
-            return Collective(what, operation, self.tp, size, times, phase, payload)
+            return Collective(operation, self.tp, size, times, phase, what, payload)
 
         yield send("sums of the embedding", "all-reduce", self.stream, "forward")
         if along:
@@ -177,9 +177,9 @@ class _Step:
     def scalars(self) -> Iterator[Collective]:
         """Numbers in float64 over all devices."""
         every, eight = self.over("dp", "fsdp", "tp"), self.number(8, "bytes")
-        yield Collective("number of targets", "all-reduce", every, eight, 1, "forward")
+        yield Collective("all-reduce", every, eight, 1, "forward", "number of targets")
         what = "loss, norm of the gradient, keys that a query sees"
-        yield Collective(what, "all-reduce", every, 3 * eight, 1, "optimizer")
+        yield Collective("all-reduce", every, 3 * eight, 1, "optimizer", what)
 
 
 def work(step: StepModel) -> Work:

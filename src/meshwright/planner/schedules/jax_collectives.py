@@ -6,10 +6,10 @@ as a formula over the model's declared work. Tests compare both with the compile
 
 from collections.abc import Iterator
 
+from meshwright.audits import Collective, Payload, Phase
 from meshwright.models import family_of
 from meshwright.ops.attention import ring_steps_of, sequence_order
 from meshwright.planner.attention import split_of
-from meshwright.planner.collective import Collective, Payload, Phase
 from meshwright.planner.sizes import StackSizes, Vectors
 from meshwright.planner.step import StepModel
 from meshwright.planner.terms import Number
@@ -78,20 +78,20 @@ class _Step:
                 for phase in PASSES:
                     what = f"{name} weights {of}"
                     rest = times - in_fp8
-                    yield Collective(what, "all-gather", shards, size, rest, phase, weights, *about)
+                    yield Collective("all-gather", shards, size, rest, phase, what, weights, *about)
                     what, byte = f"{what} in fp8", self.number(block.weights) // self.tp
                     yield Collective(
-                        what, "all-gather", shards, byte, in_fp8, phase, weights, *about
+                        "all-gather", shards, byte, in_fp8, phase, what, weights, *about
                     )
                 what = f"gradient of the {name} weights {of}"
                 later: Phase = "backward"
                 size = self.item * self.number(block.gradient_weights) // self.tp
                 about = len(block.with_gradients), stack.layers, stack.name
                 yield Collective(
-                    what, "reduce-scatter", shards, size, times, later, gradient, *about
+                    "reduce-scatter", shards, size, times, later, what, gradient, *about
                 )
                 part = size // (self.fsdp * self.sp)
-                yield Collective(what, "all-reduce", replicas, part, times, later, gradient, *about)
+                yield Collective("all-reduce", replicas, part, times, later, what, gradient, *about)
 
     def tables(self) -> Iterator[Collective]:
         """The embedding and the LM head: all-gathered once, their gradients per micro-batch."""
@@ -99,7 +99,7 @@ class _Step:
         size = self.item * (self.number(self.device.padded_vocab) * self.embed) // self.tp
         tables = ("the embedding",) if self.sizes.is_tied else ("the embedding", "the LM head")
         for what in tables:
-            yield Collective(what, "all-gather", shards, size, 1, "forward", "table")
+            yield Collective("all-gather", shards, size, 1, "forward", what, "table")
         times = self.micro_batches
         tables_sent: tuple[tuple[str, Payload, bool], ...] = (
             ("embedding", "embedding gradient", self.sizes.trains_embedding),
@@ -109,9 +109,9 @@ class _Step:
             if not trained:
                 continue
             what = f"gradient of the {table}"
-            yield Collective(what, "reduce-scatter", shards, size, times, "backward", payload)
+            yield Collective("reduce-scatter", shards, size, times, "backward", what, payload)
             part = size // (self.fsdp * self.sp)
-            yield Collective(what, "all-reduce", replicas, part, times, "backward", payload)
+            yield Collective("all-reduce", replicas, part, times, "backward", what, payload)
 
     def vectors(self) -> Iterator[Collective]:
         """Norms and biases: replicated, their gradients added once for all layers."""
@@ -128,9 +128,15 @@ class _Step:
         for what, vectors, axes, split, payload in kinds:
             size = self.stored * self.number(vectors.gradients) // split
             yield Collective(
-                f"gradients of {what}", "all-reduce", axes, size, self.micro_batches, "backward",
-                payload, vectors.gradient_arrays,
-            )  # fmt: skip
+                "all-reduce",
+                axes,
+                size,
+                self.micro_batches,
+                "backward",
+                f"gradients of {what}",
+                payload,
+                vectors.gradient_arrays,
+            )
 
         # those of relative positions are summed by distance, before distances share a bucket
         for stack in self.sizes.stacks:
@@ -138,10 +144,14 @@ class _Step:
                 heads = self.number(self.sizes.dims["heads"], "heads")
                 distances = 2 * self.number(self.length(stack), "tokens")
                 yield Collective(
-                    "gradients of the biases of relative positions", "all-reduce", tokens,
-                    self.four * heads * distances // self.tp, self.micro_batches, "backward",
+                    "all-reduce",
+                    tokens,
+                    self.four * heads * distances // self.tp,
+                    self.micro_batches,
+                    "backward",
+                    "gradients of the biases of relative positions",
                     "vector gradients",
-                )  # fmt: skip
+                )
 
     def blocks(self) -> Iterator[Collective]:
         """Blocks whose heads or mlp tp splits: partial sums added, inputs all-gathered."""
@@ -158,7 +168,7 @@ class _Step:
             ) -> Collective:  # fmt: skip
                 each, about = times * self.executions(stack), (1, stack.layers, stack.name)
                 payload: Payload = "activations"
-                return Collective(what, operation, over, size, each, phase, payload, *about)
+                return Collective(operation, over, size, each, phase, what, payload, *about)
 
             chunks = self.shares[stack].mlp_chunks
             blocks = len(stack.blocks)
@@ -200,9 +210,9 @@ class _Step:
                 times = self.micro_batches
                 kind: Payload = "activations"
                 if self.choice.sequence_parallel:
-                    yield Collective(what, "all-gather", over, size, times, "forward", kind)
+                    yield Collective("all-gather", over, size, times, "forward", what, kind)
                 what = f"gradient of the {what}"
-                yield Collective(what, self.reduce, over, size, times, "backward", kind)
+                yield Collective(self.reduce, over, size, times, "backward", what, kind)
 
     def vocabulary(self) -> Iterator[Collective]:
         """Embedding and loss, whose vocabulary tp splits."""
@@ -211,14 +221,14 @@ class _Step:
             return
         for stack in self.sizes.stacks:
             size = self.stream(stack)
-            yield Collective("embedded tokens", self.reduce, over, size, times, "forward")
+            yield Collective(self.reduce, over, size, times, "forward", "embedded tokens")
             if self.choice.sequence_parallel and self.sizes.trains_embedding:
                 what = "gradient of the embedded tokens"
-                yield Collective(what, "all-gather", over, size, times, "backward")
+                yield Collective("all-gather", over, size, times, "backward", what)
         size = self.stream(self.sizes.stacks[-1])
-        yield Collective("gradient of the loss's input", self.reduce, over, size, times, "backward")
+        yield Collective(self.reduce, over, size, times, "backward", "gradient of the loss's input")
         if self.choice.sequence_parallel:
-            yield Collective("input of the loss", "all-gather", over, size, times, "forward")
+            yield Collective("all-gather", over, size, times, "forward", "input of the loss")
         chunks, chunk = self.device.loss_chunks
         tokens = self.number(chunk, "tokens")
         for what, size, pieces in (
@@ -226,7 +236,7 @@ class _Step:
             ("sums over the vocabulary", 2 * self.four * tokens, 2),
         ):
             each = chunks * times
-            yield Collective(what, "all-reduce", over, size, each, "forward", pieces=pieces)
+            yield Collective("all-reduce", over, size, each, "forward", what, pieces=pieces)
 
     def keys(self) -> Iterator[Collective]:
         """Attention over split sequences."""
@@ -245,7 +255,7 @@ class _Step:
             payload: Payload = "activations", pieces: int = 1,
         ) -> Collective:  # fmt: skip
             return Collective(
-                what, operation, over, size, times, phase, payload, pieces, stack.layers
+                operation, over, size, times, phase, what, payload, pieces, stack.layers
             )
 
         if strategy == "ring":
@@ -292,7 +302,7 @@ class _Step:
             # half of four arrays, and with two devices only one half moves
             halves = (1 if self.choice.size("sp") == 2 else 2) * 4 * times
             what = "tokens, targets, segment ids and positions into zig-zag order"
-            yield Collective(what, permute, over, ids // 2, halves, "forward")
+            yield Collective(permute, over, ids // 2, halves, "forward", what)
         if strategy == "ring":
             exchanges = self._ring_exchanges()
             if not exchanges:
@@ -300,13 +310,13 @@ class _Step:
             # what the first ring step needs is the same for all layers
             rest = self.executions(stack) * (exchanges - 1)
             what = "segment ids of the keys"
-            yield Collective(what, permute, over, ids, times + rest, "forward")
+            yield Collective(permute, over, ids, times + rest, "forward", what)
             again = rest * (2 if self.choice.repeats_layers else 1)
-            yield Collective(f"{what}, again", permute, over, ids, again, "backward")
+            yield Collective(permute, over, ids, again, "backward", f"{what}, again")
         else:
             operation = "all-gather" if strategy == "allgather" else "all-to-all"
             what = "segment ids of full sequences"
-            yield Collective(what, operation, over, ids * self.sp, times, "forward")
+            yield Collective(operation, over, ids * self.sp, times, "forward", what)
 
     def _ring_exchanges(self) -> int:
         """How often keys are sent around a ring."""
@@ -328,9 +338,14 @@ class _Step:
                 weights = self.number(sum(matrix.weights for matrix in matrices))
                 what = f"full matrices of {_a_layer(stack)}, there and back"
                 yield Collective(
-                    what, "all-to-all", over, self.four * weights * layers, 2, "optimizer",
+                    "all-to-all",
+                    over,
+                    self.four * weights * layers,
+                    2,
+                    "optimizer",
+                    what,
                     pieces=len(matrices),
-                )  # fmt: skip
+                )
 
     def scalars(self) -> Iterator[Collective]:
         """The loss, the number of targets, the keys seen, and the gradient's norm."""
@@ -351,7 +366,7 @@ class _Step:
             (norm, shards, sizes.trained_matrices, "optimizer"),
             (norm, self.over("tp"), split, "optimizer"),
         ):
-            yield Collective(what, "all-reduce", axes, self.four, many, phase)  # type: ignore[arg-type]
+            yield Collective("all-reduce", axes, self.four, many, phase, what)  # type: ignore[arg-type]
 
 
 def _a_layer(stack: StackSizes) -> str:
