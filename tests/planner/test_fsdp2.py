@@ -13,7 +13,7 @@ from meshwright.models import preset
 from meshwright.planner import Choice, memory, plan
 from meshwright.planner.constraints import parse
 from meshwright.planner.report import find_mesh, plan_data, plan_from_data
-from meshwright.planner.report.words import next_commands
+from meshwright.planner.report.phrases import next_commands
 from meshwright.planner.schedules.fsdp2 import group_of, meshes, narrowed, refusal
 from meshwright.planner.step import StepModel
 

@@ -20,7 +20,7 @@ from meshwright.models.decoder import PRESETS, DecoderConfig
 from meshwright.planner import Plan, Workload, apply, plan
 from meshwright.planner.attention import strategies, with_strategy
 from meshwright.planner.memory import memory
-from meshwright.planner.report.words import next_commands
+from meshwright.planner.report.phrases import next_commands
 from meshwright.planner.schedules.jax import meshes
 from meshwright.planner.search import UNCERTAINTY
 from meshwright.planner.step import StepModel

@@ -26,16 +26,16 @@ from meshwright.models.decoder import PRESETS
 from meshwright.ops.rope import LinearScaling, Rope, YarnScaling
 from meshwright.planner.report import (
     explain,
-    figures,
     find_mesh,
     page,
     plan_data,
     plan_from_data,
+    rates,
     read_plan,
     report,
 )
 from meshwright.planner.report.page import page_data
-from meshwright.planner.report.words import folded, groups_of, next_commands, short_mesh
+from meshwright.planner.report.phrases import folded, groups_of, next_commands, short_mesh
 from meshwright.planner.result import Choice, Plan, Refusal
 from meshwright.present import amount, bar, gib, seconds_text
 from meshwright.serving import EngineConfig
@@ -425,13 +425,13 @@ def test_bytes_on_the_wire_are_those_of_a_ring(operation: str) -> None:
     sent = transfer("x", operation, ("fsdp", "sp"), 1000, 3)
     choice = Choice.of(dp=2, fsdp=4, tp=8, sp=2)
     one = dataclasses.replace(made_plan().best, choice=choice, collectives=(sent,))
-    summed = figures.by_axis(one)["fsdp+sp"].wire_bytes
+    summed = rates.by_axis(one)["fsdp+sp"].wire_bytes
     assert summed == pytest.approx(3 * ring_bytes(operation, 1000, 8))
 
 
 def test_sums_by_axis_hold_every_transfer_once() -> None:
     one = made_plan().ranked[1]
-    axes = figures.by_axis(one)
+    axes = rates.by_axis(one)
     assert list(axes) == ["tp", "fsdp"], "the longest first"
     assert sum(time.seconds for time in axes.values()) == pytest.approx(
         sum(each.seconds for each in one.collectives)
@@ -452,8 +452,8 @@ def test_serving_makes_a_token_a_row_and_step() -> None:
 
 def test_two_cores_of_a_chip_share_what_it_has() -> None:
     plan = dataclasses.replace(made_plan(), machine=Machine.parse("7x:4x4x4"))
-    assert figures.peak_flops(plan) == mw.CHIPS["7x"].bf16_flops / 2
-    assert figures.per_chip(plan, plan.best) == plan.tokens_per_second(plan.best) / 64
+    assert rates.peak_flops(plan) == mw.CHIPS["7x"].bf16_flops / 2
+    assert rates.per_chip(plan, plan.best) == plan.tokens_per_second(plan.best) / 64
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from meshwright.audits.read import collectives
 from meshwright.errors import MeshwrightError
 from meshwright.machines import CHIPS
 from meshwright.planner import Workload
-from meshwright.planner.report.words import next_commands
+from meshwright.planner.report.phrases import next_commands
 from meshwright.proofs import prove
 from meshwright.training.config import ComputeConfig, TrainConfig
 from meshwright.training.setup import known_chip

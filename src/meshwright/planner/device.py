@@ -67,11 +67,6 @@ class Device:
         """The embedding or the LM head, all-gathered."""
         return self.vocab * self.embed / self.tp
 
-    @property
-    def saves_attention(self) -> bool:
-        """Whether the remat policy saves attention's output."""
-        return "attention" in self.workload.remat[self.choice.remat]
-
 
 class DeviceStack:
     """A device's share of one stack of layers."""

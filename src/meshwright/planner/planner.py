@@ -228,8 +228,7 @@ def _warnings(workload: Workload) -> tuple[str, ...]:
 
 
 def _estimate(one: Candidate) -> Estimate:
-    timing, workload, machine = one.timing, one.step.workload, one.step.machine
-    peak = machine.chip.bf16_flops / machine.chip.cores_per_chip
+    timing, workload = one.timing, one.step.workload
     bound, reason = bound_and_reason(one.choice, timing)
     slow = slow_attention(workload, one.choice)
     if slow is not None:
@@ -241,20 +240,7 @@ def _estimate(one: Candidate) -> Estimate:
         reason += f"; tight: {100 * one.memory.total / one.memory.limit:.0f}% of memory"
     if (padded := one.step.padding) is not None:
         reason += f"; {padded}"
-    return Estimate(
-        choice=one.choice,
-        memory=one.memory,
-        flops=timing.work.flops,
-        computed_flops=timing.work.computed,
-        memory_bytes=timing.work.memory_bytes,
-        collectives=timing.collectives,
-        seconds=timing.seconds,
-        step_seconds=timing.step,
-        mfu=timing.work.flops / timing.step / peak,
-        bound=bound,
-        reason=reason,
-        group=one.group,
-    )
+    return one.estimate(bound, reason)
 
 
 def _nothing(workload: Workload, limits: Constraints, refused: list[Refusal]) -> str:

@@ -21,7 +21,7 @@ from meshwright.models import OFFLOAD
 from meshwright.planner.attention import strategies, with_strategy
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.memory import memory, offers_offload
-from meshwright.planner.result import Memory, Refusal
+from meshwright.planner.result import Estimate, Memory, Refusal, Serving
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import StepTime, step_time
 from meshwright.planner.workload import Choice, Workload
@@ -55,6 +55,29 @@ class Candidate:
     @property
     def seconds(self) -> float:
         return self.timing.step
+
+    def fits(self, reserve: bool) -> bool:
+        """Whether it fits, and leaves the reserve free where that is wanted."""
+        return self.memory.fits and not (reserve and self.memory.tight)
+
+    def estimate(self, bound: str, reason: str, serving: Serving | None = None) -> Estimate:
+        """What it would cost, with what bounds it and why."""
+        timing, work, chip = self.timing, self.step.work, self.step.machine.chip
+        return Estimate(
+            choice=self.choice,
+            memory=self.memory,
+            flops=work.flops,
+            computed_flops=work.computed,
+            memory_bytes=work.memory_bytes,
+            collectives=timing.collectives,
+            seconds=timing.seconds,
+            step_seconds=timing.step,
+            mfu=work.flops / timing.step / (chip.bf16_flops / chip.cores_per_chip),
+            bound=bound,
+            reason=reason,
+            group=self.group,
+            serving=serving,
+        )
 
     @property
     def working_seconds(self) -> float:
@@ -176,8 +199,8 @@ def feasible(
     """
     fits: list[Candidate] = []
     least: Candidate | None = None
-    for enough in (_leaves_reserve, _fits):
-        fits, least = _feasible(workload, mesh, limits, smallest, enough)
+    for reserve in (True, False):
+        fits, least = _feasible(workload, mesh, limits, smallest, reserve)
         if fits or least is None or not least.memory.fits:
             break
     if not fits and least is not None and "remat" not in limits.fixed and offers_offload(workload):
@@ -186,20 +209,12 @@ def feasible(
     return fits, least
 
 
-def _leaves_reserve(need: Memory) -> bool:
-    return need.fits and not need.tight
-
-
-def _fits(need: Memory) -> bool:
-    return need.fits
-
-
 def _feasible(
     workload: Workload,
     mesh: Choice,
     limits: Constraints,
     smallest: bool,
-    enough: Callable[[Memory], bool],
+    reserve: bool,
 ) -> tuple[list[Candidate], Candidate | None]:
     policies = tuple(name for name in workload.remat if name != OFFLOAD)
     kinds = (limits.fixed["remat"],) if "remat" in limits.fixed else policies
@@ -210,14 +225,14 @@ def _feasible(
         if base.mlp_chunk and any(not one.choice.mlp_chunk for one in fits):
             break
         # where keeping least does not fit, nothing does
-        last = _fewest(workload, base, kinds[-1], accumulation, smallest, enough)
-        for kind in kinds if last is not None and enough(last.memory) else kinds[-1:]:
+        last = _fewest(workload, base, kinds[-1], accumulation, smallest, reserve)
+        for kind in kinds if last is not None and last.fits(reserve) else kinds[-1:]:
             one = last
             if kind != kinds[-1]:
-                one = _fewest(workload, base, kind, accumulation, smallest, enough)
+                one = _fewest(workload, base, kind, accumulation, smallest, reserve)
             if one is None:
                 continue
-            if enough(one.memory):
+            if one.fits(reserve):
                 fits.append(one)
                 if one.choice.accumulation == 1 and not smallest:
                     break  # keeping less is slower
@@ -259,7 +274,7 @@ def _fewest(
     remat: str,
     accumulation: int | None,
     most: bool,
-    enough: Callable[[Memory], bool],
+    reserve: bool,
 ) -> Candidate | None:
     """With the fewest micro-batches that fit, or the most if none does; None if none divides."""
     sequences = workload.batch // base.data_ranks
@@ -275,16 +290,16 @@ def _fewest(
         return Candidate(step, memory(step))
 
     first = at(0)
-    if enough(first.memory) or len(numbers) == 1:
+    if first.fits(reserve) or len(numbers) == 1:
         return first
     last = at(len(numbers) - 1)
-    if not enough(last.memory):
+    if not last.fits(reserve):
         return last
     low, high, best = 0, len(numbers) - 1, last  # low does not fit, high does
     while high - low > 1:
         middle = (low + high) // 2
         one = at(middle)
-        low, high, best = (low, middle, one) if enough(one.memory) else (middle, high, best)
+        low, high, best = (low, middle, one) if one.fits(reserve) else (middle, high, best)
     return best
 
 

@@ -128,20 +128,8 @@ def _estimate(candidate: Candidate) -> Estimate:
         largest_batch=full,
         full_step_seconds=step_time(filled).step,
     )
-    return Estimate(
-        choice=choice,
-        memory=candidate.memory,
-        flops=work.flops,
-        computed_flops=work.computed,
-        memory_bytes=work.memory_bytes,
-        collectives=timing.collectives,
-        seconds=parts,
-        step_seconds=timing.step,
-        mfu=work.flops / timing.step / peak,
-        bound=max(by_bound, key=lambda name: by_bound[name]),
-        reason=_reason(step, candidate.memory, parts, served),
-        serving=served,
-    )
+    bound = max(by_bound, key=lambda name: by_bound[name])
+    return candidate.estimate(bound, _reason(step, candidate.memory, parts, served), served)
 
 
 def _reason(step: StepModel, need: Memory, parts: Mapping[str, float], served: Serving) -> str:

@@ -122,7 +122,10 @@ def bound_and_reason(choice: Choice, timing: StepTime) -> tuple[str, str]:
     worst = max(waits, key=waits.__getitem__, default=())
     waited = waits.get(worst, 0.0)
     if worst and waited > max(memory, 0.5 * compute):
-        return "+".join(worst), _network(choice, timing, worst, waited)
+        return "+".join(worst), (
+            f"{_axes(choice, worst)} is network-bound: {_sends(choice, timing, worst)}; "
+            f"{_percent(waited, step)} of the step waits for it"
+        )
     if parts["idle"] > max(compute, memory, waited):
         idle = _percent(parts["idle"], step)
         return "idle", f"too small to fill the device: nothing runs in {idle} of the step"
@@ -138,13 +141,6 @@ def bound_and_reason(choice: Choice, timing: StepTime) -> tuple[str, str]:
         said += f"; {_percent(waited, step)} waits for {_axes(choice, worst)}"
         said += f" ({_sends(choice, timing, worst)})"
     return "compute", said
-
-
-def _network(choice: Choice, timing: StepTime, axes: tuple[str, ...], waited: float) -> str:
-    return (
-        f"{_axes(choice, axes)} is network-bound: {_sends(choice, timing, axes)}; "
-        f"{_percent(waited, timing.step)} of the step waits for it"
-    )
 
 
 def _sends(choice: Choice, timing: StepTime, axes: tuple[str, ...]) -> str:

@@ -6,7 +6,6 @@
 Settings stand in TrainConfig and EngineConfig alone: here is what follows from them on a machine.
 """
 
-import collections
 import dataclasses
 import functools
 import math
@@ -131,11 +130,6 @@ class Workload:
     def lengths(self) -> Mapping[str, int]:
         """The length of each field of a batch."""
         return field_lengths(self.model, self.seq, self.config.objective)
-
-    @functools.cached_property
-    def arrays_by_length(self) -> Mapping[int, int]:
-        """Arrays of a batch of each length."""
-        return collections.Counter(self.lengths.values())
 
     @functools.cached_property
     def remat(self) -> Mapping[str, frozenset[str]]:

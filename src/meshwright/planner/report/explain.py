@@ -9,8 +9,8 @@ from meshwright.models import family_of
 from meshwright.planner.attention import keys_seen, splits_of
 from meshwright.planner.memory import formulas, peak_bytes
 from meshwright.planner.memory import memory as count_memory
-from meshwright.planner.report import figures
-from meshwright.planner.report.words import settings, short_mesh
+from meshwright.planner.report import rates
+from meshwright.planner.report.phrases import settings, short_mesh
 from meshwright.planner.result import (
     RESERVE,
     Estimate,
@@ -247,9 +247,7 @@ def _time(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
     elif plan.machine.is_tpu and plan.workload.kind == "train":
         lines.append(overlap_text(plan.config.compute.overlap, plan.machine.chip))
     return [
-        *_heading(
-            "time", f" of a step; {amount(figures.tokens_per_second(plan, estimate))} tokens/s"
-        ),
+        *_heading("time", f" of a step; {amount(plan.tokens_per_second(estimate))} tokens/s"),
         *aligned(columns, rows, width, indent=2),
         *(paragraph(line, width, hanging=4) for line in lines),
     ]
@@ -267,8 +265,8 @@ def _served(plan: Plan, served: Serving, said: Mapping[str, str]) -> list[str]:
 
 
 def _roofline(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
-    floor = figures.roofline(plan, estimate)
-    peak, speed = figures.peak_flops(plan), figures.memory_bandwidth(plan)
+    floor = rates.roofline(plan, estimate)
+    peak, speed = rates.peak_flops(plan), rates.memory_bandwidth(plan)
     intensity = estimate.computed_flops / estimate.memory_bytes if estimate.memory_bytes else 0.0
     lines = [
         f"compute: {amount(estimate.computed_flops, 'FLOP')} / {amount(peak, 'FLOP/s')} = "
@@ -278,7 +276,7 @@ def _roofline(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableTyp
         f"{peak / speed:,.0f})",
         f"links: {seconds_text(floor.links)}, {seconds_text(estimate.exposed)} of it exposed",
     ]
-    for axes, time in figures.by_axis(estimate).items():
+    for axes, time in rates.by_axis(estimate).items():
         lines.append(
             f"over {axes}: {amount(time.wire_bytes, 'B')} sent in {seconds_text(time.seconds)}, "
             f"{seconds_text(time.exposed)} exposed"

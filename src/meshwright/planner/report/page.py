@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.meshes import mesh as build_mesh
-from meshwright.planner.report import figures
-from meshwright.planner.report.words import group_headings, next_commands, settings, short_mesh
+from meshwright.planner.report import rates
+from meshwright.planner.report.phrases import group_headings, next_commands, settings, short_mesh
 from meshwright.planner.result import Estimate, Plan
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import byte_formulas
@@ -48,9 +48,9 @@ def page_data(plan: Plan) -> dict[str, Any]:
             "wraps": list(machine.wraps) if machine.is_tpu else [],
             "slices": machine.slices,
         },
-        "peak": figures.peak_flops(plan),
-        "memoryBandwidth": figures.memory_bandwidth(plan),
-        "linkBandwidth": figures.link_bandwidth(plan),
+        "peak": rates.peak_flops(plan),
+        "memoryBandwidth": rates.memory_bandwidth(plan),
+        "linkBandwidth": rates.link_bandwidth(plan),
         "axes": list(plan.best.choice.sizes),
         "kinds": kinds,
         "parts": parts,
@@ -67,7 +67,7 @@ def _row(
     plan: Plan, rank: int, estimate: Estimate, kinds: list[str], parts: list[str]
 ) -> dict[str, Any]:
     choice, memory = estimate.choice, estimate.memory
-    axes = figures.by_axis(estimate)
+    axes = rates.by_axis(estimate)
     row = {
         "rank": rank + 1,
         "group": estimate.group,
@@ -78,15 +78,15 @@ def _row(
         "settings": settings(choice, plan.workload.kind),
         "weights": choice.weights or plan.workload.dtype,
         "step": estimate.step_seconds,
-        "tokens": figures.tokens_per_second(plan, estimate),
-        "chip": figures.per_chip(plan, estimate),
+        "tokens": plan.tokens_per_second(estimate),
+        "chip": rates.per_chip(plan, estimate),
         "mfu": estimate.mfu,
         "memory": [memory.kinds.get(kind, 0) for kind in kinds],
         "total": memory.total,
         "limit": memory.limit,
         "bound": estimate.bound,
         "reason": estimate.reason,
-        "cost": figures.cost_per_trillion(plan, estimate),
+        "cost": rates.cost_per_trillion(plan, estimate),
         "seconds": [estimate.seconds.get(part, 0.0) for part in parts],
         "flops": estimate.computed_flops,
         "bytes": estimate.memory_bytes,
@@ -131,8 +131,8 @@ def _summary(plan: Plan) -> list[tuple[str, str]]:
     cells = [
         ("best mesh", short_mesh(best.choice)),
         ("step" if plan.workload.kind == "train" else "a token", seconds_text(best.step_seconds)),
-        ("tokens/s", amount(figures.tokens_per_second(plan, best))),
-        ("tokens/s a chip", amount(figures.per_chip(plan, best))),
+        ("tokens/s", amount(plan.tokens_per_second(best))),
+        ("tokens/s a chip", amount(rates.per_chip(plan, best))),
         ("MFU", percent(best.mfu)),
         (f"GiB of {gib(best.memory.limit)}", gib(best.memory.total)),
     ]
@@ -148,7 +148,7 @@ def _summary(plan: Plan) -> list[tuple[str, str]]:
         longest = plan.workload.model.max_seq
         own = f" (model's own: {longest:,})" if plan.largest_seq > longest else ""
         cells.append(("longest sequence", f"{plan.largest_seq:,}{own}"))
-    cost = figures.cost_per_trillion(plan, best)
+    cost = rates.cost_per_trillion(plan, best)
     if cost is not None:
         cells.append(("cost of 1T tokens", amount(cost)))
     return cells

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from meshwright.planner.memory import least_kept
 from meshwright.planner.memory import memory as count_memory
-from meshwright.planner.report import figures
-from meshwright.planner.report.words import (
+from meshwright.planner.report import rates
+from meshwright.planner.report.phrases import (
     folded,
     group_headings,
     groups_of,
@@ -145,17 +145,23 @@ def _columns(plan: Plan) -> list[tuple[Column, Callable[[Estimate], str]]]:
     if plan.best.serving is not None:
         columns += [
             (Column("weights", right=False), lambda one: one.choice.weights or plan.workload.dtype),
-            (Column("1st token", importance=7), _of_serving(_first_token)),
+            (
+                Column("1st token", importance=7),
+                _of_serving(lambda it: seconds_text(it.first_token_seconds)),
+            ),
         ]
     columns += [
         (Column("step" if training else "a token"), lambda one: seconds_text(one.step_seconds)),
-        (Column("tokens/s"), lambda one: amount(figures.tokens_per_second(plan, one))),
-        (Column("a chip", importance=2), lambda one: amount(figures.per_chip(plan, one))),
+        (Column("tokens/s"), lambda one: amount(plan.tokens_per_second(one))),
+        (Column("a chip", importance=2), lambda one: amount(rates.per_chip(plan, one))),
     ]
     if plan.best.serving is not None:
         columns += [
             (Column("full batch", importance=7), _of_serving(lambda it: f"{it.largest_batch:,}")),
-            (Column("tokens/s", importance=7), _of_serving(_full_rate)),
+            (
+                Column("tokens/s", importance=7),
+                _of_serving(lambda it: amount(it.full_tokens_per_second)),
+            ),
         ]
     columns += [
         (Column("MFU", importance=0 if training else 1), lambda one: percent(one.mfu)),
@@ -169,7 +175,7 @@ def _columns(plan: Plan) -> list[tuple[Column, Callable[[Estimate], str]]]:
         columns.append(
             (
                 Column("cost/T", importance=5),
-                lambda one: amount(figures.cost_per_trillion(plan, one) or 0.0),
+                lambda one: amount(rates.cost_per_trillion(plan, one) or 0.0),
             )
         )
     columns.append((Column("bound", right=False, importance=3), lambda one: one.bound))
@@ -178,14 +184,6 @@ def _columns(plan: Plan) -> list[tuple[Column, Callable[[Estimate], str]]]:
 
 def _of_serving(cell: Callable[[Serving], str]) -> Callable[[Estimate], str]:
     return lambda one: "" if one.serving is None else cell(one.serving)
-
-
-def _first_token(serving: Serving) -> str:
-    return seconds_text(serving.first_token_seconds)
-
-
-def _full_rate(serving: Serving) -> str:
-    return amount(serving.full_tokens_per_second)
 
 
 def _used(memory: Memory) -> str:
@@ -233,9 +231,9 @@ def _largest(plan: Plan, width: int) -> "list[RenderableType]":
         own = f" (the model's own length is {longest:,})" if plan.largest_seq > longest else ""
         parts.append(f"sequences of {plan.largest_seq:,} tokens{how}{own}")
     texts = [f"largest that fits on {mesh}: {'; '.join(parts)}"] if parts else []
-    cost = figures.cost_per_trillion(plan, plan.best)
+    cost = rates.cost_per_trillion(plan, plan.best)
     if cost is not None:
-        days = 1e12 / figures.tokens_per_second(plan, plan.best) / 86400
+        days = 1e12 / plan.tokens_per_second(plan.best) / 86400
         texts.append(
             f"a trillion tokens on {mesh}: {cost:,.0f} at {plan.cost_per_hour:g} a chip and hour, "
             f"{days:,.0f} days"

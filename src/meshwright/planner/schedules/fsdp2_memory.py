@@ -37,16 +37,6 @@ SPLIT_LOSS = 14
 SPLIT_LOSS_COMPILED = 10
 
 
-def always(step: StepModel) -> Kinds:
-    """What is there all through the step."""
-    return Fsdp2Device(step).always()
-
-
-def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
-    """What comes and goes, at each moment."""
-    return Fsdp2Device(step).peaks()
-
-
 class Fsdp2Device:
     """A device's share of a workload: sizes as numbers or, to be printed, as terms."""
 

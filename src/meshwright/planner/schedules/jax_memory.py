@@ -11,6 +11,7 @@ GPU's measured peak.
 Every formula is written once: over floats in a search, over terms where it is printed.
 """
 
+import collections
 from collections.abc import Callable, Iterator
 
 from meshwright.ops import keeps_logit_gradients
@@ -42,7 +43,7 @@ def always(step: StepModel) -> Kinds:
     }
     batch = device.number(device.sequences * choice.accumulation, "sequences")
     in_batch: Number = 0
-    for size, arrays in workload.arrays_by_length.items():
+    for size, arrays in collections.Counter(workload.lengths.values()).items():
         tokens = device.number(size // choice.size("sp"), "tokens")
         in_batch = in_batch + device.float32 * device.number(arrays, "arrays") * batch * tokens
     always: Kinds = {
@@ -81,11 +82,13 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
     # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
     table = device.table
     of_embedding = (len(step.stacks) * device.float32 + used) * table
+    # in XLA's loop for GPUs each layer's gradient is scattered while that of the next is computed
+    in_flight = not device.is_tpu and device.is_sharded and choice.accumulation == 1
     end: Kinds = {
         "gradients": used * step.gradients
         + (of_embedding if device.sizes.trains_embedding else 0)
         + last.stream,
-        "all-gathered weights": last.layer_gradients if _gradient_in_flight(device) else 0,
+        "all-gathered weights": last.layer_gradients if in_flight else 0,
     }  # fmt: skip
     if device.sizes.is_tied:  # the LM head's is added to it there
         end["loss"] = _head_gradient(device) * table
@@ -129,7 +132,8 @@ def _loss(step: StepModel) -> Kinds:
     if gap := _gap_of_embedding(device):
         kinds["all-gathered weights"] = used * device.number(gap) / device.tp
     # XLA for GPUs fills the time of the LM head's all-gather with the last layer's attention
-    recomputes = last.sizes.attention_weights and not device.saves_attention
+    saved = device.workload.remat[device.choice.remat]
+    recomputes = last.sizes.attention_weights and "attention" not in saved
     if not device.is_tpu and device.is_sharded and recomputes:
         kinds["attention"] = last.recomputed_attention
     return kinds
@@ -195,11 +199,3 @@ def _gap_of_embedding(device: Device) -> int:
     _, chunk = device.loss_chunks
     embed = device.sizes.embed
     return (embed - (chunk if chunk <= embed else 0)) * device.padded_vocab
-
-
-def _gradient_in_flight(device: Device) -> bool:
-    """Whether the last layer's gradient is still to be scattered when the embedding's is made.
-
-    In XLA's loop for GPUs each layer's is scattered while that of the next is computed.
-    """
-    return not device.is_tpu and device.is_sharded and device.choice.accumulation == 1

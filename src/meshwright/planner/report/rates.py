@@ -51,14 +51,9 @@ def link_bandwidth(plan: Plan) -> float:
     return chip.links * chip.link_bandwidth / chip.cores_per_chip
 
 
-def tokens_per_second(plan: Plan, estimate: Estimate) -> float:
-    """Of the whole machine: trained on; or, serving, generated: one for each sequence."""
-    return plan.tokens_per_second(estimate)
-
-
 def per_chip(plan: Plan, estimate: Estimate) -> float:
     """Tokens a second and chip."""
-    return tokens_per_second(plan, estimate) / plan.machine.num_chips
+    return plan.tokens_per_second(estimate) / plan.machine.num_chips
 
 
 def cost_per_trillion(plan: Plan, estimate: Estimate) -> float | None:
@@ -66,7 +61,7 @@ def cost_per_trillion(plan: Plan, estimate: Estimate) -> float | None:
     if plan.cost_per_hour is None:
         return None
     an_hour = plan.cost_per_hour * plan.machine.num_chips
-    return an_hour / 3600 / tokens_per_second(plan, estimate) * 1e12
+    return an_hour / 3600 / plan.tokens_per_second(estimate) * 1e12
 
 
 def roofline(plan: Plan, estimate: Estimate) -> Roofline:
