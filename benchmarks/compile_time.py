@@ -74,11 +74,11 @@ def start_seconds() -> float:
 def plan_seconds() -> float:
     """Every mesh of llama-3.1-405b on v5p:16x16x16; where axes lie is worked out anew each time."""
     from meshwright.planner import plan
-    from meshwright.planner.shares import place_axes
+    from meshwright.planner.links import placement_of
 
     taken = []
     for _ in range(3):
-        place_axes.cache_clear()
+        placement_of.cache_clear()
         start = time.perf_counter()
         plan("llama-3.1-405b", "v5p:16x16x16", 2048, 8192)
         taken.append(time.perf_counter() - start)

@@ -1,6 +1,6 @@
 """The time of a step, from the compiled program instead of from the plan's own model.
 
-    found = roofline(proof.text, choice.sizes, machine, job, choice)
+    found = roofline(proof.text, step.choice.sizes, step)
     found.seconds, found.overlapped, found.tokens_per_second
 
 Every instruction of the program takes its time in instruction_times, and every collective the bytes
@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from instruction_times import Prices
-from meshwright.audits import Collective, Instruction, collectives, read_program, trip_count
+from meshwright.audits import Instruction, SentCollective, collectives, read_program, trip_count
 from meshwright.errors import MeshwrightError
-from meshwright.machines import Machine
-from meshwright.planner import AXES, Choice, Job, over, place_axes
+from meshwright.planner import StepModel, over, place_axes
 from meshwright.present import mesh_text
 
 _SENDS = re.compile(
@@ -67,22 +66,21 @@ class Roofline:
         } | {name: getattr(self, name) for name in derived}  # fmt: skip
 
 
-def roofline(
-    text: str, mesh_sizes: Mapping[str, int], machine: Machine, job: Job, choice: Choice
-) -> Roofline:
-    """The step that a TPU program's text says, on a machine; sizes are those of the mesh's axes."""
+def roofline(text: str, mesh_sizes: Mapping[str, int], step: StepModel) -> Roofline:
+    """The step that a TPU program's text says; sizes are those of the mesh's axes."""
+    machine, choice, workload = step.machine, step.choice, step.workload
     if not machine.is_tpu:
         raise MeshwrightError(
             f"a roofline is read from programs compiled for TPUs, which say their cycles; "
             f"'{machine}' is none"
         )
-    sizes = {axis: mesh_sizes.get(axis, 1) for axis in AXES}
-    if sizes != choice.sizes or not set(mesh_sizes) <= set(AXES):
+    sizes = {axis: mesh_sizes.get(axis, 1) for axis in choice.sizes}
+    if sizes != choice.sizes or not set(mesh_sizes) <= set(choice.sizes):
         raise MeshwrightError(
             f"the program is for mesh '{mesh_text(mesh_sizes)}', the choice for '{choice.mesh}'; "
             "give the choice that was compiled"
         )
-    timeline = _Timeline(text, mesh_sizes, machine, job, choice)
+    timeline = _Timeline(text, mesh_sizes, step)
     ran = timeline.run(timeline.program.entry, in_loop=False)
     return Roofline(
         compute={part: ran.compute[part] for part in ("matmuls", "attention", "elementwise")},
@@ -90,7 +88,7 @@ def roofline(
         hidden={axes: max(seconds, 0.0) for axes, seconds in ran.hidden.items()},
         left=dict(ran.left),
         flops={part: ran.flops[part] for part in ("matmuls", "attention")},
-        tokens=job.batch * job.seq,
+        tokens=workload.batch * workload.seq,
         devices=choice.devices,
         notes=tuple(dict.fromkeys(timeline.notes)),
     )
@@ -137,13 +135,11 @@ class _Sent:
 class _Timeline:
     """A device computes one thing after the other; the links of each set of axes send likewise."""
 
-    def __init__(
-        self, text: str, mesh: Mapping[str, int], machine: Machine, job: Job, choice: Choice
-    ) -> None:
+    def __init__(self, text: str, mesh: Mapping[str, int], step: StepModel) -> None:
         self.program = read_program(text)
         self.mesh = mesh
-        self.laid = place_axes(machine, tuple(choice.sizes[axis] for axis in AXES))
-        self.prices = Prices(self.program, text, machine, job, choice)
+        self.placement = place_axes(step.machine, step.choice.sizes)
+        self.prices = Prices(self.program, text, step)
         self.notes: list[str] = []
 
     def run(self, name: str, in_loop: bool) -> _Ran:
@@ -229,10 +225,12 @@ class _Timeline:
             return max(ways, key=lambda way: way.seconds), 1
         return None
 
-    def _send(self, row: Collective, now: float, free: dict[str, float], in_loop: bool) -> _Sent:
-        names = tuple(axis for axis in AXES if axis in row.axes)
+    def _send(
+        self, row: SentCollective, now: float, free: dict[str, float], in_loop: bool
+    ) -> _Sent:
+        names = tuple(axis for axis in self.placement.axes if axis in row.axes)
         axes = "+".join(names)
-        link = over(self.laid, names)
+        link = over(self.placement, names)
         if link.stages is not None:
             link = link.stages[row.between_slices]
         seconds = link.seconds(row.operation, row.bytes)
@@ -245,7 +243,7 @@ class _Timeline:
         could_hide = of_layer and "tp" not in names and row.operation in _HIDEABLE
         return _Sent(axes, seconds, finish, could_hide)
 
-    def _rows(self, one: Instruction) -> list[Collective]:
+    def _rows(self, one: Instruction) -> list[SentCollective]:
         """What one instruction sends, as audit reads it."""
         alone = dataclasses.replace(
             self.program, entry="one", computations=ChainMap({"one": (one,)}, _all(self.program))

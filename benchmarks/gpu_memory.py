@@ -62,12 +62,11 @@ def config_of(case: dict[str, Any]) -> Any:
 def planned(case: dict[str, Any], machine: str) -> dict[str, float]:
     """Bytes and seconds by the plan."""
     from meshwright.machines import Machine
-    from meshwright.planner import StepModel, choice_of, job_of, memory
+    from meshwright.planner import StepModel, Workload, memory
     from meshwright.planner.time import step_time
 
     on, config = Machine.parse(machine), config_of(case)
-    job = job_of(config, on)
-    step = StepModel(job, choice_of(config, job, on), on)
+    step = StepModel(Workload.of(config, on))
     return {"planned": memory(step).total, "planned_seconds": step_time(step).step}
 
 

@@ -14,8 +14,7 @@ import re
 from collections.abc import Mapping
 
 from meshwright.audits import Instruction, Program, array_bytes, arrays_of
-from meshwright.machines import Machine
-from meshwright.planner import Choice, Job, efficiency, length, strategy_of
+from meshwright.planner import StepModel, efficiency
 
 # of a device, in bfloat16: matrix units x 128x128 (v6e, 7x 256x256) x 2, of both cores of a
 # megacore. By compiled matmuls of v4, v5e, v5p and v6e, the best of which do 0.93 to 0.99 of it, it
@@ -62,16 +61,14 @@ class Priced:
 class Prices:
     """A program on a machine; `of(instruction, computation)` prices one instruction."""
 
-    def __init__(
-        self, program: Program, text: str, machine: Machine, job: Job, choice: Choice
-    ) -> None:
-        chip = machine.chip
+    def __init__(self, program: Program, text: str, step: StepModel) -> None:
+        chip = step.machine.chip
         self.program = program
         self.peak = chip.bf16_flops / chip.cores_per_chip
         self.memory = MEMORY * chip.memory_bandwidth / chip.cores_per_chip
         rate = FLOPS_PER_CYCLE.get(chip.name)
         self.clock = None if rate is None else self.peak / rate  # cycles a second
-        self.job, self.choice, self.chip = job, choice, chip
+        self.step, self.chip = step, chip
         self.near = {
             name: tuple(bool(_NEAR.search(layout or "")) for layout in _PLACED.findall(result))
             for name, result in _LINE.findall(text)
@@ -112,12 +109,12 @@ class Prices:
             both = any(len(shape) > len(queries) for _, shape in one.arrays)
             each = _BACKWARD["one" if both else kind[1]]
         # a mask comes as blocks, in the first two operands; turns of a ring but the first have none
-        row = keys[-2]
-        seen = self.job.model.keys_seen(row) / row if listed and listed[1].startswith("s") else 1.0
+        row, masked = keys[-2], listed and listed[1].startswith("s")
+        seen = self.step.workload.model.keys_seen(row) / row if masked else 1.0
         flops = each * math.prod(queries) * row * seen
-        rate = efficiency.attention(self.chip, queries[-1], self.job.seq)
-        if strategy_of(self.job, self.choice) in ("ring", "allgather"):
-            rate *= efficiency.ring_steps(length(self.job, self.choice))
+        rate = efficiency.attention(self.chip, queries[-1], self.step.workload.seq)
+        if self.step.device.strategy in ("ring", "allgather"):
+            rate *= efficiency.ring_steps(self.step.last.length)
         return Priced("attention", flops / (self.peak * rate), flops)
 
     def flops(self, one: Instruction, computation: str) -> float:

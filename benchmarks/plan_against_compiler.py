@@ -197,13 +197,12 @@ def config_of(one: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def job_and_choice(one: dict[str, Any]) -> Any:
+def workload_of(one: dict[str, Any]) -> Any:
     from meshwright.machines import Machine
-    from meshwright.planner import choice_of, job_of
+    from meshwright.planner import Workload
 
     config, machine = config_of(one), Machine.parse(one["on"])
-    job = job_of(config, machine)
-    return job, choice_of(config, job, machine)
+    return Workload.of(config, machine)
 
 
 def recorded(one: dict[str, Any], proof: Any) -> dict[str, Any]:
@@ -220,15 +219,13 @@ def recorded(one: dict[str, Any], proof: Any) -> dict[str, Any]:
     if proof.footprint is None:
         lacks = proof.out_of_memory
         return said | {"needed": lacks.needed, "limit": lacks.limit, "early": lacks.early}
-    job, choice = job_and_choice(one)
-    found = audit(
-        proof.text, choice.sizes, expected=expected(StepModel(job, choice, proof.machine))
-    )
+    step = StepModel(workload_of(one))
+    found = audit(proof.text, step.choice.sizes, expected=expected(step))
     sums = [
         {"operation": s.operation, "axes": list(s.axes), "bytes": s.bytes} for s in found.by_axis()
     ]
     if proof.machine.is_tpu:
-        taken = roofline(proof.text, choice.sizes, proof.machine, job, choice)
+        taken = roofline(proof.text, step.choice.sizes, step)
         said["seconds"] = {"as compiled": taken.seconds, "overlapped": taken.overlapped}
     return said | {
         "total": proof.footprint.total,
@@ -314,7 +311,6 @@ def words(one: dict[str, Any]) -> str:
 
 def memory_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[float], int, int]:
     """Lines, how far each is off, how many verdicts are right, and of how many."""
-    from meshwright.machines import Machine
     from meshwright.planner import StepModel, memory
 
     lines = [
@@ -324,7 +320,7 @@ def memory_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[flo
     off, right, verdicts = [], 0, 0
     for entry in record.values():
         one = entry["case"]
-        need = memory(StepModel(*job_and_choice(one), Machine.parse(one["on"])))
+        need = memory(StepModel(workload_of(one)))
         fits = "total" in entry and entry["total"] <= entry["limit"]
         verdicts += 1
         right += need.fits == fits
@@ -338,7 +334,6 @@ def memory_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[flo
 
 def traffic_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[float]]:
     """Every kind of collective of at least a thousandth of all bytes, and how far each is off."""
-    from meshwright.machines import Machine
     from meshwright.planner import StepModel, staged
 
     lines = ["| case | collective | plan | compiler | off |", "|---|---|---|---|---|"]
@@ -348,7 +343,7 @@ def traffic_table(record: dict[str, dict[str, Any]]) -> tuple[list[str], list[fl
             continue
         one = entry["case"]
         planned: dict[tuple[str, tuple[str, ...]], int] = {}
-        for sent in staged(StepModel(*job_and_choice(one), Machine.parse(one["on"]))):
+        for sent in staged(StepModel(workload_of(one))):
             place = sent.operation, sent.axes
             planned[place] = planned.get(place, 0) + sent.bytes * sent.times
         compiled = {(s["operation"], tuple(s["axes"])): s["bytes"] for s in entry["sums"]}
@@ -419,15 +414,11 @@ def overlap_table(record: dict[str, dict[str, Any]]) -> list[str]:
 
 def times_of_roofline(record: dict[str, dict[str, Any]]) -> tuple[float, float]:
     """The plan's seconds over the roofline's: the least and the most of all programs."""
-    from meshwright.machines import Machine
     from meshwright.planner import StepModel
     from meshwright.planner.time import step_time
 
     ratios = [
-        step_time(
-            StepModel(*job_and_choice(entry["case"]), Machine.parse(entry["case"]["on"]))
-        ).step
-        / entry["seconds"]["as compiled"]
+        step_time(StepModel(workload_of(entry["case"]))).step / entry["seconds"]["as compiled"]
         for entry in record.values()
         if "seconds" in entry
     ]

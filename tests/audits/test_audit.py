@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tests.audits.programs import HIDDEN, LAYERS, WIDTH, compiled_step
 
 import meshwright as mw
-from meshwright.audits import Expected, audit, expected_of
+from meshwright.audits import Collective, audit, expected_of
 from meshwright.errors import MeshwrightError
 from meshwright.testing import assert_collectives
 
@@ -149,9 +149,9 @@ def test_data_is_plain_json() -> None:
 
 def test_a_phase_that_is_said_must_be_right() -> None:
     compiled = jax.jit(product).lower(X, W).compile()
-    forward = audit(compiled, expected=[Expected("all-reduce", ("tp",), "forward")])
+    forward = audit(compiled, expected=[Collective("all-reduce", ("tp",), phase="forward")])
     assert forward.surprises == ()
-    backward = audit(compiled, expected=[Expected("all-reduce", ("tp",), "backward")])
+    backward = audit(compiled, expected=[Collective("all-reduce", ("tp",), phase="backward")])
     assert [row.why for row in backward.surprises] == [
         "an all-reduce over tp is expected backward, this is forward"
     ]
@@ -172,12 +172,12 @@ def test_small_arrays_are_bookkeeping_only_over_axes_that_are_used() -> None:
 
 def test_a_limit_of_size_is_said_in_words() -> None:
     compiled = jax.jit(product).lower(X, W).compile()
-    small = Expected("all-reduce", ("tp",), at_most=1024)
+    small = Collective("all-reduce", ("tp",), bytes=1024)
     (row,) = audit(compiled, expected=[small], bookkeeping=0).surprises
     assert row.why == (
         "an all-reduce over tp is expected of arrays of up to 1.0 KiB, this is 1.0 MiB"
     )
-    named = Expected("all-reduce", ("tp",), what="norms", at_most=2048)
+    named = Collective("all-reduce", ("tp",), what="norms", bytes=2048)
     (row,) = audit(compiled, expected=[small, named], bookkeeping=0).surprises
     assert "expected of norms of up to 2.0 KiB" in row.why
 
@@ -398,3 +398,17 @@ def test_a_program_for_cpus_says_that_it_sends_bfloat16_as_float32() -> None:
         assert found.notes[0] in str(found)
         assert found.data()["notes"] == list(found.notes)
     assert not audit(jax.jit(product).lower(X, W).compile()).notes
+
+
+def test_experts_are_an_axis_like_the_others() -> None:
+    mesh = mw.mesh("ep=2,tp=4", devices=jax.devices()[:8])
+    weights = {"experts": jax.ShapeDtypeStruct((4, 16, 32), jnp.float32)}
+    layout = "expert embed mlp -> expert@ep embed mlp@tp"
+    placed = mw.shard(weights, layout, mesh=mesh)
+    assert placed["experts"].sharding.spec == P("ep", None, "tp")
+    table = mw.explain(weights, layout, mesh)
+    assert "ep=2,tp=4" in table.summary()
+    assert table.data()["arrays"][0]["bytes_per_device"] == 4 * 4 * 16 * 32 // 8
+    summed = jax.jit(lambda tree: tree["experts"].sum(0), out_shardings=NamedSharding(mesh, P()))
+    found = audit(summed.lower(placed).compile())
+    assert {row.axes for row in found.rows} == {("ep",), ("tp",)}

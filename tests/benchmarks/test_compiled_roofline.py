@@ -3,8 +3,10 @@
 import math
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.planner.workloads import workload
 
 from compiled_roofline import Roofline, roofline
 from instruction_times import FLOPS_PER_CYCLE, Prices
@@ -13,9 +15,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.machines import CHIPS, Machine
 from meshwright.models import model_config
 from meshwright.planner import efficiency
-from meshwright.planner.links import over
-from meshwright.planner.result import Choice, Job
-from meshwright.planner.shares import place_axes
+from meshwright.planner.links import over, place_axes
+from meshwright.planner.step import StepModel
+from meshwright.planner.workload import Choice
 
 approx = pytest.approx
 V5P = Machine.parse("v5p:4x4x4")
@@ -24,7 +26,7 @@ CLOCK = PEAK / 2**18  # 1.75 GHz
 # all 64 chips: x, y and z, both ways round each
 LINKS = 6 * 90e9 * efficiency.ICI
 CHOICE = Choice.of(fsdp=64, remat="full")
-JOB = Job(model_config("llama-3.1-8b"), batch=64, seq=4096)
+MODEL = model_config("llama-3.1-8b")
 
 # four layers, each: a weight is all-gathered, multiplied with, and the result scaled; the logits'
 # weight is all-gathered once
@@ -82,17 +84,18 @@ MATMUL = 70000 / CLOCK
 SCALE = 2 * 2 * 4096 * 2048 / MEMORY  # a layer's part is read, and as much written
 GATHER = 2 * 1024 * 2048 * 63 / 64 / LINKS
 LOGITS = 2 * 32768 * 4096 * 63 / 64 / LINKS
-START = over(place_axes(V5P, (1, 64, 1, 1)), ("fsdp",)).latency
+START = over(place_axes(V5P, {"fsdp": 64}), ("fsdp",)).latency
 
 
 def found_in(text: str, choice: Choice = CHOICE) -> Roofline:
-    return roofline(text, choice.sizes, V5P, JOB, choice)
+    return roofline(text, choice.sizes, StepModel(workload(MODEL, V5P, 64, 4096), choice))
 
 
-def prices_of(body: str, others: str = "", machine: Machine = V5P, job: Job = JOB) -> Prices:
+def prices_of(body: str, others: str = "", machine: Machine = V5P, model: Any = MODEL) -> Prices:
     """Of a program of one computation."""
     text = f"HloModule m\n\n{others}\nENTRY %main () -> f32[] {{\n{body}\n}}\n"
-    return Prices(read_program(text), text, machine, job, CHOICE)
+    step = StepModel(workload(model, machine, 64, 4096), CHOICE)
+    return Prices(read_program(text), text, step)
 
 
 def price(prices: Prices, name: str, part: str = "elementwise") -> float:
@@ -159,7 +162,7 @@ def permuting(size: int, many: int = 1) -> str:
 
 
 def test_an_asynchronous_permute_is_waited_for_as_far_as_the_matmul_is_shorter() -> None:
-    link = over(place_axes(V5P, (1, 64, 1, 1)), ("fsdp",))
+    link = over(place_axes(V5P, {"fsdp": 64}), ("fsdp",))
     without = found_in(TEXT)
     for size in (2**18, 2**24):
         seconds = link.seconds("collective-permute", 2 * size)
@@ -171,7 +174,7 @@ def test_an_asynchronous_permute_is_waited_for_as_far_as_the_matmul_is_shorter()
 
 
 def test_two_permutes_at_once_share_their_links() -> None:
-    link = over(place_axes(V5P, (1, 64, 1, 1)), ("fsdp",))
+    link = over(place_axes(V5P, {"fsdp": 64}), ("fsdp",))
     seconds = link.seconds("collective-permute", 2 * 2**24)
     more = found_in(permuting(2**24, many=2)).seconds - found_in(TEXT).seconds
     assert more == approx(4 * (2 * seconds - MATMUL))
@@ -359,8 +362,9 @@ def test_everything_that_audit_reads_is_sent_once(name: str, on: str, choice: Ch
     text = (Path(__file__).parents[1] / "audits" / "texts" / f"{name}.txt").read_text()
     machine = Machine.parse(on)
     mesh = {axis: size for axis, size in choice.sizes.items() if size > 1}
-    found = roofline(text, mesh, machine, JOB, choice)
-    laid = place_axes(machine, tuple(choice.sizes.values()))
+    step = StepModel(workload(MODEL, machine, 64, 4096), choice)
+    found = roofline(text, mesh, step)
+    laid = place_axes(machine, choice.sizes)
     expected: dict[str, float] = defaultdict(float)
     for row in collectives(text, mesh):
         seconds = over(laid, row.axes).seconds(row.operation, row.bytes) * row.times
@@ -374,19 +378,21 @@ def test_everything_that_audit_reads_is_sent_once(name: str, on: str, choice: Ch
 def test_on_v5e_all_gathers_are_partly_hidden_as_they_are_compiled() -> None:
     text = (Path(__file__).parents[1] / "audits" / "texts" / "tpu_v5e_16.txt").read_text()
     machine = Machine.parse("v5e:4x4")
-    found = roofline(text, {"fsdp": 16}, machine, JOB, Choice.of(fsdp=16))
+    step = StepModel(workload(MODEL, machine, 64, 4096), Choice.of(fsdp=16))
+    found = roofline(text, {"fsdp": 16}, step)
     assert found.hidden["fsdp"] > 0
     assert found.exposed["fsdp"] > found.hidden["fsdp"]
 
 
 def test_another_mesh_than_the_program_s_is_a_mistake() -> None:
     with pytest.raises(MeshwrightError, match="give the choice that was compiled"):
-        roofline(TEXT, {"fsdp": 32, "tp": 2}, V5P, JOB, CHOICE)
+        roofline(TEXT, {"fsdp": 32, "tp": 2}, StepModel(workload(MODEL, V5P, 64, 4096), CHOICE))
 
 
 def test_only_tpu_programs_have_cycles() -> None:
+    step = StepModel(workload(MODEL, "h100:1x8", 64, 4096), Choice.of(fsdp=8))
     with pytest.raises(MeshwrightError, match="compiled for TPUs"):
-        roofline(TEXT, {"fsdp": 8}, Machine.parse("h100:1x8"), JOB, Choice.of(fsdp=8))
+        roofline(TEXT, {"fsdp": 8}, step)
 
 
 def test_every_tpu_has_a_clock_that_its_cycles_can_be_read_by() -> None:

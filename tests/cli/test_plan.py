@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.planner.report import read_plan
+from meshwright.serving import EngineConfig
 
 SMALL = ["plan", "llama-3.2-1b", "--on", "v5e:4x4", "--batch", "32", "--seq", "2048"]
 
@@ -52,7 +53,7 @@ def test_the_json_is_a_plan_that_can_be_read_back(
     file = tmp_path / "plan.json"
     file.write_text(capsys.readouterr().out)
     plan = read_plan(file)
-    assert (plan.job.name, plan.job.batch, plan.cost_per_hour) == ("llama-3.2-1b", 32, 1.2)
+    assert (plan.config.model, plan.config.batch, plan.cost_per_hour) == ("llama-3.2-1b", 32, 1.2)
     assert plan.best.memory.fits
     assert plan.best.choice.devices == 16
 
@@ -105,7 +106,7 @@ def test_remat_and_micro_batches_can_be_fixed(
 def test_serving_is_planned_with_its_cache(capsys: pytest.CaptureFixture[str]) -> None:
     main([*SMALL, "--serve", "--json"])
     data = json.loads(capsys.readouterr().out)
-    assert data["kind"] == "serve"
+    assert data["engine"]["page_size"] == EngineConfig().page_size
     assert any("cache" in kind.lower() for kind in data["ranked"][0]["memory"]["kinds"])
     main([*SMALL, "--serve"])
     assert "serving" in capsys.readouterr().out
@@ -174,7 +175,7 @@ def test_settings_are_checked_as_trains_are(flags: str, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("flags", "setting", "value"),
     [
-        ("--context-parallel ring --mesh sp=4", "strategy", "ring"),
+        ("--context-parallel ring --mesh sp=4", "context_parallel", "ring"),
         ("--compute.sequence-parallel --mesh tp=4", "sequence_parallel", True),
         ("--compute.mlp-chunk 512", "mlp_chunk", 512),
     ],

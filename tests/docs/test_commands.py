@@ -20,7 +20,7 @@ from meshwright.cli import commands as cli
 from meshwright.cli import prove as prove_cli
 from meshwright.cli import serve as serve_cli
 from meshwright.cli import train as train_cli
-from meshwright.planner.report.words import next_commands
+from meshwright.planner.report.phrases import next_commands
 
 ROOT = Path(__file__).parents[2]
 # the changelog is not one of them: it may name what is no more

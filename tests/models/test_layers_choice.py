@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.machines import Machine
 from meshwright.models import layer_count, preset, scans_layers
-from meshwright.planner import job_of
+from meshwright.planner import Workload
 from meshwright.training import TrainConfig, with_settings
 
 
@@ -27,10 +27,10 @@ def test_layers_are_unrolled_by_default_on_one_gpu_if_they_are_few(model, on, sc
     )
     assert found is scan
     assert why
-    assert job_of(config, machine).scan is scan
+    assert Workload.of(config, machine).scan is scan
     for setting in ("scan", "unroll"):
-        job = job_of(with_settings(config, {"compute.layers": setting}), machine)
-        assert job.scan is (setting == "scan")
+        run = Workload.of(with_settings(config, {"compute.layers": setting}), machine)
+        assert run.scan is (setting == "scan")
 
 
 def test_the_layers_of_all_stacks_count():

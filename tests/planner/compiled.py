@@ -6,12 +6,13 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+from tests.planner.workloads import workload
 from tests.training.toy import Setting, parts
 
-from meshwright.audits import Collective, collectives
+from meshwright.audits import SentCollective, collectives
 from meshwright.meshes import MeshSpec
 from meshwright.models.decoder import DecoderConfig, decoder_rules
-from meshwright.planner.result import Choice, Job
+from meshwright.planner.workload import Choice, Workload
 
 _LLAMA = DecoderConfig(vocab=96, layers=3, embed=64, heads=8, kv_heads=8, head_dim=16, mlp=192)
 MODELS = {
@@ -34,7 +35,7 @@ class Case:
     remat: str = "none"
     accumulation: int = 1
     sequence_parallel: bool = False
-    strategy: str = "auto"
+    context_parallel: str = "auto"
     mlp_chunk: int = 0
     optimizer: str = "adamw"
     layers: int = 3
@@ -52,10 +53,9 @@ class Case:
     def config(self) -> DecoderConfig:
         return dataclasses.replace(MODELS[self.model], layers=self.layers)
 
-    @property
-    def job(self) -> Job:
-        return Job(
-            self.config, batch=ROWS * self.accumulation, seq=SEQ, dtype="float32",
+    def workload(self, on: str) -> Workload:
+        return workload(
+            self.config, on, ROWS * self.accumulation, SEQ, dtype="float32",
             loss_chunk=CHUNK, optimizer=self.optimizer, trainable=self.trainable,
         )  # fmt: skip
 
@@ -65,17 +65,17 @@ class Case:
         return Choice.of(
             **dict(zip(spec.names, spec.sizes, strict=True)),
             remat=self.remat, accumulation=self.accumulation, sequence_parallel=self.sequence_parallel,
-            strategy=self.strategy, mlp_chunk=self.mlp_chunk,
+            context_parallel=self.context_parallel, mlp_chunk=self.mlp_chunk,
         )  # fmt: skip
 
 
 @functools.cache
-def sent(case: Case) -> list[Collective]:
+def sent(case: Case) -> list[SentCollective]:
     """Every collective of the compiled step."""
     rules = decoder_rules(sp=True, sequence_parallel=case.sequence_parallel)
     setting = Setting(
         case.choice.mesh, rules=rules, remat=case.remat, config=case.config,
-        context_parallel=case.strategy, mlp_chunk=case.mlp_chunk, optimizer=case.optimizer,
+        context_parallel=case.context_parallel, mlp_chunk=case.mlp_chunk, optimizer=case.optimizer,
         trainable=case.trainable,
     )  # fmt: skip
     run = parts(setting)

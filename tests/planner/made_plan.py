@@ -1,9 +1,10 @@
 """A plan made by hand: every part of it is there, and its numbers are easy to follow."""
 
+from meshwright.audits import Collective
 from meshwright.machines import Machine
 from meshwright.models import preset
-from meshwright.planner.collective import Collective
-from meshwright.planner.result import Choice, Estimate, Memory, Plan, Refusal
+from meshwright.planner.result import Estimate, Memory, Plan, Refusal
+from meshwright.planner.workload import Choice
 from meshwright.training import TrainConfig
 
 GIB = 2**30
@@ -13,7 +14,7 @@ def transfer(
     what: str, operation: str, axes: tuple[str, ...], size: int, times: int, **rest: object
 ) -> Collective:
     said = {"phase": "forward", "link": "ICI x+y, closed", "seconds": 0.02, "hidden": 0.015}
-    return Collective(what, operation, axes, size, times, **(said | rest))  # type: ignore[arg-type]
+    return Collective(operation, axes, size, times, what=what, **(said | rest))  # type: ignore[arg-type]
 
 
 def estimate(choice: Choice, step: float, parameters: int, bound: str, reason: str) -> Estimate:
@@ -69,7 +70,7 @@ def made_plan(cost_per_hour: float | None = 4.2) -> Plan:
             "tp=4 is network-bound: 4 all-reduces × 134 MB a layer over one ICI dimension",
         ),
         estimate(
-            Choice.of(dp=2, fsdp=8, sp=4, remat="mlp", strategy="ring", mlp_chunk=4096), 2.75, 4 * GIB,
+            Choice.of(dp=2, fsdp=8, sp=4, remat="mlp", context_parallel="ring", mlp_chunk=4096), 2.75, 4 * GIB,
             "sp", "sp=4 waits for keys: parts of 1,024 tokens are too short to hide a hop",
         ),
     )  # fmt: skip
@@ -83,7 +84,7 @@ def made_plan(cost_per_hour: float | None = 4.2) -> Plan:
     return Plan(
         config=TrainConfig("llama-3.1-8b", batch=256, seq=4096),
         model=preset("llama-3.1-8b"),
-        kind="train",
+        engine=None,
         machine=Machine.parse("v5p:4x4x4"),
         rank_by="throughput",
         ranked=ranked,

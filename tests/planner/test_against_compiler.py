@@ -14,7 +14,7 @@ import plan_against_compiler as recorded
 from meshwright.machines import Machine
 from meshwright.planner.compilers import staged
 from meshwright.planner.memory import memory
-from meshwright.planner.ranking import UNCERTAINTY
+from meshwright.planner.search import UNCERTAINTY
 from meshwright.planner.step import StepModel
 
 RECORD = list(recorded.of_platform(recorded.read_record(), "tpu").values())
@@ -27,7 +27,7 @@ UNROLLED = json.loads(gpu_memory.RECORD.read_text())["steps"]
 
 
 def planned(entry: dict[str, Any]) -> Any:
-    return *recorded.job_and_choice(entry["case"]), Machine.parse(entry["case"]["on"])
+    return recorded.workload_of(entry["case"])
 
 
 def test_the_record_holds_enough_cases_to_mean_something() -> None:
@@ -52,12 +52,12 @@ def test_memory_is_within_a_tenth_of_the_compilers_but_for_three_steps(
 ) -> None:
     above = 0.14 if recorded.key(entry["case"]) in map(recorded.key, OVER) else 0.10
     below = 0.14 if recorded.key(entry["case"]) in map(recorded.key, UNDER) else 0.10
-    assert 1 - below <= memory(StepModel(*planned(entry))).total / entry["total"] <= 1 + above
+    assert 1 - below <= memory(StepModel(planned(entry))).total / entry["total"] <= 1 + above
 
 
 def test_what_fits_is_said_to_fit_and_what_does_not_is_refused() -> None:
     right = [
-        memory(StepModel(*planned(entry))).fits
+        memory(StepModel(planned(entry))).fits
         == ("total" in entry and entry["total"] <= entry["limit"])
         for entry in RECORD
     ]
@@ -92,7 +92,7 @@ def test_memory_of_unrolled_layers_on_one_gpu_is_within_4_percent(entry: dict[st
 
 @pytest.mark.parametrize("entry", ON_GPUS, ids=ON_GPUS_NAMES)
 def test_memory_on_gpus_is_within_8_percent_and_every_verdict_right(entry: dict[str, Any]) -> None:
-    found = memory(StepModel(*planned(entry)))
+    found = memory(StepModel(planned(entry)))
     assert found.total == pytest.approx(entry["total"], rel=0.08)
     assert found.fits == (entry["total"] <= entry["limit"])
 
@@ -134,7 +134,7 @@ def off(entry: dict[str, Any]) -> list[float]:
     not planned: less than a thousandth of all bytes.
     """
     sums: dict[tuple[str, tuple[str, ...]], int] = {}
-    for one in staged(StepModel(*planned(entry))):
+    for one in staged(StepModel(planned(entry))):
         kind = one.operation, one.axes
         sums[kind] = sums.get(kind, 0) + one.bytes * one.times
     compiled = {(s["operation"], tuple(s["axes"])): s["bytes"] for s in entry["sums"]}
@@ -169,7 +169,7 @@ NOT_GATHERED_AGAIN = [entry for entry in COMPILED if not entry["gathered_again"]
 def test_what_a_program_sends_in_all_is_within_a_tenth(entry: dict[str, Any]) -> None:
     """Some reduce-scatters are padded by the compiler, by up to an eighth."""
     sent = sum(s["bytes"] for s in entry["sums"])
-    plan = sum(one.bytes * one.times for one in staged(StepModel(*planned(entry))))
+    plan = sum(one.bytes * one.times for one in staged(StepModel(planned(entry))))
     assert plan == pytest.approx(sent, rel=0.10)
 
 

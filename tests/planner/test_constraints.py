@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.errors import MeshwrightError
 from meshwright.planner.constraints import parse
-from meshwright.planner.result import Choice
+from meshwright.planner.workload import Choice
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,22 @@ def test_mistakes_say_what_would_work(text: str, says: str) -> None:
     with pytest.raises(MeshwrightError) as error:
         parse(text)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize("limits", ["ep=1,tp=2", "expert<=4,tp=2", "ep=*,pp=1,tp=2"])
+def test_axes_that_no_model_divides_may_be_named_with_one_device(limits: str) -> None:
+    assert parse(limits).allows(Choice.of(fsdp=4, tp=2))
+    assert not parse(limits).allows(Choice.of(fsdp=8))
+
+
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ("ep=2", "have no experts, so ep must be 1"),
+        ("experts=4:ep", "have no experts, so ep must be 1"),
+        ("stage>=2", "have no pipeline stages, so pp must be 1"),
+    ],
+)
+def test_experts_and_stages_are_refused_where_no_model_has_them(limits: str, why: str) -> None:
+    with pytest.raises(MeshwrightError, match=why):
+        parse(limits)

@@ -6,20 +6,19 @@ import sys
 from typing import Any
 
 import pytest
+from tests.planner.workloads import workload
 
 from meshwright.errors import MeshwrightError
-from meshwright.machines import Machine
 from meshwright.models import preset
-from meshwright.planner import Choice, Job, memory, plan
+from meshwright.planner import Choice, memory, plan
 from meshwright.planner.constraints import parse
 from meshwright.planner.report import find_mesh, plan_data, plan_from_data
-from meshwright.planner.report.words import next_commands
-from meshwright.planner.schedules.fsdp2 import data_axis, group_of, meshes, refusal
+from meshwright.planner.report.phrases import next_commands
+from meshwright.planner.schedules.fsdp2 import group_of, meshes, narrowed, refusal
 from meshwright.planner.step import StepModel
 
 LLAMA = preset("llama-3.1-8b")
-JOB = Job(LLAMA, 8, 8192, backend="torch", scan=False)
-H100 = Machine.parse("h100:8")
+RUN = workload(LLAMA, "h100:8", 8, 8192, backend="torch")
 
 
 def test_groups_are_the_parameters_of_a_block_and_of_the_root() -> None:
@@ -38,26 +37,26 @@ def test_meshes_have_no_sp_and_a_data_axis_alone_shards_weights() -> None:
     assert {choice.size("sp") for choice in meshes(64)} == {1}
     assert "dp=2,fsdp=4,tp=1,sp=1" in found
     assert "dp=8,fsdp=1,tp=1,sp=1" not in found
-    assert data_axis(parse("dp=4,tp<=2").limits) == (
+    assert narrowed(RUN, parse("dp=4,tp<=2")).limits == (
         ("dp", "=", 1),
         ("fsdp", "=", 4),
         ("tp", "<=", 2),
     )
-    assert data_axis(parse("dp=2,fsdp=4").limits) == parse("dp=2,fsdp=4").limits
+    assert narrowed(RUN, parse("dp=2,fsdp=4")) == parse("dp=2,fsdp=4")
     best = plan("llama-3.1-8b", "h100:8", 64, 4096, backend="torch", mesh="dp=4")
     assert [one.choice.mesh for one in best.ranked] == ["dp=1,fsdp=4,tp=2,sp=1"]
     assert find_mesh(best, "dp=4,tp=2") is best.best
 
 
 def test_what_tp_cannot_split_is_refused_and_what_fsdp_cannot_is_padded() -> None:
-    assert refusal(JOB, Choice.of(tp=16)) == "kv_heads=8 cannot be split in tp=16"
-    assert "batch=8 is not divisible by dp·fsdp=3" in (refusal(JOB, Choice.of(fsdp=3)) or "")
-    assert refusal(Job(LLAMA, 3, 8192, backend="torch"), Choice.of(fsdp=3)) is None
+    assert refusal(RUN, Choice.of(tp=16)) == "kv_heads=8 cannot be split in tp=16"
+    assert "batch=8 is not divisible by dp·fsdp=3" in (refusal(RUN, Choice.of(fsdp=3)) or "")
+    assert refusal(RUN.resized(3), Choice.of(fsdp=3)) is None
 
 
 def test_memory_of_8b_by_hand() -> None:
     choice = Choice.of(fsdp=8)
-    kinds = memory(StepModel(JOB, choice, H100)).kinds
+    kinds = memory(StepModel(RUN, choice)).kinds
     weights = 8_030_261_248 // 8
     assert kinds["parameters"] == 4 * weights
     assert kinds["optimizer"] == 8 * weights
@@ -71,7 +70,7 @@ def test_memory_of_8b_by_hand() -> None:
 
 def sent(choice: Choice, axis: str) -> int:
     """Bytes of a step over an axis, without single numbers."""
-    sent = StepModel(JOB, choice, H100).collectives
+    sent = StepModel(RUN, choice).collectives
     own = [one for one in sent if one.axes == (axis,) and one.bytes > 2000]
     return sum(one.bytes * one.times for one in own)
 

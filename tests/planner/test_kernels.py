@@ -4,15 +4,16 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from tests.planner.workloads import workload
 
 from meshwright.machines import Machine
 from meshwright.models import preset
 from meshwright.planner import plan
+from meshwright.planner.attention import slow_attention
 from meshwright.planner.efficiency import PLAIN_ATTENTION
-from meshwright.planner.kernels import slow_attention
 from meshwright.planner.memory import peak_bytes
-from meshwright.planner.result import Choice, Job
 from meshwright.planner.step import StepModel
+from meshwright.planner.workload import Choice, Workload
 from meshwright.training.config import ComputeConfig, TrainConfig
 from meshwright.training.setup import choose_rules, compute_of
 
@@ -21,33 +22,33 @@ MODEL = preset("llama-3.2-1b")
 FSDP = Choice.of(fsdp=16)
 
 
-def attention_seconds(job: Job, machine: Machine, choice: Choice = FSDP) -> float:
-    return StepModel(job, choice, machine).work.seconds["attention"]
+def attention_seconds(run: Workload, choice: Choice = FSDP) -> float:
+    return StepModel(run, choice).work.seconds["attention"]
 
 
 @pytest.mark.parametrize("seq", [4000, 3648, 1000])
 def test_a_length_that_tpus_pad_costs_what_its_padding_does(seq: int) -> None:
-    job = Job(MODEL, 16, seq)
-    assert slow_attention(job, FSDP, V5E) is None
-    padded = dataclasses.replace(job, seq=4096 if seq > 1000 else 1024)
-    ratio = attention_seconds(job, V5E) / attention_seconds(padded, V5E)
+    run = workload(MODEL, V5E, 16, seq)
+    assert slow_attention(run, FSDP) is None
+    padded = run.resized(16, 4096 if seq > 1000 else 1024)
+    ratio = attention_seconds(run) / attention_seconds(padded)
     assert 0.95 <= ratio <= 1.0 + 1 - seq / padded.seq
 
 
 def test_a_slower_kernel_takes_longer_and_its_scores_take_memory() -> None:
-    job = Job(MODEL, 16, 4096)
-    slow = dataclasses.replace(job, attention="blockwise")
-    assert slow_attention(job, FSDP, V5E) is None
-    assert slow_attention(slow, FSDP, V5E) == ("blockwise", "as requested")
-    ratio = attention_seconds(slow, V5E) / attention_seconds(job, V5E)
+    run = workload(MODEL, V5E, 16, 4096)
+    slow = workload(MODEL, V5E, 16, 4096, compute_attention="blockwise")
+    assert slow_attention(run, FSDP) is None
+    assert slow_attention(slow, FSDP) == ("blockwise", "as requested")
+    ratio = attention_seconds(slow) / attention_seconds(run)
     assert ratio == pytest.approx(PLAIN_ATTENTION["tpu"])
     scores = 3 * 4 * 512 * MODEL.heads * 4096
     # fused kernels have head_dim as the last dim, which TPUs pad to 128 lanes; plain JAX has not
     heads = 2 * MODEL.heads + 2 * MODEL.kv_heads
     padding = 2 * MODEL.layers * 4096 * heads * (128 - MODEL.head_dim)
     more = (
-        peak_bytes(StepModel(slow, FSDP, V5E))["attention"]
-        - peak_bytes(StepModel(job, FSDP, V5E))["attention"]
+        peak_bytes(StepModel(slow, FSDP))["attention"]
+        - peak_bytes(StepModel(run, FSDP))["attention"]
     )
     assert more == scores - padding
 
@@ -58,10 +59,10 @@ def test_the_plan_says_which_kernel_is_slow_and_why() -> None:
     for one in found.ranked:
         assert "; attention in the slower kernel blockwise (not hopper: " in one.reason
         assert "it takes a sliding window or packed documents, not both)" in one.reason
-    job, choice = Job(near, 8, 4096), Choice.of(fsdp=8)
-    whole = dataclasses.replace(job, model=MODEL)
+    run, choice = workload(near, A100, 8, 4096), Choice.of(fsdp=8)
+    whole = dataclasses.replace(run, model=MODEL)
     # the window spares the kernel in plain JAX nothing
-    ratio = attention_seconds(job, A100, choice) / attention_seconds(whole, A100, choice)
+    ratio = attention_seconds(run, choice) / attention_seconds(whole, choice)
     assert ratio == pytest.approx(PLAIN_ATTENTION["gpu"])
     fused = plan(MODEL, A100, 8, 4096)
     assert not any("slower kernel" in one.reason for one in fused.ranked)

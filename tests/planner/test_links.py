@@ -2,14 +2,16 @@
 
 import math
 import random
+from collections.abc import Mapping
 
 import pytest
 
 import meshwright as mw
 from meshwright.arithmetic import divisors
 from meshwright.machines import Machine
-from meshwright.planner.links import Link, over
-from meshwright.planner.shares import AXES, place_axes
+from meshwright.meshes import STANDARD_AXES
+from meshwright.planner.links import Link, over, place_axes
+from meshwright.present import mesh_text
 
 MACHINES = [
     "v4:4x4x4", "v4:2x4x4", "v5p:4x4x8", "v5e:4x8", "v6e:8x16", "v5e:16x16", "2*v5e:4x8",
@@ -17,7 +19,7 @@ MACHINES = [
 ]  # fmt: skip
 
 
-def meshes_of(machine: Machine, many: int) -> list[tuple[int, ...]]:
+def meshes_of(machine: Machine, many: int) -> list[dict[str, int]]:
     n = machine.num_devices
     sizes = [
         (dp, fsdp, tp, n // (dp * fsdp * tp))
@@ -25,12 +27,12 @@ def meshes_of(machine: Machine, many: int) -> list[tuple[int, ...]]:
         for fsdp in divisors(n // dp)
         for tp in divisors(n // (dp * fsdp))
     ]
-    return random.Random(str(machine)).sample(sizes, min(many, len(sizes)))
+    chosen = random.Random(str(machine)).sample(sizes, min(many, len(sizes)))
+    return [dict(zip(STANDARD_AXES, one, strict=True)) for one in chosen]
 
 
-def placed(machine: Machine, sizes: tuple[int, ...]) -> mw.MachineMesh:
-    text = ",".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
-    return mw.mesh(text, machine=machine)
+def placed(machine: Machine, sizes: Mapping[str, int]) -> mw.MachineMesh:
+    return mw.mesh(mesh_text(sizes), machine=machine)
 
 
 @pytest.mark.parametrize("text", MACHINES)
@@ -38,14 +40,27 @@ def test_each_axis_reaches_as_far_as_on_the_mesh_itself(text: str) -> None:
     machine = Machine.parse(text)
     for sizes in meshes_of(machine, 6):
         mesh, laid = placed(machine, sizes), place_axes(machine, sizes)
-        for axis, share, slices in zip(AXES, laid.shares, laid.across, strict=True):
+        for axis, share, slices in zip(laid.axes, laid.shares, laid.across, strict=True):
             reach = dict(zip(machine.grid_names, share, strict=True)) | {"slice": slices}
             found = {name: extent for name, extent in reach.items() if extent > 1}
             assert found == mesh.axis_extent(axis), (sizes, axis)
 
 
+@pytest.mark.parametrize("text", ["v5p:4x4x4", "v5e:8x8", "h100:8x8", "2*v5e:4x8"])
+def test_experts_and_stages_are_axes_like_the_others(text: str) -> None:
+    machine = Machine.parse(text)
+    sizes = {"pp": 2, "fsdp": 4, "ep": 4, "tp": 2}
+    mesh, laid = placed(machine, sizes), place_axes(machine, sizes)
+    for axis, share, slices in zip(laid.axes, laid.shares, laid.across, strict=True):
+        reach = dict(zip(machine.grid_names, share, strict=True)) | {"slice": slices}
+        assert {name: n for name, n in reach.items() if n > 1} == mesh.axis_extent(axis)
+    assert over(laid, ("ep",)).devices == 4
+    assert over(laid, ("pp", "ep")).devices == 8
+
+
 def link(text: str, sizes: tuple[int, ...], *axes: str) -> Link:
-    return over(place_axes(Machine.parse(text), sizes), axes)
+    named = dict(zip(STANDARD_AXES, sizes, strict=True))
+    return over(place_axes(Machine.parse(text), named), axes)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +90,7 @@ def test_bandwidth_is_that_of_the_links(
     found = link(text, sizes, *axes)
     assert found.bandwidth == pytest.approx(gigabytes * 1e9)
     assert found.words == words
-    assert found.devices == math.prod(sizes[AXES.index(axis)] for axis in axes)
+    assert found.devices == math.prod(sizes[STANDARD_AXES.index(axis)] for axis in axes)
 
 
 def test_an_all_reduce_takes_twice_a_gather_and_a_small_message_only_latency() -> None:
@@ -104,4 +119,4 @@ def test_four_thousand_chips_take_no_device(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Machine, "devices", property(lambda _: pytest.fail("devices were made")))
     machine = Machine.parse("v5p:16x16x16")
     for sizes in meshes_of(machine, 100):
-        assert over(place_axes(machine, sizes), AXES).devices == 4096
+        assert over(place_axes(machine, sizes), STANDARD_AXES).devices == 4096

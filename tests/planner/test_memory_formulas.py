@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
+from tests.planner.workloads import workload
 
-from meshwright.machines import Machine
 from meshwright.models import preset
 from meshwright.models.decoder import abstract_arrays
 from meshwright.planner import Plan, plan
 from meshwright.planner.memory import formulas, memory, peak_bytes
 from meshwright.planner.report import explain, report
 from meshwright.planner.report.explain import SMALL
-from meshwright.planner.result import Choice, Estimate, Job
+from meshwright.planner.result import Estimate
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import byte_formulas
+from meshwright.planner.workload import Choice
 from meshwright.training.optimizer import OptimizerConfig, make_optimizer
 
 
@@ -43,9 +44,9 @@ CHOICES = [
     Choice.of(fsdp=8),
     Choice.of(dp=8, remat="elementwise"),
     Choice.of(fsdp=4, tp=2, remat="mlp", accumulation=2),
-    Choice.of(fsdp=2, tp=2, sp=2, strategy="ring", sequence_parallel=True, mlp_chunk=1024),
-    Choice.of(fsdp=4, sp=2, strategy="allgather", remat="full", accumulation=2),
-    Choice.of(fsdp=4, sp=2, strategy="ulysses", remat="full"),
+    Choice.of(fsdp=2, tp=2, sp=2, context_parallel="ring", sequence_parallel=True, mlp_chunk=1024),
+    Choice.of(fsdp=4, sp=2, context_parallel="allgather", remat="full", accumulation=2),
+    Choice.of(fsdp=4, sp=2, context_parallel="ulysses", remat="full"),
     Choice.of(fsdp=4, sp=2),
 ]
 
@@ -58,21 +59,19 @@ SETTINGS = list(
 )
 
 
-def fullest(job: Job, choice: Choice, machine: Machine) -> str:
-    found = peak_bytes(StepModel(job, choice, machine))
+def fullest(step: StepModel) -> str:
+    found = peak_bytes(step)
     return max(found, key=lambda moment: found[moment])
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda one: f"{one.mesh} {one.remat}")
 @pytest.mark.parametrize("model", MODELS)
 def test_a_formula_gives_what_is_counted(model: str, choice: Choice) -> None:
-    for (on, seq, optimizer), overlap in itertools.product(SETTINGS, (False, True)):
-        job = Job(preset(model), 16, seq, optimizer=optimizer, overlap=overlap)
-        machine = Machine.parse(on)
-        kinds, said = (
-            memory(StepModel(job, choice, machine)).kinds,
-            formulas(StepModel(job, choice, machine)),
+    for (on, seq, optimizer), overlap in itertools.product(SETTINGS, ("off", "on")):
+        step = StepModel(
+            workload(preset(model), on, 16, seq, optimizer=optimizer, overlap=overlap), choice
         )
+        kinds, said = memory(step).kinds, formulas(step)
         assert said.keys() == kinds.keys()
         for kind, words in said.items():
             assert worked_out(words) == pytest.approx(kinds[kind], rel=1e-3, abs=2), (kind, words)
@@ -81,20 +80,17 @@ def test_a_formula_gives_what_is_counted(model: str, choice: Choice) -> None:
 @pytest.mark.parametrize("kind", ["train", "serve"])
 def test_a_formula_counts_the_padding_of_the_vocabulary(kind: Literal["train", "serve"]) -> None:
     config = dataclasses.replace(preset("llama-3.1-8b"), vocab=128257)
-    machine = Machine.parse("h100:8")
+    served = kind == "serve"
     for choice in (Choice.of(dp=2, tp=4), Choice.of(fsdp=2 if kind == "train" else 1, tp=4)):
-        job = Job(config, 16, 1024, kind=kind)
-        kinds, said = (
-            memory(StepModel(job, choice, machine)).kinds,
-            formulas(StepModel(job, choice, machine)),
-        )
+        step = StepModel(workload(config, "h100:8", 16, 1024, serve=served), choice)
+        kinds, said = memory(step).kinds, formulas(step)
         for name, words in said.items():
             assert worked_out(words) == pytest.approx(kinds[name], rel=1e-3, abs=2), (name, words)
 
 
 def test_each_moment_is_the_fullest_of_some_job() -> None:
     seen = {
-        fullest(Job(preset(model), 16, seq), choice, Machine.parse(on))
+        fullest(StepModel(workload(preset(model), on, 16, seq), choice))
         for model, choice, (on, seq, _) in itertools.product(MODELS, CHOICES, SETTINGS)
     }
     assert seen == {"loss", "backward", "attention", "end"}
@@ -105,7 +101,7 @@ def test_parameters_are_counted_as_the_models_arrays_are(model: str) -> None:
     config = preset(model)
     leaves = jax.tree.leaves(abstract_arrays(config))
     bytes_of_all = 4 * sum(math.prod(leaf.shape) for leaf in leaves)
-    said = formulas(StepModel(Job(config, 8, 1024), Choice.of(), Machine.parse("h100:1")))
+    said = formulas(StepModel(workload(config, "h100:1", 8, 1024), Choice.of()))
     assert worked_out(said["parameters"]) == bytes_of_all
 
 
@@ -124,8 +120,8 @@ def test_moments_are_counted_as_the_optimizers_state_is(
     made, _ = make_optimizer(OptimizerConfig(optimizer, moments=moments), 10, arrays)
     state = jax.tree.leaves(jax.eval_shape(made.init, arrays))
     kept = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state if leaf.ndim > 1)
-    job = Job(config, 8, 1024, optimizer=optimizer, moments=moments, param_dtype=param_dtype)
-    said = formulas(StepModel(job, Choice.of(), Machine.parse("h100:1")))
+    settings = {"optimizer": optimizer, "moments": moments, "param_dtype": param_dtype}
+    said = formulas(StepModel(workload(config, "h100:1", 8, 1024, **settings), Choice.of()))
     assert worked_out(said["optimizer"]) == pytest.approx(kept, rel=1e-5)  # and norms
 
 
@@ -145,19 +141,16 @@ def test_a_plan_says_what_fewer_bits_in_moments_save() -> None:
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_formula_of_serving_gives_what_is_counted(tp: int, weights: str | None) -> None:
-    job = Job(preset("llama-3.1-8b"), 64, 16384, kind="serve")
-    choice, machine = Choice.of(dp=8 // tp, tp=tp, weights=weights), Machine.parse("h100:8")
-    kinds, said = (
-        memory(StepModel(job, choice, machine)).kinds,
-        formulas(StepModel(job, choice, machine)),
-    )
+    served = workload(preset("llama-3.1-8b"), "h100:8", 64, 16384, serve=True)
+    step = StepModel(served, Choice.of(dp=8 // tp, tp=tp, weights=weights))
+    kinds, said = memory(step).kinds, formulas(step)
     assert {kind: pytest.approx(worked_out(said[kind]), abs=2) for kind in said} == kinds
 
 
 def test_explain_shows_formulas_the_moments_and_the_reserve() -> None:
     found = plan("llama-3.1-8b", "h100:8", 64, 4096, mesh="tp=2,sp=1,dp=1")
     text = explained(found, found.best)
-    said = formulas(StepModel(found.job, found.best.choice, found.machine))
+    said = formulas(StepModel(found.workload, found.best.choice))
     for kind, words in said.items():
         assert f"{words} = {found.best.memory.kinds[kind]:,}" in text
     assert "moments, in GiB: loss " in text
@@ -188,7 +181,7 @@ def test_explain_shows_the_formula_of_each_transfer_that_counts(
 ) -> None:
     found = plan(model, on, 64, 4096, mesh=mesh)
     one = found.best
-    said = byte_formulas(StepModel(found.job, one.choice, found.machine), one.collectives)
+    said = byte_formulas(StepModel(found.workload, one.choice), one.collectives)
     assert one.collectives
     text = explained(found, one)
     large = [sent for sent in one.collectives if sent.seconds >= SMALL * one.step_seconds]

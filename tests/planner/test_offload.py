@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from tests.planner.workloads import workload
 
 from meshwright.errors import MeshwrightError
 from meshwright.machines import CHIPS, Machine
@@ -10,9 +11,9 @@ from meshwright.models import preset
 from meshwright.planner import efficiency, plan
 from meshwright.planner.memory import memory
 from meshwright.planner.report import explain
-from meshwright.planner.result import Choice, Job
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import step_time
+from meshwright.planner.workload import Choice
 
 GIB = 2**30
 
@@ -29,10 +30,10 @@ GIB = 2**30
 def test_inputs_of_layers_are_counted_on_the_host(
     on: str, mesh: dict[str, int], sequence_parallel: bool
 ) -> None:
-    job, machine = Job(preset("llama-3.1-8b"), 128, 2048), Machine.parse(on)
+    run = workload(preset("llama-3.1-8b"), on, 128, 2048)
     choice = Choice.of(**mesh, sequence_parallel=sequence_parallel)
     full, offload = (
-        memory(StepModel(job, dataclasses.replace(choice, remat=remat), machine))
+        memory(StepModel(run, dataclasses.replace(choice, remat=remat)))
         for remat in ("full", "offload")
     )
     # 32 layers of an 8B model save 4,096 numbers of two bytes for each token
@@ -43,7 +44,7 @@ def test_inputs_of_layers_are_counted_on_the_host(
     assert full.total - offload.total == 30 * layer
     devices = {"h200:1": 1, "h100:2x8": 8, "v4:2x2x2": 4}[on]  # of a host
     assert (full.host, offload.host) == (0, 32 * layer * devices)
-    assert offload.host_limit == CHIPS[machine.chip.name].host_memory_bytes
+    assert offload.host_limit == CHIPS[run.machine.chip.name].host_memory_bytes
 
 
 # (model, batch of 2,048 tokens, moments): GiB of a step in a loop over layers, as XLA for an H200
@@ -59,20 +60,20 @@ COMPILED = {
 @pytest.mark.parametrize(("case", "compiled"), COMPILED.items())
 def test_memory_is_that_of_the_compiler(case: tuple[str, int, str], compiled: float) -> None:
     model, batch, moments = case
-    job = Job(preset(model), batch, 2048, moments=moments)
-    need = memory(StepModel(job, Choice.of(remat="offload"), Machine.parse("h200:1")))
+    run = workload(preset(model), "h200:1", batch, 2048, moments=moments)
+    need = memory(StepModel(run, Choice.of(remat="offload")))
     assert need.total / GIB == pytest.approx(compiled, rel=0.07)
 
 
 def test_time_is_that_of_full_and_of_what_the_link_does_not_hide() -> None:
-    job, machine = Job(preset("llama-3.1-8b"), 8, 4096), Machine.parse("h100:8")
+    run = workload(preset("llama-3.1-8b"), "h100:8", 8, 4096)
     for accumulation in (1, 2):
         choice = Choice.of(tp=8, accumulation=accumulation)
         full, offload = (
-            step_time(StepModel(job, dataclasses.replace(choice, remat=remat), machine))
+            step_time(StepModel(run, dataclasses.replace(choice, remat=remat)))
             for remat in ("full", "offload")
         )
-        done = StepModel(job, dataclasses.replace(choice, remat="full"), machine).work
+        done = StepModel(run, dataclasses.replace(choice, remat="full")).work
         sent = 32 * 8 * 4096 * 4096 * 2  # all micro-batches, whole on each tp rank
         seconds = sent / (efficiency.HOST_LINK * 64e9)
         waits = max(0, seconds - 0.75 * done.forward) + max(0, seconds - 0.09 * done.backward)
@@ -80,10 +81,8 @@ def test_time_is_that_of_full_and_of_what_the_link_does_not_hide() -> None:
         assert offload.step - full.step == pytest.approx(waits)
         assert offload.seconds["waiting for the host"] == pytest.approx(waits)
     # and a loop where layers would be unrolled
-    unrolled = dataclasses.replace(job, scan=False)
-    assert step_time(StepModel(unrolled, offload_of(choice), machine)).step == pytest.approx(
-        offload.step
-    )
+    unrolled = workload(preset("llama-3.1-8b"), "h100:8", 8, 4096, layers="unroll")
+    assert step_time(StepModel(unrolled, offload_of(choice))).step == pytest.approx(offload.step)
 
 
 def offload_of(choice: Choice) -> Choice:
@@ -144,14 +143,11 @@ def test_a_host_with_too_little_memory_is_refused() -> None:
 
 
 def test_on_cpus_nothing_moves() -> None:
-    job, machine = Job(preset("tiny"), 8, 128), Machine.parse("cpu:1")
+    run = workload(preset("tiny"), "cpu:1", 8, 128)
     full, offload = (
-        memory(StepModel(job, Choice.of(remat=remat), machine)) for remat in ("full", "offload")
+        memory(StepModel(run, Choice.of(remat=remat))) for remat in ("full", "offload")
     )
     assert offload == full
     assert (
-        step_time(StepModel(job, Choice.of(remat="offload"), machine)).seconds[
-            "waiting for the host"
-        ]
-        == 0
+        step_time(StepModel(run, Choice.of(remat="offload"))).seconds["waiting for the host"] == 0
     )

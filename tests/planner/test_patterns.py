@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.machines import Machine
 from meshwright.models import from_hf_config
-from meshwright.planner import StepModel, choice_of, job_of, memory
+from meshwright.planner import StepModel, Workload, memory
 from meshwright.training import TrainConfig
 from meshwright.training.config import ComputeConfig
 
@@ -32,8 +32,7 @@ def test_memory_and_traffic_of_gemma_2_are_those_of_the_compiler(
 ) -> None:
     compute = ComputeConfig(remat=remat)  # type: ignore[arg-type]
     config = TrainConfig("", mesh=mesh, batch=batch, seq=4096, compute=compute)
-    job = job_of(config, MACHINE, GEMMA2)
-    step = StepModel(job, choice_of(config, job, MACHINE), MACHINE)
+    step = StepModel(Workload.of(config, MACHINE, GEMMA2))
     assert memory(step).total == pytest.approx(compiled, rel=0.08)
     sent = sum(one.bytes * one.times for one in step.collectives if one.axes == ("tp",))
     assert sent == pytest.approx(over_tp, rel=0.01)

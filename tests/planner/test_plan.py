@@ -17,20 +17,15 @@ from meshwright.machines import Machine
 from meshwright.machines.slices import squarest
 from meshwright.models import override, preset
 from meshwright.models.decoder import PRESETS, DecoderConfig
-from meshwright.planner import Plan, apply, choice_of, job_of, plan
-from meshwright.planner.candidates import (
-    flops_per_byte,
-    meshes,
-    strategies,
-    with_strategy,
-)
+from meshwright.planner import Plan, Workload, apply, plan
+from meshwright.planner.attention import strategies, with_strategy
 from meshwright.planner.memory import memory
-from meshwright.planner.parts import mlp_chunks
-from meshwright.planner.ranking import UNCERTAINTY
-from meshwright.planner.report.words import next_commands
-from meshwright.planner.result import Choice
+from meshwright.planner.report.phrases import next_commands
+from meshwright.planner.schedules.jax import meshes
+from meshwright.planner.search import UNCERTAINTY
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import step_time
+from meshwright.planner.workload import Choice
 from meshwright.training.config import ComputeConfig, TrainConfig, with_settings
 from meshwright.training.setup import check_sizes, choose_rules
 
@@ -110,10 +105,10 @@ def test_a_mesh_takes_fewer_micro_batches_where_that_keeps_it_in_its_group() -> 
         )
         for remat in ("none", "elementwise", "mlp", "full"):
             fewer = dataclasses.replace(one.choice, remat=remat, accumulation=1)
-            need = memory(StepModel(found.job, fewer, found.machine))
+            need = memory(StepModel(found.workload, fewer))
             if one.choice.accumulation > 1 and need.fits and not need.tight:
                 # the bound is of the fastest way of the group, which may be shown no longer
-                assert step_time(StepModel(found.job, fewer, found.machine)).step > 0.9 * bound
+                assert step_time(StepModel(found.workload, fewer)).step > 0.9 * bound
 
 
 def test_groups_are_of_time_and_not_where_memory_orders() -> None:
@@ -127,7 +122,7 @@ def test_groups_are_of_time_and_not_where_memory_orders() -> None:
 def test_each_mesh_has_the_best_of_the_rest() -> None:
     """Every remat and number of micro-batches tried by hand."""
     found = small(mesh="dp=1,sp=1")
-    machine, job = found.machine, found.job
+    run = found.workload
     for one in found.ranked:
         mesh = one.choice
         times: dict[bool, list[float]] = {False: [], True: []}
@@ -137,11 +132,9 @@ def test_each_mesh_has_the_best_of_the_rest() -> None:
                     other = dataclasses.replace(
                         mesh, remat=remat, accumulation=rounds, sequence_parallel=along
                     )
-                    if job.schedule.refusal(job, other) is None:
-                        need = memory(StepModel(job, other, machine))
-                        times[need.tight] += [
-                            step_time(StepModel(job, other, machine)).step
-                        ] * need.fits
+                    if run.schedule.refusal(run, other) is None:
+                        need = memory(StepModel(run, other))
+                        times[need.tight] += [step_time(StepModel(run, other)).step] * need.fits
         fastest = min(times[False] or times[True])
         assert fastest <= one.step_seconds * 1.0001
         assert one.step_seconds <= (1 + UNCERTAINTY) * fastest
@@ -180,37 +173,34 @@ def test_the_objective_memory_gives_the_least_of_it() -> None:
 
 def test_attention_over_split_rows_has_the_fastest_strategy_that_fits() -> None:
     found = plan("llama-2-7b", "v4:4x4x4", 8, 2**18, mesh="sp>=4", remat="full", accumulation=1)
-    machine, job = found.machine, found.job
-    assert len({one.choice.strategy for one in found.ranked}) > 1
+    run = found.workload
+    assert len({one.choice.context_parallel for one in found.ranked}) > 1
     for one in found.ranked:
-        assert one.choice.strategy in strategies(job, one.choice)
-        for strategy in strategies(job, one.choice):
-            other = dataclasses.replace(one.choice, strategy=strategy)
-            if not memory(StepModel(job, other, machine)).tight:
-                assert one.step_seconds <= 1.0001 * step_time(StepModel(job, other, machine)).step
+        assert one.choice.context_parallel in strategies(run, one.choice)
+        for strategy in strategies(run, one.choice):
+            other = dataclasses.replace(one.choice, context_parallel=strategy)
+            if not memory(StepModel(run, other)).tight:
+                assert one.step_seconds <= 1.0001 * step_time(StepModel(run, other)).step
 
 
 @pytest.mark.parametrize("on", ["v5e:4x4", "v5p:4x4x4", "h100:8", "cpu:8"])
 def test_auto_is_what_train_would_take_on_that_machine(on: str) -> None:
     """By the figure of its chip; of a CPU the usual one."""
-    machine = Machine.parse(on)
-    job = job_of(TrainConfig("llama-2-7b", batch=16, seq=2**15), machine)
-    chip = machine.chip
+    run = Workload.of(TrainConfig("llama-2-7b", batch=16, seq=2**15), Machine.parse(on))
     figure = {"v5e:4x4": 197e12 / 45e9, "v5p:4x4x4": 459e12 / 90e9, "h100:8": 989e12 / 450e9}
-    assert flops_per_byte(machine) == pytest.approx(figure.get(on, 5000.0), rel=0.02), chip
     choice = Choice.of(fsdp=2, sp=4)
     work = 2**13 / 2  # of a turn, FLOPs for each byte that hops
-    assert with_strategy(job, choice, machine).strategy == (
-        "ring" if work >= flops_per_byte(machine) else "ulysses"
+    assert with_strategy(run, choice).context_parallel == (
+        "ring" if work >= figure.get(on, 5000.0) else "ulysses"
     )
-    named = dataclasses.replace(choice, strategy="allgather")
-    assert with_strategy(job, named, machine) == named
+    named = dataclasses.replace(choice, context_parallel="allgather")
+    assert with_strategy(run, named) == named
 
 
 def test_numbers_are_multiplied_in_what_train_takes_on_the_machine() -> None:
-    assert plan("tiny", "cpu:8", 8, 256).job.dtype == "float32"
-    assert plan("tiny", "h100:8", 8, 256).job.dtype == "bfloat16"
-    assert plan("tiny", "cpu:8", 8, 256, dtype="bfloat16").job.dtype == "bfloat16"
+    assert plan("tiny", "cpu:8", 8, 256).workload.dtype == "float32"
+    assert plan("tiny", "h100:8", 8, 256).workload.dtype == "bfloat16"
+    assert plan("tiny", "cpu:8", 8, 256, dtype="bfloat16").workload.dtype == "bfloat16"
 
 
 # ---- settings of train
@@ -231,11 +221,9 @@ def test_settings_of_train_are_planned_as_their_arguments_are() -> None:
         "llama-3.1-8b", "v5p:4x4x4", 8, 2**15,
         optimizer="muon", param_dtype="bfloat16", layers="unroll",
     )  # fmt: skip
-    assert by_config.job == by_arguments.job
     assert by_config.ranked == by_arguments.ranked
-    assert plan(config, "v5p:4x4x4", batch=16, layers="scan").job == job_of(
-        with_settings(config, {"batch": 16, "compute.layers": "scan"}), by_config.machine
-    )
+    changed = plan(config, "v5p:4x4x4", batch=16, layers="scan").config
+    assert changed == with_settings(config, {"batch": 16, "compute.layers": "scan"})
 
 
 @pytest.mark.parametrize(
@@ -254,7 +242,7 @@ def test_what_settings_say_otherwise_than_usual_is_kept(changes: dict[str, objec
     for one in found.ranked:
         chosen = apply(config, one.choice)
         if "mesh" in changes:
-            assert one.choice.sizes == choice_of(config, found.job, found.machine).sizes
+            assert one.choice.sizes == found.workload.choice.sizes
         assert with_settings(chosen, changes | {"mesh": chosen.mesh}) == chosen
 
 
@@ -270,11 +258,11 @@ def test_the_tile_of_a_replica_limits_the_mesh_that_takes_its_place(
 
 def test_a_choice_applied_to_settings_is_the_choice_of_those_settings() -> None:
     found = plan(CONFIG, "v5p:4x4x4")
-    assert {one.choice.strategy for one in found.ranked} > {"auto"}
+    assert {one.choice.context_parallel for one in found.ranked} > {"auto"}
     for one in found.ranked:
-        config = apply(CONFIG, one.choice)
-        assert choice_of(config, job_of(config, found.machine), found.machine) == one.choice
-        assert job_of(config, found.machine) == found.job
+        step = StepModel(Workload.of(apply(CONFIG, one.choice), found.machine))
+        assert step.choice == one.choice
+        assert memory(step) == one.memory
 
 
 def test_settings_with_own_rules_are_not_planned() -> None:
@@ -303,10 +291,10 @@ def test_meshes_that_need_some_of_the_reserve_say_so_and_come_last() -> None:
 
 def test_a_slower_way_that_leaves_the_reserve_free_is_taken_before_a_tight_one() -> None:
     found = plan("llama-3.1-8b", "h100:8", 64, 4096, mesh="fsdp=8")
-    one, machine, job = found.best, found.machine, found.job
+    one, run = found.best, found.workload
     assert not one.memory.tight
     tight = [
-        (memory(StepModel(job, other, machine)), step_time(StepModel(job, other, machine)).step)
+        (memory(StepModel(run, other)), step_time(StepModel(run, other)).step)
         for remat in ("none", "elementwise", "mlp", "full")
         for rounds in (1, 2, 4, 8)
         for other in [Choice.of(fsdp=8, remat=remat, accumulation=rounds)]
@@ -345,11 +333,11 @@ def test_rows_longer_than_the_models_are_warned_of_and_the_commands_run() -> Non
     for command in next_commands(found, found.best.choice):
         assert "--override rope.scaling=linear rope.factor=4" in command
     config = train_settings(shlex.split(next_commands(found, found.best.choice)[1])[2:])
-    model = override(found.job.model, config.override, 16384)
+    model = override(found.workload.model, config.override, 16384)
     shape, rules = found.best.choice.sizes, choose_rules(config, model)
     check_sizes(config, model, rules, shape)
     with pytest.raises(MeshwrightError, match="longer than the model"):
-        check_sizes(config, found.job.model, rules, shape)
+        check_sizes(config, found.workload.model, rules, shape)
     assert not plan("llama-2-7b", "v5p:4x4x4", 64, 4096).warnings
     assert not plan(model, "v5p:4x4x4", 64, 16384).warnings
 
@@ -359,7 +347,8 @@ def test_rows_longer_than_the_models_are_warned_of_and_the_commands_run() -> Non
 
 @pytest.mark.parametrize("seq", [2147483647, 1000003])
 def test_a_prime_number_of_tokens_is_planned_as_any_other(seq: int) -> None:
-    assert mlp_chunks(seq, Choice.of(mlp_chunk=4096)) == seq  # found among its divisors
+    run = Workload.of(TrainConfig("llama-3.1-8b", seq=seq), Machine.parse("h100:1"))
+    assert StepModel(run, Choice.of(mlp_chunk=4096)).last.mlp_chunks == seq  # among its divisors
     with pytest.raises(MeshwrightError, match=f"seq={seq} on 'h100:8' fits on no mesh"):
         plan("llama-3.1-8b", "h100:8", 8, seq)
 
@@ -407,8 +396,8 @@ def test_what_a_plan_proposes_can_be_planned(
 )
 def test_sizes_that_do_not_divide_are_refused(choice: Choice, says: str) -> None:
     config = TrainConfig("llama-3.1-8b", batch=256, seq=4000)
-    job = job_of(config, Machine.parse("v5p:4x4x4"))
-    why = job.schedule.refusal(job, choice)
+    run = Workload.of(config, Machine.parse("v5p:4x4x4"))
+    why = run.schedule.refusal(run, choice)
     assert why is not None
     assert says in why
 
@@ -437,7 +426,7 @@ def test_a_row_too_short_for_two_chunks_a_device_is_refused() -> None:
     found = plan("tiny", "cpu:8", 8, 1004)
     # ulysses needs no chunks, and four key heads can be split over sp=4
     four = [one.choice for one in found.ranked if one.choice.size("sp") == 4]
-    assert {(one.strategy, one.size("tp")) for one in four} == {("ulysses", 1)}
+    assert {(one.context_parallel, one.size("tp")) for one in four} == {("ulysses", 1)}
     why = {(one.choice.size("tp"), one.choice.size("sp")): one.why for one in found.refused}
     assert "seq=1004 is not divisible by 8 (two chunks per device" in why[2, 4]
     assert why[1, 8] == "seq=1004 is not divisible by sp=8"
@@ -586,8 +575,8 @@ def test_the_largest_batch_fits_and_one_row_more_on_each_rank_does_not() -> None
     assert most % ranks == 0
 
     def fits(batch: int) -> bool:
-        job = dataclasses.replace(found.job, batch=batch)
-        return memory(StepModel(job, dataclasses.replace(best, accumulation=1), found.machine)).fits
+        alone = dataclasses.replace(best, accumulation=1)
+        return memory(StepModel(found.workload.resized(batch), alone)).fits
 
     assert fits(most)
     assert not fits(most + ranks)

@@ -121,7 +121,7 @@ def test_a_million_tokens_on_512_chips_are_split_over_rows_and_heads() -> None:
     best = found.best
     assert best.memory.fits
     assert best.choice.size("sp") > 1
-    assert best.choice.strategy == "ring"
+    assert best.choice.context_parallel == "ring"
     assert best.seconds["attention"] > 0.7 * best.step_seconds
     # one ring over more devices than rows leave is always possible: LWM's largest
     assert any(one.choice.mesh == "dp=1,fsdp=1,tp=4,sp=128" for one in found.ranked)

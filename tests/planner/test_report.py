@@ -17,6 +17,7 @@ from rich.console import Console, Group
 from tests.planner.made_plan import made_plan, transfer
 
 import meshwright as mw
+from meshwright.audits import wire_bytes
 from meshwright.cli.train import settings as train_settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
@@ -25,18 +26,19 @@ from meshwright.models.decoder import PRESETS
 from meshwright.ops.rope import LinearScaling, Rope, YarnScaling
 from meshwright.planner.report import (
     explain,
-    figures,
     find_mesh,
     page,
     plan_data,
     plan_from_data,
+    rates,
     read_plan,
     report,
 )
 from meshwright.planner.report.page import page_data
-from meshwright.planner.report.words import folded, groups_of, next_commands, short_mesh
+from meshwright.planner.report.phrases import folded, groups_of, next_commands, short_mesh
 from meshwright.planner.result import Choice, Plan, Refusal
 from meshwright.present import amount, bar, gib, seconds_text
+from meshwright.serving import EngineConfig
 from meshwright.training import with_settings
 
 
@@ -63,7 +65,7 @@ def test_every_model_survives_being_written(rope: Rope) -> None:
     made = made_plan(None)
     for model in [*PRESETS.values(), dataclasses.replace(PRESETS["tiny"], rope=rope)]:
         plan = dataclasses.replace(made, model=model)
-        assert plan_from_data(json.loads(json.dumps(plan_data(plan)))).job.model == model
+        assert plan_from_data(json.loads(json.dumps(plan_data(plan)))).workload.model == model
 
 
 def test_a_machine_of_ones_own_chip_survives_being_written() -> None:
@@ -160,15 +162,15 @@ def _changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     ("path", "value", "words"),
     [
         (("format",), "something", "is not a plan; `meshwright plan"),
-        (("version",), 99, "is of version 99, this Meshwright reads 6; plan again"),
-        (("version",), 3, "is of version 3, this Meshwright reads 6; plan again"),
+        (("version",), 99, "is of version 99, this Meshwright reads 7; plan again"),
+        (("version",), 3, "is of version 3, this Meshwright reads 7; plan again"),
         (("config",), 8, "the plan.config: expected `object`, got `int`"),
         (("config", "batch"), KeyError, "config lacks the key 'batch'"),
         (("config", "batch"), "8", "the plan.config.batch: expected `int`, got `str`"),
         (("config", "batch"), True, "the plan.config.batch: expected `int`, got `bool`"),
         (("config", "batch"), 8, "tokens_per_second is 524288.0, but the rest of the file gives"),
         (("config", "compute", "dtype"), KeyError, "config.compute lacks the key 'dtype'"),
-        (("kind",), "swim", "the plan.kind: invalid enum value 'swim'; plan again"),
+        (("engine",), "swim", "the plan.engine: expected `object | null`, got `str`; plan again"),
         (("model", "heads"), 7, "heads=7 cannot share kv_heads=8"),
         (("model", "rope", "scaling", "kind"), "Odd", "is not a model's config: 'Odd'"),
         (("model",), KeyError, "model is not a model's config"),
@@ -328,7 +330,7 @@ def test_the_commands_are_what_train_understands() -> None:
         assert config.compute.remat == choice.remat
         assert config.compute.sequence_parallel == choice.sequence_parallel
         assert config.compute.mlp_chunk == choice.mlp_chunk
-        assert config.context_parallel == choice.strategy
+        assert config.context_parallel == choice.context_parallel
 
 
 def test_another_optimizer_and_dtype_are_in_the_commands() -> None:
@@ -381,7 +383,7 @@ def test_explain_fills_in_every_formula() -> None:
     for one in two.collectives:
         assert one.what in text
         assert one.link in text
-    model = plan.job.model
+    model = plan.workload.model
     assert f"= {amount(model.flops_per_token(4096), 'FLOP')}" in text
     for part in ("798 TFLOP / 459 TFLOP/s = 1.74 s", "33% more: remat computes again",
                  "1.10 TB / 2.77 TB/s = 398 ms", "together 23.5 of 94.0 GiB that a device gives: 25%, fits",
@@ -419,14 +421,17 @@ def ring_bytes(operation: str, whole: int, ways: int) -> float:
 
 @pytest.mark.parametrize("operation", ["all-gather", "reduce-scatter", "all-reduce"])
 def test_bytes_on_the_wire_are_those_of_a_ring(operation: str) -> None:
-    one = transfer("x", operation, ("fsdp", "sp"), 1000, 3)
-    sizes = {"dp": 2, "fsdp": 4, "tp": 8, "sp": 2}
-    assert figures.wire_bytes(one, sizes) == pytest.approx(3 * ring_bytes(operation, 1000, 8))
+    assert wire_bytes(operation, 1000, 8) == pytest.approx(ring_bytes(operation, 1000, 8))
+    sent = transfer("x", operation, ("fsdp", "sp"), 1000, 3)
+    choice = Choice.of(dp=2, fsdp=4, tp=8, sp=2)
+    one = dataclasses.replace(made_plan().best, choice=choice, collectives=(sent,))
+    summed = rates.by_axis(one)["fsdp+sp"].wire_bytes
+    assert summed == pytest.approx(3 * ring_bytes(operation, 1000, 8))
 
 
 def test_sums_by_axis_hold_every_transfer_once() -> None:
     one = made_plan().ranked[1]
-    axes = figures.by_axis(one)
+    axes = rates.by_axis(one)
     assert list(axes) == ["tp", "fsdp"], "the longest first"
     assert sum(time.seconds for time in axes.values()) == pytest.approx(
         sum(each.seconds for each in one.collectives)
@@ -436,7 +441,7 @@ def test_sums_by_axis_hold_every_transfer_once() -> None:
 
 def test_serving_makes_a_token_a_row_and_step() -> None:
     made = made_plan()
-    plan = dataclasses.replace(made, kind="serve")
+    plan = dataclasses.replace(made, engine=EngineConfig())
     assert plan_data(plan)["ranked"][0]["tokens_per_second"] == 256 / 2.0
     lines = printed(report(plan, 120), 120)
     assert "a token" in lines[4]
@@ -447,8 +452,8 @@ def test_serving_makes_a_token_a_row_and_step() -> None:
 
 def test_two_cores_of_a_chip_share_what_it_has() -> None:
     plan = dataclasses.replace(made_plan(), machine=Machine.parse("7x:4x4x4"))
-    assert figures.peak_flops(plan) == mw.CHIPS["7x"].bf16_flops / 2
-    assert figures.per_chip(plan, plan.best) == plan.tokens_per_second(plan.best) / 64
+    assert rates.peak_flops(plan) == mw.CHIPS["7x"].bf16_flops / 2
+    assert rates.per_chip(plan, plan.best) == plan.tokens_per_second(plan.best) / 64
 
 
 @pytest.mark.parametrize(

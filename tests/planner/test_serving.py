@@ -7,17 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.planner.workloads import workload
 
 from meshwright.errors import MeshwrightError
-from meshwright.machines import Machine
 from meshwright.meshes import mesh as build_mesh
 from meshwright.models import DecoderConfig, preset, serving_of
 from meshwright.planner import plan
 from meshwright.planner.memory import memory
-from meshwright.planner.result import Choice, Estimate, Job
+from meshwright.planner.result import Estimate
 from meshwright.planner.schedules.engine import prefill
 from meshwright.planner.serving import WEIGHTS, second_formulas
 from meshwright.planner.step import StepModel
+from meshwright.planner.workload import Choice
 from meshwright.serving import EngineConfig
 from meshwright.serving.source import targets
 
@@ -45,8 +46,9 @@ def test_decode_is_as_fast_as_measured(model: DecoderConfig, batch: int, measure
 
 
 def test_prompts_are_computed_as_fast_as_measured() -> None:
-    job = Job(LLAMA_8B, 256, 1024, kind="serve")
-    seconds = prefill(StepModel(job, Choice.of(), Machine.parse("h200:1")), chunk=2048, prompts=2)
+    run = workload(LLAMA_8B, "h200:1", 256, 1024, serve=True)
+    run = dataclasses.replace(run, engine=EngineConfig(chunk=2048))
+    seconds = prefill(StepModel(run, Choice.of()), prompts=2)
     assert 2 * 1024 / seconds == pytest.approx(PREFILL, rel=TOLERANCE)
 
 
@@ -114,14 +116,14 @@ def test_weights_take_what_the_engines_arrays_take(model: str, weights: str | No
     with jax.set_mesh(mesh):
         arrays = jax.eval_shape(lambda params: serving.weights(params, config, weights), params)
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
-    job = Job(config, 8, 512, kind="serve")
-    kinds = memory(StepModel(job, Choice.of(weights=weights), Machine.parse("h100:1"))).kinds
+    run = workload(config, "h100:1", 8, 512, serve=True)
+    kinds = memory(StepModel(run, Choice.of(weights=weights))).kinds
     assert kinds["parameters"] == size
 
 
 def test_the_cache_is_whole_pages_and_one_for_scratch() -> None:
-    job = Job(LLAMA_8B, 64, 1000, kind="serve")
-    kinds = memory(StepModel(job, Choice.of(dp=2, tp=4), Machine.parse("h100:8"))).kinds
+    run = workload(LLAMA_8B, "h100:8", 64, 1000, serve=True)
+    kinds = memory(StepModel(run, Choice.of(dp=2, tp=4))).kinds
     numbers = 2 * LLAMA_8B.layers * LLAMA_8B.kv_heads * LLAMA_8B.head_dim
     page = EngineConfig().page_size * numbers * 2 // 4
     assert kinds["key-value cache"] == page * (32 * math.ceil(1000 / 64) + 1)
@@ -132,10 +134,9 @@ def test_the_largest_batch_fills_the_engines_part_of_memory() -> None:
     assert found.best.serving is not None
     full = found.best.serving.largest_batch
     assert full == found.largest_batch
-    machine, part = found.machine, EngineConfig().memory_fraction
+    part = EngineConfig().memory_fraction
     for batch, fits in ((full, True), (full + 1, False)):
-        job = dataclasses.replace(found.job, batch=batch)
-        need = memory(StepModel(job, found.best.choice, machine))
+        need = memory(StepModel(found.workload.resized(batch), found.best.choice))
         assert (need.total <= part * need.limit) == fits
 
 
@@ -156,7 +157,7 @@ def test_a_longer_prompt_takes_longer_to_its_first_token() -> None:
 def test_every_part_of_a_step_has_its_formula() -> None:
     found = plan(LLAMA_8B, "h200:8", 64, 2048, kind="serve")
     for one in found.ranked:
-        said = second_formulas(StepModel(found.job, one.choice, found.machine), one)
+        said = second_formulas(StepModel(found.workload, one.choice), one)
         assert {*said} == {part for part, seconds in one.seconds.items() if seconds} | {
             "first token"
         }

@@ -11,7 +11,7 @@ from meshwright.audits import collectives
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.models import abstract_arrays, preset
-from meshwright.planner import choice_of, job_of, plan
+from meshwright.planner import Workload, plan
 from meshwright.planner.compilers import staged
 from meshwright.planner.memory import formulas, memory, peak_bytes
 from meshwright.planner.sizes import sizes_of
@@ -30,7 +30,7 @@ FLAT = "v5e:4x8"
 
 
 def planned(entry: dict[str, Any]) -> Any:
-    return *recorded.job_and_choice(entry["case"]), Machine.parse(entry["case"]["on"])
+    return recorded.workload_of(entry["case"])
 
 
 def test_the_record_has_six_steps_of_several_models_and_machines() -> None:
@@ -42,14 +42,14 @@ def test_the_record_has_six_steps_of_several_models_and_machines() -> None:
 
 @pytest.mark.parametrize("entry", RECORD, ids=NAMES)
 def test_memory_is_within_a_tenth_of_the_compilers(entry: dict[str, Any]) -> None:
-    ratio = memory(StepModel(*planned(entry))).total / entry["total"]
+    ratio = memory(StepModel(planned(entry))).total / entry["total"]
     assert (0.86 if entry["case"]["on"] == FLAT else 0.90) <= ratio <= 1.10
 
 
 @pytest.mark.parametrize("entry", RECORD, ids=NAMES)
 def test_bytes_are_within_a_hundredth_of_the_compilers(entry: dict[str, Any]) -> None:
     sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for sent in staged(StepModel(*planned(entry))):
+    for sent in staged(StepModel(planned(entry))):
         sums[sent.operation, sent.axes] += sent.bytes * sent.times
     compiled = {(s["operation"], tuple(s["axes"])): s["bytes"] for s in entry["sums"]}
     if entry["case"]["on"] == FLAT:
@@ -84,10 +84,9 @@ def test_bytes_are_those_of_the_step_compiled_for_cpus(changes: dict[str, Any]) 
     for sent in collectives(program.as_text(), step.mesh):
         if sent.axes:
             compiled[sent.operation, sent.axes] += sent.bytes * sent.times
-    machine = Machine.parse("cpu:8")
-    job = job_of(config, machine)
+    run = Workload.of(config, Machine.parse("cpu:8"))
     sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for sent in staged(StepModel(job, choice_of(config, job, machine), machine)):
+    for sent in staged(StepModel(run)):
         sums[sent.operation, sent.axes] += sent.bytes * sent.times
     assert sums.keys() == compiled.keys()
     assert {kind: pytest.approx(size, rel=0.01) for kind, size in compiled.items()} == sums
@@ -108,13 +107,13 @@ def test_a_plan_ranks_meshes_without_context_parallelism_and_says_why() -> None:
     assert all(one.choice.size("sp") == 1 for one in found.ranked)
     why = next(one.why for one in found.refused if one.choice.sizes["sp"] == 8)
     assert "context parallelism" in why
-    job, choice = found.job, found.best.choice
-    assert "backward of the encoder" in peak_bytes(StepModel(job, choice, found.machine))
-    assert formulas(StepModel(job, choice, found.machine)).keys() == found.best.memory.kinds.keys()
+    step = StepModel(found.workload, found.best.choice)
+    assert "backward of the encoder" in peak_bytes(step)
+    assert formulas(step).keys() == found.best.memory.kinds.keys()
 
 
 def test_the_lengths_are_those_of_the_objective() -> None:
-    job = job_of(TrainConfig("t5-v1.1-xl", seq=512), Machine.parse("v5p:2x2x2"))
-    assert (job.lengths["encoder_tokens"], job.lengths["tokens"]) == (512, 114)
+    run = Workload.of(TrainConfig("t5-v1.1-xl", seq=512), Machine.parse("v5p:2x2x2"))
+    assert (run.lengths["encoder_tokens"], run.lengths["tokens"]) == (512, 114)
     with pytest.raises(MeshwrightError, match="is not one of this model"):
         plan(with_settings(TrainConfig("tiny"), {"objective": "prefix-lm"}), "v5p:2x2x2")

@@ -5,15 +5,14 @@ from collections import Counter
 import pytest
 from tests.planner.compiled import Case, sums
 
-from meshwright.machines import Machine
-from meshwright.planner.collective import Collective
+from meshwright.audits import Collective
 from meshwright.planner.step import StepModel
 
 FAST = [
     Case("llama", "fsdp=8"),
     Case("qwen2.5", "dp=2,fsdp=2,tp=2"),
     Case("tied", "fsdp=4,tp=2", remat="full", sequence_parallel=True),
-    Case("llama", "fsdp=2,sp=4", strategy="ring", remat="full"),
+    Case("llama", "fsdp=2,sp=4", context_parallel="ring", remat="full"),
     Case("norms after", "fsdp=4,tp=2", remat="full"),
     Case("llama", "fsdp=4,tp=2", accumulation=2, trainable=("norm",)),
     Case("llama", "dp=2,fsdp=4", trainable=("layers/-1/",)),
@@ -23,46 +22,58 @@ SLOW = [
     Case("tied", "dp=2,fsdp=2,tp=2", trainable=("embedding", "wq")),
     Case("qwen3", "fsdp=4,tp=2", trainable=("output", "q_norm"), sequence_parallel=True),
     Case("llama", "fsdp=4,tp=2", trainable=("layers/[01]/",), optimizer="muon"),
-    Case("grouped", "fsdp=2,sp=4", strategy="ulysses", accumulation=2),
-    Case("qwen3", "fsdp=2,tp=2,sp=2", strategy="ring"),
-    Case("llama", "fsdp=4,sp=2", strategy="allgather", remat="mlp"),
+    Case("grouped", "fsdp=2,sp=4", context_parallel="ulysses", accumulation=2),
+    Case("qwen3", "fsdp=2,tp=2,sp=2", context_parallel="ring"),
+    Case("llama", "fsdp=4,sp=2", context_parallel="allgather", remat="mlp"),
     Case("biases", "fsdp=4,tp=2", mlp_chunk=8, sequence_parallel=True),
     Case("llama", "dp=8"),
     Case("llama", "tp=8"),
-    Case("llama", "sp=8", strategy="ring"),
-    Case("llama", "sp=8", strategy="allgather", remat="full"),
-    Case("grouped", "tp=2,sp=4", strategy="ring", remat="elementwise"),
+    Case("llama", "sp=8", context_parallel="ring"),
+    Case("llama", "sp=8", context_parallel="allgather", remat="full"),
+    Case("grouped", "tp=2,sp=4", context_parallel="ring", remat="elementwise"),
     Case("llama", "dp=2,fsdp=4", accumulation=2, remat="full"),
     Case("llama", "dp=4,fsdp=2", optimizer="muon"),
     Case("llama", "dp=2,fsdp=2,tp=2", optimizer="muon"),
-    Case("llama", "fsdp=2,tp=2,sp=2", optimizer="muon", strategy="ring"),
+    Case("llama", "fsdp=2,tp=2,sp=2", optimizer="muon", context_parallel="ring"),
     Case("qwen2.5", "fsdp=8", remat="elementwise"),
     Case("qwen2.5", "fsdp=4,tp=2", remat="full", accumulation=2, sequence_parallel=True),
-    Case("qwen2.5", "fsdp=2,tp=2,sp=2", remat="mlp", strategy="ring"),
+    Case("qwen2.5", "fsdp=2,tp=2,sp=2", remat="mlp", context_parallel="ring"),
     Case("biases", "fsdp=2,tp=4", mlp_chunk=8, accumulation=2),
-    Case("biases", "dp=2,tp=2,sp=2", remat="full", strategy="allgather", sequence_parallel=True),
+    Case(
+        "biases",
+        "dp=2,tp=2,sp=2",
+        remat="full",
+        context_parallel="allgather",
+        sequence_parallel=True,
+    ),
     Case("qwen3", "fsdp=4,tp=2", remat="mlp", sequence_parallel=True),
-    Case("qwen3", "dp=2,fsdp=2,sp=2", remat="full", accumulation=2, strategy="ring"),
+    Case("qwen3", "dp=2,fsdp=2,sp=2", remat="full", accumulation=2, context_parallel="ring"),
     Case("tied", "fsdp=8"),
     Case("tied", "dp=2,fsdp=2,tp=2", accumulation=2, remat="mlp"),
-    Case("tied", "dp=2,fsdp=2,sp=2", remat="full", strategy="ring"),
+    Case("tied", "dp=2,fsdp=2,sp=2", remat="full", context_parallel="ring"),
     Case("window", "fsdp=8", remat="full"),
-    Case("window", "fsdp=2,sp=4", strategy="ring", remat="full"),
-    Case("window", "fsdp=2,tp=2,sp=2", strategy="ring", sequence_parallel=True),
-    Case("window", "fsdp=4,sp=2", strategy="allgather"),
-    Case("llama", "fsdp=2,tp=2,sp=2", strategy="ulysses", sequence_parallel=True, remat="full"),
-    Case("llama", "dp=2,fsdp=2,sp=2", strategy="ulysses"),
+    Case("window", "fsdp=2,sp=4", context_parallel="ring", remat="full"),
+    Case("window", "fsdp=2,tp=2,sp=2", context_parallel="ring", sequence_parallel=True),
+    Case("window", "fsdp=4,sp=2", context_parallel="allgather"),
+    Case(
+        "llama",
+        "fsdp=2,tp=2,sp=2",
+        context_parallel="ulysses",
+        sequence_parallel=True,
+        remat="full",
+    ),
+    Case("llama", "dp=2,fsdp=2,sp=2", context_parallel="ulysses"),
     Case("llama", "fsdp=2,tp=4", remat="full"),
     Case("llama", "fsdp=4,tp=2", mlp_chunk=8, sequence_parallel=True, remat="full"),
-    Case("grouped", "fsdp=2,sp=4", strategy="auto", accumulation=4, layers=2),
+    Case("grouped", "fsdp=2,sp=4", context_parallel="auto", accumulation=4, layers=2),
     Case("llama", "fsdp=8", accumulation=4, layers=5),
-    Case("llama", "dp=2,fsdp=2,sp=2", mlp_chunk=4, strategy="ring", accumulation=2),
+    Case("llama", "dp=2,fsdp=2,sp=2", mlp_chunk=4, context_parallel="ring", accumulation=2),
 ]
 
 
 def written(case: Case) -> list[Collective]:
     """The collectives of a step, as the plan has them before a compiler changes them."""
-    return StepModel(case.job, case.choice, Machine.parse(f"cpu:{case.choice.devices}")).written
+    return StepModel(case.workload(f"cpu:{case.choice.devices}"), case.choice).written
 
 
 @pytest.mark.parametrize(
@@ -79,7 +90,9 @@ def test_the_bytes_of_each_operation_over_each_axis_are_those_of_the_compiled_st
     assert {key: pytest.approx(size, rel=0.01) for key, size in found.items()} == planned
 
 
-@pytest.mark.parametrize("case", [one for one in (*FAST, *SLOW) if one.strategy != "auto"], ids=str)
+@pytest.mark.parametrize(
+    "case", [one for one in (*FAST, *SLOW) if one.context_parallel != "auto"], ids=str
+)
 def test_what_is_said_to_be_of_layers_is_sent_as_often_as_there_are_layers(case: Case) -> None:
     found = written(case)
     longer = Case(**{**case.__dict__, "layers": 2 * case.layers})

@@ -1,6 +1,5 @@
 """What a plan counts for a run that trains a subset of its arrays."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -8,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from tests.planner.compiled import MODELS, Case
+from tests.planner.workloads import workload
 from tests.training.toy import Setting, parts
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import select_trainable
-from meshwright.machines import Machine
 from meshwright.models import abstract_arrays, preset
 from meshwright.planner import plan
-from meshwright.planner.result import Choice, Job
 from meshwright.planner.step import StepModel
+from meshwright.planner.workload import Choice, Workload
 from meshwright.training.optimizer import OptimizerConfig, make_optimizer
 from meshwright.training.trainable import trained_specs
 
@@ -28,8 +27,8 @@ def numbers(specs: Any) -> int:
     return sum(spec.size for spec in jax.tree.leaves(specs))
 
 
-def always(job: Job, choice: Choice) -> Any:
-    step = StepModel(job, choice, Machine.parse(f"h100:{choice.devices}"))
+def always(workload: Workload, choice: Choice) -> Any:
+    step = StepModel(workload, choice)
     return step.schedule.always(step)
 
 
@@ -43,8 +42,8 @@ def test_moments_and_summed_gradients_are_those_of_what_is_trained(
     made, _ = make_optimizer(OptimizerConfig(optimizer), 10, arrays)
     state = jax.tree.leaves(jax.eval_shape(made.init, trained_specs(arrays)))
     kept = sum(4 * math.prod(leaf.shape) for leaf in state if leaf.ndim)
-    everything = Job(config, 8, 1024, optimizer=optimizer)
-    some = dataclasses.replace(everything, trainable=subset)
+    everything = workload(config, "h100:1", 8, 1024, optimizer=optimizer)
+    some = workload(config, "h100:1", 8, 1024, optimizer=optimizer, trainable=subset)
     found = always(some, Choice.of(accumulation=2))
     assert found["optimizer"] == pytest.approx(kept, abs=4 * 8)  # muon's coefficients
     matrices = [spec for spec in jax.tree.leaves(trained_specs(arrays)) if spec.is_matrix]
@@ -64,7 +63,7 @@ def test_the_plan_and_the_compiler_agree_on_what_freezing_saves(subset: tuple[st
 
     def planned(trainable: tuple[str, ...]) -> Any:
         case = Case("llama", "fsdp=4,tp=2", accumulation=2, trainable=trainable)
-        return always(case.job, case.choice)
+        return always(case.workload("h100:8"), case.choice)
 
     before, after = compiled(()), compiled(subset)
     all_planned, some_planned = planned(()), planned(subset)

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.planner.workloads import workload
 from tests.training.toy import ONE, Setting, parts
 
 from meshwright.machines import Machine
@@ -13,9 +14,9 @@ from meshwright.models import preset
 from meshwright.models.decoder import DecoderConfig
 from meshwright.planner import plan
 from meshwright.planner.compilers import staged
-from meshwright.planner.result import Choice, Job
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import StepTime, step_time
+from meshwright.planner.workload import Choice
 
 CONFIG = DecoderConfig(vocab=64, layers=2, embed=256, heads=4, kv_heads=2, head_dim=64, mlp=768)
 ROWS, SEQ = 24, 16
@@ -37,8 +38,8 @@ def compiled_flops(remat: str) -> float:
 
 
 def planned_flops(remat: str) -> float:
-    job = Job(CONFIG, ROWS, SEQ, dtype="float32", scan=False)
-    return StepModel(job, Choice.of(remat=remat), Machine.parse("cpu:1")).work.computed
+    run = workload(CONFIG, "cpu:1", ROWS, SEQ, dtype="float32", layers="unroll")
+    return StepModel(run, Choice.of(remat=remat)).work.computed
 
 
 def test_flops_are_those_of_the_compiled_step_within_what_is_elementwise() -> None:
@@ -55,9 +56,9 @@ def test_remat_makes_again_what_the_compiled_step_does(remat: str) -> None:
     assert planned_flops(remat) - planned_flops("none") == pytest.approx(more, rel=0.03)
 
 
-def step(model: str | DecoderConfig, on: str, batch: int, seq: int, choice: Choice, **job: bool) -> StepTime:  # fmt: skip
+def step(model: str | DecoderConfig, on: str, batch: int, seq: int, choice: Choice, **settings: str) -> StepTime:  # fmt: skip
     config = preset(model) if isinstance(model, str) else model
-    return step_time(StepModel(Job(config, batch, seq, **job), choice, Machine.parse(on)))
+    return step_time(StepModel(workload(config, on, batch, seq, **settings), choice))
 
 
 def mfu(found: StepTime, on: str) -> float:
@@ -71,7 +72,7 @@ def mfu(found: StepTime, on: str) -> float:
 
 @pytest.mark.parametrize(("batch", "seq", "measured"), [(8, 2048, 0.2393), (4, 8192, 0.5689)])
 def test_a_step_on_one_gpu_takes_what_was_measured(batch: int, seq: int, measured: float) -> None:
-    found = step("llama-3.2-1b", "h200:1", batch, seq, Choice.of(), scan=False)
+    found = step("llama-3.2-1b", "h200:1", batch, seq, Choice.of(), layers="unroll")
     assert found.step == pytest.approx(measured, rel=0.05)
     assert not found.collectives
 
@@ -105,10 +106,10 @@ def test_utilization_is_within_ten_points_of_what_was_published(
 
 def test_ends_that_are_one_array_send_one_gradient_on_accelerators() -> None:
     """As compiled for llama-3.2-1b on eight H100: 2.3 GiB of scattered gradients, not 2.8."""
-    job = Job(preset("llama-3.2-1b"), 16, 2048)
     sizes = {}
     for on in ("h100:8", "v5e:2x4", "cpu:8"):
-        rows = staged(StepModel(job, Choice.of(fsdp=8), Machine.parse(on)))
+        run = workload(preset("llama-3.2-1b"), on, 16, 2048)
+        rows = staged(StepModel(run, Choice.of(fsdp=8)))
         sizes[on] = sum(one.bytes * one.times for one in rows if one.what.startswith("gradient of"))
     assert sizes["h100:8"] == sizes["v5e:2x4"] == pytest.approx(2.3 * 2**30, rel=0.03)
     assert sizes["cpu:8"] - sizes["h100:8"] == 2 * 128256 * 2048
@@ -141,7 +142,7 @@ def test_nothing_hides_for_longer_than_there_is_work() -> None:
 
 def test_rings_hide_where_parts_are_long_and_do_not_where_they_are_short() -> None:
     def share(seq: int) -> float:
-        ring = Choice.of(fsdp=8, sp=8, strategy="ring")
+        ring = Choice.of(fsdp=8, sp=8, context_parallel="ring")
         found = step("llama-2-7b", "v5p:4x4x4", 8, seq, ring)
         rows = [one for one in found.collectives if "keys" in one.what]
         return sum(one.hidden for one in rows) / sum(one.seconds for one in rows)
@@ -164,14 +165,13 @@ def test_seconds_add_up_to_the_step() -> None:
 
 
 def test_a_model_split_over_tp_has_its_share_of_the_work() -> None:
-    job = Job(preset("llama-3.1-8b"), 64, 4096)
-    machine = Machine.parse("v5p:4x4x4")
-    one, eight = (StepModel(job, Choice.of(fsdp=64 // tp, tp=tp), machine).work for tp in (1, 8))
+    run = workload(preset("llama-3.1-8b"), "v5p:4x4x4", 64, 4096)
+    one, eight = (StepModel(run, Choice.of(fsdp=64 // tp, tp=tp)).work for tp in (1, 8))
     assert one.computed == pytest.approx(eight.computed)
     # each device's matmuls are narrower, and what tp repeats between blocks is not shared
     assert eight.seconds["matmuls"] >= one.seconds["matmuls"]
     assert eight.seconds["elementwise"] > one.seconds["elementwise"]
-    along = StepModel(job, Choice.of(fsdp=8, tp=8, sequence_parallel=True), machine).work
+    along = StepModel(run, Choice.of(fsdp=8, tp=8, sequence_parallel=True)).work
     assert along.seconds["elementwise"] == pytest.approx(one.seconds["elementwise"])
 
 
@@ -191,12 +191,11 @@ def test_useful_flops_are_counted_within_the_window() -> None:
 
 
 def test_a_window_shortens_attention_as_far_as_it_hides() -> None:
-    machine = Machine.parse("v5p:2x2x2")
     model = preset("mistral-7b")
     whole = dataclasses.replace(model, sliding_window=None)
     with_window, without = (
-        StepModel(Job(config, 8, 32768), Choice.of(fsdp=8), machine).work.seconds["attention"]
-        for config in (model, whole)
+        StepModel(run, Choice.of(fsdp=8)).work.seconds["attention"]
+        for run in (workload(config, "v5p:2x2x2", 8, 32768) for config in (model, whole))
     )
     # pairs within 4,096 of 32,768 tokens: 4096 * (32768 - 2048) of 32768 ** 2 / 2
     assert with_window / without == pytest.approx(4096 * (32768 - 2048) / (32768**2 / 2))

@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.machines import Machine
 from meshwright.planner import Choice
 from meshwright.planner.report import page as plan_page
-from meshwright.planner.report.words import short_mesh
+from meshwright.planner.report.phrases import short_mesh
 from meshwright.present import render
 from meshwright.show import page as show_page
 from meshwright.show import scene

@@ -4,27 +4,28 @@ import dataclasses
 
 import pytest
 
-from meshwright.audits import Collective
+from meshwright.audits import SentCollective
 from meshwright.audits.expected import judged
 from meshwright.machines import Machine
-from meshwright.planner import choice_of, job_of
+from meshwright.planner import Workload
 from meshwright.planner.compilers import staged
 from meshwright.planner.step import StepModel
 from meshwright.proofs.compare import expected
 from meshwright.training.config import TrainConfig
 
 
-def judge(config: TrainConfig, on: str, *rows: Collective) -> list[str]:
+def judge(config: TrainConfig, on: str, *rows: SentCollective) -> list[str]:
     """For each row why it is planned, what it was made of, or nothing for a surprise."""
     machine = Machine.parse(on)
-    job = job_of(config, machine)
-    known = job, choice_of(config, job, machine)
-    found = judged(rows, expected(StepModel(*known, machine)))
+    step = StepModel(Workload.of(config, machine))
+    found = judged(rows, expected(step))
     return [row.rewritten or row.why if row.planned else "" for row in found]
 
 
-def row(operation: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> Collective:
-    return Collective(operation, axes, 8, dtype, shape, (), "", ())
+def row(
+    operation: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str
+) -> SentCollective:
+    return SentCollective(operation, axes, 8, dtype, shape, (), "", ())
 
 
 @pytest.mark.parametrize(
@@ -80,10 +81,9 @@ def test_gradients_are_summed_whole_only_over_all_of_one_slice(
 ) -> None:
     machine = Machine.parse(on)
     config = TrainConfig("llama-3.2-3b", mesh=f"{mesh},tp=1,sp=1", batch=128, seq=2048)
-    job = job_of(config, machine)
-    known = job, choice_of(config, job, machine)
+    step = StepModel(Workload.of(config, machine))
     mlp = [
-        one for one in staged(StepModel(*known, machine))
+        one for one in staged(step)
         if one.what == "gradient of the mlp weights of a layer" and one.axes == ("fsdp",)
     ]  # fmt: skip
     assert {one.operation for one in mlp} == {"reduce-scatter" if scattered else "all-reduce"}
@@ -92,10 +92,9 @@ def test_gradients_are_summed_whole_only_over_all_of_one_slice(
 def test_only_a_devices_part_goes_between_slices() -> None:
     machine = Machine.parse("2*v5e:8x8")
     config = TrainConfig("llama-3.2-3b", mesh="dp=8,fsdp=16,tp=1,sp=1", batch=128, seq=2048)
-    job = job_of(config, machine)
-    known = job, choice_of(config, job, machine)
+    step = StepModel(Workload.of(config, machine))
     rows = [
-        (one.operation, one.bytes) for one in staged(StepModel(*known, machine))
+        (one.operation, one.bytes) for one in staged(step)
         if one.what == "gradient of the mlp weights of a layer" and one.axes == ("dp",)
     ]  # fmt: skip
     size = 2 * 3 * 3072 * 8192 // 16

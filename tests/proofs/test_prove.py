@@ -16,7 +16,7 @@ import meshwright as mw
 from meshwright.audits import audit
 from meshwright.machines import Machine
 from meshwright.models import preset
-from meshwright.planner import choice_of, job_of, padding
+from meshwright.planner import Workload
 from meshwright.planner.step import StepModel
 from meshwright.proofs import Proof, child, prove
 from meshwright.proofs.compare import compare, expected
@@ -59,8 +59,7 @@ def test_results_are_short_to_look_at(proof: Proof) -> None:
 
 
 def test_the_program_has_what_the_plan_says_and_nothing_else(proof: Proof) -> None:
-    job = job_of(CONFIG, proof.machine)
-    step = StepModel(job, choice_of(CONFIG, job, proof.machine), proof.machine)
+    step = StepModel(Workload.of(CONFIG, proof.machine))
     found = audit(proof.text, step.choice.sizes, expected=expected(step))
     assert found.rows
     assert not found.surprises
@@ -74,9 +73,8 @@ def test_the_program_has_what_the_plan_says_and_nothing_else(proof: Proof) -> No
 def test_so_it_is_with_a_padded_vocabulary(cache: Path) -> None:
     model = dataclasses.replace(preset("tiny"), vocab=321)
     padded = prove(CONFIG, "cpu:8", model=model, cache=cache)
-    job = job_of(CONFIG, padded.machine, model)
-    step = StepModel(job, choice_of(CONFIG, job, padded.machine), padded.machine)
-    assert padding(step.job, step.choice) == "vocab 321 padded to 324 for tp=4"
+    step = StepModel(Workload.of(CONFIG, padded.machine, model))
+    assert step.padding == "vocab 321 padded to 324 for tp=4"
     found = audit(padded.text, step.choice.sizes, expected=expected(step))
     assert not found.surprises
     compared = compare(step, padded, found)

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.planner.workloads import workload
 
 from meshwright.audits import audit
 from meshwright.cli.main import main
 from meshwright.errors import MeshwrightError
-from meshwright.machines import Machine
 from meshwright.models import preset
-from meshwright.planner import Choice, Job
+from meshwright.planner import Choice
 from meshwright.planner.memory import memory
 from meshwright.planner.step import StepModel
 from meshwright.proofs import Proof, compare, expected_serving, prove_serving
@@ -18,7 +18,7 @@ from meshwright.serving import ServedStep
 
 pytestmark = pytest.mark.usefixtures("fast_proofs")
 STEP = ServedStep("dp=4,fsdp=1,tp=2,sp=1", batch=16, seq=256)
-JOB = Job(preset("tiny"), STEP.batch, STEP.seq, "tiny", "serve", dtype="float32")
+RUN = workload(preset("tiny"), "cpu:8", STEP.batch, STEP.seq, serve=True, dtype="float32")
 CHOICE = Choice.of(dp=4, tp=2)
 
 
@@ -36,7 +36,7 @@ def test_decode_and_prefill_fit(proofs: dict[str, Proof]) -> None:
 
 def test_weights_and_pages_are_arguments_of_the_planned_size(proofs: dict[str, Proof]) -> None:
     """Beside them are only the host's integers."""
-    kinds = memory(StepModel(JOB, CHOICE, Machine.parse("cpu:8"))).kinds
+    kinds = memory(StepModel(RUN, CHOICE)).kinds
     used = proofs["decode"].footprint
     assert used is not None
     more = used.kinds["arguments"] - kinds["parameters"] - kinds["key-value cache"]
@@ -48,11 +48,10 @@ def test_weights_and_pages_are_arguments_of_the_planned_size(proofs: dict[str, P
 
 
 def test_a_decode_step_sends_what_is_planned_and_nothing_else(proofs: dict[str, Proof]) -> None:
-    machine = Machine.parse("cpu:8")
-    wanted = expected_serving(StepModel(JOB, CHOICE, machine))
+    wanted = expected_serving(StepModel(RUN, CHOICE))
     found = audit(proofs["decode"].text, {"dp": 1, "fsdp": 1, "tp": 2, "sp": 1}, expected=wanted)
     assert not found.surprises
-    compared = compare(StepModel(JOB, CHOICE, Machine.parse("cpu:8")), proofs["prefill"], found)
+    compared = compare(StepModel(RUN, CHOICE), proofs["prefill"], found)
     assert [one.what for one in compared] == [
         "memory of a device", "all-reduce over tp", "all-gather over tp",
     ]  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.machines import Machine
 from meshwright.models import DecoderConfig
-from meshwright.planner import Choice, Job, choice_of, job_of, memory
+from meshwright.planner import Choice, Workload, memory
 from meshwright.planner.schedules.fsdp2_memory import Fsdp2Device
 from meshwright.planner.step import StepModel
 from meshwright.training import TrainConfig, with_settings
@@ -19,6 +19,7 @@ from meshwright.training import TrainConfig, with_settings
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.planner.workloads import workload  # noqa: E402
 from tests.torch.live import Live  # noqa: E402
 
 import meshwright.torch as mt  # noqa: E402
@@ -121,7 +122,7 @@ MORE = [
 )
 def test_a_step_sends_and_holds_what_the_plan_says(one: Case, tmp_path: Path) -> None:
     """The step that the backend of `meshwright train` runs."""
-    job, choice, backend, batch = sends_as_planned(one, tmp_path)
+    step, backend, batch = sends_as_planned(one, tmp_path)
     # the fake group sends nothing, so the step may be skipped: make the moments
     backend._optimizer.step()
     with Live() as live:
@@ -131,7 +132,7 @@ def test_a_step_sends_and_holds_what_the_plan_says(one: Case, tmp_path: Path) ->
             live.add(moments["exp_avg"])
             live.add(moments["exp_avg_sq"])
         backend.step(batch)
-    assert memory(StepModel(job, choice, CPU)).total == pytest.approx(live.most, rel=0.03)
+    assert memory(step).total == pytest.approx(live.most, rel=0.03)
 
 
 def test_the_loss_of_every_micro_batch_is_of_the_forward_pass(tmp_path: Path) -> None:
@@ -141,8 +142,7 @@ def test_the_loss_of_every_micro_batch_is_of_the_forward_pass(tmp_path: Path) ->
 def sends_as_planned(one: Case, tmp_path: Path) -> Any:
     """Compare what a step sends, by operation, axes, phase and size, with the plan."""
     config = one.config(tmp_path)
-    job = job_of(config, CPU)
-    choice = choice_of(config, job, CPU)
+    step = StepModel(Workload.of(config, CPU))
     backend = TorchBackend(config, mt.mesh(config.mesh, device="cpu"))
     backend.start(None)
     batch = one.batch(config)
@@ -151,10 +151,10 @@ def sends_as_planned(one: Case, tmp_path: Path) -> Any:
     for row in found.rows:
         sent[row.operation, row.axes, row.phase, row.bytes] += row.times
     planned: collections.Counter[Any] = collections.Counter()
-    for send in StepModel(job, choice, CPU).collectives:
+    for send in step.collectives:
         planned[send.operation, send.axes, send.phase, send.bytes] += send.times
     assert sent == planned
-    return job, choice, backend, batch
+    return step, backend, batch
 
 
 @pytest.mark.parametrize(
@@ -185,5 +185,7 @@ def test_a_block_saves_what_the_plan_says(kind: str, compiled: bool) -> None:
         out = block(stream * 1, position_embeddings=rotation)
     bytes_ = sum(storage.nbytes() for storage in saved.values())
     del out
-    job = Job(KINDS[kind], 2, 24, dtype="bfloat16", backend="torch", compiled=compiled, scan=False)
-    assert bytes_ == Fsdp2Device(StepModel(job, Choice.of(), CPU)).saved_block
+    run = workload(
+        KINDS[kind], CPU, 2, 24, backend="torch", torch_compile="on" if compiled else "off"
+    )
+    assert bytes_ == Fsdp2Device(StepModel(run, Choice.of())).saved_block

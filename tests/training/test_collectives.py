@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.training.toy import Parts, Setting, parts
 
 import meshwright as mw
-from meshwright.audits import Collective, collectives, instructions
+from meshwright.audits import SentCollective, collectives, instructions
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 
 # a layer's smallest matrix is larger than all else on a device: activations, the ends, any share
@@ -29,11 +29,11 @@ ENDS = {"embedding": (96, 64), "output": (64, 96)}
 FSDP, DP_FSDP_TP = "dp=1,fsdp=8,tp=1,sp=1", "dp=2,fsdp=2,tp=2,sp=1"
 
 
-def is_backward(collective: Collective) -> bool:
+def is_backward(collective: SentCollective) -> bool:
     return collective.phase == "backward"
 
 
-def in_layers(collective: Collective) -> bool:
+def in_layers(collective: SentCollective) -> bool:
     """Whether it belongs to a layer, in a loop or unrolled."""
     return bool(re.search(r"[/(](attention|mlp)[/)]", collective.scope))
 
@@ -51,12 +51,12 @@ def compiled(setting: Setting, micro_batches: int) -> tuple[Parts, Any]:
     return run, lowered.compile(compiler_options=options)
 
 
-def sent(text: str, micro_batches: int = 1, **options: Any) -> list[Collective]:
+def sent(text: str, micro_batches: int = 1, **options: Any) -> list[SentCollective]:
     run, program = compiled(Setting(text, config=CONFIG, **options), micro_batches)
     return collectives(program.as_text(), run.mesh)
 
 
-def counted(found: Iterable[Collective]) -> Counter[tuple[int, ...]]:
+def counted(found: Iterable[SentCollective]) -> Counter[tuple[int, ...]]:
     total: Counter[tuple[int, ...]] = Counter()
     for c in found:
         total[c.shape] += c.times
@@ -84,7 +84,7 @@ def each(shapes: Iterable[tuple[int, ...]], times: int = 1) -> Counter[tuple[int
     return total
 
 
-def matrices(found: Iterable[Collective]) -> list[Collective]:
+def matrices(found: Iterable[SentCollective]) -> list[SentCollective]:
     """Without scalars and what is as small as a norm."""
     return [c for c in found if math.prod(c.shape) > CONFIG.layers * CONFIG.embed]
 
@@ -225,7 +225,7 @@ def test_tp_has_two_all_reduces_of_a_layer_forward_and_two_backward() -> None:
     assert all(math.prod(c.shape) <= 16 for c in over_tp if c.shape != tokens)
 
 
-def _block(c: Collective) -> str:
+def _block(c: SentCollective) -> str:
     return "attention" if "/attention/" in c.scope else "mlp"
 
 

@@ -14,9 +14,9 @@ import meshwright as mw
 from meshwright.machines import Machine
 from meshwright.models import family_of
 from meshwright.models.decoder import DecoderConfig
-from meshwright.planner import job_of
-from meshwright.planner.result import Choice
+from meshwright.planner import Workload
 from meshwright.planner.step import StepModel
+from meshwright.planner.workload import Choice
 from meshwright.training import TrainConfig, abstract_step, with_settings
 
 MODEL = DecoderConfig(
@@ -78,8 +78,8 @@ def test_planned_and_reported_flops_are_those_of_the_programs_matmuls(window):
     logits = 2 * BATCH * SEQ * model.embed * model.vocab
     everything = matmul_flops(step.lower().as_text()) - logits
 
-    job = job_of(step.config, Machine.parse("cpu:1"), model)
-    planned = StepModel(job, Choice.of(), Machine.parse("cpu:1")).work
+    run = Workload.of(step.config, Machine.parse("cpu:1"), model)
+    planned = StepModel(run, Choice.of()).work
     assert planned.flops == pytest.approx(planned.computed, rel=1e-6)
     seen = model.keys_seen(SEQ)
     assert planned.flops == pytest.approx(everything - pairs * (SEQ - seen), rel=1e-6)
@@ -112,7 +112,7 @@ def test_layers_that_differ_are_counted_each_with_its_own_window():
     batch = {"positions": jnp.asarray(packed(1)["positions"])}
     assert float(family_of(model).keys_seen(model, batch)) == pytest.approx(sum(seen) / 2)
     machine = Machine.parse("cpu:1")
-    planned = StepModel(job_of(step.config, machine, model), Choice.of(), machine).work
+    planned = StepModel(Workload.of(step.config, machine, model), Choice.of()).work
     assert planned.flops == pytest.approx(useful, rel=1e-3)
 
 

@@ -13,9 +13,9 @@ import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.machines import CHIPS, Machine
 from meshwright.models import preset
-from meshwright.planner import job_of
-from meshwright.planner.result import Choice
+from meshwright.planner import Workload
 from meshwright.planner.step import StepModel
+from meshwright.planner.workload import Choice
 from meshwright.training import TrainConfig, abstract_step, with_settings
 from meshwright.training.config import ComputeConfig
 from meshwright.training.setup import check_fp8, matmuls_text
@@ -109,14 +109,12 @@ def test_the_plan_counts_faster_matmuls_and_smaller_all_gathers():
     config = TrainConfig("llama-3.1-8b", batch=64, seq=4096)
     found = {}
     for matmul in ("auto", "fp8"):
-        job = job_of(with_settings(config, {"compute.matmul": matmul}), machine)
+        run = Workload.of(with_settings(config, {"compute.matmul": matmul}), machine)
         gathers = [
-            one
-            for one in StepModel(job, choice, machine).written
-            if "weights of a layer" in one.what
+            one for one in StepModel(run, choice).written if "weights of a layer" in one.what
         ]
         gathered = sum(one.bytes * one.times for one in gathers if one.operation == "all-gather")
-        found[matmul] = gathered, StepModel(job, choice, machine).work.seconds["matmuls"]
+        found[matmul] = gathered, StepModel(run, choice).work.seconds["matmuls"]
     # 1 byte instead of 2
     assert found["fp8"][0] == pytest.approx(found["auto"][0] / 2)
     assert 1.4 < found["auto"][1] / found["fp8"][1] < 1.59

@@ -13,7 +13,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.launch import gpu
 from meshwright.machines import Machine
 from meshwright.models import preset
-from meshwright.planner import job_of
+from meshwright.planner import Workload
 from meshwright.training import TrainConfig, with_settings
 from meshwright.training.setup import layers_text
 
@@ -56,9 +56,9 @@ def test_a_layers_input_is_sent_to_the_host_and_fetched(
 
 def test_layers_run_in_a_loop_or_the_settings_are_refused() -> None:
     config = TrainConfig("llama-3.2-1b", batch=8, seq=2048)
-    assert not job_of(config, Machine.parse("h200:1")).scan
+    assert not Workload.of(config, Machine.parse("h200:1")).scan
     config = with_settings(config, {"compute.remat": "offload"})
-    assert job_of(config, Machine.parse("h200:1")).scan
+    assert Workload.of(config, Machine.parse("h200:1")).scan
     model = preset("llama-3.2-1b")
     assert "the host's memory, pinned" in layers_text(config, model, "gpu", 1)
     assert "as remat full" in layers_text(config, model, "cpu", 1)

@@ -9,8 +9,8 @@ import meshwright as mw
 from meshwright.audits.read import collectives
 from meshwright.errors import MeshwrightError
 from meshwright.machines import CHIPS
-from meshwright.planner import job_of
-from meshwright.planner.report.words import next_commands
+from meshwright.planner import Workload
+from meshwright.planner.report.phrases import next_commands
 from meshwright.proofs import prove
 from meshwright.training.config import ComputeConfig, TrainConfig
 from meshwright.training.setup import known_chip
@@ -44,11 +44,11 @@ def test_the_compiler_is_told_by_default_on_chips_where_every_compiled_step_is_f
 def test_plan_and_step_take_the_same_default(on: str, told: bool) -> None:
     machine = mw.Machine.parse(on)
     config = TrainConfig("tiny", mesh="fsdp=4", batch=4, seq=128)
-    assert job_of(config, machine).overlap is told
+    assert Workload.of(config, machine).overlap is told
     named = {setting: ComputeConfig(overlap=setting) for setting in ("on", "off")}
     for setting, compute in named.items():
         asked = dataclasses.replace(config, compute=compute)
-        assert job_of(asked, machine).overlap is (setting == "on")
+        assert Workload.of(asked, machine).overlap is (setting == "on")
     device = machine.devices[0]
     assert overlap_choice(config.compute.overlap, known_chip(device))[0] is told
 

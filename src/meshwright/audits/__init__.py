@@ -2,8 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
-from meshwright.audits.collective import OPERATIONS, Collective
-from meshwright.audits.expected import BOOKKEEPING, Expected, expected_of, judged
+from meshwright.audits.collective import (
+    OPERATIONS,
+    Collective,
+    Payload,
+    Phase,
+    SentCollective,
+    wire_bytes,
+)
+from meshwright.audits.expected import BOOKKEEPING, expected_of, judged
 from meshwright.audits.groups import axes_between, part_of_axes, replica_groups
 from meshwright.audits.loops import instructions, trip_count
 from meshwright.audits.memory import Buffer, Replicated
@@ -28,12 +35,13 @@ if TYPE_CHECKING:
     from meshwright.audits.terminal import print_table
 
 __all__ = [
-    "BOOKKEEPING", "OPERATIONS", "Audit", "Buffer", "Collective", "Expected", "Instruction",
-    "Program", "Replicated", "Sum", "array_bytes", "arrays_of", "audit", "axes_between",
+    "BOOKKEEPING", "OPERATIONS", "Audit", "Buffer", "Collective", "Instruction", "Payload", "Phase",
+    "Program", "Replicated", "SentCollective", "Sum", "array_bytes", "arrays_of", "audit",
+    "axes_between",
     "buffers_table", "collectives", "expected_of", "expected_of_step", "headline", "instructions",
     "jax_stage", "judged", "marks", "merged", "objections", "part_of_axes", "print_table",
     "read_program", "replica_groups", "replicated_table", "row_line", "rows_table", "sums_table",
-    "trip_count",
+    "trip_count", "wire_bytes",
 ]  # fmt: skip
 
 _LAZY = {

@@ -1,4 +1,4 @@
-"""One row of an audit: a collective, with its mesh axes, bytes, executions and source."""
+"""Collectives: those that a program is planned or expected to have, and those that it sends."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ import re
 from typing import Any, Literal
 
 from meshwright.audits.program import array_bytes
+from meshwright.errors import MeshwrightError, did_you_mean
 
 Phase = Literal["forward", "backward", "optimizer"]
 # functions of ours around the collectives of jax; the line that called them is the source
@@ -17,8 +18,79 @@ WRAPPER_FILES = (
 OPERATIONS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
+Payload = Literal[
+    "layer weights", "layer gradients", "table", "embedding gradient", "LM head gradient",
+    "vector gradients", "q/k norm gradients", "activations", "key gradients", "other",
+]  # fmt: skip
+"""What is sent: what compilers do with it, and what hides it, depends on this.
+
+A table is the embedding or the LM head, vectors are norms and biases; other are ids, scalars and
+the optimizer's."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Collective:
+    """One kind of collective that belongs to a program.
+
+    `bytes`: as SentCollective.bytes; in a plan's formulas a number that prints itself. Of what is
+    expected, the most that it may be, and None for any.
+    """
+
+    operation: str
+    axes: tuple[str, ...]  # of the mesh; in its order, but of what is expected in any
+    bytes: Any = None
+    times: int = 1  # executions in a step
+    phase: Phase | None = None  # None: any
+    what: str = ""  # in words: "weights of a layer", "sums of a block's outputs"
+    payload: Payload = "other"
+    pieces: int = 1  # operations that send these bytes each time: a layer's matrices go one by one
+    layers: int = 0  # of the stack it belongs to; 0: to none
+    stack: str = ""  # its name, where a model has several
+    rewrite_of: str = ""  # the collective that a compiler rewrites: "reduce-scatter over fsdp"
+    link: str = ""  # what it goes over, in words: "ICI x+y, closed", "NVLink", "host network"
+    seconds: float = 0.0  # all times together, if nothing hid it
+    hidden: float = 0.0  # of those, the seconds that lie under compute
+
+    def __post_init__(self) -> None:
+        if self.operation not in OPERATIONS:
+            raise MeshwrightError(
+                f"expected operation {self.operation!r} is not a collective"
+                f"{did_you_mean(self.operation, OPERATIONS)}"
+            )
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that nothing hides."""
+        return self.seconds - self.hidden
+
+    def changed(self, **fields: Any) -> "Collective":
+        return dataclasses.replace(self, **fields)
+
+    def matches(self, row: "SentCollective") -> bool:
+        """Whether what is sent is of this kind, and no larger."""
+        operations = {row.operation}
+        if row.collective_matmul:  # a ring of permutes, each overlapped with a part of the matmul
+            operations |= {"all-gather", "reduce-scatter"}
+        fits = self.bytes is None or row.bytes <= self.bytes
+        same_axes = set(self.axes) == set(row.axes) and not row.part_of_axes
+        return (
+            self.operation in operations and same_axes and self.phase in (None, row.phase) and fits
+        )
+
+    def __str__(self) -> str:
+        phase = f", {self.phase}" if self.phase else ""
+        return f"{self.operation} over {'+'.join(self.axes)}{phase}"
+
+
+def wire_bytes(operation: str, size: float, devices: int) -> float:
+    """Bytes a device sends in one execution of a ring algorithm."""
+    if operation == "collective-permute":
+        return float(size)
+    return size * (devices - 1) / devices * (2 if operation == "all-reduce" else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SentCollective:
     """An array that a collective sends between devices.
 
     `bytes`: size of the full logical array in one execution (all-gather: output; reduce-scatter:
@@ -67,10 +139,7 @@ class Collective:
     @property
     def wire_bytes(self) -> float:
         """Bytes a device sends in one execution of a ring algorithm."""
-        n = max(self.devices, 1)
-        if self.operation == "collective-permute":
-            return float(self.bytes)
-        return self.bytes * (n - 1) / n * (2 if self.operation == "all-reduce" else 1)
+        return wire_bytes(self.operation, self.bytes, max(self.devices, 1))
 
     @property
     def phase(self) -> Phase:

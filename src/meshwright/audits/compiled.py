@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshwright.audits.collective import Collective
-from meshwright.audits.expected import BOOKKEEPING, Expected, judged
+from meshwright.audits.collective import Collective, SentCollective
+from meshwright.audits.expected import BOOKKEEPING, judged
 from meshwright.audits.memory import MIB, largest_buffers, replicated
 from meshwright.audits.program import Program, read_program
 from meshwright.audits.read import collectives, sends_anything
@@ -26,7 +26,7 @@ def audit(
     compiled: Any,
     mesh: Any = None,
     *,
-    expected: Sequence[Expected] | None = None,
+    expected: Sequence[Collective] | None = None,
     bookkeeping: int = BOOKKEEPING,
     replicated_from: int = MIB,
 ) -> Audit:
@@ -41,7 +41,7 @@ def audit(
     text = compiled if isinstance(compiled, str) else _text(compiled)
     program = read_program(text)
     shape = _shape(compiled, mesh, program)
-    rows: tuple[Collective, ...] = tuple(collectives(program, shape)) if shape else ()
+    rows: tuple[SentCollective, ...] = tuple(collectives(program, shape)) if shape else ()
     own = None if isinstance(compiled, str) else _mesh_of(compiled)
     if own is None or list(own.shape.items()) != list(shape.items()):
         check_mesh(program, rows, shape)
@@ -64,7 +64,7 @@ def jax_stage(compiled: Any) -> Any:
 
 
 def _notes(
-    compiled: Any, mesh: Any, program: Program, rows: Sequence[Collective]
+    compiled: Any, mesh: Any, program: Program, rows: Sequence[SentCollective]
 ) -> tuple[str, ...]:
     """A note that CPUs send bfloat16 as float32, if the program may contain that."""
     devices: Any = getattr(mesh, "devices", np.empty(0))  # an abstract mesh has none

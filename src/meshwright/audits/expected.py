@@ -2,11 +2,11 @@
 
     expected_of({"fsdp": ["all-gather", "reduce-scatter"], "tp": ["all-reduce"]})
 
-A row is planned if an Expected has its operation and exactly its axes, and its phase if one is
+A row is planned if a Collective has its operation and exactly its axes, and its phase if one is
 given. Small rows are planned too, as bookkeeping (the count of tokens, the norm of a gradient, the
 weights of a norm); but only over axes with an expected collective, and only while the total bytes
-of one operation over the same axes are small. An Expected with `rewrite_of` is what a compiler may
-make of another collective: a row that only it matches is marked as rewritten. All other rows are
+of one operation over the same axes are small. One with `rewrite_of` is what a compiler may make
+of another collective: a row that only it matches is marked as rewritten. All other rows are
 surprises.
 """
 
@@ -14,49 +14,16 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from meshwright.audits.collective import OPERATIONS, Collective, Phase
+from meshwright.audits.collective import OPERATIONS, Collective, SentCollective
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.present import bytes_text
 
 BOOKKEEPING = 64 * 1024  # bytes per run, over all executions
 
 
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """A kind of collective that belongs to a program."""
-
-    operation: str
-    axes: tuple[str, ...]  # any order
-    phase: Phase | None = None  # None: any
-    what: str = ""  # in words: "weights of a layer"
-    at_most: int | None = None  # bytes of an array; larger ones do not match
-    rewrite_of: str = ""  # the collective that a compiler rewrites: "reduce-scatter over fsdp"
-
-    def __post_init__(self) -> None:
-        if self.operation not in OPERATIONS:
-            raise MeshwrightError(
-                f"expected operation {self.operation!r} is not a collective"
-                f"{did_you_mean(self.operation, OPERATIONS)}"
-            )
-
-    def is_of(self, row: Collective) -> bool:
-        """Whether a row is of this kind."""
-        operations = {row.operation}
-        if row.collective_matmul:  # a ring of permutes, each overlapped with a part of the matmul
-            operations |= {"all-gather", "reduce-scatter"}
-        phases = (None, row.phase)
-        fits = self.at_most is None or row.bytes <= self.at_most
-        same_axes = set(self.axes) == set(row.axes) and not row.part_of_axes
-        return self.operation in operations and same_axes and self.phase in phases and fits
-
-    def __str__(self) -> str:
-        phase = f", {self.phase}" if self.phase else ""
-        return f"{self.operation} over {'+'.join(self.axes)}{phase}"
-
-
 def expected_of(
     mapping: Mapping[Any, Sequence[str]], axes: Iterable[str] | None = None
-) -> tuple[Expected, ...]:
+) -> tuple[Collective, ...]:
     """From axes to operations: `{"fsdp": ["all-gather"], ("fsdp", "sp"): ["reduce-scatter"]}`.
 
     Several axes may also be one text, `"fsdp,sp"` or `"fsdp+sp"`. `"reduce-scatter/all-reduce"` is
@@ -86,9 +53,9 @@ def expected_of(
             )
         for said in operations:
             operation, _, instead = said.partition("/")
-            found.append(Expected(operation, names))
+            found.append(Collective(operation, names))
             if "/" in said:
-                found.append(Expected(instead, names, rewrite_of=str(found[-1])))
+                found.append(Collective(instead, names, rewrite_of=str(found[-1])))
     return tuple(found)
 
 
@@ -113,15 +80,17 @@ def _axes(key: object) -> tuple[str, ...]:
 
 
 def judged(
-    rows: Iterable[Collective], expected: Sequence[Expected], bookkeeping: int = BOOKKEEPING
-) -> tuple[Collective, ...]:
+    rows: Iterable[SentCollective], expected: Sequence[Collective], bookkeeping: int = BOOKKEEPING
+) -> tuple[SentCollective, ...]:
     """The rows, each planned or a surprise, and why."""
     rows = tuple(rows)
     small = _small(rows, expected, bookkeeping)
     return tuple(_judge(row, expected, i in small) for i, row in enumerate(rows))
 
 
-def _small(rows: Sequence[Collective], expected: Sequence[Expected], bookkeeping: int) -> set[int]:
+def _small(
+    rows: Sequence[SentCollective], expected: Sequence[Collective], bookkeeping: int
+) -> set[int]:
     """The indices of rows that are bookkeeping.
 
     For each operation over the same axes: the smallest rows, as long as their bytes times
@@ -132,7 +101,7 @@ def _small(rows: Sequence[Collective], expected: Sequence[Expected], bookkeeping
     found = set()
     for i in sorted(range(len(rows)), key=lambda i: rows[i].bytes * rows[i].times):
         row = rows[i]
-        planned = any(one.is_of(row) for one in expected if not one.rewrite_of)
+        planned = any(one.matches(row) for one in expected if not one.rewrite_of)
         if planned or not set(row.axes) <= used:
             continue
         kind = row.operation, row.axes, row.part_of_axes
@@ -142,7 +111,9 @@ def _small(rows: Sequence[Collective], expected: Sequence[Expected], bookkeeping
     return found
 
 
-def missing(rows: Sequence[Collective], expected: Sequence[Expected]) -> tuple[Expected, ...]:
+def missing(
+    rows: Sequence[SentCollective], expected: Sequence[Collective]
+) -> tuple[Collective, ...]:
     """Expected collectives that the program does not have."""
     origins = [row.rewritten.partition(" over ") for row in rows if row.rewritten]
     rewritten = {(operation, frozenset(axes.split("+"))) for operation, _, axes in origins}
@@ -150,12 +121,12 @@ def missing(rows: Sequence[Collective], expected: Sequence[Expected]) -> tuple[E
         one for one in expected
         if not one.rewrite_of
         and (one.operation, frozenset(one.axes)) not in rewritten
-        and not any(one.is_of(row) for row in rows)
+        and not any(one.matches(row) for row in rows)
     )  # fmt: skip
 
 
-def _judge(row: Collective, expected: Sequence[Expected], small: bool) -> Collective:
-    matches = [one for one in expected if one.is_of(row)]
+def _judge(row: SentCollective, expected: Sequence[Collective], small: bool) -> SentCollective:
+    matches = [one for one in expected if one.matches(row)]
     plain = next((one for one in matches if not one.rewrite_of), None)
     if plain is not None:
         return dataclasses.replace(row, planned=True, why=plain.what or "expected")
@@ -167,21 +138,21 @@ def _judge(row: Collective, expected: Sequence[Expected], small: bool) -> Collec
     return dataclasses.replace(row, planned=False, why=_wrong(row, expected))
 
 
-def _unlike(row: Collective, origin: str) -> tuple[bool, bool]:
+def _unlike(row: SentCollective, origin: str) -> tuple[bool, bool]:
     """Sort key: how likely a row was rewritten from this, by its scope, else by its phase."""
     operation = origin.partition(" over ")[0]
     named = operation.replace("-", "_") in row.scope.rpartition("/")[2]
     return not named, (operation == "all-gather") != (row.phase == "forward")
 
 
-def _instead(row: Collective, origin: str) -> str:
+def _instead(row: SentCollective, origin: str) -> str:
     """`all-reduce in place of reduce-scatter over fsdp, twice the bytes`."""
     over = "" if origin.endswith(f" over {row.over}") else f" over {row.over}"
     twice = row.operation == "all-reduce" and origin.startswith(("reduce-scatter", "all-gather"))
     return f"{row.operation}{over} in place of {origin}{', twice the bytes' if twice else ''}"
 
 
-def _wrong(row: Collective, expected: Sequence[Expected]) -> str:
+def _wrong(row: SentCollective, expected: Sequence[Collective]) -> str:
     """Why a row is a surprise, in words."""
     over = "+".join(row.axes)
     here = [one for one in expected if set(one.axes) == set(row.axes)]
@@ -191,12 +162,12 @@ def _wrong(row: Collective, expected: Sequence[Expected]) -> str:
         return f"groups of {row.devices} devices are not all those along {over}"
     if row.operation == "all-reduce" and any(one.operation == "reduce-scatter" for one in here):
         return f"an all-reduce where a reduce-scatter over {over} does: twice the bytes"
-    too_small = [one for one in same if one.phase in (None, row.phase) and one.at_most is not None]
+    too_small = [one for one in same if one.phase in (None, row.phase) and one.bytes is not None]
     if too_small:
-        most = max(too_small, key=lambda one: one.at_most or 0)
+        most = max(too_small, key=lambda one: one.bytes or 0)
         return (
             f"{kind} is expected of {most.what or 'arrays'} of up to "
-            f"{bytes_text(most.at_most or 0)}, this is {bytes_text(row.bytes)}"
+            f"{bytes_text(most.bytes or 0)}, this is {bytes_text(row.bytes)}"
         )
     if same:
         phases = " and ".join(dict.fromkeys(str(one.phase) for one in same if one.phase))

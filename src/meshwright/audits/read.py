@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshwright.audits.collective import OPERATIONS, Collective
+from meshwright.audits.collective import OPERATIONS, SentCollective
 from meshwright.audits.groups import axes_between, part_of_axes, replica_groups
 from meshwright.audits.loops import trip_count
 from meshwright.audits.program import Array, Instruction, Program, read_program
@@ -27,7 +27,7 @@ _NO_COMPUTE = re.compile(r'custom_call_target="(AllocateBuffer|Assume\w+|\w*Bitp
 _CALLS = ("calls", "to_apply", "called_computation", "async_execution_thread_computation")
 
 
-def collectives(text: str | Program, mesh: Any) -> list[Collective]:
+def collectives(text: str | Program, mesh: Any) -> list[SentCollective]:
     """Every array a program sends between devices, in the order of the program.
 
     `mesh` is the one the program was compiled for, its text, or its axis sizes.
@@ -42,10 +42,10 @@ def sends_anything(program: Program) -> bool:
     return _Reader(program, {}).sends(program.entry)
 
 
-def _with_first_hops(rows: list[Collective]) -> list[Collective]:
+def _with_first_hops(rows: list[SentCollective]) -> list[SentCollective]:
     """Permutes before and after the loop of a collective matmul belong to it too."""
 
-    def kind(row: Collective, loops: tuple[int, ...]) -> tuple[Any, ...]:
+    def kind(row: SentCollective, loops: tuple[int, ...]) -> tuple[Any, ...]:
         return row.operation, row.axes, row.dtype, math.prod(row.shape), row.scope, loops
 
     inside = {kind(row, row.loops[:-1]) for row in rows if row.collective_matmul}
@@ -91,7 +91,7 @@ class _Reader:
             )
         return self.sending[name]
 
-    def walk(self, name: str, place: _Place) -> Iterator[Collective]:
+    def walk(self, name: str, place: _Place) -> Iterator[SentCollective]:
         """The collectives of a computation and of those it runs."""
         place = dataclasses.replace(place, computation=name)
         body = self.program.computations.get(name, ())
@@ -124,7 +124,7 @@ class _Reader:
                             started = one.operation in ("async-start", "call-start")
                             yield self.started(row, body, position) if started else row
 
-    def branches(self, one: Instruction, place: _Place) -> Iterator[Collective]:
+    def branches(self, one: Instruction, place: _Place) -> Iterator[SentCollective]:
         """The collectives of every branch of a conditional; those of one that sends most count."""
         number = len(one.branches)
         ways = []
@@ -140,7 +140,7 @@ class _Reader:
     def fused(
         self, one: Instruction, place: _Place, body: tuple[Instruction, ...], position: int,
         chains: set[str],
-    ) -> Iterator[Collective]:  # fmt: skip
+    ) -> Iterator[SentCollective]:  # fmt: skip
         """The collective of a fusion: a reduce-scatter, or a part of a spread collective."""
         name = one.called("calls")
         if not self.sends(name):
@@ -181,7 +181,9 @@ class _Reader:
                 last = i
         return last
 
-    def started(self, row: Collective, body: tuple[Instruction, ...], position: int) -> Collective:
+    def started(
+        self, row: SentCollective, body: tuple[Instruction, ...], position: int
+    ) -> SentCollective:
         """A row whose operation begins here and ends at its done."""
         start = body[position]
         if re.search(r'"is_sync":\s*true', start.rest):
@@ -197,7 +199,7 @@ class _Reader:
 
     def rows(
         self, one: Instruction, place: _Place, body: tuple[Instruction, ...], position: int
-    ) -> Iterator[Collective]:
+    ) -> Iterator[SentCollective]:
         """One for each array of a collective; none if every device keeps its own."""
         kind = _KIND.fullmatch(one.operation)
         assert kind is not None
@@ -219,7 +221,7 @@ class _Reader:
             if not scope or not stack:
                 found = self.origin(one, i, body)
                 scope, stack = scope or found[0] or place.scope, stack or found[1] or place.stack
-            row = Collective(
+            row = SentCollective(
                 operation, axes, devices, dtype, shape, place.loops, scope, stack,
                 unsure=place.unsure, branch=place.branch,
                 collective_matmul=operation == "collective-permute"
@@ -229,8 +231,8 @@ class _Reader:
             yield self.started(row, body, position) if kind[2] else row
 
     def named(
-        self, row: Collective, around: Instruction, body: tuple[Instruction, ...]
-    ) -> Collective:
+        self, row: SentCollective, around: Instruction, body: tuple[Instruction, ...]
+    ) -> SentCollective:
         """The row with the scope and stack of what is around it, where it has none."""
         if row.scope and row.stack:
             return row
@@ -267,7 +269,7 @@ class _Reader:
 
     def across_slices(
         self, one: Instruction, place: _Place, body: tuple[Instruction, ...], position: int
-    ) -> Iterator[Collective]:
+    ) -> Iterator[SentCollective]:
         """Collectives between TPU slices: host transfers, which name no devices."""
         said = re.search(r'_xla_megascale_transfer_type="?([\w-]+)', one.rest)
         name = (said[1] if said else "").lower().replace("_", "-")
@@ -279,7 +281,7 @@ class _Reader:
         # of the result: an all-gather's is larger than what is sent, a reduce-scatter's smaller
         receivers = _receivers(body, position)
         for dtype, shape in (receivers[0] if receivers else one).arrays[:1]:
-            row = Collective(
+            row = SentCollective(
                 operation, tuple(self.slices), math.prod(self.slices.values()), dtype, shape,
                 place.loops, scope, stack,
                 asynchronous=True, unsure=place.unsure, branch=place.branch,
@@ -322,7 +324,7 @@ def _split_slices(shape: Mapping[str, int], slices: int) -> tuple[dict[str, int]
     return inside, across
 
 
-def _hidden(row: Collective, between: tuple[Instruction, ...]) -> Collective:
+def _hidden(row: SentCollective, between: tuple[Instruction, ...]) -> SentCollective:
     """The row with the compute that overlaps it."""
     work = [
         one for one in between if one.operation in _COMPUTE and not _NO_COMPUTE.search(one.rest)

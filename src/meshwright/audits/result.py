@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.audits.collective import Collective
-from meshwright.audits.expected import Expected, missing
+from meshwright.audits.collective import Collective, SentCollective
+from meshwright.audits.expected import missing
 from meshwright.audits.memory import Buffer, Replicated
 
 
@@ -32,20 +32,20 @@ class Audit:
     """What a program sends, and its largest arrays."""
 
     mesh: Mapping[str, int]  # axis sizes; none where nothing is sent and no mesh is known
-    rows: tuple[Collective, ...]
+    rows: tuple[SentCollective, ...]
     buffers: tuple[Buffer, ...]
     replicated: tuple[Replicated, ...]
-    expected: tuple[Expected, ...] | None = None  # None: no expectations, so no surprises
+    expected: tuple[Collective, ...] | None = None  # None: no expectations, so no surprises
     notes: tuple[str, ...] = ()  # remarks about the numbers
 
     @property
-    def surprises(self) -> tuple[Collective, ...]:
+    def surprises(self) -> tuple[SentCollective, ...]:
         """The rows that nothing expected, most bytes on the wire first."""
         rows = [row for row in self.rows if not row.planned]
         return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.times))
 
     @property
-    def rewritten(self) -> tuple[Collective, ...]:
+    def rewritten(self) -> tuple[SentCollective, ...]:
         """The rows that the compiler rewrote from an expected collective, most bytes first."""
         rows = [row for row in self.rows if row.rewritten]
         return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.times))
@@ -56,13 +56,13 @@ class Audit:
         return self.expected is not None
 
     @property
-    def missing(self) -> tuple[Expected, ...]:
+    def missing(self) -> tuple[Collective, ...]:
         """Expected collectives that the program does not have."""
         return missing(self.rows, self.expected or ())
 
     def by_axis(self) -> tuple[Sum, ...]:
         """Sums for each axes and operation, most bytes on the wire first."""
-        groups: dict[tuple[tuple[str, ...], str, bool], list[Collective]] = {}
+        groups: dict[tuple[tuple[str, ...], str, bool], list[SentCollective]] = {}
         for row in self.rows:
             if not row.counted:
                 continue

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.audits.collective import OPERATIONS, Collective
+from meshwright.audits.collective import OPERATIONS, SentCollective
 from meshwright.audits.groups import part_of_axes, replica_groups
 from meshwright.audits.program import Program
 from meshwright.errors import MeshwrightError
@@ -43,7 +43,7 @@ def axis_sizes(mesh: Any) -> dict[str, int]:
     return {name: int(size) for name, size in said.items()}
 
 
-def check_mesh(program: Program, rows: Sequence[Collective], sizes: Mapping[str, int]) -> None:
+def check_mesh(program: Program, rows: Sequence[SentCollective], sizes: Mapping[str, int]) -> None:
     """Raise if most collectives go over parts of axes, which means another mesh."""
     devices = math.prod(sizes.values())
     across = any("_xla_megascale_transfer_type" in one.rest for one in _instructions(program))

@@ -10,13 +10,12 @@ from typing import Any
 
 import jax
 
-from meshwright.audits.collective import Phase
-from meshwright.audits.expected import Expected
+from meshwright.audits.collective import Collective, Phase
 from meshwright.models import activation_layouts, family_of
 from meshwright.ops import nontrivial_axes, split_axes
 
 
-def expected_of_step(step: Any) -> tuple[Expected, ...]:
+def expected_of_step(step: Any) -> tuple[Collective, ...]:
     """Expected collectives of an AbstractStep, on a mesh of the standard axes.
 
     Custom rules are compared with what the standard rules send.
@@ -29,14 +28,14 @@ def expected_of_step(step: Any) -> tuple[Expected, ...]:
     order = list(step.mesh.axis_names)
     kept = tuple(axis for axis in rules.layout("embed").axes[0] if axis in nontrivial)
     tokens = layouts.token_axes
-    found: list[Expected] = []
+    found: list[Collective] = []
 
     def expect(
         operation: str, axes: Any, what: str, phase: Phase | None = None, at_most: int | None = None
     ) -> None:
         names = tuple(sorted(set(axes), key=order.index))
         if names:
-            found.append(Expected(operation, names, phase, what, at_most))
+            found.append(Collective(operation, names, phase=phase, what=what, bytes=at_most))
 
     expect("all-gather", kept, "weights")
     expect("reduce-scatter", kept, "gradients of weights")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.audits.collective import Collective
+from meshwright.audits.collective import SentCollective
 from meshwright.present import (
     Column,
     Row,
@@ -60,7 +60,7 @@ def sums_table(audit: Audit) -> Table:
     return _table(("axes", "operation", "times", "bytes", "sent", "beside compute"), lines)
 
 
-def rows_table(rows: Iterable[Collective]) -> Table:
+def rows_table(rows: Iterable[SentCollective]) -> Table:
     """Rows that differ only in their position are one line. See `marks` for ~ and !."""
     columns = ("sent", "times", "operation", "axes", "array", "phase", "how", "scope", "source")
     lines: list[Sequence[str]] = []
@@ -77,11 +77,11 @@ def rows_table(rows: Iterable[Collective]) -> Table:
     return _table(columns, lines)
 
 
-def mark(row: Collective) -> str:
+def mark(row: SentCollective) -> str:
     return "!" if not row.planned else "~" if row.rewritten else ""
 
 
-def branch(row: Collective) -> str:
+def branch(row: SentCollective) -> str:
     """` (branch 1 of 2)` of what only one branch of a conditional sends."""
     return f" (branch {row.branch})" if row.branch else ""
 
@@ -93,9 +93,9 @@ def marks(audit: Audit) -> str:
     return ", ".join(said)
 
 
-def merged(rows: Iterable[Collective]) -> list[tuple[Collective, int]]:
+def merged(rows: Iterable[SentCollective]) -> list[tuple[SentCollective, int]]:
     """Rows with how many are alike, most bytes on the wire first."""
-    groups: dict[tuple[object, ...], tuple[Collective, int]] = {}
+    groups: dict[tuple[object, ...], tuple[SentCollective, int]] = {}
     for row in rows:
         key = (
             row.operation, row.axes, row.dtype, row.shape, row.loops, row.scope, row.source,
@@ -174,7 +174,7 @@ def replicated_table(audit: Audit) -> Table:
     return _table(("bytes a device", "copies", "replicated over", "array", "which"), lines)
 
 
-def row_line(row: Collective) -> str:
+def row_line(row: SentCollective) -> str:
     """`all-reduce over fsdp of f32[64,64], 3 times, at model.py:12 (scope): why`."""
     at = f" at {relative_source(row.source)}" if row.source else ""
     return (
@@ -183,7 +183,7 @@ def row_line(row: Collective) -> str:
     )
 
 
-def how(row: Collective) -> str:
+def how(row: SentCollective) -> str:
     """Whether it overlaps with compute."""
     if not row.asynchronous:
         return "waits"

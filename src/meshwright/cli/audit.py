@@ -11,7 +11,7 @@ from rich.console import Console
 
 from meshwright.audits import (
     Audit,
-    Expected,
+    Collective,
     buffers_table,
     expected_of,
     headline,
@@ -162,9 +162,9 @@ def _of_step(words: list[str], expect: list[str], fail_on: str | None) -> Audit:
     return read_audit(step.lower().compile(), step.mesh, expected=expected)
 
 
-def _expectations(words: list[str], axes: Iterable[str]) -> tuple[Expected, ...] | None:
+def _expectations(words: list[str], axes: Iterable[str]) -> tuple[Collective, ...] | None:
     """`fsdp:all-gather,reduce-scatter`, over axes of the mesh."""
-    expected: list[Expected] = []
+    expected: list[Collective] = []
     for text in words:
         over, colon, operations = text.partition(":")
         if not colon or not operations:

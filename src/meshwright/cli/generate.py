@@ -204,9 +204,9 @@ class _TokenStream:
 def _print(tokens: _TokenStream, prompts: list[list[int]], source: "Source") -> None:
     """Stream each prompt with its continuation, or what was generated from it, in order."""
     from meshwright.data import decode_stream
-    from meshwright.serving import has_encoder
+    from meshwright.models import encodes_prompts
 
-    encoded = has_encoder(source.config)
+    encoded = encodes_prompts(source.config)
     for index, prompt in enumerate(prompts):
         if index:
             print("\n---")
@@ -219,11 +219,11 @@ def _print(tokens: _TokenStream, prompts: list[list[int]], source: "Source") -> 
 
 
 def _result(text: str, prompt: list[int], tokens: list[int], source: "Source") -> dict[str, Any]:
-    from meshwright.serving import has_encoder
+    from meshwright.models import encodes_prompts
 
     ended = bool(tokens) and tokens[-1] in source.ends
     tokens = tokens[:-1] if ended else tokens
-    begun = [] if has_encoder(source.config) else prompt
+    begun = [] if encodes_prompts(source.config) else prompt
     before = source.tokenizer.decode(begun)
     return {
         "prompt": text,

@@ -18,7 +18,7 @@ from meshwright.cli.flags import named_settings, take, take_integer, take_switch
 from meshwright.cli.train import settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.planner import Plan, StepModel, apply, choice_of, job_of, memory, padding, planned
+from meshwright.planner import Plan, StepModel, Workload, apply, memory, planned
 from meshwright.planner.report import read_plan
 from meshwright.present import Column, Row, aligned, bytes_text, count
 from meshwright.proofs import Comparison, Proof, compare, expected, prove
@@ -107,10 +107,7 @@ def prove_command(arguments: Sequence[str]) -> None:
         )
     with shown(f"{config.model} on {machine}") as progress:
         proof = prove(config, machine, model=model, cache=not again, progress=progress)
-    step = None
-    if has_plan:
-        job = job_of(config, machine, model)
-        step = StepModel(job, choice_of(config, job, machine), machine)
+    step = StepModel(Workload.of(config, machine, model)) if has_plan else None
     audit, compared = _read(config, proof, step)
     if as_json:
         print(json.dumps(_data(config, proof, audit, compared)))
@@ -131,14 +128,14 @@ def _planned(plan: Plan, file: str, choice: int | None) -> TrainConfig:
         raise MeshwrightError(
             f"--choice {choice} is not one of the plan's meshes, 1 to {len(plan.ranked)}"
         )
-    if plan.kind != "train":
+    if plan.engine is not None:
         raise MeshwrightError(
             "this plan is for serving; prove it by name: meshwright prove MODEL --on MACHINE "
             "--serve --mesh … --batch … --seq …"
         )
     if not plan.config.model:
         raise MeshwrightError(
-            f"the plan {file!r} was made of a DecoderConfig and names no model; prove it in "
+            f"the plan {file!r} was made of a model's config and names no model; prove it in "
             "Python: meshwright.proofs.prove(TrainConfig(…), machine, model=…)"
         )
     return apply(plan.config, plan.ranked[0 if choice is None else choice - 1].choice)
@@ -163,8 +160,8 @@ def _print(
 ) -> None:  # fmt: skip
     console = Console()
     console.print(headline(config.model, proof), highlight=False, soft_wrap=True)
-    if step is not None and (padded := padding(step.job, step.choice)) is not None:
-        console.print(padded, highlight=False, soft_wrap=True)
+    if step is not None and step.padding is not None:
+        console.print(step.padding, highlight=False, soft_wrap=True)
     if proof.footprint is not None:
         kinds = ", ".join(
             f"{kind} {bytes_text(size)}" for kind, size in proof.footprint.kinds.items() if size

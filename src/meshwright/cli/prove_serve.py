@@ -14,10 +14,11 @@ from meshwright.meshes import STANDARD_AXES, MeshSpec
 from meshwright.models import default_dtype, model_config
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
-from meshwright.planner import Choice, Job, StepModel
+from meshwright.planner import Choice, StepModel, Workload
 from meshwright.present import bytes_text
 from meshwright.proofs import compare, expected_serving, prove_serving
-from meshwright.serving import ServedStep
+from meshwright.serving import EngineConfig, ServedStep
+from meshwright.training import TrainConfig
 
 
 def prove_serve(words: list[str]) -> None:
@@ -55,9 +56,9 @@ def prove_serve(words: list[str]) -> None:
             ServedStep(text, batch, seq, weights, dtype, kept), model, machine,
             cache=not again, progress=progress,
         )  # fmt: skip
-    job = Job(model, batch, seq, name, "serve", dtype=dtype)
-    choice = Choice.of(dp=axes["dp"], tp=axes["tp"], weights=weights, cache=kept)
-    step = StepModel(job, choice, machine)
+    config = TrainConfig(name, batch=batch, seq=seq)
+    workload = Workload(config, machine, model, EngineConfig())
+    step = StepModel(workload, Choice.of(**axes, weights=weights, cache=kept))
     decode = proofs["decode"]
     audit = None
     if decode.footprint is not None:

@@ -15,6 +15,7 @@ from meshwright.meshes.spec import (
     Accepts,
     MeshShape,
     MeshSpec,
+    check_role,
     nearest_sizes,
 )
 from meshwright.meshes.tiles import tile_mesh
@@ -23,9 +24,23 @@ if TYPE_CHECKING:
     from meshwright.meshes.jax_mesh import AnyMesh
 
 __all__ = [
-    "FIELD_ROLES", "MOST_TRIED", "RESERVED_AXIS", "ROLES", "STANDARD_AXES", "Accepts", "AnyMesh",
-    "MachineMesh", "MeshShape", "MeshSpec", "axes_across_slices", "device_list", "mesh",
-    "nearest_sizes", "ring_in_words", "tile_mesh",
+    "FIELD_ROLES",
+    "MOST_TRIED",
+    "RESERVED_AXIS",
+    "ROLES",
+    "STANDARD_AXES",
+    "Accepts",
+    "AnyMesh",
+    "MachineMesh",
+    "MeshShape",
+    "MeshSpec",
+    "axes_across_slices",
+    "check_role",
+    "device_list",
+    "mesh",
+    "nearest_sizes",
+    "ring_in_words",
+    "tile_mesh",
 ]  # fmt: skip
 
 

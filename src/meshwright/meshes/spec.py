@@ -216,12 +216,8 @@ class MeshSpec:
         """
         spec = self.by_role()
         for role, size in spec.axes:
-            if role not in STANDARD_AXES and size != 1:
-                what = {"ep": "experts", "pp": "pipeline stages"}[role]
-                raise MeshwrightError(
-                    f"mesh {self.quoted}: the models here have no {what}, so {role} must be 1; the "
-                    f"axes are {', '.join(STANDARD_AXES)}"
-                )
+            if size != 1:
+                check_role(role, f"mesh {self.quoted}")
         axes = tuple(pair for pair in spec.axes if pair[0] in STANDARD_AXES)
         missing = tuple((axis, 1) for axis in STANDARD_AXES if axis not in spec.names)
         return dataclasses.replace(spec, axes=axes + missing)
@@ -269,6 +265,16 @@ class MeshSpec:
 
     def _with_sizes(self, sizes: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
         return tuple(zip(self.names, sizes, strict=True))
+
+
+def check_role(role: str, given: str) -> None:
+    """Raise for a role of an axis that no model here divides anything over."""
+    if role not in STANDARD_AXES:
+        what = {"ep": "experts", "pp": "pipeline stages"}[role]
+        raise MeshwrightError(
+            f"{given}: the models here have no {what}, so {role} must be 1; the axes are "
+            f"{', '.join(STANDARD_AXES)}"
+        )
 
 
 def nearest_sizes(sizes: Sequence[int], num_devices: int) -> Iterator[tuple[int, ...]]:

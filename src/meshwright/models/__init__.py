@@ -22,6 +22,7 @@ from meshwright.models.registry import (
     FAMILIES,
     PRESETS,
     abstract_arrays,
+    encodes_prompts,
     family_of,
     from_hf_config,
     hf_names,
@@ -46,7 +47,7 @@ from meshwright.models.safetensors_read import (
     read_folder,
     read_header,
 )
-from meshwright.models.torch_only import BY_TRANSFORMERS, TransformersConfig
+from meshwright.models.torch_only import BY_TRANSFORMERS, TransformersConfig, is_torch_only
 from meshwright.models.torch_only import read_config as torch_only_config
 from meshwright.models.work import Attention, Block, Stack
 
@@ -82,10 +83,12 @@ __all__ = [
     "decoder_rules",
     "default_dtype",
     "describe_padding",
+    "encodes_prompts",
     "family_of",
     "from_hf_config",
     "hf_names",
     "indivisible",
+    "is_torch_only",
     "layer_count",
     "layer_counts",
     "lm_logits",

@@ -27,7 +27,9 @@ class Serving:
 
     They are [n, length, kv_heads, head_dim] each: those of an encoder's output, else the prompts'
     own, computed with context parallelism."""
-    own_prompt: Callable[[Any, tuple[int, ...]], tuple[int, ...]] = lambda config, prompt: prompt
+    decoder_prompt: Callable[[Any, tuple[int, ...]], tuple[int, ...]] = lambda config, prompt: (
+        prompt
+    )
     """(config, prompt) → the tokens that the decoder begins with."""
     biased: bool = False
     """Whether attention to the decoder's own tokens adds a bias to scores."""

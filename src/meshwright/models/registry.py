@@ -62,6 +62,11 @@ def serving_of(config: Any) -> Serving:
     return family.serving
 
 
+def encodes_prompts(config: Any) -> bool:
+    """Whether prompts are read by an encoder, so that the output does not continue them."""
+    return "encoder_tokens" in family_of(config).batch_fields
+
+
 def preset(name: str) -> Any:
     """A published model's config."""
     if name not in PRESETS:

@@ -83,6 +83,11 @@ def _refuse(*_: Any, **__: Any) -> Any:
     )
 
 
+def is_torch_only(config: Any) -> bool:
+    """Whether transformers computes a model, with its own masks, and PyTorch alone trains it."""
+    return isinstance(config, TransformersConfig)
+
+
 TORCH_ONLY = ModelFamily(
     name="transformers",
     config=TransformersConfig,

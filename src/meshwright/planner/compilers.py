@@ -30,14 +30,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from meshwright.audits import Collective, Payload
 from meshwright.machines import Machine
 from meshwright.meshes import axes_across_slices
 from meshwright.ops import stacks
-from meshwright.planner.collective import Collective, Payload
+from meshwright.planner.device import ITEM_BYTES
 from meshwright.planner.links import WITHIN_SLICES
-from meshwright.planner.parts import item_bytes
-from meshwright.planner.result import Choice
 from meshwright.planner.step import StepModel
+from meshwright.planner.workload import Choice
 
 SMALLEST = 16  # devices; of smaller slices only 2x2x2 was seen not to scatter
 
@@ -105,13 +105,13 @@ class _Program(NamedTuple):
 
 
 def _program(step: StepModel) -> _Program:
-    job, choice, machine = step.job, step.choice, step.machine
-    shard = job.sizes.embed // choice.size("fsdp", "sp")
-    twice = len(job.sizes.stacks) > 1 and not stacks(shard, is_last=True, table=True)
+    workload, choice, machine = step.workload, step.choice, step.machine
+    shard = workload.sizes.embed // choice.shards
+    twice = len(workload.sizes.stacks) > 1 and not stacks(shard, is_last=True, table=True)
     summed: dict[Payload, bool] = {"embedding gradient": twice}
     scattered = {axis: scattered_by(choice.sizes[axis], machine) for axis in ("fsdp", "sp")}
     across = _across(choice, machine)
-    return _Program(choice, job.dtype, scattered, summed, across)
+    return _Program(choice, workload.dtype, scattered, summed, across)
 
 
 Rule = Callable[[Collective, _Program], Iterator[Collective]]
@@ -127,7 +127,7 @@ def _first_ring_step(send: Collective, program: _Program) -> Iterator[Collective
     """The gradients of keys make their first ring step in the dtype of the matmuls."""
     if send.operation == "collective-permute":
         first = send.layers * program.choice.accumulation
-        ratio = 4 // item_bytes(program.dtype)
+        ratio = 4 // ITEM_BYTES[program.dtype]
         yield send.changed(bytes=send.bytes // ratio, times=first)
         send = send.changed(times=send.times - first)
     yield send
@@ -151,7 +151,7 @@ def _all_reduce_gradients(send: Collective, program: _Program) -> Iterator[Colle
     if program.across[axes[0]] == 1 and (
         program.summed.get(send.payload) or program.scattered[axes[0]] == "all-reduce"
     ):
-        send = send.changed(operation="all-reduce")
+        send = send.changed(operation="all-reduce", rewrite_of=str(send.changed(phase=None)))
     yield send
 
 

@@ -8,13 +8,15 @@
 import dataclasses
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.meshes import FIELD_ROLES, STANDARD_AXES
-from meshwright.planner.result import Choice
+from meshwright.launch import flat_settings
+from meshwright.meshes import FIELD_ROLES, ROLES, STANDARD_AXES, check_role
+from meshwright.planner.workload import CHOSEN, Choice
 from meshwright.present import count
+from meshwright.training import AUTO, TrainConfig, training_spec
 
 _COMPARE = {"=": operator.eq, "<=": operator.le, ">=": operator.ge}
 
@@ -27,7 +29,9 @@ class Constraints:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of Choice
 
     def allows(self, choice: Choice) -> bool:
-        return all(_COMPARE[how](choice.sizes[axis], size) for axis, how, size in self.limits)
+        return all(
+            _COMPARE[how](choice.sizes.get(axis, 1), size) for axis, how, size in self.limits
+        )
 
     def __str__(self) -> str:
         return ",".join(f"{axis}{how}{size}" for axis, how, size in self.limits)
@@ -67,10 +71,12 @@ def parse(text: str | None) -> Constraints:
             )
         axis, how, size, role = found.groups()
         axis = role or FIELD_ROLES.get(axis, axis)
-        if axis not in STANDARD_AXES:
+        if axis not in ROLES:
             raise MeshwrightError(
                 f"mesh {text!r}: {axis!r} is not an axis{did_you_mean(axis, STANDARD_AXES)}"
             )
+        if size not in ("*", "-1") and not _COMPARE[how](1, int(size)):
+            check_role(axis, f"mesh {text!r}")
         same_axis = [limit_how for limit_axis, limit_how in named if limit_axis == axis]
         if how in same_axis or (same_axis and "=" in (how, *same_axis)):
             raise MeshwrightError(
@@ -86,3 +92,19 @@ def parse(text: str | None) -> Constraints:
             )
         limits.append((axis, how, int(size)))
     return Constraints(tuple(limits))
+
+
+def constraints_of(config: TrainConfig, named: Collection[str] = ()) -> Constraints:
+    """What a config leaves to be chosen: the mesh, and settings that have their default value.
+
+    Settings in `named`, by their dotted names, are kept in any case.
+    """
+    values, usual = flat_settings(config), flat_settings(TrainConfig(config.model))
+    mesh = AUTO if config.mesh == AUTO else str(training_spec(config)).removeprefix("!")
+    limits = parse(None if mesh in (AUTO, usual["mesh"]) else mesh)
+    fixed = {
+        field: values[setting]
+        for field, setting in CHOSEN.items()
+        if setting in named or values[setting] != usual[setting]
+    }
+    return Constraints(limits.limits, fixed)

@@ -1,73 +1,71 @@
-"""A device's share of a job: sizes of its model and activations, as numbers or as terms."""
+"""A device's share of a workload: sizes of its model and activations, as numbers or as terms."""
 
 import functools
 import math
 from typing import NamedTuple
 
-from meshwright.arithmetic import round_up
-from meshwright.machines import Machine
+from meshwright.arithmetic import divisors, round_up
 from meshwright.models import OFFLOAD
 from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
-from meshwright.planner.candidates import with_strategy
-from meshwright.planner.kernels import plain_attention
-from meshwright.planner.parts import (
-    LANES,
-    SUBLANES,
-    item_bytes,
-    mlp_chunks,
-    sequences,
-    splits_of,
-    strategy_of,
-    vocab,
-)
-from meshwright.planner.result import Choice, Job
+from meshwright.planner.attention import plain_attention, splits_of, strategy_of, with_strategy
 from meshwright.planner.sizes import ModelSizes, StackSizes
 from meshwright.planner.terms import MakeNumber, Number, plain
+from meshwright.planner.workload import Choice, Workload
 
+LANES = 128  # a TPU's arrays are this wide at least: a last dim of 64 takes the room of 128
+SUBLANES = 8  # and the dim before it is a multiple of this
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int8": 1}
 IN_FLIGHT = 2  # layers whose offloaded inputs are on the device: one computes, one is sent
 
 
 class Device:
-    """A device's share of a job: sizes as numbers or, to be printed, as terms."""
+    """A device's share of a workload: sizes as numbers or, to be printed, as terms."""
 
-    def __init__(
-        self, job: Job, choice: Choice, machine: Machine, number: MakeNumber = plain
-    ) -> None:
-        if choice.strategy == "auto":
-            choice = with_strategy(job, choice, machine)
-        self.job, self.choice, self.machine, self.number = job, choice, machine, number
-        self.sizes = sizes = job.sizes
-        self.is_tpu, self.strategy = machine.is_tpu, strategy_of(job, choice)
-        self.stored = number(item_bytes(job.param_dtype), "bytes")
-        self.moment = number(item_bytes(job.moments_dtype), "bytes")  # of an optimizer
-        self.used = number(item_bytes(job.dtype), "bytes")
+    def __init__(self, workload: Workload, choice: Choice, number: MakeNumber = plain) -> None:
+        if choice.context_parallel == "auto":
+            choice = with_strategy(workload, choice)
+        self.workload, self.choice, self.number = workload, choice, number
+        self.machine = machine = workload.machine
+        self.sizes = sizes = workload.sizes
+        self.is_tpu, self.strategy = machine.is_tpu, strategy_of(workload, choice)
+        self.stored = number(ITEM_BYTES[workload.param_dtype], "bytes")
+        self.moment = number(ITEM_BYTES[workload.moments_dtype], "bytes")  # of an optimizer
+        self.used = number(ITEM_BYTES[workload.dtype], "bytes")
         self.float32 = number(4, "bytes")
         self.cached = number(1, "bytes") if choice.cache else self.used  # in a KV cache
-        self.tp = number(choice.size("tp"), name="tp")
-        split = choice.size("tp", "fsdp", "sp")
+        self.tp = number(choice.tensor, name="tp")
+        split = choice.shards * choice.tensor
         self.devices = number(split, "devices")
-        self.is_sharded = choice.size("fsdp", "sp") > 1
-        self.casts = item_bytes(job.param_dtype) != item_bytes(job.dtype)
+        self.is_sharded = choice.shards > 1
+        self.casts = ITEM_BYTES[workload.param_dtype] != ITEM_BYTES[workload.dtype]
         # a GPU's compiler frees a layer's cast weights as its gradients come, but in a loop, or if
         # gradients are sent
-        is_loop = job.scan or choice.remat == OFFLOAD
+        is_loop = workload.scan or choice.remat == OFFLOAD
         alone = machine.chip.platform == "gpu" and split * choice.size("dp") == 1
         self.frees_by_layer = alone and self.casts and not is_loop
         self.embed = number(sizes.embed)
-        self.vocab = number(vocab(job, choice))
-        self.sequences = sequences(job, choice)
+        self.padded_vocab = round_up(workload.model.vocab, choice.tensor)  # in memory
+        self.vocab = number(self.padded_vocab)
+        # of a micro-batch
+        self.sequences = workload.batch // (choice.data_ranks * choice.accumulation)
         # a CPU's memory is the host's
         self.offloads = choice.remat == OFFLOAD and machine.chip.platform != "cpu"
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, those that meet the LM head."""
+        return self.sequences * (self.workload.lengths["tokens"] // self.choice.context)
+
+    @property
+    def loss_chunks(self) -> tuple[int, int]:
+        """How many chunks of tokens the loss takes, and the tokens of one."""
+        size = min(self.workload.config.loss.chunk, self.tokens)
+        return math.ceil(self.tokens / size), size
 
     @property
     def table(self) -> Number:
         """The embedding or the LM head, all-gathered."""
         return self.vocab * self.embed / self.tp
-
-    @property
-    def saves_attention(self) -> bool:
-        """Whether the remat policy saves attention's output."""
-        return "attention" in self.job.remat[self.choice.remat]
 
 
 class DeviceStack:
@@ -80,12 +78,15 @@ class DeviceStack:
         self.weights = number(sizes.weights)
         self.gradient_weights = number(sizes.gradient_weights)  # of a layer
         self.attention_weights = number(sizes.attention_weights)
-        self.length = device.job.lengths[sizes.field] // choice.size("sp")
+        self.length = device.workload.lengths[sizes.field] // choice.context
         self.tokens = number(device.sequences * self.length, "tokens")
 
-    @functools.cached_property
-    def _saved_layer(self) -> Number:
-        return self._saved_by_layer()
+    @property
+    def mlp_chunks(self) -> int:
+        """In how many chunks the mlp takes its tokens: as ops.chunks cuts them."""
+        chunk = self.device.choice.mlp_chunk
+        least = math.ceil(self.length / chunk) if chunk else 1
+        return next(n for n in divisors(self.length) if n >= least) if chunk else 1
 
     @property
     def offloaded(self) -> Number:
@@ -122,16 +123,17 @@ class DeviceStack:
         """Bytes of the residual stream."""
         return self.device.used * self.tokens * self.device.embed
 
-    def _saved_by_layer(self) -> Number:
+    @functools.cached_property
+    def _saved_layer(self) -> Number:
         """Bytes that a layer saves for the backward pass."""
         device, choice = self.device, self.device.choice
         groups = _saved_numbers(
-            device.sizes, self.index, device.job.remat[choice.remat], choice.size("tp"),
+            device.sizes, self.index, device.workload.remat[choice.remat], choice.tensor,
             choice.sequence_parallel, self._stored_by,
         )  # fmt: skip
         each: Number = 0
         for field, multiple, numbers, lse in groups:
-            length = round_up(device.job.lengths[field] // choice.size("sp"), multiple)
+            length = round_up(device.workload.lengths[field] // choice.context, multiple)
             of_token = device.used * device.number(numbers)
             if lse:
                 of_token = of_token + device.float32 * device.number(lse)
@@ -144,7 +146,7 @@ class DeviceStack:
         device, total = self.device, 0
         if not self.sizes.is_biased:
             return 0
-        for stack, attention, split in splits_of(device.job, device.choice):
+        for stack, attention, split in splits_of(device.workload, device.choice):
             if stack is self.sizes and attention.biased:
                 heads = device.number(split.heads, "heads")
                 queries = device.number(split.part, "queries")
@@ -158,7 +160,7 @@ class DeviceStack:
         device = self.device
         if not device.is_tpu:
             return tuple(_AS_IS for block in self.sizes.blocks if block.attention)
-        slow = plain_attention(device.job, device.choice, device.machine)
+        slow = plain_attention(device.workload, device.choice)
         plain = [attention for stack, attention, _ in slow if stack is self.sizes]
         return tuple(
             _LENGTH_LAST if block.attention in plain else _FUSED
@@ -169,8 +171,7 @@ class DeviceStack:
     def working(self, arrays: int) -> Number:
         """Bytes that a layer's backward pass computes with: activations and their gradients."""
         device = self.device
-        chunks = mlp_chunks(self.length, device.choice)
-        mlp = device.number(self.sizes.mlp.inner / device.choice.size("tp") / chunks)
+        mlp = device.number(self.sizes.mlp.inner / device.choice.tensor / self.mlp_chunks)
         return device.used * self.tokens * (arrays * mlp + 4 * device.embed)
 
     @property
@@ -195,12 +196,12 @@ class DeviceStack:
         """Bytes of scores, attention weights and their gradients, in attention by plain JAX."""
         device, choice = self.device, self.device.choice
         largest: Number = 0
-        for stack, _, split in plain_attention(device.job, choice, device.machine):
+        for stack, _, split in plain_attention(device.workload, choice):
             if stack is not self.sizes:
                 continue
             ring = device.strategy in ("ring", "allgather")
             keys = split.part if ring else split.keys or split.length
-            heads = split.heads / (choice.size("sp") if device.strategy == "ulysses" else 1)
+            heads = split.heads / (choice.context if device.strategy == "ulysses" else 1)
             numbers = device.number(device.sequences, "sequences") * device.number(
                 min(PLAIN_QUERIES, split.part if ring else split.length), "queries"
             )
@@ -218,7 +219,7 @@ class DeviceStack:
             case "ring":  # and the sums over ring steps, forward or backward, in float32
                 return (2 * used + 3 * float32) * keys + 5 * float32 * queries
             case "allgather":
-                return (used + float32) * keys * device.number(device.choice.size("sp"), name="sp")
+                return (used + float32) * keys * device.number(device.choice.context, name="sp")
             case "ulysses":
                 return 3 * used * queries
             case _:

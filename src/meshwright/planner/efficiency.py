@@ -36,7 +36,7 @@ FP8_GPU = {2048: 1.38, 4096: 1.59}
 
 # ---- attention, of the peak; causal, forward and backward together
 
-# measured: H200, cuDNN, by the count of DecoderConfig.flops_per_token. head_dim 64: 235 TFLOP/s at
+# measured: H200, cuDNN, by the count of ModelFamily.flops. head_dim 64: 235 TFLOP/s at
 # 2K tokens (28 ms), 309 at 8K (171 ms); head_dim 128: 550 at 128K if its count is 7 for our 6. Our
 # own kernels, which Hopper GPUs take for 64 now, are a tenth faster; not measured within a step
 ATTENTION_GPU = {64: 0.35, 128: 0.48}

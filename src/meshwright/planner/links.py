@@ -1,8 +1,10 @@
-"""What the devices along mesh axes are connected by, and how fast that is.
+"""Which part of a machine each mesh axis gets, what connects the devices along axes, how fast.
 
 >>> from meshwright.machines import Machine
->>> from meshwright.planner.shares import place_axes
->>> link = over(place_axes(Machine.parse("v5p:4x4x8"), (1, 16, 8, 1)), ("fsdp",))
+>>> placement = place_axes(Machine.parse("v5p:4x4x8"), {"fsdp": 16, "tp": 8})
+>>> placement.shares
+((4, 4, 1, 1), (1, 1, 8, 1))
+>>> link = over(placement, ("fsdp",))
 >>> link.words, link.bandwidth / 1e9
 ('ICI x4+y4, closed', 360.0)
 
@@ -14,11 +16,18 @@ their links.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Mapping
 
+from meshwright.arithmetic import divisors
 from meshwright.machines import Machine
+from meshwright.meshes import axes_across_slices
 from meshwright.planner import efficiency
-from meshwright.planner.shares import AXES, Placement
+
+Share = tuple[int, ...]  # of one axis, along x, y, z and core, or host and GPU
+Shares = tuple[Share, ...]  # one share an axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +44,7 @@ class Link:
     stages: "tuple[Link, Link] | None" = None  # within a slice, and between slices
 
     def seconds(self, operation: str, size: float) -> float:
-        """Of one collective of `size` bytes: of the whole array, as Transfer.bytes counts."""
+        """Of one collective of `size` bytes: of the whole array, as Collective.bytes counts."""
         n = self.devices
         if self.stages is not None and operation in WITHIN_SLICES:
             within, between = self.stages
@@ -61,22 +70,33 @@ WITHIN_SLICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def over(laid: Placement, axes: tuple[str, ...]) -> Link:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """Axes on a machine: how each divides x, y, z and core (or host and GPU), and slices.
+
+    There is one for each machine and sizes, so it is told from others by identity.
+    """
+
+    machine: Machine
+    axes: tuple[str, ...]
+    shares: Shares
+    across: tuple[int, ...]  # of each axis, how many slices it spans
+    links: dict[tuple[str, ...], Link] = dataclasses.field(default_factory=dict)  # found so far
+
+
+def over(placement: Placement, axes: tuple[str, ...]) -> Link:
     """The link between the devices along these axes together."""
-    found: Link | None = laid.links.get(axes)
-    if found is None:
-        found = laid.links[axes] = _over(laid, tuple(AXES.index(axis) for axis in axes))
-    return found
+    if axes not in placement.links:
+        numbers = tuple(placement.axes.index(axis) for axis in axes)
+        far = math.prod(placement.across[axis] for axis in numbers)
+        link = _on_torus if placement.machine.is_tpu else _on_hosts
+        near = link(placement, numbers)
+        placement.links[axes] = near if far == 1 else _across_slices(near, far, placement.machine)
+    return placement.links[axes]
 
 
-def _over(laid: Placement, axes: tuple[int, ...]) -> Link:
-    far = math.prod(laid.across[axis] for axis in axes)
-    near = _on_torus(laid, axes) if laid.machine.is_tpu else _on_hosts(laid, axes)
-    return near if far == 1 else _across_slices(near, far, laid.machine)
-
-
-def _on_torus(laid: Placement, axes: tuple[int, ...]) -> Link:
-    machine, shares = laid.machine, laid.shares
+def _on_torus(placement: Placement, axes: tuple[int, ...]) -> Link:
+    machine, shares = placement.machine, placement.shares
     *sides, _ = machine.slice_shape
     one = machine.chip.link_bandwidth
     bandwidth = neighbour = 0.0
@@ -100,7 +120,7 @@ def _on_torus(laid: Placement, axes: tuple[int, ...]) -> Link:
         hops += reach // 2 if round_about else reach - apart
         words.append(f"{machine.grid_names[dim]}{extent}")
         closed = closed and round_about
-    cores = math.prod(shares[axis][3] for axis in axes)
+    cores = math.prod(shares[axis][-1] for axis in axes)
     devices = math.prod(math.prod(shares[axis]) for axis in axes)
     if not words:  # between the cores of a chip: through its memory
         between_cores = machine.chip.memory_bandwidth / machine.chip.cores_per_chip / 2
@@ -113,11 +133,11 @@ def _on_torus(laid: Placement, axes: tuple[int, ...]) -> Link:
     return dataclasses.replace(link, crossing=max(1.0, longest / 4 * devices / (devices - 1)))
 
 
-def _on_hosts(laid: Placement, axes: tuple[int, ...]) -> Link:
-    machine = laid.machine
+def _on_hosts(placement: Placement, axes: tuple[int, ...]) -> Link:
+    machine = placement.machine
     chip = machine.chip
-    hosts = math.prod(laid.shares[axis][0] for axis in axes)
-    inside = math.prod(laid.shares[axis][1] for axis in axes)
+    hosts = math.prod(placement.shares[axis][0] for axis in axes)
+    inside = math.prod(placement.shares[axis][1] for axis in axes)
     fast = chip.link_bandwidth * chip.links
     name = "NVLink" if chip.links > 1 else "PCIe" if chip.platform == "gpu" else "memory"
     devices = hosts * inside
@@ -178,4 +198,95 @@ def _link(
             hops = max(1, hops.bit_length())  # trees between hosts
     return Link(
         words, network, devices, bandwidth, neighbour, usable, start + hops * each, start + each
+    )
+
+
+def place_axes(machine: Machine, sizes: Mapping[str, int]) -> Placement:
+    """The shares of axes of these sizes, in the mesh's order.
+
+    meshwright.mesh places devices; here the same answer comes without any, for machines of
+    thousands of chips and hundreds of meshes. Tests hold both together. Not the same: slices of 4
+    or 8 chips and all of v2 and v3, which jax orders by hand; here they are laid out like the
+    others.
+    """
+    return placement_of(machine, tuple(sizes.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def placement_of(machine: Machine, axes: tuple[tuple[str, int], ...]) -> Placement:
+    names, sizes = zip(*axes, strict=True)
+    across = tuple(axes_across_slices(sizes, machine.slices))
+    within = tuple(size // far for size, far in zip(sizes, across, strict=True))
+    if machine.is_tpu:
+        box = machine.slice_shape
+        shares = _whole_dims(within, box) or _split_dims(within, box)
+    else:
+        shares = _in_listed_order(within, machine.grid)
+    return Placement(machine, names, shares, across)
+
+
+def _in_listed_order(sizes: tuple[int, ...], grid: tuple[int, ...]) -> Shares:
+    """GPUs and CPUs in the order listed: the last axes inside a host."""
+    left = grid[1]
+    found: list[Share] = []
+    for size in reversed(sizes):
+        inside = math.gcd(size, left)
+        left //= inside
+        found.append((size // inside, inside))
+    return tuple(reversed(found))
+
+
+def _whole_dims(sizes: tuple[int, ...], box: Share) -> Shares | None:
+    """The last axis first, each on as many whole dims as make up its size."""
+    free = list(box)
+    found: list[Share] = []
+    for size in reversed(sizes):
+        share = [1] * len(box)
+        if size > 1:
+            combinations = (
+                dims
+                for many in range(len(box), 0, -1)
+                for dims in itertools.combinations(range(len(box)), many)
+                if math.prod(free[dim] for dim in dims) == size
+            )
+            chosen = next(combinations, None)
+            if chosen is None:
+                return None
+            for dim in chosen:
+                share[dim], free[dim] = free[dim], 0
+        found.append(tuple(share))
+    return tuple(reversed(found))
+
+
+def _split_dims(sizes: tuple[int, ...], box: Share) -> Shares:
+    """The last axis first, each on the best part of what is left: whole dims before parts."""
+    used = [1] * len(box)
+    found: list[Share] = []
+    for size in reversed(sizes):
+        left = tuple(side // taken for side, taken in zip(box, used, strict=True))
+        chosen = max(
+            _shares_of(size, left), key=functools.partial(_worth, box=box, used=tuple(used))
+        )
+        used = [taken * n for taken, n in zip(used, chosen, strict=True)]
+        found.append(chosen)
+    return tuple(reversed(found))
+
+
+def _worth(share: Share, box: Share, used: Share) -> tuple[object, ...]:
+    """Whole dims, then many of them, then parts of dims that others have begun."""
+    whole = [n for n, side in zip(share, box, strict=True) if n == side]
+    begun = [n for n, taken in zip(share, used, strict=True) if taken > 1]
+    return math.prod(whole), sum(n > 1 for n in whole), math.prod(begun), share
+
+
+@functools.lru_cache(maxsize=65536)
+def _shares_of(size: int, box: Share) -> tuple[Share, ...]:
+    """Every share of this size that divides a box."""
+    if not box:
+        return ((),) if size == 1 else ()
+    return tuple(
+        (first, *rest)
+        for first in divisors(box[0])
+        if size % first == 0
+        for rest in _shares_of(size // first, box[1:])
     )

@@ -1,4 +1,4 @@
-"""Choose a mesh: every way to run a job on a machine, ranked, with reasons.
+"""Choose a mesh: every way to run a workload on a machine, ranked, with reasons.
 
 >>> best = plan("llama-3.1-8b", "v5p:4x4x4", batch=256, seq=4096)
 >>> best.mesh
@@ -18,19 +18,24 @@ from meshwright.machines import Machine, largest_slice, squarest
 from meshwright.models import family_of, model_config, what_fits
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
-from meshwright.planner import constraints
-from meshwright.planner.constraints import Constraints
+from meshwright.planner.attention import slow_attention
+from meshwright.planner.constraints import Constraints, constraints_of, parse
 from meshwright.planner.efficiency import told_to_overlap
-from meshwright.planner.kernels import slow_attention
-from meshwright.planner.largest import largest_batch, largest_seq
-from meshwright.planner.parts import padding
-from meshwright.planner.reason import bound_and_reason
-from meshwright.planner.result import Choice, Estimate, Job, Plan, Refusal
-from meshwright.planner.schedules import fsdp2
-from meshwright.planner.search import Candidate, RankBy, feasible, search, why_not
+from meshwright.planner.memory import largest_batch, largest_seq
+from meshwright.planner.result import Estimate, Plan, Refusal
+from meshwright.planner.search import (
+    Candidate,
+    RankBy,
+    allowed_meshes,
+    feasible,
+    search,
+    why_not,
+)
 from meshwright.planner.serving import search_serving, serves
-from meshwright.planner.settings import constraints_of, job_of, setting_name
+from meshwright.planner.time import bound_and_reason
+from meshwright.planner.workload import Choice, Workload, setting_name
 from meshwright.present import count
+from meshwright.serving import EngineConfig
 from meshwright.training import AUTO, TrainConfig, check_length, with_settings
 
 RANK_BY = ("throughput", "latency", "memory")
@@ -75,10 +80,11 @@ def plan(
     _check_kind(config, kind, named)
     limits = constraints_of(config, named)
     if mesh is not None:
-        limits = dataclasses.replace(limits, limits=constraints.parse(mesh).limits)
+        limits = dataclasses.replace(limits, limits=parse(mesh).limits)
     limits = dataclasses.replace(limits, fixed={**limits.fixed, **engine})
     model = None if isinstance(model, str | TrainConfig) else model
-    made = plan_config(config, machine, limits, model=model, kind=kind, rank_by=rank_by)
+    served = EngineConfig() if kind == "serve" else None
+    made = plan_config(config, machine, limits, model=model, engine=served, rank_by=rank_by)
     return dataclasses.replace(made, cost_per_hour=cost_per_hour)
 
 
@@ -101,39 +107,38 @@ def plan_config(
     limits: Constraints,
     *,
     model: Any = None,
-    kind: Literal["train", "serve"] = "train",
+    engine: EngineConfig | None = None,
     rank_by: RankBy = "throughput",
 ) -> Plan:
-    """Every mesh within the limits for these settings, ranked; `model` as in `job_of`."""
+    """Every mesh within the limits for these settings, ranked; `model` as in `Workload.of`."""
     model = model_config(config.model) if model is None else model
-    job = job_of(config, machine, model, kind)
-    if kind == "train" and not family_of(job.model).longer(job.model, job.seq):
-        check_length(config, job.model)
-    if job.backend == "torch":
-        fsdp2.check_backend(job, machine)
-        limits = Constraints(fsdp2.data_axis(limits.limits), fsdp2.micro_batches(job, limits.fixed))
-    remat, policies = limits.fixed.get("remat"), job.remat
+    workload = Workload.of(config, machine, model, engine)
+    if engine is None and not family_of(workload.model).longer(workload.model, workload.seq):
+        check_length(config, workload.model)
+    workload.schedule.check(workload)
+    limits = workload.schedule.narrowed(workload, limits)
+    remat, policies = limits.fixed.get("remat"), workload.remat
     if remat is not None and remat not in policies:
         raise MeshwrightError(f"remat={remat!r} is not a policy{did_you_mean(remat, policies)}")
-    if kind == "serve":
-        estimates, refused = search_serving(job, machine, limits, rank_by)
+    if engine is not None:
+        estimates, refused = search_serving(workload, limits, rank_by)
     else:
-        found, refused = search(job, machine, limits, rank_by)
+        found, refused = search(workload, limits, rank_by)
         estimates = [_estimate(one) for one in found]
     if not estimates:
-        raise MeshwrightError(_nothing(job, machine, limits, refused))
+        raise MeshwrightError(_nothing(workload, limits, refused))
     best = estimates[0].choice
     return Plan(
         config=config,
         model=model,
-        kind=kind,
+        engine=engine,
         machine=machine,
         rank_by=rank_by,
         ranked=tuple(estimates),
         refused=tuple(refused),
-        largest_batch=largest_batch(job, best, machine),
-        largest_seq=largest_seq(job, best, machine),
-        warnings=_warnings(job, machine),
+        largest_batch=largest_batch(workload, best),
+        largest_seq=largest_seq(workload, best),
+        warnings=_warnings(workload),
     )
 
 
@@ -203,29 +208,29 @@ def _check_question(rank_by: str, kind: str, cost_per_hour: float | None) -> Non
         )
 
 
-def _warnings(job: Job, machine: Machine) -> tuple[str, ...]:
-    """What would keep a job from running as it is."""
+def _warnings(workload: Workload) -> tuple[str, ...]:
+    """What would keep a workload from running as it is."""
     found = []
-    longest = job.model.max_seq
-    if job.overlap and not told_to_overlap(machine.chip):
+    longest = workload.model.max_seq
+    machine = workload.machine
+    if workload.overlap and not told_to_overlap(machine.chip):
         found.append(
             f"overlap changes nothing on {machine.chip.name}: "
             + ("it overlaps by itself" if machine.is_tpu else "it is for TPUs")
         )
-    said = f"seq={job.seq:,} is longer than the model's {longest:,} tokens"
-    if job.seq > longest and job.kind == "serve":
+    said = f"seq={workload.seq:,} is longer than the model's {longest:,} tokens"
+    if workload.seq > longest and workload.kind == "serve":
         found.append(f"{said}; weights made for longer sequences are needed")
-    elif job.seq > longest:
-        changes = " ".join(family_of(job.model).longer(job.model, job.seq))
+    elif workload.seq > longest:
+        changes = " ".join(family_of(workload.model).longer(workload.model, workload.seq))
         found.append(f"{said}; train needs --override {changes}, as in the commands below")
     return tuple(found)
 
 
 def _estimate(one: Candidate) -> Estimate:
-    timing, job, machine = one.timing, one.step.job, one.step.machine
-    peak = machine.chip.bf16_flops / machine.chip.cores_per_chip
+    timing, workload = one.timing, one.step.workload
     bound, reason = bound_and_reason(one.choice, timing)
-    slow = slow_attention(job, one.choice, machine)
+    slow = slow_attention(workload, one.choice)
     if slow is not None:
         reason += f"; attention in the slower kernel {slow[0]} ({slow[1]})"
     host = timing.seconds.get("waiting for the host", 0.0)
@@ -233,95 +238,79 @@ def _estimate(one: Candidate) -> Estimate:
         reason += f"; {100 * host / timing.step:.0f}% waits for activations in the host's memory"
     if one.memory.tight:
         reason += f"; tight: {100 * one.memory.total / one.memory.limit:.0f}% of memory"
-    if (padded := padding(job, one.choice)) is not None:
+    if (padded := one.step.padding) is not None:
         reason += f"; {padded}"
-    return Estimate(
-        choice=one.choice,
-        memory=one.memory,
-        flops=timing.work.flops,
-        computed_flops=timing.work.computed,
-        memory_bytes=timing.work.memory_bytes,
-        collectives=timing.collectives,
-        seconds=timing.seconds,
-        step_seconds=timing.step,
-        mfu=timing.work.flops / timing.step / peak,
-        bound=bound,
-        reason=reason,
-        group=one.group,
-    )
+    return one.estimate(bound, reason)
 
 
-def _nothing(
-    job: Job,
-    machine: Machine,
-    limits: Constraints,
-    refused: list[Refusal],
-) -> str:
+def _nothing(workload: Workload, limits: Constraints, refused: list[Refusal]) -> str:
     """Why there is no mesh, and how many devices would be needed."""
-    name = job.name or "the model"
+    machine, axes = workload.machine, workload.schedule.axes
+    name = workload.config.model or "the model"
     within = f" within '{limits}'" if limits.limits else ""
-    what = f"{name} with batch={job.batch}, seq={job.seq} on '{machine}'"
+    what = f"{name} with batch={workload.batch}, seq={workload.seq} on '{machine}'"
     if not refused:
         return (
             f"no mesh of {count(machine.num_devices, 'device')} lies{within}: the sizes of "
-            f"{'dp, fsdp and tp' if job.backend == 'torch' else 'dp, fsdp, tp and sp'} must "
-            "multiply to that" + (", and fsdp=1 is left out" if job.backend == "torch" else "")
+            f"{', '.join(axes[:-1])} and {axes[-1]} must multiply to that"
         )
     accumulation = limits.fixed.get("accumulation", 1)
-    if job.batch % accumulation:
+    if workload.batch % accumulation:
         return (
-            f"accumulation={accumulation} does not divide batch={job.batch}: every micro-batch has "
-            f"as many sequences; {_proposal(job, machine, limits, refused[0].choice)}"
+            f"accumulation={accumulation} does not divide batch={workload.batch}: every "
+            f"micro-batch has as many sequences; {_proposal(workload, limits, refused[0].choice)}"
         )
     too_large = [(one.memory.total, i, one) for i, one in enumerate(refused) if one.memory]
     if not too_large:
         whys = {one.why: one.choice.mesh for one in reversed(refused)}
         some = "; ".join(f"'{mesh}': {why}" for why, mesh in list(whys.items())[:3])
-        fits = _proposal(job, machine, limits, refused[0].choice)
+        fits = _proposal(workload, limits, refused[0].choice)
         return f"no mesh{within} can run {what}: {some}; {fits}"
     nearest = min(too_large)[2]
     said = f"{what} fits on no mesh{within}: the nearest, '{nearest.choice.mesh}', {nearest.why}"
-    larger = _larger_that_fits(job, machine, limits)
+    larger = _larger_that_fits(workload, limits)
     if larger is None:
         return f"{said}; nor does it on {MOST_DEVICES:,} devices of that chip"
     return f"{said}; {count(larger.num_devices, 'device')} would do: '{larger}'"
 
 
-def _proposal(job: Job, machine: Machine, limits: Constraints, refused: Choice) -> str:
+def _proposal(workload: Workload, limits: Constraints, refused: Choice) -> str:
     """What would fit: a mesh outside of the limits, or another batch or length."""
     if limits.limits:
-        unlimited = _first_that_fits(job, machine, Constraints(fixed=limits.fixed))
+        unlimited = _first_that_fits(workload, Constraints(fixed=limits.fixed))
         if unlimited is not None:
             return f"mesh '{unlimited.mesh}' would fit"
 
     def refuses(mesh_shape: Mapping[str, int], batch: int, seq: int) -> bool:
         mesh = Choice.of(**mesh_shape)
-        changed = dataclasses.replace(job, batch=batch, seq=seq)
-        return not limits.allows(mesh) or not _fits_on(changed, mesh, machine, limits)
+        changed = workload.resized(batch, seq)
+        return not limits.allows(mesh) or not _fits_on(changed, mesh, limits)
 
     accumulation = limits.fixed.get("accumulation", 1)
-    return what_fits(refused.sizes, job.batch, job.seq, refuses, accumulation)
+    return what_fits(refused.sizes, workload.batch, workload.seq, refuses, accumulation)
 
 
-def _first_that_fits(job: Job, machine: Machine, limits: Constraints) -> Choice | None:
+def _first_that_fits(workload: Workload, limits: Constraints) -> Choice | None:
     """A mesh within the limits that fits, the plainest first."""
-    allowed = filter(limits.allows, job.schedule.meshes(machine.num_devices))
-    return next((mesh for mesh in allowed if _fits_on(job, mesh, machine, limits)), None)
+    allowed = allowed_meshes(workload, limits)
+    return next((mesh for mesh in allowed if _fits_on(workload, mesh, limits)), None)
 
 
-def _fits_on(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> bool:
+def _fits_on(workload: Workload, mesh: Choice, limits: Constraints) -> bool:
     """Whether a mesh passes every check of a plan, memory last."""
-    if job.kind == "serve":
-        return serves(job, mesh, machine, limits)
-    if why_not(job, mesh, machine, limits) is not None:
+    if workload.kind == "serve":
+        return serves(workload, mesh, limits)
+    if why_not(workload, mesh, limits) is not None:
         return False
-    return bool(feasible(job, mesh, machine, limits)[0])
+    return bool(feasible(workload, mesh, limits)[0])
 
 
-def _larger_that_fits(job: Job, machine: Machine, limits: Constraints) -> Machine | None:
+def _larger_that_fits(workload: Workload, limits: Constraints) -> Machine | None:
     """The first machine of the same chip, doubled and doubled again, on which some mesh fits."""
-    every = _larger(machine)
-    return next((one for one in every if _first_that_fits(job, one, limits) is not None), None)
+    for larger in _larger(workload.machine):
+        if _first_that_fits(dataclasses.replace(workload, machine=larger), limits) is not None:
+            return larger
+    return None
 
 
 def _larger(machine: Machine) -> Iterator[Machine]:

@@ -1,40 +1,44 @@
-"""The best way to run a job on each mesh: remat, micro-batches, what tp splits, chunks of the mlp.
+"""The best way to run on each mesh: remat, micro-batches, what tp splits, chunks of the mlp.
 
 For every mesh the fewest micro-batches that fit are taken for each kind of remat, since each more
 costs another round of all-gathers; of these the fastest is kept, or one with fewer micro-batches
-whose time cannot be told from those of its group (planner/ranking.py). A way that leaves memory's
-reserve free is taken before a faster one that does not.
+whose time cannot be told from those of its group. A way that leaves memory's reserve free is taken
+before a faster one that does not.
+
+The order of choices is no finer than their times are known. The fastest and all within UNCERTAINTY
+of it are one group; the fastest of the rest begins the next. Inside a group the simplest comes
+first. Choices that need some of memory's reserve come after all others, in groups of their own.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
 
 from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError
-from meshwright.machines import Machine
 from meshwright.models import OFFLOAD
-from meshwright.planner.candidates import strategies, with_strategy
+from meshwright.planner.attention import strategies, with_strategy
 from meshwright.planner.constraints import Constraints
-from meshwright.planner.largest import offers_offload
-from meshwright.planner.memory import memory
-from meshwright.planner.parts import length
-from meshwright.planner.ranking import groups, simplicity
-from meshwright.planner.result import Choice, Job, Memory, Refusal
+from meshwright.planner.memory import memory, offers_offload
+from meshwright.planner.result import Estimate, Memory, Refusal, Serving
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import StepTime, step_time
+from meshwright.planner.workload import Choice, Workload
 from meshwright.present import count
 
 LONG = 16384  # tokens of a sequence on a device from which the mlp is tried in chunks
 CHUNK = 4096
 TRY_ALL = 512  # devices up to which every strategy of attention is tried; beyond, auto's is taken
 RankBy = Literal["throughput", "latency", "memory"]
+Item = TypeVar("Item")
+# of a predicted step time: how far it is from published and compiled steps (docs/plan/plan.md)
+UNCERTAINTY = 0.10
 
 
 @dataclasses.dataclass
 class Candidate:
-    """A way to run a job on a mesh."""
+    """A way to run a workload on a mesh."""
 
     step: StepModel
     memory: Memory
@@ -52,29 +56,71 @@ class Candidate:
     def seconds(self) -> float:
         return self.timing.step
 
+    def fits(self, reserve: bool) -> bool:
+        """Whether it fits, and leaves the reserve free where that is wanted."""
+        return self.memory.fits and not (reserve and self.memory.tight)
+
+    def estimate(self, bound: str, reason: str, serving: Serving | None = None) -> Estimate:
+        """What it would cost, with what bounds it and why."""
+        timing, work, chip = self.timing, self.step.work, self.step.machine.chip
+        return Estimate(
+            choice=self.choice,
+            memory=self.memory,
+            flops=work.flops,
+            computed_flops=work.computed,
+            memory_bytes=work.memory_bytes,
+            collectives=timing.collectives,
+            seconds=timing.seconds,
+            step_seconds=timing.step,
+            mfu=work.flops / timing.step / (chip.bf16_flops / chip.cores_per_chip),
+            bound=bound,
+            reason=reason,
+            group=self.group,
+            serving=serving,
+        )
+
     @property
     def working_seconds(self) -> float:
         """Seconds of a step that waits for no link."""
         return sum(self.step.work.seconds.values())
 
 
+def groups(
+    items: Iterable[Item], seconds: Callable[[Item], float], memory: Callable[[Item], Memory]
+) -> list[tuple[float, Sequence[Item]]]:
+    """The items in groups, the fastest first; with each, the longest time that belongs to it."""
+    found: list[tuple[float, list[Item]]] = []
+    for item in sorted(items, key=lambda one: (memory(one).tight, seconds(one))):
+        bound, members = found[-1] if found else (0.0, [item])
+        if seconds(item) <= bound and memory(item).tight == memory(members[0]).tight:
+            members.append(item)
+        else:
+            found.append(((1 + UNCERTAINTY) * seconds(item), [item]))
+    return list(found)
+
+
+def simplicity(choice: Choice, memory: Memory) -> tuple[int, int, int, int]:
+    """For an order: the fewest axes, micro-batches and settings, then the least memory."""
+    axes = sum(size > 1 for size in choice.sizes.values())
+    settings = choice.sequence_parallel + bool(choice.mlp_chunk)
+    return axes, choice.accumulation, settings, memory.total
+
+
 def search(
-    job: Job,
-    machine: Machine,
-    limits: Constraints,
-    rank_by: RankBy,
+    workload: Workload, limits: Constraints, rank_by: RankBy
 ) -> tuple[list[Candidate], list[Refusal]]:
     """Every mesh that fits, the best first, and every one that does not, with why."""
     found: list[Candidate] = []
     refused: list[Refusal] = []
     ways: dict[str, list[Candidate]] = {}
-    for mesh, why in allowed_meshes(job, machine, limits):
+    for mesh in allowed_meshes(workload, limits):
+        why = why_not(workload, mesh, limits)
         if why is not None:
             refused.append(Refusal(mesh, why))
             continue
-        fits, least = feasible(job, mesh, machine, limits, rank_by == "memory")
+        fits, least = feasible(workload, mesh, limits, rank_by == "memory")
         if not fits:
-            why = _indivisible(job, mesh, limits.fixed.get("accumulation", 1))
+            why = _indivisible(workload, mesh, limits.fixed.get("accumulation", 1))
             refused.append(_too_large(least) if least else Refusal(mesh, why))
         elif rank_by == "memory":
             found.append(min(fits, key=lambda one: one.memory.total))
@@ -97,11 +143,9 @@ def search(
 
 def _different(fits: list[Candidate]) -> list[Candidate]:
     """Drop choices with the same number of micro-batches but stronger remat: they are slower."""
-    alike: dict[tuple[object, ...], Candidate] = {}
+    alike: dict[Choice, Candidate] = {}
     for one in fits:  # of one mesh
-        choice = one.choice
-        rest = choice.accumulation, choice.sequence_parallel, choice.strategy, choice.mlp_chunk
-        alike.setdefault(rest, one)
+        alike.setdefault(dataclasses.replace(one.choice, remat=""), one)
     return list(alike.values())
 
 
@@ -123,31 +167,27 @@ def _fastest(ways: list[Candidate]) -> Candidate:
     return first
 
 
-def allowed_meshes(
-    job: Job, machine: Machine, limits: Constraints
-) -> Iterator[tuple[Choice, str | None]]:
-    """The meshes within the limits, each with why it cannot be."""
-    for mesh in filter(limits.allows, job.schedule.meshes(machine.num_devices)):
-        yield mesh, why_not(job, mesh, machine, limits)
+def allowed_meshes(workload: Workload, limits: Constraints) -> Iterator[Choice]:
+    """The meshes within the limits."""
+    return filter(limits.allows, workload.schedule.meshes(workload.machine.num_devices))
 
 
-def why_not(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> str | None:
+def why_not(workload: Workload, mesh: Choice, limits: Constraints) -> str | None:
     """Why a mesh cannot be, whatever the memory; None if it can."""
     parallel = limits.fixed.get("sequence_parallel", False)
     asked = dataclasses.replace(mesh, sequence_parallel=True) if parallel else mesh
-    why = job.schedule.refusal(job, asked)
+    why = workload.schedule.refusal(workload, asked)
     if why is None:
         try:
-            _strategies(job, mesh, machine, limits)
+            _strategies(workload, mesh, limits)
         except MeshwrightError as reason:
             why = str(reason)
     return why
 
 
 def feasible(
-    job: Job,
+    workload: Workload,
     mesh: Choice,
-    machine: Machine,
     limits: Constraints,
     smallest: bool = False,
 ) -> tuple[list[Candidate], Candidate | None]:
@@ -159,54 +199,40 @@ def feasible(
     """
     fits: list[Candidate] = []
     least: Candidate | None = None
-    for enough in (_leaves_reserve, _fits):
-        fits, least = _feasible(job, mesh, machine, limits, smallest, enough)
+    for reserve in (True, False):
+        fits, least = _feasible(workload, mesh, limits, smallest, reserve)
         if fits or least is None or not least.memory.fits:
             break
-    if (
-        not fits
-        and least is not None
-        and "remat" not in limits.fixed
-        and offers_offload(job, machine)
-    ):
+    if not fits and least is not None and "remat" not in limits.fixed and offers_offload(workload):
         offload = dataclasses.replace(limits, fixed={**limits.fixed, "remat": OFFLOAD})
-        return feasible(job, mesh, machine, offload, smallest)
+        return feasible(workload, mesh, offload, smallest)
     return fits, least
 
 
-def _leaves_reserve(need: Memory) -> bool:
-    return need.fits and not need.tight
-
-
-def _fits(need: Memory) -> bool:
-    return need.fits
-
-
 def _feasible(
-    job: Job,
+    workload: Workload,
     mesh: Choice,
-    machine: Machine,
     limits: Constraints,
     smallest: bool,
-    enough: Callable[[Memory], bool],
+    reserve: bool,
 ) -> tuple[list[Candidate], Candidate | None]:
-    policies = tuple(name for name in job.remat if name != OFFLOAD)
+    policies = tuple(name for name in workload.remat if name != OFFLOAD)
     kinds = (limits.fixed["remat"],) if "remat" in limits.fixed else policies
     accumulation = limits.fixed.get("accumulation")
     fits: list[Candidate] = []
     least: Candidate | None = None
-    for base in _bases(job, mesh, machine, limits):
+    for base in _bases(workload, mesh, limits):
         if base.mlp_chunk and any(not one.choice.mlp_chunk for one in fits):
             break
         # where keeping least does not fit, nothing does
-        last = _fewest(job, base, kinds[-1], machine, accumulation, smallest, enough)
-        for kind in kinds if last is not None and enough(last.memory) else kinds[-1:]:
+        last = _fewest(workload, base, kinds[-1], accumulation, smallest, reserve)
+        for kind in kinds if last is not None and last.fits(reserve) else kinds[-1:]:
             one = last
             if kind != kinds[-1]:
-                one = _fewest(job, base, kind, machine, accumulation, smallest, enough)
+                one = _fewest(workload, base, kind, accumulation, smallest, reserve)
             if one is None:
                 continue
-            if enough(one.memory):
+            if one.fits(reserve):
                 fits.append(one)
                 if one.choice.accumulation == 1 and not smallest:
                     break  # keeping less is slower
@@ -215,43 +241,43 @@ def _feasible(
     return fits, least
 
 
-def _bases(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> Iterator[Choice]:
+def _bases(workload: Workload, mesh: Choice, limits: Constraints) -> Iterator[Choice]:
     """A mesh with strategies of attention, with and without sequence_parallel; last in chunks."""
-    long = length(job, mesh) >= LONG and job.schedule.chunks_mlp
+    length = workload.lengths["tokens"] // mesh.context
+    long = length >= LONG and workload.schedule.chunks_mlp
     chunks = (0, CHUNK) if long else (0,)
-    along = (False, True) if mesh.size("tp") > 1 else (False,)
-    fixed, able = limits.fixed, _strategies(job, mesh, machine, limits)
+    along = (False, True) if mesh.tensor > 1 else (False,)
+    fixed, able = limits.fixed, _strategies(workload, mesh, limits)
     for chunk in (fixed["mlp_chunk"],) if "mlp_chunk" in fixed else chunks:
         for parallel in (fixed["sequence_parallel"],) if "sequence_parallel" in fixed else along:
-            if parallel and job.seq % mesh.size("sp", "tp"):
+            if parallel and workload.seq % (mesh.context * mesh.tensor):
                 continue
             for strategy in able:
-                yield Choice(
-                    mesh.sizes, sequence_parallel=parallel, mlp_chunk=chunk, strategy=strategy
+                yield dataclasses.replace(
+                    mesh, sequence_parallel=parallel, mlp_chunk=chunk, context_parallel=strategy
                 )
 
 
-def _strategies(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> tuple[str, ...]:
+def _strategies(workload: Workload, mesh: Choice, limits: Constraints) -> tuple[str, ...]:
     """The strategies of attention to try on a mesh; an error says why there are none."""
-    fixed = limits.fixed.get("strategy", "auto")
-    if fixed == "auto" and machine.num_devices <= TRY_ALL:
-        return strategies(job, mesh)
-    if mesh.strategy != fixed:
-        mesh = dataclasses.replace(mesh, strategy=fixed)
-    return (with_strategy(job, mesh, machine).strategy,)
+    fixed = limits.fixed.get("context_parallel", "auto")
+    if fixed == "auto" and workload.machine.num_devices <= TRY_ALL:
+        return strategies(workload, mesh)
+    if mesh.context_parallel != fixed:
+        mesh = dataclasses.replace(mesh, context_parallel=fixed)
+    return (with_strategy(workload, mesh).context_parallel,)
 
 
 def _fewest(
-    job: Job,
+    workload: Workload,
     base: Choice,
     remat: str,
-    machine: Machine,
     accumulation: int | None,
     most: bool,
-    enough: Callable[[Memory], bool],
+    reserve: bool,
 ) -> Candidate | None:
     """With the fewest micro-batches that fit, or the most if none does; None if none divides."""
-    sequences = job.batch // base.size("dp", "fsdp")
+    sequences = workload.batch // base.data_ranks
     numbers = divisors(sequences) if accumulation is None else (accumulation,)
     if most:
         numbers = numbers[-1:]
@@ -259,24 +285,21 @@ def _fewest(
         return None
 
     def at(index: int) -> Candidate:
-        choice = Choice(
-            base.sizes, remat, numbers[index], base.sequence_parallel, base.strategy,
-            base.mlp_chunk,
-        )  # fmt: skip
-        step = StepModel(job, choice, machine)
+        choice = dataclasses.replace(base, remat=remat, accumulation=numbers[index])
+        step = StepModel(workload, choice)
         return Candidate(step, memory(step))
 
     first = at(0)
-    if enough(first.memory) or len(numbers) == 1:
+    if first.fits(reserve) or len(numbers) == 1:
         return first
     last = at(len(numbers) - 1)
-    if not enough(last.memory):
+    if not last.fits(reserve):
         return last
     low, high, best = 0, len(numbers) - 1, last  # low does not fit, high does
     while high - low > 1:
         middle = (low + high) // 2
         one = at(middle)
-        low, high, best = (low, middle, one) if enough(one.memory) else (middle, high, best)
+        low, high, best = (low, middle, one) if one.fits(reserve) else (middle, high, best)
     return best
 
 
@@ -296,11 +319,11 @@ def _too_large(smallest: Candidate) -> Refusal:
     return Refusal(choice, why, need)
 
 
-def _indivisible(job: Job, mesh: Choice, accumulation: int) -> str:
+def _indivisible(workload: Workload, mesh: Choice, accumulation: int) -> str:
     """Why the sequences of a device do not divide into so many micro-batches."""
-    ranks = mesh.size("dp", "fsdp")
-    sequences = job.batch // ranks
+    ranks = mesh.data_ranks
+    sequences = workload.batch // ranks
     return (
         f"accumulation={accumulation} does not divide the {count(sequences, 'sequence')} of a "
-        f"device (batch={job.batch} over dp·fsdp={ranks})"
+        f"device (batch={workload.batch} over dp·fsdp={ranks})"
     )

@@ -4,44 +4,41 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 
-from meshwright.machines import Machine
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.planner import efficiency
 from meshwright.planner.constraints import Constraints
-from meshwright.planner.largest import held_by_engine, largest_batch
-from meshwright.planner.memory import memory
-from meshwright.planner.parts import padding
-from meshwright.planner.ranking import groups, simplicity
-from meshwright.planner.result import Choice, Estimate, Job, Memory, Refusal, Serving
-from meshwright.planner.schedules.engine import ENGINE, places, prefill
-from meshwright.planner.search import Candidate
+from meshwright.planner.memory import largest_batch, memory, within_budget
+from meshwright.planner.result import Estimate, Memory, Refusal, Serving
+from meshwright.planner.schedules.engine import places, prefill
+from meshwright.planner.search import Candidate, allowed_meshes, groups, simplicity
 from meshwright.planner.step import StepModel
 from meshwright.planner.terms import term
 from meshwright.planner.time import step_time
+from meshwright.planner.workload import Choice, Workload
 from meshwright.present import count
 
 WEIGHTS = (None, *QUANTIZED_DTYPES)  # as EngineConfig.weights
 
 
 def search_serving(
-    job: Job, machine: Machine, limits: Constraints, rank_by: str
+    workload: Workload, limits: Constraints, rank_by: str
 ) -> tuple[list[Estimate], list[Refusal]]:
-    """Every mesh that serves a job, the best first, and every one that does not, with why.
+    """Every mesh that serves a workload, the best first, and every one that does not, with why.
 
     By the time of a token (latency), or by tokens a second where each mesh serves as many sequences
     as it holds (throughput), or by memory. Times that cannot be told apart are one group
-    (planner/ranking.py). Quantized weights change what a model says, so they come after those that
+    (planner/search.py). Quantized weights change what a model says, so they come after those that
     are not. What needs more memory than an engine takes by default comes last.
     """
     found: list[tuple[float, Estimate]] = []
     refused: list[Refusal] = []
-    for mesh in filter(limits.allows, job.schedule.meshes(machine.num_devices)):
-        why = job.schedule.refusal(job, mesh)
+    for mesh in allowed_meshes(workload, limits):
+        why = workload.schedule.refusal(workload, mesh)
         if why is not None:
             refused.append(Refusal(mesh, why))
             continue
         for choice in _choices(mesh, limits):
-            step = StepModel(job, choice, machine)
+            step = StepModel(workload, choice)
             need, weights = memory(step), choice.weights
             if not need.fits:
                 why = f"needs {need.total / 2**30:.1f} of {need.limit / 2**30:.1f} GiB"
@@ -56,18 +53,18 @@ def search_serving(
     for held, weights in itertools.product((True, False), WEIGHTS):
         part = [
             (seconds, one) for seconds, one in found
-            if (held_by_engine(one.memory), one.choice.weights) == (held, weights)
+            if (within_budget(one.memory, workload), one.choice.weights) == (held, weights)
         ]  # fmt: skip
         ranked += _ranked(part, rank_by, ranked)
     return ranked, refused
 
 
-def serves(job: Job, mesh: Choice, machine: Machine, limits: Constraints) -> bool:
+def serves(workload: Workload, mesh: Choice, limits: Constraints) -> bool:
     """Whether a mesh is not refused."""
-    if job.schedule.refusal(job, mesh) is not None:
+    if workload.schedule.refusal(workload, mesh) is not None:
         return False
     choices = _choices(mesh, limits)
-    return any(memory(StepModel(job, choice, machine)).fits for choice in choices)
+    return any(memory(StepModel(workload, choice)).fits for choice in choices)
 
 
 def _choices(mesh: Choice, limits: Constraints) -> Iterator[Choice]:
@@ -100,7 +97,7 @@ def second_formulas(step: StepModel, estimate: Estimate) -> dict[str, str]:
     served = estimate.serving
     if served is None:
         return {}
-    printed = StepModel(step.job, step.choice, step.machine, term)
+    printed = StepModel(step.workload, step.choice, term)
     links = sum(one.seconds for one in estimate.collectives)
     numbers = {**printed.schedule.seconds(printed, links), "first token": prefill(printed)}
     wanted = {**estimate.seconds, "first token": served.first_token_seconds}
@@ -111,61 +108,48 @@ def second_formulas(step: StepModel, estimate: Estimate) -> dict[str, str]:
 
 def _estimate(candidate: Candidate) -> Estimate:
     step, timing = candidate.step, candidate.timing
-    job, choice, machine = step.job, step.choice, step.machine
-    chip, parts, work = machine.chip, timing.seconds, step.work
+    workload, choice = step.workload, step.choice
+    chip, parts, work = step.machine.chip, timing.seconds, step.work
     peak = chip.bf16_flops / chip.cores_per_chip
-    many = places(job, choice)
+    many = places(workload, choice)
     is_compute = work.flops / (peak * efficiency.matmul(chip, many)) == parts["weights"]
     bounds = {
         "weights": "compute" if is_compute else "memory", "cache": "memory",
-        "gaps between kernels": "idle", "sequences": "idle", "waiting for links": "tp",
-        "idle": "idle",
+        "gaps between kernels": "idle", "sequences": "idle", "idle": "idle",
+        "waiting for links": "+".join(step.collectives[0].axes if step.collectives else ()),
     }  # fmt: skip
     by_bound: dict[str, float] = {}
     for part, seconds in parts.items():
         by_bound[bounds[part]] = by_bound.get(bounds[part], 0.0) + seconds
-    full = largest_batch(job, choice, machine) or job.batch
-    filled = StepModel(dataclasses.replace(job, batch=full), choice, machine)
+    full = largest_batch(workload, choice) or workload.batch
+    filled = StepModel(workload.resized(full), choice)
     served = Serving(
         first_token_seconds=prefill(step),
         largest_batch=full,
         full_step_seconds=step_time(filled).step,
     )
-    return Estimate(
-        choice=choice,
-        memory=candidate.memory,
-        flops=work.flops,
-        computed_flops=work.computed,
-        memory_bytes=work.memory_bytes,
-        collectives=timing.collectives,
-        seconds=parts,
-        step_seconds=timing.step,
-        mfu=work.flops / timing.step / peak,
-        bound=max(by_bound, key=lambda name: by_bound[name]),
-        reason=_reason(job, choice, candidate.memory, parts, served),
-        serving=served,
-    )
+    bound = max(by_bound, key=lambda name: by_bound[name])
+    return candidate.estimate(bound, _reason(step, candidate.memory, parts, served), served)
 
 
-def _reason(
-    job: Job, choice: Choice, need: Memory, parts: Mapping[str, float], served: Serving
-) -> str:
+def _reason(step: StepModel, need: Memory, parts: Mapping[str, float], served: Serving) -> str:
+    workload = step.workload
+
     def ms(part: str) -> str:
         return f"{1e3 * parts.get(part, 0.0):.1f}"
 
     rest = parts["sequences"] + parts["gaps between kernels"] + parts.get("idle", 0.0)
     kept, cache = (need.kinds[kind] / 2**30 for kind in ("parameters", "key-value cache"))
     reason = (
-        f"a token of {count(job.batch, 'sequence')} takes {1e3 * sum(parts.values()):.1f} ms: "
+        f"a token of {count(workload.batch, 'sequence')} takes {1e3 * sum(parts.values()):.1f} ms: "
         f"weights {ms('weights')}, cache {ms('cache')}, links {ms('waiting for links')}, "
         f"launching and sampling {1e3 * rest:.1f}; weights {kept:.1f} GiB, cache {cache:.1f}; "
         f"full, with {count(served.largest_batch, 'sequence')}, "
         f"{1e3 * served.full_step_seconds:.1f} ms"
     )
-    if not held_by_engine(need):
-        part = f"{ENGINE.memory_fraction:.0%} of memory"
+    if workload.engine is not None and not within_budget(need, workload):
+        part = f"{workload.engine.memory_fraction:.0%} of memory"
         reason += f"; more than the {part} that an engine takes: --engine.memory-fraction"
     if need.tight:
         reason += f"; tight: {100 * need.total / need.limit:.0f}% of memory"
-    padded = padding(job, choice)
-    return reason if padded is None else f"{reason}; {padded}"
+    return reason if step.padding is None else f"{reason}; {step.padding}"

@@ -228,9 +228,9 @@ def sizes_of(model: Any, trainable: tuple[str, ...] = ()) -> ModelSizes:
 def _kind_of_vector(dims: set[str | None]) -> str:
     if "norm" in dims:
         return "residual"
-    if "relpos_buckets" in dims:
-        return "position"
-    return "heads" if dims & {"heads", "kv_heads"} else "other"
+    if not dims & {"heads", "kv_heads"}:
+        return "other"
+    return "heads" if "layers" in dims else "position"  # a bias of scores, which layers share
 
 
 def array_leaves(tree: Any) -> Iterator[ArraySpec]:

@@ -1,10 +1,10 @@
-"""One step of a job on a machine: what it holds, computes and sends, written down once.
+"""One step of a workload on a machine: what it holds, computes and sends, written down once.
 
 >>> from meshwright.machines import Machine
->>> from meshwright.models import preset
->>> from meshwright.planner.result import Choice, Job
->>> job = Job(preset("llama-3.1-8b"), batch=256, seq=4096)
->>> step = StepModel(job, Choice.of(fsdp=64), Machine.parse("v5p:4x4x4"))
+>>> from meshwright.training import TrainConfig
+>>> config = TrainConfig("llama-3.1-8b", batch=256, seq=4096)
+>>> workload = Workload.of(config, Machine.parse("v5p:4x4x4"))
+>>> step = StepModel(workload, Choice.of(fsdp=64))
 >>> len(step.collectives), max(step.peaks, key=lambda name: sum(step.peaks[name].values()))
 (15, 'loss')
 
@@ -17,13 +17,15 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from meshwright.machines import Machine
-from meshwright.planner.collective import Collective
+from meshwright.audits import Collective
+from meshwright.meshes import STANDARD_AXES
+from meshwright.models import describe_padding
+from meshwright.planner.attention import standard_rules
+from meshwright.planner.constraints import Constraints
 from meshwright.planner.device import Device, DeviceStack
-from meshwright.planner.parts import vocab
-from meshwright.planner.result import Choice, Job
 from meshwright.planner.sizes import Vectors
 from meshwright.planner.terms import MakeNumber, Number, plain
+from meshwright.planner.workload import Choice, Workload
 
 Kinds = dict[str, Number]
 """Bytes by kind: parameters, gradients, saved activations …"""
@@ -49,7 +51,7 @@ class Schedule:
 
     meshes: Callable[[int], Iterator[Choice]]
     """Number of devices → the meshes to consider."""
-    refusal: Callable[[Job, Choice], str | None]
+    refusal: Callable[[Workload, Choice], str | None]
     """Why sizes do not divide, in a sentence; None if they do."""
     remat: Callable[[Mapping[str, frozenset[str]]], Mapping[str, frozenset[str]]]
     """The family's remat policies → those that there are."""
@@ -66,12 +68,28 @@ class Schedule:
     work: Callable[["StepModel"], Work]
     seconds: Callable[["StepModel", Number], Mapping[str, Number]]
     """(step, seconds that links are waited for) → seconds by part."""
-    held: Callable[[Job, Choice], Job] = lambda job, choice: job
-    """The job with the model as a mesh holds it."""
+    held: Callable[[Workload, Choice], Workload] = lambda workload, choice: workload
+    """The workload with the model as a mesh holds it."""
+    check: Callable[[Workload], None] = lambda workload: None
+    """Raises if it cannot run a workload, on whatever mesh."""
+    narrowed: Callable[[Workload, Constraints], Constraints] = lambda workload, limits: limits
+    """The limits as the program reads them."""
+    mesh_sizes: Callable[[Mapping[str, int], str], Mapping[str, int]] = lambda sizes, text: sizes
+    """(sizes by role, the text they are from) → the sizes of the mesh that is meant."""
+    mesh_text: Callable[[Choice], str] = lambda choice: choice.mesh
+    """As the program's --mesh takes it."""
+    axes: tuple[str, ...] = STANDARD_AXES
+    """Of its meshes."""
+    overlaps: Callable[[Workload], str] = lambda workload: ""
+    """What is sent while it computes, in words, where that does not depend on a setting."""
+    is_proved: bool = True
+    """Whether `meshwright prove` compiles the step."""
     fused_attention: bool = False
     """Whether attention never falls back to a slower kernel."""
     hides_sums_over_hosts: bool = False
     """Whether all-reduces between hosts overlap as others do."""
+    scans: bool = False
+    """Whether a loop may run over the layers."""
     chunks_mlp: bool = False
     """Whether the mlp may take a long sequence in chunks."""
 
@@ -80,12 +98,13 @@ class StepModel:
     """A step: its arrays on a device, its collectives, what is live when, what is computed."""
 
     def __init__(
-        self, job: Job, choice: Choice, machine: Machine, number: MakeNumber = plain
+        self, workload: Workload, choice: Choice | None = None, number: MakeNumber = plain
     ) -> None:
-        job = job.schedule.held(job, choice)
-        self.device = device = Device(job, choice, machine, number)
-        self.job, self.choice, self.machine, self.number = job, device.choice, machine, number
-        self.sizes, self.schedule = job.sizes, job.schedule
+        choice = workload.choice if choice is None else choice
+        self.workload = workload = workload.schedule.held(workload, choice)
+        self.device = device = Device(workload, choice, number)
+        self.choice, self.machine, self.number = device.choice, workload.machine, number
+        self.sizes, self.schedule = workload.sizes, workload.schedule
 
     @functools.cached_property
     def stacks(self) -> list[DeviceStack]:
@@ -120,7 +139,7 @@ class StepModel:
     @functools.cached_property
     def _table_weights(self) -> Number:
         sizes = self.device.sizes
-        return self.number(sizes.tables * vocab(self.job, self.choice) * sizes.embed)
+        return self.number(sizes.tables * self.device.padded_vocab * sizes.embed)
 
     @property
     def tables(self) -> Number:
@@ -144,12 +163,12 @@ class StepModel:
         sizes = self.device.sizes
         whole = numbers(sizes.residual_vectors) + numbers(sizes.other_vectors)
         of_heads = numbers(sizes.head_vectors) + numbers(sizes.position_vectors)
-        return self.number(whole + of_heads // self.choice.size("tp"))
+        return self.number(whole + of_heads // self.choice.tensor)
 
     @functools.cached_property
     def _trained_tables(self) -> Number:
         sizes = self.device.sizes
-        return self.number(sizes.trained_tables * vocab(self.job, self.choice) * sizes.embed)
+        return self.number(sizes.trained_tables * self.device.padded_vocab * sizes.embed)
 
     @property
     def trained_tables(self) -> Number:
@@ -196,6 +215,12 @@ class StepModel:
             name: {kind: always.get(kind, 0) + live.get(kind, 0) for kind in kinds}
             for name, live in self.schedule.peaks(self)
         }
+
+    @property
+    def padding(self) -> str | None:
+        """What is padded, in words: `vocab 128257 padded to 128258 for tp=2`."""
+        model = self.workload.model
+        return describe_padding(model, standard_rules(model), self.choice.sizes)
 
     @functools.cached_property
     def work(self) -> Work:

@@ -8,14 +8,22 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
+from meshwright.audits import Collective
 from meshwright.planner import efficiency
-from meshwright.planner.collective import Collective
-from meshwright.planner.links import Link, over
-from meshwright.planner.shares import place_axes
+from meshwright.planner.links import Link, over, place_axes
 from meshwright.planner.step import StepModel, Work
-from meshwright.planner.terms import term
+from meshwright.planner.terms import term, value_of
+from meshwright.planner.workload import Choice
+from meshwright.present import count
 
 _HIDEABLE = ("layer weights", "layer gradients")
+_PLURAL = {
+    "all-gather": "all-gathers",
+    "reduce-scatter": "reduce-scatters",
+    "all-reduce": "all-reduces",
+    "collective-permute": "ring steps",
+    "all-to-all": "all-to-alls",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +41,12 @@ class StepTime:
     def collectives(self) -> tuple[Collective, ...]:
         """With the seconds of each that compute hides."""
         return tuple(
-            one.timed(link.words, seconds, able * self.hidden.get(place, 0.0))
+            one.changed(
+                bytes=int(value_of(one.bytes)),
+                link=link.words,
+                seconds=seconds,
+                hidden=able * self.hidden.get(place, 0.0),
+            )
             for one, link, seconds, place, able in self.waits
         )
 
@@ -41,7 +54,7 @@ class StepTime:
 def step_time(step: StepModel) -> StepTime:
     """Seconds of a step by part, and its collectives with the links they go over."""
     work = step.work
-    placement = place_axes(step.machine, tuple(step.choice.sizes.values()))
+    placement = place_axes(step.machine, step.choice.sizes)
     waits: list[tuple[Collective, Link, float, str, float]] = []
     wanted: dict[str, float] = {}  # seconds that could hide, by what they could hide under
     exposed = 0.0
@@ -76,14 +89,15 @@ def step_time(step: StepModel) -> StepTime:
 
 def _hides_under(one: Collective, link: Link, step: StepModel) -> tuple[str, float]:
     """Under what it can hide, and how much of it at most."""
+    phase = str(one.phase)
     if one.operation == "collective-permute":
         return f"ring {one.phase}", efficiency.HIDE_RING
     between_hosts = one.operation == "all-reduce" and link.network == "host network"
     if between_hosts and not step.schedule.hides_sums_over_hosts:
-        return one.phase, efficiency.HIDE_SUMS_OVER_HOSTS
+        return phase, efficiency.HIDE_SUMS_OVER_HOSTS
     # under the first layer's all-gathers, and the last layer's sums, no other layer computes
     others = 1.0 - 1.0 / one.layers
-    return one.phase, others * efficiency.hides(step.machine.chip, one.operation, step.job.overlap)
+    return phase, others * efficiency.hides(step.machine.chip, one.operation, step.workload.overlap)
 
 
 def byte_formulas(step: StepModel, collectives: tuple[Collective, ...]) -> list[str]:
@@ -91,7 +105,75 @@ def byte_formulas(step: StepModel, collectives: tuple[Collective, ...]) -> list[
 
     "" where the formulas of this Meshwright do not give the estimate's numbers.
     """
-    printed = StepModel(step.job, step.choice, step.machine, term).collectives
+    printed = StepModel(step.workload, step.choice, term).collectives
     if [int(one.bytes.value) for one in printed] != [one.bytes for one in collectives]:
         return [""] * len(collectives)
     return [str(one.bytes) for one in printed]
+
+
+def bound_and_reason(choice: Choice, timing: StepTime) -> tuple[str, str]:
+    """What bounds it (compute, memory, axes, or idle), and the sentence."""
+    waits: dict[tuple[str, ...], float] = {}
+    for one in timing.collectives:
+        waits[one.axes] = waits.get(one.axes, 0.0) + one.exposed
+    parts, step = timing.seconds, timing.step
+    compute = parts["matmuls"] + parts["attention"]
+    memory = sum(parts[name] for name in ("elementwise", "loss", "optimizer", "loop over layers"))
+    worst = max(waits, key=waits.__getitem__, default=())
+    waited = waits.get(worst, 0.0)
+    if worst and waited > max(memory, 0.5 * compute):
+        return "+".join(worst), (
+            f"{_axes(choice, worst)} is network-bound: {_sends(choice, timing, worst)}; "
+            f"{_percent(waited, step)} of the step waits for it"
+        )
+    if parts["idle"] > max(compute, memory, waited):
+        idle = _percent(parts["idle"], step)
+        return "idle", f"too small to fill the device: nothing runs in {idle} of the step"
+    share = f"matmuls {_percent(parts['matmuls'], step)}, attention "
+    share += f"{_percent(parts['attention'], step)}"
+    if memory > compute:
+        return "memory", f"memory-bound: {_percent(memory, step)} of the step; {share}"
+    said = f"compute-bound: {share} of the step"
+    again = 1 - timing.work.flops / timing.work.computed
+    if choice.remat == "mlp" or choice.repeats_layers:
+        said += f"; remat={choice.remat} makes {100 * again:.0f}% of the FLOPs again"
+    if worst and waited > 0.03 * step:
+        said += f"; {_percent(waited, step)} waits for {_axes(choice, worst)}"
+        said += f" ({_sends(choice, timing, worst)})"
+    return "compute", said
+
+
+def _sends(choice: Choice, timing: StepTime, axes: tuple[str, ...]) -> str:
+    """`4 all-reduces x 512 MB a layer over ICI x8, open`: the most waited for kind."""
+    over = [one for one in timing.collectives if one.axes == axes]
+    worst = max(over, key=lambda one: one.exposed)
+    operation, size, layers = worst.operation, worst.bytes, worst.layers
+    alike = operation, size, layers, worst.stack
+    times = sum(
+        one.times for one in over if (one.operation, one.bytes, one.layers, one.stack) == alike
+    )
+    many, where = times, "a step"
+    if layers:
+        many, where = times // (layers * choice.accumulation), "a layer"
+        where += f" of the {worst.stack}" if worst.stack else ""
+    words = _PLURAL[operation] if many > 1 else operation
+    micro = ""
+    if choice.accumulation > 1 and layers:
+        micro = f" and micro-batch, {count(choice.accumulation, 'micro-batch')},"
+    return f"{many} {words} x {_size(size)} {where}{micro} over {worst.link}"
+
+
+def _axes(choice: Choice, axes: tuple[str, ...]) -> str:
+    return " · ".join(f"{axis}={choice.sizes[axis]}" for axis in axes)
+
+
+def _size(size: float) -> str:
+    for unit, worth in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= worth:
+            value = size / worth
+            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}%"

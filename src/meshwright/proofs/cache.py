@@ -10,7 +10,7 @@ import meshwright
 # what decides the compiled step
 _PARTS = (
     "machines/**/*.py", "meshes/**/*.py", "layouts/**/*.py", "ops/**/*.py", "models/**/*.py",
-    "train/**/*.py", "proofs/child.py", "proofs/target.py", "arithmetic.py", "errors.py",
+    "training/**/*.py", "proofs/child.py", "proofs/target.py", "arithmetic.py", "errors.py",
 )  # fmt: skip
 
 

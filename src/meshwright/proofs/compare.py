@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections import Counter
 
-from meshwright.audits import Audit, Expected
+from meshwright.audits import Audit, Collective
 from meshwright.planner import StepModel, in_stages, memory, staged
 from meshwright.proofs.proof import Proof
 
@@ -28,7 +28,7 @@ _PADDED = 1.13
 _FLOAT32 = 2  # a compiler may add up in float32 what is bfloat16
 
 
-def expected(step: StepModel) -> tuple[Expected, ...]:
+def expected(step: StepModel) -> tuple[Collective, ...]:
     """What the plan would have the step send; anything larger of its kind is something else.
 
     What a TPU's compiler may make of it instead is told apart: all-reduces of full arrays in place
@@ -36,7 +36,6 @@ def expected(step: StepModel) -> tuple[Expected, ...]:
     sent over several slices, within them and between them.
     """
     machine, choice = step.machine, step.choice
-    intended = {(one.what, axis): one.operation for one in step.written for axis in one.axes}
     largest: dict[tuple[str, tuple[str, ...], str], tuple[int, str]] = {}
 
     def add(operation: str, axes: tuple[str, ...], size: float, what: str, made_of: str) -> None:
@@ -47,7 +46,7 @@ def expected(step: StepModel) -> tuple[Expected, ...]:
     summed = 2 if machine.is_tpu and choice.accumulation > 1 else 1
     for one in step.collectives:
         what, over = one.what, one.axes
-        meant = intended.get((what, over[0]), one.operation)
+        meant = one.rewrite_of.partition(" over ")[0] or one.operation
         origin = f"{meant} over {'+'.join(over)}"
         for stage in in_stages(one.changed(operation=meant), step):
             operation, axes, size = stage.operation, stage.axes, _PADDED * summed * stage.bytes
@@ -62,15 +61,15 @@ def expected(step: StepModel) -> tuple[Expected, ...]:
         for axes, size in _combined(step).items():
             add("all-reduce", axes, size, "sums of a step in one array", "")
     return tuple(
-        Expected(operation, axes, None, what, at_most=size, rewrite_of=made_of)
+        Collective(operation, axes, what=what, bytes=size, rewrite_of=made_of)
         for (operation, axes, made_of), (size, what) in largest.items()
     )
 
 
-def expected_serving(step: StepModel) -> tuple[Expected, ...]:
+def expected_serving(step: StepModel) -> tuple[Collective, ...]:
     """What the plan would have a decode step send, in float32 at most."""
     return tuple(
-        Expected(one.operation, one.axes, None, one.what, at_most=_FLOAT32 * int(one.bytes))
+        Collective(one.operation, one.axes, what=one.what, bytes=_FLOAT32 * int(one.bytes))
         for one in step.collectives
     )
 

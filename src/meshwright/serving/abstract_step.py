@@ -12,11 +12,11 @@ from typing import Any, Literal
 from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
-from meshwright.models import default_dtype
+from meshwright.models import default_dtype, encodes_prompts
 from meshwright.serving.programs import Shape, Steps
 from meshwright.serving.replicas import replica_meshes
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import check_fits, has_encoder, served_config
+from meshwright.serving.source import check_fits, served_config
 
 Part = Literal["decode", "prefill"]
 
@@ -42,7 +42,7 @@ class ServedStep:
 
         Prefill is a chunk of one prompt that continues, beside all sequences.
         """
-        if has_encoder(model):
+        if encodes_prompts(model):
             raise MeshwrightError(
                 "prove --serve compiles steps of decoders; the encoder and the decoder of this "
                 "model have programs of their own: meshwright serve runs them"

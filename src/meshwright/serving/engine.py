@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.models import serving_of
+from meshwright.models import encodes_prompts, serving_of
 from meshwright.present import count
 from meshwright.serving.device_sampling import variant_of
 from meshwright.serving.executor import AnyExecutor, Executor, Read
@@ -44,7 +44,7 @@ from meshwright.serving.request import (
 from meshwright.serving.scheduler import Scheduler, Step
 from meshwright.serving.scheduler import Sequence as Running
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import Model, has_encoder
+from meshwright.serving.source import Model
 from meshwright.serving.step_planner import Sampled, StepPlanner
 from meshwright.serving.text import StopTexts, TextStream
 
@@ -83,8 +83,8 @@ class Engine:
         executor: AnyExecutor | None = None,
     ) -> None:
         self.config = config or EngineConfig()
-        self.has_encoder = has_encoder(model.config)
-        if self.has_encoder:
+        self.encodes_prompts = encodes_prompts(model.config)
+        if self.encodes_prompts:
             self.config = self.config.for_encoder()
         self.source = model.source
         self.max_length = longest(self.config, model.config)
@@ -105,7 +105,7 @@ class Engine:
         self._finished: Counter[str] = Counter()
         self._ending = threading.Lock()
         self._executor.compile(progress or (lambda text: _log.info(text)))
-        self._planner = StepPlanner(self.config, self._executor.sizes, pool, self.has_encoder)
+        self._planner = StepPlanner(self.config, self._executor.sizes, pool, self.encodes_prompts)
         self._dispatcher = ThreadPoolExecutor(1, "meshwright-dispatch")
         self._thread = threading.Thread(target=self._loop, name="meshwright-engine", daemon=True)
         self._thread.start()
@@ -323,11 +323,11 @@ class Engine:
             error = f"a request with the id {request.id!r} is running"
             _emit(job, Delta(finish_reason="error", error=error))
             return
-        tokens = serving_of(self._model_config).own_prompt(self._model_config, request.prompt)
+        tokens = serving_of(self._model_config).decoder_prompt(self._model_config, request.prompt)
         job.sequence = Running(
             request.id, list(tokens), len(tokens), request.max_new,
             scored=request.prompt_logprobs is not None, owner=job,
-            encoder_tokens=request.prompt if self.has_encoder else (),
+            encoder_tokens=request.prompt if self.encodes_prompts else (),
             cache_salt=request.cache_salt,
         )  # fmt: skip
         self._jobs[request.id] = job

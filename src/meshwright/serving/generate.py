@@ -16,12 +16,13 @@ from typing import Any
 
 from meshwright.arithmetic import round_up
 from meshwright.errors import MeshwrightError
+from meshwright.models import encodes_prompts
 from meshwright.serving.job import check_prompts, check_request
 from meshwright.serving.replicas import engine_of
 from meshwright.serving.request import Delta, Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import Model, has_encoder
+from meshwright.serving.source import Model
 
 _BLOCK = 64  # lengths are multiples of this, so that few programs are compiled
 _MOST_SEQUENCES = 256  # of a replica that are decoded together; more wait
@@ -80,7 +81,7 @@ def _engine_config(
 ) -> EngineConfig:
     """Settings of an engine for prompts of these lengths: one shape of decode, one of prefill."""
     longest = max(lengths)
-    most = max(longest, max_new) if has_encoder(model_config) else longest + max_new
+    most = max(longest, max_new) if encodes_prompts(model_config) else longest + max_new
     max_batch = min(-(-len(lengths) // replicas), _MOST_SEQUENCES)
     chunk = EngineConfig.chunk
     length = min(round_up(longest, _BLOCK), chunk)

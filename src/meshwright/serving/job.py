@@ -7,13 +7,13 @@ from typing import Any
 from meshwright.arithmetic import whole_number
 from meshwright.data import Tokenizer
 from meshwright.errors import MeshwrightError
+from meshwright.models import encodes_prompts
 from meshwright.present import count
 from meshwright.serving.device_sampling import MAX_BIAS, TOP
 from meshwright.serving.grammars import Constraint
 from meshwright.serving.request import Completion, Delta, Request, TokenLogprobs
 from meshwright.serving.scheduler import Sequence as Running
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import has_encoder
 from meshwright.serving.text import StopTexts, TextStream
 
 Sink = Callable[[Delta], None]
@@ -53,7 +53,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new: int, config: Any) -
                 f"prompt {number} has token {wrong[0]}; the model has 0 to {config.vocab - 1}"
             )
         # an encoder reads the prompt; a decoder alone has it in its own sequence
-        left = config.max_seq - (0 if has_encoder(config) else len(prompt))
+        left = config.max_seq - (0 if encodes_prompts(config) else len(prompt))
         if max_new > left or len(prompt) > config.max_seq:
             is_shorter = 0 < left < max_new
             fits = f"max_new={left} would fit" if is_shorter else "give a shorter prompt"
@@ -74,7 +74,7 @@ def check_request(
     scores_only = request.max_new == 0 and len(request.prompt) > 0
     prompt = request.prompt[:-1] or request.prompt if scores_only else request.prompt
     check_prompts([prompt], max(request.max_new, 1), limited)
-    if request.prompt_logprobs is not None and has_encoder(model_config):
+    if request.prompt_logprobs is not None and encodes_prompts(model_config):
         raise MeshwrightError(
             "prompt_logprobs: an encoder reads the prompt, whose tokens have no probabilities; "
             "leave it out"

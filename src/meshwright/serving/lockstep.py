@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
 from meshwright.launch import Follower, Leader
+from meshwright.models import encodes_prompts
 from meshwright.present import mesh_text
 from meshwright.serving.engine import Engine, longest
 from meshwright.serving.executor import (
@@ -35,7 +36,7 @@ from meshwright.serving.grammars import Grammars, Masks
 from meshwright.serving.plans import pack, plan_of, results_of, sizes_of, unpack
 from meshwright.serving.replicas import Replicas, replica_meshes
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import Model, Source, has_encoder, load_weights
+from meshwright.serving.source import Model, Source, load_weights
 
 
 def lead(
@@ -47,7 +48,7 @@ def lead(
     progress: Callable[[str], None],
 ) -> Engine | Replicas:
     """Load a model and compile its programs, together with `follow` in the other processes."""
-    config = config.for_encoder() if has_encoder(source.config) else config
+    config = config.for_encoder() if encodes_prompts(source.config) else config
     meshes = replica_meshes(mesh)
     _check_processes(mesh, meshes)
     channels = [_Channel(link, index, _processes(part)) for index, part in enumerate(meshes)]
@@ -77,7 +78,7 @@ def lead(
 
 def follow(link: Follower, source: Source, mesh: Mesh, dtype: Any, config: EngineConfig) -> None:
     """Run what process 0 plans, until it ends."""
-    config = config.for_encoder() if has_encoder(source.config) else config
+    config = config.for_encoder() if encodes_prompts(source.config) else config
     meshes = replica_meshes(mesh)
     _check_processes(mesh, meshes)
     replicas: dict[int, _Replica] = {}

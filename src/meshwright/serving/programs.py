@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.machines import check_host_memory, host_bytes
-from meshwright.models import Compute, family_of, lm_logits, serving_of
+from meshwright.models import Compute, encodes_prompts, family_of, lm_logits, serving_of
 from meshwright.ops import current_platform, spec_of
 from meshwright.ops.attention import (
     CACHE_DTYPES,
@@ -41,7 +41,7 @@ from meshwright.serving.prompts import PromptInputs, PromptShape, fill_with_prom
 from meshwright.serving.sampling import KnownTokens
 from meshwright.serving.scheduler import scoring_shape
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import Model, has_encoder, targets
+from meshwright.serving.source import Model, targets
 
 Ints = npt.NDArray[np.int32]
 Widths = tuple[int, int]  # pages of a sequence, and of what an encoder read for it
@@ -144,7 +144,7 @@ class Steps:
         self.model_config, self.mesh, self.config = model_config, mesh, config
         self.serving = serving_of(model_config)
         self.width = -(-max_length // config.page_size)
-        self.widths = self.width, self.width if has_encoder(model_config) else 0
+        self.widths = self.width, self.width if encodes_prompts(model_config) else 0
         self.prompt_shapes = prompt_shapes(config, model_config, mesh.shape, max_length)
         self.dtype = jnp.dtype(dtype)
         self.known = KnownTokens(model_config.vocab)
@@ -424,7 +424,7 @@ class Programs(Steps):
         left = memory["bytes_limit"] * self.config.memory_fraction - memory["bytes_in_use"]
         # logits in float32, and activations of a step
         whole = max((shape.prompts * shape.length for shape in self.prompt_shapes), default=0)
-        if not has_encoder(config):  # devices share them
+        if not encodes_prompts(config):  # devices share them
             whole //= math.prod(self.mesh.shape.get(axis, 1) for axis in ("fsdp", "sp"))
         tokens = self.config.max_batch + max(self.config.chunk, whole)
         left -= 3 * 4 * (self.config.max_batch + self.chunk_places) * config.vocab

@@ -15,10 +15,9 @@ from jax.sharding import reshard
 
 from meshwright.arithmetic import round_up
 from meshwright.errors import MeshwrightError
-from meshwright.models import Compute, serving_of
+from meshwright.models import Compute, encodes_prompts, serving_of
 from meshwright.ops.attention import fill_pages
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import has_encoder
 
 _SHORTEST = 64  # tokens of the smallest default shape
 
@@ -67,7 +66,7 @@ def prompt_shapes(
     An encoder takes any prompt. Without one, prompts longer than a chunk are taken on meshes with
     sp, one at a time.
     """
-    encoder = has_encoder(model_config)
+    encoder = encodes_prompts(model_config)
     if not encoder and mesh_shape.get("sp", 1) == 1:
         return ()
     # context parallelism: two parts per device, of a length that all axes but tp split

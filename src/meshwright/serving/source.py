@@ -28,7 +28,7 @@ from meshwright.models import (
     ADAPTER,
     LoraConfig,
     abstract_arrays,
-    family_of,
+    encodes_prompts,
     from_hf_config,
     hf_names,
     load_hf,
@@ -41,11 +41,6 @@ from meshwright.models import (
 from meshwright.ops import drop_trivial_axes, nontrivial_axes
 from meshwright.present import mesh_text
 from meshwright.serving.grammars import Grammars
-
-
-def has_encoder(config: Any) -> bool:
-    """Whether prompts are read by an encoder, so that the output does not continue them."""
-    return "encoder_tokens" in family_of(config).batch_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +72,7 @@ class Source:
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt."""
         tokens = [int(i) for i in self.tokenizer.encode_batch([prompt], self.special_tokens)[0]]
-        if not self.special_tokens and has_encoder(self.config):
+        if not self.special_tokens and encodes_prompts(self.config):
             tokens.append(self.tokenizer.end_of_document)  # as the encoder's inputs in training
         return tokens
 

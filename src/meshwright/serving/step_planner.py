@@ -19,10 +19,10 @@ class StepPlanner:
     """Writes the host's part of each step; remembers what the slots hold."""
 
     def __init__(
-        self, config: EngineConfig, sizes: Sizes, pool: PagePool, has_encoder: bool
+        self, config: EngineConfig, sizes: Sizes, pool: PagePool, encodes_prompts: bool
     ) -> None:
         self._config, self._sizes, self._pool = config, sizes, pool
-        self._has_encoder = has_encoder
+        self._encodes_prompts = encodes_prompts
         self._slots = Slots(config.max_batch)
         # the pages of the sequence in each slot, and those of its encoder's keys
         self._tables, self._encoder_tables = (
@@ -44,7 +44,7 @@ class StepPlanner:
             for sequence in step.decode:
                 self._fill_table(sequence)
             inputs.tables[part] = self._tables[inputs.slots[part]]
-            if self._has_encoder:
+            if self._encodes_prompts:
                 inputs.encoder_tables[part] = self._encoder_tables[inputs.slots[part]]
                 inputs.encoder_lengths[part] = [len(each.encoder_tokens) for each in step.decode]
             sampled += enumerate(step.decode)
@@ -54,7 +54,7 @@ class StepPlanner:
             self._fill_table(sequence)
             inputs.chunk_tables[index] = self._tables[sequence.slot]
             inputs.starts[index], inputs.counts[index] = start, chunk.count
-            if self._has_encoder:
+            if self._encodes_prompts:
                 inputs.chunk_encoder_tables[index] = self._encoder_tables[sequence.slot]
                 inputs.chunk_encoder_lengths[index] = len(sequence.encoder_tokens)
             if shape.scored:
@@ -86,7 +86,7 @@ class StepPlanner:
             sequence = chunk.sequence
             self._fill_table(sequence)
             tokens = sequence.encoder_tokens or sequence.tokens
-            tables = self._encoder_tables if self._has_encoder else self._tables
+            tables = self._encoder_tables if self._encodes_prompts else self._tables
             inputs.tokens[index, : chunk.count] = tokens[: chunk.count]
             inputs.tables[index] = tables[sequence.slot]
             inputs.lengths[index] = chunk.count

@@ -21,7 +21,7 @@ from meshwright.audits import (
     BOOKKEEPING,
     Audit,
     Collective,
-    Expected,
+    SentCollective,
     axes_between,
     expected_of,
     judged,
@@ -62,7 +62,7 @@ def audit(
     step: Callable[..., Any],
     *arguments: Any,
     model: nn.Module,
-    expected: Mapping[Any, Sequence[str]] | Sequence[Expected] | None = None,
+    expected: Mapping[Any, Sequence[str]] | Sequence[Collective] | None = None,
     bookkeeping: int = BOOKKEEPING,
     **keywords: Any,
 ) -> Audit:
@@ -83,24 +83,28 @@ def audit(
     return Audit(shape, rows, (), (), known, _NOTES)
 
 
-def expected_of_model(model: nn.Module) -> tuple[Expected, ...]:
+def expected_of_model(model: nn.Module) -> tuple[Collective, ...]:
     """What a step of a parallelized model sends, from how it was split."""
     own = parallelized(model)
     axes, shape = own.placements.axes, own.placements.spec.shape
     found = []
     if shape[axes.shard] > 1:
-        found.append(Expected("all-gather", (axes.shard,), what="weights"))
-        found.append(Expected("reduce-scatter", (axes.shard,), "backward", "gradients"))
+        found.append(Collective("all-gather", (axes.shard,), what="weights"))
+        found.append(
+            Collective("reduce-scatter", (axes.shard,), phase="backward", what="gradients")
+        )
     if axes.replicate is not None:
-        found.append(Expected("all-reduce", (axes.replicate,), "backward", "gradients"))
+        found.append(
+            Collective("all-reduce", (axes.replicate,), phase="backward", what="gradients")
+        )
     if axes.tensor is not None and axes.tp > 1:
         over = (axes.tensor,)
-        found.append(Expected("all-reduce", over, what="partial sums"))
+        found.append(Collective("all-reduce", over, what="partial sums"))
         if own.sequence_parallel:
-            found.append(Expected("all-gather", over, what="the sequence"))
-            found.append(Expected("reduce-scatter", over, what="partial sums"))
+            found.append(Collective("all-gather", over, what="the sequence"))
+            found.append(Collective("reduce-scatter", over, what="partial sums"))
         elif not own.loss_parallel:
-            found.append(Expected("all-gather", over, "forward", "logits"))
+            found.append(Collective("all-gather", over, phase="forward", what="logits"))
     return tuple(found)
 
 
@@ -135,7 +139,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, shape: Mapping[str, int], model: nn.Module) -> None:
         super().__init__()
-        self.rows: list[Collective] = []
+        self.rows: list[SentCollective] = []
         self._shape = shape
         self._names = {id(module): path for path, module in model.named_modules()}
         self._inside: list[str] = []
@@ -193,7 +197,7 @@ class _Recorder(TorchDispatchMode):
             scope = module
         for tensor in _sent(func, args, result):
             self.rows.append(
-                Collective(
+                SentCollective(
                     operation,
                     axes_between(groups, self._shape),
                     len(groups[0]),

@@ -3,6 +3,7 @@
 from meshwright.training.abstract_step import AbstractStep, abstract_step
 from meshwright.training.backend import Backend, Say
 from meshwright.training.config import (
+    LARGEST_COUNT,
     NONE,
     TorchConfig,
     TrainConfig,
@@ -38,9 +39,9 @@ from meshwright.training.tpu import overlap_choice, overlap_text
 from meshwright.training.work import StepWork
 
 __all__ = [
-    "AUTO", "NONE", "AbstractStep", "Backend", "Loop", "Memory", "Say", "StepWork", "TorchConfig",
-    "TrainConfig", "abstract_step", "accepted_meshes", "check_fp8", "check_length",
-    "check_run_folder", "check_same_settings", "check_sizes", "check_trackers",
+    "AUTO", "LARGEST_COUNT", "NONE", "AbstractStep", "Backend", "Loop", "Memory", "Say",
+    "StepWork", "TorchConfig", "TrainConfig", "abstract_step", "accepted_meshes", "check_fp8",
+    "check_length", "check_run_folder", "check_same_settings", "check_sizes", "check_trackers",
     "checkpoint_settings", "chip_peak_flops", "choose_rules", "config_from_dict",
     "config_from_file", "config_to_dict", "field_lengths", "file_rules", "layers_choice",
     "learning_rate", "load_pieces", "model_of", "overlap_choice",

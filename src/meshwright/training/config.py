@@ -185,8 +185,8 @@ class TrainConfig:
         if self.backend == "jax" and self.torch != TorchConfig():
             raise MeshwrightError("the settings torch.… belong to --backend torch; add it")
         for name in ("steps", "batch", "seq", "accumulation"):
-            if values[name] > MOST:
-                raise MeshwrightError(f"{name}={values[name]} must be at most {MOST}")
+            if values[name] > LARGEST_COUNT:
+                raise MeshwrightError(f"{name}={values[name]} must be at most {LARGEST_COUNT}")
         if self.resume_from not in (LATEST, NONE) and not self.resume_from.isdecimal():
             raise MeshwrightError(
                 f"resume_from={self.resume_from!r} is neither a step nor 'latest' nor 'none'"
@@ -218,7 +218,7 @@ class TrainConfig:
             )
 
 
-MOST = 2**31 - 1  # steps and dims of arrays are counted in int32
+LARGEST_COUNT = 2**31 - 1  # steps and dims of arrays are counted in int32
 _LEAST_FLOAT32, _MOST_FLOAT32 = 1.2e-38, 3.4e38
 _AT_LEAST = {
     "steps": 1, "stop_at": 1, "batch": 1, "seq": 1, "accumulation": 1, "max_skipped": 1,

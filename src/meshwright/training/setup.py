@@ -27,6 +27,7 @@ from meshwright.models import (
     model_config,
     override,
     scans_layers,
+    serving_of,
     what_fits,
     with_adapter,
 )
@@ -60,7 +61,8 @@ def objective_of(
     end, vocab = 1, model.vocab
     if tokenizer is not None:
         end, vocab = tokenizer.end_of_document, sentinel_top(tokenizer, model.vocab)
-    objective = OBJECTIVES[name](config.seq, vocab, end, model.start_token, config.seed)
+    (start,) = serving_of(model).decoder_prompt(model, ())
+    objective = OBJECTIVES[name](config.seq, vocab, end, start, config.seed)
     if tokenizer is not None:
         objective.check_sentinels(tokenizer)
     return objective

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from tests.ops.attention.programs import QUICKLY, Case
 
-from meshwright.audits import Collective, collectives, instructions
+from meshwright.audits import SentCollective, collectives, instructions
 from meshwright.models.compute import remat_policy
 from meshwright.models.decoder import REMAT
 from meshwright.ops.attention import Mask
@@ -47,13 +47,13 @@ def program(what: Case, gradient: bool = False, remat: str = "none") -> Any:
     return lowered(what, gradient, remat).compile(compiler_options=options)
 
 
-def sent(what: Case, gradient: bool = False, remat: str = "none") -> list[Collective]:
+def sent(what: Case, gradient: bool = False, remat: str = "none") -> list[SentCollective]:
     """Without the sum of the loss."""
     found = collectives(program(what, gradient, remat).as_text(), what.devices)
     return [c for c in found if math.prod(c.shape) > 1]
 
 
-def times(found: list[Collective], dtype: str | None = None) -> int:
+def times(found: list[SentCollective], dtype: str | None = None) -> int:
     return sum(c.times for c in found if dtype in (None, c.dtype))
 
 

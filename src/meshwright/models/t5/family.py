@@ -101,7 +101,7 @@ T5 = ModelFamily(
         layers=lambda config: config.decoder_layers,
         state=T5PagedCache,
         prompt_keys=prompt_keys,
-        own_prompt=lambda config, prompt: (config.start_token,),
+        decoder_prompt=lambda config, prompt: (config.start_token,),
         biased=True,
     ),
 )

@@ -19,12 +19,12 @@ import msgspec
 
 from meshwright.errors import MeshwrightError
 from meshwright.models import model_from_dict, model_to_dict
-from meshwright.planner.ranking import UNCERTAINTY
-from meshwright.planner.report import figures
+from meshwright.planner.report import rates
 from meshwright.planner.result import Estimate, Memory, Plan, Refusal, Serving
+from meshwright.planner.search import UNCERTAINTY
 
 FORMAT = "meshwright plan"
-VERSION = 6
+VERSION = 7
 _FOLLOWS = {Memory: ("total", "fits", "reserve", "tight"), Serving: ("full_tokens_per_second",)}
 
 
@@ -43,11 +43,11 @@ def estimate_data(plan: Plan, estimate: Estimate) -> dict[str, Any]:
     """One mesh of the plan, with what follows from its numbers."""
     follows = {
         "mesh": estimate.choice.mesh,
-        "tokens_per_second": figures.tokens_per_second(plan, estimate),
-        "tokens_per_second_per_chip": figures.per_chip(plan, estimate),
-        "cost_per_trillion_tokens": figures.cost_per_trillion(plan, estimate),
+        "tokens_per_second": plan.tokens_per_second(estimate),
+        "tokens_per_second_per_chip": rates.per_chip(plan, estimate),
+        "cost_per_trillion_tokens": rates.cost_per_trillion(plan, estimate),
         "exposed": estimate.exposed,
-        "roofline": figures.roofline(plan, estimate),
+        "roofline": rates.roofline(plan, estimate),
     }
     parts = {"memory": _with_follows(estimate.memory), "serving": _with_follows(estimate.serving)}
     data: dict[str, Any] = _plain(follows) | _plain(estimate) | parts

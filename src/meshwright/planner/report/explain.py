@@ -4,18 +4,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from meshwright.errors import MeshwrightError
-from meshwright.meshes import STANDARD_AXES, MeshSpec
+from meshwright.meshes import MeshSpec
 from meshwright.models import family_of
+from meshwright.planner.attention import keys_seen, splits_of
 from meshwright.planner.memory import formulas, peak_bytes
 from meshwright.planner.memory import memory as count_memory
-from meshwright.planner.parts import keys_seen, splits_of
-from meshwright.planner.report import figures
-from meshwright.planner.report.words import settings, short_mesh, what_overlaps
+from meshwright.planner.report import rates
+from meshwright.planner.report.phrases import settings, short_mesh
 from meshwright.planner.result import (
     RESERVE,
-    Choice,
     Estimate,
-    Job,
     Memory,
     Plan,
     Refusal,
@@ -24,6 +22,7 @@ from meshwright.planner.result import (
 from meshwright.planner.serving import second_formulas
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import byte_formulas
+from meshwright.planner.workload import Choice, Workload
 from meshwright.present import (
     Column,
     Row,
@@ -49,16 +48,7 @@ def find_mesh(plan: Plan, text: str) -> Estimate | Refusal:
     """The estimate or the refusal of a mesh: `fsdp=-1,tp=4`; axes that are not named are 1."""
     spec = MeshSpec.parse(text).with_standard_axes()
     sizes = dict(spec.resolve(plan.machine.num_devices, where=f"in '{plan.machine}'").axes)
-    wanted = {axis: sizes[axis] for axis in STANDARD_AXES}
-    named = [name for name, _ in MeshSpec.parse(text).axes]
-    if plan.job.backend == "torch" and wanted["fsdp"] == 1 and wanted["dp"] > 1:
-        if "fsdp" in named:
-            raise MeshwrightError(
-                f"mesh {text!r} has all weights on every rank, which the plan does not look at; "
-                f"write dp={wanted['dp']} or fsdp={wanted['dp']}, over which they are split"
-            )
-        # weights are split over dp alone
-        wanted |= {"dp": 1, "fsdp": wanted["dp"]}
+    wanted = plan.workload.schedule.mesh_sizes(sizes, text)
     looked_at: list[Estimate | Refusal] = [*plan.ranked, *plan.refused]
     for one in looked_at:
         if one.choice.sizes == wanted:
@@ -77,7 +67,7 @@ def explain(plan: Plan, found: Estimate | Refusal, width: int = 120) -> "Group":
 
     warned = [paragraph(f"warning: {one}", width, 0, hanging=2) for one in plan.warnings]
     title = Text(f"{short_mesh(found.choice)} on {plan.machine}", style="bold")
-    title.append(f": {settings(found.choice, plan.job.kind)}", style="not bold")
+    title.append(f": {settings(found.choice, plan.workload.kind)}", style="not bold")
     parts: list[RenderableType] = [title, *warned]
     if isinstance(found, Refusal):
         parts.append(paragraph(f"refused: {found.why}", width, 0, hanging=2, style="red"))
@@ -106,7 +96,7 @@ def _memory(plan: Plan, choice: Choice, memory: Memory, width: int) -> "list[Ren
         Column("GiB"),
         Column("", right=False, importance=1, style="cyan"),
     ]
-    step = StepModel(plan.job, choice, plan.machine)
+    step = StepModel(plan.workload, choice)
     # formulas are worked out anew: they are shown where they give these numbers
     is_theirs = count_memory(step) == memory
     said = formulas(step) if is_theirs else {}
@@ -134,7 +124,7 @@ def _memory(plan: Plan, choice: Choice, memory: Memory, width: int) -> "list[Ren
     if memory.host:
         limit = "" if memory.host_limit is None else f" of {gib(memory.host_limit)}"
         lines.append(f"in the memory of each host: {gib(memory.host)}{limit} GiB of activations")
-    if is_theirs and plan.job.kind == "train":
+    if is_theirs and plan.workload.kind == "train":
         found = peak_bytes(step)
         sizes = ", ".join(f"{moment} {gib(size)}" for moment, size in found.items())
         fullest = max(found, key=lambda moment: found[moment])
@@ -147,13 +137,13 @@ def _memory(plan: Plan, choice: Choice, memory: Memory, width: int) -> "list[Ren
 
 
 def _work(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
-    job = plan.job
+    workload = plan.workload
     lines = []
-    if job.kind == "train":
-        example = family_of(job.model).flops(job.model, job.lengths)
-        lines += _flops_of_tokens(job, estimate.choice)
+    if workload.kind == "train":
+        example = family_of(workload.model).flops(workload.model, workload.lengths)
+        lines += _flops_of_tokens(workload, estimate.choice)
         lines.append(
-            f"a device: {amount(example, 'FLOP')} × {job.batch:,} sequences / "
+            f"a device: {amount(example, 'FLOP')} × {workload.batch:,} sequences / "
             f"{count(estimate.choice.devices, 'device')} = {amount(estimate.flops, 'FLOP')}"
         )
         again = estimate.computed_flops / estimate.flops - 1
@@ -167,15 +157,15 @@ def _work(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
     return [*_heading("work", " of a step"), *(paragraph(line, width, hanging=4) for line in lines)]
 
 
-def _flops_of_tokens(job: Job, choice: Choice) -> list[str]:
+def _flops_of_tokens(workload: Workload, choice: Choice) -> list[str]:
     """FLOPs of a training step for each token of a stack."""
-    sizes, lines = job.sizes, []
+    sizes, lines = workload.sizes, []
     for stack in sizes.stacks:
         weights = stack.layers * stack.weights
         if stack is sizes.stacks[-1]:
             weights += sizes.dims["vocab"] * sizes.embed
         parts = [f"6 × {amount(weights)} weights"]
-        for other, attention, split in splits_of(job, choice):
+        for other, attention, split in splits_of(workload, choice):
             keys = split.keys or split.length
             seen = keys_seen(attention, split.length, keys)
             heads = f"{stack.layers} layers × {sizes.dims['heads']} heads × {split.head_dim}"
@@ -185,15 +175,15 @@ def _flops_of_tokens(job: Job, choice: Choice) -> list[str]:
             parts += [text] if other is stack else []
         name = f" of the {stack.name}" if stack.name else ""
         lines.append(f"a token{name}: {' + '.join(parts)}")
-    flops = family_of(job.model).flops(job.model, job.lengths)
+    flops = family_of(workload.model).flops(workload.model, workload.lengths)
     if len(lines) == 1:
-        tokens = job.lengths["tokens"]
+        tokens = workload.lengths["tokens"]
         lines[0] += (
             f" = {amount(flops / tokens, 'FLOP')}, of {tokens:,} tokens {amount(flops, 'FLOP')}"
         )
     else:
         lines.append(f"an example: {amount(flops, 'FLOP')}")
-    if family_of(job.model).keys_seen is not None:
+    if family_of(workload.model).keys_seen is not None:
         lines.append("keys of packed documents: fewer; train's MFU counts those of each batch")
     return lines
 
@@ -212,7 +202,7 @@ def _transfers(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableTy
         Column("time"),
         Column("hidden"),
     ]
-    step = StepModel(plan.job, estimate.choice, plan.machine)
+    step = StepModel(plan.workload, estimate.choice)
     texts = byte_formulas(step, estimate.collectives)
     said = dict(zip(estimate.collectives, texts, strict=True))
     ordered = sorted(estimate.collectives, key=lambda one: -one.seconds)
@@ -241,7 +231,7 @@ def _time(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
         Column("", right=False, importance=1, style="cyan"),
     ]
     step = estimate.step_seconds
-    said = second_formulas(StepModel(plan.job, estimate.choice, plan.machine), estimate)
+    said = second_formulas(StepModel(plan.workload, estimate.choice), estimate)
     rows = [
         Row(
             (part, seconds_text(seconds), percent(seconds / step), bar(seconds / step, BAR)),
@@ -252,33 +242,31 @@ def _time(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
     ]
     rows.append(Row(("step", seconds_text(step), "100%", ""), style="bold"))
     lines = [] if estimate.serving is None else _served(plan, estimate.serving, said)
-    if plan.job.backend == "torch":
-        lines.append(what_overlaps(plan.job))
-    elif plan.machine.is_tpu and plan.job.kind == "train":
+    if overlaps := plan.workload.schedule.overlaps(plan.workload):
+        lines.append(overlaps)
+    elif plan.machine.is_tpu and plan.workload.kind == "train":
         lines.append(overlap_text(plan.config.compute.overlap, plan.machine.chip))
     return [
-        *_heading(
-            "time", f" of a step; {amount(figures.tokens_per_second(plan, estimate))} tokens/s"
-        ),
+        *_heading("time", f" of a step; {amount(plan.tokens_per_second(estimate))} tokens/s"),
         *aligned(columns, rows, width, indent=2),
         *(paragraph(line, width, hanging=4) for line in lines),
     ]
 
 
 def _served(plan: Plan, served: Serving, said: Mapping[str, str]) -> list[str]:
-    prompt = f"first token of a prompt of {count(plan.job.seq, 'token')}"
+    prompt = f"first token of a prompt of {count(plan.workload.seq, 'token')}"
     formula = f": {said['first token']}" if "first token" in said else ""
     return [
         f"{prompt}: {seconds_text(served.first_token_seconds)}{formula}",
-        f"full, with {count(served.largest_batch, 'sequence')} of {plan.job.seq:,} tokens: a token "
-        f"takes {seconds_text(served.full_step_seconds)}, "
+        f"full, with {count(served.largest_batch, 'sequence')} of {plan.workload.seq:,} tokens: "
+        f"a token takes {seconds_text(served.full_step_seconds)}, "
         f"{amount(served.full_tokens_per_second)} tokens/s",
     ]
 
 
 def _roofline(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
-    floor = figures.roofline(plan, estimate)
-    peak, speed = figures.peak_flops(plan), figures.memory_bandwidth(plan)
+    floor = rates.roofline(plan, estimate)
+    peak, speed = rates.peak_flops(plan), rates.memory_bandwidth(plan)
     intensity = estimate.computed_flops / estimate.memory_bytes if estimate.memory_bytes else 0.0
     lines = [
         f"compute: {amount(estimate.computed_flops, 'FLOP')} / {amount(peak, 'FLOP/s')} = "
@@ -288,7 +276,7 @@ def _roofline(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableTyp
         f"{peak / speed:,.0f})",
         f"links: {seconds_text(floor.links)}, {seconds_text(estimate.exposed)} of it exposed",
     ]
-    for axes, time in figures.by_axis(estimate).items():
+    for axes, time in rates.by_axis(estimate).items():
         lines.append(
             f"over {axes}: {amount(time.wire_bytes, 'B')} sent in {seconds_text(time.seconds)}, "
             f"{seconds_text(time.exposed)} exposed"

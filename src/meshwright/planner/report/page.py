@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.meshes import mesh as build_mesh
-from meshwright.planner.report import figures
-from meshwright.planner.report.words import group_headings, next_commands, settings, short_mesh
+from meshwright.planner.report import rates
+from meshwright.planner.report.phrases import group_headings, next_commands, settings, short_mesh
 from meshwright.planner.result import Estimate, Plan
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import byte_formulas
@@ -18,15 +18,16 @@ PLACED = 8  # meshes that are drawn on the machine: each lists all its devices
 
 def page(plan: Plan) -> str:
     """The page's HTML; it needs nothing from outside."""
-    job = plan.job
-    title = f"{job.name or 'a model'} on {plan.machine}"
-    size = f"batch {job.batch:,} × {job.seq:,} tokens"
+    workload = plan.workload
+    title = f"{workload.config.model or 'a model'} on {plan.machine}"
+    size = f"batch {workload.batch:,} × {workload.seq:,} tokens"
     about = [size, f"best {plan.rank_by} first", count(plan.machine.num_chips, "chip")]
+    optimizer = workload.config.optimizer.name
     return render(
         TEMPLATE,
         title=title,
         data=page_data(plan),
-        about=" · ".join(["serving" if job.kind == "serve" else job.optimizer, *about]),
+        about=" · ".join(["serving" if workload.engine else optimizer, *about]),
         summary=_summary(plan),
         warnings=plan.warnings,
     )
@@ -47,9 +48,10 @@ def page_data(plan: Plan) -> dict[str, Any]:
             "wraps": list(machine.wraps) if machine.is_tpu else [],
             "slices": machine.slices,
         },
-        "peak": figures.peak_flops(plan),
-        "memoryBandwidth": figures.memory_bandwidth(plan),
-        "linkBandwidth": figures.link_bandwidth(plan),
+        "peak": rates.peak_flops(plan),
+        "memoryBandwidth": rates.memory_bandwidth(plan),
+        "linkBandwidth": rates.link_bandwidth(plan),
+        "axes": list(plan.best.choice.sizes),
         "kinds": kinds,
         "parts": parts,
         "groups": group_headings(plan),
@@ -65,7 +67,7 @@ def _row(
     plan: Plan, rank: int, estimate: Estimate, kinds: list[str], parts: list[str]
 ) -> dict[str, Any]:
     choice, memory = estimate.choice, estimate.memory
-    axes = figures.by_axis(estimate)
+    axes = rates.by_axis(estimate)
     row = {
         "rank": rank + 1,
         "group": estimate.group,
@@ -73,18 +75,18 @@ def _row(
         "sizes": list(choice.sizes.values()),
         "remat": choice.remat,
         "micro": choice.accumulation,
-        "settings": settings(choice, plan.job.kind),
-        "weights": choice.weights or plan.job.dtype,
+        "settings": settings(choice, plan.workload.kind),
+        "weights": choice.weights or plan.workload.dtype,
         "step": estimate.step_seconds,
-        "tokens": figures.tokens_per_second(plan, estimate),
-        "chip": figures.per_chip(plan, estimate),
+        "tokens": plan.tokens_per_second(estimate),
+        "chip": rates.per_chip(plan, estimate),
         "mfu": estimate.mfu,
         "memory": [memory.kinds.get(kind, 0) for kind in kinds],
         "total": memory.total,
         "limit": memory.limit,
         "bound": estimate.bound,
         "reason": estimate.reason,
-        "cost": figures.cost_per_trillion(plan, estimate),
+        "cost": rates.cost_per_trillion(plan, estimate),
         "seconds": [estimate.seconds.get(part, 0.0) for part in parts],
         "flops": estimate.computed_flops,
         "bytes": estimate.memory_bytes,
@@ -99,7 +101,7 @@ def _row(
             "fullTokens": estimate.serving.full_tokens_per_second,
         }
     if rank < DETAILED:
-        step = StepModel(plan.job, choice, plan.machine)
+        step = StepModel(plan.workload, choice)
         row["transfers"] = [
             [
                 f"{one.what}, {one.phase}",
@@ -128,9 +130,9 @@ def _summary(plan: Plan) -> list[tuple[str, str]]:
     best = plan.best
     cells = [
         ("best mesh", short_mesh(best.choice)),
-        ("step" if plan.job.kind == "train" else "a token", seconds_text(best.step_seconds)),
-        ("tokens/s", amount(figures.tokens_per_second(plan, best))),
-        ("tokens/s a chip", amount(figures.per_chip(plan, best))),
+        ("step" if plan.workload.kind == "train" else "a token", seconds_text(best.step_seconds)),
+        ("tokens/s", amount(plan.tokens_per_second(best))),
+        ("tokens/s a chip", amount(rates.per_chip(plan, best))),
         ("MFU", percent(best.mfu)),
         (f"GiB of {gib(best.memory.limit)}", gib(best.memory.total)),
     ]
@@ -138,15 +140,15 @@ def _summary(plan: Plan) -> list[tuple[str, str]]:
         first = seconds_text(best.serving.first_token_seconds)
         cells.insert(1, ("first token", first))
     if plan.largest_batch is not None:
-        training = plan.job.kind == "train"
+        training = plan.workload.kind == "train"
         cells.append(
             ("largest micro-batch" if training else "largest batch", f"{plan.largest_batch:,}")
         )
     if plan.largest_seq is not None:
-        longest = plan.job.model.max_seq
+        longest = plan.workload.model.max_seq
         own = f" (model's own: {longest:,})" if plan.largest_seq > longest else ""
         cells.append(("longest sequence", f"{plan.largest_seq:,}{own}"))
-    cost = figures.cost_per_trillion(plan, best)
+    cost = rates.cost_per_trillion(plan, best)
     if cost is not None:
         cells.append(("cost of 1T tokens", amount(cost)))
     return cells

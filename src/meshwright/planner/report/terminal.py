@@ -4,20 +4,20 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from meshwright.planner.largest import least_kept
+from meshwright.planner.memory import least_kept
 from meshwright.planner.memory import memory as count_memory
-from meshwright.planner.report import figures
-from meshwright.planner.report.words import (
+from meshwright.planner.report import rates
+from meshwright.planner.report.phrases import (
     folded,
     group_headings,
     groups_of,
     meshes,
     next_commands,
     short_mesh,
-    what_overlaps,
 )
-from meshwright.planner.result import Estimate, Job, Memory, Plan, Serving
+from meshwright.planner.result import Estimate, Memory, Plan, Serving
 from meshwright.planner.step import StepModel
+from meshwright.planner.workload import Workload
 from meshwright.present import (
     Column,
     Row,
@@ -30,6 +30,7 @@ from meshwright.present import (
     percent,
     seconds_text,
 )
+from meshwright.training import with_settings
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -44,8 +45,8 @@ def report(plan: Plan, width: int = 120, *, top: int = 8, refused: bool = False)
     from rich.text import Text
 
     parts: list[RenderableType] = [*_header(plan)]
-    if plan.job.backend == "torch":
-        parts.append(paragraph(what_overlaps(plan.job), width, 0, hanging=2, style="dim"))
+    if overlaps := plan.workload.schedule.overlaps(plan.workload):
+        parts.append(paragraph(overlaps, width, 0, hanging=2, style="dim"))
     parts.append(Text(""))
     for warning in plan.warnings:
         parts += [paragraph(f"warning: {warning}", width, 0, hanging=2, style="yellow"), Text("")]
@@ -63,51 +64,54 @@ def report(plan: Plan, width: int = 120, *, top: int = 8, refused: bool = False)
 def _header(plan: Plan) -> "list[RenderableType]":
     from rich.text import Text
 
-    job, machine = plan.job, plan.machine
+    workload, machine = plan.workload, plan.machine
     title = Text()
-    title.append(job.name or "a model", style="bold")
+    title.append(workload.config.model or "a model", style="bold")
     title.append(" on ")
     title.append(str(machine), style="bold")
     chips = count(machine.num_chips, "chip")
     if machine.num_devices != machine.num_chips:
         chips += f" ({count(machine.num_devices, 'device')})"
     title.append(f": {chips}")
-    rows = f"batch {job.batch:,} × {job.seq:,} tokens"
-    if job.kind == "train":
-        rows += f" = {amount(job.batch * job.seq)} tokens a step"
+    rows = f"batch {workload.batch:,} × {workload.seq:,} tokens"
+    if workload.kind == "train":
+        rows += f" = {amount(workload.batch * workload.seq)} tokens a step"
     kept = (
-        f"{_optimizer(plan)}, parameters {job.param_dtype}, compute {_compute(job)}"
-        if job.kind == "train"
-        else f"serving, weights {job.dtype}, KV cache {plan.best.choice.cache or job.dtype}"
+        f"{_optimizer(plan)}, parameters {workload.param_dtype}, compute {_compute(workload)}"
+        if workload.kind == "train"
+        else f"serving, weights {workload.dtype}, "
+        f"KV cache {plan.best.choice.cache or workload.dtype}"
     )
-    if job.trainable:
-        kept += f", trains {' '.join(job.trainable)}"
+    if workload.config.trainable:
+        kept += f", trains {' '.join(workload.config.trainable)}"
     first = f"best {plan.rank_by} first"
-    if job.kind == "serve" and plan.rank_by == "throughput":
+    if workload.kind == "serve" and plan.rank_by == "throughput":
         first = "most tokens a second with as many sequences as fit first"
     return [title, Text(rows), Text(f"{kept}; {first}", style="dim")]
 
 
-def _compute(job: Job) -> str:
+def _compute(workload: Workload) -> str:
     """The dtype of matmuls; with fp8, of how many layers."""
-    if job.matmul != "fp8":
-        return job.dtype
-    stacks = [stack.layers for stack in job.sizes.stacks]
-    in_fp8 = sum(map(job.fp8_layers, stacks))
-    return f"{job.dtype}, fp8 in {in_fp8} of {count(sum(stacks), 'layer')}"
+    if workload.config.compute.matmul != "fp8":
+        return workload.dtype
+    stacks = [stack.layers for stack in workload.sizes.stacks]
+    in_fp8 = sum(map(workload.fp8_layers, stacks))
+    return f"{workload.dtype}, fp8 in {in_fp8} of {count(sum(stacks), 'layer')}"
 
 
 def _optimizer(plan: Plan) -> str:
     """Its name and, where moments are not kept like the parameters, what that saves."""
-    job, best = plan.job, plan.best
-    if job.moments_dtype == job.param_dtype:
-        return job.optimizer
-    like_parameters = dataclasses.replace(job, moments="auto")
-    more = count_memory(StepModel(like_parameters, best.choice, plan.machine)).kinds["optimizer"]
+    workload, best = plan.workload, plan.best
+    name = workload.config.optimizer.name
+    if workload.moments_dtype == workload.param_dtype:
+        return name
+    config = with_settings(workload.config, {"optimizer.moments": "auto"})
+    like_parameters = dataclasses.replace(workload, config=config)
+    more = count_memory(StepModel(like_parameters, best.choice)).kinds["optimizer"]
     saved = more - best.memory.kinds["optimizer"]
     verb = "saves" if saved > 0 else "takes"
     return (
-        f"{job.optimizer} with moments in {job.moments_dtype} ({verb} {gib(abs(saved))} GiB of a "
+        f"{name} with moments in {workload.moments_dtype} ({verb} {gib(abs(saved))} GiB of a "
         f"device{'' if saved > 0 else ' more'})"
     )
 
@@ -129,7 +133,7 @@ def _ranked(plan: Plan, width: int, top: int) -> "list[RenderableType]":
 
 def _columns(plan: Plan) -> list[tuple[Column, Callable[[Estimate], str]]]:
     """Each column with what stands in it; narrow terminals leave out the less important."""
-    training = plan.job.kind == "train"
+    training = plan.workload.kind == "train"
     columns: list[tuple[Column, Callable[[Estimate], str]]] = [
         (Column("mesh", right=False, style="bold"), lambda one: short_mesh(one.choice))
     ]
@@ -140,18 +144,24 @@ def _columns(plan: Plan) -> list[tuple[Column, Callable[[Estimate], str]]]:
         ]
     if plan.best.serving is not None:
         columns += [
-            (Column("weights", right=False), lambda one: one.choice.weights or plan.job.dtype),
-            (Column("1st token", importance=7), _of_serving(_first_token)),
+            (Column("weights", right=False), lambda one: one.choice.weights or plan.workload.dtype),
+            (
+                Column("1st token", importance=7),
+                _of_serving(lambda it: seconds_text(it.first_token_seconds)),
+            ),
         ]
     columns += [
         (Column("step" if training else "a token"), lambda one: seconds_text(one.step_seconds)),
-        (Column("tokens/s"), lambda one: amount(figures.tokens_per_second(plan, one))),
-        (Column("a chip", importance=2), lambda one: amount(figures.per_chip(plan, one))),
+        (Column("tokens/s"), lambda one: amount(plan.tokens_per_second(one))),
+        (Column("a chip", importance=2), lambda one: amount(rates.per_chip(plan, one))),
     ]
     if plan.best.serving is not None:
         columns += [
             (Column("full batch", importance=7), _of_serving(lambda it: f"{it.largest_batch:,}")),
-            (Column("tokens/s", importance=7), _of_serving(_full_rate)),
+            (
+                Column("tokens/s", importance=7),
+                _of_serving(lambda it: amount(it.full_tokens_per_second)),
+            ),
         ]
     columns += [
         (Column("MFU", importance=0 if training else 1), lambda one: percent(one.mfu)),
@@ -165,7 +175,7 @@ def _columns(plan: Plan) -> list[tuple[Column, Callable[[Estimate], str]]]:
         columns.append(
             (
                 Column("cost/T", importance=5),
-                lambda one: amount(figures.cost_per_trillion(plan, one) or 0.0),
+                lambda one: amount(rates.cost_per_trillion(plan, one) or 0.0),
             )
         )
     columns.append((Column("bound", right=False, importance=3), lambda one: one.bound))
@@ -174,14 +184,6 @@ def _columns(plan: Plan) -> list[tuple[Column, Callable[[Estimate], str]]]:
 
 def _of_serving(cell: Callable[[Serving], str]) -> Callable[[Estimate], str]:
     return lambda one: "" if one.serving is None else cell(one.serving)
-
-
-def _first_token(serving: Serving) -> str:
-    return seconds_text(serving.first_token_seconds)
-
-
-def _full_rate(serving: Serving) -> str:
-    return amount(serving.full_tokens_per_second)
 
 
 def _used(memory: Memory) -> str:
@@ -217,21 +219,21 @@ def _refused(plan: Plan, width: int, all_of_them: bool) -> "list[RenderableType]
 
 def _largest(plan: Plan, width: int) -> "list[RenderableType]":
     mesh = short_mesh(plan.best.choice)
-    training = plan.job.kind == "train"
+    training = plan.workload.kind == "train"
     parts = []
     if plan.largest_batch is not None:
         batch = f"batch {plan.largest_batch:,}" + (" in one micro-batch" if training else "")
-        parts.append(f"{batch}, of {plan.job.seq:,} tokens")
+        parts.append(f"{batch}, of {plan.workload.seq:,} tokens")
     if plan.largest_seq is not None:
-        remat = least_kept(plan.job, plan.best.choice, plan.machine)
+        remat = least_kept(plan.workload, plan.best.choice)
         how = f", one on each data rank, with remat {remat}" if training else ", one at a time"
-        longest = plan.job.model.max_seq
+        longest = plan.workload.model.max_seq
         own = f" (the model's own length is {longest:,})" if plan.largest_seq > longest else ""
         parts.append(f"sequences of {plan.largest_seq:,} tokens{how}{own}")
     texts = [f"largest that fits on {mesh}: {'; '.join(parts)}"] if parts else []
-    cost = figures.cost_per_trillion(plan, plan.best)
+    cost = rates.cost_per_trillion(plan, plan.best)
     if cost is not None:
-        days = 1e12 / figures.tokens_per_second(plan, plan.best) / 86400
+        days = 1e12 / plan.tokens_per_second(plan.best) / 86400
         texts.append(
             f"a trillion tokens on {mesh}: {cost:,.0f} at {plan.cost_per_hour:g} a chip and hour, "
             f"{days:,.0f} days"

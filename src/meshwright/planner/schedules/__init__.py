@@ -1,19 +1,31 @@
 """How programs run a step: XLA's train step, PyTorch's FSDP2, the inference engine."""
 
+from meshwright.errors import MeshwrightError
 from meshwright.planner.schedules import engine, fsdp2, fsdp2_memory, jax
 from meshwright.planner.step import Schedule
+from meshwright.present import mesh_text
 
 FSDP2 = Schedule(
     meshes=fsdp2.meshes,
     refusal=fsdp2.refusal,
     remat=lambda policies: {name: policies[name] for name in ("none", "full")},
     kinds=fsdp2_memory.KINDS,
-    always=fsdp2_memory.always,
-    peaks=fsdp2_memory.peaks,
+    always=lambda step: fsdp2_memory.Fsdp2Device(step).always(),
+    peaks=lambda step: fsdp2_memory.Fsdp2Device(step).peaks(),
     written=fsdp2.collectives,
     compiled=lambda step, written: written,
     work=fsdp2.work,
     seconds=lambda step, links: {**step.work.seconds, "waiting for links": links},
+    check=fsdp2.check,
+    narrowed=fsdp2.narrowed,
+    mesh_sizes=fsdp2.mesh_sizes,
+    # it needs a data axis, and has no sp
+    mesh_text=lambda choice: mesh_text(
+        {axis: n for axis, n in choice.sizes.items() if n > 1 or axis == "fsdp"}
+    ),
+    axes=fsdp2.AXES,
+    overlaps=fsdp2.overlaps,
+    is_proved=False,
     fused_attention=True,
     hides_sums_over_hosts=True,
 )
@@ -22,5 +34,7 @@ FSDP2 = Schedule(
 def schedule_of(kind: str, backend: str) -> Schedule:
     """The schedule of training or serving with a backend."""
     if kind == "serve":
+        if backend != "jax":
+            raise MeshwrightError("the PyTorch backend trains; leave out --backend torch to serve")
         return engine.SCHEDULE
     return FSDP2 if backend == "torch" else jax.SCHEDULE

@@ -10,42 +10,46 @@ import math
 from collections.abc import Iterator, Mapping
 
 from meshwright.arithmetic import round_up
-from meshwright.planner import candidates, efficiency
-from meshwright.planner.collective import Collective
+from meshwright.audits import Collective
+from meshwright.planner import efficiency
+from meshwright.planner.attention import keys_seen, splits_of
 from meshwright.planner.device import Device
-from meshwright.planner.links import over
-from meshwright.planner.parts import keys_seen, splits_of
-from meshwright.planner.result import Choice, Job
+from meshwright.planner.links import over, place_axes
 from meshwright.planner.schedules import jax
-from meshwright.planner.shares import place_axes
 from meshwright.planner.sizes import StackSizes
 from meshwright.planner.step import Kinds, Schedule, StepModel, Work
 from meshwright.planner.terms import Number
+from meshwright.planner.workload import Choice, Workload
 from meshwright.serving import EngineConfig, served_config
 
-ENGINE = EngineConfig()  # pages, chunks of prompts and memory of an engine that is served with
 KINDS = ("parameters", "key-value cache", "working activations")
 
 
 def meshes(devices: int) -> Iterator[Choice]:
     """Every mesh of dp and tp: weights stay where they are used, so fsdp and sp are 1."""
-    return (mesh for mesh in candidates.meshes(devices) if mesh.size("fsdp", "sp") == 1)
+    return (mesh for mesh in jax.meshes(devices) if mesh.size("fsdp", "sp") == 1)
 
 
-def held(job: Job, choice: Choice) -> Job:
+def held(workload: Workload, choice: Choice) -> Workload:
     """KV heads are repeated where tp is a multiple of their number."""
-    model = served_config(job.model, choice.sizes)
-    return job if model is job.model else dataclasses.replace(job, model=model)
+    model = served_config(workload.model, choice.sizes)
+    return workload if model is workload.model else dataclasses.replace(workload, model=model)
 
 
-def refusal(job: Job, choice: Choice) -> str | None:
+def _engine(workload: Workload) -> EngineConfig:
+    """Pages, chunks of prompts and memory."""
+    assert workload.engine is not None
+    return workload.engine
+
+
+def refusal(workload: Workload, choice: Choice) -> str | None:
     """Why sizes do not divide, in a sentence; None if they do."""
-    return jax.refusal(held(job, choice), choice)
+    return jax.refusal(held(workload, choice), choice)
 
 
-def places(job: Job, choice: Choice) -> int:
+def places(workload: Workload, choice: Choice) -> int:
     """Sequences of a replica's step."""
-    return math.ceil(job.batch / choice.size("dp"))
+    return math.ceil(workload.batch / choice.size("dp"))
 
 
 # ---- memory
@@ -56,15 +60,15 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
 
     As serving/programs.py takes them: logits of all sequences are on every device, three times.
     """
-    device, job, number = step.device, step.job, step.number
-    sequences = number(places(job, step.choice), "sequences")
+    device, workload, number = step.device, step.workload, step.number
+    sequences = number(places(workload, step.choice), "sequences")
     cache: Number = 0
-    for stack, kept in _kept_tokens(job):
+    for stack, kept in _kept_tokens(workload):
         layers = number(stack.layers, "layers")
-        tokens = sequences * number(kept, "tokens") + number(ENGINE.page_size, "tokens")
+        tokens = sequences * number(kept, "tokens") + number(_engine(workload).page_size, "tokens")
         cache = cache + 2 * layers * tokens * _cached_heads(device)
     mlp = number(step.last.sizes.mlp.inner)
-    tokens = sequences + number(min(job.seq, ENGINE.chunk), "tokens")
+    tokens = sequences + number(min(workload.seq, _engine(workload).chunk), "tokens")
     yield (
         "prefill",
         {
@@ -105,23 +109,23 @@ def _cached_heads(device: Device) -> Number:
     return number(dims["kv_heads"], "heads") * number(dims["head_dim"]) / device.tp
 
 
-def _kept_tokens(job: Job) -> list[tuple[StackSizes, int]]:
+def _kept_tokens(workload: Workload) -> list[tuple[StackSizes, int]]:
     """Attentions of the last stack, which generates, and the tokens whose keys each keeps.
 
     The engine keeps whole pages of all tokens, also of those that a sliding window has left.
     """
-    stack = job.sizes.stacks[-1]
-    kept = round_up(job.seq, ENGINE.page_size)
+    stack = workload.sizes.stacks[-1]
+    kept = round_up(workload.seq, _engine(workload).page_size)
     return [(stack, kept) for block in stack.blocks if block.attention]
 
 
-def _read_tokens(job: Job) -> list[tuple[StackSizes, int]]:
+def _read_tokens(workload: Workload) -> list[tuple[StackSizes, int]]:
     """Attentions of the last stack, and the tokens whose keys each reads for a new one."""
-    stack = job.sizes.stacks[-1]
+    stack, seq = workload.sizes.stacks[-1], workload.seq
     found = []
     for attention in (block.attention for block in stack.blocks if block.attention):
         masks = attention.masks or ((attention.mask, 1),)
-        read = sum(layers * min(job.seq, mask.window or job.seq) for mask, layers in masks)
+        read = sum(layers * min(seq, mask.window or seq) for mask, layers in masks)
         found.append((stack, round(read / sum(layers for _, layers in masks))))
     return found
 
@@ -131,7 +135,7 @@ def _read_tokens(job: Job) -> list[tuple[StackSizes, int]]:
 
 def collectives(step: StepModel) -> Iterator[Collective]:
     """What a decode step sends over tp: the residual stream's sums, and the logits to all."""
-    yield from _sent(step, places(step.job, step.choice))
+    yield from _sent(step, places(step.workload, step.choice))
 
 
 def _sent(step: StepModel, tokens: int) -> Iterator[Collective]:
@@ -139,15 +143,15 @@ def _sent(step: StepModel, tokens: int) -> Iterator[Collective]:
     if step.choice.size("tp") == 1:
         return
     device, number, stack = step.device, step.number, step.sizes.stacks[-1]
-    sequences = number(places(step.job, step.choice), "sequences")
+    sequences = number(places(step.workload, step.choice), "sequences")
     what, sums = (
         "sums of the embedding and of a layer's blocks",
         1 + len(stack.blocks) * stack.layers,
     )
     size = device.used * number(tokens, "sequences") * device.embed
-    yield Collective(what, "all-reduce", ("tp",), size, sums, "forward")
+    yield Collective("all-reduce", ("tp",), size, sums, "forward", what)
     size = device.float32 * sequences * device.vocab
-    yield Collective("logits", "all-gather", ("tp",), size, 1, "forward")
+    yield Collective("all-gather", ("tp",), size, 1, "forward", "logits")
 
 
 # ---- time
@@ -156,7 +160,7 @@ def _sent(step: StepModel, tokens: int) -> Iterator[Collective]:
 def work(step: StepModel) -> Work:
     """The work of a decode step; `sequences`: logits, choice of a token, the host's account."""
     number, machine = step.number, step.machine
-    many = places(step.job, step.choice)
+    many = places(step.workload, step.choice)
     sequences = number(many, "sequences")
     bandwidth = _bandwidth(step)
     read, weights = _weight_bytes(step)
@@ -183,13 +187,14 @@ def seconds(step: StepModel, links: Number) -> Mapping[str, Number]:
     return parts
 
 
-def prefill(step: StepModel, chunk: int = ENGINE.chunk, prompts: int = 1) -> Number:
-    """Seconds to compute prompts of seq tokens, `chunk` tokens in a step, with no other to do."""
-    job, number = step.job, step.number
-    steps = math.ceil(prompts * job.seq / chunk)
-    each = min(prompts * job.seq, chunk)
+def prefill(step: StepModel, prompts: int = 1) -> Number:
+    """Seconds to compute prompts of seq tokens, in chunks, with no other to do."""
+    workload, number = step.workload, step.number
+    chunk = _engine(workload).chunk
+    steps = math.ceil(prompts * workload.seq / chunk)
+    each = min(prompts * workload.seq, chunk)
     attention: Number = 0
-    for stack, kind, split in splits_of(job, step.choice):
+    for stack, kind, split in splits_of(workload, step.choice):
         keys = split.keys or split.length
         seen = number(round(keys_seen(kind, split.length, keys)), "keys")
         heads = number(stack.layers, "layers") * number(split.heads * split.head_dim)
@@ -202,7 +207,7 @@ def prefill(step: StepModel, chunk: int = ENGINE.chunk, prompts: int = 1) -> Num
 def _chunk_step(step: StepModel, chunk: int) -> Number:
     """Seconds of a step with a chunk, without attention: places of the batch are computed too."""
     device, number, machine = step.device, step.number, step.machine
-    sizes, many, tp = step.sizes, places(step.job, step.choice), step.choice.size("tp")
+    sizes, many, tp = step.sizes, places(step.workload, step.choice), step.choice.size("tp")
     tokens = number(chunk + many, "tokens")
     bandwidth = _bandwidth(step)
     read, _ = _weight_bytes(step)
@@ -225,8 +230,8 @@ def _chunk_step(step: StepModel, chunk: int) -> Number:
 
 
 def _link_seconds(step: StepModel, tokens: int) -> float:
-    plain = StepModel(step.job, step.choice, step.machine)
-    placement = place_axes(step.machine, tuple(step.choice.sizes.values()))
+    plain = StepModel(step.workload, step.choice)
+    placement = place_axes(step.machine, step.choice.sizes)
     return sum(
         one.times * over(placement, one.axes).seconds(one.operation, int(one.bytes))
         for one in _sent(plain, tokens)
@@ -248,9 +253,9 @@ def _weight_bytes(step: StepModel) -> tuple[Number, Number]:
 def _cache_bytes(step: StepModel) -> Number:
     """Bytes of keys and values that a step reads."""
     number = step.number
-    sequences = number(places(step.job, step.choice), "sequences")
+    sequences = number(places(step.workload, step.choice), "sequences")
     cache: Number = 0
-    for stack, seen in _read_tokens(step.job):
+    for stack, seen in _read_tokens(step.workload):
         layers, tokens = number(stack.layers, "layers"), number(seen, "tokens")
         cache = cache + 2 * layers * sequences * tokens * _cached_heads(step.device)
     return step.device.cached * cache

@@ -13,18 +13,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from meshwright.arithmetic import divisors
+from meshwright.audits import Collective, Payload, Phase
 from meshwright.errors import MeshwrightError
-from meshwright.machines import Machine
+from meshwright.meshes import MeshSpec
 from meshwright.models import family_of
 from meshwright.planner import efficiency
-from meshwright.planner.collective import Collective, Payload, Phase
-from meshwright.planner.parts import item_bytes, tokens
-from meshwright.planner.result import Choice, Job
-from meshwright.planner.sizes import array_leaves
+from meshwright.planner.constraints import Constraints
+from meshwright.planner.device import ITEM_BYTES
+from meshwright.planner.sizes import array_leaves, sizes_of
 from meshwright.planner.step import StepModel, Work
 from meshwright.planner.terms import Number
 from meshwright.planner.work import train_work
+from meshwright.planner.workload import Choice, Workload
 
+AXES = ("dp", "fsdp", "tp")
 BACKWARD: Phase = "backward"
 COMPARED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose steps tests/torch measures
 _OVER_TP = frozenset(("vocab", "heads", "kv_heads", "mlp"))  # dims that tensor parallelism splits
@@ -71,13 +73,13 @@ def collectives(step: StepModel) -> Iterator[Collective]:
 
 class _Step:
     def __init__(self, step: StepModel) -> None:
-        self.job, self.choice, self.number = step.job, step.choice, step.number
+        self.workload, self.choice, self.number = step.workload, step.choice, step.number
         (self.stack,) = step.sizes.stacks
         self.layers, self.dims = self.stack.layers, step.sizes.dims
         self.has_qk_norms = step.sizes.other_vectors.arrays > 0
         self.micro_batches = self.choice.accumulation
         self.item, self.four, self.embed = step.device.used, step.device.float32, step.device.embed
-        self.tokens = self.number(tokens(self.job, self.choice), "tokens")
+        self.tokens = self.number(step.device.tokens, "tokens")
         self.stream = self.item * self.tokens * self.embed
         self.tp = self.over("tp")
 
@@ -86,7 +88,7 @@ class _Step:
 
     def weights(self) -> Iterator[Collective]:
         """All-gathers of parameters, and the sums of their gradients."""
-        model, tp, shards = self.job.model, self.choice.size("tp"), self.choice.size("fsdp")
+        model, tp, shards = self.workload.model, self.choice.size("tp"), self.choice.size("fsdp")
         over, replicas = self.over("fsdp"), self.over("dp")
         for what, group, layers in (
             ("a block", group_of(model, True, tp, shards), self.layers),
@@ -98,15 +100,15 @@ class _Step:
             gradients: Payload = "layer gradients" if layers else "embedding gradient"
             size = self.item * self.number(group.whole)
             said = f"weights of {what}"
-            yield Collective(said, "all-gather", over, size, times, "forward", weights, *about)
-            again = times if layers and self.job.reshard_after_forward else 0
+            yield Collective("all-gather", over, size, times, "forward", said, weights, *about)
+            again = times if layers and self.workload.config.torch.reshard_after_forward else 0
             said += ", again"
-            yield Collective(said, "all-gather", over, size, again, BACKWARD, weights, *about)
+            yield Collective("all-gather", over, size, again, BACKWARD, said, weights, *about)
             said = f"gradients of {what}"
             size = self.four * self.number(group.whole)
-            yield Collective(said, "reduce-scatter", over, size, times, BACKWARD, gradients, *about)
+            yield Collective("reduce-scatter", over, size, times, BACKWARD, said, gradients, *about)
             size = self.four * self.number(group.shard)
-            yield Collective(said, "all-reduce", replicas, size, times, BACKWARD, gradients, *about)
+            yield Collective("all-reduce", replicas, size, times, BACKWARD, said, gradients, *about)
 
     def blocks(self) -> Iterator[Collective]:
         """Activations of attention and mlp, whose heads and inner dim tp splits."""
@@ -133,7 +135,7 @@ class _Step:
         for what, operation, times, phase in kinds:
             each = times * layers * self.micro_batches
             payload: Payload = "activations"
-            yield Collective(what, operation, self.tp, self.stream, each, phase, payload, 1, layers)
+            yield Collective(operation, self.tp, self.stream, each, phase, what, payload, 1, layers)
 
     def norms(self) -> Iterator[Collective]:
         """Gradients of norms that see a part of the sequence, or of the heads."""
@@ -142,12 +144,12 @@ class _Step:
         if self.choice.sequence_parallel:
             size, each = self.item * self.embed, (len(self.stack.blocks) * layers + 1) * times
             yield Collective(
-                "gradients of norms", "all-reduce", self.tp, size, each, BACKWARD, payload
+                "all-reduce", self.tp, size, each, BACKWARD, "gradients of norms", payload
             )
         if self.has_qk_norms:
             size, each = self.item * self.number(self.dims["head_dim"]), 2 * layers * times
             what = "gradients of the norms of queries and keys"
-            yield Collective(what, "all-reduce", self.tp, size, each, BACKWARD, payload)
+            yield Collective("all-reduce", self.tp, size, each, BACKWARD, what, payload)
 
     def ends(self) -> Iterator[Collective]:
         """The embedding, the LM head and the loss, whose vocabulary tp splits."""
@@ -155,7 +157,7 @@ class _Step:
 
         def send(what: str, operation: str, size: Number, phase: Phase) -> Collective:
             payload: Payload = "activations"
-            return Collective(what, operation, self.tp, size, times, phase, payload)
+            return Collective(operation, self.tp, size, times, phase, what, payload)
 
         yield send("sums of the embedding", "all-reduce", self.stream, "forward")
         if along:
@@ -164,7 +166,7 @@ class _Step:
             yield send("inputs of the LM head", "all-gather", self.stream, "forward")
         what, operation = "gradients of the LM head's input", "all-reduce"
         yield send(what, "reduce-scatter" if along else operation, self.stream, BACKWARD)
-        if self.job.loss_parallel:
+        if self.workload.config.torch.loss_parallel:
             size = self.four * self.tokens
             yield send("maxima over the vocabulary", operation, size, "forward")
             yield send("sums over the vocabulary", operation, 2 * size, "forward")
@@ -175,17 +177,17 @@ class _Step:
     def scalars(self) -> Iterator[Collective]:
         """Numbers in float64 over all devices."""
         every, eight = self.over("dp", "fsdp", "tp"), self.number(8, "bytes")
-        yield Collective("number of targets", "all-reduce", every, eight, 1, "forward")
+        yield Collective("all-reduce", every, eight, 1, "forward", "number of targets")
         what = "loss, norm of the gradient, keys that a query sees"
-        yield Collective(what, "all-reduce", every, 3 * eight, 1, "optimizer")
+        yield Collective("all-reduce", every, 3 * eight, 1, "optimizer", what)
 
 
 def work(step: StepModel) -> Work:
     """Compiled blocks fuse as XLA's do; without torch.compile each operator moves its arrays."""
-    job, choice = step.job, step.choice
-    split = job.loss_parallel and choice.size("tp") > 1
+    workload, choice = step.workload, step.choice
+    split = workload.config.torch.loss_parallel and choice.size("tp") > 1
     copied = {"copies of FSDP": _copied_bytes(step)}
-    if job.compiled:
+    if workload.compiled:
         logits = efficiency.SPLIT_LOSS_LOGITS if split else efficiency.LOSS_LOGITS
         return train_work(step, loss_numbers=logits, copied=copied)
     eager = efficiency.EAGER_EMBED, efficiency.EAGER_HEADS, efficiency.EAGER_MLP
@@ -199,37 +201,36 @@ def _copied_bytes(step: StepModel) -> float:
     An all-gathered array is read and written into its parameters, a gradient into a buffer of
     float32.
     """
-    job, tp, shards = step.job, step.choice.size("tp"), step.choice.size("fsdp")
-    item, four = item_bytes(job.dtype), 4
-    block = group_of(job.model, True, tp, shards).whole * step.sizes.stacks[0].layers
-    root = group_of(job.model, False, tp, shards).whole
-    times = 2 if job.reshard_after_forward and shards > 1 else 1
+    workload, tp, shards = step.workload, step.choice.size("tp"), step.choice.size("fsdp")
+    item, four = ITEM_BYTES[workload.dtype], 4
+    block = group_of(workload.model, True, tp, shards).whole * step.sizes.stacks[0].layers
+    root = group_of(workload.model, False, tp, shards).whole
+    times = 2 if workload.config.torch.reshard_after_forward and shards > 1 else 1
     copies = (times * block + root) * 2 * item + (block + root) * (item + four)
     return float(copies * step.choice.accumulation)
 
 
-def check_backend(job: Job, machine: Machine) -> None:
-    """Raise if PyTorch cannot run a job, on whatever mesh."""
+def check(workload: Workload) -> None:
+    """Raise if PyTorch cannot run a workload, on whatever mesh."""
+    config, machine = workload.config, workload.machine
     if machine.is_tpu:
         raise MeshwrightError(
             f"'{machine}' is a TPU machine, and the PyTorch backend runs on GPUs and CPUs; plan "
             "for h100:8 or another GPU, or leave out --backend torch"
         )
-    if job.kind == "serve":
-        raise MeshwrightError("the PyTorch backend trains; leave out --backend torch to serve")
-    model_type = family_of(job.model).hugging_face.write_config(job.model)["model_type"]
+    model_type = family_of(workload.model).hugging_face.write_config(workload.model)["model_type"]
     if model_type not in COMPARED:
         raise MeshwrightError(
-            f"{job.name or 'the model'} is a {model_type} model, and plans of the PyTorch backend "
-            f"were compared with steps of {', '.join(COMPARED)}; leave out --backend torch"
+            f"{config.model or 'the model'} is a {model_type} model, and plans of the PyTorch "
+            f"backend were compared with steps of {', '.join(COMPARED)}; leave out --backend torch"
         )
     for setting, value, usual in (
-        ("optimizer", job.optimizer, "adamw"),
-        ("trainable", " ".join(job.trainable), ""),
-        ("moments", job.moments, "auto"),
-        ("matmul", job.matmul, "auto"),
-        ("overlap", "on" if job.overlap else "auto", "auto"),
-        ("attention", job.attention, "auto"),
+        ("optimizer", config.optimizer.name, "adamw"),
+        ("trainable", " ".join(config.trainable), ""),
+        ("moments", config.optimizer.moments, "auto"),
+        ("matmul", config.compute.matmul, "auto"),
+        ("overlap", "on" if workload.overlap else "auto", "auto"),
+        ("attention", config.compute.attention, "auto"),
     ):
         if value != usual:
             raise MeshwrightError(
@@ -250,44 +251,70 @@ def meshes(devices: int) -> Iterator[Choice]:
                 yield Choice({"dp": dp, "fsdp": fsdp, "tp": tp, "sp": 1})
 
 
-def data_axis(limits: tuple[tuple[str, str, int], ...]) -> tuple[tuple[str, str, int], ...]:
-    """Limits in which dp stands alone, as PyTorch reads them: weights are split over it."""
-    axes = [axis for axis, _, _ in limits]
-    for axis, how, size in limits:
-        if axis not in ("dp", "fsdp", "tp") and size > 1 and how != "<=":
+def narrowed(workload: Workload, limits: Constraints) -> Constraints:
+    """The limits as PyTorch reads them: weights are split over a dp that stands alone.
+
+    One micro-batch where parameters are bfloat16, as train requires.
+    """
+    axes = [axis for axis, _, _ in limits.limits]
+    for axis, how, size in limits.limits:
+        if axis not in AXES and size > 1 and how != "<=":
             raise MeshwrightError(
                 f"{axis}{how}{size}: the PyTorch backend has no {axis} axis; its axes are dp, fsdp "
                 "and tp"
             )
-    if "dp" not in axes or "fsdp" in axes:
-        return limits
-    alone = (("dp", "=", 1),)
-    return alone + tuple(
-        ("fsdp" if axis == "dp" else axis, how, size) for axis, how, size in limits
+    fixed, of_axes = limits.fixed, limits.limits
+    if "dp" in axes and "fsdp" not in axes:
+        of_axes = tuple(
+            ("fsdp" if axis == "dp" else axis, how, size) for axis, how, size in of_axes
+        )
+        of_axes = (("dp", "=", 1), *of_axes)
+    if workload.param_dtype == "bfloat16":
+        if fixed.get("accumulation", 1) > 1:
+            raise MeshwrightError(
+                f"accumulation={fixed['accumulation']} with parameters in bfloat16: the PyTorch "
+                "backend would add up the gradients of micro-batches in bfloat16; leave one out"
+            )
+        fixed = {**fixed, "accumulation": 1}
+    return Constraints(of_axes, fixed)
+
+
+def mesh_sizes(sizes: Mapping[str, int], text: str) -> Mapping[str, int]:
+    """The mesh that a text means: weights are split over a dp that stands alone."""
+    if sizes["fsdp"] > 1 or sizes["dp"] == 1:
+        return sizes
+    if "fsdp" in MeshSpec.parse(text).names:
+        raise MeshwrightError(
+            f"mesh {text!r} has all weights on every rank, which the plan does not look at; "
+            f"write dp={sizes['dp']} or fsdp={sizes['dp']}, over which they are split"
+        )
+    return {**sizes, "dp": 1, "fsdp": sizes["dp"]}
+
+
+def overlaps(workload: Workload) -> str:
+    """What PyTorch sends while it computes, and what it waits for."""
+    compiled = "blocks compiled" if workload.compiled else "not compiled"
+    return (
+        f"PyTorch, {compiled}: FSDP2 all-gathers a block's weights while the block before it "
+        "computes, and sums its gradients while the next one does; the first block, the root "
+        "(embedding, LM head) and everything over tp is waited for"
     )
 
 
-def micro_batches(job: Job, fixed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One micro-batch where parameters are bfloat16, as train requires."""
-    if job.param_dtype != "bfloat16":
-        return fixed
-    if fixed.get("accumulation", 1) > 1:
-        raise MeshwrightError(
-            f"accumulation={fixed['accumulation']} with parameters in bfloat16: the PyTorch "
-            "backend would add up the gradients of micro-batches in bfloat16; leave one out"
-        )
-    return {**fixed, "accumulation": 1}
+def refusal(workload: Workload, choice: Choice) -> str | None:
+    """Why sizes do not divide, in a sentence; None if they do."""
+    return indivisible(workload.model, choice, workload.batch, workload.seq)
 
 
-def refusal(job: Job, choice: Choice) -> str | None:
-    """Why sizes do not divide, in a sentence; None if they do. What fsdp splits need not."""
-    dims, tp, ranks = job.sizes.dims, choice.size("tp"), choice.size("dp", "fsdp")
+def indivisible(model: Any, choice: Choice, batch: int, seq: int) -> str | None:
+    """The same of a model, a batch and a length. What fsdp splits need not divide."""
+    dims, tp, ranks = sizes_of(model).dims, choice.size("tp"), choice.size("dp", "fsdp")
     for dim in ("kv_heads", "heads", "mlp"):  # of the vocabulary the last rank may have less
         size = dims[dim]
         if size % tp:
             return f"{dim}={size} cannot be split in tp={tp}"
-    if choice.sequence_parallel and job.seq % tp:
-        return f"seq={job.seq} cannot be split in tp={tp} by sequence parallelism"
-    if job.batch % ranks:
-        return f"batch={job.batch} is not divisible by dp·fsdp={ranks}"
+    if choice.sequence_parallel and seq % tp:
+        return f"seq={seq} cannot be split in tp={tp} by sequence parallelism"
+    if batch % ranks:
+        return f"batch={batch} is not divisible by dp·fsdp={ranks}"
     return None

@@ -20,7 +20,6 @@ the activation again. tests/torch compares the sums with the tensors that live i
 
 from collections.abc import Iterator
 
-from meshwright.planner.parts import tokens
 from meshwright.planner.schedules.fsdp2 import group_of
 from meshwright.planner.step import Kinds, StepModel
 from meshwright.planner.terms import Number
@@ -38,36 +37,26 @@ SPLIT_LOSS = 14
 SPLIT_LOSS_COMPILED = 10
 
 
-def always(step: StepModel) -> Kinds:
-    """What is there all through the step."""
-    return Fsdp2Device(step).always()
-
-
-def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
-    """What comes and goes, at each moment."""
-    return Fsdp2Device(step).peaks()
-
-
 class Fsdp2Device:
-    """A device's share of a job: sizes as numbers or, to be printed, as terms."""
+    """A device's share of a workload: sizes as numbers or, to be printed, as terms."""
 
     def __init__(self, step: StepModel) -> None:
-        self.job, self.choice, self.number = step.job, step.choice, step.number
-        job, choice, number, device = self.job, self.choice, self.number, step.device
+        self.workload, self.choice, self.number = step.workload, step.choice, step.number
+        workload, choice, number, device = self.workload, self.choice, self.number, step.device
         (self.stack,) = step.sizes.stacks
         self.dims, self.sizes = step.sizes.dims, step.sizes
         self.stored, self.used, self.tp = device.stored, device.used, device.tp
         self.four = device.float32  # in which gradients are summed
         tp, shards = choice.size("tp"), choice.size("fsdp")
-        block = group_of(job.model, True, tp, shards)
-        root = group_of(job.model, False, tp, shards)
+        block = group_of(workload.model, True, tp, shards)
+        root = group_of(workload.model, False, tp, shards)
         self.block, self.block_shard = number(block.whole), number(block.shard)
         self.root, self.root_shard = number(root.whole), number(root.shard)
         self.scattering = self.four * self.block if shards > 1 else 0  # of the block before
         self.layers = number(self.stack.layers, "layers")
         # weights of blocks are freed between their two passes; on one rank they never are
-        self.reshards = job.reshard_after_forward and shards > 1
-        on_device = tokens(job, choice)
+        self.reshards = workload.config.torch.reshard_after_forward and shards > 1
+        on_device = device.tokens
         self.tokens = number(on_device, "tokens")
         # between blocks, where sequence parallelism splits them
         split = choice.sequence_parallel
@@ -97,7 +86,7 @@ class Fsdp2Device:
 
     def _norm_input(self) -> Number:
         """What a norm saves of its input; the mean of squares too."""
-        each = self.used if self.job.compiled else self.four + self.used
+        each = self.used if self.workload.compiled else self.four + self.used
         return self.between * (each * self.embed + self.four)
 
     def _norm(self) -> Number:
@@ -112,14 +101,14 @@ class Fsdp2Device:
         if self.sizes.other_vectors.arrays:
             # the norms of queries and keys; compiled, only what goes into them
             norms = self.used * head_dim
-            if not self.job.compiled:
+            if not self.workload.compiled:
                 norms = norms + self.four * head_dim + self.four
             each = each + (heads + kv_heads) * norms
         return self.tokens * each / self.tp
 
     def _mlp(self) -> Number:
         inside = self.stack.mlp.arrays_inside
-        arrays = inside + 1 if self.job.compiled else 2 * inside
+        arrays = inside + 1 if self.workload.compiled else 2 * inside
         return self.used * self.tokens * arrays * self.mlp
 
     def _after_blocks(self) -> Number:
@@ -129,10 +118,10 @@ class Fsdp2Device:
 
     def _loss(self) -> Number:
         logits = self.tokens * self.number(self.dims["vocab"])
-        if self.job.loss_parallel and self.choice.size("tp") > 1:
-            split = SPLIT_LOSS_COMPILED if self.job.compiled else SPLIT_LOSS
+        if self.workload.config.torch.loss_parallel and self.choice.size("tp") > 1:
+            split = SPLIT_LOSS_COMPILED if self.workload.compiled else SPLIT_LOSS
             return self.number(split, "bytes") * logits / self.tp
-        if self.job.compiled:  # logits and their gradient
+        if self.workload.compiled:  # logits and their gradient
             return 2 * self.used * logits
         return self.number(WHOLE_LOSS, "bytes") * logits
 
@@ -186,7 +175,7 @@ class Fsdp2Device:
         # arrays of a norm's backward pass: in float32, or in one kernel
         norm = (
             used * 3 * self.between * self.embed
-            if self.job.compiled
+            if self.workload.compiled
             else self.four * NORM_ARRAYS * self.between * self.embed
         )
         matrix = self.mlp * self.embed

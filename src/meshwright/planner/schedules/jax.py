@@ -1,22 +1,33 @@
 """The schedule of the built-in train step, which XLA compiles."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from meshwright.arithmetic import divisors
 from meshwright.models import OFFLOAD, indivisible
-from meshwright.planner import candidates, compilers, efficiency
+from meshwright.planner import compilers, efficiency
+from meshwright.planner.attention import standard_rules
 from meshwright.planner.memory import offloaded
-from meshwright.planner.parts import standard_rules
-from meshwright.planner.result import Choice, Job
 from meshwright.planner.schedules import jax_collectives, jax_memory
 from meshwright.planner.step import Schedule, StepModel
 from meshwright.planner.terms import Number
 from meshwright.planner.work import train_work
+from meshwright.planner.workload import Choice, Workload
 
 
-def refusal(job: Job, choice: Choice) -> str | None:
+def meshes(devices: int) -> Iterator[Choice]:
+    """Every (dp, fsdp, tp, sp) that makes up this many devices."""
+    for tp in divisors(devices):
+        for sp in divisors(devices // tp):
+            for dp in divisors(devices // (tp * sp)):
+                yield Choice({"dp": dp, "fsdp": devices // (tp * sp * dp), "tp": tp, "sp": sp})
+
+
+def refusal(workload: Workload, choice: Choice) -> str | None:
     """Why sizes do not divide, in a sentence; None if they do."""
-    rules = standard_rules(job.model, choice.sequence_parallel)
-    return indivisible(job.model, rules, choice.sizes, job.batch, job.seq, choice.accumulation)
+    rules = standard_rules(workload.model, choice.sequence_parallel)
+    return indivisible(
+        workload.model, rules, choice.sizes, workload.batch, workload.seq, choice.accumulation
+    )
 
 
 def seconds(step: StepModel, links: Number) -> Mapping[str, Number]:
@@ -39,7 +50,7 @@ def _waiting_for_host(step: StepModel) -> float:
 
 
 SCHEDULE = Schedule(
-    meshes=candidates.meshes,
+    meshes=meshes,
     refusal=refusal,
     remat=lambda policies: policies,
     kinds=jax_memory.KINDS,
@@ -49,5 +60,6 @@ SCHEDULE = Schedule(
     compiled=compilers.rewritten,
     work=train_work,
     seconds=seconds,
+    scans=True,
     chunks_mlp=True,
 )

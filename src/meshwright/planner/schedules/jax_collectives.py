@@ -6,17 +6,10 @@ as a formula over the model's declared work. Tests compare both with the compile
 
 from collections.abc import Iterator
 
+from meshwright.audits import Collective, Payload, Phase
 from meshwright.models import family_of
 from meshwright.ops.attention import ring_steps_of, sequence_order
-from meshwright.planner.collective import Collective, Payload, Phase
-from meshwright.planner.parts import (
-    loss_chunks,
-    mlp_chunks,
-    sequences,
-    split_of,
-    strategy_of,
-    vocab,
-)
+from meshwright.planner.attention import split_of
 from meshwright.planner.sizes import StackSizes, Vectors
 from meshwright.planner.step import StepModel
 from meshwright.planner.terms import Number
@@ -38,10 +31,12 @@ class _Step:
     """A step whose collectives are listed."""
 
     def __init__(self, step: StepModel) -> None:
-        self.job, self.choice, self.number = step.job, step.choice, step.number
+        self.workload, self.choice, self.number = step.workload, step.choice, step.number
         self.sizes, sizes = step.sizes, step.choice.sizes
         self.nontrivial = [axis for axis, size in sizes.items() if size > 1]
-        device, number = step.device, step.number
+        self.device = device = step.device
+        self.shares = {stack.sizes: stack for stack in step.stacks}
+        number = step.number
         self.item, self.stored, self.four = device.used, device.stored, device.float32
         self.tp, self.embed = device.tp, device.embed
         self.fsdp = number(self.choice.size("fsdp"), name="fsdp")
@@ -60,12 +55,12 @@ class _Step:
 
     def length(self, stack: StackSizes) -> int:
         """Tokens of a stack's sequence on a device."""
-        return self.job.lengths[stack.field] // self.choice.size("sp")
+        return self.shares[stack].length
 
     def stream(self, stack: StackSizes) -> Number:
         """Bytes of a stack's residual stream, replicated over tp."""
         number = self.number
-        on_device = number(sequences(self.job, self.choice), "sequences")
+        on_device = number(self.device.sequences, "sequences")
         return self.item * on_device * number(self.length(stack), "tokens") * self.embed
 
     def layer_weights(self) -> Iterator[Collective]:
@@ -73,7 +68,7 @@ class _Step:
         shards, replicas = self.over("fsdp", "sp"), self.over("dp")
         for stack in self.sizes.stacks:
             times, of = self.executions(stack), f"of {_a_layer(stack)}"
-            in_fp8 = self.job.fp8_layers(stack.layers) * self.micro_batches
+            in_fp8 = self.workload.fp8_layers(stack.layers) * self.micro_batches
             for block in stack.blocks:
                 size = self.item * self.number(block.weights) // self.tp
                 name, pieces = block.name.replace("_", "-"), len(block.matrices)
@@ -83,28 +78,28 @@ class _Step:
                 for phase in PASSES:
                     what = f"{name} weights {of}"
                     rest = times - in_fp8
-                    yield Collective(what, "all-gather", shards, size, rest, phase, weights, *about)
+                    yield Collective("all-gather", shards, size, rest, phase, what, weights, *about)
                     what, byte = f"{what} in fp8", self.number(block.weights) // self.tp
                     yield Collective(
-                        what, "all-gather", shards, byte, in_fp8, phase, weights, *about
+                        "all-gather", shards, byte, in_fp8, phase, what, weights, *about
                     )
                 what = f"gradient of the {name} weights {of}"
                 later: Phase = "backward"
                 size = self.item * self.number(block.gradient_weights) // self.tp
                 about = len(block.with_gradients), stack.layers, stack.name
                 yield Collective(
-                    what, "reduce-scatter", shards, size, times, later, gradient, *about
+                    "reduce-scatter", shards, size, times, later, what, gradient, *about
                 )
                 part = size // (self.fsdp * self.sp)
-                yield Collective(what, "all-reduce", replicas, part, times, later, gradient, *about)
+                yield Collective("all-reduce", replicas, part, times, later, what, gradient, *about)
 
     def tables(self) -> Iterator[Collective]:
         """The embedding and the LM head: all-gathered once, their gradients per micro-batch."""
         shards, replicas = self.over("fsdp", "sp"), self.over("dp")
-        size = self.item * (self.number(vocab(self.job, self.choice)) * self.embed) // self.tp
+        size = self.item * (self.number(self.device.padded_vocab) * self.embed) // self.tp
         tables = ("the embedding",) if self.sizes.is_tied else ("the embedding", "the LM head")
         for what in tables:
-            yield Collective(what, "all-gather", shards, size, 1, "forward", "table")
+            yield Collective("all-gather", shards, size, 1, "forward", what, "table")
         times = self.micro_batches
         tables_sent: tuple[tuple[str, Payload, bool], ...] = (
             ("embedding", "embedding gradient", self.sizes.trains_embedding),
@@ -114,9 +109,9 @@ class _Step:
             if not trained:
                 continue
             what = f"gradient of the {table}"
-            yield Collective(what, "reduce-scatter", shards, size, times, "backward", payload)
+            yield Collective("reduce-scatter", shards, size, times, "backward", what, payload)
             part = size // (self.fsdp * self.sp)
-            yield Collective(what, "all-reduce", replicas, part, times, "backward", payload)
+            yield Collective("all-reduce", replicas, part, times, "backward", what, payload)
 
     def vectors(self) -> Iterator[Collective]:
         """Norms and biases: replicated, their gradients added once for all layers."""
@@ -133,9 +128,15 @@ class _Step:
         for what, vectors, axes, split, payload in kinds:
             size = self.stored * self.number(vectors.gradients) // split
             yield Collective(
-                f"gradients of {what}", "all-reduce", axes, size, self.micro_batches, "backward",
-                payload, vectors.gradient_arrays,
-            )  # fmt: skip
+                "all-reduce",
+                axes,
+                size,
+                self.micro_batches,
+                "backward",
+                f"gradients of {what}",
+                payload,
+                vectors.gradient_arrays,
+            )
 
         # those of relative positions are summed by distance, before distances share a bucket
         for stack in self.sizes.stacks:
@@ -143,10 +144,14 @@ class _Step:
                 heads = self.number(self.sizes.dims["heads"], "heads")
                 distances = 2 * self.number(self.length(stack), "tokens")
                 yield Collective(
-                    "gradients of the biases of relative positions", "all-reduce", tokens,
-                    self.four * heads * distances // self.tp, self.micro_batches, "backward",
+                    "all-reduce",
+                    tokens,
+                    self.four * heads * distances // self.tp,
+                    self.micro_batches,
+                    "backward",
+                    "gradients of the biases of relative positions",
                     "vector gradients",
-                )  # fmt: skip
+                )
 
     def blocks(self) -> Iterator[Collective]:
         """Blocks whose heads or mlp tp splits: partial sums added, inputs all-gathered."""
@@ -163,9 +168,9 @@ class _Step:
             ) -> Collective:  # fmt: skip
                 each, about = times * self.executions(stack), (1, stack.layers, stack.name)
                 payload: Payload = "activations"
-                return Collective(what, operation, over, size, each, phase, payload, *about)
+                return Collective(operation, over, size, each, phase, what, payload, *about)
 
-            chunks = mlp_chunks(self.length(stack), self.choice)
+            chunks = self.shares[stack].mlp_chunks
             blocks = len(stack.blocks)
             whole = blocks if chunks == 1 else blocks - 1
             if self.choice.sequence_parallel:
@@ -205,9 +210,9 @@ class _Step:
                 times = self.micro_batches
                 kind: Payload = "activations"
                 if self.choice.sequence_parallel:
-                    yield Collective(what, "all-gather", over, size, times, "forward", kind)
+                    yield Collective("all-gather", over, size, times, "forward", what, kind)
                 what = f"gradient of the {what}"
-                yield Collective(what, self.reduce, over, size, times, "backward", kind)
+                yield Collective(self.reduce, over, size, times, "backward", what, kind)
 
     def vocabulary(self) -> Iterator[Collective]:
         """Embedding and loss, whose vocabulary tp splits."""
@@ -216,22 +221,22 @@ class _Step:
             return
         for stack in self.sizes.stacks:
             size = self.stream(stack)
-            yield Collective("embedded tokens", self.reduce, over, size, times, "forward")
+            yield Collective(self.reduce, over, size, times, "forward", "embedded tokens")
             if self.choice.sequence_parallel and self.sizes.trains_embedding:
                 what = "gradient of the embedded tokens"
-                yield Collective(what, "all-gather", over, size, times, "backward")
+                yield Collective("all-gather", over, size, times, "backward", what)
         size = self.stream(self.sizes.stacks[-1])
-        yield Collective("gradient of the loss's input", self.reduce, over, size, times, "backward")
+        yield Collective(self.reduce, over, size, times, "backward", "gradient of the loss's input")
         if self.choice.sequence_parallel:
-            yield Collective("input of the loss", "all-gather", over, size, times, "forward")
-        chunks, chunk = loss_chunks(self.job, self.choice)
+            yield Collective("all-gather", over, size, times, "forward", "input of the loss")
+        chunks, chunk = self.device.loss_chunks
         tokens = self.number(chunk, "tokens")
         for what, size, pieces in (
             ("maxima over the vocabulary", self.item * tokens, 1),
             ("sums over the vocabulary", 2 * self.four * tokens, 2),
         ):
             each = chunks * times
-            yield Collective(what, "all-reduce", over, size, each, "forward", pieces=pieces)
+            yield Collective("all-reduce", over, size, each, "forward", what, pieces=pieces)
 
     def keys(self) -> Iterator[Collective]:
         """Attention over split sequences."""
@@ -239,11 +244,9 @@ class _Step:
         if not over:
             return
         (stack,) = self.sizes.stacks  # what attends to another sequence is not split
-        split, strategy = split_of(self.job, self.choice), strategy_of(self.job, self.choice)
+        split, strategy = split_of(self.workload, self.choice), self.device.strategy
         times, number = self.executions(stack), self.number
-        tokens = number(sequences(self.job, self.choice), "sequences") * number(
-            split.part, "tokens"
-        )
+        tokens = number(self.device.sequences, "sequences") * number(split.part, "tokens")
         keys = 2 * tokens * number(split.kv_heads, "heads") * number(split.head_dim)
         gradients = "gradients of keys and values"
 
@@ -252,7 +255,7 @@ class _Step:
             payload: Payload = "activations", pieces: int = 1,
         ) -> Collective:  # fmt: skip
             return Collective(
-                what, operation, over, size, times, phase, payload, pieces, stack.layers
+                operation, over, size, times, phase, what, payload, pieces, stack.layers
             )
 
         if strategy == "ring":
@@ -290,18 +293,16 @@ class _Step:
         if not over:
             return
         (stack,) = self.sizes.stacks
-        split, strategy = split_of(self.job, self.choice), strategy_of(self.job, self.choice)
+        split, strategy = split_of(self.workload, self.choice), self.device.strategy
         times, number = self.micro_batches, self.number
-        on_device = number(sequences(self.job, self.choice), "sequences")
+        on_device = number(self.device.sequences, "sequences")
         ids = self.four * on_device * number(split.part, "tokens")
-        documents = ids if self.job.documents else 0
         permute = "collective-permute"
         if sequence_order(split, strategy) == "zigzag":
-            arrays = 4 if self.job.documents else 3
-            # half of them, and with two devices only one half moves
-            halves = (1 if self.choice.size("sp") == 2 else 2) * arrays * times
+            # half of four arrays, and with two devices only one half moves
+            halves = (1 if self.choice.size("sp") == 2 else 2) * 4 * times
             what = "tokens, targets, segment ids and positions into zig-zag order"
-            yield Collective(what, permute, over, ids // 2, halves, "forward")
+            yield Collective(permute, over, ids // 2, halves, "forward", what)
         if strategy == "ring":
             exchanges = self._ring_exchanges()
             if not exchanges:
@@ -309,24 +310,24 @@ class _Step:
             # what the first ring step needs is the same for all layers
             rest = self.executions(stack) * (exchanges - 1)
             what = "segment ids of the keys"
-            yield Collective(what, permute, over, documents, times + rest, "forward")
+            yield Collective(permute, over, ids, times + rest, "forward", what)
             again = rest * (2 if self.choice.repeats_layers else 1)
-            yield Collective(f"{what}, again", permute, over, documents, again, "backward")
+            yield Collective(permute, over, ids, again, "backward", f"{what}, again")
         else:
             operation = "all-gather" if strategy == "allgather" else "all-to-all"
             what = "segment ids of full sequences"
-            yield Collective(what, operation, over, documents * self.sp, times, "forward")
+            yield Collective(operation, over, ids * self.sp, times, "forward", what)
 
     def _ring_exchanges(self) -> int:
         """How often keys are sent around a ring."""
-        split = split_of(self.job, self.choice)
+        split = split_of(self.workload, self.choice)
         order = sequence_order(split, "ring")
         return ring_steps_of(split.mask, order, self.choice.size("sp"), split.part).exchanges
 
     def optimizer(self) -> Iterator[Collective]:
         """Muon needs full matrices: each device gets those of some layers."""
         over = self.over("fsdp", "tp", "sp")
-        if self.job.optimizer != "muon" or not over:
+        if self.workload.config.optimizer.name != "muon" or not over:
             return
         devices = self.choice.size("fsdp", "tp", "sp")
         for stack in self.sizes.stacks:
@@ -337,9 +338,14 @@ class _Step:
                 weights = self.number(sum(matrix.weights for matrix in matrices))
                 what = f"full matrices of {_a_layer(stack)}, there and back"
                 yield Collective(
-                    what, "all-to-all", over, self.four * weights * layers, 2, "optimizer",
+                    "all-to-all",
+                    over,
+                    self.four * weights * layers,
+                    2,
+                    "optimizer",
+                    what,
                     pieces=len(matrices),
-                )  # fmt: skip
+                )
 
     def scalars(self) -> Iterator[Collective]:
         """The loss, the number of targets, the keys seen, and the gradient's norm."""
@@ -348,7 +354,7 @@ class _Step:
             self.over(*axes) for axes in (("dp", "fsdp", "sp"), ("dp", "fsdp"), ("fsdp", "sp"))
         )
         norm = "norm of the gradient"
-        packed = int(self.job.documents and family_of(self.job.model).keys_seen is not None)
+        packed = int(family_of(self.workload.model).keys_seen is not None)
         of_heads = sizes.head_vectors.gradient_arrays + sizes.position_vectors.gradient_arrays
         split = sizes.trained_matrices + of_heads
         for what, axes, many, phase in (
@@ -360,7 +366,7 @@ class _Step:
             (norm, shards, sizes.trained_matrices, "optimizer"),
             (norm, self.over("tp"), split, "optimizer"),
         ):
-            yield Collective(what, "all-reduce", axes, self.four, many, phase)  # type: ignore[arg-type]
+            yield Collective("all-reduce", axes, self.four, many, phase, what)  # type: ignore[arg-type]
 
 
 def _a_layer(stack: StackSizes) -> str:

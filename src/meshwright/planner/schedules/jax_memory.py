@@ -11,18 +11,14 @@ GPU's measured peak.
 Every formula is written once: over floats in a search, over terms where it is printed.
 """
 
+import collections
 from collections.abc import Callable, Iterator
 
 from meshwright.ops import keeps_logit_gradients
 from meshwright.ops.attention import sequence_order
-from meshwright.planner.device import Device
+from meshwright.planner.attention import split_of
+from meshwright.planner.device import ITEM_BYTES, Device
 from meshwright.planner.efficiency import hides, told_to_overlap
-from meshwright.planner.parts import (
-    item_bytes,
-    loss_chunks,
-    split_of,
-    vocab,
-)
 from meshwright.planner.step import Kinds, StepModel
 from meshwright.planner.terms import Number
 
@@ -36,7 +32,7 @@ KINDS = (
 def always(step: StepModel) -> Kinds:
     """What is there all through the step."""
     device = step.device
-    job, choice, stored = device.job, device.choice, device.stored
+    workload, choice, stored = device.workload, device.choice, device.stored
     trained = step.trained_layers_and_tables + step.trained_vectors
     moment, others = device.moment, step.trained_tables + step.trained_vectors
     optimizer: dict[str, Callable[[], Number]] = {
@@ -47,12 +43,12 @@ def always(step: StepModel) -> Kinds:
     }
     batch = device.number(device.sequences * choice.accumulation, "sequences")
     in_batch: Number = 0
-    for size, arrays in job.arrays_by_length.items():
+    for size, arrays in collections.Counter(workload.lengths.values()).items():
         tokens = device.number(size // choice.size("sp"), "tokens")
         in_batch = in_batch + device.float32 * device.number(arrays, "arrays") * batch * tokens
     always: Kinds = {
         "parameters": stored * (step.layers_and_tables + step.vectors),
-        "optimizer": optimizer[job.optimizer](),
+        "optimizer": optimizer[workload.config.optimizer.name](),
         "batch": in_batch,
     }
     if choice.accumulation > 1 and device.casts and not device.is_tpu:
@@ -86,11 +82,13 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
     # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
     table = device.table
     of_embedding = (len(step.stacks) * device.float32 + used) * table
+    # in XLA's loop for GPUs each layer's gradient is scattered while that of the next is computed
+    in_flight = not device.is_tpu and device.is_sharded and choice.accumulation == 1
     end: Kinds = {
         "gradients": used * step.gradients
         + (of_embedding if device.sizes.trains_embedding else 0)
         + last.stream,
-        "all-gathered weights": last.layer_gradients if _gradient_in_flight(device) else 0,
+        "all-gathered weights": last.layer_gradients if in_flight else 0,
     }  # fmt: skip
     if device.sizes.is_tied:  # the LM head's is added to it there
         end["loss"] = _head_gradient(device) * table
@@ -103,7 +101,7 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
             by_layer = device.frees_by_layer and name != "end"
             summed = step.trained_tables if by_layer else step.gradients
             moment["gradients"] = max(moment["gradients"], used * summed)
-        if device.job.overlap and told_to_overlap(device.machine.chip) and device.is_sharded:
+        if device.workload.overlap and told_to_overlap(device.machine.chip) and device.is_sharded:
             # what is sharded is all-gathered before it is needed
             moment["all-gathered weights"] = (
                 moment.get("all-gathered weights", 0) + AHEAD * used * table
@@ -115,7 +113,7 @@ def _loss(step: StepModel) -> Kinds:
     """All that the layers save, the LM head and its gradient, a chunk of logits."""
     device, last = step.device, step.last
     used = device.used
-    chunks, chunk = loss_chunks(device.job, device.choice)
+    chunks, chunk = device.loss_chunks
     if _head_at_once(device):
         # the gradients of all logits are kept instead of the sum
         bytes_of_head = used
@@ -134,7 +132,8 @@ def _loss(step: StepModel) -> Kinds:
     if gap := _gap_of_embedding(device):
         kinds["all-gathered weights"] = used * device.number(gap) / device.tp
     # XLA for GPUs fills the time of the LM head's all-gather with the last layer's attention
-    recomputes = last.sizes.attention_weights and not device.saves_attention
+    saved = device.workload.remat[device.choice.remat]
+    recomputes = last.sizes.attention_weights and "attention" not in saved
     if not device.is_tpu and device.is_sharded and recomputes:
         kinds["attention"] = last.recomputed_attention
     return kinds
@@ -166,8 +165,8 @@ def _backward(step: StepModel, number: int) -> Kinds:
 
 def _head_at_once(device: Device) -> bool:
     """Whether the LM head's gradient is one matmul of all tokens, as ops.cross_entropy does."""
-    chunks, chunk = loss_chunks(device.job, device.choice)
-    item = item_bytes(device.job.dtype)
+    chunks, chunk = device.loss_chunks
+    item = ITEM_BYTES[device.workload.dtype]
     return not device.is_tpu and keeps_logit_gradients(chunks * chunk, device.sizes.embed, item)
 
 
@@ -195,16 +194,8 @@ def _gap_of_embedding(device: Device) -> int:
     by_itself = device.is_tpu and hides(device.machine.chip, "all-gather", overlap=False) > 0
     if not by_itself or device.sizes.is_tied:  # a tied one is the LM head at the loss
         return 0
-    if sequence_order(split_of(device.job, device.choice), device.strategy) != "zigzag":
+    if sequence_order(split_of(device.workload, device.choice), device.strategy) != "zigzag":
         return 0
-    _, chunk = loss_chunks(device.job, device.choice)
+    _, chunk = device.loss_chunks
     embed = device.sizes.embed
-    return (embed - (chunk if chunk <= embed else 0)) * vocab(device.job, device.choice)
-
-
-def _gradient_in_flight(device: Device) -> bool:
-    """Whether the last layer's gradient is still to be scattered when the embedding's is made.
-
-    In XLA's loop for GPUs each layer's is scattered while that of the next is computed.
-    """
-    return not device.is_tpu and device.is_sharded and device.choice.accumulation == 1
+    return (embed - (chunk if chunk <= embed else 0)) * device.padded_vocab

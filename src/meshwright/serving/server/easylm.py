@@ -255,7 +255,7 @@ async def _greedy_until(
             if cut >= 0:  # a stop text that began in the part before
                 generated[index] = generated[index][:cut]
             ended = cut >= 0 or result.finish_reason != "length" or left[index] <= 0
-            if ended or service.has_encoder:  # whose prompt is not what comes before
+            if ended or service.encodes_prompts:  # whose prompt is not what comes before
                 del left[index]
     return generated
 

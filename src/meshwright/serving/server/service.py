@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from meshwright.data import ChatTemplate
+from meshwright.models import encodes_prompts
 from meshwright.present import count
 from meshwright.serving.defaults import Defaults
 from meshwright.serving.device_sampling import MAX_BIAS
@@ -22,7 +23,7 @@ from meshwright.serving.server.errors import ApiError, bad_request, unavailable
 from meshwright.serving.server.logprobs import LogprobWriter
 from meshwright.serving.server.metrics import Metrics
 from meshwright.serving.settings import ServeConfig
-from meshwright.serving.source import Source, has_encoder
+from meshwright.serving.source import Source
 
 _PART = 1 << 16  # characters that are counted at once
 MOST_STOPS = 16
@@ -73,7 +74,7 @@ class Service:
         self.logprobs = LogprobWriter(self.source.tokenizer)
         self.keys = self.config.api_keys()
         self.created = int(time.time())
-        self.has_encoder = has_encoder(self.source.config)
+        self.encodes_prompts = encodes_prompts(self.source.config)
 
     @property
     def name(self) -> str:
@@ -200,7 +201,7 @@ class Service:
 
     def check_scored(self, what: str) -> None:
         """Refuse to score or repeat prompts where the output does not continue them."""
-        if self.has_encoder:
+        if self.encodes_prompts:
             raise bad_request(
                 f"{what}: this model reads prompts with an encoder, so they have no "
                 "log-probabilities and the output does not continue them; ask for completions",
@@ -220,7 +221,7 @@ class Service:
         """
         longest = self.engine.max_length
         left = longest - len(prompt)
-        if self.has_encoder and left >= 0:  # the output has a length of its own
+        if self.encodes_prompts and left >= 0:  # the output has a length of its own
             left = longest
         if max_new is None:
             max_new = max(left, 1) if default is None else min(default, max(left, 1))
@@ -280,7 +281,7 @@ class Service:
                 "truncate_prompt_tokens",
             )
         if limit == -1:
-            room = 0 if self.has_encoder else max(max_new or 0, 1)
+            room = 0 if self.encodes_prompts else max(max_new or 0, 1)
             limit = max(self.engine.max_length - room, 1)
         return prompt if limit is None else prompt[-limit:]
 

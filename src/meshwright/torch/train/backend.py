@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import MeshwrightError, not_installed
 from meshwright.machines import check_host_memory
-from meshwright.models import TransformersConfig, to_hf_config
+from meshwright.models import is_torch_only, serving_of, to_hf_config
 from meshwright.present import bytes_text, nearest_multiples
 from meshwright.torch.checkpoint import RANKS, Checkpoints
 from meshwright.torch.checks import check_sequence
@@ -56,8 +56,8 @@ class TorchBackend(Backend):
         self._sequences = self._sequences_of(config)
         data = prepare_data(config, model)
         self.loader, self.eval_loader, self.model = data.loader, data.eval_loader, data.model
-        self._window = model.sliding_window
-        self._own_masks = isinstance(model, TransformersConfig)
+        self._own_masks = is_torch_only(model)  # those of transformers
+        self._window = None if self._own_masks else serving_of(model).window(model)
         self.checkpoints: Checkpoints = Checkpoints(**checkpoint_settings(config))
         cuda = mesh.device_type == "cuda"
         self.device_kind = torch.cuda.get_device_name() if cuda else "cpu"
@@ -77,7 +77,7 @@ class TorchBackend(Backend):
         lengths = {"tokens": config.seq}
         self.work = (
             NetworkWork.of(self.network, model, lengths)
-            if isinstance(model, TransformersConfig)
+            if self._own_masks
             else StepWork(model, lengths)
         )
         parallelize(

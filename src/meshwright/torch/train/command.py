@@ -19,8 +19,9 @@ from meshwright.launch import pause_timeout_s
 from meshwright.layouts import Rules
 from meshwright.machines import CHIPS, Machine, chip_of_kind
 from meshwright.meshes import MeshSpec
-from meshwright.models import DecoderConfig, TransformersConfig, to_hf_config, what_fits
-from meshwright.planner import Choice, Job
+from meshwright.models import is_torch_only, to_hf_config, what_fits
+from meshwright.planner import Choice
+from meshwright.planner.schedules import fsdp2
 from meshwright.torch.dims import ACTIVATIONS
 from meshwright.torch.explanation import explain
 from meshwright.torch.load import tensor_files
@@ -56,10 +57,10 @@ def train(
     what to say about them.
     """
     model = check_settings(config)
-    if config.mesh == AUTO and isinstance(model, TransformersConfig):
+    if config.mesh == AUTO and is_torch_only(model):
         raise MeshwrightError(
-            f"--mesh auto: the plan has no figures of {model.model_type} models; name the mesh, "
-            f"such as --mesh dp={config.processes or 1}"
+            f"--mesh auto: the plan has no figures of {to_hf_config(model)['model_type']} models; "
+            f"name the mesh, such as --mesh dp={config.processes or 1}"
         )
     starts = starts_processes(config)
     if config.mesh != AUTO:
@@ -106,7 +107,7 @@ def connection_errors() -> Iterator[None]:
         raise ConnectionError(re.sub(r"^\[[^]]*\]\s*|[.\s]*GLHF!\s*$", "", text)) from None
 
 
-def _check_mesh(config: TrainConfig, model: DecoderConfig | TransformersConfig) -> None:
+def _check_mesh(config: TrainConfig, model: Any) -> None:
     """What can be known before the processes are started."""
     spec = MeshSpec.parse(config.mesh)
     given = math.prod(size for size in spec.sizes if size > 0)
@@ -124,7 +125,7 @@ def _check_mesh(config: TrainConfig, model: DecoderConfig | TransformersConfig) 
     if (rules := file_rules(config)) is not None:  # what is split depends on them
         _check_axes(config.rules, rules, spec)
         return
-    if isinstance(model, TransformersConfig):
+    if is_torch_only(model):
         explain(on_meta(to_hf_config(model), torch.float32), spec)
         return
     decoder, parallel = model, config.compute.sequence_parallel
@@ -134,8 +135,8 @@ def _check_mesh(config: TrainConfig, model: DecoderConfig | TransformersConfig) 
         ranks = math.prod(mesh_shape.values()) // tp
         if batch % (parts := ranks * config.accumulation):
             return f"batch={batch} is not divisible by dp·fsdp·accumulation={parts}"
-        job = Job(decoder, batch, seq, backend="torch")
-        return job.schedule.refusal(job, Choice.of(fsdp=ranks, tp=tp, sequence_parallel=parallel))
+        choice = Choice.of(fsdp=ranks, tp=tp, sequence_parallel=parallel)
+        return fsdp2.indivisible(decoder, choice, batch, seq)
 
     def refuses(mesh_shape: Mapping[str, int], batch: int, seq: int) -> bool:
         return seq > decoder.max_seq or problem(mesh_shape, batch, seq) is not None

@@ -6,8 +6,8 @@ from meshwright.errors import MeshwrightError, UnsupportedModelError
 from meshwright.launch import flat_settings
 from meshwright.models import (
     BY_TRANSFORMERS,
-    DecoderConfig,
-    TransformersConfig,
+    family_of,
+    is_torch_only,
     override,
     to_hf_config,
     torch_only_config,
@@ -36,11 +36,11 @@ _JAX_ONLY = {
 }
 
 
-# DecoderConfigs that PyTorch trains with masks of ours
+# models that PyTorch trains with masks of ours
 _OWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def _of_transformers(config: TrainConfig) -> TransformersConfig | None:
+def _of_transformers(config: TrainConfig) -> Any:
     """A model with transformers' own masks; None where --backend torch does not train it."""
     try:
         return override(torch_only_config(config.model), config.override, config.seq)
@@ -48,8 +48,8 @@ def _of_transformers(config: TrainConfig) -> TransformersConfig | None:
         return None
 
 
-def check_settings(config: TrainConfig) -> DecoderConfig | TransformersConfig:
-    """The model; raise if a setting is one that PyTorch does not have."""
+def check_settings(config: TrainConfig) -> Any:
+    """The model's config; raise if a setting is one that PyTorch does not have."""
     now, usual = flat_settings(config), flat_settings(TrainConfig(config.model))
     for name, instead in _JAX_ONLY.items():
         if now[name] != usual[name]:
@@ -92,18 +92,18 @@ def check_settings(config: TrainConfig) -> DecoderConfig | TransformersConfig:
         if model is None:
             known = ", ".join(BY_TRANSFORMERS)
             raise MeshwrightError(f"{unsupported}, and by model_type {known}; {others}") from None
-    if isinstance(model, DecoderConfig) and to_hf_config(model)["model_type"] not in _OWN_TYPES:
+    if "next-token" not in family_of(model).objectives:
+        raise MeshwrightError(
+            f"{config.model} is not a dense decoder, and --backend torch trains Llama, Mistral, "
+            f"Qwen2 and Qwen3 models; {others}"
+        )
+    if not is_torch_only(model) and to_hf_config(model)["model_type"] not in _OWN_TYPES:
         model = _of_transformers(config)
         if model is None:
             raise MeshwrightError(
                 f"{config.model} is not a model that --backend torch trains; it trains "
                 f"{', '.join((*_OWN_TYPES, *BY_TRANSFORMERS))}; {others}"
             )
-    if not isinstance(model, DecoderConfig | TransformersConfig):
-        raise MeshwrightError(
-            f"{config.model} is not a dense decoder, and --backend torch trains Llama, Mistral, "
-            f"Qwen2 and Qwen3 models; {others}"
-        )
     if config.objective not in ("auto", "next-token"):
         raise MeshwrightError(f"--objective {config.objective}: decoders predict next tokens")
     check_length(config, model)

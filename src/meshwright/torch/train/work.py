@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.models import TransformersConfig
 from meshwright.present import amount
 from meshwright.training import StepWork
 
@@ -19,9 +18,7 @@ class NetworkWork(StepWork):
     layers: int = 0
 
     @classmethod
-    def of(
-        cls, network: Any, model: TransformersConfig, lengths: Mapping[str, int]
-    ) -> "NetworkWork":
+    def of(cls, network: Any, model: Any, lengths: Mapping[str, int]) -> "NetworkWork":
         linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
         weights = sum(module.in_features * module.out_features for module in linear)
         return cls(model, lengths, weights, network.config.num_hidden_layers)

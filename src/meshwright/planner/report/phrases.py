@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from meshwright.models import family_of
-from meshwright.planner.ranking import UNCERTAINTY
-from meshwright.planner.result import Choice, Job, Plan, Refusal
-from meshwright.planner.settings import apply
+from meshwright.planner.result import Plan, Refusal
+from meshwright.planner.search import UNCERTAINTY
+from meshwright.planner.workload import Choice, apply
 from meshwright.present import count, percent
 from meshwright.training import TrainConfig, settings_flags, with_settings
 
@@ -45,8 +45,8 @@ def settings(choice: Choice, kind: str) -> str:
     words = [f"remat {choice.remat}", count(choice.accumulation, "micro-batch")]
     if choice.sequence_parallel:
         words.append("sequence_parallel")
-    if choice.size("sp") > 1:
-        words.append(f"attention over sp: {choice.strategy}")
+    if choice.context > 1:
+        words.append(f"attention over sp: {choice.context_parallel}")
     if choice.mlp_chunk:
         words.append(f"mlp_chunk {choice.mlp_chunk:,}")
     return ", ".join(words)
@@ -54,15 +54,15 @@ def settings(choice: Choice, kind: str) -> str:
 
 def next_commands(plan: Plan, choice: Choice) -> list[str]:
     """What to type next: have the compiler prove it, then run it."""
-    job = plan.job
-    if job.kind == "serve":
+    workload = plan.workload
+    if workload.kind == "serve":
         return _to_serve(plan, choice)
     config = apply(plan.config, choice)
-    if job.seq > job.model.max_seq:  # Plan.warnings says so
-        changes = family_of(job.model).longer(job.model, job.seq)
+    if workload.seq > workload.model.max_seq:  # Plan.warnings says so
+        changes = family_of(workload.model).longer(workload.model, workload.seq)
         config = with_settings(config, {"override": (*config.override, *changes)})
-    model = job.name or "MODEL"
-    if job.backend == "torch":
+    model = workload.config.model or "MODEL"
+    if not workload.schedule.is_proved:
         return [_in_torch(plan, model, config)]
     flags = settings_flags(config)
     prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags]
@@ -82,30 +82,27 @@ def _in_torch(plan: Plan, model: str, config: TrainConfig) -> str:
     return shlex.join([*start, *train, *settings_flags(config)])
 
 
-def what_overlaps(job: Job) -> str:
-    """What PyTorch sends while it computes, and what it waits for."""
-    compiled = "blocks compiled" if job.compiled else "not compiled"
-    return (
-        f"PyTorch, {compiled}: FSDP2 all-gathers a block's weights while the block before it "
-        "computes, and sums its gradients while the next one does; the first block, the root "
-        "(embedding, LM head) and everything over tp is waited for"
-    )
-
-
 def _to_serve(plan: Plan, choice: Choice) -> list[str]:
-    job, mesh = plan.job, ["--mesh", choice.mesh]
-    prove = ["meshwright", "prove", job.name or "MODEL", "--on", str(plan.machine), "--serve"]
-    prove += [*mesh, "--batch", str(job.batch), "--seq", str(job.seq)]
-    of_replica = str(-(-job.batch // choice.size("dp")))
+    workload, mesh = plan.workload, ["--mesh", choice.mesh]
+    prove = [
+        "meshwright",
+        "prove",
+        workload.config.model or "MODEL",
+        "--on",
+        str(plan.machine),
+        "--serve",
+    ]
+    prove += [*mesh, "--batch", str(workload.batch), "--seq", str(workload.seq)]
+    of_replica = str(-(-workload.batch // choice.size("dp")))
     serve = ["meshwright", "serve", "MODEL_FOLDER", *mesh, "--engine.max-batch", of_replica]
-    serve += ["--engine.max-length", str(job.seq)]
+    serve += ["--engine.max-length", str(workload.seq)]
     if choice.weights:
         prove += ["--engine.weights", choice.weights]
         serve += ["--engine.weights", choice.weights]
     if choice.cache:
         prove += ["--engine.cache", choice.cache]
         serve += ["--engine.cache", choice.cache]
-    if len(job.sizes.stacks) > 1:  # prove --serve compiles the steps of decoders
+    if len(workload.sizes.stacks) > 1:  # prove --serve compiles the steps of decoders
         return [shlex.join(serve)]
     return [shlex.join(prove), shlex.join(serve)]
 

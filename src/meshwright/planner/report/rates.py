@@ -1,9 +1,9 @@
 """What follows from an estimate's numbers: rates, money, the roofline, sums by axis."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
 
-from meshwright.planner.collective import Collective
+from meshwright.audits import wire_bytes
 from meshwright.planner.result import Estimate, Plan
 
 
@@ -51,14 +51,9 @@ def link_bandwidth(plan: Plan) -> float:
     return chip.links * chip.link_bandwidth / chip.cores_per_chip
 
 
-def tokens_per_second(plan: Plan, estimate: Estimate) -> float:
-    """Of the whole machine: trained on; or, serving, generated: one for each sequence."""
-    return plan.tokens_per_second(estimate)
-
-
 def per_chip(plan: Plan, estimate: Estimate) -> float:
     """Tokens a second and chip."""
-    return tokens_per_second(plan, estimate) / plan.machine.num_chips
+    return plan.tokens_per_second(estimate) / plan.machine.num_chips
 
 
 def cost_per_trillion(plan: Plan, estimate: Estimate) -> float | None:
@@ -66,7 +61,7 @@ def cost_per_trillion(plan: Plan, estimate: Estimate) -> float | None:
     if plan.cost_per_hour is None:
         return None
     an_hour = plan.cost_per_hour * plan.machine.num_chips
-    return an_hour / 3600 / tokens_per_second(plan, estimate) * 1e12
+    return an_hour / 3600 / plan.tokens_per_second(estimate) * 1e12
 
 
 def roofline(plan: Plan, estimate: Estimate) -> Roofline:
@@ -77,15 +72,6 @@ def roofline(plan: Plan, estimate: Estimate) -> Roofline:
     )
 
 
-def wire_bytes(transfer: Collective, sizes: Mapping[str, int]) -> float:
-    """Bytes a device sends in a step for it: the share that is not its own, round a ring."""
-    ways = 1
-    for axis in transfer.axes:
-        ways *= sizes[axis]
-    share = {"all-reduce": 2 * (ways - 1) / ways, "collective-permute": 1.0}
-    return transfer.bytes * transfer.times * share.get(transfer.operation, (ways - 1) / ways)
-
-
 def by_axis(estimate: Estimate) -> dict[str, AxisTime]:
     """Transfers summed by the axes they go over: `{"fsdp": …, "fsdp+sp": …}`, the longest first."""
     sums: dict[str, list[float]] = {}
@@ -93,6 +79,7 @@ def by_axis(estimate: Estimate) -> dict[str, AxisTime]:
         total = sums.setdefault("+".join(one.axes), [0.0, 0.0, 0.0])
         total[0] += one.seconds
         total[1] += one.hidden
-        total[2] += wire_bytes(one, estimate.choice.sizes)
+        ways = math.prod(estimate.choice.sizes[axis] for axis in one.axes)
+        total[2] += one.times * wire_bytes(one.operation, one.bytes, ways)
     ordered = sorted(sums.items(), key=lambda item: -item[1][0])
     return {axes: AxisTime(*numbers) for axes, numbers in ordered}

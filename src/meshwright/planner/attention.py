@@ -1,0 +1,176 @@
+"""How attention is split over a mesh, by which strategy, in which kernel, and what that costs."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.models import Attention, activation_layouts, family_of
+from meshwright.ops.attention import (
+    FLOPS_PER_BYTE,
+    STRATEGIES,
+    Mask,
+    Split,
+    calls_of,
+    choose_strategy,
+    padding,
+    slow_kernel,
+)
+from meshwright.ops.attention import refusal as strategy_refusal
+from meshwright.planner import efficiency
+from meshwright.planner.sizes import StackSizes
+from meshwright.planner.workload import Choice, Workload
+
+Kernel = tuple[tuple[str, str] | None, float]
+Splits = tuple[tuple[StackSizes, Attention, Split], ...]
+
+
+@functools.lru_cache(maxsize=64)
+def standard_rules(model: Any, sequence_parallel: bool = False) -> Any:
+    """The rules that the planner counts with."""
+    return family_of(model).rules(sp=True, sequence_parallel=sequence_parallel)
+
+
+def split_of(workload: Workload, choice: Choice) -> Split:
+    """How the first attention of a model is split over sp; an error says why it cannot be."""
+    splits = splits_of(workload, choice)
+    return splits[0][2] if splits else _first_split(workload, choice.sizes)
+
+
+def splits_of(
+    workload: Workload, choice: Choice
+) -> tuple[tuple[StackSizes, Attention, Split], ...]:
+    """Every attention of a layer of each stack; an error says why sp cannot split it."""
+    key = choice.tensor, choice.context
+    found: Splits | None = workload.splits.get(key)
+    if found is None:
+        found = workload.splits[key] = _splits(workload, choice.sizes)
+    return found
+
+
+def _splits(
+    workload: Workload, axes: Mapping[str, int]
+) -> tuple[tuple[StackSizes, Attention, Split], ...]:
+    first = _first_split(workload, axes)
+    found = []
+    for stack in workload.sizes.stacks:
+        for attention in (block.attention for block in stack.blocks):
+            if attention is not None:
+                queries = workload.lengths[stack.field]
+                keys = workload.lengths[attention.keys_from or stack.field]
+                split = dataclasses.replace(
+                    first, length=queries, mask=attention.mask.within(queries, keys),
+                    biased=attention.biased, keys=None if keys == queries else keys,
+                )  # fmt: skip
+                found.append((stack, attention, split))
+    return tuple(found)
+
+
+def _first_split(workload: Workload, axes: Mapping[str, int]) -> Split:
+    nontrivial = frozenset(axis for axis, size in axes.items() if size > 1)
+    layouts = activation_layouts(standard_rules(workload.model), nontrivial)
+    split: Split = family_of(workload.model).sequence_split(
+        workload.model, layouts, axes, workload.seq
+    )
+    return split
+
+
+def keys_seen(attention: Attention, queries: int, keys: int) -> float:
+    """Keys that a query attends to, on average over queries and layers."""
+
+    def seen(mask: Mask) -> float:
+        mask = mask.within(queries, keys)
+        if not mask.causal:
+            return keys
+        window = min(mask.window or keys, keys)
+        return window * (2 * keys - window) / keys / 2
+
+    masks = attention.masks or ((attention.mask, 1),)
+    return sum(layers * seen(mask) for mask, layers in masks) / sum(n for _, n in masks)
+
+
+def strategy_of(workload: Workload, choice: Choice) -> str:
+    """The strategy of attention over sp; none where sequences are whole. It is not checked."""
+    if choice.context == 1:
+        return "none"
+    if choice.context_parallel == "auto":
+        return with_strategy(workload, choice).context_parallel
+    return choice.context_parallel
+
+
+def with_strategy(workload: Workload, choice: Choice) -> Choice:
+    """The choice with its strategy of attention over sp named: what auto takes on this machine.
+
+    A strategy that was named is kept, if it can serve.
+    """
+    if choice.context == 1:
+        return choice
+    chip = workload.machine.chip  # FLOP/s for each byte/s to its neighbour, as train takes it
+    flops_per_byte = FLOPS_PER_BYTE if chip.platform == "cpu" else chip.flops_per_byte
+    split = dataclasses.replace(split_of(workload, choice), flops_per_byte=flops_per_byte)
+    strategy = choose_strategy(split, choice.context_parallel)
+    return dataclasses.replace(choice, context_parallel=strategy)
+
+
+def strategies(workload: Workload, choice: Choice) -> tuple[str, ...]:
+    """Every strategy that can serve a mesh; an error says why none can."""
+    if choice.context == 1:
+        return (choice.context_parallel,)
+    split = split_of(workload, choice)
+    able = tuple(name for name in STRATEGIES if strategy_refusal(split, name) is None)
+    return able or (choose_strategy(split),)  # which raises, with the reasons
+
+
+def slow_attention(workload: Workload, choice: Choice) -> tuple[str, str] | None:
+    """The kernel that is used where no fused one can be, and why; None where one can."""
+    return next((slow for slow, _ in _kernels(workload, choice) if slow is not None), None)
+
+
+def plain_attention(
+    workload: Workload, choice: Choice
+) -> list[tuple[StackSizes, Attention, Split]]:
+    """Those of splits_of that no fused kernel computes."""
+    kernels = zip(splits_of(workload, choice), _kernels(workload, choice), strict=True)
+    return [one for one, (slow, _) in kernels if slow is not None]
+
+
+def attention_slowdown(workload: Workload, choice: Choice, index: int = 0) -> float:
+    """How much longer an attention takes than in a fused kernel at its own lengths.
+
+    `index` is that of the attention in splits_of.
+    """
+    _, attention, split = splits_of(workload, choice)[index]
+    slow, padded = _kernels(workload, choice)[index]
+    if slow is None:
+        return padded
+    # plain JAX computes all keys, also those outside a window; a causal mask sees half of them
+    keys = split.keys or split.length
+    masked = 1 if split.mask.causal else 2
+    computed = keys * masked / 2 / keys_seen(attention, split.length, keys)
+    return efficiency.PLAIN_ATTENTION[workload.machine.chip.platform] * computed
+
+
+def _kernels(workload: Workload, choice: Choice) -> tuple[Kernel, ...]:
+    """Of each of splits_of, its slow kernel, and how much longer padding makes it take."""
+    chip, strategy = workload.machine.chip, strategy_of(workload, choice)
+    if workload.schedule.fused_attention:  # scaled_dot_product_attention
+        return ((None, 1.0),) * len(splits_of(workload, choice))
+    key = choice.tensor, choice.context, strategy
+    found: tuple[Kernel, ...] | None = workload.kernels.get(key)
+    if found is None:
+        kernel = workload.config.compute.attention
+        call = strategy, chip.platform, chip.device_kinds[0], workload.dtype, kernel
+        found = workload.kernels[key] = tuple(
+            _kernel(split, *call) for _, _, split in splits_of(workload, choice)
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _kernel(
+    split: Split, strategy: str, platform: str, kind: str, dtype: str, kernel: str
+) -> Kernel:
+    if platform == "cpu":
+        return None, 1.0
+    calls = calls_of(split, strategy, platform, dtype, segmented=True)
+    return slow_kernel(calls, kernel, kind), padding(calls, kernel, kind)

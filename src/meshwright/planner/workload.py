@@ -1,0 +1,263 @@
+"""What is planned, and the ways to run it: settings on a machine, and changes to them.
+
+    workload = Workload.of(TrainConfig("llama-3.1-8b", batch=256, seq=4096), machine)
+    best = apply(workload.config, plan(workload.config, machine).best.choice)
+
+Settings stand in TrainConfig and EngineConfig alone: here is what follows from them on a machine.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.launch import flat_settings
+from meshwright.machines import Machine
+from meshwright.meshes import STANDARD_AXES
+from meshwright.models import OFFLOAD, default_dtype, family_of, model_config, override
+from meshwright.planner.sizes import ModelSizes, sizes_of
+from meshwright.present import mesh_text
+from meshwright.serving import EngineConfig
+from meshwright.training import (
+    AUTO,
+    TrainConfig,
+    check_fp8,
+    field_lengths,
+    layers_choice,
+    overlap_choice,
+    training_spec,
+    with_settings,
+)
+
+if TYPE_CHECKING:
+    from meshwright.planner.step import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A run's settings, its model and the machine: what the planner counts with."""
+
+    config: TrainConfig  # of serving: its model, batch, seq and dtype
+    machine: Machine
+    model: Any  # its config, with the overrides of the settings
+    engine: EngineConfig | None = None  # which serves; None: training
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        machine: Machine,
+        model: Any = None,
+        engine: EngineConfig | None = None,
+    ) -> "Workload":
+        """Checked; `model` takes the place of the one that the config names."""
+        if config.rules != "standard":
+            raise MeshwrightError(
+                f"the plan knows the standard rules; with --rules {config.rules} name the mesh"
+            )
+        model = model_config(config.model) if model is None else model
+        model = override(model, config.override, config.seq)
+        if config.compute.matmul == "fp8":
+            check_fp8(config, model, machine.chip)
+        return cls(config, machine, model, engine)
+
+    def resized(self, batch: int, seq: int | None = None) -> "Workload":
+        """The same with another batch, and another sequence length if one is given."""
+        config = dataclasses.replace(self.config, batch=batch, seq=seq or self.seq)
+        return dataclasses.replace(self, config=config)
+
+    @property
+    def kind(self) -> Literal["train", "serve"]:
+        return "train" if self.engine is None else "serve"
+
+    @functools.cached_property
+    def batch(self) -> int:
+        """Sequences of an optimizer step, over all devices and micro-batches."""
+        return self.config.batch
+
+    @functools.cached_property
+    def seq(self) -> int:
+        return self.config.seq
+
+    @functools.cached_property
+    def dtype(self) -> str:
+        """Of matmuls."""
+        return default_dtype(self.config.compute.dtype, self.machine.chip.platform)
+
+    @functools.cached_property
+    def param_dtype(self) -> str:
+        return self.config.compute.param_dtype
+
+    @functools.cached_property
+    def moments_dtype(self) -> str:
+        """The dtype that the optimizer's moments are kept in."""
+        moments = self.config.optimizer.moments
+        return self.param_dtype if moments == AUTO else moments
+
+    @functools.cached_property
+    def scan(self) -> bool:
+        """Whether a loop runs over the layers; that of an engine and of PyTorch is none."""
+        machine = self.machine
+        loops, _ = layers_choice(
+            self.config, self.model, machine.chip.platform, machine.num_devices
+        )
+        return loops and self.schedule.scans
+
+    @functools.cached_property
+    def overlap(self) -> bool:
+        """Whether a TPU is told to all-gather weights while it computes."""
+        return overlap_choice(self.config.compute.overlap, self.machine.chip)[0]
+
+    @functools.cached_property
+    def compiled(self) -> bool:
+        """Whether torch.compile takes each block and the loss."""
+        is_gpu = self.machine.chip.platform == "gpu"
+        return {"auto": is_gpu, "on": True, "off": False}[self.config.torch.compile]
+
+    def fp8_layers(self, layers: int) -> int:
+        """Of a stack of so many layers, those whose matmuls are in fp8."""
+        compute = self.config.compute
+        return max(0, layers - 2 * compute.fp8_skips) if compute.matmul == "fp8" else 0
+
+    @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        """Of the model."""
+        return sizes_of(self.model, self.config.trainable)
+
+    @functools.cached_property
+    def lengths(self) -> Mapping[str, int]:
+        """The length of each field of a batch."""
+        return field_lengths(self.model, self.seq, self.config.objective)
+
+    @functools.cached_property
+    def remat(self) -> Mapping[str, frozenset[str]]:
+        """Remat policies of the model: the activations that each saves."""
+        return self.schedule.remat(family_of(self.model).remat)
+
+    @functools.cached_property
+    def schedule(self) -> "Schedule":
+        from meshwright.planner.schedules import schedule_of  # which imports this module
+
+        return schedule_of(self.kind, self.config.backend)
+
+    @property
+    def choice(self) -> "Choice":
+        """How the config says to run it."""
+        values = flat_settings(self.config)
+        chosen = {field: values[setting] for field, setting in CHOSEN.items()}
+        axes = dict(training_spec(self.config).resolve(self.machine.num_devices).axes)
+        return Choice.of(**axes, **chosen)
+
+    @functools.cached_property
+    def splits(self) -> dict[tuple[int, int], Any]:
+        """How attention is split, by (tp, sp), as far as it was asked for (attention.splits_of)."""
+        return {}
+
+    @functools.cached_property
+    def kernels(self) -> dict[tuple[int, int, str], Any]:
+        """The same of attention's kernels, by (tp, sp, strategy)."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One way to run a workload: a mesh, and changes to the settings of the same names."""
+
+    sizes: Mapping[str, int]  # of mesh axes, by role
+    remat: str = "none"
+    accumulation: int = 1
+    sequence_parallel: bool = False
+    context_parallel: str = "auto"  # which is not known before the machine is
+    mlp_chunk: int = 0
+    weights: str | None = None  # serving: int8 or fp8; None: not quantized
+    cache: str | None = None  # serving: fp8; None: as activations
+
+    @classmethod
+    def of(cls, **values: Any) -> "Choice":
+        """Axes that are not named have one device: `Choice.of(fsdp=8, tp=2, remat="full")`."""
+        sizes = {axis: values.pop(axis, 1) for axis in STANDARD_AXES}
+        return cls(sizes, **values)
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.remat, self.accumulation, self.context_parallel, self.weights))
+
+    def size(self, *roles: str) -> int:
+        """Devices along these axes together."""
+        devices = 1
+        for role in roles:
+            devices *= self.sizes[role]
+        return devices
+
+    @property
+    def data_ranks(self) -> int:
+        """Devices that the sequences of a batch are split over."""
+        return self.size("dp", "fsdp")
+
+    @property
+    def shards(self) -> int:
+        """Devices over which weights are all-gathered to be used."""
+        return self.size("fsdp", "sp")
+
+    @property
+    def tensor(self) -> int:
+        """Devices that heads, mlp and vocabulary are split over."""
+        return self.sizes["tp"]
+
+    @property
+    def context(self) -> int:
+        """Devices that a sequence is split over."""
+        return self.sizes["sp"]
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def mesh(self) -> str:
+        """As `--mesh` takes it."""
+        return mesh_text(self.sizes)
+
+    @property
+    def repeats_layers(self) -> bool:
+        """Whether the forward of every layer is computed again in the backward pass."""
+        return self.remat in ("full", OFFLOAD)
+
+
+def setting_name(name: str, known: Collection[str]) -> str:
+    """The dotted name of a setting that is given by its last part, or with `_` for the dot.
+
+    >>> known = ("batch", "optimizer.name", "compute.remat")
+    >>> [setting_name(name, known) for name in ("batch", "remat", "compute_remat", "optimizer")]
+    ['batch', 'compute.remat', 'compute.remat', 'optimizer.name']
+    """
+    names = (name, name.replace("_", ".", 1), f"{name}.name")
+    alike = [setting for setting in known if setting in names or setting.endswith(f".{name}")]
+    if len(alike) == 1:
+        return alike[0]
+    if alike:
+        raise MeshwrightError(f"setting {name!r} can be {' or '.join(alike)}; give one of them")
+    short = [setting.rpartition(".")[2] for setting in known]
+    raise MeshwrightError(f"there is no setting {name!r}{did_you_mean(name, [*known, *short])}")
+
+
+ENGINE_SETTINGS = ("weights", "cache")  # what is chosen of an EngineConfig
+CHOSEN = {  # what is chosen of a TrainConfig: fields of Choice, and their dotted names
+    field.name: setting_name(field.name, flat_settings(TrainConfig("")))
+    for field in dataclasses.fields(Choice)
+    if field.name not in ("sizes", *ENGINE_SETTINGS)
+}
+
+
+def apply(config: TrainConfig, choice: Choice) -> TrainConfig:
+    """The config that runs as chosen."""
+    from meshwright.planner.schedules import schedule_of  # which imports this module
+
+    changes = {setting: getattr(choice, field) for field, setting in CHOSEN.items()}
+    if choice.context == 1:  # nothing for a strategy to split
+        del changes["context_parallel"]
+    if choice.remat == OFFLOAD:
+        changes["compute.layers"] = AUTO  # which is a loop then
+    mesh = schedule_of("train", config.backend).mesh_text(choice)
+    return with_settings(config, {"mesh": mesh, "num_partitions": None, "submesh": None} | changes)
