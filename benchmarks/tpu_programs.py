@@ -19,9 +19,9 @@ from typing import Any
 
 from compiled_roofline import roofline
 from meshwright.audits import audit
-from meshwright.machines import Machine
+from meshwright.planner import StepModel
 from meshwright.proofs import prove
-from plan_against_compiler import GIB, asynchronous, case, config_of, job_and_choice, words
+from plan_against_compiler import GIB, asynchronous, case, config_of, words, workload_of
 from results import origins, write_section
 
 RECORD = Path(__file__).with_name("tpu_programs.json")
@@ -42,15 +42,14 @@ OVER_SHARDS = {"fsdp", "sp"}
 
 def summary(one: dict[str, Any], text: str, total: int) -> dict[str, Any]:
     """What a compiled step takes, from its text."""
-    machine = Machine.parse(one["on"])
-    job, choice = job_and_choice(one)
-    found = audit(text, choice.sizes)
+    step = StepModel(workload_of(one))
+    found = audit(text, step.choice.sizes)
     sums = {
         f"{each.operation} {'+'.join(each.axes)}": each.bytes
         for each in found.by_axis()
         if each.bytes >= 2**20
     }
-    taken = roofline(text, choice.sizes, machine, job, choice)
+    taken = roofline(text, step.choice.sizes, step)
     return {
         "seconds": taken.seconds, "total": total, "sums": sums,
         "asynchronous": asynchronous(found.rows), "cycles": "estimated_cycles" in text,

@@ -21,7 +21,7 @@ def test_a_mesh_for_pytorch_has_a_data_axis_and_no_sp() -> None:
     words = ["tiny", "--mesh", "auto", "--backend", "torch", "--batch", "7", "--seq", "64"]
     chosen, said = planned(settings(words), Machine.parse("cpu:2"), named_settings(words))
     assert chosen.mesh == "fsdp=1,tp=2"  # 7 sequences cannot be shared by two
-    assert said.startswith("mesh auto: mesh fsdp=1,tp=2, accumulation 1, remat none, sequence_par")
+    assert said.startswith("mesh auto: mesh fsdp=1,tp=2, remat none, accumulation 1, sequence_par")
     words = [*words, "--compute.no-sequence-parallel", "--compute.remat", "full"]
     chosen, _ = planned(settings(words), Machine.parse("cpu:2"), named_settings(words))
     assert (chosen.compute.sequence_parallel, chosen.compute.remat) == (False, "full")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from meshwright.ops.collectives import reduce_part, varying_like
+from meshwright.ops.collectives import reduce_part, tie_gradients, varying_like
 
 
 def low_rank_product(
@@ -30,5 +30,8 @@ def low_rank_product(
         small, b = varying_like(small, b), varying_like(b, small)
         return jnp.einsum(f"{tokens}r,r{outputs}->{out}", small, b)
 
+    # a scheduler may delay the gradients of the factors, and hold the large arrays they are made of
+    x, a = tie_gradients(x, a)
+    x, b = tie_gradients(x, b)
     sources = tuple(jax.typeof(array).sharding.spec for array in (x, a, b))
     return jax.shard_map(local, in_specs=sources, out_specs=target)(x, a, b)

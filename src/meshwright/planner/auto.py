@@ -6,8 +6,8 @@ from typing import Any
 from meshwright.launch import flat_settings
 from meshwright.machines import Machine
 from meshwright.models import default_dtype
-from meshwright.planner.planner import plan, plan_config
 from meshwright.planner.constraints import constraints_of
+from meshwright.planner.planner import plan, plan_config
 from meshwright.planner.workload import CHOSEN, apply
 from meshwright.training import AUTO, TrainConfig
 

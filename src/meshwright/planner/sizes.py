@@ -12,8 +12,19 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from meshwright.layouts import ArraySpec, select_trainable
-from meshwright.models import Attention, Block, Stack, family_of
+from meshwright.models import (
+    ADAPTER,
+    Attention,
+    Block,
+    LoraConfig,
+    Stack,
+    family_of,
+    hf_names,
+    with_adapter,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +191,29 @@ class ModelSizes:
         return self.layer_weights + self.tables * self.dims["vocab"] * self.embed
 
 
+@functools.lru_cache(maxsize=1024)
+def adapter_numbers(model: Any, lora: LoraConfig, axes: tuple[tuple[str, int], ...]) -> int:
+    """Numbers of an adapter on one device of a mesh with axes of these sizes."""
+    if not lora.rank:
+        return 0
+    family, sizes = family_of(model), dict(axes)
+    adapter = with_adapter(family.arrays(model), lora, np.float32, hf_names(model))[ADAPTER]
+    rules, numbers = family.rules(sp=True), 0
+    for spec in array_leaves(adapter):
+        split = rules.layout(" ".join(dim for dim in spec.dims if dim))
+        numbers += spec.size // math.prod(sizes.get(axis, 1) for dim in split.axes for axis in dim)
+    return numbers
+
+
 @functools.lru_cache(maxsize=256)
-def sizes_of(model: Any, trainable: tuple[str, ...] = ()) -> ModelSizes:
-    """The sizes of a model's config, of which `trainable` is trained."""
+def sizes_of(
+    model: Any, trainable: tuple[str, ...] = (), lora: LoraConfig | None = None
+) -> ModelSizes:
+    """The sizes of a model's config, of which `trainable` is trained, or nothing beside `lora`."""
     family = family_of(model)
     arrays = select_trainable(family.arrays(model), trainable)
+    if lora is not None and lora.rank:
+        arrays = {**with_adapter(arrays, lora, np.float32, hf_names(model)), ADAPTER: {}}
     leaves = list(array_leaves(arrays))
     dims = {
         dim: size

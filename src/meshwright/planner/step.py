@@ -23,7 +23,7 @@ from meshwright.models import describe_padding
 from meshwright.planner.attention import standard_rules
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.device import Device, DeviceStack
-from meshwright.planner.sizes import Vectors
+from meshwright.planner.sizes import Vectors, adapter_numbers
 from meshwright.planner.terms import MakeNumber, Number, plain
 from meshwright.planner.workload import Choice, Workload
 
@@ -154,6 +154,12 @@ class StepModel:
     def vectors(self) -> Number:
         """Norms and biases; biases are split over tp with their heads."""
         return self._vectors(lambda vectors: vectors.numbers)
+
+    @functools.cached_property
+    def adapter(self) -> Number:
+        """Numbers of an adapter, all of them trained, on a device."""
+        axes = tuple(self.choice.sizes.items())
+        return self.number(adapter_numbers(self.workload.model, self.workload.config.lora, axes))
 
     @functools.cached_property
     def trained_vectors(self) -> Number:

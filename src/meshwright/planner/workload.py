@@ -88,13 +88,17 @@ class Workload:
 
     @functools.cached_property
     def param_dtype(self) -> str:
-        return self.config.compute.param_dtype
+        """Of the weights; of those that an adapter leaves as they are."""
+        lora = self.config.lora
+        if not lora.rank:
+            return self.config.compute.param_dtype
+        return self.dtype if lora.base == AUTO else lora.base
 
     @functools.cached_property
     def moments_dtype(self) -> str:
         """The dtype that the optimizer's moments are kept in."""
         moments = self.config.optimizer.moments
-        return self.param_dtype if moments == AUTO else moments
+        return self.config.compute.param_dtype if moments == AUTO else moments
 
     @functools.cached_property
     def scan(self) -> bool:
@@ -124,7 +128,7 @@ class Workload:
     @functools.cached_property
     def sizes(self) -> ModelSizes:
         """Of the model."""
-        return sizes_of(self.model, self.config.trainable)
+        return sizes_of(self.model, self.config.trainable, self.config.lora)
 
     @functools.cached_property
     def lengths(self) -> Mapping[str, int]:

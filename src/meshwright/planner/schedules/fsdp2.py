@@ -227,6 +227,7 @@ def check(workload: Workload) -> None:
     for setting, value, usual in (
         ("optimizer", config.optimizer.name, "adamw"),
         ("trainable", " ".join(config.trainable), ""),
+        ("lora.rank", config.lora.rank, 0),
         ("moments", config.optimizer.moments, "auto"),
         ("matmul", config.compute.matmul, "auto"),
         ("overlap", "on" if workload.overlap else "auto", "auto"),

@@ -33,8 +33,8 @@ def always(step: StepModel) -> Kinds:
     """What is there all through the step."""
     device = step.device
     workload, choice, stored = device.workload, device.choice, device.stored
-    trained = step.trained_layers_and_tables + step.trained_vectors
-    moment, others = device.moment, step.trained_tables + step.trained_vectors
+    trained = step.trained_layers_and_tables + step.trained_vectors + step.adapter
+    moment, others = device.moment, step.trained_tables + step.trained_vectors + step.adapter
     optimizer: dict[str, Callable[[], Number]] = {
         "adamw": lambda: 2 * moment * trained,
         "lion": lambda: moment * trained,
@@ -47,7 +47,8 @@ def always(step: StepModel) -> Kinds:
         tokens = device.number(size // choice.size("sp"), "tokens")
         in_batch = in_batch + device.float32 * device.number(arrays, "arrays") * batch * tokens
     always: Kinds = {
-        "parameters": stored * (step.layers_and_tables + step.vectors),
+        "parameters": stored * (step.layers_and_tables + step.vectors)
+        + device.float32 * step.adapter,
         "optimizer": optimizer[workload.config.optimizer.name](),
         "batch": in_batch,
     }
@@ -55,7 +56,7 @@ def always(step: StepModel) -> Kinds:
         # embedding and LM head are cast before the loop over micro-batches; a TPU casts them anew
         always["weights in bfloat16"] = device.used * step.tables
     if choice.accumulation > 1:
-        always["gradients"] = device.float32 * step.trained_layers_and_tables
+        always["gradients"] = device.float32 * (step.trained_layers_and_tables + step.adapter)
     return always
 
 
@@ -86,6 +87,7 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
     in_flight = not device.is_tpu and device.is_sharded and choice.accumulation == 1
     end: Kinds = {
         "gradients": used * step.gradients
+        + (device.float32 + used) * step.adapter
         + (of_embedding if device.sizes.trains_embedding else 0)
         + last.stream,
         "all-gathered weights": last.layer_gradients if in_flight else 0,
