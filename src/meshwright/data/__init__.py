@@ -18,7 +18,14 @@ from meshwright.data.objectives import (
 )
 from meshwright.data.packing import Packed, pack, upgrade
 from meshwright.data.readers import Reading
-from meshwright.data.sequences import FIELDS, NO_TARGET, read_sequences, sequence_count
+from meshwright.data.sequences import (
+    FIELDS,
+    NO_TARGET,
+    WEIGHTS,
+    read_sequences,
+    sequence_count,
+    sequence_table,
+)
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizers import (
     ByteTokenizer,
@@ -32,14 +39,14 @@ if TYPE_CHECKING:
     from meshwright.data.chat_templates import ChatTemplate, load_chat_template
 
 __all__ = [
-    "EMBEDDED", "FIELDS", "NO_TARGET", "OBJECTIVES", "ByteTokenizer", "ChatTemplate",
+    "EMBEDDED", "FIELDS", "NO_TARGET", "OBJECTIVES", "WEIGHTS", "ByteTokenizer", "ChatTemplate",
     "EncoderDecoderObjective",
     "Loader", "Mixture", "Objective", "Packed", "PrefixLM",
     "Reading", "SpanCorruption", "TokenStore", "Tokenizer", "check_data", "decode_stream",
     "embedded_corpus", "embedded_text", "held_out_loader", "load_chat_template",
     "load_tokenizer",
-    "pack", "read_sequences", "sentinel_top", "sequence_count", "tokenizer_from_json",
-    "training_loader", "upgrade",
+    "pack", "read_sequences", "sentinel_top", "sequence_count", "sequence_table",
+    "tokenizer_from_json", "training_loader", "upgrade",
 ]  # fmt: skip
 
 

@@ -15,21 +15,21 @@ import numpy as np
 from meshwright.data.blocks import BlockChecksums, HashedFile, checksum_name, damaged
 from meshwright.data.readers import PLAIN, Bad, Reading, find_files, read_documents
 from meshwright.data.store import (
-    CHECKSUMS,
-    IN_BLOCKS,
     META,
     OFFSET_DTYPE,
     OFFSETS,
     TOKENIZER,
     TOKENS,
+    WEIGHTS,
     TokenStore,
     as_tokens,
+    block_files,
     describe,
     hash_of_meta,
     read_meta,
     read_tokenizer,
 )
-from meshwright.data.tokenizers import Tokenizer
+from meshwright.data.tokenizers import Ids, Tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import before_end
 from meshwright.present import count
@@ -112,9 +112,16 @@ def _check_read_once(sources_read: Sequence[tuple[str, list[Path], list[Path]]])
 
 @contextmanager
 def new_store(
-    out: str | Path, tokenizer: Tokenizer, special_tokens: bool = False, overwrite: bool = False
+    out: str | Path,
+    tokenizer: Tokenizer,
+    special_tokens: bool = False,
+    overwrite: bool = False,
+    weights: np.dtype[Any] | None = None,
 ) -> Iterator["StoreWriter"]:
-    """A store to add texts to; it appears at `out` complete, when the block ends without error."""
+    """A store to add texts or examples to.
+
+    It appears at `out` complete, when the block ends without error.
+    """
     target = Path(out)
     _check_target(target, overwrite)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
@@ -122,7 +129,7 @@ def new_store(
         partial.mkdir(parents=True, exist_ok=True)
         with (
             before_end(lambda: shutil.rmtree(partial, ignore_errors=True)),
-            closing(StoreWriter(partial, tokenizer, special_tokens)) as writer,
+            closing(StoreWriter(partial, tokenizer, special_tokens, weights)) as writer,
         ):
             yield writer
         _move_into_place(partial, target)
@@ -155,10 +162,19 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 class StoreWriter:
     """Appends documents to the files of a store and computes their checksums and hashes."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, special_tokens: bool):
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        special_tokens: bool,
+        weights: np.dtype[Any] | None = None,
+    ):
+        """`weights`: the dtype of the weights of examples; None for a store of texts."""
         self.folder, self.tokenizer, self.special_tokens = folder, tokenizer, special_tokens
         self.tokens = self.documents = self.empty = 0
-        self._files = {name: HashedFile(folder / name) for name in IN_BLOCKS}
+        self._weights = weights
+        names = block_files(weights is not None)
+        self._files = {name: HashedFile(folder / name) for name in names}
         self._checksums = {
             name: BlockChecksums(folder / checksum_name(name)) for name in self._files
         }
@@ -177,13 +193,22 @@ class StoreWriter:
         self.empty += len(texts) - len(kept)
         if not kept:
             return
-        end = np.array([last], np.int32)
-        pieces = [piece for ids in kept for piece in (ids, end)]
-        self._append(TOKENS, as_tokens(np.concatenate(pieces), self.tokenizer))
-        ends = self.tokens + np.cumsum([len(ids) + 1 for ids in kept])
+        end = np.int32(last)
+        self._add_documents([np.append(ids, end) for ids in kept])
+
+    def add_examples(self, examples: Sequence[tuple[Ids, "np.ndarray[Any, Any]"]]) -> None:
+        """Add token ids with their loss weights."""
+        if examples:
+            weights = np.concatenate([each for _, each in examples])
+            self._append(WEIGHTS, weights.astype(self._weights))
+            self._add_documents([ids for ids, _ in examples])
+
+    def _add_documents(self, documents: list[Ids]) -> None:
+        self._append(TOKENS, as_tokens(np.concatenate(documents), self.tokenizer))
+        ends = self.tokens + np.cumsum([len(ids) for ids in documents])
         self._append(OFFSETS, ends.astype(OFFSET_DTYPE))
         self.tokens = int(ends[-1])
-        self.documents += len(kept)
+        self.documents += len(documents)
 
     def finish(self, facts: dict[str, Any]) -> None:
         if not self.documents:
@@ -192,11 +217,13 @@ class StoreWriter:
                 f"({count(self.empty, 'empty document')})"
             )
         files = {name: file.finish() for name, file in self._files.items()}
+        hashes = [facts["sha256"] for facts in files.values()]
         for name, checksums in self._checksums.items():
             files[checksum_name(name)] = checksums.finish()
         files[TOKENIZER] = _write_json(self.folder / TOKENIZER, self.tokenizer.to_json())
-        hashes = [files[name]["sha256"] for name in IN_BLOCKS]
         meta = describe(self.tokenizer, self.tokens, self.documents, *hashes)
+        if self._weights is not None:
+            meta["weights"] = self._weights.str
         meta |= {"files": files, "special_tokens": self.special_tokens} | facts
         _write_json(self.folder / META, meta | {"sha256": hash_of_meta(meta)})
 
@@ -217,14 +244,15 @@ def upgrade(path: str | Path) -> TokenStore:
     The tokens and the store's identity do not change, so runs on it resume.
     """
     folder = Path(path)
-    old = read_meta(folder, version=1)
+    old = read_meta(folder, versions=(1,))
     tokenizer = read_tokenizer(folder / TOKENIZER, old["files"][TOKENIZER]["sha256"])
-    added = [folder / name for name in (*CHECKSUMS, NEW_META)]
+    blocks = block_files(weights=False)
+    added = [folder / name for name in (*map(checksum_name, blocks), NEW_META)]
     try:
         files = dict(old["files"])
-        for name in IN_BLOCKS:
+        for name in blocks:
             files[checksum_name(name)] = _add_checksums(folder / name, files[name])
-        hashes = [files[name]["sha256"] for name in IN_BLOCKS]
+        hashes = [files[name]["sha256"] for name in blocks]
         new = describe(tokenizer, old["tokens"], old["documents"], *hashes)
         if any(old.get(name) != new[name] for name in new if name != "version"):
             raise damaged(folder / META, f"{META} contradicts the other files")
@@ -282,7 +310,8 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 def _looks_packed(target: Path) -> bool:
     """Whether this is a token store, even if damaged or of another version."""
-    ours = {*IN_BLOCKS, *CHECKSUMS, TOKENIZER, META, NEW_META}
+    blocks = block_files(weights=True)
+    ours = {*blocks, *map(checksum_name, blocks), TOKENIZER, META, NEW_META}
     return target.is_dir() and TOKENS in (names := set(os.listdir(target))) and names <= ours
 
 

@@ -115,6 +115,9 @@ class TrainConfig:
     """As in T5X: the tile of a model replica as x,y,z,cores, such as 2,1,1,2; the rest is dp."""
     data: str = "embedded"
     """A token store, several with weights (a.store:0.7,b.store:0.3), or the embedded stories."""
+    pack: bool = True
+    """Pack several documents into a sequence; --no-pack gives each document a sequence of its own,
+    cut or padded to --seq."""
     objective: Literal["auto", "next-token", "span-corruption", "prefix-lm"] = "auto"
     """What is predicted; auto: next tokens for decoders, corrupted spans for T5."""
     steps: int = 1000

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from meshwright.data import (
+    WEIGHTS,
     Loader,
     Mixture,
     Tokenizer,
@@ -45,6 +47,9 @@ def prepare(config: TrainConfig) -> Setup:
     check_trackers(config.log.tensorboard, config.log.wandb is not None)
     step = abstract_step(config)
     data = prepare_data(config, step.model)
+    if data.loader.is_weighted:
+        weights = step.batch["tokens"].update(dtype=jnp.float32)
+        step = dataclasses.replace(step, batch=step.batch | {WEIGHTS: weights})
     return Setup(
         step,
         data.model,
@@ -73,6 +78,12 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
     if config.init_from is not None and (config.init_from / "tokenizer.json").exists():
         tokenizer = load_tokenizer(str(config.init_from))
     objective = objective_of(config, model, mixture.tokenizer)
+    examples = [store.name for store in mixture.stores if store.weights is not None]
+    if objective is not None and examples:
+        raise MeshwrightError(
+            f"data '{examples[0]}' holds examples with a loss mask, and {objective.name} makes its "
+            "own targets from texts; pack texts, or train a decoder"
+        )
     seq = config.seq if objective is None else objective.raw_length
     held_out = config.eval.sequences
     check_data(
@@ -82,6 +93,7 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
         batch=config.batch,
         held_out=held_out,
         tokenizer=tokenizer,
+        packed=config.pack,
     )
     loader = training_loader(
         mixture,
@@ -91,12 +103,18 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
         seed=config.seed,
         held_out=held_out,
         objective=objective,
+        packed=config.pack,
     )
     eval_loader = None
     if held_out:
         micro_batch = config.batch // config.accumulation
         eval_loader = held_out_loader(
-            mixture, batch=micro_batch, seq=seq, held_out=held_out, objective=objective
+            mixture,
+            batch=micro_batch,
+            seq=seq,
+            held_out=held_out,
+            objective=objective,
+            packed=config.pack,
         )
     fields = _hf_config(config, model, mixture.tokenizer)
     return Data(loader, eval_loader, dataclasses.replace(model, hf_config=fields))
