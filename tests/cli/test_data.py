@@ -14,7 +14,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "books").mkdir()
     (tmp_path / "books/a.txt").write_text("One.\n\nTwo.\n")
-    (tmp_path / "books/notes.md").write_text("x")
+    (tmp_path / "books/notes.rst").write_text("x")
     (tmp_path / "lines.jsonl").write_text('{"body": "Three."}\n{"body": ""}\n{"bo\n')
     return tmp_path
 
@@ -24,7 +24,7 @@ def test_pack_writes_a_store_and_says_what_is_in_it(
 ) -> None:
     main(["data", "pack", "books", "--out", "a.store", "--split-on", r"\n\n"])
     assert capsys.readouterr().out == (
-        "wrote a.store: 10 tokens, 2 documents from 1 file\nignored files of other types: notes.md\n"
+        "wrote a.store: 10 tokens, 2 documents from 1 file\nignored files of other types: notes.rst\n"
     )
     store = TokenStore.open("a.store")
     assert [store.text(i) for i in range(2)] == ["One.", "Two."]
