@@ -6,7 +6,10 @@ pack -> TokenStore -> Mixture -> Loader; the batch of a step is a pure function 
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.check import check_data
+from meshwright.data.conversations import FORMATS
 from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
+from meshwright.data.examples import Encoding, LossOn, Weigh
+from meshwright.data.fields import Base64Dtype, Fields
 from meshwright.data.loader import Loader, Objective, held_out_loader, training_loader
 from meshwright.data.mixture import Mixture
 from meshwright.data.objectives import (
@@ -32,21 +35,54 @@ from meshwright.data.tokenizers import (
     Tokenizer,
     decode_stream,
     load_tokenizer,
+    tokenizer_folder,
     tokenizer_from_json,
 )
 
 if TYPE_CHECKING:
-    from meshwright.data.chat_templates import ChatTemplate, load_chat_template
+    from meshwright.data.chat_templates import ChatTemplate, load_chat_template, special_tokens
 
 __all__ = [
-    "EMBEDDED", "FIELDS", "NO_TARGET", "OBJECTIVES", "WEIGHTS", "ByteTokenizer", "ChatTemplate",
+    "EMBEDDED",
+    "FIELDS",
+    "FORMATS",
+    "NO_TARGET",
+    "OBJECTIVES",
+    "WEIGHTS",
+    "Base64Dtype",
+    "ByteTokenizer",
+    "ChatTemplate",
     "EncoderDecoderObjective",
-    "Loader", "Mixture", "Objective", "Packed", "PrefixLM",
-    "Reading", "SpanCorruption", "TokenStore", "Tokenizer", "check_data", "decode_stream",
-    "embedded_corpus", "embedded_text", "held_out_loader", "load_chat_template",
+    "Encoding",
+    "Fields",
+    "Loader",
+    "LossOn",
+    "Mixture",
+    "Objective",
+    "Packed",
+    "PrefixLM",
+    "Reading",
+    "SpanCorruption",
+    "TokenStore",
+    "Tokenizer",
+    "Weigh",
+    "check_data",
+    "decode_stream",
+    "embedded_corpus",
+    "embedded_text",
+    "held_out_loader",
+    "load_chat_template",
     "load_tokenizer",
-    "pack", "read_sequences", "sentinel_top", "sequence_count", "sequence_table",
-    "tokenizer_from_json", "training_loader", "upgrade",
+    "pack",
+    "read_sequences",
+    "sentinel_top",
+    "sequence_count",
+    "sequence_table",
+    "special_tokens",
+    "tokenizer_folder",
+    "tokenizer_from_json",
+    "training_loader",
+    "upgrade",
 ]  # fmt: skip
 
 

@@ -22,6 +22,12 @@ def check_data(
     `vocab` is the model's vocabulary size; `tokenizer` is the one that came with its weights, if
     any.
     """
+    for store in mixture.stores:
+        if store.meta.get("examples", {}).get("pairs"):
+            raise MeshwrightError(
+                f"data '{store.name}' holds pairs of chosen and rejected answers, which this "
+                "objective does not train on; pack single examples, as with --format messages"
+            )
     names = ", ".join(f"'{store.name}'" for store in mixture.stores)
     if mixture.vocab > vocab:
         raise MeshwrightError(

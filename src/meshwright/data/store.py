@@ -98,6 +98,15 @@ class TokenStore:
         start, stop = self.offsets[number : number + 2].tolist()
         return self.weights[start:stop]
 
+    def share_with_loss(self) -> float:
+        """The fraction of tokens whose weight is not 0."""
+        if self.weights is None:
+            return 1.0
+        with_loss = 0
+        for start in range(0, len(self.tokens), 1 << 20):
+            with_loss += int(np.count_nonzero(self.weights[start : start + (1 << 20)]))
+        return with_loss / len(self.tokens)
+
     def offsets_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """From the last offset <= `start` to the first >= `stop`.
 

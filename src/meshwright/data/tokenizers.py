@@ -212,6 +212,12 @@ def load_tokenizer(name: str | Path, end_token: str | None = None) -> Tokenizer:
     return HuggingFaceTokenizer(definition, end_token or _find_end_token(file, definition))
 
 
+def tokenizer_folder(name: str | Path) -> Path:
+    """The folder of the files beside a tokenizer that `load_tokenizer` takes."""
+    path = Path(name)
+    return path.parent if path.is_file() else path
+
+
 def tokenizer_from_json(saved: dict[str, Any]) -> Tokenizer:
     """Rebuild a tokenizer from the data of `to_json`."""
     if saved.get("kind") == ByteTokenizer.kind:

@@ -1,0 +1,182 @@
+"""Examples to token ids and loss weights: chat templates, completions, EasyLM's fields."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.data.conversations import (
+    PREFERENCE,
+    Completion,
+    Conversation,
+    Example,
+    examples_of,
+)
+from meshwright.data.fields import Fields
+from meshwright.data.store import LARGEST_WEIGHT, MASK_DTYPE, WEIGHT_DTYPE
+from meshwright.data.tokenizers import Ids, Tokenizer
+from meshwright.errors import MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright.data.chat_templates import ChatTemplate, Span
+
+Weights = npt.NDArray[Any]
+Encoded = tuple[Ids, Weights]
+LossOn = Literal["answers", "all"]
+Weigh = Literal["tokens", "examples"]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How documents and examples become tokens and loss weights."""
+
+    special_tokens: bool = False
+    """Add the tokenizer's special tokens around a text, such as begin-of-text."""
+    template: "ChatTemplate | None" = None
+    template_name: str = ""
+    loss_on: LossOn = "answers"
+    """Tokens that have loss: the assistant's answers and completions, or all."""
+    weigh: Weigh = "tokens"
+    """What counts equally in the loss: every token, or every example."""
+    weight_field: str | None = None
+    """Key of a record that holds the weight of its example."""
+    fields: Fields | None = None
+
+    @property
+    def weight_dtype(self) -> np.dtype[Any]:
+        """Of the weights of examples: a mask where that is enough."""
+        plain = self.weigh == "tokens" and self.weight_field is None
+        return MASK_DTYPE if plain else WEIGHT_DTYPE
+
+    def describe(self, name: str) -> str:
+        """How records of a format are encoded, in words."""
+        words = name
+        if self.template is not None and name not in ("inputs-targets", "fields"):
+            words += f", chat template of {self.template_name}"
+            if self.loss_on == "answers":
+                marked = self.template.marks_answers
+                words += f", answers by {'{% generation %}' if marked else 'prefix differences'}"
+        if self.loss_on == "all" and name != "fields":
+            words += ", loss on all tokens"
+        if self.weigh == "examples":
+            words += ", examples count equally"
+        return words
+
+
+def encode_record(
+    record: Mapping[str, Any], name: str, encoding: Encoding, tokenizer: Tokenizer
+) -> list[Encoded]:
+    """The example of a record of that format, or the chosen and the rejected one."""
+    if encoding.fields is not None:
+        encoded = [encoding.fields.encode(record, tokenizer)]
+    else:
+        encoded = [encode(one, encoding, tokenizer) for one in examples_of(record, name)]
+    factor = _example_weight(record, encoding.weight_field)
+    return [(ids, _weighted(weights, encoding, factor)) for ids, weights in encoded]
+
+
+def encode(example: Example, encoding: Encoding, tokenizer: Tokenizer) -> Encoded:
+    """The token ids of an example, and 1 for those that have loss."""
+    if isinstance(example, Conversation) and encoding.template is None:
+        if example.plain is None:
+            raise MeshwrightError(
+                "messages need a chat template, which the tokenizer does not have; give one with "
+                "--chat-template FILE, or the built-in --chat-template chatml"
+            )
+        example = example.plain
+    if isinstance(example, Completion):
+        return _encode_completion(example, encoding, tokenizer)
+    text, spans = _render(example, encoding)
+    ids, begins = tokenizer.encode_with_offsets(text, False)
+    weights = np.zeros(len(ids), WEIGHT_DTYPE)
+    for span, weight in spans:
+        weights[_tokens_of(span, begins)] = weight
+    return np.array(ids, np.int32), weights
+
+
+def _render(example: Conversation, encoding: Encoding) -> "tuple[str, list[tuple[Span, float]]]":
+    """The text of a conversation, and the weight of each answer."""
+    template, messages, tools = encoding.template, example.messages, example.tools
+    assert template is not None
+    if encoding.loss_on == "all":
+        text = template.render(messages, tools, generation_prompt=False)
+        return text, [((0, len(text)), 1.0)]
+    text, spans = template.render_answers(messages, tools)
+    answers = [message for message in messages if message["role"] == "assistant"]
+    weights = [_message_weight(message) for message in answers]
+    if len(spans) == len(answers):
+        weighted = list(zip(spans, weights, strict=True))
+    elif set(weights) <= {1.0}:
+        weighted = [(span, 1.0) for span in spans]
+    else:
+        raise MeshwrightError(
+            f"{len(answers)} messages of the assistant, some with a 'weight', became "
+            f"{len(spans)} parts of the chat template marked with {{% generation %}}"
+        )
+    if example.first_answer:
+        given = messages[: example.first_answer]
+        prompt = template.render(given, tools, generation_prompt=True)
+        if not text.startswith(prompt):
+            raise MeshwrightError(
+                "the chat template writes the prompt differently when the answer follows it, so it "
+                "is not known where the answer begins"
+            )
+        weighted = [(span, weight) for span, weight in weighted if span[0] >= len(prompt)]
+    return text, weighted
+
+
+def _tokens_of(span: "Span", begins: list[int]) -> slice:
+    """The tokens that hold characters of a span; `begins` is where each token begins."""
+    start, stop = span
+    if start >= stop or not begins:
+        return slice(0)
+    holds_start = max(int(np.searchsorted(begins, start, side="right")) - 1, 0)
+    # the parts of one character begin at the same place
+    first = int(np.searchsorted(begins, begins[holds_start]))
+    return slice(first, int(np.searchsorted(begins, stop)))
+
+
+def _encode_completion(example: Completion, encoding: Encoding, tokenizer: Tokenizer) -> Encoded:
+    """Prompt and completion as one text, and the end-of-document token."""
+    text = example.prompt + example.completion
+    ids, begins = tokenizer.encode_with_offsets(text, encoding.special_tokens)
+    if ids and ids[-1] == tokenizer.end_of_document:  # some tokenizers add it themselves
+        ids, begins = ids[:-1], begins[:-1]
+    weights = np.zeros(len(ids) + 1, WEIGHT_DTYPE)
+    weights[_tokens_of((len(example.prompt), len(text)), begins)] = 1
+    weights[-1] = 1
+    if encoding.loss_on == "all":
+        weights[:] = 1
+    return np.array([*ids, tokenizer.end_of_document], np.int32), weights
+
+
+def _weighted(weights: Weights, encoding: Encoding, factor: float) -> Weights:
+    if encoding.weigh == "examples":
+        # the first token is no target
+        total = float(weights[1:].sum())
+        return (weights * (factor / total) if total else weights).astype(WEIGHT_DTYPE)
+    return (weights * factor).astype(encoding.weight_dtype)
+
+
+def _message_weight(message: Mapping[str, Any]) -> float:
+    if message.get("weight", 1) not in (0, 1):
+        raise MeshwrightError(f"'weight' of a message is {message['weight']!r}, not 0 or 1")
+    return float(message.get("weight", 1))
+
+
+def _example_weight(record: Mapping[str, Any], key: str | None) -> float:
+    return 1.0 if key is None else _number(record.get(key), f"{key!r}")
+
+
+def _number(value: Any, what: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < LARGEST_WEIGHT:
+        raise MeshwrightError(f"{what} is {value!r}, not a number from 0 on")
+    return float(value)
+
+
+def is_pair(name: str) -> bool:
+    """Whether a record of the format becomes two documents: the chosen and the rejected one."""
+    return name == PREFERENCE
