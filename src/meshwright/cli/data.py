@@ -11,6 +11,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from meshwright.data import (
     EMBEDDED,
@@ -23,18 +24,20 @@ from meshwright.data import (
     Tokenizer,
     TokenStore,
     Weigh,
+    documents_page,
     embedded_corpus,
     load_chat_template,
     load_tokenizer,
     sequence_count,
     sequence_table,
+    shown_documents,
     special_tokens,
     tokenizer_folder,
     upgrade,
 )
 from meshwright.data import pack as pack_store
 from meshwright.errors import MeshwrightError
-from meshwright.present import count
+from meshwright.present import count, write_page
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,23 @@ class Info:
 
 
 @dataclass(frozen=True)
+class Show:
+    """Show documents of a token store, with the tokens that have loss in colour.
+
+    meshwright data show chat.store --html chat.html
+    """
+
+    store: tyro.conf.Positional[str]
+    """Folder of a token store, or "embedded"."""
+    document: int = 0
+    """Document to begin with, counted from 0."""
+    count: int = 3
+    """How many documents to show."""
+    html: Path | None = None
+    """Write a self-contained HTML page to this file instead."""
+
+
+@dataclass(frozen=True)
 class Upgrade:
     """Verify a store packed by an older version, and add block checksums.
 
@@ -125,6 +145,7 @@ def data(
     command: tyro.conf.OmitSubcommandPrefixes[
         Annotated[Pack, tyro.conf.subcommand("pack")]
         | Annotated[Info, tyro.conf.subcommand("info")]
+        | Annotated[Show, tyro.conf.subcommand("show")]
         | Annotated[Upgrade, tyro.conf.subcommand("upgrade")]
     ],
 ) -> None:
@@ -134,6 +155,8 @@ def data(
     elif isinstance(command, Upgrade):
         store = upgrade(command.store)
         print(f"upgraded {command.store}: {len(store.tokens):,} tokens match their hashes")
+    elif isinstance(command, Show):
+        show(command)
     else:
         info(command)
 
@@ -193,13 +216,38 @@ def info(asked: Info) -> None:
     """Print a summary of a store, or one of its documents."""
     if asked.seq < 1:
         raise MeshwrightError(f"--seq {asked.seq} must be at least 1")
-    store = embedded_corpus() if asked.store == EMBEDDED else TokenStore.open(asked.store)
+    store = _open(asked.store)
     if asked.verify:
         store.verify()
     if asked.document is not None:
         print(store.text(asked.document))
         return
     Console().print(_facts(store, asked.seq, asked.verify))
+
+
+def show(asked: Show) -> None:
+    """Print documents, or write a page of them."""
+    store = _open(asked.store)
+    documents = shown_documents(store, asked.document, asked.count)
+    if asked.html is not None:
+        write_page(asked.html, documents_page(store, documents))
+        print(f"wrote {asked.html}")
+        return
+    console = Console(highlight=False)
+    in_colour = console.color_system is not None
+    for shown in documents:
+        console.print(Text(shown.title, style="bold"))
+        text = Text()
+        for run in shown.runs:
+            if not run.weight:
+                text.append(run.text, style="dim")
+            else:
+                text.append(run.text if in_colour else f"⟦{run.text}⟧", style="black on green")
+        console.print(text, soft_wrap=True)
+
+
+def _open(store: str) -> TokenStore:
+    return embedded_corpus() if store == EMBEDDED else TokenStore.open(store)
 
 
 def _summary(done: Packed, out: Path) -> str:

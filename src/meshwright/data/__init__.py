@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.data.check import check_data
 from meshwright.data.conversations import FORMATS
+from meshwright.data.display import page as documents_page
+from meshwright.data.display import shown_documents
 from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
 from meshwright.data.examples import Encoding, LossOn, Weigh
 from meshwright.data.fields import Base64Dtype, Fields
@@ -43,46 +45,14 @@ if TYPE_CHECKING:
     from meshwright.data.chat_templates import ChatTemplate, load_chat_template, special_tokens
 
 __all__ = [
-    "EMBEDDED",
-    "FIELDS",
-    "FORMATS",
-    "NO_TARGET",
-    "OBJECTIVES",
-    "WEIGHTS",
-    "Base64Dtype",
-    "ByteTokenizer",
-    "ChatTemplate",
-    "EncoderDecoderObjective",
-    "Encoding",
-    "Fields",
-    "Loader",
-    "LossOn",
-    "Mixture",
-    "Objective",
-    "Packed",
-    "PrefixLM",
-    "Reading",
-    "SpanCorruption",
-    "TokenStore",
-    "Tokenizer",
-    "Weigh",
-    "check_data",
-    "decode_stream",
-    "embedded_corpus",
-    "embedded_text",
-    "held_out_loader",
-    "load_chat_template",
-    "load_tokenizer",
-    "pack",
-    "read_sequences",
-    "sentinel_top",
-    "sequence_count",
-    "sequence_table",
-    "special_tokens",
-    "tokenizer_folder",
-    "tokenizer_from_json",
-    "training_loader",
-    "upgrade",
+    "EMBEDDED", "FIELDS", "FORMATS", "NO_TARGET", "OBJECTIVES", "WEIGHTS", "Base64Dtype",
+    "ByteTokenizer", "ChatTemplate", "EncoderDecoderObjective", "Encoding", "Fields", "Loader",
+    "LossOn", "Mixture", "Objective", "Packed", "PrefixLM", "Reading", "SpanCorruption",
+    "TokenStore", "Tokenizer", "Weigh", "check_data", "decode_stream", "documents_page",
+    "embedded_corpus", "embedded_text", "held_out_loader", "load_chat_template",
+    "load_tokenizer", "pack", "read_sequences", "sentinel_top", "sequence_count",
+    "sequence_table", "shown_documents", "special_tokens", "tokenizer_folder",
+    "tokenizer_from_json", "training_loader", "upgrade",
 ]  # fmt: skip
 
 
