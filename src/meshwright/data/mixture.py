@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -14,7 +14,8 @@ from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import MeshwrightError
 
 GRAMMAR = (
-    "data is a token store (a.store), 'embedded', or several with weights (a.store:0.7,b.store:0.3)"
+    "data is a token store (a.store), a file (chat.jsonl), 'embedded', or several with weights "
+    "(a.store:0.7,b.store:0.3)"
 )
 _WEIGHT = re.compile(r"(?P<path>.+):\s*(?P<weight>[-+]?[0-9.][0-9.eE+-]*)")
 
@@ -32,7 +33,9 @@ class Mixture:
     schedule: Schedule
 
     @classmethod
-    def parse(cls, text: str) -> "Mixture":
+    def parse(
+        cls, text: str, open_store: Callable[[str], TokenStore] = TokenStore.open
+    ) -> "Mixture":
         """Open the stores that the text names; the default weights are token counts."""
         parts = [_source(part, text) for part in text.split(",")]
         weights = [weight for _, weight in parts if weight is not None]
@@ -42,9 +45,7 @@ class Mixture:
                 f"data {text!r}: '{without}' has no weight but others have; give every store a "
                 "weight, or none"
             )
-        stores = [
-            embedded_corpus() if path == EMBEDDED else TokenStore.open(path) for path, _ in parts
-        ]
+        stores = [embedded_corpus() if path == EMBEDDED else open_store(path) for path, _ in parts]
         path_of: dict[str, str] = {}  # by content: ./a.store, a link or a copy is the same store
         for store, (path, _) in zip(stores, parts, strict=True):
             if (other := path_of.get(store.identity)) is not None:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from meshwright.data import (
     WEIGHTS,
     Loader,
-    Mixture,
     Tokenizer,
     check_data,
     held_out_loader,
@@ -25,7 +24,7 @@ from meshwright.models import SOURCE, SPECIAL_TOKENS, describe_padding, family_o
 from meshwright.training.abstract_step import AbstractStep, abstract_step
 from meshwright.training.config import TrainConfig
 from meshwright.training.run.trackers import check_trackers
-from meshwright.training.setup import objective_of
+from meshwright.training.setup import mixture_of, objective_of
 from meshwright.training.state import TrainState, stored_state
 
 
@@ -73,7 +72,7 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
     """Open the data; raise if it, or the weights to start from, do not suit the model."""
     if config.init_from is not None:
         _check_weights(config.init_from, config, model)
-    mixture = Mixture.parse(config.data)
+    mixture = mixture_of(config)
     tokenizer = None
     if config.init_from is not None and (config.init_from / "tokenizer.json").exists():
         tokenizer = load_tokenizer(str(config.init_from))
