@@ -52,8 +52,8 @@ def _pack(file: Path, store: Path, tokenizer: Tokenizer, encoding: Encoding) -> 
         return pack([file], store, tokenizer, encoding=encoding)
     except MeshwrightError as mistake:
         raise MeshwrightError(
-            f"{mistake}. '{file}' is packed on first use; to pack it with other settings: "
-            f"meshwright data pack {file} --out {file.stem}.store, then --data {file.stem}.store"
+            f"{mistake}. '{file}' is packed on first use; to train with --data {file.stem}.store, "
+            f"pack it with other settings: meshwright data pack {file} --out {file.stem}.store"
         ) from None
 
 
