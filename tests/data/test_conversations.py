@@ -23,7 +23,8 @@ from meshwright.data import (
     pack,
 )
 from meshwright.data.conversations import Completion, Conversation, examples_of, recognize
-from meshwright.data.examples import encode
+from meshwright.data.examples import pieces_of
+from meshwright.data.pieces import encode_pieces
 from meshwright.errors import MeshwrightError
 
 TEXT = "What is 2+2? It is four: naïve 東京 🙂🙃 test\n\nsecond line  with  spaces "
@@ -104,6 +105,11 @@ def test_loss_on_all_tokens(folder: Path) -> None:
     ids, weights = encode(example, encoding, load_tokenizer(folder))
     assert ids.tolist() == expected(folder, FAMILIES["chatml"], messages(CONVERSATIONS[1]))[0]
     assert weights.all()
+
+
+def encode(example: Any, encoding: Encoding, tokenizer: Tokenizer) -> tuple[Any, Any]:
+    pieces = pieces_of(example, encoding, tokenizer.end_of_document)
+    return encode_pieces([pieces], tokenizer)[0]
 
 
 def with_loss(tokenizer: Tokenizer, encoded: tuple[Any, Any]) -> tuple[str, str]:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from meshwright.data import ByteTokenizer, Encoding, Fields
-from meshwright.data.examples import encode_record
+from meshwright.data.examples import drafts_of, encode_drafts
+from meshwright.data.pieces import encode_pieces
 from meshwright.errors import MeshwrightError
 
 RECORD = {"q": "ab", "p": "c", "a": "de", "spec": "[p],q", "n": 7}
@@ -29,7 +30,9 @@ def encoded(
     spec: str, record: dict[str, Any] = RECORD, **options: Any
 ) -> tuple[list[int], list[int]]:
     fields = Fields(spec, **{"bos": 1, **options})
-    ids, mask = fields.encode(record, EasyLMBytes())
+    ((ids, mask),) = encode_pieces(
+        [fields.pieces(record, EasyLMBytes.end_of_document)], EasyLMBytes()
+    )
     return ids.tolist(), mask.tolist()
 
 
@@ -81,5 +84,6 @@ def test_mistakes_are_named(spec: str, words: str) -> None:
 
 def test_examples_may_count_equally() -> None:
     encoding = Encoding(fields=Fields("[q+p],a", bos=1), weigh="examples")
-    ((_, weights),) = encode_record(RECORD, "fields", encoding, EasyLMBytes())
+    drafts = drafts_of(RECORD, "fields", encoding, EasyLMBytes())
+    ((_, weights),) = encode_drafts(drafts, encoding, EasyLMBytes())
     np.testing.assert_allclose(weights, np.array([0, 0, 0, 0, 0, 1, 1, 1]) / 3, rtol=1e-6)

@@ -17,10 +17,10 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from meshwright.data.tokenizers import Span
 from meshwright.errors import MeshwrightError
 
 Message = Mapping[str, Any]
-Span = tuple[int, int]  # characters of a text, from the first to before the second
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MARKS = ("generation_begins", "generation_ends")  # variables, empty unless answers are looked for
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
@@ -64,6 +64,8 @@ class ChatTemplate:
         self._default = _compiled(text)
         self._with_tools = _compiled(tool_text) if tool_text else self._default
         self.takes_tools = "tools" in (tool_text or text)
+        self._marks = {name: secrets.token_hex(16) for name in _MARKS}
+        self._any_mark = re.compile("|".join(self._marks.values()))
 
     def render(
         self,
@@ -108,17 +110,14 @@ class ChatTemplate:
         """
         if not self.marks_answers:
             return self._answers_by_difference(messages, tools, values)
-        marks = [secrets.token_hex(16) for _ in _MARKS]
-        marked = self._render(
-            messages, tools, False, {**(values or {}), **dict(zip(_MARKS, marks, strict=True))}
-        )
-        text, spans, ends = "", [], re.compile("|".join(marks))
-        start = 0
-        for part, mark in _parts(marked, ends):
+        marked = self._render(messages, tools, False, {**(values or {}), **self._marks})
+        begins, _ = self._marks.values()
+        text, spans, start = "", [], 0
+        for part, mark in _parts(marked, self._any_mark):
             text += part
-            if mark == marks[0]:
+            if mark == begins:
                 start = len(text)
-            elif mark == marks[1]:
+            elif mark:
                 spans.append((start, len(text)))
         return text, spans
 

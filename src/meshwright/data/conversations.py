@@ -33,6 +33,7 @@ class Completion:
 
     prompt: str
     completion: str
+    apart: bool = False  # encoded each by itself, as for an encoder and a decoder
 
 
 Example = Conversation | Completion
@@ -80,7 +81,7 @@ def alpaca_prompt(instruction: str, given: str = "") -> str:
 
 
 def _inputs_targets(record: Record) -> list[Example]:
-    return [Completion(_text(record, "inputs"), _text(record, "targets"))]
+    return [Completion(_text(record, "inputs"), _text(record, "targets"), apart=True)]
 
 
 def _preference(record: Record) -> list[Example]:

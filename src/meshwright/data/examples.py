@@ -1,29 +1,23 @@
 """Examples to token ids and loss weights: chat templates, completions, EasyLM's fields."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.conversations import (
-    PREFERENCE,
-    Completion,
-    Conversation,
-    Example,
-    examples_of,
-)
+from meshwright.data.conversations import PREFERENCE, Conversation, Example, examples_of
 from meshwright.data.fields import Fields
+from meshwright.data.pieces import Encoded, Piece, TextPiece, TokenPiece, encode_pieces
 from meshwright.data.store import LARGEST_WEIGHT, MASK_DTYPE, WEIGHT_DTYPE
-from meshwright.data.tokenizers import Ids, Tokenizer
+from meshwright.data.tokenizers import Span, Tokenizer
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
-    from meshwright.data.chat_templates import ChatTemplate, Span
+    from meshwright.data.chat_templates import ChatTemplate
 
 Weights = npt.NDArray[Any]
-Encoded = tuple[Ids, Weights]
 LossOn = Literal["answers", "all"]
 Weigh = Literal["tokens", "examples"]
 
@@ -65,20 +59,38 @@ class Encoding:
         return words
 
 
-def encode_record(
+@dataclass(frozen=True)
+class Draft:
+    """An example before its texts are encoded, and the weight of the example."""
+
+    pieces: Sequence[Piece]
+    weight: float = 1.0
+
+
+def drafts_of(
     record: Mapping[str, Any], name: str, encoding: Encoding, tokenizer: Tokenizer
-) -> list[Encoded]:
+) -> list[Draft]:
     """The example of a record of that format, or the chosen and the rejected one."""
+    weight = _example_weight(record, encoding.weight_field)
+    end = tokenizer.end_of_document
     if encoding.fields is not None:
-        encoded = [encoding.fields.encode(record, tokenizer)]
-    else:
-        encoded = [encode(one, encoding, tokenizer) for one in examples_of(record, name)]
-    factor = _example_weight(record, encoding.weight_field)
-    return [(ids, _weighted(weights, encoding, factor)) for ids, weights in encoded]
+        return [Draft(encoding.fields.pieces(record, end), weight)]
+    return [Draft(pieces_of(one, encoding, end), weight) for one in examples_of(record, name)]
 
 
-def encode(example: Example, encoding: Encoding, tokenizer: Tokenizer) -> Encoded:
-    """The token ids of an example, and 1 for those that have loss."""
+def encode_drafts(
+    drafts: Sequence[Draft], encoding: Encoding, tokenizer: Tokenizer
+) -> list[Encoded]:
+    """The token ids of examples, and their loss weights."""
+    encoded = encode_pieces([draft.pieces for draft in drafts], tokenizer)
+    return [
+        (ids, _weighted(weights, encoding, draft.weight))
+        for draft, (ids, weights) in zip(drafts, encoded, strict=True)
+    ]
+
+
+def pieces_of(example: Example, encoding: Encoding, end: int) -> list[Piece]:
+    """The texts and tokens of an example; `end` is the end-of-document token."""
     if isinstance(example, Conversation) and encoding.template is None:
         if example.plain is None:
             raise MeshwrightError(
@@ -86,17 +98,24 @@ def encode(example: Example, encoding: Encoding, tokenizer: Tokenizer) -> Encode
                 "--chat-template FILE, or the built-in --chat-template chatml"
             )
         example = example.plain
-    if isinstance(example, Completion):
-        return _encode_completion(example, encoding, tokenizer)
-    text, spans = _render(example, encoding)
-    ids, begins = tokenizer.encode_with_offsets(text, False)
-    weights = np.zeros(len(ids), WEIGHT_DTYPE)
-    for span, weight in spans:
-        weights[_tokens_of(span, begins)] = weight
-    return np.array(ids, np.int32), weights
+    if isinstance(example, Conversation):
+        return [TextPiece(*_render(example, encoding))]
+    on_prompt = 1.0 if encoding.loss_on == "all" else 0.0
+    prompt, completion = example.prompt, example.completion
+    of_prompt, of_all = (0, len(prompt)), (len(prompt), len(prompt) + len(completion))
+    if example.apart:
+        texts: list[Piece] = [
+            TextPiece(prompt, [(of_prompt, on_prompt)]),
+            TextPiece(completion, [((0, len(completion)), 1.0)]),
+        ]
+    else:
+        # a token that both have characters in has loss
+        spans = [(of_prompt, on_prompt), (of_all, 1.0)]
+        texts = [TextPiece(prompt + completion, spans, encoding.special_tokens)]
+    return [*texts, TokenPiece([end], 1.0)]
 
 
-def _render(example: Conversation, encoding: Encoding) -> "tuple[str, list[tuple[Span, float]]]":
+def _render(example: Conversation, encoding: Encoding) -> tuple[str, list[tuple[Span, float]]]:
     """The text of a conversation, and the weight of each answer."""
     template, messages, tools = encoding.template, example.messages, example.tools
     assert template is not None
@@ -125,31 +144,6 @@ def _render(example: Conversation, encoding: Encoding) -> "tuple[str, list[tuple
             )
         weighted = [(span, weight) for span, weight in weighted if span[0] >= len(prompt)]
     return text, weighted
-
-
-def _tokens_of(span: "Span", begins: list[int]) -> slice:
-    """The tokens that hold characters of a span; `begins` is where each token begins."""
-    start, stop = span
-    if start >= stop or not begins:
-        return slice(0)
-    holds_start = max(int(np.searchsorted(begins, start, side="right")) - 1, 0)
-    # the parts of one character begin at the same place
-    first = int(np.searchsorted(begins, begins[holds_start]))
-    return slice(first, int(np.searchsorted(begins, stop)))
-
-
-def _encode_completion(example: Completion, encoding: Encoding, tokenizer: Tokenizer) -> Encoded:
-    """Prompt and completion as one text, and the end-of-document token."""
-    text = example.prompt + example.completion
-    ids, begins = tokenizer.encode_with_offsets(text, encoding.special_tokens)
-    if ids and ids[-1] == tokenizer.end_of_document:  # some tokenizers add it themselves
-        ids, begins = ids[:-1], begins[:-1]
-    weights = np.zeros(len(ids) + 1, WEIGHT_DTYPE)
-    weights[_tokens_of((len(example.prompt), len(text)), begins)] = 1
-    weights[-1] = 1
-    if encoding.loss_on == "all":
-        weights[:] = 1
-    return np.array([*ids, tokenizer.end_of_document], np.int32), weights
 
 
 def _weighted(weights: Weights, encoding: Encoding, factor: float) -> Weights:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from meshwright.data.tokenizers import Ids, Tokenizer
+from meshwright.data.pieces import Piece, TextPiece, TokenPiece
 from meshwright.errors import MeshwrightError, did_you_mean
 
 Base64Dtype = Literal["int32", "int64", "uint16", "uint32"]
@@ -47,36 +46,28 @@ class Fields:
             )
         _parsed(self.spec)
 
-    def encode(
-        self, record: Mapping[str, Any], tokenizer: Tokenizer
-    ) -> tuple[Ids, npt.NDArray[np.uint8]]:
-        """The token ids of a record, and 1 for those that have loss."""
-        ids: list[int] = []
-        mask: list[int] = []
-
-        def add(more: list[int], has_loss: bool) -> None:
-            ids.extend(more)
-            mask.extend([int(has_loss)] * len(more))
-
+    def pieces(self, record: Mapping[str, Any], end: int) -> list[Piece]:
+        """The texts and tokens of a record, each with loss or without; `end` is the EOS token."""
+        pieces: list[Piece] = []
         if self.add_bos and self.bos is not None:
-            add([self.bos], False)
+            pieces.append(TokenPiece([self.bos], 0))
         spec = str(_value(record, self.from_example)) if self.from_example else self.spec
         for number, (field, has_loss) in enumerate(_parsed(spec)):
             if token := _TOKEN.fullmatch(field):
-                add([self._token(token["name"], tokenizer)], has_loss)
+                pieces.append(TokenPiece([self._token(token["name"], end)], has_loss))
             elif field.startswith("{") and field.endswith("}"):
-                add(self._base64(record, field[1:-1]), has_loss)
+                pieces.append(TokenPiece(self._base64(record, field[1:-1]), has_loss))
             else:
                 values = [str(_value(record, key.strip())) for key in field.split("+")]
-                text = self.separator.join(values)
-                add(tokenizer.encode(self.prepend_text * (number == 0) + text).tolist(), has_loss)
+                text = self.prepend_text * (number == 0) + self.separator.join(values)
+                pieces.append(TextPiece(text, [((0, len(text)), has_loss)]))
         if self.add_eos:
-            add([tokenizer.end_of_document], True)
-        return np.array(ids, np.int32), np.array(mask, np.uint8)
+            pieces.append(TokenPiece([end], 1))
+        return pieces
 
-    def _token(self, name: str, tokenizer: Tokenizer) -> int:
+    def _token(self, name: str, end: int) -> int:
         if name == "eos":
-            return tokenizer.end_of_document
+            return end
         if name != "bos":
             return int(name)
         if self.bos is None:
@@ -95,11 +86,11 @@ class Fields:
             ) from None
 
 
-def _parsed(spec: str) -> list[tuple[str, bool]]:
-    """Each field, and whether its tokens have loss.
+def _parsed(spec: str) -> list[tuple[str, int]]:
+    """Each field, and 1 if its tokens have loss.
 
     >>> _parsed("[q+p],a")
-    [('q+p', False), ('a', True)]
+    [('q+p', 0), ('a', 1)]
     """
     fields = []
     for part in map(str.strip, spec.split(",")) if spec else ():
@@ -110,7 +101,7 @@ def _parsed(spec: str) -> list[tuple[str, bool]]:
                 f"fields {spec!r}: {part!r} is not a field; write keys between commas, with "
                 "brackets around each that has no loss: [question],[context],answer"
             )
-        fields.append((field, not bracketed))
+        fields.append((field, int(not bracketed)))
     return fields
 
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from meshwright.data.blocks import BlockChecksums, HashedFile, checksum_name, damaged
 from meshwright.data.conversations import CONVERSATIONS, check_format, recognize
-from meshwright.data.examples import Encoded, Encoding, encode_record, is_pair
+from meshwright.data.examples import Draft, Encoding, drafts_of, encode_drafts, is_pair
+from meshwright.data.pieces import Encoded, TextPiece
 from meshwright.data.readers import (
     PLAIN,
     Bad,
@@ -46,7 +47,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.interrupt import before_end
 from meshwright.present import count
 
-BATCH_CHARACTERS = 2_000_000  # tokenized at once, or tokens of examples; bounds the memory
+BATCH_CHARACTERS = 2_000_000  # tokenized at once; bounds the memory
 BATCH_DOCUMENTS = 4096
 NEW_META = META + ".new"  # until it replaces the old one
 PLAIN_ENCODING = Encoding()
@@ -103,8 +104,8 @@ def pack(
             before = writer.documents
             if formats:
                 records = _records(files, formats, bad)
-                for examples in _batches(_encoded(records, encoding, tokenizer, bad), _num_tokens):
-                    writer.add_examples(_with_loss(examples, writer))
+                for drafts in _batches(_drafts(records, encoding, tokenizer, bad), _characters):
+                    writer.add_examples(_encoded(drafts, encoding, writer))
                     progress(writer.documents, writer.tokens)
             else:
                 for texts in _batches(_documents(files, reading, bad), len):
@@ -181,25 +182,31 @@ def _records(
             yield where, record, formats[file]
 
 
-def _encoded(
+def _drafts(
     records: Iterator[tuple[str, Record, str]], encoding: Encoding, tokenizer: Tokenizer, bad: Bad
-) -> Iterator[list[Encoded]]:
+) -> Iterator[list[Draft]]:
     """The examples of each record: one, or a pair."""
     for where, record, name in records:
         try:
-            yield encode_record(record, name, encoding, tokenizer)
+            yield drafts_of(record, name, encoding, tokenizer)
         except MeshwrightError as mistake:
             bad(f"{where}: {mistake}")
 
 
-def _num_tokens(examples: list[Encoded]) -> int:
-    return sum(len(ids) for ids, _ in examples)
+def _characters(drafts: list[Draft]) -> int:
+    pieces = itertools.chain.from_iterable(draft.pieces for draft in drafts)
+    return sum(len(piece.text) for piece in pieces if isinstance(piece, TextPiece))
 
 
-def _with_loss(records: list[list[Encoded]], writer: "StoreWriter") -> list[Encoded]:
+def _encoded(
+    records: list[list[Draft]], encoding: Encoding, writer: "StoreWriter"
+) -> list[Encoded]:
     """The examples of records in which each has a target; the others are counted."""
-    kept = [examples for examples in records if all(weights[1:].any() for _, weights in examples)]
-    writer.without_loss += len(records) - len(kept)
+    drafts = list(itertools.chain.from_iterable(records))
+    encoded = iter(encode_drafts(drafts, encoding, writer.tokenizer))
+    of_records = [[next(encoded) for _ in drafts] for drafts in records]
+    kept = [each for each in of_records if all(weights[1:].any() for _, weights in each)]
+    writer.without_loss += len(of_records) - len(kept)
     return list(itertools.chain.from_iterable(kept))
 
 
