@@ -1,5 +1,6 @@
 """Stores of examples: loss weights per token, whole examples in sequences, damage."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,13 @@ from hypothesis import strategies as st
 
 from meshwright.data import ByteTokenizer, Mixture, TokenStore, held_out_loader, training_loader
 from meshwright.data.packing import new_store
-from meshwright.data.sequences import NO_TARGET, read_sequences, sequence_count, sequence_table
+from meshwright.data.sequences import (
+    NO_TARGET,
+    best_fit,
+    read_sequences,
+    sequence_count,
+    sequence_table,
+)
 from meshwright.data.store import MASK_DTYPE, WEIGHT_DTYPE
 from meshwright.errors import MeshwrightError
 
@@ -56,14 +63,26 @@ def test_every_example_is_read_once_from_its_head(
         for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True)
         for segment in range(1, segments.max() + 1)
     ]
-    assert read == [one[:seq].tolist() for one in ids]
+    assert sorted(read) == sorted(one[:seq].tolist() for one in ids)
     table = sequence_table(store, seq, packed)
     assert table is not None
     assert table.cut == sum(n > seq for n in lengths)
-    if packed:  # no two neighbours would have fitted into one sequence
-        filled = (batch["segments"] > 0).sum(axis=1)
-        first = [int((row == 1).sum()) for row in batch["segments"]]
-        assert all(filled[i] + first[i + 1] > seq for i in range(len(filled) - 1))
+    # an example begins a sequence only if none before had room for it
+    filled = (batch["segments"] > 0).sum(axis=1)
+    first = (batch["segments"] == 1).sum(axis=1)
+    pairs = itertools.combinations(range(len(filled)), 2)
+    assert not packed or all(filled[i] + first[j] > seq for i, j in pairs)
+
+
+def test_neighbours_stay_close_and_sequences_are_full() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(5.5, 0.8, 20_000).astype(int) + 1, 2048).tolist()
+    sequence_of = best_fit(lengths, seq=2048)
+    total = np.bincount(sequence_of, lengths)
+    assert total.max() <= 2048
+    assert sum(lengths) / 2048 / len(total) > 0.98
+    # the last sequences, which are held out, have the last examples
+    assert min(np.flatnonzero(sequence_of >= len(total) - 20)) > 0.8 * len(lengths)
 
 
 @given(lengths, st.integers(2, 8), st.data())

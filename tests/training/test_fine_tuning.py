@@ -54,11 +54,10 @@ def examples_of_steps(store: Path, packed: bool) -> list[list[int]]:
     (opened,) = mixture.stores
     table = sequence_table(opened, SEQ, packed)
     assert table is not None
-    firsts = [*np.searchsorted(opened.offsets[:], table.starts), opened.documents]
     loader = training_loader(mixture, batch=BATCH, seq=SEQ, packed=packed)
     _, sequences = loader.samples.locate(np.arange(STEPS * BATCH))
     return [
-        [i for s in step for i in range(firsts[s], firsts[s + 1])]
+        [i for sequence in step for i in table.documents_of(sequence).tolist()]
         for step in sequences.reshape(STEPS, BATCH).tolist()
     ]
 
@@ -95,8 +94,10 @@ TORCH = ("--backend", "torch", "--processes", "1")
 @pytest.mark.parametrize(
     ("where", "packed", "weights"),
     [
-        pytest.param(ONE, False, "tokens", id="one device, not packed"),
-        pytest.param(EIGHT, True, "tokens", id="eight devices, packed"),
+        pytest.param(ONE, True, "tokens", id="one device, packed"),
+        pytest.param(ONE, False, "tokens", id="one device, not packed", marks=pytest.mark.slow),
+        pytest.param(EIGHT, True, "tokens", id="eight devices, packed", marks=pytest.mark.slow),
+        pytest.param(EIGHT, False, "tokens", id="eight, not packed", marks=pytest.mark.slow),
         pytest.param(EIGHT, True, "examples", id="examples count equally", marks=pytest.mark.slow),
         pytest.param(TORCH, True, "examples", id="PyTorch", marks=pytest.mark.slow),
     ],

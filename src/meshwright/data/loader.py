@@ -173,10 +173,10 @@ class Loader:
             if table is None:
                 continue
             noun = "document" if store.weights is None else "example"
-            filled = float((table.stops - table.starts).sum()) / (self.seq * len(table.starts))
+            filled = float(table.lengths.sum()) / (self.seq * len(table))
             line = (
                 f"data {store.name}: {count(store.documents, noun)} in "
-                f"{count(len(table.starts), 'sequence')} of {self.seq} tokens, {filled:.0%} filled"
+                f"{count(len(table), 'sequence')} of {self.seq} tokens, {filled:.0%} filled"
             )
             if table.cut:
                 line += f"; of {count(table.cut, noun)} only the first {self.seq} tokens are read"

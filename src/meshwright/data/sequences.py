@@ -24,9 +24,11 @@ segments  1 1 1 2 2 0
 positions 0 1 2 0 1 0
 """
 
+import bisect
 import functools
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,22 +39,33 @@ FIELDS = ("tokens", "targets", "segments", "positions")
 WEIGHTS = "weights"  # the field that batches have if tokens have weights other than 0 and 1
 NO_TARGET = -1
 
+OPEN = 256  # sequences that still take documents
+
 Batch = dict[str, npt.NDArray[Any]]
+Offsets = npt.NDArray[np.int64]
 
 
-class SequenceTable(NamedTuple):
-    """Sequences of whole documents: the tokens from `starts` to `stops` of each."""
+@dataclass(frozen=True, eq=False)
+class SequenceTable:
+    """Sequences of whole documents: sequence i holds documents[firsts[i] : firsts[i + 1]]."""
 
-    starts: npt.NDArray[np.int64]
-    stops: npt.NDArray[np.int64]
+    documents: Offsets
+    firsts: Offsets
+    starts: Offsets  # of each document: its first token in the store
+    lengths: Offsets  # of each document: how many of its tokens are read
     cut: int  # documents longer than a sequence, of which only the first tokens are read
+
+    def __len__(self) -> int:
+        return len(self.firsts) - 1
+
+    def documents_of(self, sequence: int) -> Offsets:
+        return self.documents[self.firsts[sequence] : self.firsts[sequence + 1]]
 
 
 def sequence_table(store: TokenStore, seq: int, packed: bool = True) -> SequenceTable | None:
     """The sequences of a store whose documents are read whole; None if they may be cut.
 
     Examples are read whole, and with `packed=False` every document has a sequence of its own.
-    Neighbours share a sequence as long as they fit.
     """
     if store.weights is None and packed:
         return None
@@ -62,20 +75,37 @@ def sequence_table(store: TokenStore, seq: int, packed: bool = True) -> Sequence
 @functools.lru_cache(maxsize=64)
 def _whole_documents(store: TokenStore, seq: int, packed: bool) -> SequenceTable:
     offsets = np.asarray(store.offsets[:], np.int64)
-    lengths = np.minimum(np.diff(offsets), seq)
-    cut = int((np.diff(offsets) > seq).sum())
-    if not packed:
-        return SequenceTable(offsets[:-1], offsets[:-1] + lengths, cut)
-    ends = np.cumsum(lengths)
-    first, firsts = 0, []
-    while first < len(lengths):
-        firsts.append(first)
-        begin = ends[first] - lengths[first]
-        first = int(np.searchsorted(ends, begin + seq, side="right"))
-    starts = offsets[firsts]
-    # a document that is cut fills a sequence alone
-    stops = np.minimum(np.append(starts[1:], offsets[-1]), starts + seq)
-    return SequenceTable(starts, stops, cut)
+    full = np.diff(offsets)
+    lengths = np.minimum(full, seq)
+    sequence_of = best_fit(lengths.tolist(), seq) if packed else np.arange(len(lengths))
+    documents = np.argsort(sequence_of, kind="stable")
+    firsts = np.concatenate([[0], np.cumsum(np.bincount(sequence_of))])
+    return SequenceTable(documents, firsts, offsets[:-1], lengths, int((full > seq).sum()))
+
+
+def best_fit(lengths: Sequence[int], seq: int) -> Offsets:
+    """The sequence of each document, in order: the fullest that still has room for it.
+
+    Only the last OPEN sequences that are not full take documents, so that neighbours stay close.
+
+    >>> best_fit([5, 3, 4, 2, 3, 1], seq=8).tolist()
+    [0, 0, 1, 1, 2, 1]
+    """
+    room: list[tuple[int, int]] = []  # (tokens left, sequence), the fullest first
+    sequences, chosen = 0, np.empty(len(lengths), np.int64)
+    for number, length in enumerate(lengths):
+        at = bisect.bisect_left(room, (length, -1))
+        if at < len(room):
+            left, sequence = room.pop(at)
+        else:
+            left, sequence = seq, sequences
+            sequences += 1
+        chosen[number] = sequence
+        if left > length:
+            bisect.insort(room, (left - length, sequence))
+            if len(room) > OPEN:
+                room.pop(0)
+    return chosen
 
 
 def sequence_count(store: TokenStore, seq: int, packed: bool = True) -> int:
@@ -84,7 +114,7 @@ def sequence_count(store: TokenStore, seq: int, packed: bool = True) -> int:
     Of texts, sequence i starts at token i·seq, and the last may be padded.
     """
     table = sequence_table(store, seq, packed)
-    return max(1, -(-(len(store.tokens) - 1) // seq)) if table is None else len(table.starts)
+    return max(1, -(-(len(store.tokens) - 1) // seq)) if table is None else len(table)
 
 
 def empty_sequences(sequences: int, length: int, weighted: bool = False) -> Batch:
@@ -117,20 +147,43 @@ def read_sequences(
     batch = empty_sequences(len(sequences), stop - start, store.is_weighted)
     table = sequence_table(store, seq, packed)
     for i, sequence in enumerate(sequences):
+        into = {name: batch[name][i] for name in batch}
         if table is None:
-            bounds = sequence * seq, len(store.tokens)
-        elif sequence < len(table.starts):
-            bounds = int(table.starts[sequence]), int(table.stops[sequence])
-        else:
-            continue
-        _read_sequence(store, *bounds, start, stop, {name: batch[name][i] for name in batch})
+            _read_texts(store, sequence * seq, start, stop, into)
+        elif sequence < len(table):
+            _read_documents(store, table, sequence, start, stop, into)
     return batch
 
 
-def _read_sequence(
-    store: TokenStore, origin: int, total: int, start: int, stop: int, into: Batch
+def _read_documents(
+    store: TokenStore, table: SequenceTable, sequence: int, start: int, stop: int, into: Batch
 ) -> None:
-    """Fill in a sequence that starts at token `origin`; it has no tokens from `total` on."""
+    """Fill in a sequence of whole documents, one after the other."""
+    begin = 0  # of the document in the sequence
+    for segment, document in enumerate(table.documents_of(sequence).tolist(), start=1):
+        length, origin = int(table.lengths[document]), int(table.starts[document])
+        first, last = max(begin, start), min(begin + length, stop)
+        if first < last:
+            here = slice(first - start, last - start)
+            # one token more, the target of the last
+            read = slice(origin + first - begin, origin + min(last - begin + 1, length))
+            stream = store.tokens[read]
+            into["tokens"][here] = stream[: last - first]
+            into["segments"][here] = segment
+            into["positions"][here] = np.arange(first, last) - begin
+            targets = into["targets"][here][: len(stream) - 1]
+            targets[:] = stream[1:]
+            if store.weights is not None:
+                weights = store.weights[read][1:]
+                targets[weights == 0] = NO_TARGET
+                if WEIGHTS in into:
+                    into[WEIGHTS][here][: len(weights)] = weights
+        begin += length
+
+
+def _read_texts(store: TokenStore, origin: int, start: int, stop: int, into: Batch) -> None:
+    """Fill in a sequence that starts at token `origin`, whatever document that is in."""
+    total = len(store.tokens)
     first = min(origin + start, total)
     last = min(origin + stop, total)
     if first == last:
@@ -154,8 +207,3 @@ def _read_sequence(
     targets[ends] = NO_TARGET
     if last < total and offsets[end] == last:
         targets[last - first - 1] = NO_TARGET
-    if store.weights is not None:
-        weights = store.weights[first + 1 : first + len(stream)]
-        targets[: len(weights)][weights == 0] = NO_TARGET
-        if WEIGHTS in into:
-            into[WEIGHTS][: len(weights)] = np.where(targets[: len(weights)] < 0, 0, weights)
