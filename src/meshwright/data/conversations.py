@@ -7,6 +7,8 @@
 'Add.\\n\\n1 2'
 """
 
+import contextlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,6 +204,9 @@ def _message(value: Any) -> Message:
 
 def _tools(record: Record) -> tuple[Any, ...]:
     tools = record.get("tools") or ()
+    if isinstance(tools, str):  # tables hold them as JSON
+        with contextlib.suppress(ValueError):
+            tools = json.loads(tools)
     if isinstance(tools, str) or not isinstance(tools, Sequence):
         raise MeshwrightError("'tools' is not a list")
     return tuple(tools)

@@ -43,8 +43,8 @@ class Objective(Protocol):
         """The length of each field."""
         ...
 
-    def fields(self, tokens: np.ndarray[Any, Any], samples: np.ndarray[Any, Any]) -> Batch:
-        """Fields [examples, length] from tokens [examples, seq]; `samples` number the examples."""
+    def fields(self, sequences: Batch, samples: np.ndarray[Any, Any]) -> Batch:
+        """Fields [examples, length] from sequences [examples, seq]; `samples` number them."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Loader:
                 if self.is_weighted and not store.is_weighted:
                     batch[WEIGHTS][mine] = part["targets"] != NO_TARGET
         if self.objective is not None:
-            batch = self.objective.fields(batch["tokens"], samples)
+            batch = self.objective.fields(batch, samples)
             batch["targets"] = np.where(
                 (sequences == PADDING)[:, None], NO_TARGET, batch["targets"]
             )

@@ -119,8 +119,9 @@ class TrainConfig:
     pack: bool = True
     """Pack several documents into a sequence; --no-pack gives each document a sequence of its own,
     cut or padded to --seq."""
-    objective: Literal["auto", "next-token", "span-corruption", "prefix-lm"] = "auto"
-    """What is predicted; auto: next tokens for decoders, corrupted spans for T5."""
+    objective: Literal["auto", "next-token", "span-corruption", "prefix-lm", "examples"] = "auto"
+    """What is predicted; auto: next tokens for decoders, corrupted spans for T5. Of T5, examples:
+    the encoder reads a prompt, the decoder predicts the answer."""
     steps: int = 1000
     """Number of optimizer steps."""
     stop_at: int | None = None

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from meshwright.data import (
     WEIGHTS,
+    EncoderDecoderObjective,
     Loader,
+    Mixture,
     Tokenizer,
     check_data,
     held_out_loader,
@@ -77,12 +79,9 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
     if config.init_from is not None and (config.init_from / "tokenizer.json").exists():
         tokenizer = load_tokenizer(str(config.init_from))
     objective = objective_of(config, model, mixture.tokenizer)
-    examples = [store.name for store in mixture.stores if store.weights is not None]
-    if objective is not None and examples:
-        raise MeshwrightError(
-            f"data '{examples[0]}' holds examples with a loss mask, and {objective.name} makes its "
-            "own targets from texts; pack texts, or train a decoder"
-        )
+    if objective is not None:
+        _check_objective(objective, mixture)
+    packed = config.pack and (objective is None or not objective.of_examples)
     seq = config.seq if objective is None else objective.raw_length
     held_out = config.eval.sequences
     check_data(
@@ -92,7 +91,7 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
         batch=config.batch,
         held_out=held_out,
         tokenizer=tokenizer,
-        packed=config.pack,
+        packed=packed,
     )
     loader = training_loader(
         mixture,
@@ -102,7 +101,7 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
         seed=config.seed,
         held_out=held_out,
         objective=objective,
-        packed=config.pack,
+        packed=packed,
     )
     eval_loader = None
     if held_out:
@@ -113,10 +112,30 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
             seq=seq,
             held_out=held_out,
             objective=objective,
-            packed=config.pack,
+            packed=packed,
         )
     fields = _hf_config(config, model, mixture.tokenizer)
     return Data(loader, eval_loader, dataclasses.replace(model, hf_config=fields))
+
+
+def _check_objective(objective: EncoderDecoderObjective, mixture: Mixture) -> None:
+    """Raise if a store holds texts where examples are needed, or the reverse."""
+    for store in mixture.stores:
+        if store.weights is not None and not objective.of_examples:
+            raise MeshwrightError(
+                f"data '{store.name}' holds examples with a loss mask, and {objective.name} makes "
+                "its own targets from texts; give --objective examples, or pack texts"
+            )
+        if store.weights is None and objective.of_examples:
+            raise MeshwrightError(
+                f"objective 'examples' needs prompts with answers, and data '{store.name}' holds "
+                "texts; pack records such as inputs/targets, or choose another --objective"
+            )
+        if store.is_weighted:
+            raise MeshwrightError(
+                f"data '{store.name}' has weights other than 0 and 1, which encoder-decoder models "
+                "do not take; pack it without --weigh examples and --weight-field"
+            )
 
 
 def _check_weights(folder: Path, config: TrainConfig, model: Any) -> None:
