@@ -232,6 +232,20 @@ def test_a_file_of_conversations_becomes_a_store_with_masks(tmp_path: Path) -> N
     assert TokenStore.open(tmp_path / "a.store").identity == done.store.identity
 
 
+def test_a_run_keeps_the_chat_template_of_its_data(tmp_path: Path) -> None:
+    source, stores = jsonl(tmp_path / "a.jsonl", [RECORDS["messages"][0]] * 2), []
+    for name, text in (("a", PLAIN.text), ("b", PLAIN.text + "{# other #}")):
+        encoding = Encoding(template=ChatTemplate(text, {"bos_token": "<s>"}))
+        stores.append(pack([source], tmp_path / f"{name}.store", BYTES, encoding=encoding).store)
+    texts = TokenStore.of_documents(["text"], BYTES, name="t")
+    for name, content in Mixture.of([texts, stores[0]]).template_files().items():
+        (tmp_path / name).write_text(content)
+    kept = load_chat_template(tmp_path)
+    assert kept is not None
+    assert (kept.text, kept.tokens) == (PLAIN.text, {"bos_token": "<s>"})
+    assert Mixture.of(stores).template_files() == Mixture.of([texts]).template_files() == {}
+
+
 def test_examples_may_count_equally_or_by_a_field(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", [
         {"prompt": "a", "completion": "b" * n, "score": n / 4} for n in (1, 3, 7)

@@ -241,8 +241,15 @@ def test_zstd_files_are_read_with_pyarrow(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_describes_a_dataset_is_no_data(tmp_path: Path) -> None:
-    for name in ("README.md", "data.jsonl", "dataset_infos.json", "notes.md"):
-        (tmp_path / name).write_text('{"text": "x"}')
+    record = '{"text": "x"}'
+    contents = dict.fromkeys(("README.md", "data.jsonl", "dataset_infos.json", "notes.md"), record)
+    contents |= {
+        "config.json": record,
+        "list.json": f"[{record}]",
+        "lines.json": f"{record}\n{record}",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
     files, others = find_files(tmp_path)
-    assert [file.name for file in files] == ["data.jsonl", "notes.md"]
-    assert [file.name for file in others] == ["README.md", "dataset_infos.json"]
+    assert [file.name for file in files] == ["data.jsonl", "lines.json", "list.json", "notes.md"]
+    assert [file.name for file in others] == ["README.md", "config.json", "dataset_infos.json"]

@@ -117,7 +117,7 @@ def pieces_of(example: Example, encoding: Encoding, end: int) -> list[Piece]:
 
 def _render(example: Conversation, encoding: Encoding) -> tuple[str, list[tuple[Span, float]]]:
     """The text of a conversation, and the weight of each answer."""
-    template, messages, tools = encoding.template, example.messages, example.tools
+    template, messages, tools = encoding.template, list(example.messages), list(example.tools)
     assert template is not None
     if encoding.loss_on == "all":
         text = template.render(messages, tools, generation_prompt=False)

@@ -1,6 +1,7 @@
 """A weighted mixture of token stores: `a.store` or `a.store:0.7,b.store:0.3`."""
 
 import functools
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,16 @@ class Mixture:
     def shares(self) -> tuple[float, ...]:
         """The fraction of samples that comes from each store."""
         return tuple(quota / self.schedule.period for quota in self.schedule.quotas)
+
+    def template_files(self) -> dict[str, str]:
+        """The files of the chat template that all conversations were packed with, as in a
+        Hugging Face folder; none if there are several."""
+        facts = [store.meta.get("examples", {}) for store in self.stores]
+        used = [one for one in facts if "chat_template" in one]
+        if len({one["chat_template"] for one in used}) != 1:
+            return {}
+        special = json.dumps(used[0].get("special", {}), indent=2) + "\n"
+        return {"chat_template.jinja": used[0]["chat_template"], "special_tokens_map.json": special}
 
     def describe(self) -> dict[str, Any]:
         """Plain data that determines the order of tokens; kept with a checkpoint."""

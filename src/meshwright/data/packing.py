@@ -215,7 +215,7 @@ def _facts_of_examples(formats: Mapping[Path, str], encoding: Encoding) -> dict[
     names = list(dict.fromkeys(formats.values()))
     facts: dict[str, Any] = {"formats": names, "loss_on": encoding.loss_on, "weigh": encoding.weigh}
     if encoding.template is not None:
-        facts["chat_template"] = encoding.template.text
+        facts |= {"chat_template": encoding.template.text, "special": encoding.template.tokens}
     if is_pair(names[0]):
         facts["pairs"] = True  # documents 2i and 2i + 1 are the chosen and the rejected one
     return {"examples": facts}

@@ -88,9 +88,22 @@ def find_files(source: str | Path, split: str | None = None) -> tuple[list[Path]
         raise MeshwrightError(
             f"data folder '{source}' holds no file of a supported type: {kinds_text()}"
         )
-    known = [file for file in known if file.name.lower() not in DESCRIPTIONS] or known
+    known = [file for file in known if not _describes_data(file)] or known
     others = [file for file in files if file not in known]
     return choose_split(path, known, split), others
+
+
+def _describes_data(file: Path) -> bool:
+    """Whether a file of a folder is about the data, or settings: a small JSON object alone."""
+    if file.name.lower() in DESCRIPTIONS:
+        return True
+    if kind_of(file) != ".json" or file.stat().st_size > CHUNK:
+        return False
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        return False  # lines of JSON, or an error that is told when it is read
+    return isinstance(value, dict) and _list_in(value) is None
 
 
 def kind_of(file: Path) -> str | None:
@@ -247,9 +260,7 @@ def _json_list(file: Path, bad: Bad) -> Records:
         bad(f"'{file}' is nested too deeply")
         return
     if isinstance(value, dict):
-        lists = [part for part in value.values() if isinstance(part, list)]
-        holds_records = len(lists) == 1 and len(value) == 1 and lists[0]
-        value = lists[0] if holds_records and isinstance(lists[0][0], dict) else [value]
+        value = _list_in(value) or [value]
     if not isinstance(value, list):
         bad(f"'{file}' is not a list of records")
         return
@@ -257,6 +268,13 @@ def _json_list(file: Path, bad: Bad) -> Records:
         where = f"'{file}', record {number}"
         if _is_record(record, where, b"\\u" in data, bad):
             yield where, record
+
+
+def _list_in(value: Record) -> list[Any] | None:
+    """The records of an object that holds nothing else: {"data": [{…}, …]}."""
+    parts = list(value.values())
+    is_list = len(parts) == 1 and isinstance(parts[0], list) and parts[0]
+    return parts[0] if is_list and isinstance(parts[0][0], dict) else None
 
 
 def _is_record(record: Any, where: str, escaped: bool, bad: Bad) -> bool:

@@ -393,7 +393,8 @@ class Loop:
             "FLOPs of a token": backend.work.formula,
         }
         tokenizer = backend.loader.mixture.tokenizer
-        return description_files(settings, about, tokenizer.to_json())
+        files = description_files(settings, about, tokenizer.to_json())
+        return files | backend.loader.mixture.template_files()
 
     def _say(self, text: str) -> None:
         if self.speaks:
