@@ -232,6 +232,13 @@ def test_a_file_of_conversations_becomes_a_store_with_masks(tmp_path: Path) -> N
     assert TokenStore.open(tmp_path / "a.store").identity == done.store.identity
 
 
+def test_texts_are_not_written_by_a_chat_template(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", [RECORDS["completion"][0]])
+    done = pack([source], tmp_path / "a.store", BYTES, encoding=Encoding(template=PLAIN))
+    assert done.formats == ("completion",)
+    assert "chat_template" not in done.store.meta["examples"]
+
+
 def test_a_run_keeps_the_chat_template_of_its_data(tmp_path: Path) -> None:
     source, stores = jsonl(tmp_path / "a.jsonl", [RECORDS["messages"][0]] * 2), []
     for name, text in (("a", PLAIN.text), ("b", PLAIN.text + "{# other #}")):
@@ -244,6 +251,32 @@ def test_a_run_keeps_the_chat_template_of_its_data(tmp_path: Path) -> None:
     assert kept is not None
     assert (kept.text, kept.tokens) == (PLAIN.text, {"bos_token": "<s>"})
     assert Mixture.of(stores).template_files() == Mixture.of([texts]).template_files() == {}
+
+
+def test_tables_hold_conversations_with_tools(tmp_path: Path) -> None:
+    """Tables have None for what a message lacks, and tools as JSON."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    tool = {"name": "add", "parameters": {}}
+    call: dict[str, Any] = {"role": "assistant", "tool_calls": [{"name": "add"}], "content": None}
+    talk = [*HI, call, {"role": "tool", "content": "4"}, YO]
+    lines = jsonl(tmp_path / "a.jsonl", [{"messages": talk, "tools": [tool]}])
+    table = arrow.Table.from_pylist([{"messages": talk, "tools": json.dumps([tool])}])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    template = ChatTemplate(
+        "{{ tools[0].name }} {% for m in messages %}{{ m.role }}: "
+        "{% if m.tool_calls is defined %}call {{ m.tool_calls[0].name }}{% else %}{{ m.content }}"
+        "{% endif %};{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    stores = [
+        pack([file], tmp_path / f"{file.suffix}.store", BYTES, encoding=Encoding(template=template))
+        for file in (lines, tmp_path / "a.parquet")
+    ]
+    assert stores[0].store.identity == stores[1].store.identity
+    ids, weights = stores[0].store.document(0), stores[0].store.document_weights(0)
+    assert with_loss(BYTES, (ids, weights)) == (
+        "add user: Hi;assistant: call add;tool: 4;assistant: Yo;", "call add;Yo;",
+    )  # fmt: skip
 
 
 def test_examples_may_count_equally_or_by_a_field(tmp_path: Path) -> None:
@@ -310,6 +343,14 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(MeshwrightError, match=words):
             pack(sources, tmp_path / "a.store", BYTES, reading, encoding)
+    for encoding in (
+        Encoding(weigh="examples"),
+        Encoding(weight_field="w"),
+        Encoding(loss_on="all"),
+    ):
+        with pytest.raises(MeshwrightError, match="is for examples"):
+            pack([tmp_path / "d.txt"], tmp_path / "a.store", BYTES, encoding=encoding)
+    encoding = Encoding(template=PLAIN)
     chosen = pack([both], tmp_path / "a.store", BYTES, Reading(format="messages"), encoding)
     assert chosen.store.documents == 1
     with pytest.raises(MeshwrightError, match=r"holds conversations \(messages\).*--chat-template"):

@@ -44,10 +44,20 @@ class Encoding:
         plain = self.weigh == "tokens" and self.weight_field is None
         return MASK_DTYPE if plain else WEIGHT_DTYPE
 
-    def describe(self, name: str) -> str:
-        """How records of a format are encoded, in words."""
+    @property
+    def flags_of_examples(self) -> list[str]:
+        """The flags that texts do not take."""
+        given = {
+            "--loss-on": self.loss_on != "answers",
+            "--weigh": self.weigh != "tokens",
+            "--weight-field": self.weight_field is not None,
+        }
+        return [flag for flag, is_given in given.items() if is_given]
+
+    def describe(self, name: str, templated: bool) -> str:
+        """How records of a format are encoded, in words; `templated`: with the chat template."""
         words = name
-        if self.template is not None and name not in ("inputs-targets", "fields"):
+        if self.template is not None and templated:
             words += f", chat template of {self.template_name}"
             if self.loss_on == "answers":
                 marked = self.template.marks_answers
@@ -65,6 +75,7 @@ class Draft:
 
     pieces: Sequence[Piece]
     weight: float = 1.0
+    templated: bool = False  # by the chat template
 
 
 def drafts_of(
@@ -75,7 +86,11 @@ def drafts_of(
     end = tokenizer.end_of_document
     if encoding.fields is not None:
         return [Draft(encoding.fields.pieces(record, end), weight)]
-    return [Draft(pieces_of(one, encoding, end), weight) for one in examples_of(record, name)]
+    has_template = encoding.template is not None
+    return [
+        Draft(pieces_of(one, encoding, end), weight, has_template and isinstance(one, Conversation))
+        for one in examples_of(record, name)
+    ]
 
 
 def encode_drafts(
@@ -102,7 +117,7 @@ def pieces_of(example: Example, encoding: Encoding, end: int) -> list[Piece]:
         return [TextPiece(*_render(example, encoding))]
     on_prompt = 1.0 if encoding.loss_on == "all" else 0.0
     prompt, completion = example.prompt, example.completion
-    of_prompt, of_all = (0, len(prompt)), (len(prompt), len(prompt) + len(completion))
+    of_prompt, of_completion = (0, len(prompt)), (len(prompt), len(prompt + completion))
     if example.apart:
         texts: list[Piece] = [
             TextPiece(prompt, [(of_prompt, on_prompt)]),
@@ -110,7 +125,7 @@ def pieces_of(example: Example, encoding: Encoding, end: int) -> list[Piece]:
         ]
     else:
         # a token that both have characters in has loss
-        spans = [(of_prompt, on_prompt), (of_all, 1.0)]
+        spans = [(of_prompt, on_prompt), (of_completion, 1.0)]
         texts = [TextPiece(prompt + completion, spans, encoding.special_tokens)]
     return [*texts, TokenPiece([end], 1.0)]
 

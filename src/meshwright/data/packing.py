@@ -112,8 +112,10 @@ def pack(
                     writer.add(texts)
                     progress(writer.documents, writer.tokens)
             facts.append({"path": source, "documents": writer.documents - before})
-        counted = {"sources": facts, "empty": writer.empty, "bad": len(problems)}
-        writer.finish(counted | (_facts_of_examples(formats, encoding) if formats else {}))
+        counted: dict[str, Any] = {"sources": facts, "empty": writer.empty, "bad": len(problems)}
+        if formats:
+            counted["examples"] = _facts_of_examples(formats, encoding, writer.templated)
+        writer.finish(counted)
     return Packed(
         store=TokenStore.open(out),
         files=len(all_files),
@@ -121,7 +123,9 @@ def pack(
         bad=len(problems),
         first_bad=tuple(problems[:8]),
         other_files=tuple(str(other) for _, _, others in sources_read for other in others),
-        formats=tuple(encoding.describe(name) for name in dict.fromkeys(formats.values())),
+        formats=tuple(
+            encoding.describe(name, writer.templated) for name in dict.fromkeys(formats.values())
+        ),
         without_loss=writer.without_loss,
     )
 
@@ -136,13 +140,16 @@ def formats_of(files: Sequence[Path], reading: Reading, encoding: Encoding) -> d
     if reading.format is not None:
         check_format(reading.format)
     asked = "fields" if encoding.fields is not None else reading.format
-    if asked is None and reading.field is not None:
-        return {}
-    formats = {}
-    for file in files:
+    formats: dict[Path, str] = {}
+    for file in files if asked is not None or reading.field is None else ():
         found = None if holds_text(file) else asked or _format_of_first_record(file)
         if found is not None:
             formats[file] = found
+    if not formats and encoding.flags_of_examples:
+        raise MeshwrightError(
+            f"{encoding.flags_of_examples[0]} is for examples, and '{files[0]}' holds text; leave "
+            "it out"
+        )
     texts = [file for file in files if file not in formats]
     if formats and texts:
         file, name = next(iter(formats.items()))
@@ -203,6 +210,7 @@ def _encoded(
 ) -> list[Encoded]:
     """The examples of records in which each has a target; the others are counted."""
     drafts = list(itertools.chain.from_iterable(records))
+    writer.templated |= any(draft.templated for draft in drafts)
     encoded = iter(encode_drafts(drafts, encoding, writer.tokenizer))
     of_records = [[next(encoded) for _ in drafts] for drafts in records]
     kept = [each for each in of_records if all(weights[1:].any() for _, weights in each)]
@@ -210,15 +218,17 @@ def _encoded(
     return list(itertools.chain.from_iterable(kept))
 
 
-def _facts_of_examples(formats: Mapping[Path, str], encoding: Encoding) -> dict[str, Any]:
+def _facts_of_examples(
+    formats: Mapping[Path, str], encoding: Encoding, templated: bool
+) -> dict[str, Any]:
     """What meta.json says of the examples of a store."""
     names = list(dict.fromkeys(formats.values()))
     facts: dict[str, Any] = {"formats": names, "loss_on": encoding.loss_on, "weigh": encoding.weigh}
-    if encoding.template is not None:
+    if encoding.template is not None and templated:
         facts |= {"chat_template": encoding.template.text, "special": encoding.template.tokens}
     if is_pair(names[0]):
         facts["pairs"] = True  # documents 2i and 2i + 1 are the chosen and the rejected one
-    return {"examples": facts}
+    return facts
 
 
 def _check_read_once(sources_read: Sequence[tuple[str, list[Path], list[Path]]]) -> None:
@@ -298,6 +308,7 @@ class StoreWriter:
         """`weights`: the dtype of the weights of examples; None for a store of texts."""
         self.folder, self.tokenizer, self.special_tokens = folder, tokenizer, special_tokens
         self.tokens = self.documents = self.empty = self.without_loss = 0
+        self.templated = False  # whether a chat template wrote examples
         self._weights = weights
         names = block_files(weights is not None)
         self._files = {name: HashedFile(folder / name) for name in names}
