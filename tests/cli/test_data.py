@@ -14,7 +14,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "books").mkdir()
     (tmp_path / "books/a.txt").write_text("One.\n\nTwo.\n")
-    (tmp_path / "books/notes.md").write_text("x")
+    (tmp_path / "books/notes.rst").write_text("x")
     (tmp_path / "lines.jsonl").write_text('{"body": "Three."}\n{"body": ""}\n{"bo\n')
     return tmp_path
 
@@ -24,7 +24,7 @@ def test_pack_writes_a_store_and_says_what_is_in_it(
 ) -> None:
     main(["data", "pack", "books", "--out", "a.store", "--split-on", r"\n\n"])
     assert capsys.readouterr().out == (
-        "wrote a.store: 10 tokens, 2 documents from 1 file\nignored files of other types: notes.md\n"
+        "wrote a.store: 10 tokens, 2 documents from 1 file\nignored files of other types: notes.rst\n"
     )
     store = TokenStore.open("a.store")
     assert [store.text(i) for i in range(2)] == ["One.", "Two."]
@@ -71,6 +71,8 @@ def test_info_shows_a_store_and_its_documents(
         (["info", "books"], ["'books' is not a token store"]),
         (["info", "embedded", "--document", "640"], ["no document 640"]),
         (["info", "embedded", "--seq", "0"], ["--seq 0"]),
+        (["show", "embedded", "--document", "640"], ["holds 640 documents", "from 640 on"]),
+        (["pack", "lines.jsonl", "--out", "a.store", "--fields", "[a,b]"], ["'[a' is not a field"]),
     ],
 )
 def test_mistakes_are_one_readable_message_and_status_2(
@@ -91,3 +93,38 @@ def test_meta_json_is_plain_data(here: Path) -> None:
     meta = json.loads((here / "a.store/meta.json").read_text())
     assert meta["sources"] == [{"path": "books", "documents": 1}]
     assert meta["version"] == 2
+
+
+def test_conversations_are_packed_and_shown_with_their_loss(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<b>né</b>"}]
+    (here / "chat.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    main(["data", "pack", "chat.jsonl", "--out", "chat.store", "--chat-template", "chatml"])
+    assert capsys.readouterr().out == (
+        "format: messages, chat template of chatml, answers by {% generation %}\n"
+        "wrote chat.store: 75 tokens, 1 example from 1 file\n"
+        "loss on 27% of the tokens; the longest example has 75\n"
+    )
+    main(["data", "show", "chat.store"])
+    assert capsys.readouterr().out == (
+        "example 0: 75 tokens, 20 with loss\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦<b>né</b><|im_end|>⟧\n\n"
+    )
+    main(["data", "show", "chat.store", "--html", "chat.html"])
+    page = (here / "chat.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "<b>n" not in page, "texts are data, not markup"
+    main(["data", "info", "chat.store", "--seq", "32"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 of 32 tokens; 1 are longer, and cut" in shown
+    assert "loss on 27% of the tokens, messages" in shown
+
+
+def test_fields_of_easylm_are_packed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "a.jsonl").write_text('{"q": "ab", "p": "c", "a": "de"}\n')
+    main(["data", "pack", "a.jsonl", "--out", "a.store", "--fields", "[q+p],a"])
+    assert "format: fields\n" in capsys.readouterr().out
+    store = TokenStore.open("a.store")
+    assert store.document(0).tolist() == [*b"ab cde", 256]
+    assert store.document_weights(0).tolist() == [0, 0, 0, 0, 1, 1, 1]

@@ -108,7 +108,7 @@ def test_mixture_and_shuffle_reach_the_batch() -> None:
     tokens = loader.host_batch(0)["tokens"][0]
     from_other = np.isin(tokens, np.frombuffer(b"xyz uvw\x00", np.uint8)).all(axis=1)
     assert from_other.sum() == 10  # one of four
-    plain = training_loader(Mixture.of([embedded_corpus()]), batch=4, seq=8, shuffle=False)
+    plain = training_loader(Mixture.of([embedded_corpus()]), batch=4, seq=8, seed=None)
     np.testing.assert_array_equal(
         plain.host_batch(1)["tokens"].ravel(), embedded_corpus().tokens[32:64]
     )
@@ -181,7 +181,7 @@ def test_the_description_decides_the_batches() -> None:
     assert same[0].describe() == same[1].describe()
     others = [
         make(data, batch=4, seq=16), make(data, batch=8, seq=8), make(data, batch=8, seq=16, seed=1),
-        make(data, batch=8, seq=16, shuffle=False), make(data, batch=8, seq=16, held_out=2),
+        make(data, batch=8, seq=16, seed=None), make(data, batch=8, seq=16, held_out=2),
     ]  # fmt: skip
     described = {json.dumps(loader.describe()) for loader in [same[0], *others]}
     assert len(described) == 6

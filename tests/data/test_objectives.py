@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from meshwright import MeshwrightError
-from meshwright.data import ByteTokenizer, Mixture, sentinel_top, training_loader
-from meshwright.data.objectives import PrefixLM, SpanCorruption
+from meshwright.data import ByteTokenizer, Mixture, TokenStore, sentinel_top, training_loader
+from meshwright.data.objectives import Examples, PrefixLM, SpanCorruption
 from meshwright.data.sequences import NO_TARGET
 
 VOCAB, END = 1000, 1
@@ -37,7 +37,7 @@ def test_lengths_are_those_of_t5x(seq: int, raw: int, targets: int) -> None:
 def test_inputs_and_targets_together_are_the_text(seq: int) -> None:
     objective = spans(seq)
     tokens = text(objective)
-    batch = objective.fields(tokens, np.arange(4))
+    batch = objective.fields({"tokens": tokens}, np.arange(4))
     for i, raw in enumerate(tokens):
         inputs = batch["encoder_tokens"][i][batch["encoder_segments"][i] > 0].tolist()
         targets = batch["targets"][i][batch["targets"][i] != NO_TARGET].tolist()
@@ -57,7 +57,7 @@ def test_inputs_and_targets_together_are_the_text(seq: int) -> None:
 
 
 def test_the_decoder_reads_what_it_has_to_predict_one_token_late() -> None:
-    batch = spans().fields(text(spans()), np.arange(4))
+    batch = spans().fields({"tokens": text(spans())}, np.arange(4))
     np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
     assert (batch["tokens"][:, 0] == 0).all()
 
@@ -65,18 +65,18 @@ def test_the_decoder_reads_what_it_has_to_predict_one_token_late() -> None:
 def test_an_example_depends_on_its_number_and_the_seed_alone() -> None:
     objective = spans()
     tokens = text(objective)
-    whole = objective.fields(tokens, np.arange(10, 14))
-    one = objective.fields(tokens[2:3], np.array([12]))
+    whole = objective.fields({"tokens": tokens}, np.arange(10, 14))
+    one = objective.fields({"tokens": tokens[2:3]}, np.array([12]))
     for name, array in one.items():
         np.testing.assert_array_equal(array[0], whole[name][2])
-    other = SpanCorruption(512, VOCAB, END, seed=1).fields(tokens, np.arange(10, 14))
+    other = SpanCorruption(512, VOCAB, END, seed=1).fields({"tokens": tokens}, np.arange(10, 14))
     assert (other["encoder_tokens"] != whole["encoder_tokens"]).any()
 
 
 def test_a_prefix_and_its_rest_are_the_text() -> None:
     objective = PrefixLM(seq=64, vocab=VOCAB, end=END)
     tokens = text(objective, 50)
-    batch = objective.fields(tokens, np.arange(50))
+    batch = objective.fields({"tokens": tokens}, np.arange(50))
     places = batch["encoder_segments"].sum(axis=1) - 1  # without the end token
     assert places.min() < 16
     assert places.max() > 48
@@ -145,3 +145,22 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         spans(noise_density=1.5)
     with pytest.raises(MeshwrightError, match="seq=1 is too short to be cut"):
         PrefixLM(1, VOCAB, END)
+
+
+def test_the_encoder_reads_prompts_and_the_decoder_answers() -> None:
+    examples = [
+        ([10, 11, 12, 20, 21, END], [0, 0, 0, 1, 1, 1]),
+        ([10, 20, 30, 40, END], [0, 1, 0, 1, 1]),  # a masked token in the answer
+        ([10, 11, 12, 13, 14, 20, 21, 22, 23, 24, END], [0] * 5 + [1] * 6),  # both are cut
+    ]
+    store = TokenStore.of_examples(examples, ByteTokenizer(), name="pairs")
+    objective = Examples(seq=4, vocab=257, end=END)
+    loader = training_loader(
+        Mixture.of([store]), batch=3, seq=objective.raw_length, seed=None, objective=objective,
+        packed=False,
+    )  # fmt: skip
+    batch = {name: array[0].tolist() for name, array in loader.host_batch(0).items()}
+    assert batch["encoder_tokens"] == [[10, 11, 12, END], [10, END, 0, 0], [10, 11, 12, END]]
+    assert batch["encoder_segments"] == [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]]
+    assert batch["tokens"] == [[0, 20, 21, 0], [0, 20, 30, 40], [0, 20, 21, 0]]
+    assert batch["targets"] == [[20, 21, END, -1], [20, -1, 40, END], [20, 21, 22, -1]]

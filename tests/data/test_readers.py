@@ -171,7 +171,7 @@ def test_without_pyarrow_the_message_says_what_to_install(
 
 
 def test_mistakes_about_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "x.md").write_text("x")
+    (tmp_path / "x.rst").write_text("x")
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     (tmp_path / "state").mkdir()
@@ -179,7 +179,7 @@ def test_mistakes_about_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, words in [
         ("nowhere", "does not exist"),
-        ("x.md", "unsupported file type; it can be '.txt'"),
+        ("x.rst", "unsupported file type; it can be '.txt'"),
         ("splits", "choose one with --split: train, test"),
         ("state", "does not list data files"),
         ("empty", "holds no file of a supported type"),
@@ -199,3 +199,57 @@ def test_a_document_too_large_for_memory_is_refused(
         read(tmp_path / "a.txt")
     with pytest.raises(MeshwrightError, match="the separator between"):
         read(tmp_path / "a.txt", Reading(split_on="y"))
+
+
+def test_a_json_file_is_a_list_of_records_or_lines(tmp_path: Path) -> None:
+    records = [{"text": "one"}, {"text": "two"}]
+    forms = [
+        json.dumps(records, indent=1),
+        json.dumps({"data": records}),
+        *map(json.dumps, records),
+    ]
+    forms.append("\n".join(forms[2:]))
+    expected = [["one", "two"], ["one", "two"], ["one"], ["two"], ["one", "two"]]
+    for number, (text, texts) in enumerate(zip(forms, expected, strict=True)):
+        file = tmp_path / f"{number}.json.gz"
+        file.write_bytes(gzip.compress(text.encode()))
+        assert read(file) == (texts, []), text
+    (tmp_path / "bad.json").write_text("[1, ")
+    assert "is not JSON" in read(tmp_path / "bad.json")[1][0]
+    (tmp_path / "bad.json").write_text("[1, {}]")
+    documents, bad = read(tmp_path / "bad.json")
+    assert documents == []
+    assert "record 1 is not an object" in bad[0]
+    assert "record 2 has no field 'text'" in bad[1]
+
+
+def test_zstd_files_are_read_with_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    for name, data in {
+        "a.md.zst": b"# One\r\n\r\n# Two\n",
+        "a.jsonl.zst": b'{"text": "# One"}\n{"text": "# Two"}\n',
+        "a.json.zst": b'[{"text": "# One"}, {"text": "# Two"}]',
+    }.items():
+        with arrow.output_stream(str(tmp_path / name), compression="zstd") as out:
+            out.write(data)
+        assert read(tmp_path / name, Reading(split_on="\n\n")) == (["# One", "# Two"], [])
+    (tmp_path / "bad.jsonl.zst").write_bytes(b"no zstd")
+    assert "cannot be read to its end" in read(tmp_path / "bad.jsonl.zst")[1][0]
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MeshwrightError, match="compressed with zstd need pyarrow"):
+        read(tmp_path / "a.md.zst")
+
+
+def test_what_describes_a_dataset_is_no_data(tmp_path: Path) -> None:
+    record = '{"text": "x"}'
+    contents = dict.fromkeys(("README.md", "data.jsonl", "dataset_infos.json", "notes.md"), record)
+    contents |= {
+        "config.json": record,
+        "list.json": f"[{record}]",
+        "lines.json": f"{record}\n{record}",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    files, others = find_files(tmp_path)
+    assert [file.name for file in files] == ["data.jsonl", "lines.json", "list.json", "notes.md"]
+    assert [file.name for file in others] == ["README.md", "config.json", "dataset_infos.json"]

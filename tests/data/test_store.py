@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import ByteTokenizer, Reading, TokenStore, load_tokenizer, pack
+from meshwright.data import ByteTokenizer, Encoding, Reading, TokenStore, load_tokenizer, pack
 from meshwright.data.packing import StoreWriter
 from meshwright.errors import MeshwrightError
 
@@ -187,6 +187,6 @@ def test_the_tokenizer_may_add_its_own_special_tokens_once(tmp_path: Path) -> No
     for special, expected in ((True, [[0, 2, 3, 1], [0, 3, 1]]), (False, [[2, 3, 1], [3, 1]])):
         done = pack(
             [source], tmp_path / "a.store", tokenizer, Reading(split_on="\n"),
-            special_tokens=special, overwrite=True,
+            Encoding(special_tokens=special), overwrite=True,
         )  # fmt: skip
         assert [done.store.document(i).tolist() for i in range(2)] == expected

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 # the changelog is not one of them: it may name what is no more
 NAMED = ("README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")
 PAGES = [*map(ROOT.joinpath, NAMED), *ROOT.glob("docs/**/*.md")]
-SUBCOMMANDS = {"data": ("pack", "info", "upgrade")}
+SUBCOMMANDS = {"data": ("pack", "info", "show", "upgrade")}
 COMMAND = re.compile(rf"meshwright ({'|'.join(cli.COMMANDS)})\b")
 FLAG = re.compile(r"(?<![\w/<!-])--[a-z][\w.-]*\w")
 BEFORE = {"--version", "--config"}  # read before the flags of a command

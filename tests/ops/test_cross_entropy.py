@@ -26,6 +26,7 @@ class Case:
     z_loss: float = 0.0
     tied: bool = False
     padding: int = 0  # entries of the head that are no tokens
+    weighted: bool = False
 
 
 def inputs(tied: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -39,6 +40,10 @@ def inputs(tied: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return hidden, head, targets
 
 
+def token_weights() -> np.ndarray:
+    return np.random.default_rng(1).uniform(0.1, 3, (BATCH, LENGTH)).astype("f")
+
+
 def in_float64(
     hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, case: Case
 ) -> tuple[float, float, np.ndarray, np.ndarray]:
@@ -48,13 +53,14 @@ def in_float64(
     logits = h @ w
     most = logits.max(-1, keepdims=True)
     normalizer = np.log(np.exp(logits - most).sum(-1)) + most[..., 0]
-    counts = targets != IGNORED
-    at_target = np.take_along_axis(logits, np.where(counts, targets, 0)[..., None], -1)[..., 0]
+    counted = targets != IGNORED
+    counts = counted * (token_weights().astype("f8") if case.weighted else 1)
+    at_target = np.take_along_axis(logits, np.where(counted, targets, 0)[..., None], -1)[..., 0]
     entropy = ((normalizer - at_target) * counts).sum()
     loss = SCALE * (entropy + case.z_loss * (normalizer**2 * counts).sum())
     softmax = np.exp(logits - normalizer[..., None])
     gradient = softmax * (1 + 2 * case.z_loss * normalizer)[..., None]
-    gradient -= np.eye(VOCAB)[np.where(counts, targets, 0)]
+    gradient -= np.eye(VOCAB)[np.where(counted, targets, 0)]
     gradient *= (counts * SCALE)[..., None]
     of_head = np.einsum("ble,blv->ev", h, gradient)
     return loss, entropy, gradient @ w.T, of_head.T if case.tied else of_head
@@ -71,12 +77,12 @@ def fused(case: Case, dtype: Any = jnp.float32) -> tuple[Any, Any, Any, Any]:
     head_spec = P("tp", ("fsdp", "sp")) if case.tied else P(("fsdp", "sp"), "tp")
 
     @jax.jit
-    def run(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
+    def run(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: Any) -> Any:
         def loss(hidden: jax.Array, head: jax.Array) -> Any:
             whole = all_gather(head, ("dp", "fsdp", "sp"))
             return cross_entropy(
                 all_gather(hidden, ("tp",)), whole, targets, jnp.float32(SCALE),
-                z_loss=case.z_loss, chunk=case.chunk, tied=case.tied, vocab=VOCAB,
+                z_loss=case.z_loss, chunk=case.chunk, tied=case.tied, vocab=VOCAB, weights=weights,
             )  # fmt: skip
 
         return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, head)
@@ -86,6 +92,7 @@ def fused(case: Case, dtype: Any = jnp.float32) -> tuple[Any, Any, Any, Any]:
             jax.device_put(jnp.asarray(hidden, dtype), P(*tokens, None)),
             jax.device_put(jnp.asarray(head, dtype), head_spec),
             jax.device_put(targets, tokens),
+            jax.device_put(token_weights(), tokens) if case.weighted else None,
         )
         (loss, entropy), gradients = run(*placed)
         for gradient, given in zip(gradients, placed[:2], strict=True):
@@ -106,6 +113,8 @@ CASES = [
     Case("dp=1,fsdp=4,tp=1,sp=2", chunk=4, tied=True),
     Case("dp=2,fsdp=2,tp=2,sp=1", chunk=5, z_loss=1e-2),
     Case("dp=1,fsdp=2,tp=2,sp=2", chunk=5, z_loss=1e-2, tied=True),
+    Case(chunk=20, z_loss=1e-2, weighted=True),
+    Case("dp=1,fsdp=2,tp=2,sp=2", chunk=5, tied=True, weighted=True),
 ]
 
 

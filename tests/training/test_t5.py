@@ -89,7 +89,7 @@ def test_a_run_resumes_and_starts_from_a_hugging_face_folder(tmp_path: Path) -> 
     [
         ({"mesh": "fsdp=4,sp=2"}, "cannot be trained with context parallelism"),
         ({"mesh": "tp=3,fsdp=1"}, "needs 3 devices"),
-        ({"objective": "next-token"}, "it trains on 'span-corruption' or 'prefix-lm'"),
+        ({"objective": "next-token"}, "it trains on 'span-corruption', 'prefix-lm' or 'examples'"),
         ({"override": ("rope.theta=5",)}, "'rope.theta' is not a field of the model"),
     ],
 )

@@ -6,7 +6,13 @@ pack -> TokenStore -> Mixture -> Loader; the batch of a step is a pure function 
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.check import check_data
+from meshwright.data.conversations import FORMATS
+from meshwright.data.display import page as documents_page
+from meshwright.data.display import shown_documents
 from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
+from meshwright.data.examples import Encoding, LossOn, Weigh
+from meshwright.data.fields import Base64Dtype, Fields
+from meshwright.data.first_use import open_or_pack
 from meshwright.data.loader import Loader, Objective, held_out_loader, training_loader
 from meshwright.data.mixture import Mixture
 from meshwright.data.objectives import (
@@ -18,7 +24,14 @@ from meshwright.data.objectives import (
 )
 from meshwright.data.packing import Packed, pack, upgrade
 from meshwright.data.readers import Reading
-from meshwright.data.sequences import FIELDS, NO_TARGET, read_sequences, sequence_count
+from meshwright.data.sequences import (
+    FIELDS,
+    NO_TARGET,
+    WEIGHTS,
+    read_sequences,
+    sequence_count,
+    sequence_table,
+)
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizers import (
     ByteTokenizer,
@@ -26,20 +39,21 @@ from meshwright.data.tokenizers import (
     decode_stream,
     load_tokenizer,
     tokenizer_files,
+    tokenizer_folder,
     tokenizer_from_json,
 )
 
 if TYPE_CHECKING:
-    from meshwright.data.chat_templates import ChatTemplate, load_chat_template
+    from meshwright.data.chat_templates import ChatTemplate, load_chat_template, special_tokens
 
 __all__ = [
-    "EMBEDDED", "FIELDS", "NO_TARGET", "OBJECTIVES", "ByteTokenizer", "ChatTemplate",
-    "EncoderDecoderObjective",
-    "Loader", "Mixture", "Objective", "Packed", "PrefixLM",
-    "Reading", "SpanCorruption", "TokenStore", "Tokenizer", "check_data", "decode_stream",
+    "EMBEDDED", "FIELDS", "FORMATS", "NO_TARGET", "OBJECTIVES", "WEIGHTS", "Base64Dtype",
+    "ByteTokenizer", "ChatTemplate", "EncoderDecoderObjective", "Encoding", "Fields", "Loader",
+    "LossOn", "Mixture", "Objective", "Packed", "PrefixLM", "Reading", "SpanCorruption",
+    "TokenStore", "Tokenizer", "Weigh", "check_data", "decode_stream", "documents_page",
     "embedded_corpus", "embedded_text", "held_out_loader", "load_chat_template",
-    "load_tokenizer",
-    "pack", "read_sequences", "sentinel_top", "sequence_count", "tokenizer_files",
+    "load_tokenizer", "open_or_pack", "pack", "read_sequences", "sentinel_top", "sequence_count",
+    "sequence_table", "shown_documents", "special_tokens", "tokenizer_files", "tokenizer_folder",
     "tokenizer_from_json", "training_loader", "upgrade",
 ]  # fmt: skip
 

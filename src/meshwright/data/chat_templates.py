@@ -6,19 +6,32 @@ template.render([{"role": "user", "content": "Hi!"}])
 
 import datetime
 import json
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from meshwright.data.tokenizers import Span
 from meshwright.errors import MeshwrightError
 
 Message = Mapping[str, Any]
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MARKS = ("generation_begins", "generation_ends")  # variables, empty unless answers are looked for
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+BUILT_IN = {"chatml": CHATML}
 
 
 class _Generation(Extension):
@@ -27,8 +40,12 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 
     def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        before, after = (
+            nodes.Output([nodes.Name(name, "load")]).set_lineno(line) for name in _MARKS
+        )
+        return [before, *body, after]
 
 
 class ChatTemplate:
@@ -42,11 +59,13 @@ class ChatTemplate:
 
     def __init__(self, text: str, tokens: Mapping[str, str] | None = None, tool_text: str = ""):
         """`tokens` are special tokens by name; `tool_text` is the template for calls with tools."""
-        self.text = text
+        self.text, self.tool_text = text, tool_text
         self.tokens = dict(tokens or {})
         self._default = _compiled(text)
         self._with_tools = _compiled(tool_text) if tool_text else self._default
         self.takes_tools = "tools" in (tool_text or text)
+        self._marks = {name: secrets.token_hex(16) for name in _MARKS}
+        self._any_mark = re.compile("|".join(self._marks.values()))
 
     def render(
         self,
@@ -69,6 +88,98 @@ class ChatTemplate:
         marked = {**last, "content": last["content"] + marker}
         marked_prompt = self._render([*messages[:-1], marked], tools, generation_prompt, values)
         return _up_to_marker(prompt, marked_prompt, marker, last["content"])
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether `{% generation %}` says what a model is trained on."""
+        return all(_GENERATION.search(text) for text in (self.text, self.tool_text or self.text))
+
+    def render_answers(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[Span]]:
+        """The text of a conversation, and which characters of it are the model's answers.
+
+        Answers are what `{% generation %}` marks; without it, what each of the assistant's messages
+        adds to the prompt before it, without white space after the end of the message.
+
+        >>> ChatTemplate(CHATML).render_answers([{"role": "assistant", "content": "Hi!"}])
+        ('<|im_start|>assistant\\nHi!<|im_end|>\\n', [(22, 35)])
+        """
+        if not self.marks_answers:
+            return self._answers_by_difference(messages, tools, values)
+        marked = self._render(messages, tools, False, {**(values or {}), **self._marks})
+        begins, _ = self._marks.values()
+        text, spans, start = "", [], 0
+        for part, mark in _parts(marked, self._any_mark):
+            text += part
+            if mark == begins:
+                start = len(text)
+            elif mark:
+                spans.append((start, len(text)))
+        return text, spans
+
+    def _answers_by_difference(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        values: Mapping[str, Any] | None,
+    ) -> tuple[str, list[Span]]:
+        text = self._render(messages, tools, False, values)
+        spans = []
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before = self._render(messages[:number], tools, True, values)
+            up_to = self._render(messages[: number + 1], tools, False, values)
+            end = len(up_to)
+            if not up_to.startswith(before) or not text.startswith(up_to):
+                end = self._end_of(number, messages, tools, values)
+            answer = text[len(before) : end]
+            # the end of a message is its last token; white space only if there is nothing else
+            content = message.get("content")
+            bare = answer.rstrip()
+            if not isinstance(content, str) or not bare.endswith(content.rstrip()):
+                end -= len(answer) - len(bare)
+            if not text.startswith(before) or end <= len(before):
+                raise _unknown_answer(number)
+            spans.append((len(before), end))
+        return text, spans
+
+    def _end_of(
+        self,
+        number: int,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        values: Mapping[str, Any] | None,
+    ) -> int:
+        """Where a message ends that the template writes otherwise if it is the last.
+
+        Its content ends at the same place of both texts, and is followed by the same end.
+        """
+        content = messages[number].get("content")
+        if not isinstance(content, str):
+            raise _unknown_answer(number)
+        marker = secrets.token_hex(16)
+        marked = [*messages]
+        marked[number] = {**messages[number], "content": content + marker}
+
+        def split(count: int) -> tuple[str, str]:
+            """The first messages up to the end of the content, and the rest of their text."""
+            text = self._render(messages[:count], tools, False, values)
+            with_marker = self._render(marked[:count], tools, False, values)
+            end, reason = _end_of_content(text, with_marker, marker, content)
+            if reason:
+                raise _unknown_answer(number)
+            return text[:end], text[end:]
+
+        _, closing = split(number + 1)
+        before, rest = split(len(messages))
+        if not rest.startswith(closing):
+            raise _unknown_answer(number)
+        return len(before) + len(closing)
 
     def _render(
         self,
@@ -98,16 +209,34 @@ class ChatTemplate:
             ) from None
 
 
-def _up_to_marker(prompt: str, marked_prompt: str, marker: str, content: str) -> str:
-    """The part of a prompt that ends with `content`, which the marker follows in `marked_prompt`.
+def _parts(text: str, separator: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+    """The parts of a text, each with the separator that follows it; none follows the last."""
+    at = 0
+    for match in separator.finditer(text):
+        yield text[at : match.start()], match[0]
+        at = match.end()
+    yield text[at:], ""
 
-    A template may strip the white space around a content, but not change it otherwise.
 
-    >>> _up_to_marker("[end][end]", "[end#][end]", "#", "end")
-    '[end'
+def _unknown_answer(number: int) -> MeshwrightError:
+    return MeshwrightError(
+        f"the chat template writes message {number + 1} differently when others follow it, so it "
+        "is not known which tokens are the answer; mark answers in the template with "
+        "{% generation %}, or give --loss-on all"
+    )
+
+
+def _end_of_content(prompt: str, marked_prompt: str, marker: str, content: str) -> tuple[int, str]:
+    """Where `content` ends in a prompt, which the marker follows in `marked_prompt`.
+
+    Returns the place, and if it is not known, why. A template may strip the white space around a
+    content, but not change it otherwise.
+
+    >>> _end_of_content("[end][end]", "[end#][end]", "#", "end")
+    (4, '')
     """
     before, *tails = marked_prompt.split(marker)
-    reason = ""
+    reason, end = "", 0
     if not tails:
         reason = "does not write the content of the last message"
     elif len(tails) > 1:
@@ -118,6 +247,16 @@ def _up_to_marker(prompt: str, marked_prompt: str, marker: str, content: str) ->
         fits = 0 <= stripped <= len(content) - len(content.rstrip())
         if not fits or prompt != before[:end] + tails[0]:
             reason = "writes the last message in another form when it is continued"
+    return end, reason
+
+
+def _up_to_marker(prompt: str, marked_prompt: str, marker: str, content: str) -> str:
+    """The part of a prompt that ends with `content`, which the marker follows in `marked_prompt`.
+
+    >>> _up_to_marker("[end][end]", "[end#][end]", "#", "end")
+    '[end'
+    """
+    end, reason = _end_of_content(prompt, marked_prompt, marker, content)
     if reason:
         raise MeshwrightError(
             f"continue_final_message: the chat template {reason}, so it is not known where the "
@@ -127,15 +266,13 @@ def _up_to_marker(prompt: str, marked_prompt: str, marker: str, content: str) ->
 
 
 def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:
-    """The template in `file`, else the one of a Hugging Face folder; None if there is none."""
-    config = _json(folder / "tokenizer_config.json")
-    tokens = {
-        name: text
-        for name in _SPECIAL
-        if (text := _token(config.get(name) or _json(folder / "special_tokens_map.json").get(name)))
-    }
+    """The template in `file`, else the one of a Hugging Face folder; None if there is none.
+
+    `file` may also be the name of a built-in template: chatml.
+    """
+    config, tokens = _json(folder / "tokenizer_config.json"), special_tokens(folder)
     if file is not None:
-        return ChatTemplate(_text(file), tokens)
+        return ChatTemplate(BUILT_IN.get(str(file)) or _text(file), tokens)
     if (folder / "chat_template.jinja").is_file():
         beside = folder / "additional_chat_templates" / "tool_use.jinja"
         tool_text = _text(beside) if beside.is_file() else ""
@@ -147,6 +284,13 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate |
         if isinstance(found, str):
             return ChatTemplate(found, tokens, named.get("tool_use") or "")
     return ChatTemplate(found, tokens) if isinstance(found, str) else None
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The texts of the special tokens that the files beside a tokenizer.json name: bos_token …"""
+    files = [_json(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    found = {name: [_token(file.get(name)) for file in files] for name in _SPECIAL}
+    return {name: text for name in _SPECIAL if (text := next(filter(None, found[name]), None))}
 
 
 def _compiled(text: str) -> jinja2.Template:

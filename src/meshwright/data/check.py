@@ -15,12 +15,19 @@ def check_data(
     batch: int = 1,
     held_out: int = 0,
     tokenizer: Tokenizer | None = None,
+    packed: bool = True,
 ) -> None:
     """Raise a MeshwrightError if the model cannot be trained on this data.
 
     `vocab` is the model's vocabulary size; `tokenizer` is the one that came with its weights, if
     any.
     """
+    for store in mixture.stores:
+        if store.meta.get("examples", {}).get("pairs"):
+            raise MeshwrightError(
+                f"data '{store.name}' holds pairs of chosen and rejected answers, which this "
+                "objective does not train on; pack single examples, as with --format messages"
+            )
     names = ", ".join(f"'{store.name}'" for store in mixture.stores)
     if mixture.vocab > vocab:
         raise MeshwrightError(
@@ -33,7 +40,7 @@ def check_data(
             f"data {names} was packed with a tokenizer that is not the model's (vocabulary "
             f"{mixture.vocab:,} and {tokenizer.vocab:,}); pack it with the model's tokenizer"
         )
-    sequences = sum(training_sequences(store, seq, held_out) for store in mixture.stores)
+    sequences = sum(training_sequences(store, seq, held_out, packed) for store in mixture.stores)
     if sequences < batch:
         tokens = sum(len(store.tokens) for store in mixture.stores)
         raise MeshwrightError(

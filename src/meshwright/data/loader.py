@@ -19,9 +19,17 @@ from meshwright.data.samples import (
     TrainingSamples,
     training_sequences,
 )
-from meshwright.data.sequences import FIELDS, NO_TARGET, Batch, empty_sequences, read_sequences
+from meshwright.data.sequences import (
+    FIELDS,
+    NO_TARGET,
+    WEIGHTS,
+    Batch,
+    empty_sequences,
+    read_sequences,
+    sequence_table,
+)
 from meshwright.errors import MeshwrightError
-from meshwright.present import nearest_multiples
+from meshwright.present import count, nearest_multiples
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) for each dim of a batch
 DeviceBatch = dict[str, jax.Array]
@@ -35,8 +43,8 @@ class Objective(Protocol):
         """The length of each field."""
         ...
 
-    def fields(self, tokens: np.ndarray[Any, Any], samples: np.ndarray[Any, Any]) -> Batch:
-        """Fields [examples, length] from tokens [examples, seq]; `samples` number the examples."""
+    def fields(self, sequences: Batch, samples: np.ndarray[Any, Any]) -> Batch:
+        """Fields [examples, length] from sequences [examples, seq]; `samples` number them."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -55,6 +63,7 @@ class Loader:
     accumulation: int = 1
     steps: int | None = None  # None: endless
     objective: Objective | None = None  # None: predict the next token
+    packed: bool = True  # False: every document has a sequence of its own
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "accumulation"):
@@ -74,7 +83,14 @@ class Loader:
     @property
     def lengths(self) -> Mapping[str, int]:
         """The length of each field of a batch."""
-        return dict.fromkeys(FIELDS, self.seq) if self.objective is None else self.objective.lengths
+        if self.objective is not None:
+            return self.objective.lengths
+        return dict.fromkeys((*FIELDS, WEIGHTS) if self.is_weighted else FIELDS, self.seq)
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether batches have the field `weights`."""
+        return any(store.is_weighted for store in self.mixture.stores)
 
     def host_batch(self, step: int) -> Batch:
         """The whole batch as NumPy arrays."""
@@ -86,15 +102,19 @@ class Loader:
         micro, index = np.meshgrid(np.arange(a0, a1), np.arange(r0, r1), indexing="ij")
         samples = step * self.batch + micro.ravel() * self.shape[1] + index.ravel()
         sources, sequences = self.samples.locate(samples)
-        batch = empty_sequences(len(samples), stop - start)
+        batch = empty_sequences(len(samples), stop - start, self.is_weighted)
         for i, store in enumerate(self.mixture.stores):
             (mine,) = np.nonzero((sources == i) & (sequences != PADDING))
             if len(mine):
-                part = read_sequences(store, sequences[mine].tolist(), self.seq, start, stop)
-                for name in FIELDS:
-                    batch[name][mine] = part[name]
+                part = read_sequences(
+                    store, sequences[mine].tolist(), self.seq, start, stop, packed=self.packed
+                )
+                for name, array in part.items():
+                    batch[name][mine] = array
+                if self.is_weighted and not store.is_weighted:
+                    batch[WEIGHTS][mine] = part["targets"] != NO_TARGET
         if self.objective is not None:
-            batch = self.objective.fields(batch["tokens"], samples)
+            batch = self.objective.fields(batch, samples)
             batch["targets"] = np.where(
                 (sequences == PADDING)[:, None], NO_TARGET, batch["targets"]
             )
@@ -146,13 +166,31 @@ class Loader:
                     f"{nearest_multiples(size, parts)} would fit"
                 )
 
+    def remarks(self) -> Iterator[str]:
+        """What is read of stores whose documents are not cut into several sequences, in words."""
+        for store in self.mixture.stores:
+            table = sequence_table(store, self.seq, self.packed)
+            if table is None:
+                continue
+            noun = "document" if store.weights is None else "example"
+            filled = float(table.lengths.sum()) / (self.seq * len(table))
+            line = (
+                f"data {store.name}: {count(store.documents, noun)} in "
+                f"{count(len(table), 'sequence')} of {self.seq} tokens, {filled:.0%} filled"
+            )
+            if table.cut:
+                line += f"; of {count(table.cut, noun)} only the first {self.seq} tokens are read"
+            yield line
+
     def describe(self) -> dict[str, Any]:
         """Plain data that determines every batch: equal descriptions mean equal batches."""
         samples = self.samples
         objective = {} if self.objective is None else {"objective": self.objective.describe()}
+        packed = {} if self.packed else {"packed": False}
         return (
             self.mixture.describe()
             | objective
+            | packed
             | {
                 "batch": self.batch,
                 "seq": self.seq,
@@ -173,7 +211,10 @@ class Loader:
 
         return {
             name: jax.make_array_from_callback(
-                (*self.shape[:2], length), sharding, part(name), dtype=np.int32
+                (*self.shape[:2], length),
+                sharding,
+                part(name),
+                dtype=np.float32 if name == WEIGHTS else np.int32,
             )
             for name, length in self.lengths.items()
         }
@@ -190,35 +231,41 @@ def training_loader(
     batch: int,
     seq: int,
     accumulation: int = 1,
-    seed: int = 0,
-    shuffle: bool = True,
+    seed: int | None = 0,
     held_out: int = 0,
     objective: Objective | None = None,
+    packed: bool = True,
 ) -> Loader:
     """Endless batches of shuffled, mixed sequences; the last `held_out` of each store are left out.
+
+    `seed=None`: in packed order. `packed=False`: every document has a sequence of its own.
 
     >>> loader = training_loader(Mixture.parse("embedded"), batch=8, seq=64, accumulation=2)
     >>> loader.host_batch(step=1000)["tokens"].shape
     (2, 4, 64)
     """
-    samples = TrainingSamples(
-        mixture, seq, whole_number(held_out, "held_out"), seed if shuffle else None
-    )
-    loader = Loader(mixture, samples, batch, seq, accumulation, objective=objective)
+    samples = TrainingSamples(mixture, seq, whole_number(held_out, "held_out"), seed, packed)
+    loader = Loader(mixture, samples, batch, seq, accumulation, objective=objective, packed=packed)
     for store in mixture.stores:
-        training_sequences(store, seq, held_out)  # fail here, not in a reading thread
+        training_sequences(store, seq, held_out, packed)  # fail here, not in a reading thread
     return loader
 
 
 def held_out_loader(
-    mixture: Mixture, *, batch: int, seq: int, held_out: int, objective: Objective | None = None
+    mixture: Mixture,
+    *,
+    batch: int,
+    seq: int,
+    held_out: int,
+    objective: Objective | None = None,
+    packed: bool = True,
 ) -> Loader:
     """The held-out sequences once, in order; padding fills the last batch."""
     if whole_number(held_out, "held_out") < 1:
         raise MeshwrightError("evaluation needs held-out sequences; give at least 1")
-    samples = HeldOutSamples(mixture, seq, held_out)
+    samples = HeldOutSamples(mixture, seq, held_out, packed)
     steps = -(-samples.count // max(batch, 1))
-    loader = Loader(mixture, samples, batch, seq, steps=steps, objective=objective)
+    loader = Loader(mixture, samples, batch, seq, steps=steps, objective=objective, packed=packed)
     for store in mixture.stores:
-        training_sequences(store, seq, held_out)
+        training_sequences(store, seq, held_out, packed)
     return loader

@@ -1,8 +1,9 @@
 """A weighted mixture of token stores: `a.store` or `a.store:0.7,b.store:0.3`."""
 
 import functools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -14,7 +15,8 @@ from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import MeshwrightError
 
 GRAMMAR = (
-    "data is a token store (a.store), 'embedded', or several with weights (a.store:0.7,b.store:0.3)"
+    "data is a token store (a.store), a file (chat.jsonl), 'embedded', or several with weights "
+    "(a.store:0.7,b.store:0.3)"
 )
 _WEIGHT = re.compile(r"(?P<path>.+):\s*(?P<weight>[-+]?[0-9.][0-9.eE+-]*)")
 
@@ -32,7 +34,9 @@ class Mixture:
     schedule: Schedule
 
     @classmethod
-    def parse(cls, text: str) -> "Mixture":
+    def parse(
+        cls, text: str, open_store: Callable[[str], TokenStore] = TokenStore.open
+    ) -> "Mixture":
         """Open the stores that the text names; the default weights are token counts."""
         parts = [_source(part, text) for part in text.split(",")]
         weights = [weight for _, weight in parts if weight is not None]
@@ -42,9 +46,7 @@ class Mixture:
                 f"data {text!r}: '{without}' has no weight but others have; give every store a "
                 "weight, or none"
             )
-        stores = [
-            embedded_corpus() if path == EMBEDDED else TokenStore.open(path) for path, _ in parts
-        ]
+        stores = [embedded_corpus() if path == EMBEDDED else open_store(path) for path, _ in parts]
         path_of: dict[str, str] = {}  # by content: ./a.store, a link or a copy is the same store
         for store, (path, _) in zip(stores, parts, strict=True):
             if (other := path_of.get(store.identity)) is not None:
@@ -90,6 +92,16 @@ class Mixture:
     def shares(self) -> tuple[float, ...]:
         """The fraction of samples that comes from each store."""
         return tuple(quota / self.schedule.period for quota in self.schedule.quotas)
+
+    def template_files(self) -> dict[str, str]:
+        """The files of the chat template that all conversations were packed with, as in a
+        Hugging Face folder; none if there are several."""
+        facts = [store.meta.get("examples", {}) for store in self.stores]
+        used = [one for one in facts if "chat_template" in one]
+        if len({one["chat_template"] for one in used}) != 1:
+            return {}
+        special = json.dumps(used[0].get("special", {}), indent=2) + "\n"
+        return {"chat_template.jinja": used[0]["chat_template"], "special_tokens_map.json": special}
 
     def describe(self) -> dict[str, Any]:
         """Plain data that determines the order of tokens; kept with a checkpoint."""

@@ -1,4 +1,4 @@
-"""Training objectives of encoder-decoder models: span corruption and prefix LM.
+"""Training objectives of encoder-decoder models: span corruption, prefix LM, examples.
 
 >>> spans = SpanCorruption(seq=512, vocab=32100, end=1)
 >>> spans.raw_length, spans.lengths["encoder_tokens"], spans.lengths["targets"]
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,17 @@ from meshwright.errors import MeshwrightError
 Ids = npt.NDArray[np.int32]
 
 
+class Pair(NamedTuple):
+    """What the encoder reads, what the decoder reads one token late, and what it predicts."""
+
+    inputs: Ids
+    tokens: Ids
+    targets: Ids
+
+
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoderObjective(abc.ABC):
-    """What span corruption and prefix LM share: fields of an encoder and of a decoder."""
+    """What objectives share: fields of an encoder and of a decoder."""
 
     seq: int
     """Tokens of the encoder's sequence."""
@@ -36,6 +44,7 @@ class EncoderDecoderObjective(abc.ABC):
     """The token that the decoder begins with."""
     seed: int = 0
     name: ClassVar[str]
+    of_examples: ClassVar[bool] = False  # it reads whole examples with a loss mask, not texts
 
     @property
     @abc.abstractmethod
@@ -53,28 +62,29 @@ class EncoderDecoderObjective(abc.ABC):
         return dict.fromkeys(("encoder_tokens", "encoder_segments"), self.seq) | of_decoder
 
     @abc.abstractmethod
-    def pair(self, tokens: Ids, random: np.random.Generator) -> tuple[Ids, Ids]:
-        """The inputs and the targets of one example."""
+    def pair(self, sequence: Batch, random: np.random.Generator) -> Pair:
+        """The fields of one example, from a sequence of `raw_length` tokens."""
 
-    @abc.abstractmethod
-    def check_sentinels(self, tokenizer: Tokenizer) -> None:
+    def check_sentinels(self, tokenizer: Tokenizer) -> None:  # noqa: B027 (most take none)
         """Raise if there are not enough ids for sentinels that no text has."""
 
-    def fields(self, tokens: npt.NDArray[Any], samples: npt.NDArray[Any]) -> Batch:
+    def fields(self, sequences: Batch, samples: npt.NDArray[Any]) -> Batch:
         """Encoder inputs, and decoder inputs with the targets that follow them.
 
-        An example depends on its tokens, its number and the seed alone.
+        An example depends on its sequence, its number and the seed alone.
         """
+        tokens = sequences["tokens"]
         batch = {
             name: np.full((len(tokens), length), NO_TARGET if name == "targets" else 0, np.int32)
             for name, length in self.lengths.items()
         }
-        for i, (text, sample) in enumerate(zip(tokens, samples, strict=True)):
+        for i, sample in enumerate(samples):
             random = np.random.default_rng([self.seed, int(sample)])
-            inputs, targets = self.pair(text.astype(np.int32), random)
+            sequence = {name: array[i] for name, array in sequences.items()}
+            inputs, read, targets = self.pair(sequence, random)
             batch["encoder_tokens"][i, : len(inputs)] = inputs
             batch["encoder_segments"][i, : len(inputs)] = 1
-            batch["tokens"][i, : len(targets)] = [self.start, *targets[:-1]]
+            batch["tokens"][i, : len(read)] = [self.start, *read[:-1]]
             batch["targets"][i, : len(targets)] = targets
         return batch
 
@@ -148,7 +158,8 @@ class SpanCorruption(EncoderDecoderObjective):
                 "with sentinels (<extra_id_0> …)"
             )
 
-    def pair(self, tokens: Ids, random: np.random.Generator) -> tuple[Ids, Ids]:
+    def pair(self, sequence: Batch, random: np.random.Generator) -> Pair:
+        tokens = sequence["tokens"].astype(np.int32)
         noise, spans = self._sizes(len(tokens))
         kept = _parts(len(tokens) - noise, spans, random)
         cut = _parts(noise, spans, random)
@@ -158,7 +169,8 @@ class SpanCorruption(EncoderDecoderObjective):
         end = [np.array([self.end], np.int32)]
         inputs = [part for pair in zip(pieces[0::2], sentinels, strict=True) for part in pair]
         targets = [part for pair in zip(sentinels, pieces[1::2], strict=True) for part in pair]
-        return np.concatenate(inputs + end), np.concatenate(targets + end)
+        predicted = np.concatenate(targets + end)
+        return Pair(np.concatenate(inputs + end), predicted, predicted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,17 +191,45 @@ class PrefixLM(EncoderDecoderObjective):
     def target_length(self) -> int:
         return self.seq
 
-    def check_sentinels(self, tokenizer: Tokenizer) -> None:
-        """It takes none."""
-
-    def pair(self, tokens: Ids, random: np.random.Generator) -> tuple[Ids, Ids]:
+    def pair(self, sequence: Batch, random: np.random.Generator) -> Pair:
+        tokens = sequence["tokens"].astype(np.int32)
         place = int(random.integers(1, len(tokens)))
         end = np.int32(self.end)
-        return np.append(tokens[:place], end), np.append(tokens[place:], end)
+        predicted = np.append(tokens[place:], end)
+        return Pair(np.append(tokens[:place], end), predicted, predicted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples(EncoderDecoderObjective):
+    """The encoder reads the prompt of an example, the decoder predicts the answer.
+
+    What follows the first token with loss is the decoder's; masked tokens there are no targets.
+    Both are cut at their end to `seq` tokens, the prompt's end token included.
+    """
+
+    name: ClassVar[str] = "examples"
+    of_examples: ClassVar[bool] = True
+
+    @property
+    def raw_length(self) -> int:
+        return 2 * self.seq
+
+    @property
+    def target_length(self) -> int:
+        return self.seq
+
+    def pair(self, sequence: Batch, random: np.random.Generator) -> Pair:
+        length = int((sequence["segments"] > 0).sum())
+        tokens, next_targets = sequence["tokens"][:length], sequence["targets"][:length]
+        (with_loss,) = np.nonzero(next_targets != NO_TARGET)
+        answer = int(with_loss[0]) + 1 if len(with_loss) else length
+        inputs = np.append(tokens[:answer][: self.seq - 1], np.int32(self.end))
+        targets = next_targets[answer - 1 : length - 1] if length else next_targets
+        return Pair(inputs, tokens[answer:][: self.seq], targets[: self.seq])
 
 
 OBJECTIVES: dict[str, type[EncoderDecoderObjective]] = {
-    one.name: one for one in (SpanCorruption, PrefixLM)
+    one.name: one for one in (SpanCorruption, PrefixLM, Examples)
 }
 
 

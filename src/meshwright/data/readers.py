@@ -1,13 +1,15 @@
-"""Read documents from files: text, JSON lines, Parquet, Arrow, Hugging Face dataset folders.
+"""Read documents from files: text, JSON, Parquet, Arrow, Hugging Face dataset folders.
 
 Every reader streams. Errors go to the callback `bad`, which raises or counts them.
 """
 
 import gzip
 import importlib
+import io
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -16,20 +18,34 @@ from meshwright.data.splits import ALL, choose_split
 from meshwright.errors import MeshwrightError, did_you_mean, not_installed, one_of
 from meshwright.present import count
 
-KINDS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet", ".arrow")
+TEXTS = (".txt", ".md")
+COMPRESSIONS = ("", ".gz", ".zst")
+KINDS = (
+    *(kind + packed for kind in (*TEXTS, ".jsonl", ".json") for packed in COMPRESSIONS),
+    ".parquet", ".arrow",
+)  # fmt: skip
+# of a dataset's folder: what describes the data
+DESCRIPTIONS = frozenset({"readme.md", "license.md", "dataset_info.json", "dataset_infos.json"})
+TEXT_FIELD = "text"
 CHUNK = 1 << 20
 LARGEST_DOCUMENT = 1 << 30  # bytes; a document must fit in memory
 
 Bad = Callable[[str], None]
+Record = dict[str, Any]
+Records = Iterator[tuple[str, Record]]  # each with where it stands, for messages
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How to find documents: the field of a record, the separator in a text file, the split."""
+    """How to find documents: the field of a record, the separator in a text file, the split.
 
-    field: str = "text"
+    `format`: that of the records of examples. Without it, and without a field, it is recognized.
+    """
+
+    field: str | None = None
     split_on: str | None = None
     split: str | None = None  # of a dataset's folder; 'all' for every file
+    format: str | None = None
 
 
 PLAIN = Reading()
@@ -46,7 +62,7 @@ def find_files(source: str | Path, split: str | None = None) -> tuple[list[Path]
     if not path.is_dir():
         if kind_of(path) is None:
             raise MeshwrightError(
-                f"data '{source}' has an unsupported file type; it can be {one_of(KINDS)}"
+                f"data '{source}' has an unsupported file type; it can be {kinds_text()}"
             )
         return [path], []
     if (path / "dataset_dict.json").is_file():
@@ -70,10 +86,24 @@ def find_files(source: str | Path, split: str | None = None) -> tuple[list[Path]
     known = [file for file in files if kind_of(file)]
     if not known:
         raise MeshwrightError(
-            f"data folder '{source}' holds no file of a supported type ({', '.join(KINDS)})"
+            f"data folder '{source}' holds no file of a supported type: {kinds_text()}"
         )
-    others = [file for file in files if not kind_of(file)]
+    known = [file for file in known if not _describes_data(file)] or known
+    others = [file for file in files if file not in known]
     return choose_split(path, known, split), others
+
+
+def _describes_data(file: Path) -> bool:
+    """Whether a file of a folder is about the data, or settings: a small JSON object alone."""
+    if file.name.lower() in DESCRIPTIONS:
+        return True
+    if kind_of(file) != ".json" or file.stat().st_size > CHUNK:
+        return False
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        return False  # lines of JSON, or an error that is told when it is read
+    return isinstance(value, dict) and _list_in(value) is None
 
 
 def kind_of(file: Path) -> str | None:
@@ -82,23 +112,59 @@ def kind_of(file: Path) -> str | None:
     return max((kind for kind in KINDS if name.endswith(kind)), key=len, default=None)
 
 
+def kinds_text() -> str:
+    """The supported kinds, for messages."""
+    plain = one_of((*TEXTS, ".jsonl", ".json", ".parquet", ".arrow"))
+    return f"{plain}; text and JSON also with {one_of(COMPRESSIONS[1:])}"
+
+
+def holds_text(file: Path) -> bool:
+    """Whether the file is a text, not records."""
+    return (kind_of(file) or "").startswith(TEXTS)
+
+
 def read_documents(file: Path, reading: Reading, bad: Bad) -> Iterator[str]:
-    """The documents of one file."""
-    kind = kind_of(file)
-    try:
-        if kind in (".txt", ".txt.gz"):
+    """The texts of one file: its own, or those of a field of its records."""
+    if holds_text(file):
+        with _to_the_end(file, bad):
             yield from _text(file, reading.split_on, bad)
-        elif kind in (".jsonl", ".jsonl.gz"):
-            yield from _json_lines(file, reading.field, bad)
+        return
+    field = reading.field or TEXT_FIELD
+    for where, record in read_records(file, bad, (field,)):
+        text = _field(record, field, where, bad)
+        if text is not None:
+            yield text
+
+
+def read_records(file: Path, bad: Bad, columns: tuple[str, ...] | None = None) -> Records:
+    """The records of one file; of a table only these columns, if they are named."""
+    kind = kind_of(file) or ""
+    with _to_the_end(file, bad):
+        if kind.startswith(".jsonl"):
+            yield from _json_lines(file, bad)
+        elif kind.startswith(".json"):
+            yield from _json_list(file, bad)
         else:
-            yield from _columns(file, reading.field, bad)
+            yield from _table(file, columns, bad)
+
+
+@contextmanager
+def _to_the_end(file: Path, bad: Bad) -> Iterator[None]:
+    try:
+        yield
     except (OSError, EOFError, zlib.error) as reason:
         # also a truncated gzip file; with --skip-bad, what came before is kept
         bad(f"'{file}' cannot be read to its end: {reason}")
 
 
 def _open(file: Path) -> IO[bytes]:
-    return gzip.open(file, "rb") if file.name.lower().endswith(".gz") else file.open("rb")  # type: ignore[return-value]
+    name = file.name.lower()
+    if name.endswith(".gz"):
+        return gzip.open(file, "rb")  # type: ignore[return-value]
+    if name.endswith(".zst"):
+        arrow = _pyarrow("pyarrow", "Files compressed with zstd")
+        return io.BufferedReader(arrow.input_stream(str(file), compression="zstd"))
+    return file.open("rb")
 
 
 def _text(file: Path, split_on: str | None, bad: Bad) -> Iterator[str]:
@@ -155,7 +221,7 @@ def _decoded(data: bytes, where: str, bad: Bad) -> str | None:
         return None
 
 
-def _json_lines(file: Path, field: str, bad: Bad) -> Iterator[str]:
+def _json_lines(file: Path, bad: Bad) -> Records:
     with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -169,25 +235,64 @@ def _json_lines(file: Path, field: str, bad: Bad) -> Iterator[str]:
             except RecursionError:
                 bad(f"{where} is nested too deeply")
                 continue
-            text = _field(record, field, where, bad)
-            if text is not None and b"\\u" in line and not _whole(text):
-                bad(f"{where} holds half a character (an unpaired surrogate)")
-            elif text is not None:
-                yield text
+            if _is_record(record, where, b"\\u" in line, bad):
+                yield where, record
 
 
-def _whole(text: str) -> bool:
+def _json_list(file: Path, bad: Bad) -> Records:
+    """A list of records, an object that holds one, or lines of JSON under another name."""
+    with _open(file) as stream:
+        data = stream.read(LARGEST_DOCUMENT + 1)
+    if len(data) > LARGEST_DOCUMENT:
+        raise MeshwrightError(
+            f"'{file}' holds more than {LARGEST_DOCUMENT >> 30} GiB, which must be read at once; "
+            "write it as JSON lines, one record a line (.jsonl)"
+        )
     try:
-        text.encode()
-    except UnicodeEncodeError:
+        value = json.loads(data)
+    except ValueError as reason:
+        if data.lstrip().startswith(b"{"):
+            yield from _json_lines(file, bad)
+        else:
+            bad(f"'{file}' is not JSON: {reason}")
+        return
+    except RecursionError:
+        bad(f"'{file}' is nested too deeply")
+        return
+    if isinstance(value, dict):
+        value = _list_in(value) or [value]
+    if not isinstance(value, list):
+        bad(f"'{file}' is not a list of records")
+        return
+    for number, record in enumerate(value, start=1):
+        where = f"'{file}', record {number}"
+        if _is_record(record, where, b"\\u" in data, bad):
+            yield where, record
+
+
+def _list_in(value: Record) -> list[Any] | None:
+    """The records of an object that holds nothing else: {"data": [{…}, …]}."""
+    parts = list(value.values())
+    is_list = len(parts) == 1 and isinstance(parts[0], list) and parts[0]
+    return parts[0] if is_list and isinstance(parts[0][0], dict) else None
+
+
+def _is_record(record: Any, where: str, escaped: bool, bad: Bad) -> bool:
+    """Whether it is an object of whole characters; JSON can spell halves of them."""
+    if not isinstance(record, dict):
+        bad(f"{where} is not an object with a field '{TEXT_FIELD}', or messages")
         return False
+    if escaped:
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            bad(f"{where} holds half a character (an unpaired surrogate)")
+            return False
     return True
 
 
-def _field(record: Any, field: str, where: str, bad: Bad) -> str | None:
-    if not isinstance(record, dict):
-        bad(f"{where} is not an object with a field '{field}'")
-    elif field not in record:
+def _field(record: Record, field: str, where: str, bad: Bad) -> str | None:
+    if field not in record:
         bad(f"{where} has no field '{field}'{did_you_mean(field, map(str, record))} Use --field")
     elif not isinstance(record[field], str):
         bad(f"{where}: field '{field}' is {type(record[field]).__name__}, not text")
@@ -196,52 +301,50 @@ def _field(record: Any, field: str, where: str, bad: Bad) -> str | None:
     return None
 
 
-def _columns(file: Path, field: str, bad: Bad) -> Iterator[str]:
+def _table(file: Path, columns: tuple[str, ...] | None, bad: Bad) -> Records:
     arrow = _pyarrow("pyarrow")
     row = 0
     try:
-        for batch in _record_batches(file, field, arrow):
-            for text in batch.column(field).to_pylist():
+        for batch in _record_batches(file, columns, arrow):
+            kept = batch if columns is None else batch.select(list(columns))
+            for record in kept.to_pylist():
                 row += 1
-                if isinstance(text, str):
-                    yield text
-                else:
-                    bad(f"'{file}', row {row}: field '{field}' is {type(text).__name__}, not text")
+                yield f"'{file}', row {row}", record
     except (arrow.ArrowException, UnicodeDecodeError) as reason:
         bad(f"'{file}' cannot be read after row {row}: {reason}")
 
 
-def _record_batches(file: Path, field: str, arrow: Any) -> Iterable[Any]:
+def _record_batches(file: Path, columns: tuple[str, ...] | None, arrow: Any) -> Iterable[Any]:
     if kind_of(file) == ".parquet":
         table = _pyarrow("pyarrow.parquet").ParquetFile(file)
-        _check_column(file, field, table.schema_arrow.names)
-        yield from table.iter_batches(batch_size=1024, columns=[field])
+        _check_columns(file, columns, table.schema_arrow.names)
+        yield from table.iter_batches(batch_size=1024, columns=columns and list(columns))
         return
     with arrow.memory_map(str(file)) as mapped:
         try:
             batches: Any = arrow.ipc.open_stream(mapped)
         except arrow.ArrowInvalid:
             opened = arrow.ipc.open_file(mapped)
-            _check_column(file, field, opened.schema.names)
+            _check_columns(file, columns, opened.schema.names)
             yield from (opened.get_batch(i) for i in range(opened.num_record_batches))
             return
-        _check_column(file, field, batches.schema.names)
+        _check_columns(file, columns, batches.schema.names)
         yield from batches
 
 
-def _check_column(file: Path, field: str, names: list[str]) -> None:
-    if field not in names:
+def _check_columns(file: Path, columns: tuple[str, ...] | None, names: list[str]) -> None:
+    for field in set(columns or ()) - set(names):
         raise MeshwrightError(
             f"'{file}' has no column '{field}'{did_you_mean(field, names)} Use --field"
         )
 
 
-def _pyarrow(module: str) -> Any:
+def _pyarrow(module: str, what: str = "Parquet and Arrow files") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
         raise MeshwrightError(
-            f"Parquet and Arrow files need pyarrow, which is not installed: "
+            f"{what} need pyarrow, which is not installed: "
             f"{not_installed('parquet')} (or pip install pyarrow)"
         ) from None
 

@@ -32,6 +32,7 @@ class TrainingSamples:
     seq: int
     held_out: int = 0
     seed: int | None = 0  # None: in packed order
+    packed: bool = True
 
     def locate(self, samples: npt.ArrayLike) -> tuple[Counts, Counts]:
         source, number = self.mixture.schedule.assign(samples)
@@ -40,7 +41,7 @@ class TrainingSamples:
             mine = source == i
             if not mine.any():
                 continue
-            sequences = training_sequences(store, self.seq, self.held_out)
+            sequences = training_sequences(store, self.seq, self.held_out, self.packed)
             if self.seed is None:
                 sequence[mine] = in_order(number[mine], sequences)
             else:
@@ -57,6 +58,7 @@ class HeldOutSamples:
     mixture: Mixture
     seq: int
     held_out: int
+    packed: bool = True
 
     @property
     def count(self) -> int:
@@ -66,14 +68,17 @@ class HeldOutSamples:
         samples = np.asarray(samples, np.int64)
         source, number = np.divmod(np.minimum(samples, self.count - 1), self.held_out)
         first = np.array(
-            [training_sequences(store, self.seq, self.held_out) for store in self.mixture.stores]
+            [
+                training_sequences(store, self.seq, self.held_out, self.packed)
+                for store in self.mixture.stores
+            ]
         )
         return source, np.where(samples < self.count, first[source] + number, PADDING)
 
 
-def training_sequences(store: TokenStore, seq: int, held_out: int) -> int:
+def training_sequences(store: TokenStore, seq: int, held_out: int, packed: bool = True) -> int:
     """Number of sequences to train on: all but the last `held_out` of the store."""
-    sequences = sequence_count(store, seq)
+    sequences = sequence_count(store, seq, packed)
     if held_out >= sequences:
         raise MeshwrightError(
             f"store '{store.name}' has {count(sequences, 'sequence')} of {seq} tokens; holding out "

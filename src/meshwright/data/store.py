@@ -5,13 +5,18 @@ books.store/
   offsets.bin           the start of each document, int64, and the total at the end
   tokens.crc            a checksum for each block of tokens.bin; see blocks.py
   offsets.crc           the same for offsets.bin
+  weights.bin           of examples: the loss weight of each token, uint8 (a mask) or float32
+  weights.crc           its checksums
   saved_tokenizer.json  the tokenizer that encoded them
   meta.json             counts, the size and hash of each file, and a hash of itself
+
+A store of examples (conversations, prompts with completions) has weights; one of texts has none.
+An example is never cut into two sequences, and ends with the last of its own tokens.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +30,18 @@ from meshwright.errors import MeshwrightError
 from meshwright.present import count
 
 FORMAT = "meshwright token store"
-VERSION = 2  # version 1 had no checksums of blocks
+VERSION = 2  # of texts; version 1 had no checksums of blocks
+WITH_WEIGHTS = 3  # the same with weights
 TOKENS, OFFSETS, TOKENIZER, META = "tokens.bin", "offsets.bin", "saved_tokenizer.json", "meta.json"
-IN_BLOCKS = (TOKENS, OFFSETS)
-CHECKSUMS = tuple(checksum_name(name) for name in IN_BLOCKS)
+WEIGHTS = "weights.bin"
 OFFSET_DTYPE = np.dtype("<i8")
+MASK_DTYPE, WEIGHT_DTYPE = np.dtype("|u1"), np.dtype("<f4")
+LARGEST_WEIGHT = 1 << 20
+
+
+def block_files(weights: bool) -> tuple[str, ...]:
+    """The files of a store that are read in blocks."""
+    return (TOKENS, OFFSETS, WEIGHTS) if weights else (TOKENS, OFFSETS)
 
 
 def token_dtype(vocab: int) -> np.dtype[Any]:
@@ -53,6 +65,12 @@ class TokenStore:
     tokenizer: Tokenizer
     meta: dict[str, Any]
     path: Path | None = None
+    weights: npt.NDArray[Any] | BlockArray | None = None  # [tokens], of examples
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether tokens have weights other than 0 and 1."""
+        return self.weights is not None and self.weights.dtype == WEIGHT_DTYPE
 
     @property
     def documents(self) -> int:
@@ -72,6 +90,22 @@ class TokenStore:
             )
         start, stop = self.offsets[number : number + 2].tolist()
         return self.tokens[start:stop].astype(np.int32)
+
+    def document_weights(self, number: int) -> npt.NDArray[Any]:
+        """The loss weight of each token of a document: 1 for all, or those of an example."""
+        if self.weights is None:
+            return np.ones(len(self.document(number)), MASK_DTYPE)
+        start, stop = self.offsets[number : number + 2].tolist()
+        return self.weights[start:stop]
+
+    def share_with_loss(self) -> float:
+        """The fraction of tokens whose weight is not 0."""
+        if self.weights is None:
+            return 1.0
+        with_loss = 0
+        for start in range(0, len(self.tokens), 1 << 20):
+            with_loss += int(np.count_nonzero(self.weights[start : start + (1 << 20)]))
+        return with_loss / len(self.tokens)
 
     def offsets_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """From the last offset <= `start` to the first >= `stop`.
@@ -98,14 +132,18 @@ class TokenStore:
         meta = read_meta(folder)
         for name, facts in meta["files"].items():
             _check_size(folder / name, facts["bytes"])
-            if name in CHECKSUMS:
+            if name.endswith(".crc"):
                 check_hash(folder / name, facts["sha256"])
         tokenizer = read_tokenizer(folder / TOKENIZER, meta["files"][TOKENIZER]["sha256"])
         if describe_tokenizer(tokenizer) != meta["tokenizer"]:
             raise damaged(folder / META, f"{TOKENIZER} is not the tokenizer that made the tokens")
         dtype = token_dtype(tokenizer.vocab)
         tokens, documents = meta["tokens"], meta["documents"]
-        for name, size in ((TOKENS, tokens * dtype.itemsize), (OFFSETS, (documents + 1) * 8)):
+        weight_dtype = None if WEIGHTS not in meta["files"] else _weight_dtype(folder, meta)
+        sizes = {TOKENS: tokens * dtype.itemsize, OFFSETS: (documents + 1) * 8}
+        if weight_dtype is not None:
+            sizes[WEIGHTS] = tokens * weight_dtype.itemsize
+        for name, size in sizes.items():
             if meta["files"][name]["bytes"] != size:
                 raise damaged(folder / META, f"{META} contradicts itself about {name}")
         vocab = tokenizer.vocab
@@ -125,6 +163,7 @@ class TokenStore:
             tokenizer=tokenizer,
             meta=meta,
             path=folder,
+            weights=None if weight_dtype is None else _open_weights(folder, weight_dtype),
         )
         if store.offsets[:1][0] != 0 or store.offsets[documents:][0] != tokens:
             raise damaged(folder / OFFSETS, f"{OFFSETS} does not span the {tokens:,} tokens")
@@ -140,17 +179,40 @@ class TokenStore:
         ]
         if not parts:
             raise MeshwrightError(f"store '{name}' would be empty: no document holds any text")
+        return cls._in_memory(name, tokenizer, parts, None)
+
+    @classmethod
+    def of_examples(
+        cls,
+        examples: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]],
+        tokenizer: Tokenizer,
+        name: str,
+    ) -> "TokenStore":
+        """An in-memory store of examples: pairs of token ids and their loss weights."""
+        if not examples:
+            raise MeshwrightError(f"store '{name}' would be empty: there is no example")
+        parts = [np.asarray(ids, np.int32) for ids, _ in examples]
+        weights = np.concatenate([np.asarray(each) for _, each in examples])
+        is_mask = bool(((weights == 0) | (weights == 1)).all())
+        dtype = MASK_DTYPE if is_mask else WEIGHT_DTYPE
+        return cls._in_memory(name, tokenizer, parts, weights.astype(dtype))
+
+    @classmethod
+    def _in_memory(
+        cls, name: str, tokenizer: Tokenizer, parts: list[Ids], weights: npt.NDArray[Any] | None
+    ) -> "TokenStore":
         tokens = as_tokens(np.concatenate(parts), tokenizer)
         offsets = np.cumsum([0, *map(len, parts)]).astype(OFFSET_DTYPE)
-        digests = [hashlib.sha256(array.tobytes()).hexdigest() for array in (tokens, offsets)]
+        arrays = (tokens, offsets) if weights is None else (tokens, offsets, weights)
+        digests = [hashlib.sha256(array.tobytes()).hexdigest() for array in arrays]
         meta = describe(tokenizer, len(tokens), len(parts), *digests)
-        return cls(name, tokens, offsets, tokenizer, meta)
+        return cls(name, tokens, offsets, tokenizer, meta, weights=weights)
 
     def verify(self) -> None:
         """Read the whole store; a MeshwrightError names the block or file that differs."""
         if self.path is None:
             return
-        for array in (self.tokens, self.offsets):
+        for array in (self.tokens, self.offsets, self.weights):
             if isinstance(array, BlockArray):
                 array.verify()
         for name, facts in self.meta["files"].items():
@@ -168,14 +230,12 @@ def as_tokens(ids: Ids, tokenizer: Tokenizer) -> npt.NDArray[Any]:
     return ids.astype(token_dtype(tokenizer.vocab))
 
 
-def describe(
-    tokenizer: Tokenizer, tokens: int, documents: int, tokens_sha256: str, offsets_sha256: str
-) -> dict[str, Any]:
-    """The fields of meta.json that every store has."""
-    identity = hashlib.sha256(f"{tokenizer.identity} {tokens_sha256} {offsets_sha256}".encode())
+def describe(tokenizer: Tokenizer, tokens: int, documents: int, *sha256: str) -> dict[str, Any]:
+    """The fields of meta.json that every store has; hashes are of tokens, offsets and weights."""
+    identity = hashlib.sha256(" ".join((tokenizer.identity, *sha256)).encode())
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION if len(sha256) == 2 else WITH_WEIGHTS,
         "identity": identity.hexdigest()[:32],
         "dtype": token_dtype(tokenizer.vocab).str,
         "tokens": tokens,
@@ -200,8 +260,8 @@ def hash_of_meta(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def read_meta(folder: Path, version: int = VERSION) -> dict[str, Any]:
-    """meta.json of a store of that version; anything else is a MeshwrightError."""
+def read_meta(folder: Path, versions: tuple[int, ...] = (VERSION, WITH_WEIGHTS)) -> dict[str, Any]:
+    """meta.json of a store of one of these versions; anything else is a MeshwrightError."""
     file = folder / META
     try:
         found, has_meta = folder.exists(), file.is_file()
@@ -226,11 +286,26 @@ def read_meta(folder: Path, version: int = VERSION) -> dict[str, Any]:
         raise damaged(file, f"{META} cannot be read: {reason}") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise MeshwrightError(f"'{folder}' is not a token store: its {META} has another format")
-    _check_version(folder, meta.get("version"), version)
-    if version == VERSION and meta.get("sha256") != hash_of_meta(meta):
+    version = meta.get("version")
+    _check_version(folder, version, versions)
+    if version != 1 and meta.get("sha256") != hash_of_meta(meta):
         raise damaged(file, f"{META} was changed after packing (its hash does not match)")
-    _check_fields(file, meta, (*IN_BLOCKS, TOKENIZER, *(CHECKSUMS if version == VERSION else ())))
+    blocks = block_files(version == WITH_WEIGHTS)
+    checksums = () if version == 1 else map(checksum_name, blocks)
+    _check_fields(file, meta, (*blocks, TOKENIZER, *checksums))
     return meta
+
+
+def _weight_dtype(folder: Path, meta: dict[str, Any]) -> np.dtype[Any]:
+    for dtype in (MASK_DTYPE, WEIGHT_DTYPE):
+        if meta.get("weights") == dtype.str:
+            return dtype
+    raise damaged(folder / META, f"{META} does not say how {WEIGHTS} is stored")
+
+
+def _open_weights(folder: Path, dtype: np.dtype[Any]) -> BlockArray:
+    below, limit = (2, "0 and 1") if dtype == MASK_DTYPE else (LARGEST_WEIGHT, "its range")
+    return BlockArray(folder / WEIGHTS, dtype, "loss weight", below, limit)
 
 
 def _check_fields(file: Path, meta: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -248,19 +323,19 @@ def _check_fields(file: Path, meta: dict[str, Any], names: tuple[str, ...]) -> N
         raise damaged(file, f"{META} has missing or wrong fields") from None
 
 
-def _check_version(folder: Path, found: Any, wanted: int) -> None:
-    if found == wanted:
+def _check_version(folder: Path, found: Any, wanted: tuple[int, ...]) -> None:
+    if found in wanted:
         return
     if found == 1:
         raise MeshwrightError(
             f"token store '{folder}' has version 1, without block checksums; verify it and add "
             f"them with: meshwright data upgrade {folder}"
         )
-    if found == VERSION:
-        raise MeshwrightError(f"token store '{folder}' already has version {VERSION}")
+    if found in (VERSION, WITH_WEIGHTS):
+        raise MeshwrightError(f"token store '{folder}' already has version {found}")
     raise MeshwrightError(
-        f"token store '{folder}' has version {found!r}, this meshwright reads version "
-        f"{VERSION}; pack it again, or use the meshwright that packed it"
+        f"token store '{folder}' has version {found!r}, this meshwright reads versions "
+        f"{VERSION} and {WITH_WEIGHTS}; pack it again, or use the meshwright that packed it"
     )
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from meshwright.errors import MeshwrightError, did_you_mean
 
 Ids = npt.NDArray[np.int32]
+Span = tuple[int, int]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # usual end-of-document tokens, for a tokenizer.json without a config beside it
@@ -67,6 +68,14 @@ class Tokenizer(Protocol):
         no characters.
         """
 
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]], special_tokens: bool = False
+    ) -> list[tuple[Ids, list[slice]]]:
+        """The ids of several texts, and for each span of a text the ids that hold characters of it.
+
+        A span is from its first character to before its last.
+        """
+
     def decode(self, ids: Iterable[int], special_tokens: bool = False) -> str:
         """The text of any ids. Cut characters and unknown ids become `�`.
 
@@ -99,6 +108,14 @@ class ByteTokenizer:
     def encode_with_offsets(self, text: str, special_tokens: bool) -> tuple[list[int], list[int]]:
         lengths = [len(_utf8(character)) for character in text]
         return self.encode(text).tolist(), np.repeat(np.arange(len(text)), lengths).tolist()
+
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]], special_tokens: bool = False
+    ) -> list[tuple[Ids, list[slice]]]:
+        return [
+            (self.encode(text), [slice(*(len(_utf8(text[:at])) for at in span)) for span in marked])
+            for text, marked in zip(texts, spans, strict=True)
+        ]
 
     def decode(self, ids: Iterable[int], special_tokens: bool = False) -> str:
         tokens = np.fromiter(ids, np.int64)
@@ -168,6 +185,15 @@ class HuggingFaceTokenizer:
             end = max(end, last)
         return encoding.ids, begins
 
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]], special_tokens: bool = False
+    ) -> list[tuple[Ids, list[slice]]]:
+        encodings = self._inner.encode_batch(list(texts), add_special_tokens=special_tokens)
+        return [
+            (_as_array(encoding.ids), [_ids_of_span(encoding, *span) for span in marked])
+            for encoding, marked in zip(encodings, spans, strict=True)
+        ]
+
     def decode(self, ids: Iterable[int], special_tokens: bool = False) -> str:
         text = ""
         for known, run in _runs(ids, self.vocab):
@@ -210,6 +236,12 @@ def load_tokenizer(name: str | Path, end_token: str | None = None) -> Tokenizer:
         )
     definition = _read_json(file)
     return HuggingFaceTokenizer(definition, end_token or _find_end_token(file, definition))
+
+
+def tokenizer_folder(name: str | Path) -> Path:
+    """The folder of the files beside a tokenizer that `load_tokenizer` takes."""
+    path = Path(name)
+    return path.parent if path.is_file() else path
 
 
 def tokenizer_from_json(saved: dict[str, Any]) -> Tokenizer:
@@ -307,6 +339,23 @@ def _runs(ids: Iterable[int], vocab: int) -> Iterator[tuple[bool, list[int]]]:
     known = (tokens >= 0) & (tokens < vocab)
     for run in np.split(tokens, np.flatnonzero(np.diff(known)) + 1) if len(tokens) else ():
         yield bool(0 <= run[0] < vocab), run.tolist()
+
+
+def _ids_of_span(encoding: Any, start: int, stop: int) -> slice:
+    """The ids of an encoding that hold characters of a span."""
+
+    def first_of(characters: range) -> int | None:
+        # no id has some characters, as white space before a special token
+        found = (encoding.char_to_token(at) for at in characters)
+        return next((one for one in found if one is not None), None)
+
+    first, last = first_of(range(start, stop)), first_of(range(start, stop)[::-1])
+    if first is None or last is None:
+        return slice(0)
+    # a character may have several ids, of which the first was found
+    while (place := encoding.token_to_chars(last + 1)) and start <= place[0] < stop:
+        last += 1
+    return slice(first, last + 1)
 
 
 def _as_array(ids: list[int]) -> Ids:

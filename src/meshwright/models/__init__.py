@@ -16,6 +16,7 @@ from meshwright.models.loss import (
     lm_logits,
     next_token_loss,
     target_count,
+    target_weight,
 )
 from meshwright.models.padding import describe_padding, padded_vocab
 from meshwright.models.registry import (
@@ -110,6 +111,7 @@ __all__ = [
     "scans_layers",
     "serving_of",
     "target_count",
+    "target_weight",
     "to_hf_config",
     "torch_only_config",
     "what_fits",

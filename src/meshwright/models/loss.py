@@ -45,7 +45,7 @@ class Metric:
     """A sum over a micro-batch and what it is divided by; over micro-batches both are added."""
 
     sum: jax.Array
-    count: jax.Array | None = None  # None: the number of targets
+    count: jax.Array | None = None  # None: the number of targets, or the sum of their weights
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +66,7 @@ class LossSums:
     """
 
     scaled: jax.Array  # `scale` × the summed loss of the targets
-    count: jax.Array  # number of targets
+    count: jax.Array  # number of targets, or the sum of their weights
     metrics: Mapping[str, Metric]
     extra: Mapping[str, ExtraLoss] = dataclasses.field(default_factory=dict)
 
@@ -84,6 +84,13 @@ class LossSums:
 def target_count(targets: jax.Array) -> jax.Array:
     """How many targets count in the loss."""
     return jnp.sum((targets != IGNORED).astype(jnp.int32))
+
+
+def target_weight(targets: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """What a summed loss is divided by: the number of targets, or the sum of their weights."""
+    if weights is None:
+        return target_count(targets)
+    return jnp.sum(jnp.where(targets == IGNORED, 0.0, weights))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +140,12 @@ def next_token_loss(
     vocab: int,
     compute: Compute,
     loss: LossConfig,
+    weights: jax.Array | None = None,
 ) -> LossSums:
     """The loss of hidden states [batch, length, embed]; the metric `loss` is their entropy.
 
-    Targets are [batch, length], in the same order; `vocab` is the vocabulary without padding.
+    Targets and weights are [batch, length], in the same order; `vocab` is the vocabulary without
+    padding.
     """
     layouts = compute.layouts
     with jax.named_scope("loss"):
@@ -152,8 +161,9 @@ def next_token_loss(
             vocab=vocab,
             bias=head.all_gathered_bias(compute),
             softcap=head.softcap,
+            weights=weights,
         )
-    return LossSums(scaled, target_count(targets), {"loss": Metric(entropy)})
+    return LossSums(scaled, target_weight(targets, weights), {"loss": Metric(entropy)})
 
 
 def _all_gathered(hidden: jax.Array, head: LmHead, compute: Compute) -> Any:

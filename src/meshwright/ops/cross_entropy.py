@@ -39,6 +39,7 @@ def cross_entropy(
     vocab: int | None = None,
     bias: jax.Array | None = None,
     softcap: float | None = None,
+    weights: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over tokens: `scale` times (entropy + z_loss · logsumexp²), and the entropy.
 
@@ -46,28 +47,30 @@ def cross_entropy(
     [batch, length], IGNORED where they do not count. Only the first sum has a gradient. `chunk` is
     the number of tokens whose logits a device computes at a time. In a padded head only the first
     `vocab` entries are tokens: the others have probability 0 and no gradient. Logits are the
-    product plus `bias` [vocab], x, and with a softcap: softcap · tanh(x / softcap).
+    product plus `bias` [vocab], x, and with a softcap: softcap · tanh(x / softcap). With `weights`
+    [batch, length], each token's part of both sums is multiplied by its weight.
     """
     hidden_type = jax.typeof(hidden).sharding.spec
     targets_spec = drop_trivial_axes(spec_of(targets), nontrivial_axes())
-    targets = jax.sharding.reshard(targets, targets_spec)
+    marks = (targets,) if weights is None else (targets, weights)
+    marks = tuple(jax.sharding.reshard(mark, targets_spec) for mark in marks)
     tokens_over = split_axes(targets_spec.partitions)
     vocab_dim = 0 if tied else 1
     vocab_over = axes_of(spec_of(head)[vocab_dim], "head")
     tokens_of_head = None if vocab == head.shape[vocab_dim] else vocab
 
     def local(
-        hidden: jax.Array, head: Any, targets: jax.Array, scale: jax.Array
+        hidden: jax.Array, head: Any, marks: Any, scale: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         fused = _fused(vocab_over, tokens_over, z_loss, chunk, tied, tokens_of_head, softcap)
-        sums = fused(hidden, head, targets, scale)
+        sums = fused(hidden, head, marks, scale)
         return tuple(lax.psum(part, tokens_over) for part in sums) if tokens_over else sums
 
     head_arrays = (head,) if bias is None else (head, bias)
     head_types = tuple(jax.typeof(x).sharding.spec for x in head_arrays)
-    specs = (hidden_type, head_types, targets_spec, jax.P())
+    specs = (hidden_type, head_types, (targets_spec,) * len(marks), jax.P())
     out = (jax.P(), jax.P())
-    return jax.shard_map(local, in_specs=specs, out_specs=out)(hidden, head_arrays, targets, scale)
+    return jax.shard_map(local, in_specs=specs, out_specs=out)(hidden, head_arrays, marks, scale)
 
 
 def keeps_logit_gradients(tokens: int, embed: int, item_bytes: int) -> bool:
@@ -92,7 +95,8 @@ def _fused(
     """The loss on one device, with its own backward pass.
 
     `tokens_of_head`: number of entries of the head that are tokens, None if all are. The head is a
-    tuple of its weight and, if it has one, its bias; so are its gradients.
+    tuple of its weight and, if it has one, its bias; so are its gradients. The marks of tokens are
+    a tuple too: the targets and, if there are any, the weights.
     """
     to_logits = "te,ve->tv" if tied else "te,ev->tv"
     to_hidden = "tv,ve->te" if tied else "tv,ev->te"
@@ -107,12 +111,13 @@ def _fused(
         total = jnp.sum(jnp.exp(logits.astype(jnp.float32) - most[:, None]), axis=-1)
         return jnp.log(over_vocab(lax.psum, total)) + most
 
-    def one_chunk(h: jax.Array, head: Any, targets: jax.Array, scale: jax.Array) -> Any:
+    def one_chunk(h: jax.Array, head: Any, marks: Any, scale: jax.Array) -> Any:
         """Sums of a chunk [tokens], and the gradient of its logits.
 
         Logits have the dtype of the matmul; everything computed from them is float32.
         """
         weight, *bias = head
+        targets, *weights = marks
         vocab = weight.shape[0 if tied else 1]
         logits = jnp.einsum(to_logits, h, weight)
         if bias:
@@ -132,6 +137,8 @@ def _fused(
         at_index = jnp.take_along_axis(logits, index[:, None], axis=1)[:, 0].astype(jnp.float32)
         at_target = over_vocab(lax.psum, jnp.where(local, at_index, 0.0))
         counts = (targets != IGNORED).astype(jnp.float32)
+        if weights:
+            counts *= weights[0]
         entropy = jnp.sum((normalizer - at_target) * counts)
         weighted = scale * (entropy + z_loss * jnp.sum(normalizer**2 * counts))
         dnormalizer = counts * scale * (1 + 2 * z_loss * normalizer)
@@ -149,14 +156,16 @@ def _fused(
         )
         return (weighted, entropy), gradient
 
-    def chunks(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def chunks(hidden: jax.Array, marks: Any) -> tuple[jax.Array, Any]:
         """[chunks, tokens, embed] and [chunks, tokens], padded with ignored tokens."""
-        tokens = targets.size
+        tokens = marks[0].size
         size = min(chunk, tokens)
         missing = -tokens % size
         h = jnp.pad(hidden.reshape(tokens, -1), ((0, missing), (0, 0)))
-        t = jnp.pad(targets.reshape(tokens), (0, missing), constant_values=IGNORED)
-        return h.reshape(-1, size, h.shape[-1]), t.reshape(-1, size)
+        padded = (
+            jnp.pad(mark.reshape(tokens), (0, missing), constant_values=IGNORED) for mark in marks
+        )
+        return h.reshape(-1, size, h.shape[-1]), tuple(x.reshape(-1, size) for x in padded)
 
     def flat(x: jax.Array) -> jax.Array:
         return x.reshape(-1, x.shape[-1])
@@ -166,21 +175,21 @@ def _fused(
         return lax.pcast(x, missing, to="varying") if missing else x
 
     @jax.custom_vjp
-    def fused(hidden: jax.Array, head: Any, targets: jax.Array, scale: jax.Array) -> Any:
+    def fused(hidden: jax.Array, head: Any, marks: Any, scale: jax.Array) -> Any:
         def step(sums: Any, part: Any) -> Any:
             more, _ = one_chunk(part[0], head, part[1], scale)
             return jax.tree.map(jnp.add, sums, more), None
 
         zero = varying(jnp.zeros(()), tokens_over)
-        return lax.scan(step, (zero, zero), chunks(hidden, targets))[0]
+        return lax.scan(step, (zero, zero), chunks(hidden, marks))[0]
 
-    def forward(hidden: jax.Array, head: Any, targets: jax.Array, scale: jax.Array) -> Any:
-        h, t = chunks(hidden, targets)
-        kept = keeps_logit_gradients(t.size, hidden.shape[-1], hidden.dtype.itemsize)
+    def forward(hidden: jax.Array, head: Any, marks: Any, scale: jax.Array) -> Any:
+        h, t = chunks(hidden, marks)
+        kept = keeps_logit_gradients(t[0].size, hidden.shape[-1], hidden.dtype.itemsize)
         whole = kept and current_platform() != "tpu"
         by_chunks = head_gradient_at_once if whole else head_gradient_by_chunks
         sums, head_gradient, hidden_gradient = by_chunks(h, head, t, scale)
-        tokens = hidden_gradient.reshape(-1, hidden.shape[-1])[: targets.size]
+        tokens = hidden_gradient.reshape(-1, hidden.shape[-1])[: marks[0].size]
         head_gradients = tuple(g.astype(x.dtype) for g, x in zip(head_gradient, head, strict=True))
         return sums, (tokens.reshape(hidden.shape), head_gradients)
 
@@ -189,7 +198,7 @@ def _fused(
         axes = tuple(range(gradient.ndim - 1))
         return (jnp.sum(gradient, axis=axes, dtype=jnp.float32),) if len(head) > 1 else ()
 
-    def head_gradient_at_once(h: jax.Array, head: Any, t: jax.Array, scale: Any) -> Any:
+    def head_gradient_at_once(h: jax.Array, head: Any, t: Any, scale: Any) -> Any:
         """The sums, and the gradients of head and hidden [chunks, tokens, embed].
 
         The gradient of the head is one matmul over all tokens.
@@ -202,8 +211,8 @@ def _fused(
 
         zero = varying(jnp.zeros(()), tokens_over)
         start = (zero, zero)
-        if len(t) == 1:  # a single chunk needs no loop
-            sums, made = step(start, (h[0], t[0]))
+        if len(h) == 1:  # a single chunk needs no loop
+            sums, made = step(start, jax.tree.map(lambda x: x[0], (h, t)))
             gradients, hidden_gradient = (x[None] for x in made)
         else:
             sums, (gradients, hidden_gradient) = lax.scan(step, start, (h, t))
@@ -211,13 +220,15 @@ def _fused(
         of_weight = jnp.einsum(to_head, *(flat(x) for x in operands))
         return sums, (of_weight, *bias_gradient(head, gradients)), hidden_gradient
 
-    def head_gradient_by_chunks(h: jax.Array, head: Any, t: jax.Array, scale: Any) -> Any:
+    def head_gradient_by_chunks(h: jax.Array, head: Any, t: Any, scale: Any) -> Any:
         """The same, with the gradient of the head accumulated over chunks in float32."""
 
         def fold(i: Any) -> Any:
             """A chunk's sums, its part of the head's gradient, and its hidden gradient."""
-            chunk_hidden, targets = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (h, t))
-            sums, gradient = one_chunk(chunk_hidden, head, targets, scale)
+            chunk_hidden, marks = jax.tree.map(
+                lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), (h, t)
+            )
+            sums, gradient = one_chunk(chunk_hidden, head, marks, scale)
             operands = (gradient, chunk_hidden) if tied else (chunk_hidden, gradient)
             of_weight = jnp.einsum(to_head, *operands, preferred_element_type=jnp.float32)
             head_gradient = (of_weight, *bias_gradient(head, gradient))
@@ -228,7 +239,7 @@ def _fused(
             hidden_gradient = lax.dynamic_update_index_in_dim(hidden_gradient, chunk_gradient, i, 0)
             return jax.tree.map(jnp.add, folded, more), hidden_gradient
 
-        if current_platform() == "tpu" and len(t) > 1:
+        if current_platform() == "tpu" and len(h) > 1:
             # all chunks in the loop: logits outside of it would get memory of their own
             zero = varying(jnp.zeros(()), tokens_over)
             everywhere = (*tokens_over, *vocab_over)
@@ -237,10 +248,10 @@ def _fused(
         else:
             # start with the first chunk: zeros would cost a write and a read of the head
             first, chunk_gradient = fold(0)
-            carry = first, jnp.pad(chunk_gradient[None], ((0, len(t) - 1), (0, 0), (0, 0)))
+            carry = first, jnp.pad(chunk_gradient[None], ((0, len(h) - 1), (0, 0), (0, 0)))
             start = 1
-        if start < len(t):
-            carry = lax.fori_loop(start, len(t), step, carry)
+        if start < len(h):
+            carry = lax.fori_loop(start, len(h), step, carry)
         (sums, head_gradient), hidden_gradient = carry
         return sums, head_gradient, hidden_gradient
 

@@ -208,7 +208,7 @@ class ServeConfig:
     name: str | None = None
     """Name of the model in requests; the folder's name by default."""
     chat_template: Path | None = None
-    """A jinja2 chat template, instead of the model's own."""
+    """A jinja2 chat template, or "chatml", instead of the model's own."""
     tool_calls: Literal["auto", "hermes", "llama", "none"] = "auto"
     """Format of tool calls in the model's text; auto: by its chat template."""
     generation_config: Literal["auto", "none"] = "auto"

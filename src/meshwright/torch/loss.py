@@ -40,17 +40,24 @@ class _VocabParallel(torch.autograd.Function):
 
 
 def cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    ignore_index: int = -100,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sum of the losses of all tokens but those with `ignore_index`, in float32.
 
-    `labels`: [tokens]. `logits`: [tokens, vocab] or [batch, length, vocab], plain, or a DTensor
-    split over its last dim.
+    `labels`, and `weights` that multiply the losses: [tokens]. `logits`: [tokens, vocab] or
+    [batch, length, vocab], plain, or a DTensor split over its last dim.
     """
     if not isinstance(logits, DTensor):
-        return functional.cross_entropy(
-            logits.flatten(0, -2).float(), labels, ignore_index=ignore_index, reduction="sum"
-        )
+        flat = logits.flatten(0, -2).float()
+        if weights is None:
+            return functional.cross_entropy(
+                flat, labels, ignore_index=ignore_index, reduction="sum"
+            )
+        losses = functional.cross_entropy(flat, labels, ignore_index=ignore_index, reduction="none")
+        return (losses * weights).sum()
     if [p.is_shard(logits.ndim - 1) or p.is_shard(-1) for p in logits.placements] != [True]:
         raise MeshwrightError(
             f"logits are placed {logits.placements}; cross_entropy takes those of "
@@ -61,7 +68,7 @@ def cross_entropy(
     local = logits.to_local().flatten(0, -2).float()
     first = first_of_rank(logits.shape[-1], logits.device_mesh)
     losses = _VocabParallel.apply(local, torch.where(valid, labels, 0), first, group)
-    return (losses * valid).sum()
+    return (losses * (valid if weights is None else valid * weights)).sum()
 
 
 def causal_lm_loss(

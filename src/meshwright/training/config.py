@@ -116,9 +116,14 @@ class TrainConfig:
     submesh: str | None = None
     """As in T5X: the tile of a model replica as x,y,z,cores, such as 2,1,1,2; the rest is dp."""
     data: str = "embedded"
-    """A token store, several with weights (a.store:0.7,b.store:0.3), or the embedded stories."""
-    objective: Literal["auto", "next-token", "span-corruption", "prefix-lm"] = "auto"
-    """What is predicted; auto: next tokens for decoders, corrupted spans for T5."""
+    """A token store, a file that is packed on first use (chat.jsonl), several with weights
+    (a.store:0.7,b.store:0.3), or the embedded stories."""
+    pack: bool = True
+    """Pack several documents into a sequence; --no-pack gives each document a sequence of its own,
+    cut or padded to --seq."""
+    objective: Literal["auto", "next-token", "span-corruption", "prefix-lm", "examples"] = "auto"
+    """What is predicted; auto: next tokens for decoders, corrupted spans for T5. Of T5, examples:
+    the encoder reads a prompt, the decoder predicts the answer."""
     steps: int = 1000
     """Number of optimizer steps."""
     stop_at: int | None = None

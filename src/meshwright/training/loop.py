@@ -271,10 +271,12 @@ class Loop:
             sums = self.backend.evaluate()
         self.check_owned()
         self.evaluated = step
-        means = {name: total / max(counted, 1) for name, (total, counted) in sums.items()}
+        means = {name: total / (counted or 1) for name, (total, counted) in sums.items()}
         log.write(step, {f"eval_{name}": value for name, value in means.items()})
         shown = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
-        live.print(f"step {step}: eval {shown} over {sums['loss'][1]:,} tokens")
+        counted = sums["loss"][1]
+        over = f"{counted:,} tokens" if isinstance(counted, int) else f"a weight of {counted:,.4g}"
+        live.print(f"step {step}: eval {shown} over {over}")
 
     # checkpoints
 
@@ -362,6 +364,8 @@ class Loop:
             f"{count(config.accumulation, 'micro-batch')} of {sequences}; data {config.data}; "
             f"steps {first} to {config.steps}"
         )
+        for line in backend.loader.remarks():
+            self._say(line)
         warmup = config.optimizer.warmup(config.steps)
         if config.optimizer.warmup_steps is None and warmup < DEFAULT_WARMUP:
             self._say(
@@ -389,7 +393,8 @@ class Loop:
             "FLOPs of a token": backend.work.formula,
         }
         tokenizer = backend.loader.mixture.tokenizer
-        return description_files(settings, about, tokenizer.to_json())
+        files = description_files(settings, about, tokenizer.to_json())
+        return files | backend.loader.mixture.template_files()
 
     def _say(self, text: str) -> None:
         if self.speaks:

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from meshwright.data import (
+    WEIGHTS,
+    EncoderDecoderObjective,
     Loader,
     Mixture,
     Tokenizer,
@@ -23,7 +26,7 @@ from meshwright.models import SOURCE, SPECIAL_TOKENS, describe_padding, family_o
 from meshwright.training.abstract_step import AbstractStep, abstract_step
 from meshwright.training.config import TrainConfig
 from meshwright.training.run.trackers import check_trackers
-from meshwright.training.setup import objective_of
+from meshwright.training.setup import mixture_of, objective_of
 from meshwright.training.state import TrainState, stored_state
 
 
@@ -46,6 +49,9 @@ def prepare(config: TrainConfig) -> Setup:
     check_trackers(config.log.tensorboard, config.log.wandb is not None)
     step = abstract_step(config)
     data = prepare_data(config, step.model)
+    if data.loader.is_weighted:
+        weights = step.batch["tokens"].update(dtype=jnp.float32)
+        step = dataclasses.replace(step, batch=step.batch | {WEIGHTS: weights})
     return Setup(
         step,
         data.model,
@@ -84,11 +90,14 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
     weights = weights_folder(config)
     if weights is not None:
         _check_weights(weights, config, model)
-    mixture = Mixture.parse(config.data)
+    mixture = mixture_of(config)
     tokenizer = None
     if weights is not None and (weights / "tokenizer.json").exists():
         tokenizer = load_tokenizer(str(weights))
     objective = objective_of(config, model, mixture.tokenizer)
+    if objective is not None:
+        _check_objective(objective, mixture)
+    packed = config.pack and (objective is None or not objective.of_examples)
     seq = config.seq if objective is None else objective.raw_length
     held_out = config.eval.sequences
     check_data(
@@ -98,6 +107,7 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
         batch=config.batch,
         held_out=held_out,
         tokenizer=tokenizer,
+        packed=packed,
     )
     loader = training_loader(
         mixture,
@@ -107,15 +117,41 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
         seed=config.seed,
         held_out=held_out,
         objective=objective,
+        packed=packed,
     )
     eval_loader = None
     if held_out:
         micro_batch = config.batch // config.accumulation
         eval_loader = held_out_loader(
-            mixture, batch=micro_batch, seq=seq, held_out=held_out, objective=objective
+            mixture,
+            batch=micro_batch,
+            seq=seq,
+            held_out=held_out,
+            objective=objective,
+            packed=packed,
         )
     fields = _hf_config(config, model, mixture.tokenizer)
     return Data(loader, eval_loader, dataclasses.replace(model, hf_config=fields))
+
+
+def _check_objective(objective: EncoderDecoderObjective, mixture: Mixture) -> None:
+    """Raise if a store holds texts where examples are needed, or the reverse."""
+    for store in mixture.stores:
+        if store.weights is not None and not objective.of_examples:
+            raise MeshwrightError(
+                f"data '{store.name}' holds examples with a loss mask, and {objective.name} makes "
+                "its own targets from texts; give --objective examples, or pack texts"
+            )
+        if store.weights is None and objective.of_examples:
+            raise MeshwrightError(
+                f"objective 'examples' needs prompts with answers, and data '{store.name}' holds "
+                "texts; pack records such as inputs/targets, or choose another --objective"
+            )
+        if store.is_weighted:
+            raise MeshwrightError(
+                f"data '{store.name}' has weights other than 0 and 1, which encoder-decoder models "
+                "do not take; pack it without --weigh examples and --weight-field"
+            )
 
 
 def _check_weights(folder: Path, config: TrainConfig, model: Any) -> None:

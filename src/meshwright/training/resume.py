@@ -115,6 +115,7 @@ def check_resume(
     before["optimizer"].setdefault("moments", "auto")
     before.setdefault("trainable", [])  # and trained everything
     before.setdefault("lora", dataclasses.asdict(LoraConfig()))
+    before.setdefault("pack", True)  # on packed documents
     check_saved(now, before, where)
     if now["steps"] != before["steps"]:
         say(
@@ -169,13 +170,15 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 # what Loader.describe() names, and the flag that sets it
 _FLAGS = {"sources": "--data", "batch": "--batch", "seq": "--seq", "seed": "--seed"}
-_FLAGS |= {"held_out": "--eval.sequences", "objective": "--objective"}
+_FLAGS |= {"held_out": "--eval.sequences", "objective": "--objective", "packed": "--pack"}
 
 
 def _check_data(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
     """The data comes in the same order as it did, or an error says what differs."""
     # a tokenizer changes with its store, whose name says more
-    for name in sorted({**now, "objective": None}, key=lambda name: name != "sources"):
+    for name in sorted(
+        {**now, "objective": None, "packed": None}, key=lambda name: name != "sources"
+    ):
         was: Any = before.get(name)
         is_now: Any = now.get(name)
         if name == "sources":
@@ -183,6 +186,8 @@ def _check_data(before: dict[str, Any], now: dict[str, Any], where: str) -> None
             was, is_now = _sources_text(before[name]), _sources_text(is_now)
         else:
             differ = was != is_now
+        if name == "packed":
+            was, is_now = was is None, is_now is None
         if name == "objective":
             was, is_now = _objective_text(was, is_now), _objective_text(is_now, was)
         if differ:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.data import Mixture
 from meshwright.launch import (
     Fact,
     Joined,
@@ -17,7 +16,7 @@ from meshwright.launch import (
 )
 from meshwright.models import model_config, model_to_dict
 from meshwright.training.config import TrainConfig
-from meshwright.training.setup import choose_rules, file_rules, model_of
+from meshwright.training.setup import choose_rules, file_rules, mixture_of, model_of
 
 # what may differ between processes: who each one is, and what process 0 alone acts on
 MAY_DIFFER = frozenset(
@@ -43,7 +42,7 @@ def check_same_settings(
 def settings_facts(config: TrainConfig, packages: Sequence[str] = PACKAGES) -> dict[str, Fact]:
     """All that must be the same, by the name a user knows it by."""
     model = model_to_dict(model_config(config.model))
-    data = Mixture.parse(config.data).describe()
+    data = mixture_of(config).describe()
     for source in data["sources"]:
         del source["name"]
     init = config.init_from

@@ -9,7 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from meshwright.data import OBJECTIVES, EncoderDecoderObjective, Tokenizer, sentinel_top
+from meshwright.data import (
+    OBJECTIVES,
+    EncoderDecoderObjective,
+    Mixture,
+    Tokenizer,
+    open_or_pack,
+    sentinel_top,
+)
 from meshwright.errors import MeshwrightError, one_of
 from meshwright.layouts import Rules, select_trainable
 from meshwright.machines import CHIPS, Chip, Machine, chip_of_kind
@@ -49,6 +56,15 @@ from meshwright.training.config import ComputeConfig, TrainConfig
 def model_of(config: TrainConfig) -> Any:
     """The model that the settings name, with their changes to it."""
     return override(model_config(config.model), config.override, config.seq)
+
+
+def mixture_of(config: TrainConfig) -> Mixture:
+    """The data of the settings; files are packed on first use, with the model's tokenizer."""
+    folders = (config.init_from, Path(config.model), Path(config.model).parent)
+    with_tokenizer = (one for one in folders if one and (one / "tokenizer.json").is_file())
+    is_named = config.init_from is not None or Path(config.model).exists()
+    tokenizer = next(map(str, with_tokenizer), "bytes") if is_named else "bytes"
+    return Mixture.parse(config.data, lambda path: open_or_pack(path, tokenizer))
 
 
 def objective_of(

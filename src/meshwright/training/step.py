@@ -17,7 +17,15 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec, resized_like
-from meshwright.models import Compute, LossConfig, LossSums, Metric, family_of, target_count
+from meshwright.models import (
+    Compute,
+    LossConfig,
+    LossSums,
+    Metric,
+    family_of,
+    target_count,
+    target_weight,
+)
 from meshwright.ops import COMPILER_OPTIONS as FP8_OPTIONS
 from meshwright.ops import current_platform
 from meshwright.training.state import TrainState
@@ -30,7 +38,7 @@ from meshwright.training.trainable import (
     with_unfrozen,
 )
 
-# tokens, targets, segments, positions: [micro-batches, sequences, length]
+# tokens, targets, segments, positions, maybe weights: [micro-batches, sequences, length]
 Batch = dict[str, jax.Array]
 Report = dict[str, jax.Array]
 Metrics = dict[str, Metric]
@@ -104,6 +112,7 @@ def step_functions(
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
         counted = target_count(batch["targets"])
         scale = 1.0 / jnp.maximum(counted, 1).astype(jnp.float32)
+        batch = _with_mean_weight_one(batch, counted)
         params = cast_matrices(state.params, arrays, compute.dtype)
         (total, metrics), gradient = _over_micro_batches(total_of, params, arrays, batch, scale)
         trained = trained_part(arrays, state.params)
@@ -223,6 +232,15 @@ def _over_micro_batches(
     nothing = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained)
     zeros = _zeros_of(total_of, params, _first(batch), scale)
     return lax.scan(add_micro_batch, (zeros, nothing), batch)[0]
+
+
+def _with_mean_weight_one(batch: Batch, counted: jax.Array) -> Batch:
+    """Weights such that a sum over targets times one over their number is the weighted mean."""
+    if "weights" not in batch:
+        return batch
+    total = target_weight(batch["targets"], batch["weights"])
+    factor = counted.astype(jnp.float32) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    return batch | {"weights": batch["weights"] * factor}
 
 
 def _first(batch: Batch) -> Batch:

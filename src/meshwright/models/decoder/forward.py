@@ -79,9 +79,13 @@ def loss(
 ) -> LossSums:
     """Of a micro-batch [batch, length]: the loss of its targets."""
     x, _, sequences = _forward(params, batch, config, compute)
-    targets = sequences.arranged(reshard(batch["targets"], compute.layouts.tokens))
-    head = lm_head(params, config)
-    return next_token_loss(x, head, targets, scale, config.vocab, compute, settings)
+
+    def arranged(field: jax.Array) -> jax.Array:
+        return sequences.arranged(reshard(field, compute.layouts.tokens))
+
+    head, targets = lm_head(params, config), arranged(batch["targets"])
+    weights = arranged(batch["weights"]) if "weights" in batch else None
+    return next_token_loss(x, head, targets, scale, config.vocab, compute, settings, weights)
 
 
 def _forward(

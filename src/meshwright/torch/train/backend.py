@@ -21,7 +21,15 @@ from meshwright.torch.load import initialize, load_hf
 from meshwright.torch.loss import cross_entropy
 from meshwright.torch.mesh import Axes, axes_of, data_shard
 from meshwright.torch.parallelize import parallelize, parallelized
-from meshwright.torch.train.batch import Arrays, micro_batches, model_inputs, targets
+from meshwright.torch.train.batch import (
+    Arrays,
+    counted_weight,
+    micro_batches,
+    model_inputs,
+    target_count,
+    target_weights,
+    targets,
+)
 from meshwright.torch.train.from_jax import as_pieces
 from meshwright.torch.train.launcher import by_torchrun
 from meshwright.torch.train.settings import check_settings
@@ -194,8 +202,8 @@ class TorchBackend(Backend):
     def step(self, batch: Any) -> dict[str, Any]:
         self._optimizer.zero_grad()
         shards = self.num_devices // self._axes.tp
-        counted = self._sum([float((batch["targets"] >= 0).sum())])[0]
-        scale = 1.0 / max(counted, 1.0)
+        counted, weight = self._sum([float(target_count(batch)), counted_weight(batch)])
+        scale = 1.0 / (weight or 1.0)
         entropy = torch.zeros((), device=self._device)
         for part in micro_batches(batch):
             losses = self._entropy(part)
@@ -253,7 +261,9 @@ class TorchBackend(Backend):
             **model_inputs(part, self._window, self._device, self._own_masks)
         ).logits
         wanted = targets(part, self._device)
-        return self._cross_entropy(logits, wanted.reshape(-1))
+        weights = target_weights(part, self._device)
+        weighted = {} if weights is None else {"weights": weights.reshape(-1)}
+        return self._cross_entropy(logits, wanted.reshape(-1), **weighted)
 
     def _keys_seen(self, batch: Arrays) -> float:
         """Keys that a token attends to, on average over this rank's sequences."""
@@ -272,14 +282,14 @@ class TorchBackend(Backend):
 
     def evaluate(self) -> dict[str, tuple[float, float]]:
         assert self.eval_loader is not None
-        entropy, counted = torch.zeros((), device=self._device), 0
+        entropy, counted = torch.zeros((), device=self._device), 0.0
         with torch.no_grad():
             for _, batch in self.eval_loader.iterate_part(0, self._sequences):
                 for part in micro_batches(batch):
                     entropy += self._entropy(part)
-                    counted += int((part["targets"] >= 0).sum())
-        total, tokens = self._sum([entropy, float(counted)])
-        return {"loss": (total, round(tokens))}
+                    counted += counted_weight(part)
+        total, weight = self._sum([entropy, counted])
+        return {"loss": (total, weight if self.eval_loader.is_weighted else round(weight))}
 
     def is_finite(self) -> bool:
         own = [param.to_local() for param in _dtensors(self.network)]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.data import NO_TARGET
+from meshwright.data import NO_TARGET, WEIGHTS
 
 IGNORED = -100
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
@@ -42,6 +42,23 @@ def targets(batch: Arrays, device: torch.device) -> torch.Tensor:
     """The next tokens, IGNORED where there is none."""
     wanted = batch["targets"]
     return _long(np.where(wanted == NO_TARGET, IGNORED, wanted), device)
+
+
+def target_weights(batch: Arrays, device: torch.device) -> torch.Tensor | None:
+    """The weights of the targets; None if all are 1."""
+    return torch.from_numpy(batch[WEIGHTS]).to(device) if WEIGHTS in batch else None
+
+
+def counted_weight(batch: Arrays) -> float:
+    """What a summed loss is divided by: the number of targets, or the sum of their weights."""
+    if WEIGHTS in batch:
+        return float(batch[WEIGHTS].sum(dtype=np.float64))
+    return target_count(batch)
+
+
+def target_count(batch: Arrays) -> int:
+    """How many targets count in the loss."""
+    return int((batch["targets"] != NO_TARGET).sum())
 
 
 def micro_batches(batch: Arrays) -> Iterator[Arrays]:
