@@ -146,6 +146,9 @@ OPTIMIZER_BYTES = {"adamw": 40, "lion": 32, "adafactor": 28, "muon": 36}
 # of those, moments in float32 that are read and written; kept in fewer bytes they count as those
 MOMENTS_READ_AND_WRITTEN = {"adamw": 4, "lion": 2, "adafactor": 0, "muon": 2}
 ACCUMULATION_BYTES = 12  # of each parameter, for each micro-batch
+# for each input and output of an adapted matrix, numbers read and written in all passes: x twice,
+# the gradient of x three times, the update and its sum four, the gradient of the output twice
+ADAPTER_NUMBERS = 5.5
 # measured: seconds of a step in which nothing runs, 4 to 6 ms on H200
 IDLE_STEP = 4e-3
 

@@ -9,7 +9,7 @@ from meshwright.ops.attention import backward_kernels
 from meshwright.planner import efficiency
 from meshwright.planner.attention import attention_slowdown, keys_seen, splits_of
 from meshwright.planner.device import ITEM_BYTES
-from meshwright.planner.sizes import BlockSizes, Matrix, StackSizes
+from meshwright.planner.sizes import BlockSizes, Matrix, StackSizes, adapter_numbers
 from meshwright.planner.step import StepModel, Work
 
 
@@ -64,6 +64,9 @@ def train_work(
         weights_read += item * stack.weights / tp * stack.layers * micro_batches * 3
     attention = _attention(step, again="attention" not in saved)
     tokens = step.device.tokens
+    if rank := workload.config.lora.rank:
+        sides = adapter_numbers(workload.model, workload.config.lora, ()) / rank / tp
+        moved += item * efficiency.ADAPTER_NUMBERS * sides * tokens * micro_batches * repeated
     vocab_on_device = step.device.padded_vocab / tp
     shape = vocab_on_device * sizes.embed, vocab_on_device, tokens
     head_flops, head_seconds = _matmul(step, shape, 2.0 + sizes.trains_head)
@@ -91,7 +94,7 @@ def train_work(
     seconds["loop over layers"] = (scan - 1) * layers
     seconds["idle"] = efficiency.IDLE_STEP
     return Work(
-        flops=family_of(workload.model).flops(workload.model, known)
+        flops=(family_of(workload.model).flops(workload.model, known) - _frozen_flops(step))
         * workload.batch
         / choice.devices,
         computed=matmuls.computed + head_flops + attention.computed,
@@ -102,6 +105,17 @@ def train_work(
         attention_forward=attention.forward,
         attention_backward=attention.backward,
     )
+
+
+def _frozen_flops(step: StepModel) -> float:
+    """Of an example: what the gradients of weights that are not trained would take."""
+    workload, sizes = step.workload, step.workload.sizes
+    flops = 0.0
+    for stack in sizes.stacks:
+        frozen = stack.layers * (stack.weights - stack.gradient_weights)
+        flops += 2.0 * frozen * workload.lengths[stack.field]
+    head = 0 if sizes.trains_head else workload.model.vocab * sizes.embed
+    return flops + 2.0 * head * workload.lengths["tokens"]
 
 
 def _matmul(step: StepModel, shape: tuple[float, float, int], passes: float) -> tuple[float, float]:

@@ -33,7 +33,7 @@ from meshwright.training.setup import (
 from meshwright.training.state import TrainState, abstract_state
 from meshwright.training.step import StepFunctions, step_functions
 from meshwright.training.tpu import overlap_choice
-from meshwright.training.work import StepWork
+from meshwright.training.work import StepWork, frozen_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,9 @@ class AbstractStep:
     @property
     def work(self) -> StepWork:
         """The FLOPs of a step."""
-        return StepWork(self.model, {name: field.shape[2] for name, field in self.batch.items()})
+        lengths = {name: field.shape[2] for name, field in self.batch.items()}
+        alone = "encoder_tokens" not in lengths
+        return StepWork(self.model, lengths, frozen_weights(self.arrays) if alone else 0)
 
     def lower(self) -> Any:
         """The train step, lowered for the mesh's platform; `.compile()` compiles it."""

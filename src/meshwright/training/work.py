@@ -1,8 +1,11 @@
 """The FLOPs of a training step."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from meshwright.models import family_of
 from meshwright.present import amount
@@ -14,6 +17,9 @@ class StepWork:
 
     model: Any
     lengths: Mapping[str, int]
+    frozen: int = 0
+    """Weights of matmuls that are not trained, of a model that reads one sequence: the step has no
+    matmul for their gradients."""
 
     @property
     def tokens_of_example(self) -> int:
@@ -27,16 +33,31 @@ class StepWork:
         """
         packed = {} if keys_seen is None else {"keys_seen": keys_seen}
         flops = family_of(self.model).flops(self.model, self.lengths, **packed)
-        return flops / self.tokens_of_example
+        return flops / self.tokens_of_example - 2 * self.frozen
 
     @property
     def formula(self) -> str:
         """How the FLOPs of a token are counted, in words."""
         if family_of(self.model).keys_seen is None:
-            return f"{amount(self.flops_per_token(), 'FLOP')}: 6 a weight, and attention"
+            return f"{amount(self.flops_per_token(), 'FLOP')}: {self._per_weight}, and attention"
         weights = self.flops_per_token(0.0)
         return (
-            f"{amount(weights, 'FLOP')} (6 a weight) + "
+            f"{amount(weights, 'FLOP')} ({self._per_weight}) + "
             f"{amount(self.flops_per_token(1.0) - weights, 'FLOP')} × keys seen: those that a "
             "query attends to within its document and window, on average"
         )
+
+    @property
+    def _per_weight(self) -> str:
+        return "6 a weight, 4 a frozen one" if self.frozen else "6 a weight"
+
+
+def frozen_weights(arrays: Any) -> int:
+    """Of these ArraySpecs, the weights of layers and LM head that are not trained."""
+    frozen = 0
+    for spec in jax.tree.leaves(arrays):
+        if spec.kind == "matrix":
+            trained = spec.trained_part
+            frozen += math.prod(spec.unpadded_shape)
+            frozen -= 0 if trained is None else math.prod(trained.unpadded_shape)
+    return frozen

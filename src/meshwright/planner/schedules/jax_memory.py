@@ -97,7 +97,7 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
     found["end"] = end
     for name, moment in found.items():
         # a GPU has no use for the cast weights at the end, unless another micro-batch follows
-        if device.casts and (name != "end" or device.is_tpu or choice.accumulation > 1):
+        if device.copies and (name != "end" or device.is_tpu or choice.accumulation > 1):
             moment["weights in bfloat16"] = used * step.layers_up_to[needed[name]]
         if choice.accumulation > 1 and name != "loss":
             by_layer = device.frees_by_layer and name != "end"

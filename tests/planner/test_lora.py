@@ -1,0 +1,51 @@
+"""Plans of LoRA: against the step that one H200 ran, and what fits."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import MeshwrightError
+from meshwright.models import LoraConfig
+from meshwright.planner import plan
+from meshwright.planner.sizes import adapter_numbers, sizes_of
+from meshwright.training import TrainConfig
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
+
+
+def config(model: str, batch: int, seq: int, rank: int = 16) -> TrainConfig:
+    return TrainConfig(model, mesh="auto", batch=batch, seq=seq, lora=LoraConfig(rank, 32.0))
+
+
+def test_time_and_memory_are_those_of_one_gpu() -> None:
+    section = RESULTS.read_text().partition("## LoRA: one step on one GPU")[2].partition("\n## ")[0]
+    row = re.search(r"\| ours \| ([\d.]+) ms \|.*?\| ([\d.]+) GiB \|", section)
+    assert row is not None
+    best = plan(config("llama-3.1-8b", 4, 2048), "h200:1").best
+    assert best.choice.remat == "none"
+    assert 0.92 <= best.memory.total / 2**30 / float(row[2]) <= 1.08
+    assert 0.9 <= best.step_seconds * 1e3 / float(row[1]) <= 1.1
+
+
+def test_what_does_not_fit_in_training_fits_with_lora() -> None:
+    with pytest.raises(MeshwrightError, match="fits on no mesh"):
+        plan("llama-3.1-70b", "h100:8", batch=8, seq=2048)
+    found = plan(config("llama-3.1-70b", 8, 2048), "h100:8")
+    assert found.best.memory.fits
+    kinds = found.best.memory.kinds
+    assert kinds["optimizer"] < 0.1 * kinds["parameters"]
+
+
+def test_numbers_of_an_adapter_are_split_as_its_matrices() -> None:
+    model = TrainConfig("llama-3.1-8b").model
+    from meshwright.models import preset
+
+    llama, lora = preset(model), LoraConfig(16)
+    sides = 32 * (8192 + 2 * 5120 + 8192 + 3 * 18432)
+    assert adapter_numbers(llama, lora, ()) == 16 * sides
+    assert not sizes_of(llama, (), lora).trained_parameters
+    # of wq the first factor is split over fsdp, the second over tp
+    one = LoraConfig(16, targets=("wq",))
+    found = adapter_numbers(llama, one, (("fsdp", 4), ("tp", 2)))
+    assert found == 16 * 32 * (4096 // 4 + 4096 // 2)
