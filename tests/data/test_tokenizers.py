@@ -16,6 +16,7 @@ from meshwright.data import (
     decode_stream,
     embedded_text,
     load_tokenizer,
+    tokenizer_files,
     tokenizer_from_json,
 )
 from meshwright.errors import MeshwrightError
@@ -173,3 +174,17 @@ def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(MeshwrightError) as said:
             mistake()
         assert words in str(said.value)
+
+
+def test_the_tokenizer_of_bytes_is_the_same_in_a_folder(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for name, content in tokenizer_files(ByteTokenizer()).items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path).identity == ByteTokenizer.identity
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = "né <|endoftext|>\n\t“ü”"
+    ids = theirs(text).input_ids
+    assert ids == [*"né ".encode(), 256, *"\n\t“ü”".encode()]
+    assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == 256

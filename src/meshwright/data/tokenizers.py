@@ -235,6 +235,8 @@ def load_tokenizer(name: str | Path, end_token: str | None = None) -> Tokenizer:
             "tokenizer.json or a folder that holds one"
         )
     definition = _read_json(file)
+    if definition == _bytes_definition(ByteTokenizer.end_of_document) and end_token is None:
+        return ByteTokenizer()  # whose stores are as good
     return HuggingFaceTokenizer(definition, end_token or _find_end_token(file, definition))
 
 
