@@ -42,7 +42,7 @@ def _slow_unless_short(*name: Any) -> Any:
         for tied in (False, True)
     ],
 )
-def test_twenty_steps_are_those_of_one_process(
+def test_steps_are_those_of_one_process(
     on_six: SixProcesses, kind: str, tied: bool, mesh: str
 ) -> None:
     found = result(on_six, f"train {kind}{' tied' if tied else ''}")[mesh]
