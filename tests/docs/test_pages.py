@@ -1,13 +1,10 @@
 """Every snippet of every page runs, and prints what the page shows."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tests.patience import PATIENCE_S
+from tests.forked import Commands
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
@@ -25,17 +22,20 @@ LONG = ("docs/train/long-context.md", "docs/plan/prove.md")
     ],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_every_snippet_of_the_page_runs(page: Path, tmp_path: Path) -> None:
-    runner = Path(__file__).with_name("run_page.py")
+def test_every_snippet_of_the_page_runs(
+    page: Path, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not re.search(r"^```(python|console)$", page.read_text(), re.MULTILINE):
+        return
+    runner, said = Path(__file__).with_name("run_page.py"), tmp_path / "said"
     # a cache of its own: what was compiled before says less
-    environment = os.environ | {"MESHWRIGHT_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, runner, page], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S,
-        env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    has_snippets = re.search(r"^```(python|console)$", page.read_text(), re.MULTILINE)
-    assert not has_snippets or not done.stdout.startswith("0 snippets")
+    environment = {"MESHWRIGHT_CACHE": str(tmp_path / "cache")}
+    folder = tmp_path / "page"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    code = commands.run_script(runner, [str(page)], said, environment)
+    assert code == 0, said.read_text()
+    assert not re.search("^0 snippets", said.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
