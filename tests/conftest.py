@@ -1,6 +1,5 @@
 """All tests run on 16 simulated CPU devices, with jax in its strictest mode."""
 
-import contextlib
 import gc
 import os
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FAST])
 import jax
 import pytest
 from hypothesis import settings
-from tests.forked import Commands
+from tests.forked import Commands, shared_commands
 from tests.processes import hear_signals
 
 from meshwright.launch.cpu import make_room_for_cpu_collectives
@@ -65,9 +64,8 @@ def fast_proofs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def commands() -> Iterator[Commands]:
-    with contextlib.closing(Commands()) as commands:
-        yield commands
+def commands() -> Commands:
+    return shared_commands()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ backend of jax is there yet, and threads that libraries started wait for work. S
 what it would find if it were started from a shell; the entry is the same.
 """
 
+import atexit
 import dataclasses
 import functools
 import gc
@@ -71,7 +72,11 @@ class Commands:
         return self._order(arguments, out, errors)
 
     def run_script(
-        self, script: Path, arguments: Sequence[str], out: Path, environment: dict[str, str]
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        out: Path,
+        environment: dict[str, str] | None = None,
     ) -> int:
         """The same of `python SCRIPT ARGUMENTS`, with changes to the environment."""
         return self._order(arguments, out, script=str(script), environment=environment)
@@ -96,6 +101,14 @@ class Commands:
         self._orders.close()
         self._answers.close()
         self._wait()
+
+
+@functools.cache
+def shared_commands() -> Commands:
+    """One for all tests of this process."""
+    commands = Commands()
+    atexit.register(commands.close)
+    return commands
 
 
 _imported = False  # whether this process is forked from one with all imports

@@ -1,5 +1,6 @@
 """Every snippet of every page runs, and prints what the page shows."""
 
+import os
 import re
 from pathlib import Path
 
@@ -12,6 +13,10 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*
 
 # pages whose commands take a minute and more
 LONG = ("docs/train/long-context.md", "docs/plan/prove.md")
+# pages that decode with an engine of the usual length: fusions in LLVM's IR compile quickly, and
+# take seconds a step there
+DECODING = ("docs/train/generate.md", "docs/serve/engine.md")
+SLOW_FUSIONS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
 
 
 @pytest.mark.parametrize(
@@ -30,6 +35,8 @@ def test_every_snippet_of_the_page_runs(
     runner, said = Path(__file__).with_name("run_page.py"), tmp_path / "said"
     # a cache of its own: what was compiled before says less
     environment = {"MESHWRIGHT_CACHE": str(tmp_path / "cache")}
+    if str(page.relative_to(ROOT)) in DECODING:
+        environment["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(SLOW_FUSIONS, "")
     folder = tmp_path / "page"
     folder.mkdir()
     monkeypatch.chdir(folder)
