@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 # what `make test` takes of the cases that repeat one thing for many models
 # (tied embeddings are in the short ones that try options, resume and load)
 IN_SHORT = {
-    "train llama",
+    "train llama dp=2,tp=3",
     "train by command gemma2",
     "architecture gemma2",
     "architecture gpt_neox",

@@ -2,8 +2,7 @@
 
 Each case gives plain data; process 0 writes all of them to OUT. Starting processes takes long, so
 one start runs many cases, in processes forked from one that has imported what they need. Of the
-cases that repeat one thing for many models, `short` takes NAMES and `long` the others, for
-more steps.
+cases that repeat one thing for many models, `short` takes NAMES and `long` the others.
 """
 
 import faulthandler
@@ -41,15 +40,17 @@ ARCHITECTURES = (
     "gemma3_text", "glm", "glm4", "gpt_neox", "granite", "helium", "ministral", "nemotron", "olmo",
     "olmo2", "olmo3", "phi", "phi3", "qwen2", "seed_oss", "smollm3", "starcoder2",
 )  # fmt: skip
-STEPS = {"short": 6, "long": 20}
+STEPS = 20
 RANKS = 6
 
 
 def cases() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
     for kind, tied in MODELS:
-        name = f"{kind}{' tied' if tied else ''}"
-        found[f"train {name}"] = lambda k=kind, t=tied: trained(k, t)
+        for text in MESHES:
+            found[f"train {kind}{' tied' if tied else ''} {text}"] = lambda k=kind, t=tied, m=text: (
+                against_one(k, t, m, STEPS, exact=True)
+            )
     for options in (
         {"sequence_parallel": True},
         {"loss_parallel": True},
@@ -147,11 +148,6 @@ def distinct(model: Any) -> int:
         dist.all_gather_object(everyone, param.to_local().detach().numpy().tobytes())
         counts.append(len(set(everyone)))
     return min(counts)
-
-
-def trained(kind: str, tied: bool) -> dict[str, Any]:
-    steps = STEPS[sys.argv[2]]
-    return {text: against_one(kind, tied, text, steps, exact=True) for text in MESHES}
 
 
 def with_options(options: dict[str, Any]) -> dict[str, Any]:
