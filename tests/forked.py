@@ -17,12 +17,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-LONGEST_S = 1200  # ends what hangs
+LONGEST_S = 1200  # ends what hangs; no measure of speed
 
 
 @dataclasses.dataclass
@@ -37,14 +36,6 @@ class Started:
         """The exit status, once it has ended."""
         text = self._status.read_text()
         return int(text) if text.endswith("\n") else None
-
-    def wait(self) -> int:
-        """The exit status."""
-        limit = time.monotonic() + LONGEST_S
-        while (status := self.poll()) is None:
-            assert time.monotonic() < limit, f"process {self.pid} did not end"
-            time.sleep(0.01)
-        return status
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)

@@ -104,7 +104,12 @@ def identifiers(node: ast.AST) -> Iterator[str]:
         yield node.id
 
 
-def matches(text: str, is_name: bool) -> Iterator[tuple[str, str]]:
+@functools.cache
+def matches(text: str, is_name: bool) -> list[tuple[str, str]]:
+    return list(find_matches(text, is_name))
+
+
+def find_matches(text: str, is_name: bool) -> Iterator[tuple[str, str]]:
     """The old words in a text, and what to write instead."""
     if is_name:
         text = re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", text).lower().strip()

@@ -109,7 +109,8 @@ def test_a_signal_in_the_loop_saves_and_ends_with_zero(
     eventually(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size))
     assert process.poll() is None
     process.send_signal(number)
-    assert process.wait() == 0
+    eventually(lambda: process.poll() is not None)
+    assert process.poll() == 0
     out = process.said.read_text()
     steps, _ = read_metrics(run).column("loss")
     assert f"saved step {steps[-1]} ({name})" in out
