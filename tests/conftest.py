@@ -1,5 +1,6 @@
 """All tests run on 16 simulated CPU devices, with jax in its strictest mode."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FAST])
 import jax
 import pytest
 from hypothesis import settings
+from tests.forked import Commands, shared_commands
 from tests.processes import hear_signals
 
 from meshwright.launch.cpu import make_room_for_cpu_collectives
@@ -38,6 +40,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection() -> None:
+    gc.disable()  # all that collecting makes is kept
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def fast_proofs() -> Iterator[None]:
     """Proofs leave XLA_FLAGS out, which say nothing of another machine; here CPUs' have them."""
@@ -50,6 +61,11 @@ def fast_proofs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(proof, "child_environment", environment)
         yield
+
+
+@pytest.fixture(scope="session")
+def commands() -> Commands:
+    return shared_commands()
 
 
 @pytest.fixture

@@ -4,11 +4,13 @@ import dataclasses
 import json
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
-from tests.patience import PATIENCE_S
+from tests.forked import shared_commands
+
+SEVERAL_COMMANDS = Path(__file__).with_name("several_commands.py")
 
 
 def free_port() -> str:
@@ -39,46 +41,15 @@ class Ended:
     err: str
 
 
-# in one process, which saves importing jax for each command
-_PROGRAM = """
-import contextlib, io, json, resource, signal, sys
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 1)
-from meshwright.cli.main import main
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-ended = []
-for arguments in json.loads(sys.argv[1]):
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    if arguments[0] == "[limit]":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(arguments[1]), hard))
-        continue
-    if arguments[0] == "[python]":
-        exec(arguments[1])
-        continue
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(arguments)
-        except SystemExit as end:
-            code = end.code
-    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    ended.append((code, out.getvalue(), err.getvalue()))
-print(json.dumps(ended))
-"""
-
-
 def run_commands(*commands: Sequence[str]) -> list[Ended]:
     """`meshwright COMMAND` for each, one after the other in one process with one CPU device.
 
     `("[limit]", bytes)` limits the size of files the next command may write, as a full disk does;
     `("[python]", code)` runs code in between.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, json.dumps([list(command) for command in commands])],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [Ended(*ended) for ended in json.loads(done.stdout.splitlines()[-1])]
+    with tempfile.TemporaryDirectory() as folder:
+        said, out = Path(folder, "said"), Path(folder, "ended.json")
+        arguments = [json.dumps([list(command) for command in commands]), str(out)]
+        code = shared_commands().run_script(SEVERAL_COMMANDS, arguments, said)
+        assert code == 0, said.read_text()
+        return [Ended(*ended) for ended in json.loads(out.read_text())]

@@ -1,6 +1,7 @@
 """Names, comments, messages and pages use the field's words, not the ones this project had before."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -72,7 +73,12 @@ ALLOWED = {
 }
 
 
-def texts() -> Iterator[tuple[str, int, str, bool]]:
+@functools.cache
+def texts() -> list[tuple[str, int, str, bool]]:
+    return list(read_texts())
+
+
+def read_texts() -> Iterator[tuple[str, int, str, bool]]:
     """(file, line, text, whether it is an identifier) of everything that is checked."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for number, line in enumerate(page.read_text().splitlines(), start=1):
@@ -98,7 +104,12 @@ def identifiers(node: ast.AST) -> Iterator[str]:
         yield node.id
 
 
-def matches(text: str, is_name: bool) -> Iterator[tuple[str, str]]:
+@functools.cache
+def matches(text: str, is_name: bool) -> list[tuple[str, str]]:
+    return list(find_matches(text, is_name))
+
+
+def find_matches(text: str, is_name: bool) -> Iterator[tuple[str, str]]:
     """The old words in a text, and what to write instead."""
     if is_name:
         text = re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", text).lower().strip()

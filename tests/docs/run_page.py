@@ -44,6 +44,8 @@ class ByLine(doctest.OutputChecker):
 def run_page(page: Path) -> int:
     """Run the page; gives back how many snippets ran."""
     text = page.read_text()
+    if re.search(r"^\$ meshwright ", text, re.MULTILINE):
+        meshwright()  # while jax has not begun its work here
     namespace: dict[str, object] = {"__name__": "__page__"}
     ran = 0
     for match in FENCE.finditer(text):

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 # what `make test` takes of the cases that repeat one thing for many models
 # (tied embeddings are in the short ones that try options, resume and load)
 IN_SHORT = {
-    "train llama",
+    "train llama dp=2,tp=3",
     "train by command gemma2",
     "architecture gemma2",
     "architecture gpt_neox",
@@ -49,8 +49,8 @@ class SixProcesses:
         }  # fmt: skip
         source = str(HERE.parents[1] / "src")
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "6",
-             str(HERE / "worker.py"), str(out) + ".part", "short" if short else "long", *sorted(IN_SHORT)],
+            [sys.executable, str(HERE / "worker.py"), f"{out}.part", "short" if short else "long",
+             *sorted(IN_SHORT)],
             env=os.environ | quiet | {"PYTHONPATH": source}, capture_output=True, text=True,
             timeout=PATIENCE_S,
         )  # fmt: skip

@@ -100,7 +100,9 @@ class InTorch:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about its own parts
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"]
+)
 def test_a_run_goes_from_jax_to_pytorch_and_back(tmp_path: Path, tied: bool) -> None:
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
     torch.manual_seed(0)

@@ -184,18 +184,23 @@ def test_8b_on_64_ranks_is_explained_as_it_is_placed() -> None:
         num_attention_heads=32, num_key_value_heads=8,
     )  # fmt: skip
     model = meta(config)
+    config.num_hidden_layers = 2  # layers are alike: two are parallelized
+    part = meta(config)
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
     try:
         mesh = mt.mesh("dp=-1,tp=8", device="cpu")
         table = mt.explain(model, mesh)
         text = str(table)
-        mt.parallelize(model, mesh, sequence_parallel=True)
-        held = {name: param.to_local().shape for name, param in model.named_parameters()}
+        mt.parallelize(part, mesh, sequence_parallel=True)
+        held = {name: param.to_local().shape for name, param in part.named_parameters()}
+        placed = {name: table.shards(name)[5] for name in held}
     finally:
         dist.destroy_process_group()
     assert "8,030,261,248 elements" in text
-    assert held["model.layers.31.mlp.up_proj.weight"] == (14336 // 64, 4096)
+    assert held["model.layers.1.mlp.up_proj.weight"] == (14336 // 64, 4096)
     assert held["model.layers.0.self_attn.o_proj.weight"] == (512, 512)
+    for name, slices in placed.items():
+        assert held[name] == tuple(part.stop - part.start for part in slices), name
 
 
 def test_a_model_without_a_plan_needs_rules_or_no_tensor_parallelism() -> None:

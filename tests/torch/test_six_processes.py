@@ -28,24 +28,25 @@ def _slow_unless_short(*name: Any) -> Any:
     return () if text in IN_SHORT else pytest.mark.slow
 
 
-@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(
-    ("kind", "tied"),
+    ("kind", "tied", "mesh"),
     [
         pytest.param(
             kind,
             tied,
-            marks=_slow_unless_short("train", kind, *(["tied"] if tied else [])),
-            id=f"{kind}-{'tied' if tied else 'untied'}",
+            mesh,
+            marks=_slow_unless_short("train", kind, *(["tied"] if tied else []), mesh),
+            id=f"{kind}-{'tied' if tied else 'untied'}-{mesh}",
         )
         for kind in ("llama", "qwen3", "mistral")
         for tied in (False, True)
+        for mesh in MESHES
     ],
 )
 def test_twenty_steps_are_those_of_one_process(
     on_six: SixProcesses, kind: str, tied: bool, mesh: str
 ) -> None:
-    found = result(on_six, f"train {kind}{' tied' if tied else ''}")[mesh]
+    found = result(on_six, f"train {kind}{' tied' if tied else ''} {mesh}")
     assert found["loss"] <= 1e-6
     assert found["weights"] <= 1e-5
     assert found["shards"] == 6  # of every matrix, all distinct

@@ -1,14 +1,17 @@
-"""Cases that need six processes: `torchrun --nproc-per-node 6 worker.py OUT short|long|all NAMES`.
+"""Cases that need six processes: `python worker.py OUT short|long NAMES`.
 
 Each case gives plain data; process 0 writes all of them to OUT. Starting processes takes long, so
-one start runs many cases. Of those that repeat one thing for many models, `short` takes NAMES and
-`long` the others.
+one start runs many cases, in processes forked from one that has imported what they need. Of the
+cases that repeat one thing for many models, `short` takes NAMES and `long` the others.
 """
 
 import faulthandler
 import functools
+import gc
 import json
 import os
+import signal
+import socket
 import sys
 import tempfile
 import time
@@ -38,13 +41,16 @@ ARCHITECTURES = (
     "olmo2", "olmo3", "phi", "phi3", "qwen2", "seed_oss", "smollm3", "starcoder2",
 )  # fmt: skip
 STEPS = 20
+RANKS = 6
 
 
 def cases() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
     for kind, tied in MODELS:
-        name = f"{kind}{' tied' if tied else ''}"
-        found[f"train {name}"] = lambda k=kind, t=tied: trained(k, t)
+        for text in MESHES:
+            found[f"train {kind}{' tied' if tied else ''} {text}"] = lambda k=kind, t=tied, m=text: (
+                against_one(k, t, m, STEPS, exact=True)
+            )
     for options in (
         {"sequence_parallel": True},
         {"loss_parallel": True},
@@ -142,10 +148,6 @@ def distinct(model: Any) -> int:
         dist.all_gather_object(everyone, param.to_local().detach().numpy().tobytes())
         counts.append(len(set(everyone)))
     return min(counts)
-
-
-def trained(kind: str, tied: bool) -> dict[str, Any]:
-    return {text: against_one(kind, tied, text, STEPS, exact=True) for text in MESHES}
 
 
 def with_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -477,8 +479,9 @@ def shared_folder() -> Path:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER", "900")))
     torch.set_num_threads(1)
+    fork_ranks()
+    faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER", "900")))
     mt.mesh("dp=-1,tp=1", device="cpu")
     results: dict[str, Any] = {}
     known = cases()
@@ -496,6 +499,32 @@ def main() -> None:
             print(f"{time.perf_counter() - begin:6.1f} s  {name}", file=sys.stderr, flush=True)
             Path(sys.argv[1]).write_text(json.dumps(results))
     dist.destroy_process_group()
+
+
+def fork_ranks() -> None:
+    """Become as many processes as torchrun would start here; the first one waits and ends."""
+    for kind, _ in MODELS:
+        tiny(kind)  # transformers imports a model when it is asked for
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    gc.freeze()
+    ranks = []
+    for rank in map(str, range(RANKS)):
+        child = os.fork()
+        if child == 0:
+            world = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+            os.environ.update({"RANK": rank, "LOCAL_RANK": rank} | world | address)
+            return
+        ranks.append(child)
+    while ranks:
+        child, status = os.wait()
+        ranks.remove(child)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            raise SystemExit(f"a process ended with {os.waitstatus_to_exitcode(status)}")
+    raise SystemExit(0)
 
 
 if __name__ == "__main__":

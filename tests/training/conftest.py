@@ -1,19 +1,12 @@
 """Runs through the command line."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.forked import Commands
 
 TrainCommand = Callable[..., str]
-
-
-@pytest.fixture(scope="session")
-def commands() -> Iterator[Commands]:
-    with contextlib.closing(Commands()) as commands:
-        yield commands
 
 
 @pytest.fixture

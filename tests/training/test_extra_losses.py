@@ -48,7 +48,7 @@ def extras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_step, "family_of", family_with_extras)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_extra_loss_is_differentiated_with_its_weight_and_metrics_have_their_own_counts(
     extras: None, micro_batches: int
 ) -> None:

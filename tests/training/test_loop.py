@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tests.forked import Commands
 from tests.patience import PATIENCE_S, eventually
 from tests.processes import free_port
 from tests.training.conftest import TrainCommand
@@ -98,20 +99,19 @@ def test_a_stopped_run_resumes_bit_for_bit_and_on_another_mesh_within_rounding(
     ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
 )
 def test_a_signal_in_the_loop_saves_and_ends_with_zero(
-    number: signal.Signals, name: str, model: str, tmp_path: Path
+    commands: Commands, number: signal.Signals, name: str, model: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     settings = ["--batch", "4", "--seq", "32", "--steps", "100000", "--run", str(run)]
     settings += ["--eval.sequences", "4", "--eval.every", "100000"]
-    process = subprocess.Popen(
-        command(model, *settings, "--cpu-devices", "1"), stdout=subprocess.PIPE, text=True
-    )
+    process = commands.start(["train", model, *settings, "--cpu-devices", "1"], tmp_path / "said")
     metrics = run / "metrics.jsonl"
     eventually(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size))
     assert process.poll() is None
     process.send_signal(number)
-    out, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0
+    eventually(lambda: process.poll() is not None)
+    assert process.poll() == 0
+    out = process.said.read_text()
     steps, _ = read_metrics(run).column("loss")
     assert f"saved step {steps[-1]} ({name})" in out
     assert Checkpoints(run / "checkpoints").latest() == steps[-1]

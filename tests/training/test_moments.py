@@ -127,6 +127,7 @@ def test_no_update_is_larger_than_eight_learning_rates(seed: int, octave: int) -
 
 EIGHT = "dp=2,fsdp=2,tp=2,sp=1"
 STEPS = 50
+SOME = 15  # where fewer show it
 
 
 @functools.cache
@@ -149,19 +150,32 @@ def losses(moments: str, mesh: str = toy.ONE) -> np.ndarray:
 
 
 # of the loss, at any of the steps; measured: see docs/decisions.md
-ERRORS = {"float32": 0.0, "bfloat16": 0.002, "int8": 0.02}
+ERRORS = {"bfloat16": 0.002, "int8": 0.02}
 
 
-@pytest.mark.parametrize("moments", ERRORS)
+@pytest.mark.parametrize("moments", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_losses_are_near_those_with_moments_in_float32(moments: str) -> None:
     usual = losses("auto")
     assert usual[-5:].mean() < 0.8 * usual[:5].mean()  # something was learned
     np.testing.assert_allclose(losses(moments), usual, rtol=ERRORS[moments], atol=0)
 
 
+def test_moments_in_float32_are_the_usual_ones() -> None:
+    def program(moments: str) -> str:
+        parts = run_parts(moments)
+        return str(
+            parts.functions.train.lower(parts.target, parts.put(toy.packed_batch(0))).as_text()
+        )
+
+    assert program("float32") == program("auto")
+    assert program("bfloat16") != program("auto")
+
+
 @pytest.mark.parametrize("moments", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_eight_devices_train_as_one(moments: str) -> None:
-    np.testing.assert_allclose(losses(moments, EIGHT), losses(moments), rtol=2e-3)
+    eight = run_parts(moments, EIGHT)
+    _, found = train(eight, eight.new_state(), range(SOME))
+    np.testing.assert_allclose(found, losses(moments)[:SOME], rtol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +201,9 @@ def test_a_checkpoint_resumes_on_another_mesh(moments: str, tmp_path: Path) -> N
         restored = checkpoints.restore(STEPS // 2, stored)
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(old, new)
-    _, found = train(eight, restored, range(STEPS // 2, STEPS))
-    np.testing.assert_allclose(found, losses(moments)[STEPS // 2 :], rtol=2e-3)
+    further = range(STEPS // 2, STEPS // 2 + SOME)
+    _, found = train(eight, restored, further)
+    np.testing.assert_allclose(found, losses(moments)[further.start : further.stop], rtol=2e-3)
 
 
 def test_moments_go_to_pytorch_as_numbers_and_come_back_as_codes(tmp_path: Path) -> None:

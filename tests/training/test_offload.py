@@ -25,7 +25,7 @@ def losses(mesh: str, remat: str) -> np.ndarray:
     return train(Setting(mesh, remat=remat, steps=5))[0]
 
 
-@pytest.mark.parametrize("mesh", [ONE, EIGHT])
+@pytest.mark.parametrize("mesh", [pytest.param(ONE, marks=pytest.mark.slow), EIGHT])
 def test_losses_are_those_of_full(mesh: str) -> None:
     np.testing.assert_array_equal(losses(mesh, "offload"), losses(mesh, "full"))
 
@@ -40,8 +40,15 @@ def lowered(setting: Setting, platform: str) -> str:
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize(("platform", "mesh"), [("cuda", ONE), ("tpu", EIGHT)])
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+    ("platform", "mesh", "scan"),
+    [
+        pytest.param("cuda", ONE, True, marks=pytest.mark.slow),
+        ("cuda", ONE, False),
+        ("tpu", EIGHT, True),
+        pytest.param("tpu", EIGHT, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_layers_input_is_sent_to_the_host_and_fetched(
     platform: str, mesh: str, scan: bool
 ) -> None:

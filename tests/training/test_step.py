@@ -205,6 +205,7 @@ def in_float32() -> list[float]:
     return losses(parts(Setting(MESH)), 10)
 
 
+@slow
 def test_bfloat16_compute_with_float32_weights_follows_float32() -> None:
     run = parts(Setting(MESH, dtype=jnp.bfloat16))
     assert {x.dtype for x in jax.tree.leaves(run.target.params)} == {jnp.dtype("float32")}

@@ -19,6 +19,7 @@ from meshwright.layouts import select_trainable, tree_paths
 from meshwright.models.decoder import abstract_arrays
 from meshwright.training.optimizer import OptimizerConfig, learning_rate
 
+slow = pytest.mark.slow
 STEPS = 4
 SUBSETS = {"norms": ("norm",), "the last layer": ("layers/-1/",)}
 
@@ -66,8 +67,17 @@ def reference(subset: str) -> tuple[Any, Any, list[float], list[float]]:
     return before, params, losses, norms
 
 
-@pytest.mark.parametrize("subset", SUBSETS)
-@pytest.mark.parametrize("mesh", [ONE, "dp=1,fsdp=4,tp=2,sp=1", "dp=2,fsdp=2,tp=1,sp=2"])
+@pytest.mark.parametrize(
+    ("mesh", "subset"),
+    [
+        pytest.param(ONE, "norms", marks=slow),
+        pytest.param(ONE, "the last layer", marks=slow),
+        ("dp=1,fsdp=4,tp=2,sp=1", "norms"),
+        pytest.param("dp=1,fsdp=4,tp=2,sp=1", "the last layer", marks=slow),
+        pytest.param("dp=2,fsdp=2,tp=1,sp=2", "norms", marks=slow),
+        ("dp=2,fsdp=2,tp=1,sp=2", "the last layer"),
+    ],
+)
 def test_what_is_trained_is_the_reference_and_what_is_frozen_keeps_its_bits(
     mesh: str, subset: str
 ) -> None:

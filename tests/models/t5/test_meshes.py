@@ -122,7 +122,9 @@ CASES: dict[str, tuple[T5Config, str, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-SLOW = ("dp", "tied", "sp and sequence parallel", "T5X 1, 1", "T5X 2, 1")
+SLOW = (
+    "dp", "tp", "tied", "sp", "sp and sequence parallel", "T5X 1, 1", "T5X 1, 2", "T5X 2, 1",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
