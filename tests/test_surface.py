@@ -72,6 +72,7 @@ ORDER = [
     "checkpoint",
     "training",
     "serving",
+    "evaluate",
     "audits",
     "planner",
     "proofs",

@@ -1,5 +1,6 @@
 """`mw.load`: a model of a folder on a mesh, from text to text."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +77,27 @@ def test_a_chat_is_answered_by_the_template(model: mw.LanguageModel) -> None:
     assert "".join(model.stream_chat([{"role": "user", "content": "Hi"}], temperature=0)) == (
         answer.text
     )
+
+
+def test_an_answer_ends_where_the_template_writes_its_end(
+    model: mw.LanguageModel, folder: Path, tmp_path: Path
+) -> None:
+    whole = model.chat("Hi", max_new=40, temperature=0).text
+    template = tmp_path / "template.jinja"
+    letter, pair = (re.search(pattern, whole) for pattern in ("[!-~]", "[\x0e-\x1b!-~]{2}"))
+    assert letter is not None
+    assert pair is not None
+    for end in (letter[0], pair[0]):  # a token, and a text of two
+        template.write_text(
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+            f"{{% if m.role == 'assistant' %}}{end}{{% endif %}}{{% endfor %}}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+        with mw.load(
+            folder, "tp=2", tokenizer="bytes", engine=ENGINE, chat_template=template
+        ) as other:
+            found = other.chat("Hi", max_new=40, temperature=0)
+        assert (found.text, found.finish_reason) == (whole.partition(end)[0], "stop")
 
 
 def test_mistakes_say_what_to_do(model: mw.LanguageModel, folder: Path, tmp_path: Path) -> None:

@@ -44,8 +44,12 @@ COMMANDS = {
         "export",
         "Write the model of a run as a folder that transformers reads, or an adapter for PEFT.",
     ),
+    "eval": Command("evaluate", "Evaluate the model of a run or of a Hugging Face folder."),
     "generate": Command(
         "generate", "Generate text with the model of a training run or of a Hugging Face folder."
+    ),
+    "chat": Command(
+        "chat", "Talk with the model of a run or of a Hugging Face folder, in the terminal."
     ),
     "serve": Command(
         "serve_command",
@@ -55,7 +59,7 @@ COMMANDS = {
 }
 
 OPTIONS = ("--help", "--version")
-WITH_MESH = ("train", "audit", "prove", "plan", "generate", "serve", "export")
+WITH_MESH = ("train", "audit", "prove", "plan", "generate", "serve", "export", "chat", "eval")
 
 
 def run(arguments: list[str]) -> None:

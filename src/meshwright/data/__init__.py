@@ -13,7 +13,13 @@ from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
 from meshwright.data.examples import Encoding, LossOn, Weigh
 from meshwright.data.fields import Base64Dtype, Fields
 from meshwright.data.first_use import open_or_pack
-from meshwright.data.loader import Loader, Objective, held_out_loader, training_loader
+from meshwright.data.loader import (
+    Loader,
+    Objective,
+    all_sequences_loader,
+    held_out_loader,
+    training_loader,
+)
 from meshwright.data.mixture import Mixture
 from meshwright.data.objectives import (
     OBJECTIVES,
@@ -50,8 +56,8 @@ __all__ = [
     "EMBEDDED", "FIELDS", "FORMATS", "NO_TARGET", "OBJECTIVES", "WEIGHTS", "Base64Dtype",
     "ByteTokenizer", "ChatTemplate", "EncoderDecoderObjective", "Encoding", "Fields", "Loader",
     "LossOn", "Mixture", "Objective", "Packed", "PrefixLM", "Reading", "SpanCorruption",
-    "TokenStore", "Tokenizer", "Weigh", "check_data", "decode_stream", "documents_page",
-    "embedded_corpus", "embedded_text", "held_out_loader", "load_chat_template",
+    "TokenStore", "Tokenizer", "Weigh", "all_sequences_loader", "check_data", "decode_stream",
+    "documents_page", "embedded_corpus", "embedded_text", "held_out_loader", "load_chat_template",
     "load_tokenizer", "open_or_pack", "pack", "read_sequences", "sentinel_top", "sequence_count",
     "sequence_table", "shown_documents", "special_tokens", "tokenizer_files", "tokenizer_folder",
     "tokenizer_from_json", "training_loader", "upgrade",

@@ -89,6 +89,19 @@ class ChatTemplate:
         marked_prompt = self._render([*messages[:-1], marked], tools, generation_prompt, values)
         return _up_to_marker(prompt, marked_prompt, marker, last["content"])
 
+    def end_of_answer(self) -> str:
+        """What it writes after an answer, without white space; empty where that is not known.
+
+        >>> ChatTemplate(CHATML).end_of_answer()
+        '<|im_end|>'
+        """
+        marker = secrets.token_hex(16)
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": marker}]
+        try:
+            return self._render(messages, None, False, None).partition(marker)[2].strip()
+        except MeshwrightError:  # a template that wants other messages
+            return ""
+
     @property
     def marks_answers(self) -> bool:
         """Whether `{% generation %}` says what a model is trained on."""

@@ -14,6 +14,7 @@ from meshwright.data.ahead import read_ahead
 from meshwright.data.mixture import Mixture
 from meshwright.data.samples import (
     PADDING,
+    AllSamples,
     HeldOutSamples,
     Samples,
     TrainingSamples,
@@ -269,3 +270,17 @@ def held_out_loader(
     for store in mixture.stores:
         training_sequences(store, seq, held_out, packed)
     return loader
+
+
+def all_sequences_loader(
+    mixture: Mixture,
+    *,
+    batch: int,
+    seq: int,
+    objective: Objective | None = None,
+    packed: bool = True,
+) -> Loader:
+    """All sequences of all stores once, in order; padding fills the last batch."""
+    samples = AllSamples(mixture, seq, packed)
+    steps = -(-samples.count // max(batch, 1))
+    return Loader(mixture, samples, batch, seq, steps=steps, objective=objective, packed=packed)

@@ -1,5 +1,6 @@
 """Sample index → (store, sequence index): shuffled and mixed for training, in order if held out."""
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +75,30 @@ class HeldOutSamples:
             ]
         )
         return source, np.where(samples < self.count, first[source] + number, PADDING)
+
+
+@dataclass(frozen=True)
+class AllSamples:
+    """All sequences of all stores, once, store by store; then padding."""
+
+    mixture: Mixture
+    seq: int
+    packed: bool = True
+
+    @functools.cached_property
+    def _ends(self) -> Counts:
+        counts = [sequence_count(store, self.seq, self.packed) for store in self.mixture.stores]
+        return np.cumsum(np.array(counts, np.int64))
+
+    @property
+    def count(self) -> int:
+        return int(self._ends[-1])
+
+    def locate(self, samples: npt.ArrayLike) -> tuple[Counts, Counts]:
+        samples = np.asarray(samples, np.int64)
+        source = np.searchsorted(self._ends, np.minimum(samples, self.count - 1), side="right")
+        first = np.concatenate([[0], self._ends])[source]
+        return source, np.where(samples < self.count, samples - first, PADDING)
 
 
 def training_sequences(store: TokenStore, seq: int, held_out: int, packed: bool = True) -> int:

@@ -2,11 +2,15 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.arithmetic import whole_number
+from meshwright.data import Tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.serving.sampling import Sampling
+
+if TYPE_CHECKING:
+    from meshwright.data import ChatTemplate
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -27,6 +31,17 @@ class Defaults:
         plain = {name: getattr(Sampling(), name) for name in _SAMPLING}
         changed = (name for name in values if values[name] != plain.get(name))
         return ", ".join(f"{name} {values[name]:g}" for name in changed)
+
+
+def answer_stops(
+    template: "ChatTemplate", tokenizer: Tokenizer
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """The token that ends an answer by the chat template, or the text if it is no single token."""
+    text = template.end_of_answer()
+    tokens = [int(token) for token in tokenizer.encode_batch([text], False)[0]] if text else []
+    if len(tokens) == 1:
+        return frozenset(tokens), ()
+    return frozenset(), (text,) if text else ()
 
 
 def defaults_of(fields: Mapping[str, Any]) -> Defaults:

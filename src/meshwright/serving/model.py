@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from meshwright.errors import MeshwrightError, did_you_mean, not_installed
 from meshwright.models import default_dtype
-from meshwright.serving.defaults import defaults_of
+from meshwright.serving.defaults import answer_stops, defaults_of
 from meshwright.serving.engine import Engine
 from meshwright.serving.replicas import Replicas, start_engine
 from meshwright.serving.request import Completion, Delta, Request
@@ -132,6 +132,10 @@ class LanguageModel:
         """The answer of `chat` in pieces, as they are generated."""
         return self._pieces(self._chat(messages, max_new, sampling))
 
+    def check_chat(self) -> None:
+        """Raise a MeshwrightError if there is no chat template."""
+        self._template  # noqa: B018
+
     def _chat(
         self,
         messages: str | Sequence[Mapping[str, Any]],
@@ -146,7 +150,9 @@ class LanguageModel:
         if max_new is None:
             room = self.engine.max_length - len(tokens)
             max_new = max(1, min(room, self._defaults.max_new or room))
-        return self._requests([[int(token) for token in tokens]], max_new, sampling)
+        [request] = self._requests([[int(token) for token in tokens]], max_new, sampling)
+        stop_tokens, stop = answer_stops(self._template, self.source.tokenizer)
+        return [dataclasses.replace(request, stop_tokens=stop_tokens, stop=stop)]
 
     @functools.cached_property
     def _template(self) -> "ChatTemplate":

@@ -80,9 +80,10 @@ def _request(
     if not max_new:
         raise bad_request("max_tokens=0 generates nothing; give 1 or more", "max_tokens")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    stop_tokens, stop = (frozenset(), ()) if body.ignore_eos else service.answer_stops
     return Request(
-        tokens, max_new=max_new, logprobs=logprobs, grammar=grammar,
-        prompt_logprobs=service.prompt_logprobs(body),
+        tokens, max_new=max_new, logprobs=logprobs, grammar=grammar, stop=stop,
+        stop_tokens=stop_tokens, prompt_logprobs=service.prompt_logprobs(body),
     )  # fmt: skip
 
 

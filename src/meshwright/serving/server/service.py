@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.data import ChatTemplate
 from meshwright.models import encodes_prompts
 from meshwright.present import count
-from meshwright.serving.defaults import Defaults
+from meshwright.serving.defaults import Defaults, answer_stops
 from meshwright.serving.device_sampling import MAX_BIAS
 from meshwright.serving.request import AnyEngine, Completion, Delta, Request
 from meshwright.serving.sampling import Sampling
@@ -75,6 +75,9 @@ class Service:
         self.keys = self.config.api_keys()
         self.created = int(time.time())
         self.encodes_prompts = encodes_prompts(self.source.config)
+        self.answer_stops: tuple[frozenset[int], tuple[str, ...]] = frozenset(), ()
+        if self.template is not None:
+            self.answer_stops = answer_stops(self.template, self.source.tokenizer)
 
     @property
     def name(self) -> str:
@@ -262,7 +265,8 @@ class Service:
             for choice in range(body.n or 1):
                 own = dataclasses.replace(sampling, seed=(seed + choice) % 2**32)
                 request = dataclasses.replace(
-                    base, sampling=own, stop=tuple(stop), stop_tokens=stop_tokens,
+                    base, sampling=own, stop=(*base.stop, *stop),
+                    stop_tokens=base.stop_tokens | stop_tokens,
                     ignore_end=bool(body.ignore_eos), min_new=body.min_tokens or 0,
                     include_stop=bool(body.include_stop_str_in_output), allowed=allowed,
                     special_tokens=body.skip_special_tokens is False, banned=banned,

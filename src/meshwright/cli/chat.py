@@ -1,0 +1,127 @@
+"""`meshwright chat`: a conversation with a model in the terminal."""
+
+import dataclasses
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from meshwright.errors import MeshwrightError
+from meshwright.interrupt import signal_calls
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatSettings:
+    """Model, sampling and placement."""
+
+    model: tyro.conf.Positional[str]
+    """Folder of a run, or of a Hugging Face model."""
+    system: str | None = None
+    """The system message."""
+    max_new: int | None = None
+    """Most tokens of an answer; by default what the context has room for."""
+    temperature: float | None = None
+    """Sampling temperature; 0 is greedy. By default as the folder says, else 1."""
+    top_p: float | None = None
+    """Nucleus sampling; by default as the folder says."""
+    seed: int = 0
+    """Random seed of the first answer; that of each next one is one more."""
+    mesh: str = "dp=1,fsdp=1,tp=1,sp=1"
+    """Mesh axes and sizes; the default is one device."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of weights and KV cache; auto: bfloat16 on accelerators, float32 on CPUs."""
+    step: int | None = None
+    """Step of the checkpoint; the latest by default."""
+    tokenizer: str | None = None
+    """"bytes", a tokenizer.json or its folder, instead of the folder's own."""
+    end_token: str | None = None
+    """Token that ends a document, if the tokenizer files do not name it."""
+    chat_template: Path | None = None
+    """File of a chat template, instead of the folder's own."""
+    cpu_devices: int | None = None
+    """Simulate this number of devices on the CPU."""
+
+
+def chat(settings: tyro.conf.OmitArgPrefixes[ChatSettings]) -> None:
+    """Talk with the model of a run or of a Hugging Face folder, in the terminal.
+
+    meshwright chat runs/first
+
+    Ctrl-C stops an answer, and between answers ends; so do /exit and Ctrl-D. /new begins anew.
+    """
+    from meshwright.launch import (
+        keep_compiled_programs,
+        make_room_for_cpu_collectives,
+        simulate_devices,
+    )
+    from meshwright.serving import load
+
+    make_room_for_cpu_collectives()
+    keep_compiled_programs()
+    if settings.cpu_devices is not None:
+        simulate_devices(settings.cpu_devices)
+    given = {"temperature": settings.temperature, "top_p": settings.top_p}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    with load(
+        settings.model, settings.mesh, settings.dtype, step=settings.step,
+        tokenizer=settings.tokenizer, end_token=settings.end_token,
+        chat_template=settings.chat_template,
+    ) as loaded:  # fmt: skip
+        loaded.check_chat()
+
+        def answer(messages: list[dict[str, str]]) -> Iterator[str]:
+            answers = sum(message["role"] == "assistant" for message in messages)
+            seed = settings.seed + answers
+            return loaded.stream_chat(messages, settings.max_new, seed=seed, **sampling)
+
+        talk(answer, settings.system)
+
+
+def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]], system: str | None) -> None:
+    """Read messages and print answers, until the end of the input or /exit."""
+    begun = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(begun)
+    while (text := _read()) not in (None, "/exit", "/quit"):
+        assert text is not None
+        if text == "/new":
+            messages = list(begun)
+        elif text.strip():
+            messages.append({"role": "user", "content": text})
+            try:
+                messages.append({"role": "assistant", "content": _print(answer(messages))})
+            except MeshwrightError as mistake:  # a context that is full, say
+                messages.pop()
+                print(f"error: {mistake}", file=sys.stderr)
+
+
+def _read() -> str | None:
+    """A line; None at the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def _print(pieces: Iterator[str]) -> str:
+    """Print an answer as it comes; Ctrl-C stops it, and what came is kept."""
+    said, stopped = "", False
+
+    def stop() -> bool:
+        nonlocal stopped
+        first, stopped = not stopped, True
+        return first  # a second one ends the program
+
+    with signal_calls(signal.SIGINT, stop):
+        for piece in pieces:
+            said += piece
+            print(piece, end="", flush=True)
+            if stopped:
+                print(" …", end="")
+                break
+    closing: Any = pieces
+    closing.close()
+    print()
+    return said
