@@ -5,12 +5,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+import meshwright as mw
 from meshwright.data import ByteTokenizer, Mixture, sequence_table, training_loader
 from meshwright.data.packing import new_store
 from meshwright.data.store import MASK_DTYPE, WEIGHT_DTYPE
+from meshwright.models import (
+    ADAPTER,
+    LoraConfig,
+    abstract_arrays,
+    from_hf_config,
+    save_adapter,
+    with_adapter,
+)
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -76,19 +86,32 @@ def mean_loss(network: Any, numbers: list[int], data: list[Example]) -> Any:
     return loss
 
 
-def plain_loop(network: Any, steps: list[list[int]], data: list[Example]) -> list[float]:
-    matrices = [p for p in network.parameters() if p.ndim > 1]
-    others = [p for p in network.parameters() if p.ndim < 2]
+def with_our_adapter(network: Any, folder: Path) -> Any:
+    """PEFT's model with the factors that a run of ours starts from."""
+    peft = pytest.importorskip("peft")
+    config, lora = from_hf_config(folder / "model"), LoraConfig(RANK)
+    specs = with_adapter(abstract_arrays(config), lora, np.float32)[ADAPTER]
+    first = mw.create(specs, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    saved = save_adapter(folder / "adapter", {ADAPTER: first}, config, lora, str(folder / "model"))
+    return peft.PeftModel.from_pretrained(network, saved, is_trainable=True)
+
+
+def plain_loop(
+    network: Any, steps: list[list[int]], data: list[Example], rate: float
+) -> list[float]:
+    trained = [p for p in network.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim > 1]
+    others = [p for p in trained if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=RATE, betas=(0.9, 0.95), eps=1e-8,
+        lr=rate, betas=(0.9, 0.95), eps=1e-8,
     )  # fmt: skip
     losses = []
     for step in steps:
         optimizer.zero_grad()
         loss = mean_loss(network, step, data)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -97,6 +120,8 @@ def plain_loop(network: Any, steps: list[list[int]], data: list[Example]) -> lis
 ONE, EIGHT = ("--cpu-devices", "1"), ("--mesh", "fsdp=2,tp=2,sp=2", "--cpu-devices", "8")
 MICRO_BATCHES = (*EIGHT, "--accumulation", "2")
 TORCH = ("--backend", "torch", "--processes", "1")
+RANK = 8
+LORA = ("--lora.rank", str(RANK))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +133,8 @@ TORCH = ("--backend", "torch", "--processes", "1")
         pytest.param(EIGHT, False, "tokens", id="eight, not packed", marks=pytest.mark.slow),
         pytest.param(MICRO_BATCHES, True, "examples", id="equal examples", marks=pytest.mark.slow),
         pytest.param(TORCH, True, "examples", id="PyTorch", marks=pytest.mark.slow),
+        pytest.param((*ONE, *LORA), False, "tokens", id="LoRA", marks=pytest.mark.slow),
+        pytest.param((*EIGHT, *LORA), True, "tokens", id="LoRA on eight", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_losses_equal_a_plain_transformers_loop(
@@ -115,6 +142,8 @@ def test_losses_equal_a_plain_transformers_loop(
     where: tuple[str, ...], packed: bool, weights: str,
 ) -> None:  # fmt: skip
     data = examples()
+    lora = set(LORA) <= set(where)
+    rate = 10 * RATE if lora else RATE
     if weights == "examples":
         data = weighted_equally(data)
     dtype = MASK_DTYPE if weights == "tokens" else WEIGHT_DTYPE
@@ -128,15 +157,17 @@ def test_losses_equal_a_plain_transformers_loop(
         str(tmp_path / "model"), "--init-from", str(tmp_path / "model"), *where,
         "--eval.sequences", str(HELD_OUT), "--data", str(tmp_path / "a.store"), *([] if packed else ["--no-pack"]),
         "--steps", str(STEPS), "--batch", str(BATCH), "--seq", str(SEQ),
-        "--optimizer.learning-rate", str(RATE), "--optimizer.schedule", "constant",
+        "--optimizer.learning-rate", str(rate), "--optimizer.schedule", "constant",
         "--optimizer.warmup-steps", "0", "--compute.dtype", "float32", "--run", str(tmp_path / "run"),
     )  # fmt: skip
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
     losses = [entry["loss"] for entry in entries if "loss" in entry]
     (evaluated,) = (entry["eval_loss"] for entry in entries if "eval_loss" in entry)
-    expected = plain_loop(model, steps, data)
-    assert expected[-1] < 0.9 * expected[0], "nothing is learned, so nothing is compared"
+    if lora:
+        model = with_our_adapter(model, tmp_path)
+    expected = plain_loop(model, steps, data, rate)
+    assert expected[-1] < 0.95 * expected[0], "nothing is learned, so nothing is compared"
     np.testing.assert_allclose(losses, expected, atol=1e-4)
     with torch.no_grad():
         assert evaluated == pytest.approx(mean_loss(model, held_out, data).item(), abs=1e-4)
