@@ -219,7 +219,7 @@ def test_adapters_that_are_not_plain_are_refused(tmp_path: Path) -> None:
     for change, words in (
         ({"use_dora": True}, "use_dora=True is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=.* is not supported"),
-        ({"r": "many"}, "r and lora_alpha must be numbers"),
+        ({"r": "many"}, "r and lora_alpha must be numbers above 0"),
     ):
         file.write_text(json.dumps(fields | change))
         with pytest.raises(mw.MeshwrightError, match=words):

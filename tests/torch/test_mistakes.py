@@ -1,5 +1,6 @@
 """Mistakes of `meshwright train --backend torch`: each is told before a process is started."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import transformers
 
 from meshwright.cli.main import main
 from meshwright.errors import MeshwrightError
-from meshwright.models import preset, to_hf_config
+from meshwright.models import LoraConfig, preset, to_hf_config
 from meshwright.torch.train import command
 from meshwright.torch.train.backend import idle_gpus
 from meshwright.training.resume import check_saved
@@ -141,6 +142,7 @@ def test_a_run_folder_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_an_optimizer_that_only_jax_has() -> None:
     now = {"backend": "torch", "compute": {"param_dtype": "float32"}, "trainable": []}
     now |= {"optimizer": {"name": "adamw", "moments": "auto"}}
+    now |= {"lora": dataclasses.asdict(LoraConfig())}
     before = now | {"backend": "jax", "optimizer": {"name": "muon", "moments": "auto"}}
     with pytest.raises(MeshwrightError, match="Resume it without --backend torch, which has no mu"):
         check_saved(now, before, "step 2")

@@ -1,5 +1,6 @@
 """A run with LoRA: only the adapter is trained and saved; it resumes, generates and is exported."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +66,22 @@ def test_a_run_is_stopped_resumed_on_another_mesh_and_exported(
         [done] = [ours.generate("Once upon a time", max_new=8, temperature=0)]
     greedy = model.generate(tokens, max_new_tokens=8, do_sample=False)[0, 16:].tolist()
     assert list(done.tokens) == greedy[: len(done.tokens)]
+    (run / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with_template = mw.export(run, tmp_path / "with_template")
+    assert (with_template / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
     file = run / "config.json"
-    file.write_text(file.read_text().replace(str(base), "gone"))
-    with pytest.raises(mw.MeshwrightError, match="adapter of the weights in gone, and they are no"):
+    settings = file.read_text()
+    file.write_text(settings.replace(str(base), "gone"))
+    with pytest.raises(mw.MeshwrightError, match="adapter of the weights in gone, and that folder"):
         mw.load(run)
+    other = shutil.copytree(base, tmp_path / "other")
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
+    file.write_text(settings.replace(str(base), str(other)))
+    with pytest.raises(mw.MeshwrightError, match="the weights there are others now"):
+        mw.load(run)
+    resumed = train_command(str(other), *SETTINGS, *LORA, *again, expect=2)
+    assert "is an adapter of the weights that were in" in resumed
 
 
 def test_mistakes_are_told(base: Path, train_command: TrainCommand, tmp_path: Path) -> None:

@@ -28,6 +28,12 @@ def check_data(
                 f"data '{store.name}' holds pairs of chosen and rejected answers, which this "
                 "objective does not train on; pack single examples, as with --format messages"
             )
+    weighted = [store.name for store in mixture.stores if store.is_weighted]
+    if 0 < len(weighted) < len(mixture.stores):
+        raise MeshwrightError(
+            f"data '{weighted[0]}' weighs examples, and other stores weigh every token with 1: "
+            "their shares would not be those of the mixture; pack all of them with the same --weigh"
+        )
     names = ", ".join(f"'{store.name}'" for store in mixture.stores)
     if mixture.vocab > vocab:
         raise MeshwrightError(

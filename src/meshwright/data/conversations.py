@@ -42,11 +42,19 @@ Example = Conversation | Completion
 
 
 def _conversation(record: Record) -> list[Example]:
-    return [Conversation(_messages(record["messages"]), _tools(record))]
+    return [Conversation(_with_system(record, _messages(record["messages"])), _tools(record))]
+
+
+def _with_system(record: Record, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages after the system message that a record may have beside them."""
+    if not record.get("system"):
+        return messages
+    return ({"role": "system", "content": _text(record, "system")}, *messages)
 
 
 def _sharegpt(record: Record) -> list[Example]:
-    return [Conversation(_messages(record["conversations"]), _tools(record))]
+    messages = _with_system(record, _messages(record["conversations"]))
+    return [Conversation(messages, _tools(record))]
 
 
 def _completion(record: Record) -> list[Example]:
@@ -67,7 +75,8 @@ def _instruction(record: Record) -> list[Example]:
     ]
     if record.get("system"):
         messages.insert(0, {"role": "system", "content": _text(record, "system")})
-    plain = Completion(alpaca_prompt(instruction, given), output)
+    system = f"{_text(record, 'system')}\n\n" if record.get("system") else ""
+    plain = Completion(system + alpaca_prompt(instruction, given), output)
     return [Conversation(tuple(messages), plain=plain)]
 
 

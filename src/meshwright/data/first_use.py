@@ -7,6 +7,7 @@ chat.jsonl.1a2b3c4d.store     its token store, for this content, tokenizer and c
 import contextlib
 import fcntl
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def _digest(file: Path, tokenizer: Tokenizer, encoding: Encoding) -> str:
             content = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as reason:
         raise MeshwrightError(f"data '{file}' cannot be read: {reason.strerror}") from None
-    template = "" if encoding.template is None else encoding.template.text
+    used = encoding.template
+    template = "" if used is None else json.dumps([used.text, used.tool_text, used.tokens])
     decides = "\n".join((str(PACKING), content, tokenizer.identity, template))
     return hashlib.sha256(decides.encode()).hexdigest()[:8]
 

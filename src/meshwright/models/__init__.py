@@ -5,7 +5,13 @@ from meshwright.models.compute import OFFLOAD, Compute, default_dtype, scans_lay
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.models.divisibility import indivisible, what_fits
 from meshwright.models.family import HuggingFace, ModelFamily, Serving
-from meshwright.models.huggingface import SOURCE, SPECIAL_TOKENS, load_tensors
+from meshwright.models.huggingface import (
+    SOURCE,
+    SPECIAL_TOKENS,
+    is_adapter,
+    load_tensors,
+    tokenizer_files_of,
+)
 from meshwright.models.lora import ADAPTER, LoraConfig, merged, with_adapter
 from meshwright.models.loss import (
     ExtraLoss,
@@ -89,6 +95,7 @@ __all__ = [
     "from_hf_config",
     "hf_names",
     "indivisible",
+    "is_adapter",
     "is_torch_only",
     "layer_count",
     "layer_counts",
@@ -113,6 +120,7 @@ __all__ = [
     "target_count",
     "target_weight",
     "to_hf_config",
+    "tokenizer_files_of",
     "torch_only_config",
     "what_fits",
     "with_adapter",

@@ -67,6 +67,8 @@ def check_request(
     request: Request, model_config: Any, config: EngineConfig, max_length: int
 ) -> None:
     """Raise a MeshwrightError for a request that cannot be served."""
+    if whole_number(request.max_new, "max_new") < 0:
+        raise MeshwrightError(f"max_new={request.max_new} must be at least 0")
     if request.max_new == 0 and request.prompt_logprobs is None:
         raise MeshwrightError("max_new=0 generates nothing; give 1 or more")
     limited = dataclasses.replace(model_config, max_seq=max_length)

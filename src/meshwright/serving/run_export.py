@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from meshwright.data import Tokenizer, tokenizer_files
+from meshwright.data import tokenizer_files
 from meshwright.errors import MeshwrightError
-from meshwright.models import SOURCE, save_adapter, save_hf
+from meshwright.models import SOURCE, save_adapter, save_hf, tokenizer_files_of
 from meshwright.serving.source import (
     Source,
     adapter_targets,
@@ -20,6 +21,8 @@ from meshwright.serving.source import (
     load_weights,
     model_source,
 )
+
+CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def export(
@@ -39,29 +42,40 @@ def export(
     source = model_source(run, step=step)
     if merge and source.adapter is None:
         raise MeshwrightError(f"{source.name} has no adapter to merge; leave --merge out")
+    out = Path(folder)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):  # before weights are read
+        raise MeshwrightError(f"{out} is there already; give a folder that is new or empty")
     kind, placed = jnp.dtype(dtype), generation_mesh(mesh)
-    if source.adapter is not None and not merge:
+    with _tokenizer_folder(source, Path(run)) as tokenizer:
+        if source.adapter is None or merge:
+            params = load_weights(source, placed, kind).params
+            return save_hf(out, params, source.config, dtype=kind, tokenizer=tokenizer)
         adapter = source.adapter
         factors = adapter.read(adapter_targets(source.config, adapter.lora, placed))
         base = str(adapter.base.resolve())
-        return save_adapter(folder, factors, source.config, adapter.lora, base, dtype=kind)
-    with _tokenizer_folder(source) as tokenizer:
-        params = load_weights(source, placed, kind).params
-        return save_hf(folder, params, source.config, dtype=kind, tokenizer=tokenizer)
+        return save_adapter(
+            out, factors, source.config, adapter.lora, base, dtype=kind, tokenizer=tokenizer
+        )
 
 
 @contextlib.contextmanager
-def _tokenizer_folder(source: Source) -> Iterator[Path | None]:
-    """A folder of the tokenizer's files; None where they are those of the model's own folder."""
-    own = (source.config.hf_config or {}).get(SOURCE)
-    if own is not None and (Path(own) / "tokenizer.json").is_file():
-        yield None
-        return
+def _tokenizer_folder(source: Source, run: Path) -> Iterator[Path]:
+    """A folder of the tokenizer's files: those of the model's own folder, else the run's.
+
+    The chat template is the one that the run's data was packed with, if there is one.
+    """
+    own = Path((source.config.hf_config or {}).get(SOURCE) or "")
     with tempfile.TemporaryDirectory() as made:
-        _write(Path(made), source.tokenizer)
-        yield Path(made)
-
-
-def _write(folder: Path, tokenizer: Tokenizer) -> None:
-    for name, content in tokenizer_files(tokenizer).items():
-        (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        folder = Path(made)
+        if (own / "tokenizer.json").is_file():
+            for file in (own / "config.json", *tokenizer_files_of(own)):  # with special tokens
+                target = folder / file.relative_to(own)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
+        else:
+            for name, content in tokenizer_files(source.tokenizer).items():
+                text = json.dumps(content, ensure_ascii=False)
+                (folder / name).write_text(text, encoding="utf-8")
+        if (run / CHAT_TEMPLATE).is_file():
+            shutil.copyfile(run / CHAT_TEMPLATE, folder / CHAT_TEMPLATE)
+        yield folder

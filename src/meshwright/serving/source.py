@@ -26,11 +26,13 @@ from meshwright.meshes import MeshSpec
 from meshwright.meshes import mesh as build_mesh
 from meshwright.models import (
     ADAPTER,
+    SOURCE,
     LoraConfig,
     abstract_arrays,
     encodes_prompts,
     from_hf_config,
     hf_names,
+    is_adapter,
     load_hf,
     merged,
     model_from_dict,
@@ -245,6 +247,11 @@ def _config_file(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         above = next((up for up in folder.resolve().parents if (up / "checkpoints").is_dir()), None)
         hint = "" if above is None else f"; the run it is part of is {above}"
+        if is_adapter(folder):
+            raise MeshwrightError(
+                f"{folder} is an adapter of PEFT, without the model that it adapts; give the run "
+                "that it came from, or merge it: meshwright export RUN OUT --merge"
+            )
         raise MeshwrightError(
             f"{folder} holds no config.json, so it is neither a run nor a Hugging Face model{hint}"
         )
@@ -289,17 +296,30 @@ def _run(
     checkpoints.arrays(chosen)  # or an error that lists them
 
     lora = LoraConfig(**_lora_fields(fields))
-    base = Path(fields.get("init_from") or fields.get("model", ""))
-    if lora.rank and not base.is_dir():
-        raise MeshwrightError(
-            f"{folder} holds an adapter of the weights in {base}, and they are not there any more"
-        )
+    identified = fields.get("base") or {}
+    base = Path(identified.get("folder") or fields.get("init_from") or fields.get("model", ""))
+    own = Path((config.hf_config or {}).get(SOURCE) or "")  # if it has the same tokenizer
+    generation_config = _generation_config(own)
+
+    def check_base() -> None:
+        if not base.is_dir():
+            raise MeshwrightError(
+                f"{folder} holds an adapter of the weights in {base}, and that folder is not "
+                "there; put it back"
+            )
+        sample = json.loads(json.dumps(weights_sample(base)))
+        if identified and sample != identified["weights"]:
+            raise MeshwrightError(
+                f"{folder} holds an adapter of the weights that were in {base}, and the weights "
+                "there are others now"
+            )
 
     def read_adapter(targets: Any) -> Any:
         return checkpoints.restore(chosen, {"params": targets}, cast=True)["params"]
 
     def read(targets: Any) -> Any:
         if lora.rank:
+            check_base()
             weights = _read_hf(base, config, targets)
             mesh = targets["embedding"].sharding.mesh
             factors = read_adapter(adapter_targets(config, lora, mesh))
@@ -313,12 +333,15 @@ def _run(
     return Source(
         config=config,
         tokenizer=tokenizer,
-        ends=frozenset({tokenizer.end_of_document}),
+        ends=frozenset({tokenizer.end_of_document})
+        | _hf_ends(config.hf_config or {}, generation_config),
+        generation_config=generation_config,
         special_tokens=False,  # as in `meshwright data pack`
         name=f"step {chosen} of {folder}",
         read=read,
         weights=lambda: {
-            name: array.fingerprint for name, array in checkpoints.arrays(chosen).items()
+            **{name: array.fingerprint for name, array in checkpoints.arrays(chosen).items()},
+            **({"base": weights_sample(base)} if lora.rank else {}),
         },
         adapter=Adapter(lora, base, read_adapter) if lora.rank else None,
     )
@@ -350,10 +373,7 @@ def _hugging_face(
     folder: Path, fields: dict[str, Any], tokenizer: Tokenizer | None, end_token: str | None
 ) -> Source:
     config = from_hf_config(folder)
-    beside = folder / "generation_config.json"
-    generation_config = _json(beside) if beside.is_file() else {}
-    if not isinstance(generation_config, dict):
-        raise MeshwrightError(f"{beside} is not a JSON object")
+    generation_config = _generation_config(folder)
     if tokenizer is None:
         if not (folder / "tokenizer.json").is_file():
             raise MeshwrightError(
@@ -378,6 +398,15 @@ def _hugging_face(
 def _read_hf(folder: Path, config: Any, targets: Any) -> Any:
     shardings = jax.tree.map(lambda target: target.sharding, targets)
     return load_hf(folder, config, shardings, targets["embedding"].dtype)
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    """The fields of a folder's generation_config.json; none if there is no such file."""
+    file = folder / "generation_config.json"
+    fields = _json(file) if file.is_file() else {}
+    if not isinstance(fields, dict):
+        raise MeshwrightError(f"{file} is not a JSON object")
+    return fields
 
 
 def _run_tokenizer(file: Path) -> Tokenizer:

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -103,6 +104,13 @@ class JaxBackend(Backend):
         return self._agreement.from_first(text)
 
     def placement_lines(self) -> Iterator[str]:
+        if self._setup.weights is not None:
+            yield f"starts from the weights in {self._setup.weights}"
+        elif any(Path(self.config.model).glob("*.safetensors")):
+            yield (
+                f"starts from random weights; --init-from {self.config.model} starts from those "
+                "in the folder"
+            )
         yield self._setup.explanation.summary()
         state = self._setup.step.state
         trained = trained_part(self._setup.step.arrays, state.params)

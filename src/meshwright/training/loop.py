@@ -6,6 +6,8 @@ The same calls in every process of a run; process 0 speaks.
 import collections
 import contextlib
 import dataclasses
+import functools
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +22,7 @@ from meshwright.launch import (
     ends_together,
     pause_timeout_s,
     stop_on_signals,
+    weights_sample,
 )
 from meshwright.models import model_to_dict
 from meshwright.present import count, mesh_text
@@ -43,7 +46,10 @@ from meshwright.training.run import (
     write_run_page,
 )
 from meshwright.training.run.metrics import FILE as METRICS
+from meshwright.training.setup import weights_folder
 from meshwright.training.step import STEP_VALUES
+
+NO_TARGETS = "all its tokens are masked, or what is not masked lies beyond --seq"
 
 
 @contextlib.contextmanager
@@ -83,6 +89,7 @@ class Loop:
         self.unconfirmed: list[int] = [] if self.saved is None else [self.saved]
         self.skipped_in_a_row = 0
         self.evaluated: int | None = None
+        self.warned = False  # of a step without targets
         self.signalled = False
         self.tokens = 0
         self.clock = StepClock()
@@ -205,6 +212,9 @@ class Loop:
         config, backend = self.config, self.backend
         values = backend.values(report)
         self.check_owned()
+        if not values["tokens"] and not self.warned:
+            self.warned = True
+            live.print(f"warning: step {step} has no target; {NO_TARGETS}")
         self.tokens += values["tokens"]
         took = self.clock.tick(values.get("keys_seen"))
         metrics: dict[str, Any] = {
@@ -275,6 +285,9 @@ class Loop:
         log.write(step, {f"eval_{name}": value for name, value in means.items()})
         shown = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
         counted = sums["loss"][1]
+        if not counted:
+            live.print(f"warning: step {step}: the held-out sequences have no target; {NO_TARGETS}")
+            return
         over = f"{counted:,} tokens" if isinstance(counted, int) else f"a weight of {counted:,.4g}"
         live.print(f"step {step}: eval {shown} over {over}")
 
@@ -288,7 +301,17 @@ class Loop:
             "mesh": mesh_text(self.backend.mesh_shape),
             "model_config": model_to_dict(self.backend.model),
             "config": config_to_dict(self.config),
+            "base": self._base,
         }
+
+    @functools.cached_property
+    def _base(self) -> dict[str, Any] | None:
+        """The folder of the frozen weights that an adapter is of, and what identifies them."""
+        folder = weights_folder(self.config) if self.config.lora.rank else None
+        if folder is None:
+            return None
+        sample = json.loads(json.dumps(weights_sample(folder)))
+        return {"folder": str(folder.resolve()), "weights": sample}
 
     def _finish_last_save(self, live: LiveLine) -> None:
         """Wait for the save before; that it failed is told once, and nothing saved is lost."""
@@ -382,6 +405,7 @@ class Loop:
         settings = config_to_dict(self.config) | {
             "model_config": model_to_dict(backend.model),
             "hf_config": backend.model.hf_config,
+            "base": self._base,
         }
         about = {
             "name": folder.name,

@@ -26,7 +26,7 @@ from meshwright.models import SOURCE, SPECIAL_TOKENS, describe_padding, family_o
 from meshwright.training.abstract_step import AbstractStep, abstract_step
 from meshwright.training.config import TrainConfig
 from meshwright.training.run.trackers import check_trackers
-from meshwright.training.setup import mixture_of, objective_of
+from meshwright.training.setup import mixture_of, objective_of, weights_folder
 from meshwright.training.state import TrainState, stored_state
 
 
@@ -70,19 +70,6 @@ class Data(NamedTuple):
     loader: Loader
     eval_loader: Loader | None
     model: Any  # its config, with what `save_hf` needs
-
-
-def weights_folder(config: TrainConfig) -> Path | None:
-    """The folder of the weights that a run starts from; an adapter needs some."""
-    folder = Path(config.model)
-    if config.init_from is not None or not config.lora.rank:
-        return config.init_from
-    if folder.is_dir() and any(folder.glob("*.safetensors")):
-        return folder
-    raise MeshwrightError(
-        "LoRA adapts weights that are trained, and no folder of weights is named: give one as the "
-        "model, meshwright train FOLDER, or with --init-from FOLDER"
-    )
 
 
 def prepare_data(config: TrainConfig, model: Any) -> Data:

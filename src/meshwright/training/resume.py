@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import misnamed
 from meshwright.errors import MeshwrightError
+from meshwright.launch import weights_sample
 from meshwright.models import LoraConfig, model_to_dict
 from meshwright.training.backend import SavedSteps
 from meshwright.training.config import (
@@ -19,6 +21,7 @@ from meshwright.training.config import (
     config_to_dict,
     settings_flags,
 )
+from meshwright.training.setup import weights_folder
 
 _SHOWN = 8
 ALL = "all"  # arrays are trained
@@ -117,6 +120,8 @@ def check_resume(
     before.setdefault("lora", dataclasses.asdict(LoraConfig()))
     before.setdefault("pack", True)  # on packed documents
     check_saved(now, before, where)
+    if config.lora.rank and meta.get("base"):
+        check_base(meta["base"], weights_folder(config), where)
     if now["steps"] != before["steps"]:
         say(
             f"note: steps is {now['steps']}, was {before['steps']}: the learning rate goes by "
@@ -127,6 +132,16 @@ def check_resume(
         if value != was:
             say(f"note: {name} is {value}, was {was} before this resume")
     return int(meta["tokens"])
+
+
+def check_base(base: Mapping[str, Any], folder: Path | None, where: str) -> None:
+    """Raise if the frozen weights are not those that an adapter was trained beside."""
+    assert folder is not None
+    if json.loads(json.dumps(weights_sample(folder))) != base["weights"]:
+        raise MeshwrightError(
+            f"{where} is an adapter of the weights that were in {base['folder']}, and those in "
+            f"{folder} are others; give the folder of the same weights"
+        )
 
 
 def check_saved(now: dict[str, Any], before: dict[str, Any], where: str) -> None:

@@ -16,7 +16,13 @@ from meshwright.launch import (
 )
 from meshwright.models import model_config, model_to_dict
 from meshwright.training.config import TrainConfig
-from meshwright.training.setup import choose_rules, file_rules, mixture_of, model_of
+from meshwright.training.setup import (
+    choose_rules,
+    file_rules,
+    mixture_of,
+    model_of,
+    weights_folder,
+)
 
 # what may differ between processes: who each one is, and what process 0 alone acts on
 MAY_DIFFER = frozenset(
@@ -45,7 +51,7 @@ def settings_facts(config: TrainConfig, packages: Sequence[str] = PACKAGES) -> d
     data = mixture_of(config).describe()
     for source in data["sources"]:
         del source["name"]
-    init = config.init_from
+    init = weights_folder(config)
     contents: dict[str, tuple[str, Any]] = {
         "MODEL": (config.model, model),
         "--data": (config.data, data),

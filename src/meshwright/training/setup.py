@@ -58,6 +58,19 @@ def model_of(config: TrainConfig) -> Any:
     return override(model_config(config.model), config.override, config.seq)
 
 
+def weights_folder(config: TrainConfig) -> Path | None:
+    """The folder of the weights that a run starts from; an adapter needs some."""
+    folder = Path(config.model)
+    if config.init_from is not None or not config.lora.rank:
+        return config.init_from
+    if folder.is_dir() and any(folder.glob("*.safetensors")):
+        return folder
+    raise MeshwrightError(
+        "LoRA adapts weights that are trained, and no folder of weights is named: give one as the "
+        "model, meshwright train FOLDER, or with --init-from FOLDER"
+    )
+
+
 def mixture_of(config: TrainConfig) -> Mixture:
     """The data of the settings; files are packed on first use, with the model's tokenizer."""
     folders = (config.init_from, Path(config.model), Path(config.model).parent)

@@ -21,7 +21,7 @@ from meshwright.models.huggingface.peft import (
     is_adapter,
     read_adapter_config,
 )
-from meshwright.models.huggingface.save import save_folder
+from meshwright.models.huggingface.save import save_folder, tokenizer_files_of
 
 __all__ = [
     "HARMLESS",
@@ -46,5 +46,6 @@ __all__ = [
     "remembered",
     "save_folder",
     "short",
+    "tokenizer_files_of",
     "whole",
 ]

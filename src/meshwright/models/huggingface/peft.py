@@ -26,6 +26,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
     "layers_to_transform": (None, []), "layer_replication": (None, []), "lora_bias": (False, None),
     "trainable_token_indices": (None, []), "target_parameters": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian"), "use_qalora": (False, None),
+    "alora_invocation_tokens": (None, []), "corda_config": (None,), "eva_config": (None,),
 }  # fmt: skip
 
 
@@ -77,8 +79,10 @@ def read_adapter_config(folder: Path, model: HfModel) -> LoraConfig:
             )
     try:
         rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
+        if rank < 1:
+            raise ValueError
     except (KeyError, TypeError, ValueError):
-        raise MeshwrightError(f"{where}: r and lora_alpha must be numbers") from None
+        raise MeshwrightError(f"{where}: r and lora_alpha must be numbers above 0") from None
     held = read_header(folder / WEIGHTS)
     targets = []
     for path, array in model.arrays.items():

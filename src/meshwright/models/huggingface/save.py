@@ -241,7 +241,7 @@ def _start(
     """The folder to write into, with the config and the tokenizer's files in it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise MeshwrightError(f"{folder} is there already; give a folder that is new or empty")
-    copied = [] if beside is None else _tokenizer_files(beside)
+    copied = [] if beside is None else tokenizer_files_of(beside)
     if beside is not None and not copied:
         raise MeshwrightError(
             f"{beside} has no tokenizer file; looked for {', '.join(TOKENIZER_FILES)}"
@@ -274,10 +274,11 @@ def _tokenizer_folder(source: str | None) -> Path | None:
             source,
         )
         return None
-    return Path(source) if _tokenizer_files(Path(source)) else None
+    return Path(source) if tokenizer_files_of(Path(source)) else None
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
+def tokenizer_files_of(folder: Path) -> list[Path]:
+    """The files of a folder that are a tokenizer's, with generation_config.json."""
     found = [file for pattern in TOKENIZER_FILES for file in sorted(folder.glob(pattern))]
     return [file for file in found if file.is_file()]
 

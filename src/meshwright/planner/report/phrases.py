@@ -66,7 +66,10 @@ def next_commands(plan: Plan, choice: Choice) -> list[str]:
         return [_in_torch(plan, model, config)]
     flags = settings_flags(config)
     prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags]
-    return [shlex.join(prove), shlex.join(["meshwright", "train", model, *flags])]
+    train = ["meshwright", "train", model, *flags]
+    if config.lora.rank and config.init_from is None:  # which an adapter needs
+        train += ["--init-from", "MODEL_FOLDER"]
+    return [shlex.join(prove), shlex.join(train)]
 
 
 def _in_torch(plan: Plan, model: str, config: TrainConfig) -> str:

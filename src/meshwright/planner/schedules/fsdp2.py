@@ -177,7 +177,8 @@ class _Step:
     def scalars(self) -> Iterator[Collective]:
         """Numbers in float64 over all devices."""
         every, eight = self.over("dp", "fsdp", "tp"), self.number(8, "bytes")
-        yield Collective("all-reduce", every, eight, 1, "forward", "number of targets")
+        what = "number of targets, their weight"
+        yield Collective("all-reduce", every, 2 * eight, 1, "forward", what)
         what = "loss, norm of the gradient, keys that a query sees"
         yield Collective("all-reduce", every, 3 * eight, 1, "optimizer", what)
 
