@@ -26,7 +26,7 @@ def test_a_run_takes_the_mesh_that_the_plan_puts_first(
     config = dataclasses.replace(AUTO, run=tmp_path / "run")
     train(config, choose=planned)
     said = capsys.readouterr().out
-    assert said.startswith("mesh auto: mesh fsdp=1, accumulation 1, remat none (")
+    assert said.startswith("mesh auto: mesh fsdp=1, remat none, accumulation 1 (")
     assert "tiny on mesh fsdp=1: 1 cpu device" in said
     assert json.loads((tmp_path / "run" / "config.json").read_text())["mesh"] == "fsdp=1"
 
