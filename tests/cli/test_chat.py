@@ -8,11 +8,13 @@ from pathlib import Path
 import jax
 import pytest
 
+import meshwright as mw
 from meshwright.cli.chat import talk
 from meshwright.cli.commands import run
 from meshwright.errors import MeshwrightError
 from meshwright.models import abstract_arrays, save_hf
 from meshwright.models.decoder import DecoderConfig
+from meshwright.serving.request import Request
 
 
 def conversation(
@@ -89,4 +91,6 @@ def test_a_model_is_asked_by_its_template(
     template.write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi"))
     run([*words, "--chat-template", str(template)])
-    assert capsys.readouterr().out.endswith("\n")
+    with mw.load(folder, tokenizer="bytes", chat_template=template) as model:
+        answer = model.engine.generate([Request(tuple(b"Hi|"), max_new=3)])[0].text
+    assert capsys.readouterr().out == f"{answer}\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import MeshwrightError
-from meshwright.models import LoraConfig
+from meshwright.models import LoraConfig, preset
 from meshwright.planner import plan
 from meshwright.planner.sizes import adapter_numbers, sizes_of
 from meshwright.training import TrainConfig
@@ -38,10 +38,7 @@ def test_what_does_not_fit_in_training_fits_with_lora() -> None:
 
 
 def test_numbers_of_an_adapter_are_split_as_its_matrices() -> None:
-    model = TrainConfig("llama-3.1-8b").model
-    from meshwright.models import preset
-
-    llama, lora = preset(model), LoraConfig(16)
+    llama, lora = preset("llama-3.1-8b"), LoraConfig(16)
     sides = 32 * (8192 + 2 * 5120 + 8192 + 3 * 18432)
     assert adapter_numbers(llama, lora, ()) == 16 * sides
     assert not sizes_of(llama, (), lora).trained_parameters

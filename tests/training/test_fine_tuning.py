@@ -167,7 +167,8 @@ def test_losses_equal_a_plain_transformers_loop(
     if lora:
         model = with_our_adapter(model, tmp_path)
     expected = plain_loop(model, steps, data, rate)
-    assert expected[-1] < 0.95 * expected[0], "nothing is learned, so nothing is compared"
+    least = 0.95 if lora else 0.9  # of the first loss; an adapter learns less in so few steps
+    assert expected[-1] < least * expected[0], "nothing is learned, so nothing is compared"
     np.testing.assert_allclose(losses, expected, atol=1e-4)
     with torch.no_grad():
         assert evaluated == pytest.approx(mean_loss(model, held_out, data).item(), abs=1e-4)

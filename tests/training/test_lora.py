@@ -78,7 +78,7 @@ def test_a_run_is_stopped_resumed_on_another_mesh_and_exported(
     weights = other / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
     file.write_text(settings.replace(str(base), str(other)))
-    with pytest.raises(mw.MeshwrightError, match="the weights there are others now"):
+    with pytest.raises(mw.MeshwrightError, match="are others; it needs the same weights"):
         mw.load(run)
     resumed = train_command(str(other), *SETTINGS, *LORA, *again, expect=2)
     assert "is an adapter of the weights that were in" in resumed

@@ -63,8 +63,8 @@ def chat(settings: tyro.conf.OmitArgPrefixes[ChatSettings]) -> None:
     keep_compiled_programs()
     if settings.cpu_devices is not None:
         simulate_devices(settings.cpu_devices)
-    given = {"temperature": settings.temperature, "top_p": settings.top_p}
-    sampling = {name: value for name, value in given.items() if value is not None}
+    settable = {"temperature": settings.temperature, "top_p": settings.top_p}
+    sampling = {name: value for name, value in settable.items() if value is not None}
     with load(
         settings.model, settings.mesh, settings.dtype, step=settings.step,
         tokenizer=settings.tokenizer, end_token=settings.end_token,
@@ -107,7 +107,7 @@ def _read() -> str | None:
 
 def _print(pieces: Iterator[str]) -> str:
     """Print an answer as it comes; Ctrl-C stops it, and what came is kept."""
-    said, stopped = "", False
+    answer, stopped = "", False
 
     def stop() -> bool:
         nonlocal stopped
@@ -116,7 +116,7 @@ def _print(pieces: Iterator[str]) -> str:
 
     with signal_calls(signal.SIGINT, stop):
         for piece in pieces:
-            said += piece
+            answer += piece
             print(piece, end="", flush=True)
             if stopped:
                 print(" …", end="")
@@ -124,4 +124,4 @@ def _print(pieces: Iterator[str]) -> str:
     closing: Any = pieces
     closing.close()
     print()
-    return said
+    return answer

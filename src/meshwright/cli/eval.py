@@ -62,24 +62,24 @@ def evaluate(settings: tyro.conf.OmitArgPrefixes[EvalSettings]) -> None:
         "step": settings.step, "tokenizer": settings.tokenizer, "end_token": settings.end_token
     }  # fmt: skip
     questions = None if settings.choices is None else read_questions(settings.choices)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if data is not None:
         loss = store_loss(
             model_source(model, **named), data,
             model=model, batch=settings.batch, seq=settings.seq, mesh=mesh, dtype=dtype,
         )  # fmt: skip
-        found |= loss.data()
-        said = f"loss {loss.loss:.4f}, perplexity {loss.perplexity:.2f} over {loss.targets:,}"
-        _print(f"{said} targets of {data}", settings)
+        results |= loss.data()
+        mean = f"loss {loss.loss:.4f}, perplexity {loss.perplexity:.2f}"
+        _print(f"{mean} over {loss.targets:,} targets of {data}", settings)
     if questions is not None:
         with load(model, mesh, dtype, **named) as loaded:
             scores = answer_choices(loaded, questions)
-        found |= scores.data()
-        said = f"accuracy {scores.accuracy:.3f}, normalized by length "
-        said += f"{scores.normalized_accuracy:.3f} over {count(len(questions), 'question')}"
-        _print(said, settings)
+        results |= scores.data()
+        accuracy = f"accuracy {scores.accuracy:.3f}, normalized by length "
+        accuracy += f"{scores.normalized_accuracy:.3f}"
+        _print(f"{accuracy} over {count(len(questions), 'question')}", settings)
     if settings.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
 
 
 def _print(text: str, settings: EvalSettings) -> None:

@@ -302,8 +302,8 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate |
 def special_tokens(folder: Path) -> dict[str, str]:
     """The texts of the special tokens that the files beside a tokenizer.json name: bos_token …"""
     files = [_json(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
-    found = {name: [_token(file.get(name)) for file in files] for name in _SPECIAL}
-    return {name: text for name in _SPECIAL if (text := next(filter(None, found[name]), None))}
+    texts = {name: [_token(file.get(name)) for file in files] for name in _SPECIAL}
+    return {name: text for name in _SPECIAL if (text := next(filter(None, texts[name]), None))}
 
 
 def _compiled(text: str) -> jinja2.Template:

@@ -61,29 +61,27 @@ def _completion(record: Record) -> list[Example]:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return [Completion(prompt, completion)]
-    given = _messages(prompt)
-    return [Conversation((*given, *_messages(completion)), _tools(record), len(given))]
+    asked = _messages(prompt)
+    return [Conversation((*asked, *_messages(completion)), _tools(record), len(asked))]
 
 
 def _instruction(record: Record) -> list[Example]:
     instruction, output = (_text(record, name) for name in ("instruction", "output"))
-    given = _text(record, "input") if record.get("input") else ""
-    question = f"{instruction}\n\n{given}" if given else instruction
-    messages: list[Message] = [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": output},
-    ]
-    if record.get("system"):
-        messages.insert(0, {"role": "system", "content": _text(record, "system")})
+    context = _text(record, "input") if record.get("input") else ""
+    question = f"{instruction}\n\n{context}" if context else instruction
+    messages = _with_system(
+        record,
+        ({"role": "user", "content": question}, {"role": "assistant", "content": output}),
+    )
     system = f"{_text(record, 'system')}\n\n" if record.get("system") else ""
-    plain = Completion(system + alpaca_prompt(instruction, given), output)
-    return [Conversation(tuple(messages), plain=plain)]
+    plain = Completion(system + alpaca_prompt(instruction, context), output)
+    return [Conversation(messages, plain=plain)]
 
 
-def alpaca_prompt(instruction: str, given: str = "") -> str:
+def alpaca_prompt(instruction: str, context: str = "") -> str:
     """The prompt that Stanford Alpaca was trained on, for models without a chat template."""
-    paired = ", paired with an input that provides further context" if given else ""
-    context = f"### Input:\n{given}\n\n" if given else ""
+    paired = ", paired with an input that provides further context" if context else ""
+    context = f"### Input:\n{context}\n\n" if context else ""
     return (
         f"Below is an instruction that describes a task{paired}. Write a response that "
         f"appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n{context}"
@@ -106,8 +104,8 @@ def _preference(record: Record) -> list[Example]:
         return [Completion(prompt, chosen), Completion(prompt, rejected)]
     conversations = [_messages(chosen), _messages(rejected)]
     if isinstance(prompt, list | tuple):
-        given = _messages(prompt)
-        conversations = [(*given, *messages) for messages in conversations]
+        asked = _messages(prompt)
+        conversations = [(*asked, *messages) for messages in conversations]
     elif isinstance(prompt, str) and conversations[0][0]["role"] == "assistant":
         question: Message = {"role": "user", "content": prompt}
         conversations = [(question, *messages) for messages in conversations]

@@ -75,9 +75,12 @@ def software_facts(*packages: str) -> dict[str, Fact]:
     return facts | {name: Fact(os.environ.get(name, "not set")) for name in VARIABLES}
 
 
-def weights_sample(folder: Path) -> Any:
-    """Sizes of the files of weights, and a checksum of parts of each: all may be terabytes."""
-    samples = {}
+def weights_sample(folder: Path) -> dict[str, list[Any]]:
+    """Sizes of the files of weights, and a checksum of parts of each: all may be terabytes.
+
+    It is plain JSON data.
+    """
+    samples: dict[str, list[Any]] = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
             size, digest = file.stat().st_size, hashlib.sha256()
@@ -85,7 +88,7 @@ def weights_sample(folder: Path) -> Any:
                 for i in range(SAMPLES):
                     stream.seek(i * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
                     digest.update(stream.read(SAMPLE_BYTES))
-            samples[file.name] = size, digest.hexdigest()
+            samples[file.name] = [size, digest.hexdigest()]
     except OSError as reason:
         raise MeshwrightError(
             f"weights in {str(folder)!r} cannot be read: {reason.strerror}"

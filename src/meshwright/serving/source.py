@@ -43,6 +43,7 @@ from meshwright.models import (
 from meshwright.ops import drop_trivial_axes, nontrivial_axes
 from meshwright.present import mesh_text
 from meshwright.serving.grammars import Grammars
+from meshwright.training import check_base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,30 +297,21 @@ def _run(
     checkpoints.arrays(chosen)  # or an error that lists them
 
     lora = LoraConfig(**_lora_fields(fields))
-    identified = fields.get("base") or {}
-    base = Path(identified.get("folder") or fields.get("init_from") or fields.get("model", ""))
+    noted: Any = fields.get("base")
+    if lora.rank and not isinstance(noted, Mapping):
+        raise MeshwrightError(
+            f"{folder / 'config.json'} does not say which weights the run's adapter is of"
+        )
+    base = Path(noted["folder"]) if noted else Path()
     own = Path((config.hf_config or {}).get(SOURCE) or "")  # if it has the same tokenizer
     generation_config = _generation_config(own)
-
-    def check_base() -> None:
-        if not base.is_dir():
-            raise MeshwrightError(
-                f"{folder} holds an adapter of the weights in {base}, and that folder is not "
-                "there; put it back"
-            )
-        sample = json.loads(json.dumps(weights_sample(base)))
-        if identified and sample != identified["weights"]:
-            raise MeshwrightError(
-                f"{folder} holds an adapter of the weights that were in {base}, and the weights "
-                "there are others now"
-            )
 
     def read_adapter(targets: Any) -> Any:
         return checkpoints.restore(chosen, {"params": targets}, cast=True)["params"]
 
     def read(targets: Any) -> Any:
         if lora.rank:
-            check_base()
+            check_base(noted, base, str(folder))
             weights = _read_hf(base, config, targets)
             mesh = targets["embedding"].sharding.mesh
             factors = read_adapter(adapter_targets(config, lora, mesh))

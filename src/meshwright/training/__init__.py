@@ -19,7 +19,7 @@ from meshwright.training.jax_backend import AUTO, train
 from meshwright.training.loop import Loop, check_run_folder, supervised
 from meshwright.training.optimizer import learning_rate
 from meshwright.training.prepare import prepare, prepare_data
-from meshwright.training.resume import checkpoint_settings
+from meshwright.training.resume import check_base, checkpoint_settings
 from meshwright.training.run import Memory, chip_peak_flops
 from meshwright.training.run.trackers import check_trackers
 from meshwright.training.same_settings import check_same_settings
@@ -44,8 +44,8 @@ from meshwright.training.work import StepWork
 __all__ = [
     "AUTO", "LARGEST_COUNT", "NONE", "AbstractStep", "Backend", "ComputeConfig", "Loop", "Memory",
     "Say", "StepWork", "TorchConfig", "TrainConfig", "abstract_step", "accepted_meshes",
-    "check_fp8", "check_length", "check_run_folder", "check_same_settings", "check_sizes",
-    "check_trackers", "checkpoint_settings", "chip_peak_flops", "choose_rules",
+    "check_base", "check_fp8", "check_length", "check_run_folder", "check_same_settings",
+    "check_sizes", "check_trackers", "checkpoint_settings", "chip_peak_flops", "choose_rules",
     "config_from_dict", "config_from_file", "config_to_dict", "field_lengths", "file_rules",
     "layers_choice", "learning_rate", "load_pieces", "mixture_of", "model_of", "objective_of",
     "overlap_choice", "overlap_text", "prepare", "prepare_data", "save_pieces", "settings_flags",

@@ -7,7 +7,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -281,13 +280,13 @@ class Loop:
             sums = self.backend.evaluate()
         self.check_owned()
         self.evaluated = step
-        means = {name: total / (counted or 1) for name, (total, counted) in sums.items()}
-        log.write(step, {f"eval_{name}": value for name, value in means.items()})
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
         counted = sums["loss"][1]
         if not counted:
             live.print(f"warning: step {step}: the held-out sequences have no target; {NO_TARGETS}")
             return
+        means = {name: total / (counts or 1) for name, (total, counts) in sums.items()}
+        log.write(step, {f"eval_{name}": value for name, value in means.items()})
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
         over = f"{counted:,} tokens" if isinstance(counted, int) else f"a weight of {counted:,.4g}"
         live.print(f"step {step}: eval {shown} over {over}")
 
@@ -310,8 +309,7 @@ class Loop:
         folder = weights_folder(self.config) if self.config.lora.rank else None
         if folder is None:
             return None
-        sample = json.loads(json.dumps(weights_sample(folder)))
-        return {"folder": str(folder.resolve()), "weights": sample}
+        return {"folder": str(folder.resolve()), "weights": weights_sample(folder)}
 
     def _finish_last_save(self, live: LiveLine) -> None:
         """Wait for the save before; that it failed is told once, and nothing saved is lost."""

@@ -121,7 +121,9 @@ def check_resume(
     before.setdefault("pack", True)  # on packed documents
     check_saved(now, before, where)
     if config.lora.rank and meta.get("base"):
-        check_base(meta["base"], weights_folder(config), where)
+        folder = weights_folder(config)
+        assert folder is not None  # else it is an error
+        check_base(meta["base"], folder, where)
     if now["steps"] != before["steps"]:
         say(
             f"note: steps is {now['steps']}, was {before['steps']}: the learning rate goes by "
@@ -134,13 +136,20 @@ def check_resume(
     return int(meta["tokens"])
 
 
-def check_base(base: Mapping[str, Any], folder: Path | None, where: str) -> None:
-    """Raise if the frozen weights are not those that an adapter was trained beside."""
-    assert folder is not None
-    if json.loads(json.dumps(weights_sample(folder))) != base["weights"]:
+def check_base(base: Mapping[str, Any], folder: Path, where: str) -> None:
+    """Raise if the weights in a folder are not those that an adapter was trained beside.
+
+    `base` is what the run noted of them, `where` names the adapter.
+    """
+    if not folder.is_dir():
+        raise MeshwrightError(
+            f"{where} is an adapter of the weights in {folder}, and that folder is not there; put "
+            "it back"
+        )
+    if weights_sample(folder) != base["weights"]:
         raise MeshwrightError(
             f"{where} is an adapter of the weights that were in {base['folder']}, and those in "
-            f"{folder} are others; give the folder of the same weights"
+            f"{folder} are others; it needs the same weights"
         )
 
 
