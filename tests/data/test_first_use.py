@@ -75,3 +75,10 @@ def test_what_cannot_be_packed_is_told_with_the_command(sums: Path) -> None:
     assert list(sums.parent.iterdir()) == [sums]
     with pytest.raises(MeshwrightError, match="does not exist"):
         open_or_pack(str(sums.with_name("other.jsonl")))
+
+
+def test_a_file_that_is_not_there_is_called_a_file(tmp_path: Path) -> None:
+    with pytest.raises(MeshwrightError, match=r"data file '.*chat.jsonl' does not exist"):
+        open_or_pack(str(tmp_path / "chat.jsonl"))
+    with pytest.raises(MeshwrightError, match=r"token store '.*chat.store' does not exist"):
+        open_or_pack(str(tmp_path / "chat.store"))

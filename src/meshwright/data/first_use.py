@@ -33,6 +33,8 @@ def open_or_pack(
         say: told when a file is packed.
     """
     file = Path(path)
+    if kind_of(file) is not None and not file.exists():
+        raise MeshwrightError(f"data file '{file}' does not exist")
     if not file.is_file() or kind_of(file) is None:
         return TokenStore.open(path)
     from meshwright.data.chat_templates import load_chat_template  # needs jinja2
