@@ -12,6 +12,7 @@ from meshwright.models import model_from_dict, model_to_dict
 from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
 from meshwright.training.config import TrainConfig
 from meshwright.training.prepare import Setup, prepare
+from meshwright.training.setup import weights_folder
 
 MISTRAL = Path(__file__).parents[1] / "models/hf_reference/mistral-wide-heads"
 SPECIAL = {"bos_token_id": 1, "eos_token_id": [0, 2], "pad_token_id": 0}
@@ -63,12 +64,21 @@ def test_a_run_from_weights_keeps_their_architecture_tokens_and_folder(
     assert fields.items() >= SPECIAL.items()
 
 
+def test_a_folder_with_weights_is_what_a_run_starts_from(tmp_path: Path, model: Path) -> None:
+    assert weights_folder(TrainConfig(str(model))) == model
+    assert weights_folder(TrainConfig(str(model), init_from=tmp_path)) == tmp_path
+    assert weights_folder(TrainConfig(str(model / "config.json"))) is None
+    (model / "model.safetensors").unlink()
+    assert weights_folder(TrainConfig(str(model))) is None
+
+
 def test_the_tokens_of_another_tokenizer_are_not_kept(tmp_path: Path, model: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     words = {"type": "WordLevel", "vocab": {"</s>": 0, "a": 2, "b": 1}, "unk_token": "a"}
     (other / "tokenizer.json").write_text(json.dumps(TOKENIZER | {"model": words}))
-    setup = prepared(tmp_path, model, load_tokenizer(other))
+    setup = prepared(tmp_path, model / "config.json", load_tokenizer(other))
+    assert setup.weights is None
     fields = to_hf_config(setup.model)
     assert fields["architectures"] == ["MistralForCausalLM"]
     assert "pad_token_id" not in fields or fields["pad_token_id"] is None

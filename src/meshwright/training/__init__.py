@@ -37,6 +37,7 @@ from meshwright.training.setup import (
     objective_of,
     training_mesh,
     training_spec,
+    weights_folder,
 )
 from meshwright.training.tpu import overlap_choice, overlap_text
 from meshwright.training.work import StepWork
@@ -49,5 +50,6 @@ __all__ = [
     "config_from_dict", "config_from_file", "config_to_dict", "field_lengths", "file_rules",
     "layers_choice", "learning_rate", "load_pieces", "mixture_of", "model_of", "objective_of",
     "overlap_choice", "overlap_text", "prepare", "prepare_data", "save_pieces", "settings_flags",
-    "supervised", "train", "training_mesh", "training_spec", "with_settings",
+    "supervised", "train", "training_mesh", "training_spec", "weights_folder",
+    "with_settings",
 ]  # fmt: skip

@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -106,11 +105,6 @@ class JaxBackend(Backend):
     def placement_lines(self) -> Iterator[str]:
         if self._setup.weights is not None:
             yield f"starts from the weights in {self._setup.weights}"
-        elif any(Path(self.config.model).glob("*.safetensors")):
-            yield (
-                f"starts from random weights; --init-from {self.config.model} starts from those "
-                "in the folder"
-            )
         yield self._setup.explanation.summary()
         state = self._setup.step.state
         trained = trained_part(self._setup.step.arrays, state.params)

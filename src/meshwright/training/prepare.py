@@ -157,7 +157,7 @@ def _check_weights(folder: Path, config: TrainConfig, model: Any) -> None:
         )
         raise MeshwrightError(
             f"init_from {str(folder)!r} holds the weights of another model: {differences}; give "
-            f"that folder as the model too: meshwright train {folder} --init-from {folder}"
+            f"that folder as the model too: meshwright train {folder}"
         )
 
 

@@ -59,12 +59,17 @@ def model_of(config: TrainConfig) -> Any:
 
 
 def weights_folder(config: TrainConfig) -> Path | None:
-    """The folder of the weights that a run starts from; an adapter needs some."""
+    """The folder of the weights that a run starts from; an adapter needs some.
+
+    It is --init-from, or the model's own folder if it holds weights; None: random weights.
+    """
     folder = Path(config.model)
-    if config.init_from is not None or not config.lora.rank:
+    if config.init_from is not None:
         return config.init_from
     if folder.is_dir() and any(folder.glob("*.safetensors")):
         return folder
+    if not config.lora.rank:
+        return None
     raise MeshwrightError(
         "LoRA adapts weights that are trained, and no folder of weights is named: give one as the "
         "model, meshwright train FOLDER, or with --init-from FOLDER"

@@ -46,6 +46,7 @@ from meshwright.training import (
     file_rules,
     learning_rate,
     prepare_data,
+    weights_folder,
 )
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -131,6 +132,8 @@ class TorchBackend(Backend):
         return RANKS.from_first(text)
 
     def placement_lines(self) -> Iterator[str]:
+        if (weights := weights_folder(self.config)) is not None:
+            yield f"starts from the weights in {weights}"
         yield self._explanation.summary()
         shape = self.mesh_shape
         placed = parallelized(self.network).placements.by_name
@@ -166,8 +169,9 @@ class TorchBackend(Backend):
 
     def start(self, saved: int | None) -> None:
         settings = self.config.optimizer
-        if saved is None and self.config.init_from is not None:
-            load_hf(self.network, self.config.init_from)
+        weights = weights_folder(self.config)
+        if saved is None and weights is not None:
+            load_hf(self.network, weights)
         elif saved is None:
             initialize(self.network, self.config.seed)
         matrices = [param for param in self.network.parameters() if param.ndim > 1]

@@ -40,6 +40,7 @@ from meshwright.training import (
     check_same_settings,
     file_rules,
     supervised,
+    weights_folder,
 )
 
 PACKAGES = ("torch", "transformers")  # whose versions must be the same
@@ -151,8 +152,9 @@ def _check_folders(config: TrainConfig) -> None:
     """That of the run, and that of the weights unless the run resumes."""
     check_run_folder(config)
     saved = folders.complete_steps(config.run / "checkpoints")
-    if config.init_from is not None and (not saved or config.resume_from == NONE):
-        tensor_files(config.init_from)
+    weights = weights_folder(config)
+    if weights is not None and (not saved or config.resume_from == NONE):
+        tensor_files(weights)
 
 
 def _check_axes(file: str, rules: Rules, spec: MeshSpec) -> None:
