@@ -9,6 +9,8 @@ from pathlib import Path
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+# no test reaches the Hugging Face Hub; those of it start a server of their own
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # nor need each process compile the sources of this package
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # most of the time of a test is compiling: LLVM without its slow passes takes less than half of it,

@@ -62,6 +62,7 @@ ORDER = [
     "files",
     "arithmetic",
     "present",
+    "hub",
     "machines",
     "meshes",
     "layouts",
@@ -191,6 +192,7 @@ def test_what_src_does_not_import_is_not_a_dependency() -> None:
         *extras["track"],
         *extras["parquet"],
         *extras["serve"],
+        *extras["hub"],
         *extras["torch"],
     ]
     text = "\n".join(file.read_text() for file in SOURCE.rglob("*.py"))

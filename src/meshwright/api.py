@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from meshwright.errors import MeshwrightError
 from meshwright.planner import planned
-from meshwright.training import TrainConfig, settings_flags
+from meshwright.training import TrainConfig, settings_flags, with_commits
 from meshwright.training import train as train_in_jax
 
 
@@ -20,6 +20,7 @@ def train(
     """
     if words is None:
         words = [config.model, *settings_flags(config)]
+    config = with_commits(config)  # before processes join: others wait minutes, not hours
     choose = functools.partial(planned, named=named)
     if config.backend == "jax":
         train_in_jax(config, choose)

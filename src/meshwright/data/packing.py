@@ -44,6 +44,7 @@ from meshwright.data.store import (
 )
 from meshwright.data.tokenizers import Ids, Tokenizer
 from meshwright.errors import MeshwrightError
+from meshwright.hub import pinned
 from meshwright.interrupt import before_end
 from meshwright.present import count
 
@@ -111,7 +112,9 @@ def pack(
                 for texts in _batches(_documents(files, reading, bad), len):
                     writer.add(texts)
                     progress(writer.documents, writer.tokens)
-            facts.append({"path": source, "documents": writer.documents - before})
+            facts.append(
+                {"path": pinned(source, "dataset"), "documents": writer.documents - before}
+            )
         counted: dict[str, Any] = {"sources": facts, "empty": writer.empty, "bad": len(problems)}
         if formats:
             counted["examples"] = _facts_of_examples(formats, encoding, writer.templated)

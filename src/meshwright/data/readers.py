@@ -7,8 +7,9 @@ import gzip
 import importlib
 import io
 import json
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import IO, Any
 
 from meshwright.data.splits import ALL, choose_split
 from meshwright.errors import MeshwrightError, did_you_mean, not_installed, one_of
+from meshwright.hub import dataset_folder
 from meshwright.present import count
 
 TEXTS = (".txt", ".md")
@@ -26,6 +28,7 @@ KINDS = (
 )  # fmt: skip
 # of a dataset's folder: what describes the data
 DESCRIPTIONS = frozenset({"readme.md", "license.md", "dataset_info.json", "dataset_infos.json"})
+SAVED = ("dataset_dict.json", "state.json")  # of save_to_disk
 TEXT_FIELD = "text"
 CHUNK = 1 << 20
 LARGEST_DOCUMENT = 1 << 30  # bytes; a document must fit in memory
@@ -54,9 +57,10 @@ PLAIN = Reading()
 def find_files(source: str | Path, split: str | None = None) -> tuple[list[Path], list[Path]]:
     """The files to read of a file or folder, in order; and the files of unsupported kinds.
 
-    `split`: that of a folder's splits; a file is read whatever its name says.
+    `split`: that of a folder's splits; a file is read whatever its name says. Of a dataset on the
+    Hub (org/name), the files of the split are downloaded.
     """
-    path = Path(source)
+    path = dataset_folder(source, lambda names: _files_to_download(str(source), names, split))
     if not path.exists():
         raise MeshwrightError(f"data '{source}' does not exist")
     if not path.is_dir():
@@ -91,6 +95,21 @@ def find_files(source: str | Path, split: str | None = None) -> tuple[list[Path]
     known = [file for file in known if not _describes_data(file)] or known
     others = [file for file in files if file not in known]
     return choose_split(path, known, split), others
+
+
+def _files_to_download(source: str, names: Sequence[str], split: str | None) -> list[str]:
+    """The files of a dataset's split by their names, with what describes a saved dataset."""
+    files = [Path(source, name) for name in names if not re.search(r"(^|/)\.", name)]
+    data = [file for file in files if kind_of(file) and file.name.lower() not in DESCRIPTIONS]
+    saved = [file for file in data if file.name in SAVED]
+    # texts beside tables and records are about them
+    tables = [file for file in data if not holds_text(file) and file not in saved]
+    if not (tables or data):
+        raise MeshwrightError(
+            f"data '{source}' on the Hub holds no file of a supported type: {kinds_text()}"
+        )
+    chosen = choose_split(source, tables or data, split)
+    return [file.relative_to(source).as_posix() for file in (*chosen, *saved)]
 
 
 def _describes_data(file: Path) -> bool:

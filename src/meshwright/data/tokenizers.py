@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.hub import TOKENIZER, local_folder
 
 Ids = npt.NDArray[np.int32]
 Span = tuple[int, int]
@@ -216,7 +217,7 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(name: str | Path, end_token: str | None = None) -> Tokenizer:
-    """`"bytes"`, or the path of a tokenizer.json or of a folder that holds one.
+    """`"bytes"`, a tokenizer.json, a folder that holds one, or the name of a model on the Hub.
 
     The end-of-document token is `end_token`, else the `eos_token` of the files beside
     tokenizer.json, else the only usual name among its special tokens.
@@ -227,7 +228,7 @@ def load_tokenizer(name: str | Path, end_token: str | None = None) -> Tokenizer:
                 f"end token {end_token!r}: the byte tokenizer always uses id 256; leave it out"
             )
         return ByteTokenizer()
-    path = Path(name)
+    path = local_folder(name, TOKENIZER)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise MeshwrightError(
@@ -242,7 +243,7 @@ def load_tokenizer(name: str | Path, end_token: str | None = None) -> Tokenizer:
 
 def tokenizer_folder(name: str | Path) -> Path:
     """The folder of the files beside a tokenizer that `load_tokenizer` takes."""
-    path = Path(name)
+    path = local_folder(name, TOKENIZER)
     return path.parent if path.is_file() else path
 
 

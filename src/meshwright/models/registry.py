@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from meshwright.arithmetic import first_repeated
 from meshwright.errors import MeshwrightError, UnsupportedModelError, did_you_mean
+from meshwright.hub import CONFIG, MODEL, local_folder
 from meshwright.models.decoder import DECODER
 from meshwright.models.family import ModelFamily, Serving
 from meshwright.models.huggingface import (
@@ -132,10 +133,16 @@ def override(config: Any, changes: Sequence[str], seq: int) -> Any:
 
 
 def model_config(model: str) -> Any:
-    """The config of a preset, of a Hugging Face config.json, or of a folder that holds one."""
+    """The config of a preset, of a Hugging Face config.json, of a folder that holds one, or of a
+    model on the Hub (org/name), of which config.json alone is read."""
     if model in PRESETS:
         return PRESETS[model]
-    path = Path(model)
+    try:
+        path = local_folder(model, CONFIG)
+    except MeshwrightError as mistake:
+        last = model.partition("@")[0].rpartition("/")[2].lower()
+        hint = f"; the preset {last!r} needs no download" if last in PRESETS else ""
+        raise MeshwrightError(f"{mistake}{hint}") from None
     is_run = is_folder = False
     with contextlib.suppress(OSError):  # what cannot be the name of a file
         is_run, is_folder = (path / "checkpoints").is_dir(), path.is_dir()
@@ -182,12 +189,13 @@ def load_hf(
 ) -> Any:
     """The weights of a Hugging Face folder, every array placed as `shardings` says.
 
-    `config` is what config.json says if not given. `shardings` is a tree like the model's arrays,
-    or one sharding for all; without it, the first device. `on_read`, if given, is called with
-    (path of the array, bytes) after each read.
+    The folder may be the name of a model on the Hub. `config` is what config.json says if not
+    given. `shardings` is a tree like the model's arrays, or one sharding for all; without it, the
+    first device. `on_read`, if given, is called with (path of the array, bytes) after each read.
     """
     if not isinstance(folder, str | os.PathLike):
         raise MeshwrightError(f"{folder!r} is not the path of a folder")
+    folder = local_folder(folder, MODEL)
     config = from_hf_config(folder) if config is None else config
     model = family_of(config).hugging_face.model(config)
     return load_folder(folder, model, shardings, dtype, on_read)

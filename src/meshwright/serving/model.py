@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax.numpy as jnp
 
 from meshwright.errors import MeshwrightError, did_you_mean, not_installed
+from meshwright.hub import MODEL, local_folder
 from meshwright.models import default_dtype
 from meshwright.serving.defaults import answer_stops, defaults_of
 from meshwright.serving.engine import Engine
@@ -41,7 +42,8 @@ def load(
     end_token: str | None = None,
     chat_template: str | os.PathLike[str] | None = None,
 ) -> "LanguageModel":
-    """Load the model of a run or of a Hugging Face folder onto a mesh, ready to generate.
+    """Load a model onto a mesh, ready to generate: a run, a Hugging Face folder, or org/name on
+    the Hub.
 
     Programs are compiled when they are first needed; `engine` has the settings of the engine that
     runs them (`mw.EngineConfig`), with its `compile_first`.
@@ -54,7 +56,7 @@ def load(
     return LanguageModel(
         source,
         start_engine(source, placed, kind, config),
-        Path(model),
+        local_folder(model, MODEL),
         None if chat_template is None else Path(chat_template),
     )
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from meshwright.data import tokenizer_files
 from meshwright.errors import MeshwrightError
+from meshwright.hub import name_of_snapshot
 from meshwright.models import SOURCE, save_adapter, save_hf, tokenizer_files_of
 from meshwright.serving.source import (
     Source,
@@ -52,7 +53,8 @@ def export(
             return save_hf(out, params, source.config, dtype=kind, tokenizer=tokenizer)
         adapter = source.adapter
         factors = adapter.read(adapter_targets(source.config, adapter.lora, placed))
-        base = str(adapter.base.resolve())
+        on_hub = name_of_snapshot(adapter.base)
+        base = str(adapter.base.resolve()) if on_hub is None else on_hub.repo
         return save_adapter(
             out, factors, source.config, adapter.lora, base, dtype=kind, tokenizer=tokenizer
         )

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from tyro.conf import UseAppendAction
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.hub import hub_name
 from meshwright.launch import convert_paths
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
@@ -244,7 +245,8 @@ class ServeConfig:
     @property
     def served_name(self) -> str:
         """The model's name in requests."""
-        return self.name or Path(self.model).resolve().name
+        on_hub = hub_name(self.model)
+        return self.name or (on_hub.repo if on_hub else Path(self.model).resolve().name)
 
     def api_keys(self) -> tuple[str, ...]:
         """The keys of the flag, the file and the environment; without any, clients need none."""

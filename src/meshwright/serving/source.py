@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.data import Tokenizer, load_tokenizer, tokenizer_from_json
 from meshwright.errors import MeshwrightError
+from meshwright.hub import MODEL, local_folder, name_of_snapshot
 from meshwright.launch import weights_sample
 from meshwright.layouts import ArraySpec, Layout, Rules, fit, layout_tree, stored
 from meshwright.machines import check_host_memory, host_bytes
@@ -123,11 +124,11 @@ def model_source(
     tokenizer: str | None = None,
     end_token: str | None = None,
 ) -> Source:
-    """The model in a run's folder or a Hugging Face folder, without reading weights.
+    """The model in a run's folder, a Hugging Face folder or on the Hub, without reading weights.
 
     `tokenizer` and `end_token` replace the folder's own (see load_tokenizer).
     """
-    folder = Path(path)
+    folder = local_folder(path, MODEL)
     fields = _config_file(folder)
     own = None if tokenizer is None else load_tokenizer(tokenizer, end_token)
     if "model_config" in fields:
@@ -302,7 +303,7 @@ def _run(
         raise MeshwrightError(
             f"{folder / 'config.json'} does not say which weights the run's adapter is of"
         )
-    base = Path(noted["folder"]) if noted else Path()
+    base = _base_folder(Path(noted["folder"])) if noted else Path()
     own = Path((config.hf_config or {}).get(SOURCE) or "")  # if it has the same tokenizer
     generation_config = _generation_config(own)
 
@@ -337,6 +338,12 @@ def _run(
         },
         adapter=Adapter(lora, base, read_adapter) if lora.rank else None,
     )
+
+
+def _base_folder(folder: Path) -> Path:
+    """The folder of an adapter's weights; what was in another cache of the Hub, from the Hub."""
+    name = None if folder.is_dir() else name_of_snapshot(folder)
+    return folder if name is None else local_folder(str(name), MODEL)
 
 
 def _lora_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jax.sharding import Mesh
 
 from meshwright.data import load_chat_template
 from meshwright.errors import MeshwrightError, not_installed
+from meshwright.hub import MODEL, local_folder
 from meshwright.interrupt import signal_calls, termination_calls
 from meshwright.launch import (
     EXIT_CODE,
@@ -57,6 +57,7 @@ def serve(config: ServeConfig) -> None:
     keep_compiled_programs()
     if config.cpu_devices is not None:
         simulate_devices(config.cpu_devices)
+    local_folder(config.model, MODEL)  # before processes join: others wait minutes, not hours
     joined = join(config.coordinator, config.processes, config.process_id)
     store = coordinator_store()
     with open_link(joined, store) as link:
@@ -95,7 +96,7 @@ def _answer(source: Source, config: ServeConfig, link: Leader | None) -> None:
     defaults = Defaults()
     if config.generation_config == "auto":
         defaults = defaults_of(source.generation_config)
-    template = load_chat_template(Path(config.model), config.chat_template)
+    template = load_chat_template(local_folder(config.model, MODEL), config.chat_template)
     keys = config.api_keys()
     if config.host not in ("127.0.0.1", "localhost", "::1") and not keys:
         print_line(

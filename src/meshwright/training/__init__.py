@@ -38,6 +38,7 @@ from meshwright.training.setup import (
     training_mesh,
     training_spec,
     weights_folder,
+    with_commits,
 )
 from meshwright.training.tpu import overlap_choice, overlap_text
 from meshwright.training.work import StepWork
@@ -51,5 +52,5 @@ __all__ = [
     "layers_choice", "learning_rate", "load_pieces", "mixture_of", "model_of", "objective_of",
     "overlap_choice", "overlap_text", "prepare", "prepare_data", "save_pieces", "settings_flags",
     "supervised", "train", "training_mesh", "training_spec", "weights_folder",
-    "with_settings",
+    "with_commits", "with_settings",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from meshwright.data import (
     sentinel_top,
 )
 from meshwright.errors import MeshwrightError, one_of
+from meshwright.hub import MODEL, TOKENIZER, local_folder, pinned
 from meshwright.layouts import Rules, select_trainable
 from meshwright.machines import CHIPS, Chip, Machine, chip_of_kind
 from meshwright.meshes import STANDARD_AXES, Accepts, MeshSpec, mesh, tile_mesh
@@ -63,9 +64,9 @@ def weights_folder(config: TrainConfig) -> Path | None:
 
     It is --init-from, or the model's own folder if it holds weights; None: random weights.
     """
-    folder = Path(config.model)
     if config.init_from is not None:
-        return config.init_from
+        return local_folder(config.init_from, MODEL)
+    folder = local_folder(config.model, MODEL)
     if folder.is_dir() and any(folder.glob("*.safetensors")):
         return folder
     if not config.lora.rank:
@@ -76,11 +77,24 @@ def weights_folder(config: TrainConfig) -> Path | None:
     )
 
 
+def with_commits(config: TrainConfig) -> TrainConfig:
+    """The settings with the commits of models on the Hub, which are downloaded."""
+    init = config.init_from
+    weights_folder(config)
+    return dataclasses.replace(
+        config,
+        model=pinned(config.model),
+        init_from=None if init is None else Path(pinned(str(init))),
+    )
+
+
 def mixture_of(config: TrainConfig) -> Mixture:
     """The data of the settings; files are packed on first use, with the model's tokenizer."""
-    folders = (config.init_from, Path(config.model), Path(config.model).parent)
+    folder = local_folder(config.model, TOKENIZER)
+    init = None if config.init_from is None else local_folder(config.init_from, TOKENIZER)
+    folders = (init, folder, folder.parent)
     with_tokenizer = (one for one in folders if one and (one / "tokenizer.json").is_file())
-    is_named = config.init_from is not None or Path(config.model).exists()
+    is_named = init is not None or folder.exists()
     tokenizer = next(map(str, with_tokenizer), "bytes") if is_named else "bytes"
     return Mixture.parse(config.data, lambda path: open_or_pack(path, tokenizer))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.hub import CONFIG, local_folder
 
 SPECIAL_TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
 SOURCE = "_name_or_path"  # the folder a config.json was read from; not written again
@@ -87,7 +88,7 @@ def read_hf_config(
             f"{short(source)} is not a Hugging Face config; give a path to config.json, its folder "
             "or a dict"
         )
-    path = Path(source)
+    path = local_folder(source, CONFIG)
     try:
         path = path / "config.json" if path.is_dir() else path
         fields = json.loads(path.read_text(encoding="utf-8"))

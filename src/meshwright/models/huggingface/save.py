@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import MeshwrightError
+from meshwright.hub import TOKENIZER
 from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models.huggingface.arrays import HfArray, HfModel
 from meshwright.models.huggingface.fields import SPECIAL_TOKENS, read_hf_config
@@ -36,12 +37,6 @@ from meshwright.models.safetensors_write import (
 logger = logging.getLogger("meshwright")
 
 # with * for what differs in name: tokenizer.model.v3, additional_chat_templates/tool_use.jinja
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model*", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates/*.jinja", "generation_config.json",
-)  # fmt: skip
 
 
 def save_folder(
@@ -243,9 +238,7 @@ def _start(
         raise MeshwrightError(f"{folder} is there already; give a folder that is new or empty")
     copied = [] if beside is None else tokenizer_files_of(beside)
     if beside is not None and not copied:
-        raise MeshwrightError(
-            f"{beside} has no tokenizer file; looked for {', '.join(TOKENIZER_FILES)}"
-        )
+        raise MeshwrightError(f"{beside} has no tokenizer file; looked for {', '.join(TOKENIZER)}")
     whole = model.config_file == HfModel.config_file  # an adapter's names no special tokens
     special = {} if beside is None or not whole else _special_tokens(beside)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -279,7 +272,7 @@ def _tokenizer_folder(source: str | None) -> Path | None:
 
 def tokenizer_files_of(folder: Path) -> list[Path]:
     """The files of a folder that are a tokenizer's, with generation_config.json."""
-    found = [file for pattern in TOKENIZER_FILES for file in sorted(folder.glob(pattern))]
+    found = [file for pattern in TOKENIZER for file in sorted(folder.glob(pattern))]
     return [file for file in found if file.is_file()]
 
 
