@@ -34,7 +34,8 @@ WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors")
 MODEL = (*CONFIG, *TOKENIZER, *WEIGHTS, "model.safetensors.index.json")
 
 _WORD = r"[A-Za-z0-9](?:[\w.-]*\w)?"
-_NAME = re.compile(rf"({_WORD}/{_WORD})(?:@([\w./-]+))?", re.ASCII)
+# runs/NAME is a run, which may not be there, and never a name on the Hub
+_NAME = re.compile(rf"(?!runs/)({_WORD}/{_WORD})(?:@([\w./-]+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # a name that ends so is that of a file or token store which is not there
 _FILE = re.compile(r"\.(jsonl?|txt|md|gz|zst|parquet|arrow|store|safetensors|jinja|bin)", re.I)
@@ -108,36 +109,36 @@ def _check_holds(name: HubName, names: Sequence[str], files: Sequence[str]) -> N
     for needed, what in ((CONFIG, "config.json"), (WEIGHTS, "weights in safetensors files")):
         wanted = set(needed) <= set(files)
         if wanted and not any(fnmatchcase(one, pattern) for one in names for pattern in needed):
+            if _library(name, "model").is_offline_mode():
+                raise MeshwrightError(_not_cached(name, "model"))
             there = ", ".join([one for one in names if not one.startswith(".")][:8])
             raise MeshwrightError(f"{str(name)!r} on the Hub has no {what}; it has {there}")
 
 
 def _folder(name: HubName, kind: Kind, choose: Choose) -> Path:
     library, commit = _library(name, kind), _commit(name, kind)
+    cache = Path(library.constants.HF_HUB_CACHE).expanduser().resolve()
+    repo = library.file_download.repo_folder_name(repo_id=name.repo, repo_type=kind)
+    folder = cache / repo / "snapshots" / commit
     with _errors_in_one_line(name, kind):
-        sizes = _tree(name.repo, commit, kind)
-        wanted = [one for one in choose(list(sizes)) if one in sizes]
-        at = {"repo_type": kind, "revision": commit}
-        missing = [
-            one
-            for one in wanted
-            if not isinstance(library.try_to_load_from_cache(name.repo, one, **at), str)
-        ]
-        if missing and library.is_offline_mode():
-            raise MeshwrightError(_not_cached(name, kind))
-        patterns = [glob.escape(one) for one in wanted]
+        sizes = _tree(name, commit, kind, folder)
+        wanted = list(choose(list(sizes)))
+        missing = [file for file in wanted if not (folder / file).is_file()]
         if not missing:
-            return Path(library.snapshot_download(name.repo, allow_patterns=patterns, **at))
-        total = sum(sizes[one] for one in missing)
+            return folder
+        if library.is_offline_mode():
+            raise MeshwrightError(_not_cached(name, kind))
+        total = sum(sizes[file] for file in missing)
         print_line(
             f"downloading {name.repo} ({commit[:8]}): {count(len(missing), 'file')}, "
-            f"{bytes_text(total)}, to {library.constants.HF_HUB_CACHE}",
+            f"{bytes_text(total)}, to {cache}",
             sys.stderr,
         )
         with _progress(name.repo, total, library) as bar:
-            folder = Path(
-                library.snapshot_download(name.repo, allow_patterns=patterns, tqdm_class=bar, **at)
-            )
+            library.snapshot_download(
+                name.repo, repo_type=kind, revision=commit, tqdm_class=bar,
+                allow_patterns=[glob.escape(file) for file in missing],
+            )  # fmt: skip
         _verify(name, kind, commit, folder)
     return folder
 
@@ -156,16 +157,20 @@ def _commit(name: HubName, kind: Kind) -> str:
         )  # fmt: skip
 
 
-def _tree(repo: str, commit: str, kind: Kind) -> dict[str, int]:
-    """The files of a repository and their sizes."""
-    library = _library(HubName(repo, commit), kind)
+def _tree(name: HubName, commit: str, kind: Kind, folder: Path) -> dict[str, int]:
+    """The files of a repository and their sizes; if the Hub does not tell, those in the cache."""
+    library = _library(name, kind)
     at = {"repo_type": kind, "revision": commit}
+    with contextlib.suppress(library.errors.CachedRepoTreeNotFoundError):
+        return {file.path: file.size for file in library.get_cached_repo_tree(name.repo, **at)}
     try:
-        entries = library.get_cached_repo_tree(repo, **at)
-    except library.errors.CachedRepoTreeNotFoundError:
-        entries = _api(library).list_repo_tree(repo, recursive=True, **at)
-        entries = [entry for entry in entries if hasattr(entry, "size")]
-    return {entry.path: entry.size for entry in entries}
+        entries = _api(library).list_repo_tree(name.repo, recursive=True, **at)
+        return {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
+    except (OSError, library.errors.HTTPError):
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        if not files:
+            raise
+        return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
 
 
 def _verify(name: HubName, kind: Kind, commit: str, folder: Path) -> None:
@@ -246,9 +251,9 @@ def _explained(reason: Exception, name: HubName, kind: Kind, library: Any) -> st
         return f"{name.repo!r} on the Hub has no revision {name.revision!r}; see {page}/tree/main"
     if status in (401, 403):
         return f"the Hub refuses the token for {name.repo!r} ({status}): {log_in} to another one"
+    if library.is_offline_mode():
+        return _not_cached(name, kind)
     if isinstance(reason, errors.RevisionResolutionError):
-        if library.is_offline_mode():
-            return _not_cached(name, kind)
         return (
             f"{str(name)!r} is not a folder here, and the Hugging Face Hub cannot be reached "
             f"({_first_line(reason.__cause__ or reason)}); try again, or where there is a network: "

@@ -21,6 +21,8 @@ class Hub(http.server.ThreadingHTTPServer):
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.root = root
+        self.commits: dict[Path, str] = {}
+        """Commits of folders, where not by their names."""
         self.requests: Counter[str] = Counter()
         self.gets: Counter[str] = Counter()
         self.breaks: set[str] = set()
@@ -87,12 +89,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             )  # as the Hub does, so that it does not tell what is private
             return
         revision = rest.pop(0) if rest else "main"
-        by_commit = {commit(f"{org}/{name}/{one.name}"): one for one in repo.iterdir()}
+        by_commit = {self._commit(one): one for one in repo.iterdir()}
         folder = by_commit.get(revision, repo / revision)
         if not folder.is_dir():
             self._refuse(404, "RevisionNotFound")
             return
-        sha = commit(f"{org}/{name}/{folder.name}")
+        sha = self._commit(folder)
         files = {
             str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()
         }
@@ -106,6 +108,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._file(files["/".join(rest)], sha)
         else:
             self._refuse(404, "EntryNotFound")
+
+    def _commit(self, folder: Path) -> str:
+        return self.server.commits.get(folder) or commit("/".join(folder.parts[-3:]))
 
     def _json(self, value: object) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})

@@ -1,7 +1,10 @@
 """Names on the Hugging Face Hub: the real huggingface_hub against a server on this machine."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,8 +26,20 @@ TOKENIZER = {
     ],
     "model": {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1, "b": 2}, "unk_token": "a"},
 }  # fmt: skip
-GENERATE = ("generate", "org/tiny", "--prompt", "a b", "--max-new", "4", "--temperature", "0")
-PLAN = ("plan", "org/tiny", "--on", "cpu:1", "--batch", "1", "--seq", "8")
+NAME = "org/tiny"
+GENERATE = ("generate", NAME, "--prompt", "a b", "--max-new", "4", "--temperature", "0")
+PLAN = ("plan", NAME, "--on", "cpu:1", "--batch", "1", "--seq", "8")
+
+
+def folder_of(ended: Ended) -> Path:
+    """The folder that the error of LOOK names; nothing else is printed."""
+    start, _, rest = ended.err.removeprefix("error: ").partition(" is a Hugging Face folder, which")
+    assert rest.count("\n") == 1, ended.err
+    assert not ended.out
+    return Path(start)
+
+
+LOOK = ("generate", NAME, "--prompt", "a", "--step", "1")  # ends when all files are there
 Run = Callable[..., list[Ended]]
 
 
@@ -59,17 +74,21 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def run(hub: Hub, tmp_path: Path) -> Run:
+def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
+    return {
+        "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_TOKEN": "",
+        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def run(environment: dict[str, str], tmp_path: Path) -> Run:
     """Runs commands of meshwright in a process whose Hub is that server."""
 
-    def run(*commands: tuple[str, ...], **environment: str) -> list[Ended]:
+    def run(*commands: tuple[str, ...], **changes: str) -> list[Ended]:
         said, out = tmp_path / "said", tmp_path / "ended.json"
-        settings = {
-            "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0",
-            "HF_TOKEN": "", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", **environment,
-        }  # fmt: skip
         code = shared_commands().run_script(
-            SEVERAL_COMMANDS, [json.dumps(commands), str(out)], said, settings
+            SEVERAL_COMMANDS, [json.dumps(commands), str(out)], said, environment | changes
         )
         assert code == 0, said.read_text()
         return [Ended(*ended) for ended in json.loads(out.read_text())]
@@ -82,54 +101,93 @@ def test_a_model_is_downloaded_once_and_only_what_is_needed(
 ) -> None:
     (planned,) = run(PLAN)
     assert planned.code == 0, planned.err
-    assert (
-        f"downloading org/tiny ({commit('org/tiny/main')[:8]}): 1 file, 663 B, to " in planned.err
-    )
+    main = commit("org/tiny/main")
+    assert f"downloading org/tiny ({main[:8]}): 1 file, 663 B, to {tmp_path}" in planned.err
     assert hub.gets == {"config.json": 1}
-    (generated,) = run(GENERATE)
+    local = str(hub.root / "models/org/tiny/main")
+    generated, same = run(GENERATE, (GENERATE[0], local, *GENERATE[2:]))
     assert generated.code == 0, generated.err
-    assert "2 files, " in generated.err
+    assert generated.out == same.out
+    assert "downloading org/tiny" in generated.err
+    assert ": 2 files, " in generated.err
     assert hub.gets == {"config.json": 1, "model.safetensors": 1, "tokenizer.json": 1}
     hub.requests.clear()
-    again, local = run(
-        GENERATE, (GENERATE[0], str(hub.root / "models/org/tiny/main"), *GENERATE[2:])
-    )
-    assert again.out == generated.out == local.out
-    assert "downloading" not in again.err
-    # whether main has moved, and nothing else
+    (again,) = run(LOOK)
+    assert folder_of(again) == tmp_path / "home/hub/models--org--tiny/snapshots" / main
+    # whether main has moved, and nothing else; a commit cannot move
     assert hub.requests == {"GET /api/models/org/tiny": 1}
+    (by_commit,) = run((LOOK[0], f"org/tiny@{main}", *LOOK[2:]))
+    assert folder_of(by_commit) == folder_of(again)
+    assert hub.requests.total() == 1
 
 
 def test_without_a_network_the_cache_is_used_or_its_lack_told(hub: Hub, run: Run) -> None:
-    (ended,) = run(GENERATE, HF_HUB_OFFLINE="1")
+    (ended,) = run(PLAN, HF_HUB_OFFLINE="1")
     assert ended.code == 2
+    by_hand = "hf download org/tiny --local-dir DIR, then give ./DIR"
     assert (
-        "HF_HUB_OFFLINE forbids downloads; unset it, or where there is a network: hf download org/tiny --local-dir DIR, then give ./DIR"
-        in ended.err
+        f"HF_HUB_OFFLINE forbids downloads; unset it, or where there is a network: {by_hand}"
+        in (ended.err)
     )
-    (ended,) = run(GENERATE, HF_ENDPOINT="http://127.0.0.1:9")
+    nowhere = "http://127.0.0.1:9"
+    (ended,) = run(PLAN, HF_ENDPOINT=nowhere)
     assert ended.code == 2
     assert "the Hugging Face Hub cannot be reached (" in ended.err
-    (online, planned) = run(GENERATE, PLAN)
-    assert online.code == planned.code == 0
+    assert f"where there is a network: {by_hand}" in ended.err
+    assert run(LOOK)[0].code == 2
     hub.requests.clear()
-    (offline, other) = run(GENERATE, ("generate", "org/tiny@v1", *GENERATE[2:]), HF_HUB_OFFLINE="1")
-    assert (offline.code, offline.out) == (0, online.out)
-    assert other.code == 2
+    (offline,) = run(LOOK, HF_HUB_OFFLINE="1")
+    assert folder_of(offline).name == commit("org/tiny/main")
     assert not hub.requests
-    (unreachable,) = run(GENERATE, HF_ENDPOINT="http://127.0.0.1:9")
-    assert (unreachable.code, unreachable.out) == (0, online.out)
+    (unreachable,) = run(LOOK, HF_ENDPOINT=nowhere)
+    assert str(folder_of(offline)) in unreachable.err
+    (partly,) = run(("plan", "org/tiny@v1", *PLAN[2:]))
+    assert partly.code == 0, partly.err
+    (ended,) = run(("generate", "org/tiny@v1", "--prompt", "a"), HF_HUB_OFFLINE="1")
+    assert "not all of it is in the cache of the Hugging Face Hub" in ended.err
+
+
+def test_processes_that_start_together_download_once(
+    hub: Hub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    code = f"from meshwright.hub import MODEL, local_folder; print(local_folder({NAME!r}, MODEL))"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=os.environ | environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    ended = [process.communicate() for process in processes]
+    assert len({out for out, _ in ended}) == 1, ended
+    assert all(process.returncode == 0 for process in processes)
+    assert hub.gets == {"config.json": 1, "model.safetensors": 1, "tokenizer.json": 1}
 
 
 def test_a_revision_is_that_revision(hub: Hub, run: Run) -> None:
-    there = ("plan", "org/tiny@v1", *PLAN[2:-1], "200")
-    pinned = ("plan", f"org/tiny@{commit('org/tiny/v1')}", *PLAN[2:])
+    there = ("plan", "org/tiny@v1", *PLAN[2:], "--json")
     missing = ("plan", "org/tiny@v9", *PLAN[2:])
-    too_long, ended, absent = run(there, pinned, missing)
-    assert "128" in too_long.out
-    assert ended.code == 0, ended.err
-    assert "'org/tiny' on the Hub has no revision 'v9'" in absent.err
-    assert hub.gets == {"config.json": 1}
+    ended, absent = run(there, missing)
+    assert json.loads(ended.out)["model"]["max_seq"] == 128
+    assert "'org/tiny' on the Hub has no revision 'v9'; see http://127.0.0.1:" in absent.err
+
+
+def test_a_model_that_is_not_in_safetensors_is_refused(hub: Hub, run: Run) -> None:
+    (hub.root / "models/org/tiny/v1/model.safetensors").unlink()
+    (hub.root / "models/org/tiny/v1/tokenizer.json").unlink()
+    (ended,) = run(("train", "org/tiny@v1", "--steps", "1"))
+    assert ended.code == 2
+    assert "'org/tiny@v1' on the Hub has no weights in safetensors files; it has " in ended.err
+    assert not hub.gets
+
+
+def test_without_huggingface_hub_the_error_says_how_to_install_it(run: Run) -> None:
+    block = ("[python]", "import sys; sys.modules['huggingface_hub'] = None")
+    (ended,) = run(block, PLAN)
+    assert ended.code == 2
+    assert (
+        "need huggingface_hub, which is not installed: pip install -e '.[hub]' (in the" in ended.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +197,7 @@ def test_a_revision_is_that_revision(hub: Hub, run: Run) -> None:
         ("org/absent", "is neither a folder here nor a model on the Hugging Face Hub"),
         ("org/tinny", "on the Hugging Face Hub (did you mean 'org/tiny'?); if it is private, log in with `hf auth login`, or set HF_TOKEN"),
         ("org/gated", "'org/gated' is gated: accept its terms at http://127.0.0.1:"),
-        ("runs/first.json", "runs/first.json does not exist; give the folder of a run"),
+        ("runs/first", "runs/first does not exist; give the folder of a run"),
         ("a/b/c", "a/b/c does not exist"),
     ],
 )  # fmt: skip
@@ -150,22 +208,21 @@ def test_what_the_hub_refuses_is_one_line(run: Run, name: str, says: str) -> Non
     assert ended.err.count("\n") == 1
 
 
-def test_a_transfer_that_breaks_is_resumed_and_wrong_bytes_are_refused(
-    hub: Hub, run: Run, tmp_path: Path
-) -> None:
+def test_a_transfer_that_breaks_is_resumed_and_wrong_bytes_are_refused(hub: Hub, run: Run) -> None:
     hub.breaks.add("model.safetensors")
     hub.damaged.add("tokenizer.json")
-    (ended,) = run(GENERATE)
+    (ended,) = run(("generate", NAME, "--prompt", "a"))
     assert ended.code == 2
-    assert (
-        "tokenizer.json of 'org/tiny' came with another checksum than the Hub names, and was deleted; run"
-        in ended.err
-    )
+    damaged = "tokenizer.json of 'org/tiny' came with another checksum than the Hub names, and was deleted"
+    assert f"{damaged}; run the command again" in ended.err
     assert hub.gets["model.safetensors"] == 2
     hub.damaged.clear()
-    (ended,) = run(GENERATE)
-    assert ended.code == 0, ended.err
+    run(LOOK)
+    (ended,) = run(LOOK)
     assert hub.gets == {"config.json": 1, "model.safetensors": 2, "tokenizer.json": 2}
+    served = hub.root / "models/org/tiny/main"
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert (folder_of(ended) / file).read_bytes() == (served / file).read_bytes()
 
 
 def test_of_a_dataset_the_split_is_downloaded(hub: Hub, run: Run, tmp_path: Path) -> None:
@@ -195,6 +252,20 @@ def test_of_a_dataset_the_split_is_downloaded(hub: Hub, run: Run, tmp_path: Path
     assert "nor a dataset on the Hugging Face Hub" in absent.err
 
 
+def test_settings_name_the_commit_of_the_weights(run: Run) -> None:
+    name = f"org/tiny@{commit('org/tiny/main')}"
+    code = f"""
+from meshwright.training import TrainConfig, weights_folder, with_commits
+config = with_commits(TrainConfig({NAME!r}))
+assert config.model == {name!r}, config
+assert weights_folder(config).name == {commit("org/tiny/main")!r}
+assert str(with_commits(TrainConfig("tiny", init_from={NAME!r})).init_from) == {name!r}
+assert with_commits(TrainConfig("tiny")) == TrainConfig("tiny")
+"""
+    assert not run(("[python]", code))
+
+
+@pytest.mark.slow
 def test_a_run_starts_from_the_weights_and_keeps_to_their_commit(
     hub: Hub, run: Run, tmp_path: Path
 ) -> None:
@@ -209,10 +280,31 @@ def test_a_run_starts_from_the_weights_and_keeps_to_their_commit(
     assert trained.out.startswith(f"{name} on mesh")
     assert f"snapshots/{commit('org/tiny/main')}" in trained.out
     assert json.loads((folder / "config.json").read_text())["model"] == name
-    # main has moved: the same command is refused, that of the commit resumes
-    weights = hub.root / "models/org/tiny/main/model.safetensors"
-    shutil.move(weights.parent, weights.parents[1] / "old")
-    shutil.copytree(weights.parents[1] / "old", weights.parent)
+    # main moves: the same command is refused, that of the commit resumes
+    served = hub.root / "models/org/tiny"
+    (served / "main").rename(served / "kept")
+    shutil.copytree(served / "kept", served / "main")
+    weights = bytearray((served / "main/model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (served / "main/model.safetensors").write_bytes(weights)
+    hub.commits[served / "main"] = commit("a newer one")
+    hub.commits[served / "kept"] = commit("org/tiny/main")
+    rest = ("--lora.rank", "2", "--run", str(folder))
+    (moved,) = run((*train, *rest))
+    assert moved.code == 2
+    assert "is an adapter of the weights that were in " in moved.err
+    (resumed,) = run(("train", "--config", str(folder / "config.json"), "--stop-at", "2"))
+    assert resumed.code == 0, resumed.err
+    assert "resuming from step 1" in resumed.out
+    # without the cache, the adapter's weights come from the Hub again, of the same commit
+    shutil.rmtree(tmp_path / "home")
+    hub.gets.clear()
+    exported = ("export", str(folder), str(tmp_path / "adapter"))
+    generated, written = run(("generate", str(folder), *GENERATE[2:]), exported)
+    assert generated.code == written.code == 0, generated.err + written.err
+    assert hub.gets["model.safetensors"] == 1
+    adapter = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == NAME
 
 
 def test_a_name_is_not_a_path_and_a_folder_here_comes_first(

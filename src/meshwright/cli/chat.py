@@ -18,7 +18,7 @@ class ChatSettings:
     """Model, sampling and placement."""
 
     model: tyro.conf.Positional[str]
-    """Folder of a run, or of a Hugging Face model."""
+    """Folder of a run or of a Hugging Face model, or its name on the Hub (org/name)."""
     system: str | None = None
     """The system message."""
     max_new: int | None = None

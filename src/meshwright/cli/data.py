@@ -48,12 +48,13 @@ class Pack:
     """
 
     sources: tyro.conf.Positional[tuple[str, ...]]
-    """Input files (.txt, .md, .jsonl, .json, all also with .gz or .zst, .parquet, .arrow), or
-    folders of them."""
+    """Input files (.txt, .md, .jsonl, .json, all also with .gz or .zst, .parquet, .arrow), folders
+    of them, or datasets on the Hugging Face Hub (org/name, org/name@revision)."""
     out: Path
     """Folder of the new token store."""
     tokenizer: str = "bytes"
-    """Tokenizer: "bytes", a Hugging Face tokenizer.json, or a folder that contains one."""
+    """Tokenizer: "bytes", a Hugging Face tokenizer.json, a folder that contains one, or a model on
+    the Hub."""
     end_token: str | None = None
     """Token that ends each document; the tokenizer's eos_token by default."""
     field: str | None = None

@@ -16,7 +16,7 @@ class EvalSettings:
     """Model, what to evaluate on, placement and output."""
 
     model: tyro.conf.Positional[str]
-    """Folder of a run, or of a Hugging Face model."""
+    """Folder of a run or of a Hugging Face model, or its name on the Hub (org/name)."""
     data: str | None = None
     """A token store, or a file that is packed on first use: its loss and perplexity."""
     choices: Path | None = None

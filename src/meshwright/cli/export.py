@@ -21,7 +21,7 @@ def export(
     meshwright export runs/first exported
 
     Args:
-        run: Folder of a run.
+        run: Folder of a run (or of a Hugging Face model, or its name on the Hub).
         out: Folder to write; it must be new or empty.
         step: Step of the checkpoint; the latest by default.
         dtype: Data type of the weights.

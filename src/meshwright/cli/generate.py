@@ -26,7 +26,7 @@ class GenerateSettings:
     """Model, prompts, sampling, placement and output."""
 
     run: tyro.conf.Positional[str]
-    """Folder of a run, or of a Hugging Face model."""
+    """Folder of a run or of a Hugging Face model, or its name on the Hub (org/name)."""
     prompt: tuple[str, ...] = ()
     """Text to continue; - reads it from standard input. Repeatable."""
     max_new: int = 100

@@ -24,7 +24,8 @@ times cannot be told apart are one group, the simplest first. A setting of train
 kept (--compute.remat full, --accumulation 4, --context-parallel ring, --backend torch …); the
 others are chosen with the mesh where they change what fits or how fast it is.
 
-  MODEL                a preset (llama-3.1-8b), a Hugging Face config.json, or its folder
+  MODEL                a preset (llama-3.1-8b), a Hugging Face config.json, its folder, or a name
+                       on the Hub (org/name, org/name@revision)
   --on MACHINE         v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8, here
   --batch N            global batch size in sequences; with --serve, sequences decoded at a time
   --seq N              sequence length in tokens; with --serve, of a prompt and of its cache

@@ -183,7 +183,7 @@ class ServeConfig:
     """All settings of a server."""
 
     model: str
-    """Folder of a run, or of a Hugging Face model."""
+    """Folder of a run or of a Hugging Face model, or its name on the Hub (org/name)."""
     mesh: str = "dp=1,fsdp=1,tp=1,sp=1"
     """Mesh axes and sizes: tp=-1 uses all devices. The default is one device."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

@@ -103,8 +103,9 @@ class TrainConfig:
     """All settings of a run."""
 
     model: str
-    """A preset (tiny, llama-3.1-8b …), a Hugging Face config.json, or a folder that holds one.
-    A run starts from the weights of a folder, and else from random ones."""
+    """A preset (tiny, llama-3.1-8b …), a Hugging Face config.json, a folder that holds one, or a
+    name on the Hub (org/name, org/name@revision). A run starts from the weights of a folder or of
+    the Hub, and else from random ones."""
     run: Path = Path("runs/latest")
     """The run's folder. If it holds checkpoints, the run resumes: see --resume-from."""
     backend: Literal["jax", "torch"] = "jax"
@@ -143,7 +144,7 @@ class TrainConfig:
     seed: int = 0
     """Random seed for initialization and data order, from 0 to 2**32 - 1."""
     init_from: Path | None = None
-    """Start from the weights of this Hugging Face folder instead."""
+    """Start from the weights of this Hugging Face folder, or name on the Hub, instead."""
     rules: str = "standard"
     """Sharding rules: standard, a set of T5X (t5x:1,1 t5x:2,1 t5x:1,2 t5x:2,2), or a file."""
     override: tuple[str, ...] = ()
