@@ -33,7 +33,7 @@ TOKENIZER = (
 WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors")
 MODEL = (*CONFIG, *TOKENIZER, *WEIGHTS, "model.safetensors.index.json")
 
-_WORD = r"[A-Za-z0-9](?:[\w.-]*\w)?"
+_WORD = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
 # runs/NAME is a run, which may not be there, and never a name on the Hub
 _NAME = re.compile(rf"(?!runs/)({_WORD}/{_WORD})(?:@([\w./-]+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -228,9 +228,11 @@ def _errors_in_one_line(name: HubName, kind: Kind) -> Iterator[None]:
         yield
     except MeshwrightError:
         raise
-    except (OSError, errors.HTTPError, errors.RevisionResolutionError, ValueError) as reason:
-        if isinstance(reason, OSError) and reason.errno is not None:
+    except OSError as reason:
+        if reason.errno is not None and not isinstance(reason, ConnectionError):
             raise cannot_be_written(Path(library.constants.HF_HUB_CACHE), reason) from None
+        raise MeshwrightError(_explained(reason, name, kind, library)) from None
+    except (errors.HTTPError, errors.RevisionResolutionError, ValueError) as reason:
         raise MeshwrightError(_explained(reason, name, kind, library)) from None
 
 

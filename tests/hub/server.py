@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-ANSWERS = {"token": (401, ""), "gated": (403, "GatedRepo"), "absent": (404, "RepoNotFound")}
+ANSWERS = {"token": (401, ""), "absent": (404, "RepoNotFound")}
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -29,6 +29,8 @@ class Hub(http.server.ThreadingHTTPServer):
         """Files whose next transfer breaks in the middle."""
         self.damaged: set[str] = set()
         """Files that are sent with other bytes."""
+        self.short: set[str] = set()
+        """Files that are sent without their last byte."""
 
     @property
     def url(self) -> str:
@@ -104,6 +106,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._json(
                 {"id": f"{org}/{name}", "sha": sha, "siblings": [{"rfilename": p} for p in files]}
             )
+        elif name == "gated":
+            self._refuse(403, "GatedRepo")
         elif "/".join(rest) in files:
             self._file(files["/".join(rest)], sha)
         else:
@@ -132,6 +136,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.server.gets[file.name] += 1
             if file.name in self.server.damaged:
                 data = bytes([data[0] ^ 1]) + data[1:]
+            if file.name in self.server.short:
+                data = data[:-1]
             if file.name in self.server.breaks:
                 self.server.breaks.discard(file.name)
                 self._send(status, data, headers, stop=len(data) // 2)
