@@ -30,10 +30,10 @@ SUBCOMMANDS = {"data": ("pack", "info", "show", "upgrade")}
 COMMAND = re.compile(rf"meshwright ({'|'.join(cli.COMMANDS)})\b")
 FLAG = re.compile(r"(?<![\w/<!-])--[a-z][\w.-]*\w")
 BEFORE = {"--version", "--config"}  # read before the flags of a command
-# of XLA, Slurm, torchrun, LWM, benchmarks/, examples/ and tools/
+# of XLA, Slurm, torchrun, hf, LWM, benchmarks/, examples/ and tools/
 THEIRS = re.compile(
     r"--(xla\w*|nodes|ntasks.*|nnodes|nproc-per-node|no-python|run-path|rdzv.*|(mp_)?mesh_dim|tp$|"
-    r"documents|check|needles)"
+    r"documents|check|needles|local-dir|repo-type|revision)"
 )
 
 
