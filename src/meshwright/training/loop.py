@@ -400,10 +400,12 @@ class Loop:
 
     def _description(self) -> dict[str, str]:
         backend, folder = self.backend, self.config.run
+        mixture = backend.loader.mixture
         settings = config_to_dict(self.config) | {
             "model_config": model_to_dict(backend.model),
             "hf_config": backend.model.hf_config,
             "base": self._base,
+            "special_tokens": mixture.special_tokens,
         }
         about = {
             "name": folder.name,
@@ -414,9 +416,8 @@ class Loop:
             "data": self.config.data,
             "FLOPs of a token": backend.work.formula,
         }
-        tokenizer = backend.loader.mixture.tokenizer
-        files = description_files(settings, about, tokenizer.to_json())
-        return files | backend.loader.mixture.template_files()
+        files = description_files(settings, about, mixture.tokenizer.to_json())
+        return files | mixture.template_files()
 
     def _say(self, text: str) -> None:
         if self.speaks:
