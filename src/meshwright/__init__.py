@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from meshwright.machines import CHIPS, Chip, Machine
     from meshwright.meshes import MachineMesh, MeshSpec, mesh, tile_mesh
-    from meshwright.models import load_hf, save_hf
+    from meshwright.models import LoraConfig, load_hf, save_hf
     from meshwright.planner import Plan, plan
     from meshwright.proofs import Proof, prove
     from meshwright.serving import EngineConfig, LanguageModel, ServeConfig, export, load, serve
@@ -48,10 +48,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CHIPS", "ArraySpec", "Audit", "Chip", "Constant", "EngineConfig", "LanguageModel",
-    "Layout", "Machine", "MachineMesh", "MeshSpec", "MeshwrightError", "Normal", "PathRules",
-    "Plan", "Proof", "Rules", "ServeConfig", "TrainConfig", "audit", "create", "explain",
-    "export", "layout_tree", "load", "load_hf", "mesh", "optimizer_layouts", "plan", "prove",
-    "save_hf", "serve", "shard", "sharding", "shardings", "standard_rules", "testing",
+    "Layout", "LoraConfig", "Machine", "MachineMesh", "MeshSpec", "MeshwrightError", "Normal",
+    "PathRules", "Plan", "Proof", "Rules", "ServeConfig", "TrainConfig", "audit", "create",
+    "explain", "export", "layout_tree", "load", "load_hf", "mesh", "optimizer_layouts", "plan",
+    "prove", "save_hf", "serve", "shard", "sharding", "shardings", "standard_rules", "testing",
     "tile_mesh", "train",
 ]  # fmt: skip
 
@@ -67,7 +67,7 @@ _MODULES = {
     ),
     "meshwright.machines": ("CHIPS", "Chip", "Machine"),
     "meshwright.meshes": ("MachineMesh", "MeshSpec", "mesh", "tile_mesh"),
-    "meshwright.models": ("load_hf", "save_hf"),
+    "meshwright.models": ("LoraConfig", "load_hf", "save_hf"),
     "meshwright.planner": ("Plan", "plan"),
     "meshwright.proofs": ("Proof", "prove"),
     "meshwright.serving": (

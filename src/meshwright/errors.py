@@ -40,6 +40,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(known[:16])}{', …' if len(known) > 16 else ''}."
 
 
+def sentence(text: str) -> str:
+    """The text with a full stop, if it does not end a sentence yet."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
 def _likeness(one: str, other: str) -> float:
     if len(one) > 2 and other.startswith(one):
         return 0.99  # 'a100' for 'a100-80'

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import ByteTokenizer, Encoding, Reading, TokenStore, load_tokenizer, pack
+from meshwright.data import (
+    ByteTokenizer,
+    Encoding,
+    Mixture,
+    Reading,
+    TokenStore,
+    load_tokenizer,
+    pack,
+)
 from meshwright.data.packing import StoreWriter
 from meshwright.errors import MeshwrightError
 
@@ -190,3 +198,13 @@ def test_the_tokenizer_may_add_its_own_special_tokens_once(tmp_path: Path) -> No
             Encoding(special_tokens=special), overwrite=True,
         )  # fmt: skip
         assert [done.store.document(i).tolist() for i in range(2)] == expected
+
+    # by default, what is put before a text alone
+    definition["post_processor"]["single"].pop()  # type: ignore[index]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    tokenizer = load_tokenizer(tmp_path)
+    done = pack([source], tmp_path / "b.store", tokenizer, Reading(split_on="\n"))
+    assert [done.store.document(i).tolist() for i in range(2)] == [[0, 2, 3, 1], [0, 3, 1]]
+    assert Mixture.of([done.store]).special_tokens
+    plain = pack([source], tmp_path / "c.store", tokenizer, encoding=Encoding(special_tokens=False))
+    assert not Mixture.of([done.store, plain.store]).special_tokens

@@ -17,6 +17,7 @@ from meshwright.models import (
     LoraConfig,
     LossConfig,
     abstract_arrays,
+    adapted_names,
     family_of,
     from_hf_config,
     hf_names,
@@ -243,6 +244,14 @@ def test_targets_are_paths_or_names_of_hugging_face(tmp_path: Path) -> None:
     assert adapter() == {"attention": {"wq", "wk", "wv", "wo"}, "mlp": {"gate", "up", "down"}}
     assert adapter("attention") == {"attention": {"wq", "wk", "wv", "wo"}}
     assert adapter("q_proj", "mlp/up") == {"attention": {"wq"}, "mlp": {"up"}}
+    model, _ = tiny("t5")
+    model.save_pretrained(tmp_path / "t5")
+    config = from_hf_config(tmp_path / "t5")
+    arrays = with_adapter(
+        abstract_arrays(config), LoraConfig(2, targets=("k",)), jnp.float32, hf_names(config)
+    )
+    assert adapted_names(arrays) == ["wk"]  # not all whose names have the letter
+    config = from_hf_config(tmp_path / "base")
     with pytest.raises(mw.MeshwrightError, match=r"'qproj' .* did you mean 'q_proj'\?"):
         adapter("qproj")
     with pytest.raises(mw.MeshwrightError, match=r"the settings lora\.… need --lora.rank"):

@@ -103,6 +103,14 @@ def test_an_answer_ends_where_the_template_writes_its_end(
 def test_mistakes_say_what_to_do(model: mw.LanguageModel, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(mw.MeshwrightError, match=r"'temprature' .* did you mean 'temperature'"):
         model.generate("A", temprature=0)
+    with pytest.raises(mw.MeshwrightError, match="prompts are a text or a list of texts, not 5"):
+        model.generate(5)  # type: ignore[call-overload]
+    with pytest.raises(mw.MeshwrightError, match="prompts are a text or a list of texts, not None"):
+        model.stream(None)  # type: ignore[arg-type]
+    with pytest.raises(mw.MeshwrightError, match="messages are a text, or a list of such as"):
+        model.chat({"role": "user", "content": "a"})  # type: ignore[arg-type]
+    with pytest.raises(mw.MeshwrightError, match="dtype 'float16' is none of 'auto', 'bfloat16'"):
+        mw.load(folder, dtype="float16")  # type: ignore[arg-type]
     with pytest.raises(mw.MeshwrightError, match=r"with max_new=121 .*; max_new=120 would fit"):
         model.generate("One day.", max_new=121)
     with pytest.raises(

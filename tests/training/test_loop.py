@@ -254,6 +254,29 @@ def test_a_refused_resume_leaves_the_settings_as_they_were(
     assert (tmp_path / "run" / "config.json").read_text() == before
 
 
+def test_the_best_checkpoint_is_kept_and_a_run_that_no_longer_improves_stops(
+    train_command: TrainCommand, model: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    rising = [  # a learning rate with which the loss soon grows
+        model, *SETTINGS[:4], "--steps", "40", "--run", str(run), "--cpu-devices", "1",
+        "--eval.sequences", "4", "--eval.every", "2", "--checkpoint.every", "2",
+        "--checkpoint.keep-last", "1", "--optimizer.name", "lion",
+        "--optimizer.learning-rate", "0.1", "--eval.patience",
+    ]  # fmt: skip
+    out = train_command(*rising, "3")
+    steps, values = read_metrics(run).column("eval_loss")
+    best = steps[values.index(min(values))]
+    assert steps[-1] == best + 6 < 40
+    assert Checkpoints(run / "checkpoints").steps() == [best, best + 4, best + 6]  # 4: healthy
+    assert f"(3 evaluations without a lower loss than that of step {best}, " in out
+    assert f"--step {best} serves or exports it" in out
+    assert "nothing to do: 3 evaluations without a lower loss" in train_command(*rising, "3")
+    train_command(*rising, "4")  # continues from where it was
+    assert read_metrics(run).column("eval_loss")[0][-1] == best + 8
+    assert Checkpoints(run / "checkpoints").steps() == [best, best + 6, best + 8]
+
+
 def test_each_step_is_evaluated_once(
     train_command: TrainCommand, model: str, tmp_path: Path
 ) -> None:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import folder as folders
-from meshwright.checkpoint.folder import misnamed, not_a_folder
+from meshwright.checkpoint.folder import lowest_loss, misnamed, not_a_folder
 from meshwright.checkpoint.intact import Command, advice, read_intact_step, read_step
 from meshwright.checkpoint.pieces import (
     Piece,
@@ -46,6 +46,7 @@ __all__ = [
     "holds_pieces",
     "list_files",
     "load_piece_tree",
+    "lowest_loss",
     "misnamed",
     "not_a_folder",
     "overlap",

@@ -40,9 +40,10 @@ from meshwright.launch import TIMEOUT_S, StoreAgreement
 class Checkpoints:
     """The checkpoints in one folder.
 
-    It keeps the last `keep_last` (None: all), every multiple of `keep_every`, and the newest
-    healthy one (see `confirm`). Opening a folder changes nothing in it, so checkpoints of a
-    running job can be read. `command`: the shell command that uses a step, for messages.
+    It keeps the last `keep_last` (None: all), every multiple of `keep_every`, the newest healthy
+    one (see `confirm`), and that with the lowest of `losses`. Opening a folder changes nothing in
+    it, so checkpoints of a running job can be read. `command`: the shell command that
+    uses a step, for messages.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Checkpoints:
             if value is not None and whole_number(value, name) == 0:
                 raise MeshwrightError(f"{name}=0 would keep nothing; give 1 or more, or None")
         self.keep_last, self.keep_every = keep_last, keep_every
+        self.losses: dict[int, float] = {}  # of evaluations, by step
         self.check_owned: folders.CheckOwned = lambda: None  # before each write and deletion
         self._command = command
         self._confirmed: set[int] = set()  # by this process; maybe not marked on disk yet
@@ -210,8 +212,9 @@ class Checkpoints:
 
     def _delete_old(self, step: int) -> str:
         return folders.delete_old(
-            self.folder, step, self.keep_last, self.keep_every, self._confirmed, self.check_owned
-        )
+            self.folder, step, self.keep_last, self.keep_every,
+            self._confirmed, dict(self.losses), self.check_owned,
+        )  # fmt: skip
 
     def _why_not_saved(self, step: int, size: int, error: BaseException) -> str:
         if isinstance(error, MeshwrightError):

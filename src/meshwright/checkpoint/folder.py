@@ -19,7 +19,8 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection
+import types
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -250,16 +251,18 @@ def delete_old(
     keep_last: int | None,
     keep_every: int | None,
     confirmed: Collection[int] = (),
+    losses: Mapping[int, float] = types.MappingProxyType({}),
     check_owned: CheckOwned = lambda: None,
 ) -> str:
     """Delete what need not be kept once `step` is saved; the warning if one cannot be, else ''.
 
-    `confirmed`: healthy ones that may not be marked. `check_owned`: called before each deletion.
+    `confirmed`: healthy ones that may not be marked. `losses`: by step; that with the lowest is
+    kept. `check_owned`: called before each deletion.
     """
     which, left = "older ones", []
     try:
         healthy = {*healthy_steps(folder), *confirmed}
-        for old in steps_to_delete(complete_steps(folder), keep_last, keep_every, healthy):
+        for old in steps_to_delete(complete_steps(folder), keep_last, keep_every, healthy, losses):
             which = f"step {old}"
             check_owned()
             left.append(delete(folder, old))
@@ -273,20 +276,31 @@ def steps_to_delete(
     keep_last: int | None,
     keep_every: int | None,
     healthy: Collection[int] = (),
+    losses: Mapping[int, float] = types.MappingProxyType({}),
 ) -> list[int]:
-    """Steps that are neither among the last, nor multiples of keep_every, nor the newest healthy.
+    """Steps that are neither among the last, nor multiples of keep_every, nor the newest healthy,
+    nor have the lowest loss.
 
     >>> steps_to_delete([10, 20, 30, 40, 50], keep_last=2, keep_every=20)
     [10, 30]
     >>> steps_to_delete([10, 20, 30, 40, 50], keep_last=2, keep_every=None, healthy=[10, 20])
     [10, 30]
+    >>> steps_to_delete([10, 20, 30, 40, 50], 2, None, losses={10: 2.5, 20: 1.5, 30: 1.75})
+    [10, 30]
     """
     if keep_last is None:
         return []
+    best = lowest_loss(steps, losses)
     newest_healthy = max((step for step in steps if step in healthy), default=None)
     older = sorted(steps)[:-keep_last]
     return [
         step
         for step in older
-        if step != newest_healthy and (keep_every is None or step % keep_every)
+        if step not in (newest_healthy, best) and (keep_every is None or step % keep_every)
     ]
+
+
+def lowest_loss(steps: Collection[int], losses: Mapping[int, float]) -> int | None:
+    """The first of the steps that has the lowest loss; None if no loss is known."""
+    known = sorted(step for step in steps if step in losses)
+    return min(known, key=losses.__getitem__, default=None)

@@ -11,7 +11,7 @@ from meshwright.data.conversations import PREFERENCE, Conversation, Example, exa
 from meshwright.data.fields import Fields
 from meshwright.data.pieces import Encoded, Piece, TextPiece, TokenPiece, encode_pieces
 from meshwright.data.store import LARGEST_WEIGHT, MASK_DTYPE, WEIGHT_DTYPE
-from meshwright.data.tokenizers import Span, Tokenizer
+from meshwright.data.tokenizers import Span, Tokenizer, added_tokens
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ Weigh = Literal["tokens", "examples"]
 class Encoding:
     """How documents and examples become tokens and loss weights."""
 
-    special_tokens: bool = False
-    """Add the tokenizer's special tokens around a text, such as begin-of-text."""
+    special_tokens: bool | None = None
+    """Add the tokenizer's special tokens around a text; None: where it only puts tokens before it,
+    such as begin-of-text."""
     template: "ChatTemplate | None" = None
     template_name: str = ""
     loss_on: LossOn = "answers"
@@ -37,6 +38,13 @@ class Encoding:
     weight_field: str | None = None
     """Key of a record that holds the weight of its example."""
     fields: Fields | None = None
+
+    def adds_special_tokens(self, tokenizer: Tokenizer) -> bool:
+        """Whether texts and prompts get the tokenizer's special tokens."""
+        if self.special_tokens is not None:
+            return self.special_tokens
+        before, after = added_tokens(tokenizer)
+        return bool(before) and after in ([], [tokenizer.end_of_document])
 
     @property
     def weight_dtype(self) -> np.dtype[Any]:
@@ -85,12 +93,23 @@ def drafts_of(
     weight = _example_weight(record, encoding.weight_field)
     end = tokenizer.end_of_document
     if encoding.fields is not None:
-        return [Draft(encoding.fields.pieces(record, end), weight)]
+        pieces = encoding.fields.pieces(record, end)
+        _check_ids(pieces, tokenizer.vocab)
+        return [Draft(pieces, weight)]
     has_template = encoding.template is not None
     return [
         Draft(pieces_of(one, encoding, end), weight, has_template and isinstance(one, Conversation))
         for one in examples_of(record, name)
     ]
+
+
+def _check_ids(pieces: Sequence[Piece], vocab: int) -> None:
+    for piece in pieces:
+        ids = piece.ids if isinstance(piece, TokenPiece) else []
+        if unknown := [i for i in ids if not 0 <= i < vocab]:
+            raise MeshwrightError(
+                f"token id {unknown[0]} is not one of the tokenizer, whose ids are 0 to {vocab - 1}"
+            )
 
 
 def encode_drafts(
@@ -126,7 +145,7 @@ def pieces_of(example: Example, encoding: Encoding, end: int) -> list[Piece]:
     else:
         # a token that both have characters in has loss
         spans = [(of_prompt, on_prompt), (of_completion, 1.0)]
-        texts = [TextPiece(prompt + completion, spans, encoding.special_tokens)]
+        texts = [TextPiece(prompt + completion, spans, bool(encoding.special_tokens))]
     return [*texts, TokenPiece([end], 1.0)]
 
 

@@ -16,10 +16,10 @@ from meshwright.data.packing import Packed, pack
 from meshwright.data.readers import kind_of
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_folder
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, sentence
 from meshwright.present import count
 
-PACKING = 1  # a new number packs every file again
+PACKING = 2  # a new number packs every file again
 
 
 def open_or_pack(
@@ -55,8 +55,9 @@ def _pack(file: Path, store: Path, tokenizer: Tokenizer, encoding: Encoding) -> 
         return pack([file], store, tokenizer, encoding=encoding)
     except MeshwrightError as mistake:
         raise MeshwrightError(
-            f"{mistake}. '{file}' is packed on first use; to train with --data {file.stem}.store, "
-            f"pack it with other settings: meshwright data pack {file} --out {file.stem}.store"
+            f"{sentence(str(mistake))} '{file}' is packed on first use; to train with "
+            f"--data {file.stem}.store, pack it with other settings: meshwright data pack "
+            f"{file} --out {file.stem}.store"
         ) from None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.data.embedded import EMBEDDED, embedded_corpus
 from meshwright.data.schedule import Schedule
 from meshwright.data.store import TokenStore
-from meshwright.data.tokenizers import Tokenizer
+from meshwright.data.tokenizers import Tokenizer, added_tokens
 from meshwright.errors import MeshwrightError
 
 GRAMMAR = (
@@ -102,6 +102,13 @@ class Mixture:
             return {}
         special = json.dumps(used[0].get("special", {}), indent=2) + "\n"
         return {"chat_template.jinja": used[0]["chat_template"], "special_tokens_map.json": special}
+
+    @property
+    def special_tokens(self) -> bool:
+        """Whether documents begin with what the tokenizer itself puts before a text."""
+        before, _ = added_tokens(self.tokenizer)
+        begins = (store.tokens[: len(before)].tolist() == before for store in self.stores)
+        return bool(before) and all(begins)
 
     def describe(self) -> dict[str, Any]:
         """Plain data that determines the order of tokens; kept with a checkpoint."""

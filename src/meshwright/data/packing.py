@@ -1,5 +1,6 @@
 """Pack text files into a token store, in one pass and with bounded memory."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -43,8 +44,12 @@ from meshwright.data.store import (
     read_tokenizer,
 )
 from meshwright.data.tokenizers import Ids, Tokenizer
+<<<<<<< HEAD
 from meshwright.errors import MeshwrightError
 from meshwright.hub import pinned
+=======
+from meshwright.errors import MeshwrightError, sentence
+>>>>>>> wt-mine
 from meshwright.interrupt import before_end
 from meshwright.present import count
 
@@ -85,6 +90,8 @@ def pack(
     Each text ends with the tokenizer's end-of-document id. Records of conversations and other
     examples are recognized, and get loss weights; see `Encoding`.
     """
+    special = encoding.adds_special_tokens(tokenizer)
+    encoding = dataclasses.replace(encoding, special_tokens=special)
     sources_read = [(str(source), *find_files(source, reading.split)) for source in sources]
     if not sources_read:
         raise MeshwrightError("nothing to pack; give files or folders")
@@ -95,11 +102,11 @@ def pack(
 
     def bad(problem: str) -> None:
         if not skip_bad:
-            raise MeshwrightError(f"{problem}. To skip such documents: --skip-bad")
+            raise MeshwrightError(f"{sentence(problem)} To skip such documents: --skip-bad")
         problems.append(problem if len(problems) < 8 else "")
 
     weights = encoding.weight_dtype if formats else None
-    with new_store(out, tokenizer, encoding.special_tokens, overwrite, weights) as writer:
+    with new_store(out, tokenizer, special, overwrite, weights) as writer:
         facts = []
         for source, files, _ in sources_read:
             before = writer.documents

@@ -241,6 +241,13 @@ def load_tokenizer(name: str | Path, end_token: str | None = None) -> Tokenizer:
     return HuggingFaceTokenizer(definition, end_token or _find_end_token(file, definition))
 
 
+def added_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer itself puts before a text, such as begin-of-text, and after it."""
+    plain, whole = (tokenizer.encode_batch(["a"], special)[0].tolist() for special in (False, True))
+    first = next(at for at in range(len(whole) + 1) if whole[at : at + len(plain)] == plain)
+    return whole[:first], whole[first + len(plain) :]
+
+
 def tokenizer_folder(name: str | Path) -> Path:
     """The folder of the files beside a tokenizer that `load_tokenizer` takes."""
     path = local_folder(name, TOKENIZER)

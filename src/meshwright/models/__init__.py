@@ -12,7 +12,7 @@ from meshwright.models.huggingface import (
     load_tensors,
     tokenizer_files_of,
 )
-from meshwright.models.lora import ADAPTER, LoraConfig, merged, with_adapter
+from meshwright.models.lora import ADAPTER, LoraConfig, adapted_names, merged, with_adapter
 from meshwright.models.loss import (
     ExtraLoss,
     LmHead,
@@ -87,6 +87,7 @@ __all__ = [
     "TransformersConfig",
     "abstract_arrays",
     "activation_layouts",
+    "adapted_names",
     "decoder_rules",
     "default_dtype",
     "describe_padding",

@@ -7,13 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.ad_checkpoint import Offloadable
 
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.errors import MeshwrightError, did_you_mean, one_of
 from meshwright.layouts import Rules
 from meshwright.models.activations import ActivationLayouts, activation_layouts
 from meshwright.ops import SCALE, nontrivial_axes
 
 Policy = Callable[..., Any]  # to a bool, or an Offloadable
 OFFLOAD = "offload"  # the remat policy whose saved activations go to the host's memory
+DTYPES = ("auto", "bfloat16", "float32")
 UNROLLED_LAYERS = 32  # at most, by default: compile time grows with each
 
 
@@ -40,6 +41,8 @@ class Compute:
 
 def default_dtype(dtype: str, platform: str) -> str:
     """The dtype of matmuls; auto: bfloat16 on accelerators, float32 on CPUs."""
+    if dtype not in DTYPES:
+        raise MeshwrightError(f"dtype {dtype!r} is none of {one_of(DTYPES)}")
     if dtype != "auto":
         return dtype
     return "float32" if platform == "cpu" else "bfloat16"

@@ -28,8 +28,8 @@ class LoraConfig:
     rslora: bool = False
     """Rank-stabilized: multiply with alpha / √rank instead."""
     targets: tuple[str, ...] = ()
-    """Adapt only matrices in whose path, or Hugging Face name, one of these regexes is found:
-    attention, q_proj. Without any: every matrix of the layers."""
+    """Adapt only matrices with one of these names (q_proj), or in whose path or Hugging Face name
+    one of these regexes is found (attention). Without any: every matrix of the layers."""
     base: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the frozen weights; auto: that of matmuls."""
 
@@ -86,21 +86,29 @@ def _targets(arrays: Any, targets: Sequence[str], names: Mapping[str, str]) -> l
         matcher = PathMatcher(targets)
     except MeshwrightError as mistake:
         raise MeshwrightError(f"lora.targets: {mistake}") from None
+    own_names = {path: _last_names(path, names.get(path, "")) for path in matrices}
+    known = {name for both in own_names.values() for name in both}
     chosen, used = [], set()
     for path in matrices:
-        matches = {*matcher.found_in(path), *matcher.found_in(names.get(path, ""))}
+        searched = {*matcher.found_in(path), *matcher.found_in(names.get(path, ""))}
+        matches = {
+            at for at in searched if targets[at] not in known or targets[at] in own_names[path]
+        }
         used |= matches
         chosen += [path] if matches else []
     for position, target in enumerate(targets):
         if position not in used:
-            known = [path.rpartition("/")[2] for path in matrices]
-            modules = (names.get(path, "").removesuffix(".weight") for path in matrices)
-            known += [module.rpartition(".")[2] for module in modules if module]
             raise MeshwrightError(
                 f"lora.targets {target!r} is found in the path of no matrix of the layers, which "
-                f"are {', '.join(matrices)}{did_you_mean(target, known)}"
+                f"are {', '.join(matrices)}{did_you_mean(target, sorted(known))}"
             )
     return chosen
+
+
+def _last_names(path: str, name: str) -> set[str]:
+    """The last part of a matrix's path, and of its module's name in Hugging Face's model."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    return {path.rpartition("/")[2], *([module] if module else [])}
 
 
 def _factors(spec: ArraySpec, rank: int) -> dict[str, ArraySpec]:
@@ -133,6 +141,12 @@ class Adapted:
     @property
     def ndim(self) -> int:
         return int(self.base.ndim)
+
+
+def adapted_names(params: Any) -> list[str]:
+    """The names of the matrices that have an update, each once."""
+    paths = (path.split("/") for path in tree_paths(params[ADAPTER]))
+    return list(dict.fromkeys(keys[-2] for keys in paths))
 
 
 def adapted_layers(layers: Any, params: Any, path: Sequence[str], scale: float) -> Any:

@@ -61,6 +61,13 @@ def load(
     )
 
 
+def _texts(prompts: Any) -> list[str]:
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise MeshwrightError(f"prompts are a text or a list of texts, not {prompts!r:.80}")
+    return list(texts)
+
+
 class LanguageModel:
     """A model on a mesh with the engine that runs it; `close` it, or use it in a `with` block."""
 
@@ -104,14 +111,15 @@ class LanguageModel:
         `sampling` are the fields of Sampling, such as `temperature=0`; others are as the folder's
         generation_config.json has them. Text i is sampled with the seed `seed + i`.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = _texts(prompts)
         requests = self._requests([self.source.encode(text) for text in texts], max_new, sampling)
         done = self.engine.generate(requests)
         return done[0] if isinstance(prompts, str) else done
 
     def stream(self, prompt: str, max_new: int = 100, **sampling: Any) -> Iterator[str]:
         """The continuation of a text in pieces, as they are generated."""
-        return self._pieces(self._requests([self.source.encode(prompt)], max_new, sampling))
+        [text] = _texts(prompt)
+        return self._pieces(self._requests([self.source.encode(text)], max_new, sampling))
 
     def chat(
         self,
@@ -146,7 +154,13 @@ class LanguageModel:
     ) -> list[Request]:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        text = self._template.render([dict(message) for message in messages])
+        known = [message for message in messages if isinstance(message, Mapping)]
+        if not isinstance(messages, Sequence) or len(known) < len(messages):
+            raise MeshwrightError(
+                'messages are a text, or a list of such as {"role": "user", "content": "Hello"}; '
+                f"not {messages!r:.80}"
+            )
+        text = self._template.render([dict(message) for message in known])
         # the template writes special tokens
         [tokens] = self.source.tokenizer.encode_batch([text], False)
         if max_new is None:

@@ -329,7 +329,7 @@ def _run(
         ends=frozenset({tokenizer.end_of_document})
         | _hf_ends(config.hf_config or {}, generation_config),
         generation_config=generation_config,
-        special_tokens=False,  # as in `meshwright data pack`
+        special_tokens=fields.get("special_tokens") is True,  # as in the data; none in old runs
         name=f"step {chosen} of {folder}",
         read=read,
         weights=lambda: {

@@ -64,6 +64,7 @@ class Checkpoints:
     ) -> None:
         self.folder: Path = folders.checked_folder(folder)
         self.keep_last, self.keep_every = keep_last, keep_every
+        self.losses: dict[int, float] = {}  # of evaluations, by step
         self.check_owned: folders.CheckOwned = lambda: None  # before each write and deletion
         self.command = command  # that uses a step, for messages
 
@@ -168,7 +169,12 @@ class Checkpoints:
             raise
         if rank == 0:
             warning = folders.delete_old(
-                self.folder, step, self.keep_last, self.keep_every, check_owned=self.check_owned
+                self.folder,
+                step,
+                self.keep_last,
+                self.keep_every,
+                losses=self.losses,
+                check_owned=self.check_owned,
             )
             if warning:  # the step is saved all the same
                 print(f"warning: {warning}", file=sys.stderr, flush=True)

@@ -20,6 +20,9 @@ class SavedSteps(Protocol):
     check_owned: Callable[[], None]
     """Called before each write and deletion; raises where the folder is another run's by now."""
 
+    losses: dict[int, float]
+    """Evaluation losses by step; the checkpoint with the lowest is kept."""
+
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, in order."""
 

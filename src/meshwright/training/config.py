@@ -67,6 +67,8 @@ class CheckpointConfig:
     """How many of the latest are kept; the newest healthy one is kept in any case."""
     keep_every: int | None = None
     """Also keep those whose step is a multiple of this."""
+    keep_best: bool = True
+    """Also keep the one with the lowest evaluation loss, of those evaluated when they are saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,14 @@ class EvalConfig:
     """Steps from one evaluation to the next; there is one at the end too."""
     sequences: int = 0
     """Sequences held out at the end of each token store for evaluation; 0: no evaluation."""
+    patience: int | None = None
+    """Stop after this many evaluations without a lower loss; None: never."""
+
+    def __post_init__(self) -> None:
+        if self.patience is not None and not self.sequences:
+            raise MeshwrightError(
+                "eval.patience needs evaluations; hold out some with --eval.sequences, such as 64"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,8 +239,9 @@ LARGEST_COUNT = 2**31 - 1  # steps and dims of arrays are counted in int32
 _LEAST_FLOAT32, _MOST_FLOAT32 = 1.2e-38, 3.4e38
 _AT_LEAST = {
     "steps": 1, "stop_at": 1, "batch": 1, "seq": 1, "accumulation": 1, "max_skipped": 1,
-    "cpu_devices": 1, "num_partitions": 1, "eval.sequences": 0, "eval.every": 1, "log.every": 1,
-    "checkpoint.every": 1, "checkpoint.keep_last": 1, "checkpoint.keep_every": 1,
+    "cpu_devices": 1, "num_partitions": 1, "eval.sequences": 0, "eval.every": 1,
+    "eval.patience": 1, "log.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 1,
+    "checkpoint.keep_every": 1,
 }  # fmt: skip
 
 

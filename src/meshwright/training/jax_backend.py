@@ -29,7 +29,7 @@ from meshwright.launch import (
 )
 from meshwright.layouts import create, fit, stored
 from meshwright.machines import Machine, check_host_memory, host_bytes
-from meshwright.models import ADAPTER, OFFLOAD, load_hf
+from meshwright.models import ADAPTER, OFFLOAD, adapted_names, load_hf
 from meshwright.present import bytes_text, duration_text
 from meshwright.training.backend import Backend, Say
 from meshwright.training.config import TrainConfig
@@ -111,7 +111,10 @@ class JaxBackend(Backend):
         if self.config.trainable or self.config.lora.rank:
             specs = trained_specs(self._setup.step.arrays)
             numbers = sum(math.prod(spec.unpadded_shape) for spec in jax.tree.leaves(specs))
-            yield f"trains {numbers:,} of {self.num_parameters:,} parameters; the rest is frozen"
+            of = "" if not self.config.lora.rank else f", LoRA of {', '.join(adapted_names(specs))}"
+            yield (
+                f"trains {numbers:,} of {self.num_parameters:,} parameters{of}; the rest is frozen"
+            )
         kinds = {
             "parameters": bytes_per_device(state.params),
             "gradients": bytes_per_device(trained),

@@ -7,10 +7,12 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import json
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshwright.checkpoint import not_a_folder
+from meshwright.checkpoint import lowest_loss, not_a_folder
 from meshwright.errors import MeshwrightError
 from meshwright.launch import (
     Joined,
@@ -39,6 +41,7 @@ from meshwright.training.run import (
     disk_errors_in_one_line,
     only_run_in,
     print_line,
+    read_metrics,
     throughput,
     waiting_line,
     write_description,
@@ -87,7 +90,7 @@ class Loop:
         self.config = dataclasses.replace(backend.config, resume_from=LATEST)
         self.unconfirmed: list[int] = [] if self.saved is None else [self.saved]
         self.skipped_in_a_row = 0
-        self.evaluated: int | None = None
+        self.eval_losses: dict[int, float] = {}  # by step
         self.warned = False  # of a step without targets
         self.signalled = False
         self.tokens = 0
@@ -103,10 +106,16 @@ class Loop:
             self.tokens = check_resume(
                 meta, config, self.backend.model, self.backend.loader.describe(), where, self._say
             )
+            self.eval_losses = self._read_eval_losses(first)
+        if config.checkpoint.keep_best:
+            self.checkpoints.losses = self.eval_losses
         self._announce(first)
         last = config.steps if config.stop_at is None else min(config.steps, config.stop_at)
         if first >= last:
             self._say(f"nothing to do: {config.run} is at step {first}, and {last} are wanted")
+            return
+        if why := self._no_longer_better():
+            self._say(f"nothing to do: {why}; a larger --eval.patience continues {config.run}")
             return
         with contextlib.ExitStack() as lock:
             if self.speaks:
@@ -154,8 +163,15 @@ class Loop:
             why = f" ({self.stop.reason})" if self.stop.requested else ""
             live.print(f"saved step {last}{why} in {self.checkpoints.folder}")
             # who sends a signal does not wait for long
-            if config.eval.sequences and last not in (first, self.evaluated) and not self.signalled:
+            done = last in (first, *self.eval_losses)
+            if config.eval.sequences and not done and not self.signalled:
                 self._evaluate(last, log, live)
+            best = lowest_loss(self.checkpoints.steps(), self.eval_losses)
+            if best is not None and best != last:
+                live.print(
+                    f"step {best} has the lowest evaluation loss of the saved ones, "
+                    f"{self.eval_losses[best]:.4f}; --step {best} serves or exports it"
+                )
         return last
 
     def _write_page(self, last: int) -> None:
@@ -191,6 +207,9 @@ class Loop:
                 if done % config.eval.every == 0 and config.eval.sequences and done < config.steps:
                     self._look_at_all(waiting, log, live)
                     self._evaluate(done, log, live)
+                    if why := self._no_longer_better():
+                        self.stop.request(why)
+                        break
                 save_is_due |= done % config.checkpoint.every == 0
                 if save_is_due and done < config.steps:
                     self._look_at_all(waiting, log, live)
@@ -279,16 +298,42 @@ class Loop:
         with self.watchdog.paused("evaluating"), self.clock.paused():
             sums = self.backend.evaluate()
         self.check_owned()
-        self.evaluated = step
         counted = sums["loss"][1]
         if not counted:
             live.print(f"warning: step {step}: the held-out sequences have no target; {NO_TARGETS}")
             return
         means = {name: total / (counts or 1) for name, (total, counts) in sums.items()}
+        self.eval_losses[step] = means["loss"] if math.isfinite(means["loss"]) else math.inf
         log.write(step, {f"eval_{name}": value for name, value in means.items()})
         shown = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
         over = f"{counted:,} tokens" if isinstance(counted, int) else f"a weight of {counted:,.4g}"
         live.print(f"step {step}: eval {shown} over {over}")
+
+    def _read_eval_losses(self, until: int) -> dict[int, float]:
+        """The evaluation losses up to a step, as the run wrote them down."""
+        losses = {}
+        if self.speaks and (self.config.run / METRICS).is_file():
+            steps, values = read_metrics(self.config.run).column("eval_loss")
+            losses = {
+                step: value for step, value in zip(steps, values, strict=True) if step <= until
+            }
+        shared = json.loads(self.backend.from_first(json.dumps(losses)))
+        return {int(step): float(value) for step, value in shared.items()}
+
+    def _no_longer_better(self) -> str:
+        """Why to stop early, where the last evaluations did not lower the loss; else ''."""
+        best, patience = lowest_loss(self.eval_losses, self.eval_losses), self.config.eval.patience
+        if best is None or patience is None:
+            return ""
+        since = sum(step > best for step in self.eval_losses)
+        return (
+            ""
+            if since < patience
+            else (
+                f"{count(since, 'evaluation')} without a lower loss than that of step {best}, "
+                f"{self.eval_losses[best]:.4f}"
+            )
+        )
 
     # checkpoints
 
@@ -400,10 +445,12 @@ class Loop:
 
     def _description(self) -> dict[str, str]:
         backend, folder = self.backend, self.config.run
+        mixture = backend.loader.mixture
         settings = config_to_dict(self.config) | {
             "model_config": model_to_dict(backend.model),
             "hf_config": backend.model.hf_config,
             "base": self._base,
+            "special_tokens": mixture.special_tokens,
         }
         about = {
             "name": folder.name,
@@ -414,9 +461,8 @@ class Loop:
             "data": self.config.data,
             "FLOPs of a token": backend.work.formula,
         }
-        tokenizer = backend.loader.mixture.tokenizer
-        files = description_files(settings, about, tokenizer.to_json())
-        return files | backend.loader.mixture.template_files()
+        files = description_files(settings, about, mixture.tokenizer.to_json())
+        return files | mixture.template_files()
 
     def _say(self, text: str) -> None:
         if self.speaks:
