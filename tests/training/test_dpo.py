@@ -244,4 +244,6 @@ def test_mistakes_are_told(
     assert "holds single examples" in said
     store = tmp_path / "weighed.store"
     pack([pairs], store, ByteTokenizer(), encoding=Encoding(weigh="examples"))
-    assert "counts every pair equally" in mistake(*llama_data, *dpo, "--data", str(store))
+    assert "counts every pair equally" in mistake(
+        str(llama), "--data", str(store), *llama_data[3:], *dpo
+    )

@@ -21,6 +21,7 @@ from meshwright.ops import IGNORED, drop_trivial_axes, nontrivial_axes, spec_of
 from meshwright.training.trainable import unfrozen, with_unfrozen
 
 DPO = "dpo"  # the objective
+ANSWERS = "answers"  # the field that a batch has in the step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,29 +48,24 @@ def dpo_loss(
 ) -> LossSums:
     """The loss of the pairs of a micro-batch, from log-probabilities of targets [batch, length].
 
-    Metrics have the names and meaning of trl: of sums over the tokens of an answer, also where the
-    loss takes their means.
+    The batch is one of `with_answers`. Metrics have the names and meaning of trl: of sums over the
+    tokens of an answer, also where the loss takes their means.
     """
-    segments = batch["segments"]
-    tokens = _by_pair(_is_target(batch), segments)
-    counted = jnp.all(tokens > 0, axis=-1)
+    segments, tokens = batch["segments"], batch[ANSWERS]
+    counted = _counted(tokens)
     policy = _by_pair(log_probs, segments)
     ratios = policy - _by_pair(lax.stop_gradient(reference_log_probs), segments)
     scores = ratios / jnp.maximum(tokens, 1) if settings.loss_type == "sigmoid_norm" else ratios
     losses = -jax.nn.log_sigmoid(settings.beta * (scores[..., 0] - scores[..., 1]))
-    count = jnp.sum(counted.astype(jnp.int32))
-
-    def total(values: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(counted, values, 0.0))
 
     def metric(values: jax.Array) -> Metric:
-        return Metric(total(lax.stop_gradient(values)), count)
+        return Metric(jnp.sum(jnp.where(counted, values, 0.0)))
 
-    loss = total(losses)
+    loss = metric(losses)
     rewards = settings.beta * ratios
     margins = rewards[..., 0] - rewards[..., 1]
     metrics = {
-        "loss": Metric(loss),
+        "loss": loss,
         "rewards/chosen": metric(rewards[..., 0]),
         "rewards/rejected": metric(rewards[..., 1]),
         "rewards/accuracies": metric((margins > 0).astype(jnp.float32)),
@@ -77,17 +73,23 @@ def dpo_loss(
         "logps/chosen": metric(policy[..., 0]),
         "logps/rejected": metric(policy[..., 1]),
     }
-    return LossSums(scale * loss, count, metrics)
+    return LossSums(scale * loss.sum, pair_count(batch), metrics)
+
+
+def with_answers(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The batch with the number of targets in both answers of each pair: [.., pairs, 2]."""
+    targets = (batch["targets"] != IGNORED).astype(jnp.float32)
+    return batch | {ANSWERS: _by_pair(targets, batch["segments"])}
 
 
 def pair_count(batch: dict[str, jax.Array]) -> jax.Array:
-    """How many pairs count: those that have a target in both answers."""
-    tokens = _by_pair(_is_target(batch), batch["segments"])
-    return jnp.sum(jnp.all(tokens > 0, axis=-1).astype(jnp.int32))
+    """How many pairs count."""
+    return jnp.sum(_counted(batch[ANSWERS]).astype(jnp.int32))
 
 
-def _is_target(batch: dict[str, jax.Array]) -> jax.Array:
-    return (batch["targets"] != IGNORED).astype(jnp.float32)
+def _counted(answers: jax.Array) -> jax.Array:
+    """Whether a pair counts: if there is a target in both of its answers."""
+    return jnp.all(answers > 0, axis=-1)
 
 
 def _by_pair(values: jax.Array, segments: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ from meshwright.models import (
 )
 from meshwright.ops import COMPILER_OPTIONS as FP8_OPTIONS
 from meshwright.ops import current_platform
-from meshwright.training.dpo import DpoConfig, dpo_loss, pair_count, reference_params
+from meshwright.training.dpo import DpoConfig, dpo_loss, pair_count, reference_params, with_answers
 from meshwright.training.state import TrainState
 from meshwright.training.tpu import compiler_options
 from meshwright.training.trainable import (
@@ -121,6 +121,7 @@ def step_functions(
             return sums.total(scale), sums.reported
 
         counted = target_count(batch["targets"])
+        batch = batch if dpo is None else with_answers(batch)
         divided_by = counted if dpo is None else pair_count(batch)
         scale = 1.0 / jnp.maximum(divided_by, 1).astype(jnp.float32)
         batch = _with_mean_weight_one(batch, counted)
@@ -162,6 +163,7 @@ def step_functions(
 
     def evaluate(params: Any, batch: Batch, reference: Any = None) -> Metrics:
         params = cast_matrices(params, arrays, compute.dtype)
+        batch = batch if dpo is None else with_answers(batch)
 
         def add_micro_batch(carry: Any, part: Batch) -> Any:
             return jax.tree.map(jnp.add, carry, counted_metrics(part)), None
