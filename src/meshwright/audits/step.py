@@ -80,7 +80,7 @@ def _expect_sequence(step: Any, length: tuple[str, ...], expect: Any) -> None:
     if strategy == "auto":
         strategy = (step.attention or "ring").split()[0]
     if strategy != "ulysses":  # which keeps text order
-        # the log-probabilities of DPO come back to the order of the text, their gradients do not
+        # DPO also reorders log-probabilities, whose gradients are sent in the backward pass
         phase = None if step.config.objective == "dpo" else "forward"
         expect("collective-permute", length, "order of tokens", phase)
     if strategy == "ring":
