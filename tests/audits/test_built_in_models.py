@@ -40,6 +40,7 @@ def found_in(name: str, mesh: str, options: str = "", rules: str = "standard") -
     config = TrainConfig(
         "tiny", batch=16, seq=32, accumulation=int(said.get("accumulation", 1)), rules=rules,
         context_parallel=said.get("strategy", "auto"), compute=compute,
+        objective=said.get("objective", "auto"),
         optimizer=OptimizerConfig(said.get("optimizer", "adamw")),
     )  # fmt: skip
     spec = mw.MeshSpec.parse(mesh).with_standard_axes()
@@ -54,6 +55,8 @@ FAST = [
     ("tied", "dp=2,fsdp=4", "accumulation=2"),
 ]
 SLOW = [
+    ("llama", "fsdp=2,tp=2,sp=2", "objective=dpo strategy=ring"),
+    ("tied", "dp=2,fsdp=2,tp=2", "objective=dpo remat=full accumulation=2"),
     ("llama", "dp=2,fsdp=2,tp=2", ""),
     ("llama", "fsdp=4,tp=2", "sequence_parallel=yes"),
     ("qwen2.5", "fsdp=8", "remat=full"),

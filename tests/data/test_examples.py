@@ -1,5 +1,6 @@
 """Stores of examples: loss weights per token, whole examples in sequences, damage."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -72,6 +73,39 @@ def test_every_example_is_read_once_from_its_head(
     first = (batch["segments"] == 1).sum(axis=1)
     pairs = itertools.combinations(range(len(filled)), 2)
     assert not packed or all(filled[i] + first[j] > seq for i, j in pairs)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1),
+    st.integers(2, 12),
+    st.booleans(),
+)
+def test_both_answers_of_a_pair_are_in_one_sequence(
+    lengths: list[tuple[int, int]], seq: int, packed: bool
+) -> None:
+    examples = [
+        ([i % 200] * length, [1] * length) for i, pair in enumerate(lengths) for length in pair
+    ]
+    store = TokenStore.of_examples(examples, BYTES, name="s")
+    store = dataclasses.replace(store, meta={**store.meta, "examples": {"pairs": True}})
+    batch = read_sequences(store, range(sequence_count(store, seq, packed)), seq, packed=packed)
+    read = {}
+    for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True):
+        for first in range(1, segments.max() + 1, 2):
+            chosen, rejected = tokens[segments == first], tokens[segments == first + 1]
+            assert {*chosen, *rejected} == {chosen[0]}  # of the same pair
+            assert chosen[0] not in read
+            read[int(chosen[0])] = len(chosen), len(rejected)
+        assert packed or segments.max() == 2
+    for i, (chosen, rejected) in enumerate(lengths):
+        most = max(seq // 2, seq - rejected)
+        expected = (min(chosen, most), min(rejected, seq - min(chosen, most)))
+        assert read[i] == expected
+        assert chosen + rejected > seq or expected == (chosen, rejected)
+    table = sequence_table(store, seq, packed)
+    assert table is not None
+    assert table.cut == sum(sum(pair) > seq for pair in lengths)
 
 
 def test_neighbours_stay_close_and_sequences_are_full() -> None:

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.ops.collectives import all_gather
-from meshwright.ops.cross_entropy import IGNORED, cross_entropy
+from meshwright.ops.collectives import all_gather, spec_of
+from meshwright.ops.cross_entropy import IGNORED, cross_entropy, target_log_probs
 
 BATCH, LENGTH, EMBED, VOCAB = 8, 6, 16, 40
 SCALE = 1 / 37
@@ -27,6 +27,7 @@ class Case:
     tied: bool = False
     padding: int = 0  # entries of the head that are no tokens
     weighted: bool = False
+    by_token: bool = False  # from target_log_probs, whose cotangents are the weights
 
 
 def inputs(tied: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -80,6 +81,13 @@ def fused(case: Case, dtype: Any = jnp.float32) -> tuple[Any, Any, Any, Any]:
     def run(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: Any) -> Any:
         def loss(hidden: jax.Array, head: jax.Array) -> Any:
             whole = all_gather(head, ("dp", "fsdp", "sp"))
+            if case.by_token:
+                log_probs = target_log_probs(
+                    all_gather(hidden, ("tp",)), whole, targets,
+                    chunk=case.chunk, tied=case.tied, vocab=VOCAB,
+                )  # fmt: skip
+                entropy = -jnp.sum(log_probs * jax.sharding.reshard(weights, spec_of(log_probs)))
+                return SCALE * entropy, entropy
             return cross_entropy(
                 all_gather(hidden, ("tp",)), whole, targets, jnp.float32(SCALE),
                 z_loss=case.z_loss, chunk=case.chunk, tied=case.tied, vocab=VOCAB, weights=weights,
@@ -115,6 +123,9 @@ CASES = [
     Case("dp=1,fsdp=2,tp=2,sp=2", chunk=5, z_loss=1e-2, tied=True),
     Case(chunk=20, z_loss=1e-2, weighted=True),
     Case("dp=1,fsdp=2,tp=2,sp=2", chunk=5, tied=True, weighted=True),
+    Case(chunk=20, weighted=True, by_token=True),
+    Case("dp=1,fsdp=2,tp=2,sp=2", chunk=5, weighted=True, by_token=True),
+    Case("dp=2,fsdp=1,tp=4,sp=1", chunk=5, tied=True, weighted=True, by_token=True),
 ]
 
 
@@ -146,6 +157,7 @@ def test_the_sum_that_starts_with_zeros_is_the_same(case: Case) -> None:
     "case",
     [
         Case(padding=3),
+        Case("dp=1,fsdp=1,tp=8,sp=1", padding=8, weighted=True, by_token=True),
         # the last of eight devices has padding alone
         Case("dp=1,fsdp=1,tp=8,sp=1", z_loss=1e-2, padding=8),
         Case("dp=1,fsdp=2,tp=4,sp=1", chunk=5, z_loss=1e-2, tied=True, padding=4),

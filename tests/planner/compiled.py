@@ -40,6 +40,7 @@ class Case:
     optimizer: str = "adamw"
     layers: int = 3
     trainable: tuple[str, ...] = ()
+    dpo: bool = False
 
     def __str__(self) -> str:
         said = [self.model, self.mesh]
@@ -57,6 +58,7 @@ class Case:
         return workload(
             self.config, on, ROWS * self.accumulation, SEQ, dtype="float32",
             loss_chunk=CHUNK, optimizer=self.optimizer, trainable=self.trainable,
+            objective="dpo" if self.dpo else "auto",
         )  # fmt: skip
 
     @property
@@ -76,7 +78,7 @@ def sent(case: Case) -> list[SentCollective]:
     setting = Setting(
         case.choice.mesh, rules=rules, remat=case.remat, config=case.config,
         context_parallel=case.context_parallel, mlp_chunk=case.mlp_chunk, optimizer=case.optimizer,
-        trainable=case.trainable,
+        trainable=case.trainable, dpo=case.dpo,
     )  # fmt: skip
     run = parts(setting)
     shape = (case.accumulation, ROWS, SEQ)

@@ -16,8 +16,13 @@ FAST = [
     Case("norms after", "fsdp=4,tp=2", remat="full"),
     Case("llama", "fsdp=4,tp=2", accumulation=2, trainable=("norm",)),
     Case("llama", "dp=2,fsdp=4", trainable=("layers/-1/",)),
+    Case("tied", "fsdp=2,tp=2,sp=2", dpo=True, context_parallel="ring", accumulation=2),
 ]
 SLOW = [
+    Case("llama", "dp=2,fsdp=4", dpo=True, remat="full"),
+    Case("qwen3", "fsdp=4,tp=2", dpo=True, sequence_parallel=True, trainable=("layers/-1/",)),
+    Case("llama", "fsdp=4,sp=2", dpo=True, context_parallel="allgather"),
+    Case("llama", "dp=2,sp=4", dpo=True, context_parallel="ulysses"),
     Case("norms after", "dp=2,fsdp=2,tp=2", remat="mlp", sequence_parallel=True),
     Case("tied", "dp=2,fsdp=2,tp=2", trainable=("embedding", "wq")),
     Case("qwen3", "fsdp=4,tp=2", trainable=("output", "q_norm"), sequence_parallel=True),

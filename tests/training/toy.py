@@ -13,6 +13,7 @@ import meshwright as mw
 from meshwright.layouts import select_trainable
 from meshwright.models import Compute, LossConfig, padded_vocab
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
+from meshwright.training.dpo import DpoConfig, copied_arrays
 from meshwright.training.optimizer import OptimizerConfig, make_optimizer
 from meshwright.training.state import TrainState, abstract_state, new_state
 from meshwright.training.step import StepFunctions, step_functions
@@ -44,6 +45,7 @@ class Setting:
     moments: str = "auto"
     first_batch: int = 0  # of the batches there are
     trainable: tuple[str, ...] = ()
+    dpo: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +98,10 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
     loss = LossConfig(setting.z_loss, chunk=24)  # does not divide the tokens
     functions = step_functions(
         setting.config, compute, optimizer, rate, mesh, loss=loss, clip_norm=clip_norm,
-        arrays=arrays,
+        arrays=arrays, dpo=DpoConfig() if setting.dpo else None,
     )  # fmt: skip
-    target = abstract_state(arrays, setting.rules, optimizer, mesh)
+    reference = copied_arrays(arrays, setting.dtype) if setting.dpo else None
+    target = abstract_state(arrays, setting.rules, optimizer, mesh, reference)
     kinds = setting.config, setting.params_dtype
     return Parts(mesh, functions, target, arrays, optimizer, *kinds)
 

@@ -63,21 +63,26 @@ def expected_of_step(step: Any) -> tuple[Collective, ...]:
     parts = math.prod(step.mesh.shape[axis] for axis in tokens)
     of_tokens = 4 * step.config.batch * step.config.seq // parts
     expect("all-reduce", inside, "sums of the loss over the vocabulary", at_most=of_tokens)
-    _expect_sequence(step, layouts, expect)
+    length = split_axes(layouts.tokens.partitions[1:])
+    if step.config.objective == "dpo":
+        most = of_tokens * math.prod(step.mesh.shape[axis] for axis in length)
+        expect("all-reduce", length, "sums over answers", "forward", at_most=most)
+    _expect_sequence(step, length, expect)
     _expect_optimizer(step, (*kept, *inside), expect)
     return tuple(found)
 
 
-def _expect_sequence(step: Any, layouts: Any, expect: Any) -> None:
-    """Attention with context parallelism."""
-    length = split_axes(layouts.tokens.partitions[1:])
+def _expect_sequence(step: Any, length: tuple[str, ...], expect: Any) -> None:
+    """Attention with context parallelism over the axes `length`."""
     if not length:
         return
     strategy = step.compute.context_parallel
     if strategy == "auto":
         strategy = (step.attention or "ring").split()[0]
     if strategy != "ulysses":  # which keeps text order
-        expect("collective-permute", length, "order of tokens", "forward")
+        # DPO also reorders log-probabilities, whose gradients are sent in the backward pass
+        phase = None if step.config.objective == "dpo" else "forward"
+        expect("collective-permute", length, "order of tokens", phase)
     if strategy == "ring":
         expect("collective-permute", length, "keys and values")
     elif strategy == "allgather":

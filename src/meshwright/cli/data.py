@@ -309,7 +309,7 @@ def _facts(store: TokenStore, seq: int, verified: bool) -> Table:
 def _loss_text(store: TokenStore) -> str:
     about = store.meta.get("examples", {})
     words = [f"on {store.share_with_loss():.0%} of the tokens", *about.get("formats", ())]
-    if about.get("pairs"):
+    if store.holds_pairs:
         words.append("pairs of chosen and rejected")
     if about.get("weigh") == "examples":
         words.append("examples count equally")

@@ -52,7 +52,7 @@ def _shown(store: TokenStore, number: int) -> Shown:
     ids, weights = store.document(number), store.document_weights(number)
     with_loss = int(np.count_nonzero(weights))
     name = f"{'document' if store.weights is None else 'example'} {number}"
-    if store.meta.get("examples", {}).get("pairs"):
+    if store.holds_pairs:
         name = f"pair {number // 2}, {('chosen', 'rejected')[number % 2]}"
     title = f"{name}: {count(len(ids), 'token')}, {with_loss:,} with loss"
     edges = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(ids)]

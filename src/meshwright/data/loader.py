@@ -174,12 +174,17 @@ class Loader:
             if table is None:
                 continue
             noun = "document" if store.weights is None else "example"
+            documents = store.documents
+            if store.holds_pairs:
+                noun, documents = "pair", documents // 2
             filled = float(table.lengths.sum()) / (self.seq * len(table))
             line = (
-                f"data {store.name}: {count(store.documents, noun)} in "
+                f"data {store.name}: {count(documents, noun)} in "
                 f"{count(len(table), 'sequence')} of {self.seq} tokens, {filled:.0%} filled"
             )
-            if table.cut:
+            if table.cut and store.holds_pairs:
+                line += f"; of {count(table.cut, noun)} with more the longer answer loses its end"
+            elif table.cut:
                 line += f"; of {count(table.cut, noun)} only the first {self.seq} tokens are read"
             yield line
 

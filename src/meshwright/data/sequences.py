@@ -10,7 +10,8 @@ targets   98 99 256 -1 101 256
 segments  1 1 1 1 2 2
 positions 0 1 2 3 0 1
 
-Examples are not cut: a sequence holds as many as fit, and ends with padding.
+Examples are not cut: a sequence holds as many as fit, and ends with padding. The chosen and the
+rejected answer of a pair are documents 2i - 1 and 2i of their sequence.
 
 >>> examples = TokenStore.of_examples(
 ...     [([97, 98, 99], [0, 1, 1]), ([100, 101], [0, 1]), ([102, 103], [0, 1])],
@@ -53,7 +54,7 @@ class SequenceTable:
     firsts: Offsets
     starts: Offsets  # of each document: its first token in the store
     lengths: Offsets  # of each document: how many of its tokens are read
-    cut: int  # documents longer than a sequence, of which only the first tokens are read
+    cut: int  # documents, or pairs, longer than a sequence, of which not all tokens are read
 
     def __len__(self) -> int:
         return len(self.firsts) - 1
@@ -65,7 +66,8 @@ class SequenceTable:
 def sequence_table(store: TokenStore, seq: int, packed: bool = True) -> SequenceTable | None:
     """The sequences of a store whose documents are read whole; None if they may be cut.
 
-    Examples are read whole, and with `packed=False` every document has a sequence of its own.
+    Examples are read whole, and with `packed=False` every document, or pair, has a sequence of its
+    own.
     """
     if store.weights is None and packed:
         return None
@@ -76,11 +78,26 @@ def sequence_table(store: TokenStore, seq: int, packed: bool = True) -> Sequence
 def _whole_documents(store: TokenStore, seq: int, packed: bool) -> SequenceTable:
     offsets = np.asarray(store.offsets[:], np.int64)
     full = np.diff(offsets)
-    lengths = np.minimum(full, seq)
-    sequence_of = best_fit(lengths.tolist(), seq) if packed else np.arange(len(lengths))
+    lengths = _fitting_pairs(full, seq) if store.holds_pairs else np.minimum(full, seq)
+    together = 2 if store.holds_pairs else 1
+    units = lengths.reshape(-1, together).sum(axis=1)
+    sequence_of = best_fit(units.tolist(), seq) if packed else np.arange(len(units))
+    sequence_of = np.repeat(sequence_of, together)
     documents = np.argsort(sequence_of, kind="stable")
     firsts = np.concatenate([[0], np.cumsum(np.bincount(sequence_of))])
-    return SequenceTable(documents, firsts, offsets[:-1], lengths, int((full > seq).sum()))
+    cut = int((full.reshape(-1, together).sum(axis=1) > seq).sum())
+    return SequenceTable(documents, firsts, offsets[:-1], lengths, cut)
+
+
+def _fitting_pairs(lengths: Offsets, seq: int) -> Offsets:
+    """How many tokens are read of both documents of each pair: the longer loses its end first.
+
+    >>> _fitting_pairs(np.array([3, 2, 7, 3, 6, 6, 2, 9]), seq=8).tolist()
+    [3, 2, 5, 3, 4, 4, 2, 6]
+    """
+    chosen, rejected = lengths[0::2], lengths[1::2]
+    chosen = np.minimum(chosen, np.maximum(seq - rejected, seq // 2))
+    return np.stack([chosen, np.minimum(rejected, seq - chosen)], axis=1).ravel()
 
 
 def best_fit(lengths: Sequence[int], seq: int) -> Offsets:

@@ -73,6 +73,11 @@ class TokenStore:
         return self.weights is not None and self.weights.dtype == WEIGHT_DTYPE
 
     @property
+    def holds_pairs(self) -> bool:
+        """Whether documents 2i and 2i + 1 are the chosen and the rejected answer of a pair."""
+        return bool(self.meta.get("examples", {}).get("pairs"))
+
+    @property
     def documents(self) -> int:
         return len(self.offsets) - 1
 

@@ -96,6 +96,10 @@ class ModelFamily:
     to_dict: Callable[[Any], dict[str, Any]]
     from_dict: Callable[[Mapping[str, Any]], Any]
     hugging_face: HuggingFace
+    log_probs: Callable[..., Any] | None = None
+    """(params, batch, config, compute, LossConfig) → log-probabilities of the targets, float32.
+
+    They are [batch, length], 0 where there is no target. None: it trains on no pairs of answers."""
     serving: Serving | None = None
     """None: it cannot generate text."""
     longer: Callable[[Any, int], tuple[str, ...]] = lambda config, seq: ()

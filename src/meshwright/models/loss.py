@@ -19,6 +19,7 @@ from meshwright.ops import (
     all_gather,
     cross_entropy,
     current_platform,
+    target_log_probs,
     tie_gradients,
 )
 
@@ -164,6 +165,30 @@ def next_token_loss(
             weights=weights,
         )
     return LossSums(scaled, target_weight(targets, weights), {"loss": Metric(entropy)})
+
+
+def next_token_log_probs(
+    hidden: jax.Array,
+    head: LmHead,
+    targets: jax.Array,
+    vocab: int,
+    compute: Compute,
+    loss: LossConfig,
+) -> jax.Array:
+    """Log-probabilities of the targets [batch, length] in float32: see next_token_loss."""
+    layouts = compute.layouts
+    with jax.named_scope("loss"):
+        hidden, weight = _all_gathered(hidden, head, compute)
+        return target_log_probs(
+            all_gather(hidden, layouts.axes(layouts.logits)),
+            weight,
+            targets,
+            chunk=loss.chunk,
+            tied=head.tied,
+            vocab=vocab,
+            bias=head.all_gathered_bias(compute),
+            softcap=head.softcap,
+        )
 
 
 def _all_gathered(hidden: jax.Array, head: LmHead, compute: Compute) -> Any:

@@ -13,7 +13,12 @@ from meshwright.ops.collectives import (
     stacks,
     tie_gradients,
 )
-from meshwright.ops.cross_entropy import IGNORED, cross_entropy, keeps_logit_gradients
+from meshwright.ops.cross_entropy import (
+    IGNORED,
+    cross_entropy,
+    keeps_logit_gradients,
+    target_log_probs,
+)
 from meshwright.ops.embedding import embed
 from meshwright.ops.fp8 import (
     COMPILER_OPTIONS,
@@ -37,5 +42,5 @@ __all__ = [
     "embed", "fp8_einsum", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes",
     "normalize", "over_chunks", "partial_sums", "plain_weights", "quantize", "reduce_to",
     "relative_bias", "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes",
-    "stacks", "switched_on", "tie_gradients", "weight_in_fp8",
+    "stacks", "switched_on", "target_log_probs", "tie_gradients", "weight_in_fp8",
 ]  # fmt: skip

@@ -6,10 +6,15 @@ Logits never exist in full: they are computed for one chunk of tokens at a time.
 computed at the same time, and accumulated into the gradients of `hidden` and `head`, which the
 backward pass only returns. The vocabulary may be sharded: maxima and sums are then reduced over its
 mesh axes, and the result is exact.
+
+    log_probs = target_log_probs(hidden, head, targets)
+
+gives each token's part, for losses that are no sum over tokens. What its gradient is multiplied
+with is known in the backward pass only, which computes the logits again.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,27 +55,71 @@ def cross_entropy(
     product plus `bias` [vocab], x, and with a softcap: softcap · tanh(x / softcap). With `weights`
     [batch, length], each token's part of both sums is multiplied by its weight.
     """
-    hidden_type = jax.typeof(hidden).sharding.spec
-    targets_spec = drop_trivial_axes(spec_of(targets), nontrivial_axes())
     marks = (targets,) if weights is None else (targets, weights)
-    marks = tuple(jax.sharding.reshard(mark, targets_spec) for mark in marks)
-    tokens_over = split_axes(targets_spec.partitions)
-    vocab_dim = 0 if tied else 1
-    vocab_over = axes_of(spec_of(head)[vocab_dim], "head")
-    tokens_of_head = None if vocab == head.shape[vocab_dim] else vocab
+    split = _split(head, targets, tied, vocab)
 
     def local(
         hidden: jax.Array, head: Any, marks: Any, scale: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        fused = _fused(vocab_over, tokens_over, z_loss, chunk, tied, tokens_of_head, softcap)
-        sums = fused(hidden, head, marks, scale)
-        return tuple(lax.psum(part, tokens_over) for part in sums) if tokens_over else sums
+        sums = _fused(split, z_loss, chunk, tied, softcap).summed(hidden, head, marks, scale)
+        over = split.tokens_over
+        return tuple(lax.psum(part, over) for part in sums) if over else sums
 
+    arguments, specs = _arguments(hidden, head, bias, marks, split)
+    out = (jax.P(), jax.P())
+    mapped: Any = jax.shard_map(local, in_specs=(*specs, jax.P()), out_specs=out)
+    return mapped(*arguments, scale)
+
+
+def target_log_probs(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    chunk: int = 2048,
+    tied: bool = False,
+    vocab: int | None = None,
+    bias: jax.Array | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Log-probabilities of the targets [batch, length] in float32; 0 where they are IGNORED.
+
+    The arguments are those of `cross_entropy`.
+    """
+    split = _split(head, targets, tied, vocab)
+
+    def local(hidden: jax.Array, head: Any, marks: Any) -> jax.Array:
+        found: jax.Array = _fused(split, 0.0, chunk, tied, softcap).log_probs(hidden, head, marks)
+        return found
+
+    arguments, specs = _arguments(hidden, head, bias, (targets,), split)
+    return jax.shard_map(local, in_specs=specs, out_specs=split.targets_spec)(*arguments)
+
+
+class _Split(NamedTuple):
+    """How tokens and the vocabulary are split over the mesh."""
+
+    targets_spec: jax.P
+    tokens_over: tuple[str, ...]
+    vocab_over: tuple[str, ...]
+    tokens_of_head: int | None  # entries of the head that are tokens, None if all are
+
+
+def _split(head: jax.Array, targets: jax.Array, tied: bool, vocab: int | None) -> _Split:
+    targets_spec = drop_trivial_axes(spec_of(targets), nontrivial_axes())
+    vocab_dim = 0 if tied else 1
+    vocab_over = axes_of(spec_of(head)[vocab_dim], "head")
+    tokens_of_head = None if vocab == head.shape[vocab_dim] else vocab
+    return _Split(targets_spec, split_axes(targets_spec.partitions), vocab_over, tokens_of_head)
+
+
+def _arguments(hidden: Any, head: Any, bias: Any, marks: tuple[Any, ...], split: _Split) -> Any:
+    """The arguments of a device's part, and their specs."""
+    marks = tuple(jax.sharding.reshard(mark, split.targets_spec) for mark in marks)
     head_arrays = (head,) if bias is None else (head, bias)
     head_types = tuple(jax.typeof(x).sharding.spec for x in head_arrays)
-    specs = (hidden_type, head_types, (targets_spec,) * len(marks), jax.P())
-    out = (jax.P(), jax.P())
-    return jax.shard_map(local, in_specs=specs, out_specs=out)(hidden, head_arrays, marks, scale)
+    specs = (jax.typeof(hidden).sharding.spec, head_types, (split.targets_spec,) * len(marks))
+    return (hidden, head_arrays, marks), specs
 
 
 def keeps_logit_gradients(tokens: int, embed: int, item_bytes: int) -> bool:
@@ -82,22 +131,19 @@ def keeps_logit_gradients(tokens: int, embed: int, item_bytes: int) -> bool:
     return item_bytes * tokens <= 4 * embed
 
 
+class _Fused(NamedTuple):
+    summed: Any  # (hidden, head, marks, scale) to the two sums
+    log_probs: Any  # (hidden, head, marks) to the log-probability of each target
+
+
 @functools.lru_cache(maxsize=64)
-def _fused(
-    vocab_over: tuple[str, ...],
-    tokens_over: tuple[str, ...],
-    z_loss: float,
-    chunk: int,
-    tied: bool,
-    tokens_of_head: int | None,
-    softcap: float | None,
-) -> Any:
+def _fused(split: _Split, z_loss: float, chunk: int, tied: bool, softcap: float | None) -> _Fused:
     """The loss on one device, with its own backward pass.
 
-    `tokens_of_head`: number of entries of the head that are tokens, None if all are. The head is a
-    tuple of its weight and, if it has one, its bias; so are its gradients. The marks of tokens are
-    a tuple too: the targets and, if there are any, the weights.
+    The head is a tuple of its weight and, if it has one, its bias; so are its gradients. The marks
+    of tokens are a tuple too: the targets and, if there are any, the weights.
     """
+    _, tokens_over, vocab_over, tokens_of_head = split
     to_logits = "te,ve->tv" if tied else "te,ev->tv"
     to_hidden = "tv,ve->te" if tied else "tv,ev->te"
     to_head = "tv,te->ve" if tied else "te,tv->ev"
@@ -111,13 +157,12 @@ def _fused(
         total = jnp.sum(jnp.exp(logits.astype(jnp.float32) - most[:, None]), axis=-1)
         return jnp.log(over_vocab(lax.psum, total)) + most
 
-    def one_chunk(h: jax.Array, head: Any, marks: Any, scale: jax.Array) -> Any:
-        """Sums of a chunk [tokens], and the gradient of its logits.
+    def logits_of(h: jax.Array, head: Any, targets: jax.Array) -> Any:
+        """Logits of a chunk [tokens], their normalizers, and those of the targets.
 
         Logits have the dtype of the matmul; everything computed from them is float32.
         """
         weight, *bias = head
-        targets, *weights = marks
         vocab = weight.shape[0 if tied else 1]
         logits = jnp.einsum(to_logits, h, weight)
         if bias:
@@ -136,6 +181,13 @@ def _fused(
         index = jnp.where(local, index, 0)
         at_index = jnp.take_along_axis(logits, index[:, None], axis=1)[:, 0].astype(jnp.float32)
         at_target = over_vocab(lax.psum, jnp.where(local, at_index, 0.0))
+        return logits, normalizer, at_target, (local, index, at_index)
+
+    def one_chunk(h: jax.Array, head: Any, marks: Any, scale: jax.Array) -> Any:
+        """Sums of a chunk [tokens], and the gradient of its logits."""
+        targets, *weights = marks
+        logits, normalizer, at_target, (local, index, at_index) = logits_of(h, head, targets)
+        vocab = logits.shape[1]
         counts = (targets != IGNORED).astype(jnp.float32)
         if weights:
             counts *= weights[0]
@@ -267,4 +319,27 @@ def _fused(
         return hidden_gradient, head_gradient, None, None
 
     fused.defvjp(forward, backward)
-    return fused
+
+    @jax.custom_vjp
+    def log_probs(hidden: jax.Array, head: Any, marks: Any) -> jax.Array:
+        def step(_: Any, part: Any) -> Any:
+            h, (targets,) = part
+            _, normalizer, at_target, _ = logits_of(h, head, targets)
+            return None, jnp.where(targets == IGNORED, 0.0, at_target - normalizer)
+
+        (targets,) = marks
+        _, found = lax.scan(step, None, chunks(hidden, marks))
+        return found.reshape(-1)[: targets.size].reshape(targets.shape)
+
+    def log_probs_forward(hidden: jax.Array, head: Any, marks: Any) -> Any:
+        return log_probs(hidden, head, marks), (hidden, head, marks)
+
+    def log_probs_backward(kept: Any, cotangent: jax.Array) -> Any:
+        """The gradient of a weighted cross-entropy, whose weights are known by now."""
+        hidden, head, marks = kept
+        one = jnp.float32(1)
+        _, gradients = forward(hidden, head, (*marks, -cotangent), one)
+        return backward(gradients, (one,))[:3]
+
+    log_probs.defvjp(log_probs_forward, log_probs_backward)
+    return _Fused(fused, log_probs)

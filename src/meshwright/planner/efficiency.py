@@ -130,6 +130,8 @@ ELEMENTWISE_MLP = 7
 ELEMENTWISE_AGAIN = {"none": 0.0, "elementwise": 0.08, "mlp": 0.15, "full": 0.33, "offload": 0.33}
 # measured: times the logits are read or written (H200: softmax of the loss, 5 ms)
 LOSS_LOGITS = 4.6
+# counted: without their gradient: written, and read for the maximum and for the sum
+LOGITS_FORWARD = 3
 # counted: the same without torch.compile, of the operators of a block of transformers: each reads
 # and writes its arrays, the norms in float32 (tests/torch)
 EAGER_EMBED = 140

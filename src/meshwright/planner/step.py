@@ -165,6 +165,10 @@ class StepModel:
     def trained_vectors(self) -> Number:
         return self._vectors(lambda vectors: vectors.trained)
 
+    @functools.cached_property
+    def vectors_with_gradients(self) -> Number:
+        return self._vectors(lambda vectors: vectors.gradients)
+
     def _vectors(self, numbers: Callable[[Vectors], int]) -> Number:
         sizes = self.device.sizes
         whole = numbers(sizes.residual_vectors) + numbers(sizes.other_vectors)

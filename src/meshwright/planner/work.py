@@ -70,6 +70,17 @@ def train_work(
     vocab_on_device = step.device.padded_vocab / tp
     shape = vocab_on_device * sizes.embed, vocab_on_device, tokens
     head_flops, head_seconds = _matmul(step, shape, 2.0 + sizes.trains_head)
+    of_reference = 0.0  # FLOPs of an example: of a step, a third is the forward pass
+    if workload.has_reference:
+        of_reference = family_of(workload.model).flops(workload.model, known) / 3
+        matmuls.forward *= 2
+        attention.forward *= 2
+        moved += moved / 3 / repeated
+        weights_read *= 4 / 3
+        # its logits, and the model's own once more: a gradient by token is made of them anew
+        again_flops, again_seconds = _matmul(step, shape, 2.0)
+        head_flops, head_seconds = head_flops + again_flops / 2, head_seconds + again_seconds
+        loss_numbers += 2 * efficiency.LOGITS_FORWARD
     logits = item * loss_numbers * vocab_on_device * tokens * micro_batches
     stored = sizes.trained_parameters / (choice.shards * tp)
     fewer = (
@@ -94,10 +105,17 @@ def train_work(
     seconds["loop over layers"] = (scan - 1) * layers
     seconds["idle"] = efficiency.IDLE_STEP
     return Work(
-        flops=(family_of(workload.model).flops(workload.model, known) - _frozen_flops(step))
+        flops=(
+            family_of(workload.model).flops(workload.model, known)
+            + of_reference
+            - _frozen_flops(step)
+        )
         * workload.batch
         / choice.devices,
-        computed=matmuls.computed + head_flops + attention.computed,
+        computed=matmuls.computed
+        + head_flops
+        + attention.computed
+        + of_reference * workload.batch / choice.devices,
         memory_bytes=moved + logits + update + weights_read,
         seconds=seconds,
         forward=matmuls.forward + attention.forward + seconds["elementwise"] / 3,

@@ -22,6 +22,7 @@ from meshwright.present import mesh_text
 from meshwright.serving import EngineConfig
 from meshwright.training import (
     AUTO,
+    DPO,
     TrainConfig,
     check_fp8,
     field_lengths,
@@ -129,6 +130,11 @@ class Workload:
     def sizes(self) -> ModelSizes:
         """Of the model."""
         return sizes_of(self.model, self.config.trainable, self.config.lora)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen model reads the batch too, as in DPO."""
+        return self.engine is None and self.config.objective == DPO
 
     @functools.cached_property
     def lengths(self) -> Mapping[str, int]:

@@ -312,7 +312,7 @@ def _run(
 
     def read(targets: Any) -> Any:
         if lora.rank:
-            check_base(noted, base, str(folder))
+            check_base(noted, base, f"{folder} is an adapter")
             weights = _read_hf(base, config, targets)
             mesh = targets["embedding"].sharding.mesh
             factors = read_adapter(adapter_targets(config, lora, mesh))

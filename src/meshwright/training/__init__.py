@@ -14,6 +14,7 @@ from meshwright.training.config import (
     settings_flags,
     with_settings,
 )
+from meshwright.training.dpo import DPO, DpoConfig
 from meshwright.training.exchange import load_pieces, save_pieces
 from meshwright.training.jax_backend import AUTO, train
 from meshwright.training.loop import Loop, check_run_folder, supervised
@@ -44,12 +45,13 @@ from meshwright.training.tpu import overlap_choice, overlap_text
 from meshwright.training.work import StepWork
 
 __all__ = [
-    "AUTO", "LARGEST_COUNT", "NONE", "AbstractStep", "Backend", "ComputeConfig", "Loop", "Memory",
-    "Say", "StepWork", "TorchConfig", "TrainConfig", "abstract_step", "accepted_meshes",
-    "check_base", "check_fp8", "check_length", "check_run_folder", "check_same_settings",
-    "check_sizes", "check_trackers", "checkpoint_settings", "chip_peak_flops", "choose_rules",
-    "config_from_dict", "config_from_file", "config_to_dict", "field_lengths", "file_rules",
-    "layers_choice", "learning_rate", "load_pieces", "mixture_of", "model_of", "objective_of",
+    "AUTO", "DPO", "LARGEST_COUNT", "NONE", "AbstractStep", "Backend", "ComputeConfig", "DpoConfig",
+    "Loop", "Memory", "Say", "StepWork", "TorchConfig", "TrainConfig", "abstract_step",
+    "accepted_meshes", "check_base", "check_fp8", "check_length", "check_run_folder",
+    "check_same_settings", "check_sizes", "check_trackers", "checkpoint_settings",
+    "chip_peak_flops", "choose_rules", "config_from_dict", "config_from_file", "config_to_dict",
+    "field_lengths", "file_rules", "layers_choice", "learning_rate", "load_pieces", "mixture_of",
+    "model_of", "objective_of",
     "overlap_choice", "overlap_text", "prepare", "prepare_data", "save_pieces", "settings_flags",
     "supervised", "train", "training_mesh", "training_spec", "weights_folder",
     "with_commits", "with_settings",

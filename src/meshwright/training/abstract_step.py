@@ -18,6 +18,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules
 from meshwright.models import Compute, override, padded_vocab
 from meshwright.training.config import TrainConfig
+from meshwright.training.dpo import DPO, copied_arrays
 from meshwright.training.optimizer import make_optimizer
 from meshwright.training.setup import (
     accepted_meshes,
@@ -57,7 +58,8 @@ class AbstractStep:
         """The FLOPs of a step."""
         lengths = {name: field.shape[2] for name, field in self.batch.items()}
         alone = "encoder_tokens" not in lengths
-        return StepWork(self.model, lengths, frozen_weights(self.arrays) if alone else 0)
+        frozen = frozen_weights(self.arrays) if alone else 0
+        return StepWork(self.model, lengths, frozen, self.config.objective == DPO)
 
     def lower(self) -> Any:
         """The train step, lowered for the mesh's platform; `.compile()` compiles it."""
@@ -92,8 +94,9 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
     functions = step_functions(
         model, compute, optimizer, rate, mesh,
         loss=config.loss, clip_norm=config.optimizer.clip_norm, overlap=overlap,
-        arrays=arrays,
+        arrays=arrays, dpo=config.dpo if config.objective == DPO else None,
     )  # fmt: skip
+    reference = copied_arrays(arrays, compute.dtype) if config.objective == DPO else None
     lengths = field_lengths(model, config.seq, config.objective)
 
     def field(length: int) -> jax.ShapeDtypeStruct:
@@ -102,7 +105,7 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
 
     return AbstractStep(
         config, model, mesh, rules, compute, arrays, optimizer, functions,
-        state=abstract_state(arrays, rules, optimizer, mesh),
+        state=abstract_state(arrays, rules, optimizer, mesh, reference),
         batch={name: field(length) for name, length in lengths.items()},
         attention=attention,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from meshwright.arithmetic import check_seed
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import HANG_TIMEOUT_S, check_simulated, convert_paths, flat_settings
 from meshwright.models import LoraConfig, LossConfig
+from meshwright.training.dpo import DPO, DpoConfig
 from meshwright.training.optimizer import OptimizerConfig
 
 DEFAULT_MESH = "dp=1,fsdp=-1,tp=1,sp=1"
@@ -133,9 +134,12 @@ class TrainConfig:
     pack: bool = True
     """Pack several documents into a sequence; --no-pack gives each document a sequence of its own,
     cut or padded to --seq."""
-    objective: Literal["auto", "next-token", "span-corruption", "prefix-lm", "examples"] = "auto"
-    """What is predicted; auto: next tokens for decoders, corrupted spans for T5. Of T5, examples:
-    the encoder reads a prompt, the decoder predicts the answer."""
+    objective: Literal["auto", "next-token", "dpo", "span-corruption", "prefix-lm", "examples"] = (
+        "auto"
+    )
+    """What is predicted; auto: next tokens for decoders, corrupted spans for T5. dpo: of pairs, the
+    chosen answer rather than the rejected. Of T5, examples: the encoder reads a prompt, the decoder
+    predicts the answer."""
     steps: int = 1000
     """Number of optimizer steps."""
     stop_at: int | None = None
@@ -165,6 +169,7 @@ class TrainConfig:
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    dpo: DpoConfig = dataclasses.field(default_factory=DpoConfig)
     compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
@@ -201,6 +206,13 @@ class TrainConfig:
             )
         if self.backend == "jax" and self.torch != TorchConfig():
             raise MeshwrightError("the settings torch.… belong to --backend torch; add it")
+        if self.objective != DPO and self.dpo != DpoConfig():
+            raise MeshwrightError("the settings dpo.… belong to --objective dpo; add it")
+        if self.objective == DPO and self.loss.z_loss:
+            raise MeshwrightError(
+                f"loss.z_loss={self.loss.z_loss} is added to the loss of next tokens, and objective"
+                " is dpo; leave one of them out"
+            )
         for name in ("steps", "batch", "seq", "accumulation"):
             if values[name] > LARGEST_COUNT:
                 raise MeshwrightError(f"{name}={values[name]} must be at most {LARGEST_COUNT}")

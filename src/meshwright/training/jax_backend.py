@@ -40,7 +40,13 @@ from meshwright.training.resume import checkpoint_settings, resume_command
 from meshwright.training.run import Memory, memory, peak_flops, waiting_line
 from meshwright.training.same_settings import check_same_settings
 from meshwright.training.setup import known_chip, layers_text, matmuls_text
-from meshwright.training.state import TrainState, new_state, params_are_finite, saved_part
+from meshwright.training.state import (
+    TrainState,
+    new_state,
+    params_are_finite,
+    saved_part,
+    with_reference,
+)
 from meshwright.training.tpu import overlap_text
 from meshwright.training.trainable import trained_part, trained_specs
 
@@ -120,6 +126,8 @@ class JaxBackend(Backend):
             "gradients": bytes_per_device(trained),
             "optimizer": bytes_per_device(state.optimizer),
         }
+        if state.reference is not None:
+            kinds["reference"] = bytes_per_device(state.reference)
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in kinds.items())
         yield f"per device: {parts}"
 
@@ -160,7 +168,10 @@ class JaxBackend(Backend):
             if self.config.lora.rank:
                 whole = {**self._loaded(), **restored.params}
                 restored = dataclasses.replace(restored, params=whole)
-            self._state = dataclasses.replace(restored, skipped_in_a_row=none)
+            restored = dataclasses.replace(restored, skipped_in_a_row=none)
+            if step.state.reference is not None:
+                restored = with_reference(step.arrays, step.state, restored, self._first_params())
+            self._state = restored
             return
         params: dict[str, Any] | None = None
         if self._setup.weights is not None:
@@ -172,6 +183,15 @@ class JaxBackend(Backend):
         self._state = new_state(
             step.arrays, step.state, step.optimizer, step.mesh, self.config.seed, params
         )
+
+    def _first_params(self) -> Any:
+        """The parameters of step 0, of a run without an adapter."""
+        step = self._setup.step
+        if self._setup.weights is not None:
+            return self._loaded()
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, step.state.params)
+        with jax.set_mesh(step.mesh):
+            return create(step.arrays, shardings, self.config.seed)
 
     def _loaded(self) -> dict[str, Any]:
         """The weights that the run starts from, without an adapter."""
@@ -237,10 +257,10 @@ class JaxBackend(Backend):
 
     def evaluate(self) -> dict[str, tuple[float, float]]:
         assert self.eval_loader is not None
-        functions = self._setup.step.functions
+        functions, state = self._setup.step.functions, self._state
         totals: dict[str, tuple[float, float]] = {}
         for _, batch in self.eval_loader.iterate(0, functions.batch_sharding):
-            metrics = jax.device_get(functions.evaluate(self._state.params, batch))
+            metrics = jax.device_get(functions.evaluate(state.params, batch, state.reference))
             for name, one in metrics.items():
                 total, counted = totals.get(name, (0.0, 0))
                 totals[name] = total + one.sum.item(), counted + one.count.item()

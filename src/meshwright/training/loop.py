@@ -29,6 +29,7 @@ from meshwright.models import model_to_dict
 from meshwright.present import count, mesh_text
 from meshwright.training.backend import Backend
 from meshwright.training.config import LATEST, NONE, TrainConfig, config_to_dict
+from meshwright.training.dpo import DPO
 from meshwright.training.optimizer import DEFAULT_WARMUP
 from meshwright.training.resume import check_resume, resume_command, resume_step
 from meshwright.training.run import (
@@ -306,7 +307,8 @@ class Loop:
         self.eval_losses[step] = means["loss"] if math.isfinite(means["loss"]) else math.inf
         log.write(step, {f"eval_{name}": value for name, value in means.items()})
         shown = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
-        over = f"{counted:,} tokens" if isinstance(counted, int) else f"a weight of {counted:,.4g}"
+        noun = "pairs" if self.config.objective == DPO else "tokens"
+        over = f"{counted:,} {noun}" if isinstance(counted, int) else f"a weight of {counted:,.4g}"
         live.print(f"step {step}: eval {shown} over {over}")
 
     def _read_eval_losses(self, until: int) -> dict[int, float]:
@@ -350,8 +352,12 @@ class Loop:
 
     @functools.cached_property
     def _base(self) -> dict[str, Any] | None:
-        """The folder of the frozen weights that an adapter is of, and what identifies them."""
-        folder = weights_folder(self.config) if self.config.lora.rank else None
+        """The folder of frozen weights that the run reads again, and what identifies them.
+
+        An adapter is of them, or they are the reference of DPO.
+        """
+        frozen = self.config.lora.rank or self.config.objective == DPO
+        folder = weights_folder(self.config) if frozen else None
         if folder is None:
             return None
         return {"folder": str(folder.resolve()), "weights": weights_sample(folder)}

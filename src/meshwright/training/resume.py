@@ -21,6 +21,7 @@ from meshwright.training.config import (
     config_to_dict,
     settings_flags,
 )
+from meshwright.training.dpo import DPO, DpoConfig
 from meshwright.training.setup import weights_folder
 
 _SHOWN = 8
@@ -118,12 +119,10 @@ def check_resume(
     before["optimizer"].setdefault("moments", "auto")
     before.setdefault("trainable", [])  # and trained everything
     before.setdefault("lora", dataclasses.asdict(LoraConfig()))
+    before.setdefault("dpo", dataclasses.asdict(DpoConfig()))
     before.setdefault("pack", True)  # on packed documents
     check_saved(now, before, where)
-    if config.lora.rank and meta.get("base"):
-        folder = weights_folder(config)
-        assert folder is not None  # else it is an error
-        check_base(meta["base"], folder, where)
+    _check_frozen(meta.get("base"), config, where)
     if now["steps"] != before["steps"]:
         say(
             f"note: steps is {now['steps']}, was {before['steps']}: the learning rate goes by "
@@ -136,20 +135,41 @@ def check_resume(
     return int(meta["tokens"])
 
 
-def check_base(base: Mapping[str, Any], folder: Path, where: str) -> None:
-    """Raise if the weights in a folder are not those that an adapter was trained beside.
+def _check_frozen(base: Mapping[str, Any] | None, config: TrainConfig, where: str) -> None:
+    """Raise if the frozen weights that are read again are not those of the run, noted in `base`."""
+    if config.lora.rank and base:
+        folder = weights_folder(config)
+        assert folder is not None  # else it is an error
+        check_base(base, folder, f"{where} is an adapter")
+    elif config.objective == DPO and not config.lora.rank:
+        folder = weights_folder(config)
+        if base is None and folder is not None:
+            raise MeshwrightError(
+                f"the reference of {where} is the random weights of its first step; leave "
+                "--init-from out, or --run another folder"
+            )
+        if base is not None and folder is None:
+            raise MeshwrightError(
+                f"the reference of {where} is the weights that it started from; give them again: "
+                f"--init-from {base['folder']}"
+            )
+        if base is not None and folder is not None:
+            check_base(base, folder, f"the reference of {where} consists")
 
-    `base` is what the run noted of them, `where` names the adapter.
+
+def check_base(base: Mapping[str, Any], folder: Path, what: str) -> None:
+    """Raise if the weights in a folder are not those that a run noted in `base`.
+
+    `what` says what is of them: `runs/a is an adapter`.
     """
     if not folder.is_dir():
         raise MeshwrightError(
-            f"{where} is an adapter of the weights in {folder}, and that folder is not there; put "
-            "it back"
+            f"{what} of the weights in {folder}, and that folder is not there; put it back"
         )
     if weights_sample(folder) != base["weights"]:
         raise MeshwrightError(
-            f"{where} is an adapter of the weights that were in {base['folder']}, and those in "
-            f"{folder} are others; it needs the same weights"
+            f"{what} of the weights that were in {base['folder']}, and those in {folder} are "
+            "others; it needs the same weights"
         )
 
 

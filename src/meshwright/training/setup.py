@@ -102,9 +102,12 @@ def mixture_of(config: TrainConfig) -> Mixture:
 def objective_of(
     config: TrainConfig, model: Any, tokenizer: Tokenizer | None = None
 ) -> EncoderDecoderObjective | None:
-    """The training objective; None for next tokens. Without data's tokenizer, its lengths alone."""
+    """What makes the fields of a batch of an encoder and a decoder; None for a decoder alone.
+
+    Without data's tokenizer, its lengths alone.
+    """
     name = _objective_name(model, config.objective)
-    if name == "next-token":
+    if name not in OBJECTIVES:
         return None
     end, vocab = 1, model.vocab
     if tokenizer is not None:
@@ -129,7 +132,7 @@ def _objective_name(model: Any, objective: str) -> str:
 def field_lengths(model: Any, seq: int, objective: str = "auto") -> Mapping[str, int]:
     """The length of each field of a batch."""
     name = _objective_name(model, objective)
-    if name == "next-token":
+    if name not in OBJECTIVES:
         return dict.fromkeys(family_of(model).batch_fields, seq)
     return OBJECTIVES[name](seq, model.vocab, end=1).lengths
 

@@ -33,12 +33,19 @@ class TrainState:
     optimizer: Any
     skipped: Any  # steps left out because loss or gradient was not finite
     skipped_in_a_row: Any
+    reference: Any = None  # frozen, never saved: see dpo.py
 
 
 def abstract_state(
-    arrays: Any, rules: Rules, optimizer: optax.GradientTransformation, mesh: Mesh
+    arrays: Any,
+    rules: Rules,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    reference: Any = None,
 ) -> TrainState:
     """The abstract state: jax.ShapeDtypeStructs, each with its sharding on the mesh.
+
+    `reference` are the ArraySpecs of a frozen copy, if there is one: it lies as the parameters do.
 
     Optimizer state is of what is trained, and lies with its parameter. Axes of one device are left
     out, as in the forward's types. What does not divide is padded.
@@ -62,6 +69,9 @@ def abstract_state(
         optimizer=jax.tree.map(placed, moments, moment_layouts),
         skipped=counter,
         skipped_in_a_row=counter,
+        reference=None
+        if reference is None
+        else jax.tree.map(placed, reference, unfrozen(arrays, param_layouts)),
     )
 
 
@@ -97,7 +107,7 @@ def saved_params(params: Any) -> Any:
 
 def saved_part(state: TrainState) -> TrainState:
     """What a checkpoint holds of the state."""
-    return dataclasses.replace(state, params=saved_params(state.params))
+    return dataclasses.replace(state, params=saved_params(state.params), reference=None)
 
 
 def new_state(
@@ -122,7 +132,21 @@ def new_state(
         start = jax.sharding.auto_axes(first_moments, out_sharding=shardings.optimizer)
         moments = jax.jit(start, out_shardings=shardings.optimizer)(params)
         zero = [jax.device_put(jnp.zeros((), jnp.int32), shardings.step) for _ in range(3)]
-    return TrainState(zero[0], params, moments, zero[1], zero[2])
+    state = TrainState(zero[0], params, moments, zero[1], zero[2])
+    return with_reference(arrays, target, state, params)
+
+
+def with_reference(arrays: Any, target: TrainState, state: TrainState, first: Any) -> TrainState:
+    """The state with a frozen copy of the parameters `first`, if `target` has one."""
+    if target.reference is None:
+        return state
+
+    # what is copied has buffers of its own: a step donates the state
+    def copied(leaf: jax.Array, wanted: Any) -> jax.Array:
+        return jnp.array(leaf, wanted.dtype, copy=True)
+
+    reference = jax.tree.map(copied, unfrozen(arrays, first), target.reference)
+    return dataclasses.replace(state, reference=reference)
 
 
 def params_are_finite(state: TrainState, mesh: Mesh) -> bool:

@@ -28,6 +28,7 @@ from meshwright.models import (
 )
 from meshwright.ops import COMPILER_OPTIONS as FP8_OPTIONS
 from meshwright.ops import current_platform
+from meshwright.training.dpo import DpoConfig, dpo_loss, pair_count, reference_params, with_answers
 from meshwright.training.state import TrainState
 from meshwright.training.tpu import compiler_options
 from meshwright.training.trainable import (
@@ -76,7 +77,7 @@ class MeshFunction:
 @dataclasses.dataclass(frozen=True)
 class StepFunctions:
     train: MeshFunction  # (TrainState, Batch) to (TrainState, Report); the state is donated
-    evaluate: MeshFunction  # (params, Batch) to the sum and count of each metric
+    evaluate: MeshFunction  # (params, Batch, maybe reference) to sum and count of each metric
     batch_sharding: NamedSharding  # of every array of a batch
 
 
@@ -91,10 +92,12 @@ def step_functions(
     clip_norm: float | None = 1.0,
     overlap: bool = False,
     arrays: Any = None,
+    dpo: DpoConfig | None = None,
 ) -> StepFunctions:
     """The functions of a run on one mesh; they compile on first use.
 
-    `arrays` are the ArraySpecs of the parameters, with what is trained; by default all is.
+    `arrays` are the ArraySpecs of the parameters, with what is trained; by default all is. With
+    `dpo` the loss is that of pairs, not of next tokens.
     """
     family = family_of(config)
     settings = LossConfig() if loss is None else loss
@@ -102,16 +105,25 @@ def step_functions(
     with jax.set_mesh(mesh):
         tokens = compute.layouts.tokens
 
-    def loss_of(params: Any, part: Batch, scale: jax.Array) -> LossSums:
-        return family.loss(params, part, scale, config, compute, settings)
-
-    def total_of(params: Any, part: Batch, scale: jax.Array) -> tuple[jax.Array, Metrics]:
-        sums = loss_of(params, part, scale)
-        return sums.total(scale), sums.reported
+    def loss_of(params: Any, reference: Any, part: Batch, scale: jax.Array) -> LossSums:
+        if dpo is None:
+            return family.loss(params, part, scale, config, compute, settings)
+        assert family.log_probs is not None  # or dpo is none of its objectives
+        with jax.named_scope("reference"):
+            frozen = reference_params(arrays, params, reference)
+            by_reference = family.log_probs(frozen, part, config, compute, settings)
+        log_probs = family.log_probs(params, part, config, compute, settings)
+        return dpo_loss(log_probs, by_reference, part, scale, dpo)
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
+        def total_of(params: Any, part: Batch, scale: jax.Array) -> tuple[jax.Array, Metrics]:
+            sums = loss_of(params, state.reference, part, scale)
+            return sums.total(scale), sums.reported
+
         counted = target_count(batch["targets"])
-        scale = 1.0 / jnp.maximum(counted, 1).astype(jnp.float32)
+        batch = batch if dpo is None else with_answers(batch)
+        divided_by = counted if dpo is None else pair_count(batch)
+        scale = 1.0 / jnp.maximum(divided_by, 1).astype(jnp.float32)
         batch = _with_mean_weight_one(batch, counted)
         params = cast_matrices(state.params, arrays, compute.dtype)
         (total, metrics), gradient = _over_micro_batches(total_of, params, arrays, batch, scale)
@@ -135,6 +147,7 @@ def step_functions(
             optimizer=jax.tree.map(keep, new_moments, state.optimizer),
             skipped=state.skipped + (1 - ok.astype(jnp.int32)),
             skipped_in_a_row=jnp.where(ok, 0, state.skipped_in_a_row + 1),
+            reference=state.reference,
         )
         report = {
             **_means(metrics, scale),
@@ -148,14 +161,15 @@ def step_functions(
         seen = None if family.keys_seen is None else family.keys_seen(config, batch)
         return new, report if seen is None else report | {"keys_seen": seen}
 
-    def evaluate(params: Any, batch: Batch) -> Metrics:
+    def evaluate(params: Any, batch: Batch, reference: Any = None) -> Metrics:
         params = cast_matrices(params, arrays, compute.dtype)
+        batch = batch if dpo is None else with_answers(batch)
 
         def add_micro_batch(carry: Any, part: Batch) -> Any:
             return jax.tree.map(jnp.add, carry, counted_metrics(part)), None
 
         def counted_metrics(part: Batch) -> Metrics:
-            sums = loss_of(params, part, jnp.float32(1))
+            sums = loss_of(params, reference, part, jnp.float32(1))
             return {
                 name: Metric(one.sum, sums.count if one.count is None else one.count)
                 for name, one in sums.reported.items()
@@ -254,7 +268,7 @@ def _zeros_of(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _means(metrics: Metrics, scale: jax.Array) -> Report:
-    """Each metric's sum over its count; `scale` is one over the number of targets."""
+    """Each metric's sum over its count; `scale` is one over the number of targets, or pairs."""
     if reserved := STEP_VALUES & metrics.keys():
         raise MeshwrightError(
             f"the loss returns a metric named {min(reserved)!r}, which each step reports itself; "

@@ -20,6 +20,8 @@ class StepWork:
     frozen: int = 0
     """Weights of matmuls that are not trained, of a model that reads one sequence: the step has no
     matmul for their gradients."""
+    has_reference: bool = False
+    """Whether the tokens also go through a frozen model, forward only."""
 
     @property
     def tokens_of_example(self) -> int:
@@ -33,7 +35,8 @@ class StepWork:
         """
         packed = {} if keys_seen is None else {"keys_seen": keys_seen}
         flops = family_of(self.model).flops(self.model, self.lengths, **packed)
-        return flops / self.tokens_of_example - 2 * self.frozen
+        passes = 4 / 3 if self.has_reference else 1.0  # of a step, a third is the forward pass
+        return passes * flops / self.tokens_of_example - 2 * self.frozen
 
     @property
     def formula(self) -> str:
@@ -49,7 +52,8 @@ class StepWork:
 
     @property
     def _per_weight(self) -> str:
-        return "6 a weight, 4 a frozen one" if self.frozen else "6 a weight"
+        each = 8 if self.has_reference else 6
+        return f"{each} a weight" + (f", {each - 2} a frozen one" if self.frozen else "")
 
 
 def frozen_weights(arrays: Any) -> int:

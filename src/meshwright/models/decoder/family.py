@@ -12,7 +12,7 @@ from meshwright.models.blocks import REMAT
 from meshwright.models.decoder.architectures import ARCHITECTURES
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig, own_defaults
-from meshwright.models.decoder.forward import forward, lm_head, loss
+from meshwright.models.decoder.forward import forward, lm_head, log_probs, loss
 from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
 from meshwright.models.decoder.hf_folder import hf_model
 from meshwright.models.decoder.kinds import FIELDS, LayerKind, field_defaults, field_of
@@ -149,8 +149,9 @@ DECODER = ModelFamily(
     rules=decoder_rules,
     t5x_rules=t5x_rules,
     batch_fields=("tokens", "targets", "segments", "positions"),
-    objectives=("next-token",),
+    objectives=("next-token", "dpo"),
     loss=loss,
+    log_probs=log_probs,
     forward=forward,
     lm_head=lm_head,
     sequence_split=sequence_split,

@@ -29,7 +29,14 @@ from meshwright.models.decoder.kinds import LayerKind
 from meshwright.models.decoder.layer import run_layer
 from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
 from meshwright.models.lora import adapted_layers
-from meshwright.models.loss import LmHead, LossConfig, LossSums, lm_logits, next_token_loss
+from meshwright.models.loss import (
+    LmHead,
+    LossConfig,
+    LossSums,
+    lm_logits,
+    next_token_log_probs,
+    next_token_loss,
+)
 from meshwright.models.states import KeptKeys, PagedCache
 from meshwright.ops import Rope, all_gather, embed
 from meshwright.ops.attention import ContextParallel, Mask, attention
@@ -86,6 +93,18 @@ def loss(
     head, targets = lm_head(params, config), arranged(batch["targets"])
     weights = arranged(batch["weights"]) if "weights" in batch else None
     return next_token_loss(x, head, targets, scale, config.vocab, compute, settings, weights)
+
+
+def log_probs(
+    params: Params, batch: Batch, config: DecoderConfig, compute: Compute, settings: LossConfig
+) -> jax.Array:
+    """Of a micro-batch: log-probabilities of its targets [batch, length], 0 where there is none."""
+    x, _, sequences = _forward(params, batch, config, compute)
+    layouts = compute.layouts
+    targets = sequences.arranged(reshard(batch["targets"], layouts.tokens))
+    head = lm_head(params, config)
+    found = next_token_log_probs(x, head, targets, config.vocab, compute, settings)
+    return sequences.restored(found)
 
 
 def _forward(

@@ -229,6 +229,7 @@ def check(workload: Workload) -> None:
         ("optimizer", config.optimizer.name, "adamw"),
         ("trainable", " ".join(config.trainable), ""),
         ("lora.rank", config.lora.rank, 0),
+        ("objective", "dpo" if workload.has_reference else "auto", "auto"),
         ("moments", config.optimizer.moments, "auto"),
         ("matmul", config.compute.matmul, "auto"),
         ("overlap", "on" if workload.overlap else "auto", "auto"),

@@ -4,6 +4,8 @@ Each collective of the step is written out in models, train.step and ops, and st
 as a formula over the model's declared work. Tests compare both with the compiled program.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from meshwright.audits import Collective, Payload, Phase
@@ -23,6 +25,7 @@ def collectives(model: StepModel) -> Iterator[Collective]:
     for kind in (
         step.layer_weights(), step.blocks(), step.keys(), step.tables(), step.vectors(),
         step.vocabulary(), step.order_and_documents(), step.optimizer(), step.scalars(),
+        step.reference(),
     ):  # fmt: skip
         yield from kind
 
@@ -347,6 +350,51 @@ class _Step:
                     pieces=len(matrices),
                 )
 
+    def reference(self) -> Iterator[Collective]:
+        """The forward pass of a frozen model, and what the loss of pairs sends.
+
+        What both models compute of the same arrays is computed once: the order of sequences, and
+        embedded tokens where the embedding is frozen.
+        """
+        if not self.workload.has_reference:
+            return
+        shared = set() if self.sizes.trains_embedding else {"the embedding", "embedded tokens"}
+        shared |= set() if self.sizes.trains_head else {"the LM head"}
+        passes = (self.layer_weights(), self.tables(), self.blocks(), self.keys())
+        for one in itertools.chain(*passes, self.vocabulary()):
+            if one.phase == "forward" and one.what not in shared:
+                yield dataclasses.replace(one, what=f"{one.what}, of the reference")
+        times, over = self.micro_batches, self.over("tp")
+        chunks, chunk = self.device.loss_chunks
+        what, size = "over the vocabulary, again", self.number(chunk, "tokens")
+        for each in (f"maxima {what}", f"sums {what}"):
+            item = self.item if each.startswith("maxima") else self.four
+            yield Collective("all-reduce", over, item * size, chunks * times, "backward", each)
+        yield from self._answers()
+
+    def _answers(self) -> Iterator[Collective]:
+        """Log-probabilities of tokens, and their sums over the answers of split sequences."""
+        over = self.over("sp")
+        if not over:
+            return
+        (stack,) = self.sizes.stacks
+        split, strategy = split_of(self.workload, self.choice), self.device.strategy
+        times, number, permute = self.micro_batches, self.number, "collective-permute"
+        on_device = number(self.device.sequences, "sequences")
+        tokens = self.four * on_device * number(split.part, "tokens")
+        if strategy == "ring":  # but for the first ring step, as the model's own
+            rest = self.executions(stack) * max(self._ring_exchanges() - 1, 0)
+            what = "segment ids of the keys, of the reference"
+            yield Collective(permute, over, tokens, rest, "forward", what)
+        if sequence_order(split, strategy) == "zigzag":
+            halves = (1 if self.choice.size("sp") == 2 else 2) * times
+            what = "log-probabilities into the order of the text"
+            yield Collective(permute, over, tokens // 2, 2 * halves, "forward", what)
+            what = f"gradient of the {what}"
+            yield Collective(permute, over, tokens // 2, halves, "backward", what)
+        what = "sums over answers: of targets, and of both models"
+        yield Collective("all-reduce", over, tokens * self.sp, 3 * times, "forward", what)
+
     def scalars(self) -> Iterator[Collective]:
         """The loss, the number of targets, the keys seen, and the gradient's norm."""
         sizes, times = self.sizes, 2 * self.micro_batches
@@ -357,8 +405,12 @@ class _Step:
         packed = int(family_of(self.workload.model).keys_seen is not None)
         of_heads = sizes.head_vectors.gradient_arrays + sizes.position_vectors.gradient_arrays
         split = sizes.trained_matrices + of_heads
+        of_pairs = 0
+        if self.workload.has_reference:
+            times, of_pairs = 0, 7 * self.micro_batches + 1
         for what, axes, many, phase in (
             ("loss and entropy", tokens, times, "forward"),
+            ("loss and metrics of pairs", batch, of_pairs, "forward"),
             ("number of targets", batch, 1, "forward"),
             ("number of targets", self.over("sp"), 1, "forward"),
             ("keys that a query sees", batch, packed, "forward"),

@@ -24,7 +24,7 @@ from meshwright.planner.terms import Number
 
 AHEAD = 0.5  # of the LM head, with overlap: steps compiled with it took -1.3 to 2.1 of it more
 KINDS = (
-    "parameters", "optimizer", "weights in bfloat16", "gradients", "saved activations",
+    "parameters", "optimizer", "reference", "weights in bfloat16", "gradients", "saved activations",
     "all-gathered weights", "working activations", "loss", "attention", "batch",
 )  # fmt: skip
 
@@ -52,6 +52,8 @@ def always(step: StepModel) -> Kinds:
         "optimizer": optimizer[workload.config.optimizer.name](),
         "batch": in_batch,
     }
+    if workload.has_reference and not workload.config.lora.rank:
+        always["reference"] = device.used * step.gradients + stored * step.vectors_with_gradients
     if choice.accumulation > 1 and device.casts and not device.is_tpu:
         # embedding and LM head are cast before the loop over micro-batches; a TPU casts them anew
         always["weights in bfloat16"] = device.used * step.tables

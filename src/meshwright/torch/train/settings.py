@@ -104,6 +104,10 @@ def check_settings(config: TrainConfig) -> Any:
                 f"{config.model} is not a model that --backend torch trains; it trains "
                 f"{', '.join((*_OWN_TYPES, *BY_TRANSFORMERS))}; {others}"
             )
+    if config.objective == "dpo":
+        raise MeshwrightError(
+            "--objective dpo is of the JAX backend; leave --backend torch out, or the objective"
+        )
     if config.objective not in ("auto", "next-token"):
         raise MeshwrightError(f"--objective {config.objective}: decoders predict next tokens")
     check_length(config, model)
