@@ -10,9 +10,17 @@ from meshwright.models.huggingface import (
     SPECIAL_TOKENS,
     is_adapter,
     load_tensors,
+    read_adapter_config,
     tokenizer_files_of,
 )
-from meshwright.models.lora import ADAPTER, LoraConfig, merged, with_adapter
+from meshwright.models.lora import (
+    ADAPTER,
+    AdapterSlots,
+    LoraConfig,
+    for_tokens,
+    merged,
+    with_adapter,
+)
 from meshwright.models.loss import (
     ExtraLoss,
     LmHead,
@@ -68,6 +76,7 @@ __all__ = [
     "SPECIAL_TOKENS",
     "TENSOR_DTYPES",
     "ActivationLayouts",
+    "AdapterSlots",
     "Attention",
     "Block",
     "Compute",
@@ -92,6 +101,7 @@ __all__ = [
     "describe_padding",
     "encodes_prompts",
     "family_of",
+    "for_tokens",
     "from_hf_config",
     "hf_names",
     "indivisible",
@@ -111,6 +121,7 @@ __all__ = [
     "override",
     "padded_vocab",
     "preset",
+    "read_adapter_config",
     "read_folder",
     "read_header",
     "save_adapter",

@@ -36,7 +36,9 @@ from meshwright.serving.grammars import Grammars, Masks
 from meshwright.serving.plans import pack, plan_of, results_of, sizes_of, unpack
 from meshwright.serving.replicas import Replicas, replica_meshes
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import Model, Source, load_weights
+from meshwright.serving.source import Adapter, Model, Source, load_weights
+
+_AT_START = "a server of several processes takes adapters at its start: name them in --adapters"
 
 
 def lead(
@@ -203,6 +205,9 @@ class LeadExecutor(Executor):
 
         return dispatch
 
+    def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
+        raise MeshwrightError(_AT_START)
+
     def masks(self, plan: StepPlan) -> Masks | None:
         masks = super().masks(plan)
         if masks is not None:
@@ -274,6 +279,9 @@ class RemoteExecutor:
             return results.result
 
         return dispatch
+
+    def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
+        raise MeshwrightError(_AT_START)
 
     def cause(self, error: Exception) -> str | None:
         return self._channel.cause()

@@ -51,6 +51,8 @@ class Request:
     """Sequences of token ids that are not generated."""
     grammar: Grammar | None = None
     """What the output must be, up to an end token; `max_new` or a stop text can cut it short."""
+    adapter: str = ""
+    """Name of the adapter; empty: the model without one."""
     cache_salt: str = ""
     """Keys and values are reused only between requests with the same salt."""
     id: str = ""

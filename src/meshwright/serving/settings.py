@@ -40,6 +40,11 @@ class EngineConfig:
     """Round the KV cache to fp8, which takes half the memory; None: in the dtype of weights."""
     max_waiting: int | None = None
     """Most requests that wait; more are refused."""
+    max_adapters: int = 0
+    """LoRA adapters that can be loaded at once; those of --adapters by default. Their memory is
+    taken when the engine starts."""
+    max_adapter_rank: int | None = None
+    """Largest rank of an adapter; by default that of --adapters, or 16."""
     prefix_cache: bool = True
     """Reuse the keys and values of prompts that begin alike."""
     kernel: str = "auto"
@@ -59,7 +64,11 @@ class EngineConfig:
     """Make a compilation after the engine is ready an error."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "page_size", "chunk", "max_length", "pages"):
+        if self.max_adapters < 0:
+            raise MeshwrightError(f"max_adapters={self.max_adapters} must be at least 0")
+        for name in (
+            "max_batch", "page_size", "chunk", "max_length", "pages", "max_adapter_rank"
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise MeshwrightError(f"{name}={value} must be at least 1")
