@@ -33,28 +33,31 @@ from meshwright.serving.source import (
 DEFAULT_RANK = 16  # of slots, where no adapter is there at first
 
 
-def with_adapters(
-    source: Source, config: EngineConfig, folders: Mapping[str, str | os.PathLike[str]]
-) -> tuple[Source, EngineConfig]:
-    """The model with adapters by name, and the settings of an engine that has room for them."""
-    adapters = {name: adapter_source(folder, source) for name, folder in folders.items()}
-    for name in adapters:
+def with_adapters(source: Source, folders: Mapping[str, str | os.PathLike[str]]) -> Source:
+    """The model with adapters that an engine serves beside it, by name."""
+    for name in folders:
         check_name(name)
-    most = config.max_adapters or len(adapters)
-    if len(adapters) > most:
+    adapters = {name: adapter_source(folder, source) for name, folder in folders.items()}
+    return dataclasses.replace(source, adapters=adapters)
+
+
+def with_slots(config: EngineConfig, source: Source) -> EngineConfig:
+    """The settings of an engine with slots for the adapters of a model."""
+    count = len(source.adapters)
+    most = config.max_adapters or count
+    if count > most:
         raise MeshwrightError(
-            f"{len(adapters)} adapters are named, and max_adapters={most}; leave it out, or give "
-            f"{len(adapters)} or more"
+            f"{count} adapters are named, and max_adapters={most}; give {count} or more, or leave "
+            "it out"
         )
     if most and serving_of(source.config).adapter is None:
         raise MeshwrightError(
-            f"{source.name}: adapters by name are served of decoders; merge one with --adapter, or "
-            "meshwright export RUN OUT --merge"
+            f"{source.name}: adapters are served by name beside decoders; merge one into this "
+            "model with --adapter FOLDER"
         )
-    ranks = [adapter.lora.rank for adapter in adapters.values()]
+    ranks = [adapter.lora.rank for adapter in source.adapters.values()]
     rank = config.max_adapter_rank or max(ranks, default=DEFAULT_RANK)
-    settings = dataclasses.replace(config, max_adapters=most, max_adapter_rank=rank)
-    return dataclasses.replace(source, adapters=adapters), settings
+    return dataclasses.replace(config, max_adapters=most, max_adapter_rank=rank)
 
 
 def check_name(name: str) -> None:
@@ -130,10 +133,8 @@ class AdapterTable:
     def find(self, name: str) -> LoadedAdapter:
         found = self.loaded.get(name)
         if found is None:
-            known = ", ".join(self.loaded) or "none"
-            raise MeshwrightError(
-                f"no adapter is called {name!r}{did_you_mean(name, self.loaded)}; loaded: {known}"
-            )
+            hint = did_you_mean(name, self.loaded) if self.loaded else "; none is loaded"
+            raise MeshwrightError(f"no adapter is called {name!r}{hint}")
         return found
 
     def take(self, name: str) -> LoadedAdapter:

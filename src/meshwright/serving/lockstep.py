@@ -21,6 +21,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.launch import Follower, Leader
 from meshwright.models import encodes_prompts
 from meshwright.present import mesh_text
+from meshwright.serving.adapters import with_slots
 from meshwright.serving.engine import Engine, longest
 from meshwright.serving.executor import (
     AnyExecutor,
@@ -50,6 +51,7 @@ def lead(
     progress: Callable[[str], None],
 ) -> Engine | Replicas:
     """Load a model and compile its programs, together with `follow` in the other processes."""
+    config = with_slots(config, source)
     config = config.for_encoder() if encodes_prompts(source.config) else config
     meshes = replica_meshes(mesh)
     _check_processes(mesh, meshes)
@@ -80,6 +82,7 @@ def lead(
 
 def follow(link: Follower, source: Source, mesh: Mesh, dtype: Any, config: EngineConfig) -> None:
     """Run what process 0 plans, until it ends."""
+    config = with_slots(config, source)
     config = config.for_encoder() if encodes_prompts(source.config) else config
     meshes = replica_meshes(mesh)
     _check_processes(mesh, meshes)

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright.errors import MeshwrightError
+from meshwright.serving.adapters import with_slots
 from meshwright.serving.engine import Engine
 from meshwright.serving.job import Job
 from meshwright.serving.request import Completion, Delta, EngineStats, Request
@@ -36,6 +37,7 @@ def start_engine(
     progress: Callable[[str], None] | None = None,
 ) -> "Engine | Replicas":
     """Load a model and compile its programs: one engine, or one for each index of dp."""
+    config = with_slots(config or EngineConfig(), source)
     return engine_of(load_weights(source, mesh, dtype), config, progress, release=True)
 
 

@@ -191,7 +191,13 @@ class ServeConfig:
     """All settings of a server."""
 
     model: str
-    """Folder of a run, or of a Hugging Face model."""
+    """Folder of a run, of a Hugging Face model, or of an adapter of PEFT."""
+    adapter: str | None = None
+    """Folder of an adapter that is merged into the model: of PEFT, or of a run with LoRA."""
+    adapters: tuple[str, ...] = ()
+    """Adapters to serve beside the model, as NAME=FOLDER; a request names one as its model."""
+    adapter_loading: bool = False
+    """Let clients load and unload adapters (/v1/load_lora_adapter) from folders of this machine."""
     mesh: str = "dp=1,fsdp=1,tp=1,sp=1"
     """Mesh axes and sizes: tp=-1 uses all devices. The default is one device."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -244,6 +250,20 @@ class ServeConfig:
                     f"--allow-origin {origin!r} must be a scheme, a host and perhaps a port, as in "
                     "https://chat.example.org or http://localhost:3000"
                 )
+
+    def adapter_folders(self) -> dict[str, str]:
+        """The folders of --adapters by name."""
+        folders: dict[str, str] = {}
+        for text in self.adapters:
+            name, equals, folder = text.partition("=")
+            if not (name and equals and folder):
+                raise MeshwrightError(
+                    f"--adapters {text!r} must be NAME=FOLDER, as in sql=runs/sql"
+                )
+            if name in folders or name == self.served_name:
+                raise MeshwrightError(f"--adapters names {name!r} twice, or as the model itself")
+            folders[name] = folder
+        return folders
 
     @property
     def origins(self) -> tuple[str, ...]:

@@ -176,7 +176,8 @@ def adapter_source(folder: str | os.PathLike[str], source: Source) -> Adapter:
             return load_adapter(path, config, shardings)[0]
 
         return Adapter(path, lora, Path(), read, lambda: weights_sample(path))
-    adapter = model_source(path).adapter
+    is_run = "model_config" in _config_file(path)
+    adapter = model_source(path).adapter if is_run else None
     if adapter is None:
         raise MeshwrightError(
             f"{path} holds no adapter; give the folder of a run with LoRA, or one that PEFT wrote "
@@ -188,6 +189,15 @@ def adapter_source(folder: str | os.PathLike[str], source: Source) -> Adapter:
             f"{source.name} are others; it needs the same weights"
         )
     return adapter
+
+
+def tokenizer_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder of a model's tokenizer and chat template: a folder of PEFT may lack them."""
+    folder = Path(path)
+    own = ("config.json", "tokenizer_config.json", "chat_template.jinja")
+    if is_adapter(folder) and not any((folder / name).is_file() for name in own):
+        return _peft_base(folder)
+    return folder
 
 
 def _peft_base(folder: Path) -> Path:
