@@ -24,7 +24,7 @@ from meshwright.serving.request import Completion, Delta, Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.server import HttpServer, Service
 from meshwright.serving.settings import EngineConfig, ServeConfig
-from meshwright.serving.source import generation_mesh, load_weights, model_source
+from meshwright.serving.source import Source, generation_mesh, load_weights, model_source
 
 peft = pytest.importorskip("peft")
 
@@ -284,3 +284,37 @@ def test_mistakes_are_told(folder: Path, tmp_path: Path) -> None:
         model_source(alone)
     with pytest.raises(MeshwrightError, match="has an adapter of its own, which is merged"):
         model_source(folder / "all", tokenizer="bytes", adapter=alone)
+
+
+@pytest.mark.slow
+def test_in_bfloat16_unmerged_is_as_close_to_peft_as_merged(folder: Path, tmp_path: Path) -> None:
+    """Weights of the size that models start with: the mean difference is below 1e-3."""
+    start = base()
+    for weight in start.parameters():
+        weight.data *= 1 / 15 if weight.ndim > 1 else 1
+    start.save_pretrained(tmp_path)
+    reference = peft.PeftModel.from_pretrained(start, folder / "keys").eval()
+    source = model_source(tmp_path, tokenizer="bytes")
+    merged = model_source(tmp_path, tokenizer="bytes", adapter=folder / "keys")
+    config = dataclasses.replace(CONFIG, max_adapters=0, prompt_logprobs=True)
+
+    def scores(source: Source, name: str) -> np.ndarray:
+        asked = [
+            Request(prompt_of(i), GREEDY, 0, prompt_logprobs=0, adapter=name) for i in range(1, 7)
+        ]
+        with start_engine(source, generation_mesh(), jnp.bfloat16, config) as engine:
+            done = engine.generate(asked)
+        return np.array([one.logprob for each in done for one in each.prompt_logprobs[1:] if one])
+
+    def expected(prompt: tuple[int, ...]) -> np.ndarray:
+        tokens = torch.tensor([prompt])
+        with torch.no_grad():
+            found = reference(input_ids=tokens).logits[0, :-1].log_softmax(-1)
+        return found.gather(-1, tokens[0, 1:, None])[:, 0].numpy()
+
+    exact = np.concatenate([expected(prompt_of(i)) for i in range(1, 7)])
+    unmerged = scores(with_adapters(source, {"keys": folder / "keys"}), "keys")
+    whole = scores(merged, "")
+    assert np.abs(unmerged - whole).mean() < 1e-3
+    errors = [np.abs(each - exact).mean() for each in (unmerged, whole)]
+    assert errors[0] < 1.5 * errors[1]
