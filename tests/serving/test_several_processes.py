@@ -13,10 +13,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from tests.patience import PATIENCE_S, eventually
 from tests.processes import free_port
 
+from meshwright.models import (
+    ADAPTER,
+    LoraConfig,
+    abstract_arrays,
+    from_hf_config,
+    save_adapter,
+    with_adapter,
+)
 from meshwright.serving import (
     EngineConfig,
     Request,
@@ -66,9 +76,16 @@ class Server:
     """The processes of a server."""
 
     def __init__(
-        self, model: Path, mesh: str, devices: int, others: Sequence[str] = (), processes: int = 2
+        self,
+        model: Path,
+        mesh: str,
+        devices: int,
+        others: Sequence[str] = (),
+        processes: int = 2,
+        first: Sequence[str] = (),
     ) -> None:
-        """`others`: what the processes other than process 0 are started with, instead of `mesh`."""
+        """`others`: what the processes other than process 0 are started with, instead of `mesh`;
+        `first`: what process 0 is."""
         coordinator, self.port = free_port(), int(free_port())
         self.processes = [
             subprocess.Popen(
@@ -77,7 +94,7 @@ class Server:
                     "--cpu-devices", str(devices), "--coordinator", f"127.0.0.1:{coordinator}",
                     "--processes", str(processes), "--process-id", str(i),
                     "--port", str(self.port), *FLAGS,
-                    *(others if i and others else ("--mesh", mesh)),
+                    *((others if i else first) or ("--mesh", mesh)),
                 ],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
@@ -95,9 +112,9 @@ class Server:
         """What each process has said on standard error, when all have ended."""
         return [process.communicate(timeout=PATIENCE_S)[1] for process in self.processes]
 
-    def post(self, body: dict[str, Any]) -> tuple[int, Any]:
+    def post(self, body: dict[str, Any], path: str = "/v1/completions") -> tuple[int, Any]:
         with self.connection() as connection:
-            connection.request("POST", "/v1/completions", json.dumps(body))
+            connection.request("POST", path, json.dumps(body))
             response = connection.getresponse()
             return response.status, json.loads(response.read())
 
@@ -177,6 +194,34 @@ def test_two_processes_answer_as_one_and_stop_on_a_signal_to_either(model: Path)
         ends = server.ends()
         assert [process.returncode for process in server.processes] == [0, 0], ends
         assert not any("error" in text for text in ends), ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
+def test_processes_have_the_adapters_that_they_start_with(
+    model: Path, tmp_path: Path, mesh: str
+) -> None:
+    config, lora = from_hf_config(model), LoraConfig(2)
+    factors = with_adapter(abstract_arrays(config), lora, np.float32)[ADAPTER]
+    random = np.random.default_rng(0)
+    values = jax.tree.map(lambda one: random.normal(size=one.shape).astype(np.float32), factors)
+    adapter = save_adapter(tmp_path / "adapter", {ADAPTER: values}, config, lora, str(model))
+    merged = model_source(model, end_token="</s>", adapter=adapter)
+    prompt = tuple(merged.encode(GREEDY["prompt"]))
+    with start_engine(merged, generation_mesh(), config=ENGINE) as engine:
+        [expected] = engine.generate([Request(prompt, Sampling(0.0), 12, ignore_end=True)])
+    flags = ("--mesh", mesh, "--adapters", f"one={adapter}", "--adapter-loading")
+    flags += ("--engine.max-adapters", "2")
+    with serving(model, mesh, 1, flags, first=flags) as server:
+        server.wait_until_ready()
+        status, data = server.post({**GREEDY, "model": "one", "n": 4})
+        assert status == 200, data
+        assert {choice["text"] for choice in data["choices"]} == {expected.text}
+        assert server.post(GREEDY)[1]["choices"][0]["text"] != expected.text
+        body = {"lora_name": "two", "lora_path": str(adapter)}
+        status, data = server.post(body, "/v1/load_lora_adapter")
+        assert status == 400
+        assert "takes adapters at its start" in data["error"]["message"]
 
 
 @pytest.mark.slow

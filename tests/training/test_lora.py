@@ -66,6 +66,11 @@ def test_a_run_is_stopped_resumed_on_another_mesh_and_exported(
         [done] = [ours.generate("Once upon a time", max_new=8, temperature=0)]
     greedy = model.generate(tokens, max_new_tokens=8, do_sample=False)[0, 16:].tolist()
     assert list(done.tokens) == greedy[: len(done.tokens)]
+    (base / "tokenizer.json").write_bytes((merged / "tokenizer.json").read_bytes())
+    with mw.load(base, adapters={"run": run, "peft": out}) as beside:
+        for name in ("run", "peft"):
+            again_done = beside.generate("Once upon a time", max_new=8, adapter=name, temperature=0)
+            assert again_done.tokens == done.tokens
     (run / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with_template = mw.export(run, tmp_path / "with_template")
     assert (with_template / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
@@ -80,6 +85,8 @@ def test_a_run_is_stopped_resumed_on_another_mesh_and_exported(
     file.write_text(settings.replace(str(base), str(other)))
     with pytest.raises(mw.MeshwrightError, match="are others; it needs the same weights"):
         mw.load(run)
+    with pytest.raises(mw.MeshwrightError, match="are others; it needs the same weights"):
+        mw.load(other, tokenizer="bytes", adapters={"run": run})
     resumed = train_command(str(other), *SETTINGS, *LORA, *again, expect=2)
     assert "is an adapter of the weights that were in" in resumed
 

@@ -12,13 +12,18 @@ import tyro
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import signal_calls
 
+_ADAPTER = "adapter"  # its name in the engine
+
 
 @dataclasses.dataclass(frozen=True)
 class ChatSettings:
     """Model, sampling and placement."""
 
     model: tyro.conf.Positional[str]
-    """Folder of a run or of a Hugging Face model, or its name on the Hub (org/name)."""
+    """Folder of a run, of a Hugging Face model or of an adapter of PEFT, or a name on the Hub
+    (org/name)."""
+    adapter: str | None = None
+    """Folder of an adapter of the model: of PEFT, or of a run with LoRA."""
     system: str | None = None
     """The system message."""
     max_new: int | None = None
@@ -69,13 +74,17 @@ def chat(settings: tyro.conf.OmitArgPrefixes[ChatSettings]) -> None:
         settings.model, settings.mesh, settings.dtype, step=settings.step,
         tokenizer=settings.tokenizer, end_token=settings.end_token,
         chat_template=settings.chat_template,
+        adapters={} if settings.adapter is None else {_ADAPTER: settings.adapter},
     ) as loaded:  # fmt: skip
         loaded.check_chat()
 
         def answer(messages: list[dict[str, str]]) -> Iterator[str]:
             answers = sum(message["role"] == "assistant" for message in messages)
             seed = settings.seed + answers
-            return loaded.stream_chat(messages, settings.max_new, seed=seed, **sampling)
+            adapter = "" if settings.adapter is None else _ADAPTER
+            return loaded.stream_chat(
+                messages, settings.max_new, adapter=adapter, seed=seed, **sampling
+            )
 
         talk(answer, settings.system)
 

@@ -26,7 +26,10 @@ class GenerateSettings:
     """Model, prompts, sampling, placement and output."""
 
     run: tyro.conf.Positional[str]
-    """Folder of a run or of a Hugging Face model, or its name on the Hub (org/name)."""
+    """Folder of a run, of a Hugging Face model or of an adapter of PEFT, or a name on the Hub
+    (org/name)."""
+    adapter: str | None = None
+    """Folder of an adapter that is merged into the model: of PEFT, or of a run with LoRA."""
     prompt: tuple[str, ...] = ()
     """Text to continue; - reads it from standard input. Repeatable."""
     max_new: int = 100
@@ -101,6 +104,7 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
         step=settings.step,
         tokenizer=settings.tokenizer,
         end_token=settings.end_token,
+        adapter=settings.adapter,
     )
     if settings.special_tokens is not None:
         source = dataclasses.replace(source, special_tokens=settings.special_tokens)

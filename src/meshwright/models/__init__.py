@@ -10,9 +10,18 @@ from meshwright.models.huggingface import (
     SPECIAL_TOKENS,
     is_adapter,
     load_tensors,
+    read_adapter_config,
     tokenizer_files_of,
 )
-from meshwright.models.lora import ADAPTER, LoraConfig, adapted_names, merged, with_adapter
+from meshwright.models.lora import (
+    ADAPTER,
+    AdapterSlots,
+    LoraConfig,
+    adapted_names,
+    for_tokens,
+    merged,
+    with_adapter,
+)
 from meshwright.models.loss import (
     ExtraLoss,
     LmHead,
@@ -68,6 +77,7 @@ __all__ = [
     "SPECIAL_TOKENS",
     "TENSOR_DTYPES",
     "ActivationLayouts",
+    "AdapterSlots",
     "Attention",
     "Block",
     "Compute",
@@ -93,6 +103,7 @@ __all__ = [
     "describe_padding",
     "encodes_prompts",
     "family_of",
+    "for_tokens",
     "from_hf_config",
     "hf_names",
     "indivisible",
@@ -112,6 +123,7 @@ __all__ = [
     "override",
     "padded_vocab",
     "preset",
+    "read_adapter_config",
     "read_folder",
     "read_header",
     "save_adapter",

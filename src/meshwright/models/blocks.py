@@ -4,6 +4,7 @@ An addition to the residual stream waits for the norm that follows, so that the 
 every remat policy: a block takes `x` and an `update` still to be added, and returns both.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -158,7 +159,7 @@ def prepare_weights(layers: Params, specs: Params, compute: Compute) -> Params:
             return w
         if isinstance(w, Adapted):
             a, b = w.a.astype(compute.dtype), w.b.astype(compute.dtype)
-            return Adapted(ready(w.base, spec), a, b, w.scale)
+            return dataclasses.replace(w, base=ready(w.base, spec), a=a, b=b)
         w = w.astype(compute.dtype)
         return weight_in_fp8(w) if compute.matmul == "fp8" else w
 
@@ -252,7 +253,7 @@ def gather_weight(weight: Weight, compute: Compute) -> Any:
         return Quantized(all_gather(weight.values, axes), weight.scale)
     if isinstance(weight, Adapted):
         a, b = all_gather(weight.a, axes), all_gather(weight.b, axes)
-        return Adapted(gather_weight(weight.base, compute), a, b, weight.scale)
+        return dataclasses.replace(weight, base=gather_weight(weight.base, compute), a=a, b=b)
     return all_gather(weight, axes)
 
 
@@ -280,7 +281,7 @@ def _product(
     """
     if isinstance(weight, Adapted):
         y = _product(dims, x, weight.base, whole, over, target, compute, **options)
-        update = low_rank_product(dims, x, weight.a, weight.b, over, target)
+        update = low_rank_product(dims, x, weight.a, weight.b, over, target, weight.mask)
         return y + (update * weight.scale).astype(y.dtype)
     partial = partial_sums(whole, over)
     if isinstance(weight, Fp8Weight):

@@ -27,6 +27,9 @@ class Serving:
 
     They are [n, length, kv_heads, head_dim] each: those of an encoder's output, else the prompts'
     own, computed with context parallelism."""
+    adapter: Callable[[Any], list[Any]] | None = None
+    """The factors of an adapter of all matrices → those of each layer, as `weights` has these; None
+    if adapters are served merged alone."""
     decoder_prompt: Callable[[Any, tuple[int, ...]], tuple[int, ...]] = lambda config, prompt: (
         prompt
     )

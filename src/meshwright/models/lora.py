@@ -12,9 +12,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import reshard
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts import ArraySpec, Constant, Normal, PathMatcher, tree_paths
+from meshwright.ops import spec_of
 
 ADAPTER = "adapter"
 
@@ -137,10 +140,84 @@ class Adapted:
     a: jax.Array
     b: jax.Array
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    slots: jax.Array | None = None  # of tokens [batch, length]: see AdapterSlots
+    count: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def ndim(self) -> int:
         return int(self.base.ndim)
+
+    @property
+    def mask(self) -> jax.Array | None:
+        """Which columns of a count for each token [batch, length, columns]; None: all."""
+        if self.slots is None:
+            return None
+        columns = self.a.shape[-1]
+        slot_of_column = 1 + jnp.arange(columns) // (columns // self.count)
+        return self.slots[..., None] == slot_of_column[None, None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdapterSlots:
+    """Several adapters of an engine's weights, of which each token has at most one.
+
+    The factors of all slots lie side by side: a [inputs ..., slots · rank], b [slots · rank,
+    outputs ...]. So a product is two matmuls, between which each token keeps the columns of its
+    slot; slots count from 1, and a token of slot 0 keeps none.
+    """
+
+    layers: list[Any]  # {block: {name: {"a": …, "b": …}}} of each layer
+    count: int = dataclasses.field(metadata={"static": True})
+    of_tokens: jax.Array | None = None  # [batch, length]
+
+    @classmethod
+    def empty(cls, layers: list[Any], count: int) -> "AdapterSlots":
+        """Slots of zeros, inside jit; `layers` are the factors of one, as abstract arrays."""
+
+        def zeros(path: Any, one: Any) -> jax.Array:
+            dim = _slot_dim(path, one)
+            shape = (*one.shape[:dim], count * one.shape[dim], *one.shape[dim + 1 :])
+            return jnp.zeros(shape, one.dtype, out_sharding=one.sharding.spec)
+
+        return cls(jax.tree.map_with_path(zeros, layers), count)
+
+    def written(self, layers: list[Any], slot: jax.Array) -> "AdapterSlots":
+        """With these factors in a slot."""
+
+        def write(path: Any, slots: jax.Array, one: jax.Array) -> jax.Array:
+            dim = _slot_dim(path, one)
+            start = (slot - 1) * one.shape[dim]
+            return lax.dynamic_update_slice_in_dim(slots, one, start, dim)
+
+        return dataclasses.replace(self, layers=jax.tree.map_with_path(write, self.layers, layers))
+
+    def joined(self, layers: list[Any]) -> list[Any]:
+        """The weights of layers, as `Adapted`."""
+
+        def join(weight: Any, factors: Any) -> Any:
+            if factors is None:
+                return weight
+            of_tokens, count = self.of_tokens, self.count
+            return Adapted(weight, factors["a"], factors["b"], slots=of_tokens, count=count)
+
+        return [
+            {
+                block: {name: join(w, own.get(block, {}).get(name)) for name, w in arrays.items()}
+                for block, arrays in layer.items()
+            }
+            for layer, own in zip(layers, self.layers, strict=True)
+        ]
+
+
+def _slot_dim(path: Any, factor: Any) -> int:
+    """The dim of a factor along which slots lie."""
+    return 0 if path[-1].key == "b" else factor.ndim - 1
+
+
+def for_tokens(weights: Any, slots: jax.Array) -> Any:
+    """An engine's weights for tokens that have these slots [batch, length]."""
+    return {**weights, ADAPTER: dataclasses.replace(weights[ADAPTER], of_tokens=slots)}
 
 
 def adapted_names(params: Any) -> list[str]:
@@ -152,6 +229,8 @@ def adapted_names(params: Any) -> list[str]:
 def adapted_layers(layers: Any, params: Any, path: Sequence[str], scale: float) -> Any:
     """The weights of a stack of layers, those with an update as `Adapted`."""
     adapter = params.get(ADAPTER, {})
+    if isinstance(adapter, AdapterSlots):
+        return adapter.joined(layers)
     for name in path:
         adapter = adapter.get(name, {})
     if not adapter:
@@ -187,4 +266,6 @@ def _merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.A
         f"l{inputs}r,lr{outputs}->l{inputs}{outputs}",
         a.astype(jnp.float32), b.astype(jnp.float32),
     )  # fmt: skip
+    if spec_of(update) != spec_of(weight):
+        update = reshard(update, spec_of(weight))
     return (weight.astype(jnp.float32) + scale * update).astype(weight.dtype)

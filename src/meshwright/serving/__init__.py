@@ -1,6 +1,7 @@
 """Serve a model: the inference engine, which also generates for a list of prompts."""
 
 from meshwright.serving.abstract_step import Part, ServedStep
+from meshwright.serving.adapters import with_adapters
 from meshwright.serving.defaults import Defaults, defaults_of
 from meshwright.serving.engine import Engine
 from meshwright.serving.generate import stream
@@ -32,6 +33,7 @@ from meshwright.serving.source import (
     load_weights,
     model_source,
     served_config,
+    tokenizer_folder,
 )
 from meshwright.serving.start import serve
 
@@ -73,4 +75,6 @@ __all__ = [
     "settings_facts",
     "start_engine",
     "stream",
+    "tokenizer_folder",
+    "with_adapters",
 ]

@@ -16,9 +16,10 @@ import dataclasses
 import functools
 import itertools
 import logging
+import os
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.models import encodes_prompts, serving_of
 from meshwright.present import count
+from meshwright.serving.adapters import AdapterTable
 from meshwright.serving.device_sampling import variant_of
 from meshwright.serving.executor import AnyExecutor, Executor, Read
 from meshwright.serving.grammars import TokenRules
@@ -44,7 +46,7 @@ from meshwright.serving.request import (
 from meshwright.serving.scheduler import Scheduler, Step
 from meshwright.serving.scheduler import Sequence as Running
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import Model
+from meshwright.serving.source import Adapter, Model, adapter_source
 from meshwright.serving.step_planner import Sampled, StepPlanner
 from meshwright.serving.text import StopTexts, TextStream
 
@@ -94,6 +96,7 @@ class Engine:
         pool = PagePool(sizes.pages, self.config.page_size, remember=self.config.prefix_cache)
         shapes = [(shape.prompts, shape.length) for shape in sizes.prompt_shapes]
         self._scheduler = Scheduler(self.config, pool, shapes)
+        self._adapters = AdapterTable(model.source.adapters, self.config.max_adapters)
         self._jobs: dict[str, Job] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -196,6 +199,34 @@ class Engine:
 
         self._send_if_open(cancel)
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that are loaded, by name."""
+        return {name: loaded.adapter for name, loaded in self._adapters.loaded.items()}
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Load an adapter for requests that name it: a folder of PEFT, or a run with LoRA.
+
+        Requests run on meanwhile.
+        """
+        self._adapters.check_new(name)  # before it is read
+        adapter = adapter_source(folder, self.source)
+        write = self._executor.read_adapter(adapter)
+
+        def load() -> None:
+            slot = self._adapters.add(name, adapter).slot
+            try:
+                self._dispatcher.submit(write, slot).result()
+            except Exception:
+                self._adapters.remove(name)
+                raise
+
+        self._do(load)
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; those that run or wait are finished."""
+        self._do(lambda: self._adapters.remove(name))
+
     def stats(self) -> EngineStats:
         pool = self._scheduler.pool
         return EngineStats(
@@ -235,6 +266,8 @@ class Engine:
 
     def _job(self, request: Request, sink: Sink, *, streams: bool) -> Job:
         check_request(request, self._model_config, self.config, self.max_length)
+        if request.adapter:
+            self._adapters.find(request.adapter)  # or an error
         ends = request.stop_tokens
         if not request.ignore_end:
             ends |= self.source.ends
@@ -262,6 +295,21 @@ class Engine:
                 raise EngineStoppedError(self._failure or "the engine is closed")
             self._inbox.append(action)
             self._wake.notify()
+
+    def _do(self, action: Callable[[], None]) -> None:
+        """Have the engine's thread do something, and wait for it; its errors are raised here."""
+        done: Future[None] = Future()
+
+        def do() -> None:
+            try:
+                action()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._send(do)
+        done.result()
 
     def _send_if_open(self, action: Callable[[], Any]) -> None:
         with contextlib.suppress(MeshwrightError):
@@ -323,12 +371,20 @@ class Engine:
             error = f"a request with the id {request.id!r} is running"
             _emit(job, Delta(finish_reason="error", error=error))
             return
+        slot, cache_salt = 0, request.cache_salt and f"0:{request.cache_salt}"
+        if request.adapter:
+            try:
+                adapter = job.adapter = self._adapters.take(request.adapter)
+            except MeshwrightError as gone:  # since the request was sent
+                _emit(job, Delta(finish_reason="error", error=str(gone)))
+                return
+            slot, cache_salt = adapter.slot, f"{adapter.number}:{request.cache_salt}"
         tokens = serving_of(self._model_config).decoder_prompt(self._model_config, request.prompt)
         job.sequence = Running(
             request.id, list(tokens), len(tokens), request.max_new,
             scored=request.prompt_logprobs is not None, owner=job,
             encoder_tokens=request.prompt if self.encodes_prompts else (),
-            cache_salt=request.cache_salt,
+            cache_salt=cache_salt, adapter_slot=slot,
         )  # fmt: skip
         self._jobs[request.id] = job
         self._counts["prompt"] += len(request.prompt)
@@ -346,6 +402,8 @@ class Engine:
         self._scheduler.pool.remember(sequence.pages, known, sequence.cache_salt)
         self._scheduler.remove(sequence)
         del self._jobs[job.request.id]
+        if job.adapter is not None:
+            self._adapters.release(job.adapter)
         self._finished[delta.finish_reason] += 1
         self._counts["cached"] += sequence.cached
         _emit(job, delta)

@@ -15,7 +15,7 @@ from meshwright.serving.programs import Ints, Programs, Shape, Widths
 from meshwright.serving.prompts import PromptShape
 from meshwright.serving.sampler import Choice, Sampler
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import Model
+from meshwright.serving.source import Adapter, Model
 
 
 class StepPlan(NamedTuple):
@@ -79,6 +79,9 @@ class AnyExecutor(Protocol):
     def prepare(self, plan: StepPlan) -> Callable[[], Read]:
         """What dispatches the step, perhaps in another thread; in the order of the plans."""
 
+    def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
+        """Read an adapter in any thread; what it returns writes it into a slot, as a step."""
+
     def cause(self, error: Exception) -> str | None:
         """The reason of a step's error, where another process is the reason."""
 
@@ -134,6 +137,10 @@ class Executor:
             return read
 
         return dispatch
+
+    def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
+        factors = self.programs.read_adapter(adapter)
+        return lambda slot: self.programs.load_adapter(slot, factors, adapter.lora.scale)
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """Of the grammars in a step that was dispatched; the host waits while it runs."""

@@ -9,6 +9,7 @@ from meshwright.data import Tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.models import encodes_prompts
 from meshwright.present import count
+from meshwright.serving.adapters import LoadedAdapter
 from meshwright.serving.device_sampling import MAX_BIAS, TOP
 from meshwright.serving.grammars import Constraint
 from meshwright.serving.request import Completion, Delta, Request, TokenLogprobs
@@ -31,6 +32,7 @@ class Job:
     variant: int  # of device_sampling.VARIANTS
     streams: bool  # every token is handed out at once, not all at the end
     constraint: Constraint | None = None  # of its grammar
+    adapter: LoadedAdapter | None = None
     sequence: Running | None = None
     scores: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
     new_tokens: list[int] = dataclasses.field(default_factory=list)

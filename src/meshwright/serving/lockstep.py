@@ -21,6 +21,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.launch import Follower, Leader
 from meshwright.models import encodes_prompts
 from meshwright.present import mesh_text
+from meshwright.serving.adapters import with_slots
 from meshwright.serving.engine import Engine, longest
 from meshwright.serving.executor import (
     AnyExecutor,
@@ -36,7 +37,9 @@ from meshwright.serving.grammars import Grammars, Masks
 from meshwright.serving.plans import pack, plan_of, results_of, sizes_of, unpack
 from meshwright.serving.replicas import Replicas, replica_meshes
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import Model, Source, load_weights
+from meshwright.serving.source import Adapter, Model, Source, load_weights
+
+_AT_START = "a server of several processes takes adapters at its start: name them in --adapters"
 
 
 def lead(
@@ -48,6 +51,7 @@ def lead(
     progress: Callable[[str], None],
 ) -> Engine | Replicas:
     """Load a model and compile its programs, together with `follow` in the other processes."""
+    config = with_slots(config, source)
     config = config.for_encoder() if encodes_prompts(source.config) else config
     meshes = replica_meshes(mesh)
     _check_processes(mesh, meshes)
@@ -78,6 +82,7 @@ def lead(
 
 def follow(link: Follower, source: Source, mesh: Mesh, dtype: Any, config: EngineConfig) -> None:
     """Run what process 0 plans, until it ends."""
+    config = with_slots(config, source)
     config = config.for_encoder() if encodes_prompts(source.config) else config
     meshes = replica_meshes(mesh)
     _check_processes(mesh, meshes)
@@ -203,6 +208,9 @@ class LeadExecutor(Executor):
 
         return dispatch
 
+    def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
+        raise MeshwrightError(_AT_START)
+
     def masks(self, plan: StepPlan) -> Masks | None:
         masks = super().masks(plan)
         if masks is not None:
@@ -274,6 +282,9 @@ class RemoteExecutor:
             return results.result
 
         return dispatch
+
+    def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
+        raise MeshwrightError(_AT_START)
 
     def cause(self, error: Exception) -> str | None:
         return self._channel.cause()

@@ -19,13 +19,20 @@ import jax.numpy as jnp
 from meshwright.errors import MeshwrightError, did_you_mean, not_installed
 from meshwright.hub import MODEL, local_folder
 from meshwright.models import default_dtype
+from meshwright.serving.adapters import with_adapters
 from meshwright.serving.defaults import answer_stops, defaults_of
 from meshwright.serving.engine import Engine
 from meshwright.serving.replicas import Replicas, start_engine
 from meshwright.serving.request import Completion, Delta, Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import Source, check_fits, generation_mesh, model_source
+from meshwright.serving.source import (
+    Source,
+    check_fits,
+    generation_mesh,
+    model_source,
+    tokenizer_folder,
+)
 
 if TYPE_CHECKING:
     from meshwright.data import ChatTemplate
@@ -41,14 +48,18 @@ def load(
     tokenizer: str | None = None,
     end_token: str | None = None,
     chat_template: str | os.PathLike[str] | None = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> "LanguageModel":
     """Load a model onto a mesh, ready to generate: a run, a Hugging Face folder, or org/name on
     the Hub.
+
+    `adapters` are folders of PEFT or of runs with LoRA, by the names that `generate` takes.
 
     Programs are compiled when they are first needed; `engine` has the settings of the engine that
     runs them (`mw.EngineConfig`), with its `compile_first`.
     """
     source = model_source(model, step=step, tokenizer=tokenizer, end_token=end_token)
+    source = with_adapters(source, adapters or {})
     placed = generation_mesh(mesh)
     check_fits(source.config, placed)
     kind = jnp.dtype(default_dtype(dtype, placed.devices.flat[0].platform))
@@ -56,7 +67,7 @@ def load(
     return LanguageModel(
         source,
         start_engine(source, placed, kind, config),
-        local_folder(model, MODEL),
+        tokenizer_folder(local_folder(model, MODEL)),
         None if chat_template is None else Path(chat_template),
     )
 
@@ -96,51 +107,65 @@ class LanguageModel:
         self.engine.close()
 
     @overload
-    def generate(self, prompts: str, max_new: int = 100, **sampling: Any) -> Completion: ...
+    def generate(
+        self, prompts: str, max_new: int = 100, *, adapter: str = "", **sampling: Any
+    ) -> Completion: ...
 
     @overload
     def generate(
-        self, prompts: Sequence[str], max_new: int = 100, **sampling: Any
+        self, prompts: Sequence[str], max_new: int = 100, *, adapter: str = "", **sampling: Any
     ) -> list[Completion]: ...
 
     def generate(
-        self, prompts: str | Sequence[str], max_new: int = 100, **sampling: Any
+        self,
+        prompts: str | Sequence[str],
+        max_new: int = 100,
+        *,
+        adapter: str = "",
+        **sampling: Any,
     ) -> Completion | list[Completion]:
-        """Continue a text, or each of several.
+        """Continue a text, or each of several, with the adapter of a name if one is given.
 
         `sampling` are the fields of Sampling, such as `temperature=0`; others are as the folder's
         generation_config.json has them. Text i is sampled with the seed `seed + i`.
         """
-        texts = _texts(prompts)
-        requests = self._requests([self.source.encode(text) for text in texts], max_new, sampling)
+        tokens = [self.source.encode(text) for text in _texts(prompts)]
+        requests = self._requests(tokens, max_new, sampling, adapter)
         done = self.engine.generate(requests)
         return done[0] if isinstance(prompts, str) else done
 
-    def stream(self, prompt: str, max_new: int = 100, **sampling: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: str, max_new: int = 100, *, adapter: str = "", **sampling: Any
+    ) -> Iterator[str]:
         """The continuation of a text in pieces, as they are generated."""
         [text] = _texts(prompt)
-        return self._pieces(self._requests([self.source.encode(text)], max_new, sampling))
+        tokens = self.source.encode(text)
+        return self._pieces(self._requests([tokens], max_new, sampling, adapter))
 
     def chat(
         self,
         messages: str | Sequence[Mapping[str, Any]],
         max_new: int | None = None,
+        *,
+        adapter: str = "",
         **sampling: Any,
     ) -> Completion:
         """Answer a message of the user, or a conversation, by the model's chat template.
 
         Without `max_new` the answer may fill the model's context.
         """
-        return self.engine.generate(self._chat(messages, max_new, sampling))[0]
+        return self.engine.generate(self._chat(messages, max_new, sampling, adapter))[0]
 
     def stream_chat(
         self,
         messages: str | Sequence[Mapping[str, Any]],
         max_new: int | None = None,
+        *,
+        adapter: str = "",
         **sampling: Any,
     ) -> Iterator[str]:
         """The answer of `chat` in pieces, as they are generated."""
-        return self._pieces(self._chat(messages, max_new, sampling))
+        return self._pieces(self._chat(messages, max_new, sampling, adapter))
 
     def check_chat(self) -> None:
         """Raise a MeshwrightError if there is no chat template."""
@@ -151,6 +176,7 @@ class LanguageModel:
         messages: str | Sequence[Mapping[str, Any]],
         max_new: int | None,
         sampling: Mapping[str, Any],
+        adapter: str,
     ) -> list[Request]:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -166,7 +192,7 @@ class LanguageModel:
         if max_new is None:
             room = self.engine.max_length - len(tokens)
             max_new = max(1, min(room, self._defaults.max_new or room))
-        [request] = self._requests([[int(token) for token in tokens]], max_new, sampling)
+        [request] = self._requests([[int(token) for token in tokens]], max_new, sampling, adapter)
         stop_tokens, stop = answer_stops(self._template, self.source.tokenizer)
         return [dataclasses.replace(request, stop_tokens=stop_tokens, stop=stop)]
 
@@ -185,7 +211,11 @@ class LanguageModel:
         return template
 
     def _requests(
-        self, prompts: Sequence[Sequence[int]], max_new: int, sampling: Mapping[str, Any]
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new: int,
+        sampling: Mapping[str, Any],
+        adapter: str,
     ) -> list[Request]:
         known = [field.name for field in dataclasses.fields(Sampling)]
         for name in sampling:
@@ -199,6 +229,7 @@ class LanguageModel:
                 tuple(prompt),
                 dataclasses.replace(settings, seed=(settings.seed + index) % 2**32),
                 max_new,
+                adapter=adapter,
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.serving.executor import Results, Sizes, StepPlan
-from meshwright.serving.programs import Shape
+from meshwright.serving.programs import Shape, Widths
 from meshwright.serving.prompts import PromptShape
 from meshwright.serving.sampler import Choice, Held
 from meshwright.serving.sampling import Sampling
@@ -76,4 +76,4 @@ def results_of(data: Any) -> Results:
 
 def sizes_of(data: Any) -> Sizes:
     widths, prompt_shapes, *rest = data
-    return Sizes(tuple(widths), [PromptShape(**shape) for shape in prompt_shapes], *rest)
+    return Sizes(Widths(*widths), [PromptShape(**shape) for shape in prompt_shapes], *rest)

@@ -12,7 +12,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,17 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.machines import check_host_memory, host_bytes
-from meshwright.models import Compute, encodes_prompts, family_of, lm_logits, serving_of
+from meshwright.models import (
+    ADAPTER,
+    AdapterSlots,
+    Compute,
+    LoraConfig,
+    encodes_prompts,
+    family_of,
+    for_tokens,
+    lm_logits,
+    serving_of,
+)
 from meshwright.ops import current_platform, spec_of
 from meshwright.ops.attention import (
     CACHE_DTYPES,
@@ -36,19 +46,27 @@ from meshwright.ops.attention import (
     pool_shape,
 )
 from meshwright.present import count
+from meshwright.serving.adapters import DEFAULT_RANK, load_factors
 from meshwright.serving.device_sampling import TOP, greedy, top_logprobs
 from meshwright.serving.prompts import PromptInputs, PromptShape, fill_with_prompts, prompt_shapes
 from meshwright.serving.sampling import KnownTokens
 from meshwright.serving.scheduler import scoring_shape
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import Model, targets
+from meshwright.serving.source import Adapter, Model, adapter_targets, targets
 
 Ints = npt.NDArray[np.int32]
-Widths = tuple[int, int]  # pages of a sequence, and of what an encoder read for it
 # XLA times the kernels of each matmul, but does not compare their results: with fp8 weights the
 # programs of an 8B model are compiled in 18 s instead of 113
 _GPU_OPTIONS = {"xla_gpu_autotune_level": 2}
 _SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory together
+
+
+class Widths(NamedTuple):
+    """Numbers of a sequence in the inputs of a step."""
+
+    pages: int
+    encoder_pages: int  # of what an encoder read for it
+    adapter: int = 0  # 1 if it may have an adapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +110,13 @@ class StepInputs:
     encoder_lengths: Any  # [decode]; as those of chunks, empty for a model without an encoder
     chunk_encoder_tables: Any
     chunk_encoder_lengths: Any
+    adapters: Any  # [decode]: slot of the adapter, 0 for none; empty without adapters
+    chunk_adapters: Any
 
     @staticmethod
     def shapes(shape: Shape, widths: Widths) -> dict[str, tuple[int, ...]]:
         decode, chunks, length = shape.decode, shape.chunks, shape.length
-        width, encoder = widths
+        width, encoder, adapter = widths
         return {
             "next_slots": (shape.places,),
             "slots": (decode,),
@@ -112,6 +132,8 @@ class StepInputs:
             "encoder_lengths": (decode if encoder else 0,),
             "chunk_encoder_tables": (chunks, encoder),
             "chunk_encoder_lengths": (chunks if encoder else 0,),
+            "adapters": (decode * adapter,),
+            "chunk_adapters": (chunks * adapter,),
         }
 
     @classmethod
@@ -144,7 +166,8 @@ class Steps:
         self.model_config, self.mesh, self.config = model_config, mesh, config
         self.serving = serving_of(model_config)
         self.width = -(-max_length // config.page_size)
-        self.widths = self.width, self.width if encodes_prompts(model_config) else 0
+        encoder_pages = self.width if encodes_prompts(model_config) else 0
+        self.widths = Widths(self.width, encoder_pages, int(config.max_adapters > 0))
         self.prompt_shapes = prompt_shapes(config, model_config, mesh.shape, max_length)
         self.dtype = jnp.dtype(dtype)
         self.known = KnownTokens(model_config.vocab)
@@ -173,6 +196,10 @@ class Steps:
             inputs.tables, inputs.positions, inputs.chunk_tables, inputs.starts, inputs.counts,
             shape.length, shape.first, self.kernel,
         )  # fmt: skip
+        if self.widths.adapter:
+            of_chunks = jnp.repeat(inputs.chunk_adapters, shape.length)
+            slots = jnp.concatenate([inputs.adapters, of_chunks])
+            weights = for_tokens(weights, slots[None])
         family, config = family_of(self.model_config), self.model_config
         batch = {"tokens": tokens[None]}
         encoded = PagedKeys(
@@ -200,7 +227,10 @@ class Steps:
 
     def run_prompts(self, shape: PromptShape, weights: Any, pools: Any, flat: jax.Array) -> Any:
         """The pools with the keys of whole prompts: see prompts.py."""
-        inputs = PromptInputs.unpack(flat, shape, self.width)
+        inputs = PromptInputs.unpack(flat, shape, self.widths)
+        if self.widths.adapter:
+            slots = jnp.broadcast_to(inputs.adapters[:, None], inputs.tokens.shape)
+            weights = for_tokens(weights, slots)
         return fill_with_prompts(
             weights, pools, inputs, self.model_config, self.compute, self.kernel
         )
@@ -215,7 +245,7 @@ class Steps:
             weights = jax.tree.map(self._placed, jax.eval_shape(of_weights, params))
             pools = self._abstract_pools(pages)
             if isinstance(shape, PromptShape):
-                inputs = self._abstract_ints(PromptInputs.empty(shape, self.width)[1].size)
+                inputs = self._abstract_ints(PromptInputs.empty(shape, self.widths)[1].size)
                 run = functools.partial(self.run_prompts, shape)
                 return jax.jit(run, donate_argnums=1).lower(weights, pools, inputs)
             inputs = self._abstract_ints(StepInputs.empty(shape, self.widths)[1].size)
@@ -250,6 +280,7 @@ class Programs(Steps):
             model.config, model.mesh, model.params["embedding"].dtype, config, max_length
         )
         self.known = KnownTokens.of(model.source.tokenizer, model.config.vocab)
+        self._source = model.source
         self.compilations = 0
         self._functions: dict[Any, Any] = {}  # jitted
         self.is_ready = False
@@ -260,6 +291,12 @@ class Programs(Steps):
         )
         with jax.set_mesh(self.mesh):
             self.weights = self.serving.weights(model.params, model.config, config.weights, release)
+        if config.max_adapters:
+            self.weights[ADAPTER] = self._empty_slots()
+            if config.compile_first:
+                self.load_adapter(1, self._zero_factors(), 1.0)
+            for slot, adapter in enumerate(model.source.adapters.values(), 1):
+                self.load_adapter(slot, self.read_adapter(adapter), adapter.lora.scale)
         wanted = config.pages or self._least(self._pages_that_fit())
         self.pages = self._addressable(wanted)
         if config.pages and self.pages < config.pages:
@@ -267,13 +304,59 @@ class Programs(Steps):
                 f"pages={config.pages}: the kernel of an 8-bit cache cannot address so many; give "
                 f"at most {self.pages}"
             )
-        if self.pages <= sum(self.widths):
+        most = self.widths.pages + self.widths.encoder_pages
+        if self.pages <= most:
             raise MeshwrightError(
                 f"{self.pages} pages of {config.page_size} tokens cannot hold one sequence of "
-                f"{max_length}: give at least {sum(self.widths) + 1} pages, or a smaller max_length"
+                f"{max_length}: give at least {most + 1} pages, or a smaller max_length"
             )
         self.pools = self._new_pools()
         self.last_tokens = self.put(np.zeros(config.max_batch + 1, np.int32))
+
+    def _empty_slots(self) -> AdapterSlots:
+        factors = self._abstract_factors()
+        with jax.set_mesh(self.mesh):
+            one = jax.eval_shape(self._slot_factors, factors, jnp.float32(1))
+            empty = functools.partial(AdapterSlots.empty, one, self.config.max_adapters)
+            slots: AdapterSlots = jax.jit(empty)()
+        return slots
+
+    def _abstract_factors(self) -> Any:
+        every = LoraConfig(self._adapter_rank)
+        return adapter_targets(self.model_config, every, self.mesh)[ADAPTER]
+
+    def _zero_factors(self) -> Any:
+        def zeros(one: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros(one.shape, one.dtype, device=one.sharding)
+
+        return jax.tree.map(zeros, self._abstract_factors())
+
+    @property
+    def _adapter_rank(self) -> int:
+        return self.config.max_adapter_rank or DEFAULT_RANK
+
+    def _slot_factors(self, factors: Any, scale: jax.Array) -> list[Any]:
+        """The factors of an adapter as steps read them."""
+        assert self.serving.adapter is not None
+
+        def scaled(path: Any, factor: jax.Array) -> jax.Array:
+            return (factor * scale if path[-1].key == "b" else factor).astype(self.dtype)
+
+        return self.serving.adapter(jax.tree.map_with_path(scaled, factors))
+
+    def read_adapter(self, adapter: Adapter) -> Any:
+        """The factors of an adapter on the devices; takes long, in any thread."""
+        return load_factors(self._source, adapter, self.mesh, self._adapter_rank)
+
+    def load_adapter(self, slot: int, factors: Any, scale: float) -> None:
+        """Write what `read_adapter` gave into a slot, after the steps that were dispatched."""
+
+        def write(slots: AdapterSlots, factors: Any, scale: jax.Array, slot: jax.Array) -> Any:
+            return slots.written(self._slot_factors(factors, scale), slot)
+
+        numbers = self.put(np.float32(scale)), self.put(np.int32(slot))
+        held = self.weights[ADAPTER]
+        self.weights[ADAPTER] = self.run("adapter", write, 0, held, factors, *numbers)
 
     def put(self, array: Any) -> jax.Array:
         """A host array on all devices, with the sharding that programs give their results."""
@@ -299,7 +382,7 @@ class Programs(Steps):
     def prepare(self, shape: Shape | PromptShape) -> None:
         """Compile the program of a shape, by running it on page 0, which no sequence has."""
         if isinstance(shape, PromptShape):
-            self.fill(shape, PromptInputs.empty(shape, self.width)[1])
+            self.fill(shape, PromptInputs.empty(shape, self.widths)[1])
         else:
             self.step(shape, StepInputs.empty(shape, self.widths)[1])
 
@@ -410,7 +493,7 @@ class Programs(Steps):
     @property
     def _most_pages(self) -> int:
         """Pages for as many sequences as are decoded together, all of the greatest length."""
-        return self.config.max_batch * sum(self.widths) + 1
+        return self.config.max_batch * (self.widths.pages + self.widths.encoder_pages) + 1
 
     def _pages_that_fit(self) -> int:
         config, most = self.model_config, self._most_pages

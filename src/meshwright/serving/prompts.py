@@ -40,21 +40,24 @@ class PromptInputs:
     tokens: Any  # [prompts, length]
     lengths: Any  # [prompts]
     tables: Any  # [prompts, width]
+    adapters: Any  # [prompts]: slot of the adapter, 0 for none; empty without adapters
 
     @classmethod
-    def empty(cls, shape: PromptShape, width: int) -> "tuple[PromptInputs, Any]":
-        """Zeros to be filled, and the one array that they are views of."""
-        flat = np.zeros(shape.prompts * (shape.length + 1 + width), np.int32)
-        return cls.unpack(flat, shape, width), flat
+    def empty(cls, shape: PromptShape, widths: Any) -> "tuple[PromptInputs, Any]":
+        """Zeros to be filled, and the one array that they are views of; `widths` as of steps."""
+        numbers = shape.length + 1 + widths.pages + widths.adapter
+        flat = np.zeros(shape.prompts * numbers, np.int32)
+        return cls.unpack(flat, shape, widths), flat
 
     @classmethod
-    def unpack(cls, flat: Any, shape: PromptShape, width: int) -> "PromptInputs":
-        n = shape.prompts
-        ends = n * shape.length, n * (shape.length + 1)
+    def unpack(cls, flat: Any, shape: PromptShape, widths: Any) -> "PromptInputs":
+        n, width = shape.prompts, widths.pages
+        ends = n * shape.length, n * (shape.length + 1), n * (shape.length + 1 + width)
         return cls(
             flat[: ends[0]].reshape(n, shape.length),
             flat[ends[0] : ends[1]],
-            flat[ends[1] :].reshape(n, width),
+            flat[ends[1] : ends[2]].reshape(n, width),
+            flat[ends[2] :],
         )
 
 

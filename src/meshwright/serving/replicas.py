@@ -9,8 +9,9 @@ step.
 import dataclasses
 import functools
 import itertools
+import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from meshwright.errors import MeshwrightError
+from meshwright.serving.adapters import with_slots
 from meshwright.serving.engine import Engine
 from meshwright.serving.job import Job
 from meshwright.serving.request import Completion, Delta, EngineStats, Request
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import Model, Source, load_weights
+from meshwright.serving.source import Adapter, Model, Source, load_weights
 
 
 def start_engine(
@@ -34,6 +37,7 @@ def start_engine(
     progress: Callable[[str], None] | None = None,
 ) -> "Engine | Replicas":
     """Load a model and compile its programs: one engine, or one for each index of dp."""
+    config = with_slots(config or EngineConfig(), source)
     return engine_of(load_weights(source, mesh, dtype), config, progress, release=True)
 
 
@@ -149,6 +153,27 @@ class Replicas:
     def cancel(self, request_id: str) -> None:
         for engine in self.engines:
             engine.cancel(request_id)
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that are loaded, by name."""
+        return self.engines[0].adapters
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Load an adapter in every engine, or in none."""
+        done: list[Engine] = []
+        try:
+            for engine in self.engines:
+                engine.load_adapter(name, folder)
+                done.append(engine)
+        except MeshwrightError:
+            for engine in done:
+                engine.unload_adapter(name)
+            raise
+
+    def unload_adapter(self, name: str) -> None:
+        for engine in self.engines:
+            engine.unload_adapter(name)
 
     def stats(self) -> EngineStats:
         """Sums over the engines."""

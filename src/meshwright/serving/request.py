@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from meshwright.errors import MeshwrightError
 from meshwright.serving.grammars import Grammar
@@ -51,6 +51,8 @@ class Request:
     """Sequences of token ids that are not generated."""
     grammar: Grammar | None = None
     """What the output must be, up to an end token; `max_new` or a stop text can cut it short."""
+    adapter: str = ""
+    """Name of the adapter; empty: the model without one."""
     cache_salt: str = ""
     """Keys and values are reused only between requests with the same salt."""
     id: str = ""
@@ -135,6 +137,19 @@ class AnyEngine(Protocol):
     def cancel(self, request_id: str) -> None: ...
 
     def stats(self) -> EngineStats: ...
+
+    @property
+    def adapters(self) -> Mapping[str, Any]:
+        """The adapters that are loaded, by name; see source.Adapter."""
+        ...
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load an adapter for requests that name it; takes long."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; those that run or wait are finished."""
+        ...
 
     @property
     def is_ready(self) -> bool: ...

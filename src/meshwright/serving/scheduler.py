@@ -29,6 +29,7 @@ class Sequence:
     owner: Any = None
     encoder_tokens: tuple[int, ...] = ()  # what an encoder reads
     cache_salt: str = ""
+    adapter_slot: int = 0  # 0: no adapter
     encoder_pages: list[int] = dataclasses.field(default_factory=list)
     encoded: bool = False  # its keys are in the encoder's pages, or will be after what is in flight
     waits: bool = False  # for a program that takes its whole prompt

@@ -41,6 +41,11 @@ class EngineConfig:
     """Round the KV cache to fp8, which takes half the memory; None: in the dtype of weights."""
     max_waiting: int | None = None
     """Most requests that wait; more are refused."""
+    max_adapters: int = 0
+    """LoRA adapters that can be loaded at once; those of --adapters by default. Their memory is
+    taken when the engine starts."""
+    max_adapter_rank: int | None = None
+    """Largest rank of an adapter; by default that of --adapters, or 16."""
     prefix_cache: bool = True
     """Reuse the keys and values of prompts that begin alike."""
     kernel: str = "auto"
@@ -60,7 +65,11 @@ class EngineConfig:
     """Make a compilation after the engine is ready an error."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "page_size", "chunk", "max_length", "pages"):
+        if self.max_adapters < 0:
+            raise MeshwrightError(f"max_adapters={self.max_adapters} must be at least 0")
+        for name in (
+            "max_batch", "page_size", "chunk", "max_length", "pages", "max_adapter_rank"
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise MeshwrightError(f"{name}={value} must be at least 1")
@@ -183,7 +192,14 @@ class ServeConfig:
     """All settings of a server."""
 
     model: str
-    """Folder of a run or of a Hugging Face model, or its name on the Hub (org/name)."""
+    """Folder of a run, of a Hugging Face model or of an adapter of PEFT, or a name on the Hub
+    (org/name)."""
+    adapter: str | None = None
+    """Folder of an adapter that is merged into the model: of PEFT, or of a run with LoRA."""
+    adapters: tuple[str, ...] = ()
+    """Adapters to serve beside the model, as NAME=FOLDER; a request names one as its model."""
+    adapter_loading: bool = False
+    """Let clients load and unload adapters (/v1/load_lora_adapter) from folders of this machine."""
     mesh: str = "dp=1,fsdp=1,tp=1,sp=1"
     """Mesh axes and sizes: tp=-1 uses all devices. The default is one device."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -236,6 +252,20 @@ class ServeConfig:
                     f"--allow-origin {origin!r} must be a scheme, a host and perhaps a port, as in "
                     "https://chat.example.org or http://localhost:3000"
                 )
+
+    def adapter_folders(self) -> dict[str, str]:
+        """The folders of --adapters by name."""
+        folders: dict[str, str] = {}
+        for text in self.adapters:
+            name, equals, folder = text.partition("=")
+            if not (name and equals and folder):
+                raise MeshwrightError(
+                    f"--adapters {text!r} must be NAME=FOLDER, as in sql=runs/sql"
+                )
+            if name in folders or name == self.served_name:
+                raise MeshwrightError(f"--adapters names {name!r} twice, or as the model itself")
+            folders[name] = folder
+        return folders
 
     @property
     def origins(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.data import Tokenizer, load_tokenizer, tokenizer_from_json
 from meshwright.errors import MeshwrightError
-from meshwright.hub import MODEL, local_folder, name_of_snapshot
+from meshwright.hub import MODEL, hub_name, local_folder, name_of_snapshot
 from meshwright.launch import weights_sample
 from meshwright.layouts import ArraySpec, Layout, Rules, fit, layout_tree, stored
 from meshwright.machines import check_host_memory, host_bytes
@@ -31,13 +31,16 @@ from meshwright.models import (
     LoraConfig,
     abstract_arrays,
     encodes_prompts,
+    family_of,
     from_hf_config,
     hf_names,
     is_adapter,
+    load_adapter,
     load_hf,
     merged,
     model_from_dict,
     padded_vocab,
+    read_adapter_config,
     serving_of,
     with_adapter,
 )
@@ -66,7 +69,9 @@ class Source:
     weights: Callable[[], Any] = lambda: None
     """Identifies the weights without reading all of them, as JSON."""
     adapter: "Adapter | None" = None
-    """What a run with LoRA trained; `read` merges it with the weights."""
+    """What `read` merges with the weights: what a run with LoRA trained, or a folder of PEFT."""
+    adapters: Mapping[str, "Adapter"] = dataclasses.field(default_factory=dict)
+    """Adapters that an engine serves beside it, by name; see `with_adapters`."""
 
     @functools.cached_property
     def grammars(self) -> Grammars:
@@ -83,12 +88,18 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """The adapter of a run: its settings, the folder of the weights it adapts, and its factors."""
+    """An adapter in a folder: of a run, or of PEFT."""
 
+    folder: Path
     lora: LoraConfig
     base: Path
+    """The weights that it adapts, if they are in a folder here."""
     read: Callable[[Any], Any]
     """As that of a Source, for abstract arrays `{"adapter": …}`."""
+    weights: Callable[[], Any]
+    """Identifies the factors, as that of a Source."""
+    of_weights: Any = None
+    """What a run noted of the weights that it adapts, to be compared with a Source's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +134,22 @@ def model_source(
     step: int | None = None,
     tokenizer: str | None = None,
     end_token: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> Source:
     """The model in a run's folder, a Hugging Face folder or on the Hub, without reading weights.
 
-    `tokenizer` and `end_token` replace the folder's own (see load_tokenizer).
+    `tokenizer` and `end_token` replace the folder's own (see load_tokenizer). The folder of an
+    `adapter` is merged with it; so is a folder of PEFT with the model that it names.
     """
     folder = local_folder(path, MODEL)
+    if adapter is not None:
+        base = model_source(folder, step=step, tokenizer=tokenizer, end_token=end_token)
+        return _with_merged(base, adapter_source(adapter, base))
+    if is_adapter(folder) and not (folder / "config.json").is_file():
+        own_tokenizer = (folder / "tokenizer.json").is_file()
+        named = tokenizer or (str(folder) if own_tokenizer else None)
+        base = model_source(_peft_base(folder), step=step, tokenizer=named, end_token=end_token)
+        return _with_merged(base, adapter_source(folder, base))
     fields = _config_file(folder)
     own = None if tokenizer is None else load_tokenizer(tokenizer, end_token)
     if "model_config" in fields:
@@ -145,6 +166,69 @@ def model_source(
     return _hugging_face(folder, fields, own, end_token)
 
 
+def adapter_source(folder: str | os.PathLike[str], source: Source) -> Adapter:
+    """The adapter in a folder of PEFT or of a run with LoRA, if it is one of this model."""
+    path, config = Path(folder), source.config
+    if is_adapter(path):
+        lora = read_adapter_config(path, family_of(config).hugging_face.model(config))
+
+        def read(targets: Any) -> Any:
+            shardings = jax.tree.map(lambda target: target.sharding, targets)
+            return load_adapter(path, config, shardings)[0]
+
+        return Adapter(path, lora, Path(), read, lambda: weights_sample(path))
+    is_run = "model_config" in _config_file(path)
+    adapter = model_source(path).adapter if is_run else None
+    if adapter is None:
+        raise MeshwrightError(
+            f"{path} holds no adapter; give the folder of a run with LoRA, or one that PEFT wrote "
+            "(adapter_config.json)"
+        )
+    if adapter.of_weights != source.weights():
+        raise MeshwrightError(
+            f"{path} is an adapter of the weights that were in {adapter.base}, and those of "
+            f"{source.name} are others; it needs the same weights"
+        )
+    return adapter
+
+
+def tokenizer_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder of a model's tokenizer and chat template: a folder of PEFT may lack them."""
+    folder = Path(path)
+    own = ("config.json", "tokenizer_config.json", "chat_template.jinja")
+    if is_adapter(folder) and not any((folder / name).is_file() for name in own):
+        return _peft_base(folder)
+    return folder
+
+
+def _peft_base(folder: Path) -> Path:
+    """The folder of the model that a folder of PEFT names."""
+    base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
+    if isinstance(base, str) and base and (Path(base).is_dir() or hub_name(base) is not None):
+        return local_folder(base, MODEL)
+    of = f", of {base!r}, which is no folder here" if base else ", without the model that it adapts"
+    raise MeshwrightError(
+        f"{folder} is an adapter of PEFT{of}; give the folder of the model, and this one with "
+        f"--adapter {folder}"
+    )
+
+
+def _with_merged(source: Source, adapter: Adapter) -> Source:
+    """A model with an adapter that is merged when weights are read."""
+    if source.adapter is not None:
+        raise MeshwrightError(
+            f"{source.name} has an adapter of its own, which is merged; export it first: "
+            "meshwright export RUN OUT --merge"
+        )
+    return dataclasses.replace(
+        source,
+        name=f"{source.name} with {adapter.folder}",
+        read=functools.partial(read_merged, source.read, adapter, source.config),
+        weights=lambda: {"base": source.weights(), "adapter": adapter.weights()},
+        adapter=adapter,
+    )
+
+
 def load_weights(source: Source, mesh: Mesh, dtype: Any = jnp.float32) -> Model:
     """Load the weights onto the mesh, matrices in `dtype`; each device reads its shard."""
     check_fits(source.config, mesh)
@@ -156,7 +240,7 @@ def load_weights(source: Source, mesh: Mesh, dtype: Any = jnp.float32) -> Model:
         "use --dtype bfloat16, or fewer devices if some hold copies",
     )
     on_disk = jax.tree.map(lambda target, spec: stored(target, spec.shape), padded, arrays)
-    params = jax.tree.map(_repeat_kv_heads, source.read(on_disk), padded, arrays)
+    params = jax.tree.map(repeat_kv_heads, source.read(on_disk), padded, arrays)
     return Model(source, fit(params, padded), mesh)
 
 
@@ -171,7 +255,7 @@ def served_config(config: Any, mesh_shape: Mapping[str, int]) -> Any:
     return dataclasses.replace(config, kv_heads=tensor)
 
 
-def _repeat_kv_heads(array: jax.Array, target: jax.ShapeDtypeStruct, spec: ArraySpec) -> jax.Array:
+def repeat_kv_heads(array: jax.Array, target: jax.ShapeDtypeStruct, spec: ArraySpec) -> jax.Array:
     """An array with as many KV heads as its target has; others as they are."""
     if "kv_heads" not in spec.dims or array.shape == target.shape:
         return array
@@ -249,11 +333,6 @@ def _config_file(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         above = next((up for up in folder.resolve().parents if (up / "checkpoints").is_dir()), None)
         hint = "" if above is None else f"; the run it is part of is {above}"
-        if is_adapter(folder):
-            raise MeshwrightError(
-                f"{folder} is an adapter of PEFT, without the model that it adapts; give the run "
-                "that it came from, or merge it: meshwright export RUN OUT --merge"
-            )
         raise MeshwrightError(
             f"{folder} holds no config.json, so it is neither a run nor a Hugging Face model{hint}"
         )
@@ -311,18 +390,20 @@ def _run(
         return checkpoints.restore(chosen, {"params": targets}, cast=True)["params"]
 
     def read(targets: Any) -> Any:
-        if lora.rank:
+        if adapter is not None:
             check_base(noted, base, f"{folder} is an adapter")
-            weights = _read_hf(base, config, targets)
-            mesh = targets["embedding"].sharding.mesh
-            factors = read_adapter(adapter_targets(config, lora, mesh))
-            with jax.set_mesh(mesh):
-                return merged({**weights, **factors}, lora.scale)
+            return read_merged(functools.partial(_read_hf, base, config), adapter, config, targets)
         if holds_pieces(folders.complete_folder(checkpoints.folder, chosen)):
             record = read_intact_step(checkpoints.folder, chosen, command)
             return load_piece_tree(checkpoints.folder, record, config, "params", targets)
         return checkpoints.restore(chosen, {"params": targets}, cast=True)["params"]
 
+    def fingerprints() -> dict[str, Any]:
+        return {name: array.fingerprint for name, array in checkpoints.arrays(chosen).items()}
+
+    adapter = None
+    if lora.rank:
+        adapter = Adapter(folder, lora, base, read_adapter, fingerprints, noted["weights"])
     return Source(
         config=config,
         tokenizer=tokenizer,
@@ -332,11 +413,8 @@ def _run(
         special_tokens=fields.get("special_tokens") is True,  # as in the data; none in old runs
         name=f"step {chosen} of {folder}",
         read=read,
-        weights=lambda: {
-            **{name: array.fingerprint for name, array in checkpoints.arrays(chosen).items()},
-            **({"base": weights_sample(base)} if lora.rank else {}),
-        },
-        adapter=Adapter(lora, base, read_adapter) if lora.rank else None,
+        weights=lambda: fingerprints() | ({"base": weights_sample(base)} if lora.rank else {}),
+        adapter=adapter,
     )
 
 
@@ -353,12 +431,33 @@ def _lora_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapter_targets(config: Any, lora: LoraConfig, mesh: Mesh) -> Any:
-    """The abstract arrays of an adapter, with shardings."""
+    """The abstract arrays of an adapter as its files have them, with shardings."""
     rules = serving_of(config).rules()
-    model = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
-    arrays = with_adapter(model, lora, jnp.float32, hf_names(config))
-    placed = abstract_params(arrays, rules, mesh, lambda spec: spec.dtype)
-    return {ADAPTER: placed[ADAPTER]}
+
+    def arrays(config: Any) -> Any:
+        model = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
+        return with_adapter(model, lora, jnp.float32, hf_names(config))
+
+    def on_disk(target: jax.ShapeDtypeStruct, spec: ArraySpec) -> jax.ShapeDtypeStruct:
+        if target.shape == spec.shape:
+            return target
+        axes = zip(spec.shape, target.shape, target.sharding.spec, strict=True)
+        whole = P(*(axis if size == padded else None for size, padded, axis in axes))
+        place = NamedSharding(mesh, whole)
+        return jax.ShapeDtypeStruct(spec.shape, target.dtype, sharding=place)
+
+    served = served_config(config, mesh.shape)  # which may have more KV heads
+    placed = abstract_params(arrays(served), rules, mesh, lambda spec: spec.dtype)
+    return {ADAPTER: jax.tree.map(on_disk, placed[ADAPTER], arrays(config)[ADAPTER])}
+
+
+def read_merged(read: Callable[[Any], Any], adapter: Adapter, config: Any, targets: Any) -> Any:
+    """What `read` gives for the targets, with an adapter merged."""
+    mesh = targets["embedding"].sharding.mesh
+    weights = read(targets)
+    factors = adapter.read(adapter_targets(config, adapter.lora, mesh))
+    with jax.set_mesh(mesh):
+        return merged({**weights, **factors}, adapter.lora.scale)
 
 
 def _renamed(checkpoints: Path) -> str:

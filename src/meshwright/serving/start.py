@@ -30,6 +30,7 @@ from meshwright.launch import (
 )
 from meshwright.models import default_dtype, serving_of
 from meshwright.present import count, mesh_text
+from meshwright.serving.adapters import with_adapters, with_slots
 from meshwright.serving.defaults import Defaults, defaults_of
 from meshwright.serving.engine import Engine
 from meshwright.serving.lockstep import follow, lead
@@ -37,7 +38,13 @@ from meshwright.serving.replicas import Replicas, start_engine
 from meshwright.serving.request import EngineStoppedError
 from meshwright.serving.same_settings import settings_facts
 from meshwright.serving.settings import ServeConfig
-from meshwright.serving.source import Source, check_fits, generation_mesh, model_source
+from meshwright.serving.source import (
+    Source,
+    check_fits,
+    generation_mesh,
+    model_source,
+    tokenizer_folder,
+)
 from meshwright.training.run import print_line
 
 
@@ -76,10 +83,15 @@ def serve(config: ServeConfig) -> None:
 
 
 def _source(config: ServeConfig) -> Source:
+    folders = config.adapter_folders()
     source = model_source(
-        config.model, step=config.step, tokenizer=config.tokenizer, end_token=config.end_token
-    )
+        config.model, step=config.step, tokenizer=config.tokenizer, end_token=config.end_token,
+        adapter=config.adapter,
+    )  # fmt: skip
     serving_of(source.config)  # or an error
+    source = with_adapters(source, folders)
+    if not with_slots(config.engine, source).max_adapters and config.adapter_loading:
+        raise MeshwrightError("--adapter-loading needs --engine.max-adapters, such as 8")
     return source
 
 
@@ -96,7 +108,8 @@ def _answer(source: Source, config: ServeConfig, link: Leader | None) -> None:
     defaults = Defaults()
     if config.generation_config == "auto":
         defaults = defaults_of(source.generation_config)
-    template = load_chat_template(local_folder(config.model, MODEL), config.chat_template)
+    folder = tokenizer_folder(local_folder(config.model, MODEL))
+    template = load_chat_template(folder, config.chat_template)
     keys = config.api_keys()
     if config.host not in ("127.0.0.1", "localhost", "::1") and not keys:
         print_line(

@@ -26,7 +26,7 @@ class StepPlanner:
         self._slots = Slots(config.max_batch)
         # the pages of the sequence in each slot, and those of its encoder's keys
         self._tables, self._encoder_tables = (
-            np.zeros((config.max_batch, width), np.int32) for width in sizes.widths
+            np.zeros((config.max_batch, width), np.int32) for width in sizes.widths[:2]
         )
         self._filled: list[Any] = [None] * config.max_batch  # what each table was made of
 
@@ -41,6 +41,8 @@ class StepPlanner:
             inputs.slots[part] = [sequence.slot for sequence in step.decode]
             inputs.positions[part] = [sequence.computed - 1 for sequence in step.decode]
             inputs.tokens[part] = [_next_token(sequence) for sequence in step.decode]
+            if self._sizes.widths.adapter:
+                inputs.adapters[part] = [sequence.adapter_slot for sequence in step.decode]
             for sequence in step.decode:
                 self._fill_table(sequence)
             inputs.tables[part] = self._tables[inputs.slots[part]]
@@ -54,6 +56,8 @@ class StepPlanner:
             self._fill_table(sequence)
             inputs.chunk_tables[index] = self._tables[sequence.slot]
             inputs.starts[index], inputs.counts[index] = start, chunk.count
+            if self._sizes.widths.adapter:
+                inputs.chunk_adapters[index] = sequence.adapter_slot
             if self._encodes_prompts:
                 inputs.chunk_encoder_tables[index] = self._encoder_tables[sequence.slot]
                 inputs.chunk_encoder_lengths[index] = len(sequence.encoder_tokens)
@@ -81,7 +85,7 @@ class StepPlanner:
     def _prompt_inputs(self, step: Step) -> tuple[PromptShape, Any]:
         """The shape and the array of the program that takes whole prompts before a step."""
         shape = PromptShape(*step.prompt_shape)
-        inputs, flat = PromptInputs.empty(shape, self._sizes.widths[0])
+        inputs, flat = PromptInputs.empty(shape, self._sizes.widths)
         for index, chunk in enumerate(step.prompts):
             sequence = chunk.sequence
             self._fill_table(sequence)
@@ -90,6 +94,8 @@ class StepPlanner:
             inputs.tokens[index, : chunk.count] = tokens[: chunk.count]
             inputs.tables[index] = tables[sequence.slot]
             inputs.lengths[index] = chunk.count
+            if self._sizes.widths.adapter:
+                inputs.adapters[index] = sequence.adapter_slot
             known = sequence.tokens[: chunk.count]
             self._pool.remember(sequence.pages, known, sequence.cache_salt)
         return shape, flat

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,16 @@ class BigramEngine:
 
     def release(self) -> None:
         self._released.set()
+
+    @property
+    def adapters(self) -> dict[str, Any]:
+        return {}
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        raise NotImplementedError
+
+    def unload_adapter(self, name: str) -> None:
+        raise NotImplementedError
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         assert request.id not in self.active

@@ -20,7 +20,7 @@ from meshwright.models.decoder.override import longer, override
 from meshwright.models.decoder.presets import PRESETS
 from meshwright.models.decoder.rules import decoder_rules, serving_rules, t5x_rules
 from meshwright.models.decoder.sequence import sequence_split
-from meshwright.models.decoder.serving import prompt_keys, serving_weights
+from meshwright.models.decoder.serving import prompt_keys, serving_adapter, serving_weights
 from meshwright.models.family import HuggingFace, ModelFamily, Serving
 from meshwright.models.states import PagedCache
 from meshwright.models.work import Attention, Stack, attention_block, mlp_block
@@ -176,6 +176,7 @@ DECODER = ModelFamily(
         layers=lambda config: config.layers,
         state=lambda pools, tokens, _: PagedCache(pools, tokens),
         prompt_keys=prompt_keys,
+        adapter=serving_adapter,
         window=_window,
         softcapped=lambda config: any(k.attention.softcap for k in config.pattern),
     ),

@@ -11,7 +11,14 @@ from meshwright.models.compute import Compute
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.forward import forward
-from meshwright.models.serving import Merged, merge_gate_up, merge_qkv, quantized_head, unstacked
+from meshwright.models.serving import (
+    Merged,
+    merge_gate_up,
+    merge_qkv,
+    quantized_head,
+    unstacked,
+    unstacked_factors,
+)
 from meshwright.models.states import KeptKeys
 
 _MERGED: Mapping[str, Merged] = {
@@ -30,6 +37,11 @@ def serving_weights(
     specs = abstract_arrays(config)["layers"]
     layers = unstacked(params["layers"], specs, _MERGED, dtype, release)
     return {**params, "layers": layers, **quantized_head(params, dtype, release)}
+
+
+def serving_adapter(adapter: Params) -> list[Params]:
+    """The factors of an adapter of all matrices, as the weights of `serving_weights` are."""
+    return unstacked_factors(adapter["layers"], _MERGED)
 
 
 def prompt_keys(

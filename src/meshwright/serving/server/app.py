@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from meshwright.errors import MeshwrightError
 from meshwright.present import render
-from meshwright.serving.server import easylm
+from meshwright.serving.server import easylm, models
 from meshwright.serving.server.chat import chat_completions
 from meshwright.serving.server.completions import completions
 from meshwright.serving.server.easylm import Endpoint
@@ -78,25 +78,6 @@ def application(service: Service, port: int) -> Starlette:
     )
 
 
-async def _models(http: HttpRequest, service: Service) -> Response:
-    return json_response({"object": "list", "data": [_model_card(service)]})
-
-
-async def _model(http: HttpRequest, service: Service) -> Response:
-    service.check_model(http.path_params["name"])
-    return json_response(_model_card(service))
-
-
-def _model_card(service: Service) -> dict[str, object]:
-    return {
-        "id": service.name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "meshwright",
-        "max_model_len": service.engine.max_length,
-    }
-
-
 async def _health(http: HttpRequest, service: Service) -> Response:
     if service.draining:
         raise unavailable("the server is shutting down")
@@ -132,8 +113,8 @@ async def _page(http: HttpRequest, service: Service) -> Response:
 
 _GET: dict[str, Endpoint] = {
     "/": _page,
-    "/v1/models": _models,
-    "/v1/models/{name:path}": _model,
+    "/v1/models": models.models,
+    "/v1/models/{name:path}": models.model,
     "/tokenizer_info": tokenizer_info,
     "/live": _live,
     "/health": _health,
@@ -143,6 +124,8 @@ _GET: dict[str, Endpoint] = {
 _POST: dict[str, Endpoint] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
+    "/v1/load_lora_adapter": models.load_adapter,
+    "/v1/unload_lora_adapter": models.unload_adapter,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
     "/generate": easylm.generate,

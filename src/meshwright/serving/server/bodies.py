@@ -109,6 +109,19 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: Any = None
 
 
+class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
+    """/v1/load_lora_adapter, as vLLM's."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
+    """/v1/unload_lora_adapter, as vLLM's."""
+
+    lora_name: str
+
+
 class CompletionBody(GenerationBody, kw_only=True):
     """/v1/completions."""
 

@@ -118,7 +118,7 @@ class _Answer:
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.service.name,
+            "model": self.body.model or self.service.name,
         }
 
     async def whole(self) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class _Answer:
             "id": request_id("cmpl"),
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.name,
+            "model": body.model or service.name,
         }
         # each prompt n times
         self.prompts = [prompt for prompt in prompts for _ in range(body.n or 1)]

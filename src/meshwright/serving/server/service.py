@@ -90,14 +90,21 @@ class Service:
             raise unavailable(f"the server is starting: {self.starting}; send the request later")
         return self.loaded_engine
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            raise ApiError(
-                404,
-                f"model '{name}' is not served here; this server has '{self.name}'",
-                param="model",
-                code="model_not_found",
-            )
+    def check_model(self, name: str | None) -> str:
+        """The adapter that a model's name stands for, empty for none; or a 404."""
+        if name is None or name == self.name:
+            return ""
+        adapter = name.removeprefix(f"{self.name}:")
+        if adapter in self.engine.adapters:
+            return adapter
+        known = [self.name, *(f"{self.name}:{each}" for each in self.engine.adapters)]
+        names = ", ".join(f"'{each}'" for each in known)
+        raise ApiError(
+            404,
+            f"model '{name}' is not served here; this server has {names}",
+            param="model",
+            code="model_not_found",
+        )
 
     def check_ready(self) -> None:
         """Refuse a request that the engine cannot take now, or never again."""
@@ -252,7 +259,7 @@ class Service:
         stop_tokens = frozenset(body.stop_token_ids or ())
         sampling = _sampling(body, self.defaults.sampling)
         allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
-        banned = self._banned(body.bad_words or ())
+        banned, adapter = self._banned(body.bad_words or ()), self.check_model(body.model)
         requests = []
         for base in bases:
             if (body.min_tokens or 0) > base.max_new:
@@ -270,7 +277,7 @@ class Service:
                     ignore_end=bool(body.ignore_eos), min_new=body.min_tokens or 0,
                     include_stop=bool(body.include_stop_str_in_output), allowed=allowed,
                     special_tokens=body.skip_special_tokens is False, banned=banned,
-                    cache_salt=body.cache_salt or "", id=request_id("seq"),
+                    cache_salt=body.cache_salt or "", id=request_id("seq"), adapter=adapter,
                 )  # fmt: skip
                 requests.append(request)
         return requests
@@ -350,8 +357,9 @@ class Service:
                 last = now if delta.tokens else last
                 if delta.finish_reason == "error":
                     self.check_ready()
-                    # what a request excludes is its own doing; trying again would not help
-                    status = 400 if request.is_constrained else 500
+                    # what a request excludes is its own doing; trying again would not help. An
+                    # adapter may have been unloaded while it was on its way
+                    status = 400 if request.is_constrained or request.adapter else 500
                     raise ApiError(status, delta.error or "the engine failed on this request")
                 if delta.finish_reason == "cancelled":
                     raise unavailable("the engine cancelled the request; send it again later")

@@ -1,0 +1,67 @@
+"""/v1/models, and vLLM's routes that load and unload adapters."""
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+
+from meshwright.serving.server.bodies import LoadAdapterBody, UnloadAdapterBody
+from meshwright.serving.server.errors import ApiError, json_response
+from meshwright.serving.server.service import Service
+from meshwright.serving.server.transport import finish, read
+
+
+async def models(http: HttpRequest, service: Service) -> Response:
+    cards = [_card(service, name) for name in ("", *service.engine.adapters)]
+    return json_response({"object": "list", "data": cards})
+
+
+async def model(http: HttpRequest, service: Service) -> Response:
+    return json_response(_card(service, service.check_model(http.path_params["name"])))
+
+
+def _card(service: Service, adapter: str) -> dict[str, Any]:
+    """The model, or one of its adapters."""
+    folder = service.engine.adapters[adapter].folder if adapter else service.config.model
+    return {
+        "id": adapter or service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "meshwright",
+        "root": str(folder),
+        "parent": service.name if adapter else None,
+        "max_model_len": service.engine.max_length,
+    }
+
+
+async def load_adapter(http: HttpRequest, service: Service) -> Response:
+    _check_allowed(service)
+    body = await read(http, LoadAdapterBody, service)
+    name, folder = body.lora_name, body.lora_path
+    if name == service.name:
+        raise ApiError(400, f"'{name}' is the model's own name; send another", param="lora_name")
+    await finish(http, service, asyncio.to_thread(service.engine.load_adapter, name, folder))
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_adapter(http: HttpRequest, service: Service) -> Response:
+    _check_allowed(service)
+    body = await read(http, UnloadAdapterBody, service)
+    name = body.lora_name
+    if name not in service.engine.adapters:
+        known = ", ".join(f"'{each}'" for each in service.engine.adapters) or "none"
+        reason = f"no adapter is called '{name}'; loaded: {known}"
+        raise ApiError(404, reason, param="lora_name", code="model_not_found")
+    await finish(http, service, asyncio.to_thread(service.engine.unload_adapter, name))
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _check_allowed(service: Service) -> None:
+    service.check_ready()
+    if not service.config.adapter_loading:
+        raise ApiError(
+            403,
+            "this server does not let clients load and unload adapters, which reads folders of its "
+            "machine; start it with --adapter-loading",
+        )
