@@ -19,6 +19,7 @@ from meshwright.training.exchange import load_pieces, save_pieces
 from meshwright.training.jax_backend import AUTO, train
 from meshwright.training.loop import Loop, check_run_folder, supervised
 from meshwright.training.optimizer import learning_rate
+from meshwright.training.policy import Sample, by_target, sample_batch, train_on
 from meshwright.training.prepare import prepare, prepare_data
 from meshwright.training.resume import check_base, checkpoint_settings
 from meshwright.training.run import Memory, chip_peak_flops
@@ -41,18 +42,19 @@ from meshwright.training.setup import (
     weights_folder,
     with_commits,
 )
+from meshwright.training.state import TrainState, new_state
 from meshwright.training.tpu import overlap_choice, overlap_text
 from meshwright.training.work import StepWork
 
 __all__ = [
     "AUTO", "DPO", "LARGEST_COUNT", "NONE", "AbstractStep", "Backend", "ComputeConfig", "DpoConfig",
-    "Loop", "Memory", "Say", "StepWork", "TorchConfig", "TrainConfig", "abstract_step",
-    "accepted_meshes", "check_base", "check_fp8", "check_length", "check_run_folder",
-    "check_same_settings", "check_sizes", "check_trackers", "checkpoint_settings",
-    "chip_peak_flops", "choose_rules", "config_from_dict", "config_from_file", "config_to_dict",
-    "field_lengths", "file_rules", "layers_choice", "learning_rate", "load_pieces", "mixture_of",
-    "model_of", "objective_of",
-    "overlap_choice", "overlap_text", "prepare", "prepare_data", "save_pieces", "settings_flags",
-    "supervised", "train", "training_mesh", "training_spec", "weights_folder",
-    "with_commits", "with_settings",
+    "Loop", "Memory", "Sample", "Say", "StepWork", "TorchConfig", "TrainConfig", "TrainState",
+    "abstract_step", "accepted_meshes", "by_target", "check_base", "check_fp8", "check_length",
+    "check_run_folder", "check_same_settings", "check_sizes", "check_trackers",
+    "checkpoint_settings", "chip_peak_flops", "choose_rules", "config_from_dict",
+    "config_from_file", "config_to_dict", "field_lengths", "file_rules", "layers_choice",
+    "learning_rate", "load_pieces", "mixture_of", "model_of", "new_state", "objective_of",
+    "overlap_choice", "overlap_text", "prepare", "prepare_data", "sample_batch", "save_pieces",
+    "settings_flags", "supervised", "train", "train_on", "training_mesh", "training_spec",
+    "weights_folder", "with_commits", "with_settings",
 ]  # fmt: skip

@@ -2,6 +2,9 @@
 
 functions = step_functions(config, compute, optimizer, rate, mesh)
 state, report = functions.train(state, batch)
+
+A batch with `cotangents` is trained on a loss of its targets' log-probabilities that is computed
+elsewhere, as in RL: they are its gradient, and the step carries it through the model (policy.py).
 """
 
 import dataclasses
@@ -43,6 +46,7 @@ from meshwright.training.trainable import (
 Batch = dict[str, jax.Array]
 Report = dict[str, jax.Array]
 Metrics = dict[str, Metric]
+COTANGENTS = "cotangents"  # the gradient of a loss by the log-probability of each target
 # what a step reports of itself; the other names of a report are metrics of the model's loss
 STEP_VALUES = frozenset(
     {"total_loss", "gradient_norm", "learning_rate", "tokens", "skipped", "skipped_in_a_row"}
@@ -78,6 +82,7 @@ class MeshFunction:
 class StepFunctions:
     train: MeshFunction  # (TrainState, Batch) to (TrainState, Report); the state is donated
     evaluate: MeshFunction  # (params, Batch, maybe reference) to sum and count of each metric
+    log_probs: MeshFunction  # (params, Batch) to those of the targets, 0 where there is none
     batch_sharding: NamedSharding  # of every array of a batch
 
 
@@ -124,7 +129,10 @@ def step_functions(
         batch = batch if dpo is None else with_answers(batch)
         divided_by = counted if dpo is None else pair_count(batch)
         scale = 1.0 / jnp.maximum(divided_by, 1).astype(jnp.float32)
-        batch = _with_mean_weight_one(batch, counted)
+        if COTANGENTS in batch:
+            batch, scale = _weighted_by_cotangents(batch, settings), jnp.float32(1)
+        else:
+            batch = _with_mean_weight_one(batch, counted)
         params = cast_matrices(state.params, arrays, compute.dtype)
         (total, metrics), gradient = _over_micro_batches(total_of, params, arrays, batch, scale)
         trained = trained_part(arrays, state.params)
@@ -177,6 +185,17 @@ def step_functions(
 
         return lax.scan(add_micro_batch, _zeros_of(counted_metrics, _first(batch)), batch)[0]
 
+    def log_probs(params: Any, batch: Batch) -> jax.Array:
+        of_targets = family.log_probs
+        if of_targets is None:
+            raise MeshwrightError(f"models of the family {family.name} give no log-probabilities")
+        params = cast_matrices(params, arrays, compute.dtype)
+
+        def of_micro_batch(_: None, part: Batch) -> tuple[None, jax.Array]:
+            return None, of_targets(params, part, config, compute, settings)
+
+        return lax.scan(of_micro_batch, None, batch)[1]
+
     platform = mesh.devices.flat[0].platform
     told: dict[str, Any] = dict(compiler_options(platform, overlap))
     if compute.matmul == "fp8" and platform in ("gpu", "cuda"):
@@ -185,6 +204,7 @@ def step_functions(
     return StepFunctions(
         train=MeshFunction(jax.jit(train, donate_argnums=0, compiler_options=options), mesh),
         evaluate=MeshFunction(jax.jit(evaluate, compiler_options=options), mesh),
+        log_probs=MeshFunction(jax.jit(log_probs, compiler_options=options), mesh),
         batch_sharding=NamedSharding(mesh, P(None, *tokens.partitions)),
     )
 
@@ -255,6 +275,17 @@ def _with_mean_weight_one(batch: Batch, counted: jax.Array) -> Batch:
     total = target_weight(batch["targets"], batch["weights"])
     factor = counted.astype(jnp.float32) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return batch | {"weights": batch["weights"] * factor}
+
+
+def _weighted_by_cotangents(batch: Batch, loss: LossConfig) -> Batch:
+    """Weights with which the summed cross-entropy has the gradient that the cotangents ask for."""
+    if loss.z_loss:
+        raise MeshwrightError(
+            f"loss.z_loss={loss.z_loss} is of next tokens, and this batch has {COTANGENTS} of its "
+            "log-probabilities; use 0"
+        )
+    rest = {name: array for name, array in batch.items() if name != COTANGENTS}
+    return rest | {"weights": -batch[COTANGENTS]}
 
 
 def _first(batch: Batch) -> Batch:
