@@ -34,6 +34,7 @@ from meshwright.serving.source import (
     model_source,
     served_config,
     tokenizer_folder,
+    trained_weights,
 )
 from meshwright.serving.start import serve
 
@@ -76,5 +77,6 @@ __all__ = [
     "start_engine",
     "stream",
     "tokenizer_folder",
+    "trained_weights",
     "with_adapters",
 ]

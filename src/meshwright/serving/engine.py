@@ -199,6 +199,27 @@ class Engine:
 
         self._send_if_open(cancel)
 
+    def update_weights(self, params: Any, adapter_scale: float = 1.0) -> None:
+        """Take the parameters of a trainer, as its step holds them, in place of the weights.
+
+        They are resharded and cast on the devices; an adapter is merged with its scale. No file is
+        written, nothing is compiled again, and the trainer keeps its arrays. Cached prefixes are
+        forgotten. Requests must have ended: their keys are those of the weights before.
+        """
+
+        def update() -> None:
+            if self._jobs:
+                number = len(self._jobs)
+                raise MeshwrightError(
+                    f"{count(number, 'request')} run{'s' if number == 1 else ''}; update the "
+                    "weights when all have ended"
+                )
+            take = functools.partial(self._executor.update_weights, params, adapter_scale)
+            self._dispatcher.submit(take).result()  # behind the steps before
+            self._scheduler.pool.forget()
+
+        self._do(update)
+
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters that are loaded, by name."""

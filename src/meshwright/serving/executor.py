@@ -79,6 +79,9 @@ class AnyExecutor(Protocol):
     def prepare(self, plan: StepPlan) -> Callable[[], Read]:
         """What dispatches the step, perhaps in another thread; in the order of the plans."""
 
+    def update_weights(self, params: Any, adapter_scale: float) -> None:
+        """Take the parameters of a trainer, in the order of the plans."""
+
     def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
         """Read an adapter in any thread; what it returns writes it into a slot, as a step."""
 
@@ -137,6 +140,9 @@ class Executor:
             return read
 
         return dispatch
+
+    def update_weights(self, params: Any, adapter_scale: float) -> None:
+        self.programs.update_weights(params, adapter_scale)
 
     def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
         factors = self.programs.read_adapter(adapter)

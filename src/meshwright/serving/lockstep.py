@@ -192,8 +192,17 @@ class _Replica:
         threading.Thread(target=run, name=f"meshwright-replica-{index}", daemon=True).start()
 
 
+def _refuse_weights(executor: Any, params: Any, adapter_scale: float) -> None:
+    raise MeshwrightError(
+        "the weights of an engine over several processes come from a folder; start one again, or "
+        "run the engine in one process"
+    )
+
+
 class LeadExecutor(Executor):
     """Runs steps on devices of this process and perhaps of others."""
+
+    update_weights = _refuse_weights
 
     def __init__(self, model: Model, config: EngineConfig, length: int, channel: _Channel) -> None:
         super().__init__(model, config, length, release=True)
@@ -259,6 +268,8 @@ class _Tokens:
 
 class RemoteExecutor:
     """Has other processes run the steps."""
+
+    update_weights = _refuse_weights
 
     def __init__(self, channel: _Channel, grammars: Grammars) -> None:
         self._channel, self._grammars = channel, grammars

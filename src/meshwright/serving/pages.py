@@ -92,6 +92,12 @@ class PagePool:
                 self._digests[page] = digest
                 self._pages[digest] = page
 
+    def forget(self) -> None:
+        """No page has a known prefix any more: the keys are those of other weights."""
+        self._free += self._unused
+        for known in (self._unused, self._digests, self._pages):
+            known.clear()
+
     def _chain(self, tokens: Sequence[int], pages: int, salt: str) -> list[Digest]:
         """A digest per page, of its tokens and all before, and of the salt."""
         numbers = np.asarray(tokens[: pages * self.page_size], np.int32)

@@ -52,7 +52,15 @@ from meshwright.serving.prompts import PromptInputs, PromptShape, fill_with_prom
 from meshwright.serving.sampling import KnownTokens
 from meshwright.serving.scheduler import scoring_shape
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import Adapter, Model, adapter_targets, targets
+from meshwright.serving.source import (
+    Adapter,
+    Model,
+    adapter_targets,
+    check_params,
+    load_weights,
+    targets,
+    trained_weights,
+)
 
 Ints = npt.NDArray[np.int32]
 # XLA times the kernels of each matmul, but does not compare their results: with fp8 weights the
@@ -312,6 +320,19 @@ class Programs(Steps):
             )
         self.pools = self._new_pools()
         self.last_tokens = self.put(np.zeros(config.max_batch + 1, np.int32))
+
+    def update_weights(self, params: Any, adapter_scale: float) -> None:
+        """Take the parameters of a trainer in place of the weights, which are freed first."""
+        check_params(params, self._source.config)
+        slots = {name: tree for name, tree in self.weights.items() if name == ADAPTER}
+        self.weights = slots  # others are freed once the steps that were dispatched have read them
+        source = dataclasses.replace(self._source, read=trained_weights(params, adapter_scale))
+        model = load_weights(source, self.mesh, self.dtype)
+        with jax.set_mesh(self.mesh):
+            weights = self.serving.weights(
+                model.params, model.config, self.config.weights, release=True
+            )
+        self.weights = weights | slots
 
     def _empty_slots(self) -> AdapterSlots:
         factors = self._abstract_factors()

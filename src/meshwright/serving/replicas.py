@@ -154,6 +154,11 @@ class Replicas:
         for engine in self.engines:
             engine.cancel(request_id)
 
+    def update_weights(self, params: Any, adapter_scale: float = 1.0) -> None:
+        """As `Engine.update_weights`, of each engine."""
+        for engine in self.engines:
+            engine.update_weights(params, adapter_scale)
+
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters that are loaded, by name."""
