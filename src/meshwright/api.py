@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 
 from meshwright.errors import MeshwrightError
 from meshwright.planner import planned
+from meshwright.serving import TextSampler
 from meshwright.training import TrainConfig, settings_flags, with_commits
 from meshwright.training import train as train_in_jax
 
@@ -23,7 +24,7 @@ def train(
     config = with_commits(config)  # before processes join: others wait minutes, not hours
     choose = functools.partial(planned, named=named)
     if config.backend == "jax":
-        train_in_jax(config, choose)
+        train_in_jax(config, choose, TextSampler)
         return
     try:
         from meshwright.torch.train import train as train_in_torch

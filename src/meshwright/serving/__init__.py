@@ -23,6 +23,7 @@ from meshwright.serving.request import (
 )
 from meshwright.serving.run_export import export
 from meshwright.serving.same_settings import settings_facts
+from meshwright.serving.samples import TextSampler
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.settings import EngineConfig, ServeConfig
 from meshwright.serving.source import (
@@ -60,6 +61,7 @@ __all__ = [
     "ServeConfig",
     "ServedStep",
     "Source",
+    "TextSampler",
     "TokenLogprobs",
     "check_fits",
     "check_prompts",

@@ -45,7 +45,7 @@ def stream(
     check_prompts(prompts, max_new, model.config)
     sampling = sampling or Sampling()
     replicas = model.mesh.shape.get("dp", 1)
-    config = _engine_config(model.config, [len(prompt) for prompt in prompts], max_new, replicas)
+    config = config_for(model.config, [len(prompt) for prompt in prompts], max_new, replicas)
     requests = [
         Request(
             tuple(int(token) for token in prompt),
@@ -76,8 +76,8 @@ def _tokens(
                 yield index, token
 
 
-def _engine_config(
-    model_config: Any, lengths: Sequence[int], max_new: int, replicas: int
+def config_for(
+    model_config: Any, lengths: Sequence[int], max_new: int, replicas: int = 1
 ) -> EngineConfig:
     """Settings of an engine for prompts of these lengths: one shape of decode, one of prefill."""
     longest = max(lengths)

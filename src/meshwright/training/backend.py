@@ -105,6 +105,10 @@ class Backend(abc.ABC):
     def evaluate(self) -> dict[str, tuple[float, float]]:
         """The sum and count of each metric over the held-out tokens; `loss` is among them."""
 
+    def continuations(self) -> list[str]:
+        """The text that the current weights give after each of --eval.prompts."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def is_finite(self) -> bool:
         """Whether all weights are finite numbers."""

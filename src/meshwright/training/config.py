@@ -80,12 +80,17 @@ class EvalConfig:
     """Sequences held out at the end of each token store for evaluation; 0: no evaluation."""
     patience: int | None = None
     """Stop after this many evaluations without a lower loss; None: never."""
+    prompts: tuple[str, ...] = ()
+    """Texts that each evaluation continues with the current weights, greedily: they are printed,
+    and shown on the run's page."""
 
     def __post_init__(self) -> None:
-        if self.patience is not None and not self.sequences:
-            raise MeshwrightError(
-                "eval.patience needs evaluations; hold out some with --eval.sequences, such as 64"
-            )
+        for name in ("patience", "prompts"):
+            if getattr(self, name) not in (None, ()) and not self.sequences:
+                raise MeshwrightError(
+                    f"eval.{name} needs evaluations; hold out some with --eval.sequences, such as "
+                    "64"
+                )
 
 
 @dataclasses.dataclass(frozen=True)

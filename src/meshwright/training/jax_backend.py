@@ -9,13 +9,14 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from meshwright.checkpoint import Checkpoints, folders, holds_pieces
+from meshwright.data import Mixture
 from meshwright.errors import MeshwrightError
 from meshwright.launch import (
     StoreAgreement,
@@ -31,6 +32,7 @@ from meshwright.layouts import create, fit, stored
 from meshwright.machines import Machine, check_host_memory, host_bytes
 from meshwright.models import ADAPTER, OFFLOAD, adapted_names, load_hf
 from meshwright.present import bytes_text, duration_text
+from meshwright.training.abstract_step import AbstractStep
 from meshwright.training.backend import Backend, Say
 from meshwright.training.config import TrainConfig
 from meshwright.training.exchange import load_pieces
@@ -53,14 +55,28 @@ from meshwright.training.trainable import trained_part, trained_specs
 AUTO = "auto"  # a mesh that is chosen once the devices are known
 
 
+class Sampler(Protocol):
+    """Continues prompts with the weights of a moment."""
+
+    def __call__(self, params: Any) -> list[str]:
+        """The continuation of each prompt."""
+
+    def close(self) -> None: ...
+
+
+MakeSampler = Callable[[AbstractStep, Mixture, Sequence[str]], Sampler]
+"""(the step, its data, prompts) → their sampler; the package for it is beyond this one."""
+
+
 def train(
     config: TrainConfig,
     choose: Callable[[TrainConfig, Machine], tuple[TrainConfig, str]] | None = None,
+    sampler: MakeSampler | None = None,
 ) -> None:
     """Run to the end, to a signal, or to a mistake (MeshwrightError).
 
     The same call in every process of a run. `choose` gives the settings of a mesh where the one
-    asked for is 'auto', and what to say about them.
+    asked for is 'auto', and what to say about them. `sampler` continues --eval.prompts.
     """
     make_room_for_cpu_collectives()
     take_most_gpu_memory()
@@ -82,16 +98,20 @@ def train(
                 check_same_settings(config, store, joined)
         check_run_folder(config)
         with watchdog.paused("preparing"):
-            backend = JaxBackend(config)
-        Loop(backend, stop, store, watchdog).go()
+            backend = JaxBackend(config, sampler)
+        with contextlib.closing(backend):
+            Loop(backend, stop, store, watchdog).go()
 
 
 class JaxBackend(Backend):
     lag = 1
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, sampler: MakeSampler | None = None) -> None:
         self.config = config
         self.process_id, self.processes = jax.process_index(), jax.process_count()
+        if config.eval.prompts and (sampler is None or self.processes > 1):
+            why = "runs of one process" if sampler else "mw.train"
+            raise MeshwrightError(f"eval.prompts are continued by {why} alone; leave them out")
         self.checkpoints: Checkpoints = Checkpoints(**checkpoint_settings(config))
         self._agreement = StoreAgreement("run")
         self._setup = setup = prepare(config)
@@ -102,6 +122,9 @@ class JaxBackend(Backend):
         self.device_kind = self._devices[0].device_kind
         self.num_parameters = setup.explanation.num_elements
         self.work = step.work
+        self._sampler: Sampler | None = None
+        if sampler is not None and config.eval.prompts:
+            self._sampler = sampler(step, self.loader.mixture, config.eval.prompts)
         self._state: TrainState  # after `start`
         self._compiled: Any = None  # after `compile`
 
@@ -265,6 +288,14 @@ class JaxBackend(Backend):
                 total, counted = totals.get(name, (0.0, 0))
                 totals[name] = total + one.sum.item(), counted + one.count.item()
         return totals
+
+    def continuations(self) -> list[str]:
+        assert self._sampler is not None
+        return self._sampler(self._state.params)
+
+    def close(self) -> None:
+        if self._sampler is not None:
+            self._sampler.close()
 
     def is_finite(self) -> bool:
         return params_are_finite(self._state, self._setup.step.mesh)

@@ -49,6 +49,7 @@ from meshwright.training.run import (
     write_run_page,
 )
 from meshwright.training.run.metrics import FILE as METRICS
+from meshwright.training.run.summary import SAMPLE
 from meshwright.training.setup import weights_folder
 from meshwright.training.step import STEP_VALUES
 
@@ -296,9 +297,14 @@ class Loop:
         return self.backend.from_first(text)
 
     def _evaluate(self, step: int, log: MetricsLog, live: LiveLine) -> None:
+        prompts = self.config.eval.prompts
         with self.watchdog.paused("evaluating"), self.clock.paused():
             sums = self.backend.evaluate()
+            texts = self.backend.continuations() if prompts else []
         self.check_owned()
+        for prompt, text in zip(prompts, texts, strict=True):
+            log.note(step, SAMPLE, prompt=prompt, text=text)
+            live.print(f"step {step}: {prompt!r} continues {text!r}")
         counted = sums["loss"][1]
         if not counted:
             live.print(f"warning: step {step}: the held-out sequences have no target; {NO_TARGETS}")

@@ -31,6 +31,7 @@ _JAX_ONLY = {
     "trainable": "PyTorch trains every array here",
     "lora.rank": "PyTorch trains every array here",
     "optimizer.moments": "PyTorch keeps moments in the dtype of the weights",
+    "eval.prompts": "`meshwright generate` continues texts with the weights of any checkpoint",
     "loss.z_loss": "PyTorch has no z-loss here",
     "loss.chunk": "use more --accumulation or a smaller --batch to save memory",
 }

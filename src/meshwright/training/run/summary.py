@@ -12,6 +12,8 @@ from meshwright.present import GIB, count_text, duration_text
 from meshwright.training.run.metrics import Metrics
 
 MOST_POINTS = 8000
+MOST_SAMPLED = 50  # steps whose sample texts are shown
+SAMPLE = "sample"  # an event: a prompt and the text that the weights of a step gave after it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,19 @@ def summary(metrics: Metrics) -> list[tuple[str, str]]:
 
 def resumes(metrics: Metrics) -> list[dict[str, Any]]:
     return [event for event in metrics.events if event["event"] == "resumed"]
+
+
+def samples(metrics: Metrics) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Each step that has sample texts with them, the newest first.
+
+    A step that a resumed run repeated has what it gave last.
+    """
+    by_step: dict[int, dict[str, dict[str, Any]]] = {}
+    for event in metrics.events:
+        if event["event"] == SAMPLE:
+            by_step.setdefault(event["step"], {})[str(event.get("prompt"))] = event
+    newest = sorted(by_step, reverse=True)[:MOST_SAMPLED]
+    return [(step, list(by_step[step].values())) for step in newest]
 
 
 def curves(metrics: Metrics, most: int = MOST_POINTS) -> list[dict[str, Any]]:
