@@ -31,6 +31,7 @@ from meshwright.torch.train.batch import model_inputs
 from meshwright.torch.train.settings import check_settings
 from meshwright.torch.train.store import TorchrunStore
 from meshwright.training import TorchConfig, TrainConfig, with_settings
+from meshwright.training.config import EvalConfig
 
 SIZES = ["--steps", "9", "--batch", "8", "--seq", "64", "--accumulation", "2"]
 SIZES += ["--eval.sequences", "6", "--eval.every", "100", "--optimizer.learning-rate", "3e-3"]
@@ -123,6 +124,10 @@ def test_a_run_whose_folder_was_replaced_ends_and_changes_nothing_there(
     ("changes", "says"),
     [
         ({"cpu_devices": 2}, "--cpu-devices 2 is a setting of the JAX backend"),
+        (
+            {"eval": EvalConfig(sequences=4, prompts=("The",))},
+            "--eval.prompts ('The',) is a setting of the JAX backend",
+        ),
         ({"submesh": "2,1,1,1"}, "--submesh 2,1,1,1 is a setting of the JAX backend"),
         ({"rules": "t5x:1,1"}, "--rules t5x:1,1 are rules for JAX arrays"),
         ({"model": "t5-tiny"}, "t5-tiny is not a dense decoder"),

@@ -123,3 +123,21 @@ def test_a_long_curve_is_thinned_with_its_true_mean(tmp_path: Path) -> None:
     # the smoothed line is drawn from means over every step, not from the points that were kept
     assert np.mean(curve["mean"]) == pytest.approx(values.mean(), rel=1e-3)
     assert np.mean(curve["y"]) > 1.5 * values.mean()
+
+
+def test_sample_texts_are_shown_newest_first_and_escaped(tmp_path: Path) -> None:
+    folder = run(tmp_path)
+    with MetricsLog(folder) as log:
+        for step, text in ((10, " old"), (20, " gone"), (20, f" new {NASTY}")):
+            log.note(step, "sample", prompt=f"Once {NASTY}", text=text)
+        log.note(20, "sample", prompt="The fox", text="\n ran")
+    text = write_run_page(folder).read_text()
+    assert text.count("<script") == text.count("</script>") == 1
+    assert "<img" not in text
+    shown = [text.index(part) for part in ("step 20", " new ", "The fox", "step 10", " old")]
+    assert shown == sorted(shown)
+    assert " gone" not in text  # of a part of the run that was repeated
+
+
+def test_a_run_without_samples_has_no_place_for_them(tmp_path: Path) -> None:
+    assert "Sample texts" not in write_run_page(run(tmp_path)).read_text()
