@@ -49,12 +49,12 @@ def trainer(model: Any, mesh: str, **settings: Any) -> AbstractStep:
 
 
 def params_of(step: AbstractStep, seed: int) -> Any:
-    """Larger than a training starts with, so that log-probabilities lie apart."""
+    """Matrices with about 1 over the root of their inputs: log-probabilities lie apart."""
     state = new_state(step.arrays, step.state, step.optimizer, step.mesh, seed)
     random = np.random.default_rng(seed)
 
     def value(spec: Any, array: jax.Array) -> jax.Array:
-        noise = random.normal(scale=0.3, size=spec.unpadded_shape).astype(np.float32)
+        noise = random.normal(scale=0.2, size=spec.unpadded_shape).astype(np.float32)
         missing = [(0, have - size) for have, size in zip(array.shape, noise.shape, strict=True)]
         return array + jax.device_put(np.pad(noise, missing).astype(array.dtype), array.sharding)
 
