@@ -3,7 +3,7 @@
 from meshwright.models.activations import ActivationLayouts, activation_layouts
 from meshwright.models.compute import OFFLOAD, Compute, default_dtype, scans_layers
 from meshwright.models.decoder import DecoderConfig, decoder_rules
-from meshwright.models.divisibility import indivisible, what_fits
+from meshwright.models.divisibility import indivisible, indivisible_blocks, what_fits
 from meshwright.models.family import HuggingFace, ModelFamily, Serving
 from meshwright.models.huggingface import (
     SOURCE,
@@ -12,7 +12,7 @@ from meshwright.models.huggingface import (
     load_tensors,
     tokenizer_files_of,
 )
-from meshwright.models.lora import ADAPTER, LoraConfig, merged, with_adapter
+from meshwright.models.lora import ADAPTER, LoraConfig, merged, quantized_base, with_adapter
 from meshwright.models.loss import (
     ExtraLoss,
     LmHead,
@@ -95,6 +95,7 @@ __all__ = [
     "from_hf_config",
     "hf_names",
     "indivisible",
+    "indivisible_blocks",
     "is_adapter",
     "is_torch_only",
     "layer_count",
@@ -111,6 +112,7 @@ __all__ = [
     "override",
     "padded_vocab",
     "preset",
+    "quantized_base",
     "read_folder",
     "read_header",
     "save_adapter",

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules
-from meshwright.models import Compute, override, padded_vocab
+from meshwright.models import Compute, override, padded_vocab, quantized_base
 from meshwright.training.config import TrainConfig
 from meshwright.training.optimizer import make_optimizer
 from meshwright.training.setup import (
@@ -46,6 +46,7 @@ class AbstractStep:
     rules: Rules
     compute: Compute
     arrays: Any  # ArraySpecs of the parameters, with what is trained
+    unquantized: Any  # the same before frozen matrices are quantized
     optimizer: Any
     functions: StepFunctions
     state: TrainState  # jax.ShapeDtypeStructs with shardings
@@ -57,7 +58,7 @@ class AbstractStep:
         """The FLOPs of a step."""
         lengths = {name: field.shape[2] for name, field in self.batch.items()}
         alone = "encoder_tokens" not in lengths
-        return StepWork(self.model, lengths, frozen_weights(self.arrays) if alone else 0)
+        return StepWork(self.model, lengths, frozen_weights(self.unquantized) if alone else 0)
 
     def lower(self) -> Any:
         """The train step, lowered for the mesh's platform; `.compile()` compiles it."""
@@ -86,7 +87,9 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
     check_sizes(config, model, rules, mesh.shape)
     compute, attention = compute_of(config, model, rules, mesh)
     vocab = padded_vocab(model, rules, mesh.shape)
-    arrays = training_arrays(config, model, compute.dtype, vocab)
+    unquantized = training_arrays(config, model, compute.dtype, vocab)
+    lora = config.lora
+    arrays = quantized_base(unquantized, lora.base) if lora.quantizes else unquantized
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
     overlap, _ = overlap_choice(config.compute.overlap, known_chip(mesh.devices.flat[0]))
     functions = step_functions(
@@ -101,7 +104,7 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=functions.batch_sharding)
 
     return AbstractStep(
-        config, model, mesh, rules, compute, arrays, optimizer, functions,
+        config, model, mesh, rules, compute, arrays, unquantized, optimizer, functions,
         state=abstract_state(arrays, rules, optimizer, mesh),
         batch={name: field(length) for name, length in lengths.items()},
         attention=attention,

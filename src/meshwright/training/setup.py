@@ -29,6 +29,7 @@ from meshwright.models import (
     family_of,
     hf_names,
     indivisible,
+    indivisible_blocks,
     layer_count,
     layer_counts,
     model_config,
@@ -224,7 +225,7 @@ def _with_activations(rules: Rules, file: str, standard: Rules) -> Rules:
 
 
 def training_arrays(config: TrainConfig, model: Any, dtype: Any, vocab: int | None = None) -> Any:
-    """ArraySpecs of all that a step holds of the model, with what is trained.
+    """ArraySpecs of all that a step holds of the model, with what is trained; nothing quantized.
 
     `dtype` is that of matmuls; `vocab` is the vocabulary in memory, if it is padded.
     """
@@ -232,7 +233,7 @@ def training_arrays(config: TrainConfig, model: Any, dtype: Any, vocab: int | No
     arrays = family.arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
     if not lora.rank:
         return select_trainable(arrays, config.trainable)
-    base = dtype if lora.base == "auto" else jnp.dtype(lora.base)
+    base = dtype if lora.base == "auto" or lora.quantizes else jnp.dtype(lora.base)
     return with_adapter(arrays, lora, base, hf_names(model))
 
 
@@ -273,6 +274,11 @@ def compute_of(
         adapter_scale=config.lora.scale,
     )
     if settings.matmul == "fp8":
+        if config.lora.quantizes:
+            raise MeshwrightError(
+                f"compute.matmul fp8 multiplies weights of 16 or 32 bits, and lora.base is "
+                f"{config.lora.base}; leave one out"
+            )
         chip = chip_of_kind(device.device_kind, device.platform)
         check_fp8(config, model, chip)
     return compute, words
@@ -374,6 +380,7 @@ def _refusal(
 ) -> str | None:
     """Why a mesh cannot run the settings with this batch and length; None if it can."""
     why = indivisible(model, rules, mesh_shape, batch, None, config.accumulation)
+    why = why or indivisible_blocks(model, config.lora.base, rules, mesh_shape)
     if why is not None:
         return why
     # the length last: one that sp divides may still not suit the strategy
