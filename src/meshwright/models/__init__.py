@@ -12,7 +12,14 @@ from meshwright.models.huggingface import (
     load_tensors,
     tokenizer_files_of,
 )
-from meshwright.models.lora import ADAPTER, LoraConfig, merged, quantized_base, with_adapter
+from meshwright.models.lora import (
+    ADAPTER,
+    QUANTIZED_BASES,
+    LoraConfig,
+    merged,
+    quantized_base,
+    with_adapter,
+)
 from meshwright.models.loss import (
     ExtraLoss,
     LmHead,
@@ -64,6 +71,7 @@ __all__ = [
     "FAMILIES",
     "OFFLOAD",
     "PRESETS",
+    "QUANTIZED_BASES",
     "SOURCE",
     "SPECIAL_TOKENS",
     "TENSOR_DTYPES",

@@ -31,10 +31,12 @@ from meshwright.training.setup import (
     choose_rules,
     field_lengths,
     file_rules,
+    held_arrays,
     layers_choice,
     mixture_of,
     model_of,
     objective_of,
+    training_arrays,
     training_mesh,
     training_spec,
 )
@@ -42,12 +44,13 @@ from meshwright.training.tpu import overlap_choice, overlap_text
 from meshwright.training.work import StepWork
 
 __all__ = [
-    "AUTO", "LARGEST_COUNT", "NONE", "AbstractStep", "Backend", "ComputeConfig", "Loop", "Memory",
-    "Say", "StepWork", "TorchConfig", "TrainConfig", "abstract_step", "accepted_meshes",
-    "check_base", "check_fp8", "check_length", "check_run_folder", "check_same_settings",
-    "check_sizes", "check_trackers", "checkpoint_settings", "chip_peak_flops", "choose_rules",
-    "config_from_dict", "config_from_file", "config_to_dict", "field_lengths", "file_rules",
-    "layers_choice", "learning_rate", "load_pieces", "mixture_of", "model_of", "objective_of",
-    "overlap_choice", "overlap_text", "prepare", "prepare_data", "save_pieces", "settings_flags",
-    "supervised", "train", "training_mesh", "training_spec", "with_settings",
+    "AUTO", "LARGEST_COUNT", "NONE", "AbstractStep", "Backend", "ComputeConfig", "Loop",
+    "Memory", "Say", "StepWork", "TorchConfig", "TrainConfig", "abstract_step",
+    "accepted_meshes", "check_base", "check_fp8", "check_length", "check_run_folder",
+    "check_same_settings", "check_sizes", "check_trackers", "checkpoint_settings",
+    "chip_peak_flops", "choose_rules", "config_from_dict", "config_from_file", "config_to_dict",
+    "field_lengths", "file_rules", "held_arrays", "layers_choice", "learning_rate",
+    "load_pieces", "mixture_of", "model_of", "objective_of", "overlap_choice", "overlap_text",
+    "prepare", "prepare_data", "save_pieces", "settings_flags", "supervised", "train",
+    "training_arrays", "training_mesh", "training_spec", "with_settings",
 ]  # fmt: skip

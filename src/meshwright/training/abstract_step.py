@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules
-from meshwright.models import Compute, override, padded_vocab, quantized_base
+from meshwright.models import Compute, override, padded_vocab
 from meshwright.training.config import TrainConfig
 from meshwright.training.optimizer import make_optimizer
 from meshwright.training.setup import (
@@ -25,6 +25,7 @@ from meshwright.training.setup import (
     choose_rules,
     compute_of,
     field_lengths,
+    held_arrays,
     known_chip,
     model_of,
     training_arrays,
@@ -88,8 +89,7 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
     compute, attention = compute_of(config, model, rules, mesh)
     vocab = padded_vocab(model, rules, mesh.shape)
     unquantized = training_arrays(config, model, compute.dtype, vocab)
-    lora = config.lora
-    arrays = quantized_base(unquantized, lora.base) if lora.quantizes else unquantized
+    arrays = held_arrays(config, unquantized)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
     overlap, _ = overlap_choice(config.compute.overlap, known_chip(mesh.devices.flat[0]))
     functions = step_functions(

@@ -34,6 +34,7 @@ from meshwright.models import (
     layer_counts,
     model_config,
     override,
+    quantized_base,
     scans_layers,
     serving_of,
     what_fits,
@@ -237,6 +238,11 @@ def training_arrays(config: TrainConfig, model: Any, dtype: Any, vocab: int | No
     return with_adapter(arrays, lora, base, hf_names(model))
 
 
+def held_arrays(config: TrainConfig, arrays: Any) -> Any:
+    """The arrays of `training_arrays` as a step holds them: frozen matrices may be quantized."""
+    return quantized_base(arrays, config.lora.base) if config.lora.quantizes else arrays
+
+
 def compute_of(
     config: TrainConfig, model: Any, rules: Rules, placed: Mesh
 ) -> tuple[Compute, str | None]:
@@ -274,11 +280,6 @@ def compute_of(
         adapter_scale=config.lora.scale,
     )
     if settings.matmul == "fp8":
-        if config.lora.quantizes:
-            raise MeshwrightError(
-                f"compute.matmul fp8 multiplies weights of 16 or 32 bits, and lora.base is "
-                f"{config.lora.base}; leave one out"
-            )
         chip = chip_of_kind(device.device_kind, device.platform)
         check_fp8(config, model, chip)
     return compute, words
@@ -286,6 +287,11 @@ def compute_of(
 
 def check_fp8(config: TrainConfig, model: Any, chip: Chip) -> None:
     """That the chip multiplies in fp8, or is a CPU, which simulates it; that layers are left."""
+    if config.lora.quantizes:
+        raise MeshwrightError(
+            "compute.matmul fp8 rounds weights of 16 or 32 bits for each matmul, and lora.base is "
+            f"{config.lora.base}; leave one of the two out"
+        )
     if chip.platform != "cpu" and chip.fp8_flops is None:
         raise MeshwrightError(
             f"compute.matmul fp8: {chip.name} has no fp8 units; leave it out, or use one of "

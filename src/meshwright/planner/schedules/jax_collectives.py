@@ -70,7 +70,8 @@ class _Step:
             times, of = self.executions(stack), f"of {_a_layer(stack)}"
             in_fp8 = self.workload.fp8_layers(stack.layers) * self.micro_batches
             for block in stack.blocks:
-                size = self.item * self.number(block.weights) // self.tp
+                item = self.device.stored_layers if self.device.quantizes else self.item
+                size = item * self.number(block.weights) // self.tp
                 name, pieces = block.name.replace("_", "-"), len(block.matrices)
                 weights: Payload = "layer weights"
                 gradient: Payload = "layer gradients"

@@ -46,9 +46,11 @@ def always(step: StepModel) -> Kinds:
     for size, arrays in collections.Counter(workload.lengths.values()).items():
         tokens = device.number(size // choice.size("sp"), "tokens")
         in_batch = in_batch + device.float32 * device.number(arrays, "arrays") * batch * tokens
+    weights = stored * (step.layers_and_tables + step.vectors)
+    if device.quantizes:
+        weights = device.stored_layers * step.layers + stored * (step.tables + step.vectors)
     always: Kinds = {
-        "parameters": stored * (step.layers_and_tables + step.vectors)
-        + device.float32 * step.adapter,
+        "parameters": weights + device.float32 * step.adapter,
         "optimizer": optimizer[workload.config.optimizer.name](),
         "batch": in_batch,
     }
