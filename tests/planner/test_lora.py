@@ -19,7 +19,9 @@ def config(model: str, batch: int, seq: int, rank: int = 16) -> TrainConfig:
 
 
 def test_time_and_memory_are_those_of_one_gpu() -> None:
-    section = RESULTS.read_text().partition("## LoRA: one step on one GPU\n")[2].partition("\n## ")[0]
+    section = (
+        RESULTS.read_text().partition("## LoRA: one step on one GPU\n")[2].partition("\n## ")[0]
+    )
     row = re.search(r"\| ours \| ([\d.]+) ms \|.*?\| ([\d.]+) GiB \|", section)
     assert row is not None
     best = plan(config("llama-3.1-8b", 4, 2048), "h200:1").best

@@ -43,6 +43,8 @@ NF4_LEVELS = (
     0.7229568362236023, 1.0,
 )  # fmt: skip
 
+_NF4_PAIRS = np.array([*itertools.product(NF4_LEVELS, repeat=2)], np.float32)  # by byte
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +143,9 @@ def dequantize_nf4(weight: Quantized, inputs: Sequence[int], dtype: Any) -> jax.
     parts = (jax.sharding.reshard(part, spec) for part in (weight.values, weight.scale))
 
     def unpack(values: jax.Array, scale: jax.Array) -> jax.Array:
-        codes = jnp.stack([values >> 4, values & 15], axis=-1)  # [outputs ..., inputs / 2, 2]
-        levels: list[Any] = list(map(jnp.float32, NF4_LEVELS))
-        for bit in range(4):  # selects, which every compiler fuses, instead of a table
-            is_set = (codes >> bit & 1).astype(bool)
-            pairs = zip(levels[::2], levels[1::2], strict=True)
-            levels = [jnp.where(is_set, high, low) for low, high in pairs]
-        numbers = levels[0].reshape(*scale.shape, NF4_BLOCK) * scale[..., None]
+        # [outputs ..., inputs / 2, 2]
+        levels = jnp.asarray(_NF4_PAIRS).at[values].get(mode="promise_in_bounds")
+        numbers = levels.reshape(*scale.shape, NF4_BLOCK) * scale[..., None]
         return numbers.astype(dtype).reshape(*values.shape[:-1], -1, *inputs[1:])
 
     target = P(*spec, *(None,) * (len(inputs) - 1))
