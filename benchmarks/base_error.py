@@ -3,9 +3,9 @@
     python benchmarks/base_error.py           # prints a table
     python benchmarks/base_error.py --write   # and puts it into RESULTS.md
 
-Normal numbers in the shape of llama-3.1-8b's `up` matrix, 4,096 × 14,336. The error is the root mean
-square of the difference over that of the weights, and of the products with normal inputs. Beside
-the 16-bit float and, where it is installed, bitsandbytes' nf4. No accelerator is needed.
+Normal numbers in the shape of llama-3.1-8b's `up` matrix, 4,096 × 14,336. The error is the root
+mean square of the difference over that of the weights, and of the products with normal inputs.
+Beside the 16-bit float and, where it is installed, bitsandbytes' nf4. No accelerator is needed.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from results import here, write_section
 
 from meshwright.ops import NF4, dequantize_nf4, quantize
+from results import here, write_section
 
 INPUTS, OUTPUTS, TOKENS = 4096, 14336, 64
 

@@ -135,14 +135,13 @@ GPU_CASES = [
     case("t5-v1.1-large", "h100:1x8", "dp=2,fsdp=2,tp=2,sp=1", 64, 512, "mlp", accumulation=2),
 ]  # fmt: skip
 
-# LoRA of rank 16 beside frozen weights in 16, 8 and 4 bits
+# LoRA of rank 16 beside frozen weights in 8 and 4 bits
 LORA_CASES = [
     case("llama-3.1-70b", "h200:1x1", "dp=1,fsdp=1,tp=1,sp=1", 1, 2048, lora="nf4"),
     case("llama-3.1-70b", "h200:1x1", "dp=1,fsdp=1,tp=1,sp=1", 1, 2048, lora="int8"),
     case("llama-3.1-70b", "h100:1x1", "dp=1,fsdp=1,tp=1,sp=1", 1, 2048, lora="nf4"),
     case("llama-3.1-70b", "h100:1x8", "dp=1,fsdp=8,tp=1,sp=1", 8, 2048, lora="nf4"),
     case("llama-3.1-70b", "h100:1x4", "dp=1,fsdp=2,tp=2,sp=1", 4, 2048, "mlp", lora="int8"),
-    case("llama-3.1-8b", "h100:1x1", "dp=1,fsdp=1,tp=1,sp=1", 4, 2048, "none", lora="bfloat16"),
     case("llama-3.1-8b", "h100:1x1", "dp=1,fsdp=1,tp=1,sp=1", 4, 2048, "none", lora="int8"),
     case("llama-3.1-8b", "h100:1x1", "dp=1,fsdp=1,tp=1,sp=1", 4, 2048, "none", lora="nf4"),
 ]  # fmt: skip

@@ -140,6 +140,8 @@ def _loss(step: StepModel) -> Kinds:
     recomputes = last.sizes.attention_weights and "attention" not in saved
     if not device.is_tpu and device.is_sharded and recomputes:
         kinds["attention"] = last.recomputed_attention
+        if not last.sizes.gradient_weights:  # and the mlp of one whose weights are frozen
+            kinds["all-gathered weights"] = last.layer
     return kinds
 
 
