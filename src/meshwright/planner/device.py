@@ -42,9 +42,10 @@ class Device:
         self.devices = number(split, "devices")
         self.is_sharded = choice.shards > 1
         self.casts = ITEM_BYTES[workload.param_dtype] != ITEM_BYTES[workload.dtype]
-        # frozen weights of unrolled layers are copied out of the arrays that stack them
+        # frozen weights of unrolled layers are copied out of the arrays that stack them, unless a
+        # layer dequantizes them
         frozen = bool(workload.config.lora.rank) and not self.is_tpu and not workload.scan
-        self.copies = self.casts or frozen
+        self.copies = self.casts or (frozen and not self.quantizes)
         # a GPU's compiler frees a layer's cast weights as its gradients come, but in a loop, or if
         # gradients are sent
         is_loop = workload.scan or choice.remat == OFFLOAD
