@@ -97,11 +97,7 @@ def test_memory_on_gpus_is_within_8_percent_and_every_verdict_right(entry: dict[
     assert found.fits == (entry["total"] <= entry["limit"])
 
 
-# what is sent of the factors of LoRA is not planned
-SENT = [entry for entry in ON_GPUS if "lora" not in entry["case"]]
-
-
-@pytest.mark.parametrize("entry", SENT, ids=lambda entry: recorded.words(entry["case"]))
+@pytest.mark.parametrize("entry", ON_GPUS, ids=ON_GPUS_NAMES)
 def test_gpus_send_what_is_planned_to_a_hundredth_and_nothing_else(entry: dict[str, Any]) -> None:
     assert max(map(abs, off(entry)), default=0.0) <= 0.01
     assert entry["surprises"] == []
