@@ -93,9 +93,14 @@ def on_mesh(folder: Path, base: str, mesh: str, **compute: Any) -> tuple[Any, An
     ("base", "mesh", "compute"),
     [
         ("int8", "fsdp=2,tp=2", {}),
-        ("nf4", "dp=1", {}),
+        pytest.param("nf4", "dp=1", {}, marks=pytest.mark.slow),
         ("nf4", "fsdp=2,tp=2", {"layers": "unroll", "mlp_chunk": 4}),
-        ("nf4", "tp=2,sp=2", {"sequence_parallel": True, "remat": "full"}),
+        pytest.param(
+            "nf4",
+            "tp=2,sp=2",
+            {"sequence_parallel": True, "remat": "full"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_gradient_is_that_beside_rounded_weights(
