@@ -25,6 +25,8 @@ QUANTIZED_BASES = ("int8", NF4)
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
+    """Settings of LoRA: what is trained beside frozen weights, and how those are kept."""
+
     rank: int = 0
     """Rank of the trained update of each matrix, such as 16; 0: no LoRA."""
     alpha: float = 16.0
