@@ -7,10 +7,11 @@ DEMO := $(VENV)/.demo
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-layout serve test test-all test-kernels test-newest test-clients lint format lock bench clean
+.PHONY: help demo finetune-demo demo-layout serve test test-all test-kernels test-newest test-clients lint format lock bench clean
 
 help:
 	@echo "make demo         train a small model on 8 simulated devices, resume on another mesh, generate"
+	@echo "make finetune-demo fine-tune the model of the demo on conversations, and talk to it"
 	@echo "make serve        serve the model of the demo, with a chat page, at http://127.0.0.1:8000/"
 	@echo "make demo-layout  the layout demo, in the terminal and as demo.html"
 	@echo "make test         lint, types and the tests that take seconds"
@@ -41,6 +42,11 @@ demo: $(DEMO)
 serve: $(DEMO)
 	test -d demo-run/checkpoints || $(MAKE) demo
 	$(BIN)/meshwright serve demo-run
+
+finetune-demo: $(DEMO)
+	test -d demo-run/checkpoints || $(MAKE) demo
+	rm -rf finetune-run
+	$(BIN)/python examples/finetune_demo.py
 
 demo-layout: $(DEMO)
 	$(BIN)/python examples/layout_demo.py --html demo.html
@@ -112,4 +118,4 @@ lock: $(INSTALLED)
 	rm lock.json
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(CLIENTS) build dist demo.html demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(CLIENTS) build dist demo.html demo-run finetune-run .pytest_cache .mypy_cache .ruff_cache .hypothesis

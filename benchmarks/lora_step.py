@@ -3,12 +3,14 @@
     python benchmarks/lora_step.py              # prints a table
     python benchmarks/lora_step.py --write      # and puts it into RESULTS.md
     python benchmarks/lora_step.py --sides ours --flags="--compute.remat elementwise"
+    python benchmarks/lora_step.py --base nf4 --write    # frozen weights in 4 bits, or int8
 
 The model is llama-3.1-8b with random weights: bfloat16 frozen weights, rank 16 on all linear layers
 of the layers, 4 sequences of 2,048 tokens, AdamW on the factors, nothing recomputed. `ours` runs
 the step of the settings that `meshwright train` reads from the same flags. The peer is
 transformers' LlamaForCausalLM with SDPA, PEFT's LoRA, torch.compile, fused AdamW and bfloat16
-autocast. Each side runs in its own process.
+autocast. With `--base nf4` or `int8` its linear layers are those of bitsandbytes: Linear4bit
+without double quantization, Linear8bitLt. Each side runs in its own process.
 """
 
 import argparse
@@ -32,7 +34,8 @@ LIMIT = 1.15  # of the peer
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
     train_step.SHAPES["lora"] = SHAPE
-    options.words, options.documents, options.plain, options.profile = WORDS, 1, False, None
+    words = WORDS if options.base == "bfloat16" else (*WORDS, "--lora.base", options.base)
+    options.words, options.documents, options.plain, options.profile = words, 1, False, None
     return train_step.ours("lora", options)
 
 
@@ -52,6 +55,8 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
         torch.set_default_dtype(torch.bfloat16)
         model = transformers.LlamaForCausalLM(config)
         torch.set_default_dtype(torch.float32)
+    if options.base != "bfloat16":
+        quantize_layers(model, options.base)
     adapter = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0)
     adapted = peft.get_peft_model(model, adapter)
     trained = [p for p in adapted.parameters() if p.requires_grad]
@@ -76,8 +81,40 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
         "seconds": seconds, "compile": compile_seconds, "losses": [first, float(step())],
         "peak_bytes": torch.cuda.max_memory_allocated(), "device": torch.cuda.get_device_name(),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"peft {peft.__version__}",
+        f"peft {peft.__version__}{bitsandbytes_version(options.base)}",
     }  # fmt: skip
+
+
+def quantize_layers(model: Any, base: str) -> None:
+    """Put layers of bitsandbytes in place of a model's linear ones, but for the LM head."""
+    import bitsandbytes as bnb
+    import torch
+
+    for name, linear in list(model.named_modules()):
+        if not isinstance(linear, torch.nn.Linear) or name == "lm_head":
+            continue
+        sizes, weight = (linear.in_features, linear.out_features), linear.weight.data.cpu()
+        if base == "nf4":
+            made = bnb.nn.Linear4bit(
+                *sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4",
+                compress_statistics=False,
+            )  # fmt: skip
+            made.weight = bnb.nn.Params4bit(
+                weight, requires_grad=False, quant_type="nf4", compress_statistics=False
+            )
+        else:
+            made = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
+            made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        model.set_submodule(name, made.to("cuda"))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = base == "nf4", base == "int8"
+
+
+def bitsandbytes_version(base: str) -> str:
+    if base == "bfloat16":
+        return ""
+    import bitsandbytes
+
+    return f", bitsandbytes {bitsandbytes.__version__}"
 
 
 SIDES = {"peer": peer, "ours": ours}
@@ -88,7 +125,10 @@ def run(side: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--side", side, f"--steps={options.steps}"]
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     done = subprocess.run(
-        [*command, f"--flags={options.flags}"], capture_output=True, text=True, env=environment
+        [*command, f"--base={options.base}", f"--flags={options.flags}"],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     if done.returncode:
         raise SystemExit(done.stderr[-6000:])
@@ -114,6 +154,7 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES)
     parser.add_argument("--sides", default="peer,ours")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--base", choices=("bfloat16", "int8", "nf4"), default="bfloat16")
     parser.add_argument("--flags", default="", help="of meshwright train, for ours")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
@@ -131,12 +172,15 @@ def main() -> None:
         return
     medians = {side: statistics.median(result["seconds"]) for side, result in found.items()}
     ratio = medians["peer"] / medians["ours"]
-    print(f"{ratio:.2f} of the peer; the limit is {LIMIT}")
+    limit = f"; the limit is {LIMIT}" if options.base == "bfloat16" else ""
+    print(f"{ratio:.2f} of the peer{limit}")
     if options.write:
+        beside = "" if options.base == "bfloat16" else f", frozen weights in {options.base}"
         write_section(
-            "LoRA: one step on one GPU",
+            f"LoRA: one step on one GPU{beside}",
             f"llama-3.1-8b, rank {RANK} on all linear layers, {SHAPE[0]} × {SHAPE[1]:,} tokens; "
-            f"{found['peer']['device']}, {datetime.date.today()}. benchmarks/lora_step.py. Memory: "
+            f"{found['peer']['device']}, {datetime.date.today()}. benchmarks/lora_step.py"
+            f"{'' if not beside else f' --base {options.base}'}. Memory: "
             "ours by the compiler's account, the peer's peak of allocated memory.",
             lines,
         )

@@ -135,6 +135,17 @@ GPU_CASES = [
     case("t5-v1.1-large", "h100:1x8", "dp=2,fsdp=2,tp=2,sp=1", 64, 512, "mlp", accumulation=2),
 ]  # fmt: skip
 
+# LoRA of rank 16 beside frozen weights in 8 and 4 bits
+LORA_CASES = [
+    case("llama-3.1-70b", "h200:1x1", "dp=1,fsdp=1,tp=1,sp=1", 1, 2048, lora="nf4"),
+    case("llama-3.1-70b", "h200:1x1", "dp=1,fsdp=1,tp=1,sp=1", 1, 2048, lora="int8"),
+    case("llama-3.1-70b", "h100:1x1", "dp=1,fsdp=1,tp=1,sp=1", 1, 2048, lora="nf4"),
+    case("llama-3.1-70b", "h100:1x8", "dp=1,fsdp=8,tp=1,sp=1", 8, 2048, lora="nf4"),
+    case("llama-3.1-70b", "h100:1x4", "dp=1,fsdp=2,tp=2,sp=1", 4, 2048, "mlp", lora="int8"),
+    case("llama-3.1-8b", "h100:1x1", "dp=1,fsdp=1,tp=1,sp=1", 4, 2048, "none", lora="int8"),
+    case("llama-3.1-8b", "h100:1x1", "dp=1,fsdp=1,tp=1,sp=1", 4, 2048, "none", lora="nf4"),
+]  # fmt: skip
+
 # model, machine, sequences, tokens: the plan's choice is compiled, and the best of other kinds
 SCENARIOS = [
     ("llama-3.2-1b", "v5e:4x4", 64, 2048),
@@ -183,12 +194,14 @@ def key(one: dict[str, Any]) -> str:
 
 
 def config_of(one: dict[str, Any]) -> Any:
+    from meshwright.models import LoraConfig
     from meshwright.training.config import ComputeConfig, TrainConfig
 
     return TrainConfig(
         one["model"], mesh=one["mesh"], batch=one["batch"], seq=one["seq"],
         accumulation=one.get("accumulation", 1),
         context_parallel=one.get("context_parallel", "auto"),
+        lora=LoraConfig(16, base=one["lora"]) if "lora" in one else LoraConfig(),
         override=(f"rope.theta={one['rope_theta']}",) if "rope_theta" in one else (),
         compute=ComputeConfig(
             remat=one["remat"], sequence_parallel=one.get("sequence_parallel", False),
@@ -299,7 +312,8 @@ def extras(one: dict[str, Any], mesh: str) -> list[str]:
         for name in ("accumulation", "sequence_parallel", "context_parallel", "overlap")
         if name in one and one[name] != USUAL[name]
     ]
-    return [mesh, one["remat"], *more]
+    lora = [f"LoRA beside {one['lora']}"] if "lora" in one else []
+    return [mesh, one["remat"], *more, *lora]
 
 
 def words(one: dict[str, Any]) -> str:
@@ -433,7 +447,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.compile:
-        compile_missing([*CASES, *GPU_CASES])
+        compile_missing([*CASES, *GPU_CASES, *LORA_CASES])
         for scenario in SCENARIOS:
             compile_missing(alternatives(*scenario))
     record = of_platform(read_record(), "tpu")

@@ -92,7 +92,7 @@ def main() -> None:
     )  # fmt: skip
     meshwright("data", "show", str(store), "--count", "1")
     meshwright(
-        "train", str(base), "--init-from", str(base), "--data", str(store), "--run", str(run),
+        "train", str(base), "--data", str(store), "--run", str(run),
         "--batch", "16", "--seq", "128", "--steps", str(options.steps), "--cpu-devices", "2",
         "--mesh", "fsdp=2", "--optimizer.name", "muon", "--optimizer.learning-rate", "5e-3",
         "--eval.sequences", "16",

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.models import LoraConfig, preset
 from meshwright.planner import plan
 from meshwright.planner.sizes import adapter_numbers, sizes_of
-from meshwright.training import TrainConfig
+from meshwright.training import ComputeConfig, TrainConfig
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
 
@@ -19,7 +20,9 @@ def config(model: str, batch: int, seq: int, rank: int = 16) -> TrainConfig:
 
 
 def test_time_and_memory_are_those_of_one_gpu() -> None:
-    section = RESULTS.read_text().partition("## LoRA: one step on one GPU")[2].partition("\n## ")[0]
+    section = (
+        RESULTS.read_text().partition("## LoRA: one step on one GPU\n")[2].partition("\n## ")[0]
+    )
     row = re.search(r"\| ours \| ([\d.]+) ms \|.*?\| ([\d.]+) GiB \|", section)
     assert row is not None
     best = plan(config("llama-3.1-8b", 4, 2048), "h200:1").best
@@ -46,3 +49,29 @@ def test_numbers_of_an_adapter_are_split_as_its_matrices() -> None:
     one = LoraConfig(16, targets=("wq",))
     found = adapter_numbers(llama, one, (("fsdp", 4), ("tp", 2)))
     assert found == 16 * 32 * (4096 // 4 + 4096 // 2)
+
+
+def test_a_70b_model_fits_one_gpu_in_8_or_4_bits() -> None:
+    with pytest.raises(MeshwrightError, match=r"--lora.base int8 or --lora.base nf4 would fit"):
+        plan(config("llama-3.1-70b", 1, 2048), "h200:1")
+    lora = LoraConfig(16, base="nf4")
+    settings = TrainConfig("llama-3.1-70b", mesh="auto", batch=1, seq=2048, lora=lora)
+    found = plan(settings, "h100:1")
+    assert found.best.memory.fits
+    assert found.best.seconds["dequantization"] > 0
+
+
+def test_what_int8_and_nf4_cannot_do_is_told() -> None:
+    def settings(**changes: Any) -> TrainConfig:
+        given: dict[str, Any] = {"batch": 128, "seq": 128, "lora": LoraConfig(16, base="nf4")}
+        return TrainConfig("tiny", **{"mesh": "auto"} | given | changes)
+
+    with pytest.raises(MeshwrightError, match=r"settings lora\.… need --lora.rank"):
+        LoraConfig(base="nf4")
+    fp8 = ComputeConfig(matmul="fp8")
+    with pytest.raises(MeshwrightError, match=r"lora.base is nf4; leave one of the two out"):
+        plan(settings(compute=fp8), "h100:1")
+    with pytest.raises(MeshwrightError, match=r"lora.base nf4 needs inputs in blocks of 64, and"):
+        plan(settings(override=("mlp=96",)), "h100:1")
+    with pytest.raises(MeshwrightError, match=r"embed has 2 blocks of 64 inputs, which share a"):
+        plan(settings(mesh="fsdp=8"), "h100:8")

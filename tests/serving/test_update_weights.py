@@ -1,6 +1,7 @@
 """An engine takes the weights of a trainer, and gives the trainer's log-probabilities for them."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -118,7 +119,7 @@ def test_log_probabilities_of_samples_are_the_trainers(name: str) -> None:
     ],
 )
 def test_weights_go_from_any_mesh_to_any_mesh(
-    model: DecoderConfig, trained_on: str, served_on: str, lora: int, tmp_path: Any
+    model: DecoderConfig, trained_on: str, served_on: str, lora: int, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {}
     if lora:
@@ -163,7 +164,7 @@ def test_the_trainers_program_gives_a_sample_the_same_bits_in_every_batch() -> N
         assert whole.dtype == np.float32
 
 
-def test_what_cannot_be_taken_is_refused() -> None:
+def test_what_cannot_be_taken_is_refused(tmp_path: Path) -> None:
     step = trainer(BASE, ONE)
     params = params_of(step, 1)
     with engine_of(step, params, ONE) as engine:
@@ -173,6 +174,9 @@ def test_what_cannot_be_taken_is_refused() -> None:
             engine.update_weights(other)
         with pytest.raises(MeshwrightError, match=r"embedding is missing"):
             engine.update_weights({n: tree for n, tree in params.items() if n != "embedding"})
+        quantized = trainer(BASE, ONE, lora=LoraConfig(4, base="int8"), init_from=tmp_path)
+        with pytest.raises(MeshwrightError, match="cannot take frozen weights in 8 or 4 bits"):
+            engine.update_weights(quantized.state.params)
         assert sampled(engine) == before
     with pytest.raises(MeshwrightError, match="closed"):
         engine.update_weights(params)

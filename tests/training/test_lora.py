@@ -91,6 +91,20 @@ def test_a_run_is_stopped_resumed_on_another_mesh_and_exported(
     assert "is an adapter of the weights that were in" in resumed
 
 
+def test_the_loss_falls_beside_weights_of_8_bits(
+    base: Path, train_command: TrainCommand, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = [*SETTINGS, "--lora.rank", "4", "--run", str(run), "--lora.base"]
+    said = train_command(str(base), *words, "int8", "--cpu-devices", "4", "--mesh", "fsdp=2,tp=2")
+    every = 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
+    assert f"trains {every:,} of {2 * 261 * 32 + 5 * 32 + 2 * 7680 + every:,} " in said
+    found = losses(run)
+    assert found[-1] < found[0] - 0.1
+    said = train_command(str(base), *words, "nf4", expect=2)
+    assert "lora.base nf4 needs inputs in blocks of 64, and layers/attention/wk has 32" in said
+
+
 def test_mistakes_are_told(base: Path, train_command: TrainCommand, tmp_path: Path) -> None:
     run = ["--run", str(tmp_path / "run")]
     said = train_command("tiny", *SETTINGS, "--lora.rank", "4", *run, expect=2)

@@ -43,7 +43,7 @@ def expected_of_step(step: Any) -> tuple[Collective, ...]:
     rest = [axis for axis in tokens if axis not in kept]
     expect("all-reduce", rest, "gradients of weights")
     # vectors of all layers, in float32; a matrix must be reduce-scattered over these axes
-    vectors = [spec for spec in jax.tree.leaves(step.arrays) if not spec.is_matrix]
+    vectors = [spec for spec in jax.tree.leaves(step.unquantized) if not spec.is_matrix]
     most = 4 * max(spec.size for spec in vectors)
     between_blocks = split_axes(layouts.residual.partitions[:2])
     expect("all-reduce", between_blocks, "gradients of norms", at_most=most)

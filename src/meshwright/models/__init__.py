@@ -3,7 +3,7 @@
 from meshwright.models.activations import ActivationLayouts, activation_layouts
 from meshwright.models.compute import OFFLOAD, Compute, default_dtype, scans_layers
 from meshwright.models.decoder import DecoderConfig, decoder_rules
-from meshwright.models.divisibility import indivisible, what_fits
+from meshwright.models.divisibility import indivisible, indivisible_blocks, what_fits
 from meshwright.models.family import HuggingFace, ModelFamily, Serving
 from meshwright.models.huggingface import (
     SOURCE,
@@ -15,11 +15,13 @@ from meshwright.models.huggingface import (
 )
 from meshwright.models.lora import (
     ADAPTER,
+    QUANTIZED_BASES,
     AdapterSlots,
     LoraConfig,
     adapted_names,
     for_tokens,
     merged,
+    quantized_base,
     with_adapter,
 )
 from meshwright.models.loss import (
@@ -73,6 +75,7 @@ __all__ = [
     "FAMILIES",
     "OFFLOAD",
     "PRESETS",
+    "QUANTIZED_BASES",
     "SOURCE",
     "SPECIAL_TOKENS",
     "TENSOR_DTYPES",
@@ -107,6 +110,7 @@ __all__ = [
     "from_hf_config",
     "hf_names",
     "indivisible",
+    "indivisible_blocks",
     "is_adapter",
     "is_torch_only",
     "layer_count",
@@ -123,6 +127,7 @@ __all__ = [
     "override",
     "padded_vocab",
     "preset",
+    "quantized_base",
     "read_adapter_config",
     "read_folder",
     "read_header",

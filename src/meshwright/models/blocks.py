@@ -249,8 +249,9 @@ def gather_weight(weight: Weight, compute: Compute) -> Any:
     axes = compute.layouts.weight_axes
     if isinstance(weight, Fp8Weight):  # its matmul all-gathers it
         return weight
-    if isinstance(weight, Quantized):  # `scaled` places the scale
-        return Quantized(all_gather(weight.values, axes), weight.scale)
+    if isinstance(weight, Quantized):  # `scaled` places a scale of outputs
+        scale = all_gather(weight.scale, axes, apart=True) if weight.is_nf4 else weight.scale
+        return Quantized(all_gather(weight.values, axes, apart=True), scale)
     if isinstance(weight, Adapted):
         a, b = all_gather(weight.a, axes), all_gather(weight.b, axes)
         return dataclasses.replace(weight, base=gather_weight(weight.base, compute), a=a, b=b)

@@ -6,10 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import jax
+
 from meshwright.arithmetic import divisors
 from meshwright.layouts import Rules
 from meshwright.meshes import MOST_TRIED, nearest_sizes
+from meshwright.models.lora import is_layer_matrix
 from meshwright.models.registry import family_of
+from meshwright.ops import NF4, NF4_BLOCK
 from meshwright.present import count, mesh_text
 
 _MOST = 2**31 - 1  # dims of arrays are counted in int32
@@ -47,6 +51,35 @@ def indivisible(
         if seq is not None and seq % parts:
             return f"seq={seq} is not divisible by {'·'.join(axes)}={parts}"
     return None
+
+
+def indivisible_blocks(
+    model: Any, base: str, rules: Rules, mesh_shape: Mapping[str, int]
+) -> str | None:
+    """Why a mesh cannot split the frozen matrices of a run with LoRA; None if it can.
+
+    `base` is what they are kept in: a device has whole blocks of nf4.
+    """
+    if base != NF4:
+        return None
+    for dim, inputs in _matrix_inputs(model):
+        axes = tuple(axis for axis in rules.layout(dim).axes[0] if mesh_shape.get(axis, 1) > 1)
+        blocks, parts = inputs // NF4_BLOCK, _parts(axes, mesh_shape)
+        if blocks % parts:
+            return (
+                f"{dim} has {count(blocks, 'block')} of {NF4_BLOCK} inputs, which share a scale in "
+                f"nf4, and they cannot be split in {'·'.join(axes)}={parts}"
+            )
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _matrix_inputs(model: Any) -> tuple[tuple[str, int], ...]:
+    """Of each matrix of the layers its first dim and how many inputs it has, none twice."""
+    specs = filter(is_layer_matrix, jax.tree.leaves(family_of(model).arrays(model)))
+    return tuple(
+        {(str(spec.dims[1]), math.prod(spec.shape[1 : 1 + spec.inputs])) for spec in specs}
+    )
 
 
 class Refuses(Protocol):

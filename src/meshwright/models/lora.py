@@ -17,13 +17,16 @@ from jax.sharding import reshard
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts import ArraySpec, Constant, Normal, PathMatcher, tree_paths
-from meshwright.ops import spec_of
+from meshwright.ops import NF4, NF4_BLOCK, quantized_spec, spec_of
 
 ADAPTER = "adapter"
+QUANTIZED_BASES = ("int8", NF4)
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
+    """Settings of LoRA: what is trained beside frozen weights, and how those are kept."""
+
     rank: int = 0
     """Rank of the trained update of each matrix, such as 16; 0: no LoRA."""
     alpha: float = 16.0
@@ -33,8 +36,9 @@ class LoraConfig:
     targets: tuple[str, ...] = ()
     """Adapt only matrices with one of these names (q_proj), or in whose path or Hugging Face name
     one of these regexes is found (attention). Without any: every matrix of the layers."""
-    base: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the frozen weights; auto: that of matmuls."""
+    base: Literal["auto", "float32", "bfloat16", "int8", "nf4"] = "auto"
+    """Dtype of the frozen weights; auto: that of matmuls. int8 and nf4 (4 bits) are of the matrices
+    of the layers: embedding, LM head and norms stay as with auto."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -44,6 +48,11 @@ class LoraConfig:
         fields = dataclasses.fields(self)
         if not self.rank and any(getattr(self, one.name) != one.default for one in fields):
             raise MeshwrightError("the settings lora.… need --lora.rank, such as --lora.rank 16")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the frozen matrices of the layers are in 8 or 4 bits."""
+        return self.base in QUANTIZED_BASES
 
     @property
     def scale(self) -> float:
@@ -79,10 +88,34 @@ def with_adapter(
     return {**jax.tree.map(frozen, arrays), ADAPTER: adapter}
 
 
+def quantized_base(arrays: Any, name: str) -> Any:
+    """ArraySpecs with the frozen matrices of the layers in int8 or nf4."""
+
+    def quantized(path: str, spec: ArraySpec) -> Any:
+        if spec.trained or not is_layer_matrix(spec):
+            return spec
+        inputs = math.prod(spec.shape[1 : 1 + spec.inputs])
+        if name == NF4 and inputs % NF4_BLOCK:
+            raise MeshwrightError(
+                f"lora.base nf4 needs inputs in blocks of {NF4_BLOCK}, and {path} has {inputs}; "
+                "give --lora.base int8"
+            )
+        return quantized_spec(spec, name)
+
+    leaves, treedef = jax.tree.flatten(arrays)
+    found = map(quantized, tree_paths(arrays), leaves)
+    return jax.tree.unflatten(treedef, list(found))
+
+
+def is_layer_matrix(spec: ArraySpec) -> bool:
+    """Whether it is a matrix of the layers, all of them stacked."""
+    return spec.kind == "matrix" and spec.is_stacked
+
+
 def _targets(arrays: Any, targets: Sequence[str], names: Mapping[str, str]) -> list[str]:
     """The paths of the matrices that are adapted."""
     specs = dict(zip(tree_paths(arrays), jax.tree.leaves(arrays), strict=True))
-    matrices = [path for path, spec in specs.items() if spec.kind == "matrix" and spec.is_stacked]
+    matrices = [path for path, spec in specs.items() if is_layer_matrix(spec)]
     if not targets:
         return matrices
     try:

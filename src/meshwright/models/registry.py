@@ -16,6 +16,7 @@ from meshwright.models.decoder import DECODER
 from meshwright.models.family import ModelFamily, Serving
 from meshwright.models.huggingface import (
     WEIGHTS,
+    OnLayer,
     OnRead,
     adapter_model,
     load_folder,
@@ -186,19 +187,22 @@ def load_hf(
     shardings: Any = None,
     dtype: Any = jnp.float32,
     on_read: OnRead | None = None,
+    on_layer: OnLayer | None = None,
 ) -> Any:
     """The weights of a Hugging Face folder, every array placed as `shardings` says.
 
     The folder may be the name of a model on the Hub. `config` is what config.json says if not
     given. `shardings` is a tree like the model's arrays, or one sharding for all; without it, the
-    first device. `on_read`, if given, is called with (path of the array, bytes) after each read.
+    first device. `on_read`, if given, is called with (path of the array, bytes) after each read. A
+    stack of layers whose path is in `on_layer` is read a layer at a time, and becomes what that
+    function makes of each, [1, ..].
     """
     if not isinstance(folder, str | os.PathLike):
         raise MeshwrightError(f"{folder!r} is not the path of a folder")
     folder = local_folder(folder, MODEL)
     config = from_hf_config(folder) if config is None else config
     model = family_of(config).hugging_face.model(config)
-    return load_folder(folder, model, shardings, dtype, on_read)
+    return load_folder(folder, model, shardings, dtype, on_read, on_layer)
 
 
 def save_hf(folder: str | os.PathLike[str], params: Any, config: Any, **options: Any) -> Path:

@@ -31,16 +31,27 @@ from meshwright.ops.fp8 import (
 from meshwright.ops.low_rank import low_rank_product
 from meshwright.ops.mosaic import switched_on
 from meshwright.ops.norms import NORMS, NormKind, add_bias, normalize, rms_norm
-from meshwright.ops.quantized import QUANTIZED_DTYPES, Quantized, einsum, quantize, scaled
+from meshwright.ops.quantized import (
+    NF4,
+    NF4_BLOCK,
+    QUANTIZED_DTYPES,
+    Quantized,
+    dequantize_nf4,
+    einsum,
+    quantize,
+    quantized_spec,
+    scaled,
+)
 from meshwright.ops.relative_bias import relative_bias, relative_bias_at
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, rotate
 
 __all__ = [
-    "COMPILER_OPTIONS", "IGNORED", "NORMS", "QUANTIZED_DTYPES", "SCALE", "Fp8Weight",
-    "LinearScaling", "Llama3Scaling", "NormKind", "Quantized", "Rope", "Scaling", "YarnScaling",
-    "add_bias", "all_gather", "cross_entropy", "current_platform", "drop_trivial_axes", "einsum",
-    "embed", "fp8_einsum", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes",
-    "normalize", "over_chunks", "partial_sums", "plain_weights", "quantize", "reduce_to",
-    "relative_bias", "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes",
-    "stacks", "switched_on", "target_log_probs", "tie_gradients", "weight_in_fp8",
+    "COMPILER_OPTIONS", "IGNORED", "NF4", "NF4_BLOCK", "NORMS", "QUANTIZED_DTYPES", "SCALE",
+    "Fp8Weight", "LinearScaling", "Llama3Scaling", "NormKind", "Quantized", "Rope", "Scaling",
+    "YarnScaling", "add_bias", "all_gather", "cross_entropy", "current_platform",
+    "dequantize_nf4", "drop_trivial_axes", "einsum", "embed", "fp8_einsum",
+    "keeps_logit_gradients", "low_rank_product", "nontrivial_axes", "normalize", "over_chunks",
+    "partial_sums", "plain_weights", "quantize", "quantized_spec", "reduce_to", "relative_bias",
+    "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes", "stacks",
+    "switched_on", "target_log_probs", "tie_gradients", "weight_in_fp8",
 ]  # fmt: skip

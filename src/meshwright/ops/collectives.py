@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -55,11 +56,15 @@ def drop_trivial_axes(spec: P, nontrivial: frozenset[str]) -> P:
     return P(*(tuple(a for a in axes if a in nontrivial) or None for axes in entries))
 
 
-def all_gather(x: jax.Array, onto: Sequence[str], *, table: bool = False) -> jax.Array:
+def all_gather(
+    x: jax.Array, onto: Sequence[str], *, table: bool = False, apart: bool = False
+) -> jax.Array:
     """All-gather `x` over the axes `onto`; its gradient is reduce-scattered.
 
     Over an axis that does not shard `x`, each device has it already, and only the gradient is
-    summed (all-reduce). `table`: it is an embedding or LM head, see `stacks`.
+    summed (all-reduce). `table`: it is an embedding or LM head, see `stacks`. `apart`: all-gather
+    along a new first dim and merge it afterwards. XLA for GPUs all-gathers along the first dim in
+    memory, and would copy a whole stack of layers to make another one the first.
     """
     nontrivial = nontrivial_axes()
     onto = tuple(axis for axis in onto if axis in nontrivial)
@@ -76,7 +81,11 @@ def all_gather(x: jax.Array, onto: Sequence[str], *, table: bool = False) -> jax
             part = lax.pcast(part, rest, to="reduced")
         for dim, axes in enumerate(held):
             gone = tuple(axis for axis in axes if axis in onto)
-            if gone:
+            if gone and apart:
+                stacked = lax.all_gather(part, gone, axis=0, to="reduced")
+                shape = (*part.shape[:dim], -1, *part.shape[dim + 1 :])
+                part = jnp.moveaxis(stacked, 0, dim).reshape(shape)
+            elif gone:
                 part = _all_gather_dim(part, gone, dim, table)
         return part
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from meshwright.arithmetic import divisors, round_up
 from meshwright.models import OFFLOAD
+from meshwright.ops import NF4, NF4_BLOCK
 from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
 from meshwright.planner.attention import plain_attention, splits_of, strategy_of, with_strategy
 from meshwright.planner.sizes import ModelSizes, StackSizes
@@ -15,6 +16,7 @@ from meshwright.planner.workload import Choice, Workload
 LANES = 128  # a TPU's arrays are this wide at least: a last dim of 64 takes the room of 128
 SUBLANES = 8  # and the dim before it is a multiple of this
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int8": 1}
+LAYER_BYTES = ITEM_BYTES | {NF4: 0.5 + 4 / NF4_BLOCK}  # with the scales of blocks
 IN_FLIGHT = 2  # layers whose offloaded inputs are on the device: one computes, one is sent
 
 
@@ -29,6 +31,8 @@ class Device:
         self.sizes = sizes = workload.sizes
         self.is_tpu, self.strategy = machine.is_tpu, strategy_of(workload, choice)
         self.stored = number(ITEM_BYTES[workload.param_dtype], "bytes")
+        self.stored_layers = number(LAYER_BYTES[workload.layers_dtype], "bytes")
+        self.quantizes = workload.config.lora.quantizes
         self.moment = number(ITEM_BYTES[workload.moments_dtype], "bytes")  # of an optimizer
         self.used = number(ITEM_BYTES[workload.dtype], "bytes")
         self.float32 = number(4, "bytes")
@@ -38,9 +42,10 @@ class Device:
         self.devices = number(split, "devices")
         self.is_sharded = choice.shards > 1
         self.casts = ITEM_BYTES[workload.param_dtype] != ITEM_BYTES[workload.dtype]
-        # frozen weights of unrolled layers are copied out of the arrays that stack them
+        # frozen weights of unrolled layers are copied out of the arrays that stack them, unless a
+        # layer dequantizes them
         frozen = bool(workload.config.lora.rank) and not self.is_tpu and not workload.scan
-        self.copies = self.casts or frozen
+        self.copies = self.casts or (frozen and not self.quantizes)
         # a GPU's compiler frees a layer's cast weights as its gradients come, but in a loop, or if
         # gradients are sent
         is_loop = workload.scan or choice.remat == OFFLOAD

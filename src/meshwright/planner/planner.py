@@ -15,7 +15,7 @@ from typing import Any, Literal
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import flat_settings
 from meshwright.machines import Machine, largest_slice, squarest
-from meshwright.models import family_of, model_config, what_fits
+from meshwright.models import QUANTIZED_BASES, family_of, model_config, what_fits
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
 from meshwright.planner.attention import slow_attention
@@ -268,10 +268,25 @@ def _nothing(workload: Workload, limits: Constraints, refused: list[Refusal]) ->
         return f"no mesh{within} can run {what}: {some}; {fits}"
     nearest = min(too_large)[2]
     said = f"{what} fits on no mesh{within}: the nearest, '{nearest.choice.mesh}', {nearest.why}"
+    if bases := _bases_that_fit(workload, limits):
+        return f"{said}; {' or '.join(f'--lora.base {base}' for base in bases)} would fit"
     larger = _larger_that_fits(workload, limits)
     if larger is None:
         return f"{said}; nor does it on {MOST_DEVICES:,} devices of that chip"
     return f"{said}; {count(larger.num_devices, 'device')} would do: '{larger}'"
+
+
+def _bases_that_fit(workload: Workload, limits: Constraints) -> list[str]:
+    """Of a run with LoRA, the dtypes of 8 and 4 bits in which the frozen weights would fit."""
+    if not workload.config.lora.rank or workload.kind != "train":
+        return []
+
+    def fits(base: str) -> bool:
+        config = with_settings(workload.config, {"lora.base": base})
+        changed = dataclasses.replace(workload, config=config)
+        return _first_that_fits(changed, limits) is not None
+
+    return [base for base in QUANTIZED_BASES if fits(base)]
 
 
 def _proposal(workload: Workload, limits: Constraints, refused: Choice) -> str:

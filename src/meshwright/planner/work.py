@@ -8,7 +8,7 @@ from meshwright.models import OFFLOAD, family_of
 from meshwright.ops.attention import backward_kernels
 from meshwright.planner import efficiency
 from meshwright.planner.attention import attention_slowdown, keys_seen, splits_of
-from meshwright.planner.device import ITEM_BYTES
+from meshwright.planner.device import ITEM_BYTES, LAYER_BYTES
 from meshwright.planner.sizes import BlockSizes, Matrix, StackSizes, adapter_numbers
 from meshwright.planner.step import StepModel, Work
 
@@ -47,7 +47,7 @@ def train_work(
     saved = workload.remat[choice.remat]
     known, on_device = workload.lengths, step.device.sequences
     matmuls, moved = _Passes(), 0.0
-    weights_read = 0.0
+    weights_read = dequantized = 0.0
     between = tp if choice.sequence_parallel else 1
     of_embed, of_heads, of_mlp = elementwise
     repeated = 1 + efficiency.ELEMENTWISE_AGAIN[choice.remat]
@@ -62,6 +62,10 @@ def train_work(
         )
         moved += item * numbers * stack.layers * tokens * micro_batches * repeated
         weights_read += item * stack.weights / tp * stack.layers * micro_batches * 3
+        if step.device.quantizes:  # read and written for every matmul
+            times = (2 + choice.repeats_layers) * stack.layers * micro_batches
+            held = LAYER_BYTES[workload.layers_dtype] + item
+            dequantized += held * stack.weights / tp * times
     attention = _attention(step, again="attention" not in saved)
     tokens = step.device.tokens
     if rank := workload.config.lora.rank:
@@ -100,6 +104,7 @@ def train_work(
         "loss": logits / memory,
         "optimizer": update / memory,
         **{part: size / memory for part, size in copied.items()},
+        **({"dequantization": dequantized / memory} if dequantized else {}),
     }
     layers = matmuls.forward + matmuls.backward + seconds["attention"] + seconds["elementwise"]
     seconds["loop over layers"] = (scan - 1) * layers
@@ -116,7 +121,7 @@ def train_work(
         + head_flops
         + attention.computed
         + of_reference * workload.batch / choice.devices,
-        memory_bytes=moved + logits + update + weights_read,
+        memory_bytes=moved + logits + update + weights_read + dequantized,
         seconds=seconds,
         forward=matmuls.forward + attention.forward + seconds["elementwise"] / 3,
         backward=matmuls.backward + attention.backward + seconds["elementwise"] * 2 / 3,

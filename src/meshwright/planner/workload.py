@@ -12,6 +12,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import flat_settings
 from meshwright.machines import Machine
@@ -26,8 +28,10 @@ from meshwright.training import (
     TrainConfig,
     check_fp8,
     field_lengths,
+    held_arrays,
     layers_choice,
     overlap_choice,
+    training_arrays,
     training_spec,
     with_settings,
 )
@@ -62,6 +66,8 @@ class Workload:
         model = override(model, config.override, config.seq)
         if config.compute.matmul == "fp8":
             check_fp8(config, model, machine.chip)
+        if config.lora.quantizes:
+            held_arrays(config, training_arrays(config, model, np.float32))  # or an error
         return cls(config, machine, model, engine)
 
     def resized(self, batch: int, seq: int | None = None) -> "Workload":
@@ -89,11 +95,16 @@ class Workload:
 
     @functools.cached_property
     def param_dtype(self) -> str:
-        """Of the weights; of those that an adapter leaves as they are."""
+        """Of the weights; with LoRA of the frozen ones, but for those that are quantized."""
         lora = self.config.lora
         if not lora.rank:
             return self.config.compute.param_dtype
-        return self.dtype if lora.base == AUTO else lora.base
+        return self.dtype if lora.base == AUTO or lora.quantizes else lora.base
+
+    @property
+    def layers_dtype(self) -> str:
+        """Of the matrices of the layers."""
+        return self.config.lora.base if self.config.lora.quantizes else self.param_dtype
 
     @functools.cached_property
     def moments_dtype(self) -> str:

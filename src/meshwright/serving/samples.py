@@ -15,6 +15,7 @@ from meshwright.serving.sampling import Sampling
 from meshwright.serving.source import (
     Source,
     check_fits,
+    check_plain,
     generation_mesh,
     load_weights,
     trained_weights,
@@ -38,6 +39,7 @@ class TextSampler:
         if {*STANDARD_AXES} <= {*step.mesh.axis_names}:
             self._mesh = replica_meshes(step.mesh)[0]
         check_fits(step.model, self._mesh)
+        check_plain(step.state.params)
         ends = frozenset({tokenizer.end_of_document})
         self._source = Source(
             step.model, tokenizer, ends, mixture.special_tokens, "the run", trained_weights

@@ -44,7 +44,7 @@ from meshwright.models import (
     serving_of,
     with_adapter,
 )
-from meshwright.ops import drop_trivial_axes, nontrivial_axes
+from meshwright.ops import Quantized, drop_trivial_axes, nontrivial_axes
 from meshwright.present import mesh_text
 from meshwright.serving.grammars import Grammars
 from meshwright.training import check_base
@@ -250,6 +250,7 @@ def trained_weights(params: Any, adapter_scale: float = 1.0) -> Callable[[Any], 
     They stay on the devices where the engine's are the trainer's; else JAX moves them. An adapter
     is merged, with its scale (`step.compute.adapter_scale`).
     """
+    check_plain(params)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
 
     def place(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -272,12 +273,23 @@ def _copied(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.copy(x).astype(dtype)
 
 
+def check_plain(params: Any) -> None:
+    """Raise a MeshwrightError if a trainer holds weights in 8 or 4 bits, which no engine takes."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    if any(isinstance(leaf, Quantized) for leaf in leaves):
+        raise MeshwrightError(
+            "an engine cannot take frozen weights in 8 or 4 bits from a trainer; use --lora.base "
+            "bfloat16"
+        )
+
+
 def check_params(params: Any, config: Any) -> None:
     """Raise a MeshwrightError if a trainer's parameters are not those of a model.
 
     The vocabulary may be padded, and there may be an adapter.
     """
 
+    check_plain(params)
     given = {name: tree for name, tree in params.items() if name != ADAPTER}
     arrays = dict(zip(tree_paths(given), jax.tree.leaves(given), strict=True))
     specs = abstract_arrays(config)

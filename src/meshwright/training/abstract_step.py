@@ -26,6 +26,7 @@ from meshwright.training.setup import (
     choose_rules,
     compute_of,
     field_lengths,
+    held_arrays,
     known_chip,
     model_of,
     training_arrays,
@@ -47,6 +48,7 @@ class AbstractStep:
     rules: Rules
     compute: Compute
     arrays: Any  # ArraySpecs of the parameters, with what is trained
+    unquantized: Any  # the same before frozen matrices are quantized
     optimizer: Any
     functions: StepFunctions
     state: TrainState  # jax.ShapeDtypeStructs with shardings
@@ -58,7 +60,7 @@ class AbstractStep:
         """The FLOPs of a step."""
         lengths = {name: field.shape[2] for name, field in self.batch.items()}
         alone = "encoder_tokens" not in lengths
-        frozen = frozen_weights(self.arrays) if alone else 0
+        frozen = frozen_weights(self.unquantized) if alone else 0
         return StepWork(self.model, lengths, frozen, self.config.objective == DPO)
 
     def lower(self) -> Any:
@@ -88,7 +90,8 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
     check_sizes(config, model, rules, mesh.shape)
     compute, attention = compute_of(config, model, rules, mesh)
     vocab = padded_vocab(model, rules, mesh.shape)
-    arrays = training_arrays(config, model, compute.dtype, vocab)
+    unquantized = training_arrays(config, model, compute.dtype, vocab)
+    arrays = held_arrays(config, unquantized)
     optimizer, rate = make_optimizer(config.optimizer, config.steps, arrays)
     overlap, _ = overlap_choice(config.compute.overlap, known_chip(mesh.devices.flat[0]))
     functions = step_functions(
@@ -104,7 +107,7 @@ def abstract_step(config: TrainConfig, mesh: Mesh | None = None, model: Any = No
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=functions.batch_sharding)
 
     return AbstractStep(
-        config, model, mesh, rules, compute, arrays, optimizer, functions,
+        config, model, mesh, rules, compute, arrays, unquantized, optimizer, functions,
         state=abstract_state(arrays, rules, optimizer, mesh, reference),
         batch={name: field(length) for name, length in lengths.items()},
         attention=attention,

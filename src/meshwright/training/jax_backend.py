@@ -28,9 +28,9 @@ from meshwright.launch import (
     simulate_devices,
     take_most_gpu_memory,
 )
-from meshwright.layouts import create, fit, stored
+from meshwright.layouts import create, fit
 from meshwright.machines import Machine, check_host_memory, host_bytes
-from meshwright.models import ADAPTER, OFFLOAD, adapted_names, load_hf
+from meshwright.models import ADAPTER, OFFLOAD, adapted_names
 from meshwright.present import bytes_text, duration_text
 from meshwright.training.abstract_step import AbstractStep
 from meshwright.training.backend import Backend, Say
@@ -51,6 +51,7 @@ from meshwright.training.state import (
 )
 from meshwright.training.tpu import overlap_text
 from meshwright.training.trainable import trained_part, trained_specs
+from meshwright.training.weights import load_weights
 
 AUTO = "auto"  # a mesh that is chosen once the devices are known
 
@@ -120,7 +121,8 @@ class JaxBackend(Backend):
         self._devices = list(step.mesh.devices.flat)
         self.mesh_shape, self.num_devices = step.mesh.shape, step.mesh.size
         self.device_kind = self._devices[0].device_kind
-        self.num_parameters = setup.explanation.num_elements
+        sizes = (spec.unpadded_shape for spec in jax.tree.leaves(step.unquantized))
+        self.num_parameters = sum(map(math.prod, sizes))
         self.work = step.work
         self._sampler: Sampler | None = None
         if sampler is not None and config.eval.prompts:
@@ -189,7 +191,9 @@ class JaxBackend(Backend):
                 restored = fit(restored, saved_part(step.state))
                 none = jax.device_put(np.int32(0), step.state.step.sharding)
             if self.config.lora.rank:
-                whole = {**self._loaded(), **restored.params}
+                assert self._setup.weights is not None  # else it is an error
+                weights = load_weights(step, self._setup.model, self._setup.weights)
+                whole = {**weights, **restored.params}
                 restored = dataclasses.replace(restored, params=whole)
             restored = dataclasses.replace(restored, skipped_in_a_row=none)
             if step.state.reference is not None:
@@ -198,7 +202,7 @@ class JaxBackend(Backend):
             return
         params: dict[str, Any] | None = None
         if self._setup.weights is not None:
-            params = self._loaded()
+            params = load_weights(step, self._setup.model, self._setup.weights)
             if self.config.lora.rank:
                 specs, targets = step.arrays[ADAPTER], step.state.params[ADAPTER]
                 shardings = jax.tree.map(lambda target: target.sharding, targets)
@@ -211,24 +215,10 @@ class JaxBackend(Backend):
         """The parameters of step 0, of a run without an adapter."""
         step = self._setup.step
         if self._setup.weights is not None:
-            return self._loaded()
+            return load_weights(step, self._setup.model, self._setup.weights)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, step.state.params)
         with jax.set_mesh(step.mesh):
             return create(step.arrays, shardings, self.config.seed)
-
-    def _loaded(self) -> dict[str, Any]:
-        """The weights that the run starts from, without an adapter."""
-        setup, step = self._setup, self._setup.step
-        assert setup.weights is not None
-        targets = {name: step.state.params[name] for name in step.arrays if name != ADAPTER}
-        specs = {name: step.arrays[name] for name in targets}
-        on_disk = jax.tree.map(
-            lambda target, spec: stored(target, spec.unpadded_shape), targets, specs
-        )
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, on_disk)
-        dtype = targets["embedding"].dtype
-        params = fit(load_hf(setup.weights, setup.model, shardings, dtype), targets)
-        return jax.tree.map(lambda x, target: x.astype(target.dtype), params, targets)
 
     def _restored(self, saved: int) -> TrainState:
         """Without padding; of a checkpoint that JAX or PyTorch wrote."""

@@ -30,10 +30,12 @@ from meshwright.models import (
     family_of,
     hf_names,
     indivisible,
+    indivisible_blocks,
     layer_count,
     layer_counts,
     model_config,
     override,
+    quantized_base,
     scans_layers,
     serving_of,
     what_fits,
@@ -246,7 +248,7 @@ def _with_activations(rules: Rules, file: str, standard: Rules) -> Rules:
 
 
 def training_arrays(config: TrainConfig, model: Any, dtype: Any, vocab: int | None = None) -> Any:
-    """ArraySpecs of all that a step holds of the model, with what is trained.
+    """ArraySpecs of all that a step holds of the model, with what is trained; nothing quantized.
 
     `dtype` is that of matmuls; `vocab` is the vocabulary in memory, if it is padded.
     """
@@ -254,8 +256,13 @@ def training_arrays(config: TrainConfig, model: Any, dtype: Any, vocab: int | No
     arrays = family.arrays(model, jnp.dtype(config.compute.param_dtype), vocab)
     if not lora.rank:
         return select_trainable(arrays, config.trainable)
-    base = dtype if lora.base == "auto" else jnp.dtype(lora.base)
+    base = dtype if lora.base == "auto" or lora.quantizes else jnp.dtype(lora.base)
     return with_adapter(arrays, lora, base, hf_names(model))
+
+
+def held_arrays(config: TrainConfig, arrays: Any) -> Any:
+    """The arrays of `training_arrays` as a step holds them: frozen matrices may be quantized."""
+    return quantized_base(arrays, config.lora.base) if config.lora.quantizes else arrays
 
 
 def compute_of(
@@ -302,6 +309,11 @@ def compute_of(
 
 def check_fp8(config: TrainConfig, model: Any, chip: Chip) -> None:
     """That the chip multiplies in fp8, or is a CPU, which simulates it; that layers are left."""
+    if config.lora.quantizes:
+        raise MeshwrightError(
+            "compute.matmul fp8 rounds weights of 16 or 32 bits for each matmul, and lora.base is "
+            f"{config.lora.base}; leave one of the two out"
+        )
     if chip.platform != "cpu" and chip.fp8_flops is None:
         raise MeshwrightError(
             f"compute.matmul fp8: {chip.name} has no fp8 units; leave it out, or use one of "
@@ -396,6 +408,7 @@ def _refusal(
 ) -> str | None:
     """Why a mesh cannot run the settings with this batch and length; None if it can."""
     why = indivisible(model, rules, mesh_shape, batch, None, config.accumulation)
+    why = why or indivisible_blocks(model, config.lora.base, rules, mesh_shape)
     if why is not None:
         return why
     # the length last: one that sp divides may still not suit the strategy

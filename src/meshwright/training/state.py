@@ -50,11 +50,30 @@ def abstract_state(
     Optimizer state is of what is trained, and lies with its parameter. Axes of one device are left
     out, as in the forward's types. What does not divide is padded.
     """
-    nontrivial = nontrivial_axes(mesh.shape)
     trained = unpadded_arrays(trained_specs(arrays))
     param_layouts = layout_tree(arrays, rules, mesh=mesh)
     moments = jax.eval_shape(optimizer.init, trained)
     moment_layouts = optimizer_layouts(moments, trained, unfrozen(arrays, param_layouts))
+    counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+    return TrainState(
+        step=counter,
+        params=_placed(arrays, param_layouts, mesh),
+        optimizer=_placed(moments, moment_layouts, mesh),
+        skipped=counter,
+        skipped_in_a_row=counter,
+        reference=None
+        if reference is None
+        else _placed(reference, unfrozen(arrays, param_layouts), mesh),
+    )
+
+
+def abstract_params(arrays: Any, rules: Rules, mesh: Mesh) -> Any:
+    """The parameters of an abstract state."""
+    return _placed(arrays, layout_tree(arrays, rules, mesh=mesh), mesh)
+
+
+def _placed(arrays: Any, layouts: Any, mesh: Mesh) -> Any:
+    nontrivial = nontrivial_axes(mesh.shape)
 
     def placed(leaf: Any, layout: Layout) -> jax.ShapeDtypeStruct:
         parts = (math.prod(mesh.shape[axis] for axis in axes) for axes in layout.axes)
@@ -62,17 +81,7 @@ def abstract_state(
         sharding = NamedSharding(mesh, drop_trivial_axes(P(*layout.axes), nontrivial))
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-    counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-    return TrainState(
-        step=counter,
-        params=jax.tree.map(placed, arrays, param_layouts),
-        optimizer=jax.tree.map(placed, moments, moment_layouts),
-        skipped=counter,
-        skipped_in_a_row=counter,
-        reference=None
-        if reference is None
-        else jax.tree.map(placed, reference, unfrozen(arrays, param_layouts)),
-    )
+    return jax.tree.map(placed, arrays, layouts)
 
 
 def unpadded_arrays(arrays: Any) -> Any:

@@ -14,7 +14,13 @@ from meshwright.models.huggingface.fields import (
     short,
     whole,
 )
-from meshwright.models.huggingface.load import OnRead, has_tensor, load_folder, load_tensors
+from meshwright.models.huggingface.load import (
+    OnLayer,
+    OnRead,
+    has_tensor,
+    load_folder,
+    load_tensors,
+)
 from meshwright.models.huggingface.peft import (
     WEIGHTS,
     adapter_model,
@@ -31,6 +37,7 @@ __all__ = [
     "HfArray",
     "HfModel",
     "KnownFields",
+    "OnLayer",
     "OnRead",
     "adapter_model",
     "check_fields",

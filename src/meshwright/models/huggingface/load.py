@@ -7,6 +7,7 @@ holds the model, and none reads what its devices do not need.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from meshwright.errors import MeshwrightError
@@ -33,6 +35,8 @@ from meshwright.models.safetensors_read import (
 
 Slices = tuple[slice, ...]
 OnRead = Callable[[str, int], None]
+OnLayer = Mapping[str, Callable[[jax.Array], Any]]
+"""By the path of a stack of layers, what is made of each of them, [1, ..], as it is read."""
 _SLICES = 64  # at once, of a matrix that is transposed: so many stay in the processor's cache
 
 
@@ -42,17 +46,19 @@ def load_folder(
     shardings: Any = None,
     dtype: Any = jnp.float32,
     on_read: OnRead | None = None,
+    on_layer: OnLayer | None = None,
 ) -> dict[str, Any]:
     """The parameter tree of a Hugging Face folder, every array placed as `shardings` says.
 
     `shardings` is a tree like the model's arrays, or one sharding for all; without it, the first
-    device. `on_read`, if given, is called with (path of the array, bytes) after each read.
+    device. `on_read`, if given, is called with (path of the array, bytes) after each read. A path
+    in `on_layer` is read a layer at a time, and holds what that makes of them.
     """
     if not isinstance(folder, str | os.PathLike):
         raise MeshwrightError(f"{folder!r} is not the path of a folder")
     folder = Path(folder)
     tensors = read_folder(folder)
-    return load_tensors(MappedFiles(tensors), folder, model, shardings, dtype, on_read)
+    return load_tensors(MappedFiles(tensors), folder, model, shardings, dtype, on_read, on_layer)
 
 
 class TensorSource(Protocol):
@@ -71,6 +77,7 @@ def load_tensors(
     shardings: Any = None,
     dtype: Any = jnp.float32,
     on_read: OnRead | None = None,
+    on_layer: OnLayer | None = None,
 ) -> dict[str, Any]:
     """The parameter tree of these tensors; `folder` is for messages. See `load_folder`."""
     specs = jax.tree.map(lambda spec: dataclasses.replace(spec, dtype=dtype), model.specs)
@@ -85,7 +92,11 @@ def load_tensors(
     loaded = []
     for path, spec, target in zip(paths, leaves, targets, strict=True):
         note = (lambda read: None) if on_read is None else _noting(on_read, path)
-        loaded.append(_load_array(model.arrays[path], spec, target, files, note))
+        if on_layer and path in on_layer:
+            read = functools.partial(_load_array, target=target, files=files, note=note)
+            loaded.append(_load_layers(model.arrays[path], spec, read, on_layer[path]))
+        else:
+            loaded.append(_load_array(model.arrays[path], spec, target, files, note))
         files.release()
     params: dict[str, Any] = jax.tree.unflatten(jax.tree.structure(specs), loaded)
     return params
@@ -203,6 +214,33 @@ def _load_array(
         del block  # before the next one is made (jax may hold it a little longer)
     return jax.make_array_from_single_device_arrays(
         spec.shape, target, list(shards.values()), dtype=spec.dtype
+    )
+
+
+def _load_layers(
+    array: HfArray, spec: ArraySpec, read: Callable[..., jax.Array], convert: Callable[..., Any]
+) -> Any:
+    """A stack of what `convert` makes of each layer; of the layers themselves one is there."""
+    stack = None
+    one = dataclasses.replace(spec, shape=(1, *spec.shape[1:]))
+    for index, name in enumerate(array.names):
+        made = convert(read(dataclasses.replace(array, name=name, layers=1), one))
+        if stack is None:
+            stack = jax.tree.map(functools.partial(_room, layers=len(array.names)), made)
+        stack = _put(stack, made, jnp.int32(index))
+    return stack
+
+
+def _room(layer: jax.Array, layers: int) -> jax.Array:
+    """Zeros for a stack of arrays that are like this one, [1, ..]."""
+    shape = (layers, *layer.shape[1:])
+    return jnp.zeros(shape, layer.dtype, device=layer.sharding)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stack: Any, layer: Any, index: jax.Array) -> Any:
+    return jax.tree.map(
+        lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, index, 0), stack, layer
     )
 
 

@@ -211,9 +211,10 @@ def _written(
     """The pool with keys and values [tokens, ..] at pages and places in them."""
     if merged:
         return pool.at[slots].set(_alternating(k, v))
-    page, place = slots  # one scatter for both
-    halves = pool.reshape(2, -1, *pool.shape[1:])
-    return halves.at[:, page, place].set(jnp.stack([k, v])).reshape(pool.shape)
+    page, place = slots
+    # one scatter for both, into the pool as it is: of another shape of it XLA's CPU compiler copies
+    pages = jnp.concatenate(_with_values(pool, page))
+    return pool.at[pages, jnp.tile(place, 2)].set(jnp.concatenate([k, v]))
 
 
 def _with_values(pool: Pool, tables: jax.Array) -> tuple[jax.Array, jax.Array]:

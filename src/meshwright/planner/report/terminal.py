@@ -85,7 +85,7 @@ def _header(plan: Plan) -> "list[RenderableType]":
     if workload.config.trainable:
         kept += f", trains {' '.join(workload.config.trainable)}"
     if rank := workload.config.lora.rank:
-        kept += f", LoRA of rank {rank} on frozen weights in {workload.param_dtype}"
+        kept += f", LoRA of rank {rank} on frozen weights in {workload.layers_dtype}"
     first = f"best {plan.rank_by} first"
     if workload.kind == "serve" and plan.rank_by == "throughput":
         first = "most tokens a second with as many sequences as fit first"

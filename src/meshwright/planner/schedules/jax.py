@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from meshwright.arithmetic import divisors
-from meshwright.models import OFFLOAD, indivisible
+from meshwright.models import OFFLOAD, indivisible, indivisible_blocks
 from meshwright.planner import compilers, efficiency
 from meshwright.planner.attention import standard_rules
 from meshwright.planner.memory import offloaded
@@ -25,9 +25,11 @@ def meshes(devices: int) -> Iterator[Choice]:
 def refusal(workload: Workload, choice: Choice) -> str | None:
     """Why sizes do not divide, in a sentence; None if they do."""
     rules = standard_rules(workload.model, choice.sequence_parallel)
-    return indivisible(
+    why = indivisible(
         workload.model, rules, choice.sizes, workload.batch, workload.seq, choice.accumulation
     )
+    base = workload.config.lora.base
+    return why or indivisible_blocks(workload.model, base, rules, choice.sizes)
 
 
 def seconds(step: StepModel, links: Number) -> Mapping[str, Number]:

@@ -12,7 +12,7 @@ from meshwright.audits import Collective, Payload, Phase
 from meshwright.models import family_of
 from meshwright.ops.attention import ring_steps_of, sequence_order
 from meshwright.planner.attention import split_of
-from meshwright.planner.sizes import StackSizes, Vectors
+from meshwright.planner.sizes import StackSizes, Vectors, adapter_numbers
 from meshwright.planner.step import StepModel
 from meshwright.planner.terms import Number
 
@@ -23,9 +23,9 @@ def collectives(model: StepModel) -> Iterator[Collective]:
     """What one optimizer step sends, as it is written."""
     step = _Step(model)
     for kind in (
-        step.layer_weights(), step.blocks(), step.keys(), step.tables(), step.vectors(),
-        step.vocabulary(), step.order_and_documents(), step.optimizer(), step.scalars(),
-        step.reference(),
+        step.layer_weights(), step.adapter(), step.blocks(), step.keys(), step.tables(),
+        step.vectors(), step.vocabulary(), step.order_and_documents(), step.optimizer(),
+        step.scalars(), step.reference(),
     ):  # fmt: skip
         yield from kind
 
@@ -73,7 +73,8 @@ class _Step:
             times, of = self.executions(stack), f"of {_a_layer(stack)}"
             in_fp8 = self.workload.fp8_layers(stack.layers) * self.micro_batches
             for block in stack.blocks:
-                size = self.item * self.number(block.weights) // self.tp
+                item = self.device.stored_layers if self.device.quantizes else self.item
+                size = item * self.number(block.weights) // self.tp
                 name, pieces = block.name.replace("_", "-"), len(block.matrices)
                 weights: Payload = "layer weights"
                 gradient: Payload = "layer gradients"
@@ -95,6 +96,30 @@ class _Step:
                 )
                 part = size // (self.fsdp * self.sp)
                 yield Collective("all-reduce", replicas, part, times, later, what, gradient, *about)
+
+    def adapter(self) -> Iterator[Collective]:
+        """The factors of LoRA: those with embed are sharded as their matrix is, the others not."""
+        model, lora, tp = self.workload.model, self.workload.config.lora, self.choice.tensor
+        shards, every = self.over("fsdp", "sp"), self.over("dp", "fsdp", "sp")
+        times, layers = self.sizes.layers * self.micro_batches, self.sizes.layers
+        stack = self.sizes.stacks[-1]
+        about = sum(len(block.matrices) for block in stack.blocks), layers  # one of each is sharded
+        numbers = adapter_numbers(model, lora, (("tp", tp),))
+        half = adapter_numbers(model, lora, (("fsdp", 2), ("tp", tp)))  # a half of what is sharded
+        sharded, replicated = 2 * (numbers - half) // layers, (2 * half - numbers) // layers
+        size, what = self.item * self.number(sharded), "factors of a layer"
+        for phase in PASSES:
+            weights: Payload = "layer weights"
+            yield Collective("all-gather", shards, size, times, phase, what, weights, *about)
+        gradients: tuple[tuple[str, tuple[str, ...], Number], ...] = (
+            ("reduce-scatter", shards, size),
+            ("all-reduce", self.over("dp"), size // (self.fsdp * self.sp)),
+            ("all-reduce", every, self.item * self.number(replicated)),
+        )
+        what = f"gradients of the {what}"
+        for operation, axes, each in gradients:
+            payload: Payload = "layer gradients"
+            yield Collective(operation, axes, each, times, "backward", what, payload, *about)
 
     def tables(self) -> Iterator[Collective]:
         """The embedding and the LM head: all-gathered once, their gradients per micro-batch."""

@@ -46,9 +46,11 @@ def always(step: StepModel) -> Kinds:
     for size, arrays in collections.Counter(workload.lengths.values()).items():
         tokens = device.number(size // choice.size("sp"), "tokens")
         in_batch = in_batch + device.float32 * device.number(arrays, "arrays") * batch * tokens
+    weights = stored * (step.layers_and_tables + step.vectors)
+    if device.quantizes:
+        weights = device.stored_layers * step.layers + stored * (step.tables + step.vectors)
     always: Kinds = {
-        "parameters": stored * (step.layers_and_tables + step.vectors)
-        + device.float32 * step.adapter,
+        "parameters": weights + device.float32 * step.adapter,
         "optimizer": optimizer[workload.config.optimizer.name](),
         "batch": in_batch,
     }
@@ -140,6 +142,8 @@ def _loss(step: StepModel) -> Kinds:
     recomputes = last.sizes.attention_weights and "attention" not in saved
     if not device.is_tpu and device.is_sharded and recomputes:
         kinds["attention"] = last.recomputed_attention
+        if not last.sizes.gradient_weights:  # and the mlp of one whose weights are frozen
+            kinds["all-gathered weights"] = last.layer
     return kinds
 
 
