@@ -44,12 +44,8 @@ from meshwright.data.store import (
     read_tokenizer,
 )
 from meshwright.data.tokenizers import Ids, Tokenizer
-<<<<<<< HEAD
-from meshwright.errors import MeshwrightError
-from meshwright.hub import pinned
-=======
 from meshwright.errors import MeshwrightError, sentence
->>>>>>> wt-mine
+from meshwright.hub import pinned
 from meshwright.interrupt import before_end
 from meshwright.present import count
 
