@@ -8,10 +8,12 @@ from meshwright.models.family import HuggingFace, ModelFamily, Serving
 from meshwright.models.huggingface import (
     SOURCE,
     SPECIAL_TOKENS,
+    hf_tensors,
     is_adapter,
     load_tensors,
     tokenizer_files_of,
 )
+from meshwright.models.huggingface import WEIGHTS as ADAPTER_WEIGHTS
 from meshwright.models.lora import ADAPTER, LoraConfig, adapted_names, merged, with_adapter
 from meshwright.models.loss import (
     ExtraLoss,
@@ -29,6 +31,7 @@ from meshwright.models.registry import (
     FAMILIES,
     PRESETS,
     abstract_arrays,
+    adapter_files,
     encodes_prompts,
     family_of,
     from_hf_config,
@@ -60,6 +63,7 @@ from meshwright.models.work import Attention, Block, Stack
 
 __all__ = [
     "ADAPTER",
+    "ADAPTER_WEIGHTS",
     "BY_TRANSFORMERS",
     "FAMILIES",
     "OFFLOAD",
@@ -88,6 +92,7 @@ __all__ = [
     "abstract_arrays",
     "activation_layouts",
     "adapted_names",
+    "adapter_files",
     "decoder_rules",
     "default_dtype",
     "describe_padding",
@@ -95,6 +100,7 @@ __all__ = [
     "family_of",
     "from_hf_config",
     "hf_names",
+    "hf_tensors",
     "indivisible",
     "is_adapter",
     "is_torch_only",

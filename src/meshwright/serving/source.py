@@ -307,21 +307,23 @@ def _run(
     own = Path((config.hf_config or {}).get(SOURCE) or "")  # if it has the same tokenizer
     generation_config = _generation_config(own)
 
-    def read_adapter(targets: Any) -> Any:
+    def read_saved(targets: Any) -> Any:
+        """The weights of the checkpoint, or its adapter."""
+        if holds_pieces(folders.complete_folder(checkpoints.folder, chosen)):
+            record = read_intact_step(checkpoints.folder, chosen, command)
+            place = checkpoints.folder
+            return load_piece_tree(place, record, config, "params", targets, lora=lora)
         return checkpoints.restore(chosen, {"params": targets}, cast=True)["params"]
 
     def read(targets: Any) -> Any:
-        if lora.rank:
-            check_base(noted, base, f"{folder} is an adapter")
-            weights = _read_hf(base, config, targets)
-            mesh = targets["embedding"].sharding.mesh
-            factors = read_adapter(adapter_targets(config, lora, mesh))
-            with jax.set_mesh(mesh):
-                return merged({**weights, **factors}, lora.scale)
-        if holds_pieces(folders.complete_folder(checkpoints.folder, chosen)):
-            record = read_intact_step(checkpoints.folder, chosen, command)
-            return load_piece_tree(checkpoints.folder, record, config, "params", targets)
-        return checkpoints.restore(chosen, {"params": targets}, cast=True)["params"]
+        if not lora.rank:
+            return read_saved(targets)
+        check_base(noted, base, f"{folder} is an adapter")
+        weights = _read_hf(base, config, targets)
+        mesh = targets["embedding"].sharding.mesh
+        factors = read_saved(adapter_targets(config, lora, mesh))
+        with jax.set_mesh(mesh):
+            return merged({**weights, **factors}, lora.scale)
 
     return Source(
         config=config,
@@ -336,7 +338,7 @@ def _run(
             **{name: array.fingerprint for name, array in checkpoints.arrays(chosen).items()},
             **({"base": weights_sample(base)} if lora.rank else {}),
         },
-        adapter=Adapter(lora, base, read_adapter) if lora.rank else None,
+        adapter=Adapter(lora, base, read_saved) if lora.rank else None,
     )
 
 

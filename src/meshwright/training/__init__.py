@@ -36,13 +36,15 @@ from meshwright.training.setup import (
     mixture_of,
     model_of,
     objective_of,
+    training_arrays,
     training_mesh,
     training_spec,
     weights_folder,
     with_commits,
 )
 from meshwright.training.tpu import overlap_choice, overlap_text
-from meshwright.training.work import StepWork
+from meshwright.training.trainable import trained_text
+from meshwright.training.work import StepWork, frozen_weights
 
 __all__ = [
     "AUTO", "DPO", "LARGEST_COUNT", "NONE", "AbstractStep", "Backend", "ComputeConfig", "DpoConfig",
@@ -50,9 +52,9 @@ __all__ = [
     "accepted_meshes", "check_base", "check_fp8", "check_length", "check_run_folder",
     "check_same_settings", "check_sizes", "check_trackers", "checkpoint_settings",
     "chip_peak_flops", "choose_rules", "config_from_dict", "config_from_file", "config_to_dict",
-    "field_lengths", "file_rules", "layers_choice", "learning_rate", "load_pieces", "mixture_of",
-    "model_of", "objective_of",
+    "field_lengths", "file_rules", "frozen_weights", "layers_choice", "learning_rate",
+    "load_pieces", "mixture_of", "model_of", "objective_of",
     "overlap_choice", "overlap_text", "prepare", "prepare_data", "save_pieces", "settings_flags",
-    "supervised", "train", "training_mesh", "training_spec", "weights_folder",
-    "with_commits", "with_settings",
+    "supervised", "train", "trained_text", "training_arrays", "training_mesh", "training_spec",
+    "weights_folder", "with_commits", "with_settings",
 ]  # fmt: skip
