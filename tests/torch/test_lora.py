@@ -130,7 +130,8 @@ def test_losses_are_those_of_jax_on_every_mesh(kind: str, tmp_path: Path) -> Non
     for name in flags:
         found = losses(tmp_path / name)
         for key, value in wanted.items():
-            assert found[key] == pytest.approx(value, rel=1e-5), (name, key)
+            tolerance = 1e-4 if key[1] == "grad_norm" else 1e-5
+            assert found[key] == pytest.approx(value, rel=tolerance), (name, key)
 
 
 @pytest.mark.slow
@@ -142,7 +143,18 @@ def test_frozen_weights_in_bfloat16_train_in_float32(tmp_path: Path) -> None:
     found = losses(tmp_path / "torch")
     for key, value in losses(tmp_path / "jax").items():
         assert found[key] == pytest.approx(value, rel=1e-5), key
-    assert "in bfloat16" in (tmp_path / "torch.said").read_text()
+
+
+@pytest.mark.slow
+def test_matmuls_in_bfloat16_are_about_those_of_jax(tmp_path: Path) -> None:
+    start = [folder_of(tmp_path), *SIZES, "--steps", "4", "--lora.rank", "4"]
+    start += ["--compute.dtype", "bfloat16"]
+    runs = {"jax": [], "torch": ["--backend", "torch", "--processes", "2", "--mesh", "dp=2"]}
+    trained([(tmp_path / name, own) for name, own in runs.items()], start)
+    found = losses(tmp_path / "torch")
+    for key, value in losses(tmp_path / "jax").items():
+        tolerance = 0.05 if key[1] == "grad_norm" else 2e-3
+        assert found[key] == pytest.approx(value, rel=tolerance), key
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi3"])

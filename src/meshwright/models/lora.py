@@ -21,6 +21,8 @@ ADAPTER = "adapter"
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
+    """Which update of low rank is trained beside frozen matrices."""
+
     rank: int = 0
     """Rank of the trained update of each matrix, such as 16; 0: no LoRA."""
     alpha: float = 16.0
