@@ -84,10 +84,9 @@ class TorchBackend(Backend):
         self._arrays: Any = None  # of a model with an adapter, as JAX has them
         compute = torch.bfloat16 if self._bf16 else None
         if config.lora.rank:
-            base = _DTYPES["bfloat16" if self._bf16 else "float32"]
-            base = _DTYPES.get(config.lora.base, base)
-            add_adapter(self.network, model, config.lora, base)
             compute = compute or torch.float32  # also of a base in bfloat16
+            base = compute if config.lora.base == "auto" else _DTYPES[config.lora.base]
+            add_adapter(self.network, model, config.lora, base)
             self._arrays = training_arrays(config, model, np.float32)
         try:
             self._explanation = explain(self.network, mesh, rules)
