@@ -13,16 +13,18 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 import meshwright.torch as mt
 from meshwright.checkpoint import folders
 from meshwright.data import NO_TARGET
 from meshwright.errors import MeshwrightError
 from meshwright.torch import checkpoint
+from meshwright.torch.lora import peft_name, saved_parameters
 from meshwright.torch.parallelize import parallelized
 from meshwright.torch.train.backend import TorchBackend
 from meshwright.torch.train.command import machine_of_run
-from meshwright.training import TrainConfig
+from meshwright.training import TrainConfig, with_settings
 from models import tiny
 
 MESH = "dp=2,tp=-1"
@@ -173,8 +175,6 @@ def full_disk(folder: Path) -> dict[str, Any]:
 
 def of_transformers(kind: str, folder: Path) -> dict[str, float]:
     """A step on packed documents, against transformers on one document at a time."""
-    from transformers import AutoModelForCausalLM
-
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
     if (
         dist.get_rank() == 0
@@ -190,33 +190,115 @@ def of_transformers(kind: str, folder: Path) -> dict[str, float]:
             "dp=2,tp=3",
             steps=20,
             batch=4,
-            seq=32,
+            seq=33,
             init_from=model,
         )
     )
     backend.start(None)
-    numbers = np.random.default_rng(0)
-    documents = [numbers.integers(3, 385, length) for length in (13, 19, 20, 12, 31, 1, 32)]
-    sequences = [documents[0:2], documents[2:4], documents[4:6], documents[6:7]]
-    index, _ = mt.data_shard(mt.mesh("dp=2,tp=3", device="cpu"))
-    report = backend.values(backend.step(packed(sequences[2 * index : 2 * index + 2])))
+    report = backend.values(backend.step(packed_of_rank()))
     plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
-    total, count = torch.zeros(()), sum(len(document) - 1 for document in documents)
-    for document in documents:
-        tokens = torch.from_numpy(document)[None]
-        logits = plain(input_ids=tokens).logits[0, :-1]
-        total = total + torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum")
-    (total / count).backward()
+    loss = loss_of_documents(plain)
+    loss.backward()
     norm = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters()])
     backend.save(1, {})
     again = backend_of(backend.config)
     again.start(1)
     same = bits(again) == bits(backend)
     return {
-        "loss": abs(report["loss"] - (total / count).item()),
+        "loss": abs(report["loss"] - loss.item()),
         "gradient_norm": abs(report["gradient_norm"] / norm.item() - 1),
         "resumed": float(same),
     }
+
+
+def lora(folder: Path) -> dict[str, Any]:
+    """A step with LoRA, against PEFT on one document at a time."""
+    import peft
+
+    if dist.get_rank() == 0:  # projections with biases
+        sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+        tiny("qwen2", vocab_size=385, num_hidden_layers=1, **sizes).save_pretrained(
+            folder / "model"
+        )
+        (folder / "rules.txt").write_text(RULES.replace("heads -> tp", "heads -> none"))
+    dist.barrier()
+    plain = AutoModelForCausalLM.from_pretrained(folder / "model")
+    chosen = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear")
+    torch.manual_seed(0)
+    theirs = peft.get_peft_model(plain, chosen)
+    named = {name.replace(".default", ""): one for name, one in theirs.named_parameters()}
+    with torch.no_grad():
+        for name, param in named.items():
+            if "lora_" in name:
+                param.copy_(torch.randn(param.shape) / 10)
+    loss = loss_of_documents(theirs)
+    loss.backward()
+    found = {}
+    for way, mesh, changes in (
+        ("split", "dp=2,tp=3", {}),
+        (
+            "sequence parallel",
+            "dp=2,fsdp=1,tp=3",
+            {"compute.sequence_parallel": True, "compute.remat": "full"},
+        ),
+        ("rules", "dp=1,fsdp=2,tp=3", {"rules": str(folder / "rules.txt")}),
+    ):
+        config = TrainConfig(
+            str(folder / "model"), folder / "run", "torch", mesh, steps=20, batch=4, seq=33
+        )
+        same = {"lora.rank": 4, "lora.alpha": 6.0, "optimizer.clip_norm": None}
+        backend = backend_of(with_settings(config, same | changes))
+        backend.start(None)
+        network = backend.network
+        params = dict(network.named_parameters())
+        frozen = [name for name in params if name == peft_name(name)]
+        with torch.no_grad():
+            for name, param in saved_parameters(network):
+                slices = parallelized(network).slices(name)
+                param.to_local().copy_(named[peft_name(name)][slices])
+        before = [params[name].to_local().clone() for name in frozen]
+        report = backend.values(backend.step(packed_of_rank()))
+        worst = 0.0
+        for name, param in saved_parameters(network):
+            wanted = named[peft_name(name)].grad
+            difference = (param.grad.full_tensor() - wanted).abs().max() / wanted.abs().max()
+            worst = max(worst, difference.item())
+        found[way] = {
+            "loss": abs(report["loss"] - loss.item()),
+            "gradients": worst,
+            "frozen": all(
+                params[name].grad is None and torch.equal(params[name].to_local(), old)
+                for name, old in zip(frozen, before, strict=True)
+            ),
+        }
+    return found
+
+
+_LENGTHS = (13, 20, 21, 12, 32, 1, 33)
+
+
+def documents() -> list[Any]:
+    """The same in every process."""
+    numbers = np.random.default_rng(0)
+    return [numbers.integers(3, 385, length) for length in _LENGTHS]
+
+
+def packed_of_rank() -> dict[str, Any]:
+    """The documents in four sequences, half of which each rank of two has."""
+    own = documents()
+    sequences = [own[0:2], own[2:4], own[4:6], own[6:7]]
+    index, _ = mt.data_shard(mt.mesh("dp=2,tp=3", device="cpu"))
+    return packed(sequences[2 * index : 2 * index + 2])
+
+
+def loss_of_documents(model: Any) -> torch.Tensor:
+    """The mean loss of a model of transformers, one document at a time."""
+    total = torch.zeros(())
+    for document in documents():
+        tokens = torch.from_numpy(document)[None]
+        logits = model(input_ids=tokens).logits[0, :-1]
+        total = total + torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum")
+    return total / (sum(_LENGTHS) - len(_LENGTHS))
 
 
 def packed(sequences: list[list[Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ cases that repeat one thing for many models, `short` takes NAMES and `long` the 
 import faulthandler
 import functools
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -68,6 +69,8 @@ def cases() -> dict[str, Callable[[], Any]]:
     found["audit"] = audited
     found["skipped steps"] = lambda: backend_cases.skipped(shared_folder())
     found["own rules"] = lambda: backend_cases.own_rules(shared_folder())
+    if importlib.util.find_spec("peft") is not None:
+        found["lora"] = lambda: backend_cases.lora(shared_folder())
     found["full disk"] = lambda: backend_cases.full_disk(shared_folder())
     for name, case in RULES.items():
         found[f"rules {name}"] = lambda c=case: by_rules(*c)

@@ -111,5 +111,3 @@ def test_mistakes_are_told(base: Path, train_command: TrainCommand, tmp_path: Pa
     assert "LoRA adapts weights that are trained, and no folder of weights is named" in said
     said = train_command(str(base), *SETTINGS, *LORA, "--trainable", "norm", *run, expect=2)
     assert "lora.rank and trainable both say what is trained" in said
-    said = train_command(str(base), *SETTINGS, *LORA, "--backend", "torch", *run, expect=2)
-    assert "--lora.rank 4 is a setting of the JAX backend" in said

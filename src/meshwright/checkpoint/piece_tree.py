@@ -20,8 +20,10 @@ from meshwright.checkpoint.record import Record, SavedArray, altered
 from meshwright.errors import MeshwrightError
 from meshwright.models import (
     TENSOR_DTYPES,
+    LoraConfig,
     MappedFiles,
     StoredTensor,
+    adapter_files,
     family_of,
     load_tensors,
     read_header,
@@ -31,17 +33,27 @@ _CODES = {str(dtype): code for code, dtype in TENSOR_DTYPES.items()}
 
 
 def load_piece_tree(
-    folder: Path, record: Record, config: Any, prefix: str, targets: Any, dtype: Any = None
+    folder: Path,
+    record: Record,
+    config: Any,
+    prefix: str,
+    targets: Any,
+    dtype: Any = None,
+    lora: LoraConfig | None = None,
 ) -> Any:
     """The arrays `prefix` (params, optimizer/exp_avg) of a model, in the shardings of `targets`.
 
-    `dtype`: of all arrays; by default that of the targets.
+    `dtype`: of all arrays; by default that of the targets. `lora`: the settings of an adapter,
+    which the arrays are of.
     """
     place = complete_folder(folder, record.step)
     source = _PieceTensors(place, read_pieces(place), record.arrays, f"{prefix}/")
     shardings = jax.tree.map(lambda leaf: leaf.sharding, targets)
     dtype = jax.tree.leaves(targets)[0].dtype if dtype is None else dtype
-    model = family_of(config).hugging_face.model(config)
+    if lora is not None and lora.rank:
+        model = adapter_files(config, lora)
+    else:
+        model = family_of(config).hugging_face.model(config)
     return load_tensors(source, place, model, shardings, dtype)
 
 

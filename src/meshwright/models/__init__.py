@@ -8,11 +8,13 @@ from meshwright.models.family import HuggingFace, ModelFamily, Serving
 from meshwright.models.huggingface import (
     SOURCE,
     SPECIAL_TOKENS,
+    hf_tensors,
     is_adapter,
     load_tensors,
     read_adapter_config,
     tokenizer_files_of,
 )
+from meshwright.models.huggingface import WEIGHTS as ADAPTER_WEIGHTS
 from meshwright.models.lora import (
     ADAPTER,
     QUANTIZED_BASES,
@@ -40,6 +42,7 @@ from meshwright.models.registry import (
     FAMILIES,
     PRESETS,
     abstract_arrays,
+    adapter_files,
     encodes_prompts,
     family_of,
     from_hf_config,
@@ -71,6 +74,7 @@ from meshwright.models.work import Attention, Block, Stack
 
 __all__ = [
     "ADAPTER",
+    "ADAPTER_WEIGHTS",
     "BY_TRANSFORMERS",
     "FAMILIES",
     "OFFLOAD",
@@ -101,6 +105,7 @@ __all__ = [
     "abstract_arrays",
     "activation_layouts",
     "adapted_names",
+    "adapter_files",
     "decoder_rules",
     "default_dtype",
     "describe_padding",
@@ -109,6 +114,7 @@ __all__ = [
     "for_tokens",
     "from_hf_config",
     "hf_names",
+    "hf_tensors",
     "indivisible",
     "indivisible_blocks",
     "is_adapter",

@@ -16,6 +16,7 @@ from meshwright.models.decoder import DECODER
 from meshwright.models.family import ModelFamily, Serving
 from meshwright.models.huggingface import (
     WEIGHTS,
+    HfModel,
     OnLayer,
     OnRead,
     adapter_model,
@@ -225,10 +226,15 @@ def save_adapter(
 
     `base` is the folder, or the name, of the model that it adapts.
     """
+    files = adapter_files(config, lora, base)
+    return save_folder(folder, {ADAPTER: params[ADAPTER]}, files, **options)
+
+
+def adapter_files(config: Any, lora: LoraConfig, base: str = "") -> HfModel:
+    """What PEFT's files of an adapter hold: its tensors beside our arrays."""
     model = family_of(config).hugging_face.model(config)
     arrays = with_adapter(model.specs, lora, jnp.float32, hf_names(config))
-    files = adapter_model(model, arrays, lora, base)
-    return save_folder(folder, {ADAPTER: params[ADAPTER]}, files, **options)
+    return adapter_model(model, arrays, lora, base)
 
 
 def load_adapter(

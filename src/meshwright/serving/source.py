@@ -454,24 +454,26 @@ def _run(
     own = Path((config.hf_config or {}).get(SOURCE) or "")  # if it has the same tokenizer
     generation_config = _generation_config(own)
 
-    def read_adapter(targets: Any) -> Any:
+    def read_saved(targets: Any) -> Any:
+        """The weights of the checkpoint, or its adapter."""
+        if holds_pieces(folders.complete_folder(checkpoints.folder, chosen)):
+            record = read_intact_step(checkpoints.folder, chosen, command)
+            place = checkpoints.folder
+            return load_piece_tree(place, record, config, "params", targets, lora=lora)
         return checkpoints.restore(chosen, {"params": targets}, cast=True)["params"]
 
     def read(targets: Any) -> Any:
-        if adapter is not None:
-            check_base(noted, base, f"{folder} is an adapter")
-            return read_merged(functools.partial(_read_hf, base, config), adapter, config, targets)
-        if holds_pieces(folders.complete_folder(checkpoints.folder, chosen)):
-            record = read_intact_step(checkpoints.folder, chosen, command)
-            return load_piece_tree(checkpoints.folder, record, config, "params", targets)
-        return checkpoints.restore(chosen, {"params": targets}, cast=True)["params"]
+        if adapter is None:
+            return read_saved(targets)
+        check_base(noted, base, f"{folder} is an adapter")
+        return read_merged(functools.partial(_read_hf, base, config), adapter, config, targets)
 
     def fingerprints() -> dict[str, Any]:
         return {name: array.fingerprint for name, array in checkpoints.arrays(chosen).items()}
 
     adapter = None
     if lora.rank:
-        adapter = Adapter(folder, lora, base, read_adapter, fingerprints, noted["weights"])
+        adapter = Adapter(folder, lora, base, read_saved, fingerprints, noted["weights"])
     return Source(
         config=config,
         tokenizer=tokenizer,

@@ -5,7 +5,8 @@
     meta = checkpoints.restore(checkpoints.latest(), model, optimizer)
 
 Each rank writes its own shards as safetensors; no shard is written twice. Optimizer state goes
-through torch's get_optimizer_state_dict, by parameter names.
+through torch's get_optimizer_state_dict, by parameter names. Of a model with LoRA the factors alone
+are saved, under PEFT's names.
 """
 
 import contextlib
@@ -48,6 +49,7 @@ from meshwright.checkpoint import (
 from meshwright.errors import MeshwrightError
 from meshwright.launch import Agreement
 from meshwright.torch.load import materialize
+from meshwright.torch.lora import peft_name, saved_parameters
 from meshwright.torch.parallelize import Parallelized, parallelized
 from meshwright.torch.placement import Slices
 
@@ -300,12 +302,12 @@ def _named_tensors(
     model: nn.Module, state: dict[str, dict[str, torch.Tensor]]
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(name in the checkpoint, name of the parameter, tensor) of weights and moments."""
-    for name, param in model.named_parameters():
-        yield f"params/{name}", name, param
+    for name, param in saved_parameters(model):
+        yield f"params/{peft_name(name)}", name, param
     for slot in sorted({slot for slots in state.values() for slot in slots}):
         for name, slots in state.items():
             if slot in slots:
-                yield f"optimizer/{slot}/{name}", name, slots[slot]
+                yield f"optimizer/{slot}/{peft_name(name)}", name, slots[slot]
 
 
 def _optimizer_state(
@@ -322,7 +324,7 @@ def _optimizer_state(
             if isinstance(value, DTensor) and value.ndim:
                 moments.setdefault(name, {})[slot] = value
             elif not isinstance(value, torch.Tensor) or value.numel() == 1:
-                steps.setdefault(name, {})[slot] = float(value)
+                steps.setdefault(peft_name(name), {})[slot] = float(value)
             else:
                 raise MeshwrightError(
                     f"optimizer state {slot!r} of {name!r} has shape {tuple(value.shape)}, which "
@@ -352,7 +354,7 @@ def _set_optimizer_state(
     """Put moments, step counts and settings back, by the names of parameters."""
     full = get_optimizer_state_dict(model, optimizer)
     for name, slots in full["state"].items():
-        for slot, number in saved["numbers"].get(name, {}).items():
+        for slot, number in saved["numbers"].get(peft_name(name), {}).items():
             slots[slot] = torch.tensor(number)
         slots |= moments.get(name, {})
     by_name = {name: group for group in saved["groups"] for name in group["params"]}

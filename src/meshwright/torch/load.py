@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import MeshwrightError
+from meshwright.torch.lora import is_factor
 from meshwright.torch.parallelize import parallelized, tie
 from meshwright.torch.placement import tied
 
@@ -34,7 +35,8 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     """Fill a parallelized model from the safetensors files of a Hugging Face folder.
 
     Each rank reads the bytes of its own shards. A model on the meta device is put on the mesh's
-    device first, and buffers that no file has, such as those of RoPE, are computed.
+    device first, and buffers that no file has, such as those of RoPE, are computed. Factors of LoRA
+    are left as they are.
     """
     own = parallelized(model)
     files = tensor_files(Path(folder))
@@ -42,6 +44,8 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     stored_names = _names_in_files(model, files)
     sources = {}
     for name, placed in own.placements.by_name.items():
+        if is_factor(name):
+            continue
         names = [other for other in shared.get(name, [name]) if other in stored_names]
         if not names:
             raise MeshwrightError(
@@ -52,6 +56,8 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     materialize(model)
     with _Opened() as opened, torch.no_grad():
         for name, param in model.named_parameters():
+            if is_factor(name):
+                continue
             placed = own.placements.by_name[name]
             stored = opened.slice_of(files[sources[name]], sources[name])
             shape = tuple(stored.get_shape())

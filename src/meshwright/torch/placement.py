@@ -19,6 +19,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.layouts import Layout, PathRules, Rules, decide
 from meshwright.meshes import MeshSpec
 from meshwright.torch.dims import ACTIVATIONS, FAMILIES, MERGED, dims_of, has_table
+from meshwright.torch.lora import A, is_factor, matrix_of
 from meshwright.torch.mesh import Axes, axes_of, spec_of
 
 Slices = tuple[slice, ...]
@@ -100,7 +101,8 @@ class Placements:
 def place(model: nn.Module, mesh: Any, rules: Any = None) -> Placements:
     """Decide for every parameter of a model, which may be on the meta device."""
     spec, axes = spec_of(mesh), axes_of(mesh)
-    named = dict(model.named_parameters(remove_duplicate=False))
+    every = dict(model.named_parameters(remove_duplicate=False))
+    named = {name: param for name, param in every.items() if not is_factor(name)}
     scalars = [name for name, param in named.items() if param.ndim == 0]
     if scalars:
         raise MeshwrightError(
@@ -122,6 +124,9 @@ def place(model: nn.Module, mesh: Any, rules: Any = None) -> Placements:
         decided = _tied_alike(decided, named)
     else:
         decided = _by_rules(model, named, rules, spec)
+    for name, param in every.items():
+        if is_factor(name):
+            decided[name] = _factor(name, param, decided[matrix_of(name)])
     placed = {name: _with_data_axis(one, axes) for name, one in decided.items()}
     return Placements(placed, axes, spec, plan)
 
@@ -232,6 +237,16 @@ def _by_rules(
         decision = by_path[name.replace(".", "/")]
         found[name] = _placement(name, param, decision.layout, decision.rule, decision.lost)
     return found
+
+
+def _factor(name: str, param: torch.Tensor, matrix: Placement) -> Placement:
+    """A factor of LoRA is split as its matrix is: A along the inputs, B along the outputs."""
+    (outputs, inputs), dims = matrix.layout.axes, matrix.layout.dims
+    if name.endswith(A):
+        layout = Layout(((), inputs), ("rank", dims[1]))
+    else:
+        layout = Layout((outputs, ()), (dims[0], "rank"))
+    return _placement(name, param, layout, matrix.rule)
 
 
 def _with_data_axis(placed: Placement, axes: Axes) -> Placement:

@@ -36,6 +36,7 @@ from meshwright.torch.dry_run import (
     split_activations,
     with_first_tensor,
 )
+from meshwright.torch.lora import A, B
 from meshwright.torch.placement import Placements
 
 _SEQUENCE = 1  # the dim of the sequence in [batch, length, embed]
@@ -217,14 +218,15 @@ class Column(ParallelStyle):
         self.takes, self.gives = takes, gives
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        placements = dict.fromkeys(module._parameters, Shard(0))
+        placements = dict.fromkeys(module._parameters, Shard(0)) | {A: Replicate()}
         distribute_parameters(module, device_mesh, placements)
+        gradients = placements | {A: Partial()}  # from a rank's own outputs
         original = module.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             if self.takes != "shared":
                 x = _shared_input(x, self.takes, device_mesh)
-            with _local_parameters(module, placements):
+            with _local_parameters(module, gradients):
                 part = original(x)
             if self.gives == "part":
                 return part
@@ -257,8 +259,10 @@ class Row(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         sequence = self.gives == "sequence"
-        distribute_parameters(module, device_mesh, {"weight": Shard(1), "bias": Replicate()})
-        gradients = {"weight": Shard(1), "bias": Partial() if sequence else Replicate()}
+        placements = {"weight": Shard(1), "bias": Replicate(), A: Shard(1), B: Replicate()}
+        distribute_parameters(module, device_mesh, placements)
+        # of B, from a rank's own inputs
+        gradients = placements | {"bias": Partial() if sequence else Replicate(), B: Partial()}
         original = module.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,8 @@ from meshwright.training.setup import (
 )
 from meshwright.training.state import TrainState, new_state
 from meshwright.training.tpu import overlap_choice, overlap_text
-from meshwright.training.work import StepWork
+from meshwright.training.trainable import trained_text
+from meshwright.training.work import StepWork, frozen_weights
 
 __all__ = [
     "AUTO", "DPO", "LARGEST_COUNT", "NONE", "AbstractStep", "Backend", "ComputeConfig", "DpoConfig",
@@ -54,9 +55,10 @@ __all__ = [
     "abstract_step", "accepted_meshes", "by_target", "check_base", "check_fp8", "check_length",
     "check_run_folder", "check_same_settings", "check_sizes", "check_trackers",
     "checkpoint_settings", "chip_peak_flops", "choose_rules", "config_from_dict",
-    "config_from_file", "config_to_dict", "field_lengths", "file_rules", "held_arrays",
-    "layers_choice", "learning_rate", "load_pieces", "mixture_of", "model_of", "new_state",
-    "objective_of", "overlap_choice", "overlap_text", "prepare", "prepare_data", "sample_batch",
-    "save_pieces", "settings_flags", "supervised", "train", "train_on", "training_arrays",
-    "training_mesh", "training_spec", "weights_folder", "with_commits", "with_settings",
+    "config_from_file", "config_to_dict", "field_lengths", "file_rules", "frozen_weights",
+    "held_arrays", "layers_choice", "learning_rate", "load_pieces", "mixture_of", "model_of",
+    "new_state", "objective_of", "overlap_choice", "overlap_text", "prepare", "prepare_data",
+    "sample_batch", "save_pieces", "settings_flags", "supervised", "train", "train_on",
+    "trained_text", "training_arrays", "training_mesh", "training_spec", "weights_folder",
+    "with_commits", "with_settings",
 ]  # fmt: skip

@@ -3,8 +3,9 @@
     save_pieces("run/exchange", state, config)            # read by mw.torch.Checkpoints
     state, meta = load_pieces("run/exchange", 20, target, config)
 
-Weights and AdamW's moments go with it. `step-…/params` is also a Hugging Face folder. Moments that
-are kept in fewer bits than the weights go as numbers of the weights' dtype, as PyTorch has them.
+Weights and AdamW's moments go with it. `step-…/params` is also a Hugging Face folder, of an adapter
+one of PEFT. Moments that are kept in fewer bits than the weights go as numbers of the weights'
+dtype, as PyTorch has them.
 """
 
 from typing import Any
@@ -31,41 +32,55 @@ from meshwright.checkpoint import (
 )
 from meshwright.errors import MeshwrightError
 from meshwright.models import (
+    ADAPTER_WEIGHTS,
+    LoraConfig,
     MappedFiles,
     read_folder,
+    read_header,
+    save_adapter,
     save_hf,
 )
 from meshwright.training.moments import pack, unpack
-from meshwright.training.state import TrainState
+from meshwright.training.state import TrainState, saved_params
 
 # folder of a tree, and what its arrays are called
 _PARTS = {"params": "params", "exp_avg": "optimizer/exp_avg", "exp_avg_sq": "optimizer/exp_avg_sq"}
 
 
 def save_pieces(
-    folder: Any, state: TrainState, config: Any, meta: dict[str, Any] | None = None
+    folder: Any,
+    state: TrainState,
+    config: Any,
+    meta: dict[str, Any] | None = None,
+    lora: LoraConfig | None = None,
 ) -> int:
     """Write a state of AdamW where `mw.torch.Checkpoints(folder)` reads it; gives back its step.
 
-    Every process calls it; the first writes.
+    `lora`: the settings of the state's adapter, if it has one. Every process calls it; the first
+    writes.
     """
     place = folders.checked_folder(folder)
     step = int(state.step)
-    adam = _in_full(_adam_of(state.optimizer), state.params)
+    adam = _in_full(_adam_of(state.optimizer), saved_params(state.params))
     saving = folders.saving_folder(place, step)
     writes = jax.process_index() == 0
     if writes and step in folders.complete_steps(place):
         raise MeshwrightError(f"step {step} is already saved in {place}; delete it to replace it")
     begun = folders.Saving(place, step) if writes else None
-    trees = {"params": state.params, "exp_avg": adam.mu, "exp_avg_sq": adam.nu}
+    trees = {"params": saved_params(state.params), "exp_avg": adam.mu, "exp_avg_sq": adam.nu}
+    adapter = lora if lora is not None and lora.rank else None
     for part, tree in trees.items():
-        save_hf(saving / part, tree, config)
+        if adapter is None:
+            save_hf(saving / part, tree, config)
+        else:
+            save_adapter(saving / part, tree, config, adapter)
     if begun is None:
         return step
     pieces: dict[str, list[Piece]] = {}
     arrays: dict[str, SavedArray] = {}
     for part, prefix in _PARTS.items():
-        files = MappedFiles(read_folder(saving / part))
+        own = saving / part
+        files = MappedFiles(read_header(own / ADAPTER_WEIGHTS) if adapter else read_folder(own))
         for name, tensor in files.tensors.items():
             value = files.array(name)
             start = (0,) * value.ndim
@@ -85,12 +100,18 @@ def save_pieces(
 
 
 def load_pieces(
-    folder: Any, step: int, target: TrainState, config: Any, command: Command | None = None
+    folder: Any,
+    step: int,
+    target: TrainState,
+    config: Any,
+    command: Command | None = None,
+    lora: LoraConfig | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """The state of a checkpoint of `mw.torch.Checkpoints` or `save_pieces`, and its meta.
 
     `target`: the abstract state (`abstract_state`), with AdamW; its arrays must not be padded.
-    `command`: the shell command that uses a step, for messages.
+    `command`: the shell command that uses a step, for messages. `lora`: the settings of the state's
+    adapter, if it has one.
     """
     found = folders.checked_folder(folder)
     record = read_intact_step(found, step, command)
@@ -98,7 +119,8 @@ def load_pieces(
     dtype = jax.tree.leaves(target.params)[0].dtype
 
     def tree(prefix: str, targets: Any) -> Any:
-        return load_piece_tree(found, record, config, prefix, targets, dtype)
+        held = saved_params(targets)
+        return {**targets, **load_piece_tree(found, record, config, prefix, held, dtype, lora)}
 
     adam = _adam_of(target.optimizer)
     numbers = record.meta["optimizer"]["numbers"].values()
@@ -141,12 +163,14 @@ def _adam_of(optimizer: Any) -> Any:
 
 
 def _in_full(adam: Any, params: Any) -> Any:
-    """The state of Adam with its moments in the dtype of their parameters."""
+    """The state of Adam with the saved part of its moments, in the dtype of their parameters."""
 
     @jax.jit
     def full(adam: Any, params: Any) -> Any:
         adam = unpack(adam)
-        mu, nu = (optax.tree.cast_like(moment, params) for moment in (adam.mu, adam.nu))
+        mu, nu = (
+            optax.tree.cast_like(saved_params(moment), params) for moment in (adam.mu, adam.nu)
+        )
         return adam._replace(mu=mu, nu=nu)
 
     with jax.set_mesh(_mesh_of(adam)):

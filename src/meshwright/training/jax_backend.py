@@ -30,7 +30,7 @@ from meshwright.launch import (
 )
 from meshwright.layouts import create, fit
 from meshwright.machines import Machine, check_host_memory, host_bytes
-from meshwright.models import ADAPTER, OFFLOAD, adapted_names
+from meshwright.models import ADAPTER, OFFLOAD
 from meshwright.present import bytes_text, duration_text
 from meshwright.training.abstract_step import AbstractStep
 from meshwright.training.backend import Backend, Say
@@ -50,7 +50,7 @@ from meshwright.training.state import (
     with_reference,
 )
 from meshwright.training.tpu import overlap_text
-from meshwright.training.trainable import trained_part, trained_specs
+from meshwright.training.trainable import trained_part, trained_text
 from meshwright.training.weights import load_weights
 
 AUTO = "auto"  # a mesh that is chosen once the devices are known
@@ -140,12 +140,7 @@ class JaxBackend(Backend):
         state = self._setup.step.state
         trained = trained_part(self._setup.step.arrays, state.params)
         if self.config.trainable or self.config.lora.rank:
-            specs = trained_specs(self._setup.step.arrays)
-            numbers = sum(math.prod(spec.unpadded_shape) for spec in jax.tree.leaves(specs))
-            of = "" if not self.config.lora.rank else f", LoRA of {', '.join(adapted_names(specs))}"
-            yield (
-                f"trains {numbers:,} of {self.num_parameters:,} parameters{of}; the rest is frozen"
-            )
+            yield trained_text(self._setup.step.arrays, self.num_parameters)
         kinds = {
             "parameters": bytes_per_device(state.params),
             "gradients": bytes_per_device(trained),
@@ -225,7 +220,8 @@ class JaxBackend(Backend):
         folder = self.checkpoints.folder
         if holds_pieces(folders.complete_folder(folder, saved)):
             command = functools.partial(resume_command, self.config)
-            return load_pieces(folder, saved, self._setup.stored, self.model, command)[0]
+            lora = self.config.lora
+            return load_pieces(folder, saved, self._setup.stored, self.model, command, lora)[0]
         state: TrainState = self.checkpoints.restore(saved, self._setup.stored)
         return state
 

@@ -5,6 +5,7 @@ those that are trained. Where all arrays are trained it is the tree itself.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +13,20 @@ import jax
 from jax import lax
 
 from meshwright.layouts import ArraySpec
+from meshwright.models import ADAPTER, adapted_names
 
 
 def trained_specs(arrays: Any) -> Any:
     """The ArraySpecs of the trained part."""
     return jax.tree.map(lambda spec: spec.trained_part, arrays)
+
+
+def trained_text(arrays: Any, total: int) -> str:
+    """How many of `total` parameters are trained, in words."""
+    specs = trained_specs(arrays)
+    numbers = sum(math.prod(spec.unpadded_shape) for spec in jax.tree.leaves(specs))
+    of = f", LoRA of {', '.join(adapted_names(specs))}" if ADAPTER in arrays else ""
+    return f"trains {numbers:,} of {total:,} parameters{of}; the rest is frozen"
 
 
 def unfrozen(arrays: Any, tree: Any) -> Any:

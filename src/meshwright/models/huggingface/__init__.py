@@ -27,7 +27,7 @@ from meshwright.models.huggingface.peft import (
     is_adapter,
     read_adapter_config,
 )
-from meshwright.models.huggingface.save import save_folder, tokenizer_files_of
+from meshwright.models.huggingface.save import hf_tensors, save_folder, tokenizer_files_of
 
 __all__ = [
     "HARMLESS",
@@ -44,6 +44,7 @@ __all__ = [
     "flag",
     "has_tensor",
     "hf_arrays",
+    "hf_tensors",
     "is_adapter",
     "load_folder",
     "load_tensors",

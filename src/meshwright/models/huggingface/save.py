@@ -103,6 +103,15 @@ def save_folder(
     return folder
 
 
+def hf_tensors(params: Any, model: HfModel) -> Iterator[tuple[str, np.ndarray]]:
+    """Their tensors by name, one at a time, of a model without tensors of several parts."""
+    leaves = _checked_leaves(params, model.specs)
+    for path, array in model.arrays.items():
+        dtype = _stored_dtype(path, leaves[path])
+        for layer, name in enumerate(array.names):
+            yield name, _fetch(leaves[path], array, layer, dtype).reshape(array.shape)
+
+
 def _in_order(arrays: dict[str, HfArray]) -> list[str]:
     """Names as a reader would expect them in the files: the embedding, layer by layer, the rest."""
     ordered: list[str] = []

@@ -225,10 +225,14 @@ def check(workload: Workload) -> None:
             f"{config.model or 'the model'} is a {model_type} model, and plans of the PyTorch "
             f"backend were compared with steps of {', '.join(COMPARED)}; leave out --backend torch"
         )
+    if config.lora.rank:
+        raise MeshwrightError(
+            f"lora.rank={config.lora.rank}: plans of the PyTorch backend do not count LoRA yet; "
+            "name the mesh, or leave out --backend torch"
+        )
     for setting, value, usual in (
         ("optimizer", config.optimizer.name, "adamw"),
         ("trainable", " ".join(config.trainable), ""),
-        ("lora.rank", config.lora.rank, 0),
         ("objective", "dpo" if workload.has_reference else "auto", "auto"),
         ("moments", config.optimizer.moments, "auto"),
         ("matmul", config.compute.matmul, "auto"),

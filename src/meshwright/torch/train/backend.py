@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +22,7 @@ from meshwright.torch.load import initialize, load_hf
 from meshwright.torch.loss import cross_entropy
 from meshwright.torch.mesh import Axes, axes_of, data_shard
 from meshwright.torch.parallelize import parallelize, parallelized
+from meshwright.torch.train.adapter import add_adapter, start_adapter
 from meshwright.torch.train.batch import (
     Arrays,
     counted_weight,
@@ -44,8 +46,11 @@ from meshwright.training import (
     checkpoint_settings,
     chip_peak_flops,
     file_rules,
+    frozen_weights,
     learning_rate,
     prepare_data,
+    trained_text,
+    training_arrays,
     weights_folder,
 )
 
@@ -76,6 +81,13 @@ class TorchBackend(Backend):
             check_sequence(config.seq, axes.tp, axes.tensor)
         rules = file_rules(config)  # None: those that follow from the model
         self.network = on_meta(to_hf_config(model), _DTYPES[config.compute.param_dtype])
+        self._arrays: Any = None  # of a model with an adapter, as JAX has them
+        compute = torch.bfloat16 if self._bf16 else None
+        if config.lora.rank:
+            compute = compute or torch.float32  # also of a base in bfloat16
+            base = compute if config.lora.base == "auto" else _DTYPES[config.lora.base]
+            add_adapter(self.network, model, config.lora, base)
+            self._arrays = training_arrays(config, model, np.float32)
         try:
             self._explanation = explain(self.network, mesh, rules)
         except MeshwrightError as mistake:
@@ -84,10 +96,11 @@ class TorchBackend(Backend):
             raise MeshwrightError(f"rules {config.rules!r}: {mistake}") from None
         self.num_parameters = self._explanation.num_elements
         lengths = {"tokens": config.seq}
+        frozen = 0 if self._arrays is None else frozen_weights(self._arrays)
         self.work = (
             NetworkWork.of(self.network, model, lengths)
             if self._own_masks
-            else StepWork(model, lengths)
+            else StepWork(model, lengths, frozen)
         )
         parallelize(
             self.network,
@@ -95,7 +108,7 @@ class TorchBackend(Backend):
             rules,
             sequence_parallel=config.compute.sequence_parallel,
             loss_parallel=config.torch.loss_parallel and self._splits_vocabulary,
-            mixed_precision="bf16" if self._bf16 else None,
+            mixed_precision=compute,
             reshard_after_forward=self._reshards,
             activation_checkpointing=config.compute.remat == "full",
             compile=self._compile,
@@ -118,9 +131,12 @@ class TorchBackend(Backend):
 
     @property
     def _reshards(self) -> bool | None:
-        """None: what fully_shard does by default, all but the root; one rank has nothing to free"""
-        alone = self._axes.shape[self._axes.shard] == 1
-        return None if self.config.torch.reshard_after_forward and not alone else False
+        """None: what fully_shard does by default, all but the root.
+
+        One rank has nothing to free but the copies that fully_shard makes of frozen weights.
+        """
+        frees = self._axes.shape[self._axes.shard] > 1 or self.config.lora.rank > 0
+        return None if self.config.torch.reshard_after_forward and frees else False
 
     def _sequences_of(self, config: TrainConfig) -> tuple[int, int]:
         """The sequences of a micro-batch that this rank trains on."""
@@ -135,15 +151,20 @@ class TorchBackend(Backend):
         if (weights := weights_folder(self.config)) is not None:
             yield f"starts from the weights in {weights}"
         yield self._explanation.summary()
+        if self._arrays is not None:
+            yield trained_text(self._arrays, self.num_parameters)
         shape = self.mesh_shape
         placed = parallelized(self.network).placements.by_name
-        size = sum(
-            placed[name].largest_shard(shape) * param.dtype.itemsize
+        sizes = {
+            name: placed[name].largest_shard(shape) * param.dtype.itemsize
             for name, param in self.network.named_parameters()
+        }
+        trained = sum(
+            sizes[name] for name, param in self.network.named_parameters() if param.requires_grad
         )
         yield (
-            f"per device: parameters {bytes_text(size)}, gradients {bytes_text(size)}, "
-            f"optimizer {bytes_text(2 * size)}"
+            f"per device: parameters {bytes_text(sum(sizes.values()))}, gradients "
+            f"{bytes_text(trained)}, optimizer {bytes_text(2 * trained)}"
         )
 
     def compute_lines(self) -> Iterator[str]:
@@ -158,11 +179,12 @@ class TorchBackend(Backend):
         if self._device.type == "cuda":
             return
         local = sum(
-            param.to_local().numel() * param.element_size() for param in _dtensors(self.network)
+            param.to_local().numel() * param.element_size() * (4 if param.requires_grad else 1)
+            for param in _dtensors(self.network)
         )
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         check_host_memory(
-            4 * local * processes,
+            local * processes,
             f"{self.config.model} with parameters, gradients and optimizer state",
             "use a smaller model, more hosts, or --compute.param-dtype bfloat16",
         )
@@ -170,12 +192,15 @@ class TorchBackend(Backend):
     def start(self, saved: int | None) -> None:
         settings = self.config.optimizer
         weights = weights_folder(self.config)
-        if saved is None and weights is not None:
+        if weights is not None and (saved is None or self.config.lora.rank):
             load_hf(self.network, weights)
         elif saved is None:
             initialize(self.network, self.config.seed)
-        matrices = [param for param in self.network.parameters() if param.ndim > 1]
-        others = [param for param in self.network.parameters() if param.ndim < 2]
+        if saved is None and self.config.lora.rank:
+            start_adapter(self.network, self.model, self.config.lora, self.config.seed)
+        trained = [param for param in self.network.parameters() if param.requires_grad]
+        matrices = [param for param in trained if param.ndim > 1]
+        others = [param for param in trained if param.ndim < 2]
         groups: list[dict[str, Any]] = [
             {"params": matrices, "weight_decay": settings.weight_decay},
             {"params": others, "weight_decay": 0.0},

@@ -149,11 +149,12 @@ def _check_mesh(config: TrainConfig, model: Any) -> None:
 
 
 def _check_folders(config: TrainConfig) -> None:
-    """That of the run, and that of the weights unless the run resumes."""
+    """That of the run, and that of the weights unless it resumes with all of them."""
     check_run_folder(config)
     saved = folders.complete_steps(config.run / "checkpoints")
     weights = weights_folder(config)
-    if weights is not None and (not saved or config.resume_from == NONE):
+    reads = not saved or config.resume_from == NONE or config.lora.rank
+    if weights is not None and reads:
         tensor_files(weights)
 
 

@@ -46,7 +46,8 @@ def _convert(config: TrainConfig, checkpoints: Checkpoints, step: int) -> None:
         with jax.set_mesh(setup.step.mesh):
             state = saved.restore(step, setup.stored)
     skipped = int(state.skipped)
-    save_pieces(checkpoints.folder / "from-jax", state, setup.model, meta | {"skipped": skipped})
+    meta |= {"skipped": skipped}
+    save_pieces(checkpoints.folder / "from-jax", state, setup.model, meta, config.lora)
 
 
 def is_of_torch(checkpoints: Checkpoints, step: int) -> bool:

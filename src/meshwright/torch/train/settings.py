@@ -29,7 +29,6 @@ _JAX_ONLY = {
     "compute.mlp_chunk": "use --compute.remat full to save memory",
     "compute.overlap": "FSDP2 always overlaps",
     "trainable": "PyTorch trains every array here",
-    "lora.rank": "PyTorch trains every array here",
     "optimizer.moments": "PyTorch keeps moments in the dtype of the weights",
     "eval.prompts": "`meshwright generate` continues texts with the weights of any checkpoint",
     "loss.z_loss": "PyTorch has no z-loss here",
@@ -105,6 +104,11 @@ def check_settings(config: TrainConfig) -> Any:
                 f"{config.model} is not a model that --backend torch trains; it trains "
                 f"{', '.join((*_OWN_TYPES, *BY_TRANSFORMERS))}; {others}"
             )
+    if config.lora.rank and is_torch_only(model):
+        raise MeshwrightError(
+            f"--lora.rank {config.lora.rank}: with --backend torch LoRA adapts models of "
+            f"{', '.join(_OWN_TYPES)}; {config.model} is none: leave one of the two out"
+        )
     if config.objective == "dpo":
         raise MeshwrightError(
             "--objective dpo is of the JAX backend; leave --backend torch out, or the objective"
