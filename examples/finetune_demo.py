@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", type=Path, default=Path("demo-run"), help="the demo's run")
     parser.add_argument("--out", type=Path, default=Path("finetune-run"), help="a new folder")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     options = parser.parse_args()
     if options.out.exists():
         raise SystemExit(f"{options.out} exists already; remove it, or give --out another")

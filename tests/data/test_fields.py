@@ -82,7 +82,7 @@ def test_mistakes_are_named(spec: str, words: str) -> None:
     assert words in str(said.value)
 
 
-@pytest.mark.parametrize("token", [-1, 400, 10**20])
+@pytest.mark.parametrize("token", [400, 10**20])
 def test_an_id_that_the_tokenizer_does_not_have_is_named(token: int) -> None:
     encoding = Encoding(fields=Fields(f"[q],<|{token}|>", bos=1))
     with pytest.raises(MeshwrightError, match=f"token id {token} is not one of the tokenizer"):

@@ -279,8 +279,10 @@ def test_mistakes_are_told(folder: Path, tmp_path: Path) -> None:
         engine_on(folder, "tp=1", ["all"], dataclasses.replace(CONFIG, max_adapter_rank=2))
     alone = shutil.copytree(folder / "all", tmp_path / "alone")
     file = alone / "adapter_config.json"
-    file.write_text(file.read_text().replace(str(folder / "base"), "meta/llama"))
-    with pytest.raises(MeshwrightError, match="of 'meta/llama', which is no folder here; give the"):
+    file.write_text(file.read_text().replace(str(folder / "base"), "/none/llama"))
+    with pytest.raises(
+        MeshwrightError, match="of '/none/llama', which is no folder here; give the"
+    ):
         model_source(alone)
     with pytest.raises(MeshwrightError, match="has an adapter of its own, which is merged"):
         model_source(folder / "all", tokenizer="bytes", adapter=alone)

@@ -55,6 +55,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--compute.overlap on", "leave it out: FSDP2 always overlaps"),
         ("--compute.remat offload", "give none, or full"),
         ("--optimizer.name muon", "leave one of the two out"),
+        ("--lora.rank 4 --lora.base nf4", "--lora.base nf4 is of the JAX backend"),
     ],
 )  # fmt: skip
 def test_settings(flags: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

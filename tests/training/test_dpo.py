@@ -196,7 +196,9 @@ def test_a_run_learns_which_answer_is_chosen_and_resumes_with_the_same_bits(
 
     saved = Checkpoints(run / "checkpoints").arrays(20)
     assert not any("reference" in name for name in saved)
-    without = train_command(str(llama), "--data", str(pairs), *SETTINGS, *again, expect=2)
+    without = train_command(
+        f"{llama}/config.json", "--data", str(pairs), *SETTINGS, *again, expect=2
+    )
     assert f"give them again: --init-from {llama}" in without
     other = shutil.copytree(llama, tmp_path / "other")
     weights = other / "model.safetensors"

@@ -6,6 +6,7 @@ from meshwright.errors import MeshwrightError, UnsupportedModelError
 from meshwright.launch import flat_settings
 from meshwright.models import (
     BY_TRANSFORMERS,
+    QUANTIZED_BASES,
     family_of,
     is_torch_only,
     override,
@@ -108,6 +109,11 @@ def check_settings(config: TrainConfig) -> Any:
         raise MeshwrightError(
             f"--lora.rank {config.lora.rank}: with --backend torch LoRA adapts models of "
             f"{', '.join(_OWN_TYPES)}; {config.model} is none: leave one of the two out"
+        )
+    if config.lora.base in QUANTIZED_BASES:
+        raise MeshwrightError(
+            f"--lora.base {config.lora.base} is of the JAX backend; leave --backend torch out, or "
+            "give --lora.base bfloat16"
         )
     if config.objective == "dpo":
         raise MeshwrightError(
