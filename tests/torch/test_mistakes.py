@@ -18,6 +18,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.models import LoraConfig, preset, to_hf_config
 from meshwright.torch.train import command
 from meshwright.torch.train.backend import idle_gpus
+from meshwright.torch.train.settings import check_settings
+from meshwright.training import TrainConfig
 from meshwright.training.resume import check_saved
 
 DIMS = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp"}
@@ -55,7 +57,6 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--compute.overlap on", "leave it out: FSDP2 always overlaps"),
         ("--compute.remat offload", "give none, or full"),
         ("--optimizer.name muon", "leave one of the two out"),
-        ("--lora.rank 4 --lora.base nf4", "--lora.base nf4 is of the JAX backend"),
     ],
 )  # fmt: skip
 def test_settings(flags: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +96,12 @@ def test_rules_for_an_axis_that_is_left_out(
     file.write_text("\n".join(f"{dim} -> {axes}" for dim, axes in DIMS.items()))
     words = ["tiny", "--processes", "2", "--mesh", mesh, "--rules", str(file)]
     assert f"{says} the mesh" in told(capsys, *words)
+
+
+def test_frozen_weights_in_four_bits() -> None:
+    config = TrainConfig("tiny", backend="torch", lora=LoraConfig(4, base="nf4"))
+    with pytest.raises(MeshwrightError, match="--lora.base nf4 is of the JAX backend"):
+        check_settings(config)
 
 
 def test_a_model_of_another_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,11 @@ def check_settings(config: TrainConfig) -> Any:
                 f"{flag} {now[name]} is a setting of the JAX backend; with --backend torch leave "
                 f"it out: {instead}"
             )
+    if config.lora.base in QUANTIZED_BASES:
+        raise MeshwrightError(
+            f"--lora.base {config.lora.base} is of the JAX backend; leave --backend torch out, or "
+            "give --lora.base bfloat16"
+        )
     if config.optimizer.name != "adamw":
         raise MeshwrightError(
             f"--optimizer.name {config.optimizer.name}: with --backend torch the optimizer is "
@@ -109,11 +114,6 @@ def check_settings(config: TrainConfig) -> Any:
         raise MeshwrightError(
             f"--lora.rank {config.lora.rank}: with --backend torch LoRA adapts models of "
             f"{', '.join(_OWN_TYPES)}; {config.model} is none: leave one of the two out"
-        )
-    if config.lora.base in QUANTIZED_BASES:
-        raise MeshwrightError(
-            f"--lora.base {config.lora.base} is of the JAX backend; leave --backend torch out, or "
-            "give --lora.base bfloat16"
         )
     if config.objective == "dpo":
         raise MeshwrightError(
