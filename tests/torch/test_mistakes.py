@@ -100,7 +100,7 @@ def test_rules_for_an_axis_that_is_left_out(
 
 def test_frozen_weights_in_four_bits() -> None:
     config = TrainConfig("tiny", backend="torch", lora=LoraConfig(4, base="nf4"))
-    with pytest.raises(MeshwrightError, match="--lora.base nf4 is of the JAX backend"):
+    with pytest.raises(MeshwrightError, match=r"--lora\.base nf4 is of the JAX backend"):
         check_settings(config)
 
 
