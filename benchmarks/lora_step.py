@@ -4,6 +4,7 @@
     python benchmarks/lora_step.py --write      # and puts it into RESULTS.md
     python benchmarks/lora_step.py --sides ours --flags="--compute.remat elementwise"
     python benchmarks/lora_step.py --base nf4 --write    # frozen weights in 4 bits, or int8
+    python benchmarks/lora_step.py --bases --write       # ours with each, and 70B: no peer
 
 The model is llama-3.1-8b with random weights: bfloat16 frozen weights, rank 16 on all linear layers
 of the layers, 4 sequences of 2,048 tokens, AdamW on the factors, nothing recomputed. `ours` runs
@@ -28,13 +29,21 @@ from results import write_section
 from train_step import step_time
 
 SHAPE, RANK = (4, 2048), 16
-WORDS = ("llama-3.1-8b", "--lora.rank", str(RANK), "--lora.alpha", "32")
+WORDS = ("--lora.rank", str(RANK), "--lora.alpha", "32")
+# of --bases: model, frozen weights, sequences of 2,048 tokens, flags
+CASES = (
+    ("llama-3.1-8b", "bfloat16", 4, ""),
+    ("llama-3.1-8b", "int8", 4, ""),
+    ("llama-3.1-8b", "nf4", 4, ""),
+    ("llama-3.1-70b", "nf4", 1, "--compute.remat full"),
+)
 LIMIT = 1.15  # of the peer
 
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
-    train_step.SHAPES["lora"] = SHAPE
-    words = WORDS if options.base == "bfloat16" else (*WORDS, "--lora.base", options.base)
+    train_step.SHAPES["lora"] = options.batch, SHAPE[1]
+    base = () if options.base == "bfloat16" else ("--lora.base", options.base)
+    words = (options.model, *WORDS, *base)
     options.words, options.documents, options.plain, options.profile = words, 1, False, None
     return train_step.ours("lora", options)
 
@@ -118,6 +127,7 @@ def bitsandbytes_version(base: str) -> str:
 
 
 SIDES = {"peer": peer, "ours": ours}
+CHILD = ("base", "flags", "model", "batch")  # options that each side's process gets
 
 
 def run(side: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -125,7 +135,7 @@ def run(side: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--side", side, f"--steps={options.steps}"]
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     done = subprocess.run(
-        [*command, f"--base={options.base}", f"--flags={options.flags}"],
+        [*command, *(f"--{name}={getattr(options, name)}" for name in CHILD)],
         capture_output=True,
         text=True,
         env=environment,
@@ -147,6 +157,43 @@ def row(side: str, result: dict[str, Any], peer: dict[str, Any] | None) -> str:
     )
 
 
+def compare_bases(options: argparse.Namespace) -> None:
+    lines = [
+        "| model | frozen weights | tokens | flags | step | memory | planned |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model, base, batch, flags in CASES:
+        named = {"model": model, "base": base, "batch": batch, "flags": flags}
+        result = run("ours", argparse.Namespace(steps=options.steps, **named))
+        median = statistics.median(result["seconds"])
+        lines.append(
+            f"| {model} | {base} | {batch} × {SHAPE[1]:,} | {f'`{flags}`' if flags else ''} | "
+            f"{median * 1e3:.0f} ms | {result['compiled_bytes'] / 2**30:.1f} GiB | "
+            f"{planned(model, base, batch, flags)} |"
+        )
+        print(lines[-1], flush=True)
+    if options.write:
+        write_section(
+            "LoRA: frozen weights in 16, 8 and 4 bits on one GPU",
+            f"Rank {RANK} on all linear layers; one H200, {datetime.date.today()}, "
+            f"{result['versions'].partition(',')[0]}. benchmarks/lora_step.py --bases. Memory: by "
+            "the compiler's account. Planned: `meshwright plan --on h200:1` with the same settings.",
+            lines,
+        )
+
+
+def planned(model: str, base: str, batch: int, flags: str) -> str:
+    """The time and memory that `plan` expects of one H200."""
+    import meshwright as mw
+
+    remat = flags.partition("--compute.remat ")[2] or "none"
+    found = mw.plan(
+        model, "h200:1", batch, SHAPE[1], mesh="fsdp=1,tp=1,sp=1", remat=remat, accumulation=1,
+        mlp_chunk=0, lora_rank=RANK, lora_base=base,
+    ).best  # fmt: skip
+    return f"{found.step_seconds * 1e3:.0f} ms, {found.memory_bytes / 2**30:.1f} GiB"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -156,10 +203,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--base", choices=("bfloat16", "int8", "nf4"), default="bfloat16")
     parser.add_argument("--flags", default="", help="of meshwright train, for ours")
+    parser.add_argument("--model", default="llama-3.1-8b", help="of ours")
+    parser.add_argument("--batch", type=int, default=SHAPE[0], help="of ours")
+    parser.add_argument(
+        "--bases", action="store_true", help="ours with frozen weights of each kind"
+    )
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.side:
         print(json.dumps(SIDES[options.side](options)))
+        return
+    if options.bases:
+        compare_bases(options)
         return
     found = {side: run(side, options) for side in options.sides.split(",")}
     lines = [
