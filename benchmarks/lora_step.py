@@ -177,7 +177,7 @@ def compare_bases(options: argparse.Namespace) -> None:
             "LoRA: frozen weights in 16, 8 and 4 bits on one GPU",
             f"Rank {RANK} on all linear layers; one H200, {datetime.date.today()}, "
             f"{result['versions'].partition(',')[0]}. benchmarks/lora_step.py --bases. Memory: by "
-            "the compiler's account. Planned: `meshwright plan --on h200:1` with the same settings.",
+            "the compiler's account. Planned: `meshwright plan --on h200:1` with these settings.",
             lines,
         )
 
@@ -191,7 +191,7 @@ def planned(model: str, base: str, batch: int, flags: str) -> str:
         model, "h200:1", batch, SHAPE[1], mesh="fsdp=1,tp=1,sp=1", remat=remat, accumulation=1,
         mlp_chunk=0, lora_rank=RANK, lora_base=base,
     ).best  # fmt: skip
-    return f"{found.step_seconds * 1e3:.0f} ms, {found.memory_bytes / 2**30:.1f} GiB"
+    return f"{found.step_seconds * 1e3:.0f} ms, {found.memory.total / 2**30:.1f} GiB"
 
 
 def main() -> None:
