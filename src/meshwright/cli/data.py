@@ -91,9 +91,8 @@ class Pack:
     packs every file."""
     split_on: str | None = None
     """Separator between documents in text files, such as '\\n\\n'; without it, a file is one."""
-    special_tokens: bool | None = None
-    """Add the tokenizer's special tokens to texts and prompts; by default where it only puts tokens
-    before a text, such as begin-of-text."""
+    special_tokens: bool = True
+    """Add what the tokenizer itself puts around texts and prompts, such as begin-of-text."""
     skip_bad: bool = False
     """Skip and count unreadable documents instead of stopping."""
     overwrite: bool = False

@@ -64,7 +64,7 @@ class ChatTemplate:
         self._default = _compiled(text)
         self._with_tools = _compiled(tool_text) if tool_text else self._default
         self.takes_tools = "tools" in (tool_text or text)
-        self._marks = {name: secrets.token_hex(16) for name in _MARKS}
+        self._marks = {name: _new_marker() for name in _MARKS}
         self._any_mark = re.compile("|".join(self._marks.values()))
 
     def render(
@@ -84,7 +84,7 @@ class ChatTemplate:
         if not continue_final:
             return prompt
         # a marker shows where the template writes the end of the content, whatever the content is
-        last, marker = messages[-1], secrets.token_hex(16)
+        last, marker = messages[-1], _new_marker()
         marked = {**last, "content": last["content"] + marker}
         marked_prompt = self._render([*messages[:-1], marked], tools, generation_prompt, values)
         return _up_to_marker(prompt, marked_prompt, marker, last["content"])
@@ -95,7 +95,7 @@ class ChatTemplate:
         >>> ChatTemplate(CHATML).end_of_answer()
         '<|im_end|>'
         """
-        marker = secrets.token_hex(16)
+        marker = _new_marker()
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": marker}]
         try:
             return self._render(messages, None, False, None).partition(marker)[2].strip()
@@ -175,7 +175,7 @@ class ChatTemplate:
         content = messages[number].get("content")
         if not isinstance(content, str):
             raise _unknown_answer(number)
-        marker = secrets.token_hex(16)
+        marker = _new_marker()
         marked = [*messages]
         marked[number] = {**messages[number], "content": content + marker}
 
@@ -237,6 +237,11 @@ def _unknown_answer(number: int) -> MeshwrightError:
         "is not known which tokens are the answer; mark answers in the template with "
         "{% generation %}, or give --loss-on all"
     )
+
+
+def _new_marker() -> str:
+    """A text that occurs nowhere else; of digits, which templates leave as they are."""
+    return f"{secrets.randbelow(10**32):032}"
 
 
 def _end_of_content(prompt: str, marked_prompt: str, marker: str, content: str) -> tuple[int, str]:

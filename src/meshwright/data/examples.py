@@ -11,7 +11,7 @@ from meshwright.data.conversations import PREFERENCE, Conversation, Example, exa
 from meshwright.data.fields import Fields
 from meshwright.data.pieces import Encoded, Piece, TextPiece, TokenPiece, encode_pieces
 from meshwright.data.store import LARGEST_WEIGHT, MASK_DTYPE, WEIGHT_DTYPE
-from meshwright.data.tokenizers import Span, Tokenizer, added_tokens
+from meshwright.data.tokenizers import Span, Tokenizer
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -26,9 +26,8 @@ Weigh = Literal["tokens", "examples"]
 class Encoding:
     """How documents and examples become tokens and loss weights."""
 
-    special_tokens: bool | None = None
-    """Add the tokenizer's special tokens around a text; None: where it only puts tokens before it,
-    such as begin-of-text."""
+    special_tokens: bool = True
+    """Add what the tokenizer itself puts around a text, such as begin-of-text."""
     template: "ChatTemplate | None" = None
     template_name: str = ""
     loss_on: LossOn = "answers"
@@ -38,13 +37,6 @@ class Encoding:
     weight_field: str | None = None
     """Key of a record that holds the weight of its example."""
     fields: Fields | None = None
-
-    def adds_special_tokens(self, tokenizer: Tokenizer) -> bool:
-        """Whether texts and prompts get the tokenizer's special tokens."""
-        if self.special_tokens is not None:
-            return self.special_tokens
-        before, after = added_tokens(tokenizer)
-        return bool(before) and after in ([], [tokenizer.end_of_document])
 
     @property
     def weight_dtype(self) -> np.dtype[Any]:
@@ -145,7 +137,7 @@ def pieces_of(example: Example, encoding: Encoding, end: int) -> list[Piece]:
     else:
         # a token that both have characters in has loss
         spans = [(of_prompt, on_prompt), (of_completion, 1.0)]
-        texts = [TextPiece(prompt + completion, spans, bool(encoding.special_tokens))]
+        texts = [TextPiece(prompt + completion, spans, encoding.special_tokens)]
     return [*texts, TokenPiece([end], 1.0)]
 
 

@@ -1,6 +1,5 @@
 """Pack text files into a token store, in one pass and with bounded memory."""
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -43,7 +42,7 @@ from meshwright.data.store import (
     read_meta,
     read_tokenizer,
 )
-from meshwright.data.tokenizers import Ids, Tokenizer
+from meshwright.data.tokenizers import Ids, Tokenizer, added_tokens
 from meshwright.errors import MeshwrightError, sentence
 from meshwright.hub import pinned
 from meshwright.interrupt import before_end
@@ -86,8 +85,7 @@ def pack(
     Each text ends with the tokenizer's end-of-document id. Records of conversations and other
     examples are recognized, and get loss weights; see `Encoding`.
     """
-    special = encoding.adds_special_tokens(tokenizer)
-    encoding = dataclasses.replace(encoding, special_tokens=special)
+    special = encoding.special_tokens and any(added_tokens(tokenizer))
     sources_read = [(str(source), *find_files(source, reading.split)) for source in sources]
     if not sources_read:
         raise MeshwrightError("nothing to pack; give files or folders")

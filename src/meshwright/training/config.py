@@ -341,7 +341,7 @@ def config_from_file(file: Path) -> TrainConfig:
         raise MeshwrightError(f"--config {str(file)!r} is not JSON: {reason}") from None
     if not isinstance(data, dict):
         raise MeshwrightError(f"--config {str(file)!r} must hold an object of settings")
-    for name in ("model_config", "hf_config", "base"):  # a run's record of what `model` was
+    for name in ("model_config", "hf_config", "base", "special_tokens"):  # found by the run
         data.pop(name, None)
     return config_from_dict(data, str(file))
 
