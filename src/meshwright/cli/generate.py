@@ -57,7 +57,7 @@ class GenerateSettings:
     """Token that ends a document, if the tokenizer files do not name it."""
     special_tokens: bool | None = None
     """Whether to add the tokenizer's special tokens to prompts, such as begin-of-text; by default
-    only for a Hugging Face model."""
+    for a Hugging Face model, and for a run whose data have them."""
     json: bool = False
     """Print JSON at the end instead of streaming text."""
     cpu_devices: int | None = None
