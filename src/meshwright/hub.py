@@ -24,6 +24,7 @@ Kind = Literal["model", "dataset"]
 Choose = Callable[[Sequence[str]], Sequence[str]]
 
 CONFIG = ("config.json",)
+# with * for what differs in name: tokenizer.model.v3, additional_chat_templates/tool_use.jinja
 TOKENIZER = (
     "tokenizer.json", "tokenizer.model*", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.models.tiny_architectures import MODELS
@@ -177,6 +178,14 @@ def test_what_cannot_be_taken_is_refused(tmp_path: Path) -> None:
         quantized = trainer(BASE, ONE, lora=LoraConfig(4, base="int8"), init_from=tmp_path)
         with pytest.raises(MeshwrightError, match="cannot take frozen weights in 8 or 4 bits"):
             engine.update_weights(quantized.state.params)
+        with pytest.raises(
+            MeshwrightError, match="have an adapter, which is merged with its scale"
+        ):
+            engine.update_weights(params | {"adapter": {}})
+        used_up = jax.tree.map(jnp.copy, params)
+        used_up["embedding"].delete()
+        with pytest.raises(MeshwrightError, match="are those before a train step"):
+            engine.update_weights(used_up)
         assert sampled(engine) == before
     with pytest.raises(MeshwrightError, match="closed"):
         engine.update_weights(params)

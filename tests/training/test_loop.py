@@ -260,7 +260,7 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_no_longer_improves_stops(
     run = tmp_path / "run"
     rising = [  # a learning rate with which the loss soon grows
         model, *SETTINGS[:4], "--steps", "40", "--run", str(run), "--cpu-devices", "1",
-        "--eval.sequences", "4", "--eval.every", "2", "--checkpoint.every", "2",
+        "--eval.sequences", "4", "--eval.every", "2", "--checkpoint.every", "100",
         "--checkpoint.keep-last", "1", "--optimizer.name", "lion",
         "--optimizer.learning-rate", "0.1", "--eval.patience",
     ]  # fmt: skip
@@ -268,7 +268,7 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_no_longer_improves_stops(
     steps, values = read_metrics(run).column("eval_loss")
     best = steps[values.index(min(values))]
     assert steps[-1] == best + 6 < 40
-    assert Checkpoints(run / "checkpoints").steps() == [best, best + 4, best + 6]  # 4: healthy
+    assert Checkpoints(run / "checkpoints").steps() == [best, best + 6]
     assert f"(3 evaluations without a lower loss than that of step {best}, " in out
     assert f"--step {best} serves or exports it" in out
     assert "nothing to do: 3 evaluations without a lower loss" in train_command(*rising, "3")

@@ -199,7 +199,7 @@ class Engine:
 
         self._send_if_open(cancel)
 
-    def update_weights(self, params: Any, adapter_scale: float = 1.0) -> None:
+    def update_weights(self, params: Any, adapter_scale: float | None = None) -> None:
         """Take the parameters of a trainer, as its step holds them, in place of the weights.
 
         They are resharded and cast on the devices; an adapter is merged with its scale. No file is
@@ -223,7 +223,7 @@ class Engine:
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters that are loaded, by name."""
-        return {name: loaded.adapter for name, loaded in self._adapters.loaded.items()}
+        return {name: loaded.adapter for name, loaded in [*self._adapters.loaded.items()]}
 
     def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Load an adapter for requests that name it: a folder of PEFT, or a run with LoRA.

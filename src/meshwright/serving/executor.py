@@ -79,7 +79,7 @@ class AnyExecutor(Protocol):
     def prepare(self, plan: StepPlan) -> Callable[[], Read]:
         """What dispatches the step, perhaps in another thread; in the order of the plans."""
 
-    def update_weights(self, params: Any, adapter_scale: float) -> None:
+    def update_weights(self, params: Any, adapter_scale: float | None) -> None:
         """Take the parameters of a trainer, in the order of the plans."""
 
     def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
@@ -141,7 +141,7 @@ class Executor:
 
         return dispatch
 
-    def update_weights(self, params: Any, adapter_scale: float) -> None:
+    def update_weights(self, params: Any, adapter_scale: float | None) -> None:
         self.programs.update_weights(params, adapter_scale)
 
     def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:

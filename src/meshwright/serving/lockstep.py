@@ -192,7 +192,7 @@ class _Replica:
         threading.Thread(target=run, name=f"meshwright-replica-{index}", daemon=True).start()
 
 
-def _refuse_weights(executor: Any, params: Any, adapter_scale: float) -> None:
+def _refuse_weights(executor: Any, params: Any, adapter_scale: float | None) -> None:
     raise MeshwrightError(
         "the weights of an engine over several processes come from a folder; start one again, or "
         "run the engine in one process"

@@ -321,12 +321,12 @@ class Programs(Steps):
         self.pools = self._new_pools()
         self.last_tokens = self.put(np.zeros(config.max_batch + 1, np.int32))
 
-    def update_weights(self, params: Any, adapter_scale: float) -> None:
+    def update_weights(self, params: Any, adapter_scale: float | None) -> None:
         """Take the parameters of a trainer in place of the weights, which are freed first."""
         check_params(params, self._source.config)
+        source = dataclasses.replace(self._source, read=trained_weights(params, adapter_scale))
         slots = {name: tree for name, tree in self.weights.items() if name == ADAPTER}
         self.weights = slots  # others are freed once the steps that were dispatched have read them
-        source = dataclasses.replace(self._source, read=trained_weights(params, adapter_scale))
         model = load_weights(source, self.mesh, self.dtype)
         with jax.set_mesh(self.mesh):
             weights = self.serving.weights(

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from meshwright.errors import MeshwrightError
 from meshwright.serving.adapters import with_slots
 from meshwright.serving.engine import Engine
 from meshwright.serving.job import Job
@@ -90,6 +90,7 @@ class Replicas:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
+        self._adapters_change = threading.Lock()  # in all engines, or in none
         self._names = itertools.count(1)
         self._loads = [0] * len(self.engines)
 
@@ -154,7 +155,7 @@ class Replicas:
         for engine in self.engines:
             engine.cancel(request_id)
 
-    def update_weights(self, params: Any, adapter_scale: float = 1.0) -> None:
+    def update_weights(self, params: Any, adapter_scale: float | None = None) -> None:
         """As `Engine.update_weights`, of each engine."""
         for engine in self.engines:
             engine.update_weights(params, adapter_scale)
@@ -167,18 +168,20 @@ class Replicas:
     def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Load an adapter in every engine, or in none."""
         done: list[Engine] = []
-        try:
-            for engine in self.engines:
-                engine.load_adapter(name, folder)
-                done.append(engine)
-        except MeshwrightError:
-            for engine in done:
-                engine.unload_adapter(name)
-            raise
+        with self._adapters_change:
+            try:
+                for engine in self.engines:
+                    engine.load_adapter(name, folder)
+                    done.append(engine)
+            except Exception:
+                for engine in done:
+                    engine.unload_adapter(name)
+                raise
 
     def unload_adapter(self, name: str) -> None:
-        for engine in self.engines:
-            engine.unload_adapter(name)
+        with self._adapters_change:
+            for engine in self.engines:
+                engine.unload_adapter(name)
 
     def stats(self) -> EngineStats:
         """Sums over the engines."""

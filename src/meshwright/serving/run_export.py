@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from meshwright.data import tokenizer_files
 from meshwright.errors import MeshwrightError
 from meshwright.hub import name_of_snapshot
-from meshwright.models import SOURCE, save_adapter, save_hf, tokenizer_files_of
+from meshwright.models import SOURCE, is_adapter, save_adapter, save_hf, tokenizer_files_of
 from meshwright.serving.source import (
     Source,
     adapter_targets,
@@ -43,6 +43,8 @@ def export(
     source = model_source(run, step=step)
     if merge and source.adapter is None:
         raise MeshwrightError(f"{source.name} has no adapter to merge; leave --merge out")
+    if not merge and is_adapter(Path(run)):
+        raise MeshwrightError(f"{run} is an adapter of PEFT already; --merge exports the model")
     out = Path(folder)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):  # before weights are read
         raise MeshwrightError(f"{out} is there already; give a folder that is new or empty")

@@ -244,13 +244,18 @@ def load_weights(source: Source, mesh: Mesh, dtype: Any = jnp.float32) -> Model:
     return Model(source, fit(params, padded), mesh)
 
 
-def trained_weights(params: Any, adapter_scale: float = 1.0) -> Callable[[Any], Any]:
+def trained_weights(params: Any, adapter_scale: float | None = None) -> Callable[[Any], Any]:
     """A Source's `read` for the parameters of a trainer, whose arrays are copied, never shared.
 
     They stay on the devices where the engine's are the trainer's; else JAX moves them. An adapter
     is merged, with its scale (`step.compute.adapter_scale`).
     """
     check_plain(params)
+    if adapter_scale is None and ADAPTER in params:
+        raise MeshwrightError(
+            "the parameters have an adapter, which is merged with its scale; give it: "
+            "adapter_scale=step.compute.adapter_scale"
+        )
     mesh = jax.tree.leaves(params)[0].sharding.mesh
 
     def place(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -262,7 +267,7 @@ def trained_weights(params: Any, adapter_scale: float = 1.0) -> Callable[[Any], 
 
     def read(targets: Any) -> Any:
         with jax.set_mesh(mesh):
-            without_adapter = merged(params, adapter_scale)
+            without_adapter = merged(params, 1.0 if adapter_scale is None else adapter_scale)
         return jax.tree.map(place, without_adapter, targets)
 
     return read
@@ -288,8 +293,12 @@ def check_params(params: Any, config: Any) -> None:
 
     The vocabulary may be padded, and there may be an adapter.
     """
-
     check_plain(params)
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)):
+        raise MeshwrightError(
+            "the parameters are those before a train step, which has used up their memory; give "
+            "those of the state that it returned"
+        )
     given = {name: tree for name, tree in params.items() if name != ADAPTER}
     arrays = dict(zip(tree_paths(given), jax.tree.leaves(given), strict=True))
     specs = abstract_arrays(config)

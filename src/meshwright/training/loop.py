@@ -212,6 +212,9 @@ class Loop:
                     if why := self._no_longer_better():
                         self.stop.request(why)
                         break
+                    # a run that may end after it keeps the best one, whenever that is
+                    best = lowest_loss(self.eval_losses, self.eval_losses)
+                    save_is_due |= config.eval.patience is not None and best == done
                 save_is_due |= done % config.checkpoint.every == 0
                 if save_is_due and done < config.steps:
                     self._look_at_all(waiting, log, live)
@@ -326,7 +329,8 @@ class Loop:
                 step: value for step, value in zip(steps, values, strict=True) if step <= until
             }
         shared = json.loads(self.backend.from_first(json.dumps(losses)))
-        return {int(step): float(value) for step, value in shared.items()}
+        read = {int(step): float(value) for step, value in shared.items()}
+        return {step: loss if math.isfinite(loss) else math.inf for step, loss in read.items()}
 
     def _no_longer_better(self) -> str:
         """Why to stop early, where the last evaluations did not lower the loss; else ''."""

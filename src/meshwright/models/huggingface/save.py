@@ -36,8 +36,6 @@ from meshwright.models.safetensors_write import (
 
 logger = logging.getLogger("meshwright")
 
-# with * for what differs in name: tokenizer.model.v3, additional_chat_templates/tool_use.jinja
-
 
 def save_folder(
     folder: str | os.PathLike[str],

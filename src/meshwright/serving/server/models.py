@@ -1,6 +1,7 @@
 """/v1/models, and vLLM's routes that load and unload adapters."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -13,23 +14,26 @@ from meshwright.serving.server.transport import finish, read
 
 
 async def models(http: HttpRequest, service: Service) -> Response:
-    cards = [_card(service, name) for name in ("", *service.engine.adapters)]
+    adapters = service.engine.adapters.items()
+    cards = [_card(service), *(_card(service, name, one.folder) for name, one in adapters)]
     return json_response({"object": "list", "data": cards})
 
 
 async def model(http: HttpRequest, service: Service) -> Response:
-    return json_response(_card(service, service.check_model(http.path_params["name"])))
+    name = service.check_model(http.path_params["name"])
+    adapter = service.engine.adapters.get(name)
+    card = _card(service) if adapter is None else _card(service, name, adapter.folder)
+    return json_response(card)
 
 
-def _card(service: Service, adapter: str) -> dict[str, Any]:
+def _card(service: Service, adapter: str = "", folder: Path | None = None) -> dict[str, Any]:
     """The model, or one of its adapters."""
-    folder = service.engine.adapters[adapter].folder if adapter else service.config.model
     return {
         "id": adapter or service.name,
         "object": "model",
         "created": service.created,
         "owned_by": "meshwright",
-        "root": str(folder),
+        "root": str(folder or service.config.model),
         "parent": service.name if adapter else None,
         "max_model_len": service.engine.max_length,
     }
