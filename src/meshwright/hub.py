@@ -278,11 +278,10 @@ def _similar(repo: str, kind: Kind, library: Any) -> str:
     api = _api(library)
     search = api.list_models if kind == "model" else api.list_datasets
     try:
-        found = [one.id for one in search(author=owner, limit=200)]
-        found += [one.id for one in search(search=name, limit=20)]
+        repos = [*search(author=owner, limit=200), *search(search=name, limit=20)]
     except (OSError, library.errors.HTTPError, ValueError):
         return ""
-    hint = did_you_mean(repo, found)
+    hint = did_you_mean(repo, [similar.id for similar in repos])
     return f" ({hint.removeprefix('; ')})" if "did you mean" in hint else ""
 
 
@@ -291,7 +290,7 @@ def _progress(repo: str, total: int, library: Any) -> Iterator[type]:
     """A class that huggingface_hub takes for tqdm: one line of ours says how much has come."""
     from rich.console import Console
 
-    console, done, said = Console(stderr=True), 0, time.monotonic()
+    console, done, printed_at = Console(stderr=True), 0, time.monotonic()
     status = console.status(f"downloading {repo}") if console.is_terminal else None
 
     class Bar(library.utils.tqdm):  # type: ignore[misc]
@@ -300,15 +299,15 @@ def _progress(repo: str, total: int, library: Any) -> Iterator[type]:
             super().__init__(*args, **(named | {"disable": True}))
 
         def update(self, n: float | None = 1) -> None:
-            nonlocal done, said
+            nonlocal done, printed_at
             if not self._is_bytes:
                 return
             done += int(n or 0)
             text = f"downloading {repo}: {bytes_text(done)} of {bytes_text(total)}"
             if status is not None:
                 status.update(text)
-            elif time.monotonic() - said > _PLAIN_EVERY_S:
-                said = time.monotonic()
+            elif time.monotonic() - printed_at > _PLAIN_EVERY_S:
+                printed_at = time.monotonic()
                 print_line(text, sys.stderr)
 
     with status or contextlib.nullcontext():

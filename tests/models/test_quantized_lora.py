@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.ops.attention.programs import QUICKLY
+from tests.ops.test_nf4 import LEVELS
 
 import meshwright as mw
 from meshwright.models import (
@@ -22,22 +23,12 @@ from meshwright.models import (
 )
 from meshwright.training import TrainConfig, abstract_step
 from meshwright.training.config import ComputeConfig
-from meshwright.training.weights import load_weights
+from meshwright.training.weights import start_weights
 
 peft = pytest.importorskip("peft")
 
 TOKENS = np.random.default_rng(0).integers(3, 60, (8, 17))
 INPUTS, TARGETS = torch.tensor(TOKENS[:, :-1]), torch.tensor(TOKENS[:, 1:])
-# QLoRA, appendix E
-LEVELS = np.array(
-    [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-        0.7229568362236023, 1.0,
-    ],
-    np.float32,
-)  # fmt: skip
 
 
 def rounded(weight: np.ndarray, base: str) -> np.ndarray:
@@ -86,7 +77,7 @@ def on_mesh(folder: Path, base: str, mesh: str, **compute: Any) -> tuple[Any, An
     step = abstract_step(settings, mw.mesh(spec, devices=devices, axis_types="explicit"))
     places = jax.tree.map(lambda target: target.sharding, {ADAPTER: step.state.params[ADAPTER]})
     factors, _ = load_adapter(folder / "adapter", config, places)
-    return step, load_weights(step, config, folder / "base") | factors
+    return step, start_weights(step, config, folder / "base") | factors
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def evaluate(settings: tyro.conf.OmitArgPrefixes[EvalSettings]) -> None:
         )
     from meshwright.evaluate import answer_choices, read_questions, store_loss
     from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
-    from meshwright.serving import load, model_source, tokenizer_folder
+    from meshwright.serving import chat_folder, load, model_source
 
     make_room_for_cpu_collectives()
     if settings.cpu_devices is not None:
@@ -66,7 +66,7 @@ def evaluate(settings: tyro.conf.OmitArgPrefixes[EvalSettings]) -> None:
     if data is not None:
         loss = store_loss(
             model_source(model, **named), data,
-            model=str(tokenizer_folder(model)), batch=settings.batch, seq=settings.seq, mesh=mesh,
+            model=str(chat_folder(model)), batch=settings.batch, seq=settings.seq, mesh=mesh,
             dtype=dtype,
         )  # fmt: skip
         results |= loss.data()

@@ -103,8 +103,7 @@ def quantized_base(arrays: Any, name: str) -> Any:
         return quantized_spec(spec, name)
 
     leaves, treedef = jax.tree.flatten(arrays)
-    found = map(quantized, tree_paths(arrays), leaves)
-    return jax.tree.unflatten(treedef, list(found))
+    return jax.tree.unflatten(treedef, list(map(quantized, tree_paths(arrays), leaves)))
 
 
 def is_layer_matrix(spec: ArraySpec) -> bool:

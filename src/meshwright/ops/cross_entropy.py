@@ -337,9 +337,9 @@ def _fused(split: _Split, z_loss: float, chunk: int, tied: bool, softcap: float 
     def log_probs_backward(kept: Any, cotangent: jax.Array) -> Any:
         """The gradient of a weighted cross-entropy, whose weights are known by now."""
         hidden, head, marks = kept
-        one = jnp.float32(1)
-        _, gradients = forward(hidden, head, (*marks, -cotangent), one)
-        return backward(gradients, (one,))[:3]
+        scale = jnp.float32(1)
+        _, gradients = forward(hidden, head, (*marks, -cotangent), scale)
+        return backward(gradients, (scale,))[:3]
 
     log_probs.defvjp(log_probs_forward, log_probs_backward)
     return _Fused(fused, log_probs)

@@ -4,6 +4,7 @@ from meshwright.serving.abstract_step import Part, ServedStep
 from meshwright.serving.adapters import with_adapters
 from meshwright.serving.defaults import Defaults, defaults_of
 from meshwright.serving.engine import Engine
+from meshwright.serving.from_trainer import trained_weights
 from meshwright.serving.generate import stream
 from meshwright.serving.grammars import Grammar, Grammars
 from meshwright.serving.job import check_prompts
@@ -29,13 +30,12 @@ from meshwright.serving.settings import EngineConfig, ServeConfig
 from meshwright.serving.source import (
     Model,
     Source,
+    chat_folder,
     check_fits,
     generation_mesh,
     load_weights,
     model_source,
     served_config,
-    tokenizer_folder,
-    trained_weights,
 )
 from meshwright.serving.start import serve
 
@@ -63,6 +63,7 @@ __all__ = [
     "Source",
     "TextSampler",
     "TokenLogprobs",
+    "chat_folder",
     "check_fits",
     "check_prompts",
     "defaults_of",
@@ -78,7 +79,6 @@ __all__ = [
     "settings_facts",
     "start_engine",
     "stream",
-    "tokenizer_folder",
     "trained_weights",
     "with_adapters",
 ]

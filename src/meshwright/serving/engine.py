@@ -223,7 +223,7 @@ class Engine:
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters that are loaded, by name."""
-        return {name: loaded.adapter for name, loaded in [*self._adapters.loaded.items()]}
+        return {name: loaded.adapter for name, loaded in self._adapters.loaded.items()}
 
     def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Load an adapter for requests that name it: a folder of PEFT, or a run with LoRA.

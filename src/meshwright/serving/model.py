@@ -28,10 +28,10 @@ from meshwright.serving.sampling import Sampling
 from meshwright.serving.settings import EngineConfig
 from meshwright.serving.source import (
     Source,
+    chat_folder,
     check_fits,
     generation_mesh,
     model_source,
-    tokenizer_folder,
 )
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def load(
     return LanguageModel(
         source,
         start_engine(source, placed, kind, config),
-        tokenizer_folder(local_folder(model, MODEL)),
+        chat_folder(local_folder(model, MODEL)),
         None if chat_template is None else Path(chat_template),
     )
 

@@ -48,6 +48,7 @@ from meshwright.ops.attention import (
 from meshwright.present import count
 from meshwright.serving.adapters import DEFAULT_RANK, load_factors
 from meshwright.serving.device_sampling import TOP, greedy, top_logprobs
+from meshwright.serving.from_trainer import check_params, trained_weights
 from meshwright.serving.prompts import PromptInputs, PromptShape, fill_with_prompts, prompt_shapes
 from meshwright.serving.sampling import KnownTokens
 from meshwright.serving.scheduler import scoring_shape
@@ -56,10 +57,8 @@ from meshwright.serving.source import (
     Adapter,
     Model,
     adapter_targets,
-    check_params,
     load_weights,
     targets,
-    trained_weights,
 )
 
 Ints = npt.NDArray[np.int32]

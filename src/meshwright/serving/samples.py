@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.data import Mixture
 from meshwright.meshes import STANDARD_AXES
 from meshwright.serving.engine import Engine
+from meshwright.serving.from_trainer import check_plain, trained_weights
 from meshwright.serving.generate import config_for
 from meshwright.serving.job import check_prompts
 from meshwright.serving.replicas import replica_meshes
@@ -15,10 +16,8 @@ from meshwright.serving.sampling import Sampling
 from meshwright.serving.source import (
     Source,
     check_fits,
-    check_plain,
     generation_mesh,
     load_weights,
-    trained_weights,
 )
 from meshwright.training import AbstractStep
 

@@ -40,10 +40,10 @@ from meshwright.serving.same_settings import settings_facts
 from meshwright.serving.settings import ServeConfig
 from meshwright.serving.source import (
     Source,
+    chat_folder,
     check_fits,
     generation_mesh,
     model_source,
-    tokenizer_folder,
 )
 from meshwright.training.run import print_line
 
@@ -108,7 +108,7 @@ def _answer(source: Source, config: ServeConfig, link: Leader | None) -> None:
     defaults = Defaults()
     if config.generation_config == "auto":
         defaults = defaults_of(source.generation_config)
-    folder = tokenizer_folder(local_folder(config.model, MODEL))
+    folder = chat_folder(local_folder(config.model, MODEL))
     template = load_chat_template(folder, config.chat_template)
     keys = config.api_keys()
     if config.host not in ("127.0.0.1", "localhost", "::1") and not keys:

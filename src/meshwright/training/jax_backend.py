@@ -51,7 +51,7 @@ from meshwright.training.state import (
 )
 from meshwright.training.tpu import overlap_text
 from meshwright.training.trainable import trained_part, trained_text
-from meshwright.training.weights import load_weights
+from meshwright.training.weights import start_weights
 
 AUTO = "auto"  # a mesh that is chosen once the devices are known
 
@@ -187,7 +187,7 @@ class JaxBackend(Backend):
                 none = jax.device_put(np.int32(0), step.state.step.sharding)
             if self.config.lora.rank:
                 assert self._setup.weights is not None  # else it is an error
-                weights = load_weights(step, self._setup.model, self._setup.weights)
+                weights = start_weights(step, self._setup.model, self._setup.weights)
                 whole = {**weights, **restored.params}
                 restored = dataclasses.replace(restored, params=whole)
             restored = dataclasses.replace(restored, skipped_in_a_row=none)
@@ -197,7 +197,7 @@ class JaxBackend(Backend):
             return
         params: dict[str, Any] | None = None
         if self._setup.weights is not None:
-            params = load_weights(step, self._setup.model, self._setup.weights)
+            params = start_weights(step, self._setup.model, self._setup.weights)
             if self.config.lora.rank:
                 specs, targets = step.arrays[ADAPTER], step.state.params[ADAPTER]
                 shardings = jax.tree.map(lambda target: target.sharding, targets)
@@ -210,7 +210,7 @@ class JaxBackend(Backend):
         """The parameters of step 0, of a run without an adapter."""
         step = self._setup.step
         if self._setup.weights is not None:
-            return load_weights(step, self._setup.model, self._setup.weights)
+            return start_weights(step, self._setup.model, self._setup.weights)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, step.state.params)
         with jax.set_mesh(step.mesh):
             return create(step.arrays, shardings, self.config.seed)

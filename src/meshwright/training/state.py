@@ -67,7 +67,7 @@ def abstract_state(
     )
 
 
-def abstract_params(arrays: Any, rules: Rules, mesh: Mesh) -> Any:
+def placed_params(arrays: Any, rules: Rules, mesh: Mesh) -> Any:
     """The parameters of an abstract state."""
     return _placed(arrays, layout_tree(arrays, rules, mesh=mesh), mesh)
 

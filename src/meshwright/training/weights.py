@@ -10,10 +10,10 @@ from meshwright.layouts import fit, stored, tree_paths
 from meshwright.models import ADAPTER, load_hf
 from meshwright.ops import NF4, Quantized, quantize
 from meshwright.training.abstract_step import AbstractStep
-from meshwright.training.state import abstract_params
+from meshwright.training.state import placed_params
 
 
-def load_weights(step: AbstractStep, model: Any, folder: Path) -> dict[str, Any]:
+def start_weights(step: AbstractStep, model: Any, folder: Path) -> dict[str, Any]:
     """The parameters of a step from a Hugging Face folder, without an adapter.
 
     `model` is the config of the folder. A stack of matrices that the step holds quantized is read
@@ -21,7 +21,7 @@ def load_weights(step: AbstractStep, model: Any, folder: Path) -> dict[str, Any]
     """
     targets = {name: step.state.params[name] for name in step.arrays if name != ADAPTER}
     specs = {name: step.unquantized[name] for name in targets}
-    padded = abstract_params(specs, step.rules, step.mesh)
+    padded = placed_params(specs, step.rules, step.mesh)
     shardings = jax.tree.map(
         lambda target, spec: stored(target, spec.unpadded_shape).sharding, padded, specs
     )

@@ -103,8 +103,8 @@ def log_probs(
     layouts = compute.layouts
     targets = sequences.arranged(reshard(batch["targets"], layouts.tokens))
     head = lm_head(params, config)
-    found = next_token_log_probs(x, head, targets, config.vocab, compute, settings)
-    return sequences.restored(found)
+    arranged = next_token_log_probs(x, head, targets, config.vocab, compute, settings)
+    return sequences.restored(arranged)
 
 
 def _forward(

@@ -222,9 +222,9 @@ def _load_layers(
 ) -> Any:
     """A stack of what `convert` makes of each layer; of the layers themselves one is there."""
     stack = None
-    one = dataclasses.replace(spec, shape=(1, *spec.shape[1:]))
+    of_layer = dataclasses.replace(spec, shape=(1, *spec.shape[1:]))
     for index, name in enumerate(array.names):
-        made = convert(read(dataclasses.replace(array, name=name, layers=1), one))
+        made = convert(read(dataclasses.replace(array, name=name, layers=1), of_layer))
         if stack is None:
             stack = jax.tree.map(functools.partial(_room, layers=len(array.names)), made)
         stack = _put(stack, made, jnp.int32(index))

@@ -279,8 +279,8 @@ def _tokenizer_folder(source: str | None) -> Path | None:
 
 def tokenizer_files_of(folder: Path) -> list[Path]:
     """The files of a folder that are a tokenizer's, with generation_config.json."""
-    found = [file for pattern in TOKENIZER for file in sorted(folder.glob(pattern))]
-    return [file for file in found if file.is_file()]
+    matches = (file for pattern in TOKENIZER for file in sorted(folder.glob(pattern)))
+    return [file for file in matches if file.is_file()]
 
 
 def _special_tokens(folder: Path) -> dict[str, Any]:

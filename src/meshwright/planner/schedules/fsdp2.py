@@ -177,10 +177,10 @@ class _Step:
     def scalars(self) -> Iterator[Collective]:
         """Numbers in float64 over all devices."""
         every, eight = self.over("dp", "fsdp", "tp"), self.number(8, "bytes")
-        what = "number of targets, their weight"
-        yield Collective("all-reduce", every, 2 * eight, 1, "forward", what)
-        what = "loss, norm of the gradient, keys that a query sees"
-        yield Collective("all-reduce", every, 3 * eight, 1, "optimizer", what)
+        payload = "number of targets, their weight"
+        yield Collective("all-reduce", every, 2 * eight, 1, "forward", payload)
+        payload = "loss, norm of the gradient, keys that a query sees"
+        yield Collective("all-reduce", every, 3 * eight, 1, "optimizer", payload)
 
 
 def work(step: StepModel) -> Work:
