@@ -60,7 +60,7 @@ def hub_name(text: str | os.PathLike[str]) -> HubName | None:
     >>> hub_name("meta-llama/Llama-3.2-1B@main"), hub_name("./meta-llama/Llama-3.2-1B")
     (HubName(repo='meta-llama/Llama-3.2-1B', revision='main'), None)
     """
-    match = _NAME.fullmatch(os.fspath(text))
+    match = _NAME.fullmatch(text) if isinstance(text, str) else None  # pathlib drops the ./
     if match is None or _FILE.fullmatch(Path(match[1]).suffix) or Path(text).exists():
         return None
     return HubName(match[1], match[2])

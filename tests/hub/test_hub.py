@@ -15,6 +15,7 @@ from tests.processes import SEVERAL_COMMANDS, Ended
 
 from meshwright.data import TokenStore
 from meshwright.hub import CONFIG, HubName, hub_name, local_folder, name_of_snapshot
+from meshwright.training import TrainConfig, weights_folder
 
 QWEN = Path(__file__).parents[1] / "models/hf_reference/qwen2.5-tied"
 TOKENIZER = {
@@ -328,6 +329,7 @@ def test_a_run_starts_from_the_weights_and_keeps_to_their_commit(
     assert hub.gets["model.safetensors"] == 1
     adapter = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == NAME
+    assert f"{NAME}@{adapter['revision']}" == name
 
 
 def test_a_name_is_not_a_path_and_a_folder_here_comes_first(
@@ -347,6 +349,9 @@ def test_a_name_is_not_a_path_and_a_folder_here_comes_first(
         "@/x",
     ):
         assert hub_name(path) is None, path
+    assert hub_name(Path("./org/name")) is None  # pathlib drops the ./
+    missing = TrainConfig("tiny", init_from="./org/name")
+    assert weights_folder(missing) == Path("org/name")
     (tmp_path / "org/name").mkdir(parents=True)
     assert hub_name("org/name") is None
     assert local_folder("org/name", CONFIG) == Path("org/name")

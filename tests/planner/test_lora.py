@@ -1,5 +1,6 @@
 """Plans of LoRA: against the step that one H200 ran, and what fits."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,13 @@ def test_a_70b_model_fits_one_gpu_in_8_or_4_bits() -> None:
     found = plan(settings, "h100:1")
     assert found.best.memory.fits
     assert found.best.seconds["dequantization"] > 0
+
+
+def test_a_base_is_proposed_only_where_it_can_be_taken() -> None:
+    odd = ("embed=8208",)  # not a multiple of 64, which nf4 needs
+    settings = dataclasses.replace(config("llama-3.1-70b", 1, 2048), override=odd)
+    with pytest.raises(MeshwrightError, match=r"; --lora\.base int8 would fit"):
+        plan(settings, "h200:1")
 
 
 def test_what_int8_and_nf4_cannot_do_is_told() -> None:

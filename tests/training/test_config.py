@@ -167,7 +167,7 @@ def test_a_missing_rule_of_activations_is_named_with_the_line_to_add(tmp_path: P
         {"batch": 8, "seq": 64, "mesh": "dp=1,fsdp=2,tp=2,sp=1"},
         {"compute.layers": "unroll", "compute.remat": "full", "optimizer.name": "muon"},
         {"override": ("rope.scaling=yarn", "rope.factor=4", "rope.theta=5e7")},
-        {"optimizer.clip_norm": None, "init_from": Path("a folder")},
+        {"optimizer.clip_norm": None, "init_from": "./a folder"},
     ],
 )
 def test_the_flags_of_settings_give_the_same_settings(changes: dict[str, Any]) -> None:

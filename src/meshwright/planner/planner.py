@@ -283,7 +283,10 @@ def _bases_that_fit(workload: Workload, limits: Constraints) -> list[str]:
 
     def fits(base: str) -> bool:
         config = with_settings(workload.config, {"lora.base": base})
-        changed = dataclasses.replace(workload, config=config)
+        try:
+            changed = Workload.of(config, workload.machine, workload.model)
+        except MeshwrightError:  # a size or setting that these do not take
+            return False
         return _first_that_fits(changed, limits) is not None
 
     return [base for base in QUANTIZED_BASES if fits(base)]

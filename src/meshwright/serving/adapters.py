@@ -52,8 +52,8 @@ def with_slots(config: EngineConfig, source: Source) -> EngineConfig:
         )
     if most and serving_of(source.config).adapter is None:
         raise MeshwrightError(
-            f"{source.name}: adapters are served by name beside decoders; merge one into this "
-            "model with --adapter FOLDER"
+            f"{source.name}: only decoders take adapters by name; merge one into this model: "
+            "meshwright generate or serve with --adapter FOLDER"
         )
     ranks = [adapter.lora.rank for adapter in source.adapters.values()]
     rank = config.max_adapter_rank or max(ranks, default=DEFAULT_RANK)

@@ -52,8 +52,8 @@ def check_plain(params: Any) -> None:
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
     if any(isinstance(leaf, Quantized) for leaf in leaves):
         raise MeshwrightError(
-            "an engine cannot take frozen weights in 8 or 4 bits from a trainer; use --lora.base "
-            "bfloat16"
+            "an engine cannot take frozen weights in 8 or 4 bits from a trainer; give --lora.base "
+            "bfloat16, or leave --eval.prompts out"
         )
 
 

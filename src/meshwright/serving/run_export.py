@@ -56,7 +56,7 @@ def export(
         adapter = source.adapter
         factors = adapter.read(adapter_targets(source.config, adapter.lora, placed))
         on_hub = name_of_snapshot(adapter.base)
-        base = str(adapter.base.resolve()) if on_hub is None else on_hub.repo
+        base = str(adapter.base.resolve() if on_hub is None else on_hub)
         return save_adapter(
             out, factors, source.config, adapter.lora, base, dtype=kind, tokenizer=tokenizer
         )

@@ -169,7 +169,12 @@ def model_source(
 def adapter_source(folder: str | os.PathLike[str], source: Source) -> Adapter:
     """The adapter in a folder of PEFT or of a run with LoRA, if it is one of this model."""
     path, config = Path(folder), source.config
-    if is_adapter(path):
+    try:
+        is_peft = is_adapter(path)
+    except OSError as reason:
+        shown = str(path)[:200]
+        raise MeshwrightError(f"{shown} cannot be read: {reason.strerror or reason}") from None
+    if is_peft:
         lora = read_adapter_config(path, family_of(config).hugging_face.model(config))
 
         def read(targets: Any) -> Any:
@@ -203,9 +208,13 @@ def chat_folder(path: str | os.PathLike[str]) -> Path:
 
 def _peft_base(folder: Path) -> Path:
     """The folder of the model that a folder of PEFT names."""
-    base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
-    if isinstance(base, str) and base and (Path(base).is_dir() or hub_name(base) is not None):
-        return local_folder(base, MODEL)
+    fields = _json(folder / "adapter_config.json")
+    base, revision = fields.get("base_model_name_or_path"), fields.get("revision")
+    if isinstance(base, str) and base:
+        if Path(base).is_dir():
+            return Path(base)
+        if hub_name(base) is not None:
+            return local_folder(f"{base}@{revision}" if revision else base, MODEL)
     of = f", of {base!r}, which is no folder here" if base else ", without the model that it adapts"
     raise MeshwrightError(
         f"{folder} is an adapter of PEFT{of}; give the folder of the model, and this one with "

@@ -162,7 +162,7 @@ class TrainConfig:
     """Gradient accumulation: micro-batches per optimizer step."""
     seed: int = 0
     """Random seed for initialization and data order, from 0 to 2**32 - 1."""
-    init_from: Path | None = None
+    init_from: str | None = None
     """Start from the weights of this Hugging Face folder, or name on the Hub, instead."""
     rules: str = "standard"
     """Sharding rules: standard, a set of T5X (t5x:1,1 t5x:2,1 t5x:1,2 t5x:2,2), or a file."""

@@ -145,8 +145,8 @@ def _check_frozen(base: Mapping[str, Any] | None, config: TrainConfig, where: st
         folder = weights_folder(config)
         if base is None and folder is not None:
             raise MeshwrightError(
-                f"the reference of {where} is the random weights of its first step; leave "
-                "--init-from out, or --run another folder"
+                f"the reference of {where} is the random weights of its first step; give "
+                "the model's config.json without --init-from, or another folder to --run"
             )
         if base is not None and folder is None:
             raise MeshwrightError(

@@ -86,7 +86,7 @@ def with_commits(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(
         config,
         model=pinned(config.model),
-        init_from=None if init is None else Path(pinned(str(init))),
+        init_from=None if init is None else pinned(init),
     )
 
 

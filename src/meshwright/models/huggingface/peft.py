@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import MeshwrightError
+from meshwright.hub import hub_name
 from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models.huggingface.arrays import HfArray, HfModel
 from meshwright.models.huggingface.fields import read_hf_config
@@ -37,7 +38,11 @@ def is_adapter(folder: Path) -> bool:
 
 
 def adapter_model(model: HfModel, arrays: Any, lora: LoraConfig, base: str) -> HfModel:
-    """The files of an adapter; `arrays` are the model's, with it, and `base` the model's folder."""
+    """The files of an adapter; `arrays` are the model's, with it, and `base` the model's folder.
+
+    `base` may also be a name on the Hub, with its revision.
+    """
+    on_hub = hub_name(base)
     specs = {ADAPTER: arrays[ADAPTER]}
     by_path = dict(zip(tree_paths(specs), jax.tree.leaves(specs), strict=True))
     of_base = dict(zip(tree_paths(model.specs), jax.tree.leaves(model.specs), strict=True))
@@ -53,7 +58,8 @@ def adapter_model(model: HfModel, arrays: Any, lora: LoraConfig, base: str) -> H
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_2_SEQ_LM" if encoder else "CAUSAL_LM",
-            "base_model_name_or_path": base,
+            "base_model_name_or_path": base if on_hub is None else on_hub.repo,
+            "revision": None if on_hub is None else on_hub.revision,
             "r": lora.rank,
             "lora_alpha": lora.alpha,
             "use_rslora": lora.rslora,
