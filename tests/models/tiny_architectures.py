@@ -62,6 +62,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] + 2 * ["sliding_attention"],
         },
     ),
+    "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        SIZES | {
+            "head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+        },
+    ),
+    "olmoe": ("OlmoeConfig", SIZES | {"num_experts": 8, "num_experts_per_tok": 2}),
 }  # fmt: skip
 
 

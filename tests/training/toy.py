@@ -42,6 +42,7 @@ class Setting:
     mlp_chunk: int = 0
     matmul: str = "auto"
     fp8_skips: int = 0
+    experts: str = "auto"
     moments: str = "auto"
     first_batch: int = 0  # of the batches there are
     trainable: tuple[str, ...] = ()
@@ -94,6 +95,7 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
     compute = Compute(
         setting.rules, setting.dtype, setting.remat, setting.scan, context_parallel=setting.context_parallel,
         mlp_chunk=setting.mlp_chunk, matmul=setting.matmul, fp8_skips=setting.fp8_skips,
+        experts=setting.experts,
     )  # fmt: skip
     loss = LossConfig(setting.z_loss, chunk=24)  # does not divide the tokens
     functions = step_functions(

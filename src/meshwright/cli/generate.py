@@ -121,7 +121,8 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
         f"{source.name}, mesh {mesh_text(placed.shape)} on {count(placed.size, 'device')} of "
         f"{len(jax.devices())}, {kind}"
     )
-    padded = describe_padding(source.config, serving_of(source.config).rules(), placed.shape)
+    rules = serving_of(source.config).rules("ep" in placed.shape)
+    padded = describe_padding(source.config, rules, placed.shape)
     used += "" if padded is None else f", {padded}"
     print(used, file=sys.stderr)
     model = load_weights(source, placed, jnp.dtype(kind))

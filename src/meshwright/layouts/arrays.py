@@ -28,7 +28,8 @@ class ArraySpec:
     the array is zeros, so that its dims are divisible. `inputs` counts the dims that a matmul sums
     over, after a leading `layers`: 1 for `layers embed heads head_dim`. With 0 the array is a
     vector, such as a norm or a bias: optimizers do not decay it, and it is not cast for matmuls.
-    `kind` says what it is: a matrix, a norm, a bias or an embedding. `activation` names what a norm
+    `kind` says what it is: a matrix, an expert (a matrix of each), a router, a norm, a bias or an
+    embedding. `activation` names what a norm
     or bias of a layer is applied to (residual, heads, kv_heads or mlp): it is replicated over the
     mesh axes that split the other dims of that activation, and its gradient is reduced over them.
     `trained` is False for an array that a run leaves as it is; of one that stacks layers it may be
@@ -81,6 +82,11 @@ class ArraySpec:
     def is_matrix(self) -> bool:
         """Used in matmuls: decayed by optimizers, cast to the dtype of matmuls."""
         return self.inputs > 0
+
+    @property
+    def is_cast(self) -> bool:
+        """Used in the dtype of matmuls; routers stay in float32."""
+        return self.is_matrix and self.kind != "router"
 
     @property
     def is_stacked(self) -> bool:

@@ -211,14 +211,18 @@ class MeshSpec:
     def with_standard_axes(self) -> Self:
         """The axes by role, with every standard axis in it, those not named with size 1.
 
+        An axis of experts is there if it was named.
+
         >>> str(MeshSpec.parse("fsdp=-1,tp=4").with_standard_axes())
         'fsdp=-1,tp=4,dp=1,sp=1'
+        >>> str(MeshSpec.parse("ep=8,pp=1").with_standard_axes())
+        'ep=8,dp=1,fsdp=1,tp=1,sp=1'
         """
         spec = self.by_role()
         for role, size in spec.axes:
             if size != 1:
                 check_role(role, f"mesh {self.quoted}")
-        axes = tuple(pair for pair in spec.axes if pair[0] in STANDARD_AXES)
+        axes = tuple(pair for pair in spec.axes if pair[0] in (*STANDARD_AXES, "ep"))
         missing = tuple((axis, 1) for axis in STANDARD_AXES if axis not in spec.names)
         return dataclasses.replace(spec, axes=axes + missing)
 
@@ -269,11 +273,10 @@ class MeshSpec:
 
 def check_role(role: str, given: str) -> None:
     """Raise for a role of an axis that no model here divides anything over."""
-    if role not in STANDARD_AXES:
-        what = {"ep": "experts", "pp": "pipeline stages"}[role]
+    if role == "pp":
         raise MeshwrightError(
-            f"{given}: the models here have no {what}, so {role} must be 1; the axes are "
-            f"{', '.join(STANDARD_AXES)}"
+            f"{given}: the models here have no pipeline stages, so pp must be 1; the axes are "
+            f"{', '.join((*STANDARD_AXES, 'ep'))}"
         )
 
 

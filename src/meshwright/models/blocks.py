@@ -67,7 +67,7 @@ def through_layers(
 
     Layer i runs `pattern[i % len(pattern)]`. `weights` have one entry per layer, or are stacked,
     dim `layers` first; for a loop over several kinds, see `by_period`. `states`, in an engine, have
-    one entry per layer.
+    one entry per layer. What the layers keep is a list; of a loop, of stacks.
     """
     checkpointed = functools.partial(jax.checkpoint, policy=remat_policy(compute.remat, REMAT))
     if not compute.scan:
@@ -84,26 +84,28 @@ def through_layers(
         return x, update, kept
 
     # the carry of a loop is written and read again: one array, not two
-    def added(layer: Layer, x: jax.Array, w: Params) -> tuple[jax.Array, None]:
-        x, update, _ = layer(x, None, w, None)
-        return x + update, None
+    def added(layer: Layer, x: jax.Array, w: Params) -> tuple[jax.Array, Any]:
+        x, update, keeps = layer(x, None, w, None)
+        return x + update, keeps
 
     runs = [checkpointed(functools.partial(added, layer), prevent_cse=False) for layer in pattern]
     if len(pattern) > 1:
-        return _through_periods(runs, x, weights, compute), None, None
-    parts = [weights]
+        x, kept = _through_periods(runs, x, weights, compute)
+        return x, None, kept
+    parts, kept = [weights], []
     if compute.matmul == "fp8" and compute.fp8_skips:
         # three loops: what the first and the last run over is not in fp8
         first, middle, last = _split_ends(weights, compute.fp8_skips)
         parts = [plain_weights(first), middle, plain_weights(last)]
     for part in parts:
-        x, _ = lax.scan(runs[0], x, part)
-    return x, None, None
+        x, keeps = lax.scan(runs[0], x, part)
+        kept.append(keeps)
+    return x, None, kept
 
 
 def _through_periods(
     runs: Sequence[Any], x: jax.Array, weights: Any, compute: Compute
-) -> jax.Array:
+) -> tuple[jax.Array, list[Any]]:
     """x through layers of several kinds: a loop over full periods of the pattern, then the rest."""
     if compute.matmul == "fp8":
         raise MeshwrightError(
@@ -111,17 +113,21 @@ def _through_periods(
             "layers (--compute.layers unroll)"
         )
 
-    def period(x: jax.Array, part: Params) -> tuple[jax.Array, None]:
+    def period(x: jax.Array, part: Params) -> tuple[jax.Array, list[Any]]:
+        kept = []
         for run, w in zip(runs, _unstack(part), strict=True):
-            x, _ = run(x, w)
-        return x, None
+            x, keeps = run(x, w)
+            kept.append(keeps)
+        return x, kept
 
     periods, rest = weights
+    kept: list[Any] = []
     if periods:
-        x, _ = lax.scan(period, x, periods)
+        x, kept = lax.scan(period, x, periods)
     for run, w in zip(runs, rest, strict=False):
-        x, _ = run(x, w)
-    return x
+        x, keeps = run(x, w)
+        kept.append(keeps)
+    return x, kept
 
 
 def by_period(weights: Params, period: int) -> tuple[Params, list[Params]]:
@@ -155,13 +161,14 @@ def prepare_weights(layers: Params, specs: Params, compute: Compute) -> Params:
         if spec is not None and spec.activation:  # stored as the activation is split
             axes = getattr(compute.layouts, spec.activation).partitions
             return all_gather(w, split_axes(axes[: len(axes) - spec.ndim + spec.is_stacked]))
-        if isinstance(w, Quantized):
+        if isinstance(w, Quantized) or (spec is not None and not spec.is_cast):
             return w
         if isinstance(w, Adapted):
             a, b = w.a.astype(compute.dtype), w.b.astype(compute.dtype)
             return dataclasses.replace(w, base=ready(w.base, spec), a=a, b=b)
         w = w.astype(compute.dtype)
-        return weight_in_fp8(w) if compute.matmul == "fp8" else w
+        in_fp8 = compute.matmul == "fp8" and (spec is None or spec.kind == "matrix")
+        return weight_in_fp8(w) if in_fp8 else w
 
     return {
         block: {name: ready(w, specs[block].get(name)) for name, w in arrays.items()}
@@ -244,9 +251,12 @@ def enter_attention(
     return x, all_gather(normed, compute.layouts.all_gathered(compute.layouts.heads))
 
 
-def gather_weight(weight: Weight, compute: Compute) -> Any:
-    """A weight as a matmul takes it: all-gathered, unless weights are stationary."""
-    axes = compute.layouts.weight_axes
+def gather_weight(weight: Weight, compute: Compute, split: Sequence[str] = ()) -> Any:
+    """A weight as a matmul takes it: all-gathered, unless weights are stationary.
+
+    Experts stay split over the axes `split`.
+    """
+    axes = tuple(axis for axis in compute.layouts.weight_axes if axis not in split)
     if isinstance(weight, Fp8Weight):  # its matmul all-gathers it
         return weight
     if isinstance(weight, Quantized):  # `scaled` places a scale of outputs
@@ -254,7 +264,8 @@ def gather_weight(weight: Weight, compute: Compute) -> Any:
         return Quantized(all_gather(weight.values, axes, apart=True), scale)
     if isinstance(weight, Adapted):
         a, b = all_gather(weight.a, axes), all_gather(weight.b, axes)
-        return dataclasses.replace(weight, base=gather_weight(weight.base, compute), a=a, b=b)
+        base = gather_weight(weight.base, compute, split)
+        return dataclasses.replace(weight, base=base, a=a, b=b)
     return all_gather(weight, axes)
 
 

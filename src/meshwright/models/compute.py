@@ -31,6 +31,7 @@ class Compute:
     mlp_chunk: int = 0  # tokens of a sequence on a device in the mlp at a time; 0: all
     matmul: str = "auto"  # of the layers: in dtype, or fp8
     fp8_skips: int = 0  # layers at each end that stay in dtype with fp8
+    experts: str = "auto"  # how tokens reach experts of other devices: see ops/experts.py
     adapter_scale: float = 1.0  # of what an adapter adds: see lora.py
     stationary: bool = False  # weights stay sharded and activations move: see activations.py
 

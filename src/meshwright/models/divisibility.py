@@ -39,7 +39,9 @@ def indivisible(
         rules, tuple(mesh_shape), family_of(model).split_dims
     )
     for dim, axes in dim_axes.items():
-        size, parts = getattr(model, dim), _parts(axes, mesh_shape)
+        size, parts = getattr(model, dim, 0), _parts(axes, mesh_shape)
+        if not size and parts > 1:
+            return f"the model has no {dim} to be split in {'·'.join(axes)}={parts}"
         if size % parts:
             return f"{dim}={size} cannot be split in {'·'.join(axes)}={parts}"
     parts = accumulation * _parts(batch_axes, mesh_shape)
@@ -140,7 +142,8 @@ def _split_axes(
         return tuple(axis for axis in axes if axis in mesh_axes)
 
     layouts = [rules.layout(dims).axes for dims in ACTIVATIONS]
-    dims = {dim: of_mesh(rules.layout(dim).axes[0]) for dim in split_dims}
+    named = {rule.dim for rule in rules.rules}
+    dims = {dim: of_mesh(rules.layout(dim).axes[0]) for dim in split_dims if dim in named}
     return dims, of_mesh(layouts[0][0]), [of_mesh(axes[1]) for axes in layouts]
 
 

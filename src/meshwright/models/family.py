@@ -14,8 +14,9 @@ from meshwright.models.work import Stack
 class Serving:
     """What an engine needs for its steps over pages: see serving/programs.py."""
 
-    rules: Callable[[], Rules]
-    """How the weights are stored, and how the activations of a step are split."""
+    rules: Callable[..., Rules]
+    """(ep=False: whether the mesh has that axis) → how the weights are stored, and how the
+    activations of a step are split."""
     weights: Callable[..., Any]
     """(params, config, dtype, release) → weights for steps, their layers in a list."""
     layers: Callable[[Any], int]
@@ -68,7 +69,8 @@ class ModelFamily:
     arrays: Callable[..., Any]
     """(config, dtype=float32, vocab=None) → tree of ArraySpecs; vocab: padded, in memory."""
     rules: Callable[..., Rules]
-    """(sp=False, sequence_parallel=False) → the standard rules, on dp, fsdp, tp and sp."""
+    """(sp=False, sequence_parallel=False, ep=False) → the standard rules, on the axes dp, fsdp and
+    tp, and on sp and ep where these are True."""
     t5x_rules: Callable[[int, int], Rules]
     batch_fields: tuple[str, ...]
     """The arrays of a batch, each [micro-batches, batch, length]."""

@@ -30,8 +30,17 @@ class LossConfig:
     """Weight of the squared log-normalizer, which keeps logits from drifting."""
     chunk: int = 2048
     """Tokens whose logits a device holds at a time."""
+    load_balance: float = 0.001
+    """Of a mixture of experts, weight of the loss that grows with uneven loads of the experts."""
+    router_z: float = 0.0
+    """The same of the squared log-normalizer of the router's logits."""
 
     def __post_init__(self) -> None:
+        for name in ("load_balance", "router_z"):
+            if not getattr(self, name) >= 0:
+                raise MeshwrightError(
+                    f"loss.{name}={getattr(self, name)} must be at least 0; 0 means no such loss"
+                )
         if not self.z_loss >= 0:  # nan too
             raise MeshwrightError(
                 f"loss.z_loss={self.z_loss} must be at least 0; 0 means no z-loss, 1e-4 is usual"

@@ -39,7 +39,8 @@ def unstacked(
 
     def move(block: str, name: str, parts: tuple[str, ...], merge: Merge) -> None:
         arrays = tuple(stacked[block][part] for part in parts)
-        inputs = specs[block][parts[0]].inputs if dtype else 0
+        spec = specs[block][parts[0]]
+        inputs = spec.inputs if dtype and spec.kind == "matrix" else 0
         for index, layer in enumerate(layers):
             layer[block][name] = _layer(jnp.int32(index), arrays, merge, inputs, dtype)
         if release:
@@ -123,8 +124,8 @@ def merge_kv(k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def merge_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """[embed, 2, mlp]."""
-    return jnp.stack([gate, up], axis=1)
+    """[embed, 2, mlp], or that of each expert."""
+    return jnp.stack([gate, up], axis=-2)
 
 
 _quantize = jax.jit(quantize, static_argnums=(1, 2))

@@ -7,11 +7,13 @@ from meshwright.ops.collectives import (
     drop_trivial_axes,
     nontrivial_axes,
     partial_sums,
+    reduce_part,
     reduce_to,
     spec_of,
     split_axes,
     stacks,
     tie_gradients,
+    varying_like,
 )
 from meshwright.ops.cross_entropy import (
     IGNORED,
@@ -20,6 +22,13 @@ from meshwright.ops.cross_entropy import (
     target_log_probs,
 )
 from meshwright.ops.embedding import embed
+from meshwright.ops.experts import (
+    EXCHANGES,
+    Rows,
+    exchange_by_bytes,
+    rows_per_token,
+    through_experts,
+)
 from meshwright.ops.fp8 import (
     COMPILER_OPTIONS,
     SCALE,
@@ -28,6 +37,7 @@ from meshwright.ops.fp8 import (
     plain_weights,
     weight_in_fp8,
 )
+from meshwright.ops.grouped import grouped_matmul
 from meshwright.ops.low_rank import low_rank_product
 from meshwright.ops.mosaic import switched_on
 from meshwright.ops.norms import NORMS, NormKind, add_bias, normalize, rms_norm
@@ -46,12 +56,13 @@ from meshwright.ops.relative_bias import relative_bias, relative_bias_at
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, rotate
 
 __all__ = [
-    "COMPILER_OPTIONS", "IGNORED", "NF4", "NF4_BLOCK", "NORMS", "QUANTIZED_DTYPES", "SCALE",
-    "Fp8Weight", "LinearScaling", "Llama3Scaling", "NormKind", "Quantized", "Rope", "Scaling",
-    "YarnScaling", "add_bias", "all_gather", "cross_entropy", "current_platform",
-    "dequantize_nf4", "drop_trivial_axes", "einsum", "embed", "fp8_einsum",
-    "keeps_logit_gradients", "low_rank_product", "nontrivial_axes", "normalize", "over_chunks",
-    "partial_sums", "plain_weights", "quantize", "quantized_spec", "reduce_to", "relative_bias",
-    "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes", "stacks",
-    "switched_on", "target_log_probs", "tie_gradients", "weight_in_fp8",
+    "COMPILER_OPTIONS", "EXCHANGES", "IGNORED", "NF4", "NF4_BLOCK", "NORMS", "QUANTIZED_DTYPES",
+    "SCALE", "Fp8Weight", "LinearScaling", "Llama3Scaling", "NormKind", "Quantized", "Rope", "Rows",
+    "Scaling", "YarnScaling", "add_bias", "all_gather", "cross_entropy", "current_platform",
+    "dequantize_nf4", "drop_trivial_axes", "einsum", "embed", "exchange_by_bytes", "fp8_einsum",
+    "grouped_matmul", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes", "normalize",
+    "over_chunks", "partial_sums", "plain_weights", "quantize", "quantized_spec", "reduce_part",
+    "reduce_to", "relative_bias", "relative_bias_at", "rms_norm", "rotate", "rows_per_token",
+    "scaled", "spec_of", "split_axes", "stacks", "switched_on", "target_log_probs",
+    "through_experts", "tie_gradients", "varying_like", "weight_in_fp8",
 ]  # fmt: skip

@@ -180,7 +180,9 @@ class Steps:
         self.known = KnownTokens(model_config.vocab)
         self.cache_dtype = CACHE_DTYPES[config.cache] if config.cache else self.dtype
         with jax.set_mesh(mesh):
-            self.compute = Compute(self.serving.rules(), self.dtype, scan=False, stationary=True)
+            self.compute = Compute(
+                self.serving.rules("ep" in mesh.shape), self.dtype, scan=False, stationary=True
+            )
             call = PagedCall(
                 current_platform(), str(self.dtype), model_config.head_dim,
                 self.serving.window(model_config), self.serving.biased, config.cache,

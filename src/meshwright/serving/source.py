@@ -283,12 +283,17 @@ def _repeat(x: jax.Array, dim: int, size: int, spec: P) -> jax.Array:
 
 def check_fits(config: Any, mesh: Mesh) -> None:
     """Raise a MeshwrightError if the mesh does not divide the model's dims."""
-    for axes, dims in ((("tp",), ("heads", "mlp")), (("fsdp", "sp"), ("embed",))):
-        parts = math.prod(mesh.shape[axis] for axis in axes)
+    split = ((("tp",), ("heads", "mlp")), (("fsdp", "sp"), ("embed",)), (("ep",), ("experts",)))
+    for axes, dims in split:
+        parts = math.prod(mesh.shape.get(axis, 1) for axis in axes)
         for dim in dims:
-            size = getattr(config, dim)
+            size = getattr(config, dim, 0)
+            sizes = " · ".join(f"{axis}={mesh.shape.get(axis, 1)}" for axis in axes)
+            if not size and parts > 1:
+                raise MeshwrightError(
+                    f"mesh '{mesh_text(mesh.shape)}': the model has no {dim} to be split in {sizes}"
+                )
             if size % parts:
-                sizes = " · ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
                 fits = [str(n) for n in range(1, mesh.size + 1) if size % n == 0][-3:]
                 raise MeshwrightError(
                     f"mesh '{mesh_text(mesh.shape)}': {sizes} does not divide the model's "
@@ -311,11 +316,9 @@ def targets(config: Any, mesh: Mesh, dtype: Any) -> Any:
 
     The vocabulary is padded where the mesh does not divide it.
     """
-    rules = serving_of(config).rules()
+    rules = serving_of(config).rules("ep" in mesh.shape)
     arrays = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))
-    return abstract_params(
-        arrays, rules, mesh, lambda spec: dtype if spec.is_matrix else jnp.float32
-    )
+    return abstract_params(arrays, rules, mesh, lambda spec: dtype if spec.is_cast else jnp.float32)
 
 
 def abstract_params(
@@ -443,7 +446,7 @@ def _lora_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def adapter_targets(config: Any, lora: LoraConfig, mesh: Mesh) -> Any:
     """The abstract arrays of an adapter as its files have them, with shardings."""
-    rules = serving_of(config).rules()
+    rules = serving_of(config).rules("ep" in mesh.shape)
 
     def arrays(config: Any) -> Any:
         model = abstract_arrays(config, vocab=padded_vocab(config, rules, mesh.shape))

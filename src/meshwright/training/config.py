@@ -40,6 +40,8 @@ class ComputeConfig:
     """Megatron's sequence parallelism: shard activations between blocks over tp."""
     mlp_chunk: int = 0
     """Tokens per device in the feed-forward at a time; 0: all of them."""
+    experts: Literal["auto", "ring", "all-to-all"] = "auto"
+    """How tokens reach the experts of other devices along ep; auto: the way that sends less."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """On TPUs, overlap the all-gather of weights with compute; auto: on v4, v5p and v6e."""
 

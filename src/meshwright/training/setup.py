@@ -196,7 +196,8 @@ def choose_rules(config: TrainConfig, model: Any) -> Rules:
     family = family_of(model)
     sequence_parallel = config.compute.sequence_parallel
     if config.rules == "standard":
-        return family.rules(sp=True, sequence_parallel=sequence_parallel)
+        ep = _tile(config) is None and "ep" in training_spec(config).names
+        return family.rules(sp=True, sequence_parallel=sequence_parallel, ep=ep)
     if sequence_parallel:
         raise MeshwrightError(
             "compute.sequence_parallel is part of the standard rules; with own rules say it there: "
@@ -299,6 +300,7 @@ def compute_of(
         settings.mlp_chunk,
         settings.matmul,
         settings.fp8_skips,
+        settings.experts,
         adapter_scale=config.lora.scale,
     )
     if settings.matmul == "fp8":

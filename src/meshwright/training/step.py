@@ -228,7 +228,7 @@ def cast_matrices(params: Any, arrays: Any, dtype: Any) -> Any:
     """Matrices in the dtype of matmuls; norms and biases stay as they are stored."""
 
     def cast(spec: ArraySpec, array: jax.Array) -> jax.Array:
-        return array.astype(dtype) if spec.is_matrix else array
+        return array.astype(dtype) if spec.is_cast else array
 
     return jax.tree.map(cast, arrays, params)
 

@@ -85,6 +85,8 @@ class _Describe:
             "kv_heads": kind.attention.kv_heads,
             "head_dim": kind.attention.head_dim,
             "mlp": kind.mlp.size,
+            "experts": kind.experts.count,
+            "shared_mlp": kind.experts.shared,
         }
         return {"attention": self._attention(kind), "mlp": self._mlp(kind)}
 
@@ -117,6 +119,8 @@ class _Describe:
 
     def _mlp(self, kind: LayerKind) -> dict[str, ArraySpec]:
         first = ("gate", "up") if kind.mlp.gated else ("up",)
+        if kind.experts.count:
+            return self._experts(kind, first)
         arrays = {
             **({} if kind.shared_norm else self._block_norms(kind)),
             **{name: self("layers embed mlp", "matrix", Normal(_STD), 1) for name in first},
@@ -125,4 +129,27 @@ class _Describe:
         if kind.mlp.bias:
             arrays |= {f"{name}_bias": self.bias("layers mlp", "mlp") for name in first}
             arrays["down_bias"] = self.bias("layers norm", "residual")
+        return arrays
+
+    def _experts(self, kind: LayerKind, first: tuple[str, ...]) -> dict[str, ArraySpec]:
+        matrix, experts = Normal(_STD), kind.experts
+        arrays = {
+            **({} if kind.shared_norm else self._block_norms(kind)),
+            "router": self("layers embed experts", "router", matrix, 1),
+            **{name: self("layers experts embed mlp", "expert", matrix, 1) for name in first},
+            "down": self("layers experts mlp embed", "expert", self.added, 1),
+        }
+        if experts.router_bias:
+            arrays["router_bias"] = self.bias("layers experts", "")
+        if experts.selection_bias:
+            arrays["selection_bias"] = self.bias("layers experts", "")
+        if kind.mlp.bias:
+            arrays |= {f"{name}_bias": self.bias("layers experts mlp", "") for name in first}
+            arrays["down_bias"] = self.bias("layers experts norm", "")
+        if experts.shared:
+            arrays |= {
+                f"shared_{name}": self("layers embed shared_mlp", "matrix", matrix, 1)
+                for name in first
+            }
+            arrays["shared_down"] = self("layers shared_mlp embed", "matrix", self.added, 1)
         return arrays

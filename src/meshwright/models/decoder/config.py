@@ -113,12 +113,16 @@ class DecoderConfig:
 
     @property
     def matmul_params(self) -> int:
-        """Weights that each token is multiplied with: all matrices and the LM head."""
+        """Weights that a token is multiplied with: matrices, those of its experts, the LM head."""
         total = self.embed * self.vocab
         for kind, layers in self.kinds.items():
-            attention = kind.attention
+            attention, experts = kind.attention, kind.experts
             heads = 2 * attention.head_dim * (attention.heads + attention.kv_heads)
-            total += layers * self.embed * (heads + kind.mlp.matrices * kind.mlp.size)
+            mlp = kind.mlp.matrices * kind.mlp.size
+            if experts.count:
+                mlp = mlp * experts.per_token + experts.count
+                mlp += kind.mlp.matrices * experts.shared
+            total += layers * self.embed * (heads + mlp)
         return total
 
     def keys_seen(self, seq: int) -> float:

@@ -25,6 +25,7 @@ from meshwright.models.blocks import (
 from meshwright.models.compute import Compute
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.experts import with_router_losses
 from meshwright.models.decoder.kinds import LayerKind
 from meshwright.models.decoder.layer import run_layer
 from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
@@ -56,7 +57,8 @@ def forward(
     The batch has `tokens`, and for packed documents `segments` (their numbers) and `positions`
     (which count within them). For states see models/states.py.
     """
-    x, state, sequences = _forward(params, batch, config, compute, state)
+    x, kept, sequences = _forward(params, batch, config, compute, state)
+    state = None if state is None else kept
     if sequences.order == "contiguous":
         return x, state
     layouts = compute.layouts
@@ -85,14 +87,15 @@ def loss(
     settings: LossConfig,
 ) -> LossSums:
     """Of a micro-batch [batch, length]: the loss of its targets."""
-    x, _, sequences = _forward(params, batch, config, compute)
+    x, kept, sequences = _forward(params, batch, config, compute)
 
     def arranged(field: jax.Array) -> jax.Array:
         return sequences.arranged(reshard(field, compute.layouts.tokens))
 
     head, targets = lm_head(params, config), arranged(batch["targets"])
     weights = arranged(batch["weights"]) if "weights" in batch else None
-    return next_token_loss(x, head, targets, scale, config.vocab, compute, settings, weights)
+    sums = next_token_loss(x, head, targets, scale, config.vocab, compute, settings, weights)
+    return with_router_losses(sums, kept, batch["tokens"].size, settings)
 
 
 def log_probs(
@@ -114,7 +117,10 @@ def _forward(
     compute: Compute,
     state: PagedCache | KeptKeys | None = None,
 ) -> tuple[jax.Array, Any, SequencePlan]:
-    """As forward, but the hidden states are in the order in which the devices hold sequences."""
+    """As forward, but the hidden states are in the order in which the devices hold sequences.
+
+    In training, what the layers keep stands for the state.
+    """
     layouts = compute.layouts
     tokens, segments = batch["tokens"], batch.get("segments")
     sequences = sequence_plan(config, compute, tokens.shape[1])
@@ -166,7 +172,7 @@ def _forward(
         x = x * config.logit_scale
     if isinstance(state, KeptKeys):
         return x, KeptKeys(kept), sequences
-    return x, None if state is None else state.updated(kept), sequences
+    return x, kept if state is None else state.updated(kept), sequences
 
 
 def _rotations(

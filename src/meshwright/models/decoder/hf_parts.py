@@ -256,3 +256,14 @@ def activation(name: str, default: str) -> Part:
         return {name: default if default in names else names[0]}
 
     return Part(frozenset({name}), read, write)
+
+
+def expert_count(name: str, default: int) -> Part:
+    """How many experts a layer has; newer files may call it num_local_experts."""
+    names = (name, "num_experts", "num_local_experts")
+
+    def read(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
+        said = next((one for one in names if fields.get(one) is not None), name)
+        return {"experts": whole(fields, said, where, default)}
+
+    return Part(frozenset(names), read, lambda config: {name: config.experts})

@@ -17,6 +17,7 @@ from meshwright.models.blocks import ACTIVATIONS
 from meshwright.ops import NormKind, Rope
 
 NORM_PLACES = ("before", "after", "both")
+ROUTER_SCORES = ("softmax", "sigmoid")
 _PLAIN_ROPE = Rope()
 
 
@@ -76,10 +77,49 @@ class MlpKind:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsKind:
+    """A mixture of experts: how many there are, and how a router chooses. Each is an mlp."""
+
+    count: int = 0  # 0: one mlp for all tokens
+    per_token: int = 1
+    scores: str = "softmax"  # of the router's logits: softmax or sigmoid
+    normalized: bool = True  # the weights of a token's experts are divided by their sum
+    scale: float = 1.0  # of these weights
+    router_bias: bool = False
+    selection_bias: bool = False  # added to the scores for the choice alone
+    groups: int = 1  # of experts; a token chooses in the best of them
+    groups_per_token: int = 1
+    shared: int = 0  # the size of an mlp that every token goes through beside its experts
+
+    def __post_init__(self) -> None:
+        if not self.count:
+            return
+        for name in ("count", "per_token", "groups", "groups_per_token"):
+            check_size({"count": "experts"}.get(name, f"experts_{name}"), getattr(self, name))
+        if self.scores not in ROUTER_SCORES:
+            raise MeshwrightError(
+                f"router_scores={self.scores!r} is not known"
+                f"{did_you_mean(self.scores, ROUTER_SCORES)}"
+            )
+        if self.count % self.groups or self.groups_per_token > self.groups:
+            raise MeshwrightError(
+                f"experts={self.count} cannot be in expert_groups={self.groups} of which a token "
+                f"has {self.groups_per_token}; give groups that divide the experts"
+            )
+        most = self.count // self.groups * self.groups_per_token
+        if self.per_token > most:
+            raise MeshwrightError(
+                f"experts_per_token={self.per_token} is more than the {most} that a token can "
+                "choose from"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerKind:
     attention: AttentionKind
     mlp: MlpKind
     norm: NormKind
+    experts: ExpertsKind = ExpertsKind()
     norm_places: str = "before"  # each block, after it, or both
     parallel: bool = False  # attention and mlp read the same residual stream
     shared_norm: bool = False  # and the same norm of it
@@ -119,9 +159,20 @@ FIELDS: Mapping[str, tuple[str, str]] = {
     "parallel": ("", "parallel"),
     "shared_norm": ("", "shared_norm"),
     "residual_scale": ("", "residual_scale"),
+    "experts": ("experts", "count"),
+    "experts_per_token": ("experts", "per_token"),
+    "router_scores": ("experts", "scores"),
+    "router_normalized": ("experts", "normalized"),
+    "router_scale": ("experts", "scale"),
+    "router_bias": ("experts", "router_bias"),
+    "selection_bias": ("experts", "selection_bias"),
+    "expert_groups": ("experts", "groups"),
+    "expert_groups_per_token": ("experts", "groups_per_token"),
+    "shared_mlp": ("experts", "shared"),
 }
 _PARTS: Mapping[str, Any] = {
-    "attention": AttentionKind, "mlp": MlpKind, "norm": NormKind, "": LayerKind
+    "attention": AttentionKind, "mlp": MlpKind, "norm": NormKind, "experts": ExpertsKind,
+    "": LayerKind,
 }  # fmt: skip
 
 

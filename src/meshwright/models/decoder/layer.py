@@ -14,12 +14,12 @@ from meshwright.models.blocks import (
     enter,
     feed_forward,
     gather_weight,
-    mlp,
     norm_after,
     norm_before,
     project,
 )
 from meshwright.models.compute import Compute
+from meshwright.models.decoder.experts import RouterSums, mixture
 from meshwright.models.decoder.kinds import LayerKind
 from meshwright.ops import add_bias, all_gather, normalize
 
@@ -37,7 +37,10 @@ def run_layer(
     rope: Callable[[jax.Array], jax.Array],
     compute: Compute,
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """The residual stream after one layer but for the last update, that update, the state."""
+    """The residual stream after one layer but for the last update, that update, and what it keeps.
+
+    That is the state, or in training what the router of experts did, if there is one.
+    """
     own, of_mlp, layouts = w["attention"], w["mlp"], compute.layouts
     with jax.named_scope("attention"):
         x, normed = enter(x, update, own, kind.norm, "input", compute)
@@ -50,11 +53,24 @@ def run_layer(
         update = _scaled(norm_after(update, own, kind.norm), kind)
     with jax.named_scope("mlp"):
         if not kind.parallel:
-            x, added = mlp(x, update, of_mlp, kind.norm, compute, kind.mlp.activation)
-            return x, _scaled(added, kind), state
+            x, normed = enter(x, update, of_mlp, kind.norm, "middle", compute)
+            added, sums = _mlp(normed, of_mlp, kind, compute)
+            return x, added, sums if state is None else state
         normed = normed if kind.shared_norm else norm_before(x, of_mlp, kind.norm)
-        added = feed_forward(normed, of_mlp, compute, kind.mlp.activation)
-        return x, update + _scaled(norm_after(added, of_mlp, kind.norm), kind), state
+        added, sums = _mlp(normed, of_mlp, kind, compute)
+        return x, update + added, sums if state is None else state
+
+
+def _mlp(
+    normed: jax.Array, w: Params, kind: LayerKind, compute: Compute
+) -> tuple[jax.Array, RouterSums | None]:
+    """What the mlp or the experts add, and what their router did."""
+    sums = None
+    if kind.experts.count:
+        added, sums = mixture(normed, w, kind.mlp, kind.experts, compute)
+    else:
+        added = feed_forward(normed, w, compute, kind.mlp.activation)
+    return _scaled(norm_after(added, w, kind.norm), kind), sums
 
 
 def _scaled(update: jax.Array, kind: LayerKind) -> jax.Array:

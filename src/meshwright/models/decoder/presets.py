@@ -1,5 +1,6 @@
 """Published models by name; sizes as in each model's config.json."""
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -73,11 +74,36 @@ def _mistral(vocab: int, theta: float, window: int | None) -> DecoderConfig:
     )  # fmt: skip
 
 
+def _qwen3_moe(layers: int, embed: int, heads: int, mlp: int) -> DecoderConfig:
+    dense = _qwen(layers, embed, heads, 4, mlp, version=3)
+    return dataclasses.replace(dense, experts=128, experts_per_token=8)
+
+
+def _mixtral(layers: int, embed: int, heads: int, mlp: int, vocab: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab, layers, embed, heads, 8, 128, mlp,
+        max_seq=65536 if vocab > 32000 else 32768, rope=Rope(1000000.0),
+        experts=8, experts_per_token=2,
+    )  # fmt: skip
+
+
 PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
     {
         # ours, for tests and demos: bytes and an end-of-document token
         "tiny": DecoderConfig(
             vocab=320, layers=4, embed=128, heads=8, kv_heads=4, head_dim=16, mlp=512, max_seq=2048
+        ),
+        "tiny-moe": DecoderConfig(
+            vocab=320,
+            layers=4,
+            embed=128,
+            heads=8,
+            kv_heads=4,
+            head_dim=16,
+            mlp=128,
+            max_seq=2048,
+            experts=8,
+            experts_per_token=2,
         ),
         "llama-2-7b": _llama2(32, 4096, 32, 32, 11008),
         "llama-2-13b": _llama2(40, 5120, 40, 40, 13824),
@@ -103,5 +129,23 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "qwen3-8b": _qwen(36, 4096, 32, 8, 12288, version=3),
         "qwen3-14b": _qwen(40, 5120, 40, 8, 17408, version=3),
         "qwen3-32b": _qwen(64, 5120, 64, 8, 25600, version=3),
+        "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 768),
+        "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 1536),
+        "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32000),
+        "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32768),
+        "olmoe-1b-7b": DecoderConfig(
+            50304,
+            16,
+            2048,
+            16,
+            16,
+            128,
+            1024,
+            experts=64,
+            experts_per_token=8,
+            router_normalized=False,
+            qk_norm=True,
+            joint_qk_norm=True,
+        ),
     }
 )

@@ -2,34 +2,41 @@
 
 from meshwright.layouts import Rules, standard_rules
 
+_OPTIONAL = ("batch", "length", "positions", "experts", "shared_mlp")
 
-def decoder_rules(sp: bool = False, sequence_parallel: bool = False) -> Rules:
+
+def decoder_rules(sp: bool = False, sequence_parallel: bool = False, ep: bool = False) -> Rules:
     """Weights: input dims over fsdp, heads, mlp and vocabulary over tp; batch over dp and fsdp.
 
     With `sp` the sequence is split over sp, and weights over fsdp and sp jointly. With
     `sequence_parallel` activations between blocks are split over tp too, along the sequence: each
     all-reduce of tensor parallelism becomes a reduce-scatter and an all-gather, and norms and
-    residuals are stored once instead of tp times.
+    residuals are stored once instead of tp times. With `ep` it splits experts, and like fsdp the
+    batch and the weights that are no expert's.
     """
     embed = ("fsdp", "sp") if sp else ("fsdp",)
+    along_ep = ("ep",) if ep else ()
     between = ("sp", "tp") if sp else ("tp",)
     return Rules(
         [
-            ("batch", ("dp", "fsdp")),
+            ("batch", ("dp", "fsdp", *along_ep)),
+            ("experts", along_ep or None),
             ("vocab", "tp"),
             ("heads", "tp"),
             ("kv_heads", "tp"),
             ("mlp", "tp"),
+            ("shared_mlp", "tp"),
             # inside a block tp splits heads or mlp, so this loses there and the next one holds
             *([("length", between)] if sequence_parallel else []),
             ("length", "sp" if sp else None),
+            *([("embed", (*embed, "ep"))] if ep else []),
             ("embed", embed),
             ("head_dim", None),
             ("layers", None),
             ("norm", None),
             ("positions", None),
         ],
-        optional=("batch", "length", "positions"),
+        optional=_OPTIONAL,
     )
 
 
@@ -38,26 +45,30 @@ def t5x_rules(activation_dims: int = 1, parameter_dims: int = 1) -> Rules:
 
     Its set names `kv` what is `head_dim` here; key heads go with the heads, norms stay whole.
     """
-    own = [("kv_heads", "model"), ("head_dim", None), ("norm", None), ("positions", None)]
+    own = [
+        ("kv_heads", "model"), ("head_dim", None), ("norm", None), ("positions", None),
+        ("experts", None), ("shared_mlp", "model"),
+    ]  # fmt: skip
     standard = standard_rules(activation_dims, parameter_dims)
     heads = next(i for i, rule in enumerate(standard.rules) if rule.dim == "heads")
     rules = Rules(
         [*standard.rules[: heads + 1], *own, *standard.rules[heads + 1 :]],
-        optional=(*standard.optional, "positions"),
+        optional=(*standard.optional, "positions", "experts", "shared_mlp"),
     )
     return rules.rename_axes(data=("dp", "fsdp"), model="tp")
 
 
-def serving_rules() -> Rules:
+def serving_rules(ep: bool = False) -> Rules:
     """Weights as in training with sp; the tokens of a step are not split."""
     return Rules(
         [
-            *((dim, "tp") for dim in ("vocab", "heads", "kv_heads", "mlp")),
+            *((dim, "tp") for dim in ("vocab", "heads", "kv_heads", "mlp", "shared_mlp")),
+            ("experts", "ep" if ep else None),
             ("embed", ("fsdp", "sp")),
             *(
                 (dim, None)
                 for dim in ("batch", "length", "head_dim", "layers", "norm", "positions")
             ),
         ],
-        optional=("batch", "length", "positions"),
+        optional=_OPTIONAL,
     )

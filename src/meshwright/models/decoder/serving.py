@@ -61,10 +61,11 @@ def _context_rules() -> Rules:
     along = ("fsdp", "sp")
     return Rules(
         [
-            *((dim, "tp") for dim in ("vocab", "heads", "kv_heads", "mlp")),
+            *((dim, "tp") for dim in ("vocab", "heads", "kv_heads", "mlp", "shared_mlp")),
+            ("experts", None),
             ("length", along),
             ("embed", along),
             *((dim, None) for dim in ("batch", "head_dim", "layers", "norm", "positions")),
         ],
-        optional=("batch", "length", "positions"),
+        optional=("batch", "length", "positions", "experts", "shared_mlp"),
     )

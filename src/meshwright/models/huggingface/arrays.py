@@ -1,12 +1,13 @@
 """Hugging Face's tensors of a model beside our arrays.
 
-Theirs are one tensor a layer, output dims first, heads and head_dim as one dim. Ours are stacked
-over layers, input dims first. Several of ours may be parts of one tensor of theirs, such as q, k
-and v in `(parts head_dim) embed`: the parts lie side by side along the dim of theirs that is called
-`parts`, in the order of the table.
+Theirs are one tensor a layer, or one for each expert of a layer; output dims first, heads and
+head_dim as one dim. Ours are stacked over layers and experts, input dims first. Several of ours may
+be parts of one tensor of theirs, such as q, k and v in `(parts head_dim) embed`: the parts lie side
+by side along the dim of theirs that is called `parts`, in the order of the table.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,12 +22,13 @@ class HfArray:
     """One of our arrays and the tensor, or the tensor a layer, that it is made of."""
 
     path: str
-    name: str  # theirs, with {layer} if there is one a layer
+    name: str  # theirs, with {layer} if there is one a layer, {expert} if one an expert
     shape: tuple[int, ...]  # of a tensor of theirs
     unfolded: tuple[int, ...]  # the same with the dims in brackets apart
     window: tuple[slice | int, ...]  # which part of the unfolded tensor it is
     order: tuple[int, ...]  # our dim i, without layers, is dim order[i] of that part
-    layers: int | None  # how many tensors, None for one that is no layer's
+    layers: int | None  # how many there are, None for a tensor that is no layer's
+    experts: int | None = None  # how many of a layer, None for one tensor a layer
 
     @property
     def stack(self) -> str:
@@ -40,11 +42,22 @@ class HfArray:
         return tuple(len(range(size)[one]) for one, size in pairs if isinstance(one, slice))
 
     @property
+    def stacked(self) -> tuple[int, ...]:
+        """The sizes of our first dims, along which there is one tensor each."""
+        return tuple(size for size in (self.layers, self.experts) if size is not None)
+
+    @property
     def names(self) -> list[str]:
-        """Theirs, in the order of our dim `layers`."""
-        if self.layers is None:
-            return [self.name]
-        return [self.name.format(layer=layer) for layer in range(self.layers)]
+        """Theirs, in the order of our first dims."""
+        return list(itertools.chain.from_iterable(self.names_by_layer))
+
+    @property
+    def names_by_layer(self) -> list[list[str]]:
+        """The same, those of a layer together."""
+        return [
+            [self.name.format(layer=layer, expert=expert) for expert in range(self.experts or 1)]
+            for layer in range(self.layers or 1)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +111,8 @@ def hf_arrays(specs: Any, names: Mapping[str, tuple[str, str]]) -> dict[str, HfA
 def _own_dim(spec: ArraySpec, text: str) -> str | None:
     """The dim of ours along which parts of their tensor lie; None: each part is one index."""
     named = {dim for part in _parts(text) for dim in part.split()}
-    return next((str(dim) for dim in spec.dims if dim not in (*named, "layers")), None)
+    others = (str(dim) for dim in spec.dims if dim not in (*named, "layers", "experts"))
+    return next(others, None)
 
 
 def _part_size(spec: ArraySpec, text: str) -> int:
@@ -113,7 +127,8 @@ def _hf_array(path: str, spec: ArraySpec, name: str, text: str, start: int, end:
     own = _own_dim(spec, text)
     part: slice | int = start if own is None else slice(start, start + _part_size(spec, text))
     kept = [own if dim == "parts" else dim for dim in unfolded if dim != "parts" or own]
-    ours = [dim for dim in spec.dims if dim != "layers"]
+    apart = [dim for dim in spec.dims if dim == "layers" or f"{{{str(dim)[:-1]}}}" in name]
+    ours = [dim for dim in spec.dims if dim not in apart]
     return HfArray(
         path=path,
         name=name,
@@ -122,6 +137,7 @@ def _hf_array(path: str, spec: ArraySpec, name: str, text: str, start: int, end:
         window=tuple(part if dim == "parts" else slice(None) for dim in unfolded),
         order=tuple(kept.index(str(dim)) for dim in ours),
         layers=size.get("layers"),
+        experts=size["experts"] if "experts" in apart else None,
     )
 
 

@@ -253,14 +253,18 @@ def read_block(
 ) -> np.ndarray:
     """A block of one of our arrays, `index` in its dims, from the bytes of their tensors."""
     block = np.empty([part.stop - part.start for part in index], dtype)
-    if array.layers is None:
+    apart = len(array.stacked)
+    if not apart:
         note(_read_into(block, array, index, files.array(array.name)))
         return block
-    stored = [files.array(name) for name in array.names[index[0]]]
+    names = np.array(array.names).reshape(array.stacked)[index[:apart]]
+    stored = [files.array(str(name)) for name in names.flat]
     # NumPy copies without Python's lock, so layers are read side by side
     with ThreadPoolExecutor() as threads:
         for read in threads.map(
-            lambda out, tensor: _read_into(out, array, index[1:], tensor), block, stored
+            lambda out, tensor: _read_into(out, array, index[apart:], tensor),
+            block.reshape(-1, *block.shape[apart:]),
+            stored,
         ):
             note(read)
     return block

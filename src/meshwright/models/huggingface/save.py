@@ -115,8 +115,8 @@ def _in_order(arrays: dict[str, HfArray]) -> list[str]:
     ordered: list[str] = []
     # arrays of the same layers stand together
     for _, stack in itertools.groupby(arrays.values(), lambda array: array.stack):
-        by_layer = zip(*(array.names for array in stack), strict=True)
-        ordered += [name for names in by_layer for name in names]
+        by_layer = zip(*(array.names_by_layer for array in stack), strict=True)
+        ordered += [name for arrays in by_layer for names in arrays for name in names]
     return ordered
 
 
@@ -136,31 +136,30 @@ def _values(
         yield joined.reshape(tensor.shape)
 
 
-def _fetch(value: Any, array: HfArray, layer: int, dtype: np.dtype[Any]) -> np.ndarray:
+def _fetch(value: Any, array: HfArray, tensor: int, dtype: np.dtype[Any]) -> np.ndarray:
     """What an array of ours is in a tensor of theirs, on this host, wherever the array lies."""
     theirs = tuple(array.order.index(dim) for dim in range(len(array.order)))
-    stacked = array.layers is not None
+    index = np.unravel_index(tensor, array.stacked) if array.stacked else ()
     if not isinstance(value, jax.Array):
-        one = np.asarray(value)[layer] if stacked else np.asarray(value)
-        return one.transpose(theirs).astype(dtype)
+        return np.asarray(value)[index].transpose(theirs).astype(dtype)
     mesh, value = _on_automatic_axes(value)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        tensor = _transpose(value, layer, theirs, stacked, dtype)
-        if mesh is not None and not tensor.is_fully_addressable:
+        found = _transpose(value, tuple(map(int, index)), theirs, dtype)
+        if mesh is not None and not found.is_fully_addressable:
             # other processes have shards of it: all-gathered, every device has all of it
-            tensor = jax.device_put(tensor, NamedSharding(mesh, PartitionSpec()))
-            tensor = tensor.addressable_data(0)
+            found = jax.device_put(found, NamedSharding(mesh, PartitionSpec()))
+            found = found.addressable_data(0)
     # without the padding of a vocabulary that the mesh does not divide
-    return np.asarray(tensor)[tuple(slice(size) for size in array.part_shape)]
+    return np.asarray(found)[tuple(slice(size) for size in array.part_shape)]
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _transpose(
-    value: jax.Array, layer: jax.Array, order: tuple[int, ...], stacked: bool, dtype: Any
+    value: jax.Array, index: tuple[jax.Array, ...], order: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """One layer in their dims and dtype, sharded as before."""
-    if stacked:
-        value = jax.lax.dynamic_index_in_dim(value, layer, axis=0, keepdims=False)
+    """One layer, or one of its experts, in their dims and dtype, sharded as before."""
+    for number in index:
+        value = jax.lax.dynamic_index_in_dim(value, number, axis=0, keepdims=False)
     return value.astype(dtype).transpose(order)
 
 

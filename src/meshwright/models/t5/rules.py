@@ -6,9 +6,9 @@ from meshwright.models.decoder.rules import serving_rules as decoder_serving_rul
 from meshwright.models.decoder.rules import t5x_rules as decoder_t5x_rules
 
 
-def t5_rules(sp: bool = False, sequence_parallel: bool = False) -> Rules:
+def t5_rules(sp: bool = False, sequence_parallel: bool = False, ep: bool = False) -> Rules:
     """The rules of a decoder; the tables of relative positions are split over heads alone."""
-    return with_encoder(decoder_rules(sp, sequence_parallel), ("relpos_buckets", None))
+    return with_encoder(decoder_rules(sp, sequence_parallel, ep), ("relpos_buckets", None))
 
 
 def t5x_rules(activation_dims: int = 1, parameter_dims: int = 1) -> Rules:
@@ -16,9 +16,9 @@ def t5x_rules(activation_dims: int = 1, parameter_dims: int = 1) -> Rules:
     return with_encoder(decoder_t5x_rules(activation_dims, parameter_dims))
 
 
-def serving_rules() -> Rules:
+def serving_rules(ep: bool = False) -> Rules:
     """Those of a decoder that is served."""
-    return with_encoder(decoder_serving_rules(), ("relpos_buckets", None))
+    return with_encoder(decoder_serving_rules(ep), ("relpos_buckets", None))
 
 
 def with_encoder(rules: Rules, *more: tuple[str, None]) -> Rules:

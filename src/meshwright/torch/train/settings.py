@@ -28,11 +28,14 @@ _JAX_ONLY = {
     "compute.layers": "PyTorch has no scan",
     "compute.attention": "PyTorch's scaled_dot_product_attention chooses its kernel",
     "compute.mlp_chunk": "use --compute.remat full to save memory",
+    "compute.experts": "PyTorch has no ep axis here",
     "compute.overlap": "FSDP2 always overlaps",
     "trainable": "PyTorch trains every array here",
     "optimizer.moments": "PyTorch keeps moments in the dtype of the weights",
     "eval.prompts": "`meshwright generate` continues texts with the weights of any checkpoint",
     "loss.z_loss": "PyTorch has no z-loss here",
+    "loss.load_balance": "PyTorch trains no mixtures of experts here",
+    "loss.router_z": "PyTorch trains no mixtures of experts here",
     "loss.chunk": "use more --accumulation or a smaller --batch to save memory",
 }
 

@@ -1,0 +1,257 @@
+"""A mixture of experts in place of the mlp: a router, and the experts that it chooses for a token.
+
+The router is computed in float32, whatever the dtype of matmuls: a rounded score chooses another
+expert. Its sums over tokens leave the layer, and are reduced once for all layers.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import MeshwrightError, one_of
+from meshwright.layouts import axes_of
+from meshwright.models.blocks import ACTIVATIONS, Params, feed_forward, gather_weight
+from meshwright.models.compute import Compute
+from meshwright.models.decoder.kinds import ExpertsKind, MlpKind
+from meshwright.models.loss import ExtraLoss, LossConfig, LossSums, Metric
+from meshwright.ops import (
+    EXCHANGES,
+    Rows,
+    all_gather,
+    exchange_by_bytes,
+    grouped_matmul,
+    reduce_part,
+    spec_of,
+    split_axes,
+    through_experts,
+    varying_like,
+)
+
+_MATRICES = ("gate_up", "gate", "up", "down")
+_BIASES = ("gate_bias", "up_bias", "down_bias")
+_ROUTER = ("router", "router_bias", "selection_bias")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RouterSums:
+    """What a router did with the tokens of each device, in float32."""
+
+    chosen: jax.Array  # [devices, experts]: how often each was chosen
+    scores: jax.Array  # [devices, experts]: the sum of its scores
+    squares: jax.Array  # [devices]: the sum of the squared log-normalizers
+
+
+def mixture(
+    normed: jax.Array, w: Params, kind: MlpKind, experts: ExpertsKind, compute: Compute
+) -> tuple[jax.Array, RouterSums]:
+    """What the experts add to the residual stream, of what `norm_before` gives."""
+    layouts = compute.layouts
+    over, target = layouts.axes(layouts.mlp), layouts.residual
+    batch, length = target.partitions[:2]
+    # with sequence parallelism tp splits the tokens between blocks
+    gathered = tuple(axis for axis in axes_of(length, "length") if axis in over)
+    split = axes_of(spec_of(w["down"])[0], "experts")
+    tokens = layouts.token_axes
+    exchange = _exchange(split, tokens, experts, compute)
+    summed = tuple(layouts.summed)
+    left = (*over, *(split if exchange is None else ()))
+    arrays = {
+        "x": normed,
+        **{name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w},
+        **{name: all_gather(w[name], _without(tokens, split)) for name in _BIASES if name in w},
+        **{name: all_gather(w[name], layouts.weight_axes) for name in _ROUTER if name in w},
+    }
+
+    def local(arrays: Params) -> tuple[jax.Array, RouterSums]:
+        x = arrays["x"]
+        arrays = {name: varying_like(array, x) for name, array in arrays.items()}
+        flat = x.reshape(-1, x.shape[-1])
+        logits = _logits(flat, arrays, summed)
+        chosen, weights, scores = choose(logits, experts, arrays.get("selection_bias"))
+        times = jnp.sum(_one_hot(chosen, experts.count), (0, 1), dtype=jnp.float32)
+        squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
+        sums = RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None])
+        tokens = [
+            _for_block(array.reshape(*x.shape[:2], -1), gathered, arrays["down"])
+            for array in (x, chosen, weights)
+        ]
+        flat, chosen, weights = (array.reshape(-1, array.shape[-1]) for array in tokens)
+
+        def mlp(rows: Rows) -> jax.Array:
+            return _expert_mlp(rows, arrays, kind, compute, summed, over)
+
+        own = arrays["down"].shape[0]
+        y = through_experts(flat, chosen, weights, mlp, own, split, exchange)
+        out = reduce_part(y.reshape(*tokens[0].shape[:2], -1), left, target)
+        return out, sums
+
+    specs = {name: jax.typeof(array).sharding.spec for name, array in arrays.items()}
+    devices = split_axes((batch, length)) or None
+    by_device: Any = P(devices)
+    of_sums = RouterSums(by_device, by_device, by_device)
+    out, sums = jax.shard_map(local, in_specs=(specs,), out_specs=(target, of_sums))(arrays)
+    if experts.shared:
+        shared = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
+        out = out + feed_forward(normed, shared, compute, kind.activation)
+    return out, sums
+
+
+def _for_block(array: jax.Array, gathered: tuple[str, ...], weight: jax.Array) -> jax.Array:
+    """Of tokens [batch, length, ..], all that a block takes; they vary as its weights do."""
+    if gathered:
+        return lax.all_gather(array, gathered, axis=1, tiled=True)
+    return varying_like(array, weight)
+
+
+def choose(
+    logits: jax.Array, experts: ExpertsKind, selection_bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The experts of tokens and their weights [tokens, k], and the scores of all, from logits."""
+    if experts.scores == "softmax":
+        scores = jax.nn.softmax(logits, axis=-1)
+    else:
+        scores = jax.nn.sigmoid(logits)
+    ranked = lax.stop_gradient(scores)
+    if selection_bias is not None:
+        ranked = ranked + lax.stop_gradient(selection_bias)[None]
+    if experts.groups > 1:
+        ranked = _in_best_groups(ranked, experts)
+    _, chosen = lax.top_k(ranked, experts.per_token)
+    # as a sum, which has no scattered gradient
+    is_chosen = _one_hot(chosen, experts.count)
+    weights = jnp.sum(jnp.where(is_chosen, scores[:, None], 0), axis=-1)
+    if experts.normalized:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return chosen, weights * experts.scale, scores
+
+
+def _one_hot(numbers: jax.Array, count: int) -> jax.Array:
+    """[.., count]: whether it is that number."""
+    return numbers[..., None] == lax.broadcasted_iota(jnp.int32, (*numbers.shape, count), 2)
+
+
+def _in_best_groups(ranked: jax.Array, experts: ExpertsKind) -> jax.Array:
+    """The scores of experts in the groups whose two best are best; of others, lower than any."""
+    grouped = ranked.reshape(-1, experts.groups, experts.count // experts.groups)
+    best = jnp.sum(lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
+    _, groups = lax.top_k(best, experts.groups_per_token)
+    kept = jnp.any(_one_hot(groups, experts.groups), axis=1)
+    return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(ranked.shape)
+
+
+def _logits(flat: jax.Array, arrays: Params, summed: tuple[str, ...]) -> jax.Array:
+    router = arrays["router"].astype(jnp.float32)
+    logits = jnp.matmul(flat.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
+    logits = lax.psum(logits, summed) if summed else logits
+    if "router_bias" in arrays:
+        logits = logits + arrays["router_bias"].astype(jnp.float32)[None]
+    return logits
+
+
+def _expert_mlp(
+    rows: Rows,
+    arrays: Params,
+    kind: MlpKind,
+    compute: Compute,
+    summed: tuple[str, ...],
+    over: tuple[str, ...],
+) -> jax.Array:
+    """The mlp of each row's expert; of its weights a device has those along tp."""
+
+    def product(x: jax.Array, name: str) -> jax.Array:
+        weight = varying_like(arrays[name], x)
+        flat = weight.reshape(*weight.shape[:2], -1)
+        y = grouped_matmul(varying_like(x, flat), flat, rows.sizes)
+        return y.reshape(-1, *weight.shape[2:])
+
+    def biased(y: jax.Array, name: str) -> jax.Array:
+        if f"{name}_bias" not in arrays:
+            return y
+        return y + varying_like(arrays[f"{name}_bias"], y)[rows.experts].astype(y.dtype)
+
+    def hidden(name: str) -> jax.Array:
+        y = product(rows.values, name)
+        return lax.psum(y, summed) if summed else y
+
+    if "gate_up" in arrays:
+        both = hidden("gate_up")
+        parts = {"gate": both[:, 0], "up": both[:, 1]}
+    else:
+        parts = {name: hidden(name) for name in ("gate", "up") if name in arrays}
+    parts = {name: checkpoint_name(biased(y, name), name) for name, y in parts.items()}
+    activated = ACTIVATIONS[kind.activation](parts.get("gate", parts["up"]))
+    activated = activated * parts["up"] if "gate" in parts else activated
+    activated = checkpoint_name(activated, "activated")
+    if rows.weights is not None:
+        activated = activated * rows.weights[:, None].astype(activated.dtype)
+    y = product(activated, "down")
+    if "down_bias" not in arrays:
+        return y
+    bias = varying_like(arrays["down_bias"], y)[rows.experts].astype(y.dtype)
+    if rows.weights is not None:
+        bias = bias * rows.weights[:, None].astype(bias.dtype)
+    # of the devices along tp, whose results are summed, one adds it
+    return y + (jnp.where(lax.axis_index(over) == 0, bias, 0) if over else bias)
+
+
+def _exchange(
+    split: tuple[str, ...], tokens: tuple[str, ...], experts: ExpertsKind, compute: Compute
+) -> str | None:
+    """How tokens reach the experts of other devices; None where all devices have all tokens."""
+    if not split or not set(split) & set(tokens):
+        return None
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return choose_exchange(
+        compute.experts, math.prod(sizes[axis] for axis in split), experts.per_token
+    )
+
+
+def choose_exchange(setting: str, ways: int, per_token: int) -> str:
+    """The exchange of a setting; auto: the one that sends less."""
+    if setting not in ("auto", *EXCHANGES):
+        raise MeshwrightError(
+            f"compute.experts={setting!r} is none of {one_of(('auto', *EXCHANGES))}"
+        )
+    return exchange_by_bytes(ways, per_token) if setting == "auto" else setting
+
+
+def _without(axes: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in others)
+
+
+def with_router_losses(
+    sums: LossSums, kept: list[Any], tokens: int, settings: LossConfig
+) -> LossSums:
+    """The loss of a micro-batch of `tokens` with those of its routers, averaged over the layers.
+
+    `kept`: RouterSums of layers or of stacks of layers, or nothing.
+    """
+    routers = [one for one in kept if one is not None]
+    if not routers:
+        return sums
+    chosen, scores, squares = (
+        jnp.concatenate([_by_layer(getattr(one, name), ndim) for one in routers])
+        for name, ndim in (("chosen", 2), ("scores", 2), ("squares", 1))
+    )
+    balance = chosen.shape[-1] * jnp.sum(chosen / tokens * (scores / tokens), axis=-1)
+    load = jnp.max(chosen, axis=-1) / jnp.mean(chosen, axis=-1)
+    count = sums.count.astype(jnp.float32)  # each summed loss is divided by it
+    extra = {
+        "load_balance": ExtraLoss(jnp.mean(balance) * count, settings.load_balance),
+        "router_z": ExtraLoss(jnp.mean(squares) / tokens * count, settings.router_z),
+    }
+    metrics = {**sums.metrics, "highest_load": Metric(jnp.mean(load) * count)}
+    return dataclasses.replace(sums, metrics=metrics, extra={**sums.extra, **extra})
+
+
+def _by_layer(array: jax.Array, ndim: int) -> jax.Array:
+    """Sums [devices, ..] of a layer, or those of a stack, as [layers, ..]: over all devices."""
+    stacked = array if array.ndim > ndim else array[None]
+    return jnp.sum(stacked, axis=1)

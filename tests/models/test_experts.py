@@ -1,0 +1,186 @@
+"""Mixtures of experts: the choice, the experts of other devices, the losses of routers."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.training import toy
+
+from meshwright import MeshwrightError
+from meshwright.models import LossConfig, model_config
+from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
+from meshwright.models.decoder.experts import RouterSums, choose, with_router_losses
+from meshwright.models.decoder.kinds import ExpertsKind
+from meshwright.models.loss import LossSums
+from meshwright.ops import exchange_by_bytes, rows_per_token
+from meshwright.training import TrainConfig
+from meshwright.training.setup import check_sizes, choose_rules
+
+CONFIG = DecoderConfig(
+    48, 2, 32, heads=4, kv_heads=2, head_dim=8, mlp=24, max_seq=64, experts=8, experts_per_token=2,
+    router_bias=True, mlp_bias=True, shared_mlp=16,
+)  # fmt: skip
+
+
+def trained(mesh: str, **settings: Any) -> tuple[np.ndarray, Any]:
+    has_ep = "ep=" in mesh
+    rules = decoder_rules(
+        sp=True, ep=has_ep, sequence_parallel=settings.pop("sequence_parallel", False)
+    )
+    return toy.train(toy.Setting(mesh=mesh, config=CONFIG, steps=3, rules=rules, **settings))
+
+
+def close(found: tuple[np.ndarray, Any], right: tuple[np.ndarray, Any]) -> None:
+    np.testing.assert_allclose(found[0], right[0], rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(found[1]), jax.tree.leaves(right[1]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[np.ndarray, Any]:
+    return trained(toy.ONE)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all-to-all"])
+def test_losses_and_weights_are_the_same_with_experts_of_other_devices(
+    exchange: str, alone: Any
+) -> None:
+    close(trained("dp=1,fsdp=2,ep=2,tp=2,sp=1", experts=exchange), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["ring", "all-to-all"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "dp=1,fsdp=1,ep=8,tp=1,sp=1",
+        "dp=1,fsdp=2,ep=4,tp=1,sp=1",
+        "dp=2,fsdp=1,ep=4,tp=1,sp=1",
+        "dp=1,fsdp=4,ep=2,tp=1,sp=1",
+        "dp=1,fsdp=1,ep=4,tp=2,sp=1",
+        "dp=1,fsdp=1,ep=4,tp=1,sp=2",
+        "dp=2,fsdp=1,ep=2,tp=2,sp=1",
+        "dp=1,fsdp=2,ep=2,tp=1,sp=2",
+        "ep=2,dp=2,fsdp=2,tp=1,sp=1",
+        "dp=1,fsdp=4,ep=1,tp=2,sp=1",
+    ],
+)
+def test_losses_and_weights_are_the_same_on_any_mesh(mesh: str, exchange: str, alone: Any) -> None:
+    close(trained(mesh, experts=exchange), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"remat": "full"}, {"remat": "mlp"}, {"scan": False}, {"sequence_parallel": True}],
+    ids=str,
+)
+def test_remat_unrolling_and_sequence_parallelism_change_nothing(
+    settings: dict[str, Any], alone: Any
+) -> None:
+    close(trained("dp=1,fsdp=1,ep=2,tp=2,sp=1", **settings), alone)
+
+
+def numpy_choice(logits: np.ndarray, kind: ExpertsKind, bias: np.ndarray) -> np.ndarray:
+    """The weight of every expert for a token, 0 of those that are not chosen, one at a time."""
+    weights = np.zeros_like(logits)
+    for token, row in enumerate(logits):
+        scores = 1 / (1 + np.exp(-row)) if kind.scores == "sigmoid" else np.exp(row - row.max())
+        scores = scores if kind.scores == "sigmoid" else scores / scores.sum()
+        ranked = scores + bias
+        groups = ranked.reshape(kind.groups, -1)
+        best = np.argsort([-np.sort(group)[-2:].sum() for group in groups])[: kind.groups_per_token]
+        allowed = [
+            expert for expert in range(len(row)) if expert // groups.shape[1] in best.tolist()
+        ]
+        chosen = sorted(allowed, key=lambda expert: -ranked[expert])[: kind.per_token]
+        total = sum(scores[chosen]) if kind.normalized else 1
+        weights[token, chosen] = scores[chosen] / total * kind.scale
+    return weights
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ExpertsKind(8, 2),
+        ExpertsKind(8, 3, normalized=False),
+        ExpertsKind(8, 2, scores="sigmoid", scale=2.5, selection_bias=True),
+        ExpertsKind(16, 4, scores="sigmoid", groups=4, groups_per_token=2, selection_bias=True),
+    ],
+)
+def test_the_choice_of_experts(kind: ExpertsKind) -> None:
+    random = np.random.default_rng(0)
+    logits = random.normal(0, 2, (50, kind.count)).astype(np.float32)
+    bias = random.normal(0, 0.3, kind.count).astype(np.float32) * kind.selection_bias
+    chosen, weights, _ = choose(jnp.asarray(logits), kind, jnp.asarray(bias))
+    found = np.zeros_like(logits)
+    np.put_along_axis(found, np.asarray(chosen), np.asarray(weights), axis=1)
+    np.testing.assert_allclose(found, numpy_choice(logits, kind, bias), rtol=1e-5)
+
+
+def test_the_balance_loss_is_that_of_transformers() -> None:
+    torch = pytest.importorskip("torch")
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    logits = np.random.default_rng(1).normal(0, 1, (3, 40, 8)).astype(np.float32)
+    kind, layers = ExpertsKind(8, 2), []
+    for layer in logits:
+        chosen, _, scores = choose(jnp.asarray(layer), kind)
+        times = jnp.sum(jax.nn.one_hot(chosen, 8), axis=(0, 1))
+        squares = jnp.sum(jax.nn.logsumexp(jnp.asarray(layer), axis=-1) ** 2)
+        layers.append(RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None]))
+    sums = LossSums(jnp.float32(0), jnp.int32(40), {})
+    extra = with_router_losses(sums, layers, 40, LossConfig()).extra
+    right = [
+        float(mixtral.load_balancing_loss_func((torch.as_tensor(layer),), 8, 2)) for layer in logits
+    ]
+    assert float(extra["load_balance"].sum) / 40 == pytest.approx(np.mean(right), rel=1e-5)
+    squared = torch.logsumexp(torch.as_tensor(logits), -1) ** 2
+    assert float(extra["router_z"].sum) / 40 == pytest.approx(float(squared.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize(("ways", "per_token"), [(2, 8), (4, 8), (8, 8), (16, 8), (4, 2)])
+def test_the_exchange_that_is_chosen_sends_no_more_than_the_other(
+    ways: int, per_token: int
+) -> None:
+    rows = {one: rows_per_token(one, ways, per_token) for one in ("ring", "all-to-all")}
+    assert rows[exchange_by_bytes(ways, per_token)] == min(rows.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"experts_per_token": 9}, "experts_per_token=9 is more than the 8"),
+        ({"router_scores": "softmx"}, "router_scores='softmx' is not known; did you mean"),
+        ({"expert_groups": 3}, "experts=8 cannot be in expert_groups=3"),
+        ({"expert_groups": 4, "experts_per_token": 3}, "is more than the 2 that a token can"),
+    ],
+)
+def test_experts_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(MeshwrightError, match=message):
+        dataclasses.replace(CONFIG, **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "message"),
+    [
+        ("tiny", "fsdp=2,ep=2", "the model has no experts to be split in ep=2"),
+        ("tiny-moe", "ep=3", "experts=8 cannot be split in ep=3"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_experts(model: str, mesh: str, message: str) -> None:
+    config = TrainConfig(model, mesh=mesh, batch=12, seq=64)
+    found = model_config(model)
+    shape = {"fsdp": 2, "ep": 2} if "fsdp" in mesh else {"ep": 3}
+    shape = {"dp": 1, "fsdp": 1, "tp": 1, "sp": 1} | shape
+    with pytest.raises(MeshwrightError, match=message):
+        check_sizes(config, found, choose_rules(config, found), shape)
+
+
+def test_routers_stay_in_float32() -> None:
+    arrays = abstract_arrays(CONFIG)["layers"]["mlp"]
+    assert [name for name, spec in arrays.items() if spec.is_matrix and not spec.is_cast] == [
+        "router"
+    ]
