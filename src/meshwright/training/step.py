@@ -136,6 +136,7 @@ def step_functions(
         params = cast_matrices(state.params, arrays, compute.dtype)
         (total, metrics), gradient = _over_micro_batches(total_of, params, arrays, batch, scale)
         trained = trained_part(arrays, state.params)
+        gradient = _written_once(gradient)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, trained)
         norm = _global_norm(gradient)
         ok = jnp.isfinite(total) & jnp.isfinite(norm)
@@ -207,6 +208,17 @@ def step_functions(
         log_probs=MeshFunction(jax.jit(log_probs, compiler_options=options), mesh),
         batch_sharding=NamedSharding(mesh, P(None, *tokens.partitions)),
     )
+
+
+def _written_once(gradient: Any) -> Any:
+    """The gradient in the dtype of matmuls, on GPUs held apart from what reads it.
+
+    The norm and the optimizer read all of it. XLA would write the float32 that they cast it to,
+    which is twice the bytes.
+    """
+    if current_platform() not in ("gpu", "cuda"):
+        return gradient
+    return lax.optimization_barrier(gradient)
 
 
 def _before_it_is_added(gradient: Any, specs: Any) -> Any:

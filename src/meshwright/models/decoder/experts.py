@@ -22,9 +22,12 @@ from meshwright.models.decoder.kinds import ExpertsKind, MlpKind
 from meshwright.models.loss import ExtraLoss, LossConfig, LossSums, Metric
 from meshwright.ops import (
     EXCHANGES,
+    Mlp,
     Rows,
     all_gather,
     exchange_by_bytes,
+    float32_matmul,
+    group_alignment,
     grouped_matmul,
     reduce_part,
     spec_of,
@@ -33,7 +36,7 @@ from meshwright.ops import (
     varying_like,
 )
 
-_MATRICES = ("gate_up", "gate", "up", "down")
+_MATRICES = ("gate", "up", "down")
 _BIASES = ("gate_bias", "up_bias", "down_bias")
 _ROUTER = ("router", "router_bias", "selection_bias")
 
@@ -84,10 +87,13 @@ def mixture(
         ]
         flat, chosen, weights = (array.reshape(-1, array.shape[-1]) for array in tokens)
 
-        def mlp(rows: Rows) -> jax.Array:
-            return _expert_mlp(rows, arrays, kind, compute, summed, over)
+        own, *sizes = arrays["down"].shape
+        alignment, _ = group_alignment(compute.dtype, *sizes)
 
-        own = arrays["down"].shape[0]
+        def run(rows: Rows) -> jax.Array:
+            return _expert_mlp(rows, arrays, kind, alignment, summed, over)
+
+        mlp = Mlp(run, alignment)
         y = through_experts(flat, chosen, weights, mlp, own, split, exchange)
         out = reduce_part(y.reshape(*tokens[0].shape[:2], -1), left, target)
         return out, sums
@@ -148,7 +154,7 @@ def _in_best_groups(ranked: jax.Array, experts: ExpertsKind) -> jax.Array:
 
 def _logits(flat: jax.Array, arrays: Params, summed: tuple[str, ...]) -> jax.Array:
     router = arrays["router"].astype(jnp.float32)
-    logits = jnp.matmul(flat.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
+    logits = float32_matmul(flat, router)
     logits = lax.psum(logits, summed) if summed else logits
     if "router_bias" in arrays:
         logits = logits + arrays["router_bias"].astype(jnp.float32)[None]
@@ -159,7 +165,7 @@ def _expert_mlp(
     rows: Rows,
     arrays: Params,
     kind: MlpKind,
-    compute: Compute,
+    alignment: int,
     summed: tuple[str, ...],
     over: tuple[str, ...],
 ) -> jax.Array:
@@ -167,9 +173,7 @@ def _expert_mlp(
 
     def product(x: jax.Array, name: str) -> jax.Array:
         weight = varying_like(arrays[name], x)
-        flat = weight.reshape(*weight.shape[:2], -1)
-        y = grouped_matmul(varying_like(x, flat), flat, rows.sizes)
-        return y.reshape(-1, *weight.shape[2:])
+        return grouped_matmul(varying_like(x, weight), weight, rows.sizes, alignment)
 
     def biased(y: jax.Array, name: str) -> jax.Array:
         if f"{name}_bias" not in arrays:
@@ -180,12 +184,11 @@ def _expert_mlp(
         y = product(rows.values, name)
         return lax.psum(y, summed) if summed else y
 
-    if "gate_up" in arrays:
-        both = hidden("gate_up")
-        parts = {"gate": both[:, 0], "up": both[:, 1]}
-    else:
-        parts = {name: hidden(name) for name in ("gate", "up") if name in arrays}
-    parts = {name: checkpoint_name(biased(y, name), name) for name, y in parts.items()}
+    parts = {
+        name: checkpoint_name(biased(hidden(name), name), name)
+        for name in ("gate", "up")
+        if name in arrays
+    }
     activated = ACTIVATIONS[kind.activation](parts.get("gate", parts["up"]))
     activated = activated * parts["up"] if "gate" in parts else activated
     activated = checkpoint_name(activated, "activated")
