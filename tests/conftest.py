@@ -22,7 +22,9 @@ FAST = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FAST])
+# XLA aborts the process when a device waits 40 s for the others, which on a busy machine it may
+PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=1200"
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FAST, PATIENT])
 
 import jax
 import pytest
@@ -49,6 +51,7 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # tracing makes many objects, few of them in cycles
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,7 @@ def test_logits_and_files_are_those_of_peft(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mesh", "compute"),
     [
-        ("fsdp=4,tp=2", {}),
+        pytest.param("fsdp=4,tp=2", {}, marks=pytest.mark.slow),
         ("dp=2,tp=4", {"sequence_parallel": True, "remat": "full"}),
         ("fsdp=2,tp=2,sp=2", {"layers": "unroll"}),
         ("fsdp=2,tp=2", {"mlp_chunk": 4}),
