@@ -16,7 +16,7 @@ from meshwright.checkpoint import Checkpoints
 peft = pytest.importorskip("peft")
 
 SETTINGS = ["--batch", "8", "--seq", "32", "--steps", "6", "--optimizer.learning-rate", "1e-2"]
-LORA = ["--lora.rank", "4", "--lora.targets", "q_proj", "down_proj"]
+LORA = ["--lora.rank", "4", "--lora.targets", "q_proj", "down_proj", "--lora.dropout", "0.1"]
 
 
 @pytest.fixture(scope="module")

@@ -209,6 +209,11 @@ class TrainConfig:
                 "lora.rank and trainable both say what is trained; give --lora.targets to adapt "
                 "some matrices only, or leave one out"
             )
+        if self.lora.dropout and self.compute.mlp_chunk:
+            raise MeshwrightError(
+                "lora.dropout is of all tokens of a sequence at once, and compute.mlp_chunk takes "
+                "some of them; leave one of the two out"
+            )
         if self.backend == "jax" and self.torch != TorchConfig():
             raise MeshwrightError("the settings torch.… belong to --backend torch; add it")
         if self.objective != DPO and self.dpo != DpoConfig():

@@ -118,7 +118,7 @@ def check_resume(
     # earlier versions kept moments like the parameters
     before["optimizer"].setdefault("moments", "auto")
     before.setdefault("trainable", [])  # and trained everything
-    before.setdefault("lora", dataclasses.asdict(LoraConfig()))
+    before["lora"] = dataclasses.asdict(LoraConfig()) | before.get("lora", {})
     before.setdefault("dpo", dataclasses.asdict(DpoConfig()))
     before.setdefault("pack", True)  # on packed documents
     check_saved(now, before, where)

@@ -300,6 +300,8 @@ def compute_of(
         settings.matmul,
         settings.fp8_skips,
         adapter_scale=config.lora.scale,
+        dropout=config.lora.dropout,
+        seed=config.seed,
     )
     if settings.matmul == "fp8":
         chip = chip_of_kind(device.device_kind, device.platform)
