@@ -20,7 +20,7 @@ from meshwright.data.loader import (
     held_out_loader,
     training_loader,
 )
-from meshwright.data.mixture import Mixture
+from meshwright.data.mixture import Mixture, with_sources
 from meshwright.data.objectives import (
     OBJECTIVES,
     EncoderDecoderObjective,
@@ -62,6 +62,7 @@ __all__ = [
     "load_chat_template", "load_tokenizer", "open_or_pack", "pack", "read_sequences",
     "sentinel_top", "sequence_count", "sequence_table", "shown_documents", "special_tokens",
     "tokenizer_files", "tokenizer_folder", "tokenizer_from_json", "training_loader", "upgrade",
+    "with_sources",
 ]  # fmt: skip
 
 

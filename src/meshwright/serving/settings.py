@@ -195,9 +195,11 @@ class ServeConfig:
     """Folder of a run, of a Hugging Face model or of an adapter of PEFT, or a name on the Hub
     (org/name)."""
     adapter: str | None = None
-    """Folder of an adapter that is merged into the model: of PEFT, or of a run with LoRA."""
+    """Adapter that is merged into the model: a folder of PEFT or of a run with LoRA, or a name on
+    the Hub."""
     adapters: tuple[str, ...] = ()
-    """Adapters to serve beside the model, as NAME=FOLDER; a request names one as its model."""
+    """Adapters to serve beside the model, as NAME=FOLDER, or NAME=org/name on the Hub; a request
+    names one as its model."""
     adapter_loading: bool = False
     """Let clients load and unload adapters (/v1/load_lora_adapter) from folders of this machine."""
     mesh: str = "dp=1,fsdp=1,tp=1,sp=1"

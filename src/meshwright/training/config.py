@@ -134,8 +134,8 @@ class TrainConfig:
     submesh: str | None = None
     """As in T5X: the tile of a model replica as x,y,z,cores, such as 2,1,1,2; the rest is dp."""
     data: str = "embedded"
-    """A token store, a file that is packed on first use (chat.jsonl), several with weights
-    (a.store:0.7,b.store:0.3), or the embedded stories."""
+    """A token store, a file or dataset on the Hub that is packed on first use (chat.jsonl,
+    org/name), several with weights (a.store:0.7,b.store:0.3), or the embedded stories."""
     pack: bool = True
     """Pack several documents into a sequence; --no-pack gives each document a sequence of its own,
     cut or padded to --seq."""
