@@ -99,6 +99,11 @@ class EngineConfig:
         )
 
     @property
+    def adapter_rank(self) -> int:
+        """The rank of slots; without any adapter at first it is a usual one."""
+        return self.max_adapter_rank or 16
+
+    @property
     def batches(self) -> tuple[int, ...]:
         """The batch sizes of decode programs, ascending; the last is max_batch."""
         sizes = self.batch_buckets or (1, 16, 32, 64, 128, 256, 512, 1024)
