@@ -1,7 +1,6 @@
 """lm-eval's tasks, on the engine: `meshwright eval RUN --tasks arc_easy,hellaswag`."""
 
 import dataclasses
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ class Tasks:
 
     def manager(self) -> Any:
         """lm-eval's list of tasks, with all of these; or an error."""
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             from lm_eval.tasks import TaskManager
         except ImportError as reason:
