@@ -82,8 +82,8 @@ def _ranking(words: list[str]) -> "Plan":
         raise MeshwrightError("--on says for which machine: --on v5p:4x4x4, --on h100:8, --on here")
     weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")
     slots = {
-        name: take_integer(words, f"--engine.{name.replace('_', '-')}", 1)
-        for name in ("max_adapters", "max_adapter_rank")
+        "max_adapters": take_integer(words, "--engine.max-adapters", 1),
+        "max_adapter_rank": take_integer(words, "--engine.max-adapter-rank", 1),
     }
     named = named_settings(words)
     for name in ("batch", "seq"):
