@@ -99,8 +99,9 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-clients: $(CLIENTS)/.installed
-	$(CLIENTS)/bin/pytest tests/serving/server/test_lm_eval.py tests/serving/server/test_litellm.py \
-	  tests/serving/server/test_page.py tests/training/run/test_trackers.py \
+	$(CLIENTS)/bin/pytest tests/evaluate/test_tasks.py tests/serving/server/test_lm_eval.py \
+	  tests/serving/server/test_litellm.py tests/serving/server/test_page.py \
+	  tests/training/run/test_trackers.py \
 	  tests/ops/attention/test_tpu_compiler.py tests/training/test_micro_batches_on_tpus.py \
 	  tests/training/test_overlap.py
 

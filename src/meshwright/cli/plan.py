@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 HELP = """usage: meshwright plan MODEL --on MACHINE --batch N --seq N [the settings of train]
        meshwright plan MODEL --on MACHINE --serve --batch N --seq N
                        [--engine.weights int8|fp8|plain] [--engine.cache fp8]
+                       [--engine.max-adapters N] [--engine.max-adapter-rank N]
 
 Rank every mesh of a machine for a model: step time, memory, what limits it, and why. Meshes whose
 times cannot be told apart are one group, the simplest first. A setting of train that is named is
@@ -80,6 +81,10 @@ def _ranking(words: list[str]) -> "Plan":
     if on is None:
         raise MeshwrightError("--on says for which machine: --on v5p:4x4x4, --on h100:8, --on here")
     weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")
+    slots = {
+        "max_adapters": take_integer(words, "--engine.max-adapters", 1),
+        "max_adapter_rank": take_integer(words, "--engine.max-adapter-rank", 1),
+    }
     named = named_settings(words)
     for name in ("batch", "seq"):
         if not named & {name, "config"}:
@@ -92,7 +97,7 @@ def _ranking(words: list[str]) -> "Plan":
     return plan(
         config, on, mesh=mesh, kind="serve" if serves else "train",
         rank_by=rank_by,  # type: ignore[arg-type]
-        cost_per_hour=_price(price), named=named, weights=weights, cache=cache,
+        cost_per_hour=_price(price), named=named, weights=weights, cache=cache, **slots,
     )  # fmt: skip
 
 

@@ -32,6 +32,8 @@ class Compute:
     matmul: str = "auto"  # of the layers: in dtype, or fp8
     fp8_skips: int = 0  # layers at each end that stay in dtype with fp8
     adapter_scale: float = 1.0  # of what an adapter adds: see lora.py
+    dropout: float = 0.0  # of an adapter's inputs, where a batch has the field `dropout`
+    seed: int = 0  # of dropout
     stationary: bool = False  # weights stay sharded and activations move: see activations.py
 
     @property

@@ -28,7 +28,7 @@ from meshwright.ops.fp8 import (
     plain_weights,
     weight_in_fp8,
 )
-from meshwright.ops.low_rank import low_rank_product
+from meshwright.ops.low_rank import Dropout, hashed, low_rank_product
 from meshwright.ops.mosaic import switched_on
 from meshwright.ops.norms import NORMS, NormKind, add_bias, normalize, rms_norm
 from meshwright.ops.quantized import (
@@ -47,9 +47,9 @@ from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, Yar
 
 __all__ = [
     "COMPILER_OPTIONS", "IGNORED", "NF4", "NF4_BLOCK", "NORMS", "QUANTIZED_DTYPES", "SCALE",
-    "Fp8Weight", "LinearScaling", "Llama3Scaling", "NormKind", "Quantized", "Rope", "Scaling",
-    "YarnScaling", "add_bias", "all_gather", "cross_entropy", "current_platform",
-    "dequantize_nf4", "drop_trivial_axes", "einsum", "embed", "fp8_einsum",
+    "Dropout", "Fp8Weight", "LinearScaling", "Llama3Scaling", "NormKind", "Quantized", "Rope",
+    "Scaling", "YarnScaling", "add_bias", "all_gather", "cross_entropy", "current_platform",
+    "dequantize_nf4", "drop_trivial_axes", "einsum", "embed", "fp8_einsum", "hashed",
     "keeps_logit_gradients", "low_rank_product", "nontrivial_axes", "normalize", "over_chunks",
     "partial_sums", "plain_weights", "quantize", "quantized_spec", "reduce_to", "relative_bias",
     "relative_bias_at", "rms_norm", "rotate", "scaled", "spec_of", "split_axes", "stacks",

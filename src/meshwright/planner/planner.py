@@ -43,6 +43,7 @@ UNQUANTIZED = "plain"  # weights in the dtype of activations
 SERVED = {  # settings of an engine, and their values
     "weights": (UNQUANTIZED, *QUANTIZED_DTYPES), "cache": tuple(CACHE_DTYPES),
 }  # fmt: skip
+SLOTS = ("max_adapters", "max_adapter_rank")  # numbers, of adapters that an engine serves
 MOST_DEVICES = 65536  # to which a larger machine is looked for
 
 
@@ -65,7 +66,7 @@ def plan(
     value or in text; `batch` the sequences of a step, over all devices. `mesh` limits what may be
     chosen (`fsdp=*,tp<=8,sp=1`). The `settings` are those of train, by the last part of their names
     (`remat="full"`, `optimizer="muon"`) or with `_` for the dot (`optimizer_moments="bfloat16"`);
-    of serving, weights (plain, int8 or fp8) and cache (fp8).
+    of serving, weights (plain, int8 or fp8), cache (fp8), max_adapters and max_adapter_rank.
 
     Remat, accumulation, sequence_parallel, context_parallel and mlp_chunk are chosen with the mesh
     unless they are given here or, in a TrainConfig, are not the defaults; settings of it that are
@@ -75,6 +76,11 @@ def plan(
     _check_question(rank_by, kind, cost_per_hour)
     given = {"batch": batch, "seq": seq} | settings
     given = {name: value for name, value in given.items() if value is not None}
+    slots = {name: given.pop(name) for name in SLOTS if name in given}
+    for name, value in slots.items() if kind == "train" else ():
+        raise MeshwrightError(
+            f"{name}={value!r} is of serving, and training is planned; leave it out"
+        )
     config, changed, engine = _config(model, kind, given)
     named = {*named, *changed}
     _check_kind(config, kind, named)
@@ -83,7 +89,7 @@ def plan(
         limits = dataclasses.replace(limits, limits=parse(mesh).limits)
     limits = dataclasses.replace(limits, fixed={**limits.fixed, **engine})
     model = None if isinstance(model, str | TrainConfig) else model
-    served = EngineConfig() if kind == "serve" else None
+    served = EngineConfig(**slots) if kind == "serve" else None
     made = plan_config(config, machine, limits, model=model, engine=served, rank_by=rank_by)
     return dataclasses.replace(made, cost_per_hour=cost_per_hour)
 

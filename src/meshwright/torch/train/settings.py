@@ -30,6 +30,7 @@ _JAX_ONLY = {
     "compute.mlp_chunk": "use --compute.remat full to save memory",
     "compute.overlap": "FSDP2 always overlaps",
     "trainable": "PyTorch trains every array here",
+    "lora.dropout": "PyTorch trains adapters without dropout here",
     "optimizer.moments": "PyTorch keeps moments in the dtype of the weights",
     "eval.prompts": "`meshwright generate` continues texts with the weights of any checkpoint",
     "loss.z_loss": "PyTorch has no z-loss here",
