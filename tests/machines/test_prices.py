@@ -14,7 +14,9 @@ def test_every_price_is_of_a_chip_with_source_date_and_region(chip: str) -> None
     assert chip in CHIPS
     for price in PRICES[chip]:
         assert 0.1 < price.dollars < 100
-        assert price.date[:2] == "20" and "." in price.source and price.region
+        assert price.date.startswith("20")
+        assert "." in price.source
+        assert price.region
     dollars = [price.dollars for price in PRICES[chip]]
     assert dollars == sorted(dollars)
 

@@ -8,7 +8,8 @@ from meshwright.machines.host_memory import check_host_memory, free_host_memory
 from meshwright.machines.machine import AbstractDevice, Machine
 from meshwright.machines.prices import PRICES, Price
 from meshwright.machines.recognize import chip_of_kind, slice_of
-from meshwright.machines.slices import check_slice, largest_slice, squarest
+from meshwright.machines.sizes import larger, machine_sizes
+from meshwright.machines.slices import check_slice
 
 if TYPE_CHECKING:
     from meshwright.machines.jax_devices import host_bytes
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHIPS", "FIGURES", "PRICES", "AbstractDevice", "Catalogue", "Chip", "Machine", "Price",
     "check_host_memory", "check_slice", "chip_of_kind", "find_chip", "free_host_memory",
-    "host_bytes", "largest_slice", "read_catalogue", "slice_of", "squarest",
+    "host_bytes", "larger", "machine_sizes", "read_catalogue", "slice_of",
 ]  # fmt: skip
 
 
