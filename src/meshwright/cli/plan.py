@@ -99,7 +99,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     from meshwright.planner.report import explain, find_mesh, found_data, page, plan_data, report
 
     mesh = None if shown is None else find_mesh(ranking, shown)
-    points = _curve(ranking) if curves or html is not None else []
+    points = _curve(ranking) if curves else []
     if html is not None:
         write_page(Path(html), page(ranking, points))
         print(f"wrote {html}", file=sys.stderr if as_json else sys.stdout)

@@ -2,12 +2,19 @@
 
 from meshwright.audits import Collective
 from meshwright.planner.auto import planned, planned_to_serve
-from meshwright.planner.compare import Comparison, Offer, Run, compare, curve, machines_named
 from meshwright.planner.compilers import in_stages, staged
 from meshwright.planner.constraints import constraints_of
 from meshwright.planner.goodput import LongRun
 from meshwright.planner.links import over, place_axes
 from meshwright.planner.long_run import batch_for, sequences
+from meshwright.planner.machines_compared import (
+    Comparison,
+    Offer,
+    Run,
+    compare,
+    curve,
+    machines_named,
+)
 from meshwright.planner.memory import memory
 from meshwright.planner.planner import plan, plan_config
 from meshwright.planner.result import Estimate, Memory, Plan, Refusal

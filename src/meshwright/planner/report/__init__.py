@@ -3,7 +3,6 @@
 from meshwright.planner.report.comparison import (
     comparison_data,
     comparison_report,
-    curve_data,
     curve_lines,
 )
 from meshwright.planner.report.data import found_data, plan_data, plan_from_data, read_plan
@@ -14,7 +13,6 @@ from meshwright.planner.report.terminal import report
 __all__ = [
     "comparison_data",
     "comparison_report",
-    "curve_data",
     "curve_lines",
     "explain",
     "find_mesh",

@@ -5,7 +5,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from meshwright.machines import Machine
-from meshwright.planner.compare import Comparison, Offer
+from meshwright.planner.machines_compared import Comparison, Offer
 from meshwright.planner.report.phrases import folded, short_mesh
 from meshwright.present import (
     Column,
@@ -148,16 +148,11 @@ def comparison_data(found: Comparison, points: Curve | None = None) -> dict[str,
         "budget": run.budget if run.budget < math.inf else None,
         "machines": [_offer_data(one) for one in found.offers],
         "refused": [{"machine": one.name, "why": one.why} for one in found.refused],
-        "curve": curve_data(points or []),
+        "curve": [
+            {"machine": str(one), "chips": one.num_chips, "tokens_per_second": rate, "mfu": mfu}
+            for one, rate, mfu in points or []
+        ],
     }
-
-
-def curve_data(points: Curve) -> list[dict[str, Any]]:
-    """The points of a curve as plain data."""
-    return [
-        {"machine": str(one), "chips": one.num_chips, "tokens_per_second": rate, "mfu": mfu}
-        for one, rate, mfu in points
-    ]
 
 
 def _offer_data(one: Offer) -> dict[str, Any]:

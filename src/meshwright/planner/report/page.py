@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.meshes import mesh as build_mesh
 from meshwright.planner.report import rates
-from meshwright.planner.report.comparison import Curve, curve_data
+from meshwright.planner.report.comparison import Curve
 from meshwright.planner.report.phrases import group_headings, next_commands, settings, short_mesh
 from meshwright.planner.result import Estimate, Plan
 from meshwright.planner.step import StepModel
@@ -36,7 +36,11 @@ def page(plan: Plan, points: Curve | None = None) -> str:
     return render(
         TEMPLATE,
         title=title,
-        data=page_data(plan) | {"curve": curve_data(points or [])},
+        data=page_data(plan),
+        curve=[
+            (str(machine), f"{machine.num_chips:,}", amount(rate), percent(mfu), round(mfu, 4))
+            for machine, rate, mfu in points or []
+        ],
         about=" · ".join(["serving" if workload.engine else optimizer, *about]),
         summary=_summary(plan),
         warnings=plan.warnings,

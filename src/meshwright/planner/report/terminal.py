@@ -274,7 +274,7 @@ def _largest(plan: Plan, width: int) -> "list[RenderableType]":
     texts = [f"largest that fits on {mesh}: {'; '.join(parts)}"] if parts else []
     texts += _beside(plan)
     cost = rates.cost_per_trillion(plan, plan.best)
-    if cost is not None:
+    if cost is not None and plan.tokens is None:
         days = 1e12 / plan.tokens_per_second(plan.best) / 86400
         texts.append(
             f"a trillion tokens on {mesh}: {cost:,.0f} at {plan.cost_per_hour:g} a chip and hour, "

@@ -151,8 +151,9 @@ def curve(
 ) -> list[tuple[Machine, float, float]]:
     """Tokens/s and MFU of the fastest mesh, on a quarter to four times as many chips."""
     chips = machine.num_chips
+    others = [one for one in machine_sizes(machine.chip, 4 * chips) if one.num_chips != chips]
     points = []
-    for other in machine_sizes(machine.chip, 4 * chips):
+    for other in sorted([machine, *others], key=lambda one: one.num_chips):
         if 4 * other.num_chips >= chips:
             workload, limited = _workload(config, other, limits, model)
             found = fastest(workload, limited)
