@@ -26,18 +26,33 @@ from meshwright.planner.step import StepModel
 from meshwright.planner.time import hides, step_time
 from meshwright.planner.workload import Choice, Workload
 
+Bounds = dict[tuple[int, int], float]
+"""By the sizes of tp and sp: seconds of a step, times devices, that it takes at least."""
 
-def fastest(workload: Workload, limits: Constraints, below: float = math.inf) -> Candidate | None:
+
+def fastest(
+    workload: Workload,
+    limits: Constraints,
+    below: float = math.inf,
+    bounds: Bounds | None = None,
+) -> Candidate | None:
     """The way with the shortest step of less than `below` seconds; None if there is none.
 
-    A way that leaves memory's reserve free comes before all that do not, however fast.
+    A way that leaves memory's reserve free comes before all that do not, however fast. `bounds`
+    are kept from one machine to larger ones of the same GPU: more devices that share the same
+    tokens do not take less time all together.
     """
+    devices = workload.machine.num_devices
+    known = {} if bounds is None or workload.machine.is_tpu else bounds
     best: Candidate | None = None
-    for bound, steps, meshes in sorted(_splits(workload, limits), key=lambda one: one[0]):
+    splits = _splits(workload, limits, known, below * devices)
+    for work, steps, meshes in sorted(splits, key=lambda one: one[0]):
         limit = _limit(best, below)
-        if bound >= limit:
+        if work >= limit:
             break
-        if min(_work(step) + _waits(step) for step in steps) < limit:
+        least = min(_work(step) + _waits(step) for step in steps)
+        known[meshes[0].tensor, meshes[0].context] = devices * least
+        if least < limit:
             best = _best_split(workload, limits, meshes, best, below)
     if best is not None and best.memory.tight and below < math.inf:
         best = fastest(workload, limits)  # one that is not tight may be slower than `below`
@@ -57,12 +72,14 @@ def _best_split(
     below: float,
 ) -> Candidate | None:
     """The best so far, or the fastest way on meshes that differ only in dp and fsdp."""
-    ways = None  # that fit where all is fsdp
+    ways, quick = None, []  # that fit where all is fsdp; that may be shorter than the limit
     sharded = _all_fsdp(meshes[0])
     if why_not(workload, sharded, limits) is None:
         ways, _ = feasible(workload, sharded, limits)
         if not ways:
             return best
+        limit = _limit(best, below)
+        quick = [one for one in ways if one.working_seconds + _waits(one.step) < limit]
     for mesh in meshes:
         limit = _limit(best, below)
         if why_not(workload, mesh, limits) is not None:
@@ -70,7 +87,7 @@ def _best_split(
         if ways is not None and mesh.sizes == sharded.sizes:
             fits = ways
         else:
-            if ways is not None and not ways[0].memory.tight and not _may_beat(limit, ways, mesh):
+            if ways is not None and not ways[0].memory.tight and not _may_beat(limit, quick, mesh):
                 continue
             fits, _ = feasible(workload, mesh, limits)
         if fits:
@@ -85,7 +102,9 @@ def _may_beat(limit: float, ways: list[Candidate], mesh: Choice) -> bool:
     for way in ways:
         if way.working_seconds < limit:
             choice = dataclasses.replace(way.choice, sizes=mesh.sizes)
-            if step_time(StepModel(way.step.workload, choice)).step < limit:
+            step = StepModel(way.step.workload, choice)
+            step.work = way.step.work  # but for the optimizer's, which is no less
+            if step_time(step).step < limit:
                 return True
     return False
 
@@ -95,22 +114,21 @@ def _all_fsdp(mesh: Choice) -> Choice:
 
 
 def _splits(
-    workload: Workload, limits: Constraints
+    workload: Workload, limits: Constraints, known: Bounds, below: float
 ) -> Iterator[tuple[float, list[StepModel], list[Choice]]]:
     """The meshes by tp and sp, with steps that are as short as theirs or shorter, and their work.
 
     Weights are split over dp and fsdp in all ways; that changes what is sent, and the optimizer's
-    work, which is the least where all is fsdp.
+    work, which is the least where all is fsdp. Without those that are `known` not to be `below`.
     """
     meshes: dict[tuple[int, int], list[Choice]] = {}
     for mesh in allowed_meshes(workload, limits):
         meshes.setdefault((mesh.tensor, mesh.context), []).append(mesh)
-    for alike in meshes.values():
+    for split, alike in meshes.items():
+        if known.get(split, 0.0) >= below:
+            continue
         sharded = _all_fsdp(alike[0])
-        if (
-            why_not(workload, sharded, limits) is None
-            or why_not(workload, alike[0], limits) is None
-        ):
+        if any(why_not(workload, mesh, limits) is None for mesh in (sharded, alike[0])):
             steps = list(_relaxed(workload, sharded, limits))
             yield min(map(_work, steps)), steps, alike
 

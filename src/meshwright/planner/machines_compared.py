@@ -20,7 +20,7 @@ from meshwright.machines import CHIPS, Catalogue, Chip, Machine, Price, machine_
 from meshwright.models import model_config
 from meshwright.planner import efficiency
 from meshwright.planner.constraints import Constraints
-from meshwright.planner.fastest import fastest
+from meshwright.planner.fastest import Bounds, fastest
 from meshwright.planner.goodput import DAY, LongRun
 from meshwright.planner.long_run import checkpoint_bytes, flops_per_token
 from meshwright.planner.planner import estimated, without_collector
@@ -138,7 +138,8 @@ def compare(
             refused.append(found)
     if not offers:
         raise MeshwrightError(_impossible(ask, machines, refused))
-    offers.sort(key=lambda one: (one.cost is None, ask.order(one)))
+    # those without a price last, by their time
+    offers.sort(key=lambda one: (one.cost is None, ask.order(one) if one.cost else one.seconds))
     return Comparison(config, run, tuple(offers), tuple(refused))
 
 
@@ -212,6 +213,7 @@ class _Ask:
         if self.run.budget < math.inf and price is None:
             return NoOffer(chip.name, _NO_PRICE)
         best: Offer | None = None
+        bounds: Bounds = {}
         worse = 0
         try:
             for machine in machine_sizes(chip, MOST_CHIPS):
@@ -225,7 +227,7 @@ class _Ask:
                     if better != best.seconds:  # dollars or chip-hours
                         better *= 3600 / an_hour
                     longest = min(longest, better)
-                offer = self.offer(machine, longest)
+                offer = self.offer(machine, longest, bounds)
                 if offer is not None:
                     best, worse = offer, 0
                 elif best is not None:
@@ -255,13 +257,15 @@ class _Ask:
     def workload(self, machine: Machine) -> tuple[Workload, Constraints]:
         return _workload(self.config, machine, self.limits, self.model)
 
-    def offer(self, machine: Machine, below: float = math.inf) -> Offer | None:
+    def offer(
+        self, machine: Machine, below: float = math.inf, bounds: Bounds | None = None
+    ) -> Offer | None:
         """The run on a machine; None if it does not fit or does not take less than so long."""
         goodput = self.run.long_run.goodput(machine.num_chips, self.checkpoint)
         tokens = self.config.batch * self.config.seq
         a_second = self.run.tokens / tokens / goodput  # of the run, for each of a step
         workload, limits = self.workload(machine)
-        found = fastest(workload, limits, below / a_second)
+        found = fastest(workload, limits, below / a_second, bounds)
         if found is None:
             return None
         seconds, price = a_second * found.seconds, self.price(machine.chip)

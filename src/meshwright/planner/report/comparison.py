@@ -39,7 +39,7 @@ def comparison_report(found: Comparison, width: int = 120, points: Curve | None 
     title.append(config.model or "a model", style="bold")
     title.append(f": {tokens} tokens{_limits(found)}")
     step = f"batch {config.batch:,} × {config.seq:,} tokens"
-    first = "cheapest first" if found.best.cost is not None else "fewest chip-hours first"
+    first = "cheapest first" if found.best.cost is not None else "shortest first"
     if run.budget < math.inf and run.within == math.inf:
         first = "fastest first"
     parts: list[RenderableType] = [title, Text(f"{step}; fastest mesh of each; {first}"), Text("")]
