@@ -151,6 +151,11 @@ def test_any_is_every_chip_with_a_price() -> None:
     assert [one.name for one in chips if not isinstance(one, Machine)] == list(catalogue.prices)
 
 
+def test_an_instance_is_a_machine_and_a_chip_has_no_size() -> None:
+    found = machines_named(["a3-highgpu-8g", "2*p5.48xlarge", "h100"], Catalogue())
+    assert found == [Machine.parse("a3-high:8"), Machine.parse("h100:2x8"), CHIPS["h100"]]
+
+
 def test_a_deadline_takes_more_chips_and_a_budget_the_fastest_machine_for_it() -> None:
     slow, quick = (asked(SMALL, "h100", Run(1e12, within=days * DAY)).best for days in (30, 3))
     assert quick.machine.num_chips > slow.machine.num_chips

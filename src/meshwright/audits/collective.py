@@ -64,7 +64,7 @@ class Collective:
         return self.seconds - self.hidden
 
     def changed(self, **fields: Any) -> "Collective":
-        other = object.__new__(Collective)  # five times as fast as dataclasses.replace
+        other = object.__new__(Collective)  # a search makes tens of thousands
         other.__dict__.update(self.__dict__)
         other.__dict__.update(fields)
         return other

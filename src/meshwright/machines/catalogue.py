@@ -31,8 +31,8 @@ class Catalogue:
     )
 
     def chip(self, name: str) -> Chip | None:
-        """By its name or alias."""
-        return self.own.get(name) or find_chip(name)
+        """By its name or alias; an instance's name is a machine's, not a chip's."""
+        return None if name.lower() in INSTANCES else self.own.get(name) or find_chip(name)
 
 
 def read_catalogue(file: Path | str) -> Catalogue:
