@@ -38,7 +38,7 @@ from meshwright.data.sequences import (
     sequence_count,
     sequence_table,
 )
-from meshwright.data.store import TokenStore
+from meshwright.data.store import TokenStore, token_dtype
 from meshwright.data.tokenizers import (
     ByteTokenizer,
     Tokenizer,
@@ -61,8 +61,8 @@ __all__ = [
     "decode_stream", "documents_page", "embedded_corpus", "embedded_text", "held_out_loader",
     "load_chat_template", "load_tokenizer", "open_or_pack", "pack", "read_sequences",
     "sentinel_top", "sequence_count", "sequence_table", "shown_documents", "special_tokens",
-    "tokenizer_files", "tokenizer_folder", "tokenizer_from_json", "training_loader", "upgrade",
-    "with_sources",
+    "token_dtype", "tokenizer_files", "tokenizer_folder", "tokenizer_from_json", "training_loader",
+    "upgrade", "with_sources",
 ]  # fmt: skip
 
 
