@@ -74,7 +74,7 @@ def _groups_of_tiles(x: jax.Array, sizes: jax.Array) -> jax.Array:
 def repeat_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, times: int) -> jax.Array:
     """Each row of x [n, d] so many times, then in this order [n · times]; `inverse` undoes it.
 
-    A number from n · times on is of no row: of zeros. Its gradient is gathered and summed, where
+    A number from n · times on is of no row: of zeros. Its gradient is read and summed, where
     that of indexing would be scattered.
     """
     return x.at[order // times].get(mode="fill", fill_value=0)

@@ -171,7 +171,7 @@ def _tiles(
     dtype: Any,
     width: int,
 ) -> None:
-    """Each tile in turn: the sum of the products of its blocks, written to global memory."""
+    """One tile after another: the sum of the products of its blocks, written to global memory."""
     pl, plgpu = pallas(), mosaic()
 
     def pipeline(steps: Any, body: Any, context: Any) -> Any:
@@ -193,8 +193,7 @@ def _tiles(
     def scope(room: Any, parts: Any) -> None:
         group = lax.axis_index("group")
 
-        @plgpu.nd_loop((count,), collective_axes="processor")
-        def _(info: Any) -> None:
+        def tile(info: Any) -> None:
             is_used, steps, inputs, target = sources(info.index[0])
 
             def compute(run: Any) -> None:
@@ -217,6 +216,7 @@ def _tiles(
             def _() -> None:
                 pipeline(steps, multiply, compute)(*inputs, allocations=room)
 
+        plgpu.nd_loop((count,), collective_axes="processor")(tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pl.run_scoped(scope, room, parts, collective_axes="group")

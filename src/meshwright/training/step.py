@@ -21,11 +21,13 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec, resized_like
 from meshwright.models import (
+    DROPOUT,
     Compute,
     LossConfig,
     LossSums,
     Metric,
     family_of,
+    sequence_noise,
     target_count,
     target_weight,
 )
@@ -133,6 +135,9 @@ def step_functions(
             batch, scale = _weighted_by_cotangents(batch, settings), jnp.float32(1)
         else:
             batch = _with_mean_weight_one(batch, counted)
+        if compute.dropout:
+            shape = batch["tokens"].shape[:2]
+            batch = batch | {DROPOUT: sequence_noise(compute.seed, state.step, shape)}
         params = cast_matrices(state.params, arrays, compute.dtype)
         (total, metrics), gradient = _over_micro_batches(total_of, params, arrays, batch, scale)
         trained = trained_part(arrays, state.params)

@@ -59,7 +59,7 @@ def mixture(
     over, target = layouts.axes(layouts.mlp), layouts.residual
     batch, length = target.partitions[:2]
     # with sequence parallelism tp splits the tokens between blocks
-    gathered = tuple(axis for axis in axes_of(length, "length") if axis in over)
+    along_tp = tuple(axis for axis in axes_of(length, "length") if axis in over)
     split = axes_of(spec_of(w["down"])[0], "experts")
     tokens = layouts.token_axes
     exchange = _exchange(split, tokens, experts, compute)
@@ -82,7 +82,7 @@ def mixture(
         squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
         sums = RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None])
         tokens = [
-            _for_block(array.reshape(*x.shape[:2], -1), gathered, arrays["down"])
+            _for_block(array.reshape(*x.shape[:2], -1), along_tp, arrays["down"])
             for array in (x, chosen, weights)
         ]
         flat, chosen, weights = (array.reshape(-1, array.shape[-1]) for array in tokens)
@@ -109,10 +109,10 @@ def mixture(
     return out, sums
 
 
-def _for_block(array: jax.Array, gathered: tuple[str, ...], weight: jax.Array) -> jax.Array:
+def _for_block(array: jax.Array, along_tp: tuple[str, ...], weight: jax.Array) -> jax.Array:
     """Of tokens [batch, length, ..], all that a block takes; they vary as its weights do."""
-    if gathered:
-        return lax.all_gather(array, gathered, axis=1, tiled=True)
+    if along_tp:
+        return lax.all_gather(array, along_tp, axis=1, tiled=True)
     return varying_like(array, weight)
 
 

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping
 
 from meshwright.arithmetic import round_up
 from meshwright.audits import Collective
+from meshwright.errors import MeshwrightError
+from meshwright.models import LoraConfig, serving_of
 from meshwright.planner import efficiency
 from meshwright.planner.attention import keys_seen, splits_of
 from meshwright.planner.device import Device
 from meshwright.planner.links import over, place_axes
 from meshwright.planner.schedules import jax
-from meshwright.planner.sizes import StackSizes
+from meshwright.planner.sizes import StackSizes, adapter_numbers
 from meshwright.planner.step import Kinds, Schedule, StepModel, Work
 from meshwright.planner.terms import Number
 from meshwright.planner.workload import Choice, Workload
@@ -40,6 +42,14 @@ def _engine(workload: Workload) -> EngineConfig:
     """Pages, chunks of prompts and memory."""
     assert workload.engine is not None
     return workload.engine
+
+
+def check(workload: Workload) -> None:
+    """Raise if the engine has slots of adapters, and the model takes none."""
+    if _engine(workload).max_adapters and serving_of(workload.model).adapter is None:
+        raise MeshwrightError(
+            "only decoders take adapters by name; leave --engine.max-adapters out"
+        )
 
 
 def refusal(workload: Workload, choice: Choice) -> str | None:
@@ -72,7 +82,7 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
     yield (
         "prefill",
         {
-            "parameters": _served_weights(step),
+            "parameters": _served_weights(step) + device.used * _slots(step),
             "key-value cache": device.cached * cache,
             "working activations": (
                 3 * device.float32 * sequences * device.vocab + 16 * tokens * (device.embed + mlp)
@@ -101,6 +111,24 @@ def _served_weights(step: StepModel) -> Number:
         quantized, outputs = quantized + device.table, outputs + device.vocab / device.tp
     unquantized = device.float32 * (step.vectors + outputs)
     return number(1, "bytes") * quantized + used * device.table + unquantized
+
+
+def _slots(step: StepModel) -> Number:
+    """Numbers of the slots of adapters on a device.
+
+    Matrices that an engine merges have one pair of factors, and each b has columns for all of their
+    outputs: see models/serving.py.
+    """
+    engine, tp = _engine(step.workload), step.choice.size("tp")
+    if not engine.max_adapters:
+        return 0
+    rank, axes = engine.adapter_rank, tuple(step.choice.sizes.items())
+    numbers = adapter_numbers(step.workload.model, LoraConfig(rank), axes)
+    for stack in step.sizes.stacks:
+        for block in stack.blocks:
+            outputs = [one.outputs for one in block.matrices if not one.adds_to_residual]
+            numbers += stack.layers * rank * (len(outputs) - 1) * sum(outputs) // tp
+    return step.number(engine.max_adapters, "adapters") * step.number(numbers)
 
 
 def _cached_heads(device: Device) -> Number:
@@ -239,15 +267,19 @@ def _link_seconds(step: StepModel, tokens: int) -> float:
 
 
 def _weight_bytes(step: StepModel) -> tuple[Number, Number]:
-    """Bytes of the weights that a generated token meets, on a device, and their number."""
+    """Bytes of the weights that a generated token meets, on a device, and their number.
+
+    Those of adapters are of all slots, whichever of them a token has.
+    """
     device, sizes, number = step.device, step.sizes, step.number
-    stack = sizes.stacks[-1]
+    stack, slots = sizes.stacks[-1], _slots(step)
     layers = number(stack.layers, "layers") * number(stack.weights) / device.tp
     head = number(sizes.dims["vocab"] * sizes.embed) / device.tp
+    used, numbers = device.used * slots, layers + head + slots
     if step.choice.weights is None:
-        return device.used * (layers + head), layers + head
+        return device.used * (layers + head) + used, numbers
     one = number(1, "bytes")
-    return one * layers + (device.used if sizes.is_tied else one) * head, layers + head
+    return one * layers + (device.used if sizes.is_tied else one) * head + used, numbers
 
 
 def _cache_bytes(step: StepModel) -> Number:
@@ -288,6 +320,7 @@ def _launching(step: StepModel) -> Number:
 SCHEDULE = Schedule(
     meshes=meshes,
     held=held,
+    check=check,
     refusal=refusal,
     remat=lambda policies: policies,
     kinds=KINDS,
