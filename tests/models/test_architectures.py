@@ -151,6 +151,24 @@ def test_a_model_that_is_written_again_is_bit_equal(
 
 @quick_for("opt", "gemma3", "qwen3_moe")
 def test_greedy_tokens_of_an_engine_are_those_of_transformers(name: str, folders: Any) -> None:
+    check_greedy(name, folders, "tp=1")
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "ep=2,tp=2",
+        pytest.param("ep=4", marks=pytest.mark.slow),
+        pytest.param("fsdp=2,ep=2", marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_tokens_are_the_same_with_experts_on_several_devices(
+    mesh: str, folders: Any
+) -> None:
+    check_greedy("qwen3_moe", folders, mesh)
+
+
+def check_greedy(name: str, folders: Any, mesh: str) -> None:
     import torch
 
     folder, model = folders(name)
@@ -163,7 +181,7 @@ def test_greedy_tokens_of_an_engine_are_those_of_transformers(name: str, folders
     requests = [
         Request(tuple(one.tolist()), max_new=9, sampling=Sampling(temperature=0)) for one in prompts
     ]
-    with Engine(load_weights(source, generation_mesh()), ENGINE) as engine:
+    with Engine(load_weights(source, generation_mesh(mesh)), ENGINE) as engine:
         found = engine.generate(requests)
     for prompt, done in zip(prompts, found, strict=True):
         tokens = torch.as_tensor(prompt[None], dtype=torch.int64)

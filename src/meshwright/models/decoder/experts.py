@@ -65,11 +65,13 @@ def mixture(
     exchange = _exchange(split, tokens, experts, compute)
     summed = tuple(layouts.summed)
     left = (*over, *(split if exchange is None else ()))
+    of_router = tuple(dict.fromkeys((*layouts.weight_axes, *split)))
     arrays = {
         "x": normed,
         **{name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w},
         **{name: all_gather(w[name], _without(tokens, split)) for name in _BIASES if name in w},
-        **{name: all_gather(w[name], layouts.weight_axes) for name in _ROUTER if name in w},
+        # every device scores all experts
+        **{name: all_gather(w[name], of_router) for name in _ROUTER if name in w},
     }
 
     def local(arrays: Params) -> tuple[jax.Array, RouterSums]:
