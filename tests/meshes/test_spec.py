@@ -208,7 +208,6 @@ def test_axes_have_roles(text: str, by_role: str) -> None:
         ("lanes=8", "axis 'lanes' has no role; the axes are dp, fsdp, tp, sp"),
         ("a=2:dp,tp=2,b=2:dp", "of another axis that does not stand beside it"),
         ("pp=2,tp=2", "the models here have no pipeline stages, so pp must be 1"),
-        ("expert=4", "the models here have no experts, so ep must be 1"),
     ],
 )
 def test_roles_that_cannot_be_are_refused(text: str, words: str) -> None:

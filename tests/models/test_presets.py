@@ -35,6 +35,11 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "olmoe-1b-7b": 6_919_161_856,
 }
 
 
@@ -45,7 +50,7 @@ def test_parameter_counts_are_the_published_ones(name: str, parameters: int) -> 
 
 
 def test_every_preset_but_tiny_is_checked() -> None:
-    assert set(PRESETS) == {*PUBLISHED, "tiny"}
+    assert set(PRESETS) == {*PUBLISHED, "tiny", "tiny-moe"}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +77,7 @@ def test_rotary_embedding_is_the_published_one(
 def test_families_differ_where_they_should() -> None:
     for name, config in PRESETS.items():
         assert config.qkv_bias == name.startswith("qwen2"), name
-        assert config.qk_norm == name.startswith("qwen3"), name
+        assert config.qk_norm == name.startswith(("qwen3", "olmoe")), name
         assert (config.sliding_window is not None) == (name == "mistral-7b"), name
         assert not config.output_bias, name
         assert config.norm_eps == (1e-6 if name.startswith("qwen") else 1e-5), name
@@ -96,10 +101,9 @@ def test_a_model_that_is_not_there_is_guessed_at() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("mixtral-8x7b", "'mixtral-8x7b' is a mixture of experts, which no model family here"),
-        ("Mixtral-8x22B", "is a mixture of experts"),
-        ("deepseek-v3", "is a mixture of experts"),
-        ("qwen3-30b-a3b", "is a mixture of experts"),
+        ("Mixtral-8x22B", "did you mean 'mixtral-8x22b'?"),
+        ("dbrx-base", "is a mixture of experts of an architecture that is not supported"),
+        ("grok-1", "Mixtral, Qwen3-MoE and OLMoE are"),
         ("gpt2", "has no preset; its architecture is supported: give its Hugging Face config.json"),
         ("gemma-2-9b", "has no preset"),
         ("gemma-7b", "is of no architecture that is supported; these are LlamaForCausalLM"),

@@ -79,9 +79,10 @@ def preset(name: str) -> Any:
 
 # published models whose architecture is in no family, by how their names are written
 _MIXTURES = re.compile(
-    r"mixtral|deepseek|dbrx|grok|arctic|olmoe|gpt-oss|kimi|ernie-4|glm-4\.[5-9]|llama-4|switch-|moe"
+    r"deepseek|dbrx|grok|arctic|gpt-oss|kimi|ernie-4|glm-4\.[5-9]|llama-4|switch-|moe"
     r"|[0-9]+x[0-9]+b|-a[0-9.]+b"
 )
+_SUPPORTED_MIXTURES = re.compile(r"mixtral|qwen3-.*-a|olmoe|tiny-moe")
 _OTHERS = re.compile(
     r"gemma-[0-9]+b|gemma-3n|phi-[12]|falcon|bloom|bert|mamba|jamba|rwkv|olmo-1|cohere|command-r"
     r"|starcoder|stablelm|smollm|glm|mpt|yi-|internlm|baichuan|palm|bart|pegasus|byt5|mt5|ul2"
@@ -98,8 +99,11 @@ def _unknown(name: str) -> str:
     last = str(name).rstrip("/").rpartition("/")[2].lower()
     if last in PRESETS:
         return f"model {name!r} is not a preset; did you mean {last!r}?"
-    if _MIXTURES.search(last):
-        return f"model {name!r} is a mixture of experts, which no model family here supports yet"
+    if _MIXTURES.search(last) and not _SUPPORTED_MIXTURES.match(last):
+        return (
+            f"model {name!r} is a mixture of experts of an architecture that is not supported; "
+            "Mixtral, Qwen3-MoE and OLMoE are"
+        )
     if _WITHOUT_PRESET.match(last):
         return (
             f"model {name!r} has no preset; its architecture is supported: give its Hugging Face "

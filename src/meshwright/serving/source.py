@@ -288,22 +288,24 @@ def _repeat(x: jax.Array, dim: int, size: int, spec: P) -> jax.Array:
 
 def check_fits(config: Any, mesh: Mesh) -> None:
     """Raise a MeshwrightError if the mesh does not divide the model's dims."""
-    split = ((("tp",), ("heads", "mlp")), (("fsdp", "sp"), ("embed",)), (("ep",), ("experts",)))
-    for axes, dims in split:
-        parts = math.prod(mesh.shape.get(axis, 1) for axis in axes)
-        for dim in dims:
-            size = getattr(config, dim, 0)
-            sizes = " · ".join(f"{axis}={mesh.shape.get(axis, 1)}" for axis in axes)
-            if not size and parts > 1:
-                raise MeshwrightError(
-                    f"mesh '{mesh_text(mesh.shape)}': the model has no {dim} to be split in {sizes}"
-                )
-            if size % parts:
-                fits = [str(n) for n in range(1, mesh.size + 1) if size % n == 0][-3:]
-                raise MeshwrightError(
-                    f"mesh '{mesh_text(mesh.shape)}': {sizes} does not divide the model's "
-                    f"{dim}={size}; {' or '.join(fits)} would"
-                )
+    rules = serving_of(config).rules("ep" in mesh.shape)
+    for dim in family_of(config).split_dims:
+        axes = rules.layout(dim).axes[0]
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if dim == "kv_heads" or parts == 1:  # key heads may be repeated
+            continue
+        size = getattr(config, dim, 0)
+        sizes = " · ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+        if not size:
+            raise MeshwrightError(
+                f"mesh '{mesh_text(mesh.shape)}': the model has no {dim} to be split in {sizes}"
+            )
+        if size % parts:
+            fits = [str(n) for n in range(1, mesh.size + 1) if size % n == 0][-3:]
+            raise MeshwrightError(
+                f"mesh '{mesh_text(mesh.shape)}': {sizes} does not divide the model's "
+                f"{dim}={size}; {' or '.join(fits)} would"
+            )
     tensor, size = mesh.shape["tp"], config.kv_heads
     if size % tensor and tensor % size:
         fits = [

@@ -240,9 +240,9 @@ def _with_activations(rules: Rules, file: str, standard: Rules) -> Rules:
     """A file's rules, of which some are for activations: no weight needs to have their dims."""
     dims = {rule.dim for rule in rules.rules}
     for dim in sorted(standard.optional - dims):
-        example = standard.layout(dim).axes[0]
-        if not example:  # a dim of weights that some models have, never split
+        if dim != "batch" and not dim.endswith("length"):  # of weights that some models have
             continue
+        example = standard.layout(dim).axes[0]
         raise MeshwrightError(
             f"rules {file!r} do not say where dim {dim!r} goes, which activations have; "
             f"add a line such as '{dim}? -> {'+'.join(example)}', or '{dim}? -> none'"

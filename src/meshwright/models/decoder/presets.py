@@ -80,10 +80,9 @@ def _qwen3_moe(layers: int, embed: int, heads: int, mlp: int) -> DecoderConfig:
     return _qwen(layers, embed, heads, 4, mlp, version=3, experts=128, experts_per_token=8)
 
 
-def _mixtral(layers: int, embed: int, heads: int, mlp: int, vocab: int) -> DecoderConfig:
+def _mixtral(layers: int, embed: int, heads: int, mlp: int, max_seq: int) -> DecoderConfig:
     return DecoderConfig(
-        vocab, layers, embed, heads, 8, 128, mlp,
-        max_seq=65536 if vocab > 32000 else 32768, rope=Rope(1000000.0),
+        32000, layers, embed, heads, 8, 128, mlp, max_seq=max_seq, rope=Rope(1000000.0),
         experts=8, experts_per_token=2,
     )  # fmt: skip
 
@@ -132,8 +131,8 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "qwen3-32b": _qwen(64, 5120, 64, 8, 25600, version=3),
         "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 768),
         "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 1536),
-        "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32000),
-        "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32768),
+        "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32768),
+        "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 65536),
         "olmoe-1b-7b": DecoderConfig(
             50304,
             16,
