@@ -5,10 +5,16 @@ import math
 from typing import NamedTuple
 
 from meshwright.arithmetic import divisors, round_up
-from meshwright.models import OFFLOAD
+from meshwright.models import OFFLOAD, Experts
 from meshwright.ops import NF4, NF4_BLOCK
 from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
-from meshwright.planner.attention import plain_attention, splits_of, strategy_of, with_strategy
+from meshwright.planner.attention import (
+    exchange_of,
+    plain_attention,
+    splits_of,
+    strategy_of,
+    with_strategy,
+)
 from meshwright.planner.sizes import ModelSizes, StackSizes
 from meshwright.planner.terms import MakeNumber, Number, plain
 from meshwright.planner.workload import Choice, Workload
@@ -51,6 +57,8 @@ class Device:
         is_loop = workload.scan or choice.remat == OFFLOAD
         alone = machine.chip.platform == "gpu" and split * choice.size("dp") == 1
         self.frees_by_layer = alone and self.casts and not is_loop
+        self.ep = number(choice.size("ep"), name="ep")
+        self.exchange = exchange_of(workload, choice)
         self.embed = number(sizes.embed)
         self.padded_vocab = round_up(workload.model.vocab, choice.tensor)  # in memory
         self.vocab = number(self.padded_vocab)
@@ -92,7 +100,7 @@ class DeviceStack:
     @property
     def mlp_chunks(self) -> int:
         """In how many chunks the mlp takes its tokens: as ops.chunks cuts them."""
-        chunk = self.device.choice.mlp_chunk
+        chunk = 0 if self.sizes.experts else self.device.choice.mlp_chunk
         least = math.ceil(self.length / chunk) if chunk else 1
         return next(n for n in divisors(self.length) if n >= least) if chunk else 1
 
@@ -111,13 +119,22 @@ class DeviceStack:
 
     @property
     def layer(self) -> Number:
-        """Bytes of a layer's matrices, all-gathered."""
-        return self.device.used * self.weights / self.device.tp
+        """Bytes of a layer's matrices, all-gathered; of experts, those of this device."""
+        return self.device.used * self._but_experts_elsewhere(self.weights) / self.device.tp
 
     @property
     def layer_gradients(self) -> Number:
         """Bytes of the gradients of a layer's matrices, before they are scattered."""
-        return self.device.used * self.gradient_weights / self.device.tp
+        gradients = self._but_experts_elsewhere(self.gradient_weights)
+        return self.device.used * gradients / self.device.tp
+
+    def _but_experts_elsewhere(self, weights: Number) -> Number:
+        """Of weights of a layer, which ep does not split, without those of experts elsewhere."""
+        if self.device.exchange is None or not weights:
+            return weights
+        number, experts = self.device.number, self.sizes.expert_weights
+        ways = self.device.choice.size("ep")
+        return weights - number(experts - experts // ways)
 
     @property
     def trained_weights(self) -> Number:
@@ -137,7 +154,7 @@ class DeviceStack:
         device, choice = self.device, self.device.choice
         groups = _saved_numbers(
             device.sizes, self.index, device.workload.remat[choice.remat], choice.tensor,
-            choice.sequence_parallel, self._stored_by,
+            choice.sequence_parallel, self._stored_by, saves_experts=device.exchange is None,
         )  # fmt: skip
         each: Number = 0
         for field, multiple, numbers, lse in groups:
@@ -180,7 +197,35 @@ class DeviceStack:
         """Bytes that a layer's backward pass computes with: activations and their gradients."""
         device = self.device
         mlp = device.number(self.sizes.mlp.inner / device.choice.tensor / self.mlp_chunks)
-        return device.used * self.tokens * (arrays * mlp + 4 * device.embed)
+        if self.sizes.experts is None:
+            return device.used * self.tokens * (arrays * mlp + 4 * device.embed)
+        rows, exchanged = self._expert_rows
+        per_row = mlp / device.number(self.experts.per_token, "experts")
+        numbers = rows * (arrays * per_row + 3 * device.embed)
+        return device.used * self.tokens * (numbers + (4 + exchanged) * device.embed)
+
+    @property
+    def experts(self) -> Experts:
+        block = self.sizes.experts
+        assert block is not None
+        assert block.experts is not None
+        return block.experts
+
+    @property
+    def _expert_rows(self) -> tuple[Number, Number]:
+        """For each token, the rows that experts compute with, and those that are exchanged.
+
+        A device takes the tokens of a ring one device at a time, and has room for all that others
+        may send it in an all-to-all. There are rows, what experts make of them, and a gradient.
+        """
+        number, experts, ways = self.device.number, self.experts, self.device.choice.size("ep")
+        chosen = number(experts.per_token, "experts")
+        if self.device.exchange is None:
+            return chosen, 0
+        if self.device.exchange == "ring":
+            return chosen, 3 * self.device.ep
+        room = number(min(experts.per_token, experts.count // ways), "experts")
+        return self.device.ep * room, chosen
 
     @property
     def mlp_arrays(self) -> int:
@@ -283,6 +328,7 @@ def _saved_numbers(
     tp: int,
     sequence_parallel: bool,
     stored_by: tuple[_Stored, ...],
+    saves_experts: bool,
 ) -> tuple[tuple[str, int, float, float], ...]:
     """What a layer of a stack saves of a token, by the batch field of that token.
 
@@ -296,7 +342,7 @@ def _saved_numbers(
         how = next(stored) if block.attention else _AS_IS
         keys_from = block.attention.keys_from if block.attention else ""
         for name, dims in block.saved.items():
-            if name not in policy:
+            if name not in policy or ("chosen" in dims and not saves_experts):
                 continue
             field, multiple = own, usual
             if dims == ("embed",):
@@ -307,7 +353,9 @@ def _saved_numbers(
                 field = keys_from if keys_from and dims[0] == "kv_heads" else own
                 multiple = how.length
             else:
-                width = math.prod(sizes.dims[dim] for dim in dims) / tp
+                per_token = block.experts.per_token if block.experts else 1
+                known = {**sizes.dims, "chosen": per_token}
+                width = math.prod(known[dim] for dim in dims) / tp
             found.setdefault((field, multiple), [0.0, 0.0])[0] += width
         if block.attention and "attention" in policy:
             found.setdefault((own, usual), [0.0, 0.0])[1] += sizes.dims["heads"] / tp

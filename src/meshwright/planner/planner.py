@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
+from meshwright.audits import wire_bytes
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import flat_settings
 from meshwright.machines import Machine, largest_slice, squarest
@@ -34,7 +35,7 @@ from meshwright.planner.search import (
 from meshwright.planner.serving import search_serving, serves
 from meshwright.planner.time import bound_and_reason
 from meshwright.planner.workload import Choice, Workload, setting_name
-from meshwright.present import count
+from meshwright.present import amount, count, seconds_text
 from meshwright.serving import EngineConfig
 from meshwright.training import AUTO, TrainConfig, check_length, with_settings
 
@@ -236,11 +237,27 @@ def _estimate(one: Candidate) -> Estimate:
     host = timing.seconds.get("waiting for the host", 0.0)
     if host > 0.03 * timing.step:
         reason += f"; {100 * host / timing.step:.0f}% waits for activations in the host's memory"
+    reason += _exchange(one)
     if one.memory.tight:
         reason += f"; tight: {100 * one.memory.total / one.memory.limit:.0f}% of memory"
     if (padded := one.step.padding) is not None:
         reason += f"; {padded}"
     return one.estimate(bound, reason)
+
+
+def _exchange(one: Candidate) -> str:
+    """How tokens reach the experts of other devices, and what that sends; "" if they need not."""
+    exchange, ways = one.step.device.exchange, one.choice.size("ep")
+    sent = [each for each in one.timing.collectives if each.axes == ("ep",)]
+    sent = [each for each in sent if each.payload == "activations"]
+    if exchange is None or not sent:
+        return ""
+    size = sum(each.times * wire_bytes(each.operation, each.bytes, ways) for each in sent)
+    seconds = sum(each.seconds for each in sent)
+    return (
+        f"; tokens reach experts over ep={ways} by {exchange}: {amount(size, 'B')} a step and "
+        f"device over {sent[0].link}, {seconds_text(seconds)}"
+    )
 
 
 def _nothing(workload: Workload, limits: Constraints, refused: list[Refusal]) -> str:

@@ -92,6 +92,8 @@ class Schedule:
     """Whether a loop may run over the layers."""
     chunks_mlp: bool = False
     """Whether the mlp may take a long sequence in chunks."""
+    splits_experts: bool = False
+    """Whether experts may be split over ep."""
 
 
 class StepModel:
@@ -230,7 +232,7 @@ class StepModel:
     def padding(self) -> str | None:
         """What is padded, in words: `vocab 128257 padded to 128258 for tp=2`."""
         model = self.workload.model
-        return describe_padding(model, standard_rules(model), self.choice.sizes)
+        return describe_padding(model, standard_rules(model, self.choice.sizes), self.choice.sizes)
 
     @functools.cached_property
     def work(self) -> Work:

@@ -48,6 +48,7 @@ class Workload:
     machine: Machine
     model: Any  # its config, with the overrides of the settings
     engine: EngineConfig | None = None  # which serves; None: training
+    imbalance: float = 1.0  # the tokens of the most loaded device's experts, over the average
 
     @classmethod
     def of(
@@ -197,8 +198,13 @@ class Choice:
 
     @classmethod
     def of(cls, **values: Any) -> "Choice":
-        """Axes that are not named have one device: `Choice.of(fsdp=8, tp=2, remat="full")`."""
+        """Axes that are not named have one device: `Choice.of(fsdp=8, tp=2, remat="full")`.
+
+        An axis of experts is among them if it was named.
+        """
         sizes = {axis: values.pop(axis, 1) for axis in STANDARD_AXES}
+        if "ep" in values:
+            sizes["ep"] = values.pop("ep")
         return cls(sizes, **values)
 
     def __hash__(self) -> int:
@@ -208,18 +214,18 @@ class Choice:
         """Devices along these axes together."""
         devices = 1
         for role in roles:
-            devices *= self.sizes[role]
+            devices *= self.sizes.get(role, 1)
         return devices
 
     @property
     def data_ranks(self) -> int:
         """Devices that the sequences of a batch are split over."""
-        return self.size("dp", "fsdp")
+        return self.size("dp", "fsdp", "ep")
 
     @property
     def shards(self) -> int:
-        """Devices over which weights are all-gathered to be used."""
-        return self.size("fsdp", "sp")
+        """Devices over which weights are split, and all-gathered to be used but for experts."""
+        return self.size("fsdp", "sp", "ep")
 
     @property
     def tensor(self) -> int:
