@@ -162,8 +162,8 @@ def _changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     ("path", "value", "words"),
     [
         (("format",), "something", "is not a plan; `meshwright plan"),
-        (("version",), 99, "is of version 99, this Meshwright reads 7; plan again"),
-        (("version",), 3, "is of version 3, this Meshwright reads 7; plan again"),
+        (("version",), 99, "is of version 99, this Meshwright reads 8; plan again"),
+        (("version",), 3, "is of version 3, this Meshwright reads 8; plan again"),
         (("config",), 8, "the plan.config: expected `object`, got `int`"),
         (("config", "batch"), KeyError, "config lacks the key 'batch'"),
         (("config", "batch"), "8", "the plan.config.batch: expected `int`, got `str`"),

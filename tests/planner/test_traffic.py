@@ -90,6 +90,8 @@ SLOW = [
         context_parallel="allgather",
         remat="full",
     ),
+    Case("experts", "fsdp=2,ep=4", optimizer="muon"),
+    Case("experts", "fsdp=2,ep=4", experts="ring", trainable=("gate",)),
     Case("shared", "fsdp=4,tp=2"),
     Case("shared", "fsdp=4,tp=2", remat="full"),
     Case("shared", "fsdp=2,sp=2,ep=2", experts="ring", context_parallel="ring"),

@@ -32,6 +32,8 @@ others are chosen with the mesh where they change what fits or how fast it is.
   --mesh LIMITS        only meshes that match: "fsdp=*,tp<=8,sp=1"
   --serve              plan `meshwright serve` instead: weights, KV cache, times of tokens
   --rank-by WHAT       rank by throughput, memory, or with --serve latency (default: throughput)
+  --imbalance X        assume that the experts of one device get X times the average number of
+                       tokens (default 1: an even load)
   --cost-per-hour X    price of one chip per hour; shows the cost of a trillion tokens
   --top N              meshes to list (default 8)
   --refused            list every refused mesh with the reason
@@ -76,6 +78,7 @@ def _ranking(words: list[str]) -> "Plan":
     """The plan that the command line asks for."""
     on, mesh = take(words, "--on"), take(words, "--mesh")
     rank_by, price = take(words, "--rank-by") or "throughput", take(words, "--cost-per-hour")
+    imbalance = take(words, "--imbalance")
     serves = take_switch(words, "--serve")
     if on is None:
         raise MeshwrightError("--on says for which machine: --on v5p:4x4x4, --on h100:8, --on here")
@@ -93,7 +96,15 @@ def _ranking(words: list[str]) -> "Plan":
         config, on, mesh=mesh, kind="serve" if serves else "train",
         rank_by=rank_by,  # type: ignore[arg-type]
         cost_per_hour=_price(price), named=named, weights=weights, cache=cache,
+        imbalance=_ratio(imbalance),
     )  # fmt: skip
+
+
+def _ratio(text: str | None) -> float:
+    try:
+        return 1.0 if text is None else float(text)
+    except ValueError:
+        raise MeshwrightError(f"--imbalance {text!r} is not a number, such as 1.2") from None
 
 
 def _price(text: str | None) -> float | None:

@@ -44,7 +44,8 @@ class Device:
         self.float32 = number(4, "bytes")
         self.cached = number(1, "bytes") if choice.cache else self.used  # in a KV cache
         self.tp = number(choice.tensor, name="tp")
-        split = choice.shards * choice.tensor
+        # an engine's weights are whole but along tp, and experts along ep
+        split = choice.tensor if workload.engine else choice.shards * choice.tensor
         self.devices = number(split, "devices")
         self.is_sharded = choice.shards > 1
         self.casts = ITEM_BYTES[workload.param_dtype] != ITEM_BYTES[workload.dtype]
@@ -63,7 +64,7 @@ class Device:
         self.padded_vocab = round_up(workload.model.vocab, choice.tensor)  # in memory
         self.vocab = number(self.padded_vocab)
         # of a micro-batch
-        self.sequences = workload.batch // (choice.data_ranks * choice.accumulation)
+        self.sequences = workload.batch // (workload.data_ranks(choice) * choice.accumulation)
         # a CPU's memory is the host's
         self.offloads = choice.remat == OFFLOAD and machine.chip.platform != "cpu"
 
@@ -118,6 +119,12 @@ class DeviceStack:
         return layers * self._saved_layer + self.bias
 
     @property
+    def stored_weights(self) -> Number:
+        """Of a layer, before the devices that split all of it divide them."""
+        serves = self.device.workload.engine is not None
+        return self._but_experts_elsewhere(self.weights) if serves else self.weights
+
+    @property
     def layer(self) -> Number:
         """Bytes of a layer's matrices, all-gathered; of experts, those of this device."""
         return self.device.used * self._but_experts_elsewhere(self.weights) / self.device.tp
@@ -130,7 +137,7 @@ class DeviceStack:
 
     def _but_experts_elsewhere(self, weights: Number) -> Number:
         """Of weights of a layer, which ep does not split, without those of experts elsewhere."""
-        if self.device.exchange is None or not weights:
+        if self.device.choice.size("ep") == 1 or not self.sizes.experts or not weights:
             return weights
         number, experts = self.device.number, self.sizes.expert_weights
         ways = self.device.choice.size("ep")
@@ -197,28 +204,20 @@ class DeviceStack:
         """Bytes that a layer's backward pass computes with: activations and their gradients."""
         device = self.device
         mlp = device.number(self.sizes.mlp.inner / device.choice.tensor / self.mlp_chunks)
-        if self.sizes.experts is None:
+        if (experts := self.sizes.experts) is None:
             return device.used * self.tokens * (arrays * mlp + 4 * device.embed)
-        rows, exchanged = self._expert_rows
-        per_row = mlp / device.number(self.experts.per_token, "experts")
+        rows, exchanged = self._expert_rows(experts)
+        per_row = mlp / device.number(experts.per_token, "experts")
         numbers = rows * (arrays * per_row + 3 * device.embed)
         return device.used * self.tokens * (numbers + (4 + exchanged) * device.embed)
 
-    @property
-    def experts(self) -> Experts:
-        block = self.sizes.experts
-        assert block is not None
-        assert block.experts is not None
-        return block.experts
-
-    @property
-    def _expert_rows(self) -> tuple[Number, Number]:
+    def _expert_rows(self, experts: Experts) -> tuple[Number, Number]:
         """For each token, the rows that experts compute with, and those that are exchanged.
 
         A device takes the tokens of a ring one device at a time, and has room for all that others
         may send it in an all-to-all. There are rows, what experts make of them, and a gradient.
         """
-        number, experts, ways = self.device.number, self.experts, self.device.choice.size("ep")
+        number, ways = self.device.number, self.device.choice.size("ep")
         chosen = number(experts.per_token, "experts")
         if self.device.exchange is None:
             return chosen, 0

@@ -58,6 +58,7 @@ def plan(
     kind: Literal["train", "serve"] = "train",
     cost_per_hour: float | None = None,
     named: Collection[str] = (),
+    imbalance: float = 1.0,
     **settings: Any,
 ) -> Plan:
     """Every mesh for a model on a machine, ranked.
@@ -66,14 +67,15 @@ def plan(
     value or in text; `batch` the sequences of a step, over all devices. `mesh` limits what may be
     chosen (`fsdp=*,tp<=8,sp=1`). The `settings` are those of train, by the last part of their names
     (`remat="full"`, `optimizer="muon"`) or with `_` for the dot (`optimizer_moments="bfloat16"`);
-    of serving, weights (plain, int8 or fp8) and cache (fp8).
+    of serving, weights (plain, int8 or fp8) and cache (fp8). `imbalance` is assumed of a router:
+    the tokens of the device whose experts have most, over the average; 1.0 is an even load.
 
     Remat, accumulation, sequence_parallel, context_parallel and mlp_chunk are chosen with the mesh
     unless they are given here or, in a TrainConfig, are not the defaults; settings of it that are
     `named` are kept in any case.
     """
     machine = Machine.parse(on)
-    _check_question(rank_by, kind, cost_per_hour)
+    _check_question(rank_by, kind, cost_per_hour, imbalance)
     given = {"batch": batch, "seq": seq} | settings
     given = {name: value for name, value in given.items() if value is not None}
     config, changed, engine = _config(model, kind, given)
@@ -85,7 +87,9 @@ def plan(
     limits = dataclasses.replace(limits, fixed={**limits.fixed, **engine})
     model = None if isinstance(model, str | TrainConfig) else model
     served = EngineConfig() if kind == "serve" else None
-    made = plan_config(config, machine, limits, model=model, engine=served, rank_by=rank_by)
+    made = plan_config(
+        config, machine, limits, model=model, engine=served, rank_by=rank_by, imbalance=imbalance
+    )
     return dataclasses.replace(made, cost_per_hour=cost_per_hour)
 
 
@@ -110,10 +114,11 @@ def plan_config(
     model: Any = None,
     engine: EngineConfig | None = None,
     rank_by: RankBy = "throughput",
+    imbalance: float = 1.0,
 ) -> Plan:
     """Every mesh within the limits for these settings, ranked; `model` as in `Workload.of`."""
     model = model_config(config.model) if model is None else model
-    workload = Workload.of(config, machine, model, engine)
+    workload = dataclasses.replace(Workload.of(config, machine, model, engine), imbalance=imbalance)
     if engine is None and not family_of(workload.model).longer(workload.model, workload.seq):
         check_length(config, workload.model)
     workload.schedule.check(workload)
@@ -140,6 +145,7 @@ def plan_config(
         largest_batch=largest_batch(workload, best),
         largest_seq=largest_seq(workload, best),
         warnings=_warnings(workload),
+        imbalance=imbalance,
     )
 
 
@@ -193,7 +199,7 @@ def _engine_setting(kind: str, name: str, value: str) -> str | None:
     return None if value == UNQUANTIZED else value
 
 
-def _check_question(rank_by: str, kind: str, cost_per_hour: float | None) -> None:
+def _check_question(rank_by: str, kind: str, cost_per_hour: float | None, imbalance: float) -> None:
     """Find mistakes in what plan was asked."""
     if rank_by not in RANK_BY:
         raise MeshwrightError(f"rank_by={rank_by!r} is not known{did_you_mean(rank_by, RANK_BY)}")
@@ -202,6 +208,11 @@ def _check_question(rank_by: str, kind: str, cost_per_hour: float | None) -> Non
         raise MeshwrightError(
             f"cost_per_hour={price!r} is not a price; give what one chip costs for an hour, such "
             "as 4.2"
+        )
+    if not (isinstance(imbalance, int | float) and 1 <= imbalance < math.inf):
+        raise MeshwrightError(
+            f"imbalance={imbalance!r} must be at least 1: the tokens of the device whose experts "
+            "have most, over the average"
         )
     if kind == "train" and rank_by == "latency":
         raise MeshwrightError(

@@ -124,10 +124,12 @@ class Plan:
     largest_seq: int | None = None  # of the best mesh, at one sequence a device
     cost_per_hour: float | None = None  # of one chip
     warnings: tuple[str, ...] = ()  # what would keep the printed commands from running as they are
+    imbalance: float = 1.0  # assumed of routers, as Workload.imbalance
 
     @functools.cached_property
     def workload(self) -> Workload:
-        return Workload.of(self.config, self.machine, self.model, self.engine)
+        workload = Workload.of(self.config, self.machine, self.model, self.engine)
+        return dataclasses.replace(workload, imbalance=self.imbalance)
 
     @property
     def best(self) -> Estimate:

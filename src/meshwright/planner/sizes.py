@@ -112,15 +112,17 @@ class StackSizes:
         return sum(matrix.met for block in self.blocks for matrix in block.matrices)
 
     @functools.cached_property
-    def experts(self) -> BlockSizes | None:
-        """The block of experts, if there is one."""
-        return next((block for block in self.blocks if block.experts), None)
+    def experts(self) -> Experts | None:
+        return next((block.experts for block in self.blocks if block.experts), None)
+
+    def of_kind(self, kind: str) -> tuple[Matrix, ...]:
+        """Matrices of a layer."""
+        return tuple(matrix for block in self.blocks for matrix in block.of_kind(kind))
 
     @functools.cached_property
     def expert_weights(self) -> int:
         """Of a layer, those of all experts."""
-        matrices = self.experts.of_kind("expert") if self.experts else ()
-        return sum(matrix.weights for matrix in matrices)
+        return sum(matrix.weights for matrix in self.of_kind("expert"))
 
     @functools.cached_property
     def frozen_met(self) -> float:
@@ -228,7 +230,7 @@ class ModelSizes:
     @functools.cached_property
     def experts(self) -> Experts | None:
         """Of the first stack that has some."""
-        return next((stack.experts.experts for stack in self.stacks if stack.experts), None)
+        return next((stack.experts for stack in self.stacks if stack.experts), None)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -126,7 +126,9 @@ class StepModel:
 
     @functools.cached_property
     def _layer_weights(self) -> list[Number]:
-        return list(itertools.accumulate(stack.layers * stack.weights for stack in self.stacks))
+        return list(
+            itertools.accumulate(stack.layers * stack.stored_weights for stack in self.stacks)
+        )
 
     @functools.cached_property
     def layers_up_to(self) -> list[Number]:

@@ -133,6 +133,10 @@ class Workload:
         is_gpu = self.machine.chip.platform == "gpu"
         return {"auto": is_gpu, "on": True, "off": False}[self.config.torch.compile]
 
+    def data_ranks(self, choice: "Choice") -> int:
+        """Devices that sequences are split over; an engine's are replicated over ep."""
+        return choice.data_ranks if self.engine is None else choice.size("dp")
+
     def fp8_layers(self, layers: int) -> int:
         """Of a stack of so many layers, those whose matmuls are in fp8."""
         compute = self.config.compute

@@ -24,7 +24,7 @@ from meshwright.planner.result import Estimate, Memory, Plan, Refusal, Serving
 from meshwright.planner.search import UNCERTAINTY
 
 FORMAT = "meshwright plan"
-VERSION = 7
+VERSION = 8
 _FOLLOWS = {Memory: ("total", "fits", "reserve", "tight"), Serving: ("full_tokens_per_second",)}
 
 

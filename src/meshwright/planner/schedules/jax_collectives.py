@@ -138,8 +138,7 @@ class _Step:
     def experts(self) -> Iterator[Collective]:
         """Tokens to the experts of other devices along ep, and what these make of them back."""
         for stack in self.sizes.stacks:
-            block = stack.experts
-            if block is None or block.experts is None:
+            if (experts := stack.experts) is None:
                 continue
 
             def send(
@@ -155,7 +154,7 @@ class _Step:
             number, tp, ep = self.number, self.over("tp"), self.over("ep")
             on_device = number(self.device.sequences, "sequences")
             tokens = on_device * number(self.length(stack), "tokens")
-            chosen = self.four * tokens * number(block.experts.per_token, "experts")
+            chosen = self.four * tokens * number(experts.per_token, "experts")
             what = "experts of tokens, and their weights,"
             if self.choice.sequence_parallel:
                 yield from send("all-gather", tp, what, 2 * chosen, (1, 1))
@@ -173,9 +172,9 @@ class _Step:
                 yield from send("reduce-scatter", ep, gradients, chosen * self.ep, (0, 1))
             elif self.device.exchange == "all-to-all":
                 # there and back; again for the gradients of weights; and their gradients
-                rows, what = self._exchanged(stack, block.experts), "rows to experts and back"
+                rows, what = self._exchanged(stack, experts), "rows to experts and back"
                 yield from send("all-to-all", ep, what, rows, (2, 4))
-                counts = self.four * self.ep * number(block.experts.count, "experts")
+                counts = self.four * self.ep * number(experts.count, "experts")
                 yield from send("all-gather", ep, "rows of each expert", counts, (1, 1))
 
     def _exchanged(self, stack: StackSizes, experts: Experts) -> Number:
@@ -446,10 +445,10 @@ class _Step:
 
     def optimizer(self) -> Iterator[Collective]:
         """Muon needs full matrices: each device gets those of some layers."""
-        over = self.over("fsdp", "tp", "sp")
+        over = self.over("fsdp", "tp", "sp", "ep")
         if self.workload.config.optimizer.name != "muon" or not over:
             return
-        devices = self.choice.size("fsdp", "tp", "sp")
+        devices = self.choice.size("fsdp", "tp", "sp", "ep")
         for stack in self.sizes.stacks:
             trained = [matrix for block in stack.blocks for matrix in block.with_gradients]
             for count in sorted({matrix.trained_layers for matrix in trained}, reverse=True):
@@ -522,9 +521,8 @@ class _Step:
         of_experts = [
             matrix
             for stack in sizes.stacks
-            if stack.experts is not None
-            for matrix in stack.experts.with_gradients
-            if matrix.kind != "matrix"
+            for matrix in (*stack.of_kind("expert"), *stack.of_kind("router"))
+            if matrix.trained_layers
         ]
         apart = len(of_experts) if self.over("ep") else 0  # split over ep and shards by two dims
         routers = sum(matrix.kind == "router" for matrix in of_experts)
