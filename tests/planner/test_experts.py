@@ -44,8 +44,7 @@ def test_parameters_are_those_that_their_authors_name(
 def test_the_flops_of_a_step_are_those_of_the_experts_that_tokens_meet(ep: int) -> None:
     work = StepModel(on("h100:8"), Choice.of(fsdp=8 // ep, ep=ep, remat="none")).work
     flops = family_of(TINY).flops(TINY, {"tokens": 64}) * 16 / 8
-    # gate and up are computed again where ep splits experts, and the router everywhere
-    again = 2 * TINY.embed * (TINY.experts + (2 * 2 * TINY.mlp if ep > 1 else 0)) * TINY.layers
+    again = 2 * TINY.embed * TINY.experts * TINY.layers  # the router, whose logits are not saved
     assert work.flops == flops
     assert work.computed == pytest.approx(flops + again * 64 * 16 / 8)
 
@@ -62,14 +61,22 @@ def test_a_device_stores_the_same_part_of_all_weights_and_gathers_fewer_experts(
     assert gathered[1] - gathered[2] == expert
 
 
-def test_what_the_experts_make_is_saved_for_each_expert_of_a_token_and_not_over_ep() -> None:
-    saved = {
-        ep: StepModel(on("h100:8"), Choice.of(fsdp=8 // ep, ep=ep, remat="none")).saved_up_to[-1]
-        for ep in (1, 2)
-    }
-    tokens = 16 * 64 // 8
-    of_experts = 3 * TINY.experts_per_token * TINY.mlp  # gate, up and their product
-    assert saved[1] - saved[2] == 2 * TINY.layers * tokens * of_experts
+@pytest.mark.parametrize(
+    ("ep", "exchange", "rows"),
+    [(1, "auto", 2), (4, "ring", 4 * 2), (4, "all-to-all", 4 * 2), (8, "all-to-all", 8)],
+)
+def test_what_the_experts_make_is_saved_for_all_rows_that_there_is_room_for(
+    ep: int, exchange: str, rows: int
+) -> None:
+    """As the compiled step stacks them: [layers, rows of tokens, mlp]."""
+    saved = [
+        StepModel(on("h100:8", experts=exchange), Choice.of(fsdp=8 // ep, ep=ep, remat=remat))
+        for remat in ("none", "mlp")
+    ]
+    difference = saved[0].saved_up_to[-1] - saved[1].saved_up_to[-1]
+    tokens, others = 16 * 64 // 8, 2 * TINY.embed  # the inputs of both blocks, after their norms
+    of_experts = 3 * rows * TINY.mlp  # gate, up and their product
+    assert difference == 2 * TINY.layers * tokens * (of_experts + others)
 
 
 def test_imbalance_makes_experts_and_an_all_to_all_take_longer_and_nothing_else() -> None:
@@ -101,7 +108,7 @@ def test_a_search_splits_experts_over_every_number_that_divides_them() -> None:
     named = plan("tiny-moe", "h100:8", batch=16, seq=64, mesh="ep=4")
     assert {one.choice.size("ep") for one in named.ranked} == {4}
     assert "tokens reach experts over ep=4 by all-to-all" in named.best.reason
-    assert named.mesh.endswith(",ep=4")
+    assert ",ep=4,tp=" in named.mesh
 
 
 @pytest.mark.parametrize(

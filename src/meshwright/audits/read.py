@@ -18,7 +18,7 @@ from typing import Any
 from meshwright.audits.collective import OPERATIONS, SentCollective
 from meshwright.audits.groups import axes_between, part_of_axes, replica_groups
 from meshwright.audits.loops import trip_count
-from meshwright.audits.program import Array, Instruction, Program, read_program
+from meshwright.audits.program import Array, Instruction, Program, array_bytes, read_program
 from meshwright.audits.sizes import axis_sizes
 
 _KIND = re.compile(rf"({'|'.join(OPERATIONS)}|ragged-all-to-all)(-start)?")
@@ -213,6 +213,8 @@ class _Reader:
         if operation == "collective-permute":
             devices = 2
         arrays = _received(one, operation, started=kind[2] is not None)
+        if kind[1] == "ragged-all-to-all":
+            arrays = _sent_rows(one, body, arrays)
         if operation == "all-to-all" and len(arrays) == devices and len(set(arrays)) == 1:
             arrays = ((arrays[0][0], (devices, *arrays[0][1])),)  # one array, given in parts
         scopes = _scopes(one.scope, len(arrays))
@@ -332,6 +334,15 @@ def _hidden(row: SentCollective, between: tuple[Instruction, ...]) -> SentCollec
     return dataclasses.replace(
         row, asynchronous=True, hidden_under=len(work), hidden_bytes=sum(one.bytes for one in work)
     )
+
+
+def _sent_rows(
+    one: Instruction, body: tuple[Instruction, ...], received: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """The array of a ragged all-to-all: its input, where the result has room for more rows."""
+    sources = [other.arrays for other in body if one.operands and other.name == one.operands[0]]
+    sent = next((arrays for arrays in sources if len(arrays) == 1), received)
+    return min(sent, received, key=lambda arrays: sum(map(array_bytes, arrays)))
 
 
 def _received(one: Instruction, operation: str, started: bool) -> tuple[Array, ...]:

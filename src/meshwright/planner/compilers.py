@@ -138,8 +138,9 @@ def _axis_by_axis(send: Collective, program: _Program) -> Iterator[Collective]:
     if len(send.axes) == 1 or not set(send.axes) <= {"fsdp", "sp", "ep"}:
         yield send
         return
-    for i, axis in reversed(list(enumerate(send.axes))):
-        before = program.choice.size(*send.axes[:i])
+    axes = sorted(send.axes, key=("fsdp", "sp", "ep").index)  # as the rules of weights have them
+    for i, axis in reversed(list(enumerate(axes))):
+        before = program.choice.size(*axes[:i])
         yield send.changed(axes=(axis,), bytes=send.bytes // before if before > 1 else send.bytes)
 
 

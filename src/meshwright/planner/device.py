@@ -5,7 +5,7 @@ import math
 from typing import NamedTuple
 
 from meshwright.arithmetic import divisors, round_up
-from meshwright.models import OFFLOAD, Experts
+from meshwright.models import OFFLOAD
 from meshwright.ops import NF4, NF4_BLOCK
 from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
 from meshwright.planner.attention import (
@@ -161,7 +161,7 @@ class DeviceStack:
         device, choice = self.device, self.device.choice
         groups = _saved_numbers(
             device.sizes, self.index, device.workload.remat[choice.remat], choice.tensor,
-            choice.sequence_parallel, self._stored_by, saves_experts=device.exchange is None,
+            choice.sequence_parallel, self._stored_by, self.expert_rows,
         )  # fmt: skip
         each: Number = 0
         for field, multiple, numbers, lse in groups:
@@ -206,25 +206,26 @@ class DeviceStack:
         mlp = device.number(self.sizes.mlp.inner / device.choice.tensor / self.mlp_chunks)
         if (experts := self.sizes.experts) is None:
             return device.used * self.tokens * (arrays * mlp + 4 * device.embed)
-        rows, exchanged = self._expert_rows(experts)
-        per_row = mlp / device.number(experts.per_token, "experts")
-        numbers = rows * (arrays * per_row + 3 * device.embed)
+        chosen = device.number(experts.per_token, "experts")
+        rows, exchanged = device.number(self.expert_rows, "experts"), chosen
+        if device.exchange == "ring":  # of one device at a time; those of all, sums and gradients
+            rows, exchanged = chosen, 3 * device.ep
+        numbers = rows * (arrays * mlp / chosen + 3 * device.embed)
         return device.used * self.tokens * (numbers + (4 + exchanged) * device.embed)
 
-    def _expert_rows(self, experts: Experts) -> tuple[Number, Number]:
-        """For each token, the rows that experts compute with, and those that are exchanged.
+    @property
+    def expert_rows(self) -> int:
+        """Rows for each token of a device that its experts have room for.
 
-        A device takes the tokens of a ring one device at a time, and has room for all that others
-        may send it in an all-to-all. There are rows, what experts make of them, and a gradient.
+        In a ring those of all devices' tokens; in an all-to-all those that others may send it.
         """
-        number, ways = self.device.number, self.device.choice.size("ep")
-        chosen = number(experts.per_token, "experts")
+        experts, ways = self.sizes.experts, self.device.choice.size("ep")
+        if experts is None:
+            return 1
         if self.device.exchange is None:
-            return chosen, 0
-        if self.device.exchange == "ring":
-            return chosen, 3 * self.device.ep
-        room = number(min(experts.per_token, experts.count // ways), "experts")
-        return self.device.ep * room, chosen
+            return experts.per_token
+        own = experts.count // ways if self.device.exchange == "all-to-all" else experts.count
+        return ways * min(experts.per_token, own)
 
     @property
     def mlp_arrays(self) -> int:
@@ -327,7 +328,7 @@ def _saved_numbers(
     tp: int,
     sequence_parallel: bool,
     stored_by: tuple[_Stored, ...],
-    saves_experts: bool,
+    expert_rows: int,
 ) -> tuple[tuple[str, int, float, float], ...]:
     """What a layer of a stack saves of a token, by the batch field of that token.
 
@@ -341,7 +342,7 @@ def _saved_numbers(
         how = next(stored) if block.attention else _AS_IS
         keys_from = block.attention.keys_from if block.attention else ""
         for name, dims in block.saved.items():
-            if name not in policy or ("chosen" in dims and not saves_experts):
+            if name not in policy:
                 continue
             field, multiple = own, usual
             if dims == ("embed",):
@@ -352,8 +353,7 @@ def _saved_numbers(
                 field = keys_from if keys_from and dims[0] == "kv_heads" else own
                 multiple = how.length
             else:
-                per_token = block.experts.per_token if block.experts else 1
-                known = {**sizes.dims, "chosen": per_token}
+                known = {**sizes.dims, "chosen": expert_rows}
                 width = math.prod(known[dim] for dim in dims) / tp
             found.setdefault((field, multiple), [0.0, 0.0])[0] += width
         if block.attention and "attention" in policy:

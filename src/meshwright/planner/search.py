@@ -179,7 +179,7 @@ def allowed_meshes(workload: Workload, limits: Constraints) -> Iterator[Choice]:
         ways = divisors(math.gcd(devices, experts.count))
     for ep in ways:
         for mesh in schedule.meshes(devices // ep):
-            split = mesh if ep == 1 else Choice({**mesh.sizes, "ep": ep})
+            split = mesh if ep == 1 else Choice.of(**mesh.sizes, ep=ep)
             if limits.allows(split):
                 yield split
 

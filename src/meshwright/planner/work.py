@@ -181,7 +181,7 @@ def _add_matmuls(
     for (field, kind), matrices in by_field.items():
         tokens: float = step.device.sequences * (workload.lengths[field] // choice.context)
         weights = sum(matrix.weights for matrix in matrices)
-        split, slowest, kept = choice.tensor, 1.0, saved
+        split, slowest = choice.tensor, 1.0
         side = min(block.inner / choice.tensor, step.sizes.embed)
         if kind == "router":
             split, side = 1, min(matrices[0].inner, step.sizes.embed)
@@ -190,10 +190,9 @@ def _add_matmuls(
             ways, slowest = choice.size("ep"), workload.imbalance
             split, tokens = split * ways, tokens * ways * matrices[0].share
             side = min(side, block.inner / block.experts.per_token / choice.tensor)
-            kept = frozenset() if step.device.exchange else saved
         # a matmul is computed again unless what it makes is saved
         repeated = sum(
-            matrix.weights for matrix in matrices if matrix.output and matrix.output not in kept
+            matrix.weights for matrix in matrices if matrix.output and matrix.output not in saved
         )
         trained = sum(matrix.weights for matrix in matrices if matrix.trained_layers)
         shape = weights / split, side, tokens

@@ -204,12 +204,11 @@ class Choice:
     def of(cls, **values: Any) -> "Choice":
         """Axes that are not named have one device: `Choice.of(fsdp=8, tp=2, remat="full")`.
 
-        An axis of experts is among them if it was named.
+        An axis of experts is among them if it was named: before tp, which needs faster links.
         """
-        sizes = {axis: values.pop(axis, 1) for axis in STANDARD_AXES}
-        if "ep" in values:
-            sizes["ep"] = values.pop("ep")
-        return cls(sizes, **values)
+        dp, fsdp, *others = STANDARD_AXES
+        order = [dp, fsdp, *(["ep"] if "ep" in values else []), *others]
+        return cls({axis: values.pop(axis, 1) for axis in order}, **values)
 
     def __hash__(self) -> int:
         return hash((self.mesh, self.remat, self.accumulation, self.context_parallel, self.weights))
