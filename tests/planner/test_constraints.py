@@ -17,7 +17,7 @@ from meshwright.planner.workload import Choice
         ("1,-1,2,1", Choice.of(fsdp=64, tp=2), Choice.of(dp=2, fsdp=32, tp=2)),
         ("fsdp=-1,sp=2", Choice.of(fsdp=64, sp=2), Choice.of(fsdp=128)),
         ("ep=4", Choice.of(fsdp=2, ep=4), Choice.of(fsdp=8)),
-        ("ep=*,expert<=2:ep", Choice.of(fsdp=8), Choice.of(fsdp=2, ep=4)),
+        ("fsdp=*,expert<=2:ep", Choice.of(fsdp=8), Choice.of(fsdp=2, ep=4)),
     ],
 )
 def test_limits_hold(text: str, allowed: Choice, not_allowed: Choice) -> None:

@@ -65,7 +65,7 @@ def test_a_device_stores_the_same_part_of_all_weights_and_gathers_fewer_experts(
     ("ep", "exchange", "rows"),
     [(1, "auto", 2), (4, "ring", 4 * 2), (4, "all-to-all", 4 * 2), (8, "all-to-all", 8)],
 )
-def test_what_the_experts_make_is_saved_for_all_rows_that_there_is_room_for(
+def test_what_the_experts_make_is_saved_for_all_tokens_that_there_is_room_for(
     ep: int, exchange: str, rows: int
 ) -> None:
     """As the compiled step stacks them: [layers, rows of tokens, mlp]."""

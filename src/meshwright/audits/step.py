@@ -94,7 +94,7 @@ def _expect_exchange(step: Any, split: tuple[str, ...], per_token: int, expect: 
         expect("all-gather", split, "tokens for the experts")
         expect("reduce-scatter", split, "sums of the experts")
     else:
-        expect("all-to-all", split, "rows to experts and back")
+        expect("all-to-all", split, "tokens to experts and back")
 
 
 def _expect_sequence(step: Any, length: tuple[str, ...], expect: Any) -> None:

@@ -161,7 +161,7 @@ class DeviceStack:
         device, choice = self.device, self.device.choice
         groups = _saved_numbers(
             device.sizes, self.index, device.workload.remat[choice.remat], choice.tensor,
-            choice.sequence_parallel, self._stored_by, self.expert_rows,
+            choice.sequence_parallel, self._stored_by, self.token_copies,
         )  # fmt: skip
         each: Number = 0
         for field, multiple, numbers, lse in groups:
@@ -207,17 +207,18 @@ class DeviceStack:
         if (experts := self.sizes.experts) is None:
             return device.used * self.tokens * (arrays * mlp + 4 * device.embed)
         chosen = device.number(experts.per_token, "experts")
-        rows, exchanged = device.number(self.expert_rows, "experts"), chosen
+        copies, exchanged = device.number(self.token_copies, "experts"), chosen
         if device.exchange == "ring":  # of one device at a time; those of all, sums and gradients
-            rows, exchanged = chosen, 3 * device.ep
-        numbers = rows * (arrays * mlp / chosen + 3 * device.embed)
+            copies, exchanged = chosen, 3 * device.ep
+        numbers = copies * (arrays * mlp / chosen + 3 * device.embed)
         return device.used * self.tokens * (numbers + (4 + exchanged) * device.embed)
 
     @property
-    def expert_rows(self) -> int:
-        """Rows for each token of a device that its experts have room for.
+    def token_copies(self) -> int:
+        """Copies of tokens that a device's experts have room for, over its own tokens.
 
-        In a ring those of all devices' tokens; in an all-to-all those that others may send it.
+        One for each expert of a token: in a ring of all devices' tokens, in an all-to-all as many
+        as others may send it.
         """
         experts, ways = self.sizes.experts, self.device.choice.size("ep")
         if experts is None:
@@ -328,7 +329,7 @@ def _saved_numbers(
     tp: int,
     sequence_parallel: bool,
     stored_by: tuple[_Stored, ...],
-    expert_rows: int,
+    token_copies: int,
 ) -> tuple[tuple[str, int, float, float], ...]:
     """What a layer of a stack saves of a token, by the batch field of that token.
 
@@ -353,7 +354,7 @@ def _saved_numbers(
                 field = keys_from if keys_from and dims[0] == "kv_heads" else own
                 multiple = how.length
             else:
-                known = {**sizes.dims, "chosen": expert_rows}
+                known = {**sizes.dims, "chosen": token_copies}
                 width = math.prod(known[dim] for dim in dims) / tp
             found.setdefault((field, multiple), [0.0, 0.0])[0] += width
         if block.attention and "attention" in policy:

@@ -77,7 +77,7 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
         tokens = sequences * number(kept, "tokens") + number(_engine(workload).page_size, "tokens")
         cache = cache + 2 * layers * tokens * _cached_heads(device)
     mlp = number(step.last.sizes.mlp.inner)
-    if (experts := device.sizes.experts) is not None:  # and the rows that they compute with
+    if (experts := device.sizes.experts) is not None:  # and a copy of the token for each
         mlp = mlp + number(experts.per_token, "experts") * device.embed
     tokens = sequences + number(min(workload.seq, _engine(workload).chunk), "tokens")
     yield (

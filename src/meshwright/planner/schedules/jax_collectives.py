@@ -172,10 +172,10 @@ class _Step:
                 yield from send("reduce-scatter", ep, gradients, chosen * self.ep, (0, 1))
             elif self.device.exchange == "all-to-all":
                 # there and back; again for the gradients of weights; and their gradients
-                rows, what = self._exchanged(stack, experts), "rows to experts and back"
-                yield from send("all-to-all", ep, what, rows, (2, 4))
+                tokens, what = self._exchanged(stack, experts), "tokens to experts and back"
+                yield from send("all-to-all", ep, what, tokens, (2, 4))
                 counts = self.four * self.ep * number(experts.count, "experts")
-                yield from send("all-gather", ep, "rows of each expert", counts, (1, 1))
+                yield from send("all-gather", ep, "number of tokens of each expert", counts, (1, 1))
 
     def _exchanged(self, stack: StackSizes, experts: Experts) -> Number:
         """Bytes of an all-to-all: ragged, or on a CPU with room for all that may be sent."""
