@@ -77,7 +77,7 @@ $(NEWEST)/.installed: pyproject.toml
 
 # what jax 0.10 skips, and what a new jax broke before: kernels, the compiler's accounts and texts,
 # jax's private store, explicit sharding, saving
-SAMPLE := tests/ops/attention/hopper tests/training/test_flops.py \
+SAMPLE := tests/ops/attention/hopper tests/ops/test_grouped.py tests/training/test_flops.py \
   tests/audits/test_program.py tests/launch/test_coordinator.py tests/layouts/test_shard_in_context.py \
   tests/checkpoint/test_save_and_restore.py tests/serving/test_engine.py
 
@@ -99,8 +99,9 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-clients: $(CLIENTS)/.installed
-	$(CLIENTS)/bin/pytest tests/serving/server/test_lm_eval.py tests/serving/server/test_litellm.py \
-	  tests/serving/server/test_page.py tests/training/run/test_trackers.py \
+	$(CLIENTS)/bin/pytest tests/evaluate/test_tasks.py tests/serving/server/test_lm_eval.py \
+	  tests/serving/server/test_litellm.py tests/serving/server/test_page.py \
+	  tests/training/run/test_trackers.py \
 	  tests/ops/attention/test_tpu_compiler.py tests/training/test_micro_batches_on_tpus.py \
 	  tests/training/test_overlap.py
 

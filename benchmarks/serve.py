@@ -34,15 +34,28 @@ SIZES = {
         "8b": (128256, 32, 4096, 32, 8, 128, 14336),
         "1.5b": (128256, 16, 2048, 32, 8, 64, 8192),
         "tiny": (512, 2, 64, 4, 2, 16, 128),
+        "30b-a3b": (151936, 48, 2048, 32, 4, 128, 768),
     }.items()
 }
-LIMITS = {"8b": {1: 0.72, 32: 0.72, 128: 0.68}, "1.5b": {1: 0.40, 32: 0.53, 128: 0.53}}
+SIZES["30b-a3b"] |= {"experts": 128, "experts_per_token": 8}
+LIMITS = {
+    "8b": {1: 0.72, 32: 0.72, 128: 0.68},
+    "1.5b": {1: 0.40, 32: 0.53, 128: 0.53},
+    "30b-a3b": {1: 0.5, 32: 0.5, 128: 0.5},
+}
 FEW = 16  # new tokens of the shorter of two runs
 
 
-def matmul_params(s: dict[str, int]) -> int:
+def matmul_params(s: dict[str, int], tokens: int = 1) -> float:
+    """Weights that a step of so many tokens reads; of experts, those that any of them chooses.
+
+    Their number is what is expected if every expert is as likely.
+    """
     attention = 2 * s["embed"] * s["head_dim"] * (s["heads"] + s["kv_heads"])
-    return s["layers"] * (attention + 3 * s["embed"] * s["mlp"]) + s["embed"] * s["vocab"]
+    mlps = 1.0
+    if experts := s.get("experts"):
+        mlps = experts * (1 - (1 - s["experts_per_token"] / experts) ** tokens)
+    return s["layers"] * (attention + mlps * 3 * s["embed"] * s["mlp"]) + s["embed"] * s["vocab"]
 
 
 def limit(
@@ -50,7 +63,8 @@ def limit(
 ) -> float:
     """Tokens/s if a step only read its weights and keys once; `items`: bytes of each number."""
     cache = 2 * s["layers"] * s["kv_heads"] * s["head_dim"] * batch * length
-    return batch / ((items[0] * matmul_params(s) + items[1] * cache) / bandwidth)
+    read = items[0] * matmul_params(s, batch) + items[1] * cache
+    return batch / (read / bandwidth)
 
 
 class AnyTokens:
@@ -61,7 +75,7 @@ class AnyTokens:
     def __init__(self, vocab: int) -> None:
         self.vocab, self.missing, self.end_of_document = vocab, (), 0
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: Any, special_tokens: bool = True) -> str:
         return " ".join(map(str, ids))
 
 
@@ -77,9 +91,11 @@ def engine_of(name: str, dtype: str, tokenizer: Any = None, **settings: Any) -> 
     def read(targets: Any) -> Any:
         import jax
 
-        shardings = jax.tree.map(lambda target: target.sharding, targets)
-        params = create(abstract_arrays(config, jnp.dtype(dtype)), shardings)
-        return jax.tree.map(lambda x, target: x.astype(target.dtype), params, targets)
+        def made(spec: Any, target: Any) -> Any:  # one at a time: random numbers are float32 first
+            array = create({"it": spec}, {"it": target.sharding})["it"].astype(target.dtype)
+            return jax.block_until_ready(array)
+
+        return jax.tree.map(made, abstract_arrays(config, jnp.dtype(dtype)), targets)
 
     tokenizer = tokenizer or AnyTokens(config.vocab)
     source = Source(config, tokenizer, frozenset(), False, name, read)
@@ -143,7 +159,7 @@ def ours(args: argparse.Namespace, name: str) -> dict[str, Any]:
         with engine_of(
             name, dtype, max_batch=max(args.batches), max_length=length,
             batch_buckets=tuple(args.batches), chunk=args.chunk,
-            chunk_shapes=((1, args.chunk), (args.chunk // 64, 64)), **page,
+            chunk_shapes=((1, args.chunk),), **page,
         ) as engine:  # fmt: skip
             for batch in args.batches:
                 speed, mean = decode_speed(engine, name, batch, args.context, args.new)

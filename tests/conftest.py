@@ -49,6 +49,7 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # tracing makes many objects, few of them in cycles
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def served(folder: Path) -> Iterator[openai.OpenAI]:
             yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 8])
 def test_from_conversations_to_the_client_of_openai(
     base: Path, tmp_path: Path, commands: Commands, rank: int
 ) -> None:

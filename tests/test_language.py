@@ -70,6 +70,12 @@ ALLOWED = {
     "src/meshwright/torch/audit.py": (ROW, "of the table of collectives"),
     "src/meshwright/torch/explanation.py": (ROW, "of the table of arrays"),
     "src/meshwright/data/readers.py": (ROW, "of a Parquet or Arrow table"),
+    "src/meshwright/ops/experts.py": (ROW, "of a matrix: a token for one of its experts"),
+    "src/meshwright/ops/grouped.py": (ROW, "of a matrix"),
+    "src/meshwright/ops/hopper_grouped.py": (ROW, "of a matrix"),
+    "src/meshwright/ops/float32_matmul.py": (ROW, "of a matrix"),
+    "src/meshwright/ops/__init__.py": (ROW, "of a matrix"),
+    "src/meshwright/models/decoder/experts.py": (ROW, "of a matrix"),
 }
 
 

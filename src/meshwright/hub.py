@@ -32,6 +32,7 @@ TOKENIZER = (
     "additional_chat_templates/*.jinja", "generation_config.json",
 )  # fmt: skip
 WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # of PEFT
 MODEL = (*CONFIG, *TOKENIZER, *WEIGHTS, "model.safetensors.index.json")
 
 _WORD = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
@@ -70,14 +71,17 @@ def local_folder(path: str | os.PathLike[str], files: Sequence[str]) -> Path:
     """The folder of a model: the path itself, or for a Hub name that of its files in the cache.
 
     `files` are patterns of what is needed, such as CONFIG or MODEL; the rest is not downloaded.
+    Where an adapter of PEFT is named instead of a model, its files are.
     """
     name = hub_name(path)
     if name is None:
         return Path(path)
 
     def choose(names: Sequence[str]) -> Sequence[str]:
-        _check_holds(name, names, files)
-        return [one for one in names if any(fnmatchcase(one, pattern) for pattern in files)]
+        is_adapter = ADAPTER[0] in names and CONFIG[0] not in names
+        needed = (*ADAPTER, *TOKENIZER) if is_adapter and set(WEIGHTS) <= set(files) else files
+        _check_holds(name, names, needed)
+        return [one for one in names if any(fnmatchcase(one, pattern) for pattern in needed)]
 
     return _folder(name, "model", choose)
 
@@ -107,7 +111,8 @@ def name_of_snapshot(folder: Path) -> HubName | None:
 
 def _check_holds(name: HubName, names: Sequence[str], files: Sequence[str]) -> None:
     """Raise if a repository has no config.json, or no weights, where they are needed."""
-    for needed, what in ((CONFIG, "config.json"), (WEIGHTS, "weights in safetensors files")):
+    kinds = (CONFIG, "config.json"), (WEIGHTS, "weights in safetensors files")
+    for needed, what in (*kinds, (ADAPTER[:1], f"adapter of PEFT ({ADAPTER[0]})")):
         wanted = set(needed) <= set(files)
         if wanted and not any(fnmatchcase(one, pattern) for one in names for pattern in needed):
             if _library(name, "model").is_offline_mode():

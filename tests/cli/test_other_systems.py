@@ -106,7 +106,7 @@ def test_a_flag_of_before_is_answered_with_the_one_of_now(flag: str, now: str) -
         ("train", "tiny per_device_batch_size=4", "--batch is the global batch"),
         ("train", "tiny --resume_from_checkpoint", "the same command resumes the run"),
         ("train", "--model tiny", "the model is the first word"),
-        ("plan", "tiny --tokens 1e12", "with --cost-per-hour the cost of a trillion tokens"),
+        ("plan", "tiny --total_tokens 1e12", "is --tokens here"),
         ("plan", "tiny --lr 3", "the same here: meshwright plan tiny --optimizer.learning-rate 3"),
         ("plan", "tiny --batch_size 8", "the same here: meshwright plan tiny --batch 8"),
         (

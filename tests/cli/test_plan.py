@@ -212,3 +212,83 @@ def test_a_model_that_fits_no_mesh_says_how_many_devices_would_do(
     assert message.startswith("error: ")
     assert "405b" in message
     assert "h100" in message
+
+
+RUN = [*shlex.split("plan llama-3.2-1b --batch 32 --seq 2048 --tokens 10B --on")]
+
+
+def test_machines_are_compared_in_the_terminal_and_as_data(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    main([*RUN, "h100:8,v5e:2x4", "--curve"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    for part in ("10.0B tokens", "cheapest first", "h100:8", "v5e:2x4", "scaling", "next"):
+        assert part in text
+    main([*RUN, "h100:8,v5e:2x4", "--json", "--curve"])
+    data = json.loads(capsys.readouterr().out)
+    first, second = data["machines"]
+    assert first["cost"] < second["cost"]
+    for one in data["machines"]:
+        hours = 10e9 / one["tokens_per_second"] / one["goodput"] / 3600
+        assert one["cost"] == pytest.approx(8 * hours * one["price"]["dollars"])
+    assert [one["chips"] for one in data["curve"]][-1] == 32
+
+
+def test_the_tokens_of_a_run_add_time_and_cost_to_a_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main([*SMALL, "--tokens", "1T", "--json", "--restart", "1h", "--failures", "0.01"])
+    data = json.loads(capsys.readouterr().out)
+    assert (data["tokens"], data["cost_per_hour"]) == (1e12, 1.2)
+    assert data["long_run"]["restart"] == 3600
+    run, rate = data["ranked"][0]["run"], data["ranked"][0]["tokens_per_second"]
+    assert run["seconds"] == pytest.approx(1e12 / rate / run["goodput"])
+    assert run["cost"] == pytest.approx(16 * run["seconds"] / 3600 * 1.2)
+    main([*SMALL, "--tokens", "1T", "--top", "1"])
+    assert "1.00T tokens: " in capsys.readouterr().out
+
+
+def test_meshes_by_time_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--rank-by", "fastest", "--json"])
+    times = [
+        (one["memory"]["tight"], one["step_seconds"])
+        for one in json.loads(capsys.readouterr().out)["ranked"]
+    ]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("words", "batch"), [("--batch auto", 512), ("--batch-tokens 4M", 2048), ("--batch 24", 24)]
+)
+def test_a_batch_as_people_give_it(
+    words: str, batch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*shlex.split(f"plan llama-3.2-1b --on h100:8 --seq 2048 --json {words}")])
+    assert json.loads(capsys.readouterr().out)["config"]["batch"] == batch
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--on h100,v5p", "give its tokens, as in --tokens 1T"),
+        ("--on h100:8 --within 3d", "--within needs the tokens of the run"),
+        ("--on h100 --tokens 1X", "--tokens: '1X' is not an amount"),
+        ("--on h100 --tokens 1T --within 3", "--within: '3' is not a time"),
+        ("--on h100 --tokens 1T --failures -1", "--failures: '-1' is not a number above 0"),
+        ("--on h100,nope --tokens 1T", "machine 'nope' is not known"),
+        ("--on h100:8 --tokens 1T --budget 10", "the cheapest takes"),
+        ("--on h100:8 --tokens 1T --within 1h", "the shortest takes"),
+        ("--on h100 --tokens 1T --serve", "--serve is of one machine with a size"),
+        ("--on h100 --tokens 1T --html x.html", "are of one machine with a size"),
+        ("--on h100:8 --seq 128 --batch 8 --batch-tokens 4M", "give one of them"),
+        ("--on h100 --tokens 1T --catalogue nope.toml", "'nope.toml' cannot be read"),
+    ],
+)
+def test_mistakes_in_a_question_about_machines(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "llama-3.2-1b", *shlex.split(words)])
+    assert said in capsys.readouterr().err

@@ -134,6 +134,10 @@ def test_one_answer_can_be_left_out() -> None:
     for text in (FAMILIES["chatml"], UNMARKED.sub("", FAMILIES["chatml"])):
         example, encoding = Conversation(tuple(conversation)), Encoding(template=ChatTemplate(text))
         assert with_loss(BYTES, encode(example, encoding, BYTES))[1] == "d<|im_end|>"
+        on_all = Encoding(template=ChatTemplate(text), loss_on="all")
+        whole, loss = with_loss(BYTES, encode(example, on_all, BYTES))
+        assert whole.count("b<|im_end|>") == 1
+        assert loss == whole.replace("b<|im_end|>", "")
     conversation[1]["weight"] = 0.5
     with pytest.raises(MeshwrightError, match="not 0 or 1"):
         encode(Conversation(tuple(conversation)), encoding, BYTES)

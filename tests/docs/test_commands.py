@@ -20,6 +20,7 @@ from meshwright.cli import commands as cli
 from meshwright.cli import prove as prove_cli
 from meshwright.cli import serve as serve_cli
 from meshwright.cli import train as train_cli
+from meshwright.machines import CHIPS, Catalogue
 from meshwright.planner.report.phrases import next_commands
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +102,9 @@ def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.api.train", parsed)
     monkeypatch.setattr(train_cli, "config_from_file", lambda _: train_cli.TrainConfig("tiny"))
     monkeypatch.setattr("meshwright.planner.plan", parsed)
+    monkeypatch.setattr("meshwright.planner.compare", parsed)
+    own = Catalogue({"h100-96": CHIPS["h100"]})
+    monkeypatch.setattr("meshwright.cli.plan.read_catalogue", lambda _: own)
     monkeypatch.setattr(prove_cli, "prove", parsed)
     monkeypatch.setattr("meshwright.cli.prove_serve.prove_serving", parsed)
     monkeypatch.setattr(prove_cli, "read_plan", lambda _: plan("tiny", "cpu:8", 16, 128))

@@ -11,8 +11,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
 
 
-# pages whose commands take a minute and more
-LONG = ("docs/train/long-context.md", "docs/plan/prove.md")
+# pages whose commands take half a minute and more; tests/test_fine_tune.py goes the way of those of
+# fine-tuning, and test_commands.py reads every command
+LONG = (
+    "docs/train/long-context.md", "docs/plan/prove.md", "docs/train/fine-tune.md",
+    "docs/train/lora.md", "docs/train/dpo.md",
+)  # fmt: skip
 # pages that decode with an engine of the usual length: fusions in LLVM's IR compile quickly, and
 # take seconds a step there
 DECODING = ("docs/train/generate.md", "docs/serve/engine.md")

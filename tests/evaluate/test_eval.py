@@ -1,6 +1,7 @@
 """Loss on a store and log-likelihoods of choices are those of transformers."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +101,18 @@ def test_mistakes_are_told(
     with pytest.raises(SystemExit):
         run(["eval", "nowhere"])
     assert "nothing to evaluate on" in capsys.readouterr().err
+
+
+def test_without_lm_eval_the_error_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(SystemExit):
+        run(["eval", "nowhere", "--tasks", "arc_easy"])
+    said = capsys.readouterr().err
+    assert "--tasks are those of lm-eval, which cannot be imported" in said
+    assert "pip install -e '.[eval]'" in said
+    with pytest.raises(SystemExit):
+        run(["eval", "nowhere", "--limit", "3", "--data", "embedded"])
+    assert "--limit is of --tasks; give some" in capsys.readouterr().err

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from tests.forked import shared_commands
 from tests.hub.server import Hub, commit, running
@@ -15,6 +17,14 @@ from tests.processes import SEVERAL_COMMANDS, Ended
 
 from meshwright.data import TokenStore
 from meshwright.hub import CONFIG, HubName, hub_name, local_folder, name_of_snapshot
+from meshwright.models import (
+    ADAPTER,
+    LoraConfig,
+    abstract_arrays,
+    from_hf_config,
+    save_adapter,
+    with_adapter,
+)
 from meshwright.training import TrainConfig, weights_folder
 
 QWEN = Path(__file__).parents[1] / "models/hf_reference/qwen2.5-tied"
@@ -274,6 +284,64 @@ def test_of_a_dataset_the_split_is_downloaded(hub: Hub, run: Run, tmp_path: Path
     ]
     (absent,) = run(("data", "pack", "org/nothing", "--out", str(tmp_path / "n.store")))
     assert "nor a dataset on the Hugging Face Hub" in absent.err
+
+
+def test_a_dataset_is_packed_on_first_use(hub: Hub, run: Run, tmp_path: Path) -> None:
+    name = f"org/stories@{commit('org/stories/main')}"
+    work = tmp_path / "work"
+    work.mkdir()
+    code = f"""
+import os
+os.chdir({str(work)!r})
+from meshwright.training import TrainConfig, mixture_of, with_commits
+config = with_commits(TrainConfig({NAME!r}, data="org/stories:2,embedded:1"))
+assert config.data == "{name}:2,embedded:1", config.data
+[store] = mixture_of(with_commits(TrainConfig({NAME!r}, data="org/stories"))).stores
+assert store.tokens[:].tolist() == [1, 2, 0, 2, 1, 2, 0]  # of its train split
+assert mixture_of(TrainConfig({NAME!r}, data="{name}")).stores[0].path == store.path
+"""
+    (wrong,) = run(("[python]", code), ("eval", NAME, "--data", "org/stories"))
+    assert hub.gets["train.jsonl"] == 1
+    assert "test.jsonl" not in hub.gets
+    [store] = work.iterdir()
+    assert store.name.startswith("stories.")
+    said = (tmp_path / "said").read_text()
+    assert f"packed {name} (train.jsonl) on first use, into {store.name} here: 2 doc" in said
+    assert "pack the split to evaluate on: meshwright data pack org/stories --split" in wrong.err
+    (hub.root / "datasets/org/stories/main/train.jsonl").rename(
+        hub.root / "datasets/org/stories/main/val.jsonl"
+    )
+    hub.commits[hub.root / "datasets/org/stories/main"] = commit("another")
+    (asked,) = run(("train", NAME, "--data", "org/stories", "--seq", "16"))
+    assert asked.code == 2
+    assert "holds several splits: test (1 file: test.jsonl), validation (1" in asked.err
+    assert "is packed on first use; to train with --data stories.store" in asked.err
+
+
+def test_an_adapter_is_named_like_a_model(hub: Hub, run: Run, tmp_path: Path) -> None:
+    config, lora = from_hf_config(QWEN), LoraConfig(2)
+    arrays = with_adapter(abstract_arrays(config), lora, np.float32)
+    random = np.random.default_rng(0)
+    factors = jax.tree.map(lambda spec: random.normal(size=spec.shape).astype("f"), arrays)
+    served = hub.root / "models/org/adapter/main"
+    save_adapter(served, {ADAPTER: factors[ADAPTER]}, config, lora, NAME)
+    (served / "README.md").write_text("about")
+    code = f"""
+from meshwright.serving import model_source, with_adapters
+for source in (model_source({NAME!r}, adapter="org/adapter"), model_source("org/adapter")):
+    assert source.adapter.lora.rank == 2
+    assert source.adapter.folder.name == {commit("org/adapter/main")!r}
+    assert {commit("org/tiny/main")!r} in source.name
+beside = with_adapters(model_source({NAME!r}), {{"one": "org/adapter"}})
+assert beside.adapters["one"].folder == source.adapter.folder
+"""
+    (no_adapter,) = run(
+        ("[python]", code), ("generate", NAME, "--prompt", "a", "--adapter", "org/tiny@v1")
+    )
+    assert hub.gets["adapter_model.safetensors"] == hub.gets["adapter_config.json"] == 1
+    assert hub.gets["model.safetensors"] == 1
+    assert "README.md" not in hub.gets
+    assert "'org/tiny@v1' on the Hub has no adapter of PEFT (adapter_config.json)" in no_adapter.err
 
 
 def test_settings_name_the_commit_of_the_weights(run: Run) -> None:

@@ -141,7 +141,7 @@ SHARDED = [
 
 
 @pytest.mark.parametrize(("shape", "layout"), SHARDED)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 def test_values_are_those_of_jax_random_normal(shape: tuple, layout: str, dtype: object) -> None:
     names = layout.partition("->")[0]
     specs = {"w": mw.ArraySpec(shape, names, dtype, init=mw.Normal(0.02))}

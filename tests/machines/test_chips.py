@@ -14,8 +14,9 @@ FIGURES = (
 
 def test_the_catalogue_names_every_generation() -> None:
     tpus = {"v2", "v3", "v4", "v5e", "v5p", "v6e", "7x"}
-    gpus = {"a100-40", "a100-80", "h100", "h200", "b200", "l4"}
-    hosted = {"a3-high", "a3-mega", "h100-500w"}  # H100 in other hosts
+    gpus = {"a100-40", "a100-80", "h100", "h100-pcie", "h200", "b200", "b300", "gb200", "gb300"}
+    gpus |= {"l4", "l40s", "a10g", "mi300x", "mi355x", "rtx-4090", "rtx-5090", "rtx-pro-6000"}
+    hosted = {"a2-high", "a2-ultra", "p4d", "p4de", "a3-high", "a3-mega", "h100-500w"}
     assert set(CHIPS) == tpus | gpus | hosted | {"cpu"}
 
 

@@ -49,7 +49,9 @@ def formula(
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-@pytest.mark.parametrize("gz", range(1, 9))
+@pytest.mark.parametrize(
+    "gz", [1, 2, 3, *(pytest.param(gz, marks=pytest.mark.slow) for gz in range(4, 9))]
+)
 def test_positions_equal_the_formula_for_every_slice_up_to_8x8x8_and_every_tile(
     gz: int, cores: int
 ) -> None:

@@ -65,7 +65,25 @@ def loaded(folder: Path, mesh: str = "fsdp=2,tp=2") -> tuple[Any, Any, Any]:
     return config, placed, load_hf(folder, config, shardings)
 
 
-@by_name
+WITH_GRADIENTS = ("gpt2", "gptj", "gemma3", "phi3-partial", "olmo2")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in WITH_GRADIENTS])
+def test_logits_are_those_of_transformers(name: str, folders: Any) -> None:
+    import torch
+
+    folder, model = folders(name)
+    expected = model(torch.as_tensor(TOKENS, dtype=torch.int64)).logits.detach().numpy()
+    config, mesh, params = loaded(folder, "dp=1,fsdp=2,tp=2,sp=1")
+    with jax.set_mesh(mesh):
+        found = jax.jit(logits, static_argnums=(2, 3))(
+            params, {"tokens": TOKENS}, config, Compute(decoder_rules())
+        )
+    assert np.abs(expected).max() > 1  # so that 1e-4 says something
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=1e-4)
+
+
+@quick_for(*WITH_GRADIENTS)
 def test_logits_and_gradients_are_those_of_transformers(
     name: str, folders: Any, tmp_path: Path
 ) -> None:
@@ -131,7 +149,7 @@ def test_a_model_that_is_written_again_is_bit_equal(
         np.testing.assert_array_equal(before[one], after[one], err_msg=one)
 
 
-@quick_for("opt", "gptj", "gemma2", "gemma3", "qwen3_moe")
+@quick_for("opt", "gemma3", "qwen3_moe")
 def test_greedy_tokens_of_an_engine_are_those_of_transformers(name: str, folders: Any) -> None:
     import torch
 
@@ -161,7 +179,7 @@ def losses(name: str, folders: Any, mesh: str) -> np.ndarray:
     return toy.train(toy.Setting(mesh=mesh, config=config, steps=4))[0]
 
 
-@quick_for("gpt_neox", "gemma2")
+@quick_for("gemma2")
 def test_losses_are_the_same_on_a_mesh(name: str, folders: Any) -> None:
     found = losses(name, folders, "dp=1,fsdp=2,tp=2,sp=2")
     np.testing.assert_allclose(found, losses(name, folders, toy.ONE), rtol=1e-5)

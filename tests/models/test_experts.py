@@ -15,7 +15,8 @@ from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_ru
 from meshwright.models.decoder.experts import RouterSums, choose, with_router_losses
 from meshwright.models.decoder.kinds import ExpertsKind
 from meshwright.models.loss import LossSums
-from meshwright.ops import exchange_by_bytes, rows_per_token
+from meshwright.ops import Mlp, Rows, exchange_by_bytes, grouped_matmul, rows_per_token
+from meshwright.ops.experts import _through_own
 from meshwright.training import TrainConfig
 from meshwright.training.setup import check_sizes, choose_rules
 
@@ -177,6 +178,40 @@ def test_a_mesh_that_does_not_divide_the_experts(model: str, mesh: str, message:
     shape = {"dp": 1, "fsdp": 1, "tp": 1, "sp": 1} | shape
     with pytest.raises(MeshwrightError, match=message):
         check_sizes(config, found, choose_rules(config, found), shape)
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_experts_that_begin_at_multiples_of_rows_compute_the_same(some: bool) -> None:
+    random = np.random.default_rng(2)
+    x = jnp.asarray(random.normal(size=(13, 6)), jnp.float32)
+    chosen = jnp.asarray([random.choice(8, 3, replace=False) for _ in range(13)], jnp.int32)
+    weights = jnp.asarray(random.uniform(size=(13, 3)), jnp.float32)
+    matrices = jnp.asarray(random.normal(size=(4 if some else 8, 6, 5)), jnp.float32)
+
+    def out(alignment: int) -> Any:
+        def total(x: jax.Array, weights: jax.Array, matrices: jax.Array) -> Any:
+            def run(rows: Rows) -> jax.Array:
+                assert rows.weights is not None
+                assert rows.values.shape[0] % alignment == 0
+                y = grouped_matmul(rows.values, matrices, rows.sizes)
+                return y * rows.weights[:, None]
+
+            y = _through_own(x, chosen, weights, Mlp(run, alignment), len(matrices), some)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.value_and_grad(total, (0, 1, 2), has_aux=True)(x, weights, matrices)
+
+    (_, found), gradients = out(4)
+    right = np.zeros((13, 5))
+    for token, expert in np.ndindex(13, 3):
+        number = int(chosen[token, expert])
+        if number < len(matrices):
+            right[token] += float(weights[token, expert]) * (
+                np.asarray(x[token]) @ np.asarray(matrices[number])
+            )
+    np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
+    for one, other in zip(gradients, out(1)[1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_routers_stay_in_float32() -> None:

@@ -67,7 +67,7 @@ def kept(layers: int, text: str, compute: Compute) -> collections.Counter[int]:
     return count
 
 
-@pytest.mark.parametrize("text", [ONE, FOUR])
+@pytest.mark.parametrize("text", [pytest.param(ONE, marks=pytest.mark.slow), FOUR])
 @pytest.mark.parametrize("scan", [True, False], ids=["loop", "unrolled"])
 @pytest.mark.parametrize("remat", REMAT)
 def test_a_layer_keeps_what_its_policy_names_and_each_array_once(

@@ -9,31 +9,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from tests.models.peft_models import (
+    INPUTS,
+    LLAMA_MODULES,
+    TOKENS,
+    add_adapter,
+    check_gradients,
+    on_mesh,
+)
 from tests.ops.attention.programs import QUICKLY
 
 import meshwright as mw
 from meshwright.models import (
     ADAPTER,
     LoraConfig,
-    LossConfig,
     abstract_arrays,
     adapted_names,
     family_of,
     from_hf_config,
     hf_names,
     load_adapter,
-    load_hf,
     merged,
     save_adapter,
     with_adapter,
 )
-from meshwright.training import TrainConfig, abstract_step
-from meshwright.training.config import ComputeConfig
 
 peft = pytest.importorskip("peft")
-
-TOKENS = np.random.default_rng(0).integers(3, 60, (8, 17))
-INPUTS, TARGETS = torch.tensor(TOKENS[:, :-1]), torch.tensor(TOKENS[:, 1:])
 
 
 def tiny(name: str) -> tuple[Any, list[str]]:
@@ -53,8 +54,7 @@ def tiny(name: str) -> tuple[Any, list[str]]:
             vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
             num_key_value_heads=4, head_dim=8, max_position_embeddings=64,
         )  # fmt: skip
-        modules = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
-        return LlamaForCausalLM(config), modules.split()
+        return LlamaForCausalLM(config), LLAMA_MODULES
     if name == "gpt2":  # weights with input dims first
         config = GPT2Config(
             vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
@@ -71,13 +71,7 @@ def adapted(name: str, folder: Path) -> Any:
     """PEFT's model with a random adapter; both are in folders, `base` and `adapter`."""
     model, modules = tiny(name)
     model.save_pretrained(folder / "base")
-    chosen = peft.LoraConfig(
-        r=4, lora_alpha=6, target_modules=modules, init_lora_weights=False,
-        fan_in_fan_out=name == "gpt2",
-    )  # fmt: skip
-    found = peft.get_peft_model(model, chosen).eval()
-    found.save_pretrained(folder / "adapter")
-    return found
+    return add_adapter(model, modules, folder, fan_in_fan_out=name == "gpt2")
 
 
 def theirs(model: Any) -> np.ndarray:
@@ -86,27 +80,6 @@ def theirs(model: Any) -> np.ndarray:
     if model.config.is_encoder_decoder:
         named["decoder_input_ids"] = INPUTS
     return model(**named).logits.detach().numpy()
-
-
-def on_mesh(folder: Path, mesh: str, **compute: Any) -> tuple[Any, Any]:
-    """The step of a run with that adapter, and its parameters."""
-    config = from_hf_config(folder / "base")
-    _, lora = load_adapter(folder / "adapter", config)
-    settings = TrainConfig(
-        str(folder / "base"),
-        mesh=mesh,
-        batch=8,
-        seq=16,
-        lora=lora,
-        compute=ComputeConfig(**compute),
-    )
-    spec = mw.MeshSpec.parse(mesh).with_standard_axes()
-    devices = jax.devices()[: int(np.prod(spec.sizes))]
-    step = abstract_step(settings, mw.mesh(spec, devices=devices, axis_types="explicit"))
-    places = jax.tree.map(lambda target: target.sharding, step.state.params)
-    of_adapter = {ADAPTER: places.pop(ADAPTER)}
-    factors, _ = load_adapter(folder / "adapter", config, of_adapter)
-    return step, load_hf(folder / "base", config, places) | factors
 
 
 def logits(step: Any, params: Any) -> np.ndarray:
@@ -147,7 +120,7 @@ def test_logits_and_files_are_those_of_peft(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mesh", "compute"),
     [
-        ("fsdp=4,tp=2", {}),
+        pytest.param("fsdp=4,tp=2", {}, marks=pytest.mark.slow),
         ("dp=2,tp=4", {"sequence_parallel": True, "remat": "full"}),
         ("fsdp=2,tp=2,sp=2", {"layers": "unroll"}),
         ("fsdp=2,tp=2", {"mlp_chunk": 4}),
@@ -155,44 +128,8 @@ def test_logits_and_files_are_those_of_peft(name: str, tmp_path: Path) -> None:
 )
 def test_every_gradient_is_that_of_peft(mesh: str, compute: Any, tmp_path: Path) -> None:
     model = adapted("llama", tmp_path)
-    loss = torch.nn.functional.cross_entropy(model(input_ids=INPUTS).logits.mT, TARGETS)
-    loss.backward()
-    torch_gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     step, params = on_mesh(tmp_path, mesh, **compute)
-    fields = {
-        "tokens": TOKENS[:, :-1],
-        "targets": TOKENS[:, 1:],
-        "segments": np.ones((8, 16)),
-        "positions": np.tile(np.arange(16), (8, 1)),
-    }
-    place = step.functions.batch_sharding.update(
-        spec=jax.sharding.PartitionSpec(*step.functions.batch_sharding.spec[1:])
-    )
-    batch = {name: jax.device_put(x.astype(np.int32), place) for name, x in fields.items()}
-
-    def total(factors: Any) -> Any:
-        whole = params | {ADAPTER: factors}
-        scale = jnp.float32(1 / TARGETS.numel())
-        sums = family_of(step.model).loss(
-            whole, batch, scale, step.model, step.compute, LossConfig()
-        )
-        return sums.total(scale)
-
-    with jax.set_mesh(step.mesh):
-        found, gradients = jax.jit(jax.value_and_grad(total), compiler_options=QUICKLY)(
-            params[ADAPTER]
-        )
-    assert abs(float(found) - loss.item()) < 1e-5
-    out = save_adapter(
-        tmp_path / "gradients", {ADAPTER: gradients}, step.model, step.config.lora, ""
-    )
-    from safetensors.torch import load_file
-
-    ours = load_file(out / "adapter_model.safetensors")
-    assert len(ours) == len(torch_gradients) == 2 * 7 * 2
-    for name, gradient in torch_gradients.items():
-        mine = ours[name.replace(".default", "")]
-        assert (mine - gradient).abs().max() < 1e-5 * gradient.abs().max(), name
+    check_gradients(model, step, params, tmp_path)
 
 
 def test_a_module_that_is_several_matrices_here_is_refused(tmp_path: Path) -> None:

@@ -109,27 +109,33 @@ def fused(case: Case, dtype: Any = jnp.float32) -> tuple[Any, Any, Any, Any]:
     return loss, entropy, *gradients
 
 
-CASES = [
+ON_MESHES = [
+    Case("dp=1,fsdp=2,tp=2,sp=2", chunk=5, z_loss=1e-2, tied=True),
+    Case("dp=1,fsdp=2,tp=2,sp=2", chunk=5, weighted=True, by_token=True),
+]
+QUICK = [
     Case(),  # one chunk of 48 tokens
-    Case(chunk=30),  # two, the last filled up; then three, and seven
-    Case(chunk=20),
+    Case(chunk=30),  # two, the last filled up
+    Case(chunk=20, z_loss=1e-2, weighted=True),
+    Case("dp=8,fsdp=1,tp=1,sp=1", chunk=4),
+    *ON_MESHES,
+]
+MORE = [
+    Case(chunk=20),  # three chunks, and seven
     Case(chunk=7),
     Case(chunk=16, z_loss=1e-2),
     Case(chunk=5, z_loss=1e-2, tied=True),
     Case("dp=1,fsdp=1,tp=8,sp=1", z_loss=1e-2),
-    Case("dp=8,fsdp=1,tp=1,sp=1", chunk=4),
     Case("dp=1,fsdp=4,tp=1,sp=2", chunk=4, tied=True),
     Case("dp=2,fsdp=2,tp=2,sp=1", chunk=5, z_loss=1e-2),
-    Case("dp=1,fsdp=2,tp=2,sp=2", chunk=5, z_loss=1e-2, tied=True),
-    Case(chunk=20, z_loss=1e-2, weighted=True),
     Case("dp=1,fsdp=2,tp=2,sp=2", chunk=5, tied=True, weighted=True),
     Case(chunk=20, weighted=True, by_token=True),
-    Case("dp=1,fsdp=2,tp=2,sp=2", chunk=5, weighted=True, by_token=True),
     Case("dp=2,fsdp=1,tp=4,sp=1", chunk=5, tied=True, weighted=True, by_token=True),
 ]
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in MORE]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*QUICK, *SLOW], ids=str)
 def test_loss_entropy_and_gradients_are_those_of_all_logits_at_once(case: Case) -> None:
     found = fused(case)
     expected = in_float64(*inputs(case.tied), case)
@@ -144,7 +150,7 @@ def as_on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "current_platform", lambda: "tpu")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*ON_MESHES, *SLOW], ids=str)
 @pytest.mark.usefixtures("as_on_tpus")
 def test_the_sum_that_starts_with_zeros_is_the_same(case: Case) -> None:
     found = fused(case)

@@ -91,7 +91,7 @@ def test_tp_stays_on_one_ring_of_a_pod() -> None:
 LWM = {2**15: (4, 1), 2**17: (8, 1), 2**18: (16, 1), 2**19: (16, 2), 2**20: (16, 4)}
 
 
-@pytest.mark.parametrize("on", ["v4:4x8x8", "v4:8x8x8"])
+@pytest.mark.parametrize("on", ["v4:4x8x8", pytest.param("v4:8x8x8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seq", LWM)
 def test_a_mesh_is_found_faster_than_lwms_or_the_same(seq: int, on: str) -> None:
     tp, sp = LWM[seq]

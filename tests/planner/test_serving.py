@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 from tests.planner.workloads import workload
 
+from meshwright.cli.commands import run as run_command
 from meshwright.errors import MeshwrightError
 from meshwright.meshes import mesh as build_mesh
-from meshwright.models import DecoderConfig, preset, serving_of
+from meshwright.models import ADAPTER, DecoderConfig, LoraConfig, preset, serving_of
 from meshwright.planner import plan
 from meshwright.planner.memory import memory
 from meshwright.planner.result import Estimate
@@ -20,7 +21,7 @@ from meshwright.planner.serving import WEIGHTS, second_formulas
 from meshwright.planner.step import StepModel
 from meshwright.planner.workload import Choice
 from meshwright.serving import EngineConfig
-from meshwright.serving.source import targets
+from meshwright.serving.source import adapter_targets, served_config, targets
 
 # benchmarks/serve.py, one H200, bfloat16: 512 tokens of context and 128 new ones, 576 on average
 LLAMA_8B = preset("llama-3.1-8b")
@@ -119,6 +120,43 @@ def test_weights_take_what_the_engines_arrays_take(model: str, weights: str | No
     run = workload(config, "h100:1", 8, 512, serve=True)
     kinds = memory(StepModel(run, Choice.of(weights=weights))).kinds
     assert kinds["parameters"] == size
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [("llama-3.2-1b", 2), ("qwen2.5-7b", 1), ("qwen2.5-1.5b", 4)]
+)
+def test_slots_of_adapters_are_as_large_as_the_engines(name: str, tp: int) -> None:
+    config = dataclasses.replace(preset(name), layers=2)
+    mesh = build_mesh(
+        f"dp=1,fsdp=1,tp={tp},sp=1", devices=jax.devices()[:tp], axis_types="explicit"
+    )
+    engine = EngineConfig(max_adapters=3, max_adapter_rank=8)
+    held = served_config(config, mesh.shape)
+    factors = adapter_targets(held, LoraConfig(8), mesh)[ADAPTER]
+    with jax.set_mesh(mesh):
+        one = jax.eval_shape(serving_of(held).adapter, factors)
+    numbers = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(one))
+    run = workload(config, f"h100:{tp}", 8, 512, serve=True)
+    choice = Choice.of(tp=tp)
+    with_slots = memory(StepModel(dataclasses.replace(run, engine=engine), choice)).kinds
+    without = memory(StepModel(run, choice)).kinds
+    assert with_slots["parameters"] - without["parameters"] == 3 * 2 * numbers
+
+
+def test_adapters_are_planned_with_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3.1-8b", "--on", "h100:1", "--serve", "--batch", "8", "--seq", "512"]
+    run_command([*words, "--engine.max-adapters", "8"])
+    said = capsys.readouterr().out.replace(" \\\n     ", "")
+    assert "--engine.max-adapters 8 --engine.max-adapter-rank 16" in said
+    seconds = [
+        served(LLAMA_8B, "h100:1", 8, 512, weights="plain", **slots).step_seconds
+        for slots in ({}, {"max_adapters": 8}, {"max_adapters": 8, "max_adapter_rank": 64})
+    ]
+    assert seconds == sorted(set(seconds))
+    with pytest.raises(MeshwrightError, match="max_adapters=8 is of serving, and training"):
+        plan(LLAMA_8B, "h100:1", 8, 512, max_adapters=8)
+    with pytest.raises(MeshwrightError, match="only decoders take adapters by name"):
+        plan("t5-small", "h100:1", 8, 512, kind="serve", max_adapters=8)
 
 
 def test_the_cache_is_whole_pages_and_one_for_scratch() -> None:

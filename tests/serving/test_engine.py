@@ -103,9 +103,15 @@ def test_mixed_requests_have_the_logits_of_training(engine: Engine, model: Model
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        *((kind, "tp=1") for kind in KINDS),
+        ("mistral", "tp=1"),
+        ("qwen 3", "tp=1"),
         ("llama with biases and yarn", "fsdp=2,tp=2,sp=2"),
         ("odd vocabulary", "fsdp=2,tp=4"),
+        *(
+            pytest.param(kind, "tp=1", marks=pytest.mark.slow)
+            for kind in KINDS
+            if kind not in ("mistral", "qwen 3")
+        ),
         pytest.param("qwen 3", "dp=1,tp=8", marks=pytest.mark.slow),
         pytest.param("qwen 2.5", "sp=2,fsdp=4", marks=pytest.mark.slow),
         pytest.param("mistral", "tp=2,dp=1,fsdp=2", marks=pytest.mark.slow),
@@ -122,7 +128,8 @@ def test_so_they_do_for_every_kind_on_a_mesh(
 def test_kv_heads_are_repeated_where_tp_has_more_devices(random_model: RandomModel) -> None:
     config = dataclasses.replace(KINDS["qwen 2.5"], kv_heads=2)  # with biases
     alone = random_model(config, generation_mesh())
-    with on_demand(random_model(config, generation_mesh("fsdp=2,tp=4"))) as engine:
+    model = random_model(config, generation_mesh("fsdp=2,tp=4"))
+    with on_demand(model, batch_buckets=None, chunk_shapes=((2, 8),)) as engine:
         check_logprobs(engine, alone, PROMPTS[:3])
 
 

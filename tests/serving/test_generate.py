@@ -41,7 +41,13 @@ def test_greedy_tokens_are_the_most_probable_of_the_forward_pass(
         assert list(row.tokens) == probable.tolist()
 
 
-@pytest.mark.parametrize("mesh", ["tp=8", "fsdp=2,tp=4", "tp=2,sp=4", "dp=2,fsdp=2,tp=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "dp=2,fsdp=2,tp=2",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("tp=8", "fsdp=2,tp=4", "tp=2,sp=4")),
+    ],
+)
 def test_tokens_are_the_same_on_every_mesh(
     mesh: str, random_model: RandomModel, expected: dict[Sampling, list[Continuation]]
 ) -> None:

@@ -83,7 +83,11 @@ def rounded(params: Any, name: str) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "mesh", "most"),
-    [("int8", "tp=1", 0.1), ("fp8", "tp=1", 0.8), ("int8", "fsdp=2,tp=2", 0.1)],
+    [
+        pytest.param("int8", "tp=1", 0.1, marks=pytest.mark.slow),
+        ("fp8", "tp=1", 0.8),
+        ("int8", "fsdp=2,tp=2", 0.1),
+    ],
 )
 def test_an_engine_computes_with_the_rounded_weights(
     name: str, mesh: str, most: float, random_model: RandomModel

@@ -114,7 +114,13 @@ def test_log_probabilities_of_samples_are_the_trainers(name: str) -> None:
     ("model", "trained_on", "served_on", "lora"),
     [
         # a vocabulary that tp pads, and more devices of tp than KV heads
-        (dataclasses.replace(BASE, vocab=61, kv_heads=2), "dp=2,fsdp=2,tp=2,sp=1", "tp=4", 0),
+        pytest.param(
+            dataclasses.replace(BASE, vocab=61, kv_heads=2),
+            "dp=2,fsdp=2,tp=2,sp=1",
+            "tp=4",
+            0,
+            marks=pytest.mark.slow,
+        ),
         # qwen 3, from all devices to some; the adapter is merged
         (dataclasses.replace(BASE, qk_norm=True), "dp=1,fsdp=4,tp=1,sp=2", "fsdp=2,tp=2", 4),
     ],

@@ -21,6 +21,8 @@ class Live(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_meta:
+            return  # no bytes behind it: asked for its strides
         storage = local.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:

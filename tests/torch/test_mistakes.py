@@ -104,6 +104,12 @@ def test_frozen_weights_in_four_bits() -> None:
         check_settings(config)
 
 
+def test_dropout_of_an_adapter() -> None:
+    config = TrainConfig("tiny", backend="torch", lora=LoraConfig(4, dropout=0.1))
+    with pytest.raises(MeshwrightError, match=r"--lora\.dropout 0\.1 is a setting of the JAX"):
+        check_settings(config)
+
+
 def test_a_model_of_another_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"model_type": "bloom", "architectures": ["BloomForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))

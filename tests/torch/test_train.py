@@ -47,6 +47,7 @@ def losses(run: Path) -> dict[tuple[int, str], float]:
     return {(row["step"], name): row[name] for row in rows for name in names if name in row}
 
 
+@pytest.mark.slow  # tests/torch/test_lora.py and test_exchange.py have quick ones
 @pytest.mark.parametrize("kind", ["mistral"])  # its window must hold within documents
 def test_a_run_goes_from_torch_to_jax_and_back(kind: str, tmp_path: Path) -> None:
     weights = str(tmp_path / "weights")

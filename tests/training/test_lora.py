@@ -16,7 +16,7 @@ from meshwright.checkpoint import Checkpoints
 peft = pytest.importorskip("peft")
 
 SETTINGS = ["--batch", "8", "--seq", "32", "--steps", "6", "--optimizer.learning-rate", "1e-2"]
-LORA = ["--lora.rank", "4", "--lora.targets", "q_proj", "down_proj"]
+LORA = ["--lora.rank", "4", "--lora.targets", "q_proj", "down_proj", "--lora.dropout", "0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,11 @@ def test_a_run_is_stopped_resumed_on_another_mesh_and_exported(
     file.write_text(settings.replace(str(base), "gone"))
     with pytest.raises(mw.MeshwrightError, match="adapter of the weights in gone, and that folder"):
         mw.load(run)
+    merged_again = mw.export(base, tmp_path / "again", dtype="float32", merge=True, adapter=run)
+    weights = "model.safetensors"
+    assert (merged_again / weights).read_bytes() == (merged / weights).read_bytes()
+    with pytest.raises(mw.MeshwrightError, match="is exported merged into the model: add --merge"):
+        mw.export(base, tmp_path / "not", adapter=run)
     other = shutil.copytree(base, tmp_path / "other")
     weights = other / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")

@@ -72,7 +72,7 @@ def reference(subset: str) -> tuple[Any, Any, list[float], list[float]]:
     [
         pytest.param(ONE, "norms", marks=slow),
         pytest.param(ONE, "the last layer", marks=slow),
-        ("dp=1,fsdp=4,tp=2,sp=1", "norms"),
+        pytest.param("dp=1,fsdp=4,tp=2,sp=1", "norms", marks=slow),
         pytest.param("dp=1,fsdp=4,tp=2,sp=1", "the last layer", marks=slow),
         pytest.param("dp=2,fsdp=2,tp=1,sp=2", "norms", marks=slow),
         ("dp=2,fsdp=2,tp=1,sp=2", "the last layer"),

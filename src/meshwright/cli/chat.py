@@ -23,7 +23,7 @@ class ChatSettings:
     """Folder of a run, of a Hugging Face model or of an adapter of PEFT, or a name on the Hub
     (org/name)."""
     adapter: str | None = None
-    """Folder of an adapter of the model: of PEFT, or of a run with LoRA."""
+    """Adapter of the model: a folder of PEFT or of a run with LoRA, or a name on the Hub."""
     system: str | None = None
     """The system message."""
     max_new: int | None = None

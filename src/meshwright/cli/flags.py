@@ -37,6 +37,34 @@ def integer(text: str) -> int:
     raise MeshwrightError(f"{text[:40]!r} is not a whole number, such as 4096, 8_192 or 1e12")
 
 
+def quantity(text: str) -> float:
+    """An amount of tokens or money as people write it: letters are powers of 1000.
+
+    >>> [quantity(text) for text in ("15T", "100k", "2.5e6", "1_000")]
+    [15000000000000.0, 100000.0, 2500000.0, 1000.0]
+    """
+    found = re.fullmatch(r"[$]?([0-9_]*[.]?[0-9]+(?:[eE][+]?[0-9]{1,2})?)([kmbgt]?)", text, re.I)
+    number = float(found[1].replace("_", "")) if found else 0.0
+    if not found or not number:
+        raise MeshwrightError(f"{text[:40]!r} is not an amount, such as 15T, 4M, 100k or 1e12")
+    return number * 1000.0 ** _SUFFIXES.get(found[2].lower(), 0)
+
+
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def seconds(text: str) -> float:
+    """A time as people write it.
+
+    >>> [seconds(text) for text in ("30d", "12h", "1.5h", "10m")]
+    [2592000.0, 43200.0, 5400.0, 600.0]
+    """
+    found = re.fullmatch(rf"([0-9]*[.]?[0-9]+)({'|'.join(_UNITS)})", text.strip().lower())
+    if not found or not float(found[1]):
+        raise MeshwrightError(f"{text[:40]!r} is not a time, such as 30d, 12h or 90m")
+    return float(found[1]) * _UNITS[found[2]]
+
+
 NUMBERS = tyro.constructors.ConstructorRegistry()  # for tyro.cli: settings that are integers
 
 

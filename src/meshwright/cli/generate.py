@@ -29,7 +29,8 @@ class GenerateSettings:
     """Folder of a run, of a Hugging Face model or of an adapter of PEFT, or a name on the Hub
     (org/name)."""
     adapter: str | None = None
-    """Folder of an adapter that is merged into the model: of PEFT, or of a run with LoRA."""
+    """Adapter that is merged into the model: a folder of PEFT or of a run with LoRA, or a name on
+    the Hub."""
     prompt: tuple[str, ...] = ()
     """Text to continue; - reads it from standard input. Repeatable."""
     max_new: int = 100

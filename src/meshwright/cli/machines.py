@@ -6,7 +6,7 @@ import tyro
 from rich.console import Console
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.machines import CHIPS, Chip, find_chip
+from meshwright.machines import CHIPS, FIGURES, PRICES, Chip, find_chip
 from meshwright.present import Column, Row, aligned
 
 
@@ -23,7 +23,7 @@ def machines(chip: Annotated[str | None, tyro.conf.Positional] = None) -> None:
             raise MeshwrightError(f"chip {chip!r} is not known{did_you_mean(chip, CHIPS)}")
         _print_figures(console, known)
         return
-    names = ("bf16", "fp8", "memory", "bandwidth", "links", "chips/host")
+    names = ("bf16", "fp8", "memory", "bandwidth", "links", "chips/host", "$/hour")
     lines = [
         Row(
             (
@@ -34,35 +34,32 @@ def machines(chip: Annotated[str | None, tyro.conf.Positional] = None) -> None:
                 f"{each.memory_bandwidth / 1e12:.2f} TB/s",
                 f"{each.links} × {each.link_bandwidth / 1e9:.0f} GB/s",
                 str(each.chips_per_host),
+                f"{PRICES[each.name][0].dollars:.2f}" if each.name in PRICES else "",
             )
         )
         for each in CHIPS.values()
     ]
-    columns = [Column("chip", right=False), *map(Column, names)]
+    least = {"fp8": 1, "links": 2, "chips/host": 3}  # which narrow terminals leave out
+    columns = [Column("chip", right=False)]
+    columns += [Column(name, importance=least.get(name, 0)) for name in names]
     console.print(*aligned(columns, lines, console.width), sep="\n")
-    console.print("Figures are per chip, links per direction. Sources: meshwright machines CHIP")
+    console.print(
+        "Figures are per chip, links per direction, prices the lowest list price on demand. "
+        "Sources: meshwright machines CHIP"
+    )
 
 
 def _print_figures(console: Console, chip: Chip) -> None:
     columns = [Column("figure", right=False), Column("value")]
     columns += [Column("source", right=False, least=24)]
     lines = []
-    for figure in (
-        "bf16_flops",
-        "fp8_flops",
-        "memory_bytes",
-        "memory_bandwidth",
-        "link_bandwidth",
-        "links",
-        "host_network_bandwidth",
-        "host_link_bandwidth",
-        "host_memory_bytes",
-        "cores_per_chip",
-        "chips_per_host",
-    ):
+    for figure in FIGURES:
         value = getattr(chip, figure)
         number = "none" if value is None else f"{value:,.0f}"
         lines.append(Row((figure, number, chip.source(figure))))
+    for price in PRICES.get(chip.name, ()):
+        said = f"{price.instance}, on demand, {price.region}, {price.date}: {price.source}"
+        lines.append(Row(("dollars an hour", f"{price.dollars:.4g}", said)))
     console.print(*aligned(columns, lines, console.width), sep="\n")
 
 

@@ -94,6 +94,7 @@ _BEFORE = {
     "compute.no-scan": "--compute.layers unroll",
     "compute.scan": "--compute.layers scan",
 }
+_OWN = {"plan": ("--tokens",)}  # flags of a command that others give to train
 _STRATEGIES = ("auto", "ring", "allgather", "ulysses")
 _KNOWN = {*_AXES, *_MESHES, *_RULES, *_RENAMED, *_SWITCHES, *_ADVICE, "sequence_parallel"}
 # MaxText's settings are words KEY=VALUE
@@ -110,6 +111,9 @@ def check_flags(command: str, words: Sequence[str]) -> None:
         if word.startswith("--") and word[2:] in _BEFORE:
             raise MeshwrightError(f"{word} is now {_BEFORE[word[2:]]}")
     for name, value, written in _flags(words):
+        if written[0].partition("=")[0] in _OWN.get(command, ()):
+            ours += written
+            continue
         if name in _ADVICE:
             raise MeshwrightError(_advice(command, name, written[0]))
         if name in _RENAMED and not value:
@@ -149,10 +153,7 @@ def check_flags(command: str, words: Sequence[str]) -> None:
 def _advice(command: str, name: str, flag: str) -> str:
     """What to do in place of a flag that has no other name here."""
     if command == "plan" and "tokens" in name:
-        return (
-            f"there is no {flag}: plan says the tokens of a second, and with --cost-per-hour the "
-            "cost of a trillion tokens"
-        )
+        return f"{flag} is --tokens here, as in --tokens 1T"
     if command in _WITH_TRAINS:
         return f"there is no {flag}: {_ADVICE[name]}"
     return _not_of(command, flag)

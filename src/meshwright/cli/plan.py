@@ -1,40 +1,68 @@
-"""`meshwright plan`: rank every mesh of a machine for a model, with the reasons."""
+"""`meshwright plan`: rank every mesh of a machine for a model, or compare machines for a run."""
 
+import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from meshwright.cli.flags import named_settings, take, take_integer, take_switch
+from meshwright.cli.flags import (
+    named_settings,
+    quantity,
+    seconds,
+    take,
+    take_integer,
+    take_switch,
+)
 from meshwright.errors import MeshwrightError
+from meshwright.machines import Catalogue, Machine, read_catalogue
 from meshwright.present import write_page
 
 if TYPE_CHECKING:
-    from meshwright.planner import Plan
+    from meshwright.planner import Plan, Run
+    from meshwright.training import TrainConfig
 
 HELP = """usage: meshwright plan MODEL --on MACHINE --batch N --seq N [the settings of train]
        meshwright plan MODEL --on MACHINE --serve --batch N --seq N
                        [--engine.weights int8|fp8|plain] [--engine.cache fp8]
+                       [--engine.max-adapters N] [--engine.max-adapter-rank N]
+       meshwright plan MODEL --on MACHINES|any --tokens 1T [--within 30d] [--budget 100k]
 
 Rank every mesh of a machine for a model: step time, memory, what limits it, and why. Meshes whose
 times cannot be told apart are one group, the simplest first. A setting of train that is named is
 kept (--compute.remat full, --accumulation 4, --context-parallel ring, --backend torch …); the
 others are chosen with the mesh where they change what fits or how fast it is.
 
+Given several machines, chips without a size, a deadline or a budget, compare machines instead: how
+many chips, which mesh, how long, how much; the cheapest first.
+
   MODEL                a preset (llama-3.1-8b), a Hugging Face config.json, its folder, or a name
                        on the Hub (org/name, org/name@revision)
-  --on MACHINE         v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8, here
-  --batch N            global batch size in sequences; with --serve, sequences decoded at a time
+  --on MACHINE         v5p:4x4x8, v5p-256, h100:16x8, 16*p5.48xlarge, 2*v5e:16x16, cpu:8, here;
+                       to compare, several (h100:8x8,v5p), or any: every chip that has a price
+  --batch N            global batch size in sequences; with --serve, sequences decoded at a time;
+                       auto: by a scaling law, for --tokens or 20 tokens a parameter (the default
+                       where machines are compared)
+  --batch-tokens 4M    the same in tokens: the nearest power of two of sequences
   --seq N              sequence length in tokens; with --serve, of a prompt and of its cache
   --mesh LIMITS        only meshes that match: "fsdp=*,tp<=8,sp=1"
   --serve              plan `meshwright serve` instead: weights, KV cache, times of tokens
-  --rank-by WHAT       rank by throughput, memory, or with --serve latency (default: throughput)
+  --rank-by WHAT       rank by throughput (within 10%, the simplest first), fastest (by time
+                       alone), memory, or with --serve latency (default: throughput)
+  --tokens 15T         of the whole run: shows how long it takes and what it costs
+  --within 30d         deadline of the run: machines that meet it, in the cheapest size
+  --budget 100k        dollars for the run; without a deadline, the fastest machine for it
+  --curve              how tokens/s and MFU scale with the number of chips
   --imbalance X        assume that the experts of one device get X times the average number of
                        tokens (default 1: an even load)
   --cost-per-hour X    price of one chip per hour; shows the cost of a trillion tokens
+  --catalogue FILE     a TOML file with chips and prices of your own
+  --failures X         of a chip, a day (default 0.00047: Llama 3 405B's on H100)
+  --restart 10m        from a failure until steps are taken again
+  --checkpoint-write X bytes a second that a chip writes to the store (default 1.2e8)
   --top N              meshes to list (default 8)
   --refused            list every refused mesh with the reason
   --explain MESH       explain one mesh: every formula with its numbers
@@ -42,6 +70,8 @@ others are chosen with the mesh where they change what fits or how fast it is.
   --html FILE          write a self-contained HTML page
 
 meshwright train --help lists the settings."""
+
+LENGTH = 8192  # of sequences, where machines are compared and none is given
 
 
 def plan_command(arguments: Sequence[str]) -> None:
@@ -55,13 +85,26 @@ def plan_command(arguments: Sequence[str]) -> None:
         return
     shown, html = take(words, "--explain"), take(words, "--html")
     top, refused = take_integer(words, "--top", 1), take_switch(words, "--refused")
-    as_json = take_switch(words, "--json")
-    ranking = _ranking(words)
+    as_json, curves = take_switch(words, "--json"), take_switch(words, "--curve")
+    file = take(words, "--catalogue")
+    catalogue = Catalogue() if file is None else read_catalogue(file)
+    on = take(words, "--on")
+    if on is None:
+        raise MeshwrightError("--on says for which machine: --on v5p:4x4x4, --on h100:8, --on here")
+    names = [name.strip() for name in on.split(",")]
+    run, questions = _run(words)
+    if len(names) > 1 or questions or names[0] == "any" or catalogue.chip(names[0]) is not None:
+        if html is not None or shown is not None:
+            raise MeshwrightError("--html and --explain are of one machine with a size")
+        _compare(words, names, catalogue, run, as_json=as_json, curves=curves)
+        return
+    ranking = _ranking(words, Machine.parse(on, catalogue.own), catalogue, run)
     from meshwright.planner.report import explain, find_mesh, found_data, page, plan_data, report
 
     mesh = None if shown is None else find_mesh(ranking, shown)
+    points = _curve(ranking) if curves else []
     if html is not None:
-        write_page(Path(html), page(ranking))
+        write_page(Path(html), page(ranking, points))
         print(f"wrote {html}", file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(plan_data(ranking) if mesh is None else found_data(ranking, mesh)))
@@ -72,43 +115,160 @@ def plan_command(arguments: Sequence[str]) -> None:
         console.print(explain(ranking, mesh, console.width))
     else:
         console.print(report(ranking, console.width, top=top or 8, refused=refused))
+        if points:
+            from meshwright.planner.report import curve_lines
+
+            console.print("", *curve_lines(points, console.width), sep="\n")
 
 
-def _ranking(words: list[str]) -> "Plan":
-    """The plan that the command line asks for."""
-    on, mesh = take(words, "--on"), take(words, "--mesh")
-    rank_by, price = take(words, "--rank-by") or "throughput", take(words, "--cost-per-hour")
-    imbalance = take(words, "--imbalance")
-    serves = take_switch(words, "--serve")
-    if on is None:
-        raise MeshwrightError("--on says for which machine: --on v5p:4x4x4, --on h100:8, --on here")
-    weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")
+def _read(words: list[str], flag: str, read: Callable[[str], float]) -> float | None:
+    """The value of a flag, read by a function that names what is wrong with it."""
+    text = take(words, flag)
+    try:
+        return None if text is None else read(text)
+    except MeshwrightError as mistake:
+        raise MeshwrightError(f"{flag}: {mistake}") from None
+
+
+def _run(words: list[str]) -> "tuple[Run | None, bool]":
+    """The run that is asked about, and whether a machine is asked for that can do it."""
+    tokens = _read(words, "--tokens", quantity)
+    within, budget = _read(words, "--within", seconds), _read(words, "--budget", quantity)
+    given = {
+        "failures": _read(words, "--failures", _positive),
+        "restart": _read(words, "--restart", seconds),
+        "write": _read(words, "--checkpoint-write", quantity),
+    }
+    if tokens is None:
+        for flag, value in {"--within": within, "--budget": budget}.items():
+            if value is not None:
+                raise MeshwrightError(f"{flag} needs the tokens of the run: --tokens 1T")
+        return None, False
+    from meshwright.planner import LongRun, Run  # which import jax
+
+    long_run = LongRun(**{name: value for name, value in given.items() if value is not None})
+    limits = {"within": within, "budget": budget}
+    named = {name: value for name, value in limits.items() if value is not None}
+    return Run(tokens, **named, long_run=long_run), bool(named)
+
+
+def _positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise MeshwrightError(f"{text[:40]!r} is not a number above 0")
+    return number
+
+
+def _config(
+    words: list[str], catalogue: Catalogue, run: "Run | None", needs_size: bool = True
+) -> "tuple[TrainConfig, set[str]]":
+    """The settings of train, with the batch that is asked for, and the names of those given."""
+    batch_tokens = _read(words, "--batch-tokens", quantity)
     named = named_settings(words)
-    for name in ("batch", "seq"):
-        if not named & {name, "config"}:
+    auto = False
+    if "batch" in named and "auto" in words:
+        auto = take(words, "--batch") == "auto"
+    if batch_tokens is not None and "batch" in named:
+        raise MeshwrightError("--batch and --batch-tokens are the same; give one of them")
+    sized = auto or batch_tokens is not None
+    for name in ("batch", "seq") if needs_size else ():
+        if not named & {name, "config"} and not (name == "batch" and sized):
             raise MeshwrightError(f"--{name} is missing; give it, as in --{name} 256")
     # here, since they import jax
     from meshwright.cli.train import settings
-    from meshwright.planner import plan
+    from meshwright.models import model_config
+    from meshwright.planner import Workload, batch_for, sequences
 
     config = settings(words, prog="meshwright plan")
-    return plan(
-        config, on, mesh=mesh, kind="serve" if serves else "train",
+    if not named & {"seq", "config"}:
+        longest = model_config(config.model).max_seq
+        config = dataclasses.replace(config, seq=min(LENGTH, longest))
+    if batch_tokens is not None:
+        config = dataclasses.replace(config, batch=sequences(batch_tokens, config.seq))
+    elif auto or not named & {"batch", "config"}:
+        workload = Workload.of(config, Machine.parse("h100:1"))
+        batch = batch_for(workload, None if run is None else run.tokens)
+        config = dataclasses.replace(config, batch=batch)
+    return config, named | {"batch", "seq"}
+
+
+def _compare(
+    words: list[str],
+    names: list[str],
+    catalogue: Catalogue,
+    run: "Run | None",
+    *,
+    as_json: bool,
+    curves: bool,
+) -> None:
+    """Print machines compared."""
+    if run is None:
+        raise MeshwrightError(
+            "machines are compared for a run: give its tokens, as in --tokens 1T, or one machine "
+            "with a size, as in --on h100:8"
+        )
+    for flag in ("--serve", "--rank-by", "--cost-per-hour", "--imbalance"):
+        if flag in words:
+            raise MeshwrightError(f"{flag} is of one machine with a size, as in --on h100:8")
+    limits = take(words, "--mesh")
+    config, named = _config(words, catalogue, run, needs_size=False)
+    from meshwright.planner import compare, constraints_of, curve, machines_named
+    from meshwright.planner.report import comparison_data, comparison_report
+
+    allowed = constraints_of(config, named, limits)
+    machines = machines_named(names, catalogue)
+    found = compare(config, machines, run, allowed, catalogue=catalogue)
+    points = curve(config, found.best.machine, allowed) if curves else None
+    if as_json:
+        print(json.dumps(comparison_data(found, points)))
+        return
+    console = Console()
+    console.print(comparison_report(found, console.width, points))
+
+
+def _curve(ranking: "Plan") -> list[tuple[Machine, float, float]]:
+    if ranking.workload.kind == "serve":
+        return []
+    from meshwright.planner import constraints_of, curve
+
+    limits = constraints_of(ranking.config)
+    return curve(ranking.config, ranking.machine, limits, ranking.model)
+
+
+def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run | None") -> "Plan":
+    """The plan that the command line asks for."""
+    mesh = take(words, "--mesh")
+    rank_by = take(words, "--rank-by") or "throughput"
+    price = _read(words, "--cost-per-hour", _price)
+    imbalance = _read(words, "--imbalance", _positive)
+    serves = take_switch(words, "--serve")
+    weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")
+    slots = {
+        "max_adapters": take_integer(words, "--engine.max-adapters", 1),
+        "max_adapter_rank": take_integer(words, "--engine.max-adapter-rank", 1),
+    }
+    config, named = _config(words, catalogue, run)
+    from meshwright.planner import plan  # imports jax
+
+    made = plan(
+        config, machine, mesh=mesh, kind="serve" if serves else "train",
         rank_by=rank_by,  # type: ignore[arg-type]
-        cost_per_hour=_price(price), named=named, weights=weights, cache=cache,
-        imbalance=_ratio(imbalance),
+        cost_per_hour=price, named=named, weights=weights, cache=cache, **slots,
+        imbalance=1.0 if imbalance is None else imbalance,
     )  # fmt: skip
+    if run is None:
+        return made
+    if price is None and machine.chip.name in catalogue.prices:
+        price = catalogue.prices[machine.chip.name].dollars
+    return dataclasses.replace(made, tokens=run.tokens, long_run=run.long_run, cost_per_hour=price)
 
 
-def _ratio(text: str | None) -> float:
+def _price(text: str) -> float:
     try:
-        return 1.0 if text is None else float(text)
+        return float(text)
     except ValueError:
-        raise MeshwrightError(f"--imbalance {text!r} is not a number, such as 1.2") from None
-
-
-def _price(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        raise MeshwrightError(f"--cost-per-hour {text!r} is not a price, such as 4.2") from None
+        raise MeshwrightError(f"{text!r} is not a price, such as 4.2") from None

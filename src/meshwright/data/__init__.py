@@ -20,7 +20,7 @@ from meshwright.data.loader import (
     held_out_loader,
     training_loader,
 )
-from meshwright.data.mixture import Mixture
+from meshwright.data.mixture import Mixture, with_sources
 from meshwright.data.objectives import (
     OBJECTIVES,
     EncoderDecoderObjective,
@@ -38,10 +38,11 @@ from meshwright.data.sequences import (
     sequence_count,
     sequence_table,
 )
-from meshwright.data.store import TokenStore
+from meshwright.data.store import TokenStore, token_dtype
 from meshwright.data.tokenizers import (
     ByteTokenizer,
     Tokenizer,
+    added_tokens,
     decode_stream,
     load_tokenizer,
     tokenizer_files,
@@ -56,11 +57,12 @@ __all__ = [
     "EMBEDDED", "FIELDS", "FORMATS", "NO_TARGET", "OBJECTIVES", "WEIGHTS", "Base64Dtype",
     "ByteTokenizer", "ChatTemplate", "EncoderDecoderObjective", "Encoding", "Fields", "Loader",
     "LossOn", "Mixture", "Objective", "Packed", "PrefixLM", "Reading", "SpanCorruption",
-    "TokenStore", "Tokenizer", "Weigh", "all_sequences_loader", "check_data", "decode_stream",
-    "documents_page", "embedded_corpus", "embedded_text", "held_out_loader", "load_chat_template",
-    "load_tokenizer", "open_or_pack", "pack", "read_sequences", "sentinel_top", "sequence_count",
-    "sequence_table", "shown_documents", "special_tokens", "tokenizer_files", "tokenizer_folder",
-    "tokenizer_from_json", "training_loader", "upgrade",
+    "TokenStore", "Tokenizer", "Weigh", "added_tokens", "all_sequences_loader", "check_data",
+    "decode_stream", "documents_page", "embedded_corpus", "embedded_text", "held_out_loader",
+    "load_chat_template", "load_tokenizer", "open_or_pack", "pack", "read_sequences",
+    "sentinel_top", "sequence_count", "sequence_table", "shown_documents", "special_tokens",
+    "token_dtype", "tokenizer_files", "tokenizer_folder", "tokenizer_from_json", "training_loader",
+    "upgrade", "with_sources",
 ]  # fmt: skip
 
 

@@ -145,12 +145,13 @@ def _render(example: Conversation, encoding: Encoding) -> tuple[str, list[tuple[
     """The text of a conversation, and the weight of each answer."""
     template, messages, tools = encoding.template, list(example.messages), list(example.tools)
     assert template is not None
-    if encoding.loss_on == "all":
+    answers = [message for message in messages if message["role"] == "assistant"]
+    weights = [_message_weight(message) for message in answers]
+    on_all = encoding.loss_on == "all"
+    if on_all and set(weights) <= {1.0}:
         text = template.render(messages, tools, generation_prompt=False)
         return text, [((0, len(text)), 1.0)]
     text, spans = template.render_answers(messages, tools)
-    answers = [message for message in messages if message["role"] == "assistant"]
-    weights = [_message_weight(message) for message in answers]
     if len(spans) == len(answers):
         weighted = list(zip(spans, weights, strict=True))
     elif set(weights) <= {1.0}:
@@ -160,6 +161,11 @@ def _render(example: Conversation, encoding: Encoding) -> tuple[str, list[tuple[
             f"{len(answers)} messages of the assistant, some with a 'weight', became "
             f"{len(spans)} parts of the chat template marked with {{% generation %}}"
         )
+    if on_all:  # but for answers of weight 0
+        ends = [0, *(end for (_, end), _ in weighted)]
+        starts = [*(start for (start, _), _ in weighted), len(text)]
+        between = [(span, 1.0) for span in zip(ends, starts, strict=True)]
+        return text, sorted([*weighted, *between])
     if example.first_answer:
         given = messages[: example.first_answer]
         prompt = template.render(given, tools, generation_prompt=True)

@@ -15,8 +15,8 @@ from meshwright.data.tokenizers import Tokenizer, added_tokens
 from meshwright.errors import MeshwrightError
 
 GRAMMAR = (
-    "data is a token store (a.store), a file (chat.jsonl), 'embedded', or several with weights "
-    "(a.store:0.7,b.store:0.3)"
+    "data is a token store (a.store), a file (chat.jsonl), a dataset on the Hub (org/name), "
+    "'embedded', or several with weights (a.store:0.7,b.store:0.3)"
 )
 _WEIGHT = re.compile(r"(?P<path>.+):\s*(?P<weight>[-+]?[0-9.][0-9.eE+-]*)")
 
@@ -120,6 +120,18 @@ class Mixture:
                 for store, quota in zip(self.stores, self.schedule.quotas, strict=True)
             ],
         }
+
+
+def with_sources(text: str, change: Callable[[str], str]) -> str:
+    """The text of a mixture with other names of its sources.
+
+    >>> with_sources("a.store:0.7,b.store:0.3", str.upper)
+    'A.STORE:0.7,B.STORE:0.3'
+    """
+    parts = (_source(part, text) for part in text.split(","))
+    return ",".join(
+        change(path) if weight is None else f"{change(path)}:{weight}" for path, weight in parts
+    )
 
 
 def _source(part: str, text: str) -> tuple[str, str | None]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.data.splits import ALL, choose_split
+from meshwright.data.splits import ALL, choose_split, split_to_train_on
 from meshwright.errors import MeshwrightError, did_you_mean, not_installed, one_of
 from meshwright.hub import dataset_folder
 from meshwright.present import count
@@ -71,6 +71,7 @@ def find_files(source: str | Path, split: str | None = None) -> tuple[list[Path]
         return [path], []
     if (path / "dataset_dict.json").is_file():
         splits = [str(name) for name in _json_file(path / "dataset_dict.json").get("splits") or ()]
+        split = split_to_train_on(split, splits)
         if split not in (*splits, ALL):
             hint = "" if split is None else did_you_mean(split, splits)
             raise MeshwrightError(

@@ -7,13 +7,14 @@ my_dev_set.jsonl                      validation: a word of the file's name
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path, PurePath
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.present import count
 
 ALL = "all"
+TO_TRAIN = "to train on"  # what `split_to_train_on` chooses
 _WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -28,12 +29,14 @@ _SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}.*")
 def choose_split(source: str | Path, files: Sequence[Path], split: str | None) -> list[Path]:
     """The files of one split of a folder, or all where there is nothing to choose.
 
-    `split`: its name, 'all', or None, which is a mistake where test data would be mixed in.
+    `split`: its name, 'all', `TO_TRAIN`, or None, which is a mistake where test data would be mixed
+    in.
     """
     if split == ALL:
         return list(files)
     splits = splits_of(Path(source), files)
     named = {name: found for name, found in splits.items() if name is not None}
+    split = split_to_train_on(split, named)
     if split is None:
         if len(splits) > 1 and named.keys() != {"train"}:
             likely = min(named, key=lambda name: _in_words(name) != "train")
@@ -52,6 +55,13 @@ def choose_split(source: str | Path, files: Sequence[Path], split: str | None) -
         chosen = named[name]
     _check_configurations(source, chosen)
     return chosen
+
+
+def split_to_train_on(split: str | None, names: Container[str]) -> str | None:
+    """Of `TO_TRAIN`: train, where a dataset has it; any other split stays."""
+    if split != TO_TRAIN:
+        return split
+    return "train" if "train" in names else None
 
 
 def splits_of(folder: Path, files: Sequence[Path]) -> dict[str | None, list[Path]]:

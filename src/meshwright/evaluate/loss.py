@@ -8,6 +8,7 @@ import jax
 
 from meshwright.data import Loader, all_sequences_loader
 from meshwright.errors import MeshwrightError
+from meshwright.hub import hub_name
 from meshwright.layouts import fit, stored
 from meshwright.serving import Source, generation_mesh
 from meshwright.training import (
@@ -46,6 +47,11 @@ def store_loss(
 
     `model` is the folder whose tokenizer packs a file. Texts are read in sequences of `seq` tokens.
     """
+    if hub_name(data) is not None:
+        raise MeshwrightError(
+            f"--data {data} is a dataset on the Hub; pack the split to evaluate on: meshwright "
+            f"data pack {data} --split test --out test.store"
+        )
     kept: Literal["float32", "bfloat16"] = "bfloat16" if dtype == "bfloat16" else "float32"
     compute = ComputeConfig(dtype=dtype, param_dtype=kept)
     config = TrainConfig(model, data=data, batch=batch, seq=seq, compute=compute)

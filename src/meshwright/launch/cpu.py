@@ -16,9 +16,17 @@ _THREADS = 128
 MOST_DEVICES = 1024
 
 
+# A collective whose devices do not all arrive in 40 s ends the process. On a busy machine that is
+# too soon.
+_PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
+
+
 def make_room_for_cpu_collectives() -> None:
-    """Let XLA's CPU runtime have many threads; it reads NPROC when jax is first used."""
+    """Give the devices of XLA's CPU runtime threads and time; it is told when jax is first used."""
     os.environ.setdefault("NPROC", str(_THREADS))
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _PATIENCE not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_PATIENCE}=1200".strip()
 
 
 @functools.cache

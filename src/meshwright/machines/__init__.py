@@ -1,20 +1,23 @@
-"""Hardware: chips with sourced figures, slices, hosts; by name, or from jax.devices()."""
+"""Hardware: chips with sourced figures and prices, slices, hosts; by name, or from jax."""
 
 from typing import TYPE_CHECKING, Any
 
-from meshwright.machines.chips import CHIPS, Chip, find_chip
+from meshwright.machines.catalogue import Catalogue, read_catalogue
+from meshwright.machines.chips import CHIPS, FIGURES, Chip, find_chip
 from meshwright.machines.host_memory import check_host_memory, free_host_memory
 from meshwright.machines.machine import AbstractDevice, Machine
+from meshwright.machines.prices import PRICES, Price
 from meshwright.machines.recognize import chip_of_kind, slice_of
-from meshwright.machines.slices import check_slice, largest_slice, squarest
+from meshwright.machines.sizes import larger, machine_sizes
+from meshwright.machines.slices import check_slice
 
 if TYPE_CHECKING:
     from meshwright.machines.jax_devices import host_bytes
 
 __all__ = [
-    "CHIPS", "AbstractDevice", "Chip", "Machine", "check_host_memory", "check_slice",
-    "chip_of_kind", "find_chip", "free_host_memory", "host_bytes", "largest_slice", "slice_of",
-    "squarest",
+    "CHIPS", "FIGURES", "PRICES", "AbstractDevice", "Catalogue", "Chip", "Machine", "Price",
+    "check_host_memory", "check_slice", "chip_of_kind", "find_chip", "free_host_memory",
+    "host_bytes", "larger", "machine_sizes", "read_catalogue", "slice_of",
 ]  # fmt: skip
 
 

@@ -23,6 +23,13 @@ TERA = 1e12
 USABLE_SHARE = 0.945
 
 
+FIGURES = (  # of a chip, that people look up
+    "bf16_flops", "fp8_flops", "memory_bytes", "memory_bandwidth", "link_bandwidth", "links",
+    "host_network_bandwidth", "host_link_bandwidth", "host_memory_bytes", "cores_per_chip",
+    "chips_per_host",
+)  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Chip:
     """One kind of chip; `sources` has the source of each figure ("*": all others)."""
@@ -48,6 +55,12 @@ class Chip:
     usable_gib: float | None = None  # of a device, what its compiler gives out; None: a share
     host_link_bandwidth: float | None = None  # to the host's memory, one direction; None: not known
     host_memory_bytes: int | None = None  # of one host; None: not known
+    like: str = ""  # of a user's own chip: the one of the catalogue that it is as efficient as
+
+    @property
+    def kind(self) -> str:
+        """The name under which what was measured and which slices there are is looked up."""
+        return self.like or self.name
 
     @property
     def usable_bytes(self) -> int:
@@ -113,7 +126,18 @@ def _sources(default: str, **figures: str) -> Mapping[str, str]:
     return {"*": default, **figures}
 
 
+def _amd(page: str) -> str:
+    return f"AMD data sheet, amd.com/en/products/accelerators/instinct/{page}"
+
+
+def _aws(family: str) -> str:
+    return f"AWS, aws.amazon.com/ec2/instance-types/{family}"
+
+
 _SMI = "memory.total of nvidia-smi"
+_ADA = "NVIDIA Ada GPU architecture white paper, Appendix A (dense, FP32 accumulate)"
+_BLACKWELL_RTX = "NVIDIA RTX Blackwell GPU architecture white paper (dense, FP32 accumulate)"
+_CHASSIS = "assumed: eight to a server, one 100 Gb/s port"
 _PCIE = "PCI-SIG, the raw rate of 16 lanes"
 _DGX_BASEPOD = "NVIDIA DGX BasePOD, docs.nvidia.com/dgx-basepod (DGX H100 and H200)"
 _HOPPER_HOST = {
@@ -291,6 +315,127 @@ _CATALOGUE = (
         ),
     ),
     Chip(
+        name="b300", platform="gpu", bf16_flops=2250 * TERA, fp8_flops=4500 * TERA,
+        memory_bytes=275_040 * MIB, memory_bandwidth=8e12, link_bandwidth=50e9, links=18,
+        host_network_bandwidth=800e9, cores_per_chip=1, chips_per_host=8,
+        device_kinds=("NVIDIA B300 SXM6 AC",),
+        host_link_bandwidth=64e9, host_memory_bytes=4 * 10**12,
+        sources=_sources(
+            f"{_nvidia('dgx-b300')} (eighth of a system; sparse figures halved)",
+            memory_bytes=_SMI, host_link_bandwidth=_PCIE, host_memory_bytes=_aws("p6"),
+        ),
+    ),
+    Chip(  # "host": the 72 GPUs that NVLink joins; a server of it has 4
+        name="gb200", platform="gpu", bf16_flops=2500 * TERA, fp8_flops=5000 * TERA,
+        memory_bytes=189_471 * MIB, memory_bandwidth=8e12, link_bandwidth=50e9, links=18,
+        host_network_bandwidth=72 * 50e9, cores_per_chip=1, chips_per_host=72,
+        device_kinds=("NVIDIA GB200",), aliases=("gb200-nvl72",),
+        host_link_bandwidth=225e9, host_memory_bytes=17 * 10**12,
+        sources=_sources(
+            f"{_nvidia('gb200-nvl72')} (72nd of a rack; sparse figures halved)",
+            memory_bytes=_SMI, host_link_bandwidth="NVLink-C2C, 900 GB/s for two GPUs, both ways",
+            host_network_bandwidth="Azure, ND-GB200-v6: 4 x 400 Gb/s for 4 GPUs, "
+            "learn.microsoft.com/azure/virtual-machines/sizes/gpu-accelerated/nd-gb200-v6-series",
+        ),
+    ),
+    Chip(  # as gb200
+        name="gb300", platform="gpu", bf16_flops=2500 * TERA, fp8_flops=5000 * TERA,
+        memory_bytes=284_208 * MIB, memory_bandwidth=8e12, link_bandwidth=50e9, links=18,
+        host_network_bandwidth=72 * 100e9, cores_per_chip=1, chips_per_host=72,
+        device_kinds=("NVIDIA GB300",), aliases=("gb300-nvl72",),
+        host_link_bandwidth=225e9, host_memory_bytes=17 * 10**12,
+        sources=_sources(
+            f"{_nvidia('gb300-nvl72')} (72nd of a rack; sparse figures halved; 800 Gb/s a GPU)",
+            memory_bytes=_SMI, host_link_bandwidth="NVLink-C2C, 900 GB/s for two GPUs, both ways",
+        ),
+    ),
+    Chip(  # each GPU has a link to each of the seven others
+        name="mi300x", platform="gpu", bf16_flops=1307.4 * TERA, fp8_flops=2614.9 * TERA,
+        memory_bytes=192 * GIB, memory_bandwidth=5.3e12, link_bandwidth=64e9, links=7,
+        host_network_bandwidth=400e9, cores_per_chip=1, chips_per_host=8,
+        device_kinds=("AMD Instinct MI300X",),
+        host_link_bandwidth=64e9, host_memory_bytes=1850 * GIB,
+        sources=_sources(
+            _amd("mi300/mi300x.html"), host_link_bandwidth=_PCIE,
+            host_network_bandwidth="Azure, ND-MI300X-v5: 8 x 400 Gb/s",
+            host_memory_bytes="Azure, ND-MI300X-v5",
+        ),
+    ),
+    Chip(
+        name="mi355x", platform="gpu", bf16_flops=2516.6 * TERA, fp8_flops=5033.2 * TERA,
+        memory_bytes=288 * 10**9, memory_bandwidth=8e12, link_bandwidth=76.8e9, links=7,
+        host_network_bandwidth=400e9, cores_per_chip=1, chips_per_host=8,
+        device_kinds=("AMD Instinct MI355X",), host_link_bandwidth=64e9,
+        sources=_sources(
+            _amd("mi350/mi355x.html"), host_link_bandwidth=_PCIE,
+            host_network_bandwidth="assumed: 8 x 400 Gb/s, as MI300X",
+        ),
+    ),
+    Chip(  # without bridges between pairs of cards
+        name="h100-pcie", platform="gpu", bf16_flops=756 * TERA, fp8_flops=1513 * TERA,
+        memory_bytes=81_559 * MIB, memory_bandwidth=2.0e12, link_bandwidth=64e9, links=1,
+        host_network_bandwidth=12.5e9, cores_per_chip=1, chips_per_host=8,
+        device_kinds=("NVIDIA H100 PCIe",), host_link_bandwidth=64e9,
+        sources=_sources(
+            f"{_nvidia('h100')} (PCIe, first data sheet; sparse figures halved)",
+            memory_bytes=_SMI, host_network_bandwidth=_CHASSIS, chips_per_host=_CHASSIS,
+        ),
+    ),
+    Chip(
+        name="l40s", platform="gpu", bf16_flops=362 * TERA, fp8_flops=733 * TERA,
+        memory_bytes=46_068 * MIB, memory_bandwidth=864e9, link_bandwidth=32e9, links=1,
+        host_network_bandwidth=50e9, cores_per_chip=1, chips_per_host=8,
+        device_kinds=("NVIDIA L40S",), host_link_bandwidth=32e9, host_memory_bytes=1536 * GIB,
+        sources=_sources(
+            _nvidia("l40s"), memory_bytes=_SMI, host_network_bandwidth=_aws("g6e"),
+            chips_per_host=_aws("g6e"), host_memory_bytes=_aws("g6e"),
+        ),
+    ),
+    Chip(
+        name="a10g", platform="gpu", bf16_flops=70 * TERA, fp8_flops=None,
+        memory_bytes=23_028 * MIB, memory_bandwidth=600e9, link_bandwidth=32e9, links=1,
+        host_network_bandwidth=12.5e9, cores_per_chip=1, chips_per_host=8,
+        device_kinds=("NVIDIA A10G",), host_link_bandwidth=32e9, host_memory_bytes=768 * GIB,
+        sources=_sources(
+            "NVIDIA and AWS, A10G data sheet, d1.awsstatic.com/product-marketing/ec2 (dense)",
+            memory_bytes=_SMI, host_network_bandwidth=_aws("g5"), chips_per_host=_aws("g5"),
+            host_memory_bytes=_aws("g5"),
+        ),
+    ),
+    Chip(
+        name="rtx-4090", platform="gpu", bf16_flops=165.2 * TERA, fp8_flops=330.3 * TERA,
+        memory_bytes=24_564 * MIB, memory_bandwidth=1.008e12, link_bandwidth=32e9, links=1,
+        host_network_bandwidth=12.5e9, cores_per_chip=1, chips_per_host=8,
+        device_kinds=("NVIDIA GeForce RTX 4090",), aliases=("rtx4090", "4090"),
+        host_link_bandwidth=32e9,
+        sources=_sources(
+            _ADA, memory_bytes=_SMI, host_network_bandwidth=_CHASSIS, chips_per_host=_CHASSIS,
+        ),
+    ),
+    Chip(
+        name="rtx-5090", platform="gpu", bf16_flops=209.5 * TERA, fp8_flops=419 * TERA,
+        memory_bytes=32_607 * MIB, memory_bandwidth=1.792e12, link_bandwidth=64e9, links=1,
+        host_network_bandwidth=12.5e9, cores_per_chip=1, chips_per_host=8,
+        device_kinds=("NVIDIA GeForce RTX 5090",), aliases=("rtx5090", "5090"),
+        host_link_bandwidth=64e9,
+        sources=_sources(
+            _BLACKWELL_RTX, memory_bytes=_SMI, host_network_bandwidth=_CHASSIS,
+            chips_per_host=_CHASSIS,
+        ),
+    ),
+    Chip(
+        name="rtx-pro-6000", platform="gpu", bf16_flops=503.8 * TERA, fp8_flops=1007.6 * TERA,
+        memory_bytes=97_887 * MIB, memory_bandwidth=1.597e12, link_bandwidth=64e9, links=1,
+        host_network_bandwidth=200e9, cores_per_chip=1, chips_per_host=8,
+        device_kinds=("NVIDIA RTX PRO 6000 Blackwell Server Edition",), aliases=("rtxpro6000",),
+        host_link_bandwidth=64e9, host_memory_bytes=2048 * GIB,
+        sources=_sources(
+            f"{_BLACKWELL_RTX}; Server Edition", memory_bytes=_SMI,
+            host_network_bandwidth=_aws("g7e"), chips_per_host=_aws("g7e"),
+            host_memory_bytes=_aws("g7e"),
+        ),
+    ),
+    Chip(
         name="cpu", platform="cpu", bf16_flops=0.1 * TERA, fp8_flops=None, memory_bytes=4 * GIB,
         memory_bandwidth=20e9, link_bandwidth=10e9, links=1, host_network_bandwidth=1.25e9,
         cores_per_chip=1, chips_per_host=1, device_kinds=("cpu",),
@@ -317,6 +462,10 @@ _TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Grand Te
 _HOSTED = (
     _hosted("h100", "a3-high", ("a3-highgpu-8g",), 100e9, f"{_GOOGLE_GPUS} (4 x 200 Gb/s)"),
     _hosted("h100", "a3-mega", ("a3-megagpu-8g",), 200e9, f"{_GOOGLE_GPUS} (8 x 200 Gb/s)"),
+    _hosted("a100-40", "a2-high", (), 12.5e9, f"{_GOOGLE_GPUS} (100 Gb/s)"),
+    _hosted("a100-80", "a2-ultra", (), 12.5e9, f"{_GOOGLE_GPUS} (100 Gb/s)"),
+    _hosted("a100-40", "p4d", (), 50e9, f"{_aws('p4')} (4 x 100 Gb/s)"),
+    _hosted("a100-80", "p4de", (), 50e9, f"{_aws('p4')} (4 x 100 Gb/s)"),
     dataclasses.replace(
         _hosted("h100", "h100-500w", ("grand-teton",), 400e9, _TORCHTITAN),
         memory_bytes=97_321 * MIB,

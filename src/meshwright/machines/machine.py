@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.arithmetic import whole_number, whole_numbers
@@ -67,13 +67,16 @@ class Machine:
             )
 
     @classmethod
-    def parse(cls, text: "str | Machine") -> "Machine":
-        """Read a machine: `v5p:4x4x8`, `v5p-256`, `h100:16x8`, `2*v5e:16x16`, `cpu:8`, `here`."""
+    def parse(cls, text: "str | Machine", own: Mapping[str, Chip] | None = None) -> "Machine":
+        """Read a machine: `v5p:4x4x8`, `v5p-256`, `16*p5.48xlarge`, `2*v5e:16x16`, `here`.
+
+        Chips of your `own`, by name, come before those of the catalogue.
+        """
         if isinstance(text, Machine):
             return text
         if isinstance(text, str) and text.strip() == "here":
             return cls.here()
-        return cls(*read_machine(text))
+        return cls(*read_machine(text, own))
 
     @classmethod
     def here(cls) -> "Machine":

@@ -82,20 +82,20 @@ def nearest_slices(chip: str, shape: Shape) -> list[Shape]:
 
 def check_slice(chip: Chip, shape: Shape, slices: int, given: str) -> None:
     """That a catalogue's TPU has such a slice; a MeshwrightError names the nearest that exist."""
-    known = slice_shapes(chip.name)
+    known = slice_shapes(chip.kind)
     if not known or shape in known:
         return
 
     def text(number: int, one: Shape) -> str:
         return f"{number}*" * (number > 1) + f"{chip.name}:{'x'.join(map(str, one))}"
 
-    texts = [text(slices, one) for one in nearest_slices(chip.name, shape)]
+    texts = [text(slices, one) for one in nearest_slices(chip.kind, shape)]
     several, rest = divmod(math.prod(shape), math.prod(known[-1]))
     if several > 1 and not rest:  # as many chips, in more slices
         texts.append(text(several * slices, known[-1]))
     raise MeshwrightError(
         f"machine {given!r}: there is no such {chip.name} slice; nearest: {one_of(texts)}. "
-        f"{_rule(chip.name)} To describe a machine that does not exist, in Python: "
+        f"{_rule(chip.kind)} To describe a machine that does not exist, in Python: "
         f"mw.Machine(mw.CHIPS['{chip.name}'], {shape})"
     )
 

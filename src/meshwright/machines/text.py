@@ -1,23 +1,33 @@
-"""The text of a machine: `v5p:4x4x8`, `v5p-256`, `h100:16x8`, `2*v5e:16x16`, `cpu:8`."""
+"""The text of a machine: `v5p:4x4x8`, `v5p-256`, `h100:16x8`, `16*p5.48xlarge`, `cpu:8`."""
 
 import math
 import re
+from collections.abc import Mapping
 
 from meshwright.errors import MeshwrightError, did_you_mean, one_of
 from meshwright.machines.chips import CHIPS, Chip, find_chip
-from meshwright.machines.cloud_names import cloud_topology, is_cloud_name
+from meshwright.machines.cloud_names import (
+    INSTANCES,
+    cloud_topology,
+    instances_shape,
+    is_cloud_name,
+)
 from meshwright.machines.slices import check_slice
 from meshwright.present import count
 
 MAX_DEVICES = 1_000_000
 GRAMMAR = (
     "a machine is CHIP:SHAPE (v5p:4x4x8, v5e:16x16, h100:8, h100:16x8 for hosts x GPUs, cpu:8), "
-    "a cloud name (v5p-256), N*MACHINE for N slices (2*v5e:16x16), or 'here'"
+    "a cloud name (v5p-256, p5.48xlarge), N*MACHINE for N slices or instances (2*v5e:16x16, "
+    "16*p5.48xlarge), or 'here'"
 )
 
 
-def read_machine(text: str) -> tuple[Chip, tuple[int, ...], int]:
-    """`"2*v5e:16x16"` -> (the v5e chip, (16, 16), 2 slices)."""
+def read_machine(
+    text: str, own: Mapping[str, Chip] | None = None
+) -> tuple[Chip, tuple[int, ...], int]:
+    """`"2*v5e:16x16"` -> (the v5e chip, (16, 16), 2 slices); `own` chips come before ours."""
+    own = own or {}
     if not isinstance(text, str):
         raise MeshwrightError(f"machine {text!r} is not text; {GRAMMAR}")
     rest = text.strip()
@@ -38,19 +48,24 @@ def read_machine(text: str) -> tuple[Chip, tuple[int, ...], int]:
         if is_cloud_name(name):
             chip_name, shape = cloud_topology(name, text)
             return CHIPS[chip_name], shape, slices
-        chip = find_chip(name)
+        if name.lower() in INSTANCES:
+            per_host = CHIPS[INSTANCES[name.lower()][0]].chips_per_host
+            chip_name, shape = instances_shape(name, slices, per_host)
+            return CHIPS[chip_name], shape, 1
+        chip = own.get(name) or find_chip(name)
         if chip is not None:
             raise MeshwrightError(
                 f"machine {text!r} names a chip but not how many; write {one_of(_examples(chip))}"
             )
         raise MeshwrightError(
-            f"machine {text!r} is not known{_near(name)} {GRAMMAR[0].upper()}{GRAMMAR[1:]}"
+            f"machine {text!r} is not known{_near(name, own)} {GRAMMAR[0].upper()}{GRAMMAR[1:]}"
         )
-    chip = find_chip(name)
+    chip = own.get(name) or find_chip(name)
     if chip is None:
         raise MeshwrightError(
-            f"machine {text!r}: no chip is called {name!r}{_near(name)} For hardware that is not "
-            "in the catalogue give your own: mw.Machine(mw.Chip(...), shape)"
+            f"machine {text!r}: no chip is called {name!r}{_near(name, own)} For hardware that is "
+            "not in the catalogue give your own: mw.Machine(mw.Chip(...), shape), or "
+            "`meshwright plan --catalogue FILE`"
         )
     if re.fullmatch(r"[0-9]+(x[0-9]+)*", sizes_text) and re.search("[0-9]{8}", sizes_text):
         raise MeshwrightError(
@@ -104,5 +119,5 @@ def _examples(chip: Chip) -> list[str]:
     return [f"{chip.name}:{shape}" for shape in by_platform[chip.platform]]
 
 
-def _near(name: str) -> str:
-    return did_you_mean(name.lower(), [*CHIPS, "here"])
+def _near(name: str, own: Mapping[str, Chip]) -> str:
+    return did_you_mean(name.lower(), [*own, *CHIPS, *INSTANCES, "here"])

@@ -23,6 +23,7 @@ from meshwright.models.huggingface import (
 from meshwright.models.huggingface import WEIGHTS as ADAPTER_WEIGHTS
 from meshwright.models.lora import (
     ADAPTER,
+    DROPOUT,
     QUANTIZED_BASES,
     AdapterSlots,
     LoraConfig,
@@ -30,6 +31,7 @@ from meshwright.models.lora import (
     for_tokens,
     merged,
     quantized_base,
+    sequence_noise,
     with_adapter,
 )
 from meshwright.models.loss import (
@@ -82,6 +84,7 @@ __all__ = [
     "ADAPTER",
     "ADAPTER_WEIGHTS",
     "BY_TRANSFORMERS",
+    "DROPOUT",
     "FAMILIES",
     "OFFLOAD",
     "PRESETS",
@@ -148,6 +151,7 @@ __all__ = [
     "save_adapter",
     "save_hf",
     "scans_layers",
+    "sequence_noise",
     "serving_of",
     "target_count",
     "target_weight",

@@ -293,7 +293,8 @@ def _product(
     """
     if isinstance(weight, Adapted):
         y = _product(dims, x, weight.base, whole, over, target, compute, **options)
-        update = low_rank_product(dims, x, weight.a, weight.b, over, target, weight.mask)
+        factors = weight.a, weight.b
+        update = low_rank_product(dims, x, *factors, over, target, weight.mask, weight.dropout)
         return y + (update * weight.scale).astype(y.dtype)
     partial = partial_sums(whole, over)
     if isinstance(weight, Fp8Weight):

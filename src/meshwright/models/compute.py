@@ -33,6 +33,8 @@ class Compute:
     fp8_skips: int = 0  # layers at each end that stay in dtype with fp8
     experts: str = "auto"  # how tokens reach experts of other devices: see ops/experts.py
     adapter_scale: float = 1.0  # of what an adapter adds: see lora.py
+    dropout: float = 0.0  # of an adapter's inputs, where a batch has the field `dropout`
+    seed: int = 0  # of dropout
     stationary: bool = False  # weights stay sharded and activations move: see activations.py
 
     @property

@@ -7,7 +7,8 @@ A matrix w [inputs ..., outputs ...] gets two factors, a [inputs ..., rank] and 
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,10 +18,12 @@ from jax.sharding import reshard
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts import ArraySpec, Constant, Normal, PathMatcher, tree_paths
-from meshwright.ops import NF4, NF4_BLOCK, quantized_spec, spec_of
+from meshwright.models.compute import Compute
+from meshwright.ops import NF4, NF4_BLOCK, Dropout, hashed, quantized_spec, spec_of
 
 ADAPTER = "adapter"
 QUANTIZED_BASES = ("int8", NF4)
+DROPOUT = "dropout"  # a field of a batch in a train step, noise of each sequence: [batch, 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,8 @@ class LoraConfig:
     """The update is multiplied with alpha / rank."""
     rslora: bool = False
     """Rank-stabilized: multiply with alpha / √rank instead."""
+    dropout: float = 0.0
+    """Probability with which training drops each input of the update, as PEFT's lora_dropout."""
     targets: tuple[str, ...] = ()
     """Adapt only matrices with one of these names (q_proj), or in whose path or Hugging Face name
     one of these regexes is found (attention). Without any: every matrix of the layers."""
@@ -45,6 +50,8 @@ class LoraConfig:
             raise MeshwrightError(f"lora.rank={self.rank} must be at least 0; 0 means no LoRA")
         if not 0 < self.alpha < math.inf:
             raise MeshwrightError(f"lora.alpha={self.alpha} must be a number above 0, such as 16")
+        if not 0 <= self.dropout < 1:
+            raise MeshwrightError(f"lora.dropout={self.dropout} must be from 0 to below 1")
         fields = dataclasses.fields(self)
         if not self.rank and any(getattr(self, one.name) != one.default for one in fields):
             raise MeshwrightError("the settings lora.… need --lora.rank, such as --lora.rank 16")
@@ -174,6 +181,7 @@ class Adapted:
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     slots: jax.Array | None = None  # of tokens [batch, length]: see AdapterSlots
     count: int = dataclasses.field(default=1, metadata={"static": True})
+    dropout: Dropout | None = None  # of the update's inputs, in training
 
     @property
     def ndim(self) -> int:
@@ -258,8 +266,32 @@ def adapted_names(params: Any) -> list[str]:
     return list(dict.fromkeys(keys[-2] for keys in paths))
 
 
-def adapted_layers(layers: Any, params: Any, path: Sequence[str], scale: float) -> Any:
-    """The weights of a stack of layers, those with an update as `Adapted`."""
+def sequence_noise(seed: int, step: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """The field `dropout` of a step's batch, for sequences [micro-batches, batch].
+
+    A sequence has the same noise in whichever micro-batch it is.
+    """
+    return hashed(seed, step, jnp.arange(math.prod(shape)).reshape(*shape, 1))
+
+
+def token_noise(batch: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array | None:
+    """Noise of tokens [batch, length], from that of their sequences; None: nothing is dropped."""
+    if DROPOUT not in batch:
+        return None
+    return hashed(batch[DROPOUT], jnp.arange(tokens.shape[1])[None])
+
+
+def adapted_layers(
+    layers: Any,
+    params: Any,
+    path: Sequence[str],
+    compute: Compute,
+    noise: Callable[[str], jax.Array | None] = lambda matrix: None,
+) -> Any:
+    """The weights of a stack of layers, those with an update as `Adapted`.
+
+    `noise` is that of the tokens [batch, length] that a matrix (`attention/wq`) multiplies.
+    """
     adapter = params.get(ADAPTER, {})
     if isinstance(adapter, AdapterSlots):
         return adapter.joined(layers)
@@ -270,7 +302,16 @@ def adapted_layers(layers: Any, params: Any, path: Sequence[str], scale: float) 
 
     def joined(block: str, name: str, weight: Any) -> Any:
         factors = adapter.get(block, {}).get(name)
-        return weight if factors is None else Adapted(weight, factors["a"], factors["b"], scale)
+        if factors is None:
+            return weight
+        a, b, scale, rate = factors["a"], factors["b"], compute.adapter_scale, compute.dropout
+        of_tokens = noise(f"{block}/{name}") if rate else None
+        if of_tokens is None:
+            return Adapted(weight, a, b, scale)
+        matrix = zlib.crc32("/".join((*path, block, name)).encode())
+        of_layers = jnp.arange(a.shape[0])[:, None, None]
+        dropout = Dropout(hashed(of_tokens[None], matrix, of_layers), rate)
+        return Adapted(weight, a, b, scale / (1 - rate), dropout=dropout)
 
     return {
         block: {name: joined(block, name, weight) for name, weight in arrays.items()}

@@ -49,7 +49,11 @@ def unstacked(
                 array.delete()
 
     for block, arrays in stacked.items():
-        for name, (parts, merge) in _made_of(arrays, merged.get(block, {})).items():
+        # experts stay apart: their matmuls are large, and both copies would be there at once
+        apart = any(spec.kind == "expert" for spec in specs[block].values())
+        for name, (parts, merge) in _made_of(
+            arrays, {} if apart else merged.get(block, {})
+        ).items():
             move(block, name, parts, merge)
     return layers
 
@@ -124,8 +128,8 @@ def merge_kv(k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def merge_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """[embed, 2, mlp], or that of each expert."""
-    return jnp.stack([gate, up], axis=-2)
+    """[embed, 2, mlp]."""
+    return jnp.stack([gate, up], axis=1)
 
 
 _quantize = jax.jit(quantize, static_argnums=(1, 2))

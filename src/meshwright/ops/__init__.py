@@ -24,11 +24,13 @@ from meshwright.ops.cross_entropy import (
 from meshwright.ops.embedding import embed
 from meshwright.ops.experts import (
     EXCHANGES,
+    Mlp,
     Rows,
     exchange_by_bytes,
     rows_per_token,
     through_experts,
 )
+from meshwright.ops.float32_matmul import float32_matmul
 from meshwright.ops.fp8 import (
     COMPILER_OPTIONS,
     SCALE,
@@ -37,8 +39,8 @@ from meshwright.ops.fp8 import (
     plain_weights,
     weight_in_fp8,
 )
-from meshwright.ops.grouped import grouped_matmul
-from meshwright.ops.low_rank import low_rank_product
+from meshwright.ops.grouped import group_alignment, grouped_matmul
+from meshwright.ops.low_rank import Dropout, hashed, low_rank_product
 from meshwright.ops.mosaic import switched_on
 from meshwright.ops.norms import NORMS, NormKind, add_bias, normalize, rms_norm
 from meshwright.ops.quantized import (
@@ -57,10 +59,11 @@ from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, Yar
 
 __all__ = [
     "COMPILER_OPTIONS", "EXCHANGES", "IGNORED", "NF4", "NF4_BLOCK", "NORMS", "QUANTIZED_DTYPES",
-    "SCALE", "Fp8Weight", "LinearScaling", "Llama3Scaling", "NormKind", "Quantized", "Rope", "Rows",
-    "Scaling", "YarnScaling", "add_bias", "all_gather", "cross_entropy", "current_platform",
-    "dequantize_nf4", "drop_trivial_axes", "einsum", "embed", "exchange_by_bytes", "fp8_einsum",
-    "grouped_matmul", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes", "normalize",
+    "SCALE", "Dropout", "Fp8Weight", "LinearScaling", "Llama3Scaling", "Mlp", "NormKind",
+    "Quantized", "Rope", "Rows", "Scaling", "YarnScaling", "add_bias", "all_gather",
+    "cross_entropy", "current_platform", "dequantize_nf4", "drop_trivial_axes", "einsum", "embed",
+    "exchange_by_bytes", "float32_matmul", "fp8_einsum", "group_alignment", "grouped_matmul",
+    "hashed", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes", "normalize",
     "over_chunks", "partial_sums", "plain_weights", "quantize", "quantized_spec", "reduce_part",
     "reduce_to", "relative_bias", "relative_bias_at", "rms_norm", "rotate", "rows_per_token",
     "scaled", "spec_of", "split_axes", "stacks", "switched_on", "target_log_probs",

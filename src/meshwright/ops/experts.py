@@ -31,13 +31,18 @@ class Rows:
     """Rows of tokens, sorted by the expert that they go to; those of no expert here are last."""
 
     values: jax.Array  # [rows, embed]
-    sizes: jax.Array  # [experts]: how many go to each
+    sizes: jax.Array  # [experts]: how many each has, with rows of zeros up to the alignment
     experts: jax.Array  # [rows]: which, from 0; the number of experts for those of none
     weights: jax.Array | None  # [rows], by which what an expert makes of a row is multiplied
 
 
-Mlp = Callable[[Rows], jax.Array]
-"""Rows to what their experts make of them, multiplied with their weights."""
+@dataclasses.dataclass(frozen=True)
+class Mlp:
+    """What experts do with rows, and at multiples of how many rows those of an expert begin."""
+
+    run: Callable[[Rows], jax.Array]
+    """Rows to what their experts make of them, multiplied with their weights."""
+    alignment: int = 1
 
 
 def exchange_by_bytes(ways: int, per_token: int) -> str:
@@ -91,30 +96,52 @@ def _through_own(
     if some:
         own = (chosen >= 0) & (chosen < experts)
         chosen, weights = jnp.where(own, chosen, experts), jnp.where(own, weights, 0)
-    order, inverse, sizes = _sorted(chosen.reshape(-1), experts)
+    order, inverse, sizes = _sorted(chosen.reshape(-1), experts, mlp.alignment)
     rows = Rows(
         repeat_rows(x, order, inverse, per_token),
         sizes,
-        chosen.reshape(-1)[order],
+        _experts_of(order, chosen.reshape(-1), experts),
         repeat_rows(weights.reshape(-1, 1), order, inverse, 1)[:, 0],
     )
-    y = _masked(rows, mlp, experts) if some else mlp(rows)
+    y = _masked(rows, mlp, experts) if some else mlp.run(rows)
     return sum_rows(y, order, inverse, per_token)
+
+
+def _experts_of(order: jax.Array, chosen: jax.Array, experts: int) -> jax.Array:
+    """Those of rows in an order, some of which may be of none."""
+    return chosen.at[order].get(mode="fill", fill_value=experts)
 
 
 def _masked(rows: Rows, mlp: Mlp, experts: int) -> jax.Array:
     """Zero for rows of no expert here, and so is their gradient."""
     valid = (rows.experts < experts)[:, None]
     values = jnp.where(valid, rows.values, 0)
-    return jnp.where(valid, mlp(dataclasses.replace(rows, values=values)), 0)
+    return jnp.where(valid, mlp.run(dataclasses.replace(rows, values=values)), 0)
 
 
-def _sorted(keys: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The order that sorts keys [n], its inverse, and how many of them each expert has."""
+def _sorted(
+    keys: jax.Array, experts: int, alignment: int = 1
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The order that sorts keys [n], its inverse, and how many of them each expert has.
+
+    With an alignment the order has places between experts that are of none (n), and the sizes
+    count these. Keys from `experts` on are of no expert, and last.
+    """
+    count = keys.shape[0]
     order = jnp.argsort(keys, stable=True)
-    places = jnp.arange(keys.shape[0], dtype=order.dtype)
-    inverse = jnp.zeros_like(order).at[order].set(varying_like(places, order), unique_indices=True)
     sizes = jnp.sum(keys[:, None] == jnp.arange(experts)[None], axis=0, dtype=jnp.int32)
+    places = varying_like(jnp.arange(count, dtype=jnp.int32), order)
+    if alignment > 1:
+        sorted_keys = jnp.minimum(keys[order], experts)
+        aligned = -(-sizes // alignment) * alignment
+        # by how much the rows of an expert move, and those of none
+        moved = _starts(jnp.append(aligned, 0)) - _starts(jnp.append(sizes, 0))
+        places, sizes = places + moved[sorted_keys], aligned
+        most = min(count * alignment, count + experts * (alignment - 1))
+        rows = -(-most // alignment) * alignment
+    inverse = jnp.zeros(count, jnp.int32).at[order].set(places, unique_indices=True)
+    if alignment > 1:
+        order = jnp.full(rows, count, jnp.int32).at[places].set(order, unique_indices=True)
     return order, inverse, sizes
 
 
@@ -175,8 +202,9 @@ def _all_to_all(
     @jax.checkpoint
     def compute(arrived: jax.Array) -> jax.Array:
         keys = of_rows.reshape(-1)
-        order, inverse, sizes = _sorted(keys, experts)
-        sorted_rows = Rows(repeat_rows(arrived, order, inverse, 1), sizes, keys[order], None)
+        order, inverse, sizes = _sorted(keys, experts, mlp.alignment)
+        of_order = _experts_of(order, keys, experts)
+        sorted_rows = Rows(repeat_rows(arrived, order, inverse, 1), sizes, of_order, None)
         return sum_rows(_masked(sorted_rows, mlp, experts), order, inverse, 1)
 
     back = moves.back(compute(moves.there(rows)), rows.shape[0])

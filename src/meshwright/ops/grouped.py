@@ -12,23 +12,72 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.ops import hopper_grouped
+from meshwright.ops.mosaic import HOPPER, unavailable
 
-def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+
+def group_alignment(dtype: Any, *dims: int) -> tuple[int, str]:
+    """At multiples of how many rows groups begin, for the kernel that will multiply them; and why.
+
+    `dims` are those of the matrices. 1: by XLA, which on GPUs multiplies every row with the matrix
+    of every group.
+    """
+    why = unavailable(HOPPER)
+    if why is None and jnp.dtype(dtype) != jnp.bfloat16:
+        why = f"it is for bfloat16, not {jnp.dtype(dtype).name}"
+    if why is None and any(dim % hopper_grouped.ROWS for dim in dims):
+        why = f"it needs matrices of multiples of {hopper_grouped.ROWS}, these are {dims}"
+    return (1, why) if why is not None else (hopper_grouped.ROWS, "")
+
+
+def grouped_matmul(
+    x: jax.Array, weights: jax.Array, sizes: jax.Array, alignment: int = 1
+) -> jax.Array:
     """[rows, out] of x [rows, in] and weights [groups, in, out]; `sizes` [groups] of the groups.
 
-    The rows of a group are together, in the order of the groups. Rows after the last group are of
-    none: what is computed of them means nothing.
+    The rows of a group are together, in the order of the groups, and groups have a multiple of
+    `alignment` rows; those that are none are zero. Rows after the last group are of none: what is
+    computed of them means nothing.
     """
-    return lax.ragged_dot(x, weights, sizes.astype(jnp.int32))
+    sizes = sizes.astype(jnp.int32)
+    if alignment > 1:
+        return _in_tiles(x, weights, sizes)
+    return lax.ragged_dot(x, weights, sizes)
+
+
+@jax.custom_vjp
+def _in_tiles(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    return hopper_grouped.rows_product(x, weights, _groups_of_tiles(x, sizes))
+
+
+def _in_tiles_forward(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+    return _in_tiles(x, weights, sizes), (x, weights, sizes)
+
+
+def _in_tiles_backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, weights, sizes = saved
+    of_x = hopper_grouped.rows_product(gradient, weights, _groups_of_tiles(x, sizes), True)
+    return of_x, hopper_grouped.weights_product(x, gradient, sizes), None
+
+
+_in_tiles.defvjp(_in_tiles_forward, _in_tiles_backward)
+
+
+def _groups_of_tiles(x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The group of each tile of rows; after the last, their number."""
+    ends = jnp.cumsum(sizes)[None] // hopper_grouped.ROWS
+    tiles = jnp.arange(x.shape[0] // hopper_grouped.ROWS)[:, None]
+    return jnp.sum(tiles >= ends, axis=1, dtype=jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def repeat_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, times: int) -> jax.Array:
     """Each row of x [n, d] so many times, then in this order [n · times]; `inverse` undoes it.
 
-    Its gradient is gathered and summed, where that of indexing would be scattered.
+    A number from n · times on is of no row: of zeros. Its gradient is read and summed, where
+    that of indexing would be scattered.
     """
-    return x[order // times]
+    return x.at[order // times].get(mode="fill", fill_value=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -4,7 +4,17 @@ from meshwright.audits import Collective
 from meshwright.planner.auto import planned, planned_to_serve
 from meshwright.planner.compilers import in_stages, staged
 from meshwright.planner.constraints import constraints_of
+from meshwright.planner.goodput import LongRun
 from meshwright.planner.links import over, place_axes
+from meshwright.planner.long_run import batch_for, sequences
+from meshwright.planner.machines_compared import (
+    Comparison,
+    Offer,
+    Run,
+    compare,
+    curve,
+    machines_named,
+)
 from meshwright.planner.memory import memory
 from meshwright.planner.planner import plan, plan_config
 from meshwright.planner.result import Estimate, Memory, Plan, Refusal
@@ -15,15 +25,23 @@ __all__ = [
     "CHOSEN",
     "Choice",
     "Collective",
+    "Comparison",
     "Estimate",
+    "LongRun",
     "Memory",
+    "Offer",
     "Plan",
     "Refusal",
+    "Run",
     "StepModel",
     "Workload",
     "apply",
+    "batch_for",
+    "compare",
     "constraints_of",
+    "curve",
     "in_stages",
+    "machines_named",
     "memory",
     "over",
     "place_axes",
@@ -31,5 +49,6 @@ __all__ = [
     "plan_config",
     "planned",
     "planned_to_serve",
+    "sequences",
     "staged",
 ]

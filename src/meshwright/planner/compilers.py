@@ -59,7 +59,11 @@ def rewritten(step: StepModel, written: list[Collective]) -> list[Collective]:
         written = [one for one in written if one.payload != "LM head gradient" or apart]
     if rules := _RULES.get(machine.chip.platform):
         program = _program(step)
-        written = [changed for one in written for changed in _rewritten(one, program, rules)]
+        written = [
+            changed
+            for one in written
+            for changed in (_rewritten(one, program, rules) if one.payload in rules else (one,))
+        ]
     return written
 
 

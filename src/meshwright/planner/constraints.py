@@ -94,14 +94,19 @@ def parse(text: str | None) -> Constraints:
     return Constraints(tuple(limits))
 
 
-def constraints_of(config: TrainConfig, named: Collection[str] = ()) -> Constraints:
+def constraints_of(
+    config: TrainConfig, named: Collection[str] = (), mesh: str | None = None
+) -> Constraints:
     """What a config leaves to be chosen: the mesh, and settings that have their default value.
 
-    Settings in `named`, by their dotted names, are kept in any case.
+    Settings in `named`, by their dotted names, are kept in any case. Limits of the `mesh` take the
+    place of the config's mesh.
     """
     values, usual = flat_settings(config), flat_settings(TrainConfig(config.model))
-    mesh = AUTO if config.mesh == AUTO else str(training_spec(config)).removeprefix("!")
-    limits = parse(None if mesh in (AUTO, usual["mesh"]) else mesh)
+    if mesh is None:
+        mesh = AUTO if config.mesh == AUTO else str(training_spec(config)).removeprefix("!")
+        mesh = None if mesh == usual["mesh"] else mesh
+    limits = parse(mesh)
     fixed = {
         field: values[setting]
         for field, setting in CHOSEN.items()

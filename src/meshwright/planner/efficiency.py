@@ -187,7 +187,7 @@ def fp8(chip: Chip, smallest_side: float) -> float:
 def matmul(chip: Chip, smallest_side: float) -> float:
     """Of the peak, in a matmul whose smallest side on a device is this."""
     usual = MATMUL_TPU if chip.platform == "tpu" else MATMUL_GPU
-    full = MATMUL_OF_CHIP.get(chip.name, usual)
+    full = MATMUL_OF_CHIP.get(chip.kind, usual)
     return full * min(1.0, 0.5 + 0.5 * smallest_side / SMALL_SIDE)
 
 
@@ -207,7 +207,7 @@ def ring_steps(part: float) -> float:
 
 def host_network(chip: Chip, hosts: int) -> float:
     """Of the bandwidth between hosts, what large collectives over this many of them get."""
-    usable = HOST_NETWORK_OF_CHIP.get(chip.name, HOST_NETWORK)
+    usable = HOST_NETWORK_OF_CHIP.get(chip.kind, HOST_NETWORK)
     return usable * CONGESTION ** max(math.log2(hosts) - 1, 0.0)
 
 
@@ -216,7 +216,7 @@ def hides(chip: Chip, operation: str, overlap: bool) -> float:
     if overlap and operation == "all-gather" and chip.platform == "tpu":
         return HIDE_ALL_GATHERS_TOLD
     table = HIDE_ALL_GATHERS if operation == "all-gather" else HIDE_SCATTERS
-    return table.get(chip.name, table.get(chip.platform, 0.0))
+    return table.get(chip.kind, table.get(chip.platform, 0.0))
 
 
 def told_to_overlap(chip: Chip) -> bool:

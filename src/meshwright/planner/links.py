@@ -33,7 +33,7 @@ Shares = tuple[Share, ...]  # one share an axis
 @dataclasses.dataclass(frozen=True)
 class Link:
     words: str
-    network: str  # ICI, NVLink, PCIe, host network, data-center network
+    network: str  # ICI, NVLink, Infinity Fabric, PCIe, host network, data-center network
     devices: int
     bandwidth: float  # of a device, in collectives that use all links
     neighbour: float  # of a device, from each to the next of a ring
@@ -139,7 +139,8 @@ def _on_hosts(placement: Placement, axes: tuple[int, ...]) -> Link:
     hosts = math.prod(placement.shares[axis][0] for axis in axes)
     inside = math.prod(placement.shares[axis][1] for axis in axes)
     fast = chip.link_bandwidth * chip.links
-    name = "NVLink" if chip.links > 1 else "PCIe" if chip.platform == "gpu" else "memory"
+    linked = "Infinity Fabric" if chip.device_kinds[0].startswith("AMD") else "NVLink"
+    name = linked if chip.links > 1 else "PCIe" if chip.platform == "gpu" else "memory"
     devices = hosts * inside
     if hosts == 1:
         return _link(f"{name} of {inside}", name, devices, fast, fast, 1, machine)

@@ -15,12 +15,12 @@ from typing import Any, Literal
 from meshwright.audits import wire_bytes
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import flat_settings
-from meshwright.machines import Machine, largest_slice, squarest
+from meshwright.machines import Machine, larger
 from meshwright.models import QUANTIZED_BASES, family_of, model_config, what_fits
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
 from meshwright.planner.attention import slow_attention
-from meshwright.planner.constraints import Constraints, constraints_of, parse
+from meshwright.planner.constraints import Constraints, constraints_of
 from meshwright.planner.efficiency import told_to_overlap
 from meshwright.planner.memory import largest_batch, largest_seq
 from meshwright.planner.result import Estimate, Plan, Refusal
@@ -39,11 +39,12 @@ from meshwright.present import amount, count, seconds_text
 from meshwright.serving import EngineConfig
 from meshwright.training import AUTO, TrainConfig, check_length, with_settings
 
-RANK_BY = ("throughput", "latency", "memory")
+RANK_BY = ("throughput", "fastest", "latency", "memory")
 UNQUANTIZED = "plain"  # weights in the dtype of activations
 SERVED = {  # settings of an engine, and their values
     "weights": (UNQUANTIZED, *QUANTIZED_DTYPES), "cache": tuple(CACHE_DTYPES),
 }  # fmt: skip
+SLOTS = ("max_adapters", "max_adapter_rank")  # numbers, of adapters that an engine serves
 MOST_DEVICES = 65536  # to which a larger machine is looked for
 
 
@@ -67,7 +68,8 @@ def plan(
     value or in text; `batch` the sequences of a step, over all devices. `mesh` limits what may be
     chosen (`fsdp=*,tp<=8,sp=1`). The `settings` are those of train, by the last part of their names
     (`remat="full"`, `optimizer="muon"`) or with `_` for the dot (`optimizer_moments="bfloat16"`);
-    of serving, weights (plain, int8 or fp8) and cache (fp8). `imbalance` is assumed of a router:
+    of serving, weights (plain, int8 or fp8), cache (fp8), max_adapters and max_adapter_rank.
+    `imbalance` is assumed of a router:
     the tokens of the device whose experts have most, over the average; 1.0 is an even load.
 
     Remat, accumulation, sequence_parallel, context_parallel and mlp_chunk are chosen with the mesh
@@ -78,15 +80,18 @@ def plan(
     _check_question(rank_by, kind, cost_per_hour, imbalance)
     given = {"batch": batch, "seq": seq} | settings
     given = {name: value for name, value in given.items() if value is not None}
+    slots = {name: given.pop(name) for name in SLOTS if name in given}
+    for name, value in slots.items() if kind == "train" else ():
+        raise MeshwrightError(
+            f"{name}={value!r} is of serving, and training is planned; leave it out"
+        )
     config, changed, engine = _config(model, kind, given)
     named = {*named, *changed}
     _check_kind(config, kind, named)
-    limits = constraints_of(config, named)
-    if mesh is not None:
-        limits = dataclasses.replace(limits, limits=parse(mesh).limits)
+    limits = constraints_of(config, named, mesh)
     limits = dataclasses.replace(limits, fixed={**limits.fixed, **engine})
     model = None if isinstance(model, str | TrainConfig) else model
-    served = EngineConfig() if kind == "serve" else None
+    served = EngineConfig(**slots) if kind == "serve" else None
     made = plan_config(
         config, machine, limits, model=model, engine=served, rank_by=rank_by, imbalance=imbalance
     )
@@ -94,7 +99,7 @@ def plan(
 
 
 @contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Many small values are made, none of them in a cycle: to collect them takes an eighth."""
     was_on = gc.isenabled()
     gc.disable()
@@ -105,7 +110,7 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-@_without_collector()
+@without_collector()
 def plan_config(
     config: TrainConfig,
     machine: Machine,
@@ -130,7 +135,7 @@ def plan_config(
         estimates, refused = search_serving(workload, limits, rank_by)
     else:
         found, refused = search(workload, limits, rank_by)
-        estimates = [_estimate(one) for one in found]
+        estimates = [estimated(one) for one in found]
     if not estimates:
         raise MeshwrightError(_nothing(workload, limits, refused))
     best = estimates[0].choice
@@ -218,6 +223,10 @@ def _check_question(rank_by: str, kind: str, cost_per_hour: float | None, imbala
         raise MeshwrightError(
             "rank_by='latency' is the time of a token of serving; for training use 'throughput'"
         )
+    if kind == "serve" and rank_by == "fastest":
+        raise MeshwrightError(
+            "rank_by='fastest' is of training; for serving use 'throughput' or 'latency'"
+        )
 
 
 def _warnings(workload: Workload) -> tuple[str, ...]:
@@ -239,7 +248,8 @@ def _warnings(workload: Workload) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _estimate(one: Candidate) -> Estimate:
+def estimated(one: Candidate) -> Estimate:
+    """What a way to run would cost, with what bounds it and why."""
     timing, workload = one.timing, one.step.workload
     bound, reason = bound_and_reason(one.choice, timing)
     slow = slow_attention(workload, one.choice)
@@ -353,29 +363,7 @@ def _fits_on(workload: Workload, mesh: Choice, limits: Constraints) -> bool:
 
 def _larger_that_fits(workload: Workload, limits: Constraints) -> Machine | None:
     """The first machine of the same chip, doubled and doubled again, on which some mesh fits."""
-    for larger in _larger(workload.machine):
-        if _first_that_fits(dataclasses.replace(workload, machine=larger), limits) is not None:
-            return larger
+    for machine in larger(workload.machine, MOST_DEVICES):
+        if _first_that_fits(dataclasses.replace(workload, machine=machine), limits) is not None:
+            return machine
     return None
-
-
-def _larger(machine: Machine) -> Iterator[Machine]:
-    """Twice as many devices again and again, as they can be had: slices, then several of them."""
-    chip, shape, slices = machine.chip, list(machine.shape), machine.slices
-    most = largest_slice(chip.name)  # None: a chip that is not in the catalogue
-    chips = math.prod(shape)
-    while math.prod(shape) * slices * 2 <= MOST_DEVICES:
-        if chip.platform != "tpu":  # until a host is full, then by hosts
-            is_full = len(shape) == 1 or shape[1] >= chip.chips_per_host
-            shape[0 if is_full else 1] *= 2
-        elif most is None:
-            shape[shape.index(min(shape))] *= 2
-        elif chips * 2 > most:
-            slices *= 2
-        else:
-            chips *= 2
-            shape = list(squarest(chip.name, chips) or ())
-            if not shape:
-                shape = list(machine.shape)  # no slice has so many; the next doubling may be one
-                continue
-        yield Machine(chip, tuple(shape), slices)

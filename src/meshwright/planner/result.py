@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from meshwright.audits import Collective
 from meshwright.machines import Machine
+from meshwright.planner.goodput import LongRun
 from meshwright.planner.workload import Choice, Workload
 from meshwright.serving import EngineConfig
 from meshwright.training import TrainConfig
@@ -115,7 +116,7 @@ class Plan:
     model: Any  # the one that the config names, before its positions are changed
     engine: EngineConfig | None  # which serves; None: training
     machine: Machine
-    rank_by: Literal["throughput", "latency", "memory"]
+    rank_by: Literal["throughput", "fastest", "latency", "memory"]
     ranked: tuple[
         Estimate, ...
     ]  # one for each mesh, with the best of the rest; serving: and weights
@@ -123,6 +124,8 @@ class Plan:
     largest_batch: int | None = None  # of the best mesh, at this seq
     largest_seq: int | None = None  # of the best mesh, at one sequence a device
     cost_per_hour: float | None = None  # of one chip
+    tokens: float | None = None  # of the whole run
+    long_run: LongRun = dataclasses.field(default_factory=LongRun)  # what stops it
     warnings: tuple[str, ...] = ()  # what would keep the printed commands from running as they are
     imbalance: float = 1.0  # assumed of routers, as Workload.imbalance
 

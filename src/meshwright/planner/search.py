@@ -8,6 +8,7 @@ before a faster one that does not.
 The order of choices is no finer than their times are known. The fastest and all within UNCERTAINTY
 of it are one group; the fastest of the rest begins the next. Inside a group the simplest comes
 first. Choices that need some of memory's reserve come after all others, in groups of their own.
+Ranked by `fastest`, each mesh has its fastest way and the order is that of their times.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from meshwright.present import count
 LONG = 16384  # tokens of a sequence on a device from which the mlp is tried in chunks
 CHUNK = 4096
 TRY_ALL = 512  # devices up to which every strategy of attention is tried; beyond, auto's is taken
-RankBy = Literal["throughput", "latency", "memory"]
+RankBy = Literal["throughput", "fastest", "latency", "memory"]
 Item = TypeVar("Item")
 # of a predicted step time: how far it is from published and compiled steps (docs/plan/plan.md)
 UNCERTAINTY = 0.10
@@ -131,6 +132,9 @@ def search(
     if rank_by == "memory":
         found.sort(key=lambda one: (one.memory.total, one.seconds))
         return found, refused
+    if rank_by == "fastest":
+        found.sort(key=lambda one: (one.memory.tight, one.seconds))
+        return found, refused
     ranked: list[Candidate] = []
     alike = groups(found, lambda one: one.seconds, lambda one: one.memory)
     for number, (bound, members) in enumerate(alike, 1):
@@ -140,6 +144,11 @@ def search(
             one.group = number
         ranked += simple
     return ranked, refused
+
+
+def quickest(fits: list[Candidate]) -> Candidate:
+    """Of the ways to run on a mesh, the one with the shortest step."""
+    return _fastest(_different(fits))
 
 
 def _different(fits: list[Candidate]) -> list[Candidate]:
@@ -233,7 +242,7 @@ def _feasible(
     accumulation = limits.fixed.get("accumulation")
     fits: list[Candidate] = []
     least: Candidate | None = None
-    for base in _bases(workload, mesh, limits):
+    for base in variants(workload, mesh, limits):
         if base.mlp_chunk and any(not one.choice.mlp_chunk for one in fits):
             break
         # where keeping least does not fit, nothing does
@@ -253,7 +262,7 @@ def _feasible(
     return fits, least
 
 
-def _bases(workload: Workload, mesh: Choice, limits: Constraints) -> Iterator[Choice]:
+def variants(workload: Workload, mesh: Choice, limits: Constraints) -> Iterator[Choice]:
     """A mesh with strategies of attention, with and without sequence_parallel; last in chunks."""
     length = workload.lengths["tokens"] // mesh.context
     long = length >= LONG and workload.schedule.chunks_mlp

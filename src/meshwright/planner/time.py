@@ -64,7 +64,7 @@ def step_time(step: StepModel) -> StepTime:
         seconds = one.times * each
         exposed += seconds
         place, able = "", 0.0  # needed at once, or sent when no layer computes
-        if one.payload in _HIDEABLE or one.operation == "collective-permute":
+        if hides(one):
             place, able = _hides_under(one, link, step)
             able *= seconds
             wanted[place] = wanted.get(place, 0.0) + able
@@ -85,6 +85,11 @@ def step_time(step: StepModel) -> StepTime:
     exposed -= sum(wanted[place] * share for place, share in hidden.items())
     parts = step.schedule.seconds(step, exposed)
     return StepTime(work, parts, sum(parts.values()), waits, hidden)
+
+
+def hides(one: Collective) -> bool:
+    """Whether a collective can run while something computes."""
+    return one.payload in _HIDEABLE or one.operation == "collective-permute"
 
 
 def _hides_under(one: Collective, link: Link, step: StepModel) -> tuple[str, float]:

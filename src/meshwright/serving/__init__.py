@@ -2,7 +2,7 @@
 
 from meshwright.serving.abstract_step import Part, ServedStep
 from meshwright.serving.adapters import with_adapters
-from meshwright.serving.defaults import Defaults, defaults_of
+from meshwright.serving.defaults import Defaults, answer_stops, defaults_of
 from meshwright.serving.engine import Engine
 from meshwright.serving.from_trainer import trained_weights
 from meshwright.serving.generate import stream
@@ -63,6 +63,7 @@ __all__ = [
     "Source",
     "TextSampler",
     "TokenLogprobs",
+    "answer_stops",
     "chat_folder",
     "check_fits",
     "check_prompts",

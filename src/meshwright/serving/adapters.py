@@ -30,8 +30,6 @@ from meshwright.serving.source import (
     served_config,
 )
 
-DEFAULT_RANK = 16  # of slots, where no adapter is there at first
-
 
 def with_adapters(source: Source, folders: Mapping[str, str | os.PathLike[str]]) -> Source:
     """The model with adapters that an engine serves beside it, by name."""
@@ -56,7 +54,7 @@ def with_slots(config: EngineConfig, source: Source) -> EngineConfig:
             "meshwright generate or serve with --adapter FOLDER"
         )
     ranks = [adapter.lora.rank for adapter in source.adapters.values()]
-    rank = config.max_adapter_rank or max(ranks, default=DEFAULT_RANK)
+    rank = config.max_adapter_rank or max(ranks, default=config.adapter_rank)
     return dataclasses.replace(config, max_adapters=most, max_adapter_rank=rank)
 
 

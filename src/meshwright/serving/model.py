@@ -48,17 +48,21 @@ def load(
     tokenizer: str | None = None,
     end_token: str | None = None,
     chat_template: str | os.PathLike[str] | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> "LanguageModel":
     """Load a model onto a mesh, ready to generate: a run, a Hugging Face folder, or org/name on
     the Hub.
 
-    `adapters` are folders of PEFT or of runs with LoRA, by the names that `generate` takes.
+    An `adapter`, a folder of PEFT or of a run with LoRA, is merged into it; `adapters` are such
+    folders by the names that `generate` takes.
 
     Programs are compiled when they are first needed; `engine` has the settings of the engine that
     runs them (`mw.EngineConfig`), with its `compile_first`.
     """
-    source = model_source(model, step=step, tokenizer=tokenizer, end_token=end_token)
+    source = model_source(
+        model, step=step, tokenizer=tokenizer, end_token=end_token, adapter=adapter
+    )
     source = with_adapters(source, adapters or {})
     placed = generation_mesh(mesh)
     check_fits(source.config, placed)
@@ -169,7 +173,7 @@ class LanguageModel:
 
     def check_chat(self) -> None:
         """Raise a MeshwrightError if there is no chat template."""
-        self._template  # noqa: B018
+        self.template  # noqa: B018
 
     def _chat(
         self,
@@ -186,18 +190,19 @@ class LanguageModel:
                 'messages are a text, or a list of such as {"role": "user", "content": "Hello"}; '
                 f"not {messages!r:.80}"
             )
-        text = self._template.render([dict(message) for message in known])
+        text = self.template.render([dict(message) for message in known])
         # the template writes special tokens
         [tokens] = self.source.tokenizer.encode_batch([text], False)
         if max_new is None:
             room = self.engine.max_length - len(tokens)
             max_new = max(1, min(room, self._defaults.max_new or room))
         [request] = self._requests([[int(token) for token in tokens]], max_new, sampling, adapter)
-        stop_tokens, stop = answer_stops(self._template, self.source.tokenizer)
+        stop_tokens, stop = answer_stops(self.template, self.source.tokenizer)
         return [dataclasses.replace(request, stop_tokens=stop_tokens, stop=stop)]
 
     @functools.cached_property
-    def _template(self) -> "ChatTemplate":
+    def template(self) -> "ChatTemplate":
+        """The model's chat template, or an error."""
         try:
             from meshwright.data import load_chat_template
         except ImportError as reason:

@@ -46,7 +46,7 @@ from meshwright.ops.attention import (
     pool_shape,
 )
 from meshwright.present import count
-from meshwright.serving.adapters import DEFAULT_RANK, load_factors
+from meshwright.serving.adapters import load_factors
 from meshwright.serving.device_sampling import TOP, greedy, top_logprobs
 from meshwright.serving.from_trainer import check_params, trained_weights
 from meshwright.serving.prompts import PromptInputs, PromptShape, fill_with_prompts, prompt_shapes
@@ -344,7 +344,7 @@ class Programs(Steps):
         return slots
 
     def _abstract_factors(self) -> Any:
-        every = LoraConfig(self._adapter_rank)
+        every = LoraConfig(self.config.adapter_rank)
         return adapter_targets(self.model_config, every, self.mesh)[ADAPTER]
 
     def _zero_factors(self) -> Any:
@@ -352,10 +352,6 @@ class Programs(Steps):
             return jnp.zeros(one.shape, one.dtype, device=one.sharding)
 
         return jax.tree.map(zeros, self._abstract_factors())
-
-    @property
-    def _adapter_rank(self) -> int:
-        return self.config.max_adapter_rank or DEFAULT_RANK
 
     def _slot_factors(self, factors: Any, scale: jax.Array) -> list[Any]:
         """The factors of an adapter as steps read them."""
@@ -368,7 +364,7 @@ class Programs(Steps):
 
     def read_adapter(self, adapter: Adapter) -> Any:
         """The factors of an adapter on the devices; takes long, in any thread."""
-        return load_factors(self._source, adapter, self.mesh, self._adapter_rank)
+        return load_factors(self._source, adapter, self.mesh, self.config.adapter_rank)
 
     def load_adapter(self, slot: int, factors: Any, scale: float) -> None:
         """Write what `read_adapter` gave into a slot, after the steps that were dispatched."""

@@ -1,6 +1,7 @@
 """What a client asks of the engine, and what the engine answers, token by token."""
 
 import dataclasses
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -143,7 +144,7 @@ class AnyEngine(Protocol):
         """The adapters that are loaded, by name; see source.Adapter."""
         ...
 
-    def load_adapter(self, name: str, folder: str) -> None:
+    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Load an adapter for requests that name it; takes long."""
         ...
 

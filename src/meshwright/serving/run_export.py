@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from meshwright.data import tokenizer_files
 from meshwright.errors import MeshwrightError
-from meshwright.hub import name_of_snapshot
+from meshwright.hub import MODEL, local_folder, name_of_snapshot
 from meshwright.models import SOURCE, is_adapter, save_adapter, save_hf, tokenizer_files_of
 from meshwright.serving.source import (
     Source,
@@ -33,32 +33,37 @@ def export(
     step: int | None = None,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     merge: bool = False,
+    adapter: str | os.PathLike[str] | None = None,
     mesh: str = "dp=1,fsdp=1,tp=1,sp=1",
 ) -> Path:
     """Write the model of a run as a new Hugging Face folder, with its tokenizer's files.
 
     Of a run with LoRA it is the adapter, as PEFT reads it; with `merge` the model with the adapter
-    merged. `mesh` is for models that one device cannot hold.
+    merged. With `adapter` it is the model with that one merged. `mesh` is for models that one
+    device cannot hold.
     """
-    source = model_source(run, step=step)
+    path = local_folder(run, MODEL)
+    source = model_source(path, step=step, adapter=adapter)
     if merge and source.adapter is None:
         raise MeshwrightError(f"{source.name} has no adapter to merge; leave --merge out")
-    if not merge and is_adapter(Path(run)):
+    if not merge and is_adapter(path):
         raise MeshwrightError(f"{run} is an adapter of PEFT already; --merge exports the model")
+    if not merge and adapter is not None:
+        raise MeshwrightError(f"--adapter {adapter} is exported merged into the model: add --merge")
     out = Path(folder)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):  # before weights are read
         raise MeshwrightError(f"{out} is there already; give a folder that is new or empty")
     kind, placed = jnp.dtype(dtype), generation_mesh(mesh)
-    with _tokenizer_folder(source, Path(run)) as tokenizer:
+    with _tokenizer_folder(source, path) as tokenizer:
         if source.adapter is None or merge:
             params = load_weights(source, placed, kind).params
             return save_hf(out, params, source.config, dtype=kind, tokenizer=tokenizer)
-        adapter = source.adapter
-        factors = adapter.read(adapter_targets(source.config, adapter.lora, placed))
-        on_hub = name_of_snapshot(adapter.base)
-        base = str(adapter.base.resolve() if on_hub is None else on_hub)
+        own = source.adapter
+        factors = own.read(adapter_targets(source.config, own.lora, placed))
+        on_hub = name_of_snapshot(own.base)
+        base = str(own.base.resolve() if on_hub is None else on_hub)
         return save_adapter(
-            out, factors, source.config, adapter.lora, base, dtype=kind, tokenizer=tokenizer
+            out, factors, source.config, own.lora, base, dtype=kind, tokenizer=tokenizer
         )
 
 

@@ -99,6 +99,11 @@ class EngineConfig:
         )
 
     @property
+    def adapter_rank(self) -> int:
+        """The rank of slots; without any adapter at first it is a usual one."""
+        return self.max_adapter_rank or 16
+
+    @property
     def batches(self) -> tuple[int, ...]:
         """The batch sizes of decode programs, ascending; the last is max_batch."""
         sizes = self.batch_buckets or (1, 16, 32, 64, 128, 256, 512, 1024)
@@ -195,9 +200,11 @@ class ServeConfig:
     """Folder of a run, of a Hugging Face model or of an adapter of PEFT, or a name on the Hub
     (org/name)."""
     adapter: str | None = None
-    """Folder of an adapter that is merged into the model: of PEFT, or of a run with LoRA."""
+    """Adapter that is merged into the model: a folder of PEFT or of a run with LoRA, or a name on
+    the Hub."""
     adapters: tuple[str, ...] = ()
-    """Adapters to serve beside the model, as NAME=FOLDER; a request names one as its model."""
+    """Adapters to serve beside the model, as NAME=FOLDER, or NAME=org/name on the Hub; a request
+    names one as its model."""
     adapter_loading: bool = False
     """Let clients load and unload adapters (/v1/load_lora_adapter) from folders of this machine."""
     mesh: str = "dp=1,fsdp=1,tp=1,sp=1"

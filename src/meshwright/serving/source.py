@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.data import Tokenizer, load_tokenizer, tokenizer_from_json
 from meshwright.errors import MeshwrightError
+from meshwright.hub import ADAPTER as HUB_ADAPTER
 from meshwright.hub import MODEL, hub_name, local_folder, name_of_snapshot
 from meshwright.launch import weights_sample
 from meshwright.layouts import ArraySpec, Layout, Rules, fit, layout_tree, stored
@@ -167,8 +168,12 @@ def model_source(
 
 
 def adapter_source(folder: str | os.PathLike[str], source: Source) -> Adapter:
-    """The adapter in a folder of PEFT or of a run with LoRA, if it is one of this model."""
-    path, config = Path(folder), source.config
+    """The adapter in a folder of PEFT or of a run with LoRA, if it is one of this model.
+
+    One of PEFT may also be named on the Hub.
+    """
+    config = source.config
+    path = local_folder(folder, HUB_ADAPTER)
     try:
         is_peft = is_adapter(path)
     except OSError as reason:
@@ -394,7 +399,7 @@ def _run(
         raise MeshwrightError(
             f"{folder / 'config.json'} does not say which weights the run's adapter is of"
         )
-    base = _base_folder(Path(noted["folder"])) if noted else Path()
+    base = Path(noted["folder"]) if noted else Path()
     own = Path((config.hf_config or {}).get(SOURCE) or "")  # if it has the same tokenizer
     generation_config = _generation_config(own)
 
@@ -409,8 +414,10 @@ def _run(
     def read(targets: Any) -> Any:
         if adapter is None:
             return read_saved(targets)
-        check_base(noted, base, f"{folder} is an adapter")
-        return read_merged(functools.partial(_read_hf, base, config), adapter, config, targets)
+        here = _base_folder(base)
+        moved = f"give the folder where they are now as the model, and --adapter {folder}"
+        check_base(noted, here, f"{folder} is an adapter", moved)
+        return read_merged(functools.partial(_read_hf, here, config), adapter, config, targets)
 
     def fingerprints() -> dict[str, Any]:
         return {name: array.fingerprint for name, array in checkpoints.arrays(chosen).items()}
@@ -427,7 +434,9 @@ def _run(
         special_tokens=fields.get("special_tokens") is True,  # as in the data; none in old runs
         name=f"step {chosen} of {folder}",
         read=read,
-        weights=lambda: fingerprints() | ({"base": weights_sample(base)} if lora.rank else {}),
+        weights=lambda: (
+            fingerprints() | ({"base": weights_sample(_base_folder(base))} if lora.rank else {})
+        ),
         adapter=adapter,
     )
 

@@ -136,8 +136,8 @@ class TrainConfig:
     submesh: str | None = None
     """As in T5X: the tile of a model replica as x,y,z,cores, such as 2,1,1,2; the rest is dp."""
     data: str = "embedded"
-    """A token store, a file that is packed on first use (chat.jsonl), several with weights
-    (a.store:0.7,b.store:0.3), or the embedded stories."""
+    """A token store, a file or dataset on the Hub that is packed on first use (chat.jsonl,
+    org/name), several with weights (a.store:0.7,b.store:0.3), or the embedded stories."""
     pack: bool = True
     """Pack several documents into a sequence; --no-pack gives each document a sequence of its own,
     cut or padded to --seq."""
@@ -210,6 +210,11 @@ class TrainConfig:
             raise MeshwrightError(
                 "lora.rank and trainable both say what is trained; give --lora.targets to adapt "
                 "some matrices only, or leave one out"
+            )
+        if self.lora.dropout and self.compute.mlp_chunk:
+            raise MeshwrightError(
+                "lora.dropout is of all tokens of a sequence at once, and compute.mlp_chunk takes "
+                "some of them; leave one of the two out"
             )
         if self.backend == "jax" and self.torch != TorchConfig():
             raise MeshwrightError("the settings torch.… belong to --backend torch; add it")

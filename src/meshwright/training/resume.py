@@ -118,7 +118,7 @@ def check_resume(
     # earlier versions kept moments like the parameters
     before["optimizer"].setdefault("moments", "auto")
     before.setdefault("trainable", [])  # and trained everything
-    before.setdefault("lora", dataclasses.asdict(LoraConfig()))
+    before["lora"] = dataclasses.asdict(LoraConfig()) | before.get("lora", {})
     before.setdefault("dpo", dataclasses.asdict(DpoConfig()))
     before.setdefault("pack", True)  # on packed documents
     check_saved(now, before, where)
@@ -157,14 +157,16 @@ def _check_frozen(base: Mapping[str, Any] | None, config: TrainConfig, where: st
             check_base(base, folder, f"the reference of {where} consists")
 
 
-def check_base(base: Mapping[str, Any], folder: Path, what: str) -> None:
+def check_base(
+    base: Mapping[str, Any], folder: Path, what: str, moved: str = "put it back"
+) -> None:
     """Raise if the weights in a folder are not those that a run noted in `base`.
 
-    `what` says what is of them: `runs/a is an adapter`.
+    `what` says what is of them: `runs/a is an adapter`; `moved` what to do if it is not there.
     """
     if not folder.is_dir():
         raise MeshwrightError(
-            f"{what} of the weights in {folder}, and that folder is not there; put it back"
+            f"{what} of the weights in {folder}, and that folder is not there; {moved}"
         )
     if weights_sample(folder) != base["weights"]:
         raise MeshwrightError(

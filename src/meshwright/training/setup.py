@@ -16,6 +16,7 @@ from meshwright.data import (
     Tokenizer,
     open_or_pack,
     sentinel_top,
+    with_sources,
 )
 from meshwright.errors import MeshwrightError, one_of
 from meshwright.hub import MODEL, TOKENIZER, local_folder, pinned
@@ -80,12 +81,13 @@ def weights_folder(config: TrainConfig) -> Path | None:
 
 
 def with_commits(config: TrainConfig) -> TrainConfig:
-    """The settings with the commits of models on the Hub, which are downloaded."""
+    """The settings with the commits of models and data on the Hub; models are downloaded."""
     init = config.init_from
     weights_folder(config)
     return dataclasses.replace(
         config,
         model=pinned(config.model),
+        data=with_sources(config.data, lambda source: pinned(source, "dataset")),
         init_from=None if init is None else pinned(init),
     )
 
@@ -302,6 +304,8 @@ def compute_of(
         settings.fp8_skips,
         settings.experts,
         adapter_scale=config.lora.scale,
+        dropout=config.lora.dropout,
+        seed=config.seed,
     )
     if settings.matmul == "fp8":
         chip = chip_of_kind(device.device_kind, device.platform)

@@ -21,11 +21,13 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec, resized_like
 from meshwright.models import (
+    DROPOUT,
     Compute,
     LossConfig,
     LossSums,
     Metric,
     family_of,
+    sequence_noise,
     target_count,
     target_weight,
 )
@@ -133,9 +135,13 @@ def step_functions(
             batch, scale = _weighted_by_cotangents(batch, settings), jnp.float32(1)
         else:
             batch = _with_mean_weight_one(batch, counted)
+        if compute.dropout:
+            shape = batch["tokens"].shape[:2]
+            batch = batch | {DROPOUT: sequence_noise(compute.seed, state.step, shape)}
         params = cast_matrices(state.params, arrays, compute.dtype)
         (total, metrics), gradient = _over_micro_batches(total_of, params, arrays, batch, scale)
         trained = trained_part(arrays, state.params)
+        gradient = _written_once(gradient)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, trained)
         norm = _global_norm(gradient)
         ok = jnp.isfinite(total) & jnp.isfinite(norm)
@@ -207,6 +213,17 @@ def step_functions(
         log_probs=MeshFunction(jax.jit(log_probs, compiler_options=options), mesh),
         batch_sharding=NamedSharding(mesh, P(None, *tokens.partitions)),
     )
+
+
+def _written_once(gradient: Any) -> Any:
+    """The gradient in the dtype of matmuls, on GPUs held apart from what reads it.
+
+    The norm and the optimizer read all of it. XLA would write the float32 that they cast it to,
+    which is twice the bytes.
+    """
+    if current_platform() not in ("gpu", "cuda"):
+        return gradient
+    return lax.optimization_barrier(gradient)
 
 
 def _before_it_is_added(gradient: Any, specs: Any) -> Any:

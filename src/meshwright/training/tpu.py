@@ -23,9 +23,9 @@ def overlap_choice(setting: Overlap, chip: Chip | None) -> tuple[bool, str]:
     """Whether the compiler is told to overlap on this chip, if it is a known one, and why."""
     if setting != "auto":
         return setting == "on", "as asked"
-    if chip is None or chip.name not in _MEASURED:
+    if chip is None or chip.kind not in _MEASURED:
         return False, "no step was compiled for this chip both ways"
-    told = chip.name in _FASTER
+    told = chip.kind in _FASTER
     why = "compiled steps are faster with it" if told else "its compiler does so by itself"
     return told, f"{chip.name}: {why}"
 

@@ -115,7 +115,12 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+SLOW = ("dp=2,fsdp=1,tp=1,sp=1", "dp=1,fsdp=2,tp=2,sp=1")
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * (mesh in SLOW)) for mesh in MESHES]
+)
 def test_logits_are_the_same_on_every_mesh(mesh: str) -> None:
     folder = REFERENCE / "ul2"
     got = our_logits(folder, mesh, **MESHES[mesh])

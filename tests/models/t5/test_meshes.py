@@ -116,14 +116,15 @@ CASES: dict[str, tuple[T5Config, str, Any, dict[str, Any]]] = {
         TIED, "dp=1,fsdp=1,tp=2,sp=2", t5_rules(sp=True, sequence_parallel=True), {}
     ),
     **{
-        f"T5X {a}, {p}": (CONFIG, "dp=2,fsdp=2,tp=2,sp=1", t5x_rules(a, p), {})
-        for a in (1, 2) for p in (1, 2)
+        f"T5X {a}, {p}": (CONFIG, "dp=2,fsdp=2,tp=2,sp=1", t5x_rules(a, p), {"remat": remat})
+        for a, p, remat in ((1, 1, "none"), (1, 2, "none"), (2, 1, "none"), (2, 2, "mlp"))
     },
 }  # fmt: skip
 
 
 SLOW = (
-    "dp", "tp", "tied", "sp", "sp and sequence parallel", "T5X 1, 1", "T5X 1, 2", "T5X 2, 1",
+    "dp", "tp", "fsdp and tp", "tied", "sp", "sp and sequence parallel", "T5X 1, 1", "T5X 1, 2",
+    "T5X 2, 1",
 )  # fmt: skip
 
 

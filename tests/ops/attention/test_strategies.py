@@ -45,7 +45,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# beside those of PACKED, which are in the test of documents
+QUICK = {
+    "ring, rows in order", "ring, all see all", "ring, blocks larger than a part",
+    "ring, a window of one", "gathered, blocks of whole parts", "gathered, a window over one edge",
+    "ulysses, blocks across edges",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
 def test_values_and_gradients_are_those_of_a_plain_softmax(name: str) -> None:
     agrees(CASES[name])
 
@@ -61,7 +71,17 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ring beside dp and tp",
+        "ring over two axes",
+        "gathered beside dp and fsdp",
+        pytest.param("ring beside fsdp", marks=pytest.mark.slow),
+        pytest.param("ring beside tp, one key head each", marks=pytest.mark.slow),
+        pytest.param("ulysses beside tp", marks=pytest.mark.slow),
+    ],
+)
 def test_beside_other_axes_it_is_the_same_and_laid_out_as_the_queries(name: str) -> None:
     agrees(MESHES[name])
 

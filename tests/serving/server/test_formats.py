@@ -31,6 +31,8 @@ PARAMETERS = {
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
+# random weights would go on with the white space that JSON allows anywhere
+TERSE = {str(ord(mark)): -100 for mark in " \t\r\n"}
 
 
 class Color(enum.StrEnum):
@@ -46,8 +48,9 @@ class Car(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def engine(random_model: Callable[..., Model]) -> Iterator[Engine]:
-    model = random_model(dataclasses.replace(BASE, vocab=300, max_seq=1024), generation_mesh())
-    with Engine(model, dataclasses.replace(CONFIG, max_length=800)) as engine:
+    small = dataclasses.replace(BASE, vocab=300, layers=1, heads=2, kv_heads=1, max_seq=1024)
+    model = random_model(small, generation_mesh())
+    with Engine(model, dataclasses.replace(CONFIG, max_length=800, max_batch=8)) as engine:
         yield engine
         stats = engine.stats()
         assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
@@ -71,18 +74,18 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_openai_parses_what_it_asked_for(real: Running) -> None:
-    client = openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0)
-    parsed = client.chat.completions.parse(
-        model="bigram", messages=HI, response_format=Car, temperature=0.7, seed=3, n=2,
-        max_tokens=600,
-    )  # fmt: skip
+    usual = {"model": "bigram", "messages": HI}
+    usual["logit_bias"] = TERSE | {str(ord(",")): 20, str(ord("]")): 40}  # end numbers and lists
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
+        parsed = client.chat.completions.parse(
+            **usual, response_format=Car, temperature=0.7, seed=3, n=2, max_tokens=400
+        )
+        tool = openai.pydantic_function_tool(Car)
+        called = client.chat.completions.parse(
+            **usual, tools=[tool], tool_choice="required", seed=2, parallel_tool_calls=False
+        )
     assert {choice.finish_reason for choice in parsed.choices} == {"stop"}
     assert all(isinstance(choice.message.parsed, Car) for choice in parsed.choices)
-    tool = openai.pydantic_function_tool(Car)
-    called = client.chat.completions.parse(
-        model="bigram", messages=HI, tools=[tool], tool_choice="required", seed=2,
-        parallel_tool_calls=False,
-    )  # fmt: skip
     (choice,) = called.choices
     assert choice.finish_reason == "tool_calls"
     assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Car)
@@ -93,6 +96,7 @@ def test_streams_choices_logprobs_and_lengths(real: Running) -> None:
     body = {
         "messages": HI, "response_format": schema_format(schema), "seed": 5, "n": 3,
         "logprobs": True, "top_logprobs": 2, "max_tokens": 300,
+        "logit_bias": TERSE,
     }  # fmt: skip
     choices = real.post(CHAT, **body).data["choices"]
     texts = ["", "", ""]
@@ -135,8 +139,8 @@ def test_twenty_at_once_with_free_ones(real: Running) -> None:
     def strict(index: int) -> None:
         schema = schemas[index]
         answer = real.post(
-            CHAT, messages=HI, response_format=schema_format(schema), seed=index, max_tokens=400,
-            temperature=index % 3 / 2,
+            CHAT, messages=HI, response_format=schema_format(schema), seed=index, max_tokens=200,
+            temperature=index % 3 / 2, logit_bias=TERSE,
         )  # fmt: skip
         (choice,) = answer.data["choices"]
         if choice["finish_reason"] == "stop":
@@ -161,22 +165,20 @@ def test_forced_calls(engine: Engine, form: str) -> None:
         for seed in range(4):
             answer = running.post(
                 CHAT, messages=HI, tools=[CLOCK, WEATHER], tool_choice=named, seed=seed,
-                max_tokens=200, stream=False,
+                max_tokens=200, stream=False, logit_bias=TERSE,
             )  # fmt: skip
             (choice,) = answer.data["choices"]
-            assert choice["finish_reason"] in ("tool_calls", "length")
-            if choice["finish_reason"] == "tool_calls":
-                (call,) = choice["message"]["tool_calls"]
-                assert call["function"]["name"] == "weather"
-                jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
-        assert choice["finish_reason"] == "tool_calls"
+            assert choice["finish_reason"] == "tool_calls"
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"]["name"] == "weather"
+            jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
 
 
 def test_an_answer_or_a_call(real: Running) -> None:
     answers = [
         real.post(
             CHAT, messages=HI, tools=[WEATHER], response_format=schema_format({"enum": ["<ok>"]}),
-            seed=seed, max_tokens=200,
+            seed=seed, max_tokens=200, logit_bias=TERSE,
         ).data["choices"][0]["message"]
         for seed in range(6)
     ]  # fmt: skip

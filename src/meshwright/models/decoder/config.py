@@ -1,6 +1,7 @@
 """The config of a decoder: its sizes, and the layer kinds that its stack repeats."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ class DecoderConfig:
         own |= _unusual({n: getattr(self, n) for n in usual if n != "hf_config"}, usual)
         return f"DecoderConfig({', '.join(f'{name}={value!r}' for name, value in own.items())})"
 
-    @property
+    @functools.cached_property
     def kinds(self) -> dict[LayerKind, int]:
         """The different kinds of layers, and how many are of each."""
         repeated, rest = divmod(self.layers, len(self.pattern))

@@ -20,8 +20,11 @@ from meshwright.models.compute import Compute, choose_exchange
 from meshwright.models.decoder.kinds import ExpertsKind, MlpKind
 from meshwright.models.loss import ExtraLoss, LossConfig, LossSums, Metric
 from meshwright.ops import (
+    Mlp,
     Rows,
     all_gather,
+    float32_matmul,
+    group_alignment,
     grouped_matmul,
     reduce_part,
     spec_of,
@@ -30,7 +33,7 @@ from meshwright.ops import (
     varying_like,
 )
 
-_MATRICES = ("gate_up", "gate", "up", "down")
+_MATRICES = ("gate", "up", "down")
 _BIASES = ("gate_bias", "up_bias", "down_bias")
 _ROUTER = ("router", "router_bias", "selection_bias")
 
@@ -53,7 +56,7 @@ def mixture(
     over, target = layouts.axes(layouts.mlp), layouts.residual
     batch, length = target.partitions[:2]
     # with sequence parallelism tp splits the tokens between blocks
-    gathered = tuple(axis for axis in axes_of(length, "length") if axis in over)
+    along_tp = tuple(axis for axis in axes_of(length, "length") if axis in over)
     split = axes_of(spec_of(w["down"])[0], "experts")
     tokens = layouts.token_axes
     exchange = _exchange(split, tokens, experts, compute)
@@ -76,15 +79,18 @@ def mixture(
         squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
         sums = RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None])
         tokens = [
-            _for_block(array.reshape(*x.shape[:2], -1), gathered, arrays["down"])
+            _for_block(array.reshape(*x.shape[:2], -1), along_tp, arrays["down"])
             for array in (x, chosen, weights)
         ]
         flat, chosen, weights = (array.reshape(-1, array.shape[-1]) for array in tokens)
 
-        def mlp(rows: Rows) -> jax.Array:
-            return _expert_mlp(rows, arrays, kind, compute, summed, over)
+        own, *sizes = arrays["down"].shape
+        alignment, _ = group_alignment(compute.dtype, *sizes)
 
-        own = arrays["down"].shape[0]
+        def run(rows: Rows) -> jax.Array:
+            return _expert_mlp(rows, arrays, kind, alignment, summed, over)
+
+        mlp = Mlp(run, alignment)
         y = through_experts(flat, chosen, weights, mlp, own, split, exchange)
         out = reduce_part(y.reshape(*tokens[0].shape[:2], -1), left, target)
         return out, sums
@@ -100,10 +106,10 @@ def mixture(
     return out, sums
 
 
-def _for_block(array: jax.Array, gathered: tuple[str, ...], weight: jax.Array) -> jax.Array:
+def _for_block(array: jax.Array, along_tp: tuple[str, ...], weight: jax.Array) -> jax.Array:
     """Of tokens [batch, length, ..], all that a block takes; they vary as its weights do."""
-    if gathered:
-        return lax.all_gather(array, gathered, axis=1, tiled=True)
+    if along_tp:
+        return lax.all_gather(array, along_tp, axis=1, tiled=True)
     return varying_like(array, weight)
 
 
@@ -145,7 +151,7 @@ def _in_best_groups(ranked: jax.Array, experts: ExpertsKind) -> jax.Array:
 
 def _logits(flat: jax.Array, arrays: Params, summed: tuple[str, ...]) -> jax.Array:
     router = arrays["router"].astype(jnp.float32)
-    logits = jnp.matmul(flat.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
+    logits = float32_matmul(flat, router)
     logits = lax.psum(logits, summed) if summed else logits
     if "router_bias" in arrays:
         logits = logits + arrays["router_bias"].astype(jnp.float32)[None]
@@ -156,7 +162,7 @@ def _expert_mlp(
     rows: Rows,
     arrays: Params,
     kind: MlpKind,
-    compute: Compute,
+    alignment: int,
     summed: tuple[str, ...],
     over: tuple[str, ...],
 ) -> jax.Array:
@@ -164,9 +170,7 @@ def _expert_mlp(
 
     def product(x: jax.Array, name: str) -> jax.Array:
         weight = varying_like(arrays[name], x)
-        flat = weight.reshape(*weight.shape[:2], -1)
-        y = grouped_matmul(varying_like(x, flat), flat, rows.sizes)
-        return y.reshape(-1, *weight.shape[2:])
+        return grouped_matmul(varying_like(x, weight), weight, rows.sizes, alignment)
 
     def biased(y: jax.Array, name: str) -> jax.Array:
         if f"{name}_bias" not in arrays:
@@ -177,12 +181,11 @@ def _expert_mlp(
         y = product(rows.values, name)
         return lax.psum(y, summed) if summed else y
 
-    if "gate_up" in arrays:
-        both = hidden("gate_up")
-        parts = {"gate": both[:, 0], "up": both[:, 1]}
-    else:
-        parts = {name: hidden(name) for name in ("gate", "up") if name in arrays}
-    parts = {name: checkpoint_name(biased(y, name), name) for name, y in parts.items()}
+    parts = {
+        name: checkpoint_name(biased(hidden(name), name), name)
+        for name in ("gate", "up")
+        if name in arrays
+    }
     activated = ACTIVATIONS[kind.activation](parts.get("gate", parts["up"]))
     activated = activated * parts["up"] if "gate" in parts else activated
     activated = checkpoint_name(activated, "activated")

@@ -29,7 +29,7 @@ from meshwright.models.decoder.experts import with_router_losses
 from meshwright.models.decoder.kinds import LayerKind
 from meshwright.models.decoder.layer import run_layer
 from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
-from meshwright.models.lora import adapted_layers
+from meshwright.models.lora import adapted_layers, token_noise
 from meshwright.models.loss import (
     LmHead,
     LossConfig,
@@ -164,7 +164,9 @@ def _forward(
         layer(kind, mask, context)
         for kind, (mask, context) in zip(config.pattern, sequences.attention, strict=True)
     ]
-    layers = adapted_layers(params["layers"], params, ("layers",), compute.adapter_scale)
+    noise = token_noise(batch, tokens)
+    noise = None if noise is None else placed(noise)
+    layers = adapted_layers(params["layers"], params, ("layers",), compute, lambda _: noise)
     weights = _layer_weights(layers, config, compute)
     x, update, kept = through_layers(pattern, x, weights, pools, compute)
     x = last_norm(x, update, params, config.pattern[0].norm, compute)

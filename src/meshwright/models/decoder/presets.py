@@ -1,8 +1,8 @@
 """Published models by name; sizes as in each model's config.json."""
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.ops import Llama3Scaling, Rope
@@ -44,6 +44,7 @@ def _qwen(
     tied: bool = False,
     vocab: int = 151936,
     max_seq: int = 40960,
+    **more: Any,
 ) -> DecoderConfig:
     return DecoderConfig(
         vocab=vocab,
@@ -59,6 +60,7 @@ def _qwen(
         norm_eps=1e-6,
         qkv_bias=version == 2,
         qk_norm=version == 3,
+        **more,
     )
 
 
@@ -75,8 +77,7 @@ def _mistral(vocab: int, theta: float, window: int | None) -> DecoderConfig:
 
 
 def _qwen3_moe(layers: int, embed: int, heads: int, mlp: int) -> DecoderConfig:
-    dense = _qwen(layers, embed, heads, 4, mlp, version=3)
-    return dataclasses.replace(dense, experts=128, experts_per_token=8)
+    return _qwen(layers, embed, heads, 4, mlp, version=3, experts=128, experts_per_token=8)
 
 
 def _mixtral(layers: int, embed: int, heads: int, mlp: int, vocab: int) -> DecoderConfig:

@@ -63,7 +63,7 @@ def adapter_model(model: HfModel, arrays: Any, lora: LoraConfig, base: str) -> H
             "r": lora.rank,
             "lora_alpha": lora.alpha,
             "use_rslora": lora.rslora,
-            "lora_dropout": 0.0,
+            "lora_dropout": lora.dropout,
             "target_modules": _target_modules(model, adapted),
             "fan_in_fan_out": any(first),
             "bias": "none",
@@ -85,10 +85,13 @@ def read_adapter_config(folder: Path, model: HfModel) -> LoraConfig:
             )
     try:
         rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
+        dropout = float(fields.get("lora_dropout") or 0)
         if rank < 1:
             raise ValueError
     except (KeyError, TypeError, ValueError):
-        raise MeshwrightError(f"{where}: r and lora_alpha must be numbers above 0") from None
+        raise MeshwrightError(
+            f"{where}: r and lora_alpha must be numbers above 0, lora_dropout a number from 0"
+        ) from None
     held = read_header(folder / WEIGHTS)
     targets = []
     for path, array in model.arrays.items():
@@ -105,7 +108,7 @@ def read_adapter_config(folder: Path, model: HfModel) -> LoraConfig:
             f"{folder / WEIGHTS} holds no factors of this model's matrices; its first tensor is "
             f"{next(iter(held), 'missing')}"
         )
-    return LoraConfig(rank, alpha, bool(fields.get("use_rslora")), tuple(targets))
+    return LoraConfig(rank, alpha, bool(fields.get("use_rslora")), dropout, tuple(targets))
 
 
 def _module(array: HfArray) -> str:

@@ -26,7 +26,7 @@ from meshwright.models.blocks import (
     through_layers,
 )
 from meshwright.models.compute import Compute
-from meshwright.models.lora import adapted_layers
+from meshwright.models.lora import adapted_layers, token_noise
 from meshwright.models.loss import LmHead, LossConfig, LossSums, lm_logits, next_token_loss
 from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
@@ -116,7 +116,7 @@ def forward(
         return *_mlp(x, update, w, config, compute), kept
 
     x = embed(table, batch["tokens"], layouts.residual)
-    weights = layer_weights(params, "decoder", config, compute)
+    weights = layer_weights(params, "decoder", config, compute, batch)
     pools = None if state is None else state.layers
     x, update, kept = through_layers([layer], x, weights, pools, compute)
     x = last_norm(x, update, stack, norm, compute)
@@ -153,18 +153,26 @@ def encode(
 
     with jax.named_scope("encoder"):
         x = embed(table, tokens, layouts.residual)
-        weights = layer_weights(params, "encoder", config, compute)
+        weights = layer_weights(params, "encoder", config, compute, batch)
         x, update, _ = through_layers([layer], x, weights, None, compute)
         normed = last_norm(x, update, params["encoder"], NormKind(config.norm_eps), compute)
         return all_gather(normed, layouts.all_gathered(layouts.heads))
 
 
-def layer_weights(params: Params, stack: str, config: T5Config, compute: Compute) -> Any:
+def layer_weights(
+    params: Params, stack: str, config: T5Config, compute: Compute, batch: Batch | None = None
+) -> Any:
     """The weights of a stack's layers, ready for `through_layers`; an engine has them in a list."""
     layers, specs = params[stack]["layers"], abstract_arrays(config)[stack]["layers"]
     if isinstance(layers, list):
         return [prepare_weights(layer, specs, compute) for layer in layers]
-    layers = adapted_layers(layers, params, (stack, "layers"), compute.adapter_scale)
+
+    def noise(matrix: str) -> jax.Array | None:
+        encoder = stack == "encoder" or matrix in ("cross_attention/wk", "cross_attention/wv")
+        name = "encoder_tokens" if encoder else "tokens"
+        return None if batch is None else token_noise(batch, batch[name])
+
+    layers = adapted_layers(layers, params, (stack, "layers"), compute, noise)
     return prepare_weights(layers, specs, compute)
 
 

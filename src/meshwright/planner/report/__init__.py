@@ -1,11 +1,19 @@
 """A plan told: in the terminal, with its formulas filled in, as data, as a page."""
 
+from meshwright.planner.report.comparison import (
+    comparison_data,
+    comparison_report,
+    curve_lines,
+)
 from meshwright.planner.report.data import found_data, plan_data, plan_from_data, read_plan
 from meshwright.planner.report.explain import explain, find_mesh
 from meshwright.planner.report.page import page
 from meshwright.planner.report.terminal import report
 
 __all__ = [
+    "comparison_data",
+    "comparison_report",
+    "curve_lines",
     "explain",
     "find_mesh",
     "found_data",

@@ -36,6 +36,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     data["ranked"] = [estimate_data(plan, one) for one in plan.ranked]
     data["refused"] = [_refusal_data(one) for one in plan.refused]
     about = {"format": FORMAT, "version": VERSION, "mesh": plan.mesh}
+    about["checkpoint_bytes"] = rates.checkpoint(plan)
     return about | {"uncertainty": UNCERTAINTY} | data
 
 
@@ -47,6 +48,8 @@ def estimate_data(plan: Plan, estimate: Estimate) -> dict[str, Any]:
         "tokens_per_second_per_chip": rates.per_chip(plan, estimate),
         "cost_per_trillion_tokens": rates.cost_per_trillion(plan, estimate),
         "exposed": estimate.exposed,
+        "data_bytes_per_second": rates.data_rate(plan, estimate),
+        "run": rates.run(plan, estimate),
         "roofline": rates.roofline(plan, estimate),
     }
     parts = {"memory": _with_follows(estimate.memory), "serving": _with_follows(estimate.serving)}

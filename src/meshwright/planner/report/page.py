@@ -5,19 +5,29 @@ from typing import Any
 
 from meshwright.meshes import mesh as build_mesh
 from meshwright.planner.report import rates
+from meshwright.planner.report.comparison import Curve
 from meshwright.planner.report.phrases import group_headings, next_commands, settings, short_mesh
 from meshwright.planner.result import Estimate, Plan
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import byte_formulas
-from meshwright.present import amount, count, gib, percent, render, seconds_text
+from meshwright.present import (
+    amount,
+    bytes_text,
+    count,
+    duration_text,
+    gib,
+    percent,
+    render,
+    seconds_text,
+)
 
 TEMPLATE = Path(__file__).with_name("plan.html")
 DETAILED = 40  # meshes whose every transfer is on the page; the others' are summed by axis
 PLACED = 8  # meshes that are drawn on the machine: each lists all its devices
 
 
-def page(plan: Plan) -> str:
-    """The page's HTML; it needs nothing from outside."""
+def page(plan: Plan, points: Curve | None = None) -> str:
+    """The page's HTML; it needs nothing from outside. `points`: how tokens/s and MFU scale."""
     workload = plan.workload
     title = f"{workload.config.model or 'a model'} on {plan.machine}"
     size = f"batch {workload.batch:,} × {workload.seq:,} tokens"
@@ -27,6 +37,10 @@ def page(plan: Plan) -> str:
         TEMPLATE,
         title=title,
         data=page_data(plan),
+        curve=[
+            (str(machine), f"{machine.num_chips:,}", amount(rate), percent(mfu), round(mfu, 4))
+            for machine, rate, mfu in points or []
+        ],
         about=" · ".join(["serving" if workload.engine else optimizer, *about]),
         summary=_summary(plan),
         warnings=plan.warnings,
@@ -151,4 +165,11 @@ def _summary(plan: Plan) -> list[tuple[str, str]]:
     cost = rates.cost_per_trillion(plan, best)
     if cost is not None:
         cells.append(("cost of 1T tokens", amount(cost)))
+    size, rate = rates.checkpoint(plan), rates.data_rate(plan, best)
+    if size is not None and rate is not None:
+        cells += [("checkpoint", bytes_text(size)), ("data", f"{bytes_text(rate)}/s")]
+    run = rates.run(plan, best)
+    if run is not None:
+        cells += [("time", duration_text(run.seconds)), ("goodput", percent(run.goodput))]
+        cells += [("cost", amount(run.cost))] if run.cost is not None else []
     return cells

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from meshwright.audits import wire_bytes
+from meshwright.planner.long_run import checkpoint_bytes, data_bytes_per_second
 from meshwright.planner.result import Estimate, Plan
 
 
@@ -62,6 +63,39 @@ def cost_per_trillion(plan: Plan, estimate: Estimate) -> float | None:
         return None
     an_hour = plan.cost_per_hour * plan.machine.num_chips
     return an_hour / 3600 / plan.tokens_per_second(estimate) * 1e12
+
+
+def checkpoint(plan: Plan) -> int | None:
+    """Bytes of a checkpoint; None of serving."""
+    return checkpoint_bytes(plan.workload) if plan.workload.kind == "train" else None
+
+
+def data_rate(plan: Plan, estimate: Estimate) -> float | None:
+    """Bytes of tokens read in a second; None of serving."""
+    if plan.workload.kind == "serve":
+        return None
+    return data_bytes_per_second(plan.workload, plan.tokens_per_second(estimate))
+
+
+@dataclasses.dataclass(frozen=True)
+class RunTime:
+    """A run over all its tokens."""
+
+    goodput: float  # of the time rented
+    seconds: float
+    cost: float | None  # None: no price was given
+
+
+def run(plan: Plan, estimate: Estimate) -> RunTime | None:
+    """The run that the plan is for; None where its tokens are not known."""
+    size = checkpoint(plan)
+    if plan.tokens is None or size is None:
+        return None
+    chips = plan.machine.num_chips
+    goodput = plan.long_run.goodput(chips, size)
+    seconds = plan.tokens / plan.tokens_per_second(estimate) / goodput
+    price = plan.cost_per_hour
+    return RunTime(goodput, seconds, None if price is None else price * chips * seconds / 3600)
 
 
 def roofline(plan: Plan, estimate: Estimate) -> Roofline:

@@ -24,7 +24,9 @@ from meshwright.present import (
     aligned,
     amount,
     bar,
+    bytes_text,
     count,
+    duration_text,
     gib,
     paragraph,
     percent,
@@ -89,7 +91,7 @@ def _header(plan: Plan) -> "list[RenderableType]":
     if (sizes := workload.sizes).experts is not None:
         rows += f"; {amount(sizes.parameters)} parameters, {amount(sizes.active_parameters)} active"
         rows += f", imbalance {workload.imbalance:g}" if workload.imbalance != 1 else ""
-    first = f"best {plan.rank_by} first"
+    first = "fastest first" if plan.rank_by == "fastest" else f"best {plan.rank_by} first"
     if workload.kind == "serve" and plan.rank_by == "throughput":
         first = "most tokens a second with as many sequences as fit first"
     return [title, Text(rows), Text(f"{kept}; {first}", style="dim")]
@@ -222,6 +224,43 @@ def _refused(plan: Plan, width: int, all_of_them: bool) -> "list[RenderableType]
     return lines
 
 
+def _beside(plan: Plan) -> list[str]:
+    """What a run needs beside its steps, and how long all of it takes."""
+    best, size = plan.best, rates.checkpoint(plan)
+    rate = rates.data_rate(plan, best)
+    if size is None or rate is None:
+        return []
+    hosts = plan.machine.num_hosts
+    of_host = -(-size // hosts) + best.memory.host
+    texts = [
+        f"checkpoint {bytes_text(size)}; memory of each of {count(hosts, 'host')} to write it"
+        f"{' and for activations' if best.memory.host else ''} {bytes_text(of_host)}; tokens read "
+        f"{bytes_text(rate)}/s"
+    ]
+    quick = min(plan.ranked, key=lambda one: (one.memory.tight, one.step_seconds))
+    slower = best.step_seconds / quick.step_seconds - 1
+    if plan.rank_by == "throughput" and slower > 0.005:
+        texts.append(
+            f"the first is simpler and {percent(slower)} slower than {short_mesh(quick.choice)}; "
+            "--rank-by fastest puts the fastest first"
+        )
+    run = rates.run(plan, best)
+    if run is not None:
+        assert plan.tokens is not None
+        stops, chips = plan.long_run, plan.machine.num_chips
+        between = duration_text(stops.between_failures(chips))
+        cost = "" if run.cost is None else f", ${run.cost:,.0f} at ${plan.cost_per_hour:.4g}"
+        cost += " a chip and hour" if cost else ""
+        texts.append(
+            f"{amount(plan.tokens)} tokens: {duration_text(run.seconds)}{cost}; goodput "
+            f"{100 * run.goodput:.1f}%: a failure every {between}, "
+            f"{duration_text(stops.restart)} to restart, a checkpoint of "
+            f"{seconds_text(stops.writing(chips, size))} every "
+            f"{duration_text(stops.interval(chips, size))}"
+        )
+    return texts
+
+
 def _largest(plan: Plan, width: int) -> "list[RenderableType]":
     mesh = short_mesh(plan.best.choice)
     training = plan.workload.kind == "train"
@@ -236,8 +275,9 @@ def _largest(plan: Plan, width: int) -> "list[RenderableType]":
         own = f" (the model's own length is {longest:,})" if plan.largest_seq > longest else ""
         parts.append(f"sequences of {plan.largest_seq:,} tokens{how}{own}")
     texts = [f"largest that fits on {mesh}: {'; '.join(parts)}"] if parts else []
+    texts += _beside(plan)
     cost = rates.cost_per_trillion(plan, plan.best)
-    if cost is not None:
+    if cost is not None and plan.tokens is None:
         days = 1e12 / plan.tokens_per_second(plan.best) / 86400
         texts.append(
             f"a trillion tokens on {mesh}: {cost:,.0f} at {plan.cost_per_hour:g} a chip and hour, "

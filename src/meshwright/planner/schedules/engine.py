@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.arithmetic import round_up
 from meshwright.audits import Collective
-from meshwright.models import indivisible, serving_of
+from meshwright.errors import MeshwrightError
+from meshwright.models import LoraConfig, indivisible, serving_of
 from meshwright.planner import efficiency
 from meshwright.planner.attention import keys_seen, splits_of
 from meshwright.planner.device import Device
 from meshwright.planner.links import over, place_axes
 from meshwright.planner.schedules import jax
-from meshwright.planner.sizes import StackSizes
+from meshwright.planner.sizes import StackSizes, adapter_numbers
 from meshwright.planner.step import Kinds, Schedule, StepModel, Work
 from meshwright.planner.terms import Number
 from meshwright.planner.workload import Choice, Workload
@@ -44,6 +45,14 @@ def _engine(workload: Workload) -> EngineConfig:
     """Pages, chunks of prompts and memory."""
     assert workload.engine is not None
     return workload.engine
+
+
+def check(workload: Workload) -> None:
+    """Raise if the engine has slots of adapters, and the model takes none."""
+    if _engine(workload).max_adapters and serving_of(workload.model).adapter is None:
+        raise MeshwrightError(
+            "only decoders take adapters by name; leave --engine.max-adapters out"
+        )
 
 
 def refusal(workload: Workload, choice: Choice) -> str | None:
@@ -83,7 +92,7 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
     yield (
         "prefill",
         {
-            "parameters": _served_weights(step),
+            "parameters": _served_weights(step) + device.used * _slots(step),
             "key-value cache": device.cached * cache,
             "working activations": (
                 3 * device.float32 * sequences * device.vocab + 16 * tokens * (device.embed + mlp)
@@ -112,6 +121,24 @@ def _served_weights(step: StepModel) -> Number:
         quantized, outputs = quantized + device.table, outputs + device.vocab / device.tp
     unquantized = device.float32 * (step.vectors + outputs)
     return number(1, "bytes") * quantized + used * device.table + unquantized
+
+
+def _slots(step: StepModel) -> Number:
+    """Numbers of the slots of adapters on a device.
+
+    Matrices that an engine merges have one pair of factors, and each b has columns for all of their
+    outputs: see models/serving.py.
+    """
+    engine, tp = _engine(step.workload), step.choice.size("tp")
+    if not engine.max_adapters:
+        return 0
+    rank, axes = engine.adapter_rank, tuple(step.choice.sizes.items())
+    numbers = adapter_numbers(step.workload.model, LoraConfig(rank), axes)
+    for stack in step.sizes.stacks:
+        for block in stack.blocks:
+            outputs = [one.outputs for one in block.matrices if not one.adds_to_residual]
+            numbers += stack.layers * rank * (len(outputs) - 1) * sum(outputs) // tp
+    return step.number(engine.max_adapters, "adapters") * step.number(numbers)
 
 
 def _cached_heads(device: Device) -> Number:
@@ -181,7 +208,8 @@ def work(step: StepModel) -> Work:
     sequences = number(many, "sequences")
     bandwidth = _bandwidth(step)
     read = _weight_bytes(step, many)
-    flops = 2 * (_met(step, step.sizes.stacks[-1:]) + _head(step)) * sequences
+    met = _met(step, step.sizes.stacks[-1:]) + _head(step) + _slots(step)
+    flops = 2 * met * sequences
     cache = _cache_bytes(step)
     rate = efficiency.matmul(machine.chip, many)
     parts = {
@@ -261,7 +289,7 @@ def _weight_bytes(step: StepModel, tokens: int) -> Number:
     """Bytes of the weights that a step of so many tokens reads, on a device.
 
     Of experts, those that at least one token is expected to choose: experts that are chosen with
-    equal probability.
+    equal probability. Adapters of all slots are read, whichever of them a token has.
     """
     device, sizes, number = step.device, step.sizes, step.number
     stack, head = sizes.stacks[-1], _head(step)
@@ -271,10 +299,11 @@ def _weight_bytes(step: StepModel, tokens: int) -> Number:
         touched = number(count * (1 - (1 - chosen / count) ** tokens), "experts")
         weights = weights + touched * number(stack.expert_weights // count) / device.ep
     layers = number(stack.layers, "layers") * weights / device.tp
+    slots = device.used * _slots(step)
     if step.choice.weights is None:
-        return device.used * (layers + head)
+        return device.used * (layers + head) + slots
     one = number(1, "bytes")
-    return one * layers + (device.used if sizes.is_tied else one) * head
+    return one * layers + (device.used if sizes.is_tied else one) * head + slots
 
 
 def _met(step: StepModel, stacks: Sequence[StackSizes]) -> Number:
@@ -334,6 +363,7 @@ def _launching(step: StepModel) -> Number:
 SCHEDULE = Schedule(
     meshes=meshes,
     held=held,
+    check=check,
     refusal=refusal,
     remat=lambda policies: policies,
     kinds=KINDS,

@@ -476,7 +476,7 @@ class _Step:
             return
         shared = set() if self.sizes.trains_embedding else {"the embedding", "embedded tokens"}
         shared |= set() if self.sizes.trains_head else {"the LM head"}
-        passes = (self.layer_weights(), self.tables(), self.blocks(), self.keys())
+        passes = (self.layer_weights(), self.tables(), self.blocks(), self.experts(), self.keys())
         for one in itertools.chain(*passes, self.vocabulary()):
             if one.phase == "forward" and one.what not in shared:
                 yield dataclasses.replace(one, what=f"{one.what}, of the reference")

@@ -45,7 +45,9 @@ async def load_adapter(http: HttpRequest, service: Service) -> Response:
     name, folder = body.lora_name, body.lora_path
     if name == service.name:
         raise ApiError(400, f"'{name}' is the model's own name; send another", param="lora_name")
-    await finish(http, service, asyncio.to_thread(service.engine.load_adapter, name, folder))
+    # a Path is never a name on the Hub: clients choose no downloads
+    load = asyncio.to_thread(service.engine.load_adapter, name, Path(folder))
+    await finish(http, service, load)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

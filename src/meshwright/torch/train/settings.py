@@ -31,6 +31,7 @@ _JAX_ONLY = {
     "compute.experts": "PyTorch has no ep axis here",
     "compute.overlap": "FSDP2 always overlaps",
     "trainable": "PyTorch trains every array here",
+    "lora.dropout": "PyTorch trains adapters without dropout here",
     "optimizer.moments": "PyTorch keeps moments in the dtype of the weights",
     "eval.prompts": "`meshwright generate` continues texts with the weights of any checkpoint",
     "loss.z_loss": "PyTorch has no z-loss here",

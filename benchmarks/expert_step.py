@@ -1,0 +1,255 @@
+"""Speed of one training step of a mixture of experts on one GPU, transformers beside it.
+
+    python benchmarks/expert_step.py              # prints the tables
+    python benchmarks/expert_step.py --write      # and puts them into RESULTS.md
+    python benchmarks/expert_step.py --sides ours --profile /tmp/profile
+
+The model is a stack of layers of qwen3-30b-a3b (128 experts, 8 for a token, 2048 → 768) with random
+weights, 4 sequences of 4,096 tokens. `ours` runs the step of the settings that `meshwright train`
+reads from the same flags: AdamW with float32 master weights, bfloat16 matmuls. The peer is
+transformers' Qwen3MoeForCausalLM with SDPA, torch._grouped_mm for the experts, torch.compile and
+fused AdamW, its weights and moments in bfloat16: in float32 it multiplies the experts one by one.
+FLOPs are those of the experts that tokens choose. `kernels` multiplies 131,072 rows with gate, up
+and down alone, forward, and forward and backward, in groups of even and uneven sizes; `tokamax` is
+its ragged_dot for Hopper GPUs with tiles of 128 × 192 × 64. Each side runs in its own process.
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import types
+from typing import Any
+
+import train_step
+from results import write_section
+from train_step import step_time
+
+SHAPE = (4, 4096)
+EXPERTS, PER_TOKEN, EMBED, MLP = 128, 8, 2048, 768
+LIMIT = 1.3  # of the peer
+LEAST = 430  # TFLOP/s of the kernels, forward and backward, uneven groups
+
+
+def ours(options: argparse.Namespace) -> dict[str, Any]:
+    train_step.SHAPES["experts"] = SHAPE
+    options.words = ("qwen3-30b-a3b", "--override", f"layers={options.layers}")
+    options.documents, options.plain = 1, False
+    return train_step.ours("experts", options)
+
+
+def peer(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    batch, seq = SHAPE
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=EMBED, num_hidden_layers=options.layers,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, moe_intermediate_size=MLP,
+        num_experts=EXPERTS, num_experts_per_tok=PER_TOKEN, norm_topk_prob=True,
+        max_position_embeddings=seq, attn_implementation="sdpa",
+        experts_implementation="grouped_mm", use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = transformers.Qwen3MoeForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+    compiled = torch.compile(model)
+    tokens = torch.randint(0, 151936, (batch, seq), device="cuda")
+    start = time.perf_counter()
+
+    def step() -> Any:
+        loss = compiled(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    first = float(step())
+    compile_seconds = time.perf_counter() - start
+    seconds = step_time(step, lambda loss: loss.item(), options.steps)
+    return {
+        "seconds": seconds, "compile": compile_seconds,
+        "peak_bytes": torch.cuda.max_memory_allocated(), "losses": [first, float(step())],
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+    }  # fmt: skip
+
+
+def kernels(options: argparse.Namespace) -> dict[str, Any]:
+    """TFLOP/s of each way to multiply, by (groups, passes)."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from meshwright.ops import group_alignment, grouped_matmul
+
+    rows = SHAPE[0] * SHAPE[1] * PER_TOKEN
+    alignment, why = group_alignment(jnp.bfloat16, EMBED, MLP)
+    ways = {"ours": (functools.partial(grouped_matmul, alignment=alignment), alignment)}
+    if options.tokamax:
+        ways["tokamax"] = (tokamax_matmul(), 1)
+    flops = 3 * 2 * rows * EMBED * MLP
+    found: dict[str, Any] = {"why": why}
+    for groups in ("even", "uneven"):
+        share = np.ones(EXPERTS) if groups == "even" else np.arange(1, EXPERTS + 1) ** -0.3
+        sizes = np.random.default_rng(0).multinomial(rows, share / share.sum())
+        for name, (multiply, align) in ways.items():
+            aligned = -(-sizes // align) * align
+            total = -(-(rows + (align - 1) * EXPERTS) // align) * align
+            starts = np.cumsum(aligned) - aligned
+            real = np.zeros((total, 1), bool)
+            for start, size in zip(starts, sizes, strict=True):
+                real[start : start + size] = True
+            keys = jax.random.split(jax.random.key(0), 4)
+            x = jnp.where(real, jax.random.normal(keys[0], (total, EMBED), jnp.bfloat16), 0)
+            gate, up = (
+                0.02 * jax.random.normal(key, (EXPERTS, EMBED, MLP), jnp.bfloat16)
+                for key in keys[1:3]
+            )
+            down = 0.02 * jax.random.normal(keys[3], (EXPERTS, MLP, EMBED), jnp.bfloat16)
+
+            def mlp(x: Any, gate: Any, up: Any, down: Any, sizes: Any, multiply: Any = multiply):
+                hidden = multiply(x, gate, sizes) * multiply(x, up, sizes)
+                return multiply(hidden, down, sizes)
+
+            def backward(*arrays: Any, mlp: Any = mlp) -> Any:
+                out, pull = jax.vjp(lambda *a: mlp(*a, arrays[4]), *arrays[:4])
+                return pull(out)
+
+            arrays = (x, gate, up, down, jnp.asarray(aligned, jnp.int32))
+            for passes, function, times in (("forward", mlp, 1), ("both", backward, 3)):
+                seconds = timed(jax.jit(function), arrays)
+                found[f"{name} {groups} {passes}"] = times * flops / seconds / 1e12
+    return found
+
+
+def timed(function: Any, arrays: Any) -> float:
+    import jax
+
+    jax.block_until_ready(function(*arrays))
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(5):
+            out = function(*arrays)
+        jax.block_until_ready(out)
+        rounds.append((time.perf_counter() - start) / 5)
+    return statistics.median(rounds)
+
+
+def tokamax_matmul() -> Any:
+    """tokamax's ragged_dot with the best tiles that were found; its benchmarks' imports stubbed."""
+    for name in ("xprof", "xprof.cli", "xprof.cli.tools", "tensorboardX"):
+        sys.modules.setdefault(name, types.ModuleType(name))
+    tools: Any = sys.modules["xprof.cli.tools"]
+    tools.get_kernel_stats_tool = None
+    from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu
+    from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu_common as common
+
+    config = common.Config(
+        block_m=128, block_n=192, block_k=64, num_stages=4, split_k=1, persistent=True,
+        grid_minor_dim=common.MatmulDimension.N, grid_tile_width=4,
+    )  # fmt: skip
+
+    def once(*arrays: Any, **options: Any) -> Any:
+        return pallas_mosaic_gpu.PallasMosaicGpuRaggedDot(config=config)(*arrays, **options)
+
+    vjp = functools.partial(base.vjp, dlhs_ragged_dot=once, drhs_ragged_dot=once)
+    run = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot(config=config, vjp=vjp)
+    return lambda x, weights, sizes: run(x, weights, group_sizes=sizes)
+
+
+SIDES = {"kernels": kernels, "ours": ours, "peer": peer}
+
+
+def run_side(side: str, options: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own, which has the whole GPU."""
+    words = [sys.executable, __file__, "--only", side, *options.given]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr[-3000:], file=sys.stderr)
+        return {"failed": done.stderr.strip().splitlines()[-1][:200] if done.stderr else "?"}
+    if options.profile:
+        print(done.stderr[-6000:])
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--flags", default="")
+    parser.add_argument("--profile")
+    parser.add_argument("--tokamax", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.given = [word for word in sys.argv[1:] if word != "--write"]
+    if options.only:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+        print(json.dumps(SIDES[options.only](options)))
+        return
+    found = {side: run_side(side, options) for side in options.sides.split(",")}
+    for title, intro, lines in tables(found, options):
+        print(f"{title}\n{intro}\n" + "\n".join(lines), flush=True)
+        if options.write:
+            write_section(title, intro, lines)
+
+
+def tables(
+    found: dict[str, dict[str, Any]], options: argparse.Namespace
+) -> list[tuple[str, str, list[str]]]:
+    where = f"one H200, {datetime.date.today()}. benchmarks/expert_step.py."
+    steps = {side: result for side, result in found.items() if side != "kernels"}
+    medians = {
+        side: statistics.median(result["seconds"])
+        for side, result in steps.items()
+        if "seconds" in result
+    }
+    lines = [
+        "| side | step | tokens/s | TFLOP/s | of the peer | memory | compile | versions |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    flops = steps.get("ours", {}).get("flops", 0.0)
+    for side, seconds in medians.items():
+        result = steps[side]
+        ratio = medians["peer"] / seconds if "peer" in medians else float("nan")
+        lines.append(
+            f"| {side} | {seconds * 1e3:.1f} ms | {SHAPE[0] * SHAPE[1] / seconds:,.0f} | "
+            f"{flops / seconds / 1e12:.0f} | {ratio:.2f} | {result['peak_bytes'] / 2**30:.1f} GiB "
+            f"| {result['compile']:.0f} s | {result['versions']} |"
+        )
+    lines += [f"{side}: {result['failed']}" for side, result in steps.items() if "failed" in result]
+    intro = (
+        f"{options.layers} layers of qwen3-30b-a3b, {SHAPE[0]} × {SHAPE[1]:,} tokens; {where} The "
+        "peer is transformers with torch._grouped_mm and torch.compile, its weights and moments in "
+        "bfloat16; ours has float32 master weights. FLOPs of the experts that tokens choose."
+    )
+    made = [("Mixture of experts: a step on one GPU", intro, lines)] if steps else []
+    if "kernels" not in found:
+        return made
+    lines = ["| kernel | groups | forward | forward and backward |", "|---|---|---|---|"]
+    for name in ("ours", "tokamax"):
+        for groups in ("even", "uneven"):
+            rates = [found["kernels"].get(f"{name} {groups} {p}") for p in ("forward", "both")]
+            if None not in rates:
+                lines.append(f"| {name} | {groups} | {rates[0]:.0f} | {rates[1]:.0f} |")
+    intro = (
+        f"TFLOP/s of gate, up and down: {SHAPE[0] * SHAPE[1] * PER_TOKEN:,} rows, {EXPERTS} "
+        f"experts, {EMBED} → {MLP}, bfloat16; {where} tokamax 0.0.17 with tiles of 128 × 192 × 64."
+    )
+    return [*made, ("Grouped matmuls of experts on one GPU", intro, lines)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Machines compared for a run: which, how many chips, how long, how much.
+
+    found = compare(TrainConfig("llama-3.1-8b", batch=512, seq=8192), ["h100", "v5p"], Run(1e12))
+    found.best.machine, found.best.days, found.best.cost
+
+A machine with a size is taken as it is. A chip without one is tried in every size that can be
+rented, each about twice the one before, and the size that answers the question is kept: the
+cheapest that meets the deadline and the budget or, with a budget alone, the fastest within it. Of
+each machine the fastest mesh counts.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.machines import CHIPS, Catalogue, Chip, Machine, Price, machine_sizes
+from meshwright.models import model_config
+from meshwright.planner import efficiency
+from meshwright.planner.constraints import Constraints
+from meshwright.planner.fastest import Bounds, fastest
+from meshwright.planner.goodput import DAY, LongRun
+from meshwright.planner.long_run import checkpoint_bytes, flops_per_token
+from meshwright.planner.planner import estimated, without_collector
+from meshwright.planner.result import Estimate
+from meshwright.planner.workload import Workload
+from meshwright.present import amount, duration_text
+from meshwright.training import TrainConfig
+
+ANY = "any"
+MOST_CHIPS = 16384  # of one run: Llama 3 405B's
+_NO_PRICE = "no price is known; give one with --catalogue FILE"
+_ONE_GPU = Machine(CHIPS["h100"], (1, 1))  # where a number does not depend on the machine
+WORSE = 2  # sizes, one after the other, that are no better: then no larger one is tried
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is asked of machines."""
+
+    tokens: float
+    within: float = math.inf  # seconds
+    budget: float = math.inf  # dollars
+    long_run: LongRun = dataclasses.field(default_factory=LongRun)
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """A run on one machine, with its fastest mesh."""
+
+    machine: Machine
+    estimate: Estimate
+    tokens_per_second: float  # while steps are taken
+    goodput: float  # of the time rented
+    seconds: float  # of the whole run
+    price: Price | None
+
+    @property
+    def days(self) -> float:
+        return self.seconds / DAY
+
+    @property
+    def chip_hours(self) -> float:
+        return self.machine.num_chips * self.seconds / 3600
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars: chips × hours × price."""
+        return None if self.price is None else self.chip_hours * self.price.dollars
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOffer:
+    """A machine or chip that cannot answer, and why."""
+
+    name: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The machines that can do a run, the best first, and those that cannot."""
+
+    config: TrainConfig
+    run: Run
+    offers: tuple[Offer, ...]
+    refused: tuple[NoOffer, ...]
+
+    @property
+    def best(self) -> Offer:
+        return self.offers[0]
+
+
+def machines_named(names: Sequence[str], catalogue: Catalogue) -> list[Machine | Chip]:
+    """Machines, and chips whose size is to be found; `any` is every chip that has a price."""
+    found: list[Machine | Chip] = []
+    for name in names:
+        chip = catalogue.chip(name)
+        if name == ANY:
+            priced = map(catalogue.chip, catalogue.prices)
+            found += [one for one in priced if one is not None]
+        elif chip is not None:
+            found.append(chip)
+        else:
+            found.append(Machine.parse(name, catalogue.own))
+    if not found:
+        raise MeshwrightError("no machine is named; give some, as in --on h100,v5p:4x4x4")
+    return list(dict.fromkeys(found))
+
+
+@without_collector()
+def compare(
+    config: TrainConfig,
+    machines: list[Machine | Chip],
+    run: Run,
+    limits: Constraints | None = None,
+    *,
+    catalogue: Catalogue | None = None,
+    model: Any = None,
+) -> Comparison:
+    """Every machine for a run, the best first; `model` as in `Workload.of`."""
+    ask = _Ask(
+        config,
+        model_config(config.model) if model is None else model,
+        run,
+        limits or Constraints(),
+        catalogue or Catalogue(),
+    )
+    offers: list[Offer] = []
+    refused: list[NoOffer] = []
+    for machine in machines:
+        found = _answer(ask, machine)
+        if isinstance(found, Offer):
+            offers.append(found)
+        else:
+            refused.append(found)
+    if not offers:
+        raise MeshwrightError(_impossible(ask, machines, refused))
+    # those without a price last, by their time
+    offers.sort(key=lambda one: (one.cost is None, ask.order(one) if one.cost else one.seconds))
+    return Comparison(config, run, tuple(offers), tuple(refused))
+
+
+def _answer(ask: "_Ask", machine: Machine | Chip) -> Offer | NoOffer:
+    return ask.on(machine) if isinstance(machine, Machine) else ask.sized(machine)
+
+
+def curve(
+    config: TrainConfig, machine: Machine, limits: Constraints, model: Any = None
+) -> list[tuple[Machine, float, float]]:
+    """Tokens/s and MFU of the fastest mesh, on a quarter to four times as many chips."""
+    chips = machine.num_chips
+    others = [one for one in machine_sizes(machine.chip, 4 * chips) if one.num_chips != chips]
+    points = []
+    for other in sorted([machine, *others], key=lambda one: one.num_chips):
+        if 4 * other.num_chips >= chips:
+            workload, limited = _workload(config, other, limits, model)
+            found = fastest(workload, limited)
+            if found is not None:
+                one = estimated(found)
+                points.append((other, config.batch * config.seq / one.step_seconds, one.mfu))
+    return points
+
+
+def _workload(
+    config: TrainConfig, machine: Machine, limits: Constraints, model: Any
+) -> tuple[Workload, Constraints]:
+    workload = Workload.of(config, machine, model)
+    workload.schedule.check(workload)
+    return workload, workload.schedule.narrowed(workload, limits)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ask:
+    """A question, and what does not depend on the machine."""
+
+    config: TrainConfig
+    model: Any
+    run: Run
+    limits: Constraints
+    catalogue: Catalogue
+
+    def price(self, chip: Chip) -> Price | None:
+        return self.catalogue.prices.get(chip.name)
+
+    def order(self, offer: Offer) -> float:
+        """What is to be least: time with a budget alone, else dollars, or chip-hours unpriced."""
+        if self.run.budget < math.inf and self.run.within == math.inf:
+            return offer.seconds
+        return offer.chip_hours if offer.cost is None else offer.cost
+
+    def on(self, machine: Machine) -> Offer | NoOffer:
+        """A machine as it is."""
+        try:
+            offer = self.offer(machine)
+        except MeshwrightError as mistake:
+            return NoOffer(str(machine), str(mistake))
+        if offer is None:
+            return NoOffer(str(machine), "fits on no mesh")
+        if offer.seconds > self.run.within:
+            return NoOffer(str(machine), f"too slow: {said(offer)}")
+        if self.run.budget < math.inf and offer.cost is None:
+            return NoOffer(str(machine), _NO_PRICE)
+        if offer.cost is not None and offer.cost > self.run.budget:
+            return NoOffer(str(machine), f"too expensive: {said(offer)}")
+        return offer
+
+    def sized(self, chip: Chip) -> Offer | NoOffer:
+        """The size of a chip that answers the question."""
+        price = self.price(chip)
+        if self.run.budget < math.inf and price is None:
+            return NoOffer(chip.name, _NO_PRICE)
+        best: Offer | None = None
+        bounds: Bounds = {}
+        worse = 0
+        try:
+            for machine in machine_sizes(chip, MOST_CHIPS):
+                an_hour = machine.num_chips * (price.dollars if price else 1.0)
+                longest = min(self.run.within, self.run.budget / an_hour * 3600)
+                if self.least_seconds(machine) > longest:
+                    continue
+                longest = math.nextafter(longest, math.inf)
+                if best is not None:
+                    better = self.order(best)
+                    if better != best.seconds:  # dollars or chip-hours
+                        better *= 3600 / an_hour
+                    longest = min(longest, better)
+                offer = self.offer(machine, longest, bounds)
+                if offer is not None:
+                    best, worse = offer, 0
+                elif best is not None:
+                    worse += 1
+                    if worse == WORSE:
+                        break
+        except MeshwrightError as mistake:
+            return NoOffer(chip.name, str(mistake))
+        return best or NoOffer(chip.name, f"no size up to {MOST_CHIPS:,} chips does it")
+
+    def least_seconds(self, machine: Machine) -> float:
+        """Of the whole run, if every chip did nothing but large matmuls."""
+        chip, large = machine.chip, math.inf
+        rate = chip.bf16_flops * efficiency.matmul(chip, large)
+        if self.config.compute.matmul == "fp8":
+            rate *= efficiency.fp8(chip, large)
+        return self.run.tokens * self.flops_per_token / rate / machine.num_chips
+
+    @functools.cached_property
+    def flops_per_token(self) -> float:
+        return flops_per_token(self.workload(_ONE_GPU)[0])
+
+    @functools.cached_property
+    def checkpoint(self) -> int:
+        return checkpoint_bytes(self.workload(_ONE_GPU)[0])
+
+    def workload(self, machine: Machine) -> tuple[Workload, Constraints]:
+        return _workload(self.config, machine, self.limits, self.model)
+
+    def offer(
+        self, machine: Machine, below: float = math.inf, bounds: Bounds | None = None
+    ) -> Offer | None:
+        """The run on a machine; None if it does not fit or does not take less than so long."""
+        goodput = self.run.long_run.goodput(machine.num_chips, self.checkpoint)
+        tokens = self.config.batch * self.config.seq
+        a_second = self.run.tokens / tokens / goodput  # of the run, for each of a step
+        workload, limits = self.workload(machine)
+        found = fastest(workload, limits, below / a_second, bounds)
+        if found is None:
+            return None
+        seconds, price = a_second * found.seconds, self.price(machine.chip)
+        rate = tokens / found.seconds
+        return Offer(machine, estimated(found), rate, goodput, seconds, price)
+
+
+def said(offer: Offer) -> str:
+    """`"12d 03h and $1.20M on v5p:8x8x8"`."""
+    cost = "" if offer.cost is None else f" and ${amount(offer.cost)}"
+    return f"{duration_text(offer.seconds)}{cost} on {offer.machine}"
+
+
+def _impossible(ask: _Ask, machines: list[Machine | Chip], refused: list[NoOffer]) -> str:
+    """Why no machine can do a run, and what the nearest to it would take."""
+    run = ask.run
+    whys = "; ".join(f"{one.name}: {one.why}" for one in refused)
+    if run.within == run.budget == math.inf:
+        return whys
+    limits = [f"within {duration_text(run.within)}"] * (run.within < math.inf)
+    limits += [f"for ${amount(run.budget)}"] * (run.budget < math.inf)
+    problem = f"no machine trains {amount(run.tokens)} tokens {' and '.join(limits)}"
+    if run.budget < math.inf:
+        ask = dataclasses.replace(ask, run=dataclasses.replace(run, budget=math.inf))
+        answers = [_answer(ask, one) for one in machines]
+        priced = [one for one in answers if isinstance(one, Offer) and one.cost is not None]
+        if priced:
+            return f"{problem}; the cheapest takes {said(min(priced, key=ask.order))}"
+    found: list[Offer] = []
+    for one in machines:
+        largest = list(machine_sizes(one, MOST_CHIPS))[-4:] if isinstance(one, Chip) else [one]
+        found += filter(None, map(ask.offer, largest))
+    if not found:
+        return f"{problem}: {whys}"
+    return f"{problem}; the shortest takes {said(min(found, key=lambda one: one.seconds))}"

@@ -1,0 +1,180 @@
+"""Machines compared, in the terminal and as data."""
+
+import math
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from meshwright.machines import Machine
+from meshwright.planner.machines_compared import Comparison, Offer
+from meshwright.planner.report.phrases import folded, short_mesh
+from meshwright.present import (
+    Column,
+    Row,
+    aligned,
+    amount,
+    bar,
+    count,
+    duration_text,
+    paragraph,
+    percent,
+)
+from meshwright.training import settings_flags
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+
+Curve = list[tuple[Machine, float, float]]
+"""Machines, their tokens/s and MFU."""
+BAR = 24  # characters
+
+
+def comparison_report(found: Comparison, width: int = 120, points: Curve | None = None) -> "Group":
+    """One line for each machine, the best first; then how the best scales, and what to type."""
+    from rich.console import Group
+    from rich.text import Text
+
+    config, run = found.config, found.run
+    tokens = amount(run.tokens)
+    title = Text()
+    title.append(config.model or "a model", style="bold")
+    title.append(f": {tokens} tokens{_limits(found)}")
+    step = f"batch {config.batch:,} × {config.seq:,} tokens"
+    first = "cheapest first" if found.best.cost is not None else "shortest first"
+    if run.budget < math.inf and run.within == math.inf:
+        first = "fastest first"
+    parts: list[RenderableType] = [title, Text(f"{step}; fastest mesh of each; {first}"), Text("")]
+    rows = [
+        Row(_cells(one), style="green" if number == 0 else "")
+        for number, one in enumerate(found.offers)
+    ]
+    columns = [
+        Column("machine", right=False, style="bold"), Column("chips"),
+        Column("mesh", right=False, importance=5), Column("tokens/s"),
+        Column("MFU", importance=3), Column("goodput", importance=1), Column("time"),
+        Column("cost"), Column("$/chip·h", importance=2),
+        Column("bound", right=False, importance=4),
+    ]  # fmt: skip
+    parts += aligned(columns, rows, width)
+    if found.refused:
+        parts += [Text(""), Text("not possible", style="bold")]
+        parts += [paragraph(f"{one.name}: {one.why}", width, hanging=4) for one in found.refused]
+    if points:
+        parts += [Text(""), *curve_lines(points, width)]
+    best = found.best
+    parts += [Text(""), paragraph(why(found), width, 0, hanging=2), Text("")]
+    parts += [Text("next", style="bold"), Text(folded(_command(found, best), width), no_wrap=True)]
+    return Group(*parts)
+
+
+def _limits(found: Comparison) -> str:
+    run = found.run
+    within = f" within {duration_text(run.within)}" if run.within < math.inf else ""
+    budget = f" for at most ${amount(run.budget)}" if run.budget < math.inf else ""
+    return within + budget
+
+
+def _cells(one: Offer) -> list[str]:
+    return [
+        str(one.machine),
+        f"{one.machine.num_chips:,}",
+        short_mesh(one.estimate.choice),
+        amount(one.tokens_per_second),
+        percent(one.estimate.mfu),
+        percent(one.goodput),
+        duration_text(one.seconds),
+        "" if one.cost is None else f"${amount(one.cost)}",
+        "" if one.price is None else f"{one.price.dollars:.2f}",
+        one.estimate.bound,
+    ]
+
+
+def why(found: Comparison) -> str:
+    """The numbers of the first machine, step by step."""
+    run, best = found.run, found.best
+    text = (
+        f"{best.machine}: {amount(run.tokens)} tokens / {amount(best.tokens_per_second)} a second "
+        f"/ goodput {best.goodput:.3f} = {best.seconds / 3600:,.1f} hours"
+    )
+    if best.price is not None and best.cost is not None:
+        text += (
+            f"; × {count(best.machine.num_chips, 'chip')} × ${best.price.dollars:.4g} = "
+            f"${best.cost:,.0f} ({best.price.instance}: {best.price.source}"
+            f"{', ' * bool(best.price.date)}{best.price.date})"
+        )
+    return f"{text}. {best.estimate.reason}"
+
+
+def curve_lines(points: Curve, width: int) -> "list[RenderableType]":
+    """Tokens/s and MFU against chips."""
+    most = max(mfu for _, _, mfu in points)
+    rows = [
+        Row(
+            [
+                str(machine),
+                f"{machine.num_chips:,}",
+                amount(rate),
+                percent(mfu),
+                bar(mfu / most, BAR),
+            ]
+        )
+        for machine, rate, mfu in points
+    ]
+    columns = [
+        Column("scaling", right=False), Column("chips"), Column("tokens/s"), Column("MFU"),
+        Column("", right=False, style="cyan", importance=1),
+    ]  # fmt: skip
+    return list(aligned(columns, rows, width))
+
+
+def _command(found: Comparison, best: Offer) -> str:
+    """The plan of the first machine."""
+    model = found.config.model or "MODEL"
+    words = ["meshwright", "plan", model, "--on", str(best.machine)]
+    words += [*settings_flags(found.config), "--rank-by", "fastest"]
+    return shlex.join([*words, "--tokens", f"{found.run.tokens:g}"])
+
+
+def comparison_data(found: Comparison, points: Curve | None = None) -> dict[str, Any]:
+    """Plain data: what is asked, each machine with its numbers, and those that cannot do it."""
+    run = found.run
+    return {
+        "format": "meshwright comparison",
+        "version": 1,
+        "model": found.config.model,
+        "batch": found.config.batch,
+        "seq": found.config.seq,
+        "tokens": run.tokens,
+        "within_seconds": run.within if run.within < math.inf else None,
+        "budget": run.budget if run.budget < math.inf else None,
+        "machines": [_offer_data(one) for one in found.offers],
+        "refused": [{"machine": one.name, "why": one.why} for one in found.refused],
+        "curve": [
+            {"machine": str(one), "chips": one.num_chips, "tokens_per_second": rate, "mfu": mfu}
+            for one, rate, mfu in points or []
+        ],
+    }
+
+
+def _offer_data(one: Offer) -> dict[str, Any]:
+    choice, price = one.estimate.choice, one.price
+    return {
+        "machine": str(one.machine),
+        "chip": one.machine.chip.name,
+        "chips": one.machine.num_chips,
+        "mesh": choice.mesh,
+        "remat": choice.remat,
+        "accumulation": choice.accumulation,
+        "step_seconds": one.estimate.step_seconds,
+        "tokens_per_second": one.tokens_per_second,
+        "mfu": one.estimate.mfu,
+        "memory": one.estimate.memory.total,
+        "memory_limit": one.estimate.memory.limit,
+        "goodput": one.goodput,
+        "seconds": one.seconds,
+        "days": one.days,
+        "chip_hours": one.chip_hours,
+        "cost": one.cost,
+        "price": None if price is None else vars(price),
+        "bound": one.estimate.bound,
+        "reason": one.estimate.reason,
+    }

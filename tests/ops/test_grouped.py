@@ -1,0 +1,64 @@
+"""Grouped matmul: against a loop over groups; when the kernel for Hopper GPUs is taken; that it lowers.
+
+Its numbers need such a GPU: benchmarks/expert_step.py --sides kernels.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshwright.ops import group_alignment, grouped_matmul
+
+NEEDS = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
+
+
+def test_each_group_is_multiplied_with_its_matrix() -> None:
+    random = np.random.default_rng(0)
+    sizes = np.array([3, 0, 5, 1])
+    x, weights = random.normal(size=(11, 4)), random.normal(size=(4, 4, 6))
+    found = grouped_matmul(
+        jnp.asarray(x, jnp.float32), jnp.asarray(weights, jnp.float32), jnp.asarray(sizes)
+    )
+    groups = np.repeat(np.arange(4), sizes)
+    right = [row @ weights[group] for row, group in zip(x, groups, strict=False)]
+    np.testing.assert_allclose(np.asarray(found)[: sizes.sum()], right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("pretended_h200")
+@pytest.mark.parametrize(
+    ("dtype", "dims", "rows", "why"),
+    [
+        (jnp.bfloat16, (2048, 768), 128, ""),
+        (jnp.float32, (2048, 768), 1, "it is for bfloat16, not float32"),
+        (jnp.bfloat16, (2048, 100), 1, "it needs matrices of multiples of 128"),
+    ],
+)
+def test_the_kernel_of_hopper_gpus(
+    dtype: object, dims: tuple[int, ...], rows: int, why: str
+) -> None:
+    alignment, reason = group_alignment(dtype, *dims)
+    assert alignment == rows
+    assert reason.startswith(why)
+
+
+def test_other_machines_take_the_compilers() -> None:
+    assert group_alignment(jnp.bfloat16, 2048, 768) == (
+        1,
+        "it runs on the GPUs GH200, H100, H20, H200, H800",
+    )
+
+
+@NEEDS
+@pytest.mark.usefixtures("pretended_h200")
+def test_it_lowers_for_a_gpu_that_is_not_here() -> None:
+    x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    weights = jax.ShapeDtypeStruct((4, 256, 384), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def total(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jnp.sum(grouped_matmul(x, weights, sizes, 128).astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(total, (0, 1))).trace(x, weights, sizes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") >= 2  # of x, and of the weights
