@@ -214,7 +214,7 @@ class _Reader:
             devices = 2
         arrays = _received(one, operation, started=kind[2] is not None)
         if kind[1] == "ragged-all-to-all":
-            arrays = _sent_rows(one, body, arrays)
+            arrays = _sent_rows(one, body)
         if operation == "all-to-all" and len(arrays) == devices and len(set(arrays)) == 1:
             arrays = ((arrays[0][0], (devices, *arrays[0][1])),)  # one array, given in parts
         scopes = _scopes(one.scope, len(arrays))
@@ -336,13 +336,12 @@ def _hidden(row: SentCollective, between: tuple[Instruction, ...]) -> SentCollec
     )
 
 
-def _sent_rows(
-    one: Instruction, body: tuple[Instruction, ...], received: tuple[Array, ...]
-) -> tuple[Array, ...]:
-    """The array of a ragged all-to-all: its input, where the result has room for more rows."""
-    sources = [other.arrays for other in body if one.operands and other.name == one.operands[0]]
-    sent = next((arrays for arrays in sources if len(arrays) == 1), received)
-    return min(sent, received, key=lambda arrays: sum(map(array_bytes, arrays)))
+def _sent_rows(one: Instruction, body: tuple[Instruction, ...]) -> tuple[Array, ...]:
+    """The array of a ragged all-to-all: what goes in or what comes out, which has room for more."""
+    started = len(one.arrays) > 1  # its result has the operands first
+    sources = [other.arrays for other in body if other.name in one.operands[:1]]
+    sent = one.arrays[:1] if started else next(iter(sources), one.arrays)
+    return min(sent, one.arrays[-1:], key=lambda arrays: sum(map(array_bytes, arrays)))
 
 
 def _received(one: Instruction, operation: str, started: bool) -> tuple[Array, ...]:
