@@ -61,12 +61,13 @@ def mixture(
     tokens = layouts.token_axes
     exchange = _exchange(split, tokens, experts, compute)
     summed = tuple(layouts.summed)
+    routed = tuple(dict.fromkeys((*layouts.weight_axes, *split)))  # an engine splits it over ep too
     left = (*over, *(split if exchange is None else ()))
     arrays = {
         "x": normed,
         **{name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w},
         **{name: all_gather(w[name], _without(tokens, split)) for name in _BIASES if name in w},
-        **{name: all_gather(w[name], layouts.weight_axes) for name in _ROUTER if name in w},
+        **{name: all_gather(w[name], routed) for name in _ROUTER if name in w},
     }
 
     def local(arrays: Params) -> tuple[jax.Array, RouterSums]:

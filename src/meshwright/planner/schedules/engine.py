@@ -187,6 +187,8 @@ def _sent(step: StepModel, tokens: int) -> Iterator[Collective]:
     mixtures = stack.layers if step.choice.size("ep") > 1 else 0
     over = tuple(axis for axis in ("tp", "ep") if step.choice.size(axis) > 1)
     yield Collective("all-reduce", over, size, mixtures, "forward", "sums of a layer's experts")
+    router = device.float32 * number(sum(matrix.weights for matrix in stack.of_kind("router")))
+    yield Collective("all-gather", over[-1:], router, mixtures, "forward", "router of a layer")
     if step.choice.size("tp") == 1:
         return
     what, sums = (
