@@ -22,6 +22,7 @@ MODELS = {
     "qwen3": dataclasses.replace(LLAMA, qk_norm=True),
     "mistral": dataclasses.replace(LLAMA, sliding_window=6),
     "tied": dataclasses.replace(LLAMA, tied_embeddings=True),
+    "experts": dataclasses.replace(LLAMA, mlp=64, experts=8, experts_per_token=2),
 }
 QUICKLY = {"xla_backend_optimization_level": 0}  # of the machine code: collectives are the same
 SMALL = 1024  # bytes: less than any matrix or activation of a device here
@@ -36,9 +37,10 @@ def found_in(name: str, mesh: str, options: str = "", rules: str = "standard") -
         layers="unroll" if said.get("scan") == "no" else "scan",
         sequence_parallel="sequence_parallel" in said,
         mlp_chunk=int(said.get("mlp_chunk", 0)),
+        experts=said.get("experts", "auto"),
     )
     config = TrainConfig(
-        "tiny", batch=16, seq=32, accumulation=int(said.get("accumulation", 1)), rules=rules,
+        "tiny", mesh=mesh, batch=16, seq=32, accumulation=int(said.get("accumulation", 1)), rules=rules,
         context_parallel=said.get("strategy", "auto"), compute=compute,
         objective=said.get("objective", "auto"),
         optimizer=OptimizerConfig(said.get("optimizer", "adamw")),
@@ -53,8 +55,13 @@ def found_in(name: str, mesh: str, options: str = "", rules: str = "standard") -
 FAST = [
     ("qwen3", "dp=2,fsdp=2,tp=2", ""),
     ("tied", "dp=2,fsdp=4", "accumulation=2"),
+    ("experts", "fsdp=2,ep=4", "experts=ring"),
 ]
 SLOW = [
+    ("experts", "fsdp=2,ep=4", "experts=all-to-all remat=full"),
+    ("experts", "dp=2,fsdp=2,tp=2", "sequence_parallel=yes"),
+    ("experts", "dp=2,tp=2,ep=2", "experts=ring sequence_parallel=yes"),
+    ("experts", "fsdp=2,sp=2,ep=2", "experts=all-to-all strategy=ring optimizer=muon"),
     ("llama", "fsdp=2,tp=2,sp=2", "objective=dpo strategy=ring"),
     ("tied", "dp=2,fsdp=2,tp=2", "objective=dpo remat=full accumulation=2"),
     ("llama", "dp=2,fsdp=2,tp=2", ""),

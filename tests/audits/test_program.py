@@ -149,6 +149,22 @@ def test_each_operation_counts_the_bytes_of_the_whole_array() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("into", "out"), [(8, 32), (32, 8)])
+def test_a_ragged_all_to_all_sends_no_more_rows_than_go_in_or_come_out(into: int, out: int) -> None:
+    """As the compilers of TPUs and GPUs write it: one operation, or a start and its end."""
+    arrays = f"f32[{into},4], f32[{out},4], s32[2], s32[2], s32[2], s32[2]"
+    parameters = [f"%p{i} = {text} parameter({i})" for i, text in enumerate(arrays.split(", "))]
+    called = f"(%p0, %p1, %p2, %p3, %p4, %p5), {OVER_Y}"
+    at_once = [f"%x = f32[{out},4] ragged-all-to-all{called}"]
+    apart = [
+        f"%s = (({arrays}), f32[{out},4]) ragged-all-to-all-start{called}",
+        f"%d = f32[{out},4] ragged-all-to-all-done(%s)",
+    ]
+    for lines in (at_once, apart):
+        (row,) = audit(entry(*parameters, *lines), MESH).rows
+        assert (row.operation, row.bytes) == ("all-to-all", 4 * 4 * 8)
+
+
 def test_what_stays_on_its_device_is_not_sent() -> None:
     text = entry(
         "%p = f32[8]{0} parameter(0)",

@@ -24,6 +24,10 @@ MODELS = {
     "tied": dataclasses.replace(_LLAMA, tied_embeddings=True),
     "window": dataclasses.replace(_LLAMA, sliding_window=6),
     "norms after": dataclasses.replace(_LLAMA, norm_places="both", tied_embeddings=True),
+    "experts": dataclasses.replace(_LLAMA, mlp=64, experts=8, experts_per_token=2),
+    "shared": dataclasses.replace(
+        _LLAMA, mlp=64, experts=16, experts_per_token=4, shared_mlp=128, kv_heads=4
+    ),
 }
 ROWS, SEQ, CHUNK = 8, 32, 24  # a micro-batch's; the chunk is that of tests/training/toy.py
 
@@ -41,6 +45,7 @@ class Case:
     layers: int = 3
     trainable: tuple[str, ...] = ()
     dpo: bool = False
+    experts: str = "auto"
 
     def __str__(self) -> str:
         said = [self.model, self.mesh]
@@ -58,7 +63,7 @@ class Case:
         return workload(
             self.config, on, ROWS * self.accumulation, SEQ, dtype="float32",
             loss_chunk=CHUNK, optimizer=self.optimizer, trainable=self.trainable,
-            objective="dpo" if self.dpo else "auto",
+            objective="dpo" if self.dpo else "auto", experts=self.experts,
         )  # fmt: skip
 
     @property
@@ -74,11 +79,12 @@ class Case:
 @functools.cache
 def sent(case: Case) -> list[SentCollective]:
     """Every collective of the compiled step."""
-    rules = decoder_rules(sp=True, sequence_parallel=case.sequence_parallel)
+    has_experts = "ep" in case.choice.sizes
+    rules = decoder_rules(True, case.sequence_parallel, ep=has_experts)
     setting = Setting(
         case.choice.mesh, rules=rules, remat=case.remat, config=case.config,
         context_parallel=case.context_parallel, mlp_chunk=case.mlp_chunk, optimizer=case.optimizer,
-        trainable=case.trainable, dpo=case.dpo,
+        trainable=case.trainable, dpo=case.dpo, experts=case.experts,
     )  # fmt: skip
     run = parts(setting)
     shape = (case.accumulation, ROWS, SEQ)

@@ -75,6 +75,15 @@ def test_the_fastest_mesh_is_the_one_that_a_full_search_finds(on: str) -> None:
     assert fastest(workload, limits, found.seconds * 1.001) is not None
 
 
+@pytest.mark.parametrize("on", ["h100:2x8", "v5p:2x2x4"])
+def test_the_fastest_mesh_may_split_experts(on: str) -> None:
+    config = TrainConfig("olmoe-1b-7b", batch=64, seq=4096)
+    workload = Workload.of(config, Machine.parse(on))
+    found = fastest(workload, constraints_of(config))
+    assert found is not None
+    assert found.seconds == pytest.approx(best_step(config, workload.machine), rel=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b", "llama-3.1-70b"])
 @pytest.mark.parametrize("on", ["h100:8x8", "p4d:8x8", "v5e:8x16", "v6e:16x16", "7x:4x4x4"])

@@ -17,6 +17,8 @@ FAST = [
     Case("llama", "fsdp=4,tp=2", accumulation=2, trainable=("norm",)),
     Case("llama", "dp=2,fsdp=4", trainable=("layers/-1/",)),
     Case("tied", "fsdp=2,tp=2,sp=2", dpo=True, context_parallel="ring", accumulation=2),
+    Case("experts", "fsdp=2,ep=4", experts="all-to-all"),
+    Case("experts", "dp=2,fsdp=2,ep=2", experts="ring", accumulation=2),
 ]
 SLOW = [
     Case("llama", "dp=2,fsdp=4", dpo=True, remat="full"),
@@ -73,6 +75,28 @@ SLOW = [
     Case("grouped", "fsdp=2,sp=4", context_parallel="auto", accumulation=4, layers=2),
     Case("llama", "fsdp=8", accumulation=4, layers=5),
     Case("llama", "dp=2,fsdp=2,sp=2", mlp_chunk=4, context_parallel="ring", accumulation=2),
+    Case("experts", "fsdp=2,ep=4", experts="ring"),
+    Case("experts", "dp=2,fsdp=2,tp=2"),
+    Case("experts", "dp=2,fsdp=2,tp=2", sequence_parallel=True),
+    Case("experts", "fsdp=2,tp=2,ep=2", experts="ring", remat="full"),
+    Case("experts", "fsdp=2,tp=2,ep=2", experts="ring", sequence_parallel=True),
+    Case("experts", "dp=2,ep=4", experts="all-to-all", remat="full"),
+    Case("experts", "ep=8", experts="all-to-all", remat="elementwise"),
+    Case("experts", "ep=8", experts="ring", accumulation=2),
+    Case(
+        "experts",
+        "fsdp=2,sp=2,ep=2",
+        experts="all-to-all",
+        context_parallel="allgather",
+        remat="full",
+    ),
+    Case("experts", "fsdp=2,ep=4", optimizer="muon"),
+    Case("experts", "fsdp=2,ep=4", experts="ring", trainable=("gate",)),
+    Case("shared", "fsdp=4,tp=2"),
+    Case("shared", "fsdp=4,tp=2", remat="full"),
+    Case("shared", "fsdp=2,sp=2,ep=2", experts="ring", context_parallel="ring"),
+    Case("shared", "tp=2,ep=4", experts="all-to-all", sequence_parallel=True),
+    Case("shared", "fsdp=2,tp=2,ep=2", experts="all-to-all", accumulation=2, remat="mlp"),
 ]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from meshwright.audits.collective import OPERATIONS, SentCollective
 from meshwright.audits.groups import axes_between, part_of_axes, replica_groups
 from meshwright.audits.loops import trip_count
-from meshwright.audits.program import Array, Instruction, Program, read_program
+from meshwright.audits.program import Array, Instruction, Program, array_bytes, read_program
 from meshwright.audits.sizes import axis_sizes
 
 _KIND = re.compile(rf"({'|'.join(OPERATIONS)}|ragged-all-to-all)(-start)?")
@@ -213,6 +213,8 @@ class _Reader:
         if operation == "collective-permute":
             devices = 2
         arrays = _received(one, operation, started=kind[2] is not None)
+        if kind[1] == "ragged-all-to-all":
+            arrays = _sent_rows(one, body)
         if operation == "all-to-all" and len(arrays) == devices and len(set(arrays)) == 1:
             arrays = ((arrays[0][0], (devices, *arrays[0][1])),)  # one array, given in parts
         scopes = _scopes(one.scope, len(arrays))
@@ -332,6 +334,14 @@ def _hidden(row: SentCollective, between: tuple[Instruction, ...]) -> SentCollec
     return dataclasses.replace(
         row, asynchronous=True, hidden_under=len(work), hidden_bytes=sum(one.bytes for one in work)
     )
+
+
+def _sent_rows(one: Instruction, body: tuple[Instruction, ...]) -> tuple[Array, ...]:
+    """The array of a ragged all-to-all: what goes in or what comes out, which has room for more."""
+    started = len(one.arrays) > 1  # its result has the operands first
+    sources = [other.arrays for other in body if other.name in one.operands[:1]]
+    sent = one.arrays[:1] if started else next(iter(sources), one.arrays)
+    return min(sent, one.arrays[-1:], key=lambda arrays: sum(map(array_bytes, arrays)))
 
 
 def _received(one: Instruction, operation: str, started: bool) -> tuple[Array, ...]:

@@ -2,7 +2,8 @@
 
 Weights are sharded over fsdp and sp: all-gathered before use over the axes that split the tokens;
 gradients are reduce-scattered, and all-reduced over the rest of those axes (dp). tp all-reduces the
-partial sums of heads and mlp, or all-gathers and reduce-scatters along the sequence.
+partial sums of heads and mlp, or all-gathers and reduce-scatters along the sequence. Experts that
+ep splits are not all-gathered over it: tokens are exchanged.
 """
 
 import math
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 
 from meshwright.audits.collective import Collective, Phase
-from meshwright.models import activation_layouts, family_of
+from meshwright.models import activation_layouts, choose_exchange, family_of
 from meshwright.ops import nontrivial_axes, split_axes
 
 
@@ -20,8 +21,9 @@ def expected_of_step(step: Any) -> tuple[Collective, ...]:
 
     Custom rules are compared with what the standard rules send.
     """
-    rules = family_of(step.model).rules(
-        sp=True, sequence_parallel=step.config.compute.sequence_parallel
+    family, axes = family_of(step.model), step.mesh.axis_names
+    rules = family.rules(
+        sp=True, sequence_parallel=step.config.compute.sequence_parallel, ep="ep" in axes
     )
     nontrivial = nontrivial_axes(step.mesh.shape)
     layouts = activation_layouts(rules, nontrivial)
@@ -67,9 +69,32 @@ def expected_of_step(step: Any) -> tuple[Collective, ...]:
     if step.config.objective == "dpo":
         most = of_tokens * math.prod(step.mesh.shape[axis] for axis in length)
         expect("all-reduce", length, "sums over answers", "forward", at_most=most)
+    blocks = [block for stack in family.work(step.model) for block in stack.blocks]
+    for experts in (block.experts for block in blocks if block.experts):
+        split = tuple(axis for axis in rules.layout("experts").axes[0] if axis in nontrivial)
+        embed = [axis for axis in kept if axis not in split]
+        expect("all-gather", embed, "expert weights, router")
+        expect("reduce-scatter", embed, "gradients of expert weights")
+        _expect_exchange(step, split, experts.per_token, expect)
+        if between:
+            expect("all-reduce", inside, "gradient of the router", "backward")
     _expect_sequence(step, length, expect)
     _expect_optimizer(step, (*kept, *inside), expect)
     return tuple(found)
+
+
+def _expect_exchange(step: Any, split: tuple[str, ...], per_token: int, expect: Any) -> None:
+    """Tokens to experts that these axes split, and back; and the router, whose outputs they are."""
+    if not split:
+        return
+    expect("all-gather", split, "router")
+    expect("reduce-scatter", split, "gradient of the router")
+    ways = math.prod(step.mesh.shape[axis] for axis in split)
+    if choose_exchange(step.compute.experts, ways, per_token) == "ring":
+        expect("all-gather", split, "tokens for the experts")
+        expect("reduce-scatter", split, "sums of the experts")
+    else:
+        expect("all-to-all", split, "tokens to experts and back")
 
 
 def _expect_sequence(step: Any, length: tuple[str, ...], expect: Any) -> None:

@@ -154,7 +154,7 @@ def _of_step(words: list[str], expect: list[str], fail_on: str | None) -> Audit:
         simulate_devices(config.cpu_devices)
     step: AbstractStep = abstract_step(config)
     expected = _expectations(expect, step.mesh.axis_names)
-    if expected is None and set(step.mesh.axis_names) <= set(STANDARD_AXES):
+    if expected is None and set(step.mesh.axis_names) <= {*STANDARD_AXES, "ep"}:
         expected = expected_of_step(step)
     if expected is None and fail_on:
         raise _unknown(fail_on, f"a step on mesh '{mesh_text(step.mesh.shape)}' with custom axes")

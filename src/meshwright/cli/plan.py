@@ -56,6 +56,8 @@ many chips, which mesh, how long, how much; the cheapest first.
   --within 30d         deadline of the run: machines that meet it, in the cheapest size
   --budget 100k        dollars for the run; without a deadline, the fastest machine for it
   --curve              how tokens/s and MFU scale with the number of chips
+  --imbalance X        assume that the experts of one device get X times the average number of
+                       tokens (default 1: an even load)
   --cost-per-hour X    price of one chip per hour; shows the cost of a trillion tokens
   --catalogue FILE     a TOML file with chips and prices of your own
   --failures X         of a chip, a day (default 0.00047: Llama 3 405B's on H100)
@@ -209,7 +211,7 @@ def _compare(
             "machines are compared for a run: give its tokens, as in --tokens 1T, or one machine "
             "with a size, as in --on h100:8"
         )
-    for flag in ("--serve", "--rank-by", "--cost-per-hour"):
+    for flag in ("--serve", "--rank-by", "--cost-per-hour", "--imbalance"):
         if flag in words:
             raise MeshwrightError(f"{flag} is of one machine with a size, as in --on h100:8")
     limits = take(words, "--mesh")
@@ -242,6 +244,7 @@ def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run
     mesh = take(words, "--mesh")
     rank_by = take(words, "--rank-by") or "throughput"
     price = _read(words, "--cost-per-hour", _price)
+    imbalance = _read(words, "--imbalance", _positive)
     serves = take_switch(words, "--serve")
     weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")
     slots = {
@@ -255,6 +258,7 @@ def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run
         config, machine, mesh=mesh, kind="serve" if serves else "train",
         rank_by=rank_by,  # type: ignore[arg-type]
         cost_per_hour=price, named=named, weights=weights, cache=cache, **slots,
+        imbalance=1.0 if imbalance is None else imbalance,
     )  # fmt: skip
     if run is None:
         return made

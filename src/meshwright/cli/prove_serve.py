@@ -15,7 +15,7 @@ from meshwright.models import default_dtype, model_config
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
 from meshwright.planner import Choice, StepModel, Workload
-from meshwright.present import bytes_text
+from meshwright.present import bytes_text, mesh_text
 from meshwright.proofs import compare, expected_serving, prove_serving
 from meshwright.serving import EngineConfig, ServedStep
 from meshwright.training import TrainConfig
@@ -47,8 +47,8 @@ def prove_serve(words: list[str]) -> None:
     spec = MeshSpec.parse(mesh or "tp=-1").with_standard_axes()
     axes = dict(spec.resolve(machine.num_devices, where=f"in '{machine}'").axes)
     if axes["fsdp"] * axes["sp"] > 1:
-        raise MeshwrightError("an engine serves meshes of dp and tp; leave fsdp and sp at 1")
-    text = ",".join(f"{axis}={axes[axis]}" for axis in STANDARD_AXES)
+        raise MeshwrightError("an engine serves meshes of dp, tp and ep; leave fsdp and sp at 1")
+    text = mesh_text({axis: axes[axis] for axis in (*STANDARD_AXES, "ep") if axis in axes})
     model = model_config(name)
     dtype = default_dtype("auto", machine.chip.platform)
     with shown(f"{name} on {machine}, serving") as progress:

@@ -1,7 +1,13 @@
 """Model families: configs, arrays, rules, forward passes, Hugging Face files."""
 
 from meshwright.models.activations import ActivationLayouts, activation_layouts
-from meshwright.models.compute import OFFLOAD, Compute, default_dtype, scans_layers
+from meshwright.models.compute import (
+    OFFLOAD,
+    Compute,
+    choose_exchange,
+    default_dtype,
+    scans_layers,
+)
 from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.models.divisibility import indivisible, indivisible_blocks, what_fits
 from meshwright.models.family import HuggingFace, ModelFamily, Serving
@@ -72,7 +78,7 @@ from meshwright.models.safetensors_read import (
 )
 from meshwright.models.torch_only import BY_TRANSFORMERS, TransformersConfig, is_torch_only
 from meshwright.models.torch_only import read_config as torch_only_config
-from meshwright.models.work import Attention, Block, Stack
+from meshwright.models.work import Attention, Block, Experts, Stack
 
 __all__ = [
     "ADAPTER",
@@ -92,6 +98,7 @@ __all__ = [
     "Block",
     "Compute",
     "DecoderConfig",
+    "Experts",
     "ExtraLoss",
     "HuggingFace",
     "LmHead",
@@ -109,6 +116,7 @@ __all__ = [
     "activation_layouts",
     "adapted_names",
     "adapter_files",
+    "choose_exchange",
     "decoder_rules",
     "default_dtype",
     "describe_padding",

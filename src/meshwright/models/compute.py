@@ -10,7 +10,7 @@ from jax.ad_checkpoint import Offloadable
 from meshwright.errors import MeshwrightError, did_you_mean, one_of
 from meshwright.layouts import Rules
 from meshwright.models.activations import ActivationLayouts, activation_layouts
-from meshwright.ops import SCALE, nontrivial_axes
+from meshwright.ops import EXCHANGES, SCALE, exchange_by_bytes, nontrivial_axes
 
 Policy = Callable[..., Any]  # to a bool, or an Offloadable
 OFFLOAD = "offload"  # the remat policy whose saved activations go to the host's memory
@@ -66,6 +66,15 @@ def scans_layers(setting: str, layers: int, platform: str, devices: int) -> tupl
     if layers > UNROLLED_LAYERS:
         return True, f"{layers} layers would take long to compile"
     return False, f"{layers} layers on one GPU: about 10% faster, and longer to compile"
+
+
+def choose_exchange(setting: str, ways: int, per_token: int) -> str:
+    """The exchange of a setting; auto: the one that sends less."""
+    if setting not in ("auto", *EXCHANGES):
+        raise MeshwrightError(
+            f"compute.experts={setting!r} is none of {one_of(('auto', *EXCHANGES))}"
+        )
+    return exchange_by_bytes(ways, per_token) if setting == "auto" else setting
 
 
 def remat_policy(name: str, saved: Mapping[str, frozenset[str]]) -> Policy:

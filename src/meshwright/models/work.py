@@ -25,16 +25,30 @@ class Attention:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """Experts of a block: how many there are, and how many of them a token goes through."""
+
+    count: int
+    per_token: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Block:
     """A part of a layer that reads the residual stream and adds to it."""
 
     name: str
     """Of its arrays in a layer."""
     saved: Mapping[str, str]
-    """Activations that a remat policy may save: name → dims beside batch and length."""
+    """Activations that a remat policy may save: name → dims beside batch and length.
+
+    The dim `chosen` is that of a token's experts."""
     outputs: Mapping[str, str]
     """Matrix → the activation that it makes; "" for one that is saved by every policy."""
     attention: Attention | None = None
+    experts: Experts | None = None
+    """Of matrices of the kind `expert`: a token meets those of the experts that it chooses."""
+    beside: str = ""
+    """The block that reads the same input, among whose arrays its own are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +81,21 @@ def attention_block(
         outputs={"wq": "q", "wk": "k", "wv": "v", "wo": "middle"},
         attention=attention,
     )  # fmt: skip
+
+
+def expert_blocks(
+    gated: bool, norm_places: str, experts: Experts, shared: bool
+) -> tuple[Block, ...]:
+    """A mixture of experts, and the mlp beside them that all tokens go through, if there is one."""
+    dense = mlp_block(gated, norm_places)
+    chosen = {name: "chosen mlp" if dims == "mlp" else dims for name, dims in dense.saved.items()}
+    outputs = {"router": "logits", **dense.outputs}
+    mixture = dataclasses.replace(dense, saved=chosen, outputs=outputs, experts=experts)
+    if not shared:
+        return (mixture,)
+    saved = {name: "shared_mlp" for name, dims in dense.saved.items() if dims == "mlp"}
+    outputs = {f"shared_{name}": output for name, output in dense.outputs.items()}
+    return mixture, Block("shared_mlp", saved, outputs, beside=dense.name)
 
 
 def mlp_block(gated: bool = True, norm_places: str = "before") -> Block:

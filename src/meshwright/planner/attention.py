@@ -2,10 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from meshwright.models import Attention, activation_layouts, family_of
+from meshwright.models import Attention, activation_layouts, choose_exchange, family_of
 from meshwright.ops.attention import (
     FLOPS_PER_BYTE,
     STRATEGIES,
@@ -25,10 +25,23 @@ Kernel = tuple[tuple[str, str] | None, float]
 Splits = tuple[tuple[StackSizes, Attention, Split], ...]
 
 
+def standard_rules(model: Any, axes: Collection[str], sequence_parallel: bool = False) -> Any:
+    """The rules that the planner counts with, on a mesh of these axes."""
+    return _rules(model, sequence_parallel, "ep" in axes)
+
+
 @functools.lru_cache(maxsize=64)
-def standard_rules(model: Any, sequence_parallel: bool = False) -> Any:
-    """The rules that the planner counts with."""
-    return family_of(model).rules(sp=True, sequence_parallel=sequence_parallel)
+def _rules(model: Any, sequence_parallel: bool, ep: bool) -> Any:
+    return family_of(model).rules(sp=True, sequence_parallel=sequence_parallel, ep=ep)
+
+
+def exchange_of(workload: Workload, choice: Choice) -> str | None:
+    """How tokens reach experts of other devices; None where all devices have all of them."""
+    experts = workload.sizes.experts
+    if experts is None or choice.size("ep") == 1 or workload.kind == "serve":
+        return None
+    setting = workload.config.compute.experts
+    return choose_exchange(setting, choice.size("ep"), experts.per_token)
 
 
 def split_of(workload: Workload, choice: Choice) -> Split:
@@ -68,7 +81,7 @@ def _splits(
 
 def _first_split(workload: Workload, axes: Mapping[str, int]) -> Split:
     nontrivial = frozenset(axis for axis, size in axes.items() if size > 1)
-    layouts = activation_layouts(standard_rules(workload.model), nontrivial)
+    layouts = activation_layouts(standard_rules(workload.model, axes), nontrivial)
     split: Split = family_of(workload.model).sequence_split(
         workload.model, layouts, axes, workload.seq
     )

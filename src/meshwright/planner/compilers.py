@@ -22,7 +22,7 @@ The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 5
   scatter, unless the axis continues in the others (seen on v5e);
 - lets the gradients of keys make their first ring step before they become float32.
 Not counted: where memory is nearly exhausted it may all-gather weights once more instead of keeping
-them. Weights that fsdp and sp split together are all-gathered one axis after the other there
+them. Weights that fsdp, sp and ep split together are all-gathered one axis after the other there
 (ops.all_gather).
 """
 
@@ -113,7 +113,7 @@ def _program(step: StepModel) -> _Program:
     shard = workload.sizes.embed // choice.shards
     twice = len(workload.sizes.stacks) > 1 and not stacks(shard, is_last=True, table=True)
     summed: dict[Payload, bool] = {"embedding gradient": twice}
-    scattered = {axis: scattered_by(choice.sizes[axis], machine) for axis in ("fsdp", "sp")}
+    scattered = {axis: scattered_by(choice.size(axis), machine) for axis in ("fsdp", "sp", "ep")}
     across = _across(choice, machine)
     return _Program(choice, workload.dtype, scattered, summed, across)
 
@@ -138,11 +138,14 @@ def _first_ring_step(send: Collective, program: _Program) -> Iterator[Collective
 
 
 def _axis_by_axis(send: Collective, program: _Program) -> Iterator[Collective]:
-    """Weights over sp in a device's part of fsdp, then over fsdp in full."""
-    if send.axes == ("fsdp", "sp"):
-        yield send.changed(axes=("sp",), bytes=send.bytes // program.choice.size("fsdp"))
-        send = send.changed(axes=("fsdp",))
-    yield send
+    """Weights over sp in a device's part of fsdp, then over fsdp in full; before both over ep."""
+    if len(send.axes) == 1 or not set(send.axes) <= {"fsdp", "sp", "ep"}:
+        yield send
+        return
+    axes = sorted(send.axes, key=("fsdp", "sp", "ep").index)  # as the rules of weights have them
+    for i, axis in reversed(list(enumerate(axes))):
+        before = program.choice.size(*axes[:i])
+        yield send.changed(axes=(axis,), bytes=send.bytes // before if before > 1 else send.bytes)
 
 
 def _all_reduce_gradients(send: Collective, program: _Program) -> Iterator[Collective]:

@@ -8,7 +8,13 @@ from meshwright.arithmetic import divisors, round_up
 from meshwright.models import OFFLOAD
 from meshwright.ops import NF4, NF4_BLOCK
 from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
-from meshwright.planner.attention import plain_attention, splits_of, strategy_of, with_strategy
+from meshwright.planner.attention import (
+    exchange_of,
+    plain_attention,
+    splits_of,
+    strategy_of,
+    with_strategy,
+)
 from meshwright.planner.sizes import ModelSizes, StackSizes
 from meshwright.planner.terms import MakeNumber, Number, plain
 from meshwright.planner.workload import Choice, Workload
@@ -38,7 +44,8 @@ class Device:
         self.float32 = number(4, "bytes")
         self.cached = number(1, "bytes") if choice.cache else self.used  # in a KV cache
         self.tp = number(choice.tensor, name="tp")
-        split = choice.shards * choice.tensor
+        # an engine's weights are whole but along tp, and experts along ep
+        split = choice.tensor if workload.engine else choice.shards * choice.tensor
         self.devices = number(split, "devices")
         self.is_sharded = choice.shards > 1
         self.casts = ITEM_BYTES[workload.param_dtype] != ITEM_BYTES[workload.dtype]
@@ -51,11 +58,13 @@ class Device:
         is_loop = workload.scan or choice.remat == OFFLOAD
         alone = machine.chip.platform == "gpu" and split * choice.size("dp") == 1
         self.frees_by_layer = alone and self.casts and not is_loop
+        self.ep = number(choice.size("ep"), name="ep")
+        self.exchange = exchange_of(workload, choice)
         self.embed = number(sizes.embed)
         self.padded_vocab = round_up(workload.model.vocab, choice.tensor)  # in memory
         self.vocab = number(self.padded_vocab)
         # of a micro-batch
-        self.sequences = workload.batch // (choice.data_ranks * choice.accumulation)
+        self.sequences = workload.batch // (workload.data_ranks(choice) * choice.accumulation)
         # a CPU's memory is the host's
         self.offloads = choice.remat == OFFLOAD and machine.chip.platform != "cpu"
 
@@ -92,7 +101,7 @@ class DeviceStack:
     @property
     def mlp_chunks(self) -> int:
         """In how many chunks the mlp takes its tokens: as ops.chunks cuts them."""
-        chunk = self.device.choice.mlp_chunk
+        chunk = 0 if self.sizes.experts else self.device.choice.mlp_chunk
         least = math.ceil(self.length / chunk) if chunk else 1
         return next(n for n in divisors(self.length) if n >= least) if chunk else 1
 
@@ -110,14 +119,29 @@ class DeviceStack:
         return layers * self._saved_layer + self.bias
 
     @property
+    def stored_weights(self) -> Number:
+        """Of a layer, before the devices that split all of it divide them."""
+        serves = self.device.workload.engine is not None
+        return self._but_experts_elsewhere(self.weights) if serves else self.weights
+
+    @property
     def layer(self) -> Number:
-        """Bytes of a layer's matrices, all-gathered."""
-        return self.device.used * self.weights / self.device.tp
+        """Bytes of a layer's matrices, all-gathered; of experts, those of this device."""
+        return self.device.used * self._but_experts_elsewhere(self.weights) / self.device.tp
 
     @property
     def layer_gradients(self) -> Number:
         """Bytes of the gradients of a layer's matrices, before they are scattered."""
-        return self.device.used * self.gradient_weights / self.device.tp
+        gradients = self._but_experts_elsewhere(self.gradient_weights)
+        return self.device.used * gradients / self.device.tp
+
+    def _but_experts_elsewhere(self, weights: Number) -> Number:
+        """Of weights of a layer, which ep does not split, without those of experts elsewhere."""
+        if self.device.choice.size("ep") == 1 or not self.sizes.experts or not weights:
+            return weights
+        number, experts = self.device.number, self.sizes.expert_weights
+        ways = self.device.choice.size("ep")
+        return weights - number(experts - experts // ways)
 
     @property
     def trained_weights(self) -> Number:
@@ -137,7 +161,7 @@ class DeviceStack:
         device, choice = self.device, self.device.choice
         groups = _saved_numbers(
             device.sizes, self.index, device.workload.remat[choice.remat], choice.tensor,
-            choice.sequence_parallel, self._stored_by,
+            choice.sequence_parallel, self._stored_by, self.token_copies,
         )  # fmt: skip
         each: Number = 0
         for field, multiple, numbers, lse in groups:
@@ -180,7 +204,29 @@ class DeviceStack:
         """Bytes that a layer's backward pass computes with: activations and their gradients."""
         device = self.device
         mlp = device.number(self.sizes.mlp.inner / device.choice.tensor / self.mlp_chunks)
-        return device.used * self.tokens * (arrays * mlp + 4 * device.embed)
+        if (experts := self.sizes.experts) is None:
+            return device.used * self.tokens * (arrays * mlp + 4 * device.embed)
+        chosen = device.number(experts.per_token, "experts")
+        copies, exchanged = device.number(self.token_copies, "experts"), chosen
+        if device.exchange == "ring":  # of one device at a time; those of all, sums and gradients
+            copies, exchanged = chosen, 3 * device.ep
+        numbers = copies * (arrays * mlp / chosen + 3 * device.embed)
+        return device.used * self.tokens * (numbers + (4 + exchanged) * device.embed)
+
+    @property
+    def token_copies(self) -> int:
+        """Copies of tokens that a device's experts have room for, over its own tokens.
+
+        One for each expert of a token: in a ring of all devices' tokens, in an all-to-all as many
+        as others may send it.
+        """
+        experts, ways = self.sizes.experts, self.device.choice.size("ep")
+        if experts is None:
+            return 1
+        if self.device.exchange is None:
+            return experts.per_token
+        own = experts.count // ways if self.device.exchange == "all-to-all" else experts.count
+        return ways * min(experts.per_token, own)
 
     @property
     def mlp_arrays(self) -> int:
@@ -283,6 +329,7 @@ def _saved_numbers(
     tp: int,
     sequence_parallel: bool,
     stored_by: tuple[_Stored, ...],
+    token_copies: int,
 ) -> tuple[tuple[str, int, float, float], ...]:
     """What a layer of a stack saves of a token, by the batch field of that token.
 
@@ -307,7 +354,8 @@ def _saved_numbers(
                 field = keys_from if keys_from and dims[0] == "kv_heads" else own
                 multiple = how.length
             else:
-                width = math.prod(sizes.dims[dim] for dim in dims) / tp
+                known = {**sizes.dims, "chosen": token_copies}
+                width = math.prod(known[dim] for dim in dims) / tp
             found.setdefault((field, multiple), [0.0, 0.0])[0] += width
         if block.attention and "attention" in policy:
             found.setdefault((own, usual), [0.0, 0.0])[1] += sizes.dims["heads"] / tp

@@ -141,6 +141,9 @@ EAGER_LOSS_LOGITS = 20  # counted: in float32
 # counted: the loss of logits that tp splits (torch/loss.py), compiled and not
 SPLIT_LOSS_LOGITS = 11
 EAGER_SPLIT_LOSS_LOGITS = 30
+# numbers of embed that are read and written for each expert of a token, to sort tokens by expert
+# and to sum what experts make of them: 4 forward and 6 backward, counted in ops/experts.py
+DISPATCH = 10.0
 # bytes of each parameter an update reads and writes: parameters and moments there and back, the
 # gradient, its norm, and the cast of the new ones. Measured for adamw (H200: 10 + 1.4 + 1.7 ms of
 # 1.24e9), counted for the others

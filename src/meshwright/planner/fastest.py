@@ -2,8 +2,8 @@
 
 A comparison of machines asks only for the fastest mesh of each. Bounds from below spare most of the
 search. A step cannot be shorter than its work with the least remat and one micro-batch, and what
-tp and sp make it wait for; neither depends on how the other devices are split into dp and fsdp. And
-where all of them are fsdp, memory is the least: no split of them fits with fewer micro-batches.
+tp, sp and ep make it wait for; neither depends on how the other devices are split into dp and fsdp.
+And where all of them are fsdp, memory is the least: no split of them fits with fewer micro-batches.
 `search` finds the same mesh (tests).
 """
 
@@ -26,8 +26,8 @@ from meshwright.planner.step import StepModel
 from meshwright.planner.time import hides, step_time
 from meshwright.planner.workload import Choice, Workload
 
-Bounds = dict[tuple[int, int], float]
-"""By the sizes of tp and sp: seconds of a step, times devices, that it takes at least."""
+Bounds = dict[tuple[int, int, int], float]
+"""By the sizes of tp, sp and ep: seconds of a step, times devices, that it takes at least."""
 
 
 def fastest(
@@ -51,7 +51,7 @@ def fastest(
         if work >= limit:
             break
         least = min(_work(step) + _waits(step) for step in steps)
-        known[meshes[0].tensor, meshes[0].context] = devices * least
+        known[_but_data(meshes[0])] = devices * least
         if least < limit:
             best = _best_split(workload, limits, meshes, best, below)
     if best is not None and best.memory.tight and below < math.inf:
@@ -110,20 +110,25 @@ def _may_beat(limit: float, ways: list[Candidate], mesh: Choice) -> bool:
 
 
 def _all_fsdp(mesh: Choice) -> Choice:
-    return Choice.of(fsdp=mesh.data_ranks, tp=mesh.tensor, sp=mesh.context)
+    kept = {axis: mesh.sizes[axis] for axis in ("tp", "sp", "ep") if axis in mesh.sizes}
+    return Choice.of(fsdp=mesh.size("dp", "fsdp"), **kept)
+
+
+def _but_data(mesh: Choice) -> tuple[int, int, int]:
+    return mesh.tensor, mesh.context, mesh.size("ep")
 
 
 def _splits(
     workload: Workload, limits: Constraints, known: Bounds, below: float
 ) -> Iterator[tuple[float, list[StepModel], list[Choice]]]:
-    """The meshes by tp and sp, with steps that are as short as theirs or shorter, and their work.
+    """The meshes by tp, sp and ep, with steps no longer than theirs, and their work.
 
     Weights are split over dp and fsdp in all ways; that changes what is sent, and the optimizer's
     work, which is the least where all is fsdp. Without those that are `known` not to be `below`.
     """
-    meshes: dict[tuple[int, int], list[Choice]] = {}
+    meshes: dict[tuple[int, int, int], list[Choice]] = {}
     for mesh in allowed_meshes(workload, limits):
-        meshes.setdefault((mesh.tensor, mesh.context), []).append(mesh)
+        meshes.setdefault(_but_data(mesh), []).append(mesh)
     for split, alike in meshes.items():
         if known.get(split, 0.0) >= below:
             continue
@@ -153,8 +158,8 @@ def _relaxed(workload: Workload, mesh: Choice, limits: Constraints) -> Iterator[
 
 
 def _waits(step: StepModel) -> float:
-    """Seconds of collectives over tp and sp that nothing hides."""
-    if step.choice.tensor == step.choice.context == 1:
+    """Seconds of collectives over tp, sp and ep that nothing hides."""
+    if step.choice.size("tp", "sp", "ep") == 1:
         return 0.0
     placement = place_axes(step.machine, step.choice.sizes)
     seconds = 0.0

@@ -50,7 +50,7 @@ def _fullest(step: StepModel) -> Kinds:
 
 def largest_batch(workload: Workload, choice: Choice) -> int | None:
     """Sequences of a step without micro-batches, with the choice's remat; None if none fit."""
-    ranks = choice.data_ranks
+    ranks = workload.data_ranks(choice)
     alone = dataclasses.replace(choice, accumulation=1)
 
     def fits(sequences: int) -> bool:
@@ -64,7 +64,7 @@ def largest_batch(workload: Workload, choice: Choice) -> int | None:
 
 def largest_seq(workload: Workload, choice: Choice) -> int | None:
     """Tokens of a sequence, one on each data rank, with the remat that keeps least."""
-    ranks = choice.data_ranks
+    ranks = workload.data_ranks(choice)
     unit = math.lcm(1024, 2 * (choice.context * choice.tensor))
     remat = least_kept(workload, choice)
     alone = dataclasses.replace(choice, accumulation=1, remat=remat)

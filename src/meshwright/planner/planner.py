@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
+from meshwright.audits import wire_bytes
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import flat_settings
 from meshwright.machines import Machine, larger
@@ -34,7 +35,7 @@ from meshwright.planner.search import (
 from meshwright.planner.serving import search_serving, serves
 from meshwright.planner.time import bound_and_reason
 from meshwright.planner.workload import Choice, Workload, setting_name
-from meshwright.present import count
+from meshwright.present import amount, count, seconds_text
 from meshwright.serving import EngineConfig
 from meshwright.training import AUTO, TrainConfig, check_length, with_settings
 
@@ -58,6 +59,7 @@ def plan(
     kind: Literal["train", "serve"] = "train",
     cost_per_hour: float | None = None,
     named: Collection[str] = (),
+    imbalance: float = 1.0,
     **settings: Any,
 ) -> Plan:
     """Every mesh for a model on a machine, ranked.
@@ -67,13 +69,15 @@ def plan(
     chosen (`fsdp=*,tp<=8,sp=1`). The `settings` are those of train, by the last part of their names
     (`remat="full"`, `optimizer="muon"`) or with `_` for the dot (`optimizer_moments="bfloat16"`);
     of serving, weights (plain, int8 or fp8), cache (fp8), max_adapters and max_adapter_rank.
+    `imbalance` is assumed of a router:
+    the tokens of the device whose experts have most, over the average; 1.0 is an even load.
 
     Remat, accumulation, sequence_parallel, context_parallel and mlp_chunk are chosen with the mesh
     unless they are given here or, in a TrainConfig, are not the defaults; settings of it that are
     `named` are kept in any case.
     """
     machine = Machine.parse(on)
-    _check_question(rank_by, kind, cost_per_hour)
+    _check_question(rank_by, kind, cost_per_hour, imbalance)
     given = {"batch": batch, "seq": seq} | settings
     given = {name: value for name, value in given.items() if value is not None}
     slots = {name: given.pop(name) for name in SLOTS if name in given}
@@ -88,7 +92,9 @@ def plan(
     limits = dataclasses.replace(limits, fixed={**limits.fixed, **engine})
     model = None if isinstance(model, str | TrainConfig) else model
     served = EngineConfig(**slots) if kind == "serve" else None
-    made = plan_config(config, machine, limits, model=model, engine=served, rank_by=rank_by)
+    made = plan_config(
+        config, machine, limits, model=model, engine=served, rank_by=rank_by, imbalance=imbalance
+    )
     return dataclasses.replace(made, cost_per_hour=cost_per_hour)
 
 
@@ -113,10 +119,11 @@ def plan_config(
     model: Any = None,
     engine: EngineConfig | None = None,
     rank_by: RankBy = "throughput",
+    imbalance: float = 1.0,
 ) -> Plan:
     """Every mesh within the limits for these settings, ranked; `model` as in `Workload.of`."""
     model = model_config(config.model) if model is None else model
-    workload = Workload.of(config, machine, model, engine)
+    workload = dataclasses.replace(Workload.of(config, machine, model, engine), imbalance=imbalance)
     if engine is None and not family_of(workload.model).longer(workload.model, workload.seq):
         check_length(config, workload.model)
     workload.schedule.check(workload)
@@ -143,6 +150,7 @@ def plan_config(
         largest_batch=largest_batch(workload, best),
         largest_seq=largest_seq(workload, best),
         warnings=_warnings(workload),
+        imbalance=imbalance,
     )
 
 
@@ -196,7 +204,7 @@ def _engine_setting(kind: str, name: str, value: str) -> str | None:
     return None if value == UNQUANTIZED else value
 
 
-def _check_question(rank_by: str, kind: str, cost_per_hour: float | None) -> None:
+def _check_question(rank_by: str, kind: str, cost_per_hour: float | None, imbalance: float) -> None:
     """Find mistakes in what plan was asked."""
     if rank_by not in RANK_BY:
         raise MeshwrightError(f"rank_by={rank_by!r} is not known{did_you_mean(rank_by, RANK_BY)}")
@@ -205,6 +213,11 @@ def _check_question(rank_by: str, kind: str, cost_per_hour: float | None) -> Non
         raise MeshwrightError(
             f"cost_per_hour={price!r} is not a price; give what one chip costs for an hour, such "
             "as 4.2"
+        )
+    if not (isinstance(imbalance, int | float) and 1 <= imbalance < math.inf):
+        raise MeshwrightError(
+            f"imbalance={imbalance!r} must be at least 1: the tokens of the device whose experts "
+            "have most, over the average"
         )
     if kind == "train" and rank_by == "latency":
         raise MeshwrightError(
@@ -245,11 +258,27 @@ def estimated(one: Candidate) -> Estimate:
     host = timing.seconds.get("waiting for the host", 0.0)
     if host > 0.03 * timing.step:
         reason += f"; {100 * host / timing.step:.0f}% waits for activations in the host's memory"
+    reason += _exchange(one)
     if one.memory.tight:
         reason += f"; tight: {100 * one.memory.total / one.memory.limit:.0f}% of memory"
     if (padded := one.step.padding) is not None:
         reason += f"; {padded}"
     return one.estimate(bound, reason)
+
+
+def _exchange(one: Candidate) -> str:
+    """How tokens reach the experts of other devices, and what that sends; "" if they need not."""
+    exchange, ways = one.step.device.exchange, one.choice.size("ep")
+    sent = [each for each in one.timing.collectives if each.axes == ("ep",)]
+    sent = [each for each in sent if each.payload == "activations"]
+    if exchange is None or not sent:
+        return ""
+    size = sum(each.times * wire_bytes(each.operation, each.bytes, ways) for each in sent)
+    seconds = sum(each.seconds for each in sent)
+    return (
+        f"; tokens reach experts over ep={ways} by {exchange}: {amount(size, 'B')} a step and "
+        f"device over {sent[0].link}, {seconds_text(seconds)}"
+    )
 
 
 def _nothing(workload: Workload, limits: Constraints, refused: list[Refusal]) -> str:

@@ -127,10 +127,12 @@ class Plan:
     tokens: float | None = None  # of the whole run
     long_run: LongRun = dataclasses.field(default_factory=LongRun)  # what stops it
     warnings: tuple[str, ...] = ()  # what would keep the printed commands from running as they are
+    imbalance: float = 1.0  # assumed of routers, as Workload.imbalance
 
     @functools.cached_property
     def workload(self) -> Workload:
-        return Workload.of(self.config, self.machine, self.model, self.engine)
+        workload = Workload.of(self.config, self.machine, self.model, self.engine)
+        return dataclasses.replace(workload, imbalance=self.imbalance)
 
     @property
     def best(self) -> Estimate:

@@ -13,6 +13,7 @@ Ranked by `fastest`, each mesh has its fastest way and the order is that of thei
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypeVar
 
@@ -177,8 +178,19 @@ def _fastest(ways: list[Candidate]) -> Candidate:
 
 
 def allowed_meshes(workload: Workload, limits: Constraints) -> Iterator[Choice]:
-    """The meshes within the limits."""
-    return filter(limits.allows, workload.schedule.meshes(workload.machine.num_devices))
+    """The meshes within the limits; of a model with experts, also those that split them over ep."""
+    schedule, devices = workload.schedule, workload.machine.num_devices
+    experts = workload.sizes.experts
+    ways: tuple[int, ...] = (1,)
+    if schedule.splits_experts and any(axis == "ep" for axis, _, _ in limits.limits):
+        ways = divisors(devices)  # what cannot be is refused, with the reason
+    elif schedule.splits_experts and experts is not None:
+        ways = divisors(math.gcd(devices, experts.count))
+    for ep in ways:
+        for mesh in schedule.meshes(devices // ep):
+            split = mesh if ep == 1 else Choice.of(**mesh.sizes, ep=ep)
+            if limits.allows(split):
+                yield split
 
 
 def why_not(workload: Workload, mesh: Choice, limits: Constraints) -> str | None:
@@ -334,5 +346,5 @@ def _indivisible(workload: Workload, mesh: Choice, accumulation: int) -> str:
     sequences = workload.batch // ranks
     return (
         f"accumulation={accumulation} does not divide the {count(sequences, 'sequence')} of a "
-        f"device (batch={workload.batch} over dp·fsdp={ranks})"
+        f"device (batch={workload.batch} over dp·fsdp{'·ep' * ('ep' in mesh.sizes)}={ranks})"
     )

@@ -19,6 +19,7 @@ from meshwright.models import (
     ADAPTER,
     Attention,
     Block,
+    Experts,
     LoraConfig,
     Stack,
     family_of,
@@ -37,8 +38,15 @@ class Matrix:
     output: str  # the activation that it makes; "" for one that every remat policy saves
     adds_to_residual: bool  # its last dim is embed: it leads back to the residual stream
     of_keys: bool  # it makes keys or values
-    outputs: int  # numbers that it makes of a token
+    outputs: int  # numbers that it makes of a token; of experts, that all of them would
     trained_layers: int
+    kind: str = "matrix"  # as ArraySpec.kind: of experts, or the router that chooses them
+    share: float = 1.0  # of the tokens, those that meet each of its numbers
+
+    @property
+    def met(self) -> float:
+        """Weights that a token meets."""
+        return self.weights * self.share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +57,15 @@ class BlockSizes:
     matrices: tuple[Matrix, ...]
     saved: Mapping[str, tuple[str, ...]]  # activation → dims
     attention: Attention | None
+    experts: Experts | None = None
+    is_beside: bool = False  # it reads what the block before it reads
 
     @functools.cached_property
     def weights(self) -> int:
         return sum(matrix.weights for matrix in self.matrices)
+
+    def of_kind(self, kind: str) -> tuple[Matrix, ...]:
+        return tuple(matrix for matrix in self.matrices if matrix.kind == kind)
 
     @functools.cached_property
     def with_gradients(self) -> tuple[Matrix, ...]:
@@ -70,13 +83,13 @@ class BlockSizes:
 
     @functools.cached_property
     def inner(self) -> int:
-        """The widest activation inside the block: heads × head_dim, or mlp."""
+        """The widest activation inside the block: heads × head_dim, or mlp of a token's experts."""
         return max(matrix.inner for matrix in self.matrices)
 
     @functools.cached_property
     def arrays_inside(self) -> int:
         """Matrices that lead from the residual stream into the block: gate and up of an mlp."""
-        return sum(not matrix.adds_to_residual for matrix in self.matrices)
+        return sum(not one.adds_to_residual for one in self.matrices if one.kind != "router")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,6 +105,30 @@ class StackSizes:
     def weights(self) -> int:
         """In the matrices of one layer."""
         return sum(block.weights for block in self.blocks)
+
+    @functools.cached_property
+    def met(self) -> float:
+        """Of a layer, the weights that a token meets."""
+        return sum(matrix.met for block in self.blocks for matrix in block.matrices)
+
+    @functools.cached_property
+    def experts(self) -> Experts | None:
+        return next((block.experts for block in self.blocks if block.experts), None)
+
+    def of_kind(self, kind: str) -> tuple[Matrix, ...]:
+        """Matrices of a layer."""
+        return tuple(matrix for block in self.blocks for matrix in block.of_kind(kind))
+
+    @functools.cached_property
+    def expert_weights(self) -> int:
+        """Of a layer, those of all experts."""
+        return sum(matrix.weights for matrix in self.of_kind("expert"))
+
+    @functools.cached_property
+    def frozen_met(self) -> float:
+        """Of a layer, the weights without gradients that a token meets."""
+        matrices = (matrix for block in self.blocks for matrix in block.matrices)
+        return sum(matrix.met for matrix in matrices if not matrix.trained_layers)
 
     @functools.cached_property
     def gradient_weights(self) -> int:
@@ -180,15 +217,20 @@ class ModelSizes:
         return sum(stack.layers for stack in self.stacks)
 
     @property
-    def last_weights(self) -> int:
-        """Weights that a generated token meets: the last stack's and the LM head."""
-        stack = self.stacks[-1]
-        return stack.layers * stack.weights + self.dims["vocab"] * self.embed
-
-    @property
     def parameters(self) -> int:
         """In matrices, embedding and LM head."""
         return self.layer_weights + self.tables * self.dims["vocab"] * self.embed
+
+    @property
+    def active_parameters(self) -> float:
+        """Of those, what a token meets."""
+        layers = sum(stack.layers * stack.met for stack in self.stacks)
+        return layers + self.tables * self.dims["vocab"] * self.embed
+
+    @functools.cached_property
+    def experts(self) -> Experts | None:
+        """Of the first stack that has some."""
+        return next((stack.experts for stack in self.stacks if stack.experts), None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -277,14 +319,14 @@ def _stack(stack: Stack, arrays: Any, named: bool) -> StackSizes:
         name=stack.path[0] if named else "",
         field=stack.field,
         layers=stack.layers,
-        blocks=tuple(_block(block, arrays[block.name]) for block in stack.blocks),
+        blocks=tuple(_block(block, arrays[block.beside or block.name]) for block in stack.blocks),
     )
 
 
 def _block(block: Block, arrays: Mapping[str, ArraySpec]) -> BlockSizes:
     matrices = []
     for name, array in arrays.items():
-        if not array.inputs:
+        if not array.inputs or name not in block.outputs:
             continue
         sizes = dict(zip(array.dims, array.shape, strict=True))
         layers, embed = sizes.pop("layers"), sizes["embed"]
@@ -292,9 +334,18 @@ def _block(block: Block, arrays: Mapping[str, ArraySpec]) -> BlockSizes:
         output = block.outputs[name]
         back = array.dims[-1] == "embed"
         of_keys = output in ("k", "v")
-        inner = weights // embed
-        outputs = embed if back else inner
+        copies, share = 1, 1.0
+        if array.kind == "expert" and block.experts is not None:
+            copies = block.experts.count
+            share = block.experts.per_token / copies
+        inner = round(weights * share) // embed
+        outputs = copies * embed if back else weights // embed
         trained = 0 if array.trained_part is None else array.trained_part.shape[0]
-        matrices.append(Matrix(name, weights, inner, output, back, of_keys, outputs, trained))
+        kind = array.kind if array.kind in ("expert", "router") else "matrix"
+        matrices.append(
+            Matrix(name, weights, inner, output, back, of_keys, outputs, trained, kind, share)
+        )
     saved = {name: tuple(dims.split()) for name, dims in block.saved.items()}
-    return BlockSizes(block.name, tuple(matrices), saved, block.attention)
+    return BlockSizes(
+        block.name, tuple(matrices), saved, block.attention, block.experts, bool(block.beside)
+    )

@@ -92,6 +92,8 @@ class Schedule:
     """Whether a loop may run over the layers."""
     chunks_mlp: bool = False
     """Whether the mlp may take a long sequence in chunks."""
+    splits_experts: bool = False
+    """Whether experts may be split over ep."""
 
 
 class StepModel:
@@ -124,7 +126,9 @@ class StepModel:
 
     @functools.cached_property
     def _layer_weights(self) -> list[Number]:
-        return list(itertools.accumulate(stack.layers * stack.weights for stack in self.stacks))
+        return list(
+            itertools.accumulate(stack.layers * stack.stored_weights for stack in self.stacks)
+        )
 
     @functools.cached_property
     def layers_up_to(self) -> list[Number]:
@@ -230,7 +234,7 @@ class StepModel:
     def padding(self) -> str | None:
         """What is padded, in words: `vocab 128257 padded to 128258 for tp=2`."""
         model = self.workload.model
-        return describe_padding(model, standard_rules(model), self.choice.sizes)
+        return describe_padding(model, standard_rules(model, self.choice.sizes), self.choice.sizes)
 
     @functools.cached_property
     def work(self) -> Work:

@@ -11,6 +11,7 @@ from meshwright.planner.attention import attention_slowdown, keys_seen, splits_o
 from meshwright.planner.device import ITEM_BYTES, LAYER_BYTES
 from meshwright.planner.sizes import BlockSizes, Matrix, StackSizes, adapter_numbers
 from meshwright.planner.step import StepModel, Work
+from meshwright.planner.workload import Choice
 
 
 @dataclasses.dataclass
@@ -61,11 +62,14 @@ def train_work(
             + of_mlp * stack.mlp.inner / tp
         )
         moved += item * numbers * stack.layers * tokens * micro_batches * repeated
-        weights_read += item * stack.weights / tp * stack.layers * micro_batches * 3
+        if stack.experts is not None:
+            numbers += efficiency.DISPATCH * stack.experts.per_token * sizes.embed
+        on_device_weights = _weights_used(stack, choice)
+        weights_read += item * on_device_weights * stack.layers * micro_batches * 3
         if step.device.quantizes:  # read and written for every matmul
             times = (2 + choice.repeats_layers) * stack.layers * micro_batches
             held = LAYER_BYTES[workload.layers_dtype] + item
-            dequantized += held * stack.weights / tp * times
+            dequantized += held * on_device_weights * times
     attention = _attention(step, again="attention" not in saved)
     tokens = step.device.tokens
     if rank := workload.config.lora.rank:
@@ -135,14 +139,24 @@ def _frozen_flops(step: StepModel) -> float:
     workload, sizes = step.workload, step.workload.sizes
     flops = 0.0
     for stack in sizes.stacks:
-        frozen = stack.layers * (stack.weights - stack.gradient_weights)
-        flops += 2.0 * frozen * workload.lengths[stack.field]
+        flops += 2.0 * stack.layers * stack.frozen_met * workload.lengths[stack.field]
     head = 0 if sizes.trains_head else workload.model.vocab * sizes.embed
     return flops + 2.0 * head * workload.lengths["tokens"]
 
 
-def _matmul(step: StepModel, shape: tuple[float, float, int], passes: float) -> tuple[float, float]:
-    """FLOPs and seconds of all micro-batches: (weights on a device, smaller side, tokens)."""
+def _weights_used(stack: StackSizes, choice: Choice) -> float:
+    """Of a layer, the weights that a device multiplies with: of experts, its own."""
+    ways = choice.size("ep")
+    return (stack.weights - stack.expert_weights * (1 - 1 / ways)) / choice.tensor
+
+
+def _matmul(
+    step: StepModel, shape: tuple[float, float, float], passes: float
+) -> tuple[float, float]:
+    """FLOPs and seconds of all micro-batches: (weights on a device, smaller side, tokens).
+
+    The tokens are those that each weight meets.
+    """
     weights, side, tokens = shape
     chip, micro_batches = step.machine.chip, step.choice.accumulation
     item = ITEM_BYTES[step.workload.dtype]
@@ -159,26 +173,34 @@ def _add_matmuls(
 ) -> None:
     """Add the matmuls of a block in all layers of its stack."""
     choice, workload = step.choice, step.workload
-    side = min(block.inner / choice.tensor, step.sizes.embed)
     keys_from = block.attention.keys_from if block.attention else ""
-    by_field: dict[str, list[Matrix]] = {}
+    by_field: dict[tuple[str, str], list[Matrix]] = {}
     for matrix in block.matrices:
         field = keys_from if matrix.of_keys and keys_from else stack.field
-        by_field.setdefault(field, []).append(matrix)
-    for field, matrices in by_field.items():
-        tokens = step.device.sequences * (workload.lengths[field] // choice.context)
+        by_field.setdefault((field, matrix.kind), []).append(matrix)
+    for (field, kind), matrices in by_field.items():
+        tokens: float = step.device.sequences * (workload.lengths[field] // choice.context)
         weights = sum(matrix.weights for matrix in matrices)
+        split, slowest = choice.tensor, 1.0
+        side = min(block.inner / choice.tensor, step.sizes.embed)
+        if kind == "router":
+            split, side = 1, min(matrices[0].inner, step.sizes.embed)
+        elif kind == "expert" and block.experts is not None:
+            # a device has its part of the experts, and of every device those tokens that chose them
+            ways, slowest = choice.size("ep"), workload.imbalance
+            split, tokens = split * ways, tokens * ways * matrices[0].share
+            side = min(side, block.inner / block.experts.per_token / choice.tensor)
         # a matmul is computed again unless what it makes is saved
         repeated = sum(
             matrix.weights for matrix in matrices if matrix.output and matrix.output not in saved
         )
         trained = sum(matrix.weights for matrix in matrices if matrix.trained_layers)
-        shape = weights / choice.tensor, side, tokens
+        shape = weights / split, side, tokens
         flops, forward = _matmul(step, shape, 1.0)
         more, backward = _matmul(step, shape, 1.0 + trained / weights + repeated / weights)
         in_fp8 = workload.fp8_layers(stack.layers)
         faster = efficiency.fp8(step.machine.chip, min(side, tokens))
-        layers = stack.layers - in_fp8 + in_fp8 / faster
+        layers = slowest * (stack.layers - in_fp8 + in_fp8 / faster)
         total.computed += stack.layers * (flops + more)
         total.forward += layers * forward
         total.backward += layers * backward

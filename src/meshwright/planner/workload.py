@@ -48,6 +48,7 @@ class Workload:
     machine: Machine
     model: Any  # its config, with the overrides of the settings
     engine: EngineConfig | None = None  # which serves; None: training
+    imbalance: float = 1.0  # the tokens of the most loaded device's experts, over the average
 
     @classmethod
     def of(
@@ -132,6 +133,10 @@ class Workload:
         is_gpu = self.machine.chip.platform == "gpu"
         return {"auto": is_gpu, "on": True, "off": False}[self.config.torch.compile]
 
+    def data_ranks(self, choice: "Choice") -> int:
+        """Devices that sequences are split over; an engine's are replicated over ep."""
+        return choice.data_ranks if self.engine is None else choice.size("dp")
+
     def fp8_layers(self, layers: int) -> int:
         """Of a stack of so many layers, those whose matmuls are in fp8."""
         compute = self.config.compute
@@ -197,9 +202,13 @@ class Choice:
 
     @classmethod
     def of(cls, **values: Any) -> "Choice":
-        """Axes that are not named have one device: `Choice.of(fsdp=8, tp=2, remat="full")`."""
-        sizes = {axis: values.pop(axis, 1) for axis in STANDARD_AXES}
-        return cls(sizes, **values)
+        """Axes that are not named have one device: `Choice.of(fsdp=8, tp=2, remat="full")`.
+
+        An axis of experts is among them if it was named: before tp, which needs faster links.
+        """
+        dp, fsdp, *others = STANDARD_AXES
+        order = [dp, fsdp, *(["ep"] if "ep" in values else []), *others]
+        return cls({axis: values.pop(axis, 1) for axis in order}, **values)
 
     def __hash__(self) -> int:
         return hash((self.mesh, self.remat, self.accumulation, self.context_parallel, self.weights))
@@ -208,18 +217,18 @@ class Choice:
         """Devices along these axes together."""
         devices = 1
         for role in roles:
-            devices *= self.sizes[role]
+            devices *= self.sizes.get(role, 1)
         return devices
 
     @property
     def data_ranks(self) -> int:
         """Devices that the sequences of a batch are split over."""
-        return self.size("dp", "fsdp")
+        return self.size("dp", "fsdp", "ep")
 
     @property
     def shards(self) -> int:
-        """Devices over which weights are all-gathered to be used."""
-        return self.size("fsdp", "sp")
+        """Devices over which weights are split, and all-gathered to be used but for experts."""
+        return self.size("fsdp", "sp", "ep")
 
     @property
     def tensor(self) -> int:

@@ -14,18 +14,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import MeshwrightError, one_of
 from meshwright.layouts import axes_of
 from meshwright.models.blocks import ACTIVATIONS, Params, feed_forward, gather_weight
-from meshwright.models.compute import Compute
+from meshwright.models.compute import Compute, choose_exchange
 from meshwright.models.decoder.kinds import ExpertsKind, MlpKind
 from meshwright.models.loss import ExtraLoss, LossConfig, LossSums, Metric
 from meshwright.ops import (
-    EXCHANGES,
     Mlp,
     Rows,
     all_gather,
-    exchange_by_bytes,
     float32_matmul,
     group_alignment,
     grouped_matmul,
@@ -216,15 +213,6 @@ def _exchange(
     return choose_exchange(
         compute.experts, math.prod(sizes[axis] for axis in split), experts.per_token
     )
-
-
-def choose_exchange(setting: str, ways: int, per_token: int) -> str:
-    """The exchange of a setting; auto: the one that sends less."""
-    if setting not in ("auto", *EXCHANGES):
-        raise MeshwrightError(
-            f"compute.experts={setting!r} is none of {one_of(('auto', *EXCHANGES))}"
-        )
-    return exchange_by_bytes(ways, per_token) if setting == "auto" else setting
 
 
 def _without(axes: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:

@@ -23,7 +23,15 @@ from meshwright.models.decoder.sequence import sequence_split
 from meshwright.models.decoder.serving import prompt_keys, serving_adapter, serving_weights
 from meshwright.models.family import HuggingFace, ModelFamily, Serving
 from meshwright.models.states import PagedCache
-from meshwright.models.work import Attention, Stack, attention_block, mlp_block
+from meshwright.models.work import (
+    Attention,
+    Block,
+    Experts,
+    Stack,
+    attention_block,
+    expert_blocks,
+    mlp_block,
+)
 from meshwright.ops import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from meshwright.ops.attention import Mask
 
@@ -103,11 +111,15 @@ def _work(config: DecoderConfig) -> tuple[Stack, ...]:
     widest = max(masks, key=lambda mask: mask.window or math.inf)
     attention = Attention(widest, masks=tuple(masks.items()) if len(masks) > 1 else ())
     first = config.pattern[0]
-    blocks = (
-        attention_block(attention, norm_places=first.norm_places),
-        mlp_block(first.mlp.gated, first.norm_places),
-    )
+    blocks = (attention_block(attention, norm_places=first.norm_places), *_mlp_blocks(first))
     return (Stack(("layers",), "tokens", blocks, config.layers),)
+
+
+def _mlp_blocks(kind: LayerKind) -> tuple[Block, ...]:
+    if not kind.experts.count:
+        return (mlp_block(kind.mlp.gated, kind.norm_places),)
+    experts = Experts(kind.experts.count, kind.experts.per_token)
+    return expert_blocks(kind.mlp.gated, kind.norm_places, experts, bool(kind.experts.shared))
 
 
 def _flops(

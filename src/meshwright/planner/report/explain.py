@@ -48,6 +48,8 @@ def find_mesh(plan: Plan, text: str) -> Estimate | Refusal:
     """The estimate or the refusal of a mesh: `fsdp=-1,tp=4`; axes that are not named are 1."""
     spec = MeshSpec.parse(text).with_standard_axes()
     sizes = dict(spec.resolve(plan.machine.num_devices, where=f"in '{plan.machine}'").axes)
+    if sizes.get("ep") == 1:  # which a plan does not name
+        del sizes["ep"]
     wanted = plan.workload.schedule.mesh_sizes(sizes, text)
     looked_at: list[Estimate | Refusal] = [*plan.ranked, *plan.refused]
     for one in looked_at:
@@ -161,7 +163,7 @@ def _flops_of_tokens(workload: Workload, choice: Choice) -> list[str]:
     """FLOPs of a training step for each token of a stack."""
     sizes, lines = workload.sizes, []
     for stack in sizes.stacks:
-        weights = stack.layers * stack.weights
+        weights = stack.layers * stack.met
         if stack is sizes.stacks[-1]:
             weights += sizes.dims["vocab"] * sizes.embed
         parts = [f"6 × {amount(weights)} weights"]

@@ -88,6 +88,9 @@ def _header(plan: Plan) -> "list[RenderableType]":
         kept += f", trains {' '.join(workload.config.trainable)}"
     if rank := workload.config.lora.rank:
         kept += f", LoRA of rank {rank} on frozen weights in {workload.layers_dtype}"
+    if (sizes := workload.sizes).experts is not None:
+        rows += f"; {amount(sizes.parameters)} parameters, {amount(sizes.active_parameters)} active"
+        rows += f", imbalance {workload.imbalance:g}" if workload.imbalance != 1 else ""
     first = "fastest first" if plan.rank_by == "fastest" else f"best {plan.rank_by} first"
     if workload.kind == "serve" and plan.rank_by == "throughput":
         first = "most tokens a second with as many sequences as fit first"

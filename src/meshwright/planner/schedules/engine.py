@@ -7,12 +7,12 @@ serving/engine.py with its default pages and chunks.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.arithmetic import round_up
 from meshwright.audits import Collective
 from meshwright.errors import MeshwrightError
-from meshwright.models import LoraConfig, serving_of
+from meshwright.models import LoraConfig, indivisible, serving_of
 from meshwright.planner import efficiency
 from meshwright.planner.attention import keys_seen, splits_of
 from meshwright.planner.device import Device
@@ -28,7 +28,10 @@ KINDS = ("parameters", "key-value cache", "working activations")
 
 
 def meshes(devices: int) -> Iterator[Choice]:
-    """Every mesh of dp and tp: weights stay where they are used, so fsdp and sp are 1."""
+    """Every mesh of dp and tp: weights stay where they are used, so fsdp and sp are 1.
+
+    Experts may be split over ep: all its devices have all tokens, and their results are summed.
+    """
     return (mesh for mesh in jax.meshes(devices) if mesh.size("fsdp", "sp") == 1)
 
 
@@ -54,7 +57,12 @@ def check(workload: Workload) -> None:
 
 def refusal(workload: Workload, choice: Choice) -> str | None:
     """Why sizes do not divide, in a sentence; None if they do."""
-    return jax.refusal(held(workload, choice), choice)
+    without = Choice({axis: size for axis, size in choice.sizes.items() if axis != "ep"})
+    why = jax.refusal(held(workload, choice), without)
+    if why is None and choice.size("ep") > 1:
+        rules = serving_of(workload.model).rules(ep=True)
+        return indivisible(workload.model, rules, choice.sizes, workload.batch, None)
+    return why
 
 
 def places(workload: Workload, choice: Choice) -> int:
@@ -78,6 +86,8 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
         tokens = sequences * number(kept, "tokens") + number(_engine(workload).page_size, "tokens")
         cache = cache + 2 * layers * tokens * _cached_heads(device)
     mlp = number(step.last.sizes.mlp.inner)
+    if (experts := device.sizes.experts) is not None:  # and a copy of the token for each
+        mlp = mlp + number(experts.per_token, "experts") * device.embed
     tokens = sequences + number(min(workload.seq, _engine(workload).chunk), "tokens")
     yield (
         "prefill",
@@ -162,21 +172,29 @@ def _read_tokens(workload: Workload) -> list[tuple[StackSizes, int]]:
 
 
 def collectives(step: StepModel) -> Iterator[Collective]:
-    """What a decode step sends over tp: the residual stream's sums, and the logits to all."""
+    """What a decode step sends: the residual stream's sums over tp, and of experts over ep too.
+
+    Logits go to all.
+    """
     yield from _sent(step, places(step.workload, step.choice))
 
 
 def _sent(step: StepModel, tokens: int) -> Iterator[Collective]:
     """What a step of so many tokens sends; logits are of one for each sequence."""
-    if step.choice.size("tp") == 1:
-        return
     device, number, stack = step.device, step.number, step.sizes.stacks[-1]
     sequences = number(places(step.workload, step.choice), "sequences")
+    size = device.used * number(tokens, "sequences") * device.embed
+    mixtures = stack.layers if step.choice.size("ep") > 1 else 0
+    over = tuple(axis for axis in ("tp", "ep") if step.choice.size(axis) > 1)
+    yield Collective("all-reduce", over, size, mixtures, "forward", "sums of a layer's experts")
+    router = device.float32 * number(sum(matrix.weights for matrix in stack.of_kind("router")))
+    yield Collective("all-gather", over[-1:], router, mixtures, "forward", "router of a layer")
+    if step.choice.size("tp") == 1:
+        return
     what, sums = (
         "sums of the embedding and of a layer's blocks",
-        1 + len(stack.blocks) * stack.layers,
+        1 + len(stack.blocks) * stack.layers - mixtures,
     )
-    size = device.used * number(tokens, "sequences") * device.embed
     yield Collective("all-reduce", ("tp",), size, sums, "forward", what)
     size = device.float32 * sequences * device.vocab
     yield Collective("all-gather", ("tp",), size, 1, "forward", "logits")
@@ -191,8 +209,9 @@ def work(step: StepModel) -> Work:
     many = places(step.workload, step.choice)
     sequences = number(many, "sequences")
     bandwidth = _bandwidth(step)
-    read, weights = _weight_bytes(step)
-    flops = 2 * weights * sequences
+    read = _weight_bytes(step, many)
+    met = _met(step, step.sizes.stacks[-1:]) + _head(step) + _slots(step)
+    flops = 2 * met * sequences
     cache = _cache_bytes(step)
     rate = efficiency.matmul(machine.chip, many)
     parts = {
@@ -238,15 +257,17 @@ def _chunk_step(step: StepModel, chunk: int) -> Number:
     sizes, many, tp = step.sizes, places(step.workload, step.choice), step.choice.size("tp")
     tokens = number(chunk + many, "tokens")
     bandwidth = _bandwidth(step)
-    read, _ = _weight_bytes(step)
-    head = number(sizes.dims["vocab"] * sizes.embed) * number(many + 1, "tokens")
-    flops = 2 * (number(sizes.layer_weights) * tokens + head) / device.tp
+    read = _weight_bytes(step, chunk + many)
+    head = _head(step) * number(many + 1, "tokens")
+    flops = 2 * (_met(step, sizes.stacks) * tokens + head)
     rate = efficiency.PREFILL * efficiency.matmul(machine.chip, chunk + many)
     numbers = 0.0
     for stack in sizes.stacks:
         heads = sum(block.inner for block in stack.blocks if block.attention)
+        chosen = stack.experts.per_token if stack.experts else 0
         numbers += stack.layers * (
-            efficiency.ELEMENTWISE_EMBED * sizes.embed
+            efficiency.DISPATCH * chosen * sizes.embed
+            + efficiency.ELEMENTWISE_EMBED * sizes.embed
             + efficiency.ELEMENTWISE_HEADS * heads / tp
             + efficiency.ELEMENTWISE_MLP * stack.mlp.inner / tp
         )
@@ -266,20 +287,44 @@ def _link_seconds(step: StepModel, tokens: int) -> float:
     )
 
 
-def _weight_bytes(step: StepModel) -> tuple[Number, Number]:
-    """Bytes of the weights that a generated token meets, on a device, and their number.
+def _weight_bytes(step: StepModel, tokens: int) -> Number:
+    """Bytes of the weights that a step of so many tokens reads, on a device.
 
-    Those of adapters are of all slots, whichever of them a token has.
+    Of experts, those that at least one token is expected to choose: experts that are chosen with
+    equal probability. Adapters of all slots are read, whichever of them a token has.
     """
     device, sizes, number = step.device, step.sizes, step.number
-    stack, slots = sizes.stacks[-1], _slots(step)
-    layers = number(stack.layers, "layers") * number(stack.weights) / device.tp
-    head = number(sizes.dims["vocab"] * sizes.embed) / device.tp
-    used, numbers = device.used * slots, layers + head + slots
+    stack, head = sizes.stacks[-1], _head(step)
+    weights = number(stack.weights - stack.expert_weights)
+    if stack.experts is not None:
+        count, chosen = stack.experts.count, stack.experts.per_token
+        touched = number(count * (1 - (1 - chosen / count) ** tokens), "experts")
+        weights = weights + touched * number(stack.expert_weights // count) / device.ep
+    layers = number(stack.layers, "layers") * weights / device.tp
+    slots = device.used * _slots(step)
     if step.choice.weights is None:
-        return device.used * (layers + head) + used, numbers
+        return device.used * (layers + head) + slots
     one = number(1, "bytes")
-    return one * layers + (device.used if sizes.is_tied else one) * head + used, numbers
+    return one * layers + (device.used if sizes.is_tied else one) * head + slots
+
+
+def _met(step: StepModel, stacks: Sequence[StackSizes]) -> Number:
+    """Weights of layers that a token meets, on a device; on the device with most experts of it."""
+    device, number, total = step.device, step.number, 0
+    for stack in stacks:
+        met = number(stack.met)
+        if stack.experts is not None:
+            experts = sum(matrix.met for matrix in stack.of_kind("expert"))
+            slowest = number(experts * step.workload.imbalance) / device.ep
+            met = number(stack.met - experts) + slowest
+        total = total + number(stack.layers, "layers") * met
+    return total / device.tp
+
+
+def _head(step: StepModel) -> Number:
+    """Weights of the LM head, on a device."""
+    sizes = step.sizes
+    return step.number(sizes.dims["vocab"] * sizes.embed) / step.device.tp
 
 
 def _cache_bytes(step: StepModel) -> Number:
@@ -330,4 +375,5 @@ SCHEDULE = Schedule(
     compiled=lambda step, written: written,
     work=work,
     seconds=seconds,
+    splits_experts=True,
 )

@@ -15,7 +15,7 @@ from meshwright.planner.workload import Choice, Workload
 
 
 def meshes(devices: int) -> Iterator[Choice]:
-    """Every (dp, fsdp, tp, sp) that makes up this many devices."""
+    """Every (dp, fsdp, tp, sp) that makes up this many devices; for those of ep, see search."""
     for tp in divisors(devices):
         for sp in divisors(devices // tp):
             for dp in divisors(devices // (tp * sp)):
@@ -24,7 +24,7 @@ def meshes(devices: int) -> Iterator[Choice]:
 
 def refusal(workload: Workload, choice: Choice) -> str | None:
     """Why sizes do not divide, in a sentence; None if they do."""
-    rules = standard_rules(workload.model, choice.sequence_parallel)
+    rules = standard_rules(workload.model, choice.sizes, choice.sequence_parallel)
     why = indivisible(
         workload.model, rules, choice.sizes, workload.batch, workload.seq, choice.accumulation
     )
@@ -64,4 +64,5 @@ SCHEDULE = Schedule(
     seconds=seconds,
     scans=True,
     chunks_mlp=True,
+    splits_experts=True,
 )

@@ -6,13 +6,13 @@ as a formula over the model's declared work. Tests compare both with the compile
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.audits import Collective, Payload, Phase
-from meshwright.models import family_of
+from meshwright.models import Experts, family_of
 from meshwright.ops.attention import ring_steps_of, sequence_order
 from meshwright.planner.attention import split_of
-from meshwright.planner.sizes import StackSizes, Vectors, adapter_numbers
+from meshwright.planner.sizes import BlockSizes, StackSizes, Vectors, adapter_numbers
 from meshwright.planner.step import StepModel
 from meshwright.planner.terms import Number
 
@@ -23,9 +23,9 @@ def collectives(model: StepModel) -> Iterator[Collective]:
     """What one optimizer step sends, as it is written."""
     step = _Step(model)
     for kind in (
-        step.layer_weights(), step.adapter(), step.blocks(), step.keys(), step.tables(),
-        step.vectors(), step.vocabulary(), step.order_and_documents(), step.optimizer(),
-        step.scalars(), step.reference(),
+        step.layer_weights(), step.adapter(), step.blocks(), step.experts(), step.keys(),
+        step.tables(), step.vectors(), step.vocabulary(), step.order_and_documents(),
+        step.optimizer(), step.scalars(), step.router_sums(), step.reference(),
     ):  # fmt: skip
         yield from kind
 
@@ -44,6 +44,10 @@ class _Step:
         self.tp, self.embed = device.tp, device.embed
         self.fsdp = number(self.choice.size("fsdp"), name="fsdp")
         self.sp = number(self.choice.size("sp"), name="sp")
+        self.ep = device.ep
+        self.shards = self.over("fsdp", "sp", "ep")  # of weights but experts
+        self.tokens = self.over("dp", "fsdp", "sp", "ep")
+        self.batch = self.over("dp", "fsdp", "ep")
         self.micro_batches = self.choice.accumulation
         # sums over tp, which sequence parallelism leaves split
         self.reduce = "reduce-scatter" if self.choice.sequence_parallel else "all-reduce"
@@ -67,40 +71,125 @@ class _Step:
         return self.item * on_device * number(self.length(stack), "tokens") * self.embed
 
     def layer_weights(self) -> Iterator[Collective]:
-        """A layer's matrices: all-gathered over the axes that split them and the tokens."""
-        shards, replicas = self.over("fsdp", "sp"), self.over("dp")
+        """A layer's matrices: all-gathered over the axes that split them and the tokens.
+
+        Experts stay where they are along ep: tokens go to them.
+        """
         for stack in self.sizes.stacks:
-            times, of = self.executions(stack), f"of {_a_layer(stack)}"
-            in_fp8 = self.workload.fp8_layers(stack.layers) * self.micro_batches
             for block in stack.blocks:
-                item = self.device.stored_layers if self.device.quantizes else self.item
-                size = item * self.number(block.weights) // self.tp
-                name, pieces = block.name.replace("_", "-"), len(block.matrices)
-                weights: Payload = "layer weights"
-                gradient: Payload = "layer gradients"
-                about = pieces, stack.layers, stack.name
-                for phase in PASSES:
-                    what = f"{name} weights {of}"
-                    rest = times - in_fp8
-                    yield Collective("all-gather", shards, size, rest, phase, what, weights, *about)
-                    what, byte = f"{what} in fp8", self.number(block.weights) // self.tp
-                    yield Collective(
-                        "all-gather", shards, byte, in_fp8, phase, what, weights, *about
-                    )
-                what = f"gradient of the {name} weights {of}"
-                later: Phase = "backward"
-                size = self.item * self.number(block.gradient_weights) // self.tp
-                about = len(block.with_gradients), stack.layers, stack.name
-                yield Collective(
-                    "reduce-scatter", shards, size, times, later, what, gradient, *about
-                )
-                part = size // (self.fsdp * self.sp)
-                yield Collective("all-reduce", replicas, part, times, later, what, gradient, *about)
+                yield from self._weights(stack, block, "matrix")
+                yield from self._weights(stack, block, "expert")
+                yield from self._router(stack, block)
+
+    def _weights(self, stack: StackSizes, block: BlockSizes, kind: str) -> Iterator[Collective]:
+        matrices = block.of_kind(kind)
+        with_gradients = [matrix for matrix in matrices if matrix.trained_layers]
+        of_experts = kind == "expert"
+        shards, parts, ways = self.shards, self.tp, self.fsdp * self.sp * self.ep
+        name = "expert" if of_experts else block.name.replace("_", "-")
+        if of_experts:
+            shards, parts, ways = self.over("fsdp", "sp"), self.tp * self.ep, self.fsdp * self.sp
+        times, of = self.executions(stack), f"of {_a_layer(stack)}"
+        in_fp8 = self.workload.fp8_layers(stack.layers) * self.micro_batches
+        number, numbers = self.number, sum(matrix.weights for matrix in matrices)
+        item = self.device.stored_layers if self.device.quantizes else self.item
+        size = item * number(numbers) // parts
+        weights: Payload = "layer weights"
+        gradient: Payload = "layer gradients"
+        about = len(matrices), stack.layers, stack.name
+        for phase in PASSES:
+            what = f"{name} weights {of}"
+            rest = times - in_fp8
+            yield Collective("all-gather", shards, size, rest, phase, what, weights, *about)
+            what, byte = f"{what} in fp8", number(numbers) // parts
+            yield Collective("all-gather", shards, byte, in_fp8, phase, what, weights, *about)
+        what = f"gradient of the {name} weights {of}"
+        later: Phase = "backward"
+        size = self.item * number(sum(matrix.weights for matrix in with_gradients)) // parts
+        about = len(with_gradients), stack.layers, stack.name
+        yield Collective("reduce-scatter", shards, size, times, later, what, gradient, *about)
+        part = size // ways
+        replicas = self.over("dp")
+        yield Collective("all-reduce", replicas, part, times, later, what, gradient, *about)
+
+    def _router(self, stack: StackSizes, block: BlockSizes) -> Iterator[Collective]:
+        """The router, in the dtype it is kept in: over the axes of embed, then over ep."""
+        for matrix in block.of_kind("router"):
+            size = self.stored * self.number(matrix.weights)
+            what, times = f"router of {_a_layer(stack)}", self.executions(stack)
+            weights: Payload = "layer weights"
+            gradient: Payload = "layer gradients"
+            about, parts = (1, stack.layers, stack.name), (self.over("fsdp", "sp"), self.over("ep"))
+            for phase in PASSES:
+                for axes, each in zip(parts, (size // self.ep, size), strict=True):
+                    yield Collective("all-gather", axes, each, times, phase, what, weights, *about)
+            if not matrix.trained_layers:
+                continue
+            what = f"gradient of the {what}"
+            summed = self.over("tp") if self.choice.sequence_parallel else ()
+            for operation, axes, each in (
+                ("all-reduce", summed, size),
+                ("reduce-scatter", parts[1], size),
+                ("reduce-scatter", parts[0], size // self.ep),
+                ("all-reduce", self.over("dp"), size // (self.fsdp * self.sp * self.ep)),
+            ):
+                yield Collective(operation, axes, each, times, "backward", what, gradient, *about)
+
+    def experts(self) -> Iterator[Collective]:
+        """Tokens to the experts of other devices along ep, and what these make of them back."""
+        for stack in self.sizes.stacks:
+            if (experts := stack.experts) is None:
+                continue
+
+            def send(
+                operation: str, over: tuple[str, ...], what: str, size: Number,
+                passes: Sequence[int], stack: StackSizes = stack,
+            ) -> Iterator[Collective]:  # fmt: skip
+                payload: Payload = "activations"
+                what, about = f"{what} of {_a_layer(stack)}", (1, stack.layers, stack.name)
+                for phase, many in zip(PASSES, passes, strict=True):
+                    times = many * self.executions(stack)
+                    yield Collective(operation, over, size, times, phase, what, payload, *about)
+
+            number, tp, ep = self.number, self.over("tp"), self.over("ep")
+            on_device = number(self.device.sequences, "sequences")
+            tokens = on_device * number(self.length(stack), "tokens")
+            chosen = self.four * tokens * number(experts.per_token, "experts")
+            what = "experts of tokens, and their weights,"
+            if self.choice.sequence_parallel:
+                yield from send("all-gather", tp, what, 2 * chosen, (1, 1))
+            yield from send(self.reduce, tp, "gradients of the weights of experts", chosen, (0, 1))
+            if self.device.exchange == "ring":
+                all_tokens = self.stream(stack) * self.ep
+                yield from send("all-gather", ep, "tokens for the experts", all_tokens, (1, 1))
+                yield from send("all-gather", ep, what, 2 * chosen * self.ep, (1, 1))
+                sums = "sums of the experts"
+                yield from send("reduce-scatter", ep, sums, all_tokens, (1, 0))
+                yield from send("all-gather", ep, f"gradients of the {sums}", all_tokens, (0, 1))
+                gradients = "gradients of the tokens for the experts"
+                yield from send("reduce-scatter", ep, gradients, all_tokens, (0, 1))
+                gradients = "gradients of the weights of experts of all tokens"
+                yield from send("reduce-scatter", ep, gradients, chosen * self.ep, (0, 1))
+            elif self.device.exchange == "all-to-all":
+                # there and back; again for the gradients of weights; and their gradients
+                tokens, what = self._exchanged(stack, experts), "tokens to experts and back"
+                yield from send("all-to-all", ep, what, tokens, (2, 4))
+                counts = self.four * self.ep * number(experts.count, "experts")
+                yield from send("all-gather", ep, "number of tokens of each expert", counts, (1, 1))
+
+    def _exchanged(self, stack: StackSizes, experts: Experts) -> Number:
+        """Bytes of an all-to-all: ragged, or on a CPU with room for all that may be sent."""
+        ways, number = self.choice.size("ep"), self.number
+        if self.device.machine.chip.platform == "cpu":
+            room = number(min(experts.per_token, experts.count // ways), "experts")
+            return self.stream(stack) * room * self.ep
+        chosen = number(experts.per_token, "experts")
+        return self.stream(stack) * chosen * number(self.workload.imbalance, name="imbalance")
 
     def adapter(self) -> Iterator[Collective]:
         """The factors of LoRA: those with embed are sharded as their matrix is, the others not."""
         model, lora, tp = self.workload.model, self.workload.config.lora, self.choice.tensor
-        shards, every = self.over("fsdp", "sp"), self.over("dp", "fsdp", "sp")
+        shards, every = self.shards, self.tokens
         times, layers = self.sizes.layers * self.micro_batches, self.sizes.layers
         stack = self.sizes.stacks[-1]
         about = sum(len(block.matrices) for block in stack.blocks), layers  # one of each is sharded
@@ -113,7 +202,7 @@ class _Step:
             yield Collective("all-gather", shards, size, times, phase, what, weights, *about)
         gradients: tuple[tuple[str, tuple[str, ...], Number], ...] = (
             ("reduce-scatter", shards, size),
-            ("all-reduce", self.over("dp"), size // (self.fsdp * self.sp)),
+            ("all-reduce", self.over("dp"), size // (self.fsdp * self.sp * self.ep)),
             ("all-reduce", every, self.item * self.number(replicated)),
         )
         what = f"gradients of the {what}"
@@ -123,7 +212,7 @@ class _Step:
 
     def tables(self) -> Iterator[Collective]:
         """The embedding and the LM head: all-gathered once, their gradients per micro-batch."""
-        shards, replicas = self.over("fsdp", "sp"), self.over("dp")
+        shards, replicas = self.shards, self.over("dp")
         size = self.item * (self.number(self.device.padded_vocab) * self.embed) // self.tp
         tables = ("the embedding",) if self.sizes.is_tied else ("the embedding", "the LM head")
         for what in tables:
@@ -138,12 +227,12 @@ class _Step:
                 continue
             what = f"gradient of the {table}"
             yield Collective("reduce-scatter", shards, size, times, "backward", what, payload)
-            part = size // (self.fsdp * self.sp)
+            part = size // (self.fsdp * self.sp * self.ep)
             yield Collective("all-reduce", replicas, part, times, "backward", what, payload)
 
     def vectors(self) -> Iterator[Collective]:
         """Norms and biases: replicated, their gradients added once for all layers."""
-        tokens, every = self.over("dp", "fsdp", "sp"), self.over("dp", "fsdp", "tp", "sp")
+        tokens, every = self.tokens, self.over("dp", "fsdp", "tp", "sp", "ep")
         residual = every if self.choice.sequence_parallel else tokens
         kinds: tuple[tuple[str, Vectors, tuple[str, ...], Number, Payload], ...] = (
             ("norms", self.sizes.residual_vectors, residual, 1, "vector gradients"),
@@ -200,21 +289,23 @@ class _Step:
 
             chunks = self.shares[stack].mlp_chunks
             blocks = len(stack.blocks)
+            inputs_of = sum(not block.is_beside for block in stack.blocks)
             whole = blocks if chunks == 1 else blocks - 1
             if self.choice.sequence_parallel:
                 inputs, gather = f"inputs of the blocks {of}", "all-gather"
-                yield send(inputs, gather, blocks, "forward")
-                again = blocks
+                yield send(inputs, gather, inputs_of, "forward")
+                again = inputs_of
                 if self.choice.remat == "none":  # gradients of weights alone need them
-                    again = sum(block.has_gradients_of_inputs for block in stack.blocks)
+                    readers = (one for one in stack.blocks if not one.is_beside)
+                    again = sum(block.has_gradients_of_inputs for block in readers)
                 yield send(f"{inputs}, again", gather, again, "backward")
-                yield send(f"gradients of the blocks {of}", gather, blocks, "backward")
+                yield send(f"gradients of the blocks {of}", gather, inputs_of, "backward")
             yield send(f"sums of the blocks {of}", self.reduce, whole, "forward")
             what = f"gradients of the inputs of the blocks {of}"
             yield send(what, self.reduce, whole, "backward")
             if self.choice.repeats_layers:  # the last only if a norm of it is computed again
                 what = f"sums of the blocks {of}, computed again"
-                again = blocks if "output" in stack.blocks[-1].saved else blocks - 1
+                again = blocks if "output" in stack.mlp.saved else inputs_of - 1
                 yield send(what, self.reduce, again, "backward")
             if chunks > 1:
                 part = size // self.number(chunks, "chunks")
@@ -354,10 +445,10 @@ class _Step:
 
     def optimizer(self) -> Iterator[Collective]:
         """Muon needs full matrices: each device gets those of some layers."""
-        over = self.over("fsdp", "tp", "sp")
+        over = self.over("fsdp", "tp", "sp", "ep")
         if self.workload.config.optimizer.name != "muon" or not over:
             return
-        devices = self.choice.size("fsdp", "tp", "sp")
+        devices = self.choice.size("fsdp", "tp", "sp", "ep")
         for stack in self.sizes.stacks:
             trained = [matrix for block in stack.blocks for matrix in block.with_gradients]
             for count in sorted({matrix.trained_layers for matrix in trained}, reverse=True):
@@ -385,7 +476,7 @@ class _Step:
             return
         shared = set() if self.sizes.trains_embedding else {"the embedding", "embedded tokens"}
         shared |= set() if self.sizes.trains_head else {"the LM head"}
-        passes = (self.layer_weights(), self.tables(), self.blocks(), self.keys())
+        passes = (self.layer_weights(), self.tables(), self.blocks(), self.experts(), self.keys())
         for one in itertools.chain(*passes, self.vocabulary()):
             if one.phase == "forward" and one.what not in shared:
                 yield dataclasses.replace(one, what=f"{one.what}, of the reference")
@@ -423,13 +514,19 @@ class _Step:
     def scalars(self) -> Iterator[Collective]:
         """The loss, the number of targets, the keys seen, and the gradient's norm."""
         sizes, times = self.sizes, 2 * self.micro_batches
-        tokens, batch, shards = (
-            self.over(*axes) for axes in (("dp", "fsdp", "sp"), ("dp", "fsdp"), ("fsdp", "sp"))
-        )
+        tokens, batch, shards = self.tokens, self.batch, self.shards
         norm = "norm of the gradient"
         packed = int(family_of(self.workload.model).keys_seen is not None)
         of_heads = sizes.head_vectors.gradient_arrays + sizes.position_vectors.gradient_arrays
-        split = sizes.trained_matrices + of_heads
+        of_experts = [
+            matrix
+            for stack in sizes.stacks
+            for matrix in (*stack.of_kind("expert"), *stack.of_kind("router"))
+            if matrix.trained_layers
+        ]
+        apart = len(of_experts) if self.over("ep") else 0  # split over ep and shards by two dims
+        routers = sum(matrix.kind == "router" for matrix in of_experts)
+        split = sizes.trained_matrices + of_heads - routers
         of_pairs = 0
         if self.workload.has_reference:
             times, of_pairs = 0, 7 * self.micro_batches + 1
@@ -440,10 +537,27 @@ class _Step:
             ("number of targets", self.over("sp"), 1, "forward"),
             ("keys that a query sees", batch, packed, "forward"),
             ("keys that a query sees", self.over("sp"), packed, "forward"),
-            (norm, shards, sizes.trained_matrices, "optimizer"),
+            (norm, shards, sizes.trained_matrices - apart, "optimizer"),
+            (norm, self.over("fsdp", "sp"), apart, "optimizer"),
+            (norm, self.over("ep"), apart, "optimizer"),
             (norm, self.over("tp"), split, "optimizer"),
         ):
             yield Collective("all-reduce", axes, self.four, many, phase, what)  # type: ignore[arg-type]
+
+    def router_sums(self) -> Iterator[Collective]:
+        """What routers did with all tokens: how often they chose each expert, scores, squares."""
+        experts = self.sizes.experts
+        if experts is None:
+            return
+        along = ("tp",) if self.choice.sequence_parallel else ()
+        over = self.over("dp", "fsdp", "sp", "ep", *along)
+        layers = self.number(self.sizes.layers, "layers")
+        each = self.four * layers * self.number(2 * experts.count + 1)
+        what, times = "sums over tokens of the routers", self.micro_batches
+        yield Collective("all-reduce", over, each, times, "forward", what, pieces=3)
+        for axes in (self.batch, self.over("sp")):
+            what = "number of targets of a micro-batch"
+            yield Collective("all-reduce", axes, self.four, times, "forward", what)
 
 
 def _a_layer(stack: StackSizes) -> str:

@@ -1,0 +1,152 @@
+"""Mixtures of experts in a plan: what is stored, what a token meets, what is sent and assumed."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from tests.planner.workloads import workload
+
+from meshwright import plan
+from meshwright.errors import MeshwrightError
+from meshwright.models import family_of, preset
+from meshwright.planner.memory import memory
+from meshwright.planner.sizes import sizes_of
+from meshwright.planner.step import StepModel
+from meshwright.planner.time import step_time
+from meshwright.planner.workload import Choice, Workload
+
+TINY = preset("tiny-moe")
+
+
+def on(chip: str, **settings: object) -> Workload:
+    return workload(TINY, chip, 16, 64, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("mixtral-8x7b", 46.7e9, 12.9e9),  # arXiv 2401.04088, section 1
+        ("qwen3-30b-a3b", 30.5e9, 3.3e9),  # its model card
+        ("qwen3-235b-a22b", 235e9, 22e9),
+        ("olmoe-1b-7b", 6.9e9, 1.3e9),  # arXiv 2409.02060
+    ],
+)
+def test_parameters_are_those_that_their_authors_name(
+    name: str, total: float, active: float
+) -> None:
+    sizes = sizes_of(preset(name))
+    assert sizes.parameters == pytest.approx(total, rel=0.01)
+    assert sizes.active_parameters == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_the_flops_of_a_step_are_those_of_the_experts_that_tokens_meet(ep: int) -> None:
+    work = StepModel(on("h100:8"), Choice.of(fsdp=8 // ep, ep=ep, remat="none")).work
+    flops = family_of(TINY).flops(TINY, {"tokens": 64}) * 16 / 8
+    again = 2 * TINY.embed * TINY.experts * TINY.layers  # the router, whose logits are not saved
+    assert work.flops == flops
+    assert work.computed == pytest.approx(flops + again * 64 * 16 / 8)
+
+
+def test_a_device_stores_the_same_part_of_all_weights_and_gathers_fewer_experts() -> None:
+    kinds = []
+    for choice in (Choice.of(fsdp=8), Choice.of(fsdp=2, ep=4), Choice.of(ep=8)):
+        step = StepModel(on("h100:8"), choice)
+        kinds.append((memory(step).kinds["parameters"], step.last.layer))
+    stored, gathered = zip(*kinds, strict=True)
+    assert len(set(stored)) == 1
+    expert = 3 * TINY.embed * TINY.mlp * 2  # bytes in bfloat16
+    assert gathered[0] - gathered[1] == 6 * expert
+    assert gathered[1] - gathered[2] == expert
+
+
+@pytest.mark.parametrize(
+    ("ep", "exchange", "rows"),
+    [(1, "auto", 2), (4, "ring", 4 * 2), (4, "all-to-all", 4 * 2), (8, "all-to-all", 8)],
+)
+def test_what_the_experts_make_is_saved_for_all_tokens_that_there_is_room_for(
+    ep: int, exchange: str, rows: int
+) -> None:
+    """As the compiled step stacks them: [layers, rows of tokens, mlp]."""
+    saved = [
+        StepModel(on("h100:8", experts=exchange), Choice.of(fsdp=8 // ep, ep=ep, remat=remat))
+        for remat in ("none", "mlp")
+    ]
+    difference = saved[0].saved_up_to[-1] - saved[1].saved_up_to[-1]
+    tokens, others = 16 * 64 // 8, 2 * TINY.embed  # the inputs of both blocks, after their norms
+    of_experts = 3 * rows * TINY.mlp  # gate, up and their product
+    assert difference == 2 * TINY.layers * tokens * (of_experts + others)
+
+
+def test_imbalance_makes_experts_and_an_all_to_all_take_longer_and_nothing_else() -> None:
+    even = on("h100:8", experts="all-to-all")
+    uneven = dataclasses.replace(even, imbalance=1.5)
+    steps = [StepModel(one, Choice.of(ep=8)) for one in (even, uneven)]
+    sent = [
+        {(one.operation, one.what): one.bytes for one in step.collectives if one.axes == ("ep",)}
+        for step in steps
+    ]
+    for key, size in sent[0].items():
+        assert sent[1][key] == (1.5 * size if key[0] == "all-to-all" else size)
+    times = [step_time(step) for step in steps]
+    assert times[0].seconds["matmuls"] < times[1].seconds["matmuls"]
+    assert times[0].seconds["attention"] == times[1].seconds["attention"]
+    assert steps[0].work.computed == steps[1].work.computed
+
+
+def test_an_imbalance_below_one_is_refused() -> None:
+    with pytest.raises(MeshwrightError, match=r"imbalance=0\.5 must be at least 1"):
+        plan("tiny-moe", "h100:8", batch=16, seq=64, imbalance=0.5)
+
+
+def test_a_search_splits_experts_over_every_number_that_divides_them() -> None:
+    found = plan("tiny-moe", "h100:2x8", batch=16, seq=64)
+    looked_at = [*found.ranked, *found.refused]
+    assert {one.choice.size("ep") for one in looked_at} == {1, 2, 4, 8}
+    assert all(("ep" in one.choice.sizes) == (one.choice.size("ep") > 1) for one in looked_at)
+    named = plan("tiny-moe", "h100:8", batch=16, seq=64, mesh="ep=4")
+    assert {one.choice.size("ep") for one in named.ranked} == {4}
+    assert "tokens reach experts over ep=4 by all-to-all" in named.best.reason
+    assert ",ep=4,tp=" in named.mesh
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "why"),
+    [
+        ("tiny", "ep=4", "the model has no experts to be split in ep=4"),
+        ("tiny-moe", "ep=16", "experts=8 cannot be split in ep=16"),
+    ],
+)
+def test_experts_that_cannot_be_split_are_refused(model: str, mesh: str, why: str) -> None:
+    with pytest.raises(MeshwrightError, match=why):
+        plan(model, "h100:2x8", batch=16, seq=64, mesh=mesh)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_a_decode_step_reads_the_experts_that_its_tokens_choose(batch: int) -> None:
+    """Against a drawn choice of experts for each token."""
+    count, chosen = 64, 4
+    model = dataclasses.replace(TINY, experts=count, experts_per_token=chosen)
+    step = StepModel(workload(model, "h100:1", batch, 64, serve=True), Choice.of())
+    random = np.random.default_rng(0)
+    drawn = [
+        len({int(e) for _ in range(batch) for e in random.choice(count, chosen, replace=False)})
+        for _ in range(200)
+    ]
+    expert = 3 * model.embed * model.mlp
+    attention = 2 * model.embed * model.head_dim * (model.heads + model.kv_heads)
+    dense = model.layers * (attention + model.embed * count) + model.vocab * model.embed
+    cache = 2 * model.layers * batch * 64 * model.kv_heads * model.head_dim
+    read = 2 * (dense + model.layers * float(np.mean(drawn)) * expert + cache)
+    assert step.work.memory_bytes == pytest.approx(read, rel=0.02)
+
+
+def test_an_engine_splits_experts_over_ep_and_replicates_the_rest() -> None:
+    served = workload(TINY, "h100:8", 16, 64, serve=True)
+    steps = [StepModel(served, Choice.of(dp=1, ep=ep)) for ep in (2, 8)]
+    experts = TINY.layers * 3 * TINY.embed * TINY.mlp * TINY.experts * 2
+    held = [memory(step).kinds["parameters"] for step in steps]
+    assert held[0] - held[1] == math.ceil(experts * (1 / 2 - 1 / 8))
+    sent = {one.operation: (one.axes, one.times) for one in steps[1].collectives}
+    assert sent == dict.fromkeys(("all-reduce", "all-gather"), (("ep",), TINY.layers))
