@@ -35,6 +35,13 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "olmoe-1b-7b": 6_919_161_856,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 
@@ -44,8 +51,8 @@ def test_parameter_counts_are_the_published_ones(name: str, parameters: int) -> 
     assert sum(math.prod(array.shape) for array in arrays) == parameters
 
 
-def test_every_preset_but_tiny_is_checked() -> None:
-    assert set(PRESETS) == {*PUBLISHED, "tiny"}
+def test_every_preset_but_the_tiny_ones_is_checked() -> None:
+    assert set(PRESETS) == {*PUBLISHED, "tiny", "tiny-moe"}
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        SIZES | {
+            "num_hidden_layers": 3, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "sliding_window": 5, "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 15000.0, "factor": 4.0, "truncate": False,
+                "beta_fast": 4.0, "beta_slow": 1.0, "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "olmoe": ("OlmoeConfig", SIZES | {"num_experts": 8, "num_experts_per_tok": 2}),
 }  # fmt: skip
 

@@ -111,6 +111,8 @@ class _Describe:
             arrays["bv"] = self.bias("layers kv_heads head_dim", "kv_heads")
         if attention.output_bias:
             arrays["bo"] = self.bias("layers norm", "residual")
+        if attention.sinks:
+            arrays["sinks"] = self.bias("layers heads", "heads")
         if attention.qk_norm:
             of_q, of_k = ("heads ", "kv_heads ") if attention.joint_qk_norm else ("", "")
             arrays["q_norm"] = self.norm(f"layers {of_q}head_dim", "heads", kind)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError, one_of
 from meshwright.layouts import axes_of
-from meshwright.models.blocks import ACTIVATIONS, Params, feed_forward, gather_weight
+from meshwright.models.blocks import Params, activate, feed_forward, gather_weight
 from meshwright.models.compute import Compute
 from meshwright.models.decoder.kinds import ExpertsKind, MlpKind
 from meshwright.models.loss import ExtraLoss, LossConfig, LossSums, Metric
@@ -99,7 +99,7 @@ def mixture(
     out, sums = jax.shard_map(local, in_specs=(specs,), out_specs=(target, of_sums))(arrays)
     if experts.shared:
         shared = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
-        out = out + feed_forward(normed, shared, compute, kind.activation)
+        out = out + feed_forward(normed, shared, compute, kind.activation, kind.clamp)
     return out, sums
 
 
@@ -186,8 +186,7 @@ def _expert_mlp(
     else:
         parts = {name: hidden(name) for name in ("gate", "up") if name in arrays}
     parts = {name: checkpoint_name(biased(y, name), name) for name, y in parts.items()}
-    activated = ACTIVATIONS[kind.activation](parts.get("gate", parts["up"]))
-    activated = activated * parts["up"] if "gate" in parts else activated
+    activated = activate(parts["up"], parts.get("gate"), kind.activation, kind.clamp)
     activated = checkpoint_name(activated, "activated")
     if rows.weights is not None:
         activated = activated * rows.weights[:, None].astype(activated.dtype)

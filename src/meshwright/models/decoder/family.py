@@ -70,7 +70,10 @@ def _kind_to_dict(kind: LayerKind) -> dict[str, Any]:
     data = _said(rope, {field.name: field.default for field in _ROPE})
     if data["scaling"] is not None:
         name = type(data["scaling"]).__name__
-        data["scaling"] = dataclasses.asdict(data["scaling"]) | {"kind": name}
+        later = {"truncate": True}
+        scaling = dataclasses.asdict(data["scaling"])
+        said = {n: v for n, v in scaling.items() if n not in later or v != later[n]}
+        data["scaling"] = said | {"kind": name}
     return fields | {"rope": data}
 
 
@@ -179,5 +182,6 @@ DECODER = ModelFamily(
         adapter=serving_adapter,
         window=_window,
         softcapped=lambda config: any(k.attention.softcap for k in config.pattern),
+        sinks=lambda config: any(k.attention.sinks for k in config.pattern),
     ),
 )

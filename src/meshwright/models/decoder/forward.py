@@ -146,14 +146,14 @@ def _forward(
     segments = None if segments is None else placed(segments)
 
     def layer(kind: LayerKind, mask: Mask, context: ContextParallel) -> Layer:
-        softcap = kind.attention.softcap
-        capped: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, layer: Any
+        ) -> tuple[jax.Array, Any]:
+            more: dict[str, Any] = {"softcap": kind.attention.softcap, "sinks": sinks}
             if isinstance(state, PagedCache):
-                return state.attend(q, k, v, layer, kind.attention.window, **capped)
+                return state.attend(q, k, v, layer, kind.attention.window, **more)
             mixed = attention(
-                q, k, v, segments, mask, context=context, kernel=compute.kernel, **capped
+                q, k, v, segments, mask, context=context, kernel=compute.kernel, **more
             )
             return mixed, None if state is None else (sequences.restored(k), sequences.restored(v))
 

@@ -34,6 +34,7 @@ class AttentionKind:
     joint_qk_norm: bool = False  # that norm is over all heads together
     scale: float | None = None  # of scores; None: head_dim^-0.5
     softcap: float | None = None  # scores s become softcap · tanh(s / softcap)
+    sinks: bool = False  # each head sees one more key, of a learned score and the value zero
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
@@ -62,6 +63,7 @@ class MlpKind:
     gated: bool = True  # the activation of one projection multiplies another
     activation: str = "silu"
     bias: bool = False
+    clamp: float | None = None  # of what the gate and its activation are of, see `activate`
 
     def __post_init__(self) -> None:
         check_size("mlp", self.size)
@@ -150,11 +152,13 @@ FIELDS: Mapping[str, tuple[str, str]] = {
     "gated": ("mlp", "gated"),
     "activation": ("mlp", "activation"),
     "mlp_bias": ("mlp", "bias"),
+    "mlp_clamp": ("mlp", "clamp"),
     "norm": ("norm", "kind"),
     "norm_bias": ("norm", "bias"),
     "joint_qk_norm": ("attention", "joint_qk_norm"),
     "score_scale": ("attention", "scale"),
     "score_softcap": ("attention", "softcap"),
+    "sinks": ("attention", "sinks"),
     "norm_places": ("", "norm_places"),
     "parallel": ("", "parallel"),
     "shared_norm": ("", "shared_norm"),

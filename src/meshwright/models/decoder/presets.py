@@ -1,11 +1,11 @@
 """Published models by name; sizes as in each model's config.json."""
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.ops import Llama3Scaling, Rope
+from meshwright.ops import Llama3Scaling, Rope, YarnScaling
 
 
 def _llama3(
@@ -44,6 +44,7 @@ def _qwen(
     tied: bool = False,
     vocab: int = 151936,
     max_seq: int = 40960,
+    **more: Any,
 ) -> DecoderConfig:
     return DecoderConfig(
         vocab=vocab,
@@ -59,6 +60,7 @@ def _qwen(
         norm_eps=1e-6,
         qkv_bias=version == 2,
         qk_norm=version == 3,
+        **more,
     )
 
 
@@ -75,8 +77,7 @@ def _mistral(vocab: int, theta: float, window: int | None) -> DecoderConfig:
 
 
 def _qwen3_moe(layers: int, embed: int, heads: int, mlp: int) -> DecoderConfig:
-    dense = _qwen(layers, embed, heads, 4, mlp, version=3)
-    return dataclasses.replace(dense, experts=128, experts_per_token=8)
+    return _qwen(layers, embed, heads, 4, mlp, version=3, experts=128, experts_per_token=8)
 
 
 def _mixtral(layers: int, embed: int, heads: int, mlp: int, vocab: int) -> DecoderConfig:
@@ -84,6 +85,16 @@ def _mixtral(layers: int, embed: int, heads: int, mlp: int, vocab: int) -> Decod
         vocab, layers, embed, heads, 8, 128, mlp,
         max_seq=65536 if vocab > 32000 else 32768, rope=Rope(1000000.0),
         experts=8, experts_per_token=2,
+    )  # fmt: skip
+
+
+def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
+    return DecoderConfig(
+        201088, layers, 2880, 64, 8, 64, 2880,
+        max_seq=131072, rope=Rope(150000.0, YarnScaling(32.0, 4096, truncate=False)),
+        pattern=[{"sliding_window": 128}, {}], sinks=True, qkv_bias=True, output_bias=True,
+        activation="gelu_sigmoid", mlp_bias=True, mlp_clamp=7.0, router_bias=True,
+        experts=experts, experts_per_token=4,
     )  # fmt: skip
 
 
@@ -133,6 +144,8 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 1536),
         "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32000),
         "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32768),
+        "gpt-oss-20b": _gpt_oss(24, 32),
+        "gpt-oss-120b": _gpt_oss(36, 128),
         "olmoe-1b-7b": DecoderConfig(
             50304,
             16,
