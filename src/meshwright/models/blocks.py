@@ -271,10 +271,20 @@ def gather_weight(weight: Weight, compute: Compute, split: Sequence[str] = ()) -
 
 
 def project(
-    dims: str, x: jax.Array, weight: Weight, target: P, compute: Compute, **options: Any
+    dims: str,
+    x: jax.Array,
+    weight: Weight,
+    target: P,
+    compute: Compute,
+    *,
+    of_embed: bool = True,
+    **options: Any,
 ) -> jax.Array:
-    """The product of x [batch, length, embed] and a weight, sharded as `target`."""
-    over = compute.layouts.summed
+    """The product of x [batch, length, embed] and a weight, sharded as `target`.
+
+    Without `of_embed` it is of something else than embed, which no device has in part.
+    """
+    over = compute.layouts.summed if of_embed else ()
     return _product(dims, x, weight, target, over, target, compute, **options)
 
 

@@ -98,7 +98,7 @@ def _kind_from_dict(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _work(config: DecoderConfig) -> tuple[Stack, ...]:
-    """One stack: its layers have the same arrays, and may differ in their masks."""
+    """Stacks of layers with the same arrays, which may differ in their masks."""
     masks: dict[Mask, int] = {}
     for kind, layers in config.kinds.items():
         mask = Mask(window=kind.attention.window)
@@ -110,7 +110,10 @@ def _work(config: DecoderConfig) -> tuple[Stack, ...]:
         attention_block(attention, norm_places=first.norm_places),
         mlp_block(first.mlp.gated, first.norm_places),
     )
-    return (Stack(("layers",), "tokens", blocks, config.layers),)
+    stacks = {"leading_layers": config.leading, "layers": config.layers - config.leading}
+    return tuple(
+        Stack((name,), "tokens", blocks, layers) for name, layers in stacks.items() if layers
+    )
 
 
 def _flops(

@@ -21,6 +21,7 @@ from meshwright.models.blocks import (
 from meshwright.models.compute import Compute
 from meshwright.models.decoder.experts import RouterSums, mixture
 from meshwright.models.decoder.kinds import LayerKind
+from meshwright.models.decoder.latent import latent_heads
 from meshwright.ops import add_bias, all_gather, normalize
 
 # queries, keys, values, the sinks or None, the layer's state → the mix of values, the next state
@@ -45,9 +46,13 @@ def run_layer(
     own, of_mlp, layouts = w["attention"], w["mlp"], compute.layouts
     with jax.named_scope("attention"):
         x, normed = enter(x, update, own, kind.norm, "input", compute)
-        inputs = all_gather(normed, layouts.all_gathered(layouts.heads))
-        q, k, v = _heads(inputs, own, rope, kind, compute)
+        if kind.attention.kv_rank is None:
+            inputs = all_gather(normed, layouts.all_gathered(layouts.heads))
+            q, k, v = _heads(inputs, own, rope, kind, compute)
+        else:
+            q, k, v = latent_heads(normed, own, rope, kind, compute)
         mixed, state = attend(q, k, v, own.get("sinks"), state)
+        mixed = mixed[..., : kind.attention.values_dim]
         update = attention_output(mixed, own, compute)
         if kind.attention.output_bias:
             update = add_bias(update, own["bo"].astype(update.dtype))

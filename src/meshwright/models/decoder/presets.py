@@ -1,5 +1,6 @@
 """Published models by name; sizes as in each model's config.json."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -146,6 +147,33 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32768),
         "gpt-oss-20b": _gpt_oss(24, 32),
         "gpt-oss-120b": _gpt_oss(36, 128),
+        "deepseek-v3": DecoderConfig(
+            vocab=129280,
+            layers=61,
+            embed=7168,
+            heads=128,
+            kv_heads=128,
+            head_dim=192,
+            mlp=2048,
+            max_seq=163840,
+            rope=Rope(10000.0, YarnScaling(40.0, 4096, attention_factor=1.0), interleaved=True),
+            score_scale=192**-0.5 * (0.1 * math.log(40) + 1) ** 2,
+            norm_eps=1e-6,
+            kv_rank=512,
+            q_rank=1536,
+            rope_dim=64,
+            value_dim=128,
+            leading=3,
+            leading_mlp=18432,
+            experts=256,
+            experts_per_token=8,
+            router_scores="sigmoid",
+            router_scale=2.5,
+            selection_bias=True,
+            expert_groups=8,
+            expert_groups_per_token=4,
+            shared_mlp=2048,
+        ),
         "olmoe-1b-7b": DecoderConfig(
             50304,
             16,

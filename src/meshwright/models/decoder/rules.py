@@ -2,7 +2,10 @@
 
 from meshwright.layouts import Rules, standard_rules
 
-_OPTIONAL = ("batch", "length", "positions", "experts", "shared_mlp")
+# of latent attention
+_RANKS = ("q_rank", "kv_rank")
+LATENT = (*_RANKS, "rope_dim", "key_dim", "value_dim")
+OPTIONAL = ("batch", "length", "positions", "experts", "shared_mlp", *LATENT)
 
 
 def decoder_rules(sp: bool = False, sequence_parallel: bool = False, ep: bool = False) -> Rules:
@@ -31,12 +34,15 @@ def decoder_rules(sp: bool = False, sequence_parallel: bool = False, ep: bool = 
             ("length", "sp" if sp else None),
             *([("embed", (*embed, "ep"))] if ep else []),
             ("embed", embed),
+            # the inputs of some matrices, as embed is of others
+            *((dim, embed) for dim in _RANKS),
+            *((dim, None) for dim in LATENT),
             ("head_dim", None),
             ("layers", None),
             ("norm", None),
             ("positions", None),
         ],
-        optional=_OPTIONAL,
+        optional=OPTIONAL,
     )
 
 
@@ -47,13 +53,13 @@ def t5x_rules(activation_dims: int = 1, parameter_dims: int = 1) -> Rules:
     """
     own = [
         ("kv_heads", "model"), ("head_dim", None), ("norm", None), ("positions", None),
-        ("experts", None), ("shared_mlp", "model"),
+        ("experts", None), ("shared_mlp", "model"), *((dim, None) for dim in LATENT),
     ]  # fmt: skip
     standard = standard_rules(activation_dims, parameter_dims)
     heads = next(i for i, rule in enumerate(standard.rules) if rule.dim == "heads")
     rules = Rules(
         [*standard.rules[: heads + 1], *own, *standard.rules[heads + 1 :]],
-        optional=(*standard.optional, "positions", "experts", "shared_mlp"),
+        optional={*standard.optional, *OPTIONAL},
     )
     return rules.rename_axes(data=("dp", "fsdp"), model="tp")
 
@@ -69,6 +75,7 @@ def serving_rules(ep: bool = False) -> Rules:
                 (dim, None)
                 for dim in ("batch", "length", "head_dim", "layers", "norm", "positions")
             ),
+            *((dim, None) for dim in LATENT),
         ],
-        optional=_OPTIONAL,
+        optional=OPTIONAL,
     )

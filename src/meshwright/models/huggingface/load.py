@@ -8,6 +8,7 @@ holds the model, and none reads what its devices do not need.
 
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,8 @@ from meshwright.models.safetensors_read import (
     read_folder,
     tensor_dtype,
 )
+
+_log = logging.getLogger("meshwright")
 
 Slices = tuple[slice, ...]
 OnRead = Callable[[str, int], None]
@@ -131,6 +134,9 @@ def check_tensors(tensors: Mapping[str, StoredTensor], model: HfModel, folder: P
         for name in tensors
         if name not in expected and name not in model.copies and not name.endswith(model.ignored)
     ]
+    if model.beyond and any(name.startswith(model.beyond) for name in extra):
+        _log.info("%s: layers that predict further tokens are not read (%s…)", folder, model.beyond)
+        extra = [name for name in extra if not name.startswith(model.beyond)]
     if extra:
         raise MeshwrightError(
             f"{tensors[extra[0]].file} has {_first(extra)}, which the config does not ask for; "

@@ -290,8 +290,7 @@ def _plain(
     tokens: PagedTokens,
     window: int | None,
     bias: PagedBias | tuple[None, None] = (None, None),
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
+    **more: Any,
 ) -> jax.Array:
     def attend(
         q: jax.Array, tables: jax.Array, positions: jax.Array, bias: jax.Array | None
@@ -301,7 +300,7 @@ def _plain(
         visible = distance >= 0
         if window is not None:
             visible &= distance < window
-        return _over_pages(q, tables, visible, pool, bias, softcap, sinks)
+        return _over_pages(q, tables, visible, pool, bias, **more)
 
     parts: Any = zip(
         _by_kind(q, tokens.positions.shape[0], tokens.length),
