@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from meshwright.errors import MeshwrightError
 from meshwright.models.decoder.architecture import Architecture, Field, Fields, Part
 from meshwright.models.decoder.architectures.gemma2 import alternating
 from meshwright.models.decoder.architectures.llama import FIELDS, TENSORS, WRITTEN
 from meshwright.models.decoder.architectures.qwen3_moe import UNUSED
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.hf_parts import ROPE, expert_count, heads, optional_bias
+from meshwright.models.huggingface import short
 
 _LAYER = "model.layers.{layer}."
 _EXPERTS = _LAYER + "mlp.experts."
@@ -28,6 +30,17 @@ def _read_rope(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
     fields = ROPE.write(config)
     return fields | {"rope_scaling": fields["rope_scaling"] or {"rope_type": "default"}}
+
+
+def _check_quantization(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
+    settings = fields.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    if method not in (None, "mxfp4"):
+        raise MeshwrightError(
+            f"{where}: quantization_config={short(settings)} is not honoured; mxfp4 is, and its "
+            "weights are converted while they are read"
+        )
+    return {}
 
 
 GPT_OSS = Architecture(
@@ -60,6 +73,7 @@ GPT_OSS = Architecture(
         optional_bias(default=True),
         alternating(2, window=128),
         expert_count("num_local_experts", 128),
+        Part(frozenset(), _check_quantization, lambda config: {}),
     ),
     fixed={
         "sinks": True,
@@ -70,6 +84,6 @@ GPT_OSS = Architecture(
     },
     written=WRITTEN,
     only={"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},
-    # said by other fields too
-    unused=UNUSED | {"experts_per_token", "initial_context_length"},
+    # said by other fields too, but for the last, which a part checks
+    unused=UNUSED | {"experts_per_token", "initial_context_length", "quantization_config"},
 )
