@@ -252,12 +252,15 @@ def enter_attention(
     return x, all_gather(normed, compute.layouts.all_gathered(compute.layouts.heads))
 
 
-def gather_weight(weight: Weight, compute: Compute, split: Sequence[str] = ()) -> Any:
+def gather_weight(
+    weight: Weight, compute: Compute, split: Sequence[str] = (), also: Sequence[str] = ()
+) -> Any:
     """A weight as a matmul takes it: all-gathered, unless weights are stationary.
 
-    Experts stay split over the axes `split`.
+    Experts stay split over the axes `split`. `also` are axes that split the tokens of this matmul
+    and no others: over them too the gradient is reduced.
     """
-    axes = tuple(axis for axis in compute.layouts.weight_axes if axis not in split)
+    axes = tuple(axis for axis in (*compute.layouts.weight_axes, *also) if axis not in split)
     if isinstance(weight, Fp8Weight):  # its matmul all-gathers it
         return weight
     if isinstance(weight, Quantized):  # `scaled` places a scale of outputs
@@ -265,7 +268,7 @@ def gather_weight(weight: Weight, compute: Compute, split: Sequence[str] = ()) -
         return Quantized(all_gather(weight.values, axes, apart=True), scale)
     if isinstance(weight, Adapted):
         a, b = all_gather(weight.a, axes), all_gather(weight.b, axes)
-        base = gather_weight(weight.base, compute, split)
+        base = gather_weight(weight.base, compute, split, also)
         return dataclasses.replace(weight, base=base, a=a, b=b)
     return all_gather(weight, axes)
 

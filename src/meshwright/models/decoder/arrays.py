@@ -88,8 +88,8 @@ class _Describe:
             "heads": attention.heads,
             "kv_heads": attention.kv_heads,
             "head_dim": attention.head_dim,
-            "q_rank": attention.q_rank or 0,
-            "kv_rank": attention.kv_rank or 0,
+            **dict.fromkeys(("q_rank", "q_latent"), attention.q_rank or 0),
+            **dict.fromkeys(("kv_rank", "kv_latent"), attention.kv_rank or 0),
             "rope_dim": attention.rope_dim or 0,
             "key_dim": attention.head_dim - (attention.rope_dim or 0),
             "value_dim": attention.values_dim,
@@ -139,14 +139,14 @@ class _Describe:
         if kind.attention.q_rank is None:
             arrays["wq"] = matrix("embed heads head_dim")
         else:
-            arrays["wq_a"] = matrix("embed q_rank")
-            arrays["q_norm"] = self.norm("layers q_rank", "", kind)
+            arrays["wq_a"] = matrix("embed q_latent")
+            arrays["q_norm"] = self.norm("layers q_latent", "", kind)
             arrays["wq_b"] = matrix("q_rank heads head_dim")
         return {
             **arrays,
-            "wkv_a": matrix("embed kv_rank"),
+            "wkv_a": matrix("embed kv_latent"),
             "wk_rope": matrix("embed rope_dim"),
-            "kv_norm": self.norm("layers kv_rank", "", kind),
+            "kv_norm": self.norm("layers kv_latent", "", kind),
             "wk_b": matrix("kv_rank kv_heads key_dim"),
             "wv_b": matrix("kv_rank kv_heads value_dim"),
             "wo": self("layers heads value_dim embed", "matrix", self.added, 2),

@@ -34,13 +34,15 @@ def latent_heads(
     assert of.rope_dim is not None
     assert of.value_dim is not None
     by_token = layouts.residual.partitions[:2]
+    # with sequence parallelism latents are made of the tokens that a device has between blocks
+    between = tuple(axis for axis in split_axes(by_token) if axis not in layouts.token_axes)
     norm = dataclasses.replace(kind.norm, eps=_EPS)
     across = layouts.all_gathered(layouts.heads)  # the axes that split heads
 
     def small(name: str) -> jax.Array:
         """[batch, length, rank]"""
-        weight = gather_weight(w[name], compute)
-        return project("ble,er->blr", normed, weight, P(*by_token, None), compute)
+        weight = gather_weight(w[name], compute, also=between)
+        return project("ble,ec->blc", normed, weight, P(*by_token, None), compute)
 
     def latent(name: str, norm_name: str) -> jax.Array:
         """The norm of one, on every device that has heads of these tokens."""
@@ -49,7 +51,7 @@ def latent_heads(
 
     def heads(name: str, latent: jax.Array, layout: P) -> jax.Array:
         weight = gather_weight(w[name], compute)
-        return project("blr,rhd->blhd", latent, weight, layout, compute, of_embed=False)
+        return project("blc,chd->blhd", latent, weight, layout, compute, of_embed=False)
 
     if of.q_rank is None:
         weight = gather_weight(w["wq"], compute)

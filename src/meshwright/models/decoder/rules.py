@@ -3,8 +3,8 @@
 from meshwright.layouts import Rules, standard_rules
 
 # of latent attention
-_RANKS = ("q_rank", "kv_rank")
-LATENT = (*_RANKS, "rope_dim", "key_dim", "value_dim")
+_RANKS = ("q_rank", "kv_rank")  # inputs of matrices, as embed is of others
+LATENT = (*_RANKS, "q_latent", "kv_latent", "rope_dim", "key_dim", "value_dim")
 OPTIONAL = ("batch", "length", "positions", "experts", "shared_mlp", *LATENT)
 
 
@@ -34,9 +34,7 @@ def decoder_rules(sp: bool = False, sequence_parallel: bool = False, ep: bool = 
             ("length", "sp" if sp else None),
             *([("embed", (*embed, "ep"))] if ep else []),
             ("embed", embed),
-            # the inputs of some matrices, as embed is of others
-            *((dim, embed) for dim in _RANKS),
-            *((dim, None) for dim in LATENT),
+            *((dim, (*embed, *along_ep) if dim in _RANKS else None) for dim in LATENT),
             ("head_dim", None),
             ("layers", None),
             ("norm", None),

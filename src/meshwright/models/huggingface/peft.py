@@ -92,11 +92,11 @@ def read_adapter_config(folder: Path, model: HfModel) -> LoraConfig:
     held = read_header(folder / WEIGHTS)
     targets = []
     for path, array in model.arrays.items():
-        if _tensor(array, "a").format(layer=array.first) not in held:
+        if _of_first(array, _tensor(array, "a")) not in held:
             continue
         if not _is_whole(array):
             raise MeshwrightError(
-                f"{folder} adapts {_module(array).format(layer=array.first)}, which is several "
+                f"{folder} adapts {_of_first(array)}, which is several "
                 "matrices here; merge it with PEFT (merge_and_unload) and take the merged model"
             )
         targets.append(f"^{re.escape(path)}$")
@@ -112,6 +112,11 @@ def _module(array: HfArray) -> str:
     return array.name.removesuffix(".weight")
 
 
+def _of_first(array: HfArray, name: str = "") -> str:
+    """A name, by default that of its module, in the first layer."""
+    return (name or _module(array)).format(layer=array.first, expert=0)
+
+
 def _tensor(array: HfArray, factor: str) -> str:
     return f"{_PREFIX}{_module(array)}.lora_{factor.upper()}.weight"
 
@@ -125,7 +130,7 @@ def _factor(path: str, factor: str, spec: ArraySpec, of: HfArray, matrix: ArrayS
     """A factor beside the tensors of PEFT."""
     if not _is_whole(of):
         raise MeshwrightError(
-            f"PEFT has one adapter for all of {_module(of).format(layer=of.first)}, of which "
+            f"PEFT has one adapter for all of {_of_first(of)}, of which "
             f"{of.path} is a part; export the merged model instead (--merge)"
         )
     inputs = matrix.inputs

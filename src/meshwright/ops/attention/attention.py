@@ -83,6 +83,10 @@ def attention(
     if bias is not None:
         more["bias"] = _checked_bias(bias, q, k)
     if sinks is not None:
+        if sinks.shape != q.shape[2:3]:
+            raise MeshwrightError(
+                f"sinks of attention are [heads], here [{q.shape[2]}], not {list(sinks.shape)}"
+            )
         more["sinks"] = sinks
     if jax.sharding.get_abstract_mesh().empty:
         return local(q, k, v, more)

@@ -22,9 +22,10 @@ _YARN = {
 def _read_rope(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
     if not fields.get("rope_scaling") and not fields.get("rope_parameters"):
         fields = {**fields, "rope_scaling": _YARN}
-    said = (fields.get("rope_parameters") or {}).get("rope_theta")
-    theta = fields.get("rope_theta", 150000.0 if said is None else said)
-    return ROPE.read({**fields, "rope_theta": theta}, ours, where)
+    inside = fields.get("rope_parameters") or {}
+    if fields.get("rope_theta") is None and inside.get("rope_theta") is None:
+        fields = {**fields, "rope_theta": 150000.0}
+    return ROPE.read(fields, ours, where)
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
