@@ -15,6 +15,11 @@ from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.kinds import LayerKind
 
 _STD = 0.02
+# sizes of latent attention, and the dim that each is: it says how they are placed
+_DIMS = {
+    "q_rank": "rank", "kv_rank": "rank", "q_latent": "latent", "kv_latent": "latent",
+    "rope_dim": "latent", "key_dim": "head_part", "value_dim": "head_part",
+}  # fmt: skip
 
 
 def abstract_arrays(
@@ -66,6 +71,7 @@ class _Describe:
         shape = tuple(self.sizes[dim] for dim in dims.split())
         padded = tuple((self.sizes | self.in_memory)[dim] for dim in dims.split())
         unpadded = None if padded == shape else shape
+        dims = " ".join(_DIMS.get(dim, dim) for dim in dims.split())
         return ArraySpec(padded, dims, self.dtype, init, unpadded, inputs, kind, activation)
 
     def norm(self, dims: str, activation: str, kind: LayerKind) -> ArraySpec:

@@ -3,8 +3,8 @@
 from meshwright.layouts import Rules, standard_rules
 
 # of latent attention
-_RANKS = ("q_rank", "kv_rank")  # inputs of matrices, as embed is of others
-LATENT = (*_RANKS, "q_latent", "kv_latent", "rope_dim", "key_dim", "value_dim")
+_RANK = "rank"  # the input of matrices, as embed is of others
+LATENT = (_RANK, "latent", "head_part")
 OPTIONAL = ("batch", "length", "positions", "experts", "shared_mlp", *LATENT)
 
 
@@ -34,7 +34,7 @@ def decoder_rules(sp: bool = False, sequence_parallel: bool = False, ep: bool = 
             ("length", "sp" if sp else None),
             *([("embed", (*embed, "ep"))] if ep else []),
             ("embed", embed),
-            *((dim, (*embed, *along_ep) if dim in _RANKS else None) for dim in LATENT),
+            *((dim, (*embed, *along_ep) if dim == _RANK else None) for dim in LATENT),
             ("head_dim", None),
             ("layers", None),
             ("norm", None),

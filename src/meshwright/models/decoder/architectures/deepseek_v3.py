@@ -20,15 +20,15 @@ _SHARED = _LAYER + "mlp.shared_experts."
 _LATENT = {
     "attention/norm": TENSORS["layers/attention/norm"],
     "attention/wq": (_ATTENTION + "q_proj.weight", "(heads head_dim) embed"),
-    "attention/wq_a": (_ATTENTION + "q_a_proj.weight", "q_latent embed"),
-    "attention/q_norm": (_ATTENTION + "q_a_layernorm.weight", "q_latent"),
-    "attention/wq_b": (_ATTENTION + "q_b_proj.weight", "(heads head_dim) q_rank"),
+    "attention/wq_a": (_ATTENTION + "q_a_proj.weight", "latent embed"),
+    "attention/q_norm": (_ATTENTION + "q_a_layernorm.weight", "latent"),
+    "attention/wq_b": (_ATTENTION + "q_b_proj.weight", "(heads head_dim) rank"),
     "attention/wkv_a": (_ATTENTION + "kv_a_proj_with_mqa.weight", "parts embed"),
     "attention/wk_rope": (_ATTENTION + "kv_a_proj_with_mqa.weight", "parts embed"),
-    "attention/kv_norm": (_ATTENTION + "kv_a_layernorm.weight", "kv_latent"),
-    "attention/wk_b": (_ATTENTION + "kv_b_proj.weight", "(kv_heads parts) kv_rank"),
-    "attention/wv_b": (_ATTENTION + "kv_b_proj.weight", "(kv_heads parts) kv_rank"),
-    "attention/wo": (_ATTENTION + "o_proj.weight", "embed (heads value_dim)"),
+    "attention/kv_norm": (_ATTENTION + "kv_a_layernorm.weight", "latent"),
+    "attention/wk_b": (_ATTENTION + "kv_b_proj.weight", "(kv_heads parts) rank"),
+    "attention/wv_b": (_ATTENTION + "kv_b_proj.weight", "(kv_heads parts) rank"),
+    "attention/wo": (_ATTENTION + "o_proj.weight", "embed (heads head_part)"),
     "mlp/norm": TENSORS["layers/mlp/norm"],
 }
 _DENSE = {f"mlp/{name}": TENSORS[f"layers/mlp/{name}"] for name in ("gate", "up", "down")}
