@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
 
 from meshwright.errors import MeshwrightError, one_of
 from meshwright.layouts import axes_of
@@ -35,7 +36,8 @@ from meshwright.ops import (
 
 _MATRICES = ("gate_up", "gate", "up", "down")
 _BIASES = ("gate_bias", "up_bias", "down_bias")
-_ROUTER = ("router", "router_bias", "selection_bias")
+_ROUTER_BIASES = ("router_bias", "selection_bias")
+_ROUTER = ("router", *_ROUTER_BIASES)
 
 
 @jax.tree_util.register_dataclass
@@ -62,19 +64,29 @@ def mixture(
     exchange = _exchange(split, tokens, experts, compute)
     summed = tuple(layouts.summed)
     left = (*over, *(split if exchange is None else ()))
+    biases = {name: w[name] for name in _BIASES if name in w}
+    if "down_bias" in biases:  # stored whole, and added to what may be split along embed
+        of_experts = spec_of(w["down_bias"])[0]
+        biases["down_bias"] = reshard(w["down_bias"], P(of_experts, target.partitions[2]))
     arrays = {
         "x": normed,
         **{name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w},
-        **{name: all_gather(w[name], _without(tokens, split)) for name in _BIASES if name in w},
+        **{name: all_gather(bias, _without(tokens, split)) for name, bias in biases.items()},
         **{name: all_gather(w[name], layouts.weight_axes) for name in _ROUTER if name in w},
     }
 
     def local(arrays: Params) -> tuple[jax.Array, RouterSums]:
         x = arrays["x"]
-        arrays = {name: varying_like(array, x) for name, array in arrays.items()}
+        # what is added to logits varies as they do: not over axes that they are summed over
+        arrays = {
+            name: array if name in _ROUTER_BIASES else varying_like(array, x)
+            for name, array in arrays.items()
+        }
         flat = x.reshape(-1, x.shape[-1])
         logits = _logits(flat, arrays, summed)
-        chosen, weights, scores = choose(logits, experts, arrays.get("selection_bias"))
+        bias = arrays.get("selection_bias")
+        bias = None if bias is None else varying_like(bias, logits)
+        chosen, weights, scores = choose(logits, experts, bias)
         times = jnp.sum(_one_hot(chosen, experts.count), (0, 1), dtype=jnp.float32)
         squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
         sums = RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None])
@@ -151,7 +163,8 @@ def _logits(flat: jax.Array, arrays: Params, summed: tuple[str, ...]) -> jax.Arr
     logits = jnp.matmul(flat.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
     logits = lax.psum(logits, summed) if summed else logits
     if "router_bias" in arrays:
-        logits = logits + arrays["router_bias"].astype(jnp.float32)[None]
+        bias = varying_like(arrays["router_bias"], logits)
+        logits = logits + bias.astype(jnp.float32)[None]
     return logits
 
 
