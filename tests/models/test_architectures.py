@@ -118,6 +118,7 @@ def test_logits_and_gradients_are_those_of_transformers(
         to.data = param.grad
     theirs.save_pretrained(tmp_path / "theirs")
     right = load_file(tmp_path / "theirs" / "model.safetensors")
+    right |= {one: np.zeros_like(right[one]) for one, _ in model.named_buffers() if one in right}
     assert right.keys() == written.keys()
     for one, gradient in written.items():
         np.testing.assert_allclose(gradient, right[one], rtol=1e-3, atol=1e-5, err_msg=one)
@@ -149,7 +150,7 @@ def test_a_model_that_is_written_again_is_bit_equal(
         np.testing.assert_array_equal(before[one], after[one], err_msg=one)
 
 
-@quick_for("opt", "gemma3", "qwen3_moe")
+@quick_for("opt", "gemma3", "qwen3_moe", "gpt_oss", "deepseek_v3")
 def test_greedy_tokens_of_an_engine_are_those_of_transformers(name: str, folders: Any) -> None:
     check_greedy(name, folders, "tp=1")
 
@@ -192,9 +193,9 @@ def check_greedy(name: str, folders: Any, mesh: str) -> None:
         assert list(done.tokens) == right[0, len(prompt) :].tolist()
 
 
-def losses(name: str, folders: Any, mesh: str) -> np.ndarray:
+def losses(name: str, folders: Any, mesh: str, **settings: Any) -> np.ndarray:
     config = from_hf_config(folders(name)[0])
-    return toy.train(toy.Setting(mesh=mesh, config=config, steps=4))[0]
+    return toy.train(toy.Setting(mesh=mesh, config=config, steps=4, **settings))[0]
 
 
 @quick_for("gemma2")
@@ -216,4 +217,22 @@ def test_losses_are_the_same_on_a_mesh(name: str, folders: Any) -> None:
 )
 def test_losses_are_the_same_on_any_mesh(name: str, mesh: str, folders: Any) -> None:
     found = losses(name, folders, mesh)
+    np.testing.assert_allclose(found, losses(name, folders, toy.ONE), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("dp=1,fsdp=2,tp=2,sp=2", {"rules": decoder_rules(sp=True, sequence_parallel=True)}),
+        ("dp=1,fsdp=1,tp=1,sp=2", {"context_parallel": "ulysses"}),
+        ("dp=1,fsdp=2,tp=1,sp=1,ep=4", {"rules": decoder_rules(sp=True, ep=True)}),
+        ("dp=1,fsdp=2,tp=1,sp=1", {"scan": False}),
+    ],
+)
+def test_losses_are_the_same_in_every_way(
+    name: str, mesh: str, settings: Any, folders: Any
+) -> None:
+    found = losses(name, folders, mesh, **settings)
     np.testing.assert_allclose(found, losses(name, folders, toy.ONE), rtol=1e-5)

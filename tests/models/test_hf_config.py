@@ -291,7 +291,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "beta_fast=3 is not a setting of rope_type 'linear'"),
     ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "said twice"),
-    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate=False"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": "no"}}, "truncate='no'"),
     ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor=1 must be above"),
     ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 1e5}}, "rope_parameters and rope_scaling disagree"),
     ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e5}}, "rope_theta of the rotary embedding is said twice"),

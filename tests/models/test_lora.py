@@ -17,6 +17,7 @@ from tests.models.peft_models import (
     check_gradients,
     on_mesh,
 )
+from tests.models.tiny_architectures import DEEPSEEK
 from tests.ops.attention.programs import QUICKLY
 
 import meshwright as mw
@@ -40,6 +41,8 @@ peft = pytest.importorskip("peft")
 def tiny(name: str) -> tuple[Any, list[str]]:
     """A model of transformers, and modules to adapt."""
     from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
         GPT2Config,
         GPT2LMHeadModel,
         LlamaConfig,
@@ -60,6 +63,9 @@ def tiny(name: str) -> tuple[Any, list[str]]:
             vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
         )  # fmt: skip
         return GPT2LMHeadModel(config), ["c_fc", "mlp.c_proj"]
+    if name == "deepseek_v3":  # two stacks of layers
+        config = DeepseekV3Config(**{**DEEPSEEK, "vocab_size": 64})
+        return DeepseekV3ForCausalLM(config), ["q_a_proj", "q_b_proj", "o_proj"]
     config = T5Config(
         vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
         feed_forward_proj="gated-gelu", tie_word_embeddings=False,
@@ -97,7 +103,7 @@ def logits(step: Any, params: Any) -> np.ndarray:
         return np.asarray(jax.jit(run, compiler_options=QUICKLY)(params))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "deepseek_v3"])
 def test_logits_and_files_are_those_of_peft(name: str, tmp_path: Path) -> None:
     model = adapted(name, tmp_path)
     expected = theirs(model)

@@ -72,8 +72,8 @@ def test_a_field_is_read_and_changed_where_layers_agree() -> None:
         MeshwrightError, match="layers of this model differ in sliding_window: 5, None"
     ):
         _ = config.sliding_window
-    with pytest.raises(AttributeError, match="'experts' is not a field"):
-        _ = config.experts
+    with pytest.raises(AttributeError, match="'adapters' is not a field"):
+        _ = config.adapters
     assert [
         kind.attention.window for kind in override(config, ["sliding_window=9"], 64).pattern
     ] == [9, 9]

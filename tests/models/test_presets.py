@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from meshwright import MeshwrightError
-from meshwright.models import model_config, preset, registry
+from meshwright.models import from_hf_config, model_config, preset, registry, to_hf_config
 from meshwright.models.decoder import PRESETS, abstract_arrays
 from meshwright.ops.rope import Llama3Scaling
 
@@ -40,6 +40,9 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
     "olmoe-1b-7b": 6_919_161_856,
+    "deepseek-v3": 671_026_419_200,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 
@@ -49,7 +52,7 @@ def test_parameter_counts_are_the_published_ones(name: str, parameters: int) -> 
     assert sum(math.prod(array.shape) for array in arrays) == parameters
 
 
-def test_every_preset_but_tiny_is_checked() -> None:
+def test_every_preset_but_the_tiny_ones_is_checked() -> None:
     assert set(PRESETS) == {*PUBLISHED, "tiny", "tiny-moe"}
 
 
@@ -76,11 +79,33 @@ def test_rotary_embedding_is_the_published_one(
 
 def test_families_differ_where_they_should() -> None:
     for name, config in PRESETS.items():
-        assert config.qkv_bias == name.startswith("qwen2"), name
+        windows = [kind.attention.window for kind in config.pattern]
+        assert config.qkv_bias == name.startswith(("qwen2", "gpt-oss")), name
         assert config.qk_norm == name.startswith(("qwen3", "olmoe")), name
-        assert (config.sliding_window is not None) == (name == "mistral-7b"), name
-        assert not config.output_bias, name
-        assert config.norm_eps == (1e-6 if name.startswith("qwen") else 1e-5), name
+        assert any(windows) == (name == "mistral-7b" or name.startswith("gpt-oss")), name
+        assert config.output_bias == name.startswith("gpt-oss"), name
+        assert config.norm_eps == (1e-6 if name.startswith(("qwen", "deepseek")) else 1e-5), name
+
+
+def test_presets_of_experts_are_the_published_files() -> None:
+    # as in the published config.json; what is not here has transformers' default, which is theirs
+    fields = {
+        "gpt-oss-20b": {"num_hidden_layers": 24, "num_local_experts": 32},
+        "gpt-oss-120b": {"num_hidden_layers": 36, "num_local_experts": 128},
+        "deepseek-v3": {
+            "max_position_embeddings": 163840,
+            "rope_scaling": {
+                "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096,
+                "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+        },
+    }  # fmt: skip
+    transformers = pytest.importorskip("transformers", reason="the outside reader")
+    kinds = {"gpt": transformers.GptOssConfig, "deepseek": transformers.DeepseekV3Config}
+    for name, some in fields.items():
+        theirs = kinds[name.partition("-")[0]](**some).to_dict()
+        theirs["architectures"] = [to_hf_config(preset(name))["architectures"][0]]
+        assert from_hf_config(theirs) == preset(name), name
 
 
 def test_the_flops_of_a_token_are_six_a_weight_and_attention() -> None:
@@ -102,8 +127,8 @@ def test_a_model_that_is_not_there_is_guessed_at() -> None:
     ("name", "says"),
     [
         ("Mixtral-8x22B", "did you mean 'mixtral-8x22b'?"),
-        ("dbrx-base", "is a mixture of experts of an architecture that is not supported"),
-        ("grok-1", "Mixtral, Qwen3-MoE and OLMoE are"),
+        ("deepseek-v2-lite", "is of no architecture that is supported"),
+        ("phi-3.5-moe-instruct", "is of no architecture that is supported"),
         ("gpt2", "has no preset; its architecture is supported: give its Hugging Face config.json"),
         ("gemma-2-9b", "has no preset"),
         ("gemma-7b", "is of no architecture that is supported; these are LlamaForCausalLM"),

@@ -9,6 +9,16 @@ SIZES = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+DEEPSEEK = SIZES | {
+    "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 16,
+    "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "n_shared_experts": 2, "num_mtp_layers": 0,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 4.0, "mscale": 1.0,
+        "mscale_all_dim": 0.8, "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
 # by name: the class of transformers' config, and its fields
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
@@ -70,6 +80,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        SIZES | {
+            "num_hidden_layers": 3, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "sliding_window": 5, "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 15000.0, "factor": 4.0, "truncate": False,
+                "beta_fast": 4.0, "beta_slow": 1.0, "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3Config", DEEPSEEK),
+    "deepseek_v3-plain": (
+        "DeepseekV3Config",
+        {name: value for name, value in DEEPSEEK.items() if name != "rope_parameters"}
+        | {
+            "num_hidden_layers": 2, "first_k_dense_replace": 0, "q_lora_rank": None,
+            "rope_interleave": False, "norm_topk_prob": False,
+        },
+    ),
     "olmoe": ("OlmoeConfig", SIZES | {"num_experts": 8, "num_experts_per_tok": 2}),
 }  # fmt: skip
 
@@ -82,6 +112,7 @@ def make(name: str) -> Any:
     config = getattr(transformers, kind)(
         **fields, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
+    torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
@@ -90,6 +121,9 @@ def make(name: str) -> Any:
         for param in model.parameters():
             noise = torch.randn(param.shape, generator=random)
             param.copy_(0.3 * noise if param.ndim > 1 else param + 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=random))
     return model.eval()
 
 

@@ -160,7 +160,8 @@ def prepare_weights(layers: Params, specs: Params, compute: Compute) -> Params:
             return along_residual(w, compute.layouts)
         if spec is not None and spec.activation:  # stored as the activation is split
             axes = getattr(compute.layouts, spec.activation).partitions
-            return all_gather(w, split_axes(axes[: len(axes) - spec.ndim + spec.is_stacked]))
+            dims = zip(("batch", "length", spec.activation, "head_dim"), axes, strict=False)
+            return all_gather(w, split_axes(axes for dim, axes in dims if dim not in spec.dims))
         if isinstance(w, Quantized) or (spec is not None and not spec.is_cast):
             return w
         if isinstance(w, Adapted):
@@ -251,12 +252,15 @@ def enter_attention(
     return x, all_gather(normed, compute.layouts.all_gathered(compute.layouts.heads))
 
 
-def gather_weight(weight: Weight, compute: Compute, split: Sequence[str] = ()) -> Any:
+def gather_weight(
+    weight: Weight, compute: Compute, split: Sequence[str] = (), also: Sequence[str] = ()
+) -> Any:
     """A weight as a matmul takes it: all-gathered, unless weights are stationary.
 
-    Experts stay split over the axes `split`.
+    Experts stay split over the axes `split`. `also` are axes that split the tokens of this matmul
+    and no others: over them too the gradient is reduced.
     """
-    axes = tuple(axis for axis in compute.layouts.weight_axes if axis not in split)
+    axes = tuple(axis for axis in (*compute.layouts.weight_axes, *also) if axis not in split)
     if isinstance(weight, Fp8Weight):  # its matmul all-gathers it
         return weight
     if isinstance(weight, Quantized):  # `scaled` places a scale of outputs
@@ -264,16 +268,26 @@ def gather_weight(weight: Weight, compute: Compute, split: Sequence[str] = ()) -
         return Quantized(all_gather(weight.values, axes, apart=True), scale)
     if isinstance(weight, Adapted):
         a, b = all_gather(weight.a, axes), all_gather(weight.b, axes)
-        base = gather_weight(weight.base, compute, split)
+        base = gather_weight(weight.base, compute, split, also)
         return dataclasses.replace(weight, base=base, a=a, b=b)
     return all_gather(weight, axes)
 
 
 def project(
-    dims: str, x: jax.Array, weight: Weight, target: P, compute: Compute, **options: Any
+    dims: str,
+    x: jax.Array,
+    weight: Weight,
+    target: P,
+    compute: Compute,
+    *,
+    of_embed: bool = True,
+    **options: Any,
 ) -> jax.Array:
-    """The product of x [batch, length, embed] and a weight, sharded as `target`."""
-    over = compute.layouts.summed
+    """The product of x [batch, length, embed] and a weight, sharded as `target`.
+
+    Without `of_embed` it is of something else than embed, which no device has in part.
+    """
+    over = compute.layouts.summed if of_embed else ()
     return _product(dims, x, weight, target, over, target, compute, **options)
 
 
@@ -316,7 +330,22 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
+
+
+def activate(
+    up: jax.Array, gate: jax.Array | None, activation: str, clamp: float | None = None
+) -> jax.Array:
+    """The activation of `up`, or of `gate`, which then multiplies `up`.
+
+    With a clamp, `gate` is at most that and `up` within it on both sides, and 1 is added to `up`.
+    """
+    if gate is None:
+        return ACTIVATIONS[activation](up)
+    if clamp is not None:
+        gate, up = jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp) + 1
+    return ACTIVATIONS[activation](gate) * up
 
 
 def mlp(
@@ -333,13 +362,16 @@ def mlp(
 
 
 def feed_forward(
-    normed: jax.Array, w: Params, compute: Compute, activation: str = "silu"
+    normed: jax.Array,
+    w: Params,
+    compute: Compute,
+    activation: str = "silu",
+    clamp: float | None = None,
 ) -> jax.Array:
-    """The mlp of what `norm_before` gives.
+    """The mlp of what `norm_before` gives: see `activate`, between `gate` and `up` and `down`.
 
-    With a weight `gate` the activation of its product multiplies that of `up`; without, the mlp is
-    the activation between `up` and `down`. `gate_up` [embed, 2, mlp] is both in one. Each may have
-    a bias.
+    Without a weight `gate` the activation is of the product with `up`. `gate_up` [embed, 2, mlp]
+    is both in one. Each may have a bias.
     """
     layouts = compute.layouts
     over, inputs_over = layouts.axes(layouts.mlp), layouts.all_gathered(layouts.mlp)
@@ -363,8 +395,8 @@ def feed_forward(
             ]
 
         *gates, up = itertools.chain.from_iterable(map(hidden, names, first))
-        gated = ACTIVATIONS[activation](gates[0] if gates else up)
-        activated = checkpoint_name(gated * up if gates else gated, "activated")
+        activated = activate(up, gates[0] if gates else None, activation, clamp)
+        activated = checkpoint_name(activated, "activated")
         return _product("blm,me->ble", activated, down, layouts.block, over, target, compute)
 
     if not compute.mlp_chunk:

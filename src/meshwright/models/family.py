@@ -41,6 +41,8 @@ class Serving:
     """config → the sliding window of some layer, None if none has one."""
     softcapped: Callable[[Any], bool] = lambda config: False
     """config → whether some layer caps scores."""
+    sinks: Callable[[Any], bool] = lambda config: False
+    """config → whether attention has sinks."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,19 +78,15 @@ def preset(name: str) -> Any:
 
 
 # published models whose architecture is in no family, by how their names are written
-_MIXTURES = re.compile(
-    r"deepseek|dbrx|grok|arctic|gpt-oss|kimi|ernie-4|glm-4\.[5-9]|llama-4|switch-|moe"
-    r"|[0-9]+x[0-9]+b|-a[0-9.]+b"
-)
-_SUPPORTED_MIXTURES = re.compile(r"mixtral|qwen3-.*-a|olmoe|tiny-moe")
 _OTHERS = re.compile(
     r"gemma-[0-9]+b|gemma-3n|phi-[12]|falcon|bloom|bert|mamba|jamba|rwkv|olmo-1|cohere|command-r"
     r"|starcoder|stablelm|smollm|glm|mpt|yi-|internlm|baichuan|palm|bart|pegasus|byt5|mt5|ul2"
-    r"|nemotron"
+    r"|nemotron|dbrx|grok|arctic|ernie-4|llama-4|switch-|deepseek-v2|deepseek-moe|kimi"
+    r"|qwen[12].*-(moe|a[0-9])|phi-3.5-moe|granite-.*-a[0-9]+m"
 )
 # of an architecture that is supported, without a preset
 _WITHOUT_PRESET = re.compile(
-    r"gpt2|gpt-j|gpt-neox|pythia|opt-|phi-[34]|olmo-2|granite-[23]|smollm3|gemma-[23]-"
+    r"gpt2|gpt-j|gpt-neox|pythia|opt-|phi-[34](?!.*moe)|olmo-2|granite-[23](?!.*-a[0-9])|smollm3|gemma-[23]-"
 )
 
 
@@ -99,11 +95,6 @@ def _unknown(name: str) -> str:
     last = str(name).rstrip("/").rpartition("/")[2].lower()
     if last in PRESETS:
         return f"model {name!r} is not a preset; did you mean {last!r}?"
-    if _MIXTURES.search(last) and not _SUPPORTED_MIXTURES.match(last):
-        return (
-            f"model {name!r} is a mixture of experts of an architecture that is not supported; "
-            "Mixtral, Qwen3-MoE and OLMoE are"
-        )
     if _WITHOUT_PRESET.match(last):
         return (
             f"model {name!r} has no preset; its architecture is supported: give its Hugging Face "

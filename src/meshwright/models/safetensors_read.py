@@ -115,10 +115,11 @@ class MappedFiles:
         if tensor.file not in self._maps:
             with tensor.file.open("rb") as stream:
                 self._maps[tensor.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        dtype = np.dtype(np.uint8) if tensor.dtype == "U8" else tensor_dtype(tensor)
         if math.prod(tensor.shape) == 0:
-            return np.empty(tensor.shape, tensor_dtype(tensor))
+            return np.empty(tensor.shape, dtype)
         mapped = self._maps[tensor.file]
-        return np.ndarray(tensor.shape, tensor_dtype(tensor), buffer=mapped, offset=tensor.start)
+        return np.ndarray(tensor.shape, dtype, buffer=mapped, offset=tensor.start)
 
     def release(self) -> None:
         """Give back the memory of pages read so far; reading them again works."""

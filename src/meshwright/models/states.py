@@ -12,6 +12,7 @@ A cache stores the key heads, never repeated for the query heads.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -44,10 +45,13 @@ class PagedCache:
         v: jax.Array,
         pool: jax.Array,
         window: int | None,
-        softcap: float | None = None,
+        **more: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        """The output, sharded as q, and the pool of a layer with the new keys and values."""
-        return paged_attention(q, k, v, pool, self.tokens, window=window, softcap=softcap)
+        """The output, sharded as q, and the pool of a layer with the new keys and values.
+
+        `more`: softcap and sinks, as in `attention`.
+        """
+        return paged_attention(q, k, v, pool, self.tokens, window=window, **more)
 
     def updated(self, pools: list[jax.Array]) -> "PagedCache":
         """The state after the new tokens."""

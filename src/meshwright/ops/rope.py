@@ -42,6 +42,7 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True  # the ramp begins and ends at whole pairs
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
@@ -131,7 +132,9 @@ def _yarn(plain: np.ndarray, scaling: YarnScaling, theta: float, head_dim: int) 
             / (2 * math.log(theta))
         )
 
-    first = max(math.floor(pair_with(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_with(scaling.beta_slow)), head_dim - 1)
+    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     ramp = np.clip((np.arange(head_dim // 2) - first) / max(last - first, 0.001), 0.0, 1.0)
     return ramp * plain / scaling.factor + (1 - ramp) * plain

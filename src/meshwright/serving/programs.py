@@ -187,6 +187,7 @@ class Steps:
                 current_platform(), str(self.dtype), model_config.head_dim,
                 self.serving.window(model_config), self.serving.biased, config.cache,
                 config.page_size, self.serving.softcapped(model_config),
+                self.serving.sinks(model_config),
             )  # fmt: skip
             self.kernel = choose_paged(call, config.kernel)
 

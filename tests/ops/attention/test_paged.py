@@ -18,6 +18,7 @@ from meshwright.ops.attention import (
     PagedKeys,
     PagedTokens,
     attend_to_pages,
+    block,
     choose_paged,
     fill_pages,
     paged,
@@ -32,20 +33,31 @@ LENGTH = 8  # of a chunk
 DECODE, CHUNKS = ((5, 1), (0, 1)), ((0, 8), (0, 3), (13, 6))
 
 
-def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, new: int, window: int) -> np.ndarray:
+def reference(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    new: int,
+    window: int,
+    sinks: np.ndarray | None = None,
+) -> np.ndarray:
     """The outputs of the last `new` tokens of one sequence, written out in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, axis=1).astype(np.float64) for x in (k, v))
     scores = np.einsum("qhd,khd->hqk", q.astype(np.float64), k) * q.shape[-1] ** -0.5
     distance = np.arange(len(k) - new, len(k))[:, None] - np.arange(len(k))[None]
     scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+    weights = np.exp(scores)
+    total = weights.sum(-1, keepdims=True)
+    total += 0 if sinks is None else np.exp(sinks.astype(np.float64))[:, None, None]
+    return np.einsum("hqk,khd->qhd", weights / total, v)
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (5, False), (5, True)])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_decode_and_chunks_see_what_precedes_them(window: int | None, tp: int) -> None:
+def test_decode_and_chunks_see_what_precedes_them(
+    window: int | None, with_sinks: bool, tp: int
+) -> None:
     random = np.random.default_rng(0)
     mesh = jax.make_mesh(
         (tp,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:tp]
@@ -67,8 +79,13 @@ def test_decode_and_chunks_see_what_precedes_them(window: int | None, tp: int) -
     by_head = P(None, None, "tp" if tp > 1 else None, None)
     with jax.set_mesh(mesh):
         place = NamedSharding(mesh, by_head)
-        run = jax.jit(lambda *arrays: paged_attention(*arrays, window=window))
-        out, written = run(*jax.device_put((q, k, v), place), jax.device_put(pool, place), where)
+        more = {}
+        if with_sinks:
+            sinks = random.normal(size=HEADS).astype(np.float32)
+            more["sinks"] = jax.device_put(sinks, NamedSharding(mesh, P(by_head[2])))
+        run = jax.jit(lambda *arrays, **more: paged_attention(*arrays, window=window, **more))
+        placed = *jax.device_put((q, k, v), place), jax.device_put(pool, place), where
+        out, written = run(*placed, **more)
     out, written = np.asarray(out)[0], np.asarray(written)
     first = 0
     for i, (before, new) in enumerate((*DECODE, *CHUNKS)):
@@ -81,7 +98,9 @@ def test_decode_and_chunks_see_what_precedes_them(window: int | None, tp: int) -
                 flat[:before], pool[at].reshape(-1, KV_HEADS, HEAD_DIM)[:before]
             )
             sequence.append(flat)
-        expected = reference(q[0, own], *sequence, new, window or 100)
+        expected = reference(
+            q[0, own], *sequence, new, window or 100, sinks if with_sinks else None
+        )
         np.testing.assert_allclose(out[own], expected, rtol=0, atol=1e-5)
         first += 1 if i < len(DECODE) else LENGTH
 
@@ -272,19 +291,22 @@ def test_tritons_decode_is_attention_over_pages(
     q = random.normal(size=(batch, heads, 16)).astype(np.float32)
     lengths = random.integers(1, width * page + 1, batch)
     lengths[0] = 1
-    out = paged_triton.paged_decode(
+    sinks = random.normal(size=heads).astype(np.float32)
+    output = paged_triton.paged_decode(
         *(jnp.asarray(x) for x in (q, pool, tables.astype(np.int32), lengths.astype(np.int32))),
         window=window, interpret=True,
     )  # fmt: skip
     exact = np.asarray(pool.astype(jnp.float32))
+    with_sinks = block.with_sinks(block.Partial(*output), jnp.asarray(sinks)).out
     for i, length in enumerate(lengths):
         k, v = (
             exact[at].reshape(-1, kv_heads, 16)[:length] for at in (tables[i], tables[i] + pages)
         )
-        expected = reference(q[i : i + 1], k, v, 1, window or 10**6)
         # weights are float16 beside pages of 8 bits
         atol = 1e-5 if dtype == jnp.float32 else 2e-3
-        np.testing.assert_allclose(out[i : i + 1], expected, rtol=0, atol=atol)
+        for out, of in ((output[0], None), (with_sinks, sinks)):
+            expected = reference(q[i : i + 1], k, v, 1, window or 10**6, of)
+            np.testing.assert_allclose(out[i : i + 1], expected, rtol=0, atol=atol)
 
 
 def test_fp8_pages_hold_what_attention_sees_and_nothing_overflows() -> None:

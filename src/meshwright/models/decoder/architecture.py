@@ -86,6 +86,8 @@ class Architecture:
     """Of all tensor names but the LM head's, which some published files leave out."""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Endings of names of tensors that say nothing, in older files."""
+    beyond: str = ""
+    """How names of tensors of layers after the last begin, which predict further tokens."""
 
     @property
     def known(self) -> KnownFields:

@@ -15,6 +15,11 @@ from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.kinds import LayerKind
 
 _STD = 0.02
+# sizes of latent attention, and the dim that each is: it says how they are placed
+_DIMS = {
+    "q_rank": "rank", "kv_rank": "rank", "q_latent": "latent", "kv_latent": "latent",
+    "rope_dim": "latent", "key_dim": "head_part", "value_dim": "head_part",
+}  # fmt: skip
 
 
 def abstract_arrays(
@@ -25,14 +30,16 @@ def abstract_arrays(
     `vocab` is the vocabulary in memory, if it is padded (`padded_vocab`).
     """
     describe = _Describe(config, dtype, vocab)
-    stacks = [describe.layers(kind) for kind in config.pattern]
+    stacks = [describe.layers(kind, config.layers - config.leading) for kind in config.pattern]
     if any(stack != stacks[0] for stack in stacks):
         raise MeshwrightError(
             "the layers of this model have arrays of different shapes, which cannot be stacked; "
             "give all kinds of its pattern the same heads, mlp, biases and norms"
         )
+    leading = describe.layers(config.leading_kind, config.leading) if config.leading else {}
     arrays: dict[str, Any] = {
         "embedding": describe("vocab embed", "embedding", Normal(_STD), 1),
+        **({"leading_layers": leading} if leading else {}),
         "layers": stacks[0],
         **describe.norms("norm", "norm", config.pattern[0]),
     }
@@ -53,8 +60,8 @@ class _Describe:
         # what is added to the residual stream starts smaller, so that depth does not make it grow
         self.added = Normal(_STD / math.sqrt(2 * config.layers))
         self.sizes = {
-            "layers": config.layers, "vocab": config.vocab, "embed": config.embed,
-            "norm": config.embed, "positions": config.max_seq + config.position_offset,
+            "vocab": config.vocab, "embed": config.embed, "norm": config.embed,
+            "positions": config.max_seq + config.position_offset,
         }  # fmt: skip
         self.in_memory = {} if vocab is None else {"vocab": vocab}
 
@@ -64,6 +71,7 @@ class _Describe:
         shape = tuple(self.sizes[dim] for dim in dims.split())
         padded = tuple((self.sizes | self.in_memory)[dim] for dim in dims.split())
         unpadded = None if padded == shape else shape
+        dims = " ".join(_DIMS.get(dim, dim) for dim in dims.split())
         return ArraySpec(padded, dims, self.dtype, init, unpadded, inputs, kind, activation)
 
     def norm(self, dims: str, activation: str, kind: LayerKind) -> ArraySpec:
@@ -78,17 +86,25 @@ class _Describe:
         arrays = {name: self.norm(dims, "residual", kind)}
         return arrays | ({f"{name}_bias": self.bias(dims, "residual")} if kind.norm.bias else {})
 
-    def layers(self, kind: LayerKind) -> dict[str, dict[str, ArraySpec]]:
-        """The arrays of all layers, which are of one kind."""
+    def layers(self, kind: LayerKind, count: int) -> dict[str, dict[str, ArraySpec]]:
+        """The arrays of so many layers, which are of one kind."""
+        attention = kind.attention
         self.sizes |= {
-            "heads": kind.attention.heads,
-            "kv_heads": kind.attention.kv_heads,
-            "head_dim": kind.attention.head_dim,
+            "layers": count,
+            "heads": attention.heads,
+            "kv_heads": attention.kv_heads,
+            "head_dim": attention.head_dim,
+            **dict.fromkeys(("q_rank", "q_latent"), attention.q_rank or 0),
+            **dict.fromkeys(("kv_rank", "kv_latent"), attention.kv_rank or 0),
+            "rope_dim": attention.rope_dim or 0,
+            "key_dim": attention.head_dim - (attention.rope_dim or 0),
+            "value_dim": attention.values_dim,
             "mlp": kind.mlp.size,
             "experts": kind.experts.count,
             "shared_mlp": kind.experts.shared,
         }
-        return {"attention": self._attention(kind), "mlp": self._mlp(kind)}
+        arrays = self._attention(kind) if attention.kv_rank is None else self._latent(kind)
+        return {"attention": arrays, "mlp": self._mlp(kind)}
 
     def _block_norms(self, kind: LayerKind) -> dict[str, ArraySpec]:
         """Those before and after a block."""
@@ -111,11 +127,36 @@ class _Describe:
             arrays["bv"] = self.bias("layers kv_heads head_dim", "kv_heads")
         if attention.output_bias:
             arrays["bo"] = self.bias("layers norm", "residual")
+        if attention.sinks:
+            arrays["sinks"] = self.bias("layers heads", "heads")
         if attention.qk_norm:
             of_q, of_k = ("heads ", "kv_heads ") if attention.joint_qk_norm else ("", "")
             arrays["q_norm"] = self.norm(f"layers {of_q}head_dim", "heads", kind)
             arrays["k_norm"] = self.norm(f"layers {of_k}head_dim", "kv_heads", kind)
         return arrays
+
+    def _latent(self, kind: LayerKind) -> dict[str, ArraySpec]:
+        """Those of latent attention."""
+
+        def matrix(dims: str) -> ArraySpec:
+            return self(f"layers {dims}", "matrix", Normal(_STD), 1)
+
+        arrays = self._block_norms(kind)
+        if kind.attention.q_rank is None:
+            arrays["wq"] = matrix("embed heads head_dim")
+        else:
+            arrays["wq_a"] = matrix("embed q_latent")
+            arrays["q_norm"] = self.norm("layers q_latent", "", kind)
+            arrays["wq_b"] = matrix("q_rank heads head_dim")
+        return {
+            **arrays,
+            "wkv_a": matrix("embed kv_latent"),
+            "wk_rope": matrix("embed rope_dim"),
+            "kv_norm": self.norm("layers kv_latent", "", kind),
+            "wk_b": matrix("kv_rank kv_heads key_dim"),
+            "wv_b": matrix("kv_rank kv_heads value_dim"),
+            "wo": self("layers heads value_dim embed", "matrix", self.added, 2),
+        }
 
     def _mlp(self, kind: LayerKind) -> dict[str, ArraySpec]:
         first = ("gate", "up") if kind.mlp.gated else ("up",)

@@ -21,7 +21,8 @@ from meshwright.models.decoder.kinds import (
 class DecoderConfig:
     """A decoder, by the layer kinds of its pattern and by what is not a layer's.
 
-    Layer i is of kind `pattern[i % len(pattern)]`. The fields of layer kinds (`kinds.FIELDS`) can
+    Layer i is of kind `pattern[i % len(pattern)]`; the layers of the pattern begin after those that
+    are `leading`. The fields of layer kinds (`kinds.FIELDS`) can
     be given by name, and are then those of every layer; so they can be read where layers agree.
 
     >>> config = DecoderConfig(320, 4, 128, heads=8, kv_heads=4, head_dim=16, mlp=512)
@@ -38,6 +39,8 @@ class DecoderConfig:
     layers: int
     embed: int
     pattern: tuple[LayerKind, ...]  # the shortest that repeats
+    leading: int = 0  # the first layers, which have one mlp in place of experts
+    leading_mlp: int | None = None  # its size
     tied_embeddings: bool = False  # the LM head is the embedding, transposed
     max_seq: int = 4096
     learned_positions: bool = False  # a vector for each position is added to the embedding
@@ -71,7 +74,8 @@ class DecoderConfig:
         for name in ("vocab", "layers", "embed", "max_seq"):
             check_size(name, own[name])
         kinds = _kinds(own.pop("pattern", ({},)), of_layers)
-        object.__setattr__(self, "pattern", _shortest(kinds, layers))
+        _check_leading(own, kinds)
+        object.__setattr__(self, "pattern", _shortest(kinds, layers - own["leading"]))
         for name, value in own.items():
             if name in type(self).__annotations__:
                 object.__setattr__(self, name, value)
@@ -103,11 +107,18 @@ class DecoderConfig:
         own |= _unusual({n: getattr(self, n) for n in usual if n != "hf_config"}, usual)
         return f"DecoderConfig({', '.join(f'{name}={value!r}' for name, value in own.items())})"
 
+    @property
+    def leading_kind(self) -> LayerKind:
+        """That of the leading layers: as the others, with one mlp."""
+        defaults = field_defaults()
+        dense = {name: defaults[name] for name, (part, _) in FIELDS.items() if part == "experts"}
+        return with_fields(self.pattern[0], {**dense, "mlp": self.leading_mlp})
+
     @functools.cached_property
     def kinds(self) -> dict[LayerKind, int]:
         """The different kinds of layers, and how many are of each."""
-        repeated, rest = divmod(self.layers, len(self.pattern))
-        counts: dict[LayerKind, int] = {}
+        repeated, rest = divmod(self.layers - self.leading, len(self.pattern))
+        counts: dict[LayerKind, int] = {self.leading_kind: self.leading} if self.leading else {}
         for i, kind in enumerate(self.pattern):
             counts[kind] = counts.get(kind, 0) + repeated + (i < rest)
         return counts
@@ -117,13 +128,12 @@ class DecoderConfig:
         """Weights that a token is multiplied with: matrices, those of its experts, the LM head."""
         total = self.embed * self.vocab
         for kind, layers in self.kinds.items():
-            attention, experts = kind.attention, kind.experts
-            heads = 2 * attention.head_dim * (attention.heads + attention.kv_heads)
+            experts = kind.experts
             mlp = kind.mlp.matrices * kind.mlp.size
             if experts.count:
                 mlp = mlp * experts.per_token + experts.count
                 mlp += kind.mlp.matrices * experts.shared
-            total += layers * self.embed * (heads + mlp)
+            total += layers * (kind.attention.matmul_params(self.embed) + self.embed * mlp)
         return total
 
     def keys_seen(self, seq: int) -> float:
@@ -134,21 +144,34 @@ class DecoderConfig:
     def flops_per_token(self, seq: int, keys_seen: float | None = None) -> int:
         """Of a training step, forward and backward: 6 per weight, and causal attention.
 
-        Each visible key costs 12 per number of a head. `keys_seen`: those of a query of packed
-        documents, on average; without it, of sequences that are one document each.
+        Each visible key costs 6 per number of a key and of a value. `keys_seen`: those of a query
+        of packed documents, on average; without it, of sequences that are one document each.
         """
         keys = self.keys_seen(seq) if keys_seen is None else keys_seen
         numbers = sum(
-            layers * kind.attention.heads * kind.attention.head_dim
+            layers * kind.attention.heads * (kind.attention.head_dim + kind.attention.values_dim)
             for kind, layers in self.kinds.items()
         )
-        return 6 * self.matmul_params + round(12 * numbers * keys)
+        return 6 * self.matmul_params + round(6 * numbers * keys)
 
 
 def own_defaults() -> dict[str, Any]:
     """The fields of a config that may be left out, and what they are then."""
     fields = dataclasses.fields(DecoderConfig)
     return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+
+
+def _check_leading(own: Mapping[str, Any], kinds: Sequence[LayerKind]) -> None:
+    leading = own["leading"]
+    if not leading:
+        return
+    check_size("leading", leading)
+    check_size("leading_mlp", own["leading_mlp"])
+    if leading >= own["layers"] or len(set(kinds)) > 1 or not kinds[0].experts.count:
+        raise MeshwrightError(
+            f"leading={leading} of {own['layers']} layers: it must be fewer than all, and the "
+            "others of one kind with experts"
+        )
 
 
 def _unusual(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
 
 from meshwright.layouts import axes_of
-from meshwright.models.blocks import ACTIVATIONS, Params, feed_forward, gather_weight
+from meshwright.models.blocks import Params, activate, feed_forward, gather_weight
 from meshwright.models.compute import Compute, choose_exchange
 from meshwright.models.decoder.kinds import ExpertsKind, MlpKind
 from meshwright.models.loss import ExtraLoss, LossConfig, LossSums, Metric
@@ -35,7 +36,8 @@ from meshwright.ops import (
 
 _MATRICES = ("gate", "up", "down")
 _BIASES = ("gate_bias", "up_bias", "down_bias")
-_ROUTER = ("router", "router_bias", "selection_bias")
+_ROUTER_BIASES = ("router_bias", "selection_bias")
+_ROUTER = ("router", *_ROUTER_BIASES)
 
 
 @jax.tree_util.register_dataclass
@@ -63,20 +65,30 @@ def mixture(
     summed = tuple(layouts.summed)
     left = (*over, *(split if exchange is None else ()))
     of_router = tuple(dict.fromkeys((*layouts.weight_axes, *split)))
+    biases = {name: w[name] for name in _BIASES if name in w}
+    if "down_bias" in biases:  # stored whole, and added to what may be split along embed
+        of_experts = spec_of(w["down_bias"])[0]
+        biases["down_bias"] = reshard(w["down_bias"], P(of_experts, target.partitions[2]))
     arrays = {
         "x": normed,
         **{name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w},
-        **{name: all_gather(w[name], _without(tokens, split)) for name in _BIASES if name in w},
+        **{name: all_gather(bias, _without(tokens, split)) for name, bias in biases.items()},
         # every device scores all experts
         **{name: all_gather(w[name], of_router) for name in _ROUTER if name in w},
     }
 
     def local(arrays: Params) -> tuple[jax.Array, RouterSums]:
         x = arrays["x"]
-        arrays = {name: varying_like(array, x) for name, array in arrays.items()}
+        # what is added to logits varies as they do: not over axes that they are summed over
+        arrays = {
+            name: array if name in _ROUTER_BIASES else varying_like(array, x)
+            for name, array in arrays.items()
+        }
         flat = x.reshape(-1, x.shape[-1])
         logits = _logits(flat, arrays, summed)
-        chosen, weights, scores = choose(logits, experts, arrays.get("selection_bias"))
+        bias = arrays.get("selection_bias")
+        bias = None if bias is None else varying_like(bias, logits)
+        chosen, weights, scores = choose(logits, experts, bias)
         times = jnp.sum(_one_hot(chosen, experts.count), (0, 1), dtype=jnp.float32)
         squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
         sums = RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None])
@@ -104,7 +116,7 @@ def mixture(
     out, sums = jax.shard_map(local, in_specs=(specs,), out_specs=(target, of_sums))(arrays)
     if experts.shared:
         shared = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
-        out = out + feed_forward(normed, shared, compute, kind.activation)
+        out = out + feed_forward(normed, shared, compute, kind.activation, kind.clamp)
     return out, sums
 
 
@@ -156,7 +168,8 @@ def _logits(flat: jax.Array, arrays: Params, summed: tuple[str, ...]) -> jax.Arr
     logits = float32_matmul(flat, router)
     logits = lax.psum(logits, summed) if summed else logits
     if "router_bias" in arrays:
-        logits = logits + arrays["router_bias"].astype(jnp.float32)[None]
+        bias = varying_like(arrays["router_bias"], logits)
+        logits = logits + bias.astype(jnp.float32)[None]
     return logits
 
 
@@ -188,8 +201,7 @@ def _expert_mlp(
         for name in ("gate", "up")
         if name in arrays
     }
-    activated = ACTIVATIONS[kind.activation](parts.get("gate", parts["up"]))
-    activated = activated * parts["up"] if "gate" in parts else activated
+    activated = activate(parts["up"], parts.get("gate"), kind.activation, kind.clamp)
     activated = checkpoint_name(activated, "activated")
     if rows.weights is not None:
         activated = activated * rows.weights[:, None].astype(activated.dtype)

@@ -78,7 +78,10 @@ def _kind_to_dict(kind: LayerKind) -> dict[str, Any]:
     data = _said(rope, {field.name: field.default for field in _ROPE})
     if data["scaling"] is not None:
         name = type(data["scaling"]).__name__
-        data["scaling"] = dataclasses.asdict(data["scaling"]) | {"kind": name}
+        later = {"truncate": True}
+        scaling = dataclasses.asdict(data["scaling"])
+        said = {n: v for n, v in scaling.items() if n not in later or v != later[n]}
+        data["scaling"] = said | {"kind": name}
     return fields | {"rope": data}
 
 
@@ -103,7 +106,7 @@ def _kind_from_dict(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _work(config: DecoderConfig) -> tuple[Stack, ...]:
-    """One stack: its layers have the same arrays, and may differ in their masks."""
+    """Stacks of layers with the same arrays, which may differ in their masks."""
     masks: dict[Mask, int] = {}
     for kind, layers in config.kinds.items():
         mask = Mask(window=kind.attention.window)
@@ -111,8 +114,16 @@ def _work(config: DecoderConfig) -> tuple[Stack, ...]:
     widest = max(masks, key=lambda mask: mask.window or math.inf)
     attention = Attention(widest, masks=tuple(masks.items()) if len(masks) > 1 else ())
     first = config.pattern[0]
-    blocks = (attention_block(attention, norm_places=first.norm_places), *_mlp_blocks(first))
-    return (Stack(("layers",), "tokens", blocks, config.layers),)
+    attending = attention_block(attention, norm_places=first.norm_places)
+    stacks = [Stack(("layers",), "tokens", (attending, *_mlp_blocks(first)), config.layers)]
+    if config.leading:
+        blocks = (attending, *_mlp_blocks(config.leading_kind))
+        rest = config.layers - config.leading
+        stacks = [
+            Stack(("leading_layers",), "tokens", blocks, config.leading),
+            dataclasses.replace(stacks[0], layers=rest),
+        ]
+    return tuple(stacks)
 
 
 def _mlp_blocks(kind: LayerKind) -> tuple[Block, ...]:
@@ -191,5 +202,6 @@ DECODER = ModelFamily(
         adapter=serving_adapter,
         window=_window,
         softcapped=lambda config: any(k.attention.softcap for k in config.pattern),
+        sinks=lambda config: any(k.attention.sinks for k in config.pattern),
     ),
 )

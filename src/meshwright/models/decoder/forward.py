@@ -146,29 +146,33 @@ def _forward(
     segments = None if segments is None else placed(segments)
 
     def layer(kind: LayerKind, mask: Mask, context: ContextParallel) -> Layer:
-        softcap = kind.attention.softcap
-        capped: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, layer: Any
+        ) -> tuple[jax.Array, Any]:
+            more: dict[str, Any] = {"softcap": kind.attention.softcap, "sinks": sinks}
             if isinstance(state, PagedCache):
-                return state.attend(q, k, v, layer, kind.attention.window, **capped)
+                return state.attend(q, k, v, layer, kind.attention.window, **more)
             mixed = attention(
-                q, k, v, segments, mask, context=context, kernel=compute.kernel, **capped
+                q, k, v, segments, mask, context=context, kernel=compute.kernel, **more
             )
             return mixed, None if state is None else (sequences.restored(k), sequences.restored(v))
 
-        rope = rotations[kind.attention.rope, kind.attention.head_dim]
+        rope = rotations[kind.attention.rope, kind.attention.rotated_dim]
         return functools.partial(run_layer, kind=kind, attend=attend, rope=rope, compute=compute)
 
-    pattern = [
-        layer(kind, mask, context)
-        for kind, (mask, context) in zip(config.pattern, sequences.attention, strict=True)
-    ]
     noise = token_noise(batch, tokens)
     noise = None if noise is None else placed(noise)
-    layers = adapted_layers(params["layers"], params, ("layers",), compute, lambda _: noise)
-    weights = _layer_weights(layers, config, compute)
-    x, update, kept = through_layers(pattern, x, weights, pools, compute)
+    update: jax.Array | None = None
+    kept: list[Any] = []
+    for stack, kinds in _stacks(params, config, compute, noise):
+        pattern = [
+            layer(kind, mask, context)
+            for kind, (mask, context) in zip(kinds, sequences.attention, strict=True)
+        ]
+        own = None if pools is None else pools[len(kept) :][: len(stack)]
+        x = x if update is None else x + update
+        x, update, keeps = through_layers(pattern, x, stack, own, compute)
+        kept += keeps
     x = last_norm(x, update, params, config.pattern[0].norm, compute)
     if config.logit_scale != 1:
         x = x * config.logit_scale
@@ -183,7 +187,7 @@ def _rotations(
     """How queries and keys at these positions [batch, length] are rotated, by rope and head_dim."""
     found: dict[Any, Callable[[jax.Array], jax.Array]] = {}
     for kind in config.pattern:
-        rope, size = kind.attention.rope, kind.attention.head_dim
+        rope, size = kind.attention.rope, kind.attention.rotated_dim
         if rope is None:
             found[rope, size] = lambda x: x
         elif (rope, size) not in found:
@@ -192,9 +196,34 @@ def _rotations(
     return found
 
 
-def _layer_weights(layers: Any, config: DecoderConfig, compute: Compute) -> Any:
-    """The weights of the layers, ready for `through_layers`; an engine has them in a list."""
-    specs, period = abstract_arrays(config)["layers"], len(config.pattern)
+def _stacks(
+    params: Params, config: DecoderConfig, compute: Compute, noise: jax.Array | None
+) -> list[tuple[Any, tuple[LayerKind, ...]]]:
+    """The weights of each stack of layers, ready for `through_layers`, and the kinds they repeat.
+
+    An engine has those of all in one list.
+    """
+    specs, first = abstract_arrays(config), config.leading
+    kinds = {"layers": config.pattern}
+    if first:
+        kinds = {"leading_layers": (config.leading_kind,), **kinds}
+    layers = {
+        name: adapted_layers(params[name], params, (name,), compute, lambda _: noise)
+        for name in kinds
+        if name in params
+    }
+    if isinstance(layers["layers"], list):
+        merged = layers["layers"]
+        layers |= {name: merged[:first] for name in kinds if name != "layers"}
+        layers["layers"] = merged[first:]
+    return [
+        (_layer_weights(layers[name], specs[name], len(kinds[name]), compute), kinds[name])
+        for name in kinds
+    ]
+
+
+def _layer_weights(layers: Any, specs: Params, period: int, compute: Compute) -> Any:
+    """The weights of a stack of layers."""
     if isinstance(layers, list):
         return [prepare_weights(layer, specs, compute) for layer in layers]
     if period == 1 or not compute.scan:

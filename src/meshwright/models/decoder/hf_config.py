@@ -66,7 +66,11 @@ def to_hf_config(
                 f"bos_token_id, eos_token_id and initializer_range can be added"
                 f"{did_you_mean(name, HARMLESS)}"
             )
-    source = {name: value for name, value in (config.hf_config or {}).items() if name != SOURCE}
+    # weights are written as numbers, whatever they were read from
+    dropped = (SOURCE, "quantization_config")
+    source = {
+        name: value for name, value in (config.hf_config or {}).items() if name not in dropped
+    }
     if _is_read_as(config, source):
         fields = source
     else:

@@ -16,10 +16,11 @@ def hf_model(config: DecoderConfig) -> HfModel:
     tied = {names["output"]: names["embedding"]} if config.tied_embeddings else {}
     return HfModel(
         specs=specs,
-        arrays=hf_arrays(specs, architecture.tensors),
+        arrays=hf_arrays(specs, architecture.tensors, {"layers": config.leading}),
         write_config=lambda dtype: to_hf_config(config, dtype=dtype),
         source=(config.hf_config or {}).get(SOURCE),
         copies=tied,
         ignored=architecture.ignored,
         prefix=architecture.prefix,
+        beyond=architecture.beyond.format(layers=config.layers),
     )

@@ -236,7 +236,7 @@ ONE_KEY_EACH = Part(frozenset(), _one_key_each, lambda config: {})
 
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "quick_gelu": "gelu_sigmoid",
 }  # fmt: skip
 
 

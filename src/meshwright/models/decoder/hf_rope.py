@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.models.huggingface import number, short, whole
+from meshwright.models.huggingface import flag, number, short, whole
 from meshwright.ops import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
 
 _DEFAULT_THETA = 10000.0
@@ -118,7 +118,7 @@ def rope_to_hf(rope: Rope | None, head_dim: int) -> dict[str, Any]:
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }
-        case YarnScaling(factor, original, fast, slow, attention_factor):
+        case YarnScaling(factor, original, fast, slow, attention_factor, truncate):
             scaling = {
                 "rope_type": "yarn",
                 "factor": factor,
@@ -128,6 +128,8 @@ def rope_to_hf(rope: Rope | None, head_dim: int) -> dict[str, Any]:
             }
             if attention_factor is not None:
                 scaling["attention_factor"] = attention_factor
+            if not truncate:
+                scaling["truncate"] = False
     partial = {} if rope.dims is None else {"partial_rotary_factor": rope.dims / head_dim}
     return {"rope_theta": rope.theta, "rope_scaling": scaling} | partial
 
@@ -178,17 +180,14 @@ def _scaling(
                 f"{where}: high_freq_factor={high:g} must be above low_freq_factor={low:g}"
             )
         return Llama3Scaling(number(settings, "factor", where), low, high, original)
-    if settings.get("truncate") not in (None, True):
-        raise MeshwrightError(
-            f"{where}: truncate={short(settings['truncate'])} of rope_type 'yarn' is not honoured, "
-            "only true"
-        )
     factor = number(settings, "factor", where, max_seq / original)
     fast = number(settings, "beta_fast", where, 32.0)
     slow = number(settings, "beta_slow", where, 1.0)
     if fast <= slow:
         raise MeshwrightError(f"{where}: beta_fast={fast:g} must be above beta_slow={slow:g}")
-    return YarnScaling(factor, original, fast, slow, _yarn_attention(settings, factor, where))
+    truncate = flag(settings, "truncate", where, True)
+    attention = _yarn_attention(settings, factor, where)
+    return YarnScaling(factor, original, fast, slow, attention, truncate)
 
 
 def _yarn_attention(settings: Mapping[str, Any], factor: float, where: str) -> float | None:

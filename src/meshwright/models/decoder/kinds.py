@@ -34,6 +34,12 @@ class AttentionKind:
     joint_qk_norm: bool = False  # that norm is over all heads together
     scale: float | None = None  # of scores; None: head_dim^-0.5
     softcap: float | None = None  # scores s become softcap · tanh(s / softcap)
+    sinks: bool = False  # each head sees one more key, of a learned score and the value zero
+    # latent attention: the size of the vector that keys and values are made of, and of queries
+    kv_rank: int | None = None
+    q_rank: int | None = None
+    rope_dim: int | None = None  # of head_dim, the last: rotated, and of keys shared by all heads
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
@@ -43,12 +49,49 @@ class AttentionKind:
                 f"heads={self.heads} cannot share kv_heads={self.kv_heads} evenly; heads must be a "
                 "multiple of kv_heads"
             )
-        if self.rope is not None and self.head_dim % 2:
+        if self.kv_rank is not None:
+            self._check_latent()
+        if self.rope is not None and self.rotated_dim % 2:
             raise MeshwrightError(
-                f"head_dim={self.head_dim} is odd; it must be even: rotary embedding rotates pairs"
+                f"head_dim={self.rotated_dim} is odd; it must be even: rotary embedding rotates "
+                "pairs"
             )
         if self.window is not None and self.window < 1:
             raise MeshwrightError(f"sliding_window={self.window} must be at least 1")
+
+    def _check_latent(self) -> None:
+        for name in ("kv_rank", "rope_dim", "value_dim"):
+            check_size(name, getattr(self, name))
+        if max(self.rotated_dim + 1, self.values_dim) > self.head_dim or self.rope is None:
+            raise MeshwrightError(
+                f"latent attention with head_dim={self.head_dim} needs a smaller rope_dim, a "
+                f"value_dim of at most that and rotary positions, not rope_dim={self.rope_dim} and "
+                f"value_dim={self.value_dim}"
+            )
+        if self.heads != self.kv_heads:
+            raise MeshwrightError(
+                f"latent attention has keys for each head: kv_heads={self.kv_heads} must be "
+                f"heads={self.heads}"
+            )
+
+    @property
+    def rotated_dim(self) -> int:
+        """Of a head, what rotary positions are told is its size."""
+        return self.head_dim if self.rope_dim is None else self.rope_dim
+
+    @property
+    def values_dim(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    def matmul_params(self, embed: int) -> int:
+        """Weights that a token is multiplied with."""
+        if self.kv_rank is None or self.rope_dim is None:
+            return 2 * embed * self.head_dim * (self.heads + self.kv_heads)
+        queries = self.heads * self.head_dim
+        of_q = embed * queries if self.q_rank is None else self.q_rank * (embed + queries)
+        keys = self.heads * (self.head_dim - self.rope_dim + self.values_dim)
+        of_kv = embed * (self.kv_rank + self.rope_dim) + self.kv_rank * keys
+        return of_q + of_kv + self.heads * self.values_dim * embed
 
     def keys_seen(self, seq: int) -> float:
         """Keys that a query sees, on average: half of the sequence, fewer within a window."""
@@ -62,6 +105,7 @@ class MlpKind:
     gated: bool = True  # the activation of one projection multiplies another
     activation: str = "silu"
     bias: bool = False
+    clamp: float | None = None  # of what the gate and its activation are of, see `activate`
 
     def __post_init__(self) -> None:
         check_size("mlp", self.size)
@@ -150,11 +194,17 @@ FIELDS: Mapping[str, tuple[str, str]] = {
     "gated": ("mlp", "gated"),
     "activation": ("mlp", "activation"),
     "mlp_bias": ("mlp", "bias"),
+    "mlp_clamp": ("mlp", "clamp"),
     "norm": ("norm", "kind"),
     "norm_bias": ("norm", "bias"),
     "joint_qk_norm": ("attention", "joint_qk_norm"),
     "score_scale": ("attention", "scale"),
     "score_softcap": ("attention", "softcap"),
+    "sinks": ("attention", "sinks"),
+    "kv_rank": ("attention", "kv_rank"),
+    "q_rank": ("attention", "q_rank"),
+    "rope_dim": ("attention", "rope_dim"),
+    "value_dim": ("attention", "value_dim"),
     "norm_places": ("", "norm_places"),
     "parallel": ("", "parallel"),
     "shared_norm": ("", "shared_norm"),

@@ -21,9 +21,11 @@ from meshwright.models.blocks import (
 from meshwright.models.compute import Compute
 from meshwright.models.decoder.experts import RouterSums, mixture
 from meshwright.models.decoder.kinds import LayerKind
+from meshwright.models.decoder.latent import latent_heads
 from meshwright.ops import add_bias, all_gather, normalize
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+# queries, keys, values, the sinks or None, the layer's state → the mix of values, the next state
+Attend = Callable[..., tuple[jax.Array, Any]]
 
 
 def run_layer(
@@ -44,9 +46,13 @@ def run_layer(
     own, of_mlp, layouts = w["attention"], w["mlp"], compute.layouts
     with jax.named_scope("attention"):
         x, normed = enter(x, update, own, kind.norm, "input", compute)
-        inputs = all_gather(normed, layouts.all_gathered(layouts.heads))
-        q, k, v = _heads(inputs, own, rope, kind, compute)
-        mixed, state = attend(q, k, v, state)
+        if kind.attention.kv_rank is None:
+            inputs = all_gather(normed, layouts.all_gathered(layouts.heads))
+            q, k, v = _heads(inputs, own, rope, kind, compute)
+        else:
+            q, k, v = latent_heads(normed, own, rope, kind, compute)
+        mixed, state = attend(q, k, v, own.get("sinks"), state)
+        mixed = mixed[..., : kind.attention.values_dim]
         update = attention_output(mixed, own, compute)
         if kind.attention.output_bias:
             update = add_bias(update, own["bo"].astype(update.dtype))
@@ -69,7 +75,7 @@ def _mlp(
     if kind.experts.count:
         added, sums = mixture(normed, w, kind.mlp, kind.experts, compute)
     else:
-        added = feed_forward(normed, w, compute, kind.mlp.activation)
+        added = feed_forward(normed, w, compute, kind.mlp.activation, kind.mlp.clamp)
     return _scaled(norm_after(added, w, kind.norm), kind), sums
 
 

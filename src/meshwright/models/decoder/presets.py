@@ -1,11 +1,12 @@
 """Published models by name; sizes as in each model's config.json."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.ops import Llama3Scaling, Rope
+from meshwright.ops import Llama3Scaling, Rope, YarnScaling
 
 
 def _llama3(
@@ -87,6 +88,16 @@ def _mixtral(layers: int, embed: int, heads: int, mlp: int, max_seq: int) -> Dec
     )  # fmt: skip
 
 
+def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
+    return DecoderConfig(
+        201088, layers, 2880, 64, 8, 64, 2880,
+        max_seq=131072, rope=Rope(150000.0, YarnScaling(32.0, 4096, truncate=False)),
+        pattern=[{"sliding_window": 128}, {}], sinks=True, qkv_bias=True, output_bias=True,
+        activation="gelu_sigmoid", mlp_bias=True, mlp_clamp=7.0, router_bias=True,
+        experts=experts, experts_per_token=4,
+    )  # fmt: skip
+
+
 PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
     {
         # ours, for tests and demos: bytes and an end-of-document token
@@ -133,6 +144,35 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 1536),
         "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32768),
         "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 65536),
+        "gpt-oss-20b": _gpt_oss(24, 32),
+        "gpt-oss-120b": _gpt_oss(36, 128),
+        "deepseek-v3": DecoderConfig(
+            vocab=129280,
+            layers=61,
+            embed=7168,
+            heads=128,
+            kv_heads=128,
+            head_dim=192,
+            mlp=2048,
+            max_seq=163840,
+            rope=Rope(10000.0, YarnScaling(40.0, 4096, attention_factor=1.0), interleaved=True),
+            score_scale=192**-0.5 * (0.1 * math.log(40) + 1) ** 2,
+            norm_eps=1e-6,
+            kv_rank=512,
+            q_rank=1536,
+            rope_dim=64,
+            value_dim=128,
+            leading=3,
+            leading_mlp=18432,
+            experts=256,
+            experts_per_token=8,
+            router_scores="sigmoid",
+            router_scale=2.5,
+            selection_bias=True,
+            expert_groups=8,
+            expert_groups_per_token=4,
+            shared_mlp=2048,
+        ),
         "olmoe-1b-7b": DecoderConfig(
             50304,
             16,

@@ -2,7 +2,10 @@
 
 from meshwright.layouts import Rules, standard_rules
 
-_OPTIONAL = ("batch", "length", "positions", "experts", "shared_mlp")
+# of latent attention
+_RANK = "rank"  # the input of matrices, as embed is of others
+LATENT = (_RANK, "latent", "head_part")
+OPTIONAL = ("batch", "length", "positions", "experts", "shared_mlp", *LATENT)
 
 
 def decoder_rules(sp: bool = False, sequence_parallel: bool = False, ep: bool = False) -> Rules:
@@ -31,12 +34,13 @@ def decoder_rules(sp: bool = False, sequence_parallel: bool = False, ep: bool = 
             ("length", "sp" if sp else None),
             *([("embed", (*embed, "ep"))] if ep else []),
             ("embed", embed),
+            *((dim, (*embed, *along_ep) if dim == _RANK else None) for dim in LATENT),
             ("head_dim", None),
             ("layers", None),
             ("norm", None),
             ("positions", None),
         ],
-        optional=_OPTIONAL,
+        optional=OPTIONAL,
     )
 
 
@@ -47,13 +51,13 @@ def t5x_rules(activation_dims: int = 1, parameter_dims: int = 1) -> Rules:
     """
     own = [
         ("kv_heads", "model"), ("head_dim", None), ("norm", None), ("positions", None),
-        ("experts", None), ("shared_mlp", "model"),
+        ("experts", None), ("shared_mlp", "model"), *((dim, None) for dim in LATENT),
     ]  # fmt: skip
     standard = standard_rules(activation_dims, parameter_dims)
     heads = next(i for i, rule in enumerate(standard.rules) if rule.dim == "heads")
     rules = Rules(
         [*standard.rules[: heads + 1], *own, *standard.rules[heads + 1 :]],
-        optional=(*standard.optional, "positions", "experts", "shared_mlp"),
+        optional={*standard.optional, *OPTIONAL},
     )
     return rules.rename_axes(data=("dp", "fsdp"), model="tp")
 
@@ -69,6 +73,7 @@ def serving_rules(ep: bool = False) -> Rules:
                 (dim, None)
                 for dim in ("batch", "length", "head_dim", "layers", "norm", "positions")
             ),
+            *((dim, None) for dim in LATENT),
         ],
-        optional=_OPTIONAL,
+        optional=OPTIONAL,
     )

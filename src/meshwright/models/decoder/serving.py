@@ -11,6 +11,7 @@ from meshwright.models.compute import Compute
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.forward import forward
+from meshwright.models.decoder.rules import LATENT, OPTIONAL
 from meshwright.models.serving import (
     Merged,
     merge_gate_up,
@@ -21,6 +22,7 @@ from meshwright.models.serving import (
 )
 from meshwright.models.states import KeptKeys
 
+_STACKS = ("leading_layers", "layers")
 _MERGED: Mapping[str, Merged] = {
     "attention": {"wqkv": (("wq", "wk", "wv"), merge_qkv)},
     "mlp": {"gate_up": (("gate", "up"), merge_gate_up)},
@@ -34,14 +36,21 @@ def serving_weights(
 
     `dtype` is that of quantized weights (int8 or fp8); the embedding and a tied LM head stay.
     """
-    specs = abstract_arrays(config)["layers"]
-    layers = unstacked(params["layers"], specs, _MERGED, dtype, release)
-    return {**params, "layers": layers, **quantized_head(params, dtype, release)}
+    specs = abstract_arrays(config)
+    stacks = [name for name in _STACKS if name in specs]
+    layers = [
+        layer
+        for name in stacks
+        for layer in unstacked(params[name], specs[name], _MERGED, dtype, release)
+    ]
+    rest = {name: value for name, value in params.items() if name not in stacks}
+    return {**rest, "layers": layers, **quantized_head(params, dtype, release)}
 
 
 def serving_adapter(adapter: Params) -> list[Params]:
     """The factors of an adapter of all matrices, as the weights of `serving_weights` are."""
-    return unstacked_factors(adapter["layers"], _MERGED)
+    stacks = [adapter[name] for name in _STACKS if name in adapter]
+    return [layer for stack in stacks for layer in unstacked_factors(stack, _MERGED)]
 
 
 def prompt_keys(
@@ -66,6 +75,7 @@ def _context_rules() -> Rules:
             ("length", along),
             ("embed", along),
             *((dim, None) for dim in ("batch", "head_dim", "layers", "norm", "positions")),
+            *((dim, None) for dim in LATENT),
         ],
-        optional=("batch", "length", "positions", "experts", "shared_mlp"),
+        optional=OPTIONAL,
     )

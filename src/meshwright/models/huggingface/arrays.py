@@ -29,11 +29,12 @@ class HfArray:
     order: tuple[int, ...]  # our dim i, without layers, is dim order[i] of that part
     layers: int | None  # how many there are, None for a tensor that is no layer's
     experts: int | None = None  # how many of a layer, None for one tensor a layer
+    first: int = 0  # the number of its first layer in their names
 
     @property
-    def stack(self) -> str:
+    def stack(self) -> tuple[str, int]:
         """What the names of the arrays of the same layers begin with; of a single one, all."""
-        return self.name.partition("{layer}")[0]
+        return self.name.partition("{layer}")[0], self.first
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -56,7 +57,7 @@ class HfArray:
         """The same, those of a layer together."""
         return [
             [self.name.format(layer=layer, expert=expert) for expert in range(self.experts or 1)]
-            for layer in range(self.layers or 1)
+            for layer in range(self.first, self.first + (self.layers or 1))
         ]
 
 
@@ -72,6 +73,7 @@ class HfModel:
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # endings of names of tensors that the model does not use
     prefix: str = ""  # of all names but the LM head's; some published files leave it out
+    beyond: str = ""  # what names of tensors begin with that are of layers after the last
     config_file: str = "config.json"
     weights_file: str = "model.safetensors"  # where one holds all
 
@@ -92,19 +94,32 @@ class HfModel:
         )
 
 
-def hf_arrays(specs: Any, names: Mapping[str, tuple[str, str]]) -> dict[str, HfArray]:
-    """Every array by path; `names` has for each path the name of theirs and its dims."""
+def hf_arrays(
+    specs: Any, names: Mapping[str, tuple[str, str]], first: Mapping[str, int] | None = None
+) -> dict[str, HfArray]:
+    """Every array by path; `names` has for each path the name of theirs and its dims.
+
+    `first` has, by what its paths begin with, the number of a stack's first layer in their names.
+    """
     by_path = dict(zip(tree_paths(specs), jax.tree.leaves(specs), strict=True))
     paths = [path for path in names if path in by_path]
-    ends: dict[str, int] = {}  # of the parts so far, by tensor
+    roots = {path: path.partition("/")[0] for path in paths}
+    ends: dict[tuple[str, str], int] = {}  # of the parts so far, by stack and tensor
     starts = {}
     for path in paths:
         name, text = names[path]
-        starts[path] = ends.get(name, 0)
-        ends[name] = starts[path] + _part_size(by_path[path], text)
-    return {
-        path: _hf_array(path, by_path[path], *names[path], starts[path], ends[names[path][0]])
+        tensor = roots[path], name
+        starts[path] = ends.get(tensor, 0)
+        ends[tensor] = starts[path] + _part_size(by_path[path], text)
+    found = {
+        path: _hf_array(
+            path, by_path[path], *names[path], starts[path], ends[roots[path], names[path][0]]
+        )
         for path in paths
+    }
+    return {
+        path: dataclasses.replace(array, first=(first or {}).get(roots[path], 0))
+        for path, array in found.items()
     }
 
 

@@ -8,11 +8,12 @@ holds the model, and none reads what its devices do not need.
 
 import dataclasses
 import functools
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models.huggingface.arrays import HfArray, HfModel
+from meshwright.models.huggingface.mxfp4 import PackedTensor, TensorSource, UnpackedFiles
 from meshwright.models.safetensors_read import (
     INDEX,
     SINGLE,
@@ -32,6 +34,8 @@ from meshwright.models.safetensors_read import (
     read_folder,
     tensor_dtype,
 )
+
+_log = logging.getLogger("meshwright")
 
 Slices = tuple[slice, ...]
 OnRead = Callable[[str, int], None]
@@ -61,15 +65,6 @@ def load_folder(
     return load_tensors(MappedFiles(tensors), folder, model, shardings, dtype, on_read, on_layer)
 
 
-class TensorSource(Protocol):
-    """Tensors of a Hugging Face model by name, in files or in pieces of files."""
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]: ...
-    def array(self, name: str) -> np.ndarray: ...
-    def release(self) -> None: ...
-
-
 def load_tensors(
     files: TensorSource,
     folder: Path,
@@ -85,6 +80,7 @@ def load_tensors(
     if not jnp.issubdtype(leaves[0].dtype, jnp.floating):
         raise MeshwrightError(f"weights cannot be read as {dtype!r}; give jnp.bfloat16 or the like")
     targets = _targets(specs, leaves, paths, shardings)
+    files = UnpackedFiles(files)
     if model.prefix and not any(name.startswith(model.prefix) for name in files.tensors):
         model = model.without_prefix()
     check_tensors(files.tensors, model, folder)
@@ -131,6 +127,9 @@ def check_tensors(tensors: Mapping[str, StoredTensor], model: HfModel, folder: P
         for name in tensors
         if name not in expected and name not in model.copies and not name.endswith(model.ignored)
     ]
+    if model.beyond and any(name.startswith(model.beyond) for name in extra):
+        _log.info("%s: layers that predict further tokens are not read (%s…)", folder, model.beyond)
+        extra = [name for name in extra if not name.startswith(model.beyond)]
     if extra:
         raise MeshwrightError(
             f"{tensors[extra[0]].file} has {_first(extra)}, which the config does not ask for; "
@@ -183,6 +182,8 @@ def _are_equal(files: TensorSource, one: StoredTensor, other: StoredTensor) -> b
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     a, b = files.array(one.name), files.array(other.name)
+    assert isinstance(a, np.ndarray)
+    assert isinstance(b, np.ndarray)
     size = max(1, 2**24 // max(1, a[:1].nbytes))
     starts = range(0, a.shape[0], size)
     equal = all(a[i : i + size].tobytes() == b[i : i + size].tobytes() for i in starts)
@@ -270,10 +271,14 @@ def read_block(
     return block
 
 
-def _read_into(out: np.ndarray, array: HfArray, index: Slices, stored: np.ndarray) -> int:
+def _read_into(
+    out: np.ndarray, array: HfArray, index: Slices, stored: np.ndarray | PackedTensor
+) -> int:
     """Copy a block of one tensor of theirs, transposed into our dims; gives back the bytes read."""
     order = array.order
     inverse = [order.index(dim) for dim in range(len(order))]
+    if isinstance(stored, PackedTensor):
+        return _unpack_into(out.transpose(inverse), array, [index[i] for i in inverse], stored)
     part = stored.reshape(array.unfolded)[array.window]
     wanted = part[tuple(index[dim] for dim in inverse)]
     transposed = out.transpose(inverse)
@@ -285,6 +290,17 @@ def _read_into(out: np.ndarray, array: HfArray, index: Slices, stored: np.ndarra
         # in two steps: cast in their order, then transpose a piece that is in the cache
         transposed[i : i + step] = _cast(wanted[i : i + step], transposed.dtype)
     return wanted.nbytes
+
+
+def _unpack_into(
+    out: np.ndarray, array: HfArray, index: Sequence[slice], stored: PackedTensor
+) -> int:
+    """The same of a packed tensor, one expert at a time; its first dim is of experts."""
+    experts = range(array.unfolded[0])[index[0]]
+    for own, expert in zip(out, experts, strict=True):
+        part = stored.expert(expert).reshape(array.unfolded[1:])[array.window[1:]]
+        own[...] = part[tuple(index[1:])]
+    return stored.nbytes * len(experts) // array.unfolded[0]
 
 
 def _cast(piece: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:

@@ -95,12 +95,12 @@ def read_adapter_config(folder: Path, model: HfModel) -> LoraConfig:
     held = read_header(folder / WEIGHTS)
     targets = []
     for path, array in model.arrays.items():
-        if _tensor(array, "a").format(layer=0) not in held:
+        if _of_first(array, _tensor(array, "a")) not in held:
             continue
         if not _is_whole(array):
             raise MeshwrightError(
-                f"{folder} adapts {_module(array).format(layer=0)}, which is several matrices "
-                "here; merge it with PEFT (merge_and_unload) and take the merged model"
+                f"{folder} adapts {_of_first(array)}, which is several "
+                "matrices here; merge it with PEFT (merge_and_unload) and take the merged model"
             )
         targets.append(f"^{re.escape(path)}$")
     if not targets:
@@ -113,6 +113,11 @@ def read_adapter_config(folder: Path, model: HfModel) -> LoraConfig:
 
 def _module(array: HfArray) -> str:
     return array.name.removesuffix(".weight")
+
+
+def _of_first(array: HfArray, name: str = "") -> str:
+    """A name, by default that of its module, in the first layer."""
+    return (name or _module(array)).format(layer=array.first, expert=0)
 
 
 def _tensor(array: HfArray, factor: str) -> str:
@@ -128,8 +133,8 @@ def _factor(path: str, factor: str, spec: ArraySpec, of: HfArray, matrix: ArrayS
     """A factor beside the tensors of PEFT."""
     if not _is_whole(of):
         raise MeshwrightError(
-            f"PEFT has one adapter for all of {_module(of).format(layer=0)}, of which {of.path} is "
-            "a part; export the merged model instead (--merge)"
+            f"PEFT has one adapter for all of {_of_first(of)}, of which "
+            f"{of.path} is a part; export the merged model instead (--merge)"
         )
     inputs = matrix.inputs
     # our dims of the matrix, without layers, in their order
@@ -145,7 +150,8 @@ def _factor(path: str, factor: str, spec: ArraySpec, of: HfArray, matrix: ArrayS
         unfolded, shape = (*sizes, rank), (folded, rank)
         order = (len(sizes), *(theirs.index(dim) for dim in ours))
     window = (slice(None),) * len(unfolded)
-    return HfArray(path, _tensor(of, factor), shape, unfolded, window, order, of.layers)
+    name = _tensor(of, factor)
+    return HfArray(path, name, shape, unfolded, window, order, of.layers, first=of.first)
 
 
 def _inputs_first(array: HfArray, spec: ArraySpec) -> bool:

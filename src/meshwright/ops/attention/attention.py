@@ -35,6 +35,7 @@ def attention(
     *,
     bias: jax.Array | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
     context: ContextParallel | None = None,
     kernel: str = "auto",
 ) -> jax.Array:
@@ -42,7 +43,8 @@ def attention(
 
     `bias` [heads, queries, keys] is added to the scaled scores of every sequence of the batch, and
     has a gradient; it is split over heads as `q` is, and whole along the length. `softcap` keeps
-    scores s within its size: softcap · tanh(s / softcap).
+    scores s within its size: softcap · tanh(s / softcap). `sinks` [heads], split over heads as `q`
+    is, are the scores of one more key for each head, whose value is zero.
     """
     _check(q, k, v, *_of_both(segments))
     mask = (mask or Mask()).within(q.shape[1], k.shape[1])
@@ -64,8 +66,11 @@ def attention(
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, more: Any) -> jax.Array:
         block = Block(q, k, v, *_of_both(more.get("segments")), bias=more.get("bias"))
-        if block.bias is not None:  # its gradient is summed over the devices that split the batch
+        # their gradients are summed over the devices that split the batch
+        if block.bias is not None:
             block = block._replace(bias=varying_like(block.bias, q))
+        if "sinks" in more:
+            block = block._replace(sinks=varying_like(more["sinks"], q))
         match strategy:
             case "none":
                 return one_call(block, mask, method)
@@ -77,6 +82,12 @@ def attention(
     more: dict[str, Any] = {} if segments is None else {"segments": segments}
     if bias is not None:
         more["bias"] = _checked_bias(bias, q, k)
+    if sinks is not None:
+        if sinks.shape != q.shape[2:3]:
+            raise MeshwrightError(
+                f"sinks of attention are [heads], here [{q.shape[2]}], not {list(sinks.shape)}"
+            )
+        more["sinks"] = sinks
     if jax.sharding.get_abstract_mesh().empty:
         return local(q, k, v, more)
     types = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, more)

@@ -31,6 +31,9 @@ class Block(NamedTuple):
     # at run time; None: the static mask applies
     k_end: jax.Array | None = None
     bias: jax.Array | None = None  # [heads, queries, keys], float32: added to the scaled scores
+    # [heads]: the score of a key that every query sees, whose value is zero; kernels leave it out,
+    # and `with_gradient` adds it to their results
+    sinks: jax.Array | None = None
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -116,27 +119,56 @@ def where(condition: jax.Array, a: Any, b: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
+def with_sinks(output: Partial, sinks: jax.Array | None) -> Partial:
+    """The output where each head also sees a key with this score, whose value is zero."""
+    if sinks is None:
+        return output
+    scores = _by_query(sinks, output)
+    out = output.out * jax.nn.sigmoid(output.lse - scores)[..., None]
+    return Partial(out.astype(output.out.dtype), jnp.logaddexp(output.lse, scores))
+
+
+def _by_query(sinks: jax.Array, output: Partial) -> jax.Array:
+    """[1, .., heads]: beside the log-sum-exp of queries."""
+    return sinks.astype(jnp.float32).reshape(*(1,) * (output.lse.ndim - 1), -1)
+
+
+def _gradient_of_sinks(output: Partial, dout: jax.Array, sinks: jax.Array) -> jax.Array:
+    """From the output with the sinks: as of any key, but its value is zero."""
+    weights = jnp.exp(_by_query(sinks, output) - output.lse)
+    product = output.out.astype(jnp.float32) * dout.astype(jnp.float32)
+    return -jnp.sum(weights * jnp.sum(product, axis=-1), axis=(0, 1)).astype(sinks.dtype)
+
+
 def with_gradient(
     forward: Callable[[Block], Partial], backward: Callable[[Block, Partial, jax.Array], Gradients]
 ) -> Callable[[Block], jax.Array]:
-    """The output alone, as a function of a block, with `backward` as its vjp."""
+    """The output alone, as a function of a block, with `backward` as its vjp.
+
+    Sinks need no kernel: a backward pass takes the output over all keys, and they are one.
+    """
+
+    def run_forward(block: Block) -> Partial:
+        return with_sinks(forward(block), block.sinks)
 
     @jax.custom_vjp
     def run(*arrays: Any) -> jax.Array:
-        return forward(Block(*arrays)).out
+        return run_forward(Block(*arrays)).out
 
     def keep(*arrays: Any) -> Any:
         # jax.checkpoint: otherwise jax hoists what all layers share (masks, constants), of all ring
         # steps, out of the loop over layers and keeps it
-        found = jax.checkpoint(forward, prevent_cse=False)(Block(*arrays))
+        found = jax.checkpoint(run_forward, prevent_cse=False)(Block(*arrays))
         # named, so that a remat policy can keep them for the backward pass
         output = jax.tree.map(lambda x: checkpoint_name(x, "attention"), found)
         return output.out, (arrays, output)
 
     def gradients(kept: Any, dout: jax.Array) -> Any:
         arrays, output = kept
-        *of_qkv, of_bias = backward(Block(*arrays), output, dout)
-        return *of_qkv, *(None,) * (len(arrays) - 4), of_bias
+        block = Block(*arrays)
+        *of_qkv, of_bias = backward(block, output, dout)
+        of_sinks = None if block.sinks is None else _gradient_of_sinks(output, dout, block.sinks)
+        return *of_qkv, *(None,) * (len(arrays) - 5), of_bias, of_sinks
 
     run.defvjp(keep, gradients)
     return lambda block: run(*block)

@@ -11,9 +11,9 @@ kernels.py:
 
 | kernel | platform | conditions |
 |---|---|---|
-| cudnn | NVIDIA | bfloat16 or float16, head_dim a multiple of 8 up to 128, no window, no bias |
-| triton | NVIDIA | as cudnn, also windows and 8-bit pages; head_dim and page size 16, 32, 64, 128 |
-| ragged | TPU | head_dim a multiple of 128, no bias, no 8-bit pages |
+| cudnn | NVIDIA | bfloat16 or float16, head_dim a multiple of 8 up to 128; no window, bias, sinks |
+| triton | NVIDIA | as cudnn, also windows, sinks, 8-bit pages; head_dim and page size 16 to 128 |
+| ragged | TPU | head_dim a multiple of 128, no bias, no sinks, no 8-bit pages |
 | plain | all | none; it copies the pages of each sequence |
 """
 
@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ops.attention import fused, paged_triton
-from meshwright.ops.attention.block import Partial, merge
+from meshwright.ops.attention.block import Partial, merge, with_sinks
 from meshwright.ops.collectives import spec_of, untyped
 
 _log = logging.getLogger("meshwright")
@@ -105,6 +105,7 @@ class PagedCall:
     pages: str | None = None  # their dtype, if it is another one
     page_size: int = 64
     softcapped: bool = False  # scores are capped
+    sinks: bool = False  # each head sees one more key, see `attention`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,11 +125,13 @@ def paged_attention(
     window: int | None = None,
     bias: PagedBias | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Pool]:
     """Causal attention of q [1, tokens, heads, head_dim], and the pool with these keys and values.
 
     The pool has the shape `pool_shape` for the kernel of the tokens. A bias, split over heads as q
-    is, is added to the scores; only the plain kernel does that. `softcap` as in `attention`.
+    is, is added to the scores; only the plain kernel does that. `softcap` and `sinks` as in
+    `attention`.
     """
     kernel = KERNELS[tokens.kernel]
     capped = {} if softcap is None else {"softcap": softcap}
@@ -143,8 +146,10 @@ def paged_attention(
 
     heads, kv_heads = spec_of(q), spec_of(k)
     pools = spec_of(pool)
-    more = {} if bias is None else {"bias": bias}
-    by_head = jax.tree.map(lambda _: P(None, heads[2], None, None), more)
+    more: dict[str, Any] = {} if bias is None else {"bias": bias}
+    by_head: dict[str, Any] = jax.tree.map(lambda _: P(None, heads[2], None, None), more)
+    if sinks is not None:
+        more["sinks"], by_head["sinks"] = sinks, P(heads[2])
     specs = (heads, kv_heads, kv_heads, pools, jax.tree.map(lambda _: P(), tokens), by_head)
     run = jax.shard_map(local, in_specs=specs, out_specs=(heads, pools))
     return run(q, k, v, pool, tokens, more)
@@ -285,7 +290,7 @@ def _plain(
     tokens: PagedTokens,
     window: int | None,
     bias: PagedBias | tuple[None, None] = (None, None),
-    softcap: float | None = None,
+    **more: Any,
 ) -> jax.Array:
     def attend(
         q: jax.Array, tables: jax.Array, positions: jax.Array, bias: jax.Array | None
@@ -295,7 +300,7 @@ def _plain(
         visible = distance >= 0
         if window is not None:
             visible &= distance < window
-        return _over_pages(q, tables, visible, pool, bias, softcap)
+        return _over_pages(q, tables, visible, pool, bias, **more)
 
     parts: Any = zip(
         _by_kind(q, tokens.positions.shape[0], tokens.length),
@@ -316,6 +321,7 @@ def _over_pages(
     pool: Pool,
     bias: jax.Array | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """q [n, length, heads, head_dim] over the pages of tables [n, width], softmax in float32.
 
@@ -331,7 +337,12 @@ def _over_pages(
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if sinks is not None:
+        lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        by_head = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+        weights *= jax.nn.sigmoid(lse - by_head)
+    weights = weights.astype(values.dtype)
     return jnp.einsum("nkgls,nskd->nlkgd", weights, values).reshape(q.shape)
 
 
@@ -344,19 +355,20 @@ def _contiguous(pool: Pool, tables: jax.Array, dtype: Any) -> list[jax.Array]:
 
 
 def _on_gpu(
-    decode: Callable[[jax.Array, Pool, PagedTokens, int | None], jax.Array],
+    decode: Callable[..., jax.Array],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     pool: Pool,
     tokens: PagedTokens,
     window: int | None,
+    **more: jax.Array,
 ) -> jax.Array:
-    """Decode tokens by the function `decode`, chunks by cuDNN."""
+    """Decode tokens by the function `decode`, chunks by cuDNN; `more` may be `sinks`."""
     count = tokens.positions.shape[0]
-    out = [decode(q[:count], pool, tokens, window)] if count else []
+    out = [decode(q[:count], pool, tokens, window, **more)] if count else []
     if tokens.starts.shape[0]:
-        out.append(_chunks(q[count:], k[count:], v[count:], pool, tokens, window))
+        out.append(_chunks(q[count:], k[count:], v[count:], pool, tokens, window, **more))
     return jnp.concatenate(out)
 
 
@@ -369,10 +381,16 @@ def _cudnn_decode(q: jax.Array, pool: Pool, tokens: PagedTokens, window: int | N
     return fused.output(pages)[:, 0]
 
 
-def _triton_decode(q: jax.Array, pool: Pool, tokens: PagedTokens, window: int | None) -> jax.Array:
+def _triton_decode(
+    q: jax.Array,
+    pool: Pool,
+    tokens: PagedTokens,
+    window: int | None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
     run = functools.partial(paged_triton.paged_decode, window=window)
-    out: jax.Array = untyped(run, q, pool, tokens.tables, tokens.positions + 1)
-    return out
+    output = untyped(run, q, pool, tokens.tables, tokens.positions + 1)
+    return with_sinks(Partial(*output), sinks).out
 
 
 def _chunks(
@@ -382,20 +400,24 @@ def _chunks(
     pool: Pool,
     tokens: PagedTokens,
     window: int | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of chunks, by cuDNN: to their own tokens, and to what precedes them."""
     shape = tokens.starts.shape[0], tokens.length
     of_q, of_k, of_v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))
     own = fused.Inputs(of_q, of_k, of_v, causal=True, window=window)
-    if tokens.first:
+    if tokens.first and sinks is None:
         mixed = fused.output(own)
+    elif tokens.first:
+        mixed = with_sinks(fused.forward(own), sinks).out
     elif window is None:
-        mixed = merge(fused.forward(own), _to_past(of_q, pool, tokens)).out.astype(q.dtype)
+        both = merge(fused.forward(own), _to_past(of_q, pool, tokens))
+        mixed = with_sinks(both, sinks).out.astype(q.dtype)
     else:  # cuDNN's windows end at the last key
         places = jnp.arange(tokens.chunk_tables.shape[1] * page_size_of(pool))
         distance = tokens.chunk_positions[:, :, None] - places[None, None]
         visible = (distance >= 0) & (distance < window)
-        mixed = _over_pages(of_q, tokens.chunk_tables, visible, pool)
+        mixed = _over_pages(of_q, tokens.chunk_tables, visible, pool, sinks=sinks)
     return mixed.reshape(-1, *q.shape[1:])
 
 
@@ -468,6 +490,8 @@ def _cudnn_refuses(call: PagedCall) -> str | None:
         return "it adds no bias to scores over pages"
     if call.softcapped:
         return "it does not cap scores"
+    if call.sinks:
+        return "it returns no sum of weights, which attention sinks take part in"
     return fused.refuses(call.platform, call.dtype, call.head_dim)
 
 
@@ -490,6 +514,8 @@ def _ragged_refuses(call: PagedCall) -> str | None:
         return f"head_dim {call.head_dim} is not a multiple of 128"
     if call.pages is not None:
         return "it was not tried with 8-bit pages"
+    if call.sinks:
+        return "it returns no sum of weights, which attention sinks take part in"
     return "it adds no bias to scores" if call.biased else None
 
 

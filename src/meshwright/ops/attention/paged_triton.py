@@ -37,11 +37,12 @@ def paged_decode(
     *,
     window: int | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """A query per sequence: q [batch, heads, head_dim] over pages [2 · pages, size, kv_heads, ..].
 
     `tables` [batch, width] are the pages of each sequence with keys; values are as many pages after
-    them. `lengths` [batch] are its tokens, at least 1. With a window, the last tokens only.
+    them. `lengths` [batch] are its tokens, at least 1. With a window, the last tokens only. The
+    result is the output and the log-sum-exp of its scores [batch, heads].
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -85,9 +86,12 @@ def paged_decode(
             name="paged_decode",
         )(grouped, pool, tables, lengths)
     if splits > 1:
-        weights = jnp.exp(lse - jax.nn.logsumexp(lse, axis=0, keepdims=True))
+        total = jax.nn.logsumexp(lse, axis=0, keepdims=True)
+        weights = jnp.exp(lse - total)
         out = jnp.sum(out * weights[..., None], axis=0, keepdims=True).astype(q.dtype)
-    return out[0, :, :, :group].reshape(q.shape)
+        lse = total
+    out, lse = (x[0, :, :, :group] for x in (out, lse))
+    return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
 
 def _splits(programs: int, width: int) -> int:

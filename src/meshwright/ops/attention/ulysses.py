@@ -34,9 +34,14 @@ def attend(
         q_segments = all_segments(local.q_segments)
         shared = local.k_segments is local.q_segments
         k_segments = q_segments if shared else all_segments(local.k_segments)
-    bias = local.bias
-    if bias is not None:  # whole over the length on every device: each takes its own heads
-        heads = bias.shape[0] // ways
-        bias = lax.dynamic_slice_in_dim(bias, lax.axis_index(over) * heads, heads)
-    out = one_call(Block(q, k, v, q_segments, k_segments, bias=bias), mask, method)
+
+    def own_heads(x: jax.Array | None) -> jax.Array | None:
+        """Of what every device has of all heads."""
+        if x is None:
+            return None
+        heads = x.shape[0] // ways
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(over) * heads, heads)
+
+    block = Block(q, k, v, q_segments, k_segments, None, *map(own_heads, (local.bias, local.sinks)))
+    out = one_call(block, mask, method)
     return lax.all_to_all(out, over, split_axis=1, concat_axis=2, tiled=True)
