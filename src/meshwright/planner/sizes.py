@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec, select_trainable
 from meshwright.models import (
     ADAPTER,
@@ -315,6 +316,14 @@ def array_leaves(tree: Any) -> Iterator[ArraySpec]:
 def _stack(stack: Stack, arrays: Any, named: bool) -> StackSizes:
     for key in stack.path:
         arrays = arrays[key]
+    for name, block in arrays.items():
+        known = {m for one in stack.blocks if (one.beside or one.name) == name for m in one.outputs}
+        unknown = [array for array, spec in block.items() if spec.inputs and array not in known]
+        if unknown:
+            raise MeshwrightError(
+                f"this model cannot be planned yet: its layers have {', '.join(unknown)} in "
+                f"{name}, whose work is not declared; name a mesh yourself to train or serve it"
+            )
     return StackSizes(
         name=stack.path[0] if named else "",
         field=stack.field,
