@@ -18,7 +18,7 @@ from meshwright.models.loss import LossSums
 from meshwright.ops import Mlp, Rows, exchange_by_bytes, grouped_matmul, rows_per_token
 from meshwright.ops.experts import _through_own
 from meshwright.training import TrainConfig
-from meshwright.training.setup import check_sizes, choose_rules
+from meshwright.training.setup import check_sizes, choose_rules, exchange_text
 
 CONFIG = DecoderConfig(
     48, 2, 32, heads=4, kv_heads=2, head_dim=8, mlp=24, max_seq=64, experts=8, experts_per_token=2,
@@ -212,6 +212,17 @@ def test_experts_that_begin_at_multiples_of_rows_compute_the_same(some: bool) ->
     np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
     for one, other in zip(gradients, out(1)[1], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_says_how_tokens_reach_experts() -> None:
+    model = model_config("tiny-moe")
+    assert exchange_text("auto", model, {"ep": 4, "fsdp": 2}) == (
+        "experts: all-to-all over ep=4 (copies of a token on the way there: ring sends 3, "
+        "all-to-all sends 1.5)"
+    )
+    assert "experts: ring over ep=2 (as asked; " in str(exchange_text("ring", model, {"ep": 2}))
+    assert exchange_text("auto", model, {"fsdp": 2}) is None
+    assert exchange_text("auto", model_config("tiny"), {"fsdp": 2}) is None
 
 
 def test_routers_stay_in_float32() -> None:

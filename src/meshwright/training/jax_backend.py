@@ -41,7 +41,7 @@ from meshwright.training.prepare import bytes_per_device, prepare
 from meshwright.training.resume import checkpoint_settings, resume_command
 from meshwright.training.run import Memory, memory, peak_flops, waiting_line
 from meshwright.training.same_settings import check_same_settings
-from meshwright.training.setup import known_chip, layers_text, matmuls_text
+from meshwright.training.setup import exchange_text, known_chip, layers_text, matmuls_text
 from meshwright.training.state import (
     TrainState,
     new_state,
@@ -164,6 +164,8 @@ class JaxBackend(Backend):
             yield overlap_text(settings.overlap, chip)
         if setup.step.attention is not None:
             yield f"attention: {setup.step.attention}"
+        if exchange := exchange_text(settings.experts, setup.step.model, setup.step.mesh.shape):
+            yield exchange
         if setup.padding is not None:
             yield f"{setup.padding} (in memory only)"
         for remark in setup.explanation.remarks:

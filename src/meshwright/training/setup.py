@@ -27,6 +27,7 @@ from meshwright.models import (
     OFFLOAD,
     Compute,
     activation_layouts,
+    choose_exchange,
     default_dtype,
     family_of,
     hf_names,
@@ -42,7 +43,7 @@ from meshwright.models import (
     what_fits,
     with_adapter,
 )
-from meshwright.ops import nontrivial_axes
+from meshwright.ops import EXCHANGES, nontrivial_axes, rows_per_token
 from meshwright.ops.attention import (
     FLOPS_PER_BYTE,
     STRATEGIES,
@@ -311,6 +312,20 @@ def compute_of(
         chip = chip_of_kind(device.device_kind, device.platform)
         check_fp8(config, model, chip)
     return compute, words
+
+
+def exchange_text(setting: str, model: Any, mesh_shape: Mapping[str, int]) -> str | None:
+    """How tokens reach the experts of other devices, and why; None where none has to."""
+    blocks = [block for stack in family_of(model).work(model) for block in stack.blocks]
+    experts = next((block.experts for block in blocks if block.experts), None)
+    ways = mesh_shape.get("ep", 1)
+    if experts is None or ways == 1:
+        return None
+    rows = {name: rows_per_token(name, ways, experts.per_token) for name in EXCHANGES}
+    each = ", ".join(f"{name} sends {number:.3g}" for name, number in rows.items())
+    chosen = choose_exchange(setting, ways, experts.per_token)
+    why = "" if setting == "auto" else "as asked; "
+    return f"experts: {chosen} over ep={ways} ({why}copies of a token on the way there: {each})"
 
 
 def check_fp8(config: TrainConfig, model: Any, chip: Chip) -> None:
