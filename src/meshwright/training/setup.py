@@ -321,8 +321,8 @@ def exchange_text(setting: str, model: Any, mesh_shape: Mapping[str, int]) -> st
     ways = mesh_shape.get("ep", 1)
     if experts is None or ways == 1:
         return None
-    rows = {name: rows_per_token(name, ways, experts.per_token) for name in EXCHANGES}
-    each = ", ".join(f"{name} sends {number:.3g}" for name, number in rows.items())
+    sent = {name: rows_per_token(name, ways, experts.per_token) for name in EXCHANGES}
+    each = ", ".join(f"{name} sends {number:.3g}" for name, number in sent.items())
     chosen = choose_exchange(setting, ways, experts.per_token)
     why = "" if setting == "auto" else "as asked; "
     return f"experts: {chosen} over ep={ways} ({why}copies of a token on the way there: {each})"

@@ -17,7 +17,7 @@ from meshwright.models.decoder.kinds import LayerKind
 _STD = 0.02
 # sizes of latent attention, and the dim that each is: it says how they are placed
 _DIMS = {
-    "q_rank": "rank", "kv_rank": "rank", "q_latent": "latent", "kv_latent": "latent",
+    "q_rank": "latent_rank", "kv_rank": "latent_rank", "q_latent": "latent", "kv_latent": "latent",
     "rope_dim": "latent", "key_dim": "head_part", "value_dim": "head_part",
 }  # fmt: skip
 

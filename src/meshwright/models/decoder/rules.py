@@ -3,7 +3,7 @@
 from meshwright.layouts import Rules, standard_rules
 
 # of latent attention
-_RANK = "rank"  # the input of matrices, as embed is of others
+_RANK = "latent_rank"  # the input of matrices, as embed is of others
 LATENT = (_RANK, "latent", "head_part")
 OPTIONAL = ("batch", "length", "positions", "experts", "shared_mlp", *LATENT)
 
