@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +152,11 @@ def test_every_preset_splits_evenly_under_its_own_rules(name: str) -> None:
     config = preset(name)
     # the smallest have two key heads
     table = mw.explain(abstract_arrays(config), family_of(config).rules(), "dp=1,fsdp=8,tp=2,sp=1")
-    assert table.notes == ()
+    # routers, the biases of experts and the first matrices of latent attention are whole along tp
+    small = ("router", "gate_bias", "up_bias", "down_bias", "wq_a", "wkv_a")
+    named = [part for note in table.notes for part in re.findall(r"layers/\w+/(\w+)", note)]
+    assert set(named) <= {*small}
+    assert bool(table.notes) == bool(named)
     assert table.bytes_per_device < 1.1 * table.bytes_total / 16
     assert sum(math.prod(r.shape) for r in table.rows) == table.num_elements
 

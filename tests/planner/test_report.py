@@ -63,7 +63,8 @@ def test_a_plan_written_as_json_and_read_back_is_the_same_plan(tmp_path: Path) -
 )
 def test_every_model_survives_being_written(rope: Rope) -> None:
     made = made_plan(None)
-    for model in [*PRESETS.values(), dataclasses.replace(PRESETS["tiny"], rope=rope)]:
+    planned = [model for name, model in PRESETS.items() if name != "deepseek-v3"]
+    for model in [*planned, dataclasses.replace(PRESETS["tiny"], rope=rope)]:
         plan = dataclasses.replace(made, model=model)
         assert plan_from_data(json.loads(json.dumps(plan_data(plan)))).workload.model == model
 

@@ -45,7 +45,7 @@ def test_it_needs_something_that_chooses() -> None:
             [*(4 * [4]), *(8 * [8])],
             "runs 8 of the 12 processes, another 4",
         ),
-        ("NVIDIA GeForce RTX 4090", 16 * [8], "name the mesh, such as --mesh fsdp=16"),
+        ("NVIDIA GeForce RTX 2080 Ti", 16 * [8], "name the mesh, such as --mesh fsdp=16"),
     ],
 )
 def test_gpus_are_recognized_by_name_and_hosts(
