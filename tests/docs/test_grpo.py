@@ -34,6 +34,8 @@ def test_the_divergence_is_that_of_the_samples(example: Any) -> None:
     assert found == pytest.approx(np.sum(p * np.log(p / q)), rel=0.05)
 
 
+# in a process that ran many tests before, XLA's CPU runtime ended it in two of three runs
+@pytest.mark.slow
 def test_sampler_and_trainer_do_not_differ_in_strict_mode(example: Any) -> None:
     """On a mesh; without strict mode they differ by rounding, which the same numbers show."""
     policy = example.start(0, supervised=2, mesh="fsdp=2,tp=2")

@@ -30,12 +30,12 @@ def train(tmp_path: Path) -> list[str]:
 def test_a_run_on_a_disk_that_fills_up_continues_to_the_end_and_loses_no_checkpoint(
     train: list[str], tmp_path: Path
 ) -> None:
-    """The first run cannot write its page; in the second, no file may exceed 100 kB: no save fits."""
+    """The first run cannot write its page; in the second, no file may exceed 40 kB: no save fits."""
     run = tmp_path / "run"
     (run / "run.html").mkdir(parents=True)  # in the way
     first, full = run_commands(
         [*train, "--run", str(run), "--stop-at", "2"],
-        ("[limit]", "100000"),
+        ("[limit]", "40000"),
         [*train, "--run", str(run), "--checkpoint.every", "2"],
     )
     assert first.code == 2

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.models.blocks import Params
-from meshwright.ops import quantize, spec_of
+from meshwright.ops import current_platform, quantize, spec_of
 
 Merge = Callable[..., jax.Array]
 Merged = Mapping[str, tuple[tuple[str, ...], Merge]]
@@ -43,6 +43,8 @@ def unstacked(
         inputs = spec.inputs if dtype and spec.kind == "matrix" else 0
         for index, layer in enumerate(layers):
             layer[block][name] = _layer(jnp.int32(index), arrays, merge, inputs, dtype)
+            if current_platform() == "cpu":  # programs with collectives, one after another
+                jax.block_until_ready(layer[block][name])
         if release:
             jax.block_until_ready([layer[block][name] for layer in layers])
             for array in arrays:
