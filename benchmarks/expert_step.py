@@ -168,6 +168,7 @@ def tokamax_matmul() -> Any:
 
 
 SIDES = {"kernels": kernels, "ours": ours, "peer": peer}
+SIDES_TIMED = ("ours", "peer")
 
 
 def run_side(side: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -204,6 +205,20 @@ def main() -> None:
         print(f"{title}\n{intro}\n" + "\n".join(lines), flush=True)
         if options.write:
             write_section(title, intro, lines)
+    for miss in missed(found):
+        print(miss)
+
+
+def missed(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Which of the limits were not reached."""
+    said = []
+    steps = [statistics.median(found.get(side, {}).get("seconds") or [0]) for side in SIDES_TIMED]
+    if all(steps) and steps[1] / steps[0] < LIMIT:
+        said.append(f"missed: {steps[1] / steps[0]:.2f} of the peer's speed, {LIMIT} asked")
+    rate = found.get("kernels", {}).get("ours uneven both")
+    if rate is not None and rate < LEAST:
+        said.append(f"missed: {rate:.0f} TFLOP/s of uneven groups, {LEAST} asked")
+    return said
 
 
 def tables(

@@ -159,7 +159,7 @@ def ours(args: argparse.Namespace, name: str) -> dict[str, Any]:
         with engine_of(
             name, dtype, max_batch=max(args.batches), max_length=length,
             batch_buckets=tuple(args.batches), chunk=args.chunk,
-            chunk_shapes=((1, args.chunk),), **page,
+            chunk_shapes=((1, args.chunk), (args.chunk // 64, 64)), **page,
         ) as engine:  # fmt: skip
             for batch in args.batches:
                 speed, mean = decode_speed(engine, name, batch, args.context, args.new)

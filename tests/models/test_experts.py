@@ -17,7 +17,8 @@ from meshwright.models.decoder.kinds import ExpertsKind
 from meshwright.models.loss import LossSums
 from meshwright.ops import Mlp, Rows, exchange_by_bytes, grouped_matmul, rows_per_token
 from meshwright.ops.experts import _through_own
-from meshwright.training import TrainConfig
+from meshwright.training import TrainConfig, abstract_step
+from meshwright.training.config import ComputeConfig
 from meshwright.training.setup import check_sizes, choose_rules, exchange_text
 
 CONFIG = DecoderConfig(
@@ -223,6 +224,12 @@ def test_a_run_says_how_tokens_reach_experts() -> None:
     assert "experts: ring over ep=2 (as asked; " in str(exchange_text("ring", model, {"ep": 2}))
     assert exchange_text("auto", model, {"fsdp": 2}) is None
     assert exchange_text("auto", model_config("tiny"), {"fsdp": 2}) is None
+
+
+def test_experts_are_not_computed_in_chunks() -> None:
+    config = TrainConfig("tiny-moe", batch=16, seq=64, compute=ComputeConfig(mlp_chunk=16))
+    with pytest.raises(MeshwrightError, match="mlp_chunk=16: the experts of tiny-moe are not"):
+        abstract_step(config)
 
 
 def test_routers_stay_in_float32() -> None:

@@ -110,6 +110,10 @@ def test_dropout_of_an_adapter() -> None:
         check_settings(config)
 
 
+def test_a_preset_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "tiny-moe is not a model that --backend torch trains" in told(capsys, "tiny-moe")
+
+
 def test_a_model_of_another_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"model_type": "bloom", "architectures": ["BloomForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))

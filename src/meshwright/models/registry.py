@@ -31,6 +31,7 @@ from meshwright.models.lora import ADAPTER, LoraConfig, with_adapter
 from meshwright.models.safetensors_read import MappedFiles, read_header
 from meshwright.models.t5.family import T5
 from meshwright.models.torch_only import TORCH_ONLY
+from meshwright.models.work import Experts
 
 FAMILIES: tuple[ModelFamily, ...] = (DECODER, T5)
 PRESETS: dict[str, Any] = {
@@ -41,6 +42,12 @@ PRESETS: dict[str, Any] = {
 def layer_counts(config: Any) -> tuple[int, ...]:
     """Layers of each stack of a model."""
     return tuple(stack.layers for stack in family_of(config).work(config))
+
+
+def experts_of(model: Any) -> Experts | None:
+    """Those of its layers, if they have some."""
+    blocks = [block for stack in family_of(model).work(model) for block in stack.blocks]
+    return next((block.experts for block in blocks if block.experts), None)
 
 
 def layer_count(config: Any) -> int:

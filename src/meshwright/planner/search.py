@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 
 from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError
-from meshwright.models import OFFLOAD
+from meshwright.models import OFFLOAD, experts_of
 from meshwright.planner.attention import strategies, with_strategy
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.memory import memory, offers_offload
@@ -265,7 +265,8 @@ def _feasible(
 def variants(workload: Workload, mesh: Choice, limits: Constraints) -> Iterator[Choice]:
     """A mesh with strategies of attention, with and without sequence_parallel; last in chunks."""
     length = workload.lengths["tokens"] // mesh.context
-    long = length >= LONG and workload.schedule.chunks_mlp
+    # experts are not computed in chunks
+    long = length >= LONG and workload.schedule.chunks_mlp and experts_of(workload.model) is None
     chunks = (0, CHUNK) if long else (0,)
     along = (False, True) if mesh.tensor > 1 else (False,)
     fixed, able = limits.fixed, _strategies(workload, mesh, limits)

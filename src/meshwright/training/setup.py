@@ -29,6 +29,7 @@ from meshwright.models import (
     activation_layouts,
     choose_exchange,
     default_dtype,
+    experts_of,
     family_of,
     hf_names,
     indivisible,
@@ -311,14 +312,17 @@ def compute_of(
     if settings.matmul == "fp8":
         chip = chip_of_kind(device.device_kind, device.platform)
         check_fp8(config, model, chip)
+    if settings.mlp_chunk and experts_of(model) is not None:
+        raise MeshwrightError(
+            f"compute.mlp_chunk={settings.mlp_chunk}: the experts of {config.model} are not "
+            "computed in chunks; leave it out, and give --compute.remat mlp to save memory"
+        )
     return compute, words
 
 
 def exchange_text(setting: str, model: Any, mesh_shape: Mapping[str, int]) -> str | None:
     """How tokens reach the experts of other devices, and why; None where none has to."""
-    blocks = [block for stack in family_of(model).work(model) for block in stack.blocks]
-    experts = next((block.experts for block in blocks if block.experts), None)
-    ways = mesh_shape.get("ep", 1)
+    experts, ways = experts_of(model), mesh_shape.get("ep", 1)
     if experts is None or ways == 1:
         return None
     sent = {name: rows_per_token(name, ways, experts.per_token) for name in EXCHANGES}

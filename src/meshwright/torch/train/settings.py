@@ -6,6 +6,7 @@ from meshwright.errors import MeshwrightError, UnsupportedModelError
 from meshwright.launch import flat_settings
 from meshwright.models import (
     BY_TRANSFORMERS,
+    PRESETS,
     QUANTIZED_BASES,
     family_of,
     is_torch_only,
@@ -47,6 +48,8 @@ _OWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 def _of_transformers(config: TrainConfig) -> Any:
     """A model with transformers' own masks; None where --backend torch does not train it."""
+    if config.model in PRESETS:  # which has no folder that transformers could read
+        return None
     try:
         return override(torch_only_config(config.model), config.override, config.seq)
     except UnsupportedModelError:
