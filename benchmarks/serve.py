@@ -158,7 +158,8 @@ def ours(args: argparse.Namespace, name: str) -> dict[str, Any]:
         length = args.context + FEW + args.new
         with engine_of(
             name, dtype, max_batch=max(args.batches), max_length=length,
-            batch_buckets=tuple(args.batches), chunk=args.chunk,
+            batch_buckets=tuple(sorted({max(batch, 16) for batch in args.batches})),
+            chunk=args.chunk,
             chunk_shapes=((1, args.chunk), (args.chunk // 64, 64)), **page,
         ) as engine:  # fmt: skip
             for batch in args.batches:

@@ -30,6 +30,8 @@ from meshwright.ops.experts import (
     rows_per_token,
     through_experts,
 )
+from meshwright.ops.experts_triton import few_tokens_mlp, top_experts
+from meshwright.ops.experts_triton import unavailable as few_tokens_unavailable
 from meshwright.ops.float32_matmul import float32_matmul
 from meshwright.ops.fp8 import (
     COMPILER_OPTIONS,
@@ -62,10 +64,11 @@ __all__ = [
     "SCALE", "Dropout", "Fp8Weight", "LinearScaling", "Llama3Scaling", "Mlp", "NormKind",
     "Quantized", "Rope", "Rows", "Scaling", "YarnScaling", "add_bias", "all_gather",
     "cross_entropy", "current_platform", "dequantize_nf4", "drop_trivial_axes", "einsum", "embed",
-    "exchange_by_bytes", "float32_matmul", "fp8_einsum", "group_alignment", "grouped_matmul",
-    "hashed", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes", "normalize",
-    "over_chunks", "partial_sums", "plain_weights", "quantize", "quantized_spec", "reduce_part",
-    "reduce_to", "relative_bias", "relative_bias_at", "rms_norm", "rotate", "rows_per_token",
-    "scaled", "spec_of", "split_axes", "stacks", "switched_on", "target_log_probs",
-    "through_experts", "tie_gradients", "varying_like", "weight_in_fp8",
+    "exchange_by_bytes", "few_tokens_mlp", "few_tokens_unavailable", "float32_matmul", "fp8_einsum",
+    "group_alignment", "grouped_matmul", "hashed", "keeps_logit_gradients", "low_rank_product",
+    "nontrivial_axes", "normalize", "over_chunks", "partial_sums", "plain_weights", "quantize",
+    "quantized_spec", "reduce_part", "reduce_to", "relative_bias", "relative_bias_at", "rms_norm",
+    "rotate", "rows_per_token", "scaled", "spec_of", "split_axes", "stacks", "switched_on",
+    "target_log_probs", "through_experts", "tie_gradients", "top_experts", "varying_like",
+    "weight_in_fp8",
 ]  # fmt: skip

@@ -10,14 +10,16 @@ from jax import lax
 
 
 def float32_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[rows, out] in float32 of x [rows, in] and weight [in, out], which is float32."""
+    """[rows, out] in float32 of x [rows, in] and weight [in, out]."""
     if x.dtype != jnp.bfloat16:
-        return jnp.matmul(x, weight, precision=lax.Precision.HIGHEST)
+        return jnp.matmul(x, weight.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     return _matmul(x, weight)
 
 
 @jax.custom_vjp
 def _matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    if weight.dtype == jnp.bfloat16:
+        return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
     pieces = jnp.concatenate(_pieces(weight, 3), axis=1)
     return _sum(jnp.matmul(x, pieces, preferred_element_type=jnp.float32), 3)
 
@@ -32,7 +34,7 @@ def _backward(
     """With the first two pieces of each: the gradient of x is rounded to one, in the end."""
     x, weight = saved
     high, low = _pieces(gradient, 2)
-    weight_high, weight_low = _pieces(weight, 2)
+    weight_high, weight_low = _pieces(weight.astype(jnp.float32), 2)
     of_x = jnp.matmul(
         jnp.concatenate([high, low, high], axis=1),
         jnp.concatenate([weight_high, weight_high, weight_low], axis=1).T,
@@ -40,7 +42,7 @@ def _backward(
     )
     both = jnp.concatenate([high, low], axis=1)
     of_weight = _sum(jnp.matmul(x.T, both, preferred_element_type=jnp.float32), 2)
-    return of_x.astype(x.dtype), of_weight
+    return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
 
 
 _matmul.defvjp(_forward, _backward)

@@ -24,6 +24,8 @@ from meshwright.ops import (
     Mlp,
     Rows,
     all_gather,
+    few_tokens_mlp,
+    few_tokens_unavailable,
     float32_matmul,
     group_alignment,
     grouped_matmul,
@@ -31,6 +33,7 @@ from meshwright.ops import (
     spec_of,
     split_axes,
     through_experts,
+    top_experts,
     varying_like,
 )
 
@@ -51,9 +54,17 @@ class RouterSums:
 
 
 def mixture(
-    normed: jax.Array, w: Params, kind: MlpKind, experts: ExpertsKind, compute: Compute
+    normed: jax.Array,
+    w: Params,
+    kind: MlpKind,
+    experts: ExpertsKind,
+    compute: Compute,
+    serving: bool = False,
 ) -> tuple[jax.Array, RouterSums]:
-    """What the experts add to the residual stream, of what `norm_before` gives."""
+    """What the experts add to the residual stream, of what `norm_before` gives.
+
+    With `serving`, nothing is differentiated.
+    """
     layouts = compute.layouts
     over, target = layouts.axes(layouts.mlp), layouts.residual
     batch, length = target.partitions[:2]
@@ -88,7 +99,15 @@ def mixture(
         logits = _logits(flat, arrays, summed)
         bias = arrays.get("selection_bias")
         bias = None if bias is None else varying_like(bias, logits)
-        chosen, weights, scores = choose(logits, experts, bias)
+        few = serving and few_tokens_unavailable(flat.shape[0], compute.dtype) is None
+        if few and experts.groups == 1:
+            chosen, weights = top_experts(
+                logits, bias, experts.per_token, softmax=experts.scores == "softmax",
+                normalized=experts.normalized, scale=experts.scale,
+            )  # fmt: skip
+            scores = jnp.zeros_like(logits)  # nobody asks for them
+        else:
+            chosen, weights, scores = choose(logits, experts, bias)
         times = jnp.sum(_one_hot(chosen, experts.count), (0, 1), dtype=jnp.float32)
         squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
         sums = RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None])
@@ -99,6 +118,11 @@ def mixture(
         flat, chosen, weights = (array.reshape(-1, array.shape[-1]) for array in tokens)
 
         own, *sizes = arrays["down"].shape
+        few &= few_tokens_unavailable(flat.shape[0], compute.dtype, *sizes) is None
+        if few and exchange is None and not summed:
+            first = lax.axis_index(split) * own if split else 0
+            y = _few_tokens(flat, chosen - first, weights, arrays, kind, over)
+            return reduce_part(y.reshape(*tokens[0].shape[:2], -1), left, target), sums
         alignment, _ = group_alignment(compute.dtype, *sizes)
 
         def run(rows: Rows) -> jax.Array:
@@ -164,8 +188,7 @@ def _in_best_groups(ranked: jax.Array, experts: ExpertsKind) -> jax.Array:
 
 
 def _logits(flat: jax.Array, arrays: Params, summed: tuple[str, ...]) -> jax.Array:
-    router = arrays["router"].astype(jnp.float32)
-    logits = float32_matmul(flat, router)
+    logits = float32_matmul(flat, arrays["router"])
     logits = lax.psum(logits, summed) if summed else logits
     if "router_bias" in arrays:
         bias = varying_like(arrays["router_bias"], logits)
@@ -213,6 +236,27 @@ def _expert_mlp(
         bias = bias * rows.weights[:, None].astype(bias.dtype)
     # of the devices along tp, whose results are summed, one adds it
     return y + (jnp.where(lax.axis_index(over) == 0, bias, 0) if over else bias)
+
+
+def _few_tokens(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    arrays: Params,
+    kind: MlpKind,
+    over: tuple[str, ...],
+) -> jax.Array:
+    """What the experts of a device add to tokens that are few enough for its kernel."""
+
+    def activated(up: jax.Array, gate: jax.Array | None) -> jax.Array:
+        return activate(up, gate, kind.activation, kind.clamp)
+
+    names = (*_MATRICES, *_BIASES)
+    of_mlp = {name: varying_like(arrays[name], x) for name in names if name in arrays}
+    if over and "down_bias" in of_mlp:  # of the devices along tp, one adds it
+        bias = of_mlp["down_bias"]
+        of_mlp["down_bias"] = jnp.where(lax.axis_index(over) == 0, bias, jnp.zeros_like(bias))
+    return few_tokens_mlp(x, chosen, weights, of_mlp, activated).astype(x.dtype)
 
 
 def _exchange(

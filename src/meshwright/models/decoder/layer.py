@@ -60,20 +60,20 @@ def run_layer(
     with jax.named_scope("mlp"):
         if not kind.parallel:
             x, normed = enter(x, update, of_mlp, kind.norm, "middle", compute)
-            added, sums = _mlp(normed, of_mlp, kind, compute)
+            added, sums = _mlp(normed, of_mlp, kind, compute, serving=state is not None)
             return x, added, sums if state is None else state
         normed = normed if kind.shared_norm else norm_before(x, of_mlp, kind.norm)
-        added, sums = _mlp(normed, of_mlp, kind, compute)
+        added, sums = _mlp(normed, of_mlp, kind, compute, serving=state is not None)
         return x, update + added, sums if state is None else state
 
 
 def _mlp(
-    normed: jax.Array, w: Params, kind: LayerKind, compute: Compute
+    normed: jax.Array, w: Params, kind: LayerKind, compute: Compute, serving: bool
 ) -> tuple[jax.Array, RouterSums | None]:
     """What the mlp or the experts add, and what their router did."""
     sums = None
     if kind.experts.count:
-        added, sums = mixture(normed, w, kind.mlp, kind.experts, compute)
+        added, sums = mixture(normed, w, kind.mlp, kind.experts, compute, serving)
     else:
         added = feed_forward(normed, w, compute, kind.mlp.activation, kind.mlp.clamp)
     return _scaled(norm_after(added, w, kind.norm), kind), sums

@@ -1,0 +1,86 @@
+"""The kernels for the experts of few tokens, in interpret mode, against numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshwright.ops import few_tokens_mlp, few_tokens_unavailable, top_experts
+
+EMBED, MLP = 128, 192
+
+
+def _numbers(array: jax.Array) -> np.ndarray:
+    return np.asarray(array.astype(jnp.float32))
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "per_token", "is_gated", "biased"),
+    [(1, 8, 3, True, False), (5, 16, 4, True, True), (33, 8, 2, False, False)],
+)
+def test_each_token_gets_the_sum_of_its_experts(
+    tokens: int, experts: int, per_token: int, is_gated: bool, biased: bool
+) -> None:
+    rng = np.random.default_rng(tokens)
+
+    def drawn(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2]), jnp.bfloat16)
+
+    names = ("gate", "up") if is_gated else ("up",)
+    arrays = {name: drawn(experts, EMBED, MLP) for name in names}
+    arrays["down"] = drawn(experts, MLP, EMBED)
+    if biased:
+        arrays |= {f"{name}_bias": drawn(experts, MLP) for name in names}
+        arrays["down_bias"] = drawn(experts, EMBED)
+    x = drawn(tokens, EMBED)
+    # from -1 and to one more than there are: experts of other devices
+    chosen = np.stack([rng.permutation(experts + 2)[:per_token] - 1 for _ in range(tokens)])
+    weights = rng.random((tokens, per_token)).astype(np.float32)
+
+    def activate(up: jax.Array, gate: jax.Array | None) -> jax.Array:
+        return jax.nn.silu(up) if gate is None else jax.nn.silu(gate) * up
+
+    y = few_tokens_mlp(
+        x, jnp.asarray(chosen, jnp.int32), jnp.asarray(weights), arrays, activate, interpret=True
+    )
+    expected = np.zeros((tokens, EMBED), np.float32)
+    for token, places in enumerate(chosen):
+        for expert, weight in zip(places, weights[token], strict=True):
+            if not 0 <= expert < experts:
+                continue
+            own = {name: _numbers(array[expert]) for name, array in arrays.items()}
+            hidden = {
+                name: _numbers(x[token]) @ own[name] + own.get(f"{name}_bias", 0) for name in names
+            }
+            activated = _silu(hidden[names[0]]) * (hidden["up"] if is_gated else 1)
+            expected[token] += weight * (activated @ own["down"] + own.get("down_bias", 0))
+    np.testing.assert_allclose(np.asarray(y), expected, atol=0.01 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_experts_with_the_highest_scores_are_chosen(softmax: bool, biased: bool) -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(7, 60)).astype(np.float32)
+    logits[0] = 0  # all alike: the first are chosen
+    bias = rng.normal(size=60).astype(np.float32) if biased else np.zeros(60, np.float32)
+    chosen, weights = top_experts(
+        jnp.asarray(logits), jnp.asarray(bias) if biased else None, 6,
+        softmax=softmax, normalized=True, scale=2.5, interpret=True,
+    )  # fmt: skip
+    scores = 1 / (1 + np.exp(-logits))
+    if softmax:
+        scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    best = np.argsort(-(scores + bias), axis=1, kind="stable")[:, :6]
+    np.testing.assert_array_equal(chosen, best)
+    of_best = np.take_along_axis(scores, best, axis=1)
+    expected = 2.5 * of_best / of_best.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+
+
+def test_they_are_for_gpus() -> None:
+    assert few_tokens_unavailable(1, jnp.bfloat16, 128) == "it runs on NVIDIA GPUs"
