@@ -113,14 +113,16 @@ def engine_of(name: str, dtype: str, tokenizer: Any = None, **settings: Any) -> 
     return engine
 
 
-def requests(count: int, length: int, new: int, vocab: int, seed: int) -> list[Any]:
+def requests(
+    count: int, length: int, new: int, vocab: int, seed: int, temperature: float = 0
+) -> list[Any]:
     import numpy as np
 
     from meshwright.serving import Request, Sampling
 
     tokens = np.random.default_rng(seed).integers(0, vocab, (count, length)).tolist()
-    greedy = Sampling(temperature=0)
-    return [Request(tuple(prompt), greedy, new, ignore_end=True) for prompt in tokens]
+    sampling = Sampling(temperature=temperature)
+    return [Request(tuple(prompt), sampling, new, ignore_end=True) for prompt in tokens]
 
 
 def seconds(engine: Any, wanted: list[Any]) -> float:
@@ -132,9 +134,14 @@ def seconds(engine: Any, wanted: list[Any]) -> float:
 
 
 def decode_speed(engine: Any, name: str, batch: int, context: int, new: int) -> tuple[float, float]:
-    """Tokens/s of decode, and the average length of a sequence in it."""
+    """Tokens/s of decode, and the average length of a sequence in it.
+
+    Greedy sequences of random weights become alike, and choose the same experts. So several
+    sequences of a model with experts are sampled.
+    """
     vocab = SIZES[name]["vocab"]
-    few, many = (requests(batch, context, n, vocab, batch) for n in (FEW, FEW + new))
+    temperature = float("experts" in SIZES[name] and batch > 1)
+    few, many = (requests(batch, context, n, vocab, batch, temperature) for n in (FEW, FEW + new))
     seconds(engine, few)  # fills the prefix cache
     pairs = [(seconds(engine, few), seconds(engine, many)) for _ in range(5)]
     before, after = (min(times) for times in zip(*pairs, strict=True))
@@ -158,7 +165,7 @@ def ours(args: argparse.Namespace, name: str) -> dict[str, Any]:
         length = args.context + FEW + args.new
         with engine_of(
             name, dtype, max_batch=max(args.batches), max_length=length,
-            batch_buckets=tuple(sorted({max(batch, 16) for batch in args.batches})),
+            batch_buckets=tuple(sorted({max(batch, 2) for batch in args.batches})),
             chunk=args.chunk,
             chunk_shapes=((1, args.chunk), (args.chunk // 64, 64)), **page,
         ) as engine:  # fmt: skip
