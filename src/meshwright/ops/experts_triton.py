@@ -196,24 +196,26 @@ def _hidden(
     biases = [f"{name}_bias" for name in names if f"{name}_bias" in arrays]
     count, embed, mlp = arrays["up"].shape
     tokens, per_token = chosen.shape
-    rows = _padded(tokens, _FEWEST)
-    wide = _block(mlp, rows)
-    deep = 2 * _BLOCK if rows == _FEWEST and embed % (2 * _BLOCK) == 0 else _BLOCK
-    of_choice = pl.BlockSpec((rows, _padded(per_token)), lambda s, n: (0, 0))
+    height = _padded(tokens, _FEWEST)
+    width = _block(mlp, height)
+    deep = 2 * _BLOCK if height == _FEWEST and embed % (2 * _BLOCK) == 0 else _BLOCK
+    of_choice = pl.BlockSpec((height, _padded(per_token)), lambda s, n: (0, 0))
     return pl.pallas_call(
         functools.partial(_hidden_kernel, names, chosen.shape, deep, activate),
-        grid=(experts.size, mlp // wide),
+        grid=(experts.size, mlp // width),
         in_specs=[
-            pl.BlockSpec((rows, embed), lambda s, n: (0, 0)),
+            pl.BlockSpec((height, embed), lambda s, n: (0, 0)),
             pl.BlockSpec((None,), lambda s, n: (s,)),
             of_choice,
             of_choice,
-            *(pl.BlockSpec((count, embed, wide), lambda s, n: (0, 0, n)) for _ in names),
-            *(pl.BlockSpec((count, wide), lambda s, n: (0, n)) for _ in biases),
+            *(pl.BlockSpec((count, embed, width), lambda s, n: (0, 0, n)) for _ in names),
+            *(pl.BlockSpec((count, width), lambda s, n: (0, n)) for _ in biases),
         ],
-        out_specs=pl.BlockSpec((None, rows, wide), lambda s, n: (s, 0, n)),
-        out_shape=jax.ShapeDtypeStruct((experts.size, rows, mlp), x.dtype),
-        compiler_params=triton.CompilerParams(num_warps=8 if rows > 32 else 4, num_stages=_STAGES),
+        out_specs=pl.BlockSpec((None, height, width), lambda s, n: (s, 0, n)),
+        out_shape=jax.ShapeDtypeStruct((experts.size, height, mlp), x.dtype),
+        compiler_params=triton.CompilerParams(
+            num_warps=8 if height > 32 else 4, num_stages=_STAGES
+        ),
         interpret=interpret,
         name="experts_hidden",
     )(x, *choice, *(arrays[name] for name in (*names, *biases)))
@@ -231,13 +233,13 @@ def _hidden_kernel(
 
     @pl.when(expert >= 0)
     def _() -> None:
-        rows, columns = (jnp.arange(size) for size in chosen_ref.shape)
-        is_token = (rows < shape[0])[:, None]
+        places, columns = (jnp.arange(size) for size in chosen_ref.shape)
+        is_token = (places < shape[0])[:, None]
         inside = is_token & (columns < shape[1])[None]
         chosen = triton.load(chosen_ref.at[...], mask=inside, other=-1)
         weights = triton.load(weight_ref.at[...], mask=inside, other=0)
         weight = jnp.sum(jnp.where(chosen == expert, weights, 0.0), axis=1)
-        of_tokens = jnp.broadcast_to(is_token, (rows.size, deep))
+        of_tokens = jnp.broadcast_to(is_token, (places.size, deep))
 
         def block(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             here = pl.ds(index * deep, deep)
@@ -267,18 +269,18 @@ def _down(
     from jax.experimental.pallas import triton
 
     count, mlp, embed = down.shape
-    rows = hidden.shape[1]
-    wide = _block(embed, rows)
-    parts = min(experts.size, 16 if rows <= 32 else 8)
+    height = hidden.shape[1]
+    width = _block(embed, height)
+    parts = min(experts.size, 16 if height <= 32 else 8)
     return pl.pallas_call(
         functools.partial(_down_kernel, tokens, parts),
-        grid=(parts, embed // wide),
+        grid=(parts, embed // width),
         in_specs=[
             pl.BlockSpec(hidden.shape, lambda s, n: (0, 0, 0)),
             pl.BlockSpec(experts.shape, lambda s, n: (0,)),
-            pl.BlockSpec((count, mlp, wide), lambda s, n: (0, 0, n)),
+            pl.BlockSpec((count, mlp, width), lambda s, n: (0, 0, n)),
         ],
-        out_specs=pl.BlockSpec((None, rows, wide), lambda s, n: (s, 0, n)),
+        out_specs=pl.BlockSpec((None, height, width), lambda s, n: (s, 0, n)),
         out_shape=jax.ShapeDtypeStruct((parts, tokens, embed), jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=_STAGES),
         interpret=interpret,
