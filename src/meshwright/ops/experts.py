@@ -156,8 +156,7 @@ def _ring(
     """All-gather the tokens, reduce-scatter what the experts add; one device's tokens at a time.
 
     So there is room for every token of a device, should all of them choose experts of one. What
-    the experts compute of a device's tokens is computed again in the backward pass, but for the
-    activations that the remat policy of the layer saves by name.
+    the experts compute of a device's tokens is computed again in the backward pass.
     """
     first = lax.axis_index(axes) * experts
 

@@ -159,9 +159,10 @@ class DeviceStack:
     def _saved_layer(self) -> Number:
         """Bytes that a layer saves for the backward pass."""
         device, choice = self.device, self.device.choice
+        copies = 0 if device.exchange else self.token_copies  # an exchange saves none of them
         groups = _saved_numbers(
             device.sizes, self.index, device.workload.remat[choice.remat], choice.tensor,
-            choice.sequence_parallel, self._stored_by, self.token_copies,
+            choice.sequence_parallel, self._stored_by, copies,
         )  # fmt: skip
         each: Number = 0
         for field, multiple, numbers, lse in groups:

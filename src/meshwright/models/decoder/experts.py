@@ -6,6 +6,7 @@ expert. Its sums over tokens leave the layer, and are reduced once for all layer
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -102,7 +103,9 @@ def mixture(
         alignment, _ = group_alignment(compute.dtype, *sizes)
 
         def run(rows: Rows) -> jax.Array:
-            return _expert_mlp(rows, arrays, kind, alignment, summed, over)
+            # an exchange has room for more rows than there are: they are computed again, not saved
+            name = checkpoint_name if exchange is None else lambda y, _: y
+            return _expert_mlp(rows, arrays, kind, alignment, (summed, over), name)
 
         mlp = Mlp(run, alignment)
         y = through_experts(flat, chosen, weights, mlp, own, split, exchange)
@@ -178,10 +181,14 @@ def _expert_mlp(
     arrays: Params,
     kind: MlpKind,
     alignment: int,
-    summed: tuple[str, ...],
-    over: tuple[str, ...],
+    axes: tuple[tuple[str, ...], tuple[str, ...]],
+    named: Callable[[jax.Array, str], jax.Array],
 ) -> jax.Array:
-    """The mlp of each row's expert; of its weights a device has those along tp."""
+    """The mlp of each row's expert; of its weights a device has those along tp.
+
+    `axes`: those that inputs are summed over, and tp. `named` names what a remat policy may save.
+    """
+    summed, over = axes
 
     def product(x: jax.Array, name: str) -> jax.Array:
         weight = varying_like(arrays[name], x)
@@ -197,12 +204,10 @@ def _expert_mlp(
         return lax.psum(y, summed) if summed else y
 
     parts = {
-        name: checkpoint_name(biased(hidden(name), name), name)
-        for name in ("gate", "up")
-        if name in arrays
+        name: named(biased(hidden(name), name), name) for name in ("gate", "up") if name in arrays
     }
     activated = activate(parts["up"], parts.get("gate"), kind.activation, kind.clamp)
-    activated = checkpoint_name(activated, "activated")
+    activated = named(activated, "activated")
     if rows.weights is not None:
         activated = activated * rows.weights[:, None].astype(activated.dtype)
     y = product(activated, "down")
