@@ -43,6 +43,7 @@ class Setting:
     matmul: str = "auto"
     fp8_skips: int = 0
     experts: str = "auto"
+    balance_bias: float = 0.0
     moments: str = "auto"
     first_batch: int = 0  # of the batches there are
     trainable: tuple[str, ...] = ()
@@ -97,7 +98,8 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
         mlp_chunk=setting.mlp_chunk, matmul=setting.matmul, fp8_skips=setting.fp8_skips,
         experts=setting.experts,
     )  # fmt: skip
-    loss = LossConfig(setting.z_loss, chunk=24)  # does not divide the tokens
+    # a chunk that does not divide the tokens
+    loss = LossConfig(setting.z_loss, chunk=24, balance_bias=setting.balance_bias)
     functions = step_functions(
         setting.config, compute, optimizer, rate, mesh, loss=loss, clip_norm=clip_norm,
         arrays=arrays, dpo=DpoConfig() if setting.dpo else None,

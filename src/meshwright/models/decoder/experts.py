@@ -237,17 +237,18 @@ def _without(axes: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def with_router_losses(
-    sums: LossSums, kept: list[Any], tokens: int, settings: LossConfig
+    sums: LossSums, kept: list[Any], tokens: int, settings: LossConfig, period: int = 1
 ) -> LossSums:
     """The loss of a micro-batch of `tokens` with those of its routers, averaged over the layers.
 
-    `kept`: RouterSums of layers or of stacks of layers, or nothing.
+    `kept`: RouterSums of layers or of stacks of layers, or nothing. A loop over periods of a
+    pattern has a stack for each of its layers.
     """
     routers = [one for one in kept if one is not None]
     if not routers:
         return sums
     chosen, scores, squares = (
-        jnp.concatenate([_by_layer(getattr(one, name), ndim) for one in routers])
+        _by_layer([getattr(one, name) for one in routers], ndim, period)
         for name, ndim in (("chosen", 2), ("scores", 2), ("squares", 1))
     )
     balance = chosen.shape[-1] * jnp.sum(chosen / tokens * (scores / tokens), axis=-1)
@@ -258,10 +259,14 @@ def with_router_losses(
         "router_z": ExtraLoss(jnp.mean(squares) / tokens * count, settings.router_z),
     }
     metrics = {**sums.metrics, "highest_load": Metric(jnp.mean(load) * count)}
-    return dataclasses.replace(sums, metrics=metrics, extra={**sums.extra, **extra})
+    extra = {**sums.extra, **extra}
+    return dataclasses.replace(sums, metrics=metrics, extra=extra, chosen=lax.stop_gradient(chosen))
 
 
-def _by_layer(array: jax.Array, ndim: int) -> jax.Array:
-    """Sums [devices, ..] of a layer, or those of a stack, as [layers, ..]: over all devices."""
-    stacked = array if array.ndim > ndim else array[None]
-    return jnp.sum(stacked, axis=1)
+def _by_layer(arrays: list[jax.Array], ndim: int, period: int) -> jax.Array:
+    """Sums [devices, ..] of layers, or those of stacks, as [layers, ..]: over all devices."""
+    summed = [jnp.sum(one if one.ndim > ndim else one[None], axis=1) for one in arrays]
+    if period > 1 and arrays[0].ndim > ndim:
+        in_turn = jnp.stack(summed[:period], axis=1)
+        summed[:period] = [in_turn.reshape(-1, *in_turn.shape[2:])]
+    return jnp.concatenate(summed)

@@ -38,6 +38,7 @@ _JAX_ONLY = {
     "loss.z_loss": "PyTorch has no z-loss here",
     "loss.load_balance": "PyTorch trains no mixtures of experts here",
     "loss.router_z": "PyTorch trains no mixtures of experts here",
+    "loss.balance_bias": "PyTorch trains no mixtures of experts here",
     "loss.chunk": "use more --accumulation or a smaller --batch to save memory",
 }
 
