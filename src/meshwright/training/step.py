@@ -35,6 +35,7 @@ from meshwright.models import (
 from meshwright.ops import COMPILER_OPTIONS as FP8_OPTIONS
 from meshwright.ops import current_platform
 from meshwright.training.dpo import DpoConfig, dpo_loss, pair_count, reference_params, with_answers
+from meshwright.training.run.summary import EXPERT_LOADS
 from meshwright.training.state import TrainState
 from meshwright.training.tpu import compiler_options
 from meshwright.training.trainable import (
@@ -50,7 +51,6 @@ Batch = dict[str, jax.Array]
 Report = dict[str, jax.Array]
 Metrics = dict[str, Metric]
 COTANGENTS = "cotangents"  # the gradient of a loss by the log-probability of each target
-EXPERT_LOADS = "expert_loads"  # [layers with experts, experts]: choices of each over the average
 # what a step reports of itself; the other names of a report are metrics of the model's loss
 STEP_VALUES = frozenset(
     {"total_loss", "gradient_norm", "learning_rate", "tokens", "skipped", "skipped_in_a_row"}
