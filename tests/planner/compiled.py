@@ -49,6 +49,7 @@ class Case:
     dpo: bool = False
     experts: str = "auto"
     seq: int = SEQ
+    capacity: float = 0.0
 
     def __str__(self) -> str:
         said = [self.model, self.mesh]
@@ -66,7 +67,7 @@ class Case:
         return workload(
             self.config, on, ROWS * self.accumulation, self.seq, dtype="float32",
             loss_chunk=CHUNK, optimizer=self.optimizer, trainable=self.trainable,
-            objective="dpo" if self.dpo else "auto", experts=self.experts,
+            objective="dpo" if self.dpo else "auto", experts=self.experts, capacity=self.capacity,
         )  # fmt: skip
 
     @property
@@ -86,7 +87,7 @@ def compiled(case: Case) -> tuple[Any, Mesh]:
     setting = Setting(
         case.choice.mesh, rules=rules, remat=case.remat, config=case.config,
         context_parallel=case.context_parallel, mlp_chunk=case.mlp_chunk, optimizer=case.optimizer,
-        trainable=case.trainable, dpo=case.dpo, experts=case.experts,
+        trainable=case.trainable, dpo=case.dpo, experts=case.experts, capacity=case.capacity,
     )  # fmt: skip
     run = parts(setting)
     shape = (case.accumulation, ROWS, case.seq)

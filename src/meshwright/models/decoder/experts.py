@@ -25,9 +25,11 @@ from meshwright.ops import (
     Mlp,
     Rows,
     all_gather,
+    expert_capacity,
     float32_matmul,
     group_alignment,
     grouped_matmul,
+    over_capacity,
     reduce_part,
     spec_of,
     split_axes,
@@ -49,6 +51,7 @@ class RouterSums:
     chosen: jax.Array  # [devices, experts]: how often each was chosen
     scores: jax.Array  # [devices, experts]: the sum of its scores
     squares: jax.Array  # [devices]: the sum of the squared log-normalizers
+    dropped: jax.Array | None = None  # [devices]: choices of experts that had no capacity left
 
 
 def mixture(
@@ -65,6 +68,8 @@ def mixture(
     exchange = _exchange(split, tokens, experts, compute)
     summed = tuple(layouts.summed)
     left = (*over, *(split if exchange is None else ()))
+    # length is whole on a device where there is a capacity
+    most = expert_capacity(compute.capacity, normed.shape[1], experts.per_token, experts.count)
     of_router = tuple(dict.fromkeys((*layouts.weight_axes, *split)))
     biases = {name: w[name] for name in _BIASES if name in w}
     if "down_bias" in biases:  # stored whole, and added to what may be split along embed
@@ -92,7 +97,12 @@ def mixture(
         chosen, weights, scores = choose(logits, experts, bias)
         times = jnp.sum(_one_hot(chosen, experts.count), (0, 1), dtype=jnp.float32)
         squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
-        sums = RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None])
+        dropped = None
+        if compute.capacity:
+            full = over_capacity(chosen.reshape(*x.shape[:2], -1), most).reshape(chosen.shape)
+            chosen, weights = jnp.where(full, experts.count, chosen), jnp.where(full, 0, weights)
+            dropped = jnp.sum(full, dtype=jnp.float32)[None]
+        sums = RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None], dropped)
         tokens = [
             _for_block(array.reshape(*x.shape[:2], -1), along_tp, arrays["down"])
             for array in (x, chosen, weights)
@@ -108,14 +118,16 @@ def mixture(
             return _expert_mlp(rows, arrays, kind, alignment, (summed, over), name)
 
         mlp = Mlp(run, alignment)
-        y = through_experts(flat, chosen, weights, mlp, own, split, exchange)
+        room = own * most * x.shape[0] if compute.capacity else None
+        y = through_experts(flat, chosen, weights, mlp, own, split, exchange, room)
         out = reduce_part(y.reshape(*tokens[0].shape[:2], -1), left, target)
         return out, sums
 
     specs = {name: jax.typeof(array).sharding.spec for name, array in arrays.items()}
     devices = split_axes((batch, length)) or None
     by_device: Any = P(devices)
-    of_sums = RouterSums(by_device, by_device, by_device)
+    of_dropped = by_device if compute.capacity else None
+    of_sums = RouterSums(by_device, by_device, by_device, of_dropped)
     out, sums = jax.shard_map(local, in_specs=(specs,), out_specs=(target, of_sums))(arrays)
     if experts.shared:
         shared = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
@@ -259,6 +271,9 @@ def with_router_losses(
         "router_z": ExtraLoss(jnp.mean(squares) / tokens * count, settings.router_z),
     }
     metrics = {**sums.metrics, "highest_load": Metric(jnp.mean(load) * count)}
+    if routers[0].dropped is not None:
+        dropped = _by_layer([one.dropped for one in routers], 1, period)
+        metrics["dropped"] = Metric(jnp.sum(dropped) / jnp.sum(chosen) * count)
     extra = {**sums.extra, **extra}
     return dataclasses.replace(sums, metrics=metrics, extra=extra, chosen=lax.stop_gradient(chosen))
 
