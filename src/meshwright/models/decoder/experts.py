@@ -20,6 +20,7 @@ from meshwright.layouts import axes_of
 from meshwright.models.blocks import Params, activate, feed_forward, gather_weight
 from meshwright.models.compute import Compute, choose_exchange
 from meshwright.models.decoder.kinds import ExpertsKind, MlpKind
+from meshwright.models.lora import Adapted
 from meshwright.models.loss import ExtraLoss, LossConfig, LossSums, Metric
 from meshwright.ops import (
     Mlp,
@@ -28,6 +29,7 @@ from meshwright.ops import (
     expert_capacity,
     float32_matmul,
     group_alignment,
+    grouped_low_rank,
     grouped_matmul,
     over_capacity,
     reduce_part,
@@ -63,7 +65,8 @@ def mixture(
     batch, length = target.partitions[:2]
     # with sequence parallelism tp splits the tokens between blocks
     along_tp = tuple(axis for axis in axes_of(length, "length") if axis in over)
-    split = axes_of(spec_of(w["down"])[0], "experts")
+    down = w["down"]
+    split = axes_of(spec_of(down.base if isinstance(down, Adapted) else down)[0], "experts")
     tokens = layouts.token_axes
     exchange = _exchange(split, tokens, experts, compute)
     summed = tuple(layouts.summed)
@@ -75,9 +78,11 @@ def mixture(
     if "down_bias" in biases:  # stored whole, and added to what may be split along embed
         of_experts = spec_of(w["down_bias"])[0]
         biases["down_bias"] = reshard(w["down_bias"], P(of_experts, target.partitions[2]))
+    matrices = {name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w}
     arrays = {
         "x": normed,
-        **{name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w},
+        **{name: getattr(matrix, "base", matrix) for name, matrix in matrices.items()},
+        **_factors(matrices),
         **{name: all_gather(bias, _without(tokens, split)) for name, bias in biases.items()},
         # every device scores all experts
         **{name: all_gather(w[name], of_router) for name in _ROUTER if name in w},
@@ -115,7 +120,8 @@ def mixture(
         def run(rows: Rows) -> jax.Array:
             # an exchange has room for more rows than there are: they are computed again, not saved
             name = checkpoint_name if exchange is None else lambda y, _: y
-            return _expert_mlp(rows, arrays, kind, alignment, (summed, over), name)
+            axes, scale = (summed, over), compute.adapter_scale
+            return _expert_mlp(rows, arrays, kind, alignment, axes, name, scale)
 
         mlp = Mlp(run, alignment)
         room = own * most * x.shape[0] if compute.capacity else None
@@ -133,6 +139,16 @@ def mixture(
         shared = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
         out = out + feed_forward(normed, shared, compute, kind.activation, kind.clamp)
     return out, sums
+
+
+def _factors(matrices: Params) -> Params:
+    """Those of the matrices with an update of low rank, by the names of the matrices."""
+    adapted = {name: matrix for name, matrix in matrices.items() if isinstance(matrix, Adapted)}
+    return {
+        f"{name}_{factor}": getattr(matrix, factor)
+        for name, matrix in adapted.items()
+        for factor in "ab"
+    }
 
 
 def _for_block(array: jax.Array, along_tp: tuple[str, ...], weight: jax.Array) -> jax.Array:
@@ -195,6 +211,7 @@ def _expert_mlp(
     alignment: int,
     axes: tuple[tuple[str, ...], tuple[str, ...]],
     named: Callable[[jax.Array, str], jax.Array],
+    adapter_scale: float,
 ) -> jax.Array:
     """The mlp of each row's expert; of its weights a device has those along tp.
 
@@ -204,7 +221,13 @@ def _expert_mlp(
 
     def product(x: jax.Array, name: str) -> jax.Array:
         weight = varying_like(arrays[name], x)
-        return grouped_matmul(varying_like(x, weight), weight, rows.sizes, alignment)
+        x = varying_like(x, weight)
+        y = grouped_matmul(x, weight, rows.sizes, alignment)
+        if f"{name}_b" not in arrays:
+            return y
+        a, b = (varying_like(arrays[f"{name}_{factor}"], x) for factor in "ab")
+        update = grouped_low_rank(x, a, b, rows.sizes, alignment)
+        return y + (adapter_scale * update).astype(y.dtype)
 
     def biased(y: jax.Array, name: str) -> jax.Array:
         if f"{name}_bias" not in arrays:
