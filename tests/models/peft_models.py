@@ -24,12 +24,12 @@ from meshwright.training import TrainConfig, abstract_step
 from meshwright.training.config import ComputeConfig
 from meshwright.training.weights import start_weights
 
-TOKENS = np.random.default_rng(0).integers(3, 60, (8, 17))
+TOKENS = np.random.default_rng(0).integers(3, 48, (8, 17))
 INPUTS, TARGETS = torch.tensor(TOKENS[:, :-1]), torch.tensor(TOKENS[:, 1:])
 LLAMA_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def add_adapter(model: Any, modules: list[str], folder: Path, **settings: Any) -> Any:
+def add_adapter(model: Any, modules: list[str] | str, folder: Path, **settings: Any) -> Any:
     """PEFT's model with a random adapter of rank 4, which is written to `adapter`."""
     import peft
 
@@ -82,7 +82,12 @@ def check_gradients(
     def total(factors: Any) -> Any:
         scale = jnp.float32(1 / TARGETS.numel())
         sums = family_of(step.model).loss(
-            params | {ADAPTER: factors}, batch, scale, step.model, step.compute, LossConfig()
+            params | {ADAPTER: factors},
+            batch,
+            scale,
+            step.model,
+            step.compute,
+            LossConfig(load_balance=0),
         )
         return sums.total(scale)
 
@@ -95,7 +100,7 @@ def check_gradients(
     from safetensors.torch import load_file
 
     ours = load_file(out / "adapter_model.safetensors")
-    assert len(ours) == len(torch_gradients) == 2 * 7 * 2
+    assert ours.keys() == {name.replace(".default", "") for name in torch_gradients}
     for name, gradient in torch_gradients.items():
         mine = ours[name.replace(".default", "")]
         assert (mine - gradient).abs().max() < 1e-5 * gradient.abs().max(), name

@@ -9,17 +9,26 @@ import numpy as np
 import pytest
 from tests.training import toy
 
+import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.models import LossConfig, model_config
+from meshwright.models import Compute, LossConfig, model_config
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules
-from meshwright.models.decoder.experts import RouterSums, choose, with_router_losses
-from meshwright.models.decoder.kinds import ExpertsKind
+from meshwright.models.decoder.experts import RouterSums, choose, mixture, with_router_losses
+from meshwright.models.decoder.kinds import ExpertsKind, MlpKind
 from meshwright.models.loss import LossSums
-from meshwright.ops import Mlp, Rows, exchange_by_bytes, grouped_matmul, rows_per_token
+from meshwright.ops import (
+    Mlp,
+    Rows,
+    exchange_by_bytes,
+    expert_capacity,
+    grouped_matmul,
+    over_capacity,
+    rows_per_token,
+)
 from meshwright.ops.experts import _through_own
 from meshwright.training import TrainConfig, abstract_step
 from meshwright.training.config import ComputeConfig
-from meshwright.training.setup import check_sizes, choose_rules, exchange_text
+from meshwright.training.setup import check_sizes, choose_rules, exchange_text, training_mesh
 
 CONFIG = DecoderConfig(
     48, 2, 32, heads=4, kv_heads=2, head_dim=8, mlp=24, max_seq=64, experts=8, experts_per_token=2,
@@ -213,6 +222,89 @@ def test_experts_that_begin_at_multiples_of_rows_compute_the_same(some: bool) ->
     np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
     for one, other in zip(gradients, out(1)[1], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def maxtexts_mask(chosen: np.ndarray, experts: int, factor: float) -> np.ndarray:
+    """Which choices [batch, length, k] are kept, by a running count of each expert's."""
+    _, length, per_token = chosen.shape
+    capacity = int(max(np.ceil(length * per_token / experts) * factor, factor))
+    kept = np.zeros(chosen.shape, bool)
+    for sequence, tokens in enumerate(chosen):
+        counts = np.zeros(experts, int)
+        for place in np.ndindex(*tokens.shape):
+            counts[tokens[place]] += 1
+            kept[(sequence, *place)] = counts[tokens[place]] <= capacity
+    return kept
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.25, 8.0])
+def test_later_tokens_of_a_sequence_are_dropped_first(factor: float) -> None:
+    random = np.random.default_rng(5)
+    # uneven: low numbers are chosen more often
+    scores = random.uniform(size=(3, 17, 6)) * np.arange(6, 0, -1)
+    chosen = np.argsort(-scores, axis=-1)[..., :2].astype(np.int32)
+    full = over_capacity(jnp.asarray(chosen), expert_capacity(factor, 17, 2, 6))
+    np.testing.assert_array_equal(~np.asarray(full), maxtexts_mask(chosen, 6, factor))
+
+
+def test_experts_with_a_capacity_compute_what_a_dense_reference_does() -> None:
+    """Every token through every expert in numpy, and the sum of those that are kept."""
+    random = np.random.default_rng(6)
+    kind, embed, size = ExpertsKind(4, 2), 8, 6
+    shapes = {"router": (embed, 4), "gate": (4, embed, size), "up": (4, embed, size)}
+    shapes["down"] = (4, size, embed)
+    w = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    x = random.normal(size=(3, 10, embed)).astype(np.float32)
+    mesh = mw.mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1], axis_types="explicit")
+
+    def out(capacity: float) -> tuple[np.ndarray, RouterSums]:
+        compute = Compute(decoder_rules(), capacity=capacity)
+        with jax.set_mesh(mesh):
+            run = jax.jit(lambda x, w: mixture(x, w, MlpKind(size), kind, compute))
+            found, sums = run(jnp.asarray(x), jax.tree.map(jnp.asarray, w))
+        return np.asarray(found), sums
+
+    weights = numpy_choice((x @ w["router"]).reshape(-1, 4), kind, np.zeros(4))
+    weights = weights.reshape(3, 10, 4)
+    chosen = np.argsort(-weights, axis=-1)[..., :2]
+    gate, up = (np.einsum("ble,xem->blxm", x, w[name]) for name in ("gate", "up"))
+    each = np.einsum("blxm,xme->blxe", gate / (1 + np.exp(-gate)) * up, w["down"])
+    for capacity in (0.75, 100.0):
+        kept = np.zeros_like(weights)
+        np.put_along_axis(kept, chosen, maxtexts_mask(chosen, 4, capacity), axis=-1)
+        found, sums = out(capacity)
+        expected = np.einsum("blx,blxe->ble", weights * kept, each)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        assert float(sums.dropped[0]) == 60 - kept.sum()
+        assert (kept.sum() == 60) == (capacity == 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["ring", "all-to-all"])
+@pytest.mark.parametrize("mesh", ["dp=1,fsdp=2,ep=4,tp=1,sp=1", "dp=1,fsdp=2,ep=2,tp=2,sp=1"])
+def test_what_is_dropped_does_not_depend_on_the_mesh(mesh: str, exchange: str) -> None:
+    alone = trained(toy.ONE, capacity=0.8)
+    close(trained(mesh, experts=exchange, capacity=0.8), alone)
+    assert not np.allclose(alone[0], trained(toy.ONE)[0], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_capacity_that_no_expert_reaches_changes_nothing(alone: Any) -> None:
+    close(trained("dp=1,fsdp=1,ep=4,tp=1,sp=1", experts="all-to-all", capacity=100.0), alone)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "message"),
+    [
+        ("tiny", "fsdp=4", "compute.capacity=1.25: tiny has no experts"),
+        ("tiny-moe", "fsdp=2,sp=2", "counts the tokens of whole sequences, and sp splits them"),
+    ],
+)
+def test_a_capacity_that_is_refused(model: str, mesh: str, message: str) -> None:
+    settings = ComputeConfig(capacity=1.25)
+    config = TrainConfig(model, mesh=mesh, batch=16, seq=64, compute=settings)
+    with pytest.raises(MeshwrightError, match=message):
+        abstract_step(config, training_mesh(config, devices=jax.devices()[:4]))
 
 
 def test_a_run_says_how_tokens_reach_experts() -> None:

@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from tests.planner.workloads import workload
 from tests.training.toy import Setting, parts
 
@@ -46,6 +48,8 @@ class Case:
     trainable: tuple[str, ...] = ()
     dpo: bool = False
     experts: str = "auto"
+    seq: int = SEQ
+    capacity: float = 0.0
 
     def __str__(self) -> str:
         said = [self.model, self.mesh]
@@ -61,9 +65,9 @@ class Case:
 
     def workload(self, on: str) -> Workload:
         return workload(
-            self.config, on, ROWS * self.accumulation, SEQ, dtype="float32",
+            self.config, on, ROWS * self.accumulation, self.seq, dtype="float32",
             loss_chunk=CHUNK, optimizer=self.optimizer, trainable=self.trainable,
-            objective="dpo" if self.dpo else "auto", experts=self.experts,
+            objective="dpo" if self.dpo else "auto", experts=self.experts, capacity=self.capacity,
         )  # fmt: skip
 
     @property
@@ -76,25 +80,31 @@ class Case:
         )  # fmt: skip
 
 
-@functools.cache
-def sent(case: Case) -> list[SentCollective]:
-    """Every collective of the compiled step."""
+def compiled(case: Case) -> tuple[Any, Mesh]:
+    """The compiled step, and its mesh."""
     has_experts = "ep" in case.choice.sizes
     rules = decoder_rules(True, case.sequence_parallel, ep=has_experts)
     setting = Setting(
         case.choice.mesh, rules=rules, remat=case.remat, config=case.config,
         context_parallel=case.context_parallel, mlp_chunk=case.mlp_chunk, optimizer=case.optimizer,
-        trainable=case.trainable, dpo=case.dpo, experts=case.experts,
+        trainable=case.trainable, dpo=case.dpo, experts=case.experts, capacity=case.capacity,
     )  # fmt: skip
     run = parts(setting)
-    shape = (case.accumulation, ROWS, SEQ)
+    shape = (case.accumulation, ROWS, case.seq)
     one = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.functions.batch_sharding)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), one)
     # XLA for CPU alone would drop the barriers that keep what is made again apart
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
     options |= {"xla_backend_optimization_level": 0}  # what is sent does not depend on it
     program = run.functions.train.lower(run.target, batch).compile(compiler_options=options)
-    return collectives(program.as_text(), run.mesh)
+    return program, run.mesh
+
+
+@functools.cache
+def sent(case: Case) -> list[SentCollective]:
+    """Every collective of the compiled step."""
+    program, mesh = compiled(case)
+    return collectives(program.as_text(), mesh)
 
 
 def sums(case: Case) -> Counter[tuple[str, tuple[str, ...]]]:

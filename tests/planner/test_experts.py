@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from tests.planner.compiled import Case, compiled
 from tests.planner.workloads import workload
 
 from meshwright import plan
@@ -45,6 +46,8 @@ def test_the_flops_of_a_step_are_those_of_the_experts_that_tokens_meet(ep: int) 
     work = StepModel(on("h100:8"), Choice.of(fsdp=8 // ep, ep=ep, remat="none")).work
     flops = family_of(TINY).flops(TINY, {"tokens": 64}) * 16 / 8
     again = 2 * TINY.embed * TINY.experts * TINY.layers  # the router, whose logits are not saved
+    if ep > 1:  # gate and up of a token's experts, which an exchange does not save
+        again += 2 * 2 * TINY.embed * TINY.mlp * TINY.experts_per_token * TINY.layers
     assert work.flops == flops
     assert work.computed == pytest.approx(flops + again * 64 * 16 / 8)
 
@@ -63,20 +66,33 @@ def test_a_device_stores_the_same_part_of_all_weights_and_gathers_fewer_experts(
 
 @pytest.mark.parametrize(
     ("ep", "exchange", "rows"),
-    [(1, "auto", 2), (4, "ring", 4 * 2), (4, "all-to-all", 4 * 2), (8, "all-to-all", 8)],
+    [(1, "auto", 2), (4, "ring", 0), (4, "all-to-all", 0), (8, "all-to-all", 0)],
 )
-def test_what_the_experts_make_is_saved_for_all_tokens_that_there_is_room_for(
+def test_what_the_experts_make_is_saved_unless_tokens_are_exchanged(
     ep: int, exchange: str, rows: int
 ) -> None:
     """As the compiled step stacks them: [layers, rows of tokens, mlp]."""
-    saved = [
+    steps = [
         StepModel(on("h100:8", experts=exchange), Choice.of(fsdp=8 // ep, ep=ep, remat=remat))
         for remat in ("none", "mlp")
     ]
-    difference = saved[0].saved_up_to[-1] - saved[1].saved_up_to[-1]
+    difference = steps[0].saved_up_to[-1] - steps[1].saved_up_to[-1]
     tokens, others = 16 * 64 // 8, 2 * TINY.embed  # the inputs of both blocks, after their norms
     of_experts = 3 * rows * TINY.mlp  # gate, up and their product
     assert difference == 2 * TINY.layers * tokens * (of_experts + others)
+    # and computed again: both policies take as long, up to the elementwise work
+    assert (steps[0].work.computed == steps[1].work.computed) == bool(ep > 1)
+
+
+@pytest.mark.parametrize("exchange", ["ring", pytest.param("all-to-all", marks=pytest.mark.slow)])
+def test_a_compiled_step_saves_what_the_plan_says(exchange: str) -> None:
+    cases = [
+        Case("experts", "fsdp=2,ep=4", remat=remat, experts=exchange, seq=256)
+        for remat in ("none", "mlp")
+    ]
+    planned = [StepModel(case.workload("cpu:8"), case.choice).saved_up_to[-1] for case in cases]
+    held = [compiled(case)[0].memory_analysis().temp_size_in_bytes for case in cases]
+    assert held[0] - held[1] == pytest.approx(planned[0] - planned[1], rel=0.01)
 
 
 def test_imbalance_makes_experts_and_an_all_to_all_take_longer_and_nothing_else() -> None:

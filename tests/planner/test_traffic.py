@@ -83,6 +83,8 @@ SLOW = [
     Case("experts", "dp=2,ep=4", experts="all-to-all", remat="full"),
     Case("experts", "ep=8", experts="all-to-all", remat="elementwise"),
     Case("experts", "ep=8", experts="ring", accumulation=2),
+    Case("experts", "dp=2,ep=4", experts="all-to-all", capacity=1.25),
+    Case("experts", "fsdp=4,ep=2", experts="ring", capacity=1.25),
     Case(
         "experts",
         "fsdp=2,sp=2,ep=2",

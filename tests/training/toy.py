@@ -43,6 +43,8 @@ class Setting:
     matmul: str = "auto"
     fp8_skips: int = 0
     experts: str = "auto"
+    capacity: float = 0.0
+    balance_bias: float = 0.0
     moments: str = "auto"
     first_batch: int = 0  # of the batches there are
     trainable: tuple[str, ...] = ()
@@ -95,9 +97,10 @@ def parts(setting: Setting, optimizer: Any = None, clip_norm: float | None = 1.0
     compute = Compute(
         setting.rules, setting.dtype, setting.remat, setting.scan, context_parallel=setting.context_parallel,
         mlp_chunk=setting.mlp_chunk, matmul=setting.matmul, fp8_skips=setting.fp8_skips,
-        experts=setting.experts,
+        experts=setting.experts, capacity=setting.capacity,
     )  # fmt: skip
-    loss = LossConfig(setting.z_loss, chunk=24)  # does not divide the tokens
+    # a chunk that does not divide the tokens
+    loss = LossConfig(setting.z_loss, chunk=24, balance_bias=setting.balance_bias)
     functions = step_functions(
         setting.config, compute, optimizer, rate, mesh, loss=loss, clip_norm=clip_norm,
         arrays=arrays, dpo=DpoConfig() if setting.dpo else None,

@@ -28,10 +28,11 @@ class ArraySpec:
     the array is zeros, so that its dims are divisible. `inputs` counts the dims that a matmul sums
     over, after a leading `layers`: 1 for `layers embed heads head_dim`. With 0 the array is a
     vector, such as a norm or a bias: optimizers do not decay it, and it is not cast for matmuls.
-    `kind` says what it is: a matrix, an expert (a matrix of each), a router, a norm, a bias or an
-    embedding. `activation` names what a norm
-    or bias of a layer is applied to (residual, heads, kv_heads or mlp): it is replicated over the
-    mesh axes that split the other dims of that activation, and its gradient is reduced over them.
+    `kind` says what it is: a matrix, an expert (a matrix of each), a router, a norm, a bias, an
+    embedding, or what a step moves to balance the load of experts (balance). `activation` names
+    what a norm or bias of a layer is applied to (residual, heads, kv_heads or mlp): it is
+    replicated over the mesh axes that split the other dims of that activation, and its gradient is
+    reduced over them.
     `trained` is False for an array that a run leaves as it is; of one that stacks layers it may be
     the layers that are trained.
     """

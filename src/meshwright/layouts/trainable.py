@@ -45,7 +45,7 @@ def select_trainable(arrays: Any, patterns: Sequence[str]) -> Any:
         layers = tuple(sorted({layer for layer, matches in by_layer if matches}))
         if layers and not trained:
             trained = len(layers) == spec.unpadded_shape[0] or layers
-        marked.append(dataclasses.replace(spec, trained=trained))
+        marked.append(dataclasses.replace(spec, trained=spec.trained and trained))
     for position, pattern in enumerate(patterns):
         if position not in found:
             known = [*(path for path, _ in specs), *_last_layer(specs)]

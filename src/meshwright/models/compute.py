@@ -32,6 +32,7 @@ class Compute:
     matmul: str = "auto"  # of the layers: in dtype, or fp8
     fp8_skips: int = 0  # layers at each end that stay in dtype with fp8
     experts: str = "auto"  # how tokens reach experts of other devices: see ops/experts.py
+    capacity: float = 0.0  # of an expert, over the average of a sequence's tokens; 0: of all
     adapter_scale: float = 1.0  # of what an adapter adds: see lora.py
     dropout: float = 0.0  # of an adapter's inputs, where a batch has the field `dropout`
     seed: int = 0  # of dropout

@@ -2,7 +2,9 @@
 
 A matrix w [inputs ..., outputs ...] gets two factors, a [inputs ..., rank] and b [rank, outputs
 ...]; its product with x is x·w + scale · (x·a)·b. The factors lie in a tree of their own,
-`adapter`, that repeats the paths of the matrices: `adapter/layers/attention/wq/a`.
+`adapter`, that repeats the paths of the matrices: `adapter/layers/attention/wq/a`. Experts have
+factors each. As in PEFT, which has one matrix of both, `up` of experts has the input factor of
+`gate` where both are adapted.
 """
 
 import dataclasses
@@ -22,6 +24,7 @@ from meshwright.models.compute import Compute
 from meshwright.ops import NF4, NF4_BLOCK, Dropout, hashed, quantized_spec, spec_of
 
 ADAPTER = "adapter"
+_INPUT_FACTOR_OF = {"up": "gate"}  # of experts
 QUANTIZED_BASES = ("int8", NF4)
 DROPOUT = "dropout"  # a field of a batch in a train step, noise of each sequence: [batch, 1]
 
@@ -40,7 +43,8 @@ class LoraConfig:
     """Probability with which training drops each input of the update, as PEFT's lora_dropout."""
     targets: tuple[str, ...] = ()
     """Adapt only matrices with one of these names (q_proj), or in whose path or Hugging Face name
-    one of these regexes is found (attention). Without any: every matrix of the layers."""
+    one of these regexes is found (attention). Without any: every matrix of the layers but those of
+    experts."""
     base: Literal["auto", "float32", "bfloat16", "int8", "nf4"] = "auto"
     """Dtype of the frozen weights; auto: that of matmuls. int8 and nf4 (4 bits) are of the matrices
     of the layers: embedding, LM head and norms stay as with auto."""
@@ -79,19 +83,28 @@ def with_adapter(
     if not lora.rank:
         return arrays
     chosen = set(_targets(arrays, lora.targets, names or {}))
+    specs = dict(zip(tree_paths(arrays), jax.tree.leaves(arrays), strict=True))
+    of_experts = {path for path in chosen if specs[path].kind == "expert"}
+    if of_experts and lora.dropout:
+        raise MeshwrightError(
+            f"lora.dropout={lora.dropout} does not apply to experts ({min(of_experts)}), as in "
+            "PEFT; leave one of the two out"
+        )
 
     def frozen(spec: ArraySpec) -> ArraySpec:
         dtype = base if spec.is_matrix else spec.dtype
         return dataclasses.replace(spec, dtype=dtype, trained=False)
 
     adapter: dict[str, Any] = {}
-    for path, spec in zip(tree_paths(arrays), jax.tree.leaves(arrays), strict=True):
+    for path, spec in specs.items():
         if path in chosen:
             *blocks, name = path.split("/")
             inside = adapter
             for block in blocks:
                 inside = inside.setdefault(block, {})
             inside[name] = _factors(spec, lora.rank)
+            if "/".join((*blocks, _INPUT_FACTOR_OF.get(name, ""))) in of_experts:
+                del inside[name]["a"]
     return {**jax.tree.map(frozen, arrays), ADAPTER: adapter}
 
 
@@ -121,7 +134,11 @@ def is_layer_matrix(spec: ArraySpec) -> bool:
 def _targets(arrays: Any, targets: Sequence[str], names: Mapping[str, str]) -> list[str]:
     """The paths of the matrices that are adapted."""
     specs = dict(zip(tree_paths(arrays), jax.tree.leaves(arrays), strict=True))
-    matrices = [path for path, spec in specs.items() if is_layer_matrix(spec)]
+    matrices = [
+        path
+        for path, spec in specs.items()
+        if is_layer_matrix(spec) or (targets and spec.kind == "expert")
+    ]
     if not targets:
         return matrices
     try:
@@ -154,20 +171,26 @@ def _last_names(path: str, name: str) -> set[str]:
 
 
 def _factors(spec: ArraySpec, rank: int) -> dict[str, ArraySpec]:
-    first = 1 + spec.inputs  # after layers
-    inputs, outputs = spec.shape[1:first], spec.shape[first:]
-    layers, dims = spec.shape[:1], tuple(spec.dims)
+    many = 2 if spec.kind == "expert" else 1  # layers, and experts
+    first = many + spec.inputs
+    inputs, outputs = spec.shape[many:first], spec.shape[first:]
+    stacked, dims = spec.shape[:many], tuple(spec.dims)
     start = Normal(1 / math.sqrt(3 * math.prod(inputs)))  # the variance of PEFT's
     return {
         "a": ArraySpec(
-            (*layers, *inputs, rank), (*dims[:first], None), init=start,
-            inputs=spec.inputs, kind="matrix",
+            (*stacked, *inputs, rank), (*dims[:first], None), init=start,
+            inputs=spec.inputs, kind=spec.kind,
         ),
         "b": ArraySpec(
-            (*layers, rank, *outputs), (*dims[:1], None, *dims[first:]), init=Constant(0.0),
-            inputs=1, kind="matrix",
+            (*stacked, rank, *outputs), (*dims[:many], None, *dims[first:]), init=Constant(0.0),
+            inputs=1, kind=spec.kind,
         ),
     }  # fmt: skip
+
+
+def _input_factor(block: Mapping[str, Any], name: str) -> Any:
+    """The a of a matrix among the factors of its block."""
+    return block[name].get("a", block.get(_INPUT_FACTOR_OF.get(name, ""), {}).get("a"))
 
 
 @jax.tree_util.register_dataclass
@@ -304,7 +327,8 @@ def adapted_layers(
         factors = adapter.get(block, {}).get(name)
         if factors is None:
             return weight
-        a, b, scale, rate = factors["a"], factors["b"], compute.adapter_scale, compute.dropout
+        a, b = _input_factor(adapter[block], name), factors["b"]
+        scale, rate = compute.adapter_scale, compute.dropout
         of_tokens = noise(f"{block}/{name}") if rate else None
         if of_tokens is None:
             return Adapted(weight, a, b, scale)
@@ -324,19 +348,24 @@ def merged(params: Any, scale: float) -> Any:
     base = {name: tree for name, tree in params.items() if name != ADAPTER}
 
     def add(tree: Any, factors: Any) -> Any:
-        if isinstance(tree, Mapping):
-            return {name: add(tree[name], factors.get(name, {})) for name in tree}
-        return _merge(tree, factors["a"], factors["b"], scale) if factors else tree
+        def added(name: str) -> Any:
+            if name not in factors or isinstance(tree[name], Mapping):
+                return add(tree[name], factors.get(name, {}))
+            return _merge(tree[name], _input_factor(factors, name), factors[name]["b"], scale)
+
+        return {name: added(name) for name in tree} if isinstance(tree, Mapping) else tree
 
     return add(base, params.get(ADAPTER, {}))
 
 
 @jax.jit
 def _merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    inputs, outputs = "xyz"[: a.ndim - 2], "uvw"[: b.ndim - 2]
+    # dims that both factors have: layers, and experts
+    stacked = "le"[: a.ndim + b.ndim - 2 - weight.ndim]
+    inputs, outputs = "xyz"[: a.ndim - 1 - len(stacked)], "uvw"[: b.ndim - 1 - len(stacked)]
     # in float32, whatever they are kept in
     update = jnp.einsum(
-        f"l{inputs}r,lr{outputs}->l{inputs}{outputs}",
+        f"{stacked}{inputs}r,{stacked}r{outputs}->{stacked}{inputs}{outputs}",
         a.astype(jnp.float32), b.astype(jnp.float32),
     )  # fmt: skip
     if spec_of(update) != spec_of(weight):

@@ -34,12 +34,16 @@ class LossConfig:
     """Of a mixture of experts, weight of the loss that grows with uneven loads of the experts."""
     router_z: float = 0.0
     """The same of the squared log-normalizer of the router's logits."""
+    balance_bias: float = 0.0
+    """How far a step moves the selection bias of each expert towards an even load, as DeepSeek-V3
+    does in place of a loss: 0.001 is usual."""
 
     def __post_init__(self) -> None:
-        for name in ("load_balance", "router_z"):
+        for name in ("load_balance", "router_z", "balance_bias"):
             if not getattr(self, name) >= 0:
                 raise MeshwrightError(
-                    f"loss.{name}={getattr(self, name)} must be at least 0; 0 means no such loss"
+                    f"loss.{name}={getattr(self, name)} must be at least 0; 0 means that there is "
+                    "none"
                 )
         if not self.z_loss >= 0:  # nan too
             raise MeshwrightError(
@@ -70,7 +74,7 @@ class ExtraLoss:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """What `loss` of a family returns for a micro-batch; every array is a scalar.
+    """What `loss` of a family returns for a micro-batch; every array but `chosen` is a scalar.
 
     What is differentiated is `scaled` plus, of each extra loss, weight × scale × sum.
     """
@@ -79,6 +83,7 @@ class LossSums:
     count: jax.Array  # number of targets, or the sum of their weights
     metrics: Mapping[str, Metric]
     extra: Mapping[str, ExtraLoss] = dataclasses.field(default_factory=dict)
+    chosen: jax.Array | None = None  # how often experts were: [layers with experts, experts]
 
     def total(self, scale: jax.Array) -> jax.Array:
         """What is differentiated."""

@@ -27,6 +27,8 @@ from meshwright.ops.experts import (
     Mlp,
     Rows,
     exchange_by_bytes,
+    expert_capacity,
+    over_capacity,
     rows_per_token,
     through_experts,
 )
@@ -41,7 +43,7 @@ from meshwright.ops.fp8 import (
     plain_weights,
     weight_in_fp8,
 )
-from meshwright.ops.grouped import group_alignment, grouped_matmul
+from meshwright.ops.grouped import group_alignment, grouped_low_rank, grouped_matmul
 from meshwright.ops.low_rank import Dropout, hashed, low_rank_product
 from meshwright.ops.mosaic import switched_on
 from meshwright.ops.norms import NORMS, NormKind, add_bias, normalize, rms_norm
@@ -64,11 +66,12 @@ __all__ = [
     "SCALE", "Dropout", "Fp8Weight", "LinearScaling", "Llama3Scaling", "Mlp", "NormKind",
     "Quantized", "Rope", "Rows", "Scaling", "YarnScaling", "add_bias", "all_gather",
     "cross_entropy", "current_platform", "dequantize_nf4", "drop_trivial_axes", "einsum", "embed",
-    "exchange_by_bytes", "few_tokens_mlp", "few_tokens_unavailable", "float32_matmul", "fp8_einsum",
-    "group_alignment", "grouped_matmul", "hashed", "keeps_logit_gradients", "low_rank_product",
-    "nontrivial_axes", "normalize", "over_chunks", "partial_sums", "plain_weights", "quantize",
-    "quantized_spec", "reduce_part", "reduce_to", "relative_bias", "relative_bias_at", "rms_norm",
-    "rotate", "rows_per_token", "scaled", "spec_of", "split_axes", "stacks", "switched_on",
+    "exchange_by_bytes", "expert_capacity", "few_tokens_mlp", "few_tokens_unavailable",
+    "float32_matmul", "fp8_einsum", "group_alignment", "grouped_low_rank", "grouped_matmul",
+    "hashed", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes", "normalize",
+    "over_capacity", "over_chunks", "partial_sums", "plain_weights", "quantize", "quantized_spec",
+    "reduce_part", "reduce_to", "relative_bias", "relative_bias_at", "rms_norm", "rotate",
+    "rows_per_token", "scaled", "spec_of", "split_axes", "stacks", "switched_on",
     "target_log_probs", "through_experts", "tie_gradients", "top_experts", "varying_like",
     "weight_in_fp8",
 ]  # fmt: skip

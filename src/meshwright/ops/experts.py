@@ -9,10 +9,12 @@ experts and the tokens, tokens are exchanged over it, in one of two ways:
   k · (ways - 1) / ways rows per token and direction. Less, where there are more devices than
   experts of a token.
 
-Neither drops a token, however uneven the choice is.
+Neither drops a token, however uneven the choice is. With a capacity, an expert takes only so many
+tokens of a sequence, and an all-to-all has room for these.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +57,27 @@ def rows_per_token(exchange: str, ways: int, per_token: int) -> float:
     return ways - 1 if exchange == "ring" else per_token * (ways - 1) / ways
 
 
+def expert_capacity(factor: float, length: int, per_token: int, experts: int) -> int:
+    """Tokens of a sequence that an expert takes: `factor` times the average, as MaxText rounds."""
+    return int(max(math.ceil(length * per_token / experts) * factor, factor, 1))
+
+
+def over_capacity(chosen: jax.Array, capacity: int) -> jax.Array:
+    """Of the experts that tokens chose [batch, length, k], which are full: the first tokens enter.
+
+    A token chooses an expert at most once.
+    """
+    keys = chosen.reshape(chosen.shape[0], -1)
+    order = jnp.argsort(keys, axis=1, stable=True)
+    ordered = jnp.take_along_axis(keys, order, axis=1)
+    places = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
+    places = varying_like(places, keys)
+    begins = ordered != jnp.roll(ordered, 1, axis=1)  # the first of its expert
+    first = lax.cummax(jnp.where(begins, places, 0), axis=1)
+    full = places - first >= capacity
+    return jnp.take_along_axis(full, jnp.argsort(order, axis=1), axis=1).reshape(chosen.shape)
+
+
 def through_experts(
     x: jax.Array,
     chosen: jax.Array,
@@ -63,6 +86,7 @@ def through_experts(
     experts: int,
     axes: tuple[str, ...],
     exchange: str | None,
+    room: int | None = None,
 ) -> jax.Array:
     """What the chosen experts add to tokens x [tokens, embed].
 
@@ -72,15 +96,17 @@ def through_experts(
         axes: the mesh axes over which the experts are split, if any.
         exchange: how tokens reach them; None where all devices of these axes have the same tokens:
             their results are still to be summed over the axes.
+        room: where tokens may be dropped, how many rows a device sends to another at most. What is
+            dropped has a number from that of all experts on, and the weight 0.
     """
     if not axes:
-        return _through_own(x, chosen, weights, mlp, experts)
+        return _through_own(x, chosen, weights, mlp, experts, some=room is not None)
     first = lax.axis_index(axes) * experts
     if exchange is None:
         return _through_own(x, chosen - first, weights, mlp, experts, some=True)
     if exchange == "ring":
         return _ring(x, chosen, weights, mlp, experts, axes)
-    return _all_to_all(x, chosen, weights, mlp, experts, axes)
+    return _all_to_all(x, chosen, weights, mlp, experts, axes, room)
 
 
 def _through_own(
@@ -156,8 +182,7 @@ def _ring(
     """All-gather the tokens, reduce-scatter what the experts add; one device's tokens at a time.
 
     So there is room for every token of a device, should all of them choose experts of one. What
-    the experts compute of a device's tokens is computed again in the backward pass, but for the
-    activations that the remat policy of the layer saves by name.
+    the experts compute of a device's tokens is computed again in the backward pass.
     """
     first = lax.axis_index(axes) * experts
 
@@ -177,6 +202,7 @@ def _all_to_all(
     mlp: Mlp,
     experts: int,
     axes: tuple[str, ...],
+    room: int | None,
 ) -> jax.Array:
     """Send rows to the devices of their experts, and back what these make of them.
 
@@ -189,7 +215,8 @@ def _all_to_all(
     sent = lax.all_gather(sizes, axes).reshape(ways, ways, experts)
     me = lax.axis_index(axes)
     received = lax.dynamic_index_in_dim(sent, me, 1, keepdims=False)  # [ways, experts]
-    room = min(per_token, experts) * x.shape[0]
+    most = min(per_token, experts) * x.shape[0]
+    room = most if room is None else min(most, room)
     moves = _Moves(
         to=jnp.sum(lax.dynamic_index_in_dim(sent, me, 0, keepdims=False), axis=1),
         of=jnp.sum(received, axis=1),
@@ -261,7 +288,8 @@ class _Moves:
         """The reverse of `_spread`."""
         places = jnp.arange(count, dtype=jnp.int32)
         group = jnp.searchsorted(jnp.cumsum(sizes), places, side="right")
-        return rows[group * self.room + places - _starts(sizes)[group]]
+        index = group * self.room + places - _starts(sizes)[group]
+        return rows.at[index].get(mode="fill", fill_value=0)  # of rows that were dropped
 
 
 def _starts(sizes: jax.Array) -> jax.Array:

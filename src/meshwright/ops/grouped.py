@@ -45,6 +45,17 @@ def grouped_matmul(
     return lax.ragged_dot(x, weights, sizes)
 
 
+def grouped_low_rank(
+    x: jax.Array, a: jax.Array, b: jax.Array, sizes: jax.Array, alignment: int = 1
+) -> jax.Array:
+    """`grouped_matmul` of x and a·b, for a [groups, in, rank] and b [groups, rank, out]."""
+    missing = -a.shape[2] % alignment  # kernels need a rank of so many
+    if missing:
+        a = jnp.pad(a, ((0, 0), (0, 0), (0, missing)))
+        b = jnp.pad(b, ((0, 0), (0, missing), (0, 0)))
+    return grouped_matmul(grouped_matmul(x, a, sizes, alignment), b, sizes, alignment)
+
+
 @jax.custom_vjp
 def _in_tiles(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     return hopper_grouped.rows_product(x, weights, _groups_of_tiles(x, sizes))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from meshwright.arithmetic import divisors, round_up
 from meshwright.models import OFFLOAD
-from meshwright.ops import NF4, NF4_BLOCK
+from meshwright.ops import NF4, NF4_BLOCK, expert_capacity
 from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
 from meshwright.planner.attention import (
     exchange_of,
@@ -159,9 +159,10 @@ class DeviceStack:
     def _saved_layer(self) -> Number:
         """Bytes that a layer saves for the backward pass."""
         device, choice = self.device, self.device.choice
+        copies = 0 if device.exchange else self.token_copies  # an exchange saves none of them
         groups = _saved_numbers(
             device.sizes, self.index, device.workload.remat[choice.remat], choice.tensor,
-            choice.sequence_parallel, self._stored_by, self.token_copies,
+            choice.sequence_parallel, self._stored_by, copies,
         )  # fmt: skip
         each: Number = 0
         for field, multiple, numbers, lse in groups:
@@ -214,7 +215,7 @@ class DeviceStack:
         return device.used * self.tokens * (numbers + (4 + exchanged) * device.embed)
 
     @property
-    def token_copies(self) -> int:
+    def token_copies(self) -> float:
         """Copies of tokens that a device's experts have room for, over its own tokens.
 
         One for each expert of a token: in a ring of all devices' tokens, in an all-to-all as many
@@ -225,8 +226,22 @@ class DeviceStack:
             return 1
         if self.device.exchange is None:
             return experts.per_token
-        own = experts.count // ways if self.device.exchange == "all-to-all" else experts.count
-        return ways * min(experts.per_token, own)
+        if self.device.exchange == "ring":
+            return ways * experts.per_token
+        return ways * self.room
+
+    @property
+    def room(self) -> float:
+        """Of an all-to-all: copies of a token that a device has room for from each other one."""
+        experts, workload = self.sizes.experts, self.device.workload
+        assert experts is not None
+        own = experts.count // self.device.choice.size("ep")
+        most, factor = min(experts.per_token, own), workload.config.compute.capacity
+        if not factor:
+            return most
+        length = workload.lengths[self.sizes.field]
+        capacity = expert_capacity(factor, length, experts.per_token, experts.count)
+        return min(most, own * capacity / length)
 
     @property
     def mlp_arrays(self) -> int:
@@ -329,7 +344,7 @@ def _saved_numbers(
     tp: int,
     sequence_parallel: bool,
     stored_by: tuple[_Stored, ...],
-    token_copies: int,
+    token_copies: float,
 ) -> tuple[tuple[str, int, float, float], ...]:
     """What a layer of a stack saves of a token, by the batch field of that token.
 

@@ -241,7 +241,7 @@ def adapter_numbers(model: Any, lora: LoraConfig, axes: tuple[tuple[str, int], .
         return 0
     family, sizes = family_of(model), dict(axes)
     adapter = with_adapter(family.arrays(model), lora, np.float32, hf_names(model))[ADAPTER]
-    rules, numbers = family.rules(sp=True), 0
+    rules, numbers = family.rules(sp=True, ep="ep" in sizes), 0
     for spec in array_leaves(adapter):
         split = rules.layout(" ".join(dim for dim in spec.dims if dim))
         numbers += spec.size // math.prod(sizes.get(axis, 1) for dim in split.axes for axis in dim)

@@ -190,6 +190,8 @@ def _add_matmuls(
             ways, slowest = choice.size("ep"), workload.imbalance
             split, tokens = split * ways, tokens * ways * matrices[0].share
             side = min(side, block.inner / block.experts.per_token / choice.tensor)
+            if step.device.exchange:  # saves nothing of what experts make
+                saved = saved - {matrix.output for matrix in matrices}
         # a matmul is computed again unless what it makes is saved
         repeated = sum(
             matrix.weights for matrix in matrices if matrix.output and matrix.output not in saved

@@ -79,6 +79,11 @@ def load_factors(source: Source, adapter: Adapter, mesh: Mesh, rank: int) -> Any
         )
     config, lora = source.config, adapter.lora
     specs = with_adapter(abstract_arrays(config), lora, jnp.float32, hf_names(config))[ADAPTER]
+    if any(spec.kind == "expert" for spec in jax.tree.leaves(specs)):
+        raise MeshwrightError(
+            f"the adapter in {adapter.folder} adapts experts, which an engine has no slots for; "
+            f"serve it merged: --adapter {adapter.folder}"
+        )
     read = adapter.read(adapter_targets(config, lora, mesh))[ADAPTER]
     every = LoraConfig(rank)
     targets = adapter_targets(served_config(config, mesh.shape), every, mesh)[ADAPTER]

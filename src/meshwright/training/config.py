@@ -42,6 +42,9 @@ class ComputeConfig:
     """Tokens per device in the feed-forward at a time; 0: all of them."""
     experts: Literal["auto", "ring", "all-to-all"] = "auto"
     """How tokens reach the experts of other devices along ep; auto: the way that sends less."""
+    capacity: float = 0.0
+    """Tokens of a sequence that an expert takes, over the average; the last ones beyond are
+    dropped. 0: no token is dropped."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """On TPUs, overlap the all-gather of weights with compute; auto: on v4, v5p and v6e."""
 
@@ -60,6 +63,11 @@ class ComputeConfig:
             )
         if self.mlp_chunk < 0:
             raise MeshwrightError(f"compute.mlp_chunk={self.mlp_chunk} must be at least 0")
+        if not 0 <= self.capacity < math.inf:
+            raise MeshwrightError(
+                f"compute.capacity={self.capacity} must be a number above 0, such as 1.25; 0 means "
+                "that no token is dropped"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

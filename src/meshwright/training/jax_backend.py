@@ -264,7 +264,7 @@ class JaxBackend(Backend):
         return report
 
     def values(self, report: Any) -> dict[str, Any]:
-        return {name: value.item() for name, value in jax.device_get(report).items()}
+        return {name: value.tolist() for name, value in jax.device_get(report).items()}
 
     def evaluate(self) -> dict[str, tuple[float, float]]:
         assert self.eval_loader is not None

@@ -49,7 +49,7 @@ from meshwright.training.run import (
     write_run_page,
 )
 from meshwright.training.run.metrics import FILE as METRICS
-from meshwright.training.run.summary import SAMPLE
+from meshwright.training.run.summary import EXPERT_LOADS, SAMPLE
 from meshwright.training.setup import weights_folder
 from meshwright.training.step import STEP_VALUES
 
@@ -262,6 +262,11 @@ class Loop:
         metrics |= {} if held is None else held.metrics()
         if step % config.log.every == 0 or step == config.steps:
             log.write(step, metrics)
+        if EXPERT_LOADS in values and (
+            step % config.checkpoint.every == 0 or step in (config.steps, config.stop_at)
+        ):
+            loads = [[float(f"{load:.3g}") for load in layer] for layer in values[EXPERT_LOADS]]
+            log.note(step, EXPERT_LOADS, loads=loads)
         live.update({"step": step} | metrics)
         self.skipped_in_a_row = consecutive = int(values["skipped_in_a_row"])
         if consecutive:

@@ -25,6 +25,7 @@ from meshwright.machines import CHIPS, Chip, Machine, chip_of_kind
 from meshwright.meshes import STANDARD_AXES, Accepts, MeshSpec, mesh, tile_mesh
 from meshwright.models import (
     OFFLOAD,
+    ActivationLayouts,
     Compute,
     activation_layouts,
     choose_exchange,
@@ -44,7 +45,7 @@ from meshwright.models import (
     what_fits,
     with_adapter,
 )
-from meshwright.ops import EXCHANGES, nontrivial_axes, rows_per_token
+from meshwright.ops import EXCHANGES, nontrivial_axes, rows_per_token, split_axes
 from meshwright.ops.attention import (
     FLOPS_PER_BYTE,
     STRATEGIES,
@@ -305,6 +306,7 @@ def compute_of(
         settings.matmul,
         settings.fp8_skips,
         settings.experts,
+        settings.capacity,
         adapter_scale=config.lora.scale,
         dropout=config.lora.dropout,
         seed=config.seed,
@@ -317,7 +319,20 @@ def compute_of(
             f"compute.mlp_chunk={settings.mlp_chunk}: the experts of {config.model} are not "
             "computed in chunks; leave it out, and give --compute.remat mlp to save memory"
         )
+    if settings.capacity:
+        _check_capacity(config, model, layouts)
     return compute, words
+
+
+def _check_capacity(config: TrainConfig, model: Any, layouts: ActivationLayouts) -> None:
+    given = f"compute.capacity={config.compute.capacity}"
+    if experts_of(model) is None:
+        raise MeshwrightError(f"{given}: {config.model} has no experts; leave it out")
+    if split := split_axes(layouts.residual.partitions[1:2]):
+        raise MeshwrightError(
+            f"{given} counts the tokens of whole sequences, and {'+'.join(split)} splits them; "
+            "leave it out, or use a mesh with sp=1 without --compute.sequence-parallel"
+        )
 
 
 def exchange_text(setting: str, model: Any, mesh_shape: Mapping[str, int]) -> str | None:

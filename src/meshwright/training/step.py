@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec, resized_like
 from meshwright.models import (
+    ADAPTER,
     DROPOUT,
     Compute,
     LossConfig,
@@ -34,6 +35,7 @@ from meshwright.models import (
 from meshwright.ops import COMPILER_OPTIONS as FP8_OPTIONS
 from meshwright.ops import current_platform
 from meshwright.training.dpo import DpoConfig, dpo_loss, pair_count, reference_params, with_answers
+from meshwright.training.run.summary import EXPERT_LOADS
 from meshwright.training.state import TrainState
 from meshwright.training.tpu import compiler_options
 from meshwright.training.trainable import (
@@ -52,7 +54,7 @@ COTANGENTS = "cotangents"  # the gradient of a loss by the log-probability of ea
 # what a step reports of itself; the other names of a report are metrics of the model's loss
 STEP_VALUES = frozenset(
     {"total_loss", "gradient_norm", "learning_rate", "tokens", "skipped", "skipped_in_a_row"}
-) | {"keys_seen"}
+) | {"keys_seen", EXPERT_LOADS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +111,8 @@ def step_functions(
     family = family_of(config)
     settings = LossConfig() if loss is None else loss
     arrays = family.arrays(config) if arrays is None else arrays
+    if settings.balance_bias:
+        _check_balance(arrays, settings.balance_bias, dpo is not None)
     with jax.set_mesh(mesh):
         tokens = compute.layouts.tokens
 
@@ -123,9 +127,9 @@ def step_functions(
         return dpo_loss(log_probs, by_reference, part, scale, dpo)
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
-        def total_of(params: Any, part: Batch, scale: jax.Array) -> tuple[jax.Array, Metrics]:
+        def total_of(params: Any, part: Batch, scale: jax.Array) -> tuple[jax.Array, Any]:
             sums = loss_of(params, state.reference, part, scale)
-            return sums.total(scale), sums.reported
+            return sums.total(scale), (sums.reported, sums.chosen)
 
         counted = target_count(batch["targets"])
         batch = batch if dpo is None else with_answers(batch)
@@ -139,7 +143,8 @@ def step_functions(
             shape = batch["tokens"].shape[:2]
             batch = batch | {DROPOUT: sequence_noise(compute.seed, state.step, shape)}
         params = cast_matrices(state.params, arrays, compute.dtype)
-        (total, metrics), gradient = _over_micro_batches(total_of, params, arrays, batch, scale)
+        sums, gradient = _over_micro_batches(total_of, params, arrays, batch, scale)
+        total, (metrics, chosen) = sums
         trained = trained_part(arrays, state.params)
         gradient = _written_once(gradient)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, trained)
@@ -155,9 +160,12 @@ def step_functions(
         def keep(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(ok, new, old)
 
+        params = with_trained(arrays, state.params, jax.tree.map(keep, new_params, trained))
+        if settings.balance_bias:
+            params = _balanced(arrays, params, chosen, jnp.where(ok, settings.balance_bias, 0.0))
         new = TrainState(
             step=state.step + 1,
-            params=with_trained(arrays, state.params, jax.tree.map(keep, new_params, trained)),
+            params=params,
             optimizer=jax.tree.map(keep, new_moments, state.optimizer),
             skipped=state.skipped + (1 - ok.astype(jnp.int32)),
             skipped_in_a_row=jnp.where(ok, 0, state.skipped_in_a_row + 1),
@@ -172,6 +180,8 @@ def step_functions(
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
         }
+        if chosen is not None:
+            report[EXPERT_LOADS] = chosen / jnp.mean(chosen, axis=-1, keepdims=True)
         seen = None if family.keys_seen is None else family.keys_seen(config, batch)
         return new, report if seen is None else report | {"keys_seen": seen}
 
@@ -215,6 +225,36 @@ def step_functions(
     )
 
 
+def _check_balance(arrays: Any, speed: float, pairs: bool) -> None:
+    """Raise if there is no selection bias to move, or a run would not keep it."""
+    given = f"loss.balance_bias={speed} moves the selection bias of routers, "
+    if not any(spec.kind == "balance" for spec in jax.tree.leaves(arrays)):
+        raise MeshwrightError(
+            f"{given}and this model has none; leave it out, and balance experts with "
+            "--loss.load-balance 0.001"
+        )
+    if ADAPTER in arrays or pairs:
+        raise MeshwrightError(
+            f"{given}which {'DPO' if pairs else 'LoRA'} leaves as they are; leave it out"
+        )
+
+
+def _balanced(arrays: Any, params: Any, chosen: jax.Array, speed: jax.Array) -> Any:
+    """The parameters with the bias of experts that were chosen less than the average raised.
+
+    That of the others is lowered; all by the same, whatever the difference (DeepSeek-V3, section
+    2.1.2).
+    """
+    step = speed * jnp.sign(jnp.mean(chosen, axis=-1, keepdims=True) - chosen)
+
+    def move(spec: ArraySpec, array: jax.Array) -> jax.Array:
+        if spec.kind != "balance":
+            return array
+        return array + reshard(step, jax.typeof(array).sharding.spec).astype(array.dtype)
+
+    return jax.tree.map(move, arrays, params)
+
+
 def _written_once(gradient: Any) -> Any:
     """The gradient in the dtype of matmuls, on GPUs held apart from what reads it.
 
@@ -253,12 +293,12 @@ def cast_matrices(params: Any, arrays: Any, dtype: Any) -> Any:
 def _over_micro_batches(
     total_of: Any, params: Any, arrays: Any, batch: Batch, scale: jax.Array
 ) -> Any:
-    """The loss, metrics and the gradient of the trained part over all micro-batches.
+    """What `total_of` gives and the gradient of the trained part, over all micro-batches.
 
     One is not worth a loop.
     """
 
-    def of_unfrozen(some: Any, part: Batch, scale: jax.Array) -> tuple[jax.Array, Metrics]:
+    def of_unfrozen(some: Any, part: Batch, scale: jax.Array) -> tuple[jax.Array, Any]:
         return total_of(with_unfrozen(arrays, params, some), part, scale)
 
     def value_and_gradient(params: Any, part: Batch, scale: jax.Array) -> Any:
@@ -311,8 +351,8 @@ def _first(batch: Batch) -> Batch:
 
 
 def _zeros_of(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Zeros like the scalars that a function returns."""
-    return jax.tree.map(lambda x: jnp.zeros((), x.dtype), jax.eval_shape(function, *arguments))
+    """Zeros like the sums that a function returns, which every device has."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *arguments))
 
 
 def _means(metrics: Metrics, scale: jax.Array) -> Report:

@@ -139,5 +139,21 @@ def test_sample_texts_are_shown_newest_first_and_escaped(tmp_path: Path) -> None
     assert " gone" not in text  # of a part of the run that was repeated
 
 
+def test_the_newest_loads_of_experts_are_drawn(tmp_path: Path) -> None:
+    folder = run(tmp_path)
+    with MetricsLog(folder) as log:
+        log.note(10, "expert_loads", loads=[[1.0, 1.0]])
+        log.note(50, "expert_loads", loads=[[1.5, 0.5], [0.25, 1.75]])
+    page = write_run_page(folder)
+    assert data_of(page)["loads"] == {"step": 50, "layers": [[1.5, 0.5], [0.25, 1.75]]}
+    assert '<canvas id="heat"' in page.read_text()
+
+
+def test_a_run_without_experts_has_no_loads(tmp_path: Path) -> None:
+    page = write_run_page(run(tmp_path))
+    assert data_of(page)["loads"] is None
+    assert "<canvas" not in page.read_text()
+
+
 def test_a_run_without_samples_has_no_place_for_them(tmp_path: Path) -> None:
     assert "Sample texts" not in write_run_page(run(tmp_path)).read_text()

@@ -4,6 +4,7 @@ The arrays of layers are stacked: one array holds a weight of all layers, dim `l
 tree is short, a scan iterates over it, and names do not depend on how the forward pass is run.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -183,7 +184,9 @@ class _Describe:
         if experts.router_bias:
             arrays["router_bias"] = self.bias("layers experts", "")
         if experts.selection_bias:
-            arrays["selection_bias"] = self.bias("layers experts", "")
+            # no gradient reaches it: see LossConfig.balance_bias
+            bias = self("layers experts", "balance", Constant(0.0))
+            arrays["selection_bias"] = dataclasses.replace(bias, trained=False, dtype=jnp.float32)
         if kind.mlp.bias:
             arrays |= {f"{name}_bias": self.bias("layers experts mlp", "") for name in first}
             arrays["down_bias"] = self.bias("layers experts norm", "")

@@ -6,6 +6,7 @@ expert. Its sums over tokens leave the layer, and are reduced once for all layer
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,16 +20,20 @@ from meshwright.layouts import axes_of
 from meshwright.models.blocks import Params, activate, feed_forward, gather_weight
 from meshwright.models.compute import Compute, choose_exchange
 from meshwright.models.decoder.kinds import ExpertsKind, MlpKind
+from meshwright.models.lora import Adapted
 from meshwright.models.loss import ExtraLoss, LossConfig, LossSums, Metric
 from meshwright.ops import (
     Mlp,
     Rows,
     all_gather,
+    expert_capacity,
     few_tokens_mlp,
     few_tokens_unavailable,
     float32_matmul,
     group_alignment,
+    grouped_low_rank,
     grouped_matmul,
+    over_capacity,
     reduce_part,
     spec_of,
     split_axes,
@@ -51,6 +56,7 @@ class RouterSums:
     chosen: jax.Array  # [devices, experts]: how often each was chosen
     scores: jax.Array  # [devices, experts]: the sum of its scores
     squares: jax.Array  # [devices]: the sum of the squared log-normalizers
+    dropped: jax.Array | None = None  # [devices]: choices of experts that had no capacity left
 
 
 def mixture(
@@ -70,19 +76,26 @@ def mixture(
     batch, length = target.partitions[:2]
     # with sequence parallelism tp splits the tokens between blocks
     along_tp = tuple(axis for axis in axes_of(length, "length") if axis in over)
-    split = axes_of(spec_of(w["down"])[0], "experts")
+    down = w["down"]
+    split = axes_of(spec_of(down.base if isinstance(down, Adapted) else down)[0], "experts")
     tokens = layouts.token_axes
     exchange = _exchange(split, tokens, experts, compute)
     summed = tuple(layouts.summed)
     left = (*over, *(split if exchange is None else ()))
+    # length is whole on a device where there is a capacity
+    most = expert_capacity(compute.capacity, normed.shape[1], experts.per_token, experts.count)
     of_router = tuple(dict.fromkeys((*layouts.weight_axes, *split)))
     biases = {name: w[name] for name in _BIASES if name in w}
     if "down_bias" in biases:  # stored whole, and added to what may be split along embed
         of_experts = spec_of(w["down_bias"])[0]
         biases["down_bias"] = reshard(w["down_bias"], P(of_experts, target.partitions[2]))
+    matrices = {name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w}
+    factors = _factors(matrices)
+    serving = serving and not factors  # the kernels for few tokens are without
     arrays = {
         "x": normed,
-        **{name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w},
+        **{name: getattr(matrix, "base", matrix) for name, matrix in matrices.items()},
+        **factors,
         **{name: all_gather(bias, _without(tokens, split)) for name, bias in biases.items()},
         # every device scores all experts
         **{name: all_gather(w[name], of_router) for name in _ROUTER if name in w},
@@ -110,7 +123,12 @@ def mixture(
             chosen, weights, scores = choose(logits, experts, bias)
         times = jnp.sum(_one_hot(chosen, experts.count), (0, 1), dtype=jnp.float32)
         squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
-        sums = RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None])
+        dropped = None
+        if compute.capacity:
+            full = over_capacity(chosen.reshape(*x.shape[:2], -1), most).reshape(chosen.shape)
+            chosen, weights = jnp.where(full, experts.count, chosen), jnp.where(full, 0, weights)
+            dropped = jnp.sum(full, dtype=jnp.float32)[None]
+        sums = RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None], dropped)
         tokens = [
             _for_block(array.reshape(*x.shape[:2], -1), along_tp, arrays["down"])
             for array in (x, chosen, weights)
@@ -126,22 +144,37 @@ def mixture(
         alignment, _ = group_alignment(compute.dtype, *sizes)
 
         def run(rows: Rows) -> jax.Array:
-            return _expert_mlp(rows, arrays, kind, alignment, summed, over)
+            # an exchange has room for more rows than there are: they are computed again, not saved
+            name = checkpoint_name if exchange is None else lambda y, _: y
+            axes, scale = (summed, over), compute.adapter_scale
+            return _expert_mlp(rows, arrays, kind, alignment, axes, name, scale)
 
         mlp = Mlp(run, alignment)
-        y = through_experts(flat, chosen, weights, mlp, own, split, exchange)
+        room = own * most * x.shape[0] if compute.capacity else None
+        y = through_experts(flat, chosen, weights, mlp, own, split, exchange, room)
         out = reduce_part(y.reshape(*tokens[0].shape[:2], -1), left, target)
         return out, sums
 
     specs = {name: jax.typeof(array).sharding.spec for name, array in arrays.items()}
     devices = split_axes((batch, length)) or None
     by_device: Any = P(devices)
-    of_sums = RouterSums(by_device, by_device, by_device)
+    of_dropped = by_device if compute.capacity else None
+    of_sums = RouterSums(by_device, by_device, by_device, of_dropped)
     out, sums = jax.shard_map(local, in_specs=(specs,), out_specs=(target, of_sums))(arrays)
     if experts.shared:
         shared = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
         out = out + feed_forward(normed, shared, compute, kind.activation, kind.clamp)
     return out, sums
+
+
+def _factors(matrices: Params) -> Params:
+    """Those of the matrices with an update of low rank, by the names of the matrices."""
+    adapted = {name: matrix for name, matrix in matrices.items() if isinstance(matrix, Adapted)}
+    return {
+        f"{name}_{factor}": getattr(matrix, factor)
+        for name, matrix in adapted.items()
+        for factor in "ab"
+    }
 
 
 def _for_block(array: jax.Array, along_tp: tuple[str, ...], weight: jax.Array) -> jax.Array:
@@ -201,14 +234,25 @@ def _expert_mlp(
     arrays: Params,
     kind: MlpKind,
     alignment: int,
-    summed: tuple[str, ...],
-    over: tuple[str, ...],
+    axes: tuple[tuple[str, ...], tuple[str, ...]],
+    named: Callable[[jax.Array, str], jax.Array],
+    adapter_scale: float,
 ) -> jax.Array:
-    """The mlp of each row's expert; of its weights a device has those along tp."""
+    """The mlp of each row's expert; of its weights a device has those along tp.
+
+    `axes`: those that inputs are summed over, and tp. `named` names what a remat policy may save.
+    """
+    summed, over = axes
 
     def product(x: jax.Array, name: str) -> jax.Array:
         weight = varying_like(arrays[name], x)
-        return grouped_matmul(varying_like(x, weight), weight, rows.sizes, alignment)
+        x = varying_like(x, weight)
+        y = grouped_matmul(x, weight, rows.sizes, alignment)
+        if f"{name}_b" not in arrays:
+            return y
+        a, b = (varying_like(arrays[f"{name}_{factor}"], x) for factor in "ab")
+        update = grouped_low_rank(x, a, b, rows.sizes, alignment)
+        return y + (adapter_scale * update).astype(y.dtype)
 
     def biased(y: jax.Array, name: str) -> jax.Array:
         if f"{name}_bias" not in arrays:
@@ -220,12 +264,10 @@ def _expert_mlp(
         return lax.psum(y, summed) if summed else y
 
     parts = {
-        name: checkpoint_name(biased(hidden(name), name), name)
-        for name in ("gate", "up")
-        if name in arrays
+        name: named(biased(hidden(name), name), name) for name in ("gate", "up") if name in arrays
     }
     activated = activate(parts["up"], parts.get("gate"), kind.activation, kind.clamp)
-    activated = checkpoint_name(activated, "activated")
+    activated = named(activated, "activated")
     if rows.weights is not None:
         activated = activated * rows.weights[:, None].astype(activated.dtype)
     y = product(activated, "down")
@@ -276,17 +318,18 @@ def _without(axes: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def with_router_losses(
-    sums: LossSums, kept: list[Any], tokens: int, settings: LossConfig
+    sums: LossSums, kept: list[Any], tokens: int, settings: LossConfig, period: int = 1
 ) -> LossSums:
     """The loss of a micro-batch of `tokens` with those of its routers, averaged over the layers.
 
-    `kept`: RouterSums of layers or of stacks of layers, or nothing.
+    `kept`: RouterSums of layers or of stacks of layers, or nothing. A loop over periods of a
+    pattern has a stack for each of its layers.
     """
     routers = [one for one in kept if one is not None]
     if not routers:
         return sums
     chosen, scores, squares = (
-        jnp.concatenate([_by_layer(getattr(one, name), ndim) for one in routers])
+        _by_layer([getattr(one, name) for one in routers], ndim, period)
         for name, ndim in (("chosen", 2), ("scores", 2), ("squares", 1))
     )
     balance = chosen.shape[-1] * jnp.sum(chosen / tokens * (scores / tokens), axis=-1)
@@ -297,10 +340,17 @@ def with_router_losses(
         "router_z": ExtraLoss(jnp.mean(squares) / tokens * count, settings.router_z),
     }
     metrics = {**sums.metrics, "highest_load": Metric(jnp.mean(load) * count)}
-    return dataclasses.replace(sums, metrics=metrics, extra={**sums.extra, **extra})
+    if routers[0].dropped is not None:
+        dropped = _by_layer([one.dropped for one in routers], 1, period)
+        metrics["dropped"] = Metric(jnp.sum(dropped) / jnp.sum(chosen) * count)
+    extra = {**sums.extra, **extra}
+    return dataclasses.replace(sums, metrics=metrics, extra=extra, chosen=lax.stop_gradient(chosen))
 
 
-def _by_layer(array: jax.Array, ndim: int) -> jax.Array:
-    """Sums [devices, ..] of a layer, or those of a stack, as [layers, ..]: over all devices."""
-    stacked = array if array.ndim > ndim else array[None]
-    return jnp.sum(stacked, axis=1)
+def _by_layer(arrays: list[jax.Array], ndim: int, period: int) -> jax.Array:
+    """Sums [devices, ..] of layers, or those of stacks, as [layers, ..]: over all devices."""
+    summed = [jnp.sum(one if one.ndim > ndim else one[None], axis=1) for one in arrays]
+    if period > 1 and arrays[0].ndim > ndim:
+        in_turn = jnp.stack(summed[:period], axis=1)
+        summed[:period] = [in_turn.reshape(-1, *in_turn.shape[2:])]
+    return jnp.concatenate(summed)

@@ -95,7 +95,7 @@ def loss(
     head, targets = lm_head(params, config), arranged(batch["targets"])
     weights = arranged(batch["weights"]) if "weights" in batch else None
     sums = next_token_loss(x, head, targets, scale, config.vocab, compute, settings, weights)
-    return with_router_losses(sums, kept, batch["tokens"].size, settings)
+    return with_router_losses(sums, kept, batch["tokens"].size, settings, len(config.pattern))
 
 
 def log_probs(

@@ -1,11 +1,14 @@
 """Adapters in the files of PEFT: adapter_config.json and adapter_model.safetensors.
 
 PEFT has two tensors for each adapted linear layer, lora_A [rank, inputs] and lora_B [outputs,
-rank]; here both factors are stacked over layers, input dims first.
+rank]; here both factors are stacked over layers, input dims first. Of experts, which transformers
+has in two parameters of a layer (`target_parameters`), it has lora_A [experts · rank, inputs] and
+lora_B [outputs, rank · experts].
 """
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,15 @@ from meshwright.models.safetensors_read import read_header
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_EXPERTS = "mlp.experts"  # the module in a layer, whatever files call it
+# the parameters of experts, and what of ours they hold; PEFT wraps the first, then the second
+_EXPERT_PARAMETERS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 # fields of adapter_config.json that are honoured with these values alone
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None),
     "modules_to_save": (None, []), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
     "layers_to_transform": (None, []), "layer_replication": (None, []), "lora_bias": (False, None),
-    "trainable_token_indices": (None, []), "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
     "init_lora_weights": (True, False, None, "gaussian"), "use_qalora": (False, None),
     "alora_invocation_tokens": (None, []), "corda_config": (None,), "eva_config": (None,),
 }  # fmt: skip
@@ -46,13 +52,20 @@ def adapter_model(model: HfModel, arrays: Any, lora: LoraConfig, base: str) -> H
     specs = {ADAPTER: arrays[ADAPTER]}
     by_path = dict(zip(tree_paths(specs), jax.tree.leaves(specs), strict=True))
     of_base = dict(zip(tree_paths(model.specs), jax.tree.leaves(model.specs), strict=True))
+    adapted = {path.removeprefix(f"{ADAPTER}/").rpartition("/")[0] for path in by_path}
+    of_experts = {path for path in adapted if of_base[path].kind == "expert"}
+    parameters = _expert_parameters(of_experts)
+    adapted -= of_experts
     factors = {}
     for path, spec in by_path.items():
         matrix, _, factor = path.removeprefix(f"{ADAPTER}/").rpartition("/")
-        factors[path] = _factor(path, factor, spec, model.arrays[matrix], of_base[matrix])
+        of = model.arrays[matrix]
+        if matrix in of_experts:
+            factors[path] = _expert_factor(path, spec, of, parameters)
+        else:
+            factors[path] = _factor(path, factor, spec, of, of_base[matrix])
 
     def fields(dtype: str) -> dict[str, Any]:
-        adapted = {path.removeprefix(f"{ADAPTER}/").rpartition("/")[0] for path in by_path}
         first = [_inputs_first(model.arrays[path], of_base[path]) for path in adapted]
         encoder = model.write_config(dtype).get("is_encoder_decoder")
         return {
@@ -65,6 +78,7 @@ def adapter_model(model: HfModel, arrays: Any, lora: LoraConfig, base: str) -> H
             "use_rslora": lora.rslora,
             "lora_dropout": lora.dropout,
             "target_modules": _target_modules(model, adapted),
+            "target_parameters": [f"{_EXPERTS}.{name}" for name in parameters] or None,
             "fan_in_fan_out": any(first),
             "bias": "none",
             "inference_mode": True,
@@ -93,7 +107,7 @@ def read_adapter_config(folder: Path, model: HfModel) -> LoraConfig:
             f"{where}: r and lora_alpha must be numbers above 0, lora_dropout a number from 0"
         ) from None
     held = read_header(folder / WEIGHTS)
-    targets = []
+    targets = [f"^{re.escape(path)}$" for path in _adapted_experts(fields, model, where)]
     for path, array in model.arrays.items():
         if _of_first(array, _tensor(array, "a")) not in held:
             continue
@@ -152,6 +166,59 @@ def _factor(path: str, factor: str, spec: ArraySpec, of: HfArray, matrix: ArrayS
     window = (slice(None),) * len(unfolded)
     name = _tensor(of, factor)
     return HfArray(path, name, shape, unfolded, window, order, of.layers, first=of.first)
+
+
+def _expert_parameters(paths: set[str]) -> list[str]:
+    """The parameters of transformers that hold these matrices of experts, in PEFT's order."""
+    names = {path.rpartition("/")[2] for path in paths}
+    found = [one for one, parts in _EXPERT_PARAMETERS.items() if names & {*parts}]
+    missing = {part for one in found for part in _EXPERT_PARAMETERS[one]} - names
+    if missing:
+        raise MeshwrightError(
+            f"PEFT has one adapter for gate and up of experts, and {min(missing)} has none here; "
+            "adapt both, or export the merged model instead (--merge)"
+        )
+    return found
+
+
+def _expert_factor(path: str, spec: ArraySpec, of: HfArray, parameters: list[str]) -> HfArray:
+    """A factor of experts, ours [experts, inputs, rank] or [experts, rank, outputs]."""
+    *_, matrix, factor = path.split("/")
+    name = next(one for one, parts in _EXPERT_PARAMETERS.items() if matrix in parts)
+    inner = "" if name == parameters[-1] else "base_layer."
+    tensor = f"{_PREFIX}{of.stack[0]}{{layer}}.{_EXPERTS}.{inner}lora_{factor.upper()}.weight"
+    _, experts, inputs, outputs = spec.shape  # of this factor
+    window: tuple[slice | int, ...] = (slice(None),) * 3
+    if factor == "a":
+        shape, unfolded, order = (experts * outputs, inputs), (experts, outputs, inputs), (0, 2, 1)
+    else:
+        unfolded, order = (outputs, inputs, experts), (2, 1, 0)
+        parts = _EXPERT_PARAMETERS[name]
+        shape = (len(parts) * outputs, inputs * experts)
+        if len(parts) > 1:
+            # the parts lie one after the other, or in turn where a tensor of theirs has them so
+            at = 0 if _is_whole(of) else 1
+            sizes, part = [*unfolded], parts.index(matrix)
+            sizes.insert(at, len(parts))
+            unfolded = tuple(sizes)  # type: ignore[assignment]
+            window = (*window[:at], part, *window[at:])
+    return HfArray(path, tensor, shape, unfolded, window, order, of.layers, first=of.first)
+
+
+def _adapted_experts(fields: Mapping[str, Any], model: HfModel, where: str) -> list[str]:
+    """The paths of matrices of experts that `target_parameters` names."""
+    targets = fields.get("target_parameters") or []
+    specs = dict(zip(tree_paths(model.specs), jax.tree.leaves(model.specs), strict=True))
+    ours = [path for path, spec in specs.items() if spec.kind == "expert"]
+    names = [str(target).rpartition("experts.")[2] for target in targets]
+    for target, name in zip(targets, names, strict=True):
+        if name not in _EXPERT_PARAMETERS or not ours:
+            raise MeshwrightError(
+                f"{where}: target_parameters={target!r} is not supported here; those of experts, "
+                f"{' and '.join(_EXPERT_PARAMETERS)}, are"
+            )
+    parts = {part for name in names for part in _EXPERT_PARAMETERS[name]}
+    return [path for path in ours if path.rpartition("/")[2] in parts]
 
 
 def _inputs_first(array: HfArray, spec: ArraySpec) -> bool:

@@ -179,9 +179,9 @@ class _Step:
 
     def _exchanged(self, stack: StackSizes, experts: Experts) -> Number:
         """Bytes of an all-to-all: ragged, or on a CPU with room for all that may be sent."""
-        ways, number = self.choice.size("ep"), self.number
+        number = self.number
         if self.device.machine.chip.platform == "cpu":
-            room = number(min(experts.per_token, experts.count // ways), "experts")
+            room = number(self.shares[stack].room, "experts")
             return self.stream(stack) * room * self.ep
         chosen = number(experts.per_token, "experts")
         return self.stream(stack) * chosen * number(self.workload.imbalance, name="imbalance")
@@ -552,9 +552,10 @@ class _Step:
         along = ("tp",) if self.choice.sequence_parallel else ()
         over = self.over("dp", "fsdp", "sp", "ep", *along)
         layers = self.number(self.sizes.layers, "layers")
-        each = self.four * layers * self.number(2 * experts.count + 1)
+        drops = bool(self.workload.config.compute.capacity)
+        each = self.four * layers * self.number(2 * experts.count + 1 + drops)
         what, times = "sums over tokens of the routers", self.micro_batches
-        yield Collective("all-reduce", over, each, times, "forward", what, pieces=3)
+        yield Collective("all-reduce", over, each, times, "forward", what, pieces=3 + drops)
         for axes in (self.batch, self.over("sp")):
             what = "number of targets of a micro-batch"
             yield Collective("all-reduce", axes, self.four, times, "forward", what)

@@ -30,6 +30,7 @@ _JAX_ONLY = {
     "compute.attention": "PyTorch's scaled_dot_product_attention chooses its kernel",
     "compute.mlp_chunk": "use --compute.remat full to save memory",
     "compute.experts": "PyTorch has no ep axis here",
+    "compute.capacity": "PyTorch trains no mixtures of experts here",
     "compute.overlap": "FSDP2 always overlaps",
     "trainable": "PyTorch trains every array here",
     "lora.dropout": "PyTorch trains adapters without dropout here",
@@ -38,6 +39,7 @@ _JAX_ONLY = {
     "loss.z_loss": "PyTorch has no z-loss here",
     "loss.load_balance": "PyTorch trains no mixtures of experts here",
     "loss.router_z": "PyTorch trains no mixtures of experts here",
+    "loss.balance_bias": "PyTorch trains no mixtures of experts here",
     "loss.chunk": "use more --accumulation or a smaller --batch to save memory",
 }
 

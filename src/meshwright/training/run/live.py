@@ -50,6 +50,8 @@ def metrics_text(metrics: Mapping[str, Any], total_steps: int) -> str:
         limit = metrics.get("memory_limit_bytes")
         of = f"/{limit / GIB:.1f}" if limit else ""
         parts.append(f"{metrics['memory_bytes'] / GIB:.1f}{of} GiB")
+    if metrics.get("dropped"):
+        parts.append(f"{metrics['dropped']:.1%} dropped by experts")
     if metrics.get("skipped_steps"):
         parts.append(f"{metrics['skipped_steps']:.0f} skipped")
     left = eta_seconds(step, total_steps, metrics.get("step_seconds"))

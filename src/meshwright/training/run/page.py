@@ -15,7 +15,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.files import write_whole
 from meshwright.present import render
 from meshwright.training.run.metrics import read_metrics
-from meshwright.training.run.summary import curves, resumes, samples, summary
+from meshwright.training.run.summary import curves, expert_loads, resumes, samples, summary
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PAGE = "run.html"
@@ -47,6 +47,7 @@ def run_page(folder: Path, about: Mapping[str, Any], config: Any | None) -> str:
         "resumes": [
             {"step": event["step"], "mesh": event.get("mesh")} for event in resumes(metrics)
         ],
+        "loads": expert_loads(metrics),
     }
     about = dict(about)
     title = str(about.pop("name", None) or folder.resolve().name)
@@ -57,6 +58,7 @@ def run_page(folder: Path, about: Mapping[str, Any], config: Any | None) -> str:
         about=[(str(key), str(value)) for key, value in about.items() if value not in (None, "")],
         summary=summary(metrics),
         samples=samples(metrics),
+        loads=data["loads"] is not None,
         unreadable=metrics.unreadable,
         config=None if config is None else json.dumps(config, indent=2, default=str),
     )

@@ -14,6 +14,9 @@ from meshwright.training.run.metrics import Metrics
 MOST_POINTS = 8000
 MOST_SAMPLED = 50  # steps whose sample texts are shown
 SAMPLE = "sample"  # an event: a prompt and the text that the weights of a step gave after it
+# of a step's report and an event: of layers with experts, how often each was chosen in the step,
+# over the average
+EXPERT_LOADS = "expert_loads"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,7 @@ CURVES = (
     Curve("mfu", "MFU", "%", 100.0),
     Curve("step_seconds", "seconds per step", " s", log=True),
     Curve("memory_bytes", "memory", " GiB", 1 / GIB),
+    Curve("highest_load", "load of the most chosen expert, over the average"),
 )
 
 
@@ -82,6 +86,12 @@ def samples(metrics: Metrics) -> list[tuple[int, list[dict[str, Any]]]]:
             by_step.setdefault(event["step"], {})[str(event.get("prompt"))] = event
     newest = sorted(by_step, reverse=True)[:MOST_SAMPLED]
     return [(step, list(by_step[step].values())) for step in newest]
+
+
+def expert_loads(metrics: Metrics) -> dict[str, Any] | None:
+    """The last that a run wrote of the loads of its experts: the step, and those of each layer."""
+    events = [event for event in metrics.events if event["event"] == EXPERT_LOADS]
+    return {"step": events[-1]["step"], "layers": events[-1]["loads"]} if events else None
 
 
 def curves(metrics: Metrics, most: int = MOST_POINTS) -> list[dict[str, Any]]:
