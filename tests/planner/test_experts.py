@@ -153,6 +153,32 @@ def test_an_engine_splits_experts_over_ep_and_replicates_the_rest() -> None:
     assert sent == dict.fromkeys(("all-reduce", "all-gather"), (("ep",), TINY.layers))
 
 
+def test_quantized_weights_of_an_engine_are_all_but_the_experts() -> None:
+    served = workload(TINY, "h100:8", 16, 64, serve=True)
+    steps = [StepModel(served, Choice.of(dp=8, weights=weights)) for weights in (None, "int8")]
+    attention = 2 * TINY.embed * TINY.head_dim * (TINY.heads + TINY.kv_heads)
+    fewer = TINY.layers * attention + TINY.vocab * TINY.embed  # a byte less of each
+    scales = TINY.layers * (2 * TINY.embed + 2 * TINY.kv_heads * TINY.head_dim) + TINY.vocab
+    held = [memory(step).kinds["parameters"] for step in steps]
+    assert held[0] - held[1] == fewer - 4 * scales
+    assert steps[0].work.memory_bytes - steps[1].work.memory_bytes == pytest.approx(fewer)
+
+
+def test_a_served_token_of_latent_attention_keeps_keys_and_values_of_every_head() -> None:
+    """As the engine's pages do: values are padded to the size of keys. All layers have some."""
+    model = preset("deepseek-v3")
+    steps = [
+        StepModel(workload(model, "h200:4x8", 16, length, serve=True), Choice.of(tp=32))
+        for length in (64, 1088)
+    ]
+    cache = [memory(step).kinds["key-value cache"] for step in steps]
+    assert cache[1] - cache[0] == 16 * 1024 * 61 * 2 * 128 * 192 * 2 // 32
+    # tp does not split what makes latents, nor routers
+    whole = 7168 * (1536 + 512 + 64) * 61 + 7168 * 256 * 58
+    parameters = sizes_of(model).parameters
+    assert steps[0].layers_and_tables == pytest.approx((parameters - whole) / 32 + whole, rel=1e-9)
+
+
 def test_every_preset_is_planned() -> None:
     for name, config in PRESETS.items():
         sizes = sizes_of(config)

@@ -102,7 +102,7 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
 
 
 def _served_weights(step: StepModel) -> Number:
-    """Quantized are the matrices of layers and an LM head of its own.
+    """Quantized are the matrices of layers, but no experts and routers, and an LM head of its own.
 
     Norms, biases and scales are in float32.
     """
@@ -110,17 +110,20 @@ def _served_weights(step: StepModel) -> Number:
     used = device.used
     if step.choice.weights is None:
         return used * step.layers_and_tables + device.float32 * step.vectors
-    quantized, outputs = step.layers, number(0)
+    mixtures = outputs = number(0)
     for stack in device.sizes.stacks:
-        matrices = [matrix for block in stack.blocks for matrix in block.matrices]
+        matrices = stack.of_kind("matrix")
         of_all = sum(one.outputs for one in matrices if one.adds_to_residual or one.whole)
         split = sum(matrix.outputs for matrix in matrices) - of_all
         layers = number(stack.layers, "layers")
         outputs = outputs + layers * (number(split) / device.tp + number(of_all))
+        experts = number(stack.expert_weights) / (device.tp * device.ep)
+        mixtures = mixtures + layers * (experts + number(_router_weights(stack)))
+    quantized = step.layers - mixtures
     if not device.sizes.is_tied:
         quantized, outputs = quantized + device.table, outputs + device.vocab / device.tp
-    unquantized = device.float32 * (step.vectors + outputs)
-    return number(1, "bytes") * quantized + used * device.table + unquantized
+    unquantized = used * (mixtures + device.table) + device.float32 * (step.vectors + outputs)
+    return number(1, "bytes") * quantized + unquantized
 
 
 def _slots(step: StepModel) -> Number:
@@ -189,8 +192,7 @@ def _sent(step: StepModel, tokens: int) -> Iterator[Collective]:
     mixtures = with_experts if step.choice.size("ep") > 1 else 0
     over = tuple(axis for axis in ("tp", "ep") if step.choice.size(axis) > 1)
     yield Collective("all-reduce", over, size, mixtures, "forward", "sums of a layer's experts")
-    routers = stacks[-1].of_kind("router")
-    router = device.float32 * number(sum(matrix.weights for matrix in routers))
+    router = device.float32 * number(_router_weights(stacks[-1]))
     yield Collective("all-gather", over[-1:], router, mixtures, "forward", "router of a layer")
     if step.choice.size("tp") == 1:
         return
@@ -297,19 +299,20 @@ def _weight_bytes(step: StepModel, tokens: int) -> Number:
     equal probability. Adapters of all slots are read, whichever of them a token has.
     """
     device, sizes, number = step.device, step.sizes, step.number
-    layers, head = number(0), _head(step)
+    used, head = device.used, _head(step)
+    one = used if step.choice.weights is None else number(1, "bytes")  # see _served_weights
+    read = (used if sizes.is_tied else one) * head + used * _slots(step)
     for stack in sizes.generating:
-        weights = number(stack.weights - stack.expert_weights + _copies(step, stack))
+        router = number(step.choice.size("tp") * _router_weights(stack))
+        rest = number(stack.weights - stack.expert_weights + _copies(step, stack)) - router
+        weights = one * rest + used * router
         if stack.experts is not None:
             count, chosen = stack.experts.count, stack.experts.per_token
             touched = number(count * (1 - (1 - chosen / count) ** tokens), "experts")
-            weights = weights + touched * number(stack.expert_weights // count) / device.ep
-        layers = layers + number(stack.layers, "layers") * weights / device.tp
-    slots = device.used * _slots(step)
-    if step.choice.weights is None:
-        return device.used * (layers + head) + slots
-    one = number(1, "bytes")
-    return one * layers + (device.used if sizes.is_tied else one) * head + slots
+            expert = number(stack.expert_weights // count) / device.ep
+            weights = weights + used * touched * expert
+        read = read + number(stack.layers, "layers") * weights / device.tp
+    return read
 
 
 def _met(step: StepModel, stacks: Sequence[StackSizes]) -> Number:
@@ -324,6 +327,10 @@ def _met(step: StepModel, stacks: Sequence[StackSizes]) -> Number:
             met = number(on_all - experts) + slowest
         total = total + number(stack.layers, "layers") * met
     return total / device.tp
+
+
+def _router_weights(stack: StackSizes) -> int:
+    return sum(matrix.weights for matrix in stack.of_kind("router"))
 
 
 def _copies(step: StepModel, stack: StackSizes) -> int:
