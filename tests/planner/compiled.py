@@ -17,6 +17,7 @@ from meshwright.models.decoder import DecoderConfig, decoder_rules
 from meshwright.planner.workload import Choice, Workload
 
 _LLAMA = DecoderConfig(vocab=96, layers=3, embed=64, heads=8, kv_heads=8, head_dim=16, mlp=192)
+_LATENT = dataclasses.replace(_LLAMA, head_dim=24, rope_dim=8, value_dim=16, kv_rank=32, q_rank=48)
 MODELS = {
     "llama": _LLAMA,
     "grouped": dataclasses.replace(_LLAMA, kv_heads=4),
@@ -30,7 +31,14 @@ MODELS = {
     "shared": dataclasses.replace(
         _LLAMA, mlp=64, experts=16, experts_per_token=4, shared_mlp=128, kv_heads=4
     ),
-}
+    "latent": _LATENT,
+    "latent keys": dataclasses.replace(_LATENT, q_rank=None),
+    "deepseek": dataclasses.replace(
+        _LATENT, mlp=32, leading=2, leading_mlp=192, experts=16, experts_per_token=4,
+        shared_mlp=64, router_scores="sigmoid", selection_bias=True, expert_groups=4,
+        expert_groups_per_token=2,
+    ),
+}  # fmt: skip
 ROWS, SEQ, CHUNK = 8, 32, 24  # a micro-batch's; the chunk is that of tests/training/toy.py
 
 
@@ -61,7 +69,9 @@ class Case:
 
     @property
     def config(self) -> DecoderConfig:
-        return dataclasses.replace(MODELS[self.model], layers=self.layers)
+        model = MODELS[self.model]
+        leading = self.layers // 2 if model.leading else 0
+        return dataclasses.replace(model, layers=self.layers, leading=leading)
 
     def workload(self, on: str) -> Workload:
         return workload(

@@ -12,7 +12,7 @@ from meshwright import plan
 from meshwright.errors import MeshwrightError
 from meshwright.models import PRESETS, family_of, preset
 from meshwright.planner.memory import memory
-from meshwright.planner.sizes import sizes_of
+from meshwright.planner.sizes import array_leaves, sizes_of
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import step_time
 from meshwright.planner.workload import Choice, Workload
@@ -31,6 +31,7 @@ def on(chip: str, **settings: object) -> Workload:
         ("qwen3-30b-a3b", 30.5e9, 3.3e9),  # its model card
         ("qwen3-235b-a22b", 235e9, 22e9),
         ("olmoe-1b-7b", 6.9e9, 1.3e9),  # arXiv 2409.02060
+        ("deepseek-v3", 671e9, 37e9),  # arXiv 2412.19437
     ],
 )
 def test_parameters_are_those_that_their_authors_name(
@@ -168,12 +169,46 @@ def test_an_engine_splits_experts_over_ep_and_replicates_the_rest() -> None:
     assert sent == dict.fromkeys(("all-reduce", "all-gather"), (("ep",), TINY.layers))
 
 
-def test_every_preset_is_planned_but_those_with_latent_attention() -> None:
-    refused = []
+def test_quantized_weights_of_an_engine_are_all_but_the_experts() -> None:
+    served = workload(TINY, "h100:8", 16, 64, serve=True)
+    steps = [StepModel(served, Choice.of(dp=8, weights=weights)) for weights in (None, "int8")]
+    attention = 2 * TINY.embed * TINY.head_dim * (TINY.heads + TINY.kv_heads)
+    fewer = TINY.layers * attention + TINY.vocab * TINY.embed  # a byte less of each
+    scales = TINY.layers * (2 * TINY.embed + 2 * TINY.kv_heads * TINY.head_dim) + TINY.vocab
+    held = [memory(step).kinds["parameters"] for step in steps]
+    assert held[0] - held[1] == fewer - 4 * scales
+    assert steps[0].work.memory_bytes - steps[1].work.memory_bytes == pytest.approx(fewer)
+
+
+def test_a_served_token_of_latent_attention_keeps_keys_and_values_of_every_head() -> None:
+    """As the engine's pages do: values are padded to the size of keys. All layers have some."""
+    model = preset("deepseek-v3")
+    steps = [
+        StepModel(workload(model, "h200:4x8", 16, length, serve=True), Choice.of(tp=32))
+        for length in (64, 1088)
+    ]
+    cache = [memory(step).kinds["key-value cache"] for step in steps]
+    assert cache[1] - cache[0] == 16 * 1024 * 61 * 2 * 128 * 192 * 2 // 32
+    # tp does not split what makes latents, nor routers
+    whole = 7168 * (1536 + 512 + 64) * 61 + 7168 * 256 * 58
+    parameters = sizes_of(model).parameters
+    assert steps[0].layers_and_tables == pytest.approx((parameters - whole) / 32 + whole, rel=1e-9)
+
+
+def test_every_preset_is_planned() -> None:
     for name, config in PRESETS.items():
-        try:
-            sizes_of(config)
-        except MeshwrightError as error:
-            assert "cannot be planned yet: its layers have wq_a" in str(error)
-            refused.append(name)
-    assert refused == ["deepseek-v3"]
+        sizes = sizes_of(config)
+        leaves = [one for one in array_leaves(family_of(config).arrays(config)) if one.inputs]
+        learned = sum(one.size for one in leaves if "positions" in one.dims)
+        assert sizes.parameters == sum(one.size for one in leaves) - learned, name
+
+
+def test_arrays_whose_work_is_not_declared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = family_of(TINY)
+    (stack,) = family.work(TINY)
+    block = dataclasses.replace(stack.blocks[0], outputs={"wq": "q"})
+    declared = dataclasses.replace(stack, blocks=(block, *stack.blocks[1:]))
+    other = dataclasses.replace(family, work=lambda config: (declared,))
+    monkeypatch.setattr("meshwright.planner.sizes.family_of", lambda config: other)
+    with pytest.raises(MeshwrightError, match="cannot be planned yet: its layers have wk, wv, wo"):
+        sizes_of(dataclasses.replace(TINY, vocab=352))

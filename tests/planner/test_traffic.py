@@ -19,6 +19,7 @@ FAST = [
     Case("tied", "fsdp=2,tp=2,sp=2", dpo=True, context_parallel="ring", accumulation=2),
     Case("experts", "fsdp=2,ep=4", experts="all-to-all"),
     Case("experts", "dp=2,fsdp=2,ep=2", experts="ring", accumulation=2),
+    Case("deepseek", "fsdp=2,tp=2,ep=2", experts="ring", sequence_parallel=True, layers=4),
 ]
 SLOW = [
     Case("llama", "dp=2,fsdp=4", dpo=True, remat="full"),
@@ -99,6 +100,25 @@ SLOW = [
     Case("shared", "fsdp=2,sp=2,ep=2", experts="ring", context_parallel="ring"),
     Case("shared", "tp=2,ep=4", experts="all-to-all", sequence_parallel=True),
     Case("shared", "fsdp=2,tp=2,ep=2", experts="all-to-all", accumulation=2, remat="mlp"),
+    Case("latent", "fsdp=8"),
+    Case("latent", "fsdp=4,tp=2"),
+    Case("latent", "dp=2,fsdp=2,tp=2", remat="full", sequence_parallel=True),
+    Case("latent", "tp=8", accumulation=2),
+    Case("latent", "fsdp=2,tp=2,sp=2", context_parallel="ring", sequence_parallel=True),
+    Case("latent", "fsdp=2,sp=4", context_parallel="allgather", remat="elementwise"),
+    Case("latent keys", "fsdp=4,tp=2", remat="full"),
+    Case("latent keys", "fsdp=4,tp=2", sequence_parallel=True),
+    Case("deepseek", "dp=2,fsdp=2,tp=2", layers=4),
+    Case("deepseek", "dp=2,fsdp=2,ep=2", remat="mlp", accumulation=2, layers=4),
+    Case("deepseek", "fsdp=2,sp=2,ep=2", experts="ring", context_parallel="ring", layers=4),
+    Case(
+        "deepseek",
+        "tp=2,ep=4",
+        experts="all-to-all",
+        remat="full",
+        sequence_parallel=True,
+        layers=4,
+    ),
 ]
 
 
@@ -127,9 +147,10 @@ def test_the_bytes_of_each_operation_over_each_axis_are_those_of_the_compiled_st
 def test_what_is_said_to_be_of_layers_is_sent_as_often_as_there_are_layers(case: Case) -> None:
     found = written(case)
     longer = Case(**{**case.__dict__, "layers": 2 * case.layers})
-    twice = {(send.what, send.operation, send.phase): send for send in written(longer)}
+    twice = {(one.what, one.operation, one.phase, one.stack): one for one in written(longer)}
     assert found
     for send in found:
         if send.layers:
-            assert send.times % (case.layers * case.accumulation) == 0
-            assert twice[send.what, send.operation, send.phase].times == 2 * send.times
+            assert send.times % (send.layers * case.accumulation) == 0
+            longer_send = twice[send.what, send.operation, send.phase, send.stack]
+            assert longer_send.times == 2 * send.times

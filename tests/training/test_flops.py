@@ -68,15 +68,20 @@ def matmul_flops(text):
     return flops("main")
 
 
+def without_scores_again(step):
+    """The FLOPs of a program, whose plain attention computes scores twice: a fused one does not."""
+    model = step.model
+    pairs = model.layers * model.heads * model.head_dim * BATCH * SEQ
+    return matmul_flops(step.lower().as_text()) - 2 * pairs * SEQ
+
+
 @pytest.mark.parametrize("window", [None, 64])
 def test_planned_and_reported_flops_are_those_of_the_programs_matmuls(window):
     model = dataclasses.replace(MODEL, sliding_window=window)
     step = made(model)
     # plain attention computes every pair of a sequence, seen or not
     pairs = 12 * model.layers * model.heads * model.head_dim * BATCH * SEQ
-    # and the loss computes logits again for gradients, which the compiler leaves out for one chunk
-    logits = 2 * BATCH * SEQ * model.embed * model.vocab
-    everything = matmul_flops(step.lower().as_text()) - logits
+    everything = without_scores_again(step)
 
     run = Workload.of(step.config, Machine.parse("cpu:1"), model)
     planned = StepModel(run, Choice.of()).work
@@ -103,8 +108,7 @@ def test_layers_that_differ_are_counted_each_with_its_own_window():
     seen = [((distance >= 0) & (distance < window)).sum() / SEQ for window in (64, SEQ)]
     step = made(model)
     pairs = 12 * 4 * 128 * BATCH * SEQ * sum(SEQ - keys for keys in seen)
-    logits = 2 * BATCH * SEQ * model.embed * model.vocab
-    useful = matmul_flops(step.lower().as_text()) - logits - pairs
+    useful = without_scores_again(step) - pairs
     # exact counts have the diagonal, which the formula for whole sequences leaves out
     reported = step.work.flops_per_token(sum(seen) / 2) * BATCH * SEQ
     assert reported == pytest.approx(useful, rel=1e-6)
@@ -114,6 +118,23 @@ def test_layers_that_differ_are_counted_each_with_its_own_window():
     machine = Machine.parse("cpu:1")
     planned = StepModel(Workload.of(step.config, machine, model), Choice.of()).work
     assert planned.flops == pytest.approx(useful, rel=1e-3)
+
+
+@pytest.mark.parametrize("q_rank", [None, 192])
+def test_latent_attention_is_counted_with_its_latents_computed_again(q_rank):
+    """No remat policy saves latents, and values are padded to the size of keys."""
+    model = dataclasses.replace(
+        MODEL, kv_heads=4, head_dim=96, rope_dim=32, value_dim=64, kv_rank=128, q_rank=q_rank
+    )
+    step = made(model)
+    pairs = 12 * model.layers * model.heads * model.head_dim * BATCH * SEQ
+    everything = without_scores_again(step)
+    seen = model.keys_seen(SEQ)
+    planned = StepModel(Workload.of(step.config, Machine.parse("cpu:1"), model), Choice.of()).work
+    assert planned.computed == pytest.approx(everything - pairs * (SEQ - seen), rel=1e-6)
+    again = 2 * model.layers * model.embed * (model.kv_rank + (q_rank or 0)) * BATCH * SEQ
+    padding = pairs / 2 / model.head_dim * (model.head_dim - model.value_dim) * seen
+    assert planned.flops == pytest.approx(planned.computed - again - padding, rel=1e-6)
 
 
 def test_keys_seen_counts_documents_and_windows_pair_by_pair():

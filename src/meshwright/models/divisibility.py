@@ -35,15 +35,17 @@ def indivisible(
 
     With `seq` None the length is not checked.
     """
+    split_dims = family_of(model).split_dims
     dim_axes, batch_axes, lengths = _split_axes(
-        rules, tuple(mesh_shape), family_of(model).split_dims
+        rules, tuple(mesh_shape), tuple(split_dims.values())
     )
-    for dim, axes in dim_axes.items():
-        size, parts = getattr(model, dim, 0), _parts(axes, mesh_shape)
-        if not size and parts > 1:
+    for field, dim in split_dims.items():
+        axes = dim_axes.get(dim, ())
+        size, parts = getattr(model, field, None) or 0, _parts(axes, mesh_shape)
+        if not size and parts > 1 and dim == "experts":
             return f"the model has no {dim} to be split in {'·'.join(axes)}={parts}"
         if size % parts:
-            return f"{dim}={size} cannot be split in {'·'.join(axes)}={parts}"
+            return f"{field}={size} cannot be split in {'·'.join(axes)}={parts}"
     parts = accumulation * _parts(batch_axes, mesh_shape)
     if batch % parts:
         over = "·".join([*batch_axes, *(["accumulation"] if accumulation > 1 else [])])

@@ -96,8 +96,8 @@ class ModelFamily:
     """(config, length of each batch field) → FLOPs of a training step for one example.
 
     A family with `keys_seen` takes that as a third argument."""
-    split_dims: tuple[str, ...]
-    """Dims of the model that the mesh must divide; the vocabulary is padded."""
+    split_dims: Mapping[str, str]
+    """Sizes of a config that the mesh must divide → the dim of each; the vocabulary is padded."""
     override: Callable[[Any, Mapping[str, str], int], Any]
     """(config, changes by name, sequence length) → config with these changes."""
     to_dict: Callable[[Any], dict[str, Any]]

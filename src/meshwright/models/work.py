@@ -22,6 +22,8 @@ class Attention:
     """Whether a bias is added to the scores, which not every kernel can."""
     masks: tuple[tuple[Mask, int], ...] = ()
     """Each mask, and how many layers have it, where they differ."""
+    value_dim: int | None = None
+    """Numbers of a head's value, where they are fewer than those of its key."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,17 @@ def attention_block(
         outputs={"wq": "q", "wk": "k", "wv": "v", "wo": "middle"},
         attention=attention,
     )  # fmt: skip
+
+
+def latent_block(attention: Attention, plain_queries: bool, norm_places: str = "before") -> Block:
+    """Latent attention, whose values are padded to the size of keys.
+
+    Latents are saved by no policy. With `plain_queries` queries are made without one.
+    """
+    queries = {"wq": "q"} if plain_queries else {"wq_a": "q latent", "wq_b": "q"}
+    keys = {"wkv_a": "kv latent", "wk_rope": "k", "wk_b": "k", "wv_b": "v"}
+    block = attention_block(attention, norm_places=norm_places)
+    return dataclasses.replace(block, outputs={**queries, **keys, "wo": "middle"})
 
 
 def expert_blocks(

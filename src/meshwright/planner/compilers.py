@@ -111,7 +111,7 @@ class _Program(NamedTuple):
 def _program(step: StepModel) -> _Program:
     workload, choice, machine = step.workload, step.choice, step.machine
     shard = workload.sizes.embed // choice.shards
-    twice = len(workload.sizes.stacks) > 1 and not stacks(shard, is_last=True, table=True)
+    twice = len(workload.sizes.sequences) > 1 and not stacks(shard, is_last=True, table=True)
     summed: dict[Payload, bool] = {"embedding gradient": twice}
     scattered = {axis: scattered_by(choice.size(axis), machine) for axis in ("fsdp", "sp", "ep")}
     across = _across(choice, machine)

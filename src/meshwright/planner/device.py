@@ -92,9 +92,13 @@ class DeviceStack:
         number, choice = device.number, device.choice
         self.device, self.index, self.sizes = device, index, sizes
         self.layers = number(sizes.layers, "layers")
-        self.weights = number(sizes.weights)
-        self.gradient_weights = number(sizes.gradient_weights)  # of a layer
-        self.attention_weights = number(sizes.attention_weights)
+        # of a layer, before tp divides them: as often as tp has devices, where it does not
+        more = choice.tensor - 1
+        self.weights = number(sizes.weights + more * sizes.whole_weights)
+        self.gradient_weights = number(sizes.gradient_weights + more * sizes.whole_gradient_weights)
+        self.attention_weights = number(
+            sizes.attention_weights + more * sizes.whole_attention_weights
+        )
         self.length = device.workload.lengths[sizes.field] // choice.context
         self.tokens = number(device.sequences * self.length, "tokens")
 
@@ -145,10 +149,12 @@ class DeviceStack:
 
     @property
     def trained_weights(self) -> Number:
-        """Weights of all layers that are trained."""
+        """Weights of all layers that are trained, as `gradient_weights` counts them."""
         if self.sizes.trained_weights == self.sizes.layers * self.sizes.gradient_weights:
             return self.layers * self.gradient_weights
-        return self.device.number(self.sizes.trained_weights)
+        more = self.device.choice.tensor - 1
+        trained = self.sizes.trained_weights + more * self.sizes.whole_trained_weights
+        return self.device.number(trained)
 
     @property
     def stream(self) -> Number:
@@ -369,7 +375,7 @@ def _saved_numbers(
                 field = keys_from if keys_from and dims[0] == "kv_heads" else own
                 multiple = how.length
             else:
-                known = {**sizes.dims, "chosen": token_copies}
+                known = {**sizes.stacks[stack].dims, "chosen": token_copies}
                 width = math.prod(known[dim] for dim in dims) / tp
             found.setdefault((field, multiple), [0.0, 0.0])[0] += width
         if block.attention and "attention" in policy:

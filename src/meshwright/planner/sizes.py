@@ -9,13 +9,13 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from meshwright.errors import MeshwrightError
-from meshwright.layouts import ArraySpec, select_trainable
+from meshwright.layouts import ArraySpec, Rules, select_trainable
 from meshwright.models import (
     ADAPTER,
     Attention,
@@ -35,7 +35,7 @@ class Matrix:
 
     name: str
     weights: int  # of one layer
-    inner: int  # its other side than embed
+    inner: int  # its other side than embed; of one that reads a latent, its outputs
     output: str  # the activation that it makes; "" for one that every remat policy saves
     adds_to_residual: bool  # its last dim is embed: it leads back to the residual stream
     of_keys: bool  # it makes keys or values
@@ -43,11 +43,19 @@ class Matrix:
     trained_layers: int
     kind: str = "matrix"  # as ArraySpec.kind: of experts, or the router that chooses them
     share: float = 1.0  # of the tokens, those that meet each of its numbers
+    inputs: int = 0  # numbers of a token that it reads
+    whole: bool = False  # tp does not split it: routers, and matrices that make latents
+    of_latent: bool = False  # it reads a latent, not the residual stream
 
     @property
     def met(self) -> float:
         """Weights that a token meets."""
         return self.weights * self.share
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether it makes a latent, which every device along tp needs."""
+        return self.whole and self.kind == "matrix"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +96,13 @@ class BlockSizes:
         return max(matrix.inner for matrix in self.matrices)
 
     @functools.cached_property
+    def splits_input(self) -> bool:
+        """Whether a matrix that tp splits reads the block's input."""
+        return any(
+            not (one.whole or one.of_latent or one.adds_to_residual) for one in self.matrices
+        )
+
+    @functools.cached_property
     def arrays_inside(self) -> int:
         """Matrices that lead from the residual stream into the block: gate and up of an mlp."""
         return sum(not one.adds_to_residual for one in self.matrices if one.kind != "router")
@@ -101,11 +116,31 @@ class StackSizes:
     field: str  # the batch field of its sequence
     layers: int
     blocks: tuple[BlockSizes, ...]
+    dims: Mapping[str, int]  # of its arrays
+    latent_norms: int  # numbers of a layer's norms of latents that have gradients
 
     @functools.cached_property
     def weights(self) -> int:
         """In the matrices of one layer."""
         return sum(block.weights for block in self.blocks)
+
+    @functools.cached_property
+    def whole_weights(self) -> int:
+        """Of a layer, those that tp does not split."""
+        matrices = (matrix for block in self.blocks for matrix in block.matrices)
+        return sum(matrix.weights for matrix in matrices if matrix.whole)
+
+    @functools.cached_property
+    def whole_gradient_weights(self) -> int:
+        """Of those, the ones that have gradients."""
+        matrices = (matrix for block in self.blocks for matrix in block.with_gradients)
+        return sum(matrix.weights for matrix in matrices if matrix.whole)
+
+    @functools.cached_property
+    def whole_trained_weights(self) -> int:
+        """Of all layers, the trained ones that tp does not split."""
+        matrices = (matrix for block in self.blocks for matrix in block.matrices)
+        return sum(matrix.weights * matrix.trained_layers for matrix in matrices if matrix.whole)
 
     @functools.cached_property
     def met(self) -> float:
@@ -147,6 +182,11 @@ class StackSizes:
         return sum(block.weights for block in self.blocks if block.attention)
 
     @functools.cached_property
+    def whole_attention_weights(self) -> int:
+        attention = (block for block in self.blocks if block.attention)
+        return sum(one.weights for block in attention for one in block.matrices if one.whole)
+
+    @functools.cached_property
     def is_biased(self) -> bool:
         """Whether a bias is added to the scores of an attention."""
         return any(block.attention and block.attention.biased for block in self.blocks)
@@ -181,6 +221,8 @@ class ModelSizes:
     head_vectors: Vectors  # over heads, which tp splits
     position_vectors: Vectors  # biases of relative positions, over heads
     other_vectors: Vectors  # replicated over all axes
+    latent_vectors: Vectors  # norms of latents: the same, but each layer reduces their gradients
+    expert_vectors: Vectors  # biases of experts and their routers, which ep splits
     fields: tuple[str, ...]  # of a batch
 
     @property
@@ -190,6 +232,16 @@ class ModelSizes:
     @property
     def is_tied(self) -> bool:
         return self.tables == 1
+
+    @functools.cached_property
+    def sequences(self) -> tuple[str, ...]:
+        """The batch fields that go through layers, each embedded once."""
+        return tuple(dict.fromkeys(stack.field for stack in self.stacks))
+
+    @functools.cached_property
+    def generating(self) -> tuple[StackSizes, ...]:
+        """The stacks that a new token goes through: of an encoder and a decoder, the decoder's."""
+        return tuple(stack for stack in self.stacks if stack.field == self.stacks[-1].field)
 
     @functools.cached_property
     def layer_weights(self) -> int:
@@ -258,15 +310,9 @@ def sizes_of(
     if lora is not None and lora.rank:
         arrays = {**with_adapter(arrays, lora, np.float32, hf_names(model)), ADAPTER: {}}
     leaves = list(array_leaves(arrays))
-    dims = {
-        dim: size
-        for array in leaves
-        for dim, size in zip(array.dims, array.shape, strict=True)
-        if dim is not None and dim != "layers"
-    }
-    declared = family.work(model)
+    declared, rules = family.work(model), family.rules(sp=True)
     vectors: dict[str, list[ArraySpec]] = {
-        "residual": [], "position": [], "heads": [], "other": []
+        "residual": [], "position": [], "heads": [], "latents": [], "experts": [], "other": []
     }  # fmt: skip
     for array in leaves:
         if not array.inputs:
@@ -284,8 +330,8 @@ def sizes_of(
     of_vocab = [array for array in leaves if "vocab" in array.dims]
     trained_kinds = {array.kind for array in of_vocab if array.trained}
     return ModelSizes(
-        dims=dims,
-        stacks=tuple(_stack(stack, arrays, len(declared) > 1) for stack in declared),
+        dims=_sizes(leaves),
+        stacks=tuple(_stack(stack, arrays, rules, len(declared) > 1) for stack in declared),
         tables=len(of_vocab),
         trains_embedding="embedding" in trained_kinds,
         trains_head=bool(trained_kinds - {"embedding"}) or len(of_vocab) == 1 == len(trained_kinds),
@@ -293,11 +339,17 @@ def sizes_of(
         head_vectors=counted["heads"],
         position_vectors=counted["position"],
         other_vectors=counted["other"],
+        latent_vectors=counted["latents"],
+        expert_vectors=counted["experts"],
         fields=family.batch_fields,
     )
 
 
 def _kind_of_vector(dims: set[str | None]) -> str:
+    if "experts" in dims:
+        return "experts"
+    if "latent" in dims:
+        return "latents"
     if "norm" in dims:
         return "residual"
     if not dims & {"heads", "kv_heads"}:
@@ -313,7 +365,7 @@ def array_leaves(tree: Any) -> Iterator[ArraySpec]:
         yield tree
 
 
-def _stack(stack: Stack, arrays: Any, named: bool) -> StackSizes:
+def _stack(stack: Stack, arrays: Any, rules: Rules, named: bool) -> StackSizes:
     for key in stack.path:
         arrays = arrays[key]
     for name, block in arrays.items():
@@ -324,21 +376,37 @@ def _stack(stack: Stack, arrays: Any, named: bool) -> StackSizes:
                 f"this model cannot be planned yet: its layers have {', '.join(unknown)} in "
                 f"{name}, whose work is not declared; name a mesh yourself to train or serve it"
             )
+    leaves = list(array_leaves(arrays))
+    norms = [one for one in leaves if one.dims[-1] == "latent" and not one.inputs and one.trained]
     return StackSizes(
-        name=stack.path[0] if named else "",
+        name=stack.path[0].replace("_", " ") if named else "",
         field=stack.field,
         layers=stack.layers,
-        blocks=tuple(_block(block, arrays[block.beside or block.name]) for block in stack.blocks),
+        blocks=tuple(
+            _block(block, arrays[block.beside or block.name], rules) for block in stack.blocks
+        ),
+        dims=_sizes(leaves),
+        latent_norms=sum(one.size for one in norms) // stack.layers,
     )
 
 
-def _block(block: Block, arrays: Mapping[str, ArraySpec]) -> BlockSizes:
+def _sizes(arrays: Iterable[ArraySpec]) -> dict[str, int]:
+    """The sizes of dims."""
+    return {
+        dim: size
+        for array in arrays
+        for dim, size in zip(array.dims, array.shape, strict=True)
+        if dim is not None and dim != "layers"
+    }
+
+
+def _block(block: Block, arrays: Mapping[str, ArraySpec], rules: Rules) -> BlockSizes:
     matrices = []
     for name, array in arrays.items():
         if not array.inputs or name not in block.outputs:
             continue
         sizes = dict(zip(array.dims, array.shape, strict=True))
-        layers, embed = sizes.pop("layers"), sizes["embed"]
+        layers, embed = sizes.pop("layers"), sizes.get("embed")
         weights = math.prod(array.shape) // layers
         output = block.outputs[name]
         back = array.dims[-1] == "embed"
@@ -347,13 +415,19 @@ def _block(block: Block, arrays: Mapping[str, ArraySpec]) -> BlockSizes:
         if array.kind == "expert" and block.experts is not None:
             copies = block.experts.count
             share = block.experts.per_token / copies
-        inner = round(weights * share) // embed
-        outputs = copies * embed if back else weights // embed
+        first = 1 + (array.kind == "expert")  # after layers, and experts
+        inputs = math.prod(array.shape[first : first + array.inputs])
+        outputs = weights // inputs
+        inner = outputs if embed is None else round(weights * share) // embed
         trained = 0 if array.trained_part is None else array.trained_part.shape[0]
         kind = array.kind if array.kind in ("expert", "router") else "matrix"
+        whole = not any("tp" in axes for axes in rules.layout(" ".join(map(str, sizes))).axes)
         matrices.append(
-            Matrix(name, weights, inner, output, back, of_keys, outputs, trained, kind, share)
-        )
+            Matrix(
+                name, weights, inner, output, back, of_keys, outputs, trained, kind, share, inputs,
+                whole, of_latent=embed is None,
+            )
+        )  # fmt: skip
     saved = {name: tuple(dims.split()) for name, dims in block.saved.items()}
     return BlockSizes(
         block.name, tuple(matrices), saved, block.attention, block.experts, bool(block.beside)

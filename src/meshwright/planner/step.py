@@ -175,7 +175,8 @@ class StepModel:
 
     def _vectors(self, numbers: Callable[[Vectors], int]) -> Number:
         sizes = self.device.sizes
-        whole = numbers(sizes.residual_vectors) + numbers(sizes.other_vectors)
+        kinds = sizes.residual_vectors, sizes.other_vectors, sizes.latent_vectors
+        whole = sum(map(numbers, kinds)) + numbers(sizes.expert_vectors) // self.choice.size("ep")
         of_heads = numbers(sizes.head_vectors) + numbers(sizes.position_vectors)
         return self.number(whole + of_heads // self.choice.tensor)
 

@@ -146,8 +146,9 @@ def _frozen_flops(step: StepModel) -> float:
 
 def _weights_used(stack: StackSizes, choice: Choice) -> float:
     """Of a layer, the weights that a device multiplies with: of experts, its own."""
-    ways = choice.size("ep")
-    return (stack.weights - stack.expert_weights * (1 - 1 / ways)) / choice.tensor
+    elsewhere = stack.expert_weights * (1 - 1 / choice.size("ep"))
+    split = stack.weights - stack.whole_weights - elsewhere
+    return split / choice.tensor + stack.whole_weights
 
 
 def _matmul(
@@ -174,17 +175,20 @@ def _add_matmuls(
     """Add the matmuls of a block in all layers of its stack."""
     choice, workload = step.choice, step.workload
     keys_from = block.attention.keys_from if block.attention else ""
-    by_field: dict[tuple[str, str], list[Matrix]] = {}
+    by_field: dict[tuple[str, str, bool, bool], list[Matrix]] = {}
     for matrix in block.matrices:
         field = keys_from if matrix.of_keys and keys_from else stack.field
-        by_field.setdefault((field, matrix.kind), []).append(matrix)
-    for (field, kind), matrices in by_field.items():
+        alike = field, matrix.kind, matrix.whole, matrix.of_latent
+        by_field.setdefault(alike, []).append(matrix)
+    for (field, kind, whole, of_latent), matrices in by_field.items():
         tokens: float = step.device.sequences * (workload.lengths[field] // choice.context)
         weights = sum(matrix.weights for matrix in matrices)
         split, slowest = choice.tensor, 1.0
         side = min(block.inner / choice.tensor, step.sizes.embed)
-        if kind == "router":
-            split, side = 1, min(matrices[0].inner, step.sizes.embed)
+        if whole:
+            split, side = 1, min(max(one.inner for one in matrices), step.sizes.embed)
+        elif of_latent:
+            side = min(side, max(one.inputs for one in matrices))
         elif kind == "expert" and block.experts is not None:
             # a device has its part of the experts, and of every device those tokens that chose them
             ways, slowest = choice.size("ep"), workload.imbalance

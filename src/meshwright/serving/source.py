@@ -289,14 +289,14 @@ def _repeat(x: jax.Array, dim: int, size: int, spec: P) -> jax.Array:
 def check_fits(config: Any, mesh: Mesh) -> None:
     """Raise a MeshwrightError if the mesh does not divide the model's dims."""
     rules = serving_of(config).rules("ep" in mesh.shape)
-    for dim in family_of(config).split_dims:
+    for field, dim in family_of(config).split_dims.items():
         axes = rules.layout(dim).axes[0]
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if dim == "kv_heads" or parts == 1:  # key heads may be repeated
             continue
-        size = getattr(config, dim, 0)
+        size = getattr(config, field, None) or 0
         sizes = " · ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-        if not size:
+        if not size and dim == "experts":
             raise MeshwrightError(
                 f"mesh '{mesh_text(mesh.shape)}': the model has no {dim} to be split in {sizes}"
             )
@@ -304,7 +304,7 @@ def check_fits(config: Any, mesh: Mesh) -> None:
             fits = [str(n) for n in range(1, mesh.size + 1) if size % n == 0][-3:]
             raise MeshwrightError(
                 f"mesh '{mesh_text(mesh.shape)}': {sizes} does not divide the model's "
-                f"{dim}={size}; {' or '.join(fits)} would"
+                f"{field}={size}; {' or '.join(fits)} would"
             )
     tensor, size = mesh.shape["tp"], config.kv_heads
     if size % tensor and tensor % size:

@@ -30,6 +30,7 @@ from meshwright.models.work import (
     Stack,
     attention_block,
     expert_blocks,
+    latent_block,
     mlp_block,
 )
 from meshwright.ops import LinearScaling, Llama3Scaling, Rope, YarnScaling
@@ -112,9 +113,16 @@ def _work(config: DecoderConfig) -> tuple[Stack, ...]:
         mask = Mask(window=kind.attention.window)
         masks[mask] = masks.get(mask, 0) + layers
     widest = max(masks, key=lambda mask: mask.window or math.inf)
-    attention = Attention(widest, masks=tuple(masks.items()) if len(masks) > 1 else ())
     first = config.pattern[0]
-    attending = attention_block(attention, norm_places=first.norm_places)
+    attention = Attention(
+        widest,
+        masks=tuple(masks.items()) if len(masks) > 1 else (),
+        value_dim=first.attention.value_dim,
+    )
+    if first.attention.kv_rank is None:
+        attending = attention_block(attention, norm_places=first.norm_places)
+    else:
+        attending = latent_block(attention, first.attention.q_rank is None, first.norm_places)
     stacks = [Stack(("layers",), "tokens", (attending, *_mlp_blocks(first)), config.layers)]
     if config.leading:
         blocks = (attending, *_mlp_blocks(config.leading_kind))
@@ -182,7 +190,12 @@ DECODER = ModelFamily(
     work=_work,
     flops=_flops,
     keys_seen=_keys_seen,
-    split_dims=("experts", "heads", "kv_heads", "mlp", "embed"),
+    split_dims={
+        **{dim: dim for dim in ("experts", "heads", "kv_heads", "mlp", "shared_mlp", "embed")},
+        "leading_mlp": "mlp",
+        "q_rank": "latent_rank",
+        "kv_rank": "latent_rank",
+    },
     override=override,
     longer=longer,
     to_dict=to_dict,

@@ -170,7 +170,8 @@ def _flops_of_tokens(workload: Workload, choice: Choice) -> list[str]:
         for other, attention, split in splits_of(workload, choice):
             keys = split.keys or split.length
             seen = keys_seen(attention, split.length, keys)
-            heads = f"{stack.layers} layers × {sizes.dims['heads']} heads × {split.head_dim}"
+            size = (split.head_dim + (attention.value_dim or split.head_dim)) / 2
+            heads = f"{stack.layers} layers × {sizes.dims['heads']} heads × {size:g}"
             text = f"6 × {heads} × {keys:,} keys"
             if seen != keys / 2:
                 text = f"12 × {heads} × {seen:,.0f} keys seen" + " on average" * (seen != keys)

@@ -108,7 +108,7 @@ def _to_serve(plan: Plan, choice: Choice) -> list[str]:
     if workload.engine is not None and workload.engine.max_adapters:
         slots, rank = workload.engine.max_adapters, workload.engine.adapter_rank
         serve += ["--engine.max-adapters", str(slots), "--engine.max-adapter-rank", str(rank)]
-    if len(workload.sizes.stacks) > 1:  # prove --serve compiles the steps of decoders
+    if len(workload.sizes.sequences) > 1:  # prove --serve compiles the steps of decoders
         return [shlex.join(serve)]
     return [shlex.join(prove), shlex.join(serve)]
 

@@ -85,7 +85,7 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
         layers = number(stack.layers, "layers")
         tokens = sequences * number(kept, "tokens") + number(_engine(workload).page_size, "tokens")
         cache = cache + 2 * layers * tokens * _cached_heads(device)
-    mlp = number(step.last.sizes.mlp.inner)
+    mlp = number(max(stack.mlp.inner for stack in device.sizes.generating))
     if (experts := device.sizes.experts) is not None:  # and a copy of the token for each
         mlp = mlp + number(experts.per_token, "experts") * device.embed
     tokens = sequences + number(min(workload.seq, _engine(workload).chunk), "tokens")
@@ -102,7 +102,7 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
 
 
 def _served_weights(step: StepModel) -> Number:
-    """Quantized are the matrices of layers and an LM head of its own.
+    """Quantized are the matrices of layers, but no experts and routers, and an LM head of its own.
 
     Norms, biases and scales are in float32.
     """
@@ -110,17 +110,20 @@ def _served_weights(step: StepModel) -> Number:
     used = device.used
     if step.choice.weights is None:
         return used * step.layers_and_tables + device.float32 * step.vectors
-    quantized, outputs = step.layers, number(0)
+    mixtures = outputs = number(0)
     for stack in device.sizes.stacks:
-        matrices = [matrix for block in stack.blocks for matrix in block.matrices]
-        split = sum(matrix.outputs for matrix in matrices if not matrix.adds_to_residual)
-        whole = sum(matrix.outputs for matrix in matrices if matrix.adds_to_residual)
+        matrices = stack.of_kind("matrix")
+        of_all = sum(one.outputs for one in matrices if one.adds_to_residual or one.whole)
+        split = sum(matrix.outputs for matrix in matrices) - of_all
         layers = number(stack.layers, "layers")
-        outputs = outputs + layers * (number(split) / device.tp + number(whole))
+        outputs = outputs + layers * (number(split) / device.tp + number(of_all))
+        experts = number(stack.expert_weights) / (device.tp * device.ep)
+        mixtures = mixtures + layers * (experts + number(_router_weights(stack)))
+    quantized = step.layers - mixtures
     if not device.sizes.is_tied:
         quantized, outputs = quantized + device.table, outputs + device.vocab / device.tp
-    unquantized = device.float32 * (step.vectors + outputs)
-    return number(1, "bytes") * quantized + used * device.table + unquantized
+    unquantized = used * (mixtures + device.table) + device.float32 * (step.vectors + outputs)
+    return number(1, "bytes") * quantized + unquantized
 
 
 def _slots(step: StepModel) -> Number:
@@ -148,23 +151,24 @@ def _cached_heads(device: Device) -> Number:
 
 
 def _kept_tokens(workload: Workload) -> list[tuple[StackSizes, int]]:
-    """Attentions of the last stack, which generates, and the tokens whose keys each keeps.
+    """Attentions of the stacks that generate, and the tokens whose keys each keeps.
 
-    The engine keeps whole pages of all tokens, also of those that a sliding window has left.
+    The engine keeps whole pages of all tokens, also of those that a sliding window has left. Of
+    latent attention it keeps keys and values of every head, which are as wide as keys.
     """
-    stack = workload.sizes.stacks[-1]
     kept = round_up(workload.seq, _engine(workload).page_size)
-    return [(stack, kept) for block in stack.blocks if block.attention]
+    stacks = workload.sizes.generating
+    return [(stack, kept) for stack in stacks for block in stack.blocks if block.attention]
 
 
 def _read_tokens(workload: Workload) -> list[tuple[StackSizes, int]]:
-    """Attentions of the last stack, and the tokens whose keys each reads for a new one."""
-    stack, seq = workload.sizes.stacks[-1], workload.seq
-    found = []
-    for attention in (block.attention for block in stack.blocks if block.attention):
-        masks = attention.masks or ((attention.mask, 1),)
-        read = sum(layers * min(seq, mask.window or seq) for mask, layers in masks)
-        found.append((stack, round(read / sum(layers for _, layers in masks))))
+    """Attentions of the stacks that generate, and the tokens whose keys a new one reads."""
+    seq, found = workload.seq, []
+    for stack in workload.sizes.generating:
+        for attention in (block.attention for block in stack.blocks if block.attention):
+            masks = attention.masks or ((attention.mask, 1),)
+            read = sum(layers * min(seq, mask.window or seq) for mask, layers in masks)
+            found.append((stack, round(read / sum(layers for _, layers in masks))))
     return found
 
 
@@ -181,19 +185,20 @@ def collectives(step: StepModel) -> Iterator[Collective]:
 
 def _sent(step: StepModel, tokens: int) -> Iterator[Collective]:
     """What a step of so many tokens sends; logits are of one for each sequence."""
-    device, number, stack = step.device, step.number, step.sizes.stacks[-1]
+    device, number, stacks = step.device, step.number, step.sizes.generating
     sequences = number(places(step.workload, step.choice), "sequences")
     size = device.used * number(tokens, "sequences") * device.embed
-    mixtures = stack.layers if step.choice.size("ep") > 1 else 0
+    with_experts = sum(stack.layers for stack in stacks if stack.experts)
+    mixtures = with_experts if step.choice.size("ep") > 1 else 0
     over = tuple(axis for axis in ("tp", "ep") if step.choice.size(axis) > 1)
     yield Collective("all-reduce", over, size, mixtures, "forward", "sums of a layer's experts")
-    router = device.float32 * number(sum(matrix.weights for matrix in stack.of_kind("router")))
+    router = device.float32 * number(_router_weights(stacks[-1]))
     yield Collective("all-gather", over[-1:], router, mixtures, "forward", "router of a layer")
     if step.choice.size("tp") == 1:
         return
     what, sums = (
         "sums of the embedding and of a layer's blocks",
-        1 + len(stack.blocks) * stack.layers - mixtures,
+        1 + sum(len(stack.blocks) * stack.layers for stack in stacks) - mixtures,
     )
     yield Collective("all-reduce", ("tp",), size, sums, "forward", what)
     size = device.float32 * sequences * device.vocab
@@ -210,7 +215,7 @@ def work(step: StepModel) -> Work:
     sequences = number(many, "sequences")
     bandwidth = _bandwidth(step)
     read = _weight_bytes(step, many)
-    met = _met(step, step.sizes.stacks[-1:]) + _head(step) + _slots(step)
+    met = _met(step, step.sizes.generating) + _head(step) + _slots(step)
     flops = 2 * met * sequences
     cache = _cache_bytes(step)
     rate = efficiency.matmul(machine.chip, many)
@@ -294,31 +299,43 @@ def _weight_bytes(step: StepModel, tokens: int) -> Number:
     equal probability. Adapters of all slots are read, whichever of them a token has.
     """
     device, sizes, number = step.device, step.sizes, step.number
-    stack, head = sizes.stacks[-1], _head(step)
-    weights = number(stack.weights - stack.expert_weights)
-    if stack.experts is not None:
-        count, chosen = stack.experts.count, stack.experts.per_token
-        touched = number(count * (1 - (1 - chosen / count) ** tokens), "experts")
-        weights = weights + touched * number(stack.expert_weights // count) / device.ep
-    layers = number(stack.layers, "layers") * weights / device.tp
-    slots = device.used * _slots(step)
-    if step.choice.weights is None:
-        return device.used * (layers + head) + slots
-    one = number(1, "bytes")
-    return one * layers + (device.used if sizes.is_tied else one) * head + slots
+    used, head = device.used, _head(step)
+    one = used if step.choice.weights is None else number(1, "bytes")  # see _served_weights
+    read = (used if sizes.is_tied else one) * head + used * _slots(step)
+    for stack in sizes.generating:
+        router = number(step.choice.size("tp") * _router_weights(stack))
+        rest = number(stack.weights - stack.expert_weights + _copies(step, stack)) - router
+        weights = one * rest + used * router
+        if stack.experts is not None:
+            count, chosen = stack.experts.count, stack.experts.per_token
+            touched = number(count * (1 - (1 - chosen / count) ** tokens), "experts")
+            expert = number(stack.expert_weights // count) / device.ep
+            weights = weights + used * touched * expert
+        read = read + number(stack.layers, "layers") * weights / device.tp
+    return read
 
 
 def _met(step: StepModel, stacks: Sequence[StackSizes]) -> Number:
     """Weights of layers that a token meets, on a device; on the device with most experts of it."""
     device, number, total = step.device, step.number, 0
     for stack in stacks:
-        met = number(stack.met)
+        on_all = stack.met + _copies(step, stack)
+        met = number(on_all)
         if stack.experts is not None:
             experts = sum(matrix.met for matrix in stack.of_kind("expert"))
             slowest = number(experts * step.workload.imbalance) / device.ep
-            met = number(stack.met - experts) + slowest
+            met = number(on_all - experts) + slowest
         total = total + number(stack.layers, "layers") * met
     return total / device.tp
+
+
+def _router_weights(stack: StackSizes) -> int:
+    return sum(matrix.weights for matrix in stack.of_kind("router"))
+
+
+def _copies(step: StepModel, stack: StackSizes) -> int:
+    """Of a layer, the weights that tp does not split, once for each further device along it."""
+    return (step.choice.size("tp") - 1) * stack.whole_weights
 
 
 def _head(step: StepModel) -> Number:
@@ -351,7 +368,8 @@ def _peak(step: StepModel, share: float) -> Number:
 
 def _kernels(step: StepModel) -> Number:
     each = efficiency.KERNELS_OF_LAYER.get(step.machine.chip.platform, 0.0)
-    return step.number(round(step.sizes.stacks[-1].layers * each), "kernels")
+    layers = sum(stack.layers for stack in step.sizes.generating)
+    return step.number(round(layers * each), "kernels")
 
 
 def _gaps(step: StepModel) -> Number:

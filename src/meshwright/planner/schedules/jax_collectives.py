@@ -23,7 +23,8 @@ def collectives(model: StepModel) -> Iterator[Collective]:
     """What one optimizer step sends, as it is written."""
     step = _Step(model)
     for kind in (
-        step.layer_weights(), step.adapter(), step.blocks(), step.experts(), step.keys(),
+        step.layer_weights(), step.adapter(), step.blocks(), step.latents(), step.experts(),
+        step.keys(),
         step.tables(), step.vectors(), step.vocabulary(), step.order_and_documents(),
         step.optimizer(), step.scalars(), step.router_sums(), step.reference(),
     ):  # fmt: skip
@@ -77,18 +78,27 @@ class _Step:
         """
         for stack in self.sizes.stacks:
             for block in stack.blocks:
-                yield from self._weights(stack, block, "matrix")
-                yield from self._weights(stack, block, "expert")
+                for kind in ("matrix", "latent", "expert"):
+                    yield from self._weights(stack, block, kind)
                 yield from self._router(stack, block)
 
     def _weights(self, stack: StackSizes, block: BlockSizes, kind: str) -> Iterator[Collective]:
-        matrices = block.of_kind(kind)
+        latents = kind == "latent"
+        matrices = [
+            matrix
+            for matrix in block.of_kind("matrix" if latents else kind)
+            if matrix.is_latent == latents
+        ]
         with_gradients = [matrix for matrix in matrices if matrix.trained_layers]
-        of_experts = kind == "expert"
         shards, parts, ways = self.shards, self.tp, self.fsdp * self.sp * self.ep
-        name = "expert" if of_experts else block.name.replace("_", "-")
-        if of_experts:
+        name = block.name.replace("_", "-") if kind == "matrix" else kind
+        replicas = self.over("dp")
+        if kind == "expert":
             shards, parts, ways = self.over("fsdp", "sp"), self.tp * self.ep, self.fsdp * self.sp
+        elif latents:
+            # with sequence parallelism they are made of the tokens between blocks
+            parts = self.number(1)
+            replicas = self.over("dp", "tp") if self.choice.sequence_parallel else replicas
         times, of = self.executions(stack), f"of {_a_layer(stack)}"
         in_fp8 = self.workload.fp8_layers(stack.layers) * self.micro_batches
         number, numbers = self.number, sum(matrix.weights for matrix in matrices)
@@ -109,7 +119,6 @@ class _Step:
         about = len(with_gradients), stack.layers, stack.name
         yield Collective("reduce-scatter", shards, size, times, later, what, gradient, *about)
         part = size // ways
-        replicas = self.over("dp")
         yield Collective("all-reduce", replicas, part, times, later, what, gradient, *about)
 
     def _router(self, stack: StackSizes, block: BlockSizes) -> Iterator[Collective]:
@@ -134,6 +143,38 @@ class _Step:
                 ("all-reduce", self.over("dp"), size // (self.fsdp * self.sp * self.ep)),
             ):
                 yield Collective(operation, axes, each, times, "backward", what, gradient, *about)
+
+    def latents(self) -> Iterator[Collective]:
+        """Latents for the heads along tp, and their gradients; and those of their norms."""
+        tokens_over = self.over("dp", "fsdp", "sp", "ep")
+        over, number, item = self.over("tp"), self.number, self.item
+        saved = self.workload.remat[self.choice.remat]
+        split = self.choice.sequence_parallel
+        norms_over = self.over("dp", "fsdp", "tp", "sp", "ep") if split else tokens_over
+        for stack in self.sizes.stacks:
+            times, of = self.executions(stack), f"of {_a_layer(stack)}"
+            about: tuple[int, int, str] = (1, stack.layers, stack.name)
+            on_device = number(self.device.sequences, "sequences")
+            tokens = on_device * number(self.length(stack), "tokens")
+            for matrix in (one for block in stack.blocks for one in block.matrices):
+                if not matrix.is_latent:
+                    continue
+                size, what = item * tokens * number(matrix.outputs), f"latents {of}"
+                kind: Payload = "activations"
+                passes = PASSES if matrix.output not in saved else PASSES[:1]
+                for phase in passes if split else ():
+                    yield Collective("all-gather", over, size, times, phase, what, kind, *about)
+                # of keys that all heads share the gradient is summed over heads
+                summed = "all-reduce" if matrix.of_keys else self.reduce
+                what = f"gradients of the {what}"
+                yield Collective(summed, over, size, times, "backward", what, kind, *about)
+            if stack.latent_norms:
+                size, what = self.stored * number(stack.latent_norms), f"norms of latents {of}"
+                what, gradients = f"gradients of the {what}", (2, stack.layers, stack.name)
+                yield Collective(
+                    "all-reduce", norms_over, size, times, "backward", what, "layer gradients",
+                    *gradients,
+                )  # fmt: skip
 
     def experts(self) -> Iterator[Collective]:
         """Tokens to the experts of other devices along ep, and what these make of them back."""
@@ -290,19 +331,21 @@ class _Step:
             chunks = self.shares[stack].mlp_chunks
             blocks = len(stack.blocks)
             inputs_of = sum(not block.is_beside for block in stack.blocks)
+            # latent attention reads its input where it is
+            elsewhere = sum(not block.splits_input for block in stack.blocks)
             whole = blocks if chunks == 1 else blocks - 1
             if self.choice.sequence_parallel:
                 inputs, gather = f"inputs of the blocks {of}", "all-gather"
-                yield send(inputs, gather, inputs_of, "forward")
-                again = inputs_of
+                yield send(inputs, gather, inputs_of - elsewhere, "forward")
+                again = inputs_of - elsewhere
                 if self.choice.remat == "none":  # gradients of weights alone need them
                     readers = (one for one in stack.blocks if not one.is_beside)
-                    again = sum(block.has_gradients_of_inputs for block in readers)
+                    again = sum(one.has_gradients_of_inputs and one.splits_input for one in readers)
                 yield send(f"{inputs}, again", gather, again, "backward")
                 yield send(f"gradients of the blocks {of}", gather, inputs_of, "backward")
             yield send(f"sums of the blocks {of}", self.reduce, whole, "forward")
             what = f"gradients of the inputs of the blocks {of}"
-            yield send(what, self.reduce, whole, "backward")
+            yield send(what, self.reduce, whole - elsewhere, "backward")
             if self.choice.repeats_layers:  # the last only if a norm of it is computed again
                 what = f"sums of the blocks {of}, computed again"
                 again = blocks if "output" in stack.mlp.saved else inputs_of - 1
@@ -338,7 +381,7 @@ class _Step:
         over, times = self.over("tp"), self.micro_batches
         if not over:
             return
-        for stack in self.sizes.stacks:
+        for stack in {stack.field: stack for stack in self.sizes.stacks}.values():
             size = self.stream(stack)
             yield Collective(self.reduce, over, size, times, "forward", "embedded tokens")
             if self.choice.sequence_parallel and self.sizes.trains_embedding:
@@ -359,10 +402,12 @@ class _Step:
 
     def keys(self) -> Iterator[Collective]:
         """Attention over split sequences."""
+        if self.over("sp"):
+            for stack in self.sizes.stacks:
+                yield from self._keys(stack)
+
+    def _keys(self, stack: StackSizes) -> Iterator[Collective]:
         over = self.over("sp")
-        if not over:
-            return
-        (stack,) = self.sizes.stacks  # what attends to another sequence is not split
         split, strategy = split_of(self.workload, self.choice), self.device.strategy
         times, number = self.executions(stack), self.number
         tokens = number(self.device.sequences, "sequences") * number(split.part, "tokens")
@@ -374,7 +419,7 @@ class _Step:
             payload: Payload = "activations", pieces: int = 1,
         ) -> Collective:  # fmt: skip
             return Collective(
-                operation, over, size, times, phase, what, payload, pieces, stack.layers
+                operation, over, size, times, phase, what, payload, pieces, stack.layers, stack.name
             )
 
         if strategy == "ring":
@@ -411,7 +456,6 @@ class _Step:
         over = self.over("sp")
         if not over:
             return
-        (stack,) = self.sizes.stacks
         split, strategy = split_of(self.workload, self.choice), self.device.strategy
         times, number = self.micro_batches, self.number
         on_device = number(self.device.sequences, "sequences")
@@ -427,7 +471,7 @@ class _Step:
             if not exchanges:
                 return
             # what the first ring step needs is the same for all layers
-            rest = self.executions(stack) * (exchanges - 1)
+            rest = self.sizes.layers * times * (exchanges - 1)
             what = "segment ids of the keys"
             yield Collective(permute, over, ids, times + rest, "forward", what)
             again = rest * (2 if self.choice.repeats_layers else 1)
@@ -476,8 +520,8 @@ class _Step:
             return
         shared = set() if self.sizes.trains_embedding else {"the embedding", "embedded tokens"}
         shared |= set() if self.sizes.trains_head else {"the LM head"}
-        passes = (self.layer_weights(), self.tables(), self.blocks(), self.experts(), self.keys())
-        for one in itertools.chain(*passes, self.vocabulary()):
+        passes = self.layer_weights(), self.tables(), self.blocks(), self.latents()
+        for one in itertools.chain(*passes, self.experts(), self.keys(), self.vocabulary()):
             if one.phase == "forward" and one.what not in shared:
                 yield dataclasses.replace(one, what=f"{one.what}, of the reference")
         times, over = self.micro_batches, self.over("tp")
@@ -493,13 +537,12 @@ class _Step:
         over = self.over("sp")
         if not over:
             return
-        (stack,) = self.sizes.stacks
         split, strategy = split_of(self.workload, self.choice), self.device.strategy
         times, number, permute = self.micro_batches, self.number, "collective-permute"
         on_device = number(self.device.sequences, "sequences")
         tokens = self.four * on_device * number(split.part, "tokens")
         if strategy == "ring":  # but for the first ring step, as the model's own
-            rest = self.executions(stack) * max(self._ring_exchanges() - 1, 0)
+            rest = self.sizes.layers * times * max(self._ring_exchanges() - 1, 0)
             what = "segment ids of the keys, of the reference"
             yield Collective(permute, over, tokens, rest, "forward", what)
         if sequence_order(split, strategy) == "zigzag":
@@ -518,15 +561,13 @@ class _Step:
         norm = "norm of the gradient"
         packed = int(family_of(self.workload.model).keys_seen is not None)
         of_heads = sizes.head_vectors.gradient_arrays + sizes.position_vectors.gradient_arrays
-        of_experts = [
-            matrix
-            for stack in sizes.stacks
-            for matrix in (*stack.of_kind("expert"), *stack.of_kind("router"))
-            if matrix.trained_layers
+        trained = [
+            one for stack in sizes.stacks for block in stack.blocks for one in block.with_gradients
         ]
-        apart = len(of_experts) if self.over("ep") else 0  # split over ep and shards by two dims
-        routers = sum(matrix.kind == "router" for matrix in of_experts)
-        split = sizes.trained_matrices + of_heads - routers
+        # split over ep and shards by two dims
+        of_experts = sum(matrix.kind != "matrix" for matrix in trained)
+        apart = of_experts if self.over("ep") else 0
+        split = sizes.trained_matrices + of_heads - sum(matrix.whole for matrix in trained)
         of_pairs = 0
         if self.workload.has_reference:
             times, of_pairs = 0, 7 * self.micro_batches + 1
@@ -539,7 +580,7 @@ class _Step:
             ("keys that a query sees", self.over("sp"), packed, "forward"),
             (norm, shards, sizes.trained_matrices - apart, "optimizer"),
             (norm, self.over("fsdp", "sp"), apart, "optimizer"),
-            (norm, self.over("ep"), apart, "optimizer"),
+            (norm, self.over("ep"), apart + sizes.expert_vectors.gradient_arrays, "optimizer"),
             (norm, self.over("tp"), split, "optimizer"),
         ):
             yield Collective("all-reduce", axes, self.four, many, phase, what)  # type: ignore[arg-type]
@@ -551,9 +592,10 @@ class _Step:
             return
         along = ("tp",) if self.choice.sequence_parallel else ()
         over = self.over("dp", "fsdp", "sp", "ep", *along)
-        layers = self.number(self.sizes.layers, "layers")
+        mixtures = sum(stack.layers for stack in self.sizes.stacks if stack.experts)
         drops = bool(self.workload.config.compute.capacity)
-        each = self.four * layers * self.number(2 * experts.count + 1 + drops)
+        sums = self.number(2 * experts.count + 1 + drops)
+        each = self.four * self.number(mixtures, "layers") * sums
         what, times = "sums over tokens of the routers", self.micro_batches
         yield Collective("all-reduce", over, each, times, "forward", what, pieces=3 + drops)
         for axes in (self.batch, self.over("sp")):

@@ -86,7 +86,7 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
             found[f"attention{where}"]["all-gathered weights"] = stack.layer + attention
     # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
     table = device.table
-    of_embedding = (len(step.stacks) * device.float32 + used) * table
+    of_embedding = (len(step.sizes.sequences) * device.float32 + used) * table
     # in XLA's loop for GPUs each layer's gradient is scattered while that of the next is computed
     in_flight = not device.is_tpu and device.is_sharded and choice.accumulation == 1
     end: Kinds = {
