@@ -146,6 +146,21 @@ LORA_CASES = [
     case("llama-3.1-8b", "h100:1x1", "dp=1,fsdp=1,tp=1,sp=1", 4, 2048, "none", lora="nf4"),
 ]  # fmt: skip
 
+# mixtures of experts; on Hopper GPUs with the kernel for their matmuls, which needs jax 0.11
+EXPERT_CASES = [
+    case("qwen3-30b-a3b", "v5p:4x4x4", "dp=1,fsdp=64,tp=1,sp=1", 64, 4096),
+    case("mixtral-8x7b", "v6e:8x8", "dp=1,fsdp=64,tp=1,sp=1", 64, 4096),
+    case("deepseek-v3", "v5p:8x8x8", "dp=1,fsdp=64,ep=8,tp=1,sp=1", 512, 4096),
+    case("deepseek-v3", "h100:32x8", "dp=1,fsdp=32,ep=8,tp=1,sp=1", 256, 4096),
+    case("mixtral-8x7b", "h100:4x8", "dp=1,fsdp=32,tp=1,sp=1", 32, 4096),
+    case("qwen3-30b-a3b", "h100:1x8", "dp=1,fsdp=8,tp=1,sp=1", 8, 4096),
+    case("qwen3-30b-a3b", "v6e:8x8", "dp=1,fsdp=8,ep=8,tp=1,sp=1", 64, 4096),
+    case("qwen3-30b-a3b", "h100:2x8", "dp=1,fsdp=2,ep=8,tp=1,sp=1", 32, 4096),
+    case("mixtral-8x7b", "h100:4x8", "dp=1,fsdp=8,ep=4,tp=1,sp=1", 32, 4096),
+    case("mixtral-8x7b", "v5p:4x4x4", "dp=1,fsdp=16,ep=4,tp=1,sp=1", 64, 4096),
+    case("qwen3-30b-a3b", "h100:4x8", "dp=1,fsdp=32,tp=1,sp=1", 64, 4096, "mlp"),
+]  # fmt: skip
+
 # model, machine, sequences, tokens: the plan's choice is compiled, and the best of other kinds
 SCENARIOS = [
     ("llama-3.2-1b", "v5e:4x4", 64, 2048),
@@ -297,12 +312,28 @@ def compile_missing(cases: list[dict[str, Any]]) -> None:
             continue
         try:
             check_extra(Machine.parse(one["on"]))
+            check_kernel(one)
         except MeshwrightError as missing:
             print(f"left out {words(one)}: {missing}", flush=True)
             continue
         print(f"compiling {words(one)}", flush=True)
         proof = prove(config_of(one), one["on"])
         add_to_record(recorded(one, proof))
+
+
+def check_kernel(one: dict[str, Any]) -> None:
+    """Raise where XLA would multiply every token with every expert, which no run should do."""
+    import jax
+
+    from meshwright.errors import MeshwrightError
+    from meshwright.machines import Machine
+    from meshwright.ops.mosaic import OLDEST
+
+    of_gpus = one in EXPERT_CASES and Machine.parse(one["on"]).chip.platform == "gpu"
+    if of_gpus and jax.__version_info__ < OLDEST:
+        raise MeshwrightError(
+            f"the kernel of experts needs jax {'.'.join(map(str, OLDEST))} or newer, on Python 3.12"
+        )
 
 
 def extras(one: dict[str, Any], mesh: str) -> list[str]:
@@ -447,7 +478,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.compile:
-        compile_missing([*CASES, *GPU_CASES, *LORA_CASES])
+        compile_missing([*CASES, *GPU_CASES, *LORA_CASES, *EXPERT_CASES])
         for scenario in SCENARIOS:
             compile_missing(alternatives(*scenario))
     record = of_platform(read_record(), "tpu")

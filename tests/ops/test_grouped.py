@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from meshwright.ops import group_alignment, grouped_matmul
+from meshwright.ops.grouped import weights_product_on_tpu
 
 NEEDS = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
 
@@ -23,6 +24,24 @@ def test_each_group_is_multiplied_with_its_matrix() -> None:
     groups = np.repeat(np.arange(4), sizes)
     right = [row @ weights[group] for row, group in zip(x, groups, strict=False)]
     np.testing.assert_allclose(np.asarray(found)[: sizes.sum()], right, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_weights_on_tpus_are_those_of_each_group() -> None:
+    """Of jax's kernel, interpreted; a group may be empty, and rows may be of none."""
+    random = np.random.default_rng(0)
+    sizes = np.array([100, 0, 57, 60])
+    x, y = random.normal(size=(256, 136)), random.normal(size=(256, 72))
+    found = weights_product_on_tpu(
+        jnp.asarray(x, jnp.float32),
+        jnp.asarray(y, jnp.float32),
+        jnp.asarray(sizes, jnp.int32),
+        interpret=True,
+    )
+    ends = np.cumsum(sizes)
+    right = [
+        x[end - size : end].T @ y[end - size : end] for end, size in zip(ends, sizes, strict=True)
+    ]
+    np.testing.assert_allclose(np.asarray(found), right, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("pretended_h200")

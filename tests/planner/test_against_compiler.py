@@ -81,7 +81,7 @@ def test_the_record_of_gpus_is_of_every_size() -> None:
     devices = {Machine.parse(case["on"]).num_devices for case in cases}
     assert {1, 1024} <= devices
     axes = {axis for case in cases for axis in case["mesh"].split(",") if not axis.endswith("=1")}
-    assert {axis.split("=")[0] for axis in axes} == {"dp", "fsdp", "tp", "sp"}
+    assert {axis.split("=")[0] for axis in axes} == {"dp", "fsdp", "ep", "tp", "sp"}
 
 
 @pytest.mark.parametrize("entry", UNROLLED, ids=lambda entry: gpu_memory.words(entry["case"]))

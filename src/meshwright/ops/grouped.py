@@ -13,7 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.ops import hopper_grouped
+from meshwright.ops.collectives import current_platform, untyped
 from meshwright.ops.mosaic import HOPPER, unavailable
+
+_TPU_ROWS, _TPU_COLUMNS = 128, 1024  # of a kernel's tiles: rows at least, columns at most
 
 
 def group_alignment(dtype: Any, *dims: int) -> tuple[int, str]:
@@ -42,6 +45,8 @@ def grouped_matmul(
     sizes = sizes.astype(jnp.int32)
     if alignment > 1:
         return _in_tiles(x, weights, sizes)
+    if current_platform() == "tpu" and x.shape[0] % _TPU_ROWS == 0:
+        return _on_tpu(x, weights, sizes)
     return lax.ragged_dot(x, weights, sizes)
 
 
@@ -54,6 +59,44 @@ def grouped_low_rank(
         a = jnp.pad(a, ((0, 0), (0, 0), (0, missing)))
         b = jnp.pad(b, ((0, 0), (0, missing), (0, 0)))
     return grouped_matmul(grouped_matmul(x, a, sizes, alignment), b, sizes, alignment)
+
+
+@jax.custom_vjp
+def _on_tpu(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """XLA for TPUs has kernels for rows; for gradients of weights it would multiply all rows with
+    those of every group (libtpu 0.0.42)."""
+    return lax.ragged_dot(x, weights, sizes)
+
+
+def _on_tpu_forward(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+    return _on_tpu(x, weights, sizes), (x, weights, sizes)
+
+
+def _on_tpu_backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, weights, sizes = saved
+    _, of_rows = jax.vjp(lambda x: lax.ragged_dot(x, weights, sizes), x)
+    return of_rows(gradient)[0], weights_product_on_tpu(x, gradient, sizes), None
+
+
+_on_tpu.defvjp(_on_tpu_forward, _on_tpu_backward)
+
+
+def weights_product_on_tpu(
+    x: jax.Array, y: jax.Array, sizes: jax.Array, interpret: bool = False
+) -> jax.Array:
+    """[groups, in, out]: of each group of rows the product of x [rows, in] and y [rows, out]."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    rows = next(n for n in (4 * _TPU_ROWS, 2 * _TPU_ROWS, _TPU_ROWS) if x.shape[0] % n == 0)
+    tiles = rows, min(x.shape[1], _TPU_COLUMNS), min(y.shape[1], _TPU_COLUMNS)
+
+    def run(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"):
+            found: jax.Array = tgmm(x.T, y, sizes, x.dtype, tiles, interpret=interpret)
+        return found
+
+    found: jax.Array = untyped(run, x, y, sizes)
+    return found
 
 
 @jax.custom_vjp
