@@ -37,7 +37,8 @@ def own_dims() -> set[str]:
         arrays = jax.tree.leaves(family.arrays(config), is_leaf=lambda leaf: hasattr(leaf, "dims"))
         dims.setdefault(family.name, set()).update(*(array.dims for array in arrays))
     shared = set.intersection(*dims.values())
-    widely_used = {"gate", "norm", "layers", "experts"}  # the axis ep splits experts
+    # the axis ep splits experts, and no axis splits latents
+    widely_used = {"gate", "norm", "layers", "experts", "latent"}
     return {dim for some in dims.values() for dim in some - shared - widely_used if dim}
 
 
