@@ -43,6 +43,9 @@ LIMITS = {
 ONE_B = ("llama-3.2-1b", "--override", "tied_embeddings=false")
 # 16 of 32 layers, with AdamW in float32 on one GPU of 139 GiB
 EIGHT_B = ("llama-3.1-8b", "--override", "layers=16")
+# wider layers, as many as fit; of a small vocabulary, so that the layers are most of the step
+SEVENTY_B = ("llama-3.1-70b", "--override", "layers=4", "vocab=32000")
+FOUR_HUNDRED_B = ("llama-3.1-405b", "--override", "layers=1", "vocab=32000")
 LIBRARIES = ("torch ", "transformers ", "jax ")
 SIZES = {
     "vocab": 128256, "layers": 16, "embed": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64,
@@ -311,20 +314,22 @@ def ceiling(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     return {"flops": best, "device": jax.devices()[0].device_kind, "date": date}
 
 
-def eight(shape: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Layers of llama-3.1-8b."""
-    options.words = EIGHT_B
-    return ours(shape, options)
+def layers_of(words: tuple[str, ...], side: Callable[..., dict[str, Any]]) -> Any:
+    """A side that runs layers of a larger model."""
 
+    def run(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+        options.words = words
+        return side(shape, options)
 
-def eight_fp8(shape: str, options: argparse.Namespace) -> dict[str, Any]:
-    options.words = EIGHT_B
-    return fp8(shape, options)
+    return run
 
 
 SIDES = {
     "peer": peer, "torchao": torchao_peer, "ours": ours, "command": command, "fp8": fp8,
-    "torch": torch_command, "8b": eight, "8b-fp8": eight_fp8, "ceiling": ceiling,
+    "torch": torch_command, "ceiling": ceiling,
+    "8b": layers_of(EIGHT_B, ours), "8b-fp8": layers_of(EIGHT_B, fp8),
+    "70b": layers_of(SEVENTY_B, ours), "70b-fp8": layers_of(SEVENTY_B, fp8),
+    "405b": layers_of(FOUR_HUNDRED_B, ours), "405b-fp8": layers_of(FOUR_HUNDRED_B, fp8),
 }  # fmt: skip
 
 
@@ -439,10 +444,11 @@ def report(
         result = found[shape, side]
         share = f"{speed(shape, result) / top['flops']:.3f}"
         ratio = ""
-        of = {"8b": "", "8b-fp8": "8b"}.get(side, "peer")
+        wide, is_wide = side.removesuffix("-fp8"), side[0].isdigit()
+        of = ("" if side == wide else wide) if is_wide else "peer"
         if (shape, of) in found:
             seconds = [statistics.median(found[shape, one]["seconds"]) for one in (of, side)]
-            ratio = f"{seconds[0] / seconds[1]:.2f}×" + (" of 8b" if of == "8b" else "")
+            ratio = f"{seconds[0] / seconds[1]:.2f}×" + (f" of {of}" if is_wide else "")
         if (shape, side) in LIMITS:
             ratio += f" (wanted {LIMITS[shape, side]}×)"
         lines.append(

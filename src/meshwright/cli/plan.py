@@ -58,6 +58,8 @@ many chips, which mesh, how long, how much; the cheapest first.
   --curve              how tokens/s and MFU scale with the number of chips
   --imbalance X        assume that the experts of one device get X times the average number of
                        tokens (default 1: an even load)
+  --like STACK         times of another stack, from its published results: torchtitan, megatron or
+                       maxtext; without it, of our own step
   --cost-per-hour X    price of one chip per hour; shows the cost of a trillion tokens
   --catalogue FILE     a TOML file with chips and prices of your own
   --failures X         of a chip, a day (default 0.00047: Llama 3 405B's on H100)
@@ -214,15 +216,15 @@ def _compare(
     for flag in ("--serve", "--rank-by", "--cost-per-hour", "--imbalance"):
         if flag in words:
             raise MeshwrightError(f"{flag} is of one machine with a size, as in --on h100:8")
-    limits = take(words, "--mesh")
+    limits, stack = take(words, "--mesh"), take(words, "--like") or ""
     config, named = _config(words, catalogue, run, needs_size=False)
     from meshwright.planner import compare, constraints_of, curve, machines_named
     from meshwright.planner.report import comparison_data, comparison_report
 
     allowed = constraints_of(config, named, limits)
     machines = machines_named(names, catalogue)
-    found = compare(config, machines, run, allowed, catalogue=catalogue)
-    points = curve(config, found.best.machine, allowed) if curves else None
+    found = compare(config, machines, run, allowed, catalogue=catalogue, like=stack)
+    points = curve(config, found.best.machine, allowed, like=stack) if curves else None
     if as_json:
         print(json.dumps(comparison_data(found, points)))
         return
@@ -236,7 +238,7 @@ def _curve(ranking: "Plan") -> list[tuple[Machine, float, float]]:
     from meshwright.planner import constraints_of, curve
 
     limits = constraints_of(ranking.config)
-    return curve(ranking.config, ranking.machine, limits, ranking.model)
+    return curve(ranking.config, ranking.machine, limits, ranking.model, ranking.like)
 
 
 def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run | None") -> "Plan":
@@ -245,6 +247,7 @@ def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run
     rank_by = take(words, "--rank-by") or "throughput"
     price = _read(words, "--cost-per-hour", _price)
     imbalance = _read(words, "--imbalance", _positive)
+    stack = take(words, "--like") or ""
     serves = take_switch(words, "--serve")
     weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")
     slots = {
@@ -258,7 +261,7 @@ def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run
         config, machine, mesh=mesh, kind="serve" if serves else "train",
         rank_by=rank_by,  # type: ignore[arg-type]
         cost_per_hour=price, named=named, weights=weights, cache=cache, **slots,
-        imbalance=1.0 if imbalance is None else imbalance,
+        imbalance=1.0 if imbalance is None else imbalance, like=stack,
     )  # fmt: skip
     if run is None:
         return made

@@ -99,6 +99,7 @@ class Chip:
 
 
 _SCALING_BOOK = "How to Scale Your Model, TPU tables, jax-ml.github.io/scaling-book/tpus"
+_HOST_LINK = f"{_SCALING_BOOK}: 32 GB/s on v6e, about twice v5's"
 _SCALING_BOOK_GPU = "How to Scale Your Model, GPU tables, jax-ml.github.io/scaling-book/gpus"
 _CACM_2020 = (
     "Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, CACM 2020, "
@@ -182,12 +183,12 @@ _CATALOGUE = (
         memory_bandwidth=1.2e12, link_bandwidth=45e9, links=6, host_network_bandwidth=25e9,
         cores_per_chip=1, chips_per_host=4, device_kinds=("TPU v4",), torus_dims=3,
         host_box=(2, 2, 1), usable_gib=30.75,
-        host_link_bandwidth=16e9,
+        host_link_bandwidth=16e9, host_memory_bytes=407 * 10**9,
         sources=_sources(
             _google("v4"), fp8_flops=_TPU_INFO, link_bandwidth=_SCALING_BOOK, links=_ISCA_2023,
             host_network_bandwidth=f"{_SCALING_BOOK} (6.25e9 per chip, not named for v4)",
             cores_per_chip=_SCALING_BOOK, chips_per_host=_SCALING_BOOK, usable_gib=_COMPILER,
-            host_link_bandwidth=_SCALING_BOOK,
+            host_link_bandwidth=_SCALING_BOOK, host_memory_bytes=_MACHINE_TYPES,
         ),
     ),
     Chip(
@@ -195,11 +196,11 @@ _CATALOGUE = (
         memory_bandwidth=819e9, link_bandwidth=45e9, links=4, host_network_bandwidth=12.5e9,
         cores_per_chip=1, chips_per_host=4, device_kinds=("TPU v5 lite", "TPU v5e"), torus_dims=2,
         ring=16, host_box=(2, 2, 1), single_host_shapes=((2, 4),), aliases=("v5litepod",),
-        usable_gib=15.75,
+        usable_gib=15.75, host_link_bandwidth=16e9, host_memory_bytes=192 * 10**9,
         sources=_sources(
             _google("v5e"), fp8_flops=_TPU_INFO, link_bandwidth=_SCALING_BOOK,
             host_network_bandwidth=f"{_google('v5e')} (2 x 100 Gb/s per 8 chips, halved)",
-            usable_gib=_COMPILER,
+            usable_gib=_COMPILER, host_link_bandwidth=_HOST_LINK,
         ),
     ),
     Chip(
@@ -207,10 +208,11 @@ _CATALOGUE = (
         memory_bytes=95 * GIB, memory_bandwidth=2.765e12, link_bandwidth=90e9, links=6,
         host_network_bandwidth=25e9, cores_per_chip=1, chips_per_host=4,
         device_kinds=("TPU v5", "TPU v5p"), torus_dims=3, host_box=(2, 2, 1), usable_gib=95.74,
-        host_memory_bytes=448 * 10**9,
+        host_link_bandwidth=16e9, host_memory_bytes=448 * 10**9,
         sources=_sources(
             _google("v5p"), link_bandwidth=_SCALING_BOOK, cores_per_chip=_SCALING_BOOK,
             host_network_bandwidth=_MACHINE_TYPES, usable_gib=_COMPILER,
+            host_link_bandwidth=_HOST_LINK,
         ),
     ),
     Chip(
@@ -219,10 +221,12 @@ _CATALOGUE = (
         host_network_bandwidth=50e9, cores_per_chip=1, chips_per_host=4,
         device_kinds=("TPU v6 lite", "TPU v6e"), torus_dims=2, ring=16, host_box=(2, 2, 1),
         single_host_shapes=((2, 4),), aliases=("trillium",), usable_gib=31.25,
+        host_link_bandwidth=32e9, host_memory_bytes=720 * 10**9,
         sources=_sources(
             _google("v6e"), fp8_flops=_google("tpu7x"), memory_bytes=_google("tpu7x"),
             memory_bandwidth=_google("tpu7x"), link_bandwidth=_SCALING_BOOK,
             host_network_bandwidth=_MACHINE_TYPES, usable_gib=_COMPILER,
+            host_link_bandwidth=_HOST_LINK, host_memory_bytes=_MACHINE_TYPES,
         ),
     ),
     Chip(
@@ -230,10 +234,11 @@ _CATALOGUE = (
         memory_bytes=192 * GIB, memory_bandwidth=7.38e12, link_bandwidth=90e9, links=6,
         host_network_bandwidth=50e9, cores_per_chip=2, chips_per_host=4, device_kinds=("TPU7x",),
         torus_dims=3, host_box=(2, 2, 1), aliases=("tpu7x", "v7x", "ironwood"), usable_gib=94.75,
+        host_memory_bytes=960 * 10**9,
         sources=_sources(
             _google("tpu7x"), link_bandwidth=_SCALING_BOOK, links=f"{_MAXTEXT} (3-D topologies)",
             host_network_bandwidth=_MACHINE_TYPES, chips_per_host=_MACHINE_TYPES,
-            usable_gib=_COMPILER,
+            usable_gib=_COMPILER, host_memory_bytes=_MACHINE_TYPES,
         ),
     ),
     Chip(

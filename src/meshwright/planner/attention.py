@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -92,8 +93,8 @@ def keys_seen(attention: Attention, queries: int, keys: int) -> float:
     """Keys that a query attends to, on average over queries and layers."""
 
     def seen(mask: Mask) -> float:
-        mask = mask.within(queries, keys)
-        if not mask.causal:
+        causal, mask = mask.causal, mask.within(queries, keys)
+        if not mask.causal and not (causal and queries == keys):  # a single token sees itself
             return keys
         window = min(mask.window or keys, keys)
         return window * (2 * keys - window) / keys / 2
@@ -147,20 +148,20 @@ def plain_attention(
     return [one for one, (slow, _) in kernels if slow is not None]
 
 
-def attention_slowdown(workload: Workload, choice: Choice, index: int = 0) -> float:
-    """How much longer an attention takes than in a fused kernel at its own lengths.
+def attention_slowdown(workload: Workload, choice: Choice, index: int = 0) -> tuple[float, float]:
+    """How much longer an attention takes than a fused kernel without padding, and its keys.
 
-    `index` is that of the attention in splits_of.
+    `index` is that of the attention in splits_of. Keys are as many as the kernel computes with.
     """
     _, attention, split = splits_of(workload, choice)[index]
     slow, padded = _kernels(workload, choice)[index]
-    if slow is None:
-        return padded
-    # plain JAX computes all keys, also those outside a window; a causal mask sees half of them
     keys = split.keys or split.length
+    if slow is None:
+        return padded, keys * math.sqrt(padded)  # queries and keys are padded alike
+    # plain JAX computes all keys, also those outside a window; a causal mask sees half of them
     masked = 1 if split.mask.causal else 2
     computed = keys * masked / 2 / keys_seen(attention, split.length, keys)
-    return efficiency.PLAIN_ATTENTION[workload.machine.chip.platform] * computed
+    return efficiency.PLAIN_ATTENTION[workload.machine.chip.platform] * computed, keys
 
 
 def _kernels(workload: Workload, choice: Choice) -> tuple[Kernel, ...]:

@@ -25,6 +25,7 @@ from meshwright.planner.goodput import DAY, LongRun
 from meshwright.planner.long_run import checkpoint_bytes, flops_per_token
 from meshwright.planner.planner import estimated, without_collector
 from meshwright.planner.result import Estimate
+from meshwright.planner.stacks import like as stack_like
 from meshwright.planner.workload import Workload
 from meshwright.present import amount, duration_text
 from meshwright.training import TrainConfig
@@ -87,6 +88,7 @@ class Comparison:
     run: Run
     offers: tuple[Offer, ...]
     refused: tuple[NoOffer, ...]
+    like: str = ""  # the stack whose speed is planned; "": our own
 
     @property
     def best(self) -> Offer:
@@ -119,14 +121,16 @@ def compare(
     *,
     catalogue: Catalogue | None = None,
     model: Any = None,
+    like: str = "",
 ) -> Comparison:
-    """Every machine for a run, the best first; `model` as in `Workload.of`."""
+    """Every machine for a run, the best first; `model` as in `Workload.of`, `like` as in `plan`."""
     ask = _Ask(
         config,
         model_config(config.model) if model is None else model,
         run,
         limits or Constraints(),
         catalogue or Catalogue(),
+        like,
     )
     offers: list[Offer] = []
     refused: list[NoOffer] = []
@@ -140,7 +144,7 @@ def compare(
         raise MeshwrightError(_impossible(ask, machines, refused))
     # those without a price last, by their time
     offers.sort(key=lambda one: (one.cost is None, ask.order(one) if one.cost else one.seconds))
-    return Comparison(config, run, tuple(offers), tuple(refused))
+    return Comparison(config, run, tuple(offers), tuple(refused), like)
 
 
 def _answer(ask: "_Ask", machine: Machine | Chip) -> Offer | NoOffer:
@@ -148,7 +152,7 @@ def _answer(ask: "_Ask", machine: Machine | Chip) -> Offer | NoOffer:
 
 
 def curve(
-    config: TrainConfig, machine: Machine, limits: Constraints, model: Any = None
+    config: TrainConfig, machine: Machine, limits: Constraints, model: Any = None, like: str = ""
 ) -> list[tuple[Machine, float, float]]:
     """Tokens/s and MFU of the fastest mesh, on a quarter to four times as many chips."""
     chips = machine.num_chips
@@ -157,7 +161,7 @@ def curve(
     for other in sorted([machine, *others], key=lambda one: one.num_chips):
         if 4 * other.num_chips >= chips:
             workload, limited = _workload(config, other, limits, model)
-            found = fastest(workload, limited)
+            found = fastest(workload.running_like(like), limited)
             if found is not None:
                 one = estimated(found)
                 points.append((other, config.batch * config.seq / one.step_seconds, one.mfu))
@@ -181,6 +185,7 @@ class _Ask:
     run: Run
     limits: Constraints
     catalogue: Catalogue
+    like: str = ""
 
     def price(self, chip: Chip) -> Price | None:
         return self.catalogue.prices.get(chip.name)
@@ -244,6 +249,8 @@ class _Ask:
         rate = chip.bf16_flops * efficiency.matmul(chip, large)
         if self.config.compute.matmul == "fp8":
             rate *= efficiency.fp8(chip, large)
+        if self.like:
+            rate *= stack_like(self.like, chip, self.config.compute.matmul).matmul
         return self.run.tokens * self.flops_per_token / rate / machine.num_chips
 
     @functools.cached_property
@@ -265,6 +272,7 @@ class _Ask:
         tokens = self.config.batch * self.config.seq
         a_second = self.run.tokens / tokens / goodput  # of the run, for each of a step
         workload, limits = self.workload(machine)
+        workload = workload.running_like(self.like)
         found = fastest(workload, limits, below / a_second, bounds)
         if found is None:
             return None

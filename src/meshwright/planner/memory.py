@@ -86,8 +86,8 @@ def least_kept(workload: Workload, choice: Choice) -> str:
 
 
 def offers_offload(workload: Workload) -> bool:
-    """Whether offload is taken where nothing else fits: if it is known how fast it is."""
-    return OFFLOAD in workload.remat and workload.machine.chip.host_link_bandwidth is not None
+    """Whether offload is taken where nothing else fits; a CPU's memory is the host's."""
+    return OFFLOAD in workload.remat and workload.machine.chip.platform != "cpu"
 
 
 def within_budget(need: Memory, workload: Workload) -> bool:

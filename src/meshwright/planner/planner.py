@@ -60,6 +60,7 @@ def plan(
     cost_per_hour: float | None = None,
     named: Collection[str] = (),
     imbalance: float = 1.0,
+    like: str = "",
     **settings: Any,
 ) -> Plan:
     """Every mesh for a model on a machine, ranked.
@@ -70,7 +71,8 @@ def plan(
     (`remat="full"`, `optimizer="muon"`) or with `_` for the dot (`optimizer_moments="bfloat16"`);
     of serving, weights (plain, int8 or fp8), cache (fp8), max_adapters and max_adapter_rank.
     `imbalance` is assumed of a router:
-    the tokens of the device whose experts have most, over the average; 1.0 is an even load.
+    the tokens of the device whose experts have most, over the average; 1.0 is an even load. `like`
+    names a stack (torchtitan, megatron, maxtext) whose published speed is planned.
 
     Remat, accumulation, sequence_parallel, context_parallel and mlp_chunk are chosen with the mesh
     unless they are given here or, in a TrainConfig, are not the defaults; settings of it that are
@@ -93,8 +95,9 @@ def plan(
     model = None if isinstance(model, str | TrainConfig) else model
     served = EngineConfig(**slots) if kind == "serve" else None
     made = plan_config(
-        config, machine, limits, model=model, engine=served, rank_by=rank_by, imbalance=imbalance
-    )
+        config, machine, limits, model=model, engine=served, rank_by=rank_by, imbalance=imbalance,
+        like=like,
+    )  # fmt: skip
     return dataclasses.replace(made, cost_per_hour=cost_per_hour)
 
 
@@ -120,10 +123,12 @@ def plan_config(
     engine: EngineConfig | None = None,
     rank_by: RankBy = "throughput",
     imbalance: float = 1.0,
+    like: str = "",
 ) -> Plan:
     """Every mesh within the limits for these settings, ranked; `model` as in `Workload.of`."""
     model = model_config(config.model) if model is None else model
     workload = dataclasses.replace(Workload.of(config, machine, model, engine), imbalance=imbalance)
+    workload = workload.running_like(like)
     if engine is None and not family_of(workload.model).longer(workload.model, workload.seq):
         check_length(config, workload.model)
     workload.schedule.check(workload)
@@ -151,6 +156,7 @@ def plan_config(
         largest_seq=largest_seq(workload, best),
         warnings=_warnings(workload),
         imbalance=imbalance,
+        like=like,
     )
 
 
@@ -234,6 +240,11 @@ def _warnings(workload: Workload) -> tuple[str, ...]:
     found = []
     longest = workload.model.max_seq
     machine = workload.machine
+    if stack := workload.like.name:
+        found.append(
+            f"times are an estimate for {stack}, from its published results; meshes, memory and "
+            "the commands are ours"
+        )
     if workload.overlap and not told_to_overlap(machine.chip):
         found.append(
             f"overlap changes nothing on {machine.chip.name}: "

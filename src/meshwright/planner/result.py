@@ -128,11 +128,12 @@ class Plan:
     long_run: LongRun = dataclasses.field(default_factory=LongRun)  # what stops it
     warnings: tuple[str, ...] = ()  # what would keep the printed commands from running as they are
     imbalance: float = 1.0  # assumed of routers, as Workload.imbalance
+    like: str = ""  # the stack whose speed is planned; "": our own
 
     @functools.cached_property
     def workload(self) -> Workload:
         workload = Workload.of(self.config, self.machine, self.model, self.engine)
-        return dataclasses.replace(workload, imbalance=self.imbalance)
+        return dataclasses.replace(workload, imbalance=self.imbalance).running_like(self.like)
 
     @property
     def best(self) -> Estimate:

@@ -22,6 +22,10 @@ class _Passes:
     forward: float = 0.0
     backward: float = 0.0
 
+    def slow_down(self, speed: float) -> None:
+        self.forward /= speed
+        self.backward /= speed
+
 
 def train_work(
     step: StepModel,
@@ -45,13 +49,15 @@ def train_work(
     chip, sizes = machine.chip, workload.sizes
     memory = chip.memory_bandwidth / chip.cores_per_chip * efficiency.MEMORY
     item, micro_batches, tp = ITEM_BYTES[workload.dtype], choice.accumulation, choice.tensor
-    saved = workload.remat[choice.remat]
+    like = workload.like
+    remat = choice.remat if like.recomputes else "none"
+    saved = workload.remat[remat]
     known, on_device = workload.lengths, step.device.sequences
     matmuls, moved = _Passes(), 0.0
     weights_read = dequantized = 0.0
     between = tp if choice.sequence_parallel else 1
     of_embed, of_heads, of_mlp = elementwise
-    repeated = 1 + efficiency.ELEMENTWISE_AGAIN[choice.remat]
+    repeated = 1 + efficiency.ELEMENTWISE_AGAIN[remat]
     for stack in sizes.stacks:
         tokens = on_device * (known[stack.field] // choice.context)
         for block in stack.blocks:
@@ -78,6 +84,9 @@ def train_work(
     vocab_on_device = step.device.padded_vocab / tp
     shape = vocab_on_device * sizes.embed, vocab_on_device, tokens
     head_flops, head_seconds = _matmul(step, shape, 2.0 + sizes.trains_head)
+    head_seconds /= like.matmul
+    matmuls.slow_down(like.matmul)
+    attention.slow_down(like.attention_speed(choice.context))
     of_reference = 0.0  # FLOPs of an example: of a step, a third is the forward pass
     if workload.has_reference:
         of_reference = family_of(workload.model).flops(workload.model, known) / 3
@@ -228,10 +237,10 @@ def _attention(step: StepModel, again: bool) -> _Passes:
         tokens = on_device * split.part
         unit = stack.layers * split.heads * split.head_dim * 2.0
         unit *= keys_seen(attention, split.length, keys) * tokens
-        rate = peak * efficiency.attention(chip, split.head_dim, keys)
+        slowdown, padded = attention_slowdown(workload, choice, index)
+        rate = peak * efficiency.attention(chip, split.head_dim, padded) / slowdown
         if step.device.strategy in ("ring", "allgather"):
             rate *= efficiency.ring_steps(split.part)
-        rate /= attention_slowdown(workload, choice, index)
         # on TPUs the backward pass over long parts of sequences: 7 matmuls instead of 5
         two_kernels = step.machine.is_tpu and backward_kernels(split.part) == 2
         total.forward += 2 * unit / rate

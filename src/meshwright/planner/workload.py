@@ -20,6 +20,7 @@ from meshwright.machines import Machine
 from meshwright.meshes import STANDARD_AXES
 from meshwright.models import OFFLOAD, default_dtype, family_of, model_config, override
 from meshwright.planner.sizes import ModelSizes, sizes_of
+from meshwright.planner.stacks import OURS, Stack, like
 from meshwright.present import mesh_text
 from meshwright.serving import EngineConfig
 from meshwright.training import (
@@ -49,6 +50,7 @@ class Workload:
     model: Any  # its config, with the overrides of the settings
     engine: EngineConfig | None = None  # which serves; None: training
     imbalance: float = 1.0  # the tokens of the most loaded device's experts, over the average
+    like: Stack = OURS  # whose speed is planned
 
     @classmethod
     def of(
@@ -75,6 +77,19 @@ class Workload:
         """The same with another batch, and another sequence length if one is given."""
         config = dataclasses.replace(self.config, batch=batch, seq=seq or self.seq)
         return dataclasses.replace(self, config=config)
+
+    def running_like(self, stack: str) -> "Workload":
+        """The same at the speed of another stack, if one is named."""
+        if not stack:
+            return self
+        if self.engine is not None or self.config.backend != "jax" or self.sizes.experts:
+            raise MeshwrightError(
+                f"--like {stack} is known of training dense models on the jax backend's meshes; "
+                "leave it out"
+            )
+        return dataclasses.replace(
+            self, like=like(stack, self.machine.chip, self.config.compute.matmul)
+        )
 
     @property
     def kind(self) -> Literal["train", "serve"]:

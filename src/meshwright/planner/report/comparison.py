@@ -42,7 +42,9 @@ def comparison_report(found: Comparison, width: int = 120, points: Curve | None 
     first = "cheapest first" if found.best.cost is not None else "shortest first"
     if run.budget < math.inf and run.within == math.inf:
         first = "fastest first"
-    parts: list[RenderableType] = [title, Text(f"{step}; fastest mesh of each; {first}"), Text("")]
+    times = f"; times are an estimate for {found.like}" if found.like else ""
+    heading = f"{step}; fastest mesh of each; {first}{times}"
+    parts: list[RenderableType] = [title, Text(heading), Text("")]
     rows = [
         Row(_cells(one), style="green" if number == 0 else "")
         for number, one in enumerate(found.offers)
@@ -131,6 +133,7 @@ def _command(found: Comparison, best: Offer) -> str:
     model = found.config.model or "MODEL"
     words = ["meshwright", "plan", model, "--on", str(best.machine)]
     words += [*settings_flags(found.config), "--rank-by", "fastest"]
+    words += ["--like", found.like] if found.like else []
     return shlex.join([*words, "--tokens", f"{found.run.tokens:g}"])
 
 
@@ -144,6 +147,7 @@ def comparison_data(found: Comparison, points: Curve | None = None) -> dict[str,
         "batch": found.config.batch,
         "seq": found.config.seq,
         "tokens": run.tokens,
+        "like": found.like,
         "within_seconds": run.within if run.within < math.inf else None,
         "budget": run.budget if run.budget < math.inf else None,
         "machines": [_offer_data(one) for one in found.offers],
