@@ -103,6 +103,7 @@ def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_cli, "config_from_file", lambda _: train_cli.TrainConfig("tiny"))
     monkeypatch.setattr("meshwright.planner.plan", parsed)
     monkeypatch.setattr("meshwright.planner.compare", parsed)
+    monkeypatch.setattr("meshwright.planner.deployments", parsed)
     own = Catalogue({"h100-96": CHIPS["h100"]})
     monkeypatch.setattr("meshwright.cli.plan.read_catalogue", lambda _: own)
     monkeypatch.setattr(prove_cli, "prove", parsed)

@@ -50,14 +50,14 @@ def quantity(text: str) -> float:
     return number * 1000.0 ** _SUFFIXES.get(found[2].lower(), 0)
 
 
-_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_UNITS = {"ms": 1e-3, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def seconds(text: str) -> float:
     """A time as people write it.
 
-    >>> [seconds(text) for text in ("30d", "12h", "1.5h", "10m")]
-    [2592000.0, 43200.0, 5400.0, 600.0]
+    >>> [seconds(text) for text in ("30d", "12h", "1.5h", "10m", "50ms")]
+    [2592000.0, 43200.0, 5400.0, 600.0, 0.05]
     """
     found = re.fullmatch(rf"([0-9]*[.]?[0-9]+)({'|'.join(_UNITS)})", text.strip().lower())
     if not found or not float(found[1]):

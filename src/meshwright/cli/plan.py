@@ -30,6 +30,7 @@ HELP = """usage: meshwright plan MODEL --on MACHINE --batch N --seq N [the setti
                        [--engine.weights int8|fp8|plain] [--engine.cache fp8]
                        [--engine.max-adapters N] [--engine.max-adapter-rank N]
        meshwright plan MODEL --on MACHINES|any --tokens 1T [--within 30d] [--budget 100k]
+       meshwright plan MODEL --on MACHINES|any --serve --requests X --prompt N --output N
 
 Rank every mesh of a machine for a model: step time, memory, what limits it, and why. Meshes whose
 times cannot be told apart are one group, the simplest first. A setting of train that is named is
@@ -37,7 +38,8 @@ kept (--compute.remat full, --accumulation 4, --context-parallel ring, --backend
 others are chosen with the mesh where they change what fits or how fast it is.
 
 Given several machines, chips without a size, a deadline or a budget, compare machines instead: how
-many chips, which mesh, how long, how much; the cheapest first.
+many chips, which mesh, how long, how much; the cheapest first. With --serve and --requests: how
+many replicas of which machine serve a load, how long clients wait, and what it costs.
 
   MODEL                a preset (llama-3.1-8b), a Hugging Face config.json, its folder, or a name
                        on the Hub (org/name, org/name@revision)
@@ -50,6 +52,13 @@ many chips, which mesh, how long, how much; the cheapest first.
   --seq N              sequence length in tokens; with --serve, of a prompt and of its cache
   --mesh LIMITS        only meshes that match: "fsdp=*,tp<=8,sp=1"
   --serve              plan `meshwright serve` instead: weights, KV cache, times of tokens
+  --requests X         a second, at random times: how many replicas serve them
+  --prompt N           tokens of their prompts on average; lengths are uniform from a quarter to
+                       seven quarters of it
+  --output N           tokens of their answers, likewise
+  --first-token 500ms  longest wait for the first token
+  --per-token 50ms     longest wait between tokens
+  --percentile X       of requests and tokens that wait no longer (default 99)
   --rank-by WHAT       rank by throughput (within 10%, the simplest first), fastest (by time
                        alone), memory, or with --serve latency (default: throughput)
   --tokens 15T         of the whole run: shows how long it takes and what it costs
@@ -94,6 +103,12 @@ def plan_command(arguments: Sequence[str]) -> None:
     if on is None:
         raise MeshwrightError("--on says for which machine: --on v5p:4x4x4, --on h100:8, --on here")
     names = [name.strip() for name in on.split(",")]
+    requests = _read(words, "--requests", _positive)
+    if requests is not None:
+        if html is not None or shown is not None or curves:
+            raise MeshwrightError("--requests has no --html, --explain or --curve")
+        _serve_load(words, names, catalogue, requests, as_json=as_json)
+        return
     run, questions = _run(words)
     if len(names) > 1 or questions or names[0] == "any" or catalogue.chip(names[0]) is not None:
         if html is not None or shown is not None:
@@ -230,6 +245,44 @@ def _compare(
         return
     console = Console()
     console.print(comparison_report(found, console.width, points))
+
+
+def _serve_load(
+    words: list[str], names: list[str], catalogue: Catalogue, requests: float, *, as_json: bool
+) -> None:
+    """Print deployments for a load."""
+    if not take_switch(words, "--serve"):
+        raise MeshwrightError("--requests is of serving: add --serve")
+    sizes = {name: take_integer(words, f"--{name}", 1) for name in ("prompt", "output")}
+    missing = [f"--{name}" for name, value in sizes.items() if value is None]
+    if missing:
+        raise MeshwrightError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; give the "
+            "tokens of prompts and answers, as in --prompt 1000 --output 200"
+        )
+    read = {"first_token": seconds, "per_token": seconds, "percentile": _positive}
+    waits = {name: _read(words, "--" + name.replace("_", "-"), how) for name, how in read.items()}
+    weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")
+    batch, mesh = take_integer(words, "--batch", 1), take(words, "--mesh")
+    for flag in ("--seq", "--rank-by", "--cost-per-hour", "--tokens", "--like"):
+        if flag in words:
+            raise MeshwrightError(f"{flag} does not go with --requests; leave it out")
+    config, named = _config(words, catalogue, None, needs_size=False)
+    from meshwright.planner import BATCHES, Load, constraints_of, deployments, machines_named
+    from meshwright.planner.report import load_data, load_report
+
+    given = {name: value for name, value in waits.items() if value is not None}
+    load = Load(requests, sizes["prompt"] or 1, sizes["output"] or 1, **given)
+    limits = constraints_of(config, named, mesh)
+    found = deployments(
+        config, machines_named(names, catalogue), load, limits, catalogue=catalogue,
+        batches=BATCHES if batch is None else (batch,), weights=weights, cache=cache,
+    )  # fmt: skip
+    if as_json:
+        print(json.dumps(load_data(found)))
+        return
+    console = Console()
+    console.print(load_report(found, console.width))
 
 
 def _curve(ranking: "Plan") -> list[tuple[Machine, float, float]]:

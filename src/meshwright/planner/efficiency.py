@@ -175,6 +175,9 @@ GAPS_PER_SECOND = 1_360_000.0
 # fitted: sequences of which the rest of a step (logits, choice of a token, the host's account)
 # takes a second, beside weights and cache: 5 us each, at batch 128 of both models
 SEQUENCES_PER_SECOND = 200_000.0
+# seconds of the host for a token that `meshwright serve` streams, when no step is launched; from
+# the 109.5 requests/s of 128 tokens that benchmarks/RESULTS.md has of the 1.5B shape
+SERVED_TOKEN = 42e-6
 # fitted: of matmul, in steps with chunks of prompts: 35,276 tokens/s of 8B, two prompts of 1,024
 PREFILL = 0.87
 

@@ -182,7 +182,7 @@ def _config(
     changes: dict[str, Any] = {}
     for name, value in given.items():
         if name in SERVED:
-            engine[name] = _engine_setting(kind, name, value)
+            engine[name] = engine_setting(kind, name, value)
             continue
         if name == "serve":
             raise MeshwrightError("plan has no setting 'serve'; serving is kind=\"serve\"")
@@ -198,7 +198,8 @@ def _check_kind(config: TrainConfig, kind: str, named: Collection[str]) -> None:
             )
 
 
-def _engine_setting(kind: str, name: str, value: str) -> str | None:
+def engine_setting(kind: str, name: str, value: str) -> str | None:
+    """A setting of an engine as a Choice has it."""
     if kind == "train":
         raise MeshwrightError(
             f"{name}={value!r} is of serving, and training is planned; leave it out"

@@ -10,6 +10,7 @@ from meshwright.serving.grammars import Grammar, Grammars
 from meshwright.serving.job import check_prompts
 from meshwright.serving.lockstep import follow, lead
 from meshwright.serving.model import LanguageModel, load
+from meshwright.serving.pages import PagePool
 from meshwright.serving.replicas import Replicas, start_engine
 from meshwright.serving.request import (
     AnyEngine,
@@ -26,6 +27,9 @@ from meshwright.serving.run_export import export
 from meshwright.serving.same_settings import settings_facts
 from meshwright.serving.samples import TextSampler
 from meshwright.serving.sampling import Sampling
+from meshwright.serving.scheduler import Scheduler
+from meshwright.serving.scheduler import Sequence as ScheduledSequence
+from meshwright.serving.scheduler import Step as ScheduledStep
 from meshwright.serving.settings import EngineConfig, ServeConfig
 from meshwright.serving.source import (
     Model,
@@ -54,10 +58,14 @@ __all__ = [
     "LanguageModel",
     "Model",
     "OverloadedError",
+    "PagePool",
     "Part",
     "Replicas",
     "Request",
     "Sampling",
+    "ScheduledSequence",
+    "ScheduledStep",
+    "Scheduler",
     "ServeConfig",
     "ServedStep",
     "Source",

@@ -138,9 +138,10 @@ class Scheduler:
         for chunk in step.chunks:
             chunk.sequence.computed += chunk.count
             chunk.sequence.in_flight += chunk.samples
-        # what was preempted to make room is not computed
-        kept = tuple(chunk for chunk in prompts if chunk.sequence.slot is not None)
-        step = dataclasses.replace(step, prompts=kept, prompt_shape=prompt_shape)
+        if prompts:
+            # what was preempted to make room is not computed
+            kept = tuple(chunk for chunk in prompts if chunk.sequence.slot is not None)
+            step = dataclasses.replace(step, prompts=kept, prompt_shape=prompt_shape)
         return step if step.decode or step.chunks or step.prompts else None
 
     def _whole_prompts(self) -> tuple[list[Chunk], tuple[int, int]]:

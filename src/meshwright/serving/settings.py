@@ -51,7 +51,7 @@ class EngineConfig:
     kernel: str = "auto"
     """Paged attention: auto, cudnn, triton, ragged or plain."""
     batch_buckets: tuple[int, ...] | None = None
-    """Batch sizes that decode is compiled for; the default is 1, 16, 32, 64 … up to max_batch."""
+    """Batch sizes that decode is compiled for; the default is 2, 16, 32, 64 … up to max_batch."""
     chunk_shapes: tuple[tuple[int, int], ...] | None = None
     """Shapes (prompts, tokens of each) of prefill programs; the default follows `chunk`."""
     prompt_shapes: tuple[tuple[int, int], ...] | None = None

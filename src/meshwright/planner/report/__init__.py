@@ -7,6 +7,7 @@ from meshwright.planner.report.comparison import (
 )
 from meshwright.planner.report.data import found_data, plan_data, plan_from_data, read_plan
 from meshwright.planner.report.explain import explain, find_mesh
+from meshwright.planner.report.load import load_data, load_report
 from meshwright.planner.report.page import page
 from meshwright.planner.report.terminal import report
 
@@ -17,6 +18,8 @@ __all__ = [
     "explain",
     "find_mesh",
     "found_data",
+    "load_data",
+    "load_report",
     "page",
     "plan_data",
     "plan_from_data",

@@ -6,8 +6,9 @@ serving/engine.py with its default pages and chunks.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from meshwright.arithmetic import round_up
 from meshwright.audits import Collective
@@ -22,7 +23,7 @@ from meshwright.planner.sizes import StackSizes, adapter_numbers
 from meshwright.planner.step import Kinds, Schedule, StepModel, Work
 from meshwright.planner.terms import Number
 from meshwright.planner.workload import Choice, Workload
-from meshwright.serving import EngineConfig, served_config
+from meshwright.serving import EngineConfig, ScheduledStep, served_config
 
 KINDS = ("parameters", "key-value cache", "working activations")
 
@@ -254,6 +255,63 @@ def prefill(step: StepModel, prompts: int = 1) -> Number:
         flops = 4 * heads * number(prompts * split.length, "tokens") * seen
         attention = attention + flops / _peak(step, rate)
     return number(steps, "steps") * _chunk_step(step, each) + attention
+
+
+class Costs:
+    """Seconds of the steps that an engine's scheduler chooses."""
+
+    def __init__(self, sized: Callable[[int], StepModel]) -> None:
+        """`sized` gives the step of so many sequences."""
+        self._sized = functools.cache(sized)
+
+    def seconds(self, step: ScheduledStep) -> float:
+        """Of a step: as `seconds` and `prefill` count, with the lengths that its sequences have."""
+        engine = _engine(self._sized(1).workload)
+        sampled = len(step.decode) + sum(chunk.samples for chunk in step.chunks)
+        if step.chunks:
+            busy = self._chunk(engine.max_batch, step.shape[0] * step.shape[1])
+        else:
+            busy = self._decode(min(one for one in engine.batches if one >= len(step.decode)))
+        per_token, per_pair, launching = self._each
+        busy += per_token * sum(sequence.computed for sequence in step.decode)
+        busy += per_pair * sum(
+            chunk.count * (chunk.start + (chunk.count + 1) / 2) for chunk in step.chunks
+        )
+        return max(busy, launching) + sampled * (
+            1 / efficiency.SEQUENCES_PER_SECOND + efficiency.SERVED_TOKEN
+        )
+
+    def highest_rate(self, prompt: int, output: int) -> float:
+        """Requests a second of a batch that is always full; no queue reaches it."""
+        engine = _engine(self._sized(1).workload)
+        batch, chunk = engine.max_batch, max(engine.chunks, key=math.prod)
+        per_token, _, launching = self._each
+        step = max(self._decode(batch) + per_token * batch * (prompt + output / 2), launching)
+        longer = max(self._chunk(batch, math.prod(chunk)) - self._decode(batch), 0.0)
+        own = output * (step / batch + efficiency.SERVED_TOKEN)
+        return 1 / (own + longer * prompt / math.prod(chunk))
+
+    @functools.cached_property
+    def _each(self) -> tuple[float, float, float]:
+        """Seconds of a cached token that is read, of a query and a key, and to launch a step."""
+        step = self._sized(1)
+        read = _cache_bytes(step) / step.workload.seq / _bandwidth(step)
+        pairs = 0.0
+        for stack, _, split in splits_of(step.workload, step.choice):
+            rate = efficiency.attention(step.machine.chip, split.head_dim, split.length)
+            pairs += 4 * stack.layers * split.heads * split.head_dim / _peak(step, rate)
+        return read, pairs, _launching(step)
+
+    @functools.cache  # noqa: B019
+    def _chunk(self, batch: int, tokens: int) -> float:
+        return float(_chunk_step(self._sized(batch), tokens))
+
+    @functools.cache  # noqa: B019
+    def _decode(self, batch: int) -> float:
+        step = self._sized(batch)
+        parts = step.work.seconds
+        links = _link_seconds(step, batch)
+        return float(parts["weights"] + parts["gaps between kernels"] + links)
 
 
 def _chunk_step(step: StepModel, chunk: int) -> Number:

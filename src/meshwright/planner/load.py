@@ -1,0 +1,321 @@
+"""A deployment under load: replicas, and how long clients wait for a first and a next token.
+
+    load = Load(rate=20, prompt=1000, output=200, first_token=0.5, per_token=0.05)
+    found = deployments("llama-3.1-8b", [CHIPS["h100"], CHIPS["l40s"]], load)
+    found.best.replicas, found.best.first_token(99)
+
+Requests arrive at random (Poisson), with prompts and answers of uniform lengths. The engine's own
+scheduler (serving/scheduler.py) decides what each step computes; how long a step takes is what the
+schedule of the engine counts. So a queue is simulated, not assumed: chunks of prompts delay decode
+tokens, and pages run out, as in the engine.
+"""
+
+import dataclasses
+import math
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.machines import Catalogue, Chip, Machine, Price, machine_sizes
+from meshwright.planner.constraints import Constraints
+from meshwright.planner.machines_compared import NoOffer
+from meshwright.planner.memory import largest_batch
+from meshwright.planner.planner import engine_setting, without_collector
+from meshwright.planner.result import Estimate
+from meshwright.planner.schedules.engine import Costs
+from meshwright.planner.serving import search_serving
+from meshwright.planner.step import StepModel
+from meshwright.planner.workload import Workload
+from meshwright.present import seconds_text
+from meshwright.serving import EngineConfig, PagePool, ScheduledSequence, Scheduler
+from meshwright.training import TrainConfig
+
+BATCHES = (32, 128, 256)  # max_batch of an engine, where none is given
+MOST_CHIPS = 8  # of a replica
+_TRIED = 200  # requests of a simulation while a rate is looked for
+_SHOWN = 1000  # of the one whose times are shown
+_IN_FLIGHT = 2  # steps: one computes, and the next one is chosen
+_ROUNDS = 5  # of bisection: the rate is within 3% of the highest
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Requests, and how long a client may wait at a percentile. Times are in seconds."""
+
+    rate: float  # requests a second
+    prompt: int  # tokens, on average
+    output: int
+    first_token: float = 0.5
+    per_token: float = 0.05
+    percentile: float = 99.0
+    spread: float = 0.75  # lengths are uniform from 1 - spread to 1 + spread of the average
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "prompt", "output", "first_token", "per_token"):
+            if not getattr(self, name) > 0:
+                raise MeshwrightError(f"{name}={getattr(self, name)} must be above 0")
+        if not 0 < self.percentile < 100:
+            raise MeshwrightError(f"percentile={self.percentile} must be between 0 and 100")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return sum(math.ceil((1 + self.spread) * size) for size in (self.prompt, self.output))
+
+    def requests(self, rate: float, count: int) -> Iterator[tuple[float, int, int]]:
+        """When each comes, and the tokens of its prompt and answer; the same at every call."""
+        drawn, now = random.Random(0), 0.0
+        for _ in range(count):
+            now += drawn.expovariate(rate) if rate < math.inf else 0.0
+            prompt, output = (
+                max(1, round(size * drawn.uniform(1 - self.spread, 1 + self.spread)))
+                for size in (self.prompt, self.output)
+            )
+            yield now, prompt, output
+
+
+@dataclasses.dataclass(frozen=True)
+class Waits:
+    """What clients saw: seconds to first tokens, and between tokens, each in ascending order."""
+
+    first: tuple[float, ...]
+    between: tuple[float, ...]
+    seconds: float  # from the first request to the last token
+    busy: float  # part of that in which the devices computed
+
+    def first_token(self, percentile: float) -> float:
+        return _percentile(self.first, percentile)
+
+    def per_token(self, percentile: float) -> float:
+        return _percentile(self.between, percentile)
+
+    def meets(self, load: Load) -> bool:
+        at = load.percentile
+        return self.first_token(at) <= load.first_token and self.per_token(at) <= load.per_token
+
+
+def _percentile(values: tuple[float, ...], percentile: float) -> float:
+    if not values:
+        return 0.0
+    return values[min(len(values) - 1, math.ceil(percentile / 100 * len(values)) - 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployment:
+    """Replicas of an engine that serve a load."""
+
+    machine: Machine  # of one replica
+    estimate: Estimate
+    max_batch: int
+    highest_rate: float  # requests a second of one replica, with the waits that are allowed
+    replicas: int
+    waits: Waits  # of one replica with its part of the load
+    price: Price | None
+
+    @property
+    def chips(self) -> int:
+        return self.replicas * self.machine.num_chips
+
+    @property
+    def dollars_per_hour(self) -> float | None:
+        return None if self.price is None else self.chips * self.price.dollars
+
+    def dollars_per_million(self, load: Load) -> float | None:
+        """Dollars for a million tokens of answers."""
+        hourly = self.dollars_per_hour
+        return None if hourly is None else hourly / (load.rate * load.output * 3600) * 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployments:
+    """The deployments for a load, the cheapest first, and machines that cannot serve it."""
+
+    model: str
+    load: Load
+    found: tuple[Deployment, ...]
+    refused: tuple[NoOffer, ...]
+
+    @property
+    def best(self) -> Deployment:
+        return self.found[0]
+
+
+@without_collector()
+def deployments(
+    config: TrainConfig,
+    machines: Sequence[Machine | Chip],
+    load: Load,
+    limits: Constraints | None = None,
+    *,
+    catalogue: Catalogue | None = None,
+    batches: Sequence[int] = BATCHES,
+    weights: str | None = None,
+    cache: str | None = None,
+) -> Deployments:
+    """The cheapest deployment of each machine or chip, the cheapest first.
+
+    A machine with a size is one replica. Of a chip, replicas of 1 to 8 chips are tried, with each
+    of the `batches` as an engine's max_batch. By price; where none is known, by the number of
+    chips. `weights` and `cache` are an engine's.
+    """
+    catalogue, limits = catalogue or Catalogue(), limits or Constraints()
+    given = {"weights": weights, "cache": cache}
+    fixed = {
+        name: None if value is None else engine_setting("serve", name, value)
+        for name, value in given.items()
+    }
+    limits = dataclasses.replace(limits, fixed={**limits.fixed, **fixed})
+    found: list[Deployment] = []
+    refused: list[NoOffer] = []
+    config = dataclasses.replace(config, seq=load.longest)
+    for one in machines:
+        sizes = [one] if isinstance(one, Machine) else list(machine_sizes(one, MOST_CHIPS))
+        price = catalogue.prices.get(sizes[0].chip.name)
+        tried = [
+            _replica(dataclasses.replace(config, batch=batch), machine, load, limits)
+            for machine in sizes
+            for batch in batches
+        ]
+        best, why = _cheapest([each for each in tried if isinstance(each, _Replica)], load, price)
+        if best is not None:
+            found.append(best)
+        else:
+            name = str(one) if isinstance(one, Machine) else one.name
+            refused.append(NoOffer(name, why or str(tried[-1])))
+    if not found:
+        raise MeshwrightError(
+            f"no machine serves {load.rate:g} requests a second as asked: "
+            + "; ".join(f"{one.name}: {one.why}" for one in refused)
+        )
+    return Deployments(config.model, load, tuple(sorted(found, key=_order)), tuple(refused))
+
+
+def _order(one: Deployment) -> tuple[bool, float, int, int]:
+    hourly = one.dollars_per_hour
+    return hourly is None, hourly or 0.0, one.chips, one.max_batch
+
+
+def _replica(
+    config: TrainConfig,
+    machine: Machine,
+    load: Load,
+    limits: Constraints,
+) -> "_Replica | str":
+    """An engine on a machine; in a sentence, why there can be none."""
+    engine = EngineConfig(max_batch=config.batch, max_length=load.longest)
+    workload = Workload.of(config, machine, engine=engine)
+    ranked, refused = search_serving(workload, limits, "latency")
+    weights = limits.fixed.get("weights")
+    whole = [one for one in ranked if one.choice.size("dp") == 1 and one.choice.weights == weights]
+    if not whole:
+        return f"no mesh fits: {refused[0].why}" if refused else "no mesh is one replica"
+    return _Replica(workload, whole[0])
+
+
+def _cheapest(
+    tried: list["_Replica"], load: Load, price: Price | None
+) -> tuple[Deployment | None, str]:
+    """The deployment with fewest chips, and of those the smallest batch; or why there is none.
+
+    In the order of what a replica could serve at most, until no other can be better.
+    """
+
+    def fewest(one: _Replica) -> int:
+        rate = one.costs.highest_rate(load.prompt, load.output)
+        return one.machine.num_chips * math.ceil(load.rate / rate)
+
+    best, why = None, ""
+    for one in sorted(tried, key=lambda one: (fewest(one), one.engine.max_batch)):
+        if best is not None and fewest(one) >= best.chips:
+            break
+        alone = one.waits(load, 1e-3, 20)
+        if not alone.meets(load):
+            first, each = alone.first_token(load.percentile), alone.per_token(load.percentile)
+            why = (
+                f"a request that is alone waits {seconds_text(first)} for its first token and "
+                f"{seconds_text(each)} for each further one"
+            )
+            continue
+        answer = one.deployment(load, price)
+        best = answer if best is None or answer.chips < best.chips else best
+    return best, why
+
+
+class _Replica:
+    """One engine, whose steps take as long as its schedule counts."""
+
+    def __init__(self, workload: Workload, estimate: Estimate) -> None:
+        assert workload.engine is not None
+        self.engine, self.machine, self.estimate = workload.engine, workload.machine, estimate
+        self.costs = Costs(lambda batch: StepModel(workload.resized(batch), estimate.choice))
+        most = largest_batch(workload, estimate.choice) or workload.batch
+        size = self.engine.page_size
+        self.pages = 1 + most * -(-workload.seq // size)
+
+    def deployment(self, load: Load, price: Price | None) -> Deployment:
+        """So many of them that clients wait no longer than allowed."""
+        highest = self.highest_rate(load)
+        replicas = math.ceil(load.rate / highest)
+        waits = self.waits(load, load.rate / replicas, _SHOWN)
+        if not waits.meets(load):  # the longer simulation meets rarer bursts
+            replicas += 1
+            waits = self.waits(load, load.rate / replicas, _SHOWN)
+        batch = self.engine.max_batch
+        return Deployment(self.machine, self.estimate, batch, highest, replicas, waits, price)
+
+    def highest_rate(self, load: Load) -> float:
+        """Requests a second with the waits that are allowed, by bisection."""
+        low, high = 0.0, _TRIED / self.waits(load, math.inf, _TRIED).seconds
+        if self.waits(load, high, _TRIED).meets(load):
+            return high
+        for _ in range(_ROUNDS):
+            middle = (low + high) / 2
+            low, high = (
+                (middle, high) if self.waits(load, middle, _TRIED).meets(load) else (low, middle)
+            )
+        return low or high / 2
+
+    def waits(self, load: Load, rate: float, count: int) -> Waits:
+        """Simulate so many requests."""
+        scheduler = Scheduler(self.engine, PagePool(self.pages, self.engine.page_size))
+        arrivals = deque(load.requests(rate, count))
+        begun = arrivals[0][0]
+        asked: dict[ScheduledSequence, float] = {}  # when, or when its last token came
+        first: list[float] = []
+        between: list[float] = []
+        steps: deque[tuple[float, Any]] = deque()  # when each ends
+        free = now = begun  # when the devices are
+        busy = 0.0
+        while arrivals or asked:
+            while arrivals and arrivals[0][0] <= now:
+                when, prompt, output = arrivals.popleft()
+                sequence = ScheduledSequence("", [0] * prompt, prompt, output)
+                scheduler.add(sequence)
+                asked[sequence] = when
+            step = scheduler.next_step() if len(steps) < _IN_FLIGHT else None
+            if step is not None:
+                took = self.costs.seconds(step)
+                busy += took
+                free = max(free, now) + took
+                steps.append((free, step))
+                continue
+            if not steps:  # nothing to do before the next request
+                now = max(now, arrivals[0][0])
+                continue
+            now, done = steps.popleft()
+            sampled = [*done.decode, *(one.sequence for one in done.chunks if one.samples)]
+            for sequence in sampled:
+                if sequence not in asked:
+                    continue
+                sequence.tokens.append(0)
+                sequence.in_flight -= 1
+                known = len(sequence.tokens) - sequence.prompt_length
+                (first if known == 1 else between).append(now - asked[sequence])
+                asked[sequence] = now
+                if known >= sequence.max_new:
+                    scheduler.remove(sequence)
+                    del asked[sequence]
+        seconds = now - begun
+        return Waits(tuple(sorted(first)), tuple(sorted(between)), seconds, busy / seconds)
