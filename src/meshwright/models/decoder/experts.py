@@ -305,6 +305,6 @@ def _by_layer(arrays: list[jax.Array], ndim: int, period: int) -> jax.Array:
     """Sums [devices, ..] of layers, or those of stacks, as [layers, ..]: over all devices."""
     summed = [jnp.sum(one if one.ndim > ndim else one[None], axis=1) for one in arrays]
     if period > 1 and arrays[0].ndim > ndim:
-        in_turn = jnp.stack(summed[:period], axis=1)
-        summed[:period] = [in_turn.reshape(-1, *in_turn.shape[2:])]
+        in_order = jnp.stack(summed[:period], axis=1)
+        summed[:period] = [in_order.reshape(-1, *in_order.shape[2:])]
     return jnp.concatenate(summed)
