@@ -148,6 +148,7 @@ def _factors(matrices: Params) -> Params:
         f"{name}_{factor}": getattr(matrix, factor)
         for name, matrix in adapted.items()
         for factor in "ab"
+        if getattr(matrix, factor) is not None
     }
 
 
@@ -225,7 +226,8 @@ def _expert_mlp(
         y = grouped_matmul(x, weight, rows.sizes, alignment)
         if f"{name}_b" not in arrays:
             return y
-        a, b = (varying_like(arrays[f"{name}_{factor}"], x) for factor in "ab")
+        of = name if f"{name}_a" in arrays else "gate"  # which `up` may share, see lora.py
+        a, b = (varying_like(arrays[one], x) for one in (f"{of}_a", f"{name}_b"))
         update = grouped_low_rank(x, a, b, rows.sizes, alignment)
         return y + (adapter_scale * update).astype(y.dtype)
 
