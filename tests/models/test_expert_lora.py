@@ -1,5 +1,6 @@
 """Adapters of experts beside PEFT's: logits, merged weights, files and gradients."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from meshwright.models import (
     with_adapter,
 )
 from meshwright.serving.adapters import load_factors
-from meshwright.serving.source import adapter_source, model_source
+from meshwright.serving.source import adapter_source
 
 peft = pytest.importorskip("peft")
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -83,7 +84,7 @@ def test_every_gradient_of_experts_is_that_of_peft(mesh: str, compute: Any, tmp_
 
 def test_an_engine_has_no_slots_for_adapters_of_experts(tmp_path: Path) -> None:
     small("qwen3_moe", tmp_path, EXPERTS[1:], [])
-    source = model_source(tmp_path / "base")
+    source: Any = types.SimpleNamespace(config=from_hf_config(tmp_path / "base"))
     adapter = adapter_source(tmp_path / "adapter", source)
     mesh = mw.mesh("tp=1", devices=jax.devices()[:1], axis_types="explicit")
     with pytest.raises(mw.MeshwrightError, match=r"adapts experts, .* serve it merged: --adapter"):

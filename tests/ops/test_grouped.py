@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.ops import group_alignment, grouped_matmul
+from meshwright.ops import group_alignment, grouped_low_rank, grouped_matmul
 from meshwright.ops.grouped import weights_product_on_tpu
 
 NEEDS = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
@@ -42,6 +42,32 @@ def test_gradients_of_weights_on_tpus_are_those_of_each_group() -> None:
         x[end - size : end].T @ y[end - size : end] for end, size in zip(ends, sizes, strict=True)
     ]
     np.testing.assert_allclose(np.asarray(found), right, rtol=1e-4, atol=1e-4)
+
+
+def test_a_matrix_of_low_rank_is_the_product_of_its_factors() -> None:
+    random = np.random.default_rng(1)
+    x, a, b = (
+        jnp.asarray(random.normal(size=shape), jnp.float32)
+        for shape in ((9, 4), (3, 4, 2), (3, 2, 6))
+    )
+    sizes = jnp.asarray([4, 0, 5])
+    right = grouped_matmul(x, jnp.einsum("gir,gro->gio", a, b), sizes)
+    np.testing.assert_allclose(grouped_low_rank(x, a, b, sizes), right, rtol=1e-5, atol=1e-5)
+
+
+@NEEDS
+@pytest.mark.usefixtures("pretended_h200")
+def test_a_low_rank_is_padded_for_the_kernel_of_hopper_gpus() -> None:
+    shapes = (512, 256), (4, 256, 8), (4, 8, 384)
+    x, a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def total(x: jax.Array, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jnp.sum(grouped_low_rank(x, a, b, sizes, 128).astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(total, (1, 2))).trace(x, a, b, sizes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") >= 2
 
 
 @pytest.mark.usefixtures("pretended_h200")

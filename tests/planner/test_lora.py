@@ -83,3 +83,14 @@ def test_what_int8_and_nf4_cannot_do_is_told() -> None:
         plan(settings(override=("mlp=96",)), "h100:1")
     with pytest.raises(MeshwrightError, match=r"embed has 2 blocks of 64 inputs, which share a"):
         plan(settings(mesh="fsdp=8"), "h100:8")
+
+
+def test_factors_of_experts_are_split_over_ep_and_a_token_meets_some() -> None:
+    tiny = preset("tiny-moe")
+    lora = LoraConfig(4, targets=("down",))
+    numbers = tiny.layers * tiny.experts * 4 * (tiny.mlp + tiny.embed)
+    assert adapter_numbers(tiny, lora, ()) == numbers
+    # of each expert the second factor is split over fsdp, the first over tp
+    found = adapter_numbers(tiny, lora, (("ep", 4), ("fsdp", 2), ("tp", 2)))
+    assert found == numbers // 4 // 2
+    assert adapter_numbers(tiny, lora, (), ("matrix",)) == 0

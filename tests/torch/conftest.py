@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 # (tied embeddings are in the short ones that try options, resume and load)
 IN_SHORT = {
     "train llama dp=2,tp=3",
+    "train experts qwen3_moe",
     "train by command gemma2",
     "architecture gemma2",
     "architecture gpt_neox",

@@ -9,13 +9,28 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 12, "num_key_value_heads": 6, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 4,
 }  # fmt: skip
+# what mixtures of experts have beside, by model_type
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8},
+    "deepseek_v3": {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_key_value_heads": 12,
+        "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
+        "v_head_dim": 4,
+    },
+}  # fmt: skip
 
 
 def tiny(kind: str, tied: bool = False, **changes: Any) -> Any:
     """A model with random weights, the same in every process."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(kind, **SIZES | {"tie_word_embeddings": tied} | changes)
+    config = AutoConfig.for_model(
+        kind, **SIZES | EXPERTS.get(kind, {}) | {"tie_word_embeddings": tied} | changes
+    )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)
 

@@ -54,6 +54,24 @@ def test_twenty_steps_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=_slow_unless_short("train", "experts", kind))
+        for kind in ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3")
+    ],
+)
+def test_mixtures_of_experts_train_with_fsdp(on_six: SixProcesses, kind: str) -> None:
+    found = result(on_six, f"train experts {kind}")
+    assert found["loss"] <= 2e-6
+    assert found["weights"] <= 1e-5
+
+
+def test_experts_over_tp_are_refused(on_six: SixProcesses) -> None:
+    found = on_six["experts over tp"]
+    assert "its tp plan has 'moe_tp_experts' for 'model.layers.*.mlp.experts'" in str(found)
+
+
+@pytest.mark.parametrize(
     "options",
     ["sequence_parallel", "loss_parallel", "activation_checkpointing+reshard_after_forward"],
 )

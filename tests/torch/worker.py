@@ -32,7 +32,7 @@ import meshwright as mw
 import meshwright.torch as mt
 from meshwright.models import BY_TRANSFORMERS
 from meshwright.torch.parallelize import parallelized
-from models import SIZES, batches, optimizer_of, tiny, train
+from models import EXPERTS, SIZES, batches, optimizer_of, tiny, train
 
 MESHES = ("dp=1,tp=6", "dp=2,tp=3", "dp=3,tp=2", "dp=6,tp=1")
 MODELS = [(kind, tied) for kind in ("llama", "qwen3", "mistral") for tied in (False, True)]
@@ -52,6 +52,11 @@ def cases() -> dict[str, Callable[[], Any]]:
             found[f"train {kind}{' tied' if tied else ''} {text}"] = lambda k=kind, t=tied, m=text: (
                 against_one(k, t, m, STEPS, exact=True)
             )
+    for kind in EXPERTS:
+        found[f"train experts {kind}"] = lambda k=kind: against_one(k, False, "dp=6,tp=1")
+    found["experts over tp"] = lambda: message(
+        lambda: mt.parallelize(tiny("qwen3_moe"), mt.mesh("dp=3,tp=2", device="cpu"))
+    )
     for options in (
         {"sequence_parallel": True},
         {"loss_parallel": True},

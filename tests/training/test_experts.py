@@ -50,3 +50,7 @@ def test_a_run_with_experts_resumes_with_another_ep(
         dropped = [read_metrics(run).column("dropped")[1] for run in (moved, through)]
         np.testing.assert_allclose(*dropped, atol=1e-6)
         assert min(dropped[0]) > 0
+    dropless = [{"1.25": "0", "6": "7"}.get(word, word) for word in SETTINGS]
+    said = train_command(*dropless, "--cpu-devices", "1", "--run", str(tmp_path / "alone"))
+    assert "note: compute.capacity is 0.0, was 1.25 before this resume" in said
+    assert len(read_metrics(tmp_path / "alone").column("dropped")[1]) == 6  # none of step 7

@@ -165,7 +165,7 @@ def prepare_weights(layers: Params, specs: Params, compute: Compute) -> Params:
         if isinstance(w, Quantized) or (spec is not None and not spec.is_cast):
             return w
         if isinstance(w, Adapted):
-            a, b = w.a.astype(compute.dtype), w.b.astype(compute.dtype)
+            a, b = jax.tree.map(lambda one: one.astype(compute.dtype), (w.a, w.b))
             return dataclasses.replace(w, base=ready(w.base, spec), a=a, b=b)
         w = w.astype(compute.dtype)
         in_fp8 = compute.matmul == "fp8" and (spec is None or spec.kind == "matrix")
@@ -267,7 +267,7 @@ def gather_weight(
         scale = all_gather(weight.scale, axes, apart=True) if weight.is_nf4 else weight.scale
         return Quantized(all_gather(weight.values, axes, apart=True), scale)
     if isinstance(weight, Adapted):
-        a, b = all_gather(weight.a, axes), all_gather(weight.b, axes)
+        a, b = jax.tree.map(lambda one: all_gather(one, axes), (weight.a, weight.b))
         base = gather_weight(weight.base, compute, split, also)
         return dataclasses.replace(weight, base=base, a=a, b=b)
     return all_gather(weight, axes)

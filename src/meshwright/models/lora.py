@@ -199,7 +199,7 @@ class Adapted:
     """A weight and its update of low rank: base + scale · a·b."""
 
     base: Any
-    a: jax.Array
+    a: Any  # of experts, None where `up` has that of `gate`
     b: jax.Array
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     slots: jax.Array | None = None  # of tokens [batch, length]: see AdapterSlots
@@ -327,7 +327,7 @@ def adapted_layers(
         factors = adapter.get(block, {}).get(name)
         if factors is None:
             return weight
-        a, b = _input_factor(adapter[block], name), factors["b"]
+        a, b = factors.get("a"), factors["b"]
         scale, rate = compute.adapter_scale, compute.dropout
         of_tokens = noise(f"{block}/{name}") if rate else None
         if of_tokens is None:

@@ -287,14 +287,22 @@ class ModelSizes:
 
 
 @functools.lru_cache(maxsize=1024)
-def adapter_numbers(model: Any, lora: LoraConfig, axes: tuple[tuple[str, int], ...]) -> int:
-    """Numbers of an adapter on one device of a mesh with axes of these sizes."""
+def adapter_numbers(
+    model: Any,
+    lora: LoraConfig,
+    axes: tuple[tuple[str, int], ...],
+    kinds: tuple[str, ...] = ("matrix", "expert"),
+) -> int:
+    """Numbers of an adapter on one device of a mesh with axes of these sizes.
+
+    `kinds`: of which matrices they are.
+    """
     if not lora.rank:
         return 0
     family, sizes = family_of(model), dict(axes)
     adapter = with_adapter(family.arrays(model), lora, np.float32, hf_names(model))[ADAPTER]
     rules, numbers = family.rules(sp=True, ep="ep" in sizes), 0
-    for spec in array_leaves(adapter):
+    for spec in (spec for spec in array_leaves(adapter) if spec.kind in kinds):
         split = rules.layout(" ".join(dim for dim in spec.dims if dim))
         numbers += spec.size // math.prod(sizes.get(axis, 1) for dim in split.axes for axis in dim)
     return numbers

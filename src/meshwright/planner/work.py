@@ -79,7 +79,11 @@ def train_work(
     attention = _attention(step, again="attention" not in saved)
     tokens = step.device.tokens
     if rank := workload.config.lora.rank:
-        sides = adapter_numbers(workload.model, workload.config.lora, ()) / rank / tp
+        sides = 0.0
+        for kind, experts in (("matrix", None), ("expert", sizes.experts)):
+            numbers = adapter_numbers(workload.model, workload.config.lora, (), (kind,))
+            share = 1 if experts is None else experts.per_token / experts.count
+            sides += numbers * share / rank / tp
         moved += item * efficiency.ADAPTER_NUMBERS * sides * tokens * micro_batches * repeated
     vocab_on_device = step.device.padded_vocab / tp
     shape = vocab_on_device * sizes.embed, vocab_on_device, tokens

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.checkpoint import misnamed
 from meshwright.errors import MeshwrightError
 from meshwright.launch import weights_sample
-from meshwright.models import LoraConfig, model_to_dict
+from meshwright.models import LoraConfig, LossConfig, model_to_dict
 from meshwright.training.backend import SavedSteps
 from meshwright.training.config import (
     FREE,
@@ -120,6 +120,7 @@ def check_resume(
     before.setdefault("trainable", [])  # and trained everything
     before["lora"] = dataclasses.asdict(LoraConfig()) | before.get("lora", {})
     before.setdefault("dpo", dataclasses.asdict(DpoConfig()))
+    before["loss"] = dataclasses.asdict(LossConfig()) | before["loss"]
     before.setdefault("pack", True)  # on packed documents
     check_saved(now, before, where)
     _check_frozen(meta.get("base"), config, where)
@@ -128,7 +129,10 @@ def check_resume(
             f"note: steps is {now['steps']}, was {before['steps']}: the learning rate goes by "
             "it, and changes here"
         )
-    for name, value in _flat({name: now[name] for name in now if name not in FREE}).items():
+    compared = {name: now[name] for name in now if name not in FREE}
+    compared["compute"] = {"capacity": now["compute"]["capacity"]}  # which changes losses
+    before["compute"].setdefault("capacity", 0.0)
+    for name, value in _flat(compared).items():
         was = _flat(before).get(name)
         if value != was:
             say(f"note: {name} is {value}, was {was} before this resume")

@@ -174,6 +174,7 @@ def _factors(matrices: Params) -> Params:
         f"{name}_{factor}": getattr(matrix, factor)
         for name, matrix in adapted.items()
         for factor in "ab"
+        if getattr(matrix, factor) is not None
     }
 
 
@@ -250,7 +251,8 @@ def _expert_mlp(
         y = grouped_matmul(x, weight, rows.sizes, alignment)
         if f"{name}_b" not in arrays:
             return y
-        a, b = (varying_like(arrays[f"{name}_{factor}"], x) for factor in "ab")
+        of = name if f"{name}_a" in arrays else "gate"  # which `up` may share, see lora.py
+        a, b = (varying_like(arrays[one], x) for one in (f"{of}_a", f"{name}_b"))
         update = grouped_low_rank(x, a, b, rows.sizes, alignment)
         return y + (adapter_scale * update).astype(y.dtype)
 
@@ -351,6 +353,6 @@ def _by_layer(arrays: list[jax.Array], ndim: int, period: int) -> jax.Array:
     """Sums [devices, ..] of layers, or those of stacks, as [layers, ..]: over all devices."""
     summed = [jnp.sum(one if one.ndim > ndim else one[None], axis=1) for one in arrays]
     if period > 1 and arrays[0].ndim > ndim:
-        alternating = jnp.stack(summed[:period], axis=1)
-        summed[:period] = [alternating.reshape(-1, *alternating.shape[2:])]
+        in_order = jnp.stack(summed[:period], axis=1)
+        summed[:period] = [in_order.reshape(-1, *in_order.shape[2:])]
     return jnp.concatenate(summed)

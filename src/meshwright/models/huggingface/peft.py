@@ -196,7 +196,7 @@ def _expert_factor(path: str, spec: ArraySpec, of: HfArray, parameters: list[str
         parts = _EXPERT_PARAMETERS[name]
         shape = (len(parts) * outputs, inputs * experts)
         if len(parts) > 1:
-            # the parts lie one after the other, or alternate where a tensor of theirs has them so
+            # the parts lie one after the other, or interleaved where a tensor of theirs has them so
             at = 0 if _is_whole(of) else 1
             sizes, part = [*unfolded], parts.index(matrix)
             sizes.insert(at, len(parts))

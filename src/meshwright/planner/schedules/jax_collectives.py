@@ -229,13 +229,20 @@ class _Step:
 
     def adapter(self) -> Iterator[Collective]:
         """The factors of LoRA: those with embed are sharded as their matrix is, the others not."""
+        yield from self._factors("matrix", "ep")
+        yield from self._factors("expert")  # a device has those of its own experts
+
+    def _factors(self, kind: str, *also: str) -> Iterator[Collective]:
+        """Those of a kind of matrices, which are sharded over fsdp, sp and these axes."""
         model, lora, tp = self.workload.model, self.workload.config.lora, self.choice.tensor
-        shards, every = self.shards, self.tokens
+        shards, every = self.over("fsdp", "sp", *also), self.over("dp", "fsdp", "sp", *also)
+        parts = self.fsdp * self.sp * (self.ep if also else 1)
         times, layers = self.sizes.layers * self.micro_batches, self.sizes.layers
         stack = self.sizes.stacks[-1]
-        about = sum(len(block.matrices) for block in stack.blocks), layers  # one of each is sharded
-        numbers = adapter_numbers(model, lora, (("tp", tp),))
-        half = adapter_numbers(model, lora, (("fsdp", 2), ("tp", tp)))  # a half of what is sharded
+        about = sum(len(block.of_kind(kind)) for block in stack.blocks), layers  # one is sharded
+        axes = (("tp", tp),) if also else (("tp", tp), ("ep", self.choice.size("ep")))
+        numbers = adapter_numbers(model, lora, axes, (kind,))
+        half = adapter_numbers(model, lora, (("fsdp", 2), *axes), (kind,))  # of what is sharded
         sharded, replicated = 2 * (numbers - half) // layers, (2 * half - numbers) // layers
         size, what = self.item * self.number(sharded), "factors of a layer"
         for phase in PASSES:
@@ -243,13 +250,13 @@ class _Step:
             yield Collective("all-gather", shards, size, times, phase, what, weights, *about)
         gradients: tuple[tuple[str, tuple[str, ...], Number], ...] = (
             ("reduce-scatter", shards, size),
-            ("all-reduce", self.over("dp"), size // (self.fsdp * self.sp * self.ep)),
+            ("all-reduce", self.over("dp"), size // parts),
             ("all-reduce", every, self.item * self.number(replicated)),
         )
         what = f"gradients of the {what}"
-        for operation, axes, each in gradients:
+        for operation, over, each in gradients:
             payload: Payload = "layer gradients"
-            yield Collective(operation, axes, each, times, "backward", what, payload, *about)
+            yield Collective(operation, over, each, times, "backward", what, payload, *about)
 
     def tables(self) -> Iterator[Collective]:
         """The embedding and the LM head: all-gathered once, their gradients per micro-batch."""
