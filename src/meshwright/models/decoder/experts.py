@@ -65,6 +65,12 @@ def mixture(
     summed = tuple(layouts.summed)
     left = (*over, *(split if exchange is None else ()))
     of_router = tuple(dict.fromkeys((*layouts.weight_axes, *split)))
+
+    def scored_with(name: str) -> jax.Array:
+        if layouts.stationary and name in _ROUTER_BIASES:  # an engine's: all have the same tokens
+            return reshard(w[name], P(None))
+        return all_gather(w[name], of_router)
+
     biases = {name: w[name] for name in _BIASES if name in w}
     if "down_bias" in biases:  # stored whole, and added to what may be split along embed
         of_experts = spec_of(w["down_bias"])[0]
@@ -74,7 +80,7 @@ def mixture(
         **{name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w},
         **{name: all_gather(bias, _without(tokens, split)) for name, bias in biases.items()},
         # every device scores all experts
-        **{name: all_gather(w[name], of_router) for name in _ROUTER if name in w},
+        **{name: scored_with(name) for name in _ROUTER if name in w},
     }
 
     def local(arrays: Params) -> tuple[jax.Array, RouterSums]:

@@ -118,7 +118,7 @@ def _served_weights(step: StepModel) -> Number:
         layers = number(stack.layers, "layers")
         outputs = outputs + layers * (number(split) / device.tp + number(of_all))
         experts = number(stack.expert_weights) / (device.tp * device.ep)
-        mixtures = mixtures + layers * (experts + number(_router_weights(stack)))
+        mixtures = mixtures + layers * (experts + number(_router_weights(stack)) / device.ep)
     quantized = step.layers - mixtures
     if not device.sizes.is_tied:
         quantized, outputs = quantized + device.table, outputs + device.vocab / device.tp
