@@ -65,7 +65,7 @@ def test_a_decode_step_sends_what_is_planned_and_nothing_else(proofs: dict[str, 
 
 def test_latent_attention_and_experts_are_served_as_planned(tmp_path: Path) -> None:
     """Leading layers, latents that every device along tp makes, a cache of every head."""
-    model = dataclasses.replace(MODELS["deepseek"], layers=4, max_seq=256)
+    model = dataclasses.replace(MODELS["deepseek"], layers=4, max_seq=256, router_bias=True)
     step = ServedStep("dp=2,fsdp=1,tp=2,sp=1,ep=2", batch=16, seq=256)
     run = workload(model, "cpu:8", step.batch, step.seq, serve=True, dtype="float32")
     planned = StepModel(run, Choice.of(dp=2, tp=2, ep=2))

@@ -138,6 +138,12 @@ class DeviceStack:
         return self.device.used * self._but_experts_elsewhere(self.weights) / self.device.tp
 
     @property
+    def experts(self) -> Number:
+        """Bytes of a layer's experts on this device, all-gathered."""
+        weights = self.device.number(self.sizes.expert_weights)
+        return self.device.used * weights / (self.device.tp * self.device.ep)
+
+    @property
     def layer_gradients(self) -> Number:
         """Bytes of the gradients of a layer's matrices, before they are scattered."""
         gradients = self._but_experts_elsewhere(self.gradient_weights)
