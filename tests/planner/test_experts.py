@@ -162,7 +162,7 @@ def test_a_decode_step_reads_the_experts_that_its_tokens_choose(batch: int) -> N
 def test_an_engine_splits_experts_over_ep_and_replicates_the_rest() -> None:
     served = workload(TINY, "h100:8", 16, 64, serve=True)
     steps = [StepModel(served, Choice.of(dp=1, ep=ep)) for ep in (2, 8)]
-    experts = TINY.layers * 3 * TINY.embed * TINY.mlp * TINY.experts * 2
+    experts = TINY.layers * (3 * TINY.embed * TINY.mlp + TINY.embed) * TINY.experts * 2
     held = [memory(step).kinds["parameters"] for step in steps]
     assert held[0] - held[1] == math.ceil(experts * (1 / 2 - 1 / 8))
     sent = {one.operation: (one.axes, one.times) for one in steps[1].collectives}

@@ -1,9 +1,11 @@
 """An engine's steps, compiled for machines that are not here."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from tests.planner.compiled import MODELS
 from tests.planner.workloads import workload
 
 from meshwright.audits import audit
@@ -59,6 +61,28 @@ def test_a_decode_step_sends_what_is_planned_and_nothing_else(proofs: dict[str, 
     # the plan reserves logits three times, as the engine does
     assert compared[0].off is not None
     assert 0.0 < compared[0].off < 0.25
+
+
+def test_latent_attention_and_experts_are_served_as_planned(tmp_path: Path) -> None:
+    """Leading layers, latents that every device along tp makes, a cache of every head."""
+    model = dataclasses.replace(MODELS["deepseek"], layers=4, max_seq=256, router_bias=True)
+    step = ServedStep("dp=2,fsdp=1,tp=2,sp=1,ep=2", batch=16, seq=256)
+    run = workload(model, "cpu:8", step.batch, step.seq, serve=True, dtype="float32")
+    planned = StepModel(run, Choice.of(dp=2, tp=2, ep=2))
+    proof = prove_serving(step, model, "cpu:8", cache=tmp_path)["decode"]
+    kinds = memory(planned).kinds
+    assert proof.footprint is not None
+    more = proof.footprint.kinds["arguments"] - kinds["parameters"] - kinds["key-value cache"]
+    assert 0 < more < 4096
+    axes = {"dp": 1, "fsdp": 1, "tp": 2, "sp": 1, "ep": 2}
+    found = audit(proof.text, axes, expected=expected_serving(planned))
+    assert not found.surprises
+    compared = compare(planned, proof, found)
+    assert {one.what for one in compared[1:]} == {
+        "all-reduce over tp", "all-reduce over tp+ep", "all-gather over tp", "all-gather over ep",
+    }  # fmt: skip
+    for one in compared[1:]:
+        assert one.planned == pytest.approx(one.compiled, rel=0.02), one.what
 
 
 def test_a_mesh_that_does_not_divide_is_refused(tmp_path: Path) -> None:

@@ -125,13 +125,23 @@ class DeviceStack:
     @property
     def stored_weights(self) -> Number:
         """Of a layer, before the devices that split all of it divide them."""
-        serves = self.device.workload.engine is not None
-        return self._but_experts_elsewhere(self.weights) if serves else self.weights
+        choice = self.device.choice
+        if self.device.workload.engine is None or choice.size("ep") == 1:
+            return self.weights
+        router = sum(matrix.weights for matrix in self.sizes.of_kind("router"))
+        elsewhere = choice.tensor * (router - router // choice.size("ep"))
+        return self._but_experts_elsewhere(self.weights) - self.device.number(elsewhere)
 
     @property
     def layer(self) -> Number:
         """Bytes of a layer's matrices, all-gathered; of experts, those of this device."""
         return self.device.used * self._but_experts_elsewhere(self.weights) / self.device.tp
+
+    @property
+    def experts(self) -> Number:
+        """Bytes of a layer's experts on this device, all-gathered."""
+        weights = self.device.number(self.sizes.expert_weights)
+        return self.device.used * weights / (self.device.tp * self.device.ep)
 
     @property
     def layer_gradients(self) -> Number:

@@ -112,7 +112,7 @@ class BlockSizes:
 class StackSizes:
     """Layers of one kind."""
 
-    name: str  # "" for the only one
+    name: str  # "" for the only one, or the one after those that lead
     field: str  # the batch field of its sequence
     layers: int
     blocks: tuple[BlockSizes, ...]
@@ -318,7 +318,7 @@ def sizes_of(
     if lora is not None and lora.rank:
         arrays = {**with_adapter(arrays, lora, np.float32, hf_names(model)), ADAPTER: {}}
     leaves = list(array_leaves(arrays))
-    declared, rules = family.work(model), family.rules(sp=True)
+    rules = family.rules(sp=True)
     vectors: dict[str, list[ArraySpec]] = {
         "residual": [], "position": [], "heads": [], "latents": [], "experts": [], "other": []
     }  # fmt: skip
@@ -339,7 +339,7 @@ def sizes_of(
     trained_kinds = {array.kind for array in of_vocab if array.trained}
     return ModelSizes(
         dims=_sizes(leaves),
-        stacks=tuple(_stack(stack, arrays, rules, len(declared) > 1) for stack in declared),
+        stacks=tuple(_stack(stack, arrays, rules) for stack in family.work(model)),
         tables=len(of_vocab),
         trains_embedding="embedding" in trained_kinds,
         trains_head=bool(trained_kinds - {"embedding"}) or len(of_vocab) == 1 == len(trained_kinds),
@@ -373,7 +373,7 @@ def array_leaves(tree: Any) -> Iterator[ArraySpec]:
         yield tree
 
 
-def _stack(stack: Stack, arrays: Any, rules: Rules, named: bool) -> StackSizes:
+def _stack(stack: Stack, arrays: Any, rules: Rules) -> StackSizes:
     for key in stack.path:
         arrays = arrays[key]
     for name, block in arrays.items():
@@ -387,7 +387,7 @@ def _stack(stack: Stack, arrays: Any, rules: Rules, named: bool) -> StackSizes:
     leaves = list(array_leaves(arrays))
     norms = [one for one in leaves if one.dims[-1] == "latent" and not one.inputs and one.trained]
     return StackSizes(
-        name=stack.path[0].replace("_", " ") if named else "",
+        name="" if stack.path == ("layers",) else stack.path[0].replace("_", " "),
         field=stack.field,
         layers=stack.layers,
         blocks=tuple(

@@ -143,3 +143,23 @@ def test_lengths_that_are_no_multiple_of_128_run_in_the_fused_kernels(
         program = str(lowered.compile().as_text())
     for name in ("splash_mqa_fwd", "splash_mqa_dkv"):
         assert name in program
+
+
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+@pytest.mark.parametrize("length", [4096, 32768])
+def test_heads_of_any_width_fit_into_vector_memory(
+    devices: list[jax.Device], length: int, head_dim: int
+) -> None:
+    """Packed documents, forward and backward, with one kernel or two: 192 are DeepSeek-V3's."""
+    mesh = mw.mesh("dp=8", devices=devices, axis_types="explicit")
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        return jnp.sum(attention(q, k, v, segments, Mask()).astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh):
+        by_device = jax.NamedSharding(mesh, P("dp"))
+        shape = (8, length, 2, head_dim)
+        q = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=by_device)
+        segments = jax.ShapeDtypeStruct((8, length), jnp.int32, sharding=by_device)
+        program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, q, q, segments).compile()
+    assert "splash" in program.as_text()

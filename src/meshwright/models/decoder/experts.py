@@ -85,6 +85,12 @@ def mixture(
     # length is whole on a device where there is a capacity
     most = expert_capacity(compute.capacity, normed.shape[1], experts.per_token, experts.count)
     of_router = tuple(dict.fromkeys((*layouts.weight_axes, *split)))
+
+    def scored_with(name: str) -> jax.Array:
+        if layouts.stationary and name in _ROUTER_BIASES:  # an engine's: all have the same tokens
+            return reshard(w[name], P(None))
+        return all_gather(w[name], of_router)
+
     biases = {name: w[name] for name in _BIASES if name in w}
     if "down_bias" in biases:  # stored whole, and added to what may be split along embed
         of_experts = spec_of(w["down_bias"])[0]
@@ -98,7 +104,7 @@ def mixture(
         **factors,
         **{name: all_gather(bias, _without(tokens, split)) for name, bias in biases.items()},
         # every device scores all experts
-        **{name: all_gather(w[name], of_router) for name in _ROUTER if name in w},
+        **{name: scored_with(name) for name in _ROUTER if name in w},
     }
 
     def local(arrays: Params) -> tuple[jax.Array, RouterSums]:

@@ -56,7 +56,7 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     kernels = _kernels()
     queries, keys = block.q.shape[1], block.k.shape[1]
-    sizes = _sizes(queries, keys)
+    sizes = _sizes(queries, keys, block.q.shape[-1])
     kernel = kernels.SplashAttentionKernel(
         _mask_info(mask, queries, keys, sizes.block_q, sizes.block_kv, by_keys=False),
         None,
@@ -103,7 +103,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     kernels = _kernels()
     queries, keys = block.q.shape[1], block.k.shape[1]
-    sizes = _sizes(queries, keys)
+    sizes = _sizes(queries, keys, block.q.shape[-1])
     info = functools.partial(_mask_info, mask, queries, keys)
     of_keys = info(
         sizes.block_q_dkv, sizes.block_kv_dkv, by_keys=True, whole=sizes.use_fused_bwd_kernel
@@ -205,8 +205,10 @@ def _lengths(call: Call) -> tuple[int, int]:
     return padded_length(call.queries), padded_length(call.keys)
 
 
-def _sizes(queries: int, keys: int) -> Any:
-    of_q, of_k = _largest_block(queries, LARGEST), _largest_block(keys, LARGEST)
+def _sizes(queries: int, keys: int, head_dim: int) -> Any:
+    # heads of more than 128 take the room of 256 in vector memory, of which there are 16 MiB
+    most = LARGEST if head_dim <= LANES else LARGEST // 2
+    of_q, of_k = _largest_block(queries, most), _largest_block(keys, LARGEST)
     computed = _largest_block(of_k, COMPUTED)
     one_kernel = keys // of_k * queries <= ONE_KERNEL
     return _kernels().BlockSizes(
@@ -306,7 +308,7 @@ def _refuses(call: Call) -> str | None:
         return "it needs the mask at compile time"
     if call.mask.causal:
         queries, keys = _lengths(call)
-        sizes = _sizes(queries, keys)
+        sizes = _sizes(queries, keys, call.head_dim)
         entries = queries // sizes.block_q * (keys // sizes.block_kv)
         if entries > LARGEST_TABLE:
             return (

@@ -111,16 +111,18 @@ def _served_weights(step: StepModel) -> Number:
     used = device.used
     if step.choice.weights is None:
         return used * step.layers_and_tables + device.float32 * step.vectors
-    mixtures = outputs = number(0)
+    quantized, outputs = step.layers, number(0)
+    mixtures: Number = 0
     for stack in device.sizes.stacks:
         matrices = stack.of_kind("matrix")
         of_all = sum(one.outputs for one in matrices if one.adds_to_residual or one.whole)
         split = sum(matrix.outputs for matrix in matrices) - of_all
         layers = number(stack.layers, "layers")
         outputs = outputs + layers * (number(split) / device.tp + number(of_all))
-        experts = number(stack.expert_weights) / (device.tp * device.ep)
-        mixtures = mixtures + layers * (experts + number(_router_weights(stack)))
-    quantized = step.layers - mixtures
+        if stack.experts is not None:
+            experts = number(stack.expert_weights) / (device.tp * device.ep)
+            mixtures = mixtures + layers * (experts + number(_router_weights(stack)) / device.ep)
+            quantized = step.layers - mixtures
     if not device.sizes.is_tied:
         quantized, outputs = quantized + device.table, outputs + device.vocab / device.tp
     unquantized = used * (mixtures + device.table) + device.float32 * (step.vectors + outputs)
@@ -361,10 +363,11 @@ def _weight_bytes(step: StepModel, tokens: int) -> Number:
     one = used if step.choice.weights is None else number(1, "bytes")  # see _served_weights
     read = (used if sizes.is_tied else one) * head + used * _slots(step)
     for stack in sizes.generating:
-        router = number(step.choice.size("tp") * _router_weights(stack))
-        rest = number(stack.weights - stack.expert_weights + _copies(step, stack)) - router
-        weights = one * rest + used * router
+        router = step.choice.size("tp") * _router_weights(stack)
+        rest = stack.weights + _copies(step, stack) - stack.expert_weights - router
+        weights = one * number(rest)
         if stack.experts is not None:
+            weights = weights + used * number(router)
             count, chosen = stack.experts.count, stack.experts.per_token
             touched = number(count * (1 - (1 - chosen / count) ** tokens), "experts")
             expert = number(stack.expert_weights // count) / device.ep
