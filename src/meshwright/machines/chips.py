@@ -57,6 +57,9 @@ class Chip:
     host_memory_bytes: int | None = None  # of one host; None: not known
     like: str = ""  # of a user's own chip: the one of the catalogue that it is as efficient as
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # a search asks for it tens of thousands of times
+
     @property
     def kind(self) -> str:
         """The name under which what was measured and which slices there are is looked up."""

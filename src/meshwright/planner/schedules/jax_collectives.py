@@ -82,7 +82,8 @@ class _Step:
                 yield from self._router(stack, block)
 
     def _weights(self, stack: StackSizes, block: BlockSizes, kind: str) -> Iterator[Collective]:
-        matrices = block.of_kind(kind)
+        if not (matrices := block.of_kind(kind)):
+            return
         with_gradients = [matrix for matrix in matrices if matrix.trained_layers]
         of_experts = kind == "expert"
         shards, parts, ways = self.shards, self.tp, self.fsdp * self.sp * self.ep
@@ -101,8 +102,9 @@ class _Step:
             what = f"{name} weights {of}"
             rest = times - in_fp8
             yield Collective("all-gather", shards, size, rest, phase, what, weights, *about)
-            what, byte = f"{what} in fp8", number(numbers) // parts
-            yield Collective("all-gather", shards, byte, in_fp8, phase, what, weights, *about)
+            if in_fp8:
+                what, byte = f"{what} in fp8", number(numbers) // parts
+                yield Collective("all-gather", shards, byte, in_fp8, phase, what, weights, *about)
         what = f"gradient of the {name} weights {of}"
         later: Phase = "backward"
         size = self.item * number(sum(matrix.weights for matrix in with_gradients)) // parts
@@ -189,6 +191,8 @@ class _Step:
     def adapter(self) -> Iterator[Collective]:
         """The factors of LoRA: those with embed are sharded as their matrix is, the others not."""
         model, lora, tp = self.workload.model, self.workload.config.lora, self.choice.tensor
+        if not lora.rank:
+            return
         shards, every = self.shards, self.tokens
         times, layers = self.sizes.layers * self.micro_batches, self.sizes.layers
         stack = self.sizes.stacks[-1]
