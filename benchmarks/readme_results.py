@@ -64,7 +64,7 @@ def table(text: str) -> str:
         (f"fits or does not fit, all {compiled}", "the compilers", f"{right} right"),
         (f"planned bytes of {kinds} kinds of collectives", "the compilers",
          f"{close} within 1%, {surprises or 'no'} surprise{'s' if surprises > 1 else ''}"),
-        (f"planned step time, {bf16[1]:.0f} published results in bf16",
+        (f"planned step time (`--like` the stack), {bf16[1]:.0f} published results in bf16",
          "MaxText, Megatron, torchtitan", f"{bf16[0]:.0f} within 10%"),
         (f"the same, {eight[1] + long[1]:.0f} in fp8 or of 32K tokens and more", "the same stacks",
          f"{eight[0] + long[0]:.0f} within 15%"),

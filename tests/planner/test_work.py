@@ -9,10 +9,10 @@ import pytest
 from tests.planner.workloads import workload
 from tests.training.toy import ONE, Setting, parts
 
-from meshwright.machines import Machine
+from meshwright.machines import CHIPS, Machine
 from meshwright.models import preset
 from meshwright.models.decoder import DecoderConfig
-from meshwright.planner import plan
+from meshwright.planner import efficiency, plan
 from meshwright.planner.compilers import staged
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import StepTime, step_time
@@ -199,3 +199,45 @@ def test_a_window_shortens_attention_as_far_as_it_hides() -> None:
     )
     # pairs within 4,096 of 32,768 tokens: 4096 * (32768 - 2048) of 32768 ** 2 / 2
     assert with_window / without == pytest.approx(4096 * (32768 - 2048) / (32768**2 / 2))
+
+
+# mesh, batch, seq, remat: MiB of a device of a step of tiny, as XLA for CPUs counts them (jax 0.10.2)
+ON_CPUS = {
+    ("fsdp=8", 32, 512, "none"): 186.0,
+    ("fsdp=4,tp=2", 32, 512, "none"): 208.0,
+    ("dp=8", 32, 512, "full"): 134.2,
+    ("fsdp=8", 16, 2048, "mlp"): 383.8,
+}
+
+
+@pytest.mark.parametrize(("case", "compiled"), ON_CPUS.items())
+def test_memory_on_cpus_counts_the_scores_of_attention(
+    case: tuple[str, int, int, str], compiled: float
+) -> None:
+    mesh, batch, seq, remat = case
+    given = {"remat": remat, "accumulation": 1, "sequence_parallel": False}
+    found = plan("tiny", "cpu:8", batch, seq, mesh=mesh, **given)
+    assert found.best.memory.total / 2**20 == pytest.approx(compiled, rel=0.05)
+
+
+def test_attention_does_not_grow_as_sequences_shrink() -> None:
+    """A kernel pads short sequences to 128 tokens: each takes as long as one of 128."""
+    seconds = {
+        seq: plan("llama-3.1-8b", "v5e:4x4", 16, seq, mesh="fsdp=2,tp=8").best.seconds["attention"]
+        for seq in (1, 2, 16, 64, 128, 256)
+    }
+    for seq in (1, 2, 16, 64):
+        assert seconds[seq] == pytest.approx(seconds[128])
+    assert seconds[128] < seconds[256]
+
+
+# the smaller side of matmuls: how many times as fast they are in fp8 in a training step, measured
+# on one H200 (benchmarks/train_step.py); the constants are from the first two
+MEASURED_FP8 = {2048: 1.38, 4096: 1.59, 8192: 1.75, 16384: 1.91}
+
+
+@pytest.mark.parametrize(("side", "gain"), MEASURED_FP8.items())
+def test_wider_layers_gain_more_by_fp8(side: int, gain: float) -> None:
+    assert efficiency.fp8(CHIPS["h200"], side) == pytest.approx(gain, rel=0.07)
+    assert efficiency.fp8(CHIPS["7x"], side) == efficiency.fp8(CHIPS["h200"], side)
+    assert efficiency.fp8(CHIPS["v6e"], side) == 1.0  # whose peak is no higher

@@ -123,7 +123,7 @@ def with_strategy(workload: Workload, choice: Choice) -> Choice:
     flops_per_byte = FLOPS_PER_BYTE if chip.platform == "cpu" else chip.flops_per_byte
     split = dataclasses.replace(split_of(workload, choice), flops_per_byte=flops_per_byte)
     strategy = choose_strategy(split, choice.context_parallel)
-    return dataclasses.replace(choice, context_parallel=strategy)
+    return choice.changed(context_parallel=strategy)
 
 
 def strategies(workload: Workload, choice: Choice) -> tuple[str, ...]:
@@ -137,14 +137,16 @@ def strategies(workload: Workload, choice: Choice) -> tuple[str, ...]:
 
 def slow_attention(workload: Workload, choice: Choice) -> tuple[str, str] | None:
     """The kernel that is used where no fused one can be, and why; None where one can."""
-    return next((slow for slow, _ in _kernels(workload, choice) if slow is not None), None)
+    return next((slow for slow, _ in kernels_of(workload, choice) if slow is not None), None)
 
 
 def plain_attention(
     workload: Workload, choice: Choice
 ) -> list[tuple[StackSizes, Attention, Split]]:
-    """Those of splits_of that no fused kernel computes."""
-    kernels = zip(splits_of(workload, choice), _kernels(workload, choice), strict=True)
+    """Those of splits_of that no fused kernel computes; CPUs have none."""
+    if workload.machine.chip.platform == "cpu":
+        return list(splits_of(workload, choice))
+    kernels = zip(splits_of(workload, choice), kernels_of(workload, choice), strict=True)
     return [one for one, (slow, _) in kernels if slow is not None]
 
 
@@ -154,7 +156,7 @@ def attention_slowdown(workload: Workload, choice: Choice, index: int = 0) -> tu
     `index` is that of the attention in splits_of. Keys are as many as the kernel computes with.
     """
     _, attention, split = splits_of(workload, choice)[index]
-    slow, padded = _kernels(workload, choice)[index]
+    slow, padded = kernels_of(workload, choice)[index]
     keys = split.keys or split.length
     if slow is None:
         return padded, keys * math.sqrt(padded)  # queries and keys are padded alike
@@ -164,7 +166,7 @@ def attention_slowdown(workload: Workload, choice: Choice, index: int = 0) -> tu
     return efficiency.PLAIN_ATTENTION[workload.machine.chip.platform] * computed, keys
 
 
-def _kernels(workload: Workload, choice: Choice) -> tuple[Kernel, ...]:
+def kernels_of(workload: Workload, choice: Choice) -> tuple[Kernel, ...]:
     """Of each of splits_of, its slow kernel, and how much longer padding makes it take."""
     chip, strategy = workload.machine.chip, strategy_of(workload, choice)
     if workload.schedule.fused_attention:  # scaled_dot_product_attention

@@ -267,6 +267,8 @@ class DeviceStack:
     @property
     def mlp_arrays_left(self) -> int:
         """Of those, the ones that are there while attention is computed."""
+        if self.device.machine.chip.platform == "cpu":
+            return 0  # it is done with the mlp before
         return self.sizes.mlp.arrays_inside + (1 if self.device.is_tpu else 2)
 
     def heads(self, queries: int, keys: int) -> Number:
@@ -291,7 +293,9 @@ class DeviceStack:
                 min(PLAIN_QUERIES, split.part if ring else split.length), "queries"
             )
             numbers = numbers * device.number(heads, "heads") * device.number(keys, "keys")
-            largest = max(largest, 3 * device.float32 * numbers)
+            blocks = device.machine.chip.platform == "cpu" and split.length > PLAIN_QUERIES
+            arrays = 5 if blocks and not ring else 3  # a CPU keeps two more from block to block
+            largest = max(largest, arrays * device.float32 * numbers)
         return largest
 
     @property

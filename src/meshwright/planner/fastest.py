@@ -3,13 +3,13 @@
 A comparison of machines asks only for the fastest mesh of each. Bounds from below spare most of the
 search. A step cannot be shorter than its work with the least remat and one micro-batch, and what
 tp, sp and ep make it wait for; neither depends on how the other devices are split into dp and fsdp.
-And where all of them are fsdp, memory is the least: no split of them fits with fewer micro-batches.
-`search` finds the same mesh (tests).
+On one mesh it cannot be shorter than that step with all that it sends: more remat or micro-batches
+add more to the work than they give to hide under. And where all of them are fsdp, memory is the
+least: no split of them fits with fewer micro-batches. `search` finds the same mesh (tests).
 """
 
-import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from meshwright.models import OFFLOAD
 from meshwright.planner.constraints import Constraints
@@ -50,9 +50,11 @@ def fastest(
         limit = _limit(best, below)
         if work >= limit:
             break
-        least = min(_work(step) + _waits(step) for step in steps)
-        known[_but_data(meshes[0])] = devices * least
-        if least < limit:
+        least = {step: _work(step) + _waits(step) for step in steps}
+        known[_but_data(meshes[0])] = devices * min(least.values())
+        quick = [step for step, seconds in least.items() if seconds < limit]
+        # where a step with the least remat and one micro-batch is too long, every way is
+        if meshes := [mesh for mesh in meshes if _may_beat(limit, quick, mesh)]:
             best = _best_split(workload, limits, meshes, best, below)
     if best is not None and best.memory.tight and below < math.inf:
         best = fastest(workload, limits)  # one that is not tight may be slower than `below`
@@ -79,7 +81,7 @@ def _best_split(
         if not ways:
             return best
         limit = _limit(best, below)
-        quick = [one for one in ways if one.working_seconds + _waits(one.step) < limit]
+        quick = [one.step for one in ways if one.working_seconds < limit]
     for mesh in meshes:
         limit = _limit(best, below)
         if why_not(workload, mesh, limits) is not None:
@@ -97,13 +99,12 @@ def _best_split(
     return best
 
 
-def _may_beat(limit: float, ways: list[Candidate], mesh: Choice) -> bool:
-    """Whether one of the ways would take less than so many seconds on a mesh."""
-    for way in ways:
-        if way.working_seconds < limit:
-            choice = dataclasses.replace(way.choice, sizes=mesh.sizes)
-            step = StepModel(way.step.workload, choice)
-            step.work = way.step.work  # but for the optimizer's, which is no less
+def _may_beat(limit: float, steps: Iterable[StepModel], mesh: Choice) -> bool:
+    """Whether one of the steps would take less than so many seconds on a mesh."""
+    for other in steps:
+        if _work(other) < limit:
+            step = StepModel(other.workload, other.choice.changed(sizes=mesh.sizes))
+            step.work = other.work  # but for the optimizer's, which is no less
             if step_time(step).step < limit:
                 return True
     return False
@@ -149,8 +150,7 @@ def _relaxed(workload: Workload, mesh: Choice, limits: Constraints) -> Iterator[
     for choice in variants(workload, mesh, limits):
         yield StepModel(
             workload,
-            dataclasses.replace(
-                choice,
+            choice.changed(
                 remat=fixed.get("remat", remat),
                 accumulation=fixed.get("accumulation", 1),
             ),

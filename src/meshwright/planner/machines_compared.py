@@ -186,6 +186,7 @@ class _Ask:
     limits: Constraints
     catalogue: Catalogue
     like: str = ""
+    memo: dict[Any, Any] = dataclasses.field(default_factory=dict)  # of Workload
 
     def price(self, chip: Chip) -> Price | None:
         return self.catalogue.prices.get(chip.name)
@@ -262,7 +263,8 @@ class _Ask:
         return checkpoint_bytes(self.workload(_ONE_GPU)[0])
 
     def workload(self, machine: Machine) -> tuple[Workload, Constraints]:
-        return _workload(self.config, machine, self.limits, self.model)
+        workload, limits = _workload(self.config, machine, self.limits, self.model)
+        return dataclasses.replace(workload, memo=self.memo), limits
 
     def offer(
         self, machine: Machine, below: float = math.inf, bounds: Bounds | None = None

@@ -1,6 +1,5 @@
 """Bytes of a device at the moment of a step with the most memory in use, and what still fits."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -51,7 +50,7 @@ def _fullest(step: StepModel) -> Kinds:
 def largest_batch(workload: Workload, choice: Choice) -> int | None:
     """Sequences of a step without micro-batches, with the choice's remat; None if none fit."""
     ranks = workload.data_ranks(choice)
-    alone = dataclasses.replace(choice, accumulation=1)
+    alone = choice.changed(accumulation=1)
 
     def fits(sequences: int) -> bool:
         return sequences * ranks <= LARGEST_COUNT and within_budget(
@@ -67,7 +66,7 @@ def largest_seq(workload: Workload, choice: Choice) -> int | None:
     ranks = workload.data_ranks(choice)
     unit = math.lcm(1024, 2 * (choice.context * choice.tensor))
     remat = least_kept(workload, choice)
-    alone = dataclasses.replace(choice, accumulation=1, remat=remat)
+    alone = choice.changed(accumulation=1, remat=remat)
 
     def fits(units: int) -> bool:
         return units * unit <= LARGEST_COUNT and within_budget(

@@ -155,7 +155,7 @@ def _different(fits: list[Candidate]) -> list[Candidate]:
     """Drop choices with the same number of micro-batches but stronger remat: they are slower."""
     alike: dict[Choice, Candidate] = {}
     for one in fits:  # of one mesh
-        alike.setdefault(dataclasses.replace(one.choice, remat=""), one)
+        alike.setdefault(one.choice.changed(remat=""), one)
     return list(alike.values())
 
 
@@ -196,7 +196,7 @@ def allowed_meshes(workload: Workload, limits: Constraints) -> Iterator[Choice]:
 def why_not(workload: Workload, mesh: Choice, limits: Constraints) -> str | None:
     """Why a mesh cannot be, whatever the memory; None if it can."""
     parallel = limits.fixed.get("sequence_parallel", False)
-    asked = dataclasses.replace(mesh, sequence_parallel=True) if parallel else mesh
+    asked = mesh.changed(sequence_parallel=True) if parallel else mesh
     why = workload.schedule.refusal(workload, asked)
     if why is None:
         try:
@@ -275,8 +275,8 @@ def variants(workload: Workload, mesh: Choice, limits: Constraints) -> Iterator[
             if parallel and workload.seq % (mesh.context * mesh.tensor):
                 continue
             for strategy in able:
-                yield dataclasses.replace(
-                    mesh, sequence_parallel=parallel, mlp_chunk=chunk, context_parallel=strategy
+                yield mesh.changed(
+                    sequence_parallel=parallel, mlp_chunk=chunk, context_parallel=strategy
                 )
 
 
@@ -286,7 +286,7 @@ def _strategies(workload: Workload, mesh: Choice, limits: Constraints) -> tuple[
     if fixed == "auto" and workload.machine.num_devices <= TRY_ALL:
         return strategies(workload, mesh)
     if mesh.context_parallel != fixed:
-        mesh = dataclasses.replace(mesh, context_parallel=fixed)
+        mesh = mesh.changed(context_parallel=fixed)
     return (with_strategy(workload, mesh).context_parallel,)
 
 
@@ -307,7 +307,7 @@ def _fewest(
         return None
 
     def at(index: int) -> Candidate:
-        choice = dataclasses.replace(base, remat=remat, accumulation=numbers[index])
+        choice = base.changed(remat=remat, accumulation=numbers[index])
         step = StepModel(workload, choice)
         return Candidate(step, memory(step))
 

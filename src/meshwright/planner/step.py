@@ -16,17 +16,19 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from meshwright.audits import Collective
 from meshwright.meshes import STANDARD_AXES
 from meshwright.models import describe_padding
-from meshwright.planner.attention import standard_rules
+from meshwright.planner.attention import kernels_of, standard_rules
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.device import Device, DeviceStack
 from meshwright.planner.sizes import Vectors, adapter_numbers
 from meshwright.planner.terms import MakeNumber, Number, plain
 from meshwright.planner.workload import Choice, Workload
 
+Made = TypeVar("Made")
 Kinds = dict[str, Number]
 """Bytes by kind: parameters, gradients, saved activations …"""
 
@@ -217,14 +219,34 @@ class StepModel:
         found = self.schedule.written(self)
         return [one for one in found if one.axes and one.bytes and one.times]
 
+    def _once(self, what: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+        """What is made once for all machines of the same kind, where many are compared."""
+        memo = self.workload.memo
+        if memo is None or self.number is not plain:
+            return make()
+        key = *what, *self.choice.key
+        if key not in memo:
+            memo[key] = make()
+        made: Made = memo[key]
+        return made
+
     @functools.cached_property
     def collectives(self) -> list[Collective]:
         """Collectives as the machine's compiler has them."""
-        return self.schedule.compiled(self, self.written)
+        shape = self.machine.chip.platform, self.machine.shape, self.machine.slices
+        return self._once(
+            ("collectives", shape if self.machine.is_tpu else shape[0]),
+            lambda: self.schedule.compiled(self, self.written),
+        )
 
     @functools.cached_property
     def peaks(self) -> dict[str, Kinds]:
         """What is live at each moment when memory can be highest."""
+        chip = self.machine.chip
+        by = chip.name if self.machine.is_tpu else kernels_of(self.workload, self.choice)
+        return self._once(("peaks", chip.platform, by), self._peaks)
+
+    def _peaks(self) -> dict[str, Kinds]:
         always, kinds = self.schedule.always(self), self.schedule.kinds
         return {
             name: {kind: always.get(kind, 0) + live.get(kind, 0) for kind in kinds}

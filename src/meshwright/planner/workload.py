@@ -51,6 +51,8 @@ class Workload:
     engine: EngineConfig | None = None  # which serves; None: training
     imbalance: float = 1.0  # the tokens of the most loaded device's experts, over the average
     like: Stack = OURS  # whose speed is planned
+    # what steps of these settings hold and send, where many machines are compared (StepModel)
+    memo: dict[Any, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -227,6 +229,20 @@ class Choice:
 
     def __hash__(self) -> int:
         return hash((self.mesh, self.remat, self.accumulation, self.context_parallel, self.weights))
+
+    def changed(self, **fields: Any) -> "Choice":
+        other = object.__new__(Choice)  # a search makes tens of thousands
+        other.__dict__.update(self.__dict__)
+        other.__dict__.update(fields)
+        return other
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All of it, hashable."""
+        return (
+            *self.sizes.items(), self.remat, self.accumulation, self.sequence_parallel,
+            self.context_parallel, self.mlp_chunk, self.weights, self.cache,
+        )  # fmt: skip
 
     def size(self, *roles: str) -> int:
         """Devices along these axes together."""

@@ -88,6 +88,7 @@ def plan_from_data(data: Any, where: str = "the plan") -> Plan:
         )
     try:
         model = model_from_dict(data["model"])
+        hash(model)  # a list where a model has a number is none of its values
     except (TypeError, KeyError, ValueError, AttributeError) as reason:
         raise MeshwrightError(f"{where}.model is not a model's config: {reason}") from None
     try:

@@ -89,6 +89,8 @@ class _Step:
             for matrix in block.of_kind("matrix" if latents else kind)
             if matrix.is_latent == latents
         ]
+        if not matrices:
+            return
         with_gradients = [matrix for matrix in matrices if matrix.trained_layers]
         shards, parts, ways = self.shards, self.tp, self.fsdp * self.sp * self.ep
         name = block.name.replace("_", "-") if kind == "matrix" else kind
@@ -111,8 +113,9 @@ class _Step:
             what = f"{name} weights {of}"
             rest = times - in_fp8
             yield Collective("all-gather", shards, size, rest, phase, what, weights, *about)
-            what, byte = f"{what} in fp8", number(numbers) // parts
-            yield Collective("all-gather", shards, byte, in_fp8, phase, what, weights, *about)
+            if in_fp8:
+                what, byte = f"{what} in fp8", number(numbers) // parts
+                yield Collective("all-gather", shards, byte, in_fp8, phase, what, weights, *about)
         what = f"gradient of the {name} weights {of}"
         later: Phase = "backward"
         size = self.item * number(sum(matrix.weights for matrix in with_gradients)) // parts
@@ -235,6 +238,8 @@ class _Step:
     def _factors(self, kind: str, *also: str) -> Iterator[Collective]:
         """Those of a kind of matrices, which are sharded over fsdp, sp and these axes."""
         model, lora, tp = self.workload.model, self.workload.config.lora, self.choice.tensor
+        if not lora.rank:
+            return
         shards, every = self.over("fsdp", "sp", *also), self.over("dp", "fsdp", "sp", *also)
         parts = self.fsdp * self.sp * (self.ep if also else 1)
         times, layers = self.sizes.layers * self.micro_batches, self.sizes.layers
