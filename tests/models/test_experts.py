@@ -152,6 +152,24 @@ def test_the_balance_loss_is_that_of_transformers() -> None:
     assert float(extra["router_z"].sum) / 40 == pytest.approx(float(squared.mean()), rel=1e-5)
 
 
+def test_choices_are_in_the_order_of_layers_in_a_loop_over_a_pattern() -> None:
+    """Five layers of a pattern of two, on three devices: two stacks, and the layer left over."""
+    random = np.random.default_rng(3)
+    chosen = random.integers(1, 9, (5, 3, 4)).astype(np.float32)
+
+    def sums(*layers: int) -> RouterSums:
+        at = np.array(layers) if len(layers) > 1 else layers[0]
+        return RouterSums(*(jnp.asarray(one[at]) for one in (chosen, chosen, chosen[..., 0])))
+
+    loss = LossSums(jnp.float32(0), jnp.int32(40), {})
+    kept = [sums(0, 2), sums(1, 3), sums(4)]
+    found = with_router_losses(loss, kept, 40, LossConfig(), period=2).chosen
+    np.testing.assert_array_equal(found, chosen.sum(axis=1))
+    leading = [None, *(sums(layer) for layer in range(5))]  # not a loop, after a dense layer
+    found = with_router_losses(loss, leading, 40, LossConfig(), period=2).chosen
+    np.testing.assert_array_equal(found, chosen.sum(axis=1))
+
+
 @pytest.mark.parametrize(("ways", "per_token"), [(2, 8), (4, 8), (8, 8), (16, 8), (4, 2)])
 def test_the_exchange_that_is_chosen_sends_no_more_than_the_other(
     ways: int, per_token: int

@@ -76,8 +76,7 @@ def mixture(
     batch, length = target.partitions[:2]
     # with sequence parallelism tp splits the tokens between blocks
     along_tp = tuple(axis for axis in axes_of(length, "length") if axis in over)
-    down = w["down"]
-    split = axes_of(spec_of(down.base if isinstance(down, Adapted) else down)[0], "experts")
+    split = axes_of(spec_of(_base(w["down"]))[0], "experts")
     tokens = layouts.token_axes
     exchange = _exchange(split, tokens, experts, compute)
     summed = tuple(layouts.summed)
@@ -100,7 +99,7 @@ def mixture(
     serving = serving and not factors  # the kernels for few tokens are without
     arrays = {
         "x": normed,
-        **{name: getattr(matrix, "base", matrix) for name, matrix in matrices.items()},
+        **{name: _base(matrix) for name, matrix in matrices.items()},
         **factors,
         **{name: all_gather(bias, _without(tokens, split)) for name, bias in biases.items()},
         # every device scores all experts
@@ -171,6 +170,11 @@ def mixture(
         shared = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
         out = out + feed_forward(normed, shared, compute, kind.activation, kind.clamp)
     return out, sums
+
+
+def _base(matrix: Any) -> jax.Array:
+    """A matrix without its update of low rank."""
+    return matrix.base if isinstance(matrix, Adapted) else matrix
 
 
 def _factors(matrices: Params) -> Params:
