@@ -67,9 +67,9 @@ def train_work(
             + of_heads * _heads(stack) / tp
             + of_mlp * stack.mlp.inner / tp
         )
-        moved += item * numbers * stack.layers * tokens * micro_batches * repeated
         if stack.experts is not None:
             numbers += efficiency.DISPATCH * stack.experts.per_token * sizes.embed
+        moved += item * numbers * stack.layers * tokens * micro_batches * repeated
         on_device_weights = _weights_used(stack, choice)
         weights_read += item * on_device_weights * stack.layers * micro_batches * 3
         if step.device.quantizes:  # read and written for every matmul
