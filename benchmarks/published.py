@@ -23,7 +23,7 @@ from meshwright import Machine, TrainConfig
 from meshwright.planner import StepModel, Workload, constraints_of
 from meshwright.planner.fastest import fastest
 from meshwright.planner.search import Candidate
-from meshwright.planner.stacks import OURS, RECOMPUTES, STACKS, Results, Stack, like
+from meshwright.planner.stacks import LONG, OURS, RECOMPUTES, STACKS, Results, Stack, like
 from meshwright.planner.time import step_time
 from meshwright.training import with_settings
 from results import here, write_section
@@ -33,7 +33,6 @@ SETTINGS = {
     "matmul": "compute.matmul", "remat": "compute.remat", "param_dtype": "compute.param_dtype",
     "accumulation": "accumulation",
 }  # fmt: skip
-LONG = 32768  # tokens of a sequence, from which a result is of long contexts
 WITHIN = {"bf16": 0.10, "fp8": 0.15, "long": 0.15}
 WANTED = {"bf16": 0.90, "fp8": 0.75, "long": 0.75}
 
@@ -49,7 +48,7 @@ def kind(one: dict[str, Any]) -> str:
 
 
 def stack_of(one: dict[str, Any]) -> Stack:
-    return like(one["stack"], Machine.parse(one["on"]).chip, one.get("matmul", ""))
+    return like(one["stack"], Machine.parse(one["on"]).chip, one.get("matmul", ""), one["seq"])
 
 
 def planned(one: dict[str, Any], stack: Stack) -> Candidate | None:

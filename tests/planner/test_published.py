@@ -184,6 +184,12 @@ def test_the_table_has_results_of_every_stack_with_sources_and_halves() -> None:
                     and Machine.parse(one["on"]).chip.kind in group.chips
                     for one in found
                 )
+            assert group.long == any(
+                one["stack"] == name
+                and published.kind(one) == "long"
+                and Machine.parse(one["on"]).chip.kind in group.chips
+                for one in found
+            )
 
 
 def test_a_stack_without_a_result_is_refused_in_a_sentence() -> None:
@@ -195,6 +201,8 @@ def test_a_stack_without_a_result_is_refused_in_a_sentence() -> None:
     ):
         with pytest.raises(MeshwrightError, match=f"--like {stack}: no published result in"):
             plan("llama-3.1-8b", on, 64, 8192, like=stack, **settings)
+    with pytest.raises(MeshwrightError, match="in fp8 of 32,768 tokens and more on h200 is known"):
+        plan("llama-3.1-8b", "h200:8", 8, 65536, like="torchtitan", matmul="fp8")
     with pytest.raises(MeshwrightError, match="--like 'nemo' is not a stack; known: torchtitan"):
         plan("llama-3.1-8b", "h100:8", 64, 8192, like="nemo")
     with pytest.raises(MeshwrightError, match="leave it out"):

@@ -251,7 +251,7 @@ class _Ask:
         if self.config.compute.matmul == "fp8":
             rate *= efficiency.fp8(chip, large)
         if self.like:
-            rate *= stack_like(self.like, chip, self.config.compute.matmul).matmul
+            rate *= stack_like(self.like, chip, self.config.compute.matmul, self.config.seq).matmul
         return self.run.tokens * self.flops_per_token / rate / machine.num_chips
 
     @functools.cached_property

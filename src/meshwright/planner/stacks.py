@@ -1,6 +1,6 @@
 """What other training stacks reach: how fast they are, over our own step on the same mesh.
 
-    like("megatron", CHIPS["h100"], "fp8").matmul
+    like("megatron", CHIPS["h100"], "fp8", 8192).matmul
 
 A plan is of our own step. With `--like STACK` its matmuls and attention take as long as that
 stack's published results say; mesh, memory and links stay ours. Every number is *fitted*, to the
@@ -41,20 +41,22 @@ class Results:
     matmul: Mapping[str, float]  # by precision
     attention: float = 1.0
     ring_step: float = 0.0
+    long: bool = False  # whether there are results of long sequences
 
 
+LONG = 32768  # tokens, from which a sequence is long
 BF16, FP8 = "bf16", "fp8"
 _HOPPER = ("h100", "h200", "a3-high", "a3-mega")
 RECOMPUTES = {"torchtitan": True, "megatron": False, "maxtext": True}
 STACKS: Mapping[str, tuple[Results, ...]] = {
     "torchtitan": (
         Results(("a100-80", "a100-40"), {BF16: 1.05}),
-        Results(("h100-500w",), {BF16: 1.03, FP8: 1.05}, attention=0.67, ring_step=0.08),
+        Results(("h100-500w",), {BF16: 1.03, FP8: 1.05}, attention=0.67, ring_step=0.08, long=True),
         Results(("h100", "h200"), {FP8: 0.71}),
     ),
     "megatron": (
-        Results(_HOPPER, {BF16: 1.10, FP8: 1.06}, attention=0.80),
-        Results(("b200",), {FP8: 1.01}, attention=0.82),
+        Results(_HOPPER, {BF16: 1.10, FP8: 1.06}, attention=0.80, long=True),
+        Results(("b200",), {FP8: 1.01}, attention=0.82, long=True),
         Results(("gb200",), {FP8: 0.85}),
         Results(("gb300",), {FP8: 1.11}),
     ),
@@ -62,23 +64,30 @@ STACKS: Mapping[str, tuple[Results, ...]] = {
         Results(_HOPPER, {BF16: 1.02, FP8: 1.24}),
         Results(("v6e",), {BF16: 0.90}),
         Results(("v5p",), {BF16: 0.99}),
-        Results(("7x",), {BF16: 0.97, FP8: 1.02}),
+        Results(("7x",), {BF16: 0.97, FP8: 1.02}, long=True),
     ),
 }
 
 
-def like(name: str, chip: Chip, matmul: str) -> Stack:
-    """A stack on a chip, with matmuls in fp8 or not; an error if no result is known."""
+def like(name: str, chip: Chip, matmul: str, seq: int) -> Stack:
+    """A stack on a chip, with matmuls in fp8 or not; an error if no result is known.
+
+    `seq`: tokens of a sequence; of long ones there must be results too.
+    """
     if name not in STACKS:
         raise MeshwrightError(f"--like {name!r} is not a stack{did_you_mean(name, STACKS)}")
     precision = FP8 if matmul == "fp8" else BF16
     alike = [one for one in STACKS[name] if precision in one.matmul]
+    what = f"published result in {precision}"
+    if seq >= LONG:
+        alike, what = [one for one in alike if one.long], f"{what} of {LONG:,} tokens and more"
     for one in alike:
         if chip.kind in one.chips:
             speeds = one.matmul[precision], one.attention, one.ring_step
             return Stack(name, *speeds, RECOMPUTES[name])
     known = [each for one in alike for each in one.chips]
+    chips = one_of(each for each in CHIPS if each in known)
     raise MeshwrightError(
-        f"--like {name}: no published result in {precision} on {chip.name} is known; on "
-        f"{one_of(each for each in CHIPS if each in known)} there is one"
+        f"--like {name}: no {what} on {chip.name} is known"
+        + (f"; on {chips} there is one" if known else "")
     )

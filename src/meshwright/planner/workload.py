@@ -90,7 +90,7 @@ class Workload:
                 "leave it out"
             )
         return dataclasses.replace(
-            self, like=like(stack, self.machine.chip, self.config.compute.matmul)
+            self, like=like(stack, self.machine.chip, self.config.compute.matmul, self.seq)
         )
 
     @property
