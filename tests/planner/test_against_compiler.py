@@ -110,6 +110,23 @@ def test_micro_batches_on_gpus_are_recorded_with_every_axis() -> None:
     assert len(cases) >= 10
 
 
+def test_experts_are_recorded_on_tpus_and_on_8_to_256_gpus() -> None:
+    """On GPUs with the kernel of experts: see check_kernel. DeepSeek-V3 has 671B parameters."""
+    known = {recorded.key(case) for case in recorded.EXPERT_CASES}
+    found = [entry for entry in (*COMPILED, *ON_GPUS) if recorded.key(entry["case"]) in known]
+    assert len(found) >= 6
+    assert {entry["case"]["model"] for entry in found} == {
+        "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3",
+    }  # fmt: skip
+    machines = [Machine.parse(entry["case"]["on"]) for entry in found]
+    assert {machine.chip.name for machine in machines} == {"v5p", "v6e", "h100"}
+    of_gpus = [one.num_devices for one in machines if one.chip.name == "h100"]
+    assert (min(of_gpus), max(of_gpus)) == (8, 256)
+    assert any("ep=8" in entry["case"]["mesh"] for entry in found)
+    largest = [entry for entry in found if entry["case"]["model"] == "deepseek-v3"]
+    assert all(entry["total"] < entry["limit"] for entry in largest)
+
+
 def test_t5_is_recorded_on_two_gpus() -> None:
     cases = [entry["case"] for entry in ON_GPUS if entry["case"]["model"].startswith("t5")]
     assert {case["on"].partition(":")[0] for case in cases} == {"h100", "a100-80"}

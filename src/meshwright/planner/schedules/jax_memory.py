@@ -161,8 +161,8 @@ def _backward(step: StepModel, number: int) -> Kinds:
             copies = copies - stack.layer + stack.layer_gradients
         if device.exchange == "ring" and stack.sizes.experts:
             # its loop has the sum of the experts' gradients beside those of a device's tokens, and
-            # before it a GPU transposes their weights
-            copies = copies + (1 if device.is_tpu else 2) * stack.experts
+            # their weights transposed
+            copies = copies + 2 * stack.experts
     # a device has only its part of the LM head's gradient; that of a tied one waits, not sharded
     scattered = device.is_sharded and not device.sizes.is_tied
     head = _head_gradient(device)
