@@ -92,6 +92,13 @@ def test_what_cannot_be_served_is_said() -> None:
         deployments(TrainConfig("llama-3.1-405b"), [Machine.parse("l4:1")], asked, batches=(32,))
 
 
+def test_replicas_that_meet_the_waits_for_few_requests_alone_are_not_offered() -> None:
+    """One in a thousand tokens waits for a chunk of another's prompt, however many replicas."""
+    asked = Load(rate=2, prompt=1000, output=20, per_token=0.012, percentile=99.9)
+    with pytest.raises(MeshwrightError, match=r"replicas, p99.9 is still .* between tokens"):
+        deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("h100:1")], asked, batches=(32,))
+
+
 def test_the_command_prints_replicas_and_names_what_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

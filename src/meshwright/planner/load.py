@@ -38,6 +38,7 @@ _TRIED = 200  # requests of a simulation while a rate is looked for
 _SHOWN = 1000  # of the one whose times are shown
 _IN_FLIGHT = 2  # steps: one computes, and the next one is chosen
 _ROUNDS = 5  # of bisection: the rate is within 3% of the highest
+_GROWTHS = 8  # by an eighth, of replicas that a longer simulation finds too few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +240,15 @@ def _cheapest(
             )
             continue
         answer = one.deployment(load, price)
+        if not answer.waits.meets(load):
+            first, each = (
+                of(load.percentile) for of in (answer.waits.first_token, answer.waits.per_token)
+            )
+            why = (
+                f"with {answer.replicas:,} replicas, p{load.percentile:g} is still "
+                f"{seconds_text(first)} to the first token and {seconds_text(each)} between tokens"
+            )
+            continue
         best = answer if best is None or answer.chips < best.chips else best
     return best, why
 
@@ -255,13 +265,16 @@ class _Replica:
         self.pages = 1 + most * -(-workload.seq // size)
 
     def deployment(self, load: Load, price: Price | None) -> Deployment:
-        """So many of them that clients wait no longer than allowed."""
+        """So many of them that clients wait no longer than allowed, where that can be."""
         highest = self.highest_rate(load)
         replicas = math.ceil(load.rate / highest)
         waits = self.waits(load, load.rate / replicas, _SHOWN)
-        if not waits.meets(load):  # the longer simulation meets rarer bursts
-            replicas += 1
-            waits = self.waits(load, load.rate / replicas, _SHOWN)
+        for _ in range(_GROWTHS):  # the longer simulation meets rarer bursts
+            if waits.meets(load):
+                break
+            replicas += math.ceil(replicas / 8)
+            highest = load.rate / replicas
+            waits = self.waits(load, highest, _SHOWN)
         batch = self.engine.max_batch
         return Deployment(self.machine, self.estimate, batch, highest, replicas, waits, price)
 
