@@ -109,6 +109,8 @@ def test_the_command_prints_replicas_and_names_what_is_missing(
     plan_command([*words, "--json"])
     data = json.loads(capsys.readouterr().out)
     assert data["deployments"][0]["chips"] == 1
+    plan_command([*words, "--engine.cache", "fp8"])
+    assert "--engine.cache fp8" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(MeshwrightError, match="--prompt and --output are missing"):
         plan_command(served)
     with pytest.raises(MeshwrightError, match="add --serve"):
