@@ -88,8 +88,15 @@ def test_what_cannot_be_served_is_said() -> None:
     with pytest.raises(MeshwrightError, match=r"a request that is alone waits .* for its first"):
         deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("l40s:1")], asked, batches=(32,))
     asked = Load(rate=1, prompt=400, output=60)
-    with pytest.raises(MeshwrightError, match="no mesh fits: needs"):
-        deployments(TrainConfig("llama-3.1-405b"), [Machine.parse("l4:1")], asked, batches=(32,))
+    with pytest.raises(MeshwrightError, match=r"no mesh fits: needs .* with a batch of 32"):
+        deployments(TrainConfig("llama-3.1-405b"), [Machine.parse("l4:1")], asked)
+    with pytest.raises(MeshwrightError, match="t5-small reads prompts with an encoder"):
+        deployments(TrainConfig("t5-small"), [Machine.parse("l4:1")], asked)
+    asked = Load(rate=1, prompt=100_000, output=60)
+    with pytest.raises(MeshwrightError, match=r"175,105 tokens, and llama-3.1-8b has 131,072 pos"):
+        deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("h100:8")], asked)
+    with pytest.raises(MeshwrightError, match="rate=inf must be a number above 0"):
+        Load(rate=math.inf, prompt=400, output=60)
 
 
 def test_replicas_that_meet_the_waits_for_few_requests_alone_are_not_offered() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -175,7 +176,7 @@ def _positive(text: str) -> float:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not number > 0:
+    if not 0 < number < math.inf:
         raise MeshwrightError(f"{text[:40]!r} is not a number above 0")
     return number
 
