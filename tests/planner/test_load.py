@@ -124,3 +124,10 @@ def test_the_command_prints_replicas_and_names_what_is_missing(
         plan_command([word for word in words if word != "--serve"])
     with pytest.raises(MeshwrightError, match="does not go with --requests"):
         plan_command([*words, "--seq", "512"])
+    with pytest.raises(MeshwrightError, match=r"compute.remat='full' is of training"):
+        plan_command([*words, "--compute.remat", "full"])
+    without = [word for word in words if word not in ("--requests", "5")]
+    with pytest.raises(MeshwrightError, match="--prompt is of a load: add --requests"):
+        plan_command(without)
+    with pytest.raises(MeshwrightError, match="compared for a load: add --requests 20"):
+        plan_command(["tiny", "--serve", "--on", "h100"])
