@@ -17,7 +17,7 @@ import meshwright as mw
 from meshwright import MeshwrightError
 from meshwright.models import LossConfig, from_hf_config, load_hf, save_hf
 from meshwright.models.decoder import decoder_rules
-from meshwright.training import TrainConfig, abstract_step
+from meshwright.training import TrainConfig, abstract_step, training_mesh
 from meshwright.training.config import LoraConfig
 from meshwright.training.state import new_state
 
@@ -132,4 +132,4 @@ def test_routers_that_have_no_bias_to_move(
         model = str(tmp_path)
     config = TrainConfig(model, batch=16, seq=32, loss=LossConfig(balance_bias=0.001), **settings)
     with pytest.raises(MeshwrightError, match=message):
-        abstract_step(config)
+        abstract_step(config, training_mesh(config, devices=jax.devices()[:1]))

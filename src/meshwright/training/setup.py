@@ -320,9 +320,10 @@ def compute_of(
         )
     if settings.capacity:
         check_capacity(config, model)
-        if why := split_capacity(config, split_axes(layouts.residual.partitions[1:2])):
+        if refusal := split_capacity(config, split_axes(layouts.residual.partitions[1:2])):
             raise MeshwrightError(
-                f"{why}; leave it out, or use a mesh with sp=1 without --compute.sequence-parallel"
+                f"{refusal}; leave it out, or use a mesh with sp=1 without "
+                "--compute.sequence-parallel"
             )
     return compute, words
 
