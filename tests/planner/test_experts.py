@@ -117,6 +117,17 @@ def test_an_imbalance_below_one_is_refused() -> None:
         plan("tiny-moe", "h100:8", batch=16, seq=64, imbalance=0.5)
 
 
+def test_meshes_that_train_refuses_with_a_capacity_are_refused() -> None:
+    given = {"batch": 16, "seq": 64, "compute.capacity": 1.25}
+    found = plan("tiny-moe", "h100:8", **given)
+    choices = [one.choice for one in found.ranked]
+    assert any(one.size("tp") > 1 for one in choices)
+    assert not any(one.size("sp") > 1 or one.sequence_parallel for one in choices)
+    assert any("whole sequences, and sp splits them" in one.why for one in found.refused)
+    with pytest.raises(MeshwrightError, match=r"compute\.capacity=1\.25: tiny has no experts"):
+        plan("tiny", "h100:8", **given)
+
+
 def test_a_search_splits_experts_over_every_number_that_divides_them() -> None:
     found = plan("tiny-moe", "h100:2x8", batch=16, seq=64)
     looked_at = [*found.ranked, *found.refused]

@@ -88,8 +88,22 @@ def test_what_cannot_be_served_is_said() -> None:
     with pytest.raises(MeshwrightError, match=r"a request that is alone waits .* for its first"):
         deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("l40s:1")], asked, batches=(32,))
     asked = Load(rate=1, prompt=400, output=60)
-    with pytest.raises(MeshwrightError, match="no mesh fits: needs"):
-        deployments(TrainConfig("llama-3.1-405b"), [Machine.parse("l4:1")], asked, batches=(32,))
+    with pytest.raises(MeshwrightError, match=r"no mesh fits: needs .* with a batch of 32"):
+        deployments(TrainConfig("llama-3.1-405b"), [Machine.parse("l4:1")], asked)
+    with pytest.raises(MeshwrightError, match="t5-small reads prompts with an encoder"):
+        deployments(TrainConfig("t5-small"), [Machine.parse("l4:1")], asked)
+    asked = Load(rate=1, prompt=100_000, output=60)
+    with pytest.raises(MeshwrightError, match=r"175,105 tokens, and llama-3.1-8b has 131,072 pos"):
+        deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("h100:8")], asked)
+    with pytest.raises(MeshwrightError, match="rate=inf must be a number above 0"):
+        Load(rate=math.inf, prompt=400, output=60)
+
+
+def test_replicas_that_meet_the_waits_for_few_requests_alone_are_not_offered() -> None:
+    """One in a thousand tokens waits for a chunk of another's prompt, however many replicas."""
+    asked = Load(rate=2, prompt=1000, output=20, per_token=0.012, percentile=99.9)
+    with pytest.raises(MeshwrightError, match=r"replicas, p99.9 is still .* between tokens"):
+        deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("h100:1")], asked, batches=(32,))
 
 
 def test_the_command_prints_replicas_and_names_what_is_missing(
@@ -102,9 +116,18 @@ def test_the_command_prints_replicas_and_names_what_is_missing(
     plan_command([*words, "--json"])
     data = json.loads(capsys.readouterr().out)
     assert data["deployments"][0]["chips"] == 1
+    plan_command([*words, "--engine.cache", "fp8"])
+    assert "--engine.cache fp8" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(MeshwrightError, match="--prompt and --output are missing"):
         plan_command(served)
     with pytest.raises(MeshwrightError, match="add --serve"):
         plan_command([word for word in words if word != "--serve"])
     with pytest.raises(MeshwrightError, match="does not go with --requests"):
         plan_command([*words, "--seq", "512"])
+    with pytest.raises(MeshwrightError, match=r"compute.remat='full' is of training"):
+        plan_command([*words, "--compute.remat", "full"])
+    without = [word for word in words if word not in ("--requests", "5")]
+    with pytest.raises(MeshwrightError, match="--prompt is of a load: add --requests"):
+        plan_command(without)
+    with pytest.raises(MeshwrightError, match="compared for a load: add --requests 20"):
+        plan_command(["tiny", "--serve", "--on", "h100"])

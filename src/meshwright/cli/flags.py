@@ -61,7 +61,7 @@ def seconds(text: str) -> float:
     """
     found = re.fullmatch(rf"([0-9]*[.]?[0-9]+)({'|'.join(_UNITS)})", text.strip().lower())
     if not found or not float(found[1]):
-        raise MeshwrightError(f"{text[:40]!r} is not a time, such as 30d, 12h or 90m")
+        raise MeshwrightError(f"{text[:40]!r} is not a time, such as 30d, 12h, 90m or 500ms")
     return float(found[1]) * _UNITS[found[2]]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,6 +83,11 @@ many replicas of which machine serve a load, how long clients wait, and what it 
 
 meshwright train --help lists the settings."""
 
+_OF_LOADS = ("--prompt", "--output", "--first-token", "--per-token", "--percentile")
+_NOT_OF_LOADS = (
+    "--seq", "--rank-by", "--cost-per-hour", "--tokens", "--within", "--budget", "--like",
+    "--imbalance", "--batch-tokens", "--engine.max-adapters", "--engine.max-adapter-rank",
+)  # fmt: skip
 LENGTH = 8192  # of sequences, where machines are compared and none is given
 
 
@@ -109,6 +115,9 @@ def plan_command(arguments: Sequence[str]) -> None:
             raise MeshwrightError("--requests has no --html, --explain or --curve")
         _serve_load(words, names, catalogue, requests, as_json=as_json)
         return
+    for flag in _OF_LOADS:
+        if flag in words:
+            raise MeshwrightError(f"{flag} is of a load: add --requests, as in --requests 20")
     run, questions = _run(words)
     if len(names) > 1 or questions or names[0] == "any" or catalogue.chip(names[0]) is not None:
         if html is not None or shown is not None:
@@ -175,7 +184,7 @@ def _positive(text: str) -> float:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not number > 0:
+    if not 0 < number < math.inf:
         raise MeshwrightError(f"{text[:40]!r} is not a number above 0")
     return number
 
@@ -223,6 +232,11 @@ def _compare(
     curves: bool,
 ) -> None:
     """Print machines compared."""
+    if run is None and "--serve" in words:
+        raise MeshwrightError(
+            "chips are compared for a load: add --requests 20 --prompt 1000 --output 200, or give "
+            "one machine with a size, as in --on h100:8"
+        )
     if run is None:
         raise MeshwrightError(
             "machines are compared for a run: give its tokens, as in --tokens 1T, or one machine "
@@ -264,13 +278,21 @@ def _serve_load(
     waits = {name: _read(words, "--" + name.replace("_", "-"), how) for name, how in read.items()}
     weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")
     batch, mesh = take_integer(words, "--batch", 1), take(words, "--mesh")
-    for flag in ("--seq", "--rank-by", "--cost-per-hour", "--tokens", "--like"):
+    for flag in _NOT_OF_LOADS:
         if flag in words:
             raise MeshwrightError(f"{flag} does not go with --requests; leave it out")
     config, named = _config(words, catalogue, None, needs_size=False)
-    from meshwright.planner import BATCHES, Load, constraints_of, deployments, machines_named
+    from meshwright.planner import (
+        BATCHES,
+        Load,
+        check_kind,
+        constraints_of,
+        deployments,
+        machines_named,
+    )
     from meshwright.planner.report import load_data, load_report
 
+    check_kind(config, "serve", named)
     given = {name: value for name, value in waits.items() if value is not None}
     load = Load(requests, sizes["prompt"] or 1, sizes["output"] or 1, **given)
     limits = constraints_of(config, named, mesh)

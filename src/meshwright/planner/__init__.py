@@ -17,7 +17,7 @@ from meshwright.planner.machines_compared import (
     machines_named,
 )
 from meshwright.planner.memory import memory
-from meshwright.planner.planner import plan, plan_config
+from meshwright.planner.planner import check_kind, plan, plan_config
 from meshwright.planner.result import Estimate, Memory, Plan, Refusal
 from meshwright.planner.step import StepModel
 from meshwright.planner.workload import CHOSEN, Choice, Workload, apply
@@ -42,6 +42,7 @@ __all__ = [
     "Workload",
     "apply",
     "batch_for",
+    "check_kind",
     "compare",
     "constraints_of",
     "curve",

@@ -19,6 +19,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Catalogue, Chip, Machine, Price, machine_sizes
+from meshwright.models import encodes_prompts, model_config, override
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.machines_compared import NoOffer
 from meshwright.planner.memory import largest_batch
@@ -38,6 +39,7 @@ _TRIED = 200  # requests of a simulation while a rate is looked for
 _SHOWN = 1000  # of the one whose times are shown
 _IN_FLIGHT = 2  # steps: one computes, and the next one is chosen
 _ROUNDS = 5  # of bisection: the rate is within 3% of the highest
+_GROWTHS = 8  # by an eighth, of replicas that a longer simulation finds too few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Load:
 
     def __post_init__(self) -> None:
         for name in ("rate", "prompt", "output", "first_token", "per_token"):
-            if not getattr(self, name) > 0:
-                raise MeshwrightError(f"{name}={getattr(self, name)} must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise MeshwrightError(f"{name}={getattr(self, name)} must be a number above 0")
         if not 0 < self.percentile < 100:
             raise MeshwrightError(f"percentile={self.percentile} must be between 0 and 100")
 
@@ -170,6 +172,7 @@ def deployments(
     found: list[Deployment] = []
     refused: list[NoOffer] = []
     config = dataclasses.replace(config, seq=load.longest)
+    _check_model(config)
     for one in machines:
         sizes = [one] if isinstance(one, Machine) else list(machine_sizes(one, MOST_CHIPS))
         price = catalogue.prices.get(sizes[0].chip.name)
@@ -183,13 +186,28 @@ def deployments(
             found.append(best)
         else:
             name = str(one) if isinstance(one, Machine) else one.name
-            refused.append(NoOffer(name, why or str(tried[-1])))
+            refused.append(NoOffer(name, why or str(tried[-len(batches)])))
     if not found:
         raise MeshwrightError(
             f"no machine serves {load.rate:g} requests a second as asked: "
             + "; ".join(f"{one.name}: {one.why}" for one in refused)
         )
     return Deployments(config.model, load, tuple(sorted(found, key=_order)), tuple(refused))
+
+
+def _check_model(config: TrainConfig) -> None:
+    """Raise if an engine would not serve such requests, or not as it is simulated."""
+    model = override(model_config(config.model), config.override, config.seq)
+    if encodes_prompts(model):
+        raise MeshwrightError(
+            f"{config.model} reads prompts with an encoder, and only decoders are simulated under "
+            "a load; leave --requests out to plan one replica"
+        )
+    if config.seq > model.max_seq:
+        raise MeshwrightError(
+            f"the longest prompt and its answer have {config.seq:,} tokens, and {config.model} "
+            f"has {model.max_seq:,} positions; ask for shorter ones"
+        )
 
 
 def _order(one: Deployment) -> tuple[bool, float, int, int]:
@@ -210,7 +228,10 @@ def _replica(
     weights = limits.fixed.get("weights")
     whole = [one for one in ranked if one.choice.size("dp") == 1 and one.choice.weights == weights]
     if not whole:
-        return f"no mesh fits: {refused[0].why}" if refused else "no mesh is one replica"
+        if not refused:
+            return "no mesh has dp=1, which a replica has"
+        nearest = min(refused, key=lambda one: one.memory.total if one.memory else math.inf)
+        return f"no mesh fits: {nearest.why} with a batch of {config.batch}"
     return _Replica(workload, whole[0])
 
 
@@ -239,6 +260,15 @@ def _cheapest(
             )
             continue
         answer = one.deployment(load, price)
+        if not answer.waits.meets(load):
+            first, each = (
+                of(load.percentile) for of in (answer.waits.first_token, answer.waits.per_token)
+            )
+            why = (
+                f"with {answer.replicas:,} replicas, p{load.percentile:g} is still "
+                f"{seconds_text(first)} to the first token and {seconds_text(each)} between tokens"
+            )
+            continue
         best = answer if best is None or answer.chips < best.chips else best
     return best, why
 
@@ -255,13 +285,16 @@ class _Replica:
         self.pages = 1 + most * -(-workload.seq // size)
 
     def deployment(self, load: Load, price: Price | None) -> Deployment:
-        """So many of them that clients wait no longer than allowed."""
+        """So many of them that clients wait no longer than allowed, where that can be."""
         highest = self.highest_rate(load)
         replicas = math.ceil(load.rate / highest)
         waits = self.waits(load, load.rate / replicas, _SHOWN)
-        if not waits.meets(load):  # the longer simulation meets rarer bursts
-            replicas += 1
-            waits = self.waits(load, load.rate / replicas, _SHOWN)
+        for _ in range(_GROWTHS):  # the longer simulation meets rarer bursts
+            if waits.meets(load):
+                break
+            replicas += math.ceil(replicas / 8)
+            highest = load.rate / replicas
+            waits = self.waits(load, highest, _SHOWN)
         batch = self.engine.max_batch
         return Deployment(self.machine, self.estimate, batch, highest, replicas, waits, price)
 

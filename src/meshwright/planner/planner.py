@@ -89,7 +89,7 @@ def plan(
         )
     config, changed, engine = _config(model, kind, given)
     named = {*named, *changed}
-    _check_kind(config, kind, named)
+    check_kind(config, kind, named)
     limits = constraints_of(config, named, mesh)
     limits = dataclasses.replace(limits, fixed={**limits.fixed, **engine})
     model = None if isinstance(model, str | TrainConfig) else model
@@ -190,7 +190,8 @@ def _config(
     return with_settings(config, changes), set(changes), engine
 
 
-def _check_kind(config: TrainConfig, kind: str, named: Collection[str]) -> None:
+def check_kind(config: TrainConfig, kind: str, named: Collection[str]) -> None:
+    """Raise if a setting of training was given, and serving is planned."""
     for setting, value in flat_settings(config).items() if kind == "serve" else ():
         if setting in named and setting not in ("model", "batch", "seq", "mesh", "compute.dtype"):
             raise MeshwrightError(

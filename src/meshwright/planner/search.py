@@ -268,7 +268,8 @@ def variants(workload: Workload, mesh: Choice, limits: Constraints) -> Iterator[
     # experts are not computed in chunks
     long = length >= LONG and workload.schedule.chunks_mlp and experts_of(workload.model) is None
     chunks = (0, CHUNK) if long else (0,)
-    along = (False, True) if mesh.tensor > 1 else (False,)
+    # with sequence parallelism tp splits sequences, of which a capacity is
+    along = (False, True) if mesh.tensor > 1 and not workload.config.compute.capacity else (False,)
     fixed, able = limits.fixed, _strategies(workload, mesh, limits)
     for chunk in (fixed["mlp_chunk"],) if "mlp_chunk" in fixed else chunks:
         for parallel in (fixed["sequence_parallel"],) if "sequence_parallel" in fixed else along:

@@ -27,6 +27,7 @@ from meshwright.training.run.trackers import check_trackers
 from meshwright.training.same_settings import check_same_settings
 from meshwright.training.setup import (
     accepted_meshes,
+    check_capacity,
     check_fp8,
     check_length,
     check_sizes,
@@ -38,6 +39,7 @@ from meshwright.training.setup import (
     mixture_of,
     model_of,
     objective_of,
+    split_capacity,
     training_arrays,
     training_mesh,
     training_spec,
@@ -52,13 +54,13 @@ from meshwright.training.work import StepWork, frozen_weights
 __all__ = [
     "AUTO", "DPO", "LARGEST_COUNT", "NONE", "AbstractStep", "Backend", "ComputeConfig", "DpoConfig",
     "Loop", "Memory", "Sample", "Say", "StepWork", "TorchConfig", "TrainConfig", "TrainState",
-    "abstract_step", "accepted_meshes", "by_target", "check_base", "check_fp8", "check_length",
-    "check_run_folder", "check_same_settings", "check_sizes", "check_trackers",
+    "abstract_step", "accepted_meshes", "by_target", "check_base", "check_capacity", "check_fp8",
+    "check_length", "check_run_folder", "check_same_settings", "check_sizes", "check_trackers",
     "checkpoint_settings", "chip_peak_flops", "choose_rules", "config_from_dict",
     "config_from_file", "config_to_dict", "field_lengths", "file_rules", "frozen_weights",
     "held_arrays", "layers_choice", "learning_rate", "load_pieces", "mixture_of", "model_of",
     "new_state", "objective_of", "overlap_choice", "overlap_text", "prepare", "prepare_data",
-    "sample_batch", "save_pieces", "settings_flags", "supervised", "train", "train_on",
-    "trained_text", "training_arrays", "training_mesh", "training_spec", "weights_folder",
-    "with_commits", "with_settings",
+    "sample_batch", "save_pieces", "settings_flags", "split_capacity", "supervised", "train",
+    "train_on", "trained_text", "training_arrays", "training_mesh", "training_spec",
+    "weights_folder", "with_commits", "with_settings",
 ]  # fmt: skip

@@ -25,7 +25,6 @@ from meshwright.machines import CHIPS, Chip, Machine, chip_of_kind
 from meshwright.meshes import STANDARD_AXES, Accepts, MeshSpec, mesh, tile_mesh
 from meshwright.models import (
     OFFLOAD,
-    ActivationLayouts,
     Compute,
     activation_layouts,
     choose_exchange,
@@ -320,19 +319,30 @@ def compute_of(
             "computed in chunks; leave it out, and give --compute.remat mlp to save memory"
         )
     if settings.capacity:
-        _check_capacity(config, model, layouts)
+        check_capacity(config, model)
+        if refusal := split_capacity(config, split_axes(layouts.residual.partitions[1:2])):
+            raise MeshwrightError(
+                f"{refusal}; leave it out, or use a mesh with sp=1 without "
+                "--compute.sequence-parallel"
+            )
     return compute, words
 
 
-def _check_capacity(config: TrainConfig, model: Any, layouts: ActivationLayouts) -> None:
-    given = f"compute.capacity={config.compute.capacity}"
+def check_capacity(config: TrainConfig, model: Any) -> None:
+    """Raise if a capacity is given, and there are no experts to have it."""
     if experts_of(model) is None:
-        raise MeshwrightError(f"{given}: {config.model} has no experts; leave it out")
-    if split := split_axes(layouts.residual.partitions[1:2]):
+        given = f"compute.capacity={config.compute.capacity}"
         raise MeshwrightError(
-            f"{given} counts the tokens of whole sequences, and {'+'.join(split)} splits them; "
-            "leave it out, or use a mesh with sp=1 without --compute.sequence-parallel"
+            f"{given}: {config.model or 'the model'} has no experts; leave it out"
         )
+
+
+def split_capacity(config: TrainConfig, axes: Sequence[str]) -> str | None:
+    """Why these mesh axes may not split sequences, None if they may: experts have a capacity."""
+    if not config.compute.capacity or not axes:
+        return None
+    given = f"compute.capacity={config.compute.capacity}"
+    return f"{given} counts the tokens of whole sequences, and {'+'.join(axes)} splits them"
 
 
 def exchange_text(setting: str, model: Any, mesh_shape: Mapping[str, int]) -> str | None:

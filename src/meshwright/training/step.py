@@ -228,14 +228,17 @@ def step_functions(
 def _check_balance(arrays: Any, speed: float, pairs: bool) -> None:
     """Raise if there is no selection bias to move, or a run would not keep it."""
     given = f"loss.balance_bias={speed} moves the selection bias of routers, "
-    if not any(spec.kind == "balance" for spec in jax.tree.leaves(arrays)):
+    kinds = {spec.kind for spec in jax.tree.leaves(arrays)}
+    if "expert" not in kinds:
+        raise MeshwrightError(f"{given}and this model has no experts; leave it out")
+    if "balance" not in kinds:
         raise MeshwrightError(
-            f"{given}and this model has none; leave it out, and balance experts with "
-            "--loss.load-balance 0.001"
+            f"{given}and this model has none; leave it out and balance experts with "
+            "--loss.load-balance 0.001, or give it one with --override selection_bias=true"
         )
     if ADAPTER in arrays or pairs:
         raise MeshwrightError(
-            f"{given}which {'DPO' if pairs else 'LoRA'} leaves as they are; leave it out"
+            f"{given}which {'DPO' if pairs else 'LoRA'} leaves as it is; leave it out"
         )
 
 

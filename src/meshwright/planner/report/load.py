@@ -97,6 +97,8 @@ def _command(best: Deployment, load: Load) -> str:
     words += ["--engine.max-batch", str(best.max_batch), "--engine.max-length", str(load.longest)]
     if best.estimate.choice.weights:
         words += ["--engine.weights", best.estimate.choice.weights]
+    if best.estimate.choice.cache:
+        words += ["--engine.cache", best.estimate.choice.cache]
     return shlex.join(words)
 
 
@@ -110,6 +112,7 @@ def load_data(found: Deployments) -> dict[str, Any]:
             "replica": str(one.machine),
             "mesh": one.estimate.choice.mesh,
             "weights": one.estimate.choice.weights,
+            "cache": one.estimate.choice.cache,
             "max_batch": one.max_batch,
             "highest_rate": one.highest_rate,
             "replicas": one.replicas,

@@ -12,6 +12,7 @@ from meshwright.planner.step import Schedule, StepModel
 from meshwright.planner.terms import Number
 from meshwright.planner.work import train_work
 from meshwright.planner.workload import Choice, Workload
+from meshwright.training import split_capacity
 
 
 def meshes(devices: int) -> Iterator[Choice]:
@@ -24,6 +25,9 @@ def meshes(devices: int) -> Iterator[Choice]:
 
 def refusal(workload: Workload, choice: Choice) -> str | None:
     """Why sizes do not divide, in a sentence; None if they do."""
+    splits = {"sp": choice.context > 1, "tp": choice.sequence_parallel and choice.tensor > 1}
+    if why := split_capacity(workload.config, [axis for axis, does in splits.items() if does]):
+        return why
     rules = standard_rules(workload.model, choice.sizes, choice.sequence_parallel)
     why = indivisible(
         workload.model, rules, choice.sizes, workload.batch, workload.seq, choice.accumulation
