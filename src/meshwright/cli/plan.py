@@ -53,13 +53,13 @@ many replicas of which machine serve a load, how long clients wait, and what it 
   --seq N              sequence length in tokens; with --serve, of a prompt and of its cache
   --mesh LIMITS        only meshes that match: "fsdp=*,tp<=8,sp=1"
   --serve              plan `meshwright serve` instead: weights, KV cache, times of tokens
-  --requests X         a second, at random times: how many replicas serve them
+  --requests X         requests a second, at random times: how many replicas serve them
   --prompt N           tokens of their prompts on average; lengths are uniform from a quarter to
                        seven quarters of it
   --output N           tokens of their answers, likewise
   --first-token 500ms  longest wait for the first token
   --per-token 50ms     longest wait between tokens
-  --percentile X       of requests and tokens that wait no longer (default 99)
+  --percentile X       percent of requests and tokens that must wait no longer (default 99)
   --rank-by WHAT       rank by throughput (within 10%, the simplest first), fastest (by time
                        alone), memory, or with --serve latency (default: throughput)
   --tokens 15T         of the whole run: shows how long it takes and what it costs
