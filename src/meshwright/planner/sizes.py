@@ -118,6 +118,7 @@ class StackSizes:
     blocks: tuple[BlockSizes, ...]
     dims: Mapping[str, int]  # of its arrays
     latent_norms: int  # numbers of a layer's norms of latents that have gradients
+    router_biases: int  # numbers that a layer adds to the scores of its router
 
     @functools.cached_property
     def weights(self) -> int:
@@ -386,6 +387,7 @@ def _stack(stack: Stack, arrays: Any, rules: Rules) -> StackSizes:
             )
     leaves = list(array_leaves(arrays))
     norms = [one for one in leaves if one.dims[-1] == "latent" and not one.inputs and one.trained]
+    biases = [one for one in leaves if one.dims[1:] == ("experts",)]
     return StackSizes(
         name="" if stack.path == ("layers",) else stack.path[0].replace("_", " "),
         field=stack.field,
@@ -395,6 +397,7 @@ def _stack(stack: Stack, arrays: Any, rules: Rules) -> StackSizes:
         ),
         dims=_sizes(leaves),
         latent_norms=sum(one.size for one in norms) // stack.layers,
+        router_biases=sum(one.size for one in biases) // stack.layers,
     )
 
 

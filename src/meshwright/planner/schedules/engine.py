@@ -195,7 +195,7 @@ def _sent(step: StepModel, tokens: int) -> Iterator[Collective]:
     mixtures = with_experts if step.choice.size("ep") > 1 else 0
     over = tuple(axis for axis in ("tp", "ep") if step.choice.size(axis) > 1)
     yield Collective("all-reduce", over, size, mixtures, "forward", "sums of a layer's experts")
-    router = device.float32 * number(_router_weights(stacks[-1]))
+    router = device.float32 * number(_router_weights(stacks[-1]) + stacks[-1].router_biases)
     yield Collective("all-gather", over[-1:], router, mixtures, "forward", "router of a layer")
     if step.choice.size("tp") == 1:
         return
