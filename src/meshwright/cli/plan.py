@@ -293,18 +293,18 @@ def _serve_load(
     from meshwright.planner.report import load_data, load_report
 
     check_kind(config, "serve", named)
-    given = {name: value for name, value in waits.items() if value is not None}
-    load = Load(requests, sizes["prompt"] or 1, sizes["output"] or 1, **given)
+    asked = {name: wait for name, wait in waits.items() if wait is not None}
+    load = Load(requests, sizes["prompt"] or 1, sizes["output"] or 1, **asked)
     limits = constraints_of(config, named, mesh)
-    found = deployments(
+    offers = deployments(
         config, machines_named(names, catalogue), load, limits, catalogue=catalogue,
         batches=BATCHES if batch is None else (batch,), weights=weights, cache=cache,
     )  # fmt: skip
     if as_json:
-        print(json.dumps(load_data(found)))
+        print(json.dumps(load_data(offers)))
         return
     console = Console()
-    console.print(load_report(found, console.width))
+    console.print(load_report(offers, console.width))
 
 
 def _curve(ranking: "Plan") -> list[tuple[Machine, float, float]]:

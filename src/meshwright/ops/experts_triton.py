@@ -28,7 +28,7 @@ Activate = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
 def unavailable(tokens: int, dtype: Any, *dims: int) -> str | None:
-    """Why these kernels cannot be used for so many tokens and matrices of `dims`, None if so."""
+    """Why these kernels cannot be used for so many tokens and matrices of `dims`, or None."""
     if current_platform() not in ("gpu", "cuda"):
         return "it runs on NVIDIA GPUs"
     if tokens > MOST_TOKENS:
@@ -161,13 +161,13 @@ def _read(chosen: jax.Array, count: int) -> jax.Array:
         is_read = jnp.any(_is_chosen(chosen, count), axis=(1, 2))
         return jnp.where(is_read, lax.iota(jnp.int32, count), -1)
     flat = chosen.reshape(-1)
-    found = jnp.where((flat < 0) | (flat >= count), -1, flat)
+    own = jnp.where((flat < 0) | (flat >= count), -1, flat)
     if chosen.shape[0] == 1:
-        return found
+        return own
     places = lax.iota(jnp.int32, flat.size)
     before = places[None] < places[:, None]
     again = jnp.any((flat[None] == flat[:, None]) & before, axis=1)
-    return jnp.where(again, -1, found)
+    return jnp.where(again, -1, own)
 
 
 def _padded(count: int, least: int = 1) -> int:

@@ -1,8 +1,8 @@
 """A deployment under load: replicas, and how long clients wait for a first and a next token.
 
     load = Load(rate=20, prompt=1000, output=200, first_token=0.5, per_token=0.05)
-    found = deployments("llama-3.1-8b", [CHIPS["h100"], CHIPS["l40s"]], load)
-    found.best.replicas, found.best.first_token(99)
+    offers = deployments(TrainConfig("llama-3.1-8b"), [CHIPS["h100"], CHIPS["l40s"]], load)
+    offers.best.replicas, offers.best.waits.first_token(99)
 
 Requests arrive at random (Poisson), with prompts and answers of uniform lengths. The engine's own
 scheduler (serving/scheduler.py) decides what each step computes; how long a step takes is what the
@@ -163,10 +163,9 @@ def deployments(
     chips. `weights` and `cache` are an engine's.
     """
     catalogue, limits = catalogue or Catalogue(), limits or Constraints()
-    given = {"weights": weights, "cache": cache}
     fixed = {
         name: None if value is None else engine_setting("serve", name, value)
-        for name, value in given.items()
+        for name, value in {"weights": weights, "cache": cache}.items()
     }
     limits = dataclasses.replace(limits, fixed={**limits.fixed, **fixed})
     found: list[Deployment] = []
@@ -226,13 +225,13 @@ def _replica(
     workload = Workload.of(config, machine, engine=engine)
     ranked, refused = search_serving(workload, limits, "latency")
     weights = limits.fixed.get("weights")
-    whole = [one for one in ranked if one.choice.size("dp") == 1 and one.choice.weights == weights]
-    if not whole:
+    single = [one for one in ranked if one.choice.size("dp") == 1 and one.choice.weights == weights]
+    if not single:
         if not refused:
             return "no mesh has dp=1, which a replica has"
         nearest = min(refused, key=lambda one: one.memory.total if one.memory else math.inf)
         return f"no mesh fits: {nearest.why} with a batch of {config.batch}"
-    return _Replica(workload, whole[0])
+    return _Replica(workload, single[0])
 
 
 def _cheapest(
