@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from meshwright.cli.plan import plan_command
 from meshwright.errors import MeshwrightError
 from meshwright.machines import CHIPS, Machine
 from meshwright.models import DecoderConfig
-from meshwright.planner import Load, Workload, deployments, efficiency, load
+from meshwright.planner import Load, Workload, deployments, load
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.serving import search_serving
 from meshwright.serving import EngineConfig, ScheduledSequence, ScheduledStep
 from meshwright.training import TrainConfig
 
+root = Path(__file__).parents[2]
 # benchmarks/serve.py's 1.5b
 SMALL = DecoderConfig(
     vocab=128256, layers=16, embed=2048, heads=32, kv_heads=8, head_dim=64, mlp=8192, max_seq=8192
@@ -52,20 +54,34 @@ def test_a_step_costs_what_the_plan_says() -> None:
     estimate = search_serving(workload, Constraints(), "latency")[0][0]
     sequence = ScheduledSequence("", [0] * 1024, 1024, 1, computed=1024)
     took = load._Replica(workload, estimate).costs.seconds(ScheduledStep((sequence,) * 32, ()))
-    host = 32 * efficiency.SERVED_TOKEN
-    assert took - host == pytest.approx(estimate.step_seconds, rel=1e-6)
+    assert took == pytest.approx(estimate.step_seconds, rel=1e-6)
 
 
-def test_the_measured_server_is_as_fast_as_planned() -> None:
+def test_a_measured_server_is_as_fast_as_planned() -> None:
     """benchmarks/RESULTS.md: 1.5b, max-batch 128, prompts of 64 to 448 and answers of 32 to 224."""
     one = replica(128, 2048)
     asked = Load(rate=87.58, prompt=256, output=128)
     highest = 300 / one.waits(asked, math.inf, 300).seconds
-    assert highest == pytest.approx(109.5, rel=0.05)
+    assert highest == pytest.approx(109.5, rel=0.1)
     waits = one.waits(asked, 87.58, 500)
     assert waits.per_token(50) == pytest.approx(3.8e-3, rel=0.1)
-    # its first tokens took 22.9 ms at p50 and 180 at p99: a server's own time is not in the plan
-    assert waits.first_token(50) < 22.9e-3
+    assert waits.first_token(50) == pytest.approx(22.9e-3, rel=0.1)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_waits_of_measured_loads_are_planned_within_20_percent(number: int) -> None:
+    """Three loads that no constant was fitted to; the requests are those that were sent."""
+    record = json.loads(Path(root, "benchmarks/served_loads.json").read_text())["loads"][number]
+    machine = Machine.parse(f"{record['chip']}:1")
+    config = TrainConfig(record["model"], batch=record["max_batch"])
+    waits = load.replay(config, machine, record["requests"])
+    for what, planned in (
+        ("time to first token", waits.first_token),
+        ("between tokens", waits.per_token),
+    ):
+        half, _, most = record["measured"][what]
+        assert planned(50) == pytest.approx(half, rel=0.2)
+        assert planned(99) == pytest.approx(most, rel=0.2)
 
 
 def test_twice_the_load_needs_more_chips_and_the_cheapest_comes_first() -> None:

@@ -27,7 +27,7 @@ from meshwright.serving.run_export import export
 from meshwright.serving.same_settings import settings_facts
 from meshwright.serving.samples import TextSampler
 from meshwright.serving.sampling import Sampling
-from meshwright.serving.scheduler import Scheduler
+from meshwright.serving.scheduler import IN_FLIGHT, Scheduler
 from meshwright.serving.scheduler import Sequence as ScheduledSequence
 from meshwright.serving.scheduler import Step as ScheduledStep
 from meshwright.serving.settings import EngineConfig, ServeConfig
@@ -44,6 +44,7 @@ from meshwright.serving.source import (
 from meshwright.serving.start import serve
 
 __all__ = [
+    "IN_FLIGHT",
     "AnyEngine",
     "Completion",
     "Defaults",
