@@ -18,6 +18,7 @@ from meshwright.planner.machines_compared import (
 )
 from meshwright.planner.memory import memory
 from meshwright.planner.planner import check_kind, plan, plan_config
+from meshwright.planner.program import ProgramPlan, plan_partitioned
 from meshwright.planner.result import Estimate, Memory, Plan, Refusal
 from meshwright.planner.step import StepModel
 from meshwright.planner.workload import CHOSEN, Choice, Workload, apply
@@ -36,6 +37,7 @@ __all__ = [
     "Memory",
     "Offer",
     "Plan",
+    "ProgramPlan",
     "Refusal",
     "Run",
     "StepModel",
@@ -54,6 +56,7 @@ __all__ = [
     "place_axes",
     "plan",
     "plan_config",
+    "plan_partitioned",
     "planned",
     "planned_to_serve",
     "sequences",
