@@ -162,8 +162,8 @@ def main() -> None:
             print(lines[-1], flush=True)
     if write:
         intro = (
-            "`mw.plan` of train steps that are not ours beside what the machine's compiler makes of "
-            f"them: {LAYERS} layers of {WIDTH} × {HIDDEN}, {TOKENS:,} tokens, bfloat16; compiled "
+            "`mw.plan` of train steps that are not ours beside what the machine's compiler makes: "
+            f" {LAYERS} layers of {WIDTH} × {HIDDEN}, {TOKENS:,} tokens, bfloat16; compiled "
             f"without hardware on {here()} by {proof.compiler.split(',')[0]}. Sent: bytes of all "
             "collectives (`Collective.bytes`). The TPU compiler makes collective matmuls of the "
             "steps over fsdp alone, whose permutes and copies count apart."

@@ -6,7 +6,7 @@ from meshwright.planner.compilers import in_stages, staged
 from meshwright.planner.constraints import constraints_of
 from meshwright.planner.goodput import LongRun
 from meshwright.planner.links import over, place_axes
-from meshwright.planner.load import BATCHES, Deployment, Deployments, Load, deployments
+from meshwright.planner.load import Deployment, Deployments, Load, deployments
 from meshwright.planner.long_run import batch_for, sequences
 from meshwright.planner.machines_compared import (
     Comparison,
@@ -24,7 +24,6 @@ from meshwright.planner.step import StepModel
 from meshwright.planner.workload import CHOSEN, Choice, Workload, apply
 
 __all__ = [
-    "BATCHES",
     "CHOSEN",
     "Choice",
     "Collective",

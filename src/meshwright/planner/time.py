@@ -140,7 +140,8 @@ def bound_and_reason(choice: Choice, timing: StepTime) -> tuple[str, str]:
         return "memory", f"memory-bound: {_percent(memory, step)} of the step; {share}"
     said = f"compute-bound: {share} of the step"
     again = 1 - timing.work.flops / timing.work.computed
-    if choice.remat == "mlp" or choice.repeats_layers:
+    repeats = choice.remat == "mlp" or choice.repeats_layers
+    if repeats and again >= 0.005:  # another stack may have room for what ours computes again
         said += f"; remat={choice.remat} makes {100 * again:.0f}% of the FLOPs again"
     if worst and waited > 0.03 * step:
         said += f"; {_percent(waited, step)} waits for {_axes(choice, worst)}"
