@@ -163,7 +163,7 @@ def main() -> None:
     if write:
         intro = (
             "`mw.plan` of train steps that are not ours beside what the machine's compiler makes: "
-            f" {LAYERS} layers of {WIDTH} × {HIDDEN}, {TOKENS:,} tokens, bfloat16; compiled "
+            f"{LAYERS} layers of {WIDTH} × {HIDDEN}, {TOKENS:,} tokens, bfloat16; compiled "
             f"without hardware on {here()} by {proof.compiler.split(',')[0]}. Sent: bytes of all "
             "collectives (`Collective.bytes`). The TPU compiler makes collective matmuls of the "
             "steps over fsdp alone, whose permutes and copies count apart."

@@ -65,8 +65,6 @@ def fastest(
             break
         if mesh is None and bound < split.waiting:
             heapq.heappush(queue, (split.waiting, next(order), split, None, False))
-        elif mesh is None and not fits:
-            heapq.heappush(queue, (max(bound, split.fitting), next(order), split, None, True))
         elif mesh is None:
             seconds = [split.relaxed(each, limit) for each in split.meshes]
             for each, least in zip(split.meshes, seconds, strict=True):
@@ -75,7 +73,7 @@ def fastest(
             if not machine.is_tpu:
                 known[split.sizes] = devices * min(limit, *seconds)
         elif not fits:
-            least = max(bound, split.fitting_on(mesh, limit))
+            least = max(bound, split.fitting(mesh, limit))
             if least < limit:
                 heapq.heappush(queue, (least, next(order), split, mesh, True))
         elif (one := split.quickest(mesh)) is not None and (
@@ -124,20 +122,9 @@ class _Split:
             return None
         return feasible(self.workload, self.sharded, self.limits)[0]
 
-    @functools.cached_property
-    def fitting(self) -> float:
-        """Seconds at least of what fits, 0 if that is not known."""
-        if self._fitting is None:
-            return 0.0
-        waits = {_variant(step.choice): least - _work(step) for least, step in self._least}
-        return min(
-            (one.working_seconds + waits[_variant(one.choice)] for one in self._fitting),
-            default=math.inf,
-        )
-
-    def fitting_on(self, mesh: Choice, limit: float) -> float:
+    def fitting(self, mesh: Choice, limit: float) -> float:
         """Seconds at least of what fits on a mesh, 0 if that says nothing."""
-        if why_not(self.workload, mesh, self.limits) is not None:
+        if why_not(self.workload, mesh, self.limits) is not None or self._fitting == []:
             return math.inf
         # of ways that need the reserve, others may be better that do not
         if self._fitting is None or self._fitting[0].memory.tight:
